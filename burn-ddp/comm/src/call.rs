@@ -1,0 +1,295 @@
+//! One collective call: what it is, until when it may take, and whether peers called the same.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use crate::frame::Header;
+use crate::{DType, Error, ReduceOp, Result};
+
+/// What a collective does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Collective {
+    /// Making a group.
+    NewGroup,
+    /// Everybody waits for everybody.
+    Barrier,
+    /// Everybody gets the reduction of everybody's buffer.
+    AllReduce,
+    /// Everybody gets the weighted mean of everybody's buffer.
+    AllReduceWeighted,
+    /// Everybody gets the root's buffer.
+    Broadcast,
+    /// Everybody gets everybody's buffer.
+    AllGather,
+    /// Everybody gets a slice of the reduction.
+    ReduceScatter,
+    /// Everybody gets the root's value.
+    BroadcastObject,
+    /// Everybody gets everybody's value.
+    AllGatherObject,
+}
+
+impl Collective {
+    const ALL: [Collective; 9] = [
+        Collective::NewGroup,
+        Collective::Barrier,
+        Collective::AllReduce,
+        Collective::AllReduceWeighted,
+        Collective::Broadcast,
+        Collective::AllGather,
+        Collective::ReduceScatter,
+        Collective::BroadcastObject,
+        Collective::AllGatherObject,
+    ];
+
+    pub(crate) fn code(self) -> u8 {
+        self as u8
+    }
+
+    pub(crate) fn from_code(code: u8) -> Option<Collective> {
+        Collective::ALL.get(usize::from(code)).copied()
+    }
+}
+
+impl fmt::Display for Collective {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Collective::NewGroup => "group",
+            Collective::Barrier => "barrier",
+            Collective::AllReduce => "all_reduce",
+            Collective::AllReduceWeighted => "all_reduce_weighted",
+            Collective::Broadcast => "broadcast",
+            Collective::AllGather => "all_gather",
+            Collective::ReduceScatter => "reduce_scatter",
+            Collective::BroadcastObject => "broadcast_object",
+            Collective::AllGatherObject => "all_gather_object",
+        })
+    }
+}
+
+/// What identifies a call, and the line it was made from. All but the line must be alike on all ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CallInfo {
+    /// What it does.
+    pub collective: Collective,
+    /// How elements are reduced, for collectives that do.
+    pub reduce: Option<ReduceOp>,
+    /// The type of the elements, for collectives that carry elements.
+    pub dtype: Option<DType>,
+    /// The elements each rank passes (`reduce_scatter`: gets).
+    pub len_elems: u64,
+    /// The root's rank, for collectives that have one.
+    pub root: Option<usize>,
+    /// The caller's own mark, such as which bucket of which step; 0 if it has none.
+    pub tag: u64,
+    /// The group's number in its world.
+    pub group: u64,
+    /// How many calls on this group came before.
+    pub sequence: u64,
+    /// `file:line:column` of the call. Shown, never compared.
+    pub site: String,
+}
+
+impl CallInfo {
+    /// The names of what differs from a peer's call.
+    pub fn differences(&self, other: &CallInfo) -> Vec<&'static str> {
+        let mut names = Vec::new();
+        let mut compare = |differs: bool, name| {
+            if differs {
+                names.push(name);
+            }
+        };
+        compare(self.collective != other.collective, "collectives");
+        compare(self.group != other.group, "groups");
+        compare(self.sequence != other.sequence, "sequence numbers");
+        if self.collective == other.collective {
+            compare(self.reduce != other.reduce, "reduce ops");
+            compare(self.dtype != other.dtype, "dtypes");
+            compare(self.len_elems != other.len_elems, "lengths");
+            compare(self.root != other.root, "roots");
+            compare(self.tag != other.tag, "tags");
+        }
+        names
+    }
+}
+
+impl fmt::Display for CallInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} #{} of group {}", self.collective, self.sequence, self.group)?;
+        let mut details = Vec::new();
+        if let Some(dtype) = self.dtype {
+            details.push(dtype.to_string());
+        }
+        if let Some(reduce) = self.reduce {
+            details.push(reduce.to_string());
+        }
+        if let Some(root) = self.root {
+            details.push(format!("root {root}"));
+        }
+        if self.dtype.is_some() {
+            let plural = if self.len_elems == 1 { "" } else { "s" };
+            details.push(format!("{} element{plural}", self.len_elems));
+        }
+        if self.tag != 0 {
+            details.push(format!("tag {:#x}", self.tag));
+        }
+        if !details.is_empty() {
+            write!(f, " ({})", details.join(", "))?;
+        }
+        write!(f, " called at {}", self.site)
+    }
+}
+
+/// A call and the rank that made it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankCall {
+    /// Who called.
+    pub rank: usize,
+    /// What it called.
+    pub call: CallInfo,
+}
+
+/// A collective under way on this rank.
+#[derive(Clone, Debug)]
+pub struct Call {
+    /// What all ranks must have called alike.
+    pub info: CallInfo,
+    /// This rank.
+    pub rank: usize,
+    /// This rank's weight; 1 where weights have no meaning.
+    pub weight: f64,
+    /// The number of this call's next exchange: each exchange of a call has its own.
+    pub stage: u8,
+    /// When it must be done.
+    pub deadline: Instant,
+    /// How long that was from the start.
+    pub timeout: Duration,
+}
+
+impl Call {
+    /// A call made now.
+    pub fn new(info: CallInfo, rank: usize, timeout: Duration) -> Call {
+        let now = Instant::now();
+        // A timeout beyond what `Instant` can express means "never"; a century will do.
+        let century = Duration::from_secs(100 * 365 * 24 * 3600);
+        Call {
+            info,
+            rank,
+            weight: 1.0,
+            stage: 0,
+            deadline: now.checked_add(timeout).unwrap_or_else(|| now + century),
+            timeout,
+        }
+    }
+
+    /// The header of this rank's next frame.
+    pub fn header(&self, payload_bytes: usize) -> Header {
+        Header {
+            info: self.info.clone(),
+            from: self.rank,
+            stage: self.stage,
+            weight: self.weight,
+            payload_bytes: payload_bytes as u64,
+        }
+    }
+
+    /// Checks the header of a frame from `peer`, from which `payload_bytes` are expected.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] if the peer is in another call, [`Error::Protocol`] if it is in the same call but sends what
+    /// this call cannot have.
+    pub fn check_header(&self, peer: usize, header: &Header, payload_bytes: usize) -> Result<()> {
+        if !self.info.differences(&header.info).is_empty() {
+            let mine = Box::new(RankCall { rank: self.rank, call: self.info.clone() });
+            let theirs = Box::new(RankCall { rank: peer, call: header.info.clone() });
+            let (first, second) = if self.rank < peer { (mine, theirs) } else { (theirs, mine) };
+            return Err(Error::Mismatch { first, second });
+        }
+        let expected = (peer, self.stage, payload_bytes as u64);
+        let got = (header.from, header.stage, header.payload_bytes);
+        if expected != got {
+            return Err(Error::Protocol {
+                peer,
+                message: format!(
+                    "a frame of rank {}, stage {}, {} bytes, expected rank {}, stage {}, {} bytes",
+                    got.0, got.1, got.2, expected.0, expected.1, expected.2
+                ),
+                during: Some(Box::new(self.info.clone())),
+            });
+        }
+        Ok(())
+    }
+
+    /// The error when the deadline passes before the parts of `waiting_for` have come.
+    pub fn timed_out(&self, waiting_for: Vec<usize>) -> Error {
+        Error::Timeout { reporter: self.rank, waiting_for, timeout: self.timeout, call: Box::new(self.info.clone()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn all_reduce() -> CallInfo {
+        CallInfo {
+            collective: Collective::AllReduce,
+            reduce: Some(ReduceOp::Sum),
+            dtype: Some(DType::F32),
+            len_elems: 1000,
+            root: None,
+            tag: 0,
+            group: 1,
+            sequence: 57,
+            site: "src/main.rs:10:5".to_string(),
+        }
+    }
+
+    #[test]
+    fn a_call_is_shown_as_people_say_it() {
+        let text = "all_reduce #57 of group 1 (f32, sum, 1000 elements) called at src/main.rs:10:5";
+        assert_eq!(all_reduce().to_string(), text);
+        let tagged = CallInfo { tag: 31, len_elems: 1, ..all_reduce() };
+        assert!(tagged.to_string().contains("(f32, sum, 1 element, tag 0x1f)"), "{tagged}");
+    }
+
+    #[test]
+    fn everything_but_the_site_is_compared() {
+        let call = all_reduce();
+        assert_eq!(call.differences(&CallInfo { site: "b.rs:1:1".to_string(), ..call.clone() }), [""; 0]);
+        for (name, other) in [
+            ("collectives", CallInfo { collective: Collective::Broadcast, ..call.clone() }),
+            ("groups", CallInfo { group: 2, ..call.clone() }),
+            ("sequence numbers", CallInfo { sequence: 58, ..call.clone() }),
+            ("reduce ops", CallInfo { reduce: Some(ReduceOp::Mean), ..call.clone() }),
+            ("dtypes", CallInfo { dtype: Some(DType::F64), ..call.clone() }),
+            ("lengths", CallInfo { len_elems: 999, ..call.clone() }),
+            ("roots", CallInfo { root: Some(0), ..call.clone() }),
+            ("tags", CallInfo { tag: 1, ..call.clone() }),
+        ] {
+            assert_eq!(call.differences(&other), [name]);
+        }
+    }
+
+    #[test]
+    fn a_frame_of_another_stage_rank_or_size_is_refused() {
+        let mine = Call::new(all_reduce(), 0, Duration::from_secs(1));
+        let theirs = Call { rank: 1, ..mine.clone() };
+        assert_eq!(mine.check_header(1, &theirs.header(40), 40), Ok(()));
+        let later = Call { stage: 1, ..theirs.clone() };
+        for result in [
+            mine.check_header(1, &later.header(40), 40),
+            mine.check_header(2, &theirs.header(40), 40),
+            mine.check_header(1, &theirs.header(41), 40),
+        ] {
+            assert!(matches!(result, Err(Error::Protocol { .. })), "{result:?}");
+        }
+    }
+
+    #[test]
+    fn an_endless_timeout_does_not_overflow() {
+        let call = Call::new(all_reduce(), 0, Duration::MAX);
+        assert!(call.deadline > Instant::now() + Duration::from_secs(1_000_000));
+    }
+}

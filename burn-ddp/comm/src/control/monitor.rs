@@ -1,0 +1,249 @@
+//! The thread that watches a rank's control connections and accepts connections for it.
+
+use std::io::{self, ErrorKind};
+use std::net::TcpListener;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::{CLOSED, PRESENT, Shared};
+use crate::health::{ControlMessage, Health, lock};
+use crate::net::hello::{Answer, HELLO_CAP, HELLO_DEADLINE, Hello};
+use crate::net::wait::wait;
+use crate::net::wire::Wire;
+
+/// How long a monitor whose rank has left lets its peers close first.
+pub(super) const LINGER: Duration = Duration::from_secs(5);
+/// Most connections that have not said hello; the oldest makes room.
+const STRANGERS_CAP: usize = 256;
+/// Pause after a failed accept, typically for want of file descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+pub(super) struct Monitor {
+    shared: Arc<Shared>,
+    /// Closed when the rank leaves.
+    listener: Option<TcpListener>,
+    accept_after: Option<Instant>,
+    strangers: Vec<Stranger>,
+    /// The reading ends, by rank; `None` for this rank and for those that have closed. Empty until the mesh stands.
+    readers: Vec<Option<Wire>>,
+    /// Set with the readers.
+    health: Option<Arc<Health>>,
+    /// When to end although peers have not closed; set when the handle is gone.
+    end: Option<Instant>,
+}
+
+/// A connection that has not said hello.
+struct Stranger {
+    wire: Wire,
+    until: Instant,
+}
+
+impl Monitor {
+    pub(super) fn new(listener: TcpListener, shared: Arc<Shared>) -> Self {
+        let listener = Some(listener);
+        Self {
+            shared,
+            listener,
+            accept_after: None,
+            strangers: Vec::new(),
+            readers: Vec::new(),
+            health: None,
+            end: None,
+        }
+    }
+
+    pub(super) fn run(mut self) {
+        loop {
+            match self.turn() {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(e) => {
+                    // Nobody would notice deaths any more, so this rank must not go on.
+                    if let Some(health) = self.health.take() {
+                        health.fail(crate::Error::Internal {
+                            message: format!("the monitor of rank {} ended: {e}", self.shared.rank),
+                        });
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Waits for something to do, and does it; `false` when all is done.
+    fn turn(&mut self) -> io::Result<bool> {
+        let ready = self.wait()?;
+        let mut ready = ready.into_iter();
+        let listener_ready = ready.next().unwrap_or(false);
+
+        self.shared.waker.clear();
+        self.adopt_mesh();
+        // Peers first: what they have to say is older than what happens now.
+        for rank in ready
+            .by_ref()
+            .take(self.readers.len())
+            .enumerate()
+            .filter_map(|(rank, ready)| ready.then_some(rank))
+            .collect::<Vec<_>>()
+        {
+            self.flush(rank);
+            self.read(rank);
+        }
+        let strangers: Vec<bool> = ready.collect();
+        self.greet(&strangers);
+        if listener_ready {
+            self.accept();
+        }
+        Ok(!self.finished())
+    }
+
+    /// Whether the listener, each peer and each stranger is ready, in this order.
+    fn wait(&mut self) -> io::Result<Vec<bool>> {
+        let now = Instant::now();
+        if self.accept_after.is_some_and(|at| at <= now) {
+            self.accept_after = None;
+        }
+        let nothing = PollFd::new(&self.shared.waker, PollFlags::empty());
+        let mut fds = vec![PollFd::new(&self.shared.waker, PollFlags::IN)];
+        fds.push(match &self.listener {
+            Some(listener) if self.accept_after.is_none() => PollFd::new(listener, PollFlags::IN),
+            _ => nothing.clone(),
+        });
+        {
+            let senders = lock(&self.shared.senders);
+            for (rank, reader) in self.readers.iter().enumerate() {
+                let pending =
+                    senders[rank].as_ref().is_some_and(|sender| sender.broken.is_none() && sender.wire.wants_write());
+                fds.push(match reader {
+                    Some(wire) if pending => PollFd::from_borrowed_fd(wire.as_fd(), PollFlags::IN | PollFlags::OUT),
+                    Some(wire) => PollFd::from_borrowed_fd(wire.as_fd(), PollFlags::IN),
+                    None => nothing.clone(),
+                });
+            }
+        }
+        fds.extend(
+            self.strangers.iter().map(|stranger| PollFd::from_borrowed_fd(stranger.wire.as_fd(), PollFlags::IN)),
+        );
+        let deadline =
+            self.strangers.iter().map(|stranger| stranger.until).chain(self.accept_after).chain(self.end).min();
+        wait(&mut fds, deadline)?;
+        Ok(fds[1..].iter().map(|fd| !fd.revents().is_empty()).collect())
+    }
+
+    /// Takes over the reading ends once they are there.
+    fn adopt_mesh(&mut self) {
+        if let Some(mesh) = lock(&self.shared.mesh).take() {
+            self.readers = mesh.readers;
+            self.health = Some(mesh.health);
+        }
+    }
+
+    /// Writes what a sender could not.
+    fn flush(&mut self, rank: usize) {
+        if let Some(sender) = &mut lock(&self.shared.senders)[rank] {
+            sender.flush();
+        }
+    }
+
+    /// Takes in what a peer says, until there is no more.
+    fn read(&mut self, rank: usize) {
+        let Some(health) = &self.health else { return };
+        while let Some(wire) = &mut self.readers[rank] {
+            let present = self.shared.phase.load(Ordering::Acquire) == PRESENT;
+            match wire.next::<ControlMessage>() {
+                Ok(None) => return,
+                Ok(Some(message)) if present => health.receive(rank, message),
+                Ok(Some(_)) => {}
+                Err(e) => {
+                    self.readers[rank] = None;
+                    if present && !health.has_left(rank) {
+                        let broken = lock(&self.shared.senders)[rank].as_ref().and_then(|sender| sender.broken.clone());
+                        health.peer_lost(rank, describe(&e, broken));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Hears the strangers that have something to say, and parts with those that take too long.
+    fn greet(&mut self, ready: &[bool]) {
+        let mut ready = ready.iter().copied();
+        let strangers = std::mem::take(&mut self.strangers);
+        for mut stranger in strangers {
+            if !ready.next().unwrap_or(false) {
+                if Instant::now() < stranger.until {
+                    self.strangers.push(stranger);
+                }
+                continue;
+            }
+            match stranger.wire.next::<Hello>() {
+                Ok(None) if Instant::now() < stranger.until => self.strangers.push(stranger),
+                Ok(Some(hello)) => self.welcome(stranger.wire, &hello),
+                Ok(None) | Err(_) => {
+                    tracing::debug!(from = ?stranger.wire.stream().peer_addr(), "a stranger was turned away")
+                }
+            }
+        }
+    }
+
+    fn welcome(&self, mut wire: Wire, hello: &Hello) {
+        let verdict = hello.admit(&self.shared.token).and_then(|()| self.shared.links.admit(hello.purpose));
+        let welcome = verdict.is_ok();
+        if let Err(cause) = &verdict {
+            tracing::debug!(from = ?wire.stream().peer_addr(), cause, "a connection was refused");
+        }
+        // An answer fits into the buffer of a fresh socket; one that does not take it is not worth waiting for.
+        let answered = wire.queue(&Answer::new(verdict)).and_then(|()| wire.flush());
+        if welcome && matches!(answered, Ok(true)) {
+            self.shared.links.put(hello.purpose, wire.into_stream());
+        }
+    }
+
+    fn accept(&mut self) {
+        let Some(listener) = &self.listener else { return };
+        loop {
+            match listener.accept().and_then(|(stream, _)| Wire::new(stream, HELLO_CAP)) {
+                Ok(wire) => {
+                    if self.strangers.len() >= STRANGERS_CAP {
+                        self.strangers.remove(0);
+                    }
+                    self.strangers.push(Stranger { wire, until: Instant::now() + HELLO_DEADLINE });
+                }
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return,
+                Err(e) => {
+                    tracing::warn!("rank {} could not accept a connection: {e}", self.shared.rank);
+                    self.accept_after = Some(Instant::now() + ACCEPT_PAUSE);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// After the rank has left: lets nobody in, and waits for the peers to close, for a while.
+    fn finished(&mut self) -> bool {
+        if self.shared.phase.load(Ordering::Acquire) != CLOSED {
+            return false;
+        }
+        self.listener = None;
+        self.strangers.clear();
+        self.shared.links.close();
+        let end = *self.end.get_or_insert_with(|| Instant::now() + LINGER);
+        Instant::now() >= end || self.readers.iter().all(Option::is_none)
+    }
+}
+
+fn describe(error: &io::Error, broken: Option<String>) -> String {
+    match (error.kind(), broken) {
+        (ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset, None) => {
+            "its process ended without a goodbye".to_owned()
+        }
+        (ErrorKind::TimedOut, _) => "its machine no longer answers".to_owned(),
+        (ErrorKind::InvalidData, _) => format!("it broke the protocol of the control connection: {error}"),
+        (_, Some(broken)) => broken,
+        (_, None) => format!("its control connection broke: {error}"),
+    }
+}

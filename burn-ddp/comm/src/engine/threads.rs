@@ -1,0 +1,213 @@
+//! Ranks in one process: frames pass through queues in memory.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Instant;
+
+use super::{Engine, Fabric, HostEngine, Incoming, Outgoing, Transport};
+use crate::call::Call;
+use crate::frame::Header;
+use crate::health::{Health, Wake, lock};
+use crate::{Error, Result};
+
+/// Makes the groups of one rank among threads.
+pub(crate) struct ThreadsFabric {
+    job: Arc<Job>,
+    health: Arc<Health>,
+}
+
+/// What the ranks of a world have in common.
+struct Job {
+    /// Groups that not all ranks have opened yet, and how many have.
+    opening: Mutex<HashMap<u64, (Arc<Hub>, usize)>>,
+}
+
+/// What the ranks of a group have in common.
+struct Hub {
+    inboxes: Vec<Arc<Inbox>>,
+    /// Buffers that were read and can be filled again.
+    spare: Mutex<Vec<Vec<u8>>>,
+}
+
+/// Where the frames for one rank arrive.
+struct Inbox {
+    arrivals: Mutex<Arrivals>,
+    /// Notified by senders, by ranks that close, and by changes of health. The owner waits.
+    changed: Condvar,
+}
+
+struct Arrivals {
+    /// By sender, oldest first. Never long: every collective waits for everybody.
+    frames: Vec<VecDeque<Frame>>,
+    /// Who will send no more.
+    closed: Vec<bool>,
+}
+
+struct Frame {
+    header: Header,
+    /// Shared by all receivers of the same bytes.
+    payload: Arc<Vec<u8>>,
+}
+
+impl ThreadsFabric {
+    /// The fabrics of all ranks, one per health.
+    pub(crate) fn all(healths: &[Arc<Health>]) -> Vec<ThreadsFabric> {
+        let job = Arc::new(Job { opening: Mutex::new(HashMap::new()) });
+        healths.iter().map(|health| ThreadsFabric { job: job.clone(), health: health.clone() }).collect()
+    }
+}
+
+impl Fabric for ThreadsFabric {
+    fn name(&self) -> &'static str {
+        "threads"
+    }
+
+    fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
+        let world_size = self.health.peers().len();
+        let hub = self.job.hub(call.info.group, world_size);
+        let inbox = Arc::downgrade(&hub.inboxes[self.health.rank()]);
+        self.health.add_waker(inbox);
+        Ok(Box::new(HostEngine::new(Threads { hub, health: self.health.clone() })))
+    }
+}
+
+impl Job {
+    fn hub(&self, group: u64, world_size: usize) -> Arc<Hub> {
+        let mut opening = lock(&self.opening);
+        let (hub, opened) = opening.entry(group).or_insert_with(|| (Arc::new(Hub::new(world_size)), 0));
+        *opened += 1;
+        let (hub, all_have_it) = (hub.clone(), *opened == world_size);
+        if all_have_it {
+            opening.remove(&group);
+        }
+        hub
+    }
+}
+
+impl Hub {
+    fn new(world_size: usize) -> Hub {
+        let inbox = || {
+            let frames = (0..world_size).map(|_| VecDeque::new()).collect();
+            let arrivals = Arrivals { frames, closed: vec![false; world_size] };
+            Arc::new(Inbox { arrivals: Mutex::new(arrivals), changed: Condvar::new() })
+        };
+        Hub { inboxes: (0..world_size).map(|_| inbox()).collect(), spare: Mutex::new(Vec::new()) }
+    }
+
+    fn copy(&self, payload: &[u8]) -> Arc<Vec<u8>> {
+        let mut buffer = lock(&self.spare).pop().unwrap_or_default();
+        buffer.extend_from_slice(payload);
+        Arc::new(buffer)
+    }
+
+    fn recycle(&self, payload: Arc<Vec<u8>>) {
+        if let Some(mut buffer) = Arc::into_inner(payload).filter(|buffer| buffer.capacity() > 0) {
+            buffer.clear();
+            lock(&self.spare).push(buffer);
+        }
+    }
+}
+
+/// One rank's side of a group.
+struct Threads {
+    hub: Arc<Hub>,
+    health: Arc<Health>,
+}
+
+impl Transport for Threads {
+    fn name(&self) -> &'static str {
+        "threads"
+    }
+
+    fn rank(&self) -> usize {
+        self.health.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.hub.inboxes.len()
+    }
+
+    fn exchange(&mut self, call: &Call, sends: &[Outgoing<'_>], receives: &mut [Incoming<'_>]) -> Result<()> {
+        self.send(call, sends);
+        let mut missing: Vec<&mut Incoming<'_>> = receives.iter_mut().collect();
+        while !missing.is_empty() {
+            for (nth, frame) in self.wait(call, &missing)? {
+                let incoming = missing.swap_remove(nth);
+                call.check_header(incoming.peer, &frame.header, incoming.payload.len())?;
+                incoming.payload.copy_from_slice(&frame.payload);
+                incoming.weight = frame.header.weight;
+                self.hub.recycle(frame.payload);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Threads {
+    fn send(&self, call: &Call, sends: &[Outgoing<'_>]) {
+        let mut last: Option<(&[u8], Arc<Vec<u8>>)> = None;
+        for send in sends {
+            let payload = match &last {
+                Some((bytes, copy)) if std::ptr::eq(*bytes, send.payload) => copy.clone(),
+                _ => self.hub.copy(send.payload),
+            };
+            last = Some((send.payload, payload.clone()));
+            let frame = Frame { header: call.header(send.payload.len()), payload };
+            let inbox = &self.hub.inboxes[send.peer];
+            lock(&inbox.arrivals).frames[self.rank()].push_back(frame);
+            inbox.changed.notify_all();
+        }
+    }
+
+    /// Waits for frames of `missing`; yields them with their index there, highest index first.
+    fn wait(&self, call: &Call, missing: &[&mut Incoming<'_>]) -> Result<Vec<(usize, Frame)>> {
+        let inbox = &self.hub.inboxes[self.rank()];
+        let mut arrivals = lock(&inbox.arrivals);
+        loop {
+            let take = |(nth, incoming): (usize, &&mut Incoming<'_>)| {
+                arrivals.frames[incoming.peer].pop_front().map(|frame| (nth, frame))
+            };
+            let arrived: Vec<_> = missing.iter().enumerate().rev().filter_map(take).collect();
+            if !arrived.is_empty() {
+                return Ok(arrived);
+            }
+            self.health.check()?;
+            let gone = |peer: usize| arrivals.closed[peer] || self.health.has_left(peer);
+            if let Some(peer) = missing.iter().map(|incoming| incoming.peer).find(|peer| gone(*peer)) {
+                return Err(self.health.left_error(peer));
+            }
+            let left = call.deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(timed_out(call, missing));
+            }
+            arrivals = match inbox.changed.wait_timeout(arrivals, left) {
+                Ok((arrivals, _)) => arrivals,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+    }
+}
+
+fn timed_out(call: &Call, missing: &[&mut Incoming<'_>]) -> Error {
+    let mut waiting_for: Vec<usize> = missing.iter().map(|incoming| incoming.peer).collect();
+    waiting_for.sort_unstable();
+    call.timed_out(waiting_for)
+}
+
+/// Peers that still need something from this rank on this group wait in vain from now on.
+impl Drop for Threads {
+    fn drop(&mut self) {
+        for inbox in &self.hub.inboxes {
+            lock(&inbox.arrivals).closed[self.rank()] = true;
+            inbox.changed.notify_all();
+        }
+    }
+}
+
+impl Wake for Inbox {
+    /// Takes the lock, so that no waiter is between its look at the health and its wait.
+    fn wake(&self) {
+        drop(lock(&self.arrivals));
+        self.changed.notify_all();
+    }
+}

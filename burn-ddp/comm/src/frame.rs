@@ -1,0 +1,251 @@
+//! The header in front of every payload.
+//!
+//! ```text
+//! offset  bytes  field (little endian)
+//!      0      4  magic "bddp"
+//!      4      2  protocol version
+//!      6      1  collective
+//!      7      1  reduce op, 255 = none
+//!      8      1  dtype, 255 = none
+//!      9      1  stage
+//!     10      2  bytes of the call site
+//!     12      4  sender's rank
+//!     16      4  root, u32::MAX = none
+//!     20      4  zero
+//!     24      8  group
+//!     32      8  sequence
+//!     40      8  elements
+//!     48      8  bytes of the payload
+//!     56      8  weight (f64)
+//!     64      8  tag
+//!     72      …  the call site, UTF-8, at most 256 bytes
+//!      …      …  the payload
+//! ```
+
+use crate::call::{CallInfo, Collective};
+use crate::{DType, ReduceOp};
+
+/// The version of everything ranks say to each other. Ranks of different versions do not mix.
+pub const PROTOCOL_VERSION: u16 = 1;
+
+/// Bytes of the part of a header that all headers have.
+pub const PREFIX_BYTES: usize = 72;
+
+/// Bytes of the longest call site on the wire; longer ones lose their beginning.
+pub const MAX_SITE_BYTES: usize = 256;
+
+/// Bytes of the longest header.
+pub const MAX_HEADER_BYTES: usize = PREFIX_BYTES + MAX_SITE_BYTES;
+
+const MAGIC: [u8; 4] = *b"bddp";
+const NONE: u8 = u8::MAX;
+const NO_ROOT: u32 = u32::MAX;
+
+/// What a frame says about itself and about the call it belongs to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Header {
+    /// The sender's call.
+    pub info: CallInfo,
+    /// The sender.
+    pub from: usize,
+    /// Which of the call's exchanges this is.
+    pub stage: u8,
+    /// The sender's weight.
+    pub weight: f64,
+    /// Bytes that follow.
+    pub payload_bytes: u64,
+}
+
+impl Header {
+    /// Appends the bytes of this header.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        let site = site_on_wire(&self.info.site);
+        out.extend_from_slice(&MAGIC);
+        out.extend_from_slice(&PROTOCOL_VERSION.to_le_bytes());
+        out.push(self.info.collective.code());
+        out.push(self.info.reduce.map_or(NONE, ReduceOp::code));
+        out.push(self.info.dtype.map_or(NONE, DType::code));
+        out.push(self.stage);
+        out.extend_from_slice(&(site.len() as u16).to_le_bytes());
+        out.extend_from_slice(&(self.from as u32).to_le_bytes());
+        out.extend_from_slice(&self.info.root.map_or(NO_ROOT, |root| root as u32).to_le_bytes());
+        out.extend_from_slice(&[0; 4]);
+        for number in [
+            self.info.group,
+            self.info.sequence,
+            self.info.len_elems,
+            self.payload_bytes,
+            self.weight.to_bits(),
+            self.info.tag,
+        ] {
+            out.extend_from_slice(&number.to_le_bytes());
+        }
+        out.extend_from_slice(site.as_bytes());
+    }
+}
+
+/// The first [`PREFIX_BYTES`] of a header: all but the call site.
+#[derive(Clone, Debug)]
+pub struct Prefix {
+    header: Header,
+    site_bytes: usize,
+}
+
+impl Prefix {
+    /// Reads and validates a prefix.
+    ///
+    /// # Errors
+    /// A description of what is not of this protocol.
+    pub fn decode(bytes: &[u8; PREFIX_BYTES]) -> Result<Prefix, String> {
+        let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let u64_at = |at: usize| u64::from(u32_at(at)) | u64::from(u32_at(at + 4)) << 32;
+
+        if bytes[..4] != MAGIC {
+            return Err(format!("a header that starts with {:02x?}, not with {MAGIC:02x?}", &bytes[..4]));
+        }
+        if u16_at(4) != PROTOCOL_VERSION {
+            return Err(format!("protocol version {}, this rank has {PROTOCOL_VERSION}", u16_at(4)));
+        }
+        let site_bytes = usize::from(u16_at(10));
+        if site_bytes > MAX_SITE_BYTES {
+            return Err(format!("a call site of {site_bytes} bytes"));
+        }
+        if u32_at(20) != 0 {
+            return Err("reserved bytes that are not zero".to_string());
+        }
+        let info = CallInfo {
+            collective: Collective::from_code(bytes[6]).ok_or_else(|| format!("collective {}", bytes[6]))?,
+            reduce: optional(bytes[7], ReduceOp::from_code).ok_or_else(|| format!("reduce op {}", bytes[7]))?,
+            dtype: optional(bytes[8], DType::from_code).ok_or_else(|| format!("dtype {}", bytes[8]))?,
+            len_elems: u64_at(40),
+            root: Some(u32_at(16)).filter(|root| *root != NO_ROOT).map(|root| root as usize),
+            tag: u64_at(64),
+            group: u64_at(24),
+            sequence: u64_at(32),
+            site: String::new(),
+        };
+        let header = Header {
+            info,
+            from: u32_at(12) as usize,
+            stage: bytes[9],
+            weight: f64::from_bits(u64_at(56)),
+            payload_bytes: u64_at(48),
+        };
+        Ok(Prefix { header, site_bytes })
+    }
+
+    /// Bytes of the call site, which follows the prefix.
+    pub fn site_bytes(&self) -> usize {
+        self.site_bytes
+    }
+
+    /// The header, given the bytes of the call site.
+    pub fn finish(mut self, site: &[u8]) -> Header {
+        self.header.info.site = String::from_utf8_lossy(site).into_owned();
+        self.header
+    }
+}
+
+/// `Some(None)` for "none", `None` for an unknown code.
+fn optional<T>(code: u8, from_code: impl Fn(u8) -> Option<T>) -> Option<Option<T>> {
+    if code == NONE { Some(None) } else { from_code(code).map(Some) }
+}
+
+/// The end of a path says more than its beginning.
+fn site_on_wire(site: &str) -> &str {
+    let mut start = site.len().saturating_sub(MAX_SITE_BYTES);
+    while !site.is_char_boundary(start) {
+        start += 1;
+    }
+    &site[start..]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn header(site: &str) -> Header {
+        Header {
+            info: CallInfo {
+                collective: Collective::AllReduceWeighted,
+                reduce: Some(ReduceOp::Mean),
+                dtype: Some(DType::BF16),
+                len_elems: u64::MAX - 3,
+                root: Some(2),
+                tag: 0x100_0000_0007,
+                group: 5,
+                sequence: 1 << 40,
+                site: site.to_string(),
+            },
+            from: 6,
+            stage: 1,
+            weight: 0.1,
+            payload_bytes: 77,
+        }
+    }
+
+    fn decode(bytes: &[u8]) -> Result<Header, String> {
+        let (prefix, rest) = bytes.split_first_chunk().expect("a whole prefix");
+        let prefix = Prefix::decode(prefix)?;
+        assert_eq!(rest.len(), prefix.site_bytes());
+        Ok(prefix.finish(rest))
+    }
+
+    #[test]
+    fn a_header_round_trips() {
+        let mut bare = header("");
+        bare.info.reduce = None;
+        bare.info.dtype = None;
+        bare.info.root = None;
+        for header in [header("src/main.rs:10:5"), bare] {
+            let mut bytes = Vec::new();
+            header.encode(&mut bytes);
+            assert_eq!(decode(&bytes), Ok(header));
+        }
+    }
+
+    #[test]
+    fn a_long_site_keeps_its_end() {
+        let mut bytes = Vec::new();
+        header(&format!("{}/main.rs:10:5", "ü".repeat(300))).encode(&mut bytes);
+        let site = decode(&bytes).unwrap().info.site;
+        assert!(site.len() <= MAX_SITE_BYTES && site.ends_with("ü/main.rs:10:5"), "{site}");
+    }
+
+    #[test]
+    fn what_is_not_ours_is_refused() {
+        let mut good = Vec::new();
+        header("x").encode(&mut good);
+        for (at, what) in [
+            (0, "starts with"),
+            (4, "version"),
+            (6, "collective"),
+            (7, "reduce op"),
+            (8, "dtype"),
+            (11, "call site"),
+            (20, "reserved"),
+        ] {
+            let mut bad = good.clone();
+            bad[at] = 99;
+            let error = decode(&bad).unwrap_err();
+            assert!(error.contains(what), "{error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_refused_or_capped(bytes in proptest::collection::vec(any::<u8>(), PREFIX_BYTES), magic in any::<bool>()) {
+            let mut prefix: [u8; PREFIX_BYTES] = bytes.try_into().unwrap();
+            if magic {
+                prefix[..4].copy_from_slice(&MAGIC);
+                prefix[4..6].copy_from_slice(&PROTOCOL_VERSION.to_le_bytes());
+                prefix[20..24].fill(0);
+            }
+            if let Ok(prefix) = Prefix::decode(&prefix) {
+                prop_assert!(prefix.site_bytes() <= MAX_SITE_BYTES);
+            }
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! Ranks talking: process groups and collectives with deterministic numerics. Knows nothing of Burn or GPUs.
+//!
+//! ```
+//! use burn_ddp_comm::{Error, ReduceOp, on_threads};
+//!
+//! // Four ranks, here as threads; as processes they would come from `World::join`.
+//! let means = on_threads(4, |world| {
+//!     let group = world.group()?;
+//!     let mut x = [world.rank() as f32, 1.0];
+//!     group.all_reduce(&mut x, ReduceOp::Mean)?;
+//!     Ok::<_, Error>(x)
+//! });
+//! assert!(means.iter().all(|x| *x == Ok([1.5, 1.0])));
+//!
+//! // Ranks that call different things do not hang: all get an error that shows both calls.
+//! let results = on_threads(2, |world| {
+//!     let group = world.group()?;
+//!     if world.rank() == 0 { group.barrier() } else { group.broadcast(&mut [0.0_f32], 0) }
+//! });
+//! let error = results[1].clone().unwrap_err().to_string();
+//! assert!(error.contains("rank 0 called barrier #0 of group 1"), "{error}");
+//! assert!(error.contains("rank 1 called broadcast #0 of group 1 (f32, root 0, 1 element)"), "{error}");
+//! ```
+//!
+//! # Map
+//!
+//! | what | where |
+//! |---|---|
+//! | joining: who am I, who are my peers | [`World`], [`Options`], [`PeerInfo`] |
+//! | collectives | [`ProcessGroup`], [`ReduceOp`], [`DType`], [`Element`] |
+//! | what can go wrong | [`Error`] |
+//! | the numerics contract | `reduce.rs`, told at [`ProcessGroup`] |
+//! | engines, the transports under them, and the algorithms they share | [`engine`] |
+//! | one call, compared between ranks; its form on the wire | [`call`], [`frame`] |
+//! | who is alive, and the one cause that ends a world | [`health`] |
+//!
+//! There is no global state: a process can hold any number of worlds and ranks. Every wait has a deadline and names
+//! whom it waited for. Nothing blocks in `Drop`. The crate never prints; it emits `tracing` events.
+#![forbid(unsafe_code)]
+
+#[cfg(target_endian = "big")]
+compile_error!("elements travel in little-endian order, as they are in memory");
+
+pub mod call;
+pub mod engine;
+pub mod frame;
+pub mod health;
+
+mod control;
+mod dtype;
+mod env;
+mod error;
+mod group;
+mod net;
+mod object;
+mod op;
+mod options;
+mod peer;
+mod plan;
+mod reduce;
+mod rendezvous;
+mod store;
+mod track;
+mod world;
+
+pub use call::{Call, CallInfo, Collective, RankCall};
+pub use dtype::{DType, Element};
+pub use env::{LaunchEnv, Meeting};
+pub use error::{Error, Result};
+pub use group::ProcessGroup;
+pub use object::MAX_OBJECT_BYTES;
+pub use op::ReduceOp;
+pub use options::Options;
+pub use peer::PeerInfo;
+pub use store::{MemoryStore, Store, StoreServer, TcpStore};
+pub use world::{World, on_threads};

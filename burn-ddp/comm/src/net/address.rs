@@ -1,0 +1,116 @@
+//! Host names, loopback, binding and connecting.
+
+use std::io::{self, ErrorKind};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Longest single attempt to connect, so that a name with several addresses gets each of them tried.
+const ATTEMPT: Duration = Duration::from_secs(5);
+/// Between two attempts, while the other side may not have started yet.
+pub(crate) const RETRY: Duration = Duration::from_millis(50);
+
+/// Whether `host` can only mean this machine, judged without looking anything up.
+pub(crate) fn is_loopback(host: &str) -> bool {
+    host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}
+
+/// Splits `host:port`; an IPv6 address stands in brackets.
+pub(crate) fn split(text: &str) -> Option<(&str, u16)> {
+    let (host, port) = text.rsplit_once(':')?;
+    let port = port.parse().ok()?;
+    let host = match host.strip_prefix('[') {
+        Some(rest) => rest.strip_suffix(']')?,
+        None if host.contains(':') => return None,
+        None => host,
+    };
+    (!host.is_empty()).then_some((host, port))
+}
+
+/// `host:port`, with brackets around an IPv6 address.
+pub(crate) fn join(host: &str, port: u16) -> String {
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+/// The addresses of `host`. "localhost" is 127.0.0.1 here: both ends must mean the same address, whatever the resolver prefers.
+pub(crate) fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
+    if host.eq_ignore_ascii_case("localhost") {
+        return Ok(vec![SocketAddr::from(([127, 0, 0, 1], port))]);
+    }
+    let found: Vec<_> = (host, port).to_socket_addrs()?.collect();
+    if found.is_empty() {
+        return Err(io::Error::new(ErrorKind::NotFound, "the name has no address"));
+    }
+    Ok(found)
+}
+
+/// Binds `host:port`. A port that is in use is tried for a second: the process that had it may be just ending.
+pub(crate) fn bind(host: &str, port: u16) -> io::Result<TcpListener> {
+    let give_up = Instant::now() + Duration::from_secs(1);
+    loop {
+        match bind_once(host, port) {
+            Err(e) if e.kind() == ErrorKind::AddrInUse && Instant::now() < give_up => thread::sleep(RETRY),
+            result => return result,
+        }
+    }
+}
+
+/// Binds `host:port`, if it is free now.
+pub(crate) fn bind_once(host: &str, port: u16) -> io::Result<TcpListener> {
+    TcpListener::bind(&resolve(host, port)?[..])
+}
+
+/// Connects to one of the addresses `host` has now. One round, no retries.
+pub(crate) fn connect_once(host: &str, port: u16, deadline: Instant) -> io::Result<TcpStream> {
+    let mut last = io::Error::from(ErrorKind::TimedOut);
+    for address in resolve(host, port)? {
+        let left = deadline.saturating_duration_since(Instant::now()).min(ATTEMPT);
+        if left.is_zero() {
+            break;
+        }
+        match TcpStream::connect_timeout(&address, left) {
+            Ok(stream) if is_itself(&stream) => last = ErrorKind::ConnectionRefused.into(),
+            Ok(stream) => return Ok(stream),
+            Err(e) => last = e,
+        }
+    }
+    Err(last)
+}
+
+/// TCP lets a client that was given the very port it connects to meet itself, when nobody listens there.
+fn is_itself(stream: &TcpStream) -> bool {
+    matches!((stream.local_addr(), stream.peer_addr()), (Ok(a), Ok(b)) if a == b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loopback_is_judged_by_name() {
+        for host in ["localhost", "LOCALHOST", "127.0.0.1", "127.3.2.1", "::1"] {
+            assert!(is_loopback(host), "{host}");
+        }
+        for host in ["node1", "10.0.0.1", "0.0.0.0", "::", "localhost.example"] {
+            assert!(!is_loopback(host), "{host}");
+        }
+    }
+
+    #[test]
+    fn host_and_port_are_split_and_joined() {
+        assert_eq!(split("node1:29500"), Some(("node1", 29500)));
+        assert_eq!(split("[::1]:80"), Some(("::1", 80)));
+        for junk in ["", "node1", ":29500", "node1:", "node1:port", "node1:65536", "node1:-1", "::1:80", "[::1:80"] {
+            assert_eq!(split(junk), None, "{junk:?}");
+        }
+        assert_eq!(split(&join("::1", 80)), Some(("::1", 80)));
+        assert_eq!(split(&join("node1", 80)), Some(("node1", 80)));
+    }
+
+    #[test]
+    fn nobody_listens() {
+        let free = bind("localhost", 0).unwrap().local_addr().unwrap().port();
+        let error = connect_once("localhost", free, Instant::now() + Duration::from_secs(5)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
+    }
+}

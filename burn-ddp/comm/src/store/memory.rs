@@ -1,0 +1,72 @@
+//! The store of ranks within one process.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::Store;
+use super::table::Table;
+use crate::{Error, Result};
+
+/// A [`Store`] within this process.
+#[derive(Debug, Default)]
+pub struct MemoryStore {
+    /// Read and written by every call.
+    table: Mutex<Table>,
+    /// Rung by every write, awaited by `get`.
+    written: Condvar,
+}
+
+impl MemoryStore {
+    /// An empty store.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        // The table is consistent between any two statements, so a panic elsewhere does not spoil it.
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write<R>(&self, change: impl FnOnce(&mut Table) -> Result<R, String>) -> Result<R> {
+        let result = change(&mut self.lock());
+        self.written.notify_all();
+        result.map_err(refused)
+    }
+}
+
+impl Store for MemoryStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.write(|table| table.set(key, value))
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        let deadline = Instant::now() + timeout;
+        let mut table = self.lock();
+        loop {
+            if let Some(value) = table.get(key).map_err(refused)? {
+                return Ok(value.to_vec());
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::StoreTimeout { key: key.to_owned(), waited: timeout });
+            }
+            table = self.written.wait_timeout(table, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn set_new(&self, key: &str, value: &[u8]) -> Result<Option<Vec<u8>>> {
+        self.write(|table| table.set_new(key, value))
+    }
+
+    fn add(&self, key: &str, delta: i64) -> Result<i64> {
+        self.write(|table| table.add(key, delta))
+    }
+
+    fn keys(&self, prefix: &str) -> Result<Vec<String>> {
+        self.lock().keys(prefix).map_err(refused)
+    }
+}
+
+fn refused(message: String) -> Error {
+    Error::Store { message }
+}

@@ -1,0 +1,77 @@
+//! Where ranks meet: a small key-value store.
+//!
+//! [`StoreServer`] is hosted by rank 0 or by the launcher, ranks are [`TcpStore`] clients, and [`MemoryStore`] serves ranks within one
+//! process. After the rendezvous no step of a training needs it.
+
+mod memory;
+mod protocol;
+mod server;
+mod table;
+mod tcp;
+
+use std::time::Duration;
+
+pub use memory::MemoryStore;
+pub use server::StoreServer;
+pub use tcp::TcpStore;
+pub(crate) use tcp::Unreached;
+
+use crate::Result;
+
+/// Longest key, in bytes.
+pub const KEY_CAP: usize = 1024;
+/// Longest value, in bytes.
+pub const VALUE_CAP: usize = 1024 * 1024;
+
+/// A key-value store that all ranks see.
+///
+/// Each call is atomic. Keys are text of at most [`KEY_CAP`] bytes, values are bytes, at most [`VALUE_CAP`] of them; nothing is ever
+/// removed.
+///
+/// ```
+/// use burn_ddp_comm::{MemoryStore, Store};
+/// use std::time::Duration;
+///
+/// let store = MemoryStore::new();
+/// std::thread::scope(|s| {
+///     s.spawn(|| store.set("address", b"10.0.0.1:4000").unwrap());
+///     assert_eq!(store.get("address", Duration::from_secs(10)).unwrap(), b"10.0.0.1:4000");
+/// });
+/// assert_eq!(store.set_new("address", b"10.0.0.2:4000")?, Some(b"10.0.0.1:4000".to_vec()));
+/// assert_eq!(store.add("arrived", 1)?, 1);
+/// assert!(store.get("nobody sets this", Duration::ZERO).is_err());
+/// # Ok::<(), burn_ddp_comm::Error>(())
+/// ```
+pub trait Store: Send + Sync {
+    /// Sets `key`, replacing what it held.
+    ///
+    /// # Errors
+    /// [`Error::Store`](crate::Error::Store): the store cannot be reached, is full, or key or value are too long.
+    fn set(&self, key: &str, value: &[u8]) -> Result<()>;
+
+    /// The value of `key`; waits until somebody sets it.
+    ///
+    /// # Errors
+    /// [`Error::StoreTimeout`](crate::Error::StoreTimeout) if that did not happen within `timeout`;
+    /// [`Error::Store`](crate::Error::Store) as for [`set`](Store::set).
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>>;
+
+    /// Sets `key` if nobody did so before. `None` if this call set it, else the value that is there, unchanged: of several callers
+    /// exactly one gets `None`.
+    ///
+    /// # Errors
+    /// As for [`set`](Store::set).
+    fn set_new(&self, key: &str, value: &[u8]) -> Result<Option<Vec<u8>>>;
+
+    /// Adds `delta` to the number `key` holds, a decimal text, or 0 if it is not set; returns the sum.
+    ///
+    /// # Errors
+    /// As for [`set`](Store::set), and [`Error::Store`](crate::Error::Store) if `key` does not hold a number or the sum overflows.
+    fn add(&self, key: &str, delta: i64) -> Result<i64>;
+
+    /// The keys that begin with `prefix`, sorted.
+    ///
+    /// # Errors
+    /// As for [`set`](Store::set), and [`Error::Store`](crate::Error::Store) if their list is longer than [`VALUE_CAP`] bytes.
+    fn keys(&self, prefix: &str) -> Result<Vec<String>>;
+}

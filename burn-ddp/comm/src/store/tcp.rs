@@ -1,0 +1,207 @@
+//! A rank's end of the store.
+
+use std::net::IpAddr;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::Store;
+use super::protocol::{MESSAGE_CAP, Request, Response};
+use crate::net::address;
+use crate::net::hello::{self, HELLO_DEADLINE, Hello, Purpose, Refusal};
+use crate::net::wire::Wire;
+use crate::{Error, Result};
+
+/// How long the server may take beyond the time a request asks it to wait.
+const ANSWER_DEADLINE: Duration = Duration::from_secs(30);
+
+/// The client of a [`StoreServer`](crate::StoreServer).
+///
+/// Calls from several threads do not wait for each other: each uses a connection of its own while it lasts.
+///
+/// ```
+/// use burn_ddp_comm::{Store, StoreServer, TcpStore};
+/// use std::time::Duration;
+///
+/// let server = StoreServer::bind_for_job("127.0.0.1:0", "job 7")?;
+/// let store = TcpStore::connect(&server.local_addr().to_string(), "job 7", Duration::from_secs(10))?;
+/// store.set("key", b"value")?;
+/// assert_eq!(store.get("key", Duration::from_secs(1))?, b"value");
+/// # Ok::<(), burn_ddp_comm::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct TcpStore {
+    host: String,
+    port: u16,
+    job: String,
+    /// Connections that no call uses now.
+    idle: Mutex<Vec<Wire>>,
+    local_ip: IpAddr,
+}
+
+/// Why an attempt to connect failed.
+pub(crate) enum Unreached {
+    /// Nobody of ours is there (yet).
+    Absent(String),
+    /// One of ours answered and said no.
+    Refused(String),
+}
+
+impl TcpStore {
+    /// Connects to the store of `job` at `address`, `host:port`; tries again until `timeout` while nobody listens there.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if nobody of ours was there in time, or the store there is of another job or protocol version.
+    pub fn connect(address: &str, job: &str, timeout: Duration) -> Result<TcpStore> {
+        let (host, port) = address::split(address).ok_or_else(|| Error::Environment {
+            message: format!("the store's address {address:?} is not of the form host:port"),
+        })?;
+        let deadline = Instant::now() + timeout;
+        loop {
+            let failure = match Self::try_connect(host, port, job, deadline, HELLO_DEADLINE) {
+                Ok(store) => return Ok(store),
+                Err(Unreached::Refused(cause)) => {
+                    return Err(Error::Environment {
+                        message: format!("the store at {address} refused this process: {cause}"),
+                    });
+                }
+                Err(Unreached::Absent(cause)) => cause,
+            };
+            if Instant::now() + address::RETRY >= deadline {
+                let waited = timeout.as_secs_f64();
+                let message =
+                    format!("could not reach the store at {address} within {waited} s; last attempt: {failure}");
+                return Err(Error::Environment { message });
+            }
+            std::thread::sleep(address::RETRY);
+        }
+    }
+
+    /// One attempt, in which whoever listens there gets `patience` to answer.
+    pub(crate) fn try_connect(
+        host: &str,
+        port: u16,
+        job: &str,
+        deadline: Instant,
+        patience: Duration,
+    ) -> Result<TcpStore, Unreached> {
+        let wire = open(host, port, job, deadline, patience)?;
+        let local_ip = wire.stream().local_addr().map_err(|e| Unreached::Absent(e.to_string()))?.ip();
+        Ok(TcpStore { host: host.to_owned(), port, job: job.to_owned(), idle: Mutex::new(vec![wire]), local_ip })
+    }
+
+    /// The address of the interface through which this machine reaches the store.
+    pub fn local_ip(&self) -> IpAddr {
+        self.local_ip
+    }
+
+    /// `host:port` of the store.
+    pub fn address(&self) -> String {
+        address::join(&self.host, self.port)
+    }
+
+    /// Sends a request and waits for its response, which may take the server `wait`.
+    fn ask(&self, request: &Request, wait: Duration) -> Result<Response> {
+        let idle = self.lock_idle().pop();
+        let mut wire = match idle {
+            Some(wire) => wire,
+            None => open(&self.host, self.port, &self.job, Instant::now() + ANSWER_DEADLINE, HELLO_DEADLINE).map_err(
+                |unreached| match unreached {
+                    Unreached::Absent(cause) | Unreached::Refused(cause) => self.lost(&cause),
+                },
+            )?,
+        };
+        let deadline = Instant::now() + wait + ANSWER_DEADLINE;
+        let answer = wire.send(request, deadline).and_then(|()| wire.recv(deadline));
+        match answer.map_err(|e| self.lost(&Refusal::NotOurs(e).to_string()))? {
+            Response::Refused(message) => {
+                self.lock_idle().push(wire);
+                Err(Error::Store { message })
+            }
+            response => {
+                self.lock_idle().push(wire);
+                Ok(response)
+            }
+        }
+    }
+
+    fn lock_idle(&self) -> std::sync::MutexGuard<'_, Vec<Wire>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lost(&self, cause: &str) -> Error {
+        let message = format!(
+            "lost the store at {}: {cause}; the process that hosts it (rank 0 or the launcher) has probably ended",
+            self.address()
+        );
+        Error::Store { message }
+    }
+
+    fn unexpected(&self, response: &Response) -> Error {
+        Error::Internal {
+            message: format!("the store at {} gave an answer of the wrong kind: {response:?}", self.address()),
+        }
+    }
+}
+
+fn open(host: &str, port: u16, job: &str, deadline: Instant, patience: Duration) -> Result<Wire, Unreached> {
+    let stream = address::connect_once(host, port, deadline).map_err(|e| Unreached::Absent(e.to_string()))?;
+    let answer_by = deadline.min(Instant::now() + patience);
+    let mut wire =
+        hello::say(stream, &Hello::new(job, Purpose::Store), answer_by).map_err(|refusal| match refusal {
+            Refusal::NotOurs(_) => Unreached::Absent(refusal.to_string()),
+            Refusal::Refused(cause) => Unreached::Refused(cause),
+        })?;
+    wire.set_cap(MESSAGE_CAP);
+    Ok(wire)
+}
+
+impl Store for TcpStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        check(key, value)?;
+        match self.ask(&Request::Set { key: key.into(), value: value.into() }, Duration::ZERO)? {
+            Response::Done => Ok(()),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        check(key, &[])?;
+        // Rounded up: the server must not give up before the caller's time is over.
+        let wait_ms = timeout.as_micros().div_ceil(1000).try_into().unwrap_or(u64::MAX);
+        match self.ask(&Request::Get { key: key.into(), wait_ms }, timeout)? {
+            Response::Value(value) => Ok(value),
+            Response::Absent => Err(Error::StoreTimeout { key: key.to_owned(), waited: timeout }),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    fn set_new(&self, key: &str, value: &[u8]) -> Result<Option<Vec<u8>>> {
+        check(key, value)?;
+        match self.ask(&Request::SetNew { key: key.into(), value: value.into() }, Duration::ZERO)? {
+            Response::Absent => Ok(None),
+            Response::Value(value) => Ok(Some(value)),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    fn add(&self, key: &str, delta: i64) -> Result<i64> {
+        check(key, &[])?;
+        match self.ask(&Request::Add { key: key.into(), delta }, Duration::ZERO)? {
+            Response::Number(sum) => Ok(sum),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    fn keys(&self, prefix: &str) -> Result<Vec<String>> {
+        check(prefix, &[])?;
+        match self.ask(&Request::Keys { prefix: prefix.into() }, Duration::ZERO)? {
+            Response::Keys(keys) => Ok(keys),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+}
+
+/// What the server would close the connection for.
+fn check(key: &str, value: &[u8]) -> Result<()> {
+    super::table::check(key, value).map_err(|message| Error::Store { message })
+}

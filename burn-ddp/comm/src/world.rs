@@ -1,0 +1,311 @@
+//! A rank's membership of a job.
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::call::{Call, CallInfo, Collective};
+use crate::engine::Fabric;
+use crate::engine::threads::ThreadsFabric;
+use crate::group::ProcessGroup;
+use crate::health::{Health, lock};
+use crate::peer::PeerInfo;
+use crate::{Options, Result};
+
+/// One rank's membership of a job: who it is, who its peers are, and the way to talk to them.
+///
+/// Clones are handles to the same membership. When the last handle and the last group of a rank are dropped, the rank
+/// says goodbye; if that happens while it panics, it says that instead. Neither blocks.
+///
+/// ```
+/// use burn_ddp_comm::{ReduceOp, on_threads};
+///
+/// let sums = on_threads(4, |world| {
+///     let mut x = [world.rank() as f32];
+///     world.group()?.all_reduce(&mut x, ReduceOp::Sum)?;
+///     Ok::<_, burn_ddp_comm::Error>(x[0])
+/// });
+/// assert_eq!(sums, [Ok(6.0), Ok(6.0), Ok(6.0), Ok(6.0)]);
+/// ```
+#[derive(Clone, Debug)]
+pub struct World {
+    member: Arc<Member>,
+}
+
+/// What joining yields: this rank's place among all ranks, and its ways to them.
+pub(crate) struct Seat {
+    pub(crate) rank: usize,
+    pub(crate) local_world_size: usize,
+    /// All ranks in order; `peers[rank]` is this one.
+    pub(crate) peers: Vec<PeerInfo>,
+    pub(crate) health: Arc<Health>,
+    pub(crate) fabric: Box<dyn Fabric>,
+    /// What lives as long as the membership: the control connections. Dropped after the goodbye; its `Drop` must not block.
+    pub(crate) keep_alive: Option<Box<dyn Send + Sync>>,
+}
+
+/// Shared by all handles and groups of a rank. Its `Drop` is the goodbye.
+pub(crate) struct Member {
+    pub(crate) seat: Seat,
+    pub(crate) options: Options,
+    /// The number of the next group. Locked while a group is made, so that all ranks number them alike.
+    next_group: Mutex<u64>,
+    left: AtomicBool,
+}
+
+impl World {
+    /// A world of one rank. Everything works and every check runs, as in a larger world.
+    ///
+    /// ```
+    /// use burn_ddp_comm::{Options, ReduceOp, World};
+    ///
+    /// let group = World::solo(Options::default()).group()?;
+    /// let mut x = [1.0, 2.0];
+    /// group.all_reduce(&mut x, ReduceOp::Mean)?;
+    /// assert_eq!(x, [1.0, 2.0]);
+    /// assert!(group.all_reduce(&mut [1_i32], ReduceOp::Mean).is_err()); // as with many ranks
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    pub fn solo(options: Options) -> World {
+        World::threads(1, options).remove(0)
+    }
+
+    /// `n` ranks in this process, in rank order. Each goes to a thread of its own; see also [`on_threads`].
+    ///
+    /// # Panics
+    /// Never; `n` = 0 yields no ranks.
+    pub fn threads(n: usize, options: Options) -> Vec<World> {
+        let peers: Vec<PeerInfo> = (0..n).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
+        let healths = Health::shared(peers.clone());
+        let fabrics = ThreadsFabric::all(&healths);
+        let seat = |(health, fabric): (Arc<Health>, ThreadsFabric)| Seat {
+            rank: health.rank(),
+            local_world_size: n,
+            peers: peers.clone(),
+            health,
+            fabric: Box::new(fabric),
+            keep_alive: None,
+        };
+        healths.into_iter().zip(fabrics).map(|pair| World::from_seat(seat(pair), options.clone())).collect()
+    }
+
+    pub(crate) fn from_seat(seat: Seat, options: Options) -> World {
+        let member = Member { seat, options, next_group: Mutex::new(1), left: AtomicBool::new(false) };
+        World { member: Arc::new(member) }
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.member.seat.rank
+    }
+
+    /// How many ranks there are.
+    pub fn world_size(&self) -> usize {
+        self.member.seat.peers.len()
+    }
+
+    /// This rank among those of its machine.
+    pub fn local_rank(&self) -> usize {
+        self.member.me().local_rank
+    }
+
+    /// How many ranks its machine has.
+    pub fn local_world_size(&self) -> usize {
+        self.member.seat.local_world_size
+    }
+
+    /// The number of its machine.
+    pub fn node_rank(&self) -> usize {
+        self.member.me().node_rank
+    }
+
+    /// All ranks in order, this one included.
+    pub fn peers(&self) -> &[PeerInfo] {
+        &self.member.seat.peers
+    }
+
+    /// How bytes travel: `threads` or `tcp`.
+    pub fn engine(&self) -> &'static str {
+        self.member.seat.fabric.name()
+    }
+
+    /// The waits of this world.
+    pub fn options(&self) -> &Options {
+        &self.member.options
+    }
+
+    /// Makes a group of all ranks, with a sequence and connections of its own: nothing on one group waits for another.
+    ///
+    /// All ranks call it, and make their groups in the same order. Blocks until all have.
+    ///
+    /// # Errors
+    /// Those of a [`barrier`](ProcessGroup::barrier) on the new group.
+    #[track_caller]
+    pub fn group(&self) -> Result<ProcessGroup> {
+        let site = Location::caller().to_string();
+        let mut next_group = lock(&self.member.next_group);
+        let info = CallInfo {
+            collective: Collective::NewGroup,
+            reduce: None,
+            dtype: None,
+            len_elems: 0,
+            root: None,
+            tag: 0,
+            group: *next_group,
+            sequence: 0,
+            site,
+        };
+        *next_group += 1;
+        let call = Call::new(info, self.rank(), self.member.options.timeout);
+        let engine = self.member.run(&call, || {
+            let mut engine = self.member.seat.fabric.open(&call)?;
+            engine.barrier(&call)?;
+            Ok(engine)
+        })?;
+        tracing::debug!(rank = self.rank(), group = call.info.group, engine = engine.name(), "new group");
+        Ok(ProcessGroup::new(self.member.clone(), call.info.group, engine))
+    }
+
+    /// Whether the world is still whole.
+    ///
+    /// # Errors
+    /// The root cause that ended it, which is what every collective returns from then on.
+    pub fn check(&self) -> Result<()> {
+        self.member.seat.health.check()
+    }
+
+    /// This rank gives up: every pending and later collective, on every rank and group, returns this cause, naming this
+    /// rank. Never blocks. If the world has already ended, the first cause stays.
+    ///
+    /// ```
+    /// use burn_ddp_comm::on_threads;
+    ///
+    /// let results = on_threads(2, |world| {
+    ///     let group = world.group()?;
+    ///     if world.rank() == 1 {
+    ///         world.fail("disk full");
+    ///     }
+    ///     group.barrier()
+    /// });
+    /// for result in results {
+    ///     let error = result.unwrap_err();
+    ///     assert_eq!(error.rank(), Some(1));
+    ///     assert!(error.to_string().contains("disk full"));
+    /// }
+    /// ```
+    pub fn fail(&self, cause: impl Into<String>) {
+        self.member.seat.health.fail_self(cause.into());
+    }
+
+    /// Says goodbye now, rather than when the last handle is dropped. Never blocks; once is enough.
+    ///
+    /// Later collectives of this rank are an error. Those of the others are one only if they need this rank.
+    pub fn leave(&self) {
+        self.member.leave();
+    }
+
+    /// "I am now at `position` of `track`." A track is something that ranks walk together, such as a data loader; a
+    /// position is `epoch << 32 | step`. Does not talk to anybody.
+    ///
+    /// # Errors
+    /// [`Error::OutOfStep`](crate::Error::OutOfStep), on all ranks, if a peer [stopped](World::stop) before this position
+    /// in the same epoch; otherwise what ended the world, if it has ended.
+    pub fn advance(&self, track: u64, position: u64) -> Result<()> {
+        self.member.seat.health.advance(track, position)
+    }
+
+    /// "I stopped at `position` of `track` and never pass it in this epoch." Told to all ranks; never blocks.
+    ///
+    /// A peer that is beyond it, or gets there, would wait for this rank in vain: so the world ends with
+    /// [`Error::OutOfStep`](crate::Error::OutOfStep), which names this rank, `what` and both positions. All ranks
+    /// stopping at the same position is fine, and so is going on to a later epoch.
+    ///
+    /// ```
+    /// use burn_ddp_comm::on_threads;
+    ///
+    /// let results = on_threads(2, |world| {
+    ///     let group = world.group()?;
+    ///     for step in 0..10 {
+    ///         world.advance(0, step)?;
+    ///         if world.rank() == 1 && step == 3 {
+    ///             world.stop(0, step, "the training loader");
+    ///             break;
+    ///         }
+    ///         group.barrier()?; // rank 0 would wait here forever
+    ///     }
+    ///     group.barrier()
+    /// });
+    /// let error = results[0].clone().unwrap_err().to_string();
+    /// assert!(error.contains("stopped the training loader at epoch 0, step 3"), "{error}");
+    /// assert!(error.contains("rank 0 went on to epoch 0, step 4"), "{error}");
+    /// ```
+    pub fn stop(&self, track: u64, position: u64, what: &str) {
+        self.member.seat.health.stop(track, position, what);
+    }
+}
+
+impl Member {
+    pub(crate) fn me(&self) -> &PeerInfo {
+        &self.seat.peers[self.seat.rank]
+    }
+
+    /// Runs one call: not at all if the world has ended, and what goes wrong ends it.
+    pub(crate) fn run<R>(&self, call: &Call, body: impl FnOnce() -> Result<R>) -> Result<R> {
+        let health = &self.seat.health;
+        if self.left.load(Ordering::Acquire) {
+            return Err(health.left_error(self.seat.rank).noticed_by(&call.info));
+        }
+        health.check().and_then(|()| body()).map_err(|error| health.conclude(error, &call.info))
+    }
+
+    /// Ends the world if this is a panic on its way up.
+    pub(crate) fn fail_if_panicking(&self) {
+        if std::thread::panicking() && !self.left.load(Ordering::Acquire) {
+            let thread = std::thread::current();
+            self.seat.health.fail_self(format!("panicked in thread {:?}", thread.name().unwrap_or("unnamed")));
+        }
+    }
+
+    fn leave(&self) {
+        if !self.left.swap(true, Ordering::AcqRel) {
+            self.seat.health.goodbye();
+        }
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.fail_if_panicking();
+        self.leave();
+        // The goodbye is on its way; now its carrier may go.
+        self.seat.keep_alive = None;
+    }
+}
+
+impl fmt::Debug for Member {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Member")
+            .field("peer", self.me())
+            .field("world_size", &self.seat.peers.len())
+            .field("engine", &self.seat.fabric.name())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Runs `rank_main` on `n` ranks, each on a thread of this process, with default [`Options`]. Yields their results in
+/// rank order once all have ended.
+///
+/// # Panics
+/// If a rank panicked.
+pub fn on_threads<R: Send>(n: usize, rank_main: impl Fn(World) -> R + Sync) -> Vec<R> {
+    std::thread::scope(|scope| {
+        let rank_main = &rank_main;
+        let ranks: Vec<_> = World::threads(n, Options::default())
+            .into_iter()
+            .map(|world| scope.spawn(move || rank_main(world)))
+            .collect();
+        let ended: Vec<_> = ranks.into_iter().map(|rank| rank.join()).collect();
+        ended.into_iter().map(|rank| rank.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
+}

@@ -1,0 +1,162 @@
+//! Ranks that join over TCP, as threads or as processes.
+
+// Each test binary uses its part of this.
+#![allow(dead_code, unreachable_pub, missing_docs)]
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{LaunchEnv, Meeting, Options, Result, StoreServer, World};
+
+/// Long enough never to pass in a test that goes well.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+pub fn options() -> Options {
+    Options { timeout: PATIENCE, join_timeout: PATIENCE }
+}
+
+/// A rank on this machine, of a job that meets at `store`.
+pub fn rank_at(store: &StoreServer, rank: usize, world_size: usize) -> LaunchEnv {
+    rank_of(Meeting::Launcher { host: "127.0.0.1".into(), port: store.local_addr().port() }, rank, world_size)
+}
+
+pub fn rank_of(meeting: Meeting, rank: usize, world_size: usize) -> LaunchEnv {
+    LaunchEnv {
+        rank,
+        world_size,
+        local_rank: rank,
+        local_world_size: world_size,
+        node_rank: 0,
+        meeting,
+        job_id: "test".into(),
+        launcher: "burnrun",
+    }
+}
+
+pub fn launcher_store() -> StoreServer {
+    StoreServer::bind("127.0.0.1:0").unwrap()
+}
+
+/// A port that was free a moment ago.
+pub fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// All of `envs` join at the same time, each on a thread; how it went, in order.
+pub fn join_all(envs: Vec<LaunchEnv>, options: &Options) -> Vec<Result<World>> {
+    thread::scope(|s| {
+        let joining: Vec<_> = envs.into_iter().map(|env| s.spawn(move || World::join(&env, options.clone()))).collect();
+        joining.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// A world over TCP.
+pub fn world(n: usize, options: &Options) -> Vec<World> {
+    let store = launcher_store();
+    let envs = (0..n).map(|rank| rank_at(&store, rank, n)).collect();
+    join_all(envs, options).into_iter().map(|world| world.unwrap()).collect()
+}
+
+/// Runs `rank_main` on each rank of a world over TCP.
+pub fn on_tcp<R: Send>(n: usize, rank_main: impl Fn(World) -> R + Sync) -> Vec<R> {
+    thread::scope(|s| {
+        let rank_main = &rank_main;
+        let ranks: Vec<_> = world(n, &options()).into_iter().map(|world| s.spawn(move || rank_main(world))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// This test binary again, as one rank of a job: runs the test `test`, which finds `ROLE` set to `role`.
+pub struct Process {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+/// Set for ranks that are processes.
+pub const ROLE: &str = "BURN_DDP_TEST_ROLE";
+
+/// What a child writes before each line that is meant for the test: libtest writes lines of its own.
+const MARK: &str = "@rank ";
+
+impl Process {
+    pub fn start(test: &str, role: &str, env: &LaunchEnv) -> Process {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", test, "--nocapture", "--test-threads=1"])
+            .env(ROLE, role)
+            .envs(env.variables())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Process { child, lines }
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The next line the rank [says](say); panics if it ended without one.
+    pub fn hear(&mut self) -> String {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            let n = self.lines.read_line(&mut line).unwrap();
+            assert!(n > 0, "process {} ended without saying what was expected", self.child.id());
+            if let Some((_, said)) = line.split_once(MARK) {
+                return said.trim_end().to_owned();
+            }
+        }
+    }
+
+    /// Lets the rank go on that [waits](await_go).
+    pub fn go(&mut self) {
+        self.child.stdin.as_mut().unwrap().write_all(b"go\n").unwrap();
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+    }
+
+    /// Waits for the end.
+    pub fn end(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        while Instant::now() < deadline {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+        panic!("process {} does not end", self.child.id());
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// In a child: its role, and its rank's variables. `None` in the test itself.
+pub fn role() -> Option<(String, LaunchEnv)> {
+    let role = std::env::var(ROLE).ok()?;
+    Some((role, LaunchEnv::detect().unwrap().expect("a child is told its rank")))
+}
+
+/// In a child: tells the test.
+pub fn say(text: &str) {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "\n{MARK}{}", text.replace('\n', " ")).unwrap();
+    out.flush().unwrap();
+}
+
+/// In a child: waits until the test says [`go`](Process::go).
+pub fn await_go() {
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    assert_eq!(line, "go\n");
+}

@@ -1,0 +1,140 @@
+//! Running ranks.
+
+use std::sync::{Condvar, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{Error, LaunchEnv, Meeting, Options, ProcessGroup, StoreServer, World};
+
+/// Makes the ranks of a world, in rank order.
+pub type Make = fn(usize, Options) -> Vec<World>;
+
+/// Ranks that meet and talk over TCP, though they live in one process.
+pub fn over_tcp(n: usize, options: Options) -> Vec<World> {
+    let store = StoreServer::bind("127.0.0.1:0").expect("a store");
+    let port = store.local_addr().port();
+    thread::scope(|scope| {
+        let join = |rank| {
+            let env = LaunchEnv {
+                rank,
+                world_size: n,
+                local_rank: rank,
+                local_world_size: n,
+                node_rank: 0,
+                meeting: Meeting::Launcher { host: "127.0.0.1".into(), port },
+                job_id: "conformance".into(),
+                launcher: "burnrun",
+            };
+            World::join(&env, Options { join_timeout: patient().join_timeout, ..options.clone() }).expect("a world")
+        };
+        let joining: Vec<_> = (0..n).map(|rank| scope.spawn(move || join(rank))).collect();
+        joining.into_iter().map(|rank| rank.join().expect("a rank that joins")).collect()
+    })
+}
+
+/// The sizes of worlds.
+pub const WORLDS: [usize; 5] = [1, 2, 3, 4, 7];
+
+/// Long enough never to pass in a test that goes well.
+pub fn patient() -> Options {
+    Options { timeout: Duration::from_secs(60), join_timeout: Duration::from_secs(60) }
+}
+
+/// What must be immediate is done within this time, and not because a deadline passed.
+pub const AT_ONCE: Duration = Duration::from_secs(10);
+
+/// Runs `rank_main` on `n` ranks, each of which owns its world; yields how they ended, in rank order.
+pub fn outcomes<R: Send>(
+    make: Make,
+    n: usize,
+    options: Options,
+    rank_main: impl Fn(World) -> R + Sync,
+) -> Vec<thread::Result<R>> {
+    thread::scope(|scope| {
+        let rank_main = &rank_main;
+        let ranks: Vec<_> = make(n, options).into_iter().map(|world| scope.spawn(move || rank_main(world))).collect();
+        ranks.into_iter().map(|rank| rank.join()).collect()
+    })
+}
+
+/// Runs ranks that do not panic.
+pub fn ranks<R: Send>(make: Make, n: usize, rank_main: impl Fn(World) -> R + Sync) -> Vec<R> {
+    outcomes(make, n, patient(), rank_main).into_iter().map(|rank| rank.expect("a rank panicked")).collect()
+}
+
+/// Runs ranks, each with a group, that start when all have theirs: what one of them does cannot hit another that is
+/// still on its way.
+pub fn lined_up<R: Send>(
+    make: Make,
+    n: usize,
+    options: Options,
+    rank_main: impl Fn(World, ProcessGroup) -> R + Sync,
+) -> Vec<thread::Result<R>> {
+    let start = Together::new(n);
+    outcomes(make, n, options, |world| {
+        let group = world.group().expect("a group");
+        start.wait();
+        rank_main(world, group)
+    })
+}
+
+/// [`lined_up`] ranks that do not panic.
+pub fn members<R: Send>(make: Make, n: usize, rank_main: impl Fn(World, ProcessGroup) -> R + Sync) -> Vec<R> {
+    lined_up(make, n, patient(), rank_main).into_iter().map(|rank| rank.expect("a rank panicked")).collect()
+}
+
+/// [`members`] that need no more than the group.
+pub fn groups<R: Send>(make: Make, n: usize, rank_main: impl Fn(&ProcessGroup) -> R + Sync) -> Vec<R> {
+    members(make, n, |_, group| rank_main(&group))
+}
+
+/// Runs `f` and fails if it takes longer than [`AT_ONCE`].
+pub fn at_once<R>(f: impl FnOnce() -> R) -> R {
+    let start = Instant::now();
+    let result = f();
+    assert!(start.elapsed() < AT_ONCE, "took {:?}", start.elapsed());
+    result
+}
+
+/// Waits until the rank has heard what ended its world: what it called before could still meet what peers called.
+pub fn until_ended(world: &World) {
+    let start = Instant::now();
+    while world.check().is_ok() {
+        assert!(start.elapsed() < AT_ONCE, "the world goes on");
+        thread::yield_now();
+    }
+}
+
+/// The error of `result`, which must not be one that leaves the group usable.
+pub fn fatal<R: std::fmt::Debug>(result: Result<R, Error>) -> Error {
+    let error = result.expect_err("an error");
+    assert!(!error.group_usable(), "{error}");
+    error
+}
+
+/// The error of `result`, which must leave the group usable.
+pub fn refused<R: std::fmt::Debug>(result: Result<R, Error>) -> Error {
+    let error = result.expect_err("a refusal");
+    assert!(error.group_usable(), "{error}");
+    error
+}
+
+/// Like `std::sync::Barrier`, for once, and with a deadline: a test that fails must not hang.
+pub struct Together {
+    missing: Mutex<usize>,
+    changed: Condvar,
+}
+
+impl Together {
+    pub fn new(n: usize) -> Together {
+        Together { missing: Mutex::new(n), changed: Condvar::new() }
+    }
+
+    pub fn wait(&self) {
+        let mut missing = self.missing.lock().unwrap();
+        *missing -= 1;
+        self.changed.notify_all();
+        let (missing, _) = self.changed.wait_timeout_while(missing, AT_ONCE, |missing| *missing > 0).unwrap();
+        assert_eq!(*missing, 0, "ranks that did not get here");
+    }
+}

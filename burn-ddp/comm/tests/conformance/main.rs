@@ -1,0 +1,96 @@
+//! What every engine must do, run over each engine of this crate.
+//!
+//! A new engine gets all of it with one more module: `conformance!` with a function that makes the ranks of a world.
+
+#![allow(missing_docs, unreachable_pub)]
+
+mod agreement;
+mod failure;
+mod harness;
+mod numerics;
+mod objects;
+mod sequence;
+mod tracks;
+mod values;
+
+/// The suite as tests of the surrounding module. `$make` is a [`harness::Make`].
+macro_rules! conformance {
+    ($make:expr) => {
+        crate::conformance!($make; numerics:
+            all_reduce_of_every_dtype_and_op,
+            all_reduce_of_every_length,
+            reduce_scatter_of_every_dtype_and_op,
+            all_gather_of_every_dtype,
+            broadcast_from_every_root,
+            half_precision_rounds_once,
+            nan_wins_min_and_max,
+            integers_wrap,
+            equal_weights_are_the_mean,
+            unequal_weights_are_exact,
+            weight_zero_means_absent,
+            large_messages_both_ways,
+        );
+        crate::conformance!($make; agreement:
+            each_difference_is_a_mismatch_with_both_call_sites,
+            a_mismatch_names_the_odd_rank_in_a_larger_world,
+            a_missing_call_is_a_mismatch,
+            swapped_order_is_a_mismatch,
+            call_sites_may_differ,
+            what_all_ranks_refuse_leaves_the_group_usable,
+            what_one_rank_refuses_is_noticed_at_its_next_call,
+            bad_weights_are_refused_by_all,
+        );
+        crate::conformance!($make; sequence:
+            mixed_collectives_back_to_back,
+            ten_thousand_small_collectives,
+            groups_are_independent,
+            threads_of_a_rank_take_turns,
+            leaving_after_the_last_collective_is_fine,
+            a_world_knows_its_ranks,
+        );
+        crate::conformance!($make; failure:
+            a_panic_ends_pending_calls_everywhere,
+            giving_up_ends_pending_calls_everywhere,
+            giving_up_ends_own_calls_too,
+            a_rank_that_never_comes_is_named_after_the_deadline,
+            a_rank_that_never_makes_the_group_is_named,
+            early_leavers_are_named,
+            leaving_is_no_error_for_those_who_need_nothing,
+            a_closed_group_is_named,
+            the_first_cause_stays_for_all_groups,
+            errors_name_the_call,
+        );
+        crate::conformance!($make; objects:
+            objects_of_different_sizes,
+            large_objects,
+            objects_that_cannot_travel_are_refused_by_all,
+            objects_of_different_types_are_an_error,
+        );
+        crate::conformance!($make; tracks:
+            stopping_before_a_peer_gets_there,
+            stopping_after_a_peer_passed,
+            stopping_ends_pending_collectives,
+            stopping_together_is_fine,
+            a_later_epoch_is_fine,
+        );
+    };
+    ($make:expr; $topic:ident: $($case:ident),* $(,)?) => {
+        mod $topic {
+            $(
+                #[test]
+                fn $case() {
+                    crate::$topic::$case($make);
+                }
+            )*
+        }
+    };
+}
+pub(crate) use conformance;
+
+mod threads {
+    crate::conformance!(burn_ddp_comm::World::threads);
+}
+
+mod tcp {
+    crate::conformance!(crate::harness::over_tcp);
+}

@@ -1,0 +1,219 @@
+//! Joining: who comes, who does not, and who is told what.
+
+mod common;
+
+use std::net::TcpListener;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{Error, LaunchEnv, Meeting, Options, ReduceOp, StoreServer, World};
+use common::{free_port, join_all, launcher_store, options, rank_at, rank_of};
+
+const AT_ONCE: Duration = Duration::from_secs(5);
+
+fn join_within(seconds: f64) -> Options {
+    Options { join_timeout: Duration::from_secs_f64(seconds), ..options() }
+}
+
+/// Each of the worlds works, and they are one world.
+fn work_together(worlds: Vec<World>) {
+    let n = worlds.len();
+    std::thread::scope(|s| {
+        for (rank, world) in worlds.into_iter().enumerate() {
+            s.spawn(move || {
+                assert_eq!((world.rank(), world.world_size(), world.engine()), (rank, n, "tcp"));
+                assert_eq!(world.peers().iter().map(|peer| peer.rank).collect::<Vec<_>>(), (0..n).collect::<Vec<_>>());
+                assert!(world.peers().iter().all(|peer| peer.pid == std::process::id() && !peer.host.is_empty()));
+                let mut x = [1_i64 << rank];
+                world.group().unwrap().all_reduce(&mut x, ReduceOp::Sum).unwrap();
+                assert_eq!(x, [(1 << n) - 1]);
+            });
+        }
+    });
+}
+
+fn joined(envs: Vec<LaunchEnv>) -> Vec<World> {
+    join_all(envs, &options()).into_iter().map(|world| world.unwrap()).collect()
+}
+
+fn errors(envs: Vec<LaunchEnv>, options: &Options) -> Vec<Error> {
+    join_all(envs, options).into_iter().map(|world| world.expect_err("no world")).collect()
+}
+
+fn says(error: &Error, parts: &[&str]) {
+    let text = error.to_string();
+    for part in parts {
+        assert!(text.contains(part), "{text:?} does not say {part:?}");
+    }
+}
+
+#[test]
+fn ranks_meet_at_the_launchers_store() {
+    for n in [1, 2, 5] {
+        let store = launcher_store();
+        work_together(joined((0..n).map(|rank| rank_at(&store, rank, n)).collect()));
+    }
+}
+
+#[test]
+fn ranks_meet_at_rank_0_whoever_comes_first() {
+    let meeting = || Meeting::Rank0 { host: "localhost".into(), port: free_port() };
+    let at = meeting();
+    work_together(joined((0..3).map(|rank| rank_of(at.clone(), rank, 3)).collect()));
+
+    let at = meeting();
+    std::thread::scope(|s| {
+        let early = s.spawn({
+            let at = at.clone();
+            move || World::join(&rank_of(at, 1, 2), options()).unwrap()
+        });
+        // Long enough for several attempts to meet nobody.
+        std::thread::sleep(Duration::from_millis(200));
+        let late = World::join(&rank_of(at, 0, 2), options()).unwrap();
+        work_together(vec![late, early.join().unwrap()]);
+    });
+}
+
+#[test]
+fn ranks_meet_above_a_port_that_is_taken_among_ports_that_are_taken() {
+    // The launcher's own store, a stranger that never answers, another job's store: rank 0 takes the next port, peers find it.
+    let (agent, _silent, _other) = loop {
+        let agent = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = agent.local_addr().unwrap().port();
+        let near = |above: u16| TcpListener::bind(("127.0.0.1", port.saturating_add(above)));
+        if let (Ok(silent), Ok(other)) = (near(1), near(2)) {
+            let address = other.local_addr().unwrap();
+            drop(other);
+            if let Ok(other) = StoreServer::bind_for_job(address, "another job") {
+                break (agent, silent, other);
+            }
+        }
+    };
+    let at = Meeting::Rank0Above { host: "127.0.0.1".into(), port: agent.local_addr().unwrap().port() };
+    work_together(joined((0..2).map(|rank| rank_of(at.clone(), rank, 2)).collect()));
+}
+
+#[test]
+fn a_process_can_leave_and_join_again() {
+    let store = launcher_store();
+    for _ in 0..3 {
+        work_together(joined((0..2).map(|rank| rank_at(&store, rank, 2)).collect()));
+    }
+    let at = Meeting::Rank0 { host: "127.0.0.1".into(), port: free_port() };
+    for _ in 0..3 {
+        work_together(joined((0..2).map(|rank| rank_of(at.clone(), rank, 2)).collect()));
+    }
+}
+
+#[test]
+fn jobs_in_one_store_do_not_mix() {
+    let store = launcher_store();
+    std::thread::scope(|s| {
+        for job in ["one", "two", "three"] {
+            let envs = (0..2).map(|rank| LaunchEnv { job_id: job.into(), ..rank_at(&store, rank, 2) }).collect();
+            s.spawn(move || work_together(joined(envs)));
+        }
+    });
+}
+
+#[test]
+fn those_who_came_are_told_who_came_and_who_did_not() {
+    let store = launcher_store();
+    let begin = Instant::now();
+    let errors = errors([0, 1, 3].map(|rank| rank_at(&store, rank, 5)).into(), &join_within(0.5));
+    assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
+    let me = format!("pid {}", std::process::id());
+    for error in &errors {
+        let Error::Rendezvous { came, missing, .. } = error else { panic!("{error:?}") };
+        assert_eq!(came.iter().map(|peer| peer.rank).collect::<Vec<_>>(), [0, 1, 3]);
+        assert_eq!(missing, &[2, 4]);
+        says(error, &["5 ranks", "came: rank 0 (host", &me, "missing: ranks 2 and 4"]);
+        assert_eq!(error, &errors[0], "all are told the same");
+    }
+}
+
+#[test]
+fn a_rank_that_comes_after_the_others_gave_up_is_told_so() {
+    let store = launcher_store();
+    let early = errors(vec![rank_at(&store, 0, 2)], &join_within(0.2));
+    let begin = Instant::now();
+    let late = errors(vec![rank_at(&store, 1, 2)], &options());
+    assert!(begin.elapsed() < AT_ONCE);
+    assert_eq!(early, late);
+}
+
+#[test]
+fn a_rank_started_twice_is_named_with_both_processes() {
+    let store = launcher_store();
+    let begin = Instant::now();
+    let errors = errors([0, 1, 1, 2].map(|rank| rank_at(&store, rank, 4)).into(), &options());
+    assert!(begin.elapsed() < AT_ONCE, "nobody waits for the deadline: {:?}", begin.elapsed());
+    let me = std::process::id();
+    for error in errors {
+        says(&error, &["rank 1 was started twice", &format!("pid {me}"), &format!("process {me}")]);
+    }
+}
+
+#[test]
+fn ranks_that_disagree_about_the_world_size_are_named() {
+    let store = launcher_store();
+    let begin = Instant::now();
+    let errors = errors(vec![rank_at(&store, 0, 2), rank_at(&store, 1, 3)], &options());
+    assert!(begin.elapsed() < AT_ONCE);
+    for error in errors {
+        says(&error, &["world size", "rank 0", "says 2", "rank 1", "says 3"]);
+    }
+}
+
+#[test]
+fn a_master_that_is_not_there_is_named_with_time_and_cause() {
+    let port = free_port();
+    let at = Meeting::Rank0 { host: "127.0.0.1".into(), port };
+    let begin = Instant::now();
+    let error = errors(vec![rank_of(at, 1, 2)], &join_within(0.4)).remove(0);
+    assert!(
+        begin.elapsed() >= Duration::from_millis(300) && begin.elapsed() < AT_ONCE,
+        "{:?}: {error}",
+        begin.elapsed()
+    );
+    assert!(matches!(error, Error::Environment { .. }), "{error:?}");
+    says(&error, &["rank 1", &format!("127.0.0.1:{port}"), "within 0.", "refused", "rank 0"]);
+
+    let at = Meeting::Launcher { host: "no.such.host.invalid".into(), port };
+    let error = errors(vec![rank_of(at, 0, 1)], &join_within(0.4)).remove(0);
+    says(&error, &["no.such.host.invalid", "the launcher"]);
+}
+
+#[test]
+fn a_master_port_in_use_is_named_with_the_remedy() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let at = Meeting::Rank0 { host: "127.0.0.1".into(), port };
+    let error = errors(vec![rank_of(at, 0, 1)], &options()).remove(0);
+    assert!(matches!(error, Error::Environment { .. }), "{error:?}");
+    says(&error, &[&format!("127.0.0.1:{port}"), "in use", "MASTER_PORT"]);
+}
+
+#[test]
+fn a_master_elsewhere_cannot_be_hosted_here() {
+    // TEST-NET-1: nobody's address.
+    let at = Meeting::Rank0 { host: "192.0.2.1".into(), port: 29500 };
+    let error = errors(vec![rank_of(at, 0, 1)], &options()).remove(0);
+    says(&error, &["192.0.2.1:29500", "rank 0 must run on the master"]);
+}
+
+#[test]
+fn a_master_on_loopback_is_no_master_for_other_machines() {
+    let at = Meeting::Rank0 { host: "localhost".into(), port: free_port() };
+    let env = LaunchEnv { local_world_size: 2, local_rank: 0, ..rank_of(at, 2, 4) };
+    let error = errors(vec![env], &options()).remove(0);
+    says(&error, &["localhost", "2 of 4 ranks"]);
+}
+
+#[test]
+fn the_store_of_another_job_is_told_apart() {
+    let store = StoreServer::bind_for_job("127.0.0.1:0", "theirs").unwrap();
+    let begin = Instant::now();
+    let error = errors(vec![rank_at(&store, 0, 1)], &options()).remove(0);
+    assert!(begin.elapsed() < AT_ONCE);
+    says(&error, &["\"theirs\"", "\"test\"", &store.local_addr().to_string()]);
+}

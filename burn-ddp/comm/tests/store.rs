@@ -1,0 +1,215 @@
+//! The stores: what they promise, over memory and over TCP, and what strangers cannot do to them.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{Error, MemoryStore, Store, StoreServer, TcpStore};
+
+const SOON: Duration = Duration::from_secs(20);
+
+fn server() -> StoreServer {
+    StoreServer::bind("127.0.0.1:0").unwrap()
+}
+
+fn client(server: &StoreServer) -> TcpStore {
+    TcpStore::connect(&server.local_addr().to_string(), "job", SOON).unwrap()
+}
+
+/// Runs `test` on each kind of store.
+fn on_each(test: impl Fn(&dyn Store)) {
+    test(&MemoryStore::new());
+    test(&client(&server()));
+}
+
+#[test]
+fn what_was_set_is_got() {
+    on_each(|store| {
+        store.set("k", b"one").unwrap();
+        store.set("k", b"two").unwrap();
+        store.set("", b"").unwrap();
+        assert_eq!(store.get("k", Duration::ZERO).unwrap(), b"two");
+        assert_eq!(store.get("", SOON).unwrap(), b"");
+        assert_eq!(store.keys("").unwrap(), ["", "k"]);
+        assert_eq!(store.keys("k").unwrap(), ["k"]);
+    });
+}
+
+#[test]
+fn get_waits_for_the_key_and_not_for_another() {
+    on_each(|store| {
+        thread::scope(|s| {
+            let getter = s.spawn(|| store.get("late", SOON));
+            store.set("other", b"x").unwrap();
+            store.set("late", b"here").unwrap();
+            assert_eq!(getter.join().unwrap().unwrap(), b"here");
+        });
+    });
+}
+
+#[test]
+fn get_gives_up_at_its_deadline_and_the_store_stays_usable() {
+    on_each(|store| {
+        let begin = Instant::now();
+        let error = store.get("never", Duration::from_millis(80)).unwrap_err();
+        assert!(begin.elapsed() >= Duration::from_millis(80), "{:?}", begin.elapsed());
+        assert!(matches!(&error, Error::StoreTimeout { key, .. } if key == "never"), "{error:?}");
+        store.set("k", b"v").unwrap();
+        assert_eq!(store.get("k", SOON).unwrap(), b"v");
+    });
+}
+
+#[test]
+fn one_of_many_is_first() {
+    on_each(|store| {
+        let first = AtomicUsize::new(0);
+        thread::scope(|s| {
+            for i in 0..8_u8 {
+                let first = &first;
+                s.spawn(move || match store.set_new("leader", &[i]).unwrap() {
+                    None => drop(first.fetch_add(1, Ordering::Relaxed)),
+                    Some(leader) => assert_eq!(leader, store.get("leader", SOON).unwrap()),
+                });
+            }
+        });
+        assert_eq!(first.into_inner(), 1);
+    });
+}
+
+#[test]
+fn additions_are_not_lost() {
+    on_each(|store| {
+        thread::scope(|s| {
+            for _ in 0..8 {
+                s.spawn(|| (0..50).for_each(|_| drop(store.add("n", 2).unwrap())));
+            }
+        });
+        assert_eq!(store.add("n", -1).unwrap(), 799);
+        assert_eq!(store.get("n", SOON).unwrap(), b"799");
+    });
+}
+
+#[test]
+fn limits_are_told_and_harm_nothing() {
+    on_each(|store| {
+        let refused = |error: Error, part: &str| {
+            assert!(matches!(error, Error::Store { .. }) && error.to_string().contains(part), "{error}");
+        };
+        let long_key = "k".repeat(1025);
+        refused(store.set(&long_key, b"").unwrap_err(), "1025");
+        refused(store.get(&long_key, SOON).unwrap_err(), "1025");
+        refused(store.keys(&long_key).unwrap_err(), "1025");
+        refused(store.set("k", &vec![0; (1 << 20) + 1]).unwrap_err(), "1048577");
+        let largest = vec![7; 1 << 20];
+        store.set(&"k".repeat(1024), &largest).unwrap();
+        assert_eq!(store.get(&"k".repeat(1024), SOON).unwrap(), largest);
+        store.set("text", b"x").unwrap();
+        refused(store.add("text", 1).unwrap_err(), "number");
+    });
+}
+
+#[test]
+fn clients_share_one_store() {
+    let server = server();
+    let (a, b) = (client(&server), client(&server));
+    a.set("k", b"from a").unwrap();
+    assert_eq!(b.get("k", SOON).unwrap(), b"from a");
+}
+
+#[test]
+fn a_server_that_is_gone_is_named() {
+    let server = server();
+    let store = client(&server);
+    let address = server.local_addr().to_string();
+    thread::scope(|s| {
+        let getter = s.spawn(|| store.get("never", SOON));
+        let begin = Instant::now();
+        drop(server);
+        let error = getter.join().unwrap().unwrap_err();
+        assert!(matches!(error, Error::Store { .. }), "{error:?}");
+        assert!(error.to_string().contains(&address), "{error}");
+        assert!(begin.elapsed() < Duration::from_secs(5));
+    });
+}
+
+#[test]
+fn nobody_there_is_told_with_address_time_and_cause() {
+    let address = server().local_addr().to_string();
+    // The server is gone, soon: what is left is nobody, or a listener that closes.
+    let error = TcpStore::connect(&address, "job", Duration::from_millis(300)).map(drop);
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let error =
+        error.and(TcpStore::connect(&free, "job", Duration::from_millis(300)).map(drop)).unwrap_err().to_string();
+    assert!(error.contains("0.3 s") && error.contains("127.0.0.1:"), "{error}");
+    assert!(TcpStore::connect("no port", "job", SOON).is_err());
+}
+
+#[test]
+fn another_jobs_clients_are_refused_with_both_names() {
+    let server = StoreServer::bind_for_job("127.0.0.1:0", "mine").unwrap();
+    let address = server.local_addr().to_string();
+    TcpStore::connect(&address, "mine", SOON).unwrap();
+    let begin = Instant::now();
+    let error = TcpStore::connect(&address, "theirs", SOON).unwrap_err().to_string();
+    assert!(error.contains("\"mine\"") && error.contains("\"theirs\""), "{error}");
+    assert!(begin.elapsed() < Duration::from_secs(5), "a refusal is final, no use trying again");
+}
+
+#[test]
+fn a_port_in_use_is_named() {
+    let server = server();
+    let error = StoreServer::bind(server.local_addr()).unwrap_err();
+    assert!(matches!(error, Error::Environment { .. }), "{error:?}");
+    assert!(error.to_string().contains(&server.local_addr().port().to_string()), "{error}");
+}
+
+/// What the server does to a connection that sent `bytes`: waits for its end.
+fn closed_after(address: SocketAddr, bytes: &[u8]) -> Duration {
+    let begin = Instant::now();
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(SOON)).unwrap();
+    let _ = stream.write_all(bytes);
+    let mut sink = Vec::new();
+    if let Err(e) = stream.read_to_end(&mut sink) {
+        assert_eq!(e.kind(), std::io::ErrorKind::ConnectionReset, "the server must close the connection: {e}");
+    }
+    begin.elapsed()
+}
+
+#[test]
+fn strangers_lose_their_connection_and_nobody_else_notices() {
+    let server = server();
+    let address = server.local_addr();
+    let store = client(&server);
+    let at_once = Duration::from_secs(4);
+    thread::scope(|s| {
+        s.spawn(|| assert!(closed_after(address, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") < at_once));
+        s.spawn(|| assert!(closed_after(address, &[0xff; 100]) < at_once, "a huge length"));
+        s.spawn(|| {
+            assert!(closed_after(address, &[8, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]) < at_once, "a message of junk")
+        });
+        s.spawn(|| assert!(closed_after(address, &[0; 4000]) < at_once, "empty messages"));
+        // Half a hello, or none, is waited for, but not for ever.
+        s.spawn(|| assert!(closed_after(address, &[9, 0]) > Duration::from_secs(4)));
+        s.spawn(|| assert!(closed_after(address, &[]) > Duration::from_secs(4)));
+        let until = Instant::now() + Duration::from_secs(1);
+        let mut served = 0;
+        while Instant::now() < until {
+            store.set("k", b"v").unwrap();
+            served += 1;
+        }
+        assert!(served > 100, "{served} requests in a second beside the strangers");
+    });
+}
+
+#[test]
+fn more_strangers_than_places_do_not_keep_a_client_out() {
+    let server = server();
+    let strangers: Vec<_> = (0..300).map(|_| TcpStream::connect(server.local_addr()).unwrap()).collect();
+    let begin = Instant::now();
+    client(&server).set("k", b"v").unwrap();
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    drop(strangers);
+}
