@@ -1,0 +1,37 @@
+//! Starting one rank so that it can be stopped with all its descendants and never outlives the launcher.
+//!
+//! The only place that runs code between `fork` and `exec`.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command};
+
+use rustix::process::{Pid, getpid, getppid, setsid};
+
+/// Spawns `command` as the leader of a session of its own.
+///
+/// Its pid is then also the id of its process group, so one `kill` reaches its descendants. A session rather than a mere
+/// group: a process without a controlling terminal may read and configure the terminal it inherited, where a background
+/// group of the launcher's session would be stopped by SIGTTIN or SIGTTOU.
+///
+/// On Linux the child is killed when the *thread* that called this ends, so that thread must live as long as the job.
+pub(crate) fn spawn(command: &mut Command) -> io::Result<Child> {
+    let launcher = getpid();
+    // SAFETY: the closure runs in the forked child of a process that may have threads, so it may only do what is
+    // async-signal-safe: `before_exec` makes three system calls through rustix, which neither allocates nor locks there, and
+    // builds its errors from codes, without allocating.
+    unsafe { command.pre_exec(move || before_exec(launcher)) };
+    command.spawn()
+}
+
+fn before_exec(launcher: Pid) -> io::Result<()> {
+    setsid()?;
+    #[cfg(target_os = "linux")]
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
+    // A launcher that died before the line above sends nothing any more; then init, or a subreaper, is the parent.
+    if getppid() != Some(launcher) {
+        return Err(io::Error::from_raw_os_error(libc::ESRCH));
+    }
+    Ok(())
+}

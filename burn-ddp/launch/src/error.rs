@@ -1,0 +1,79 @@
+//! Why a job could not be started. How a started job ended is an [`Outcome`](crate::Outcome), not an error.
+
+use std::ffi::OsString;
+use std::io;
+
+/// The job did not start; no rank is left running.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// The number of ranks makes no sense.
+    #[error("cannot start {nproc} ranks on one machine: the number must be between 1 and {max}")]
+    BadRankCount {
+        /// The number asked for.
+        nproc: usize,
+        /// The largest number accepted.
+        max: usize,
+    },
+
+    /// The program does not exist, or its interpreter or loader does not.
+    #[error("cannot start `{}`: {reason}", program.display())]
+    ProgramNotFound {
+        /// The program as given.
+        program: OsString,
+        /// What was looked for, and what may help.
+        reason: String,
+    },
+
+    /// The program exists but the system refuses to execute it.
+    #[error("cannot start `{}`: {reason}", program.display())]
+    ProgramNotExecutable {
+        /// The program as given.
+        program: OsString,
+        /// What is wrong with it, and what may help.
+        reason: String,
+    },
+
+    /// The system refused a process or a thread.
+    #[error("cannot start rank {rank}: {source}{}", hint(source))]
+    Spawn {
+        /// The rank that could not be started; lower ranks were stopped again.
+        rank: usize,
+        /// What the system said.
+        source: io::Error,
+    },
+
+    /// The rendezvous store could not be opened.
+    #[error("cannot open the rendezvous store on 127.0.0.1: {0}")]
+    Store(#[source] Box<dyn std::error::Error + Send + Sync>),
+
+    /// The system refused something that the launcher itself needs.
+    #[error("cannot {doing}: {source}{}", hint(source))]
+    System {
+        /// What was attempted.
+        doing: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+impl LaunchError {
+    /// The exit code a shell user expects: 127 not found, 126 not executable, 2 wrong usage, 1 otherwise.
+    #[must_use]
+    pub fn exit_code(&self) -> i32 {
+        match self {
+            Self::ProgramNotFound { .. } => 127,
+            Self::ProgramNotExecutable { .. } => 126,
+            Self::BadRankCount { .. } => 2,
+            Self::Spawn { .. } | Self::Store(_) | Self::System { .. } => 1,
+        }
+    }
+}
+
+fn hint(source: &io::Error) -> &'static str {
+    match source.raw_os_error() {
+        Some(libc::EAGAIN) => " (the limit on processes is reached: see `ulimit -u` and the container's pids limit)",
+        Some(libc::EMFILE) => " (the limit on open files is reached: see `ulimit -n`; a rank needs two)",
+        _ => "",
+    }
+}

@@ -1,0 +1,217 @@
+//! What the ranks print, passed on line by line to this process's stdout and stderr by one thread.
+//!
+//! One thread writes, so lines of different ranks never mix. A rank that prints faster than the output takes waits, as it
+//! would when writing there itself; an output that nobody reads any more is closed for the ranks too.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::mpsc::Sender;
+use std::thread;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::lines::{Lines, Tail};
+use crate::supervise::Event;
+
+const READ_BYTES: usize = 64 * 1024;
+/// At the end, what a pipe already holds is still passed on: at most this much, the largest size a pipe can have by default.
+const LAST_READ_BYTES: usize = 1024 * 1024;
+
+/// Which output of a rank, and of this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Output {
+    Stdout,
+    Stderr,
+}
+
+/// The reading end of one output of one rank.
+pub(crate) struct Source {
+    pub(crate) rank: usize,
+    pub(crate) output: Output,
+    pub(crate) pipe: OwnedFd,
+}
+
+/// What is known once all output is passed on.
+#[derive(Debug, Default)]
+pub(crate) struct Relayed {
+    /// The last lines of each rank's stderr, by rank.
+    pub(crate) tails: Vec<Vec<String>>,
+    /// Why output was lost, if it was.
+    pub(crate) lost: Option<String>,
+}
+
+/// Dropping it makes the thread pass on what the pipes hold and end, even where a stray process keeps them open.
+pub(crate) struct Relay {
+    _wake: io::PipeWriter,
+}
+
+impl Relay {
+    /// Starts passing on. [`Event::Relayed`] comes when every source has ended, or after the relay was dropped.
+    pub(crate) fn start(nproc: usize, prefixed: bool, sources: Vec<Source>, events: Sender<Event>) -> io::Result<Self> {
+        let (wake, _wake) = io::pipe()?;
+        let streams = sources.into_iter().map(|source| Stream::new(source, prefixed)).collect();
+        let tails = (0..nproc).map(|_| Tail::default()).collect();
+        let mut pump = Pump { streams, tails, unread: Vec::new(), lost: None };
+        thread::Builder::new().name("burn-ddp-output".into()).spawn(move || {
+            pump.run(&wake);
+            // Nobody listens any more when the user chose not to wait for the output.
+            let _ = events.send(Event::Relayed(pump.end()));
+        })?;
+        Ok(Self { _wake })
+    }
+}
+
+struct Stream {
+    rank: usize,
+    output: Output,
+    pipe: File,
+    lines: Lines,
+}
+
+impl Stream {
+    fn new(Source { rank, output, pipe }: Source, prefixed: bool) -> Self {
+        let prefix = if prefixed { format!("[rank {rank}] ") } else { String::new() };
+        Self { rank, output, pipe: pipe.into(), lines: Lines::new(prefix) }
+    }
+}
+
+struct Pump {
+    streams: Vec<Stream>,
+    tails: Vec<Tail>,
+    /// Outputs of this process whose reader is gone.
+    unread: Vec<Output>,
+    lost: Option<String>,
+}
+
+impl Pump {
+    fn run(&mut self, wake: &io::PipeReader) {
+        let mut buffer = vec![0; READ_BYTES];
+        while !self.streams.is_empty() {
+            let (ready, woken) = match self.wait(wake) {
+                Ok(found) => found,
+                Err(error) => {
+                    self.lost = Some(format!("cannot wait for the ranks' output: {error}"));
+                    return;
+                }
+            };
+            // From the back, so that removing one keeps the other positions.
+            for position in ready.into_iter().rev() {
+                self.pass_on(position, &mut buffer);
+            }
+            self.close_what_nobody_reads();
+            if woken {
+                return self.last_pass(&mut buffer);
+            }
+        }
+    }
+
+    /// The positions of the streams that have something to read or have ended, and whether it is time to stop.
+    fn wait(&self, wake: &io::PipeReader) -> io::Result<(Vec<usize>, bool)> {
+        let mut polled: Vec<_> = self.streams.iter().map(|stream| PollFd::new(&stream.pipe, PollFlags::IN)).collect();
+        polled.push(PollFd::new(wake, PollFlags::IN));
+        rustix::io::retry_on_intr(|| poll(&mut polled, None))?;
+        let woken = polled.pop().is_some_and(|wake| !wake.revents().is_empty());
+        let ready = (0..polled.len()).filter(|&position| !polled[position].revents().is_empty()).collect();
+        Ok((ready, woken))
+    }
+
+    /// Reads once from a ready stream and removes it at its end. Returns how many bytes came.
+    fn pass_on(&mut self, position: usize, buffer: &mut [u8]) -> usize {
+        let stream = &mut self.streams[position];
+        let count = match stream.pipe.read(buffer) {
+            Ok(count) => count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return 0,
+            Err(error) => {
+                self.lost = Some(format!("cannot read the output of rank {}: {error}", stream.rank));
+                0
+            }
+        };
+        let tail = (stream.output == Output::Stderr).then(|| &mut self.tails[stream.rank]);
+        let mut out = Vec::with_capacity(count + count / 4);
+        if count == 0 {
+            stream.lines.flush(&mut out, tail);
+        } else {
+            stream.lines.push(&buffer[..count], &mut out, tail);
+        }
+        let output = stream.output;
+        if count == 0 {
+            self.streams.swap_remove(position);
+        }
+        self.write(output, &out);
+        count
+    }
+
+    /// The ranks then see what they would see had they written there themselves: a broken pipe.
+    fn close_what_nobody_reads(&mut self) {
+        self.streams.retain(|stream| !self.unread.contains(&stream.output));
+    }
+
+    fn last_pass(&mut self, buffer: &mut [u8]) {
+        for position in (0..self.streams.len()).rev() {
+            let mut read = 0;
+            // At its end a stream is removed; what moves into its place was already read.
+            while read < LAST_READ_BYTES
+                && self.streams.get(position).is_some_and(|stream| is_readable(stream.pipe.as_fd()))
+            {
+                match self.pass_on(position, buffer) {
+                    0 => break,
+                    count => read += count,
+                }
+            }
+        }
+        for position in 0..self.streams.len() {
+            let stream = &mut self.streams[position];
+            let (output, tail) = (stream.output, &mut self.tails[stream.rank]);
+            let mut out = Vec::new();
+            stream.lines.flush(&mut out, (output == Output::Stderr).then_some(tail));
+            self.write(output, &out);
+        }
+        self.streams.clear();
+    }
+
+    fn write(&mut self, output: Output, bytes: &[u8]) {
+        let Err(error) = write_to(output, bytes) else { return };
+        if error.kind() == io::ErrorKind::BrokenPipe {
+            self.unread.push(output);
+        }
+        let name = if output == Output::Stdout { "stdout" } else { "stderr" };
+        self.lost.get_or_insert_with(|| format!("some output was lost, since writing to {name} failed: {error}"));
+    }
+
+    fn end(&mut self) -> Relayed {
+        let tails = self.tails.drain(..).map(Tail::into_lines).collect();
+        Relayed { tails, lost: self.lost.take() }
+    }
+}
+
+fn is_readable(pipe: BorrowedFd<'_>) -> bool {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut polled = [PollFd::new(&pipe, PollFlags::IN)];
+    rustix::io::retry_on_intr(|| poll(&mut polled, Some(&now))).is_ok_and(|ready| ready > 0)
+}
+
+fn write_to(output: Output, bytes: &[u8]) -> io::Result<()> {
+    match output {
+        Output::Stdout => write_all(&mut io::stdout().lock(), bytes),
+        Output::Stderr => write_all(&mut io::stderr().lock(), bytes),
+    }
+}
+
+/// `write_all` and `flush`, also on an output that someone made non-blocking (a terminal shared with such a program).
+fn write_all(output: &mut (impl Write + AsFd), mut bytes: &[u8]) -> io::Result<()> {
+    loop {
+        let result = if bytes.is_empty() { output.flush().map(|()| 0) } else { output.write(bytes) };
+        match result {
+            Ok(0) if bytes.is_empty() => return Ok(()),
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(count) => bytes = &bytes[count..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                let mut polled = [PollFd::new(output, PollFlags::OUT)];
+                rustix::io::retry_on_intr(|| poll(&mut polled, None))?;
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! SIGINT, SIGTERM, SIGHUP and SIGWINCH of this process, turned into events for as long as a launcher runs.
+//!
+//! The handlers that were there before come back when the last launcher of the process is done, so that a program which
+//! launches itself keeps its own Ctrl-C. (`signal-hook` cannot do that: it never gives a signal back.)
+#![allow(unsafe_code)]
+
+use std::io::{self, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, IntoRawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+
+use libc::c_int;
+
+use crate::supervise::Event;
+
+const CAUGHT: [c_int; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGWINCH];
+
+/// Where the handler writes signal numbers. Written once, before the first handler is installed, and never closed: a handler
+/// may still be running on another thread when the handlers are taken away.
+static PIPE: AtomicI32 = AtomicI32::new(-1);
+/// The process that the handler works for. A forked child that has not executed yet shares the pipe and must stay silent, or
+/// one Ctrl-C would count twice.
+static OWNER: AtomicI32 = AtomicI32::new(0);
+static SHARED: Mutex<Shared> = Mutex::new(Shared { next: 0, listeners: Vec::new(), saved: Vec::new() });
+
+struct Shared {
+    next: u64,
+    /// The running launchers of this process. Read by the reader thread for each signal.
+    listeners: Vec<(u64, Sender<Event>)>,
+    /// What each changed signal did before.
+    saved: Vec<(c_int, libc::sigaction)>,
+}
+
+/// Signals reach the sender it was made with until it is dropped.
+pub(crate) struct Listening(u64);
+
+/// Sends [`Event::Signal`] to `events` for each caught signal.
+pub(crate) fn listen(events: Sender<Event>) -> io::Result<Listening> {
+    let mut shared = lock();
+    start_reader()?;
+    if shared.listeners.is_empty() {
+        install(&mut shared)?;
+    }
+    let id = shared.next;
+    shared.next += 1;
+    shared.listeners.push((id, events));
+    Ok(Listening(id))
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        let mut shared = lock();
+        shared.listeners.retain(|(id, _)| *id != self.0);
+        if shared.listeners.is_empty() {
+            restore(&mut shared);
+        }
+    }
+}
+
+fn lock() -> MutexGuard<'static, Shared> {
+    SHARED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn start_reader() -> io::Result<()> {
+    if PIPE.load(Ordering::Acquire) >= 0 {
+        return Ok(());
+    }
+    let (mut read, write) = UnixStream::pair()?;
+    write.set_nonblocking(true)?;
+    thread::Builder::new().name("burn-ddp-signals".into()).spawn(move || {
+        let mut byte = [0];
+        while read.read_exact(&mut byte).is_ok() {
+            for (_, events) in &lock().listeners {
+                // A launcher whose receiver is gone is about to drop its `Listening`.
+                let _ = events.send(Event::Signal(c_int::from(byte[0])));
+            }
+        }
+    })?;
+    debug_assert!(write.as_raw_fd() >= 0);
+    PIPE.store(write.into_raw_fd(), Ordering::Release);
+    Ok(())
+}
+
+fn install(shared: &mut Shared) -> io::Result<()> {
+    OWNER.store(rustix::process::getpid().as_raw_nonzero().get(), Ordering::Release);
+    for signal in CAUGHT {
+        let old = current(signal)?;
+        // `nohup` ignores SIGHUP for its descendants; that wish stands.
+        if signal == libc::SIGHUP && old.sa_sigaction == libc::SIG_IGN {
+            continue;
+        }
+        set(signal, &action(on_signal as *const () as libc::sighandler_t))?;
+        shared.saved.push((signal, old));
+    }
+    // An ignored SIGCHLD survives `exec` and would make the kernel drop the ranks' exit codes.
+    let old = current(libc::SIGCHLD)?;
+    if old.sa_sigaction == libc::SIG_IGN {
+        set(libc::SIGCHLD, &action(libc::SIG_DFL))?;
+        shared.saved.push((libc::SIGCHLD, old));
+    }
+    Ok(())
+}
+
+fn restore(shared: &mut Shared) {
+    for (signal, old) in shared.saved.drain(..) {
+        let ours = if signal == libc::SIGCHLD { libc::SIG_DFL } else { on_signal as *const () as libc::sighandler_t };
+        // Someone who installed a handler of their own meanwhile keeps it.
+        if current(signal).is_ok_and(|now| now.sa_sigaction == ours)
+            && let Err(error) = set(signal, &old)
+        {
+            tracing::warn!(signal, %error, "cannot give a signal back to its former handler");
+        }
+    }
+}
+
+fn action(handler: libc::sighandler_t) -> libc::sigaction {
+    // SAFETY: `sigaction` is a C struct of integers, for which all-zero bytes are a valid value (an empty mask, no flags).
+    let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
+    action.sa_sigaction = handler;
+    // Other threads' blocking calls go on as if nothing happened.
+    action.sa_flags = libc::SA_RESTART;
+    action
+}
+
+fn current(signal: c_int) -> io::Result<libc::sigaction> {
+    let mut old = action(libc::SIG_DFL);
+    // SAFETY: a null new action only queries; `old` is a live, writable sigaction.
+    match unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut old) } {
+        0 => Ok(old),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn set(signal: c_int, new: &libc::sigaction) -> io::Result<()> {
+    // SAFETY: `new` is a live sigaction whose handler is SIG_DFL, `on_signal` (async-signal-safe, takes one int, as the flags
+    // say), or an action that `sigaction` itself returned; a null old action is allowed.
+    match unsafe { libc::sigaction(signal, new, std::ptr::null_mut()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+extern "C" fn on_signal(signal: c_int) {
+    // SAFETY: only async-signal-safe calls (getpid, write) and atomics; `PIPE` is open for the rest of the process's life and
+    // non-blocking, the buffer is one byte on this stack, and errno, which `write` may change, is put back.
+    unsafe {
+        if libc::getpid() != OWNER.load(Ordering::Acquire) {
+            return;
+        }
+        let errno = errno();
+        let saved = *errno;
+        let byte = signal as u8;
+        libc::write(PIPE.load(Ordering::Acquire), (&raw const byte).cast(), 1);
+        *errno = saved;
+    }
+}
+
+/// Where this thread's `errno` lies.
+fn errno() -> *mut c_int {
+    // SAFETY: takes no argument and returns a pointer that is valid for this thread.
+    #[cfg(not(target_vendor = "apple"))]
+    unsafe {
+        libc::__errno_location()
+    }
+    // SAFETY: as above.
+    #[cfg(target_vendor = "apple")]
+    unsafe {
+        libc::__error()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::process::{Signal, getpid, kill_process};
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    /// One test, since signals belong to the whole process.
+    #[test]
+    fn all_listeners_hear_and_the_former_handler_comes_back() {
+        let before = current(libc::SIGWINCH).unwrap().sa_sigaction;
+        let (one, heard_by_one) = channel();
+        let (two, heard_by_two) = channel();
+        for _ in 0..2 {
+            let first = listen(one.clone()).unwrap();
+            let second = listen(two.clone()).unwrap();
+            kill_process(getpid(), Signal::WINCH).unwrap();
+            for heard in [&heard_by_one, &heard_by_two] {
+                let event = heard.recv_timeout(Duration::from_secs(5)).unwrap();
+                assert!(matches!(event, Event::Signal(libc::SIGWINCH)));
+            }
+            drop(first);
+            assert_ne!(current(libc::SIGWINCH).unwrap().sa_sigaction, before, "the second launcher still runs");
+            drop(second);
+            assert_eq!(current(libc::SIGWINCH).unwrap().sa_sigaction, before);
+        }
+    }
+}

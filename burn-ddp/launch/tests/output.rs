@@ -1,0 +1,123 @@
+//! What comes out of `burnrun`: whole lines of every rank, and all of them.
+#![cfg(feature = "cli")]
+
+#[allow(unreachable_pub, reason = "one module for several test files")]
+mod common;
+
+use std::collections::HashMap;
+use std::io::Read;
+use std::process::Stdio;
+use std::time::Duration;
+
+use common::{Job, assert_gone, burnrun, is_running, pid_in, run, script};
+use rustix::process::{Pid, Signal, kill_process};
+
+#[test]
+fn lines_of_many_writers_stay_whole_and_in_order() {
+    // Each line is written in three pieces, on both streams at once.
+    let writer = r#"
+        i=0; while [ $i -lt 300 ]; do
+            printf 'out '; printf "$i "; printf 'abcdefghijklmnopqrstuvwxyz\n'
+            { printf 'err '; printf "$i "; printf 'zyxwvutsrqponmlkjihgfedcba\n'; } >&2
+            i=$((i + 1))
+        done"#;
+    let finished = run(&mut script(6, &[], writer));
+    assert_eq!(finished.code(), 0, "{}", finished.stderr);
+    let stderr = finished.stderr.lines().map(str::to_owned).collect();
+    for (lines, word, alphabet) in
+        [(finished.stdout, "out", "abcdefghijklmnopqrstuvwxyz"), (stderr, "err", "zyxwvutsrqponmlkjihgfedcba")]
+    {
+        let mut next = HashMap::<String, usize>::new();
+        for line in lines {
+            let (rank, text) = line.split_once("] ").unwrap_or_else(|| panic!("no prefix: {line:?}"));
+            let i = next.entry(rank.to_owned()).or_default();
+            assert_eq!(text, format!("{word} {i} {alphabet}"));
+            *i += 1;
+        }
+        assert_eq!(next, (0..6).map(|rank| (format!("[rank {rank}"), 300)).collect());
+    }
+}
+
+#[test]
+fn unfinished_lines_and_any_bytes_come_through() {
+    let mut child = script(1, &[], r"printf 'caf\351 \000\n\nno newline'").stdout(Stdio::piped()).spawn().unwrap();
+    let mut stdout = Vec::new();
+    child.stdout.take().unwrap().read_to_end(&mut stdout).unwrap();
+    assert_eq!(stdout, b"[rank 0] caf\xe9 \0\n[rank 0] \n[rank 0] no newline\n");
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
+fn plain_output_has_no_prefix() {
+    let finished = run(script(2, &[], "echo $RANK").env("BURNRUN_STDIO", "plain"));
+    let mut stdout = finished.stdout;
+    stdout.sort();
+    assert_eq!(stdout, ["0", "1"]);
+}
+
+#[test]
+fn the_first_rank_can_keep_stdin_and_stdout() {
+    let mut command = script(2, &["--stdio", "first-rank-inherits"], r#"read -r x; echo "$RANK got '$x'""#);
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    std::io::Write::write_all(&mut child.stdin.take().unwrap(), b"hello\n").unwrap();
+    let mut stdout = String::new();
+    child.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
+    let mut lines: Vec<_> = stdout.lines().collect();
+    lines.sort_unstable();
+    assert_eq!(lines, ["0 got 'hello'", "[rank 1] 1 got ''"]);
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
+fn a_stray_process_that_keeps_the_output_open_does_not_hold_the_job() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("pid");
+    let finished =
+        run(script(1, &[], "setsid sh -c 'echo $$ >$FILE; exec sleep 60' & printf unfinished").env("FILE", &file));
+    let stray = pid_in(&file);
+    assert_eq!((finished.code(), finished.stdout), (0, vec!["[rank 0] unfinished".to_owned()]));
+    assert!(finished.took < Duration::from_secs(8), "{:?}", finished.took);
+    assert!(is_running(stray), "it left the rank's group, so it is none of burnrun's business");
+    kill_process(Pid::from_raw(stray as i32).unwrap(), Signal::KILL).unwrap();
+    assert_gone(stray);
+}
+
+#[test]
+fn the_last_lines_of_a_leftover_process_are_shown() {
+    // As with `exec > >(tee log)`: the rank ends before the process that passes its output on.
+    let finished = run(&mut script(1, &[], "(sleep 0.2; echo late) & exit 0"));
+    assert_eq!((finished.code(), finished.stdout), (0, vec!["[rank 0] late".to_owned()]));
+}
+
+#[test]
+fn ranks_notice_when_nobody_reads_their_output() {
+    let mut job = script(2, &[], "while echo line; do :; done 2>/dev/null; exit 9")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(job.stdout.take());
+    let mut stderr = String::new();
+    job.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    let code = job.wait().unwrap().code();
+    // The shell ends by SIGPIPE, or with 9 where that is ignored.
+    assert!(matches!(code, Some(141 | 9)), "{code:?}: {stderr}");
+    assert!(stderr.contains("burnrun: some output was lost, since writing to stdout failed"), "{stderr}");
+}
+
+#[test]
+fn output_appears_while_the_rank_still_runs() {
+    let job = Job::start(&mut script(1, &[], "echo first; sleep 60"));
+    assert_eq!(job.line(), "[rank 0] first");
+    job.signal(Signal::TERM);
+    assert_eq!(job.finish().code(), 143);
+}
+
+#[test]
+fn help_and_version_say_what_is_needed() {
+    let help = run(&mut burnrun(["--help"])).stdout.join("\n");
+    for word in ["Examples:", "BURN_DDP_RANK", "MASTER_PORT", "BURNRUN_GRACE", "Exit code:", "--standalone"] {
+        assert!(help.contains(word), "{word} is missing in\n{help}");
+    }
+    assert_eq!(run(&mut burnrun(["--version"])).stdout, [format!("burnrun {}", env!("CARGO_PKG_VERSION"))]);
+}

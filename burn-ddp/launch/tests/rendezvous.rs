@@ -1,0 +1,56 @@
+//! The ranks really find each other through what the launcher set up: this test program launches itself.
+
+use std::time::Duration;
+
+use burn_ddp_comm::{LaunchEnv, Options, ReduceOp, World};
+use burn_ddp_launch::{Launcher, Outcome};
+
+fn launch(nproc: usize, what: &str) -> Outcome {
+    let program = std::env::current_exe().unwrap();
+    Launcher::new(program, ["--exact", "as_a_rank", "--ignored", "--nocapture"])
+        .env("RANK_DOES", what)
+        .nproc(nproc)
+        .grace(Duration::from_secs(2))
+        .run()
+        .unwrap()
+}
+
+/// What a launched rank runs.
+#[test]
+#[ignore = "started by the other tests"]
+fn as_a_rank() {
+    let what = std::env::var("RANK_DOES").expect("this is no test of its own: run the others");
+    let env = LaunchEnv::detect().unwrap().expect("the launcher's variables");
+    let options = Options { timeout: Duration::from_secs(20), join_timeout: Duration::from_secs(20) };
+    let world = World::join(&env, options).unwrap();
+    assert_eq!((world.rank(), world.world_size()), (env.rank, env.world_size));
+    let group = world.group().unwrap();
+    let mut sum = [1.0_f32, world.rank() as f32];
+    let reduced = group.all_reduce(&mut sum, ReduceOp::Sum);
+    if what == "reduce" {
+        reduced.unwrap();
+        assert_eq!(sum, [3.0, 3.0]);
+        return;
+    }
+    if world.rank() == 1 {
+        std::process::exit(42);
+    }
+    // The death of rank 1 may be seen in the first one already.
+    let error = reduced.and_then(|()| group.all_reduce(&mut sum, ReduceOp::Sum)).unwrap_err();
+    eprintln!("{error}");
+    std::process::exit(if error.rank() == Some(1) { 3 } else { 4 });
+}
+
+#[test]
+fn ranks_meet_at_the_launchers_store() {
+    let outcome = launch(3, "reduce");
+    assert_eq!(outcome.exit_code, 0, "{outcome}");
+}
+
+#[test]
+fn survivors_end_by_themselves_with_an_error_about_the_culprit() {
+    let outcome = launch(3, "die");
+    let failure = outcome.failure.as_ref().expect("rank 1 failed");
+    assert_eq!((failure.rank, outcome.exit_code), (1, 42), "{outcome}");
+    assert_eq!(outcome.stopped, [], "nobody had to be told: {outcome}");
+}
