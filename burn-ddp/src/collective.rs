@@ -1,0 +1,120 @@
+//! Collectives on Burn tensors of any kind and device, through host memory.
+
+use burn::tensor::kind::Basic;
+use burn::tensor::{Tensor, TensorData};
+use burn_ddp_comm::{DType, ReduceOp};
+
+use crate::convert::comm_dtype;
+use crate::ddp::Ddp;
+use crate::{Error, Result};
+
+/// Collectives on tensors. Shapes and dtypes must agree between ranks; results are on the device of the input, outside any
+/// autodiff graph.
+impl Ddp {
+    /// Reduces element by element over all ranks. *Collective*, blocking.
+    ///
+    /// Each rank passes a tensor of the same shape and holds the same reduced tensor after.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]: a peer failed or called something else; integer mean, bool sum (the group stays usable).
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let all = Ddp::spawn(2, |ddp| {
+    ///     let x = Tensor::<1>::from_floats([1.0, ddp.rank() as f32], &ddp.device()?);
+    ///     Ok(ddp.all_reduce(x, ReduceOp::Sum)?.into_data().try_to_vec::<f32>()?)
+    /// })?;
+    /// assert_eq!(all, [[2.0, 1.0], [2.0, 1.0]]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn all_reduce<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, op: ReduceOp) -> Result<Tensor<D, K>> {
+        let device = tensor.device();
+        let (dtype, mut data) = read(tensor)?;
+        in_place(&mut data, |bytes| self.group().all_reduce_bytes(dtype, bytes, op, 0))?;
+        Ok(back(data, &device))
+    }
+
+    /// Copies `root`'s tensor to all ranks. *Collective*, blocking.
+    ///
+    /// Each rank passes a tensor of the same shape; the values on ranks other than `root` are overwritten.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]: a peer failed or called something else, `root` is no rank.
+    #[track_caller]
+    pub fn broadcast<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, root: usize) -> Result<Tensor<D, K>> {
+        let device = tensor.device();
+        let (dtype, mut data) = read(tensor)?;
+        in_place(&mut data, |bytes| self.group().broadcast_bytes(dtype, bytes, root))?;
+        Ok(back(data, &device))
+    }
+
+    /// Concatenates the tensors of all ranks along dimension 0, in rank order. *Collective*, blocking.
+    ///
+    /// Each rank passes a tensor of the same shape `[n, …]` and holds `[world_size * n, …]` after.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]: a peer failed or called something else.
+    #[track_caller]
+    pub fn all_gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
+        let device = tensor.device();
+        let (dtype, data) = read(tensor)?;
+        let mut shape = data.shape().clone();
+        let bytes = self.group().all_gather_bytes(dtype, data.as_bytes())?;
+        shape[0] *= self.world_size();
+        Ok(back(TensorData::from_bytes_vec(bytes, shape, data.dtype()), &device))
+    }
+
+    /// Reduces over all ranks and leaves each rank its slice of dimension 0. *Collective*, blocking.
+    ///
+    /// Each rank passes a tensor of the same shape `[world_size * n, …]` and holds `[n, …]` after: rows `rank * n ..`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if dimension 0 does not divide by the world size; [`Error::Comm`] as for [`Ddp::all_reduce`].
+    #[track_caller]
+    pub fn reduce_scatter<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, op: ReduceOp) -> Result<Tensor<D, K>> {
+        let device = tensor.device();
+        let (dtype, data) = read(tensor)?;
+        let mut shape = data.shape().clone();
+        if shape[0] % self.world_size() != 0 {
+            return Err(Error::Use(format!(
+                "reduce_scatter splits dimension 0 over the ranks: {} rows do not divide by {} ranks",
+                shape[0],
+                self.world_size()
+            )));
+        }
+        shape[0] /= self.world_size();
+        let mut out = vec![0u8; data.as_bytes().len() / self.world_size()];
+        self.group().reduce_scatter_bytes(dtype, data.as_bytes(), &mut out, op)?;
+        Ok(back(TensorData::from_bytes_vec(out, shape, data.dtype()), &device))
+    }
+}
+
+fn read<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Result<(DType, TensorData)> {
+    if D == 0 {
+        return Err(Error::Use("collectives take tensors of one dimension or more".into()));
+    }
+    // On Flex a tensor that nobody else holds gives its memory away: no copy.
+    let data =
+        tensor.try_into_data().map_err(|e| Error::Use(format!("reading the tensor from its device failed: {e:?}")))?;
+    let dtype = comm_dtype(data.dtype())
+        .ok_or_else(|| Error::Use(format!("tensors of dtype {:?} cannot be sent between ranks", data.dtype())))?;
+    Ok((dtype, data))
+}
+
+fn in_place(data: &mut TensorData, f: impl FnOnce(&mut [u8]) -> burn_ddp_comm::Result<()>) -> Result<()> {
+    TensorData::with_bytes_mut([data], |mut bytes| f(&mut bytes[0]))?;
+    Ok(())
+}
+
+fn back<const D: usize, K: Basic>(data: TensorData, device: &burn::tensor::Device) -> Tensor<D, K> {
+    let dtype = data.dtype();
+    Tensor::from_data(data, (device, dtype))
+}

@@ -1,0 +1,202 @@
+//! One reading of a training loader.
+
+use burn::data::dataloader::{DataLoaderIterator, Progress};
+use burn::data::dataset::DatasetError;
+
+use super::loader::ShardedLoader;
+use super::worker::{Failure, Pass};
+use super::{DataError, EpochPlan};
+
+/// The epochs of a [`ShardedLoader`], one after the other; from [`ShardedLoader::epochs`].
+pub struct Epochs<O, E> {
+    loader: ShardedLoader<O>,
+    numbers: E,
+}
+
+impl<O, E> Epochs<O, E> {
+    pub(super) fn new(loader: ShardedLoader<O>, numbers: E) -> Self {
+        Self { loader, numbers }
+    }
+}
+
+impl<O: Send + 'static, E: Iterator<Item = usize>> Iterator for Epochs<O, E> {
+    type Item = Epoch<O>;
+
+    fn next(&mut self) -> Option<Epoch<O>> {
+        self.numbers.next().map(|number| self.loader.begin(number))
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.numbers.size_hint()
+    }
+}
+
+/// The batches of one epoch on this rank, in order.
+///
+/// Yields an error in the place of a batch that could not be loaded. A program that returns it ends the job on all ranks
+/// with this cause. To go on instead, all ranks must agree to skip the step. After an error that concerns the whole job
+/// the epoch is over.
+///
+/// Take a batch when it is used: each sets the weight of the following backwards. Dropping an epoch before its end is
+/// announced to the other ranks, which must do the same.
+#[must_use = "an epoch that is dropped unread ends the job unless all ranks drop it"]
+pub struct Epoch<O: Send + 'static> {
+    loader: ShardedLoader<O>,
+    number: usize,
+    /// What the world knows this reading of the loader as.
+    track: u64,
+    plan: EpochPlan,
+    /// Begun with the first batch.
+    pass: Option<Pass<O>>,
+    /// Steps that were asked for.
+    taken: usize,
+    /// Steps whose batch was handed out, up to and including the last.
+    reached: usize,
+    /// Why the step asked for last has no batch.
+    failure: Option<String>,
+    /// Nothing follows.
+    over: bool,
+    /// The job has ended: nothing is left to announce.
+    job_over: bool,
+}
+
+impl<O: Send + 'static> Epoch<O> {
+    pub(super) fn new(loader: ShardedLoader<O>, number: usize, track: u64) -> Self {
+        let plan = *loader.plan();
+        let (taken, reached, failure, over, job_over) = (0, 0, None, false, false);
+        Self { loader, number, track, plan, pass: None, taken, reached, failure, over, job_over }
+    }
+
+    /// The epoch's number, which its order depends on.
+    pub fn number(&self) -> usize {
+        self.number
+    }
+
+    /// Steps of the whole epoch, the same on every rank.
+    #[allow(clippy::len_without_is_empty)] // never empty
+    pub fn len(&self) -> usize {
+        self.plan.steps()
+    }
+
+    /// Steps that were taken so far.
+    pub fn step(&self) -> usize {
+        self.taken
+    }
+
+    fn load(&mut self) -> Result<O, DataError> {
+        let number = u32::try_from(self.number).map_err(|_| DataError::EpochTooLarge { epoch: self.number })?;
+        let step = self.taken;
+        self.taken += 1;
+        let pass = match &mut self.pass {
+            Some(pass) => pass,
+            None => {
+                let started = self.loader.pool().start(self.loader.reading(self.number));
+                let pass =
+                    started.map_err(|(worker, error)| DataError::WorkerNotStarted { worker, source: error.into() })?;
+                self.pass.insert(pass)
+            }
+        };
+        let world = self.loader.ddp().world();
+        let timeout = world.options().timeout;
+        let loaded = match pass.next(timeout, || world.check()) {
+            Some(loaded) => loaded.map_err(|failure| self.explain(step, failure))?,
+            None => unreachable!("a pass has as many batches as its plan has steps"),
+        };
+        // Only now: a rank that could not load a step must not count as being there.
+        world.advance(self.track, position(number, step + 1))?;
+        self.loader.ddp().weights().from_loader(self.loader.id(), self.plan.share(step, world.rank()).len());
+        self.reached = step + 1;
+        Ok(loaded)
+    }
+
+    fn explain(&self, step: usize, failure: Failure<burn_ddp_comm::Error>) -> DataError {
+        let (steps, rank) = (self.plan.steps(), self.loader.ddp().rank());
+        let what = format!(
+            "step {} of {steps} in epoch {} of loader {} on rank {rank}",
+            step + 1,
+            self.number,
+            self.loader.id()
+        );
+        let timeout = self.loader.ddp().world().options().timeout;
+        DataError::from_failure(what, failure, timeout)
+    }
+
+    /// What other ranks hear if this one leaves now.
+    fn announce(&self) {
+        let Ok(number) = u32::try_from(self.number) else { return };
+        let (id, steps) = (self.loader.id(), self.plan.steps());
+        let what = match &self.failure {
+            Some(failure) => format!("loader {id} ({failure})"),
+            None => format!("loader {id} ({steps} steps)"),
+        };
+        self.loader.ddp().world().stop(self.track, position(number, self.reached), &what);
+    }
+}
+
+/// Steps count from 1 here: position 0 of an epoch is before its first step.
+fn position(epoch: u32, steps: usize) -> u64 {
+    u64::from(epoch) << 32 | steps as u64
+}
+
+impl<O: Send + 'static> Iterator for Epoch<O> {
+    type Item = Result<O, DataError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.over {
+            return None;
+        }
+        if self.taken == self.plan.steps() {
+            self.over = true;
+            self.failure = None; // The program went on, as all ranks must have agreed to.
+            self.pass = None; // The workers are free for the next epoch.
+            self.loader.ddp().weights().done(self.loader.id());
+            return None;
+        }
+        let loaded = self.load();
+        self.failure = loaded.as_ref().err().map(ToString::to_string);
+        match &loaded {
+            Ok(_) | Err(DataError::Dataset { .. } | DataError::WorkerPanicked { .. }) => {}
+            Err(error) => {
+                self.over = true;
+                self.job_over = matches!(error, DataError::Comm(_));
+            }
+        }
+        Some(loaded)
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let left = if self.over { 0 } else { self.plan.steps() - self.taken };
+        // An error that concerns the job ends the epoch early.
+        (left.min(1), Some(left))
+    }
+}
+
+impl<O: Send + 'static> Drop for Epoch<O> {
+    fn drop(&mut self) {
+        let complete = self.taken == self.plan.steps() && self.failure.is_none();
+        // A panic is announced by the world itself, with its cause.
+        if !complete && !self.job_over && !std::thread::panicking() {
+            self.announce();
+        }
+        self.loader.ddp().weights().done(self.loader.id());
+    }
+}
+
+/// For Burn's `DataLoader`: the same batches with errors as Burn's.
+pub(super) struct AsBurn<O: Send + 'static>(pub(super) Epoch<O>);
+
+impl<O: Send + 'static> Iterator for AsBurn<O> {
+    type Item = Result<O, DatasetError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.0.next().map(|batch| batch.map_err(DataError::into_burn))
+    }
+}
+
+impl<O: Send + 'static> DataLoaderIterator<O> for AsBurn<O> {
+    fn progress(&self) -> Progress {
+        let Epoch { plan, taken, .. } = &self.0;
+        let processed = if *taken == 0 { 0 } else { plan.step(taken - 1).end };
+        Progress::new(processed, plan.items(), Some("items".to_string()))
+    }
+}

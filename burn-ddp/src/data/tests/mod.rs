@@ -1,0 +1,52 @@
+//! The loaders over worlds of 1 to 4, as threads.
+
+mod eval;
+mod faults;
+mod train;
+
+use std::time::Duration;
+
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataset::{Dataset, DatasetError, InMemDataset};
+use burn::tensor::Device;
+
+use crate::{Ddp, Options};
+
+/// Items are batched as they are.
+struct Keep;
+
+impl Batcher<usize, Vec<usize>> for Keep {
+    fn batch(&self, items: Vec<usize>, _: &Device) -> Vec<usize> {
+        items
+    }
+}
+
+fn numbers(n: usize) -> InMemDataset<usize> {
+    InMemDataset::new((0..n).collect())
+}
+
+/// The items are their indices, but for one that cannot be read.
+struct Flaky {
+    len: usize,
+    bad: Option<usize>,
+}
+
+impl Dataset<usize> for Flaky {
+    fn get(&self, index: usize) -> Result<usize, DatasetError> {
+        assert!(index < self.len);
+        match self.bad == Some(index) {
+            true => Err(DatasetError::new(std::io::Error::other("disk on fire"))),
+            false => Ok(index),
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+}
+
+/// Long enough for any machine, short enough that a hang fails the test.
+fn spawn<T: Send>(world: usize, f: impl Fn(Ddp) -> anyhow::Result<T> + Sync) -> Vec<T> {
+    let options = Options { timeout: Duration::from_secs(60), ..Options::default() };
+    Ddp::spawn_with(world, options, f).unwrap()
+}

@@ -1,0 +1,207 @@
+//! What the training loader reads.
+
+use std::sync::Arc;
+
+use burn::data::dataloader::DataLoader;
+
+use super::*;
+use crate::data::permutation;
+
+/// Batches of an epoch: `[rank][step][item]`.
+type Read = Vec<Vec<Vec<usize>>>;
+
+fn steps(read: &Read) -> Vec<Vec<usize>> {
+    (0..read[0].len()).map(|step| read.iter().flat_map(|rank| rank[step].clone()).collect()).collect()
+}
+
+#[test]
+fn every_item_once_in_equally_many_steps_on_every_rank() {
+    for (n, batch, world, workers) in
+        [(4, 3, 4, 0), (25, 3, 1, 0), (25, 3, 2, 2), (25, 3, 3, 0), (25, 3, 4, 1), (24, 3, 4, 3), (100, 7, 3, 0)]
+    {
+        let read: Read = spawn(world, |ddp| {
+            let train = ddp.loader(Keep).batch_size(batch).shuffle(42).num_workers(workers).build(numbers(n))?;
+            let epoch = train.epochs(3..4).next().unwrap();
+            assert_eq!((epoch.number(), epoch.len()), (3, train.steps_per_epoch()));
+            Ok(epoch.collect::<Result<_, _>>()?)
+        });
+        let what = format!("{n} items in batches of {batch} on {world} ranks with {workers} workers: {read:?}");
+        assert!(read.iter().all(|rank| rank.len() == read[0].len()), "{what}");
+        for step in 0..read[0].len() {
+            let sizes = read.iter().map(|rank| rank[step].len());
+            assert!(sizes.clone().min().unwrap() >= 1, "{what}");
+            assert!(sizes.clone().max().unwrap() - sizes.min().unwrap() <= 1, "{what}");
+        }
+        assert_eq!(steps(&read).concat(), permutation(n, 42, 3), "{what}");
+    }
+}
+
+#[test]
+fn steps_hold_the_same_items_at_any_world_size() {
+    let at = |world| -> Vec<Vec<usize>> {
+        let read = spawn(world, |ddp| {
+            let train = ddp.loader(Keep).global_batch_size(10).shuffle(7).build(numbers(47))?;
+            assert_eq!(train.items_per_step(), 10);
+            Ok(train.iter().collect::<Result<_, _>>()?)
+        });
+        steps(&read)
+    };
+    let alone = at(1);
+    assert_eq!(alone.len(), 5);
+    for world in 2..=4 {
+        assert_eq!(at(world), alone, "world of {world}");
+    }
+}
+
+#[test]
+fn every_epoch_has_an_order_of_its_own() {
+    spawn(2, |ddp| {
+        let train = ddp.loader(Keep).batch_size(5).shuffle(1).build(numbers(40))?;
+        let mut orders = Vec::new();
+        for (expected, epoch) in train.epochs(0..3).enumerate() {
+            assert_eq!(epoch.number(), expected);
+            orders.push(epoch.collect::<Result<Vec<_>, _>>()?.concat());
+        }
+        assert!(orders[0] != orders[1] && orders[1] != orders[2] && orders[0] != orders[2]);
+
+        // Resume: another process that says the epoch reads the same.
+        let resumed = ddp.loader(Keep).batch_size(5).shuffle(1).build(numbers(40))?;
+        assert_eq!(resumed.epoch(), 0);
+        resumed.set_epoch(1);
+        assert_eq!(resumed.epoch(), 1);
+        for order in &orders[1..] {
+            assert_eq!(&resumed.iter().collect::<Result<Vec<_>, _>>()?.concat(), order);
+        }
+        assert_eq!(resumed.epoch(), 3);
+
+        // Clones are the same loader.
+        assert_eq!(train.clone().iter().number(), 3);
+        assert_eq!(train.epoch(), 4);
+        Ok(())
+    });
+}
+
+#[test]
+fn without_shuffling_the_order_is_the_datasets() {
+    let read: Read = spawn(3, |ddp| {
+        let train = ddp.loader(Keep).batch_size(2).build(numbers(10))?;
+        let first = train.iter().collect::<Result<Vec<_>, _>>()?;
+        assert_eq!(train.iter().collect::<Result<Vec<_>, _>>()?, first);
+        Ok(first)
+    });
+    assert_eq!(read, [[vec![0, 1], vec![6, 7]], [vec![2, 3], vec![8]], [vec![4, 5], vec![9]]]);
+}
+
+#[test]
+fn each_batch_sets_the_weight() {
+    spawn(2, |ddp| {
+        let weight = || ddp.weights().take().map(|(weight, _)| weight);
+        let train = ddp.loader(Keep).batch_size(4).build(numbers(11))?;
+        let other = ddp.loader(Keep).batch_size(1).build(numbers(2))?;
+        for batch in train.iter() {
+            let batch = batch?;
+            assert_eq!(weight()?, batch.len() as f64);
+        }
+        // An epoch that was left or has ended does not compete with the next loader's.
+        for loader in [&train, &other] {
+            let batch = loader.iter().next().unwrap()?;
+            assert_eq!(weight()?, batch.len() as f64);
+        }
+        for (a, b) in train.iter().zip(other.iter()) {
+            let _ = (a?, b?);
+            assert!(weight().unwrap_err().to_string().contains("ambiguous"));
+            break;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn it_is_burns_data_loader_too() {
+    spawn(2, |ddp| {
+        let train = ddp.loader(Keep).batch_size(2).shuffle(5).num_workers(1).build(numbers(10))?;
+        let loader: Arc<dyn DataLoader<Vec<usize>>> = Arc::new(train.clone());
+        assert_eq!(loader.num_items(), 10);
+        let mut iter = loader.iter();
+        let mut progress = vec![iter.progress().items_processed];
+        let mut first = Vec::new();
+        while let Some(batch) = iter.next() {
+            first.extend(batch?);
+            progress.push(iter.progress().items_processed);
+            assert_eq!(iter.progress().items_total, 10);
+        }
+        assert_eq!(progress, [0, 4, 8, 10]);
+        drop(iter);
+        let again = loader.iter().collect::<Result<Vec<_>, _>>()?.concat();
+        assert_ne!(again, first);
+
+        // On another device it counts the same epochs.
+        let moved = loader.to_device(&ddp.device()?);
+        let third = moved.iter().collect::<Result<Vec<_>, _>>()?.concat();
+        assert_eq!(train.epoch(), 3);
+        let order = permutation(10, 5, 2);
+        let rank = ddp.rank();
+        let plan = *train.plan();
+        let own: Vec<usize> = (0..plan.steps()).flat_map(|step| plan.share(step, rank)).map(|at| order[at]).collect();
+        assert_eq!(third, own);
+        Ok(())
+    });
+}
+
+#[test]
+fn slices_are_loaders_of_their_own() {
+    let read = spawn(2, |ddp| {
+        let train = ddp.loader(Keep).batch_size(1).shuffle(5).build(numbers(20))?;
+        let slice = train.slice(5, 15);
+        assert_eq!(slice.num_items(), 10);
+        let part = slice.slice(2, 6);
+        assert_eq!(part.num_items(), 4);
+        let of_slice = slice.iter().collect::<Result<Vec<_>, _>>()?.concat();
+        let of_part = part.iter().collect::<Result<Vec<_>, _>>()?.concat();
+        assert_eq!(train.epoch(), 0);
+
+        for (start, end, expected) in [(15, 21, "15..21"), (7, 3, "7..3"), (3, 3, "empty"), (3, 4, "1 item(s)")] {
+            let bad = train.slice(start, end);
+            let mut batches = bad.iter();
+            let error = batches.next().unwrap().unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+            assert!(batches.next().is_none());
+        }
+        Ok((of_slice, of_part))
+    });
+    let union = |of: &dyn Fn(&(Vec<usize>, Vec<usize>)) -> Vec<usize>| {
+        let mut union: Vec<usize> = read.iter().flat_map(of).collect();
+        union.sort_unstable();
+        union
+    };
+    assert_eq!(union(&|(slice, _)| slice.clone()), (5..15).collect::<Vec<_>>());
+    assert_eq!(union(&|(_, part)| part.clone()), (7..11).collect::<Vec<_>>());
+}
+
+#[test]
+fn batches_are_made_on_the_device_that_was_set() {
+    /// Devices are equal with and without autodiff, so compare what they say.
+    struct Where;
+    impl Batcher<usize, String> for Where {
+        fn batch(&self, _: Vec<usize>, device: &Device) -> String {
+            format!("{device:?}")
+        }
+    }
+    spawn(1, |ddp| {
+        let device = ddp.device()?;
+        let autodiff = device.clone().autodiff();
+        let (plain, tracked) = (format!("{device:?}"), format!("{autodiff:?}"));
+        assert_ne!(plain, tracked);
+        for workers in [0, 1] {
+            let default = ddp.loader(Where).num_workers(workers).build(numbers(1))?;
+            assert_eq!(default.iter().next().unwrap()?, plain);
+            let moved = default.to_device(&autodiff);
+            assert_eq!(moved.iter().next().unwrap()?, tracked);
+            let set = ddp.loader(Where).num_workers(workers).set_device(autodiff.clone()).build(numbers(1))?;
+            assert_eq!(set.iter().next().unwrap()?, tracked);
+            let test = ddp.eval_loader(Where).num_workers(workers).set_device(autodiff.clone()).build(numbers(1))?;
+            assert_eq!(test.iter().next().unwrap()?, tracked);
+        }
+        Ok(())
+    });
+}

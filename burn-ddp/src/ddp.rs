@@ -1,0 +1,395 @@
+//! The handle of one rank.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn::module::Module;
+use burn::tensor::{Device, Gradients, Tensor};
+use burn_ddp_comm::{LaunchEnv, Options, ProcessGroup, ReduceOp, World};
+
+use crate::stats::{Stats, StatsCell};
+use crate::weight::Weights;
+use crate::wrap::WrapConfig;
+use crate::{Error, Result, tap};
+
+/// One rank's membership in a data-parallel job: who am I, who are my peers, and everything they do together.
+///
+/// Cheap to clone, `Send` and `Sync`. Methods marked *collective* must be called by every rank, in the same order.
+///
+/// # Example
+///
+/// Two ranks as threads; each sees its own data, both get the same averaged gradient.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::prelude::*;
+/// use burn_ddp::prelude::*;
+///
+/// let gradients = Ddp::spawn(2, |ddp| {
+///     let device = ddp.device()?.autodiff();
+///     let model = ddp.wrap(LinearConfig::new(1, 1).with_bias(false).init(&device))?;
+///     let x = Tensor::<2>::from_floats([[2.0 * ddp.rank() as f32]], &device); // 0 on rank 0, 2 on rank 1
+///     let grads = model.forward(x).sum().backward();
+///     Ok(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>())
+/// })?;
+/// assert_eq!(gradients, [1.0, 1.0]);
+/// # Ok::<(), burn_ddp::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Ddp {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    world: World,
+    /// For the user's calls and for `wrap`; each wrapped model has a group of its own.
+    group: ProcessGroup,
+    weights: Weights,
+    stats: StatsCell,
+    loaders: AtomicU64,
+    seed: Mutex<Option<u64>>,
+}
+
+impl std::fmt::Debug for Ddp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Ddp(rank {} of {}, engine {})", self.rank(), self.world_size(), self.engine())
+    }
+}
+
+impl Ddp {
+    /// Joins the job that a launcher describes in the environment (`burnrun`, torchrun, plain `RANK`/`WORLD_SIZE`/…), or makes
+    /// a world of 1 when nothing is set. *Collective*: returns when all ranks have come.
+    ///
+    /// Waits are bounded by [`Options::from_env`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]: half-set or contradictory variables, an unreachable master, a port in use, ranks that do not come in
+    /// time (named).
+    #[track_caller]
+    pub fn init() -> Result<Self> {
+        Self::init_with(Options::from_env()?)
+    }
+
+    /// [`Ddp::init`] with waits of your own. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ddp::init`].
+    #[track_caller]
+    pub fn init_with(options: Options) -> Result<Self> {
+        let world = match LaunchEnv::detect()? {
+            Some(env) => World::join(&env, options)?,
+            None => World::solo(options),
+        };
+        Self::from_world(world)
+    }
+
+    /// The handle of a rank whose world was made by hand. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`] if the ranks cannot form a group.
+    #[track_caller]
+    pub fn from_world(world: World) -> Result<Self> {
+        let group = world.group()?;
+        tracing::info!(rank = world.rank(), world_size = world.world_size(), engine = world.engine(), "joined");
+        Ok(Ddp {
+            inner: Arc::new(Inner {
+                world,
+                group,
+                weights: Weights::default(),
+                stats: StatsCell::default(),
+                loaders: AtomicU64::new(0),
+                seed: Mutex::new(None),
+            }),
+        })
+    }
+
+    /// This rank's number, `0..world_size`.
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        self.inner.world.rank()
+    }
+
+    /// Number of ranks in the job.
+    #[must_use]
+    pub fn world_size(&self) -> usize {
+        self.inner.world.world_size()
+    }
+
+    /// This rank's number among those on its machine.
+    #[must_use]
+    pub fn local_rank(&self) -> usize {
+        self.inner.world.local_rank()
+    }
+
+    /// Number of ranks on this machine.
+    #[must_use]
+    pub fn local_world_size(&self) -> usize {
+        self.inner.world.local_world_size()
+    }
+
+    /// Whether this is rank 0, which prints and writes files.
+    #[must_use]
+    pub fn is_main(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// What carries the collectives: `threads` or `tcp`.
+    #[must_use]
+    pub fn engine(&self) -> &'static str {
+        self.inner.world.engine()
+    }
+
+    /// The world below, for groups of your own and for [`World::fail`].
+    #[must_use]
+    pub fn world(&self) -> &World {
+        &self.inner.world
+    }
+
+    /// The group of all ranks, for collectives on slices and serde values.
+    #[must_use]
+    pub fn group(&self) -> &ProcessGroup {
+        &self.inner.group
+    }
+
+    /// This rank's device: the accelerator with this local rank, or the CPU where there is none. Add `.autodiff()` for training.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if burn-ddp was built without any backend.
+    pub fn device(&self) -> Result<Device> {
+        crate::device::default_device()
+    }
+
+    /// This rank's device of a kind: `ddp.device_of(|local_rank| Device::cuda(local_rank))`.
+    pub fn device_of(&self, device: impl FnOnce(usize) -> Device) -> Device {
+        device(self.local_rank())
+    }
+
+    /// Seeds `device`: the same seed on every rank while the model is made, and after [`Ddp::wrap`] one of its own for each
+    /// rank, so that dropout differs between ranks and repeats between runs.
+    ///
+    /// Burn's Flex backend has one generator per process, so with ranks as threads random numbers do not repeat.
+    pub fn seed(&self, device: &Device, seed: u64) {
+        device.seed(seed);
+        *self.inner.seed.lock().unwrap_or_else(PoisonError::into_inner) = Some(seed);
+    }
+
+    pub(crate) fn seed_of_rank(&self) -> Option<u64> {
+        let seed = (*self.inner.seed.lock().unwrap_or_else(PoisonError::into_inner))?;
+        // SplitMix64's increment keeps the streams of neighbouring ranks apart.
+        Some(seed.wrapping_add((self.rank() as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15)))
+    }
+
+    /// Makes `model` data-parallel: the same type back, rank 0's weights and buffers on every rank, and gradients averaged over
+    /// all ranks inside `loss.backward()`. *Collective*.
+    ///
+    /// Freeze, load and apply LoRA before; see [`WrapConfig`] for accumulation, sums and bucket sizes. The optimizer must be
+    /// the same on every rank. Wrapping again is an error; [`Ddp::unwrap`] is the inverse.
+    ///
+    /// # Errors
+    ///
+    /// On every rank: [`Error::ModelsDiffer`] naming the first parameter that differs and both shapes; [`Error::Use`] for a
+    /// model that is wrapped already, spans devices, has no autodiff, or lives on a backend without support.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// let errors = Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let features = 3 + ddp.rank(); // a bug: each rank makes another model
+    ///     Ok(ddp.wrap(LinearConfig::new(features, 1).init(&device)).unwrap_err().to_string())
+    /// })?;
+    /// assert_eq!(errors[0], "the ranks do not hold the same model: weight is [3, 1] f32 on rank 0, but [4, 1] f32 on rank 1");
+    /// assert_eq!(errors[0], errors[1]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn wrap<M: Module>(&self, model: M) -> Result<M> {
+        self.wrap_with(model, &WrapConfig::new())
+    }
+
+    /// [`Ddp::wrap`] with settings, which must be the same on every rank. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ddp::wrap`].
+    #[track_caller]
+    pub fn wrap_with<M: Module>(&self, model: M, config: &WrapConfig) -> Result<M> {
+        crate::wrap::wrap(self, model, config)
+    }
+
+    /// The plain model again: same parameters and ids, no taps. Gradients held for accumulation are discarded.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if the model carries other reparameterizations (LoRA), which Burn cannot keep while removing one.
+    pub fn unwrap<M: Module>(&self, model: M) -> Result<M> {
+        crate::wrap::unwrap(model)
+    }
+
+    /// `loss.backward()` with failures as errors instead of panics. *Collective* for the ranks that hold `model`.
+    ///
+    /// With accumulation, the first `k - 1` backwards of a step return gradients that are empty for `model`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`] if a peer failed, [`Error::Use`] if `model` is not wrapped, [`Error::Backward`] if the loss does not
+    /// depend on it or the backward cannot deliver averages. After an error the ranks are no longer in step.
+    pub fn backward<const D: usize, M: Module>(&self, loss: &Tensor<D>, model: &M) -> Result<Gradients> {
+        let tapped = tap::find(model);
+        let [tapped] = tapped.as_slice() else {
+            if tapped.is_empty() && self.world_size() == 1 {
+                return Ok(loss.backward());
+            }
+            return Err(Error::Use(match tapped.len() {
+                0 => "the model is not wrapped: use what `ddp.wrap(model)` returned".into(),
+                n => format!("the model consists of {n} wrapped parts: wrap it as a whole"),
+            }));
+        };
+        if !loss.is_tracked() {
+            let reason = "the loss depends on no parameter (a frozen model, or a loss computed from detached values)"
+                .to_string();
+            self.world().fail(format!("backward: {reason}"));
+            return Err(Error::Backward { rank: self.rank(), reason });
+        }
+        let (gradients, reached) = tapped.capture(|| loss.backward());
+        if !reached? {
+            let reason =
+                "the loss depends on no parameter of the wrapped model, or on none that it tapped (frozen or replaced after `wrap`?)".to_string();
+            self.world().fail(format!("backward: {reason}"));
+            return Err(Error::Backward { rank: self.rank(), reason });
+        }
+        Ok(gradients)
+    }
+
+    /// Backwards inside `f` only sum up gradients in the reducer and return none; the next one outside reduces them all. For
+    /// accumulation with an irregular number of micro-batches; each rank may have another number of them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if the model is not wrapped.
+    pub fn no_sync<M: Module, T>(&self, model: &M, f: impl FnOnce() -> T) -> Result<T> {
+        match tap::find(model).as_slice() {
+            [tapped] => Ok(tapped.hold(f)),
+            _ => Err(Error::Use("no_sync needs one wrapped model; in a world of 1 wrap it with accumulation".into())),
+        }
+    }
+
+    /// Throws away gradients of micro-batches that were not reduced yet. Every rank must do the same.
+    pub fn discard<M: Module>(&self, model: &M) {
+        tap::find(model).iter().for_each(|t| t.discard());
+    }
+
+    /// Says how many items the following backwards stand for, until the next batch is read from a loader. Only needed with
+    /// loaders that are not ours, or with two of ours in one step.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if `items` is negative or not finite.
+    pub fn weight(&self, items: f64) -> Result<()> {
+        self.inner.weights.set(items)
+    }
+
+    pub(crate) fn weights(&self) -> &Weights {
+        &self.inner.weights
+    }
+
+    pub(crate) fn stats_cell(&self) -> StatsCell {
+        self.inner.stats.clone()
+    }
+
+    /// The number of the next loader; the same on every rank, since loaders are built in the same order.
+    pub(crate) fn next_loader_id(&self) -> u64 {
+        self.inner.loaders.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// What communication has cost this rank so far.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.inner.stats.get()
+    }
+
+    /// The mean of a number over all ranks. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`] if a peer failed.
+    #[track_caller]
+    pub fn mean(&self, value: impl Into<f64>) -> Result<f64> {
+        self.reduce_scalar(value.into(), ReduceOp::Mean)
+    }
+
+    /// The sum of a number over all ranks. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`] if a peer failed.
+    #[track_caller]
+    pub fn sum(&self, value: impl Into<f64>) -> Result<f64> {
+        self.reduce_scalar(value.into(), ReduceOp::Sum)
+    }
+
+    #[track_caller]
+    fn reduce_scalar(&self, value: f64, op: ReduceOp) -> Result<f64> {
+        let mut value = [value];
+        self.group().all_reduce(&mut value, op)?;
+        Ok(value[0])
+    }
+
+    /// Waits until every rank has come here. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`] if a peer failed or does not come in time.
+    #[track_caller]
+    pub fn barrier(&self) -> Result<()> {
+        Ok(self.group().barrier()?)
+    }
+
+    /// Runs `f` on rank 0 first and then, if that went well, on the others: for downloads into a shared cache. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// Rank 0 gets the error of `f`; the others get [`Error::Rank`] with its text, and do not run `f`.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    /// let calls = AtomicUsize::new(0);
+    /// let order = Ddp::spawn(2, |ddp| ddp.rank_zero_first(|| Ok(calls.fetch_add(1, SeqCst))))?;
+    /// assert_eq!(order, [0, 1]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn rank_zero_first<T>(&self, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+        if self.is_main() {
+            let result = f();
+            let told: Result<(), String> = result.as_ref().map(|_| ()).map_err(|e| format!("{e:#}"));
+            let _same = self.group().broadcast_object(Some(told), 0)?;
+            result
+        } else {
+            let told: Result<(), String> = self.group().broadcast_object(None, 0)?;
+            told.map_err(|reason| Error::Rank { rank: 0, reason })?;
+            f()
+        }
+    }
+
+    /// Ends the job: the last barrier, then goodbye. *Collective*. Leaving without it is fine where nobody waits any more.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`] if a peer failed or does not come in time.
+    #[track_caller]
+    pub fn finish(self) -> Result<()> {
+        self.barrier()?;
+        self.world().leave();
+        Ok(())
+    }
+}

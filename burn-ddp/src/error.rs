@@ -1,0 +1,49 @@
+//! What can go wrong, sorted by who can act.
+
+use burn_ddp_comm as comm;
+
+/// Result with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why an operation of burn-ddp failed.
+///
+/// After [`Error::Comm`] ask [`comm::Error::group_usable`] whether the job can go on; every other variant except
+/// [`Error::Use`] means that the ranks no longer agree and the job has to be restarted from a checkpoint.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A peer, the network or the launcher: see the inner error, which names the rank.
+    #[error(transparent)]
+    Comm(#[from] comm::Error),
+    /// Starting ranks failed, or a rank that this process started failed.
+    #[error(transparent)]
+    Launch(#[from] std::sync::Arc<burn_ddp_launch::LaunchError>),
+    /// Loading or sharding data failed.
+    #[error(transparent)]
+    Data(#[from] crate::data::DataError),
+    /// The models that the ranks hand to `wrap` are not the same model.
+    #[error("the ranks do not hold the same model: {0}")]
+    ModelsDiffer(String),
+    /// The call cannot work as it is written; nothing was sent and the job can go on.
+    #[error("{0}")]
+    Use(String),
+    /// A backward could not deliver averaged gradients.
+    #[error("backward on rank {rank}: {reason}")]
+    Backward {
+        /// The rank that failed first, as far as this rank knows.
+        rank: usize,
+        /// What happened and what to do.
+        reason: String,
+    },
+    /// Reading or writing a file failed, on the rank that is named.
+    #[error("{0}")]
+    File(String),
+    /// A rank's closure returned an error or panicked (`Ddp::spawn`, `Ddp::launch`).
+    #[error("rank {rank} failed: {reason}")]
+    Rank {
+        /// The rank that failed first.
+        rank: usize,
+        /// Its error or panic message.
+        reason: String,
+    },
+}

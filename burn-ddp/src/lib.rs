@@ -1,0 +1,80 @@
+//! Data-parallel training for the [Burn](https://burn.dev) deep-learning framework.
+//!
+//! Each of several processes (*ranks*) holds the same model, sees its own share of the data, and computes gradients; burn-ddp
+//! averages them inside `loss.backward()` and Burn's own optimizers go on from there. What torch DDP and torchrun, Horovod and
+//! `MirroredStrategy` are to Python.
+//!
+//! # Example
+//!
+//! The loop people write; `cargo run` runs it alone, `burnrun --nproc-per-node 8` on eight ranks. Here two ranks are threads:
+//!
+//! ```
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::optim::{GradientsParams, Optimizer, SgdConfig};
+//! use burn::prelude::*;
+//! use burn_ddp::prelude::*;
+//!
+//! let losses = Ddp::spawn(2, |ddp| {
+//!     let device = ddp.device()?.autodiff();
+//!     let mut model: Linear = ddp.wrap(LinearConfig::new(2, 1).init(&device))?; // rank 0's weights everywhere
+//!     let mut optim = SgdConfig::new().init();
+//!     let mut last = 0.0;
+//!     for step in 0..20 {
+//!         let x = Tensor::<2>::from_floats([[1.0, (ddp.rank() + step) as f32 % 3.0]], &device); // this rank's data
+//!         let y = x.clone().sum_dim(1);
+//!         let loss = (model.forward(x) - y).powf_scalar(2.0).mean();
+//!         last = ddp.mean(loss.clone().into_scalar::<f32>())?; // the same number on both ranks
+//!         let grads = loss.backward(); // averaged over all ranks when it returns
+//!         let grads = GradientsParams::from_grads(grads, &model);
+//!         model = optim.step(0.05, model, grads);
+//!     }
+//!     Ok((last, param_hash(&model)?))
+//! })?;
+//! assert_eq!(losses[0], losses[1]); // same loss, same weights, bit for bit
+//! # Ok::<(), burn_ddp::Error>(())
+//! ```
+//!
+//! # Map
+//!
+//! | | |
+//! |---|---|
+//! | [`Ddp`] | one rank: `init`, `launch`, `spawn`; `wrap`; `mean`, `save`, collectives on tensors |
+//! | [`WrapConfig`], [`Reduction`] | accumulation, mean or sum, bucket sizes |
+//! | [`data`] | this rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
+//! | [`DdpBackend`] | the backend extension that intercepts gradients; used by `wrap` |
+//! | [`comm`] | below: worlds, process groups, collectives on slices; knows nothing of Burn |
+//! | [`Error`] | what can go wrong |
+//!
+//! The repository's `docs/` has concepts, architecture, numerics and errors.
+#![forbid(unsafe_code)]
+
+mod collective;
+mod convert;
+pub mod data;
+mod ddp;
+mod device;
+mod error;
+mod reducer;
+mod save;
+mod schema;
+mod spawn;
+mod stats;
+mod tap;
+mod weight;
+mod wrap;
+
+/// Ranks talking: the crate `burn-ddp-comm`.
+pub use burn_ddp_comm as comm;
+pub use burn_ddp_comm::{Options, ReduceOp};
+pub use ddp::Ddp;
+pub use error::{Error, Result};
+pub use reducer::Reduction;
+pub use save::param_hash;
+pub use stats::Stats;
+pub use tap::{DdpBackend, TapHandle};
+pub use wrap::WrapConfig;
+
+/// What a training program imports.
+pub mod prelude {
+    pub use crate::{Ddp, ReduceOp, Reduction, WrapConfig, param_hash};
+}

@@ -1,0 +1,80 @@
+//! The communication thread of one wrapped model: reduces buckets in the order in which they are handed over, while
+//! backward goes on.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{DType, ProcessGroup, ReduceOp};
+
+use super::pack::Buffer;
+
+pub(crate) enum Job {
+    Reduce {
+        bucket: usize,
+        dtype: DType,
+        buffer: Buffer,
+        /// Items this rank contributes to the mean; `None` sums.
+        weight: Option<f64>,
+        /// Names step and bucket; compared between the ranks.
+        tag: u64,
+    },
+    /// Rank 0's value becomes everybody's.
+    AgreeOrder(Vec<u32>),
+}
+
+pub(crate) enum Done {
+    Reduced { bucket: usize, buffer: Buffer, busy: Duration, result: burn_ddp_comm::Result<()> },
+    Order(burn_ddp_comm::Result<Vec<u32>>),
+}
+
+/// Handle of the thread. Dropping it ends the thread after the collective it is in.
+#[derive(Debug)]
+pub(crate) struct Worker {
+    jobs: Sender<Job>,
+    done: Receiver<Done>,
+    patience: Duration,
+}
+
+impl Worker {
+    pub(crate) fn start(group: ProcessGroup, timeout: Duration) -> std::io::Result<Self> {
+        let (jobs, todo) = channel();
+        let (finished, done) = channel();
+        std::thread::Builder::new()
+            .name(format!("ddp-reduce-{}", group.rank()))
+            .spawn(move || run(&group, &todo, &finished))?;
+        // The group keeps its own deadline; the slack only guards against a lost thread.
+        Ok(Worker { jobs, done, patience: timeout + Duration::from_secs(30) })
+    }
+
+    /// Hands over one job. Never blocks.
+    pub(crate) fn submit(&self, job: Job) -> Result<(), String> {
+        self.jobs.send(job).map_err(|_| "the communication thread has ended".to_string())
+    }
+
+    /// The next finished job, in the order of submission.
+    pub(crate) fn next(&self) -> Result<Done, String> {
+        self.done.recv_timeout(self.patience).map_err(|e| match e {
+            RecvTimeoutError::Timeout => format!("the communication thread has not answered for {:?}", self.patience),
+            RecvTimeoutError::Disconnected => "the communication thread has ended".to_string(),
+        })
+    }
+}
+
+fn run(group: &ProcessGroup, todo: &Receiver<Job>, finished: &Sender<Done>) {
+    while let Ok(job) = todo.recv() {
+        let done = match job {
+            Job::Reduce { bucket, dtype, mut buffer, weight, tag } => {
+                let start = Instant::now();
+                let result = match weight {
+                    Some(w) => group.all_reduce_weighted_bytes(dtype, buffer.bytes_mut(), w, tag),
+                    None => group.all_reduce_bytes(dtype, buffer.bytes_mut(), ReduceOp::Sum, tag),
+                };
+                Done::Reduced { bucket, buffer, busy: start.elapsed(), result }
+            }
+            Job::AgreeOrder(order) => Done::Order(group.broadcast_object((group.rank() == 0).then_some(order), 0)),
+        };
+        if finished.send(done).is_err() {
+            return;
+        }
+    }
+}

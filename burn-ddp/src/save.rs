@@ -1,0 +1,75 @@
+//! One durable model file, and the hash of a model.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use burn::module::Module;
+
+use crate::ddp::Ddp;
+use crate::schema::Snapshot;
+use crate::{Error, Result, tap};
+
+/// SHA-256 of all parameters and buffers (paths, dtypes, shapes, bytes) in hexadecimal: equal on two ranks if and only if their
+/// models are.
+///
+/// # Errors
+///
+/// [`Error::Use`] if a value cannot be read from its device.
+pub fn param_hash<M: Module>(model: &M) -> Result<String> {
+    Ok(snapshot(model)?.hash())
+}
+
+/// Values as they are now: nothing pending, running statistics up to date.
+fn snapshot<M: Module>(model: &M) -> Result<Snapshot> {
+    tap::find(model).iter().for_each(|t| t.clear_pending());
+    Snapshot::of(&model.valid())
+}
+
+impl Ddp {
+    /// Writes rank 0's model to `path` (with Burn's extension `.bpk` if it has none), so that plain Burn reads it with
+    /// `load_file`, and returns the path. *Collective*; all ranks hold the file's content when it returns.
+    ///
+    /// The file appears complete or not at all: it is written under a temporary name, synced, then renamed.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`] on every rank if rank 0 could not write; an existing file is untouched then.
+    #[track_caller]
+    pub fn save<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
+        let path = with_extension(path.as_ref());
+        let written = if self.is_main() {
+            Some(write(model, &path).map_err(|e| format!("rank 0 could not write {}: {e}", path.display())))
+        } else {
+            None
+        };
+        let written: Result<(), String> = self.group().broadcast_object(written, 0)?;
+        written.map_err(Error::File)?;
+        Ok(path)
+    }
+}
+
+fn with_extension(path: &Path) -> PathBuf {
+    match path.extension() {
+        Some(_) => path.to_path_buf(),
+        None => path.with_extension("bpk"),
+    }
+}
+
+fn write<M: Module>(model: &M, path: &Path) -> std::result::Result<(), String> {
+    tap::find(model).iter().for_each(|t| t.clear_pending());
+    let dir = match path.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() => dir,
+        _ => Path::new("."),
+    };
+    // The guard removes the file unless it was renamed.
+    let temporary = tempfile::Builder::new()
+        .prefix(".burn-ddp-")
+        .suffix(".bpk")
+        .tempfile_in(dir)
+        .map_err(|e| e.to_string())?
+        .into_temp_path();
+    model.valid().into_record().save(&temporary).map_err(|e| e.to_string())?;
+    File::open(&temporary).and_then(|f| f.sync_all()).map_err(|e| e.to_string())?;
+    temporary.persist(path).map_err(|e| e.to_string())?;
+    File::open(dir).and_then(|d| d.sync_all()).map_err(|e| e.to_string())
+}

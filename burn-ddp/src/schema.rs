@@ -1,0 +1,191 @@
+//! What a model is made of, and whether all ranks hold the same.
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::kind::Basic;
+use burn::tensor::{Bool, Int, Tensor, TensorData};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::convert::comm_dtype;
+use crate::{Error, Result};
+
+/// One parameter or buffer of a model, without its values.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Entry {
+    pub path: String,
+    pub dims: Vec<usize>,
+    pub dtype: String,
+    pub trainable: bool,
+}
+
+impl std::fmt::Display for Entry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {:?} {}{}", self.path, self.dims, self.dtype, if self.trainable { "" } else { " (no gradient)" })
+    }
+}
+
+/// Values and schema of a model in traversal order.
+#[derive(Debug, Default)]
+pub(crate) struct Snapshot {
+    pub entries: Vec<Entry>,
+    pub values: Vec<TensorData>,
+}
+
+impl Snapshot {
+    /// Reads every parameter and buffer of `model` to the host.
+    pub(crate) fn of<M: Module>(model: &M) -> Result<Self> {
+        let mut reader = Reader { path: Vec::new(), snapshot: Snapshot::default(), error: None };
+        model.visit(&mut reader);
+        match reader.error {
+            Some(e) => Err(e),
+            None => Ok(reader.snapshot),
+        }
+    }
+
+    /// SHA-256 over paths, dtypes, shapes and bytes, in hexadecimal.
+    pub(crate) fn hash(&self) -> String {
+        let mut sha = Sha256::new();
+        for (entry, value) in self.entries.iter().zip(&self.values) {
+            sha.update((entry.path.len() as u64).to_le_bytes());
+            sha.update(&entry.path);
+            sha.update(&entry.dtype);
+            sha.update((entry.dims.len() as u64).to_le_bytes());
+            for d in &entry.dims {
+                sha.update((*d as u64).to_le_bytes());
+            }
+            sha.update(value.as_bytes());
+        }
+        sha.finalize().iter().map(|b| format!("{b:02x}")).collect()
+    }
+}
+
+/// SHA-256 of entries, so that ranks exchange 32 bytes when all is well.
+pub(crate) fn digest(entries: &[Entry]) -> [u8; 32] {
+    let mut sha = Sha256::new();
+    for entry in entries {
+        let line = entry.to_string();
+        sha.update((line.len() as u64).to_le_bytes());
+        sha.update(line);
+    }
+    sha.finalize().into()
+}
+
+/// Says the first difference between the models of the ranks: rank 0's against the first rank that differs.
+pub(crate) fn difference(models: &[Vec<Entry>]) -> Option<String> {
+    let (rank, other) = models.iter().enumerate().find(|(_, m)| **m != models[0])?;
+    let first = &models[0];
+    Some(match first.iter().zip(other).find(|(a, b)| a != b) {
+        Some((a, b)) if a.path == b.path => {
+            format!(
+                "{} is {:?} {}{} on rank 0, but {:?} {}{} on rank {rank}",
+                a.path,
+                a.dims,
+                a.dtype,
+                grad(a),
+                b.dims,
+                b.dtype,
+                grad(b)
+            )
+        }
+        Some((a, b)) => format!("where rank 0 has {a}, rank {rank} has {b}"),
+        None => {
+            let (long, holder, lacking) = if first.len() > other.len() { (first, 0, rank) } else { (other, rank, 0) };
+            let extra = &long[first.len().min(other.len())];
+            format!(
+                "rank 0 has {} parameters and buffers, rank {rank} has {}: {extra} of rank {holder} is missing on rank {lacking}",
+                first.len(),
+                other.len()
+            )
+        }
+    })
+}
+
+fn grad(e: &Entry) -> &'static str {
+    if e.trainable { "" } else { " without gradient" }
+}
+
+struct Reader {
+    path: Vec<String>,
+    snapshot: Snapshot,
+    error: Option<Error>,
+}
+
+impl Reader {
+    fn read<const D: usize, K: Basic>(&mut self, tensor: Tensor<D, K>, trainable: bool) {
+        if self.error.is_some() {
+            return;
+        }
+        let path = self.path.join(".");
+        match tensor.try_into_data() {
+            Ok(data) if comm_dtype(data.dtype()).is_none() => {
+                self.error = Some(Error::Use(format!(
+                    "{path} has dtype {:?}, which burn-ddp cannot send between ranks",
+                    data.dtype()
+                )));
+            }
+            Ok(data) => {
+                self.snapshot.entries.push(Entry {
+                    path,
+                    dims: data.shape().as_slice().to_vec(),
+                    dtype: format!("{:?}", data.dtype()).to_lowercase(),
+                    trainable,
+                });
+                self.snapshot.values.push(data);
+            }
+            Err(e) => self.error = Some(Error::Use(format!("reading {path} from its device failed: {e:?}"))),
+        }
+    }
+}
+
+impl ModuleVisitor for Reader {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.read(param.base(), param.is_require_grad());
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.read(param.base(), false);
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.read(param.base(), false);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(path: &str, dims: &[usize]) -> Entry {
+        Entry { path: path.into(), dims: dims.to_vec(), dtype: "f32".into(), trainable: true }
+    }
+
+    #[test]
+    fn the_first_difference_is_named_with_both_sides() {
+        let a = vec![entry("fc.weight", &[4, 8]), entry("fc.bias", &[8])];
+        assert_eq!(difference(&[a.clone(), a.clone()]), None);
+        let mut b = a.clone();
+        b[0].dims = vec![4, 9];
+        assert_eq!(
+            difference(&[a.clone(), a.clone(), b]).unwrap(),
+            "fc.weight is [4, 8] f32 on rank 0, but [4, 9] f32 on rank 2"
+        );
+        let mut c = a.clone();
+        c.push(entry("extra", &[1]));
+        let text = difference(&[a.clone(), c]).unwrap();
+        assert_eq!(
+            text,
+            "rank 0 has 2 parameters and buffers, rank 1 has 3: extra [1] f32 of rank 1 is missing on rank 0"
+        );
+        let mut d = a.clone();
+        d[1].path = "fc.b".into();
+        assert_eq!(difference(&[a, d]).unwrap(), "where rank 0 has fc.bias [8] f32, rank 1 has fc.b [8] f32");
+    }
+}

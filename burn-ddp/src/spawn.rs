@@ -1,0 +1,125 @@
+//! Ranks without a launcher: as threads, or as copies of the own program.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn_ddp_comm::{LaunchEnv, Options, World};
+use burn_ddp_launch::{Launcher, Stdio};
+
+use crate::ddp::Ddp;
+use crate::{Error, Result};
+
+impl Ddp {
+    /// Runs `f` on `n` ranks that are threads of this process, and returns what they return, in rank order.
+    ///
+    /// For tests, examples and backends with a device per thread. Burn's CPU backend shares one thread pool and one random
+    /// generator between them; use [`Ddp::launch`] where that matters.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Rank`]: the first rank that failed, with its error or panic message. The others' waits end at once.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn_ddp::prelude::*;
+    /// let sums = Ddp::spawn(3, |ddp| Ok(ddp.sum(ddp.rank() as f64)?))?;
+    /// assert_eq!(sums, [3.0, 3.0, 3.0]);
+    ///
+    /// let error = Ddp::spawn(2, |ddp| {
+    ///     anyhow::ensure!(ddp.rank() == 0, "no data");
+    ///     Ok(ddp.barrier()?) // does not hang
+    /// });
+    /// assert_eq!(error.unwrap_err().to_string(), "rank 1 failed: no data");
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    pub fn spawn<T: Send>(n: usize, f: impl Fn(Ddp) -> anyhow::Result<T> + Sync) -> Result<Vec<T>> {
+        Self::spawn_with(n, Options::default(), f)
+    }
+
+    /// [`Ddp::spawn`] with waits of your own.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ddp::spawn`].
+    pub fn spawn_with<T: Send>(
+        n: usize,
+        options: Options,
+        f: impl Fn(Ddp) -> anyhow::Result<T> + Sync,
+    ) -> Result<Vec<T>> {
+        if n == 0 {
+            return Err(Error::Use("a job has at least one rank".into()));
+        }
+        let first_failure = Mutex::new(None);
+        let run = |world: World| {
+            let rank = world.rank();
+            // Kept until the failure is noted, so that peers learn the reason and not just that this rank left.
+            let result = catch_unwind(AssertUnwindSafe(|| f(Ddp::from_world(world.clone())?)));
+            let reason = match result {
+                Ok(Ok(value)) => return Some(value),
+                Ok(Err(error)) => format!("{error:#}"),
+                Err(panic) => format!("panicked: {}", panic_message(panic.as_ref())),
+            };
+            first_failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((rank, reason.clone()));
+            world.fail(reason);
+            None
+        };
+        let results: Vec<Option<T>> = std::thread::scope(|scope| {
+            let threads: Vec<_> = World::threads(n, options)
+                .into_iter()
+                .map(|world| {
+                    let run = &run;
+                    std::thread::Builder::new()
+                        .name(format!("rank {}", world.rank()))
+                        .spawn_scoped(scope, move || run(world))
+                })
+                .collect();
+            threads.into_iter().map(|t| t.ok().and_then(|t| t.join().ok()).flatten()).collect()
+        });
+        match first_failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some((rank, reason)) => Err(Error::Rank { rank, reason }),
+            None => match results.iter().position(Option::is_none) {
+                Some(rank) => Err(Error::Rank { rank, reason: "its thread could not be started".into() }),
+                None => Ok(results.into_iter().flatten().collect()),
+            },
+        }
+    }
+
+    /// Runs `f` on `n` ranks that are processes on this machine: re-executes the own program, with the same arguments, once per
+    /// rank. Call it first thing in `main`, and return what it returns.
+    ///
+    /// In the process that a user starts, it starts the ranks, watches them and returns when all have ended. In a rank, and
+    /// under `burnrun` or torchrun, it joins the job, runs `f` and returns. With `n = 1` it runs `f` in this process.
+    ///
+    /// Rank 0 keeps the terminal; lines of the others are prefixed with `[rank 1] `.
+    ///
+    /// # Errors
+    ///
+    /// In a rank: what joining or `f` returned. In the launching process: [`Error::Launch`], or [`Error::Rank`] naming the rank
+    /// that failed first.
+    pub fn launch(n: usize, f: impl FnOnce(Ddp) -> anyhow::Result<()>) -> anyhow::Result<()> {
+        anyhow::ensure!(n > 0, "a job has at least one rank");
+        if n == 1 || LaunchEnv::detect().map_err(Error::Comm)?.is_some() {
+            return f(Ddp::init()?);
+        }
+        let program = std::env::current_exe()?;
+        let outcome = Launcher::new(program, std::env::args_os().skip(1))
+            .nproc(n)
+            .stdio(Stdio::FirstRankInherits)
+            .run()
+            .map_err(|e| Error::Launch(Arc::new(e)))?;
+        match &outcome.failure {
+            None if outcome.exit_code == 0 => Ok(()),
+            None => anyhow::bail!("{outcome}"),
+            Some(failure) => Err(Error::Rank { rank: failure.rank, reason: outcome.to_string() }.into()),
+        }
+    }
+}
+
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+    panic
+        .downcast_ref::<&str>()
+        .map(ToString::to_string)
+        .or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "with a value that is no text".into())
+}

@@ -1,0 +1,104 @@
+//! How many items a batch stands for.
+
+use std::collections::BTreeSet;
+use std::sync::{Mutex, PoisonError};
+
+use crate::{Error, Result};
+
+/// The weight of the next backward: items of the batch that was read last, or what the user said.
+#[derive(Debug, Default)]
+pub(crate) struct Weights(Mutex<Inner>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    /// Said by the user since the last batch was read.
+    explicit: Option<f64>,
+    /// Items of the batch that was read last.
+    items: Option<usize>,
+    /// Loaders that were read since the last backward and have not ended their epoch.
+    read: BTreeSet<u64>,
+    /// Batches read so far, over all loaders.
+    batches: u64,
+}
+
+impl Weights {
+    /// A loader hands out a batch of `items`.
+    pub(crate) fn from_loader(&self, loader: u64, items: usize) {
+        let mut w = self.lock();
+        w.explicit = None;
+        w.items = Some(items);
+        w.read.insert(loader);
+        w.batches += 1;
+    }
+
+    /// A loader has ended its epoch: its batches no longer compete with those of others.
+    pub(crate) fn done(&self, loader: u64) {
+        self.lock().read.remove(&loader);
+    }
+
+    pub(crate) fn set(&self, items: f64) -> Result<()> {
+        if !items.is_finite() || items < 0.0 {
+            return Err(Error::Use(format!("a weight is a number of items, finite and not negative, got {items}")));
+        }
+        let mut w = self.lock();
+        w.explicit = Some(items);
+        w.read.clear();
+        Ok(())
+    }
+
+    /// Weight for the backward that begins now, and the number of batches read so far.
+    pub(crate) fn take(&self) -> Result<(f64, u64)> {
+        let mut w = self.lock();
+        if w.explicit.is_none() && w.read.len() > 1 {
+            return Err(Error::Use(format!(
+                "{} training loaders were read for one backward, so its number of items is ambiguous: say `ddp.weight(items)` \
+                 before the backward, or read evaluation data through `ddp.eval_loader`",
+                w.read.len()
+            )));
+        }
+        w.read.clear();
+        Ok((w.explicit.unwrap_or_else(|| w.items.map_or(1.0, |n| n as f64)), w.batches))
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_without_anything_items_of_the_last_batch_with_a_loader() {
+        let w = Weights::default();
+        assert_eq!(w.take().unwrap().0, 1.0);
+        w.from_loader(0, 7);
+        assert_eq!(w.take().unwrap(), (7.0, 1));
+        assert_eq!(w.take().unwrap().0, 7.0, "a second backward on the same batch has the same weight");
+    }
+
+    #[test]
+    fn two_loaders_are_ambiguous_until_said() {
+        let w = Weights::default();
+        w.from_loader(0, 7);
+        w.from_loader(1, 3);
+        let e = w.take().unwrap_err().to_string();
+        assert!(e.contains("ddp.weight(items)"), "{e}");
+        w.set(10.0).unwrap();
+        assert_eq!(w.take().unwrap().0, 10.0);
+        w.from_loader(0, 7);
+        assert_eq!(w.take().unwrap().0, 7.0);
+        w.from_loader(1, 3);
+        w.done(1);
+        w.from_loader(0, 5);
+        assert_eq!(w.take().unwrap().0, 5.0);
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        for bad in [f64::NAN, f64::INFINITY, -1.0] {
+            assert!(Weights::default().set(bad).is_err());
+        }
+    }
+}

@@ -1,0 +1,364 @@
+//! `wrap` and `unwrap`: from a model to a data-parallel model and back.
+
+use std::any::Any;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterizer};
+use burn::tensor::kind::Basic;
+use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+use burn_ddp_comm::DType;
+use serde::{Deserialize, Serialize};
+
+use crate::convert::comm_dtype;
+use crate::ddp::Ddp;
+use crate::reducer::{Caps, Reducer, Reduction, Settings, Slot};
+use crate::schema::{Entry, Snapshot, difference, digest};
+use crate::tap::{MAX_RANK, TAP_NAME, Tap, Tapped};
+use crate::{Error, Result, tap};
+
+/// How [`Ddp::wrap_with`] averages. Must be the same on every rank.
+///
+/// ```
+/// use burn_ddp::{Reduction, WrapConfig};
+/// let config = WrapConfig::new().with_accumulation(4).with_reduction(Reduction::Mean).with_bucket_cap_bytes(4 << 20);
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct WrapConfig {
+    accumulation: usize,
+    reduction: Reduction,
+    first_bucket_cap_bytes: usize,
+    bucket_cap_bytes: usize,
+}
+
+impl Default for WrapConfig {
+    fn default() -> Self {
+        WrapConfig {
+            accumulation: 1,
+            reduction: Reduction::Mean,
+            first_bucket_cap_bytes: 256 << 10,
+            bucket_cap_bytes: 1 << 20,
+        }
+    }
+}
+
+impl WrapConfig {
+    /// One backward per step, mean, 1 MiB buckets.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Every `k`-th backward reduces, and yields the mean over the items of all `k` micro-batches and all ranks; the others
+    /// yield no gradients: call the optimizer after the `k`-th only. 1 by default.
+    #[must_use]
+    pub fn with_accumulation(mut self, k: usize) -> Self {
+        self.accumulation = k;
+        self
+    }
+
+    /// Mean (the default) or sum.
+    #[must_use]
+    pub fn with_reduction(mut self, reduction: Reduction) -> Self {
+        self.reduction = reduction;
+        self
+    }
+
+    /// Size limit of a bucket, 1 MiB by default. Results do not depend on it.
+    #[must_use]
+    pub fn with_bucket_cap_bytes(mut self, bytes: usize) -> Self {
+        self.bucket_cap_bytes = bytes;
+        self
+    }
+
+    /// Size limit of the first bucket, 256 KiB by default: small, so that communication starts early.
+    #[must_use]
+    pub fn with_first_bucket_cap_bytes(mut self, bytes: usize) -> Self {
+        self.first_bucket_cap_bytes = bytes;
+        self
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.accumulation == 0 {
+            return Err(Error::Use("accumulation counts micro-batches per step: 1 or more".into()));
+        }
+        if self.bucket_cap_bytes == 0 || self.first_bucket_cap_bytes == 0 {
+            return Err(Error::Use("a bucket cap is a number of bytes: 1 or more".into()));
+        }
+        Ok(())
+    }
+}
+
+#[track_caller]
+pub(crate) fn wrap<M: Module>(ddp: &Ddp, model: M, config: &WrapConfig) -> Result<M> {
+    let prepared = prepare(&model, config);
+    agree_on_outcome(ddp, &prepared)?;
+    let (device, mut snapshot) = prepared?;
+    agree_on_schema(ddp, &snapshot.entries, config)?;
+    broadcast_values(ddp, &mut snapshot)?;
+
+    let mut set = SetValues { values: snapshot.values.into(), leaves: HashMap::new(), next: 0 };
+    let model = model.map(&mut set);
+    if let Some(seed) = ddp.seed_of_rank() {
+        device.seed(seed);
+    }
+    // Alone and without accumulation there is nothing to do in backward.
+    if ddp.world_size() == 1 && config.accumulation == 1 {
+        return Ok(model);
+    }
+    let settings = Settings {
+        reduction: config.reduction,
+        accumulation: config.accumulation,
+        caps: Caps { first_bytes: config.first_bucket_cap_bytes, bytes: config.bucket_cap_bytes },
+    };
+    let slots = slots_of(&model);
+    let group = ddp.world().group()?;
+    let reducer = Reducer::new(group, ddp.world().options().timeout, slots, settings, ddp.stats_cell())?;
+    let tapped = Arc::new(Tapped::new(ddp.clone(), device, reducer, config.accumulation));
+    Ok(model.apply_reparameterization(Attach { tapped, next: 0, first: HashMap::new() }))
+}
+
+pub(crate) fn unwrap<M: Module>(model: M) -> Result<M> {
+    let mut others = Others(None);
+    model.visit(&mut others);
+    if let Some(name) = others.0 {
+        return Err(Error::Use(format!(
+            "the model carries the reparameterization {name:?} beside burn-ddp's: removing one would fold the other into the weights"
+        )));
+    }
+    for tapped in tap::find(&model) {
+        if tapped.holds_gradients() {
+            tracing::warn!("unwrap discards gradients of micro-batches that were not reduced");
+            tapped.discard();
+        }
+        tapped.clear_pending();
+    }
+    // Burn removes a reparameterization by folding it in; ours is the identity.
+    Ok(tap::bypass(|| model.materialize()))
+}
+
+/// Everything that one rank can check alone.
+fn prepare<M: Module>(model: &M, config: &WrapConfig) -> Result<(Device, Snapshot)> {
+    config.check()?;
+    if !tap::find(model).is_empty() {
+        return Err(Error::Use("the model is wrapped already; `ddp.unwrap(model)` first to wrap it anew".into()));
+    }
+    let mut floats = Floats::default();
+    model.visit(&mut floats);
+    if let Some(problem) = floats.problem {
+        return Err(Error::Use(problem));
+    }
+    let Some(device) = floats.device else {
+        return Err(Error::Use("the model has no float parameters: there is nothing to train".into()));
+    };
+    crate::device::check_supported(&device)?;
+    // Running statistics lag one update behind what `visit` shows; `valid` brings them up to date.
+    drop(model.valid());
+    Ok((device, Snapshot::of(model)?))
+}
+
+/// What one rank finds wrong becomes everybody's error, so that nobody waits in vain.
+#[track_caller]
+fn agree_on_outcome<T>(ddp: &Ddp, prepared: &Result<T>) -> Result<()> {
+    let mine = prepared.as_ref().err().map(ToString::to_string);
+    let all = ddp.group().all_gather_object(&mine)?;
+    match all.iter().enumerate().find_map(|(rank, problem)| problem.as_ref().map(|p| (rank, p))) {
+        None => Ok(()),
+        Some((rank, problem)) if rank == ddp.rank() || mine.is_some() => {
+            Err(Error::Use(mine.clone().unwrap_or_else(|| problem.clone())))
+        }
+        Some((rank, problem)) => Err(Error::Use(format!("rank {rank} cannot wrap its model: {problem}"))),
+    }
+}
+
+#[track_caller]
+fn agree_on_schema(ddp: &Ddp, entries: &[Entry], config: &WrapConfig) -> Result<()> {
+    let all = ddp.group().all_gather_object(&(digest(entries), config.clone()))?;
+    if let Some((rank, (_, other))) = all.iter().enumerate().find(|(_, (_, c))| *c != all[0].1) {
+        return Err(Error::Use(format!(
+            "the ranks wrap with different settings: {:?} on rank 0, {other:?} on rank {rank}",
+            all[0].1
+        )));
+    }
+    if all.iter().all(|(d, _)| *d == all[0].0) {
+        return Ok(());
+    }
+    let models = ddp.group().all_gather_object(&entries.to_vec())?;
+    Err(Error::ModelsDiffer(difference(&models).unwrap_or_else(|| "their digests differ".into())))
+}
+
+/// Rank 0's values everywhere, in chunks so that a large model needs no second copy on the wire.
+#[track_caller]
+fn broadcast_values(ddp: &Ddp, snapshot: &mut Snapshot) -> Result<()> {
+    const CHUNK_BYTES: usize = 16 << 20;
+    if ddp.world_size() == 1 {
+        return Ok(());
+    }
+    let is_root = ddp.is_main();
+    let total: usize = snapshot.values.iter().map(|v| v.as_bytes().len()).sum();
+    let mut chunk = Vec::with_capacity(CHUNK_BYTES.min(total));
+    let mut start = 0;
+    while start < snapshot.values.len() {
+        // As many whole values as fit, at least one.
+        let mut end = start;
+        let mut len = 0;
+        while end < snapshot.values.len()
+            && (end == start || len + snapshot.values[end].as_bytes().len() <= CHUNK_BYTES)
+        {
+            len += snapshot.values[end].as_bytes().len();
+            end += 1;
+        }
+        chunk.clear();
+        if is_root {
+            snapshot.values[start..end].iter().for_each(|v| chunk.extend_from_slice(v.as_bytes()));
+        } else {
+            chunk.resize(len, 0);
+        }
+        ddp.group().broadcast_bytes(DType::U8, &mut chunk, 0)?;
+        if !is_root {
+            let mut rest = &chunk[..];
+            for value in &mut snapshot.values[start..end] {
+                let (bytes, tail) = rest.split_at(value.as_bytes().len());
+                *value = TensorData::from_bytes_vec(bytes.to_vec(), value.shape().clone(), value.dtype());
+                rest = tail;
+            }
+        }
+        start = end;
+    }
+    Ok(())
+}
+
+/// The float parameters of `model` in traversal order. A parameter that shares its id with an earlier one (tied weights) has
+/// a slot that stays empty: both report to the first.
+fn slots_of<M: Module>(model: &M) -> Vec<Slot> {
+    struct Collect {
+        path: Vec<String>,
+        seen: HashSet<ParamId>,
+        slots: Vec<Slot>,
+    }
+    impl ModuleVisitor for Collect {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.path.push(name.to_string());
+        }
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.path.pop();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let base = param.base();
+            self.slots.push(Slot {
+                path: self.path.join("."),
+                dims: base.dims().to_vec(),
+                dtype: comm_dtype(base.dtype()).expect("checked when the values were read"),
+                trainable: param.is_require_grad() && self.seen.insert(param.id),
+            });
+        }
+    }
+    let mut collect = Collect { path: Vec::new(), seen: HashSet::new(), slots: Vec::new() };
+    model.visit(&mut collect);
+    collect.slots
+}
+
+/// Checks float parameters before anything is read.
+#[derive(Default)]
+struct Floats {
+    path: Vec<String>,
+    device: Option<Device>,
+    problem: Option<String>,
+}
+
+impl ModuleVisitor for Floats {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = self.path.join(".");
+        let base = param.base();
+        let device = base.device();
+        let problem = if D == 0 || D > MAX_RANK {
+            Some(format!("{path} has {D} dimensions; burn-ddp handles 1 to {MAX_RANK}"))
+        } else if !base.is_autodiff() {
+            Some(format!("{path} is on a device without autodiff: make the model on `device.autodiff()`"))
+        } else if self.device.as_ref().is_some_and(|first| *first != device) {
+            Some(format!(
+                "{path} is on {device:?}, other parameters are on {:?}: a wrapped model lives on one device",
+                self.device
+            ))
+        } else {
+            None
+        };
+        self.problem = self.problem.take().or(problem);
+        self.device.get_or_insert(device);
+    }
+}
+
+/// Finds reparameterizations that are not ours.
+struct Others(Option<String>);
+
+impl ModuleVisitor for Others {
+    fn enter_module(&mut self, name: &str, container: &str) {
+        if container == "Reparameterization" && name != TAP_NAME {
+            self.0 = Some(name.to_string());
+        }
+    }
+}
+
+/// Replaces every value by one of `values`, as a fresh leaf: ranks that are threads must not share nodes.
+struct SetValues {
+    values: std::collections::VecDeque<TensorData>,
+    /// Leaves by parameter id, so that clones of a `Param` go on sharing theirs.
+    leaves: HashMap<ParamId, Box<dyn Any>>,
+    next: usize,
+}
+
+impl SetValues {
+    fn value<const D: usize, K: Basic>(&mut self, old: &Tensor<D, K>) -> Tensor<D, K> {
+        self.next += 1;
+        let data = self.values.pop_front().expect("map and visit see the same parameters");
+        let dtype = data.dtype();
+        Tensor::from_data(data, (&old.device(), dtype))
+    }
+}
+
+impl ModuleMapper for SetValues {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let id = param.id;
+        param.map(|old| {
+            let fresh = self.value(&old);
+            let fresh = if old.is_require_grad() { fresh.require_grad() } else { fresh };
+            let leaf = self.leaves.entry(id).or_insert_with(|| Box::new(fresh.clone()));
+            leaf.downcast_ref::<Tensor<D>>().cloned().unwrap_or(fresh)
+        })
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        param.map(|old| self.value(&old))
+    }
+
+    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
+        param.map(|old| self.value(&old))
+    }
+}
+
+/// Puts a tap on every float parameter; the order of calls is the order of slots.
+struct Attach {
+    tapped: Arc<Tapped>,
+    next: usize,
+    first: HashMap<ParamId, usize>,
+}
+
+impl Reparameterizer for Attach {
+    type Reparam = Tap;
+
+    fn reparameterize<const D: usize>(&mut self, _: &str, param: Param<Tensor<D>>) -> (Param<Tensor<D>>, Option<Tap>) {
+        let slot = *self.first.entry(param.id).or_insert(self.next);
+        self.next += 1;
+        let tap = Tap::new(self.tapped.clone(), slot, param.id, D);
+        (param, Some(tap))
+    }
+}

@@ -1,0 +1,118 @@
+//! Models, data and small tools that several test files share.
+#![allow(dead_code, unreachable_pub)] // each test binary uses a part
+
+use burn::module::{ModuleMapper, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
+use burn::prelude::*;
+use burn::tensor::{DType, TensorData};
+use burn_ddp::prelude::*;
+
+/// Three layers, so that buckets have an order.
+#[derive(Module, Debug)]
+pub struct Mlp {
+    pub a: Linear,
+    pub b: Linear,
+    pub c: Linear,
+}
+
+impl Mlp {
+    pub fn new(device: &Device) -> Self {
+        let init = |i, o| LinearConfig::new(i, o).init(device);
+        Mlp { a: init(6, 16), b: init(16, 16), c: init(16, 3) }
+    }
+
+    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.c.forward(self.b.forward(self.a.forward(x).tanh()).tanh())
+    }
+
+    /// Mean squared error over the items of the batch.
+    pub fn loss(&self, x: Tensor<2>, y: Tensor<2>) -> Tensor<1> {
+        (self.forward(x) - y).powf_scalar(2.0).mean()
+    }
+}
+
+/// The same module with every float parameter in f64.
+pub fn to_f64<M: Module>(model: M) -> M {
+    struct Cast;
+    impl ModuleMapper for Cast {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|t| {
+                let grad = t.is_require_grad();
+                let t = Tensor::from_inner(t.inner().cast(DType::F64));
+                if grad { t.require_grad() } else { t }
+            })
+        }
+    }
+    model.map(&mut Cast)
+}
+
+/// Rows `start .. start + rows` of an endless table of numbers in −1 … 1.
+pub fn rows(start: usize, rows: usize, columns: usize, salt: u64, dtype: DType, device: &Device) -> Tensor<2> {
+    let value = |i: usize| {
+        let mut z = (i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ salt.wrapping_mul(0xD1B5_4A32_D192_ED03);
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        ((z >> 11) as f64 / (1u64 << 53) as f64) * 2.0 - 1.0
+    };
+    let values: Vec<f64> = (start * columns..(start + rows) * columns).map(value).collect();
+    Tensor::from_data(TensorData::new(values, [rows, columns]).convert_dtype(dtype), (device, dtype))
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Optim {
+    Sgd,
+    Adam,
+}
+
+/// Trains `steps` steps, `batch` rows per rank and step out of a shared stream; returns all parameters as f64 per path order.
+pub fn train(
+    ddp: &Ddp,
+    model: Mlp,
+    optim: Optim,
+    dtype: DType,
+    steps: usize,
+    global_batch: usize,
+    config: &WrapConfig,
+) -> anyhow::Result<Mlp> {
+    let device = ddp.device()?.autodiff();
+    let mut model = ddp.wrap_with(model, config)?;
+    let mut sgd = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
+    let mut adam = AdamConfig::new().init();
+    let batch = global_batch / ddp.world_size();
+    for step in 0..steps {
+        let start = step * global_batch + ddp.rank() * batch;
+        let x = rows(start, batch, 6, 1, dtype, &device);
+        let y = rows(start, batch, 3, 2, dtype, &device);
+        let grads = GradientsParams::from_grads(model.loss(x, y).backward(), &model);
+        model = match optim {
+            Optim::Sgd => sgd.step(0.05, model, grads),
+            Optim::Adam => adam.step(1e-3, model, grads),
+        };
+    }
+    Ok(model)
+}
+
+/// All values of a model, parameter after parameter.
+pub fn values<M: Module>(model: &M) -> Vec<Vec<f64>> {
+    struct Read(Vec<Vec<f64>>);
+    impl burn::module::ModuleVisitor for Read {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.0.push(param.base().into_data().convert::<f64>().try_to_vec().unwrap());
+        }
+    }
+    let mut read = Read(Vec::new());
+    model.visit(&mut read);
+    read.0
+}
+
+/// Largest ‖a − b‖ / ‖b‖ over parameters.
+pub fn distance(a: &[Vec<f64>], b: &[Vec<f64>]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+    a.iter()
+        .zip(b)
+        .map(|(a, b)| norm(&mut a.iter().zip(b).map(|(x, y)| x - y)) / norm(&mut b.iter().copied()).max(1e-300))
+        .fold(0.0, f64::max)
+}

@@ -1,0 +1,194 @@
+//! Gradients come out of backward averaged: fixture F, equality with one big batch, buckets, accumulation.
+
+mod common;
+
+use burn::nn::LinearConfig;
+use burn::optim::GradientsParams;
+use burn::prelude::*;
+use burn::tensor::DType;
+use burn_ddp::prelude::*;
+use common::*;
+
+/// Fixture F: `Linear(1→1)`, w = 1, rank r feeds `[2r, 2r+1]`, loss Σ y².
+fn fixture(reduction: Reduction) -> Vec<f32> {
+    Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = LinearConfig::new(1, 1).with_bias(false).init(&device);
+        model.weight = model.weight.map(|w| w.ones_like().detach().require_grad());
+        let model = ddp.wrap_with(model, &WrapConfig::new().with_reduction(reduction))?;
+        let r = ddp.rank() as f32;
+        let x = Tensor::<2>::from_floats([[2.0 * r], [2.0 * r + 1.0]], &device);
+        let grads = model.forward(x).powf_scalar(2.0).sum().backward();
+        let mut grads = GradientsParams::from_grads(grads, &model);
+        Ok(grads.remove::<2>(model.weight.id).unwrap().into_scalar::<f32>())
+    })
+    .unwrap()
+}
+
+#[test]
+fn fixture_f_mean_is_14_and_sum_is_28() {
+    assert_eq!(fixture(Reduction::Mean), [14.0, 14.0]);
+    assert_eq!(fixture(Reduction::Sum), [28.0, 28.0]);
+}
+
+/// C3: `world` ranks with a part of the batch each follow one rank with the whole batch; bits equal between ranks.
+fn follows_one_rank(dtype: DType, optim: Optim, tolerance: f64) {
+    const GLOBAL_BATCH: usize = 12;
+    const STEPS: usize = 100;
+    let plain = Mlp::new(&Device::flex().autodiff());
+    let plain = if dtype == DType::F64 { to_f64(plain) } else { plain };
+    let run = |world: usize, caps: usize| {
+        let config = WrapConfig::new().with_bucket_cap_bytes(caps).with_first_bucket_cap_bytes(caps);
+        Ddp::spawn(world, |ddp| {
+            let model = train(&ddp, plain.clone(), optim, dtype, STEPS, GLOBAL_BATCH, &config)?;
+            Ok((values(&model), param_hash(&model)?))
+        })
+        .unwrap()
+    };
+    let one = run(1, 1 << 20);
+    for world in 2..=4 {
+        let many = run(world, 700);
+        assert!(many.iter().all(|(_, hash)| *hash == many[0].1), "ranks differ at world {world}");
+        let d = distance(&many[0].0, &one[0].0);
+        assert!(d <= tolerance, "{optim:?} {dtype:?} world {world}: {d:e}");
+        assert!(d > 0.0 || world == 1, "different sums of floats are never all equal: is anything compared?");
+        assert_eq!(run(world, 1 << 20)[0].1, many[0].1, "bits depend on the bucket size at world {world}");
+    }
+}
+
+#[test]
+fn f64_sgd_with_momentum_follows_one_rank() {
+    follows_one_rank(DType::F64, Optim::Sgd, 1e-10);
+}
+
+#[test]
+fn f64_adam_follows_one_rank() {
+    follows_one_rank(DType::F64, Optim::Adam, 1e-10);
+}
+
+#[test]
+fn f32_sgd_with_momentum_follows_one_rank() {
+    follows_one_rank(DType::F32, Optim::Sgd, 1e-5);
+}
+
+#[test]
+fn f32_adam_follows_the_loss_curve() {
+    // Adam divides by the root of squares: rounding noise in near-zero gradients becomes visible steps in weights.
+    follows_one_rank(DType::F32, Optim::Adam, 1e-3);
+}
+
+#[test]
+fn one_collective_per_bucket_and_most_of_them_during_backward() {
+    let stats = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let config = WrapConfig::new().with_bucket_cap_bytes(600).with_first_bucket_cap_bytes(200);
+        let model = train(&ddp, Mlp::new(&device), Optim::Sgd, DType::F32, 5, 8, &config)?;
+        drop(model);
+        Ok(ddp.stats())
+    })
+    .unwrap();
+    for s in stats {
+        // Gradients arrive as c.bias? c.weight b… : six parameters, 12 … 1024 bytes, in at least four buckets.
+        assert_eq!(s.steps, 5);
+        assert!(s.collectives >= 5 * 4 && s.collectives % 5 == 0, "{s:?}");
+        assert!(s.overlapped * 2 > s.collectives, "buckets wait for the end of backward: {s:?}");
+        assert!(s.bytes >= 5 * 4 * (6 * 16 + 16 + 16 * 16 + 16 + 16 * 3 + 3), "{s:?}");
+    }
+}
+
+#[test]
+fn accumulation_is_one_big_batch_with_one_reduction() {
+    const K: usize = 3;
+    let plain = to_f64(Mlp::new(&Device::flex().autodiff()));
+    // Micro-batches of different sizes: the mean is per item.
+    let sizes = [4, 1, 7];
+    let gradients = |world: usize, accumulate: bool| {
+        Ddp::spawn(world, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let k = if accumulate { K } else { 1 };
+            let model = ddp.wrap_with(plain.clone(), &WrapConfig::new().with_accumulation(k))?;
+            let batch = |start: usize, n: usize| {
+                model.loss(rows(start, n, 6, 1, DType::F64, &device), rows(start, n, 3, 2, DType::F64, &device))
+            };
+            let grads = if accumulate {
+                let mut start = ddp.rank() * 12;
+                let mut last = None;
+                for (i, n) in sizes.into_iter().enumerate() {
+                    ddp.weight(n as f64)?;
+                    let grads = GradientsParams::from_grads(batch(start, n).backward(), &model);
+                    assert_eq!(grads.len(), if i + 1 < K { 0 } else { 6 });
+                    start += n;
+                    last = Some(grads);
+                }
+                last.unwrap()
+            } else {
+                GradientsParams::from_grads(batch(0, 24).backward(), &model)
+            };
+            let g = grads.get::<2>(model.b.weight.id).unwrap().into_data().try_to_vec::<f64>().unwrap();
+            Ok((g, ddp.stats().steps))
+        })
+        .unwrap()
+    };
+    let one = gradients(1, false);
+    let many = gradients(2, true);
+    assert_eq!(many[0].0, many[1].0);
+    assert_eq!(many[0].1, 1, "one reduction");
+    let d = distance(&[many[0].0.clone()], &[one[0].0.clone()]);
+    assert!(d < 1e-14, "{d:e}");
+    // Accumulation alone, without other ranks, is the same arithmetic.
+    let plain = to_f64(Mlp::new(&Device::flex().autodiff()));
+    let lone = Ddp::spawn(1, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap_with(plain.clone(), &WrapConfig::new().with_accumulation(2))?;
+        let loss = |s| model.loss(rows(s, 4, 6, 1, DType::F64, &device), rows(s, 4, 3, 2, DType::F64, &device));
+        assert_eq!(GradientsParams::from_grads(loss(0).backward(), &model).len(), 0);
+        let two = GradientsParams::from_grads(loss(4).backward(), &model);
+        let whole = plain.loss(rows(0, 8, 6, 1, DType::F64, &device), rows(0, 8, 3, 2, DType::F64, &device)).backward();
+        let a = two.get::<2>(model.c.weight.id).unwrap().into_data().try_to_vec::<f64>().unwrap();
+        let b = plain.c.weight.grad(&whole).unwrap().into_data().try_to_vec::<f64>().unwrap();
+        Ok(distance(&[a], &[b]))
+    })
+    .unwrap();
+    assert!(lone[0] < 1e-14, "{lone:?}");
+}
+
+#[test]
+fn no_sync_holds_and_discard_forgets() {
+    Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(Mlp::new(&device))?;
+        let grads = |rank_rows: usize| {
+            let loss = model
+                .loss(rows(rank_rows, 2, 6, 1, DType::F32, &device), rows(rank_rows, 2, 3, 2, DType::F32, &device));
+            GradientsParams::from_grads(loss.backward(), &model)
+        };
+        let get = |g: &GradientsParams| g.get::<2>(model.a.weight.id).unwrap().into_data().try_to_vec::<f32>().unwrap();
+        let clean = get(&grads(0));
+        assert_eq!(ddp.no_sync(&model, || grads(50).len())?, 0);
+        ddp.discard(&model);
+        assert_eq!(get(&grads(0)), clean, "discarded gradients are gone");
+        assert_eq!(ddp.no_sync(&model, || grads(50).len())?, 0);
+        assert_ne!(get(&grads(0)), clean, "held gradients count");
+        assert_eq!(get(&grads(0)), clean, "and count once");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn weights_of_ranks_are_weights_of_items() {
+    // Rank 0 has one item, rank 1 three: the mean of all four.
+    let grads = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = LinearConfig::new(1, 1).with_bias(false).init(&device);
+        model.weight = model.weight.map(|w| w.ones_like().detach().require_grad());
+        let model = ddp.wrap(model)?;
+        let x: &[f32] = if ddp.rank() == 0 { &[1.0] } else { &[2.0, 3.0, 6.0] };
+        ddp.weight(x.len() as f64)?;
+        let x = Tensor::<1>::from_floats(x, &device).unsqueeze_dim::<2>(1);
+        let grads = model.forward(x).mean().backward();
+        Ok(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>())
+    })
+    .unwrap();
+    assert_eq!(grads, [3.0, 3.0]);
+}

@@ -1,0 +1,485 @@
+//! What models do to the tap: unused and frozen parameters, loops, copies, panics, records.
+
+mod common;
+
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
+use burn::prelude::*;
+use burn::tensor::DType;
+use burn_ddp::prelude::*;
+use burn_ddp::{Error, Options};
+use common::*;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+fn short() -> Options {
+    Options { timeout: Duration::from_secs(5), join_timeout: Duration::from_secs(5) }
+}
+
+fn x(ddp: &Ddp, device: &Device) -> Tensor<2> {
+    rows(ddp.rank() * 4, 4, 6, 1, DType::F32, device)
+}
+
+#[test]
+fn wrap_gives_every_rank_rank_zeros_weights_and_keeps_ids() {
+    let weights = Ddp::spawn(3, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = LinearConfig::new(2, 2).init(&device);
+        let value = ddp.rank() as f32;
+        model.weight = model.weight.map(|w| w.full_like(value).detach().require_grad());
+        let id = model.weight.id;
+        let model = ddp.wrap(model)?;
+        assert_eq!(model.weight.id, id, "optimizer groups are keyed by id");
+        Ok(values(&model))
+    })
+    .unwrap();
+    assert_eq!(weights[0][0], [0.0; 4]);
+    assert!(weights.iter().all(|w| *w == weights[0]));
+}
+
+#[test]
+fn models_that_differ_are_an_error_on_every_rank() {
+    let wrap = |make: &(dyn Fn(usize, &Device) -> Vec<Linear> + Sync)| {
+        Ddp::spawn(3, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let error = ddp.wrap(make(ddp.rank(), &device)).unwrap_err();
+            assert!(matches!(error, Error::ModelsDiffer(_)), "{error}");
+            ddp.barrier()?; // the group survives
+            Ok(error.to_string())
+        })
+        .unwrap()
+    };
+    let linear = |i, o, d: &Device| LinearConfig::new(i, o).init(d);
+    let shape = wrap(&|rank, d| vec![linear(2, 2, d), linear(2, if rank == 2 { 5 } else { 3 }, d)]);
+    assert!(shape[0].ends_with("1.weight is [2, 3] f32 on rank 0, but [2, 5] f32 on rank 2"), "{}", shape[0]);
+    let count = wrap(&|rank, d| (0..2 + rank.min(1)).map(|_| linear(2, 2, d)).collect());
+    assert!(
+        count[0]
+            .contains("rank 0 has 4 parameters and buffers, rank 1 has 6: 2.weight [2, 2] f32 of rank 1 is missing"),
+        "{}",
+        count[0]
+    );
+    let path = wrap(&|rank, d| vec![LinearConfig::new(2, 2).with_bias(rank != 1).init(d), linear(2, 2, d)]);
+    assert!(path[0].contains("where rank 0 has 0.bias"), "{}", path[0]);
+    let dtype = wrap(&|rank, d| if rank == 1 { to_f64(vec![linear(2, 2, d)]) } else { vec![linear(2, 2, d)] });
+    assert!(dtype[0].contains("0.weight is [2, 2] f32 on rank 0, but [2, 2] f64 on rank 1"), "{}", dtype[0]);
+    for errors in [shape, count, path, dtype] {
+        assert!(errors.iter().all(|e| *e == errors[0]));
+    }
+}
+
+#[test]
+fn what_one_rank_cannot_wrap_is_told_to_all() {
+    let errors = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?;
+        let device = if ddp.rank() == 1 { device } else { device.autodiff() };
+        Ok(ddp.wrap(Mlp::new(&device)).unwrap_err().to_string())
+    })
+    .unwrap();
+    assert!(errors[1].contains("a.weight is on a device without autodiff"), "{errors:?}");
+    assert!(errors[0].starts_with("rank 1 cannot wrap its model: a.weight"), "{errors:?}");
+}
+
+#[test]
+fn wrapping_twice_is_an_error_and_unwrap_is_the_inverse() {
+    Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(Mlp::new(&device))?;
+        let error = ddp.wrap(model.clone()).unwrap_err().to_string();
+        assert!(error.contains("wrapped already"), "{error}");
+        let before = (param_hash(&model)?, model.a.weight.id);
+        let plain = ddp.unwrap(model)?;
+        assert_eq!((param_hash(&plain)?, plain.a.weight.id), before);
+        let steps = ddp.stats().steps;
+        let grads = GradientsParams::from_grads(plain.forward(x(&ddp, &device)).sum().backward(), &plain);
+        assert_eq!((grads.len(), ddp.stats().steps), (6, steps), "a plain backward again");
+        let again = ddp.wrap(plain)?;
+        let _ = again.forward(x(&ddp, &device)).sum().backward();
+        assert_eq!(ddp.stats().steps, steps + 1);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn clones_of_one_model_on_threads_do_not_freeze_each_other() {
+    let device = Device::flex().autodiff();
+    let model = Mlp::new(&device);
+    let _ = model.a.weight.val(); // initialised: the clones share leaves
+    let start = Instant::now();
+    Ddp::spawn_with(3, short(), |ddp| {
+        let mut model = ddp.wrap(model.clone())?;
+        let mut optim = AdamConfig::new().init();
+        for _ in 0..50 {
+            let grads = GradientsParams::from_grads(model.forward(x(&ddp, &device)).sum().backward(), &model);
+            model = optim.step(1e-3, model, grads);
+        }
+        Ok(())
+    })
+    .unwrap();
+    assert!(start.elapsed() < Duration::from_secs(60));
+}
+
+/// Two branches; which one a rank takes depends on the rank and the step.
+#[derive(Module, Debug)]
+struct Branches {
+    shared: Linear,
+    left: Linear,
+    right: Linear,
+}
+
+impl Branches {
+    fn new(device: &Device) -> Self {
+        let init = || LinearConfig::new(6, 6).init(device);
+        Branches { shared: init(), left: init(), right: init() }
+    }
+}
+
+#[test]
+fn parameters_unused_on_some_ranks_still_step_alike() {
+    let plain = to_f64(Branches::new(&Device::flex().autodiff()));
+    let takes_left = |rank: usize, step: usize| (rank + step).is_multiple_of(3);
+    let hashes = Ddp::spawn(4, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = ddp.wrap_with(plain.clone(), &WrapConfig::new().with_bucket_cap_bytes(300))?;
+        let mut optim = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
+        // The same on one rank: the mean over four losses, each through its own branch.
+        let mut oracle = plain.clone();
+        let mut oracle_optim = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
+        for step in 0..6 {
+            let forward = |m: &Branches, rank: usize| {
+                let h = m.shared.forward(rows(rank * 4 + step, 4, 6, 1, DType::F64, &device)).tanh();
+                if takes_left(rank, step) {
+                    m.left.forward(h).powf_scalar(2.0).mean()
+                } else {
+                    m.right.forward(h).powf_scalar(2.0).mean()
+                }
+            };
+            let grads = GradientsParams::from_grads(forward(&model, ddp.rank()).backward(), &model);
+            assert_eq!(grads.len(), 6, "every parameter has a gradient on every rank");
+            model = optim.step(0.1, model, grads);
+            let loss = (forward(&oracle, 0) + forward(&oracle, 1) + forward(&oracle, 2) + forward(&oracle, 3)) / 4.0;
+            let grads = GradientsParams::from_grads(loss.backward(), &oracle);
+            oracle = oracle_optim.step(0.1, oracle, grads);
+        }
+        let d = distance(&values(&model), &values(&oracle));
+        assert!(d < 1e-13, "{d:e}");
+        assert_eq!(model.num_params(), plain.num_params());
+        Ok(param_hash(&model)?)
+    })
+    .unwrap();
+    assert!(hashes.iter().all(|h| *h == hashes[0]));
+}
+
+#[test]
+fn a_parameter_that_nobody_uses_has_no_gradient_anywhere() {
+    Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(Branches::new(&device))?;
+        let h = model.shared.forward(x(&ddp, &device));
+        let grads = GradientsParams::from_grads(model.left.forward(h).sum().backward(), &model);
+        assert_eq!(grads.len(), 4);
+        assert!(grads.get::<2>(model.right.weight.id).is_none());
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn frozen_parameters_sleep_until_they_are_unfrozen() {
+    Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = Mlp::new(&device);
+        model.a = model.a.freeze();
+        let model = ddp.wrap(model)?;
+        let grads = GradientsParams::from_grads(model.forward(x(&ddp, &device)).sum().backward(), &model);
+        assert_eq!(grads.len(), 4);
+        let slept = ddp.stats();
+        let mut model = model;
+        model.a = model.a.unfreeze();
+        let grads = GradientsParams::from_grads(model.forward(x(&ddp, &device)).sum().backward(), &model);
+        assert_eq!(grads.len(), 6);
+        assert_eq!(ddp.stats().collectives, 2 * slept.collectives + 1, "one more bucket, for what woke up");
+        let g = grads.get::<2>(model.a.weight.id).unwrap();
+        let same = ddp.broadcast(g.clone(), 0)?;
+        assert_eq!(same.into_data(), g.into_data(), "and it is averaged");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_weight_read_many_times_has_the_sum_of_its_gradients() {
+    let plain: Linear = to_f64(LinearConfig::new(6, 6).init(&Device::flex().autodiff()));
+    Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(plain.clone())?;
+        for reads in [1, 3, 50] {
+            let run = |m: &Linear, rank: usize| {
+                let mut h = rows(rank * 4, 4, 6, 1, DType::F64, &device);
+                for _ in 0..reads {
+                    h = m.forward(h).tanh();
+                }
+                h.mean()
+            };
+            let got = model.weight.base().grad(&run(&model, ddp.rank()).backward()).unwrap();
+            let want = plain.weight.base().grad(&((run(&plain, 0) + run(&plain, 1)) / 2.0).backward()).unwrap();
+            let vec = |t: Tensor<2>| t.into_data().try_to_vec::<f64>().unwrap();
+            let d = distance(&[vec(got)], &[vec(want)]);
+            assert!(d < 1e-13, "{reads} reads: {d:e}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn forwards_without_backward_and_dropped_graphs_leave_nothing_behind() {
+    Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(Mlp::new(&device))?;
+        let grad = || {
+            let grads = model.forward(x(&ddp, &device)).sum().backward();
+            model.a.weight.base().grad(&grads).unwrap().into_data().try_to_vec::<f32>().unwrap()
+        };
+        let clean = grad();
+        for _ in 0..20 {
+            let _ = model.forward(x(&ddp, &device));
+        }
+        let alive = model.forward(x(&ddp, &device) * 2.0).sum();
+        assert_eq!(grad(), clean);
+        let _ = alive.backward();
+        assert_eq!(grad(), clean);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_copy_of_the_model_in_the_same_backward_is_an_error_that_says_what_to_do() {
+    let error = Ddp::spawn_with(2, short(), |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(Mlp::new(&device))?;
+        let copy = model.clone().fork(&device);
+        let loss = (model.forward(x(&ddp, &device)) - copy.forward(x(&ddp, &device))).sum();
+        ddp.backward(&loss, &model)?;
+        Ok(())
+    })
+    .unwrap_err()
+    .to_string();
+    assert!(error.contains("wrap the copy itself"), "{error}");
+}
+
+/// An identity whose backward panics on the thread that armed it.
+mod bomb {
+    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+    use burn::backend::autodiff::{
+        Autodiff,
+        grads::Gradients,
+        ops::{Backward, Ops, OpsKind},
+    };
+    use burn::backend::{Backend, Flex, backend_extension, tensor::FloatTensor};
+
+    thread_local!(pub static ARMED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
+
+    #[backend_extension(Flex, Autodiff)]
+    pub trait Bomb: Backend {
+        fn bomb(x: FloatTensor<Self>) -> FloatTensor<Self> {
+            x
+        }
+    }
+    impl Bomb for Flex {}
+
+    impl<B: Bomb, C: CheckpointStrategy> Bomb for Autodiff<B, C> {
+        fn bomb(x: FloatTensor<Self>) -> FloatTensor<Self> {
+            #[derive(Debug)]
+            struct Fuse;
+            impl<B: Backend> Backward<B, 1> for Fuse {
+                type State = ();
+                fn backward(self, ops: Ops<(), 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+                    assert!(!ARMED.get(), "the bomb went off");
+                    let gradient = grads.consume::<B>(&ops.node);
+                    grads.register::<B>(ops.parents[0].as_ref().unwrap().id, gradient);
+                }
+            }
+            let (primitive, guard) = x.into_parts();
+            match Backward::<B, 1>::prepare::<C>(Fuse, [guard]).compute_bound().stateful() {
+                OpsKind::Tracked(prep) => prep.finish((), primitive),
+                OpsKind::UnTracked(prep) => prep.finish(primitive),
+            }
+        }
+    }
+}
+
+fn with_bomb(model: &Mlp, x: Tensor<2>) -> Tensor<1> {
+    use bomb::Bomb;
+    let h = model.a.forward(x).tanh();
+    let h = Tensor::<2>::from_dispatch(burn::backend::Dispatch::bomb(h.into_dispatch()));
+    model.c.forward(model.b.forward(h)).sum()
+}
+
+/// Rank 1 panics once in the middle of a backward and then goes on.
+fn panic_in_the_middle(config: &WrapConfig) -> burn_ddp::Result<Vec<()>> {
+    Ddp::spawn_with(2, short(), |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap_with(Mlp::new(&device), config)?;
+        let grad = || -> anyhow::Result<Vec<f32>> {
+            let grads = ddp.backward(&with_bomb(&model, x(&ddp, &device)), &model)?;
+            Ok(model.a.weight.base().grad(&grads).unwrap().into_data().try_to_vec::<f32>()?)
+        };
+        let clean = grad()?;
+        if ddp.rank() == 1 {
+            bomb::ARMED.set(true);
+            assert!(catch_unwind(AssertUnwindSafe(&grad)).is_err());
+            bomb::ARMED.set(false);
+        }
+        assert_eq!(grad()?, clean);
+        assert_eq!(grad()?, clean);
+        Ok(())
+    })
+}
+
+#[test]
+fn after_a_panic_before_any_bucket_was_sent_training_goes_on() {
+    panic_in_the_middle(&WrapConfig::new()).unwrap(); // one bucket: nothing is sent before the end
+}
+
+#[test]
+fn after_a_panic_with_buckets_under_way_every_rank_has_the_error() {
+    let error = panic_in_the_middle(&WrapConfig::new().with_bucket_cap_bytes(100).with_first_bucket_cap_bytes(100))
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("an earlier backward ended half-way"), "{error}");
+}
+
+#[test]
+fn backward_returns_what_went_wrong() {
+    // A loss that does not reach the model, on one rank: the other is told why.
+    let error = Ddp::spawn_with::<()>(2, short(), |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(Mlp::new(&device))?;
+        let own = Tensor::<1>::ones([1], &device).require_grad();
+        let loss = if ddp.rank() == 1 { own * 2.0 } else { model.forward(x(&ddp, &device)).sum() };
+        let error = ddp.backward(&loss, &model).err().map(|e| e.to_string()).unwrap_or_default();
+        anyhow::bail!("{error}")
+    })
+    .unwrap_err()
+    .to_string();
+    assert!(error.contains("depends on no parameter of the wrapped model"), "{error}");
+
+    Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = Mlp::new(&device);
+        let loss = model.forward(x(&ddp, &device)).sum();
+        let error = ddp.backward(&loss, &model).err().unwrap().to_string();
+        assert!(error.contains("not wrapped"), "{error}");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_rank_that_fails_ends_the_others_backward_with_its_reason() {
+    let start = Instant::now();
+    let seen = std::sync::Mutex::new(Vec::new());
+    let error = Ddp::spawn_with::<()>(3, short(), |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(Mlp::new(&device))?;
+        anyhow::ensure!(ddp.rank() != 2, "the disk is full");
+        let loss = model.forward(x(&ddp, &device)).sum();
+        let error = ddp.backward(&loss, &model).err().unwrap();
+        seen.lock().unwrap().push(error.to_string());
+        Err(error.into())
+    })
+    .unwrap_err();
+    assert_eq!(error.to_string(), "rank 2 failed: the disk is full");
+    assert!(start.elapsed() < Duration::from_secs(4), "no need to wait for the deadline");
+    let seen = seen.into_inner().unwrap();
+    assert!(seen.len() == 2 && seen.iter().all(|e| e.contains("rank 2") && e.contains("the disk is full")), "{seen:?}");
+}
+
+#[test]
+fn without_the_result_form_the_failure_is_a_panic_with_the_reason() {
+    let error = Ddp::spawn_with(2, short(), |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(Mlp::new(&device))?;
+        if ddp.rank() == 1 {
+            // Leaves without a word; rank 0 is in its backward.
+            return Ok(());
+        }
+        let hook = std::panic::take_hook();
+        std::panic::set_hook(Box::new(|_| {}));
+        let result = catch_unwind(AssertUnwindSafe(|| drop(model.forward(x(&ddp, &device)).sum().backward())));
+        std::panic::set_hook(hook);
+        let panic = result.unwrap_err();
+        anyhow::bail!("{}", panic.downcast_ref::<String>().cloned().unwrap_or_default())
+    })
+    .unwrap_err()
+    .to_string();
+    assert!(
+        error.contains("rank 1") && error.contains("left") && error.contains("ddp.backward(&loss, &model)"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_world_of_one_is_plain_burn() {
+    Ddp::spawn(1, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(Mlp::new(&device))?;
+        let loss = model.forward(x(&ddp, &device)).sum();
+        let grads = ddp.backward(&loss, &model)?;
+        assert_eq!(GradientsParams::from_grads(grads, &model).len(), 6);
+        assert_eq!(ddp.stats(), burn_ddp::Stats::default(), "no tap, no reduction");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn save_is_one_file_that_plain_burn_reads() {
+    let dir = tempfile::tempdir().unwrap();
+    let device = Device::flex().autodiff();
+    let hashes = Ddp::spawn(2, |ddp| {
+        let model = ddp.wrap(Mlp::new(&device))?;
+        let path = ddp.save(&model, dir.path().join("model"))?;
+        assert_eq!(path, dir.path().join("model.bpk"));
+        let error = ddp.save(&model, dir.path().join("no/such/folder/model")).unwrap_err().to_string();
+        assert!(error.starts_with("rank 0 could not write"), "{error}");
+        Ok(param_hash(&model)?)
+    })
+    .unwrap();
+    let plain = Mlp::new(&device).load_file(dir.path().join("model.bpk"));
+    assert_eq!(param_hash(&plain).unwrap(), hashes[0]);
+    let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(left, ["model.bpk"], "no temporary file stays");
+}
+
+#[test]
+fn collectives_on_tensors_of_every_kind() {
+    Ddp::spawn(3, |ddp| {
+        let device = ddp.device()?;
+        let r = ddp.rank();
+        let t = Tensor::<2>::full([2, 2], r as f32 + 1.0, &device);
+        assert_eq!(ddp.all_reduce(t.clone(), ReduceOp::Mean)?.into_data().try_to_vec::<f32>()?, [2.0; 4]);
+        assert_eq!(t.into_data().try_to_vec::<f32>()?, [r as f32 + 1.0; 4], "the input is not touched");
+        let i = Tensor::<1, Int>::from_ints([r as i32, 7], &device);
+        assert_eq!(ddp.all_reduce(i.clone(), ReduceOp::Max)?.into_data().convert::<i64>().try_to_vec::<i64>()?, [2, 7]);
+        assert_eq!(ddp.broadcast(i.clone(), 1)?.into_data().convert::<i64>().try_to_vec::<i64>()?, [1, 7]);
+        let all = ddp.all_gather(i)?;
+        assert_eq!(all.dims(), [6]);
+        assert_eq!(all.into_data().convert::<i64>().try_to_vec::<i64>()?, [0, 7, 1, 7, 2, 7]);
+        let b = Tensor::<1, Bool>::from_bool([r == 1, false], &device);
+        assert_eq!(ddp.all_reduce(b, ReduceOp::Max)?.into_data().try_to_vec::<bool>()?, [true, false]);
+        let rows = Tensor::<2>::from_floats([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], &device);
+        let mine = ddp.reduce_scatter(rows.clone(), ReduceOp::Sum)?;
+        assert_eq!(mine.into_data().try_to_vec::<f32>()?, [6.0 * r as f32, 3.0 * (2.0 * r as f32 + 1.0)]);
+        let error = ddp.reduce_scatter(rows.slice([0..2]), ReduceOp::Sum).unwrap_err().to_string();
+        assert!(error.contains("2 rows do not divide by 3 ranks"), "{error}");
+        let empty = Tensor::<2>::zeros([0, 4], &device);
+        assert_eq!(ddp.all_reduce(empty, ReduceOp::Sum)?.dims(), [0, 4]);
+        Ok(())
+    })
+    .unwrap();
+}
