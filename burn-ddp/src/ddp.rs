@@ -8,7 +8,7 @@ use burn::tensor::{Device, Gradients, Tensor};
 use burn_ddp_comm::{LaunchEnv, Options, ProcessGroup, ReduceOp, World};
 
 use crate::stats::{Stats, StatsCell};
-use crate::weight::Weights;
+use crate::weight::{Batch, Weights};
 use crate::wrap::WrapConfig;
 use crate::{Error, Result, tap};
 
@@ -38,6 +38,23 @@ use crate::{Error, Result, tap};
 #[derive(Clone)]
 pub struct Ddp {
     inner: Arc<Inner>,
+    /// What keeps this rank in the job: handles, wrapped models and loaders have it; nodes that Burn keeps in its graphs, maybe
+    /// for ever, do not.
+    _presence: Option<Arc<Presence>>,
+}
+
+/// Says goodbye when the last holder is gone.
+struct Presence(World);
+
+impl Drop for Presence {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let thread = std::thread::current();
+            self.0.fail(format!("panicked in thread {:?}", thread.name().unwrap_or("unnamed")));
+        } else {
+            self.0.leave();
+        }
+    }
 }
 
 struct Inner {
@@ -94,7 +111,9 @@ impl Ddp {
     pub fn from_world(world: World) -> Result<Self> {
         let group = world.group()?;
         tracing::info!(rank = world.rank(), world_size = world.world_size(), engine = world.engine(), "joined");
+        let presence = Some(Arc::new(Presence(world.clone())));
         Ok(Ddp {
+            _presence: presence,
             inner: Arc::new(Inner {
                 world,
                 group,
@@ -104,6 +123,11 @@ impl Ddp {
                 seed: Mutex::new(None),
             }),
         })
+    }
+
+    /// The same handle, for holders whose life says nothing about this rank's.
+    pub(crate) fn without_presence(&self) -> Ddp {
+        Ddp { inner: self.inner.clone(), _presence: None }
     }
 
     /// This rank's number, `0..world_size`.
@@ -299,6 +323,15 @@ impl Ddp {
         &self.inner.weights
     }
 
+    /// A backward of a wrapped model begins: what it stands for. A peer that left its epoch before this backward is an error.
+    pub(crate) fn begin_backward(&self) -> Result<Batch> {
+        let batch = self.inner.weights.take()?;
+        if let Some(step) = batch.step {
+            self.world().advance(backward_track(step.track), step.position)?;
+        }
+        Ok(batch)
+    }
+
     pub(crate) fn stats_cell(&self) -> StatsCell {
         self.inner.stats.clone()
     }
@@ -392,4 +425,9 @@ impl Ddp {
         self.world().leave();
         Ok(())
     }
+}
+
+/// The track of backwards beside that of a loader's steps.
+pub(crate) fn backward_track(track: u64) -> u64 {
+    track | 1 << 63
 }

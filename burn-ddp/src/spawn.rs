@@ -1,6 +1,7 @@
 //! Ranks without a launcher: as threads, or as copies of the own program.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn_ddp_comm::{LaunchEnv, Options, World};
@@ -53,16 +54,13 @@ impl Ddp {
         let first_failure = Mutex::new(None);
         let run = |world: World| {
             let rank = world.rank();
-            // Kept until the failure is noted, so that peers learn the reason and not just that this rank left.
-            let result = catch_unwind(AssertUnwindSafe(|| f(Ddp::from_world(world.clone())?)));
-            let reason = match result {
-                Ok(Ok(value)) => return Some(value),
-                Ok(Err(error)) => format!("{error:#}"),
-                Err(panic) => format!("panicked: {}", panic_message(panic.as_ref())),
+            let outcome = match Ddp::from_world(world) {
+                Ok(ddp) => run_rank(ddp, &f).map_err(|failure| failure.reason()),
+                Err(error) => Err(error.to_string()),
             };
-            first_failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((rank, reason.clone()));
-            world.fail(reason);
-            None
+            outcome
+                .map_err(|reason| first_failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((rank, reason)).0)
+                .ok()
         };
         let results: Vec<Option<T>> = std::thread::scope(|scope| {
             let threads: Vec<_> = World::threads(n, options)
@@ -100,7 +98,11 @@ impl Ddp {
     pub fn launch(n: usize, f: impl FnOnce(Ddp) -> anyhow::Result<()>) -> anyhow::Result<()> {
         anyhow::ensure!(n > 0, "a job has at least one rank");
         if n == 1 || LaunchEnv::detect().map_err(Error::Comm)?.is_some() {
-            return f(Ddp::init()?);
+            return match run_rank(Ddp::init()?, f) {
+                Ok(()) => Ok(()),
+                Err(Failure::Error(error)) => Err(error),
+                Err(Failure::Panic(panic)) => resume_unwind(panic),
+            };
         }
         let program = std::env::current_exe()?;
         let outcome = Launcher::new(program, std::env::args_os().skip(1))
@@ -116,10 +118,33 @@ impl Ddp {
     }
 }
 
-fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
-    panic
-        .downcast_ref::<&str>()
-        .map(ToString::to_string)
-        .or_else(|| panic.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "with a value that is no text".into())
+enum Failure {
+    Error(anyhow::Error),
+    Panic(Box<dyn Any + Send>),
+}
+
+impl Failure {
+    fn reason(&self) -> String {
+        match self {
+            Failure::Error(error) => format!("{error:#}"),
+            Failure::Panic(panic) => {
+                let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+                let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+                format!("panicked: {}", text.unwrap_or_else(|| "with a value that is no text".into()))
+            }
+        }
+    }
+}
+
+/// Runs `f` and tells the other ranks why, if it fails: they need not find out by themselves.
+fn run_rank<T>(ddp: Ddp, f: impl FnOnce(Ddp) -> anyhow::Result<T>) -> Result<T, Failure> {
+    // Held meanwhile, so that a failing rank does not say goodbye before it says why.
+    let held = ddp.clone();
+    let failure = match catch_unwind(AssertUnwindSafe(|| f(ddp))) {
+        Ok(Ok(value)) => return Ok(value),
+        Ok(Err(error)) => Failure::Error(error),
+        Err(panic) => Failure::Panic(panic),
+    };
+    held.world().fail(failure.reason());
+    Err(failure)
 }

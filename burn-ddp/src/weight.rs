@@ -1,6 +1,6 @@
 //! How many items a batch stands for.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
 
 use crate::{Error, Result};
@@ -19,16 +19,45 @@ struct Inner {
     read: BTreeSet<u64>,
     /// Batches read so far, over all loaders.
     batches: u64,
+    /// The step whose batch was read last and has had no backward yet.
+    unused: Option<Step>,
+    /// By loader: the last step whose batch had a backward.
+    used: BTreeMap<u64, Step>,
+}
+
+/// A step of a loader, as the world's tracks know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Step {
+    pub(crate) loader: u64,
+    pub(crate) track: u64,
+    pub(crate) position: u64,
+}
+
+/// What a backward stands for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Batch {
+    /// Its weight.
+    pub(crate) items: f64,
+    /// Batches read so far, over all loaders.
+    pub(crate) number: u64,
+    /// The step that has its first backward now.
+    pub(crate) step: Option<Step>,
 }
 
 impl Weights {
     /// A loader hands out a batch of `items`.
-    pub(crate) fn from_loader(&self, loader: u64, items: usize) {
+    pub(crate) fn from_loader(&self, step: Step, items: usize) {
         let mut w = self.lock();
         w.explicit = None;
         w.items = Some(items);
-        w.read.insert(loader);
+        w.read.insert(step.loader);
         w.batches += 1;
+        w.unused = Some(step);
+    }
+
+    /// The last step of `track` whose batch had a backward.
+    pub(crate) fn used(&self, loader: u64, track: u64) -> Option<u64> {
+        self.lock().used.get(&loader).filter(|s| s.track == track).map(|s| s.position)
     }
 
     /// A loader has ended its epoch: its batches no longer compete with those of others.
@@ -46,8 +75,8 @@ impl Weights {
         Ok(())
     }
 
-    /// Weight for the backward that begins now, and the number of batches read so far.
-    pub(crate) fn take(&self) -> Result<(f64, u64)> {
+    /// A backward begins.
+    pub(crate) fn take(&self) -> Result<Batch> {
         let mut w = self.lock();
         if w.explicit.is_none() && w.read.len() > 1 {
             return Err(Error::Use(format!(
@@ -57,7 +86,12 @@ impl Weights {
             )));
         }
         w.read.clear();
-        Ok((w.explicit.unwrap_or_else(|| w.items.map_or(1.0, |n| n as f64)), w.batches))
+        let step = w.unused.take();
+        if let Some(step) = step {
+            w.used.insert(step.loader, step);
+        }
+        let items = w.explicit.unwrap_or_else(|| w.items.map_or(1.0, |n| n as f64));
+        Ok(Batch { items, number: w.batches, step })
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
@@ -69,30 +103,35 @@ impl Weights {
 mod tests {
     use super::*;
 
+    fn step(loader: u64) -> Step {
+        Step { loader, track: 5, position: 3 }
+    }
+
     #[test]
     fn one_without_anything_items_of_the_last_batch_with_a_loader() {
         let w = Weights::default();
-        assert_eq!(w.take().unwrap().0, 1.0);
-        w.from_loader(0, 7);
-        assert_eq!(w.take().unwrap(), (7.0, 1));
-        assert_eq!(w.take().unwrap().0, 7.0, "a second backward on the same batch has the same weight");
+        assert_eq!(w.take().unwrap().items, 1.0);
+        w.from_loader(step(0), 7);
+        assert_eq!(w.take().unwrap(), Batch { items: 7.0, number: 1, step: Some(step(0)) });
+        assert_eq!(w.used(0, 5), Some(3));
+        assert_eq!(w.take().unwrap().items, 7.0, "a second backward on the same batch has the same weight");
     }
 
     #[test]
     fn two_loaders_are_ambiguous_until_said() {
         let w = Weights::default();
-        w.from_loader(0, 7);
-        w.from_loader(1, 3);
+        w.from_loader(step(0), 7);
+        w.from_loader(step(1), 3);
         let e = w.take().unwrap_err().to_string();
         assert!(e.contains("ddp.weight(items)"), "{e}");
         w.set(10.0).unwrap();
-        assert_eq!(w.take().unwrap().0, 10.0);
-        w.from_loader(0, 7);
-        assert_eq!(w.take().unwrap().0, 7.0);
-        w.from_loader(1, 3);
+        assert_eq!(w.take().unwrap().items, 10.0);
+        w.from_loader(step(0), 7);
+        assert_eq!(w.take().unwrap().items, 7.0);
+        w.from_loader(step(1), 3);
         w.done(1);
-        w.from_loader(0, 5);
-        assert_eq!(w.take().unwrap().0, 5.0);
+        w.from_loader(step(0), 5);
+        assert_eq!(w.take().unwrap().items, 5.0);
     }
 
     #[test]

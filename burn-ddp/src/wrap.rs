@@ -115,8 +115,8 @@ pub(crate) fn wrap<M: Module>(ddp: &Ddp, model: M, config: &WrapConfig) -> Resul
     let slots = slots_of(&model);
     let group = ddp.world().group()?;
     let reducer = Reducer::new(group, ddp.world().options().timeout, slots, settings, ddp.stats_cell())?;
-    let tapped = Arc::new(Tapped::new(ddp.clone(), device, reducer, config.accumulation));
-    Ok(model.apply_reparameterization(Attach { tapped, next: 0, first: HashMap::new() }))
+    let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, config.accumulation));
+    Ok(model.apply_reparameterization(Attach { ddp: ddp.clone(), tapped, next: 0, first: HashMap::new() }))
 }
 
 pub(crate) fn unwrap<M: Module>(model: M) -> Result<M> {
@@ -347,6 +347,7 @@ impl ModuleMapper for SetValues {
 
 /// Puts a tap on every float parameter; the order of calls is the order of slots.
 struct Attach {
+    ddp: Ddp,
     tapped: Arc<Tapped>,
     next: usize,
     first: HashMap<ParamId, usize>,
@@ -358,7 +359,7 @@ impl Reparameterizer for Attach {
     fn reparameterize<const D: usize>(&mut self, _: &str, param: Param<Tensor<D>>) -> (Param<Tensor<D>>, Option<Tap>) {
         let slot = *self.first.entry(param.id).or_insert(self.next);
         self.next += 1;
-        let tap = Tap::new(self.tapped.clone(), slot, param.id, D);
+        let tap = Tap::new(self.ddp.clone(), self.tapped.clone(), slot, param.id, D);
         (param, Some(tap))
     }
 }

@@ -117,6 +117,9 @@ impl CallInfo {
 
 impl fmt::Display for CallInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.collective == Collective::NewGroup {
+            return write!(f, "World::group (group {}) called at {}", self.group, self.site);
+        }
         write!(f, "{} #{} of group {}", self.collective, self.sequence, self.group)?;
         let mut details = Vec::new();
         if let Some(dtype) = self.dtype {

@@ -159,15 +159,19 @@ impl Health {
     /// Takes in what another process' rank says.
     pub fn receive(&self, from: usize, message: ControlMessage) {
         match message {
-            // Whoever ended the world told everybody: no need to pass it on.
+            // Whoever ended the world told everybody; it is passed on only when leaving, see `goodbye`.
             ControlMessage::Fail { cause } => self.end(cause, false),
             ControlMessage::Goodbye => self.mark_left(from),
             ControlMessage::Stop { track, position, what } => self.mark_stop(from, track, position, &what),
         }
     }
 
-    /// This rank leaves in peace.
+    /// This rank leaves. If the world has ended, it repeats why first: else a peer that has not heard it from elsewhere
+    /// would take the leaving for the cause.
     pub(crate) fn goodbye(&self) {
+        if let Err(cause) = self.check() {
+            self.tell(&ControlMessage::Fail { cause });
+        }
         self.mark_left(self.rank);
         self.tell(&ControlMessage::Goodbye);
     }
@@ -342,6 +346,15 @@ mod tests {
         assert_eq!(recorder.wakes.load(Ordering::Relaxed), 1);
         health.goodbye();
         assert_eq!(*lock(&recorder.sent), [ControlMessage::Goodbye]);
+    }
+
+    #[test]
+    fn leaving_because_of_a_cause_repeats_it() {
+        let (health, recorder) = rank_0();
+        let cause = health.lost_error(2, "connection reset");
+        health.receive(1, ControlMessage::Fail { cause: cause.clone() });
+        health.goodbye();
+        assert_eq!(*lock(&recorder.sent), [ControlMessage::Fail { cause }, ControlMessage::Goodbye]);
     }
 
     #[test]

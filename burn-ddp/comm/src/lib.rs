@@ -26,7 +26,8 @@
 //!
 //! | what | where |
 //! |---|---|
-//! | joining: who am I, who are my peers | [`World`], [`Options`], [`PeerInfo`] |
+//! | joining: who am I, who are my peers | [`World`], [`LaunchEnv`], [`Options`], [`PeerInfo`] |
+//! | where processes find each other | [`Store`] and its implementations |
 //! | collectives | [`ProcessGroup`], [`ReduceOp`], [`DType`], [`Element`] |
 //! | what can go wrong | [`Error`] |
 //! | the numerics contract | `reduce.rs`, told at [`ProcessGroup`] |

@@ -200,33 +200,55 @@ macro_rules! plain_lane {
 
 plain_lane!(f64, f32, i64, i32, i8, u8);
 
-macro_rules! half_lane {
-    ($($ty:ty),*) => {$(
-        impl Lane for $ty {
-            type Acc = f32;
-            const BYTES: usize = 2;
-            const ZERO: f32 = 0.0;
+/// Converted with the processor's instructions, where it has them.
+impl Lane for f16 {
+    type Acc = f32;
+    const BYTES: usize = 2;
+    const ZERO: f32 = 0.0;
 
-            fn load(bytes: &[u8], elements: &mut [f32]) {
-                let mut halves = [<$ty>::ZERO; BLOCK];
-                let halves = &mut halves[..elements.len()];
-                let (chunks, _) = bytes.as_chunks();
-                halves.iter_mut().zip(chunks).for_each(|(x, bytes)| *x = <$ty>::from_le_bytes(*bytes));
-                halves.convert_to_f32_slice(elements);
-            }
+    fn load(bytes: &[u8], elements: &mut [f32]) {
+        let mut halves = [f16::ZERO; BLOCK];
+        let halves = &mut halves[..elements.len()];
+        let (chunks, _) = bytes.as_chunks();
+        halves.iter_mut().zip(chunks).for_each(|(x, bytes)| *x = f16::from_le_bytes(*bytes));
+        halves.convert_to_f32_slice(elements);
+    }
 
-            fn store(elements: &[f32], bytes: &mut [u8]) {
-                let mut halves = [<$ty>::ZERO; BLOCK];
-                let halves = &mut halves[..elements.len()];
-                halves.convert_from_f32_slice(elements);
-                let (chunks, _) = bytes.as_chunks_mut();
-                chunks.iter_mut().zip(halves).for_each(|(bytes, x)| *bytes = x.to_le_bytes());
-            }
-        }
-    )*};
+    fn store(elements: &[f32], bytes: &mut [u8]) {
+        let mut halves = [f16::ZERO; BLOCK];
+        let halves = &mut halves[..elements.len()];
+        halves.convert_from_f32_slice(elements);
+        let (chunks, _) = bytes.as_chunks_mut();
+        chunks.iter_mut().zip(halves).for_each(|(bytes, x)| *bytes = x.to_le_bytes());
+    }
 }
 
-half_lane!(f16, bf16);
+/// The upper half of an f32. Without branches, so that loops over it become vector instructions.
+impl Lane for bf16 {
+    type Acc = f32;
+    const BYTES: usize = 2;
+    const ZERO: f32 = 0.0;
+
+    fn load(bytes: &[u8], elements: &mut [f32]) {
+        let (chunks, _) = bytes.as_chunks();
+        let widen = |bytes: &[u8; 2]| f32::from_bits(u32::from(u16::from_le_bytes(*bytes)) << 16);
+        elements.iter_mut().zip(chunks).for_each(|(x, bytes)| *x = widen(bytes));
+    }
+
+    fn store(elements: &[f32], bytes: &mut [u8]) {
+        let (chunks, _) = bytes.as_chunks_mut();
+        chunks.iter_mut().zip(elements).for_each(|(bytes, x)| *bytes = round_to_bf16(*x).to_le_bytes());
+    }
+}
+
+/// The bits of the nearest bf16, ties to even; NaN stays NaN.
+fn round_to_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let even = (bits >> 16) & 1;
+    let rounded = bits.wrapping_add(0x7fff + even) >> 16;
+    let quiet_nan = (bits >> 16) | 0x40;
+    (if x.is_nan() { quiet_nan } else { rounded }) as u16
+}
 
 /// A bool as a byte: 0, or anything else.
 struct Flag;
@@ -355,6 +377,16 @@ mod tests {
             assert_eq!(f32s(Reduction::Weighted(&[unit, 3.0 * unit]), &inputs), [2.5], "{unit}");
         }
         assert_eq!(f32s(Reduction::Weighted(&[f64::MAX, f64::MAX / 4.0]), &inputs), [1.4]);
+    }
+
+    #[test]
+    fn bf16_rounds_like_the_half_crate() {
+        for upper in 0..=u16::MAX {
+            for lower in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let x = f32::from_bits(u32::from(upper) << 16 | lower);
+                assert_eq!(round_to_bf16(x), bf16::from_f32(x).to_bits(), "{:#x}", x.to_bits());
+            }
+        }
     }
 
     #[test]

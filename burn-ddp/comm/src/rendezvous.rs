@@ -10,6 +10,7 @@
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
+use std::io::ErrorKind;
 use std::net::TcpStream;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -22,7 +23,7 @@ use crate::engine::tcp::{Reach, TcpFabric};
 use crate::env::{LaunchEnv, Meeting};
 use crate::health::{Health, Outbox, Wake};
 use crate::net::address;
-use crate::net::hello::{HELLO_DEADLINE, Hello, Purpose};
+use crate::net::hello::{HELLO_DEADLINE, Hello, Purpose, Refusal};
 use crate::store::{Store, StoreServer, TcpStore, Unreached};
 use crate::world::{Seat, World};
 use crate::{Error, Options, PeerInfo, Result};
@@ -188,6 +189,13 @@ fn meet(env: &LaunchEnv, start: Instant, deadline: Instant) -> Result<(Option<St
 
 /// Hosts the store on the first free one of `ports`.
 fn host_store(host: &str, ports: &[u16], env: &LaunchEnv) -> Result<(StoreServer, u16)> {
+    let far = env.local_world_size < env.world_size;
+    let mut addresses = address::resolve(host, 0).into_iter().flatten().peekable();
+    if far && addresses.peek().is_some() && addresses.all(|address| address.ip().is_loopback()) {
+        return Err(environment(format!(
+            "{host} means loopback on rank 0's machine, where ranks on other machines cannot come; give an address instead of the name"
+        )));
+    }
     let mut failure = std::io::Error::other("there is no such port");
     for port in ports {
         // With one port it is worth waiting for the process that had it to end; with many the next one is.
@@ -202,11 +210,11 @@ fn host_store(host: &str, ports: &[u16], env: &LaunchEnv) -> Result<(StoreServer
         _ => format!("{host}, ports {}-{}", ports.first().unwrap_or(&0), ports.last().unwrap_or(&0)),
     };
     let advice = match failure.kind() {
-        std::io::ErrorKind::AddrInUse => {
+        ErrorKind::AddrInUse => {
             "; another job, or what is left of an earlier one, listens there: end it, or choose another port for MASTER_PORT (or BURN_DDP_MASTER)"
         }
-        std::io::ErrorKind::AddrNotAvailable => "; that is no address of this machine: rank 0 must run on the master",
-        std::io::ErrorKind::PermissionDenied => {
+        ErrorKind::AddrNotAvailable => "; that is no address of this machine: rank 0 must run on the master",
+        ErrorKind::PermissionDenied => {
             "; ports below 1024 are reserved: choose another for MASTER_PORT (or BURN_DDP_MASTER)"
         }
         _ => "",
@@ -218,8 +226,8 @@ fn host_store(host: &str, ports: &[u16], env: &LaunchEnv) -> Result<(StoreServer
 fn find_store(host: &str, ports: &[u16], env: &LaunchEnv, start: Instant, deadline: Instant) -> Result<TcpStore> {
     // Where there are several ports, whoever is silent on one of them should not keep us from the next for long.
     let mut patience = if ports.len() == 1 { HELLO_DEADLINE } else { HELLO_DEADLINE / 10 };
+    let mut failure = String::new();
     loop {
-        let mut failure = String::new();
         for port in ports {
             match TcpStore::try_connect(host, *port, &env.job_id, deadline, patience) {
                 Ok(store) => return Ok(store),
@@ -228,7 +236,12 @@ fn find_store(host: &str, ports: &[u16], env: &LaunchEnv, start: Instant, deadli
                     return Err(environment(format!("the store at {place} refused rank {}: {cause}", env.rank)));
                 }
                 // A neighbour's port may well be another job's.
-                Err(Unreached::Refused(cause) | Unreached::Absent(cause)) => failure = format!("port {port}: {cause}"),
+                Err(Unreached::Refused(cause) | Unreached::Absent(cause)) => {
+                    // What the deadline itself cut short says less than what came before.
+                    if failure.is_empty() || Instant::now() < deadline {
+                        failure = format!("port {port}: {cause}");
+                    }
+                }
             }
         }
         if Instant::now() + address::RETRY >= deadline {
@@ -394,10 +407,18 @@ fn connect_all(
 
 /// Connects to a rank's listener for `purpose`.
 pub(crate) fn dial(to: (&str, u16), token: &str, purpose: Purpose, deadline: Instant) -> Result<TcpStream, String> {
-    let stream = address::connect_once(to.0, to.1, deadline).map_err(|e| e.to_string())?;
-    let wire =
-        crate::net::hello::say(stream, &Hello::new(token, purpose), deadline).map_err(|refusal| refusal.to_string())?;
-    Ok(wire.into_stream())
+    // Among many connections at a time the listener may drop one unheard; it hears the next.
+    let insist_until = deadline.min(Instant::now() + HELLO_DEADLINE);
+    loop {
+        let stream = address::connect_once(to.0, to.1, deadline).map_err(|e| e.to_string())?;
+        match crate::net::hello::say(stream, &Hello::new(token, purpose), deadline) {
+            Ok(wire) => return Ok(wire.into_stream()),
+            Err(Refusal::NotOurs(e)) if e.kind() != ErrorKind::TimedOut && Instant::now() < insist_until => {
+                std::thread::sleep(address::RETRY);
+            }
+            Err(refusal) => return Err(refusal.to_string()),
+        }
+    }
 }
 
 fn unreached(peer: &PeerInfo, how: &str) -> Error {

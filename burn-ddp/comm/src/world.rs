@@ -72,9 +72,6 @@ impl World {
     }
 
     /// `n` ranks in this process, in rank order. Each goes to a thread of its own; see also [`on_threads`].
-    ///
-    /// # Panics
-    /// Never; `n` = 0 yields no ranks.
     pub fn threads(n: usize, options: Options) -> Vec<World> {
         let peers: Vec<PeerInfo> = (0..n).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
         let healths = Health::shared(peers.clone());

@@ -21,7 +21,7 @@ fn rank_main(world: World, mut state: u64) -> Result<(), Error> {
     let linger = Instant::now() + Duration::from_micros(pick(&mut state, 3000));
     while Instant::now() < linger {
         world.check()?;
-        std::thread::yield_now();
+        std::thread::sleep(Duration::from_micros(50));
     }
     world.check()
 }

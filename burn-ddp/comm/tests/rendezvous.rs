@@ -6,7 +6,7 @@ use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{Error, LaunchEnv, Meeting, Options, ReduceOp, StoreServer, World};
-use common::{free_port, join_all, launcher_store, options, rank_at, rank_of};
+use common::{FreePort, join_all, launcher_store, options, rank_at, rank_of};
 
 const AT_ONCE: Duration = Duration::from_secs(5);
 
@@ -56,11 +56,11 @@ fn ranks_meet_at_the_launchers_store() {
 
 #[test]
 fn ranks_meet_at_rank_0_whoever_comes_first() {
-    let meeting = || Meeting::Rank0 { host: "localhost".into(), port: free_port() };
-    let at = meeting();
-    work_together(joined((0..3).map(|rank| rank_of(at.clone(), rank, 3)).collect()));
+    let port = FreePort::reserve();
+    work_together(joined((0..3).map(|rank| rank_of(port.meeting(), rank, 3)).collect()));
 
-    let at = meeting();
+    let port = FreePort::reserve();
+    let at = port.meeting();
     std::thread::scope(|s| {
         let early = s.spawn({
             let at = at.clone();
@@ -98,9 +98,9 @@ fn a_process_can_leave_and_join_again() {
     for _ in 0..3 {
         work_together(joined((0..2).map(|rank| rank_at(&store, rank, 2)).collect()));
     }
-    let at = Meeting::Rank0 { host: "127.0.0.1".into(), port: free_port() };
+    let port = FreePort::reserve();
     for _ in 0..3 {
-        work_together(joined((0..2).map(|rank| rank_of(at.clone(), rank, 2)).collect()));
+        work_together(joined((0..2).map(|rank| rank_of(port.meeting(), rank, 2)).collect()));
     }
 }
 
@@ -166,7 +166,8 @@ fn ranks_that_disagree_about_the_world_size_are_named() {
 
 #[test]
 fn a_master_that_is_not_there_is_named_with_time_and_cause() {
-    let port = free_port();
+    let reserved = FreePort::reserve();
+    let port = reserved.port;
     let at = Meeting::Rank0 { host: "127.0.0.1".into(), port };
     let begin = Instant::now();
     let error = errors(vec![rank_of(at, 1, 2)], &join_within(0.4)).remove(0);
@@ -203,7 +204,7 @@ fn a_master_elsewhere_cannot_be_hosted_here() {
 
 #[test]
 fn a_master_on_loopback_is_no_master_for_other_machines() {
-    let at = Meeting::Rank0 { host: "localhost".into(), port: free_port() };
+    let at = Meeting::Rank0 { host: "localhost".into(), port: 29500 };
     let env = LaunchEnv { local_world_size: 2, local_rank: 0, ..rank_of(at, 2, 4) };
     let error = errors(vec![env], &options()).remove(0);
     says(&error, &["localhost", "2 of 4 ranks"]);

@@ -2,8 +2,6 @@
 
 mod common;
 
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{Element, ProcessGroup, ReduceOp, on_threads};
@@ -55,67 +53,6 @@ fn the_bits_are_those_of_ranks_in_one_process() {
             assert!(over_tcp == in_process, "{n} ranks, {len} elements");
         }
     }
-}
-
-/// The addresses this process listens on, all tests' together.
-#[cfg(target_os = "linux")]
-fn listening() -> Vec<SocketAddr> {
-    let mine: Vec<String> = std::fs::read_dir("/proc/self/fd")
-        .unwrap()
-        .filter_map(|fd| Some(std::fs::read_link(fd.ok()?.path()).ok()?.to_string_lossy().into_owned()))
-        .collect();
-    let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
-    let listeners = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>()).filter(|columns| {
-        const LISTEN: &str = "0A";
-        columns[3] == LISTEN && mine.contains(&format!("socket:[{}]", columns[9]))
-    });
-    listeners
-        .map(|columns| {
-            let (_, port) = columns[1].split_once(':').unwrap();
-            SocketAddr::from(([127, 0, 0, 1], u16::from_str_radix(port, 16).unwrap()))
-        })
-        .collect()
-}
-
-#[test]
-#[cfg(target_os = "linux")]
-fn strangers_cost_the_job_nothing() {
-    const JUNK: [&[u8]; 5] =
-        [b"", &[7, 0], b"GET / HTTP/1.1\r\n\r\n", &[0xff; 64], b"\x20\x00\x00\x00burn-ddp and then some more bytes!!!"];
-    let done = on_tcp(3, |world| {
-        let group = world.group().unwrap();
-        let mut open = Vec::new();
-        if world.rank() == 0 {
-            let listening = listening();
-            assert!(listening.len() >= 3, "each rank listens: {listening:?}");
-            for (address, junk) in listening.iter().flat_map(|address| JUNK.iter().map(move |junk| (address, junk))) {
-                // Another test's listener may be gone by now.
-                if let Ok(mut stream) = TcpStream::connect(address) {
-                    let _ = stream.write_all(junk);
-                    open.push(stream);
-                }
-            }
-        }
-        for step in 0..200 {
-            let mut x = [step + world.rank() as i64];
-            group.all_reduce(&mut x, ReduceOp::Sum).unwrap();
-            assert_eq!(x, [3 * step + 3]);
-        }
-        // Making a group needs the listener.
-        world.group().unwrap().barrier().unwrap();
-        for mut stream in open {
-            // What is wrong is turned away at once, what is not complete is waited for, for a while.
-            stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-            let end = stream.read(&mut [0; 1]);
-            assert!(
-                matches!(&end, Ok(0)) || end.as_ref().is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionReset),
-                "{end:?}"
-            );
-        }
-        world.check().unwrap();
-        group.barrier().unwrap();
-    });
-    assert_eq!(done.len(), 3);
 }
 
 #[test]

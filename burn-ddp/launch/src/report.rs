@@ -10,7 +10,12 @@ pub struct Outcome {
     /// 0 if every rank succeeded; else that of [`failure`](Self::failure), or 128 + the signal that stopped the job.
     pub exit_code: i32,
     /// The rank that failed first, by itself and not because the job was being stopped.
+    ///
+    /// As seen from outside: a rank that reacts to a peer's failure may end a moment before that peer does. Then the peer is in
+    /// [`also_failed`](Self::also_failed).
     pub failure: Option<Failure>,
+    /// The other ranks that failed by themselves, usually since they noticed, in the order in which they ended.
+    pub also_failed: Vec<(usize, End)>,
     /// The signal to this process that stopped the job.
     pub interrupted_by: Option<i32>,
     /// The ranks that still ran when the job was stopped, and so were told to end.
@@ -108,6 +113,7 @@ impl fmt::Display for Outcome {
         if let Some(failure) = &self.failure {
             lines.push(format!("{failure}{}", self.fate_of_the_others(failure)));
             lines.extend(failure.end.hint());
+            lines.extend(self.followers());
         } else if let Some(signal) = self.interrupted_by {
             let (signal, after) = (signal_name(signal), seconds(self.elapsed));
             lines.push(match self.stopped.len() {
@@ -133,6 +139,17 @@ impl fmt::Display for Outcome {
 }
 
 impl Outcome {
+    /// Names the first few.
+    fn followers(&self) -> Option<String> {
+        const SHOWN: usize = 8;
+        let (shown, more) = self.also_failed.split_at(self.also_failed.len().min(SHOWN));
+        let mut parts: Vec<_> = shown.iter().map(|(rank, end)| format!("rank {rank} {end}")).collect();
+        if !more.is_empty() {
+            parts.push(format!("{} more failed", more.len()));
+        }
+        (!parts.is_empty()).then(|| format!("after it {}", parts.join(", ")))
+    }
+
     fn fate_of_the_others(&self, failure: &Failure) -> String {
         let running = failure.running;
         let by_themselves = running - self.stopped.len().min(running);
@@ -232,6 +249,15 @@ mod tests {
             let report = failed(running, stopped).to_string();
             assert!(report.contains(expected), "{report}");
         }
+    }
+
+    #[test]
+    fn others_that_failed_are_named_but_not_all_of_many() {
+        let mut outcome =
+            Outcome { also_failed: vec![(2, End::Exit(3)), (0, End::Signal(libc::SIGABRT))], ..failed(2, vec![]) };
+        assert!(outcome.to_string().contains("\nafter it rank 2 exited with code 3, rank 0 was killed by SIGABRT\n"));
+        outcome.also_failed = (0..20).map(|rank| (rank, End::Exit(1))).collect();
+        assert!(outcome.to_string().contains("rank 7 exited with code 1, 12 more failed\n"), "{outcome}");
     }
 
     #[test]

@@ -286,7 +286,10 @@ impl Job {
 
     fn outcome(mut self, elapsed: Duration) -> Outcome {
         let mut relayed = mem::take(&mut self.relayed).unwrap_or_default();
-        let failure = self.root_cause().map(|(rank, end, at)| Failure {
+        let cause = self.root_cause();
+        let others = self.failed.iter().filter(|&&rank| cause.is_some_and(|(first, ..)| first != rank));
+        let also_failed = others.filter_map(|&rank| Some((rank, self.ranks[rank].ended?.0))).collect();
+        let failure = cause.map(|(rank, end, at)| Failure {
             rank,
             pid: self.ranks[rank].child.id(),
             end,
@@ -303,6 +306,7 @@ impl Job {
         Outcome {
             exit_code,
             failure,
+            also_failed,
             interrupted_by: self.interrupted_by,
             stopped: self.stopped,
             killed: self.killed,

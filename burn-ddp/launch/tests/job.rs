@@ -108,6 +108,7 @@ fn the_others_may_end_with_their_own_errors() {
     assert_eq!(finished.code(), 5);
     assert!(finished.stderr.contains("[rank 0] I lost rank 1\n"), "{}", finished.stderr);
     assert!(finished.stderr.contains("; the other rank ended after it\n"), "{}", finished.stderr);
+    assert!(finished.stderr.contains("burnrun: after it rank 0 exited with code 3\n"), "{}", finished.stderr);
     assert!(finished.took < Duration::from_secs(2), "no waiting for a grace time: {:?}", finished.took);
 }
 

@@ -6,6 +6,8 @@ use burn::data::dataset::DatasetError;
 use super::loader::ShardedLoader;
 use super::worker::{Failure, Pass};
 use super::{DataError, EpochPlan};
+use crate::ddp::backward_track;
+use crate::weight::Step;
 
 /// The epochs of a [`ShardedLoader`], one after the other; from [`ShardedLoader::epochs`].
 pub struct Epochs<O, E> {
@@ -103,8 +105,11 @@ impl<O: Send + 'static> Epoch<O> {
             None => unreachable!("a pass has as many batches as its plan has steps"),
         };
         // Only now: a rank that could not load a step must not count as being there.
-        world.advance(self.track, position(number, step + 1))?;
-        self.loader.ddp().weights().from_loader(self.loader.id(), self.plan.share(step, world.rank()).len());
+        let position = position(number, step + 1);
+        world.advance(self.track, position)?;
+        let items = self.plan.share(step, world.rank()).len();
+        let step_read = Step { loader: self.loader.id(), track: self.track, position };
+        self.loader.ddp().weights().from_loader(step_read, items);
         self.reached = step + 1;
         Ok(loaded)
     }
@@ -129,7 +134,12 @@ impl<O: Send + 'static> Epoch<O> {
             Some(failure) => format!("loader {id} ({failure})"),
             None => format!("loader {id} ({steps} steps)"),
         };
-        self.loader.ddp().world().stop(self.track, position(number, self.reached), &what);
+        let ddp = self.loader.ddp();
+        // A batch that was read but never trained on: the others may be waiting in its backward.
+        let used = ddp.weights().used(id, self.track).unwrap_or(position(number, 0));
+        let unused = format!("{what}, with a batch read but no backward");
+        ddp.world().stop(backward_track(self.track), used.max(position(number, 0)), &unused);
+        ddp.world().stop(self.track, position(number, self.reached), &what);
     }
 }
 

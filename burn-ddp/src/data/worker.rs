@@ -334,6 +334,21 @@ mod tests {
     }
 
     #[test]
+    fn what_a_dropped_pass_did_not_take_is_not_loaded() {
+        let loads = Arc::new(AtomicUsize::new(0));
+        let counted = loads.clone();
+        let pool = pool(1, move |batch| {
+            counted.fetch_add(1, Ordering::SeqCst);
+            Ok(batch)
+        });
+        for _ in 0..3 {
+            assert_eq!(next(&mut pool.start(reading(100_000)).unwrap()).unwrap().ok(), Some(0));
+        }
+        // Each pass: one taken, the channel full, one in hand.
+        assert!(loads.load(Ordering::SeqCst) <= 3 * (AHEAD_PER_WORKER + 2), "{loads:?}");
+    }
+
+    #[test]
     fn dropping_a_pass_and_the_pool_ends_the_workers() {
         let alive = Arc::new(());
         let held = alive.clone();

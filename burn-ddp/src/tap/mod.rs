@@ -10,6 +10,7 @@ use burn::backend::Dispatch;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization};
 use burn::tensor::{Device, Tensor};
 
+use crate::ddp::Ddp;
 pub use ops::{DdpBackend, TapHandle};
 pub(crate) use tapped::Tapped;
 
@@ -19,6 +20,8 @@ pub(crate) const TAP_NAME: &str = "ddp";
 /// The reparameterization that `wrap` attaches to each float parameter: an identity with ears.
 #[derive(Clone, Debug)]
 pub(crate) struct Tap {
+    /// A rank that holds a wrapped model takes part in the job.
+    _presence: Ddp,
     handle: TapHandle,
     id: ParamId,
     /// Number of dimensions of the parameter.
@@ -26,8 +29,8 @@ pub(crate) struct Tap {
 }
 
 impl Tap {
-    pub(crate) fn new(tapped: Arc<Tapped>, slot: usize, id: ParamId, rank: usize) -> Self {
-        Tap { handle: TapHandle { tapped, slot }, id, rank }
+    pub(crate) fn new(ddp: Ddp, tapped: Arc<Tapped>, slot: usize, id: ParamId, rank: usize) -> Self {
+        Tap { _presence: ddp, handle: TapHandle { tapped, slot }, id, rank }
     }
 
     fn visit_pending<const D: usize>(&self, visitor: &mut impl ModuleVisitor) {

@@ -334,14 +334,14 @@ impl Tapped {
     }
 
     fn begin(&self, state: &mut State) -> Result<()> {
-        let (weight, batch) = self.ddp.weights().take()?;
-        if state.accumulation > 1 && batch > 0 && batch == state.last_batch {
+        let batch = self.ddp.begin_backward()?;
+        if state.accumulation > 1 && batch.number > 0 && batch.number == state.last_batch {
             return Err(self.fault(
                 "a second backward reached the wrapped model for one batch; with accumulation each micro-batch has one backward".into(),
             ));
         }
-        state.last_batch = batch;
-        state.reducer.begin(weight, self.holding.load(Ordering::Acquire) > 0);
+        state.last_batch = batch.number;
+        state.reducer.begin(batch.items, self.holding.load(Ordering::Acquire) > 0);
         Ok(())
     }
 

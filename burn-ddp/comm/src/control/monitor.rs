@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::{CLOSED, PRESENT, Shared};
 use crate::health::{ControlMessage, Health, lock};
-use crate::net::hello::{Answer, HELLO_CAP, HELLO_DEADLINE, Hello};
+use crate::net::hello::{Admits, Answer, HELLO_CAP, HELLO_DEADLINE, Hello};
 use crate::net::wait::wait;
 use crate::net::wire::Wire;
 
@@ -19,6 +19,8 @@ use crate::net::wire::Wire;
 pub(super) const LINGER: Duration = Duration::from_secs(5);
 /// Most connections that have not said hello; the oldest makes room.
 const STRANGERS_CAP: usize = 256;
+/// Most connections accepted before those that are there are heard.
+const ACCEPTS_PER_TURN: usize = 64;
 /// Pause after a failed accept, typically for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -191,7 +193,8 @@ impl Monitor {
     }
 
     fn welcome(&self, mut wire: Wire, hello: &Hello) {
-        let verdict = hello.admit(&self.shared.token).and_then(|()| self.shared.links.admit(hello.purpose));
+        let verdict =
+            hello.admit(&Admits::Token(&self.shared.token)).and_then(|()| self.shared.links.admit(hello.purpose));
         let welcome = verdict.is_ok();
         if let Err(cause) = &verdict {
             tracing::debug!(from = ?wire.stream().peer_addr(), cause, "a connection was refused");
@@ -205,7 +208,8 @@ impl Monitor {
 
     fn accept(&mut self) {
         let Some(listener) = &self.listener else { return };
-        loop {
+        // A few at a time, so that those who say hello at once are not crowded out by those who come after them.
+        for _ in 0..ACCEPTS_PER_TURN {
             match listener.accept().and_then(|(stream, _)| Wire::new(stream, HELLO_CAP)) {
                 Ok(wire) => {
                     if self.strangers.len() >= STRANGERS_CAP {

@@ -160,7 +160,7 @@ impl Transport for TcpTransport {
             exchange.sending.push((send.peer, Sending::new(&headers[start..end], send.payload)));
             start = end;
         }
-        exchange.receiving.extend(receives.iter_mut().map(|incoming| Receiving::new(incoming)));
+        exchange.receiving.extend(receives.iter_mut().map(Receiving::new));
         let result = exchange.run(&mut self.links);
         self.headers = headers;
         result

@@ -40,6 +40,15 @@ pub(crate) struct Hello {
     pub(crate) purpose: Purpose,
 }
 
+/// Whom a listener admits.
+pub(crate) enum Admits<'a> {
+    AnyJob,
+    /// Clients of this job, whose name may be told.
+    Job(&'a str),
+    /// Ranks that know this.
+    Token(&'a str),
+}
+
 /// Answered by the one who accepts.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Answer {
@@ -53,26 +62,24 @@ impl Hello {
         Self { magic: MAGIC, version: PROTOCOL_VERSION, job: job.to_owned(), purpose }
     }
 
-    /// The job the connection came for.
-    pub(crate) fn job(&self) -> &str {
-        &self.job
-    }
-
     /// Whether the connection may stay. The one place where a connection is admitted: authentication belongs here.
     ///
     /// # Errors
     /// What to answer before closing.
-    pub(crate) fn admit(&self, job: &str) -> Result<(), String> {
+    pub(crate) fn admit(&self, admits: &Admits<'_>) -> Result<(), String> {
         if self.magic != MAGIC {
             return Err("this is a burn-ddp port".into());
         }
         if self.version != PROTOCOL_VERSION {
             return Err(versions_differ(PROTOCOL_VERSION, self.version));
         }
-        if self.job != job {
-            return Err(format!("this is job {job:?}, the connection came for job {:?}", self.job));
+        match *admits {
+            Admits::Job(job) if self.job != job => {
+                Err(format!("this is job {job:?}, the connection came for job {:?}", self.job))
+            }
+            Admits::Token(token) if self.job != token => Err("this is a rank of another job".into()),
+            _ => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -155,18 +162,21 @@ mod tests {
     #[test]
     fn the_same_job_and_version_is_welcome() {
         let hello = Hello::new("job", Purpose::Data { rank: 3, group: 9 });
-        said(hello.clone(), |h| Answer::new(h.admit("job"))).unwrap();
+        said(hello.clone(), |h| Answer::new(h.admit(&Admits::Token("job")))).unwrap();
     }
 
     #[test]
     fn another_job_or_version_is_refused_with_both_named() {
-        let refused =
-            said(Hello::new("mine", Purpose::Store), |h| Answer::new(h.admit("theirs"))).unwrap_err().to_string();
+        let refused = said(Hello::new("mine", Purpose::Store), |h| Answer::new(h.admit(&Admits::Job("theirs"))))
+            .unwrap_err()
+            .to_string();
         assert!(refused.contains("\"mine\"") && refused.contains("\"theirs\""), "{refused}");
+        let refused = said(Hello::new("guess", Purpose::Store), |h| Answer::new(h.admit(&Admits::Token("secret"))));
+        assert!(!refused.unwrap_err().to_string().contains("secret"));
 
         let mut hello = Hello::new("job", Purpose::Store);
         hello.version = 77;
-        let refused = said(hello, |h| Answer::new(h.admit("job"))).unwrap_err().to_string();
+        let refused = said(hello, |h| Answer::new(h.admit(&Admits::Token("job")))).unwrap_err().to_string();
         assert!(refused.contains("version 1 here, 77 there"), "{refused}");
 
         let newer = |_| Answer { version: 78, ..Answer::new(Ok(())) };

@@ -3,9 +3,15 @@
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, Timespec, poll};
+
+/// The instant `timeout` from now; a century, if the clock cannot express it.
+pub(crate) fn deadline_in(timeout: Duration) -> Instant {
+    let now = Instant::now();
+    now.checked_add(timeout).unwrap_or_else(|| now + Duration::from_secs(100 * 365 * 24 * 3600))
+}
 
 /// Waits until one of `fds` is ready; `false` at the deadline. An interrupting signal does not end the wait.
 pub(crate) fn wait(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
@@ -63,8 +69,6 @@ impl AsFd for Waker {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use rustix::event::PollFlags;
 
     use super::*;

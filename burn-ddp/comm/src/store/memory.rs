@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::Store;
 use super::table::Table;
+use crate::net::wait::deadline_in;
 use crate::{Error, Result};
 
 /// A [`Store`] within this process.
@@ -40,7 +41,7 @@ impl Store for MemoryStore {
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_in(timeout);
         let mut table = self.lock();
         loop {
             if let Some(value) = table.get(key).map_err(refused)? {

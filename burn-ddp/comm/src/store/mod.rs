@@ -19,13 +19,13 @@ pub(crate) use tcp::Unreached;
 use crate::Result;
 
 /// Longest key, in bytes.
-pub const KEY_CAP: usize = 1024;
+pub(crate) const KEY_CAP: usize = 1024;
 /// Longest value, in bytes.
-pub const VALUE_CAP: usize = 1024 * 1024;
+pub(crate) const VALUE_CAP: usize = 1024 * 1024;
 
 /// A key-value store that all ranks see.
 ///
-/// Each call is atomic. Keys are text of at most [`KEY_CAP`] bytes, values are bytes, at most [`VALUE_CAP`] of them; nothing is ever
+/// Each call is atomic. Keys are text of at most 1 KiB, values are bytes, at most 1 MiB; nothing is ever
 /// removed.
 ///
 /// ```
@@ -72,6 +72,6 @@ pub trait Store: Send + Sync {
     /// The keys that begin with `prefix`, sorted.
     ///
     /// # Errors
-    /// As for [`set`](Store::set), and [`Error::Store`](crate::Error::Store) if their list is longer than [`VALUE_CAP`] bytes.
+    /// As for [`set`](Store::set), and [`Error::Store`](crate::Error::Store) if their list is longer than 1 MiB.
     fn keys(&self, prefix: &str) -> Result<Vec<String>>;
 }

@@ -29,3 +29,24 @@ pub(crate) enum Response {
     /// A sentence for the caller.
     Refused(String),
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::net::hello::{Answer, Hello};
+
+    proptest! {
+        /// What strangers send is refused or understood, and nothing else.
+        #[test]
+        fn any_bytes_are_refused_or_are_a_message(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            if let Ok(request) = postcard::from_bytes::<Request>(&bytes) {
+                prop_assert!(postcard::to_stdvec(&request).unwrap().len() <= bytes.len());
+            }
+            let _ = postcard::from_bytes::<Response>(&bytes);
+            let _ = postcard::from_bytes::<Hello>(&bytes);
+            let _ = postcard::from_bytes::<Answer>(&bytes);
+        }
+    }
+}

@@ -15,8 +15,8 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::protocol::{MESSAGE_CAP, Request, Response};
 use super::table::Table;
-use crate::net::hello::{Answer, HELLO_CAP, HELLO_DEADLINE, Hello, Purpose};
-use crate::net::wait::{Waker, wait};
+use crate::net::hello::{Admits, Answer, HELLO_CAP, HELLO_DEADLINE, Hello, Purpose};
+use crate::net::wait::{Waker, deadline_in, wait};
 use crate::net::wire::Wire;
 use crate::{Error, Result};
 
@@ -24,6 +24,8 @@ use crate::{Error, Result};
 const CLIENTS_CAP: usize = 4096;
 /// Most of them that have not said hello; the oldest makes room.
 const STRANGERS_CAP: usize = 256;
+/// Most connections accepted before those that are there are heard.
+const ACCEPTS_PER_TURN: usize = 64;
 /// Pause after a failed accept, typically for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -170,7 +172,8 @@ impl Server {
     }
 
     fn accept(&mut self) {
-        loop {
+        // A few at a time, so that those who say hello at once are not crowded out by those who come after them.
+        for _ in 0..ACCEPTS_PER_TURN {
             let wire = self.listener.accept().and_then(|(stream, _)| Wire::new(stream, HELLO_CAP));
             match wire {
                 Ok(wire) => self
@@ -228,11 +231,7 @@ impl Server {
             Request::Get { key, wait_ms } => match table.get(&key) {
                 Ok(None) => {
                     let wait = Duration::from_millis(wait_ms);
-                    // A wait beyond what the clock can express is as good as a year.
-                    let until = Instant::now()
-                        .checked_add(wait)
-                        .unwrap_or_else(|| Instant::now() + Duration::from_secs(31_536_000));
-                    self.clients[i].state = State::Waiting { key, until };
+                    self.clients[i].state = State::Waiting { key, until: deadline_in(wait) };
                     return;
                 }
                 found => (found.map(|value| Response::Value(value.unwrap_or_default().to_vec())), None),
@@ -263,7 +262,7 @@ impl Client {
             Ok(Some(hello)) => hello,
             Err(e) => return self.close(&e),
         };
-        let verdict = hello.admit(job.unwrap_or(hello.job())).and_then(|()| match hello.purpose {
+        let verdict = hello.admit(&job.map_or(Admits::AnyJob, Admits::Job)).and_then(|()| match hello.purpose {
             Purpose::Store => Ok(()),
             _ => Err("this is the store, not a rank".to_owned()),
         });

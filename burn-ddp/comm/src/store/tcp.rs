@@ -8,6 +8,7 @@ use super::Store;
 use super::protocol::{MESSAGE_CAP, Request, Response};
 use crate::net::address;
 use crate::net::hello::{self, HELLO_DEADLINE, Hello, Purpose, Refusal};
+use crate::net::wait::deadline_in;
 use crate::net::wire::Wire;
 use crate::{Error, Result};
 
@@ -55,7 +56,7 @@ impl TcpStore {
         let (host, port) = address::split(address).ok_or_else(|| Error::Environment {
             message: format!("the store's address {address:?} is not of the form host:port"),
         })?;
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_in(timeout);
         loop {
             let failure = match Self::try_connect(host, port, job, deadline, HELLO_DEADLINE) {
                 Ok(store) => return Ok(store),
@@ -110,7 +111,7 @@ impl TcpStore {
                 },
             )?,
         };
-        let deadline = Instant::now() + wait + ANSWER_DEADLINE;
+        let deadline = deadline_in(wait.saturating_add(ANSWER_DEADLINE));
         let answer = wire.send(request, deadline).and_then(|()| wire.recv(deadline));
         match answer.map_err(|e| self.lost(&Refusal::NotOurs(e).to_string()))? {
             Response::Refused(message) => {

@@ -4,7 +4,7 @@
 #![allow(dead_code, unreachable_pub, missing_docs)]
 
 use std::io::{BufRead, BufReader, Write};
-use std::net::TcpListener;
+use std::net::SocketAddr;
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -40,9 +40,25 @@ pub fn launcher_store() -> StoreServer {
     StoreServer::bind("127.0.0.1:0").unwrap()
 }
 
-/// A port that was free a moment ago.
-pub fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+/// A port on which nobody listens, and which nobody else is given: bound here, but not listened on.
+pub struct FreePort {
+    pub port: u16,
+    _held: socket2::Socket,
+}
+
+impl FreePort {
+    pub fn reserve() -> FreePort {
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+        // With this on both, a listener may share the port with a socket that does not listen.
+        socket.set_reuse_address(true).unwrap();
+        socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+        FreePort { port: socket.local_addr().unwrap().as_socket().unwrap().port(), _held: socket }
+    }
+
+    /// Rank 0 hosts the store here.
+    pub fn meeting(&self) -> Meeting {
+        Meeting::Rank0 { host: "localhost".into(), port: self.port }
+    }
 }
 
 /// All of `envs` join at the same time, each on a thread; how it went, in order.

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 
 use burn::data::dataloader::DataLoader;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::Tensor;
 
 use super::*;
 use crate::data::permutation;
@@ -95,7 +97,7 @@ fn without_shuffling_the_order_is_the_datasets() {
 #[test]
 fn each_batch_sets_the_weight() {
     spawn(2, |ddp| {
-        let weight = || ddp.weights().take().map(|(weight, _)| weight);
+        let weight = || ddp.weights().take().map(|batch| batch.items);
         let train = ddp.loader(Keep).batch_size(4).build(numbers(11))?;
         let other = ddp.loader(Keep).batch_size(1).build(numbers(2))?;
         for batch in train.iter() {
@@ -107,13 +109,44 @@ fn each_batch_sets_the_weight() {
             let batch = loader.iter().next().unwrap()?;
             assert_eq!(weight()?, batch.len() as f64);
         }
-        for (a, b) in train.iter().zip(other.iter()) {
-            let _ = (a?, b?);
-            assert!(weight().unwrap_err().to_string().contains("ambiguous"));
-            break;
-        }
+        let (mut first, mut second) = (train.iter(), other.iter());
+        let _ = (first.next().unwrap()?, second.next().unwrap()?);
+        assert!(weight().unwrap_err().to_string().contains("ambiguous"));
         Ok(())
     });
+}
+
+/// Steps of 5 items over 3 or 4 ranks are uneven, and the last step (17 = 3 · 5 + 2) has 7.
+#[test]
+fn gradients_are_those_of_all_items_of_the_step() {
+    let train = |world| {
+        let gradients = spawn(world, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let model: Linear = ddp.wrap(LinearConfig::new(1, 1).with_bias(false).init(&device))?;
+            let train = ddp.loader(Keep).global_batch_size(5).shuffle(11).build(numbers(17))?;
+            let mut gradients = Vec::new();
+            for batch in train.iter() {
+                let items: Vec<f32> = batch?.into_iter().map(|item| item as f32).collect();
+                let x = Tensor::<1>::from_floats(items.as_slice(), &device).unsqueeze_dim::<2>(1);
+                // The gradient of the mean is the mean of the items.
+                let grads = model.forward(x).mean().backward();
+                gradients.push(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>());
+            }
+            Ok(gradients)
+        });
+        assert!(gradients.iter().all(|rank| *rank == gradients[0]), "{gradients:?}");
+        gradients[0].clone()
+    };
+    let order = permutation(17, 11, 0);
+    let mean = |items: &[usize]| items.iter().sum::<usize>() as f32 / items.len() as f32;
+    let expected = [mean(&order[..5]), mean(&order[5..10]), mean(&order[10..])];
+    for world in [3, 4] {
+        let gradients = train(world);
+        assert_eq!(gradients.len(), 3);
+        for (gradient, expected) in gradients.iter().zip(expected) {
+            assert!((gradient - expected).abs() < 1e-5, "{gradient} is not {expected} on {world} ranks");
+        }
+    }
 }
 
 #[test]
@@ -169,13 +202,12 @@ fn slices_are_loaders_of_their_own() {
         }
         Ok((of_slice, of_part))
     });
-    let union = |of: &dyn Fn(&(Vec<usize>, Vec<usize>)) -> Vec<usize>| {
-        let mut union: Vec<usize> = read.iter().flat_map(of).collect();
+    let (slices, parts): (Vec<_>, Vec<_>) = read.into_iter().unzip();
+    for (read, expected) in [(slices, 5..15), (parts, 7..11)] {
+        let mut union = read.concat();
         union.sort_unstable();
-        union
-    };
-    assert_eq!(union(&|(slice, _)| slice.clone()), (5..15).collect::<Vec<_>>());
-    assert_eq!(union(&|(_, part)| part.clone()), (7..11).collect::<Vec<_>>());
+        assert_eq!(union, expected.collect::<Vec<_>>());
+    }
 }
 
 #[test]

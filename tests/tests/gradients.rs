@@ -1,13 +1,11 @@
 //! Gradients come out of backward averaged: fixture F, equality with one big batch, buckets, accumulation.
 
-mod common;
-
 use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
-use common::*;
+use burn_ddp_tests::*;
 
 /// Fixture F: `Linear(1→1)`, w = 1, rank r feeds `[2r, 2r+1]`, loss Σ y².
 fn fixture(reduction: Reduction) -> Vec<f32> {

@@ -1,5 +1,4 @@
-//! Models, data and small tools that several test files share.
-#![allow(dead_code, unreachable_pub)] // each test binary uses a part
+//! Models, data and small tools that the system tests and the program `rank` share.
 
 use burn::module::{ModuleMapper, Param};
 use burn::nn::{Linear, LinearConfig};
@@ -12,17 +11,22 @@ use burn_ddp::prelude::*;
 /// Three layers, so that buckets have an order.
 #[derive(Module, Debug)]
 pub struct Mlp {
+    /// First.
     pub a: Linear,
+    /// Second.
     pub b: Linear,
+    /// Third.
     pub c: Linear,
 }
 
 impl Mlp {
+    /// 6 → 16 → 16 → 3.
     pub fn new(device: &Device) -> Self {
         let init = |i, o| LinearConfig::new(i, o).init(device);
         Mlp { a: init(6, 16), b: init(16, 16), c: init(16, 3) }
     }
 
+    /// `[n, 6]` → `[n, 3]`.
     pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         self.c.forward(self.b.forward(self.a.forward(x).tanh()).tanh())
     }
@@ -60,13 +64,16 @@ pub fn rows(start: usize, rows: usize, columns: usize, salt: u64, dtype: DType, 
     Tensor::from_data(TensorData::new(values, [rows, columns]).convert_dtype(dtype), (device, dtype))
 }
 
+/// Optimizers of the tests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Optim {
+    /// With momentum.
     Sgd,
+    /// With Burn's defaults.
     Adam,
 }
 
-/// Trains `steps` steps, `batch` rows per rank and step out of a shared stream; returns all parameters as f64 per path order.
+/// Wraps `model` and trains it for `steps` steps on `global_batch` rows each, this rank's part of them.
 pub fn train(
     ddp: &Ddp,
     model: Mlp,

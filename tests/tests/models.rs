@@ -1,7 +1,5 @@
 //! What models do to the tap: unused and frozen parameters, loops, copies, panics, records.
 
-mod common;
-
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
@@ -9,7 +7,7 @@ use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
 use burn_ddp::{Error, Options};
-use common::*;
+use burn_ddp_tests::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 

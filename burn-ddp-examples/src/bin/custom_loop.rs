@@ -1,0 +1,51 @@
+//! The smallest complete training loop: copy it.
+//!
+//! ```sh
+//! cargo run -p burn-ddp-examples --bin custom_loop                                          # one process
+//! cargo run -p burn-ddp-launch --bin burnrun -- --nproc-per-node 2 target/debug/custom_loop # two ranks on this machine
+//! ```
+#![forbid(unsafe_code)]
+
+use burn::nn::{LinearConfig, loss::CrossEntropyLossConfig};
+use burn::optim::{AdamConfig, GradientsParams};
+use burn_ddp::prelude::*;
+use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
+
+fn main() -> anyhow::Result<()> {
+    let ddp = Ddp::init()?; // who am I, who are my peers; a world of one if nobody launched us
+    let device = ddp.device()?.autodiff();
+
+    ddp.seed(&device, 42); // the same weights in every run; after `wrap` each rank draws its own random numbers
+    let mut model = ddp.wrap(LinearConfig::new(28 * 28, 10).init(&device))?; // same type back, rank 0's weights everywhere
+    let mut optim = AdamConfig::new().init(); // as always: it sees averaged gradients and needs to know nothing
+
+    let train = ddp
+        .loader(MnistBatcher)
+        .batch_size(32) // of each rank: two ranks make steps of 64 items
+        .shuffle(42) // all ranks agree on the order, another one in each epoch
+        .set_device(device.clone())
+        .build(MnistDataset::sample(Split::Train)?)?; // every rank opens all data and reads its share
+
+    for epoch in train.epochs(0..3) {
+        let (number, mut sum, mut items) = (epoch.number(), 0.0, 0.0);
+        for batch in epoch {
+            let batch = batch?; // a file that cannot be read ends the job on all ranks, with this error
+            let count = batch.labels.dims()[0] as f64;
+            let logits = model.forward(batch.images.flatten(1, 3));
+            let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels); // mean over the batch
+            sum += loss.clone().into_scalar::<f64>() * count;
+            items += count;
+            let grads = loss.backward(); // averaged over all ranks when it returns, each item counting once
+            let grads = GradientsParams::from_grads(grads, &model);
+            model = optim.step(1e-3, model, grads); // the same step on every rank, so the weights stay the same
+        }
+        // Every rank must call this, not only the one that prints: the others would be waited for.
+        let loss = ddp.sum(sum)? / ddp.sum(items)?;
+        if ddp.is_main() {
+            println!("epoch {number}: loss {loss:.4}");
+        }
+    }
+
+    println!("rank {} of {}: parameters {}", ddp.rank(), ddp.world_size(), &param_hash(&model)?[..16]); // all the same
+    Ok(ddp.finish()?) // wait for everyone, then leave
+}

@@ -1,0 +1,20 @@
+//! Runnable examples of burn-ddp.
+//!
+//! | program | shows |
+//! |---|---|
+//! | `custom_loop` | the smallest complete training loop, to copy from |
+//! | `mnist` | a trainer with evaluation, progress, a final table and a JSON summary |
+//! | `seed_gradients` | what averaging does, in numbers that can be checked by hand |
+//!
+//! Each file in `src/bin` opens with the lines that run it. What `mnist` is made of is in [`mnist`].
+#![forbid(unsafe_code)]
+
+pub mod mnist;
+
+/// Shows the library's warnings on standard error; `RUST_LOG=info` shows more.
+pub fn log_to_stderr() {
+    use tracing_subscriber::EnvFilter;
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    // Someone who has set up a subscriber already keeps it.
+    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+}

@@ -1,0 +1,127 @@
+//! What those who are not of the job can do to its ports: lose their own connection.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{ReduceOp, Store, StoreServer, TcpStore};
+use common::{launcher_store as server, on_tcp};
+
+const SOON: Duration = Duration::from_secs(20);
+
+fn client(server: &StoreServer) -> TcpStore {
+    TcpStore::connect(&server.local_addr().to_string(), "job", SOON).unwrap()
+}
+
+/// What the server does to a connection that sent `bytes`: waits for its end.
+fn closed_after(address: SocketAddr, bytes: &[u8]) -> Duration {
+    let begin = Instant::now();
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(SOON)).unwrap();
+    let _ = stream.write_all(bytes);
+    let mut sink = Vec::new();
+    if let Err(e) = stream.read_to_end(&mut sink) {
+        assert_eq!(e.kind(), std::io::ErrorKind::ConnectionReset, "the server must close the connection: {e}");
+    }
+    begin.elapsed()
+}
+
+#[test]
+fn strangers_lose_their_connection_and_nobody_else_notices() {
+    let server = server();
+    let address = server.local_addr();
+    let store = client(&server);
+    let at_once = Duration::from_secs(4);
+    thread::scope(|s| {
+        s.spawn(|| assert!(closed_after(address, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") < at_once));
+        s.spawn(|| assert!(closed_after(address, &[0xff; 100]) < at_once, "a huge length"));
+        s.spawn(|| {
+            assert!(closed_after(address, &[8, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]) < at_once, "a message of junk")
+        });
+        s.spawn(|| assert!(closed_after(address, &[0; 4000]) < at_once, "empty messages"));
+        // Half a hello, or none, is waited for, but not for ever.
+        s.spawn(|| assert!(closed_after(address, &[9, 0]) > Duration::from_secs(4)));
+        s.spawn(|| assert!(closed_after(address, &[]) > Duration::from_secs(4)));
+        let until = Instant::now() + Duration::from_secs(1);
+        let mut served = 0;
+        while Instant::now() < until {
+            store.set("k", b"v").unwrap();
+            served += 1;
+        }
+        assert!(served > 100, "{served} requests in a second beside the strangers");
+    });
+}
+
+#[test]
+fn more_strangers_than_places_do_not_keep_a_client_out() {
+    let server = server();
+    let strangers: Vec<_> = (0..300).map(|_| TcpStream::connect(server.local_addr()).unwrap()).collect();
+    let begin = Instant::now();
+    client(&server).set("k", b"v").unwrap();
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    drop(strangers);
+}
+
+/// The addresses this process listens on, all tests' together.
+#[cfg(target_os = "linux")]
+fn listening() -> Vec<SocketAddr> {
+    let mine: Vec<String> = std::fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .filter_map(|fd| Some(std::fs::read_link(fd.ok()?.path()).ok()?.to_string_lossy().into_owned()))
+        .collect();
+    let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
+    let listeners = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>()).filter(|columns| {
+        const LISTEN: &str = "0A";
+        columns[3] == LISTEN && mine.contains(&format!("socket:[{}]", columns[9]))
+    });
+    listeners
+        .map(|columns| {
+            let (_, port) = columns[1].split_once(':').unwrap();
+            SocketAddr::from(([127, 0, 0, 1], u16::from_str_radix(port, 16).unwrap()))
+        })
+        .collect()
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn strangers_cost_the_job_nothing() {
+    const JUNK: [&[u8]; 5] =
+        [b"", &[7, 0], b"GET / HTTP/1.1\r\n\r\n", &[0xff; 64], b"\x20\x00\x00\x00burn-ddp and then some more bytes!!!"];
+    let done = on_tcp(3, |world| {
+        let group = world.group().unwrap();
+        let mut open = Vec::new();
+        if world.rank() == 0 {
+            let listening = listening();
+            assert!(listening.len() >= 3, "each rank listens: {listening:?}");
+            for (address, junk) in listening.iter().flat_map(|address| JUNK.iter().map(move |junk| (address, junk))) {
+                // Another test's listener may be gone by now.
+                if let Ok(mut stream) = TcpStream::connect(address) {
+                    let _ = stream.write_all(junk);
+                    open.push(stream);
+                }
+            }
+        }
+        for step in 0..200 {
+            let mut x = [step + world.rank() as i64];
+            group.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+            assert_eq!(x, [3 * step + 3]);
+        }
+        // Making a group needs the listener.
+        world.group().unwrap().barrier().unwrap();
+        for mut stream in open {
+            // What is wrong is turned away at once, what is not complete is waited for, for a while.
+            stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+            let end = stream.read(&mut [0; 1]);
+            assert!(
+                matches!(&end, Ok(0)) || end.as_ref().is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionReset),
+                "{end:?}"
+            );
+        }
+        world.check().unwrap();
+        group.barrier().unwrap();
+    });
+    assert_eq!(done.len(), 3);
+}

@@ -1,0 +1,105 @@
+//! One rank of a job under test: `rank SCENARIO`, started by the test files beside it.
+
+use std::time::{Duration, Instant};
+
+use burn::optim::GradientsParams;
+use burn::prelude::*;
+use burn::tensor::DType;
+use burn_ddp::prelude::*;
+use burn_ddp::{Error, Options};
+use burn_ddp_tests::{Mlp, Optim, rows, to_f64, train, values};
+
+fn main() -> anyhow::Result<()> {
+    let scenario = std::env::args().nth(1).unwrap_or_default();
+    let mut options = Options::from_env()?;
+    options.timeout = Duration::from_secs(20);
+    let ddp = Ddp::init_with(options)?;
+    match scenario.as_str() {
+        "hello" => println!("rank {} of {} engine {}", ddp.rank(), ddp.world_size(), ddp.engine()),
+        "train" => return run_training(&ddp),
+        "kill" => {
+            return fail_at_step(&ddp, || {
+                rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap()
+            });
+        }
+        "exit" => return fail_at_step(&ddp, || std::process::exit(0)),
+        "panic" => return fail_at_step(&ddp, || panic!("the third step is cursed")),
+        "abort" => return fail_at_step(&ddp, || std::process::abort()),
+        "break" => return break_early(&ddp),
+        "differ" => {
+            let device = ddp.device()?.autodiff();
+            ddp.wrap(burn::nn::LinearConfig::new(2 + ddp.rank(), 1).init(&device))?;
+        }
+        other => anyhow::bail!("unknown scenario {other:?}"),
+    }
+    Ok(ddp.finish()?)
+}
+
+/// Prints `loss-curve`-free results: the hash and, on rank 0, all values as JSON.
+fn run_training(ddp: &Ddp) -> anyhow::Result<()> {
+    let arg = |n: usize| std::env::args().nth(n).unwrap_or_default();
+    let optim = if arg(2) == "adam" { Optim::Adam } else { Optim::Sgd };
+    let device = ddp.device()?.autodiff();
+    // Every rank starts from other weights: what is compared comes from `wrap`. World 1 and rank 0 use the same seed.
+    device.seed(7 + ddp.rank() as u64);
+    let model = to_f64(Mlp::new(&device));
+    let config = WrapConfig::new().with_bucket_cap_bytes(700).with_first_bucket_cap_bytes(200);
+    let model = train(ddp, model, optim, DType::F64, 100, 12, &config)?;
+    println!("hash {}", param_hash(&model)?);
+    if ddp.is_main() {
+        println!("values {}", serde_json::to_string(&values(&model))?);
+    }
+    ddp.barrier()?;
+    Ok(())
+}
+
+/// Rank 1 does `fault` in its third step; the others print how long the error took and what it says.
+fn fail_at_step(ddp: &Ddp, fault: impl Fn()) -> anyhow::Result<()> {
+    let device = ddp.device()?.autodiff();
+    let model = ddp.wrap(Mlp::new(&device))?;
+    let mut last = Instant::now();
+    for step in 0..1000 {
+        if ddp.rank() == 1 && step == 3 {
+            println!("fault now");
+            fault();
+        }
+        let x = rows(step * 8, 8, 6, 1, DType::F32, &device);
+        match ddp.backward(&model.forward(x).sum(), &model) {
+            Ok(grads) => drop(GradientsParams::from_grads(grads, &model)),
+            Err(error) => {
+                println!("error after {} ms in step {step}: {error}", last.elapsed().as_millis());
+                // Later calls say the same.
+                let again = ddp.barrier().unwrap_err();
+                println!("again {}", again.to_string() == error.to_string() || matches!(again, Error::Comm(_)));
+                return Err(error.into());
+            }
+        }
+        last = Instant::now();
+    }
+    Ok(())
+}
+
+/// Rank 1 leaves its epoch early.
+fn break_early(ddp: &Ddp) -> anyhow::Result<()> {
+    use burn::data::dataloader::batcher::Batcher;
+    struct Rows;
+    impl Batcher<usize, Tensor<2>> for Rows {
+        fn batch(&self, items: Vec<usize>, device: &Device) -> Tensor<2> {
+            rows(items[0], items.len(), 6, 1, DType::F32, device)
+        }
+    }
+    let device = ddp.device()?.autodiff();
+    let model = ddp.wrap(Mlp::new(&device))?;
+    let dataset = burn::data::dataset::InMemDataset::new((0..100).collect());
+    let train = ddp.loader(Rows).batch_size(4).set_device(device).build(dataset)?;
+    for epoch in train.epochs(0..1) {
+        for (step, batch) in epoch.enumerate() {
+            if ddp.rank() == 1 && step == 5 {
+                break;
+            }
+            ddp.backward(&model.forward(batch?).sum(), &model)?;
+        }
+    }
+    ddp.clone().finish()?;
+    Ok(())
+}

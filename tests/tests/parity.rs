@@ -1,0 +1,149 @@
+//! Two ranks follow torch's `DistributedDataParallel`, with the numbers in `parity/` (its README says how they were made).
+
+use std::collections::HashMap;
+
+use anyhow::{Context, Result, ensure};
+use burn::module::{Module, Param};
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{GradientsParams, SgdConfig};
+use burn::prelude::*;
+use burn::tensor::DType;
+use burn_ddp::prelude::*;
+use serde::Deserialize;
+
+const FEATURES: usize = 8;
+const HIDDEN: usize = 16;
+const CLASSES: usize = 4;
+
+#[test]
+fn f64_follows_torch() -> Result<()> {
+    follow(include_str!("../parity/torch_f64.json"), DType::F64, 1e-10)
+}
+
+#[test]
+fn f32_follows_torch() -> Result<()> {
+    follow(include_str!("../parity/torch_f32.json"), DType::F32, 1e-5)
+}
+
+#[derive(Deserialize)]
+struct Torch {
+    world_size: usize,
+    steps: usize,
+    batch_per_rank: usize,
+    lr: f64,
+    momentum: f64,
+    initial: HashMap<String, Parameter>,
+    first_gradients: HashMap<String, Vec<f64>>,
+    losses: Vec<Vec<f64>>,
+    r#final: HashMap<String, Parameter>,
+}
+
+#[derive(Deserialize)]
+struct Parameter {
+    shape: Vec<usize>,
+    values: Vec<f64>,
+}
+
+/// Linear, tanh, Linear: torch's `0`, `1` and `2`.
+#[derive(Module, Debug)]
+struct Mlp {
+    first: Linear,
+    second: Linear,
+}
+
+/// Trains as torch did; `tolerance` is relative, by the norm of each tensor.
+fn follow(numbers: &str, dtype: DType, tolerance: f64) -> Result<()> {
+    let torch: Torch = serde_json::from_str(numbers)?;
+    let results = Ddp::spawn(torch.world_size, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = ddp.wrap(Mlp::from_torch(&torch.initial, dtype, &device)?)?;
+        let momentum = MomentumConfig { momentum: torch.momentum, dampening: 0.0, nesterov: false };
+        let mut optim = SgdConfig::new().with_momentum(Some(momentum)).init();
+        let (mut losses, mut first_gradients) = (Vec::new(), None);
+        for step in 0..torch.steps {
+            let first_row = (step * ddp.world_size() + ddp.rank()) * torch.batch_per_rank;
+            let loss = model.loss(first_row, torch.batch_per_rank, dtype, &device);
+            losses.push(loss.clone().into_scalar::<f64>());
+            let grads = ddp.backward(&loss, &model)?;
+            if first_gradients.is_none() {
+                first_gradients = Some(model.as_torch(|param| param.base().grad(&grads), |param| param.base().grad(&grads))?);
+            }
+            let grads = GradientsParams::from_grads(grads, &model);
+            model = optim.step(torch.lr, model, grads);
+        }
+        let weights = model.as_torch(|param| Some(param.val().inner()), |param| Some(param.val().inner()))?;
+        Ok((losses, first_gradients.context("no step was made")?, weights, param_hash(&model)?))
+    })?;
+
+    for (rank, (losses, first_gradients, weights, hash)) in results.iter().enumerate() {
+        close(losses, &torch.losses[rank], tolerance).with_context(|| format!("losses of rank {rank}"))?;
+        for name in ["0.weight", "0.bias", "2.weight", "2.bias"] {
+            let (initial, last) = (&torch.initial[name].values, &torch.r#final[name].values);
+            ensure!(close(last, initial, 0.1).is_err(), "{name} hardly moved, so this test would prove nothing");
+            close(&first_gradients[name], &torch.first_gradients[name], tolerance)
+                .with_context(|| format!("first gradient of {name} on rank {rank}"))?;
+            close(&weights[name], last, tolerance).with_context(|| format!("final {name} on rank {rank}"))?;
+        }
+        assert_eq!(*hash, results[0].3, "rank {rank} holds other weights than rank 0");
+    }
+    Ok(())
+}
+
+/// ‖ours − theirs‖ ≤ tolerance · ‖theirs‖
+fn close(ours: &[f64], theirs: &[f64], tolerance: f64) -> Result<()> {
+    ensure!(ours.len() == theirs.len(), "{} values instead of {}", ours.len(), theirs.len());
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>().sqrt();
+    let error = norm(&mut ours.iter().zip(theirs).map(|(a, b)| a - b)) / norm(&mut theirs.iter().copied());
+    // Written so that NaN fails.
+    ensure!(error <= tolerance, "relative difference {error:e}, allowed are {tolerance:e}");
+    Ok(())
+}
+
+impl Mlp {
+    fn from_torch(parameters: &HashMap<String, Parameter>, dtype: DType, device: &Device) -> Result<Self> {
+        let get = |name: &str, shape: &[usize]| {
+            let parameter = parameters.get(name).with_context(|| format!("{name} is missing"))?;
+            ensure!(parameter.shape == shape, "{name} has shape {:?}, not {shape:?}", parameter.shape);
+            Ok(TensorData::new(parameter.values.clone(), shape.to_vec()))
+        };
+        let linear = |name: &str, inputs: usize, outputs: usize| {
+            let mut linear = LinearConfig::new(inputs, outputs).init(device);
+            let weight = get(&format!("{name}.weight"), &[outputs, inputs])?;
+            // Torch keeps [out, in], Burn [in, out].
+            linear.weight = Param::from_tensor(Tensor::<2>::from_data(weight, (device, dtype)).transpose());
+            let bias = get(&format!("{name}.bias"), &[outputs])?;
+            linear.bias = Some(Param::from_tensor(Tensor::from_data(bias, (device, dtype))));
+            anyhow::Ok(linear)
+        };
+        Ok(Self { first: linear("0", FEATURES, HIDDEN)?, second: linear("2", HIDDEN, CLASSES)? })
+    }
+
+    /// Torch's name → values in torch's layout, of what the functions take from each parameter.
+    fn as_torch(
+        &self,
+        matrix: impl Fn(&Param<Tensor<2>>) -> Option<Tensor<2>>,
+        vector: impl Fn(&Param<Tensor<1>>) -> Option<Tensor<1>>,
+    ) -> Result<HashMap<String, Vec<f64>>> {
+        let mut values = HashMap::new();
+        for (name, linear) in [("0", &self.first), ("2", &self.second)] {
+            let weight = matrix(&linear.weight).with_context(|| format!("{name}.weight has none"))?.transpose();
+            let bias = linear.bias.as_ref().and_then(&vector).with_context(|| format!("{name}.bias has none"))?;
+            values.insert(format!("{name}.weight"), weight.into_data().iter::<f64>().collect());
+            values.insert(format!("{name}.bias"), bias.into_data().iter::<f64>().collect());
+        }
+        Ok(values)
+    }
+
+    /// The loss of `rows` rows of the data, beginning with row `first`; as `inputs` and `labels` in the script.
+    fn loss(&self, first: usize, rows: usize, dtype: DType, device: &Device) -> Tensor<1> {
+        let value = |i: usize| ((i * 37 + 11) % 101) as f64 - 50.0;
+        let inputs: Vec<f64> = (first * FEATURES..(first + rows) * FEATURES).map(|i| value(i) / 64.0).collect();
+        let labels: Vec<i64> = (first..first + rows).map(|i| ((i * 7 + 3) % 13 % CLASSES) as i64).collect();
+        let inputs = Tensor::<2>::from_data(TensorData::new(inputs, [rows, FEATURES]), (device, dtype));
+        let labels = Tensor::<1, Int>::from_data(TensorData::new(labels, [rows]), device);
+        let logits = self.second.forward(self.first.forward(inputs).tanh());
+        CrossEntropyLossConfig::new().init(device).forward(logits, labels)
+    }
+}

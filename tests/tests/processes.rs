@@ -1,0 +1,213 @@
+//! Jobs of real processes over tcp: the same numbers as threads and as one rank; faults named in time.
+
+use std::collections::HashMap;
+use std::net::TcpListener;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use burn_ddp_tests::distance;
+
+const RANK: &str = env!("CARGO_BIN_EXE_rank");
+
+/// A port that was free a moment ago.
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// A rank with torchrun's plain variables and nothing else of a launcher's.
+fn rank(rank: usize, world: usize, port: u16, args: &[&str]) -> Command {
+    let mut command = Command::new(RANK);
+    for (name, _) in std::env::vars() {
+        if name.starts_with("BURN_DDP_")
+            || name.contains("RANK")
+            || name.contains("WORLD_SIZE")
+            || name.starts_with("MASTER_")
+        {
+            command.env_remove(name);
+        }
+    }
+    command
+        .args(args)
+        .env("RANK", rank.to_string())
+        .env("WORLD_SIZE", world.to_string())
+        .env("MASTER_ADDR", "127.0.0.1")
+        .env("MASTER_PORT", port.to_string())
+        .env("RAYON_NUM_THREADS", "1")
+        .env("RUST_BACKTRACE", "0")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// Runs a job to its end; panics if that takes too long.
+fn job(world: usize, args: &[&str]) -> Vec<Output> {
+    let port = free_port();
+    let children: Vec<_> = (0..world).map(|r| rank(r, world, port, args).spawn().unwrap()).collect();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let threads: Vec<_> = children
+        .into_iter()
+        .map(|mut child| {
+            std::thread::spawn(move || {
+                // Output is small: pipes do not fill before the process ends.
+                while child.try_wait().unwrap().is_none() {
+                    if Instant::now() > deadline {
+                        child.kill().unwrap();
+                        panic!("a rank did not end: {:?}", child.wait_with_output());
+                    }
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                child.wait_with_output().unwrap()
+            })
+        })
+        .collect();
+    threads.into_iter().map(|t| t.join().unwrap()).collect()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn line<'a>(text: &'a str, key: &str) -> &'a str {
+    text.lines().find_map(|l| l.strip_prefix(key)).unwrap_or_else(|| panic!("no {key:?} in {text:?}"))
+}
+
+#[test]
+fn every_world_size_follows_one_rank_with_equal_bits_on_all_ranks() {
+    for optim in ["sgd", "adam"] {
+        let mut one: Option<Vec<Vec<f64>>> = None;
+        for world in 1..=4 {
+            let outputs = job(world, &["train", optim]);
+            assert!(outputs.iter().all(|o| o.status.success()), "{}", stderr(&outputs[0]));
+            let hashes: Vec<_> = outputs.iter().map(|o| line(&stdout(o), "hash ").to_string()).collect();
+            assert!(hashes.iter().all(|h| *h == hashes[0]), "world {world}: {hashes:?}");
+            let values: Vec<Vec<f64>> = serde_json::from_str(line(&stdout(&outputs[0]), "values ")).unwrap();
+            match &one {
+                None => one = Some(values),
+                Some(one) => {
+                    let d = distance(&values, one);
+                    assert!(d > 0.0 && d <= 1e-10, "{optim} world {world}: {d:e}");
+                }
+            }
+            if world == 3 {
+                let again = job(world, &["train", optim]);
+                assert_eq!(line(&stdout(&again[2]), "hash "), hashes[0], "a second run has the same bits");
+            }
+        }
+    }
+}
+
+/// What the survivors of a job of three print when rank 1 fails: milliseconds and message.
+fn survivors(scenario: &str) -> Vec<(u64, String)> {
+    let outputs = job(3, &[scenario]);
+    [0, 2]
+        .map(|r| {
+            let out = stdout(&outputs[r]);
+            assert!(!outputs[r].status.success(), "rank {r} did not notice: {out}");
+            assert_eq!(line(&out, "again "), "true");
+            let (ms, message) = line(&out, "error after ").split_once(" ms in step ").unwrap();
+            (ms.parse().unwrap(), message.to_string())
+        })
+        .to_vec()
+}
+
+#[test]
+fn a_dead_rank_is_named_by_all_others_within_two_seconds() {
+    for scenario in ["kill", "abort"] {
+        for (ms, message) in survivors(scenario) {
+            assert!(ms < 2000, "{scenario}: {ms} ms");
+            assert!(message.contains("rank 1") && message.contains("died") && message.contains("pid"), "{message}");
+            assert!(message.contains("all_reduce"), "the operation is named: {message}");
+        }
+    }
+}
+
+#[test]
+fn a_panic_is_passed_on_and_an_early_exit_is_named() {
+    for (ms, message) in survivors("panic") {
+        assert!(ms < 2000, "{ms} ms");
+        assert!(message.contains("rank 1") && message.contains("panicked"), "{message}");
+    }
+    for (ms, message) in survivors("exit") {
+        assert!(ms < 2000, "{ms} ms");
+        assert!(message.contains("rank 1"), "{message}");
+    }
+}
+
+#[test]
+fn breaking_out_of_an_epoch_alone_is_an_error_that_says_so() {
+    let start = Instant::now();
+    let outputs = job(3, &["break"]);
+    assert!(start.elapsed() < Duration::from_secs(15), "nobody waits for the deadline");
+    for r in [0, 2] {
+        let text = stderr(&outputs[r]);
+        assert!(
+            text.contains("rank 1")
+                && text.contains("stopped")
+                && text.contains("all ranks must stop at the same step"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn models_that_differ_are_told_on_every_rank() {
+    for output in job(2, &["differ"]) {
+        let text = stderr(&output);
+        assert!(text.contains("weight is [2, 1] f32 on rank 0, but [3, 1] f32 on rank 1"), "{text}");
+    }
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named() {
+    let start = Instant::now();
+    let output = rank(0, 3, free_port(), &["hello"]).env("BURN_DDP_JOIN_TIMEOUT", "1").output().unwrap();
+    assert!(start.elapsed() < Duration::from_secs(10));
+    let text = stderr(&output);
+    assert!(!output.status.success() && text.contains("rank 0") && text.contains('1') && text.contains('2'), "{text}");
+}
+
+#[test]
+fn an_unreachable_master_and_a_port_in_use_are_told_with_the_address() {
+    let port = free_port();
+    let output = rank(1, 2, port, &["hello"]).env("BURN_DDP_JOIN_TIMEOUT", "1").output().unwrap();
+    assert!(!output.status.success() && stderr(&output).contains(&format!("127.0.0.1:{port}")), "{}", stderr(&output));
+
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let output = rank(0, 2, port, &["hello"]).env("BURN_DDP_JOIN_TIMEOUT", "5").output().unwrap();
+    let text = stderr(&output);
+    assert!(
+        !output.status.success() && text.contains(&format!("127.0.0.1:{port}")) && text.contains("in use"),
+        "{text}"
+    );
+}
+
+#[test]
+fn half_set_and_contradictory_variables_are_errors_and_nothing_is_a_world_of_one() {
+    type Change<'a> = (&'a [(&'a str, &'a str)], &'a [&'a str], &'a [&'a str]);
+    let cases: [Change<'_>; 4] = [
+        (&[], &["MASTER_ADDR"], &["MASTER_ADDR"]),
+        (&[], &["WORLD_SIZE", "MASTER_PORT"], &["WORLD_SIZE", "MASTER_PORT"]),
+        (&[("RANK", "2")], &[], &["RANK", "2", "WORLD_SIZE"]),
+        (&[("WORLD_SIZE", "many")], &[], &["WORLD_SIZE", "many"]),
+    ];
+    for (set, unset, words) in cases {
+        let mut command = rank(0, 2, 1, &["hello"]);
+        command.envs(set.iter().copied().collect::<HashMap<_, _>>());
+        unset.iter().for_each(|name| {
+            command.env_remove(name);
+        });
+        let output = command.output().unwrap();
+        let text = stderr(&output);
+        assert!(!output.status.success() && words.iter().all(|w| text.contains(w)), "{words:?}: {text}");
+    }
+    let mut alone = rank(0, 1, 1, &["hello"]);
+    for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
+        alone.env_remove(name);
+    }
+    assert_eq!(stdout(&alone.output().unwrap()).trim(), "rank 0 of 1 engine threads");
+}
