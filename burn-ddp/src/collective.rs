@@ -110,7 +110,7 @@ fn read<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Result<(DType, Tensor
 }
 
 fn in_place(data: &mut TensorData, f: impl FnOnce(&mut [u8]) -> burn_ddp_comm::Result<()>) -> Result<()> {
-    TensorData::with_bytes_mut([data], |mut bytes| f(&mut bytes[0]))?;
+    TensorData::with_bytes_mut([data], |mut bytes| f(bytes[0]))?;
     Ok(())
 }
 

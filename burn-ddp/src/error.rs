@@ -14,13 +14,13 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     /// A peer, the network or the launcher: see the inner error, which names the rank.
     #[error(transparent)]
-    Comm(#[from] comm::Error),
+    Comm(Box<comm::Error>),
     /// Starting ranks failed, or a rank that this process started failed.
     #[error(transparent)]
     Launch(#[from] std::sync::Arc<burn_ddp_launch::LaunchError>),
     /// Loading or sharding data failed.
     #[error(transparent)]
-    Data(#[from] crate::data::DataError),
+    Data(Box<crate::data::DataError>),
     /// The models that the ranks hand to `wrap` are not the same model.
     #[error("the ranks do not hold the same model: {0}")]
     ModelsDiffer(String),
@@ -46,4 +46,16 @@ pub enum Error {
         /// Its error or panic message.
         reason: String,
     },
+}
+
+impl From<comm::Error> for Error {
+    fn from(error: comm::Error) -> Self {
+        Error::Comm(Box::new(error))
+    }
+}
+
+impl From<crate::data::DataError> for Error {
+    fn from(error: crate::data::DataError) -> Self {
+        Error::Data(Box::new(error))
+    }
 }

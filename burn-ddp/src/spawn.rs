@@ -59,7 +59,9 @@ impl Ddp {
                 Err(error) => Err(error.to_string()),
             };
             outcome
-                .map_err(|reason| first_failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((rank, reason)).0)
+                .map_err(|reason| {
+                    first_failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((rank, reason)).0
+                })
                 .ok()
         };
         let results: Vec<Option<T>> = std::thread::scope(|scope| {
@@ -97,7 +99,7 @@ impl Ddp {
     /// that failed first.
     pub fn launch(n: usize, f: impl FnOnce(Ddp) -> anyhow::Result<()>) -> anyhow::Result<()> {
         anyhow::ensure!(n > 0, "a job has at least one rank");
-        if n == 1 || LaunchEnv::detect().map_err(Error::Comm)?.is_some() {
+        if n == 1 || LaunchEnv::detect()?.is_some() {
             return match run_rank(Ddp::init()?, f) {
                 Ok(()) => Ok(()),
                 Err(Failure::Error(error)) => Err(error),

@@ -46,7 +46,7 @@ pub(crate) struct Batch {
 
 impl Weights {
     /// A loader hands out a batch of `items`.
-    pub(crate) fn from_loader(&self, step: Step, items: usize) {
+    pub(crate) fn batch_read(&self, step: Step, items: usize) {
         let mut w = self.lock();
         w.explicit = None;
         w.items = Some(items);
@@ -111,7 +111,7 @@ mod tests {
     fn one_without_anything_items_of_the_last_batch_with_a_loader() {
         let w = Weights::default();
         assert_eq!(w.take().unwrap().items, 1.0);
-        w.from_loader(step(0), 7);
+        w.batch_read(step(0), 7);
         assert_eq!(w.take().unwrap(), Batch { items: 7.0, number: 1, step: Some(step(0)) });
         assert_eq!(w.used(0, 5), Some(3));
         assert_eq!(w.take().unwrap().items, 7.0, "a second backward on the same batch has the same weight");
@@ -120,17 +120,17 @@ mod tests {
     #[test]
     fn two_loaders_are_ambiguous_until_said() {
         let w = Weights::default();
-        w.from_loader(step(0), 7);
-        w.from_loader(step(1), 3);
+        w.batch_read(step(0), 7);
+        w.batch_read(step(1), 3);
         let e = w.take().unwrap_err().to_string();
         assert!(e.contains("ddp.weight(items)"), "{e}");
         w.set(10.0).unwrap();
         assert_eq!(w.take().unwrap().items, 10.0);
-        w.from_loader(step(0), 7);
+        w.batch_read(step(0), 7);
         assert_eq!(w.take().unwrap().items, 7.0);
-        w.from_loader(step(1), 3);
+        w.batch_read(step(1), 3);
         w.done(1);
-        w.from_loader(step(0), 5);
+        w.batch_read(step(0), 5);
         assert_eq!(w.take().unwrap().items, 5.0);
     }
 

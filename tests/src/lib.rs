@@ -78,12 +78,12 @@ pub fn train(
     ddp: &Ddp,
     model: Mlp,
     optim: Optim,
-    dtype: DType,
     steps: usize,
     global_batch: usize,
     config: &WrapConfig,
 ) -> anyhow::Result<Mlp> {
     let device = ddp.device()?.autodiff();
+    let dtype = model.a.weight.base().dtype();
     let mut model = ddp.wrap_with(model, config)?;
     let mut sgd = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
     let mut adam = AdamConfig::new().init();

@@ -38,7 +38,7 @@ fn follows_one_rank(dtype: DType, optim: Optim, tolerance: f64) {
     let run = |world: usize, caps: usize| {
         let config = WrapConfig::new().with_bucket_cap_bytes(caps).with_first_bucket_cap_bytes(caps);
         Ddp::spawn(world, |ddp| {
-            let model = train(&ddp, plain.clone(), optim, dtype, STEPS, GLOBAL_BATCH, &config)?;
+            let model = train(&ddp, plain.clone(), optim, STEPS, GLOBAL_BATCH, &config)?;
             Ok((values(&model), param_hash(&model)?))
         })
         .unwrap()
@@ -80,7 +80,7 @@ fn one_collective_per_bucket_and_most_of_them_during_backward() {
     let stats = Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
         let config = WrapConfig::new().with_bucket_cap_bytes(600).with_first_bucket_cap_bytes(200);
-        let model = train(&ddp, Mlp::new(&device), Optim::Sgd, DType::F32, 5, 8, &config)?;
+        let model = train(&ddp, Mlp::new(&device), Optim::Sgd, 5, 8, &config)?;
         drop(model);
         Ok(ddp.stats())
     })

@@ -68,7 +68,8 @@ fn follow(numbers: &str, dtype: DType, tolerance: f64) -> Result<()> {
             losses.push(loss.clone().into_scalar::<f64>());
             let grads = ddp.backward(&loss, &model)?;
             if first_gradients.is_none() {
-                first_gradients = Some(model.as_torch(|param| param.base().grad(&grads), |param| param.base().grad(&grads))?);
+                first_gradients =
+                    Some(model.as_torch(|param| param.base().grad(&grads), |param| param.base().grad(&grads))?);
             }
             let grads = GradientsParams::from_grads(grads, &model);
             model = optim.step(torch.lr, model, grads);

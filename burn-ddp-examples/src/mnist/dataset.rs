@@ -61,12 +61,7 @@ impl MnistDataset {
             Split::Train => (carried!("train-images-idx3-ubyte.gz"), carried!("train-labels-idx1-ubyte.gz")),
             Split::Test => (carried!("t10k-images-idx3-ubyte.gz"), carried!("t10k-labels-idx1-ubyte.gz")),
         };
-        Self::from_idx(
-            images.0,
-            idx::parse(images.0, images.1, 3)?,
-            labels.0,
-            idx::parse(labels.0, labels.1, 1)?,
-        )
+        Self::from_idx(images.0, idx::parse(images.0, images.1, 3)?, labels.0, idx::parse(labels.0, labels.1, 1)?)
     }
 
     /// Reads the database's own files from a folder: `train-images-idx3-ubyte` and so on, plain or with `.gz`.
@@ -111,13 +106,7 @@ impl MnistDataset {
             bail!("{label_file}: label {at} is {}, not a digit", labels.data[at]);
         }
         let (images, _) = images.data.as_chunks::<PIXELS>();
-        Ok(Self::from_items(
-            images
-                .iter()
-                .zip(labels.data)
-                .map(|(&image, label)| MnistItem { image, label })
-                .collect(),
-        ))
+        Ok(Self::from_items(images.iter().zip(labels.data).map(|(&image, label)| MnistItem { image, label }).collect()))
     }
 }
 
@@ -188,9 +177,8 @@ mod tests {
             let data = MnistDataset::sample(split).unwrap();
             assert_eq!(data.len(), each * CLASSES);
             for class in 0..CLASSES {
-                let count = (0..data.len())
-                    .filter(|&index| usize::from(data.get(index).unwrap().label) == class)
-                    .count();
+                let count =
+                    (0..data.len()).filter(|&index| usize::from(data.get(index).unwrap().label) == class).count();
                 assert_eq!(count, each, "{split:?}, class {class}");
             }
         }
@@ -238,7 +226,7 @@ mod tests {
         let items = vec![MnistItem { image: [0; PIXELS], label: 4 }, MnistItem { image, label: 9 }];
         let batch = MnistBatcher.batch(items, &Device::flex());
         assert_eq!(batch.images.dims(), [2, 1, SIDE, SIDE]);
-        let row_1: Vec<f32> = batch.images.slice([1..2, 0..1, 1..2, 0..2]).into_data().to_vec().unwrap();
+        let row_1: Vec<f32> = batch.images.slice([1..2, 0..1, 1..2, 0..2]).into_data().iter::<f32>().collect();
         assert_eq!(row_1, [(1.0 - MEAN) / DEVIATION, (0.0 - MEAN) / DEVIATION]);
         assert_eq!(batch.labels.into_data().iter::<i64>().collect::<Vec<_>>(), [4, 9]);
     }

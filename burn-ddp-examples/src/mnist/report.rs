@@ -94,7 +94,10 @@ impl Summary {
             self.samples_per_second, self.world_size, self.engine, self.global_batch
         );
         for (rank, (speed, wait)) in self.samples_per_second_per_rank.iter().zip(&self.communication_wait).enumerate() {
-            text += &format!("  rank {rank}: {speed:.0} samples/s, {:.1} % of the time waiting for gradients\n", wait * 100.0);
+            text += &format!(
+                "  rank {rank}: {speed:.0} samples/s, {:.1} % of the time waiting for gradients\n",
+                wait * 100.0
+            );
         }
         text
     }

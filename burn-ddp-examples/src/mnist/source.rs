@@ -32,7 +32,9 @@ mod download {
     use super::{MnistDataset, Split};
 
     pub(super) fn split(_: Split) -> Result<MnistDataset> {
-        bail!("this program was built without it: build with `--features download`, or give a folder with MNIST's files to --data")
+        bail!(
+            "this program was built without it: build with `--features download`, or give a folder with MNIST's files to --data"
+        )
     }
 }
 

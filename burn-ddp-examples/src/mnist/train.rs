@@ -24,7 +24,10 @@ const WARM_UP: f64 = 0.1;
 pub fn run(ddp: &Ddp, args: &Args) -> Result<()> {
     if let Some(ranks) = args.nproc {
         let world_size = ddp.world_size();
-        ensure!(ranks == world_size, "--nproc {ranks}, but the launcher started {world_size} rank(s): leave out --nproc");
+        ensure!(
+            ranks == world_size,
+            "--nproc {ranks}, but the launcher started {world_size} rank(s): leave out --nproc"
+        );
     }
     let (train_data, test_data) = source::load(ddp, &args.data)?;
 
@@ -41,7 +44,8 @@ pub fn run(ddp: &Ddp, args: &Args) -> Result<()> {
         .num_workers(args.num_workers)
         .set_device(device)
         .build(train_data)?;
-    let test = ddp.eval_loader(MnistBatcher).batch_size(args.batch_size).num_workers(args.num_workers).build(test_data)?;
+    let test =
+        ddp.eval_loader(MnistBatcher).batch_size(args.batch_size).num_workers(args.num_workers).build(test_data)?;
 
     let steps = args.epochs * train.steps_per_epoch();
     let display = Display::new(ddp.is_main(), args.epochs, train.steps_per_epoch());

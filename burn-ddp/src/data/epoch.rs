@@ -109,7 +109,7 @@ impl<O: Send + 'static> Epoch<O> {
         world.advance(self.track, position)?;
         let items = self.plan.share(step, world.rank()).len();
         let step_read = Step { loader: self.loader.id(), track: self.track, position };
-        self.loader.ddp().weights().from_loader(step_read, items);
+        self.loader.ddp().weights().batch_read(step_read, items);
         self.reached = step + 1;
         Ok(loaded)
     }

@@ -308,7 +308,7 @@ impl Reducer {
                     self.buffers[bucket] = Some(buffer);
                     self.stats.busy(busy);
                     if let Err(e) = result {
-                        first_error.get_or_insert(Error::Comm(e));
+                        first_error.get_or_insert(Error::from(e));
                     }
                 }
                 Ok(_) => return Err(self.fault("the communication thread answered out of order".into())),

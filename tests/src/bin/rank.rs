@@ -35,7 +35,7 @@ fn main() -> anyhow::Result<()> {
     Ok(ddp.finish()?)
 }
 
-/// Prints `loss-curve`-free results: the hash and, on rank 0, all values as JSON.
+/// Prints the hash of the trained model and, on rank 0, all its values as JSON.
 fn run_training(ddp: &Ddp) -> anyhow::Result<()> {
     let arg = |n: usize| std::env::args().nth(n).unwrap_or_default();
     let optim = if arg(2) == "adam" { Optim::Adam } else { Optim::Sgd };
@@ -44,7 +44,7 @@ fn run_training(ddp: &Ddp) -> anyhow::Result<()> {
     device.seed(7 + ddp.rank() as u64);
     let model = to_f64(Mlp::new(&device));
     let config = WrapConfig::new().with_bucket_cap_bytes(700).with_first_bucket_cap_bytes(200);
-    let model = train(ddp, model, optim, DType::F64, 100, 12, &config)?;
+    let model = train(ddp, model, optim, 100, 12, &config)?;
     println!("hash {}", param_hash(&model)?);
     if ddp.is_main() {
         println!("values {}", serde_json::to_string(&values(&model))?);

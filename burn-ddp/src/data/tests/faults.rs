@@ -225,9 +225,9 @@ fn what_no_rank_can_read_is_an_error_on_all() {
             Err(crate::Error::Data(error)) => error,
             other => panic!("{other:?}"),
         };
-        assert!(matches!(error(1, 0), DataError::EmptyDataset));
-        assert!(matches!(error(1, 3), DataError::DatasetTooSmall { items: 3, world: 4 }));
-        assert!(matches!(error(0, 10), DataError::BatchTooSmall { global_batch: 0, world: 4 }));
+        assert!(matches!(*error(1, 0), DataError::EmptyDataset));
+        assert!(matches!(*error(1, 3), DataError::DatasetTooSmall { items: 3, world: 4 }));
+        assert!(matches!(*error(0, 10), DataError::BatchTooSmall { global_batch: 0, world: 4 }));
         let small = ddp.loader(Keep).global_batch_size(3).build(numbers(10)).unwrap_err().to_string();
         assert!(small.contains("use at least 4"), "{small}");
         Ok(ddp.barrier()?)

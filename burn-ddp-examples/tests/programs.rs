@@ -1,0 +1,179 @@
+//! The programs, run as a user runs them, on a few digits.
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use burn::data::dataset::Dataset;
+use burn_ddp_examples::mnist::report::Summary;
+use burn_ddp_examples::mnist::{MnistDataset, Split};
+
+const MNIST: &str = env!("CARGO_BIN_EXE_mnist");
+
+/// MNIST's four files with the first digits of the sample.
+fn few_digits(dir: &Path, train: usize, test: usize) {
+    for (split, prefix, count) in [(Split::Train, "train", train), (Split::Test, "t10k", test)] {
+        let data = MnistDataset::sample(split).unwrap();
+        let items: Vec<_> = (0..count).map(|index| data.get(index).unwrap()).collect();
+        let count = (count as u32).to_be_bytes();
+        let mut images = [&[0, 0, 8, 3], &count[..], &[0, 0, 0, 28], &[0, 0, 0, 28]].concat();
+        images.extend(items.iter().flat_map(|item| item.image));
+        let mut labels = [&[0, 0, 8, 1], &count[..]].concat();
+        labels.extend(items.iter().map(|item| item.label));
+        fs::write(dir.join(format!("{prefix}-images-idx3-ubyte")), images).unwrap();
+        fs::write(dir.join(format!("{prefix}-labels-idx1-ubyte")), labels).unwrap();
+    }
+}
+
+fn run(program: &str, arguments: &str) -> Output {
+    let mut command = Command::new(program);
+    command.args(arguments.split_whitespace());
+    // A job that the tests themselves run in is not theirs to join.
+    for (name, _) in std::env::vars().filter(|(name, _)| is_launch_variable(name)) {
+        command.env_remove(name);
+    }
+    command.output().unwrap()
+}
+
+fn is_launch_variable(name: &str) -> bool {
+    name.starts_with("BURN_DDP_")
+        || name.starts_with("TORCHELASTIC_")
+        || ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+            .contains(&name)
+}
+
+#[track_caller]
+fn train(data: &Path, arguments: &str) -> (Summary, String) {
+    let summary: PathBuf = data.join("summary.json");
+    let arguments = format!("--data {} --summary {} --epochs 2 {arguments}", data.display(), summary.display());
+    let output = run(MNIST, &arguments);
+    let shown = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{shown}\n{}", String::from_utf8_lossy(&output.stderr));
+    (serde_json::from_str(&fs::read_to_string(summary).unwrap()).unwrap(), shown)
+}
+
+#[test]
+fn two_ranks_train_report_and_repeat() {
+    let dir = tempfile::tempdir().unwrap();
+    few_digits(dir.path(), 50, 15);
+    let model = dir.path().join("model.bpk");
+    let (first, shown) = train(dir.path(), &format!("--nproc 2 --batch-size 8 --save {}", model.display()));
+    assert_eq!((first.world_size, first.engine.as_str(), first.epochs, first.global_batch), (2, "tcp", 2, 16));
+    assert_eq!(first.train_loss.len(), 2);
+    assert!(first.train_loss[1] < first.train_loss[0], "{first:?}");
+    assert!(first.samples_per_second > 0.0);
+    assert_eq!((first.test_accuracy * 15.0).fract(), 0.0, "15 digits were tested");
+    assert_eq!(first.param_hash.len(), 2);
+    assert_eq!(first.param_hash[0], first.param_hash[1]);
+    assert!(fs::metadata(model).unwrap().len() > 4 * 1_199_882);
+
+    // Not a terminal: a table, no bar, nothing of rank 1.
+    assert_eq!(shown.lines().filter(|line| line.contains(" %  ")).count(), 2, "{shown}");
+    assert!(shown.contains("samples/s on 2 rank(s), engine tcp"), "{shown}");
+    assert!(!shown.contains('\u{1b}') && !shown.contains("[rank 1]"), "{shown}");
+
+    let (second, _) = train(dir.path(), "--nproc 2 --batch-size 8 --num-workers 3");
+    assert_eq!(second.param_hash, first.param_hash, "the same seed gives the same bits");
+    assert_eq!(second.train_loss, first.train_loss);
+    let (other, _) = train(dir.path(), "--nproc 2 --batch-size 8 --seed 2");
+    assert_ne!(other.param_hash, first.param_hash);
+}
+
+#[test]
+fn one_rank_with_the_same_global_batch_follows_the_same_curve() {
+    let dir = tempfile::tempdir().unwrap();
+    few_digits(dir.path(), 53, 16); // the last step has 5 items: 2, 2 and 1 for three ranks
+    let (one, _) = train(dir.path(), "--no-dropout --nproc 1 --batch-size 12");
+    let (three, _) = train(dir.path(), "--no-dropout --nproc 3 --batch-size 4");
+    assert_eq!((one.world_size, three.world_size), (1, 3));
+    for (a, b) in one.train_loss.iter().zip(&three.train_loss) {
+        assert!((a - b).abs() < 1e-4 * a, "{:?} and {:?}", one.train_loss, three.train_loss);
+    }
+    assert_eq!(one.test_accuracy, three.test_accuracy);
+}
+
+#[test]
+fn what_cannot_work_ends_at_once_with_its_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    few_digits(dir.path(), 4, 2);
+    let data = format!("--data {}", dir.path().display());
+    let start = Instant::now();
+    let fails = |arguments: &str, reason: &str| {
+        let output = run(MNIST, arguments);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success(), "{arguments}");
+        assert!(error.contains(reason), "{arguments}: {error}");
+        assert!(!error.contains("panicked"), "{arguments}: {error}");
+    };
+    fails("--epochs 0", "--epochs 0: there is nothing to train");
+    fails("--batch-size 0", "--batch-size 0");
+    fails("--nproc 0", "--nproc 0");
+    fails("--data /no/such/folder", "there is no such folder");
+    fails(&format!("{data} --nproc 5"), "5 ranks");
+    fs::write(dir.path().join("train-labels-idx1-ubyte"), [0, 0, 8, 1, 0, 0, 0, 4, 1, 2]).unwrap();
+    fails(&data, "train-labels-idx1-ubyte is truncated");
+    fs::remove_file(dir.path().join("train-images-idx3-ubyte")).unwrap();
+    fails(&data, "train-images-idx3-ubyte.gz exists");
+    assert!(start.elapsed() < Duration::from_secs(60));
+}
+
+#[cfg(not(feature = "download"))]
+#[test]
+fn a_download_that_was_not_built_in_is_an_error_on_every_rank() {
+    let output = run(MNIST, "--data full");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success());
+    assert!(error.contains("--features download"), "{error}");
+    assert!(!error.contains("panicked"), "{error}");
+}
+
+/// Standard output of two ranks, joined by torchrun's variables.
+fn two_ranks(program: &str) -> [String; 2] {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let ranks = [0, 1].map(|rank| {
+        Command::new(program)
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", "2")
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", port.to_string())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    });
+    ranks.map(|rank| {
+        let output = rank.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    })
+}
+
+#[test]
+fn two_processes_see_the_mean_and_the_sum_of_their_gradients() {
+    let program = env!("CARGO_BIN_EXE_seed_gradients");
+    let alone = String::from_utf8(run(program, "").stdout).unwrap();
+    assert_eq!(
+        alone,
+        "rank 0: weight 0.0 before wrap, 0.0 after\nrank 0: gradient 2.0\nrank 0: gradient in sum mode 2.0\n"
+    );
+    for (rank, shown) in two_ranks(program).into_iter().enumerate() {
+        assert_eq!(
+            shown,
+            format!(
+                "rank {rank}: weight {rank}.0 before wrap, 0.0 after\nrank {rank}: gradient 14.0\nrank {rank}: gradient in sum mode 28.0\n"
+            )
+        );
+    }
+}
+
+#[test]
+fn the_loop_to_copy_learns_and_its_ranks_agree() {
+    let [main, other] = two_ranks(env!("CARGO_BIN_EXE_custom_loop"));
+    let losses: Vec<f64> = main.lines().filter_map(|line| line.split_once("loss ")?.1.parse().ok()).collect();
+    assert_eq!(losses.len(), 3, "{main}");
+    assert!(losses[2] < 0.5 && losses.is_sorted_by(|a, b| a > b), "{losses:?}");
+    let hash = |shown: &str| shown.lines().last().unwrap().rsplit_once(' ').unwrap().1.to_string();
+    assert_eq!(hash(&main), hash(&other));
+}
