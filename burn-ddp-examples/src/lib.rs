@@ -13,8 +13,13 @@ pub mod mnist;
 
 /// Shows the library's warnings on standard error; `RUST_LOG=info` shows more.
 pub fn log_to_stderr() {
+    use std::io::{IsTerminal, stderr};
     use tracing_subscriber::EnvFilter;
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+
+    // Why the job ended is what `main` returns; once is enough.
+    let default = "warn,burn_ddp_comm::health=off";
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr).with_ansi(stderr().is_terminal());
     // Someone who has set up a subscriber already keeps it.
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+    let _ = lines.try_init();
 }

@@ -7,16 +7,28 @@
 //! ```
 #![forbid(unsafe_code)]
 
+use std::process::ExitCode;
+
 use burn_ddp::Ddp;
 use burn_ddp_examples::mnist::{args::Args, train};
 use clap::Parser;
 
-fn main() -> anyhow::Result<()> {
-    let args = Args::parse();
-    args.check()?;
+fn main() -> ExitCode {
     burn_ddp_examples::log_to_stderr();
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // The causes in one line: the launcher repeats a rank's last lines, and a backtrace would push them out.
+            eprintln!("Error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> anyhow::Result<()> {
+    args.check()?;
     Ddp::launch(args.ranks(), |ddp| {
-        train::run(&ddp, &args)?;
+        train::run(&ddp, args)?;
         Ok(ddp.finish()?)
     })
 }

@@ -18,15 +18,15 @@ pub struct Args {
     pub nproc: Option<usize>,
 
     /// Passes over the training data
-    #[arg(long, default_value_t = 4, value_name = "N")]
+    #[arg(long, default_value_t = 6, value_name = "N")]
     pub epochs: usize,
 
     /// Items per step of each rank
-    #[arg(long, default_value_t = 32, value_name = "ITEMS")]
+    #[arg(long, default_value_t = 16, value_name = "ITEMS")]
     pub batch_size: usize,
 
     /// Highest learning rate; it rises during the first tenth of all steps, then falls to zero
-    #[arg(long, default_value_t = 2e-3, value_name = "RATE")]
+    #[arg(long, default_value_t = 1e-3, value_name = "RATE")]
     pub lr: f64,
 
     /// Seed of the weights, of the order of the data and of dropout; the same seed gives the same run
@@ -37,7 +37,7 @@ pub struct Args {
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub num_workers: usize,
 
-    /// Do not drop activations: then ranks × batch size is all that matters, and 1 × 64 learns like 2 × 32
+    /// Do not drop activations: then ranks × batch size is all that matters, and 1 × 32 learns like 2 × 16
     #[arg(long)]
     pub no_dropout: bool,
 

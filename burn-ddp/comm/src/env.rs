@@ -10,9 +10,12 @@
 //! | rank of this machine | `BURN_DDP_NODE_RANK` | `GROUP_RANK` | no |
 //! | job | `BURN_DDP_JOB_ID` | `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` | no |
 //! | who hosts the store | `BURN_DDP_STORE=launcher\|rank0\|above` | `TORCHELASTIC_USE_AGENT_STORE` | no |
+//! | whom to blame | `BURN_DDP_FAULTS=file` | | no |
 //!
 //! Ours come first. A family of which something is set is set completely, or it is an error: never a world of 1 by accident. Two complete
 //! families must agree.
+
+use std::path::PathBuf;
 
 use crate::net::address;
 use crate::{Error, Result};
@@ -52,6 +55,9 @@ pub struct LaunchEnv {
     pub job_id: String,
     /// Whose variables they are: "burnrun" (ours), "torchrun", or "variables" (plain ones, set by hand or a script).
     pub launcher: &'static str,
+    /// A file to which each process appends the number of the rank that failed first, as far as it knows, so that the launcher
+    /// names the culprit and not the first to end.
+    pub faults: Option<PathBuf>,
 }
 
 /// Where ranks meet: who hosts the store, at which address.
@@ -117,6 +123,7 @@ enum Master {
 
 const STORE: &str = "BURN_DDP_STORE";
 const JOB_ID: &str = "BURN_DDP_JOB_ID";
+const FAULTS: &str = "BURN_DDP_FAULTS";
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
 const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
@@ -197,6 +204,7 @@ impl LaunchEnv {
             Meeting::Rank0 { .. } => (STORE, "rank0".to_owned()),
             Meeting::Rank0Above { .. } => (STORE, "above".to_owned()),
         });
+        variables.extend(self.faults.iter().map(|file| (FAULTS, file.to_string_lossy().into_owned())));
         variables.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
     }
 
@@ -296,7 +304,8 @@ impl Family {
         if job_id.is_empty() || job_id.len() > JOB_ID_CAP {
             return Err(environment(format!("the job id has {} bytes; it must have 1 to {JOB_ID_CAP}", job_id.len())));
         }
-        Ok(LaunchEnv { rank, world_size, local_rank, local_world_size, node_rank, meeting, job_id, launcher })
+        let faults = lookup(FAULTS).map(PathBuf::from);
+        Ok(LaunchEnv { rank, world_size, local_rank, local_world_size, node_rank, meeting, job_id, launcher, faults })
     }
 
     fn master_address(&self, lookup: Lookup<'_>) -> Result<(String, u16)> {

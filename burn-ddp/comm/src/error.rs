@@ -194,6 +194,16 @@ impl Error {
         }
     }
 
+    /// The rank that caused it, where that is certain.
+    pub(crate) fn culprit(&self) -> Option<usize> {
+        match self {
+            Error::PeerLost { .. } | Error::PeerLeft { .. } | Error::PeerFailed { .. } | Error::OutOfStep { .. } => {
+                self.rank()
+            }
+            _ => None,
+        }
+    }
+
     /// This argument error as one of `rank`.
     pub(crate) fn blaming(mut self, culprit: usize) -> Error {
         if let Error::InvalidArgument { rank, .. } = &mut self {

@@ -4,6 +4,8 @@
 //! process share one [`Health`] state; between processes the control connections carry [`ControlMessage`]s from one
 //! rank's health to the others'.
 
+use std::io::Write;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
@@ -64,6 +66,8 @@ struct Shared {
     wakers: Mutex<Vec<Weak<dyn Wake>>>,
     /// Set once, by the control connections; ranks in one process need none.
     outbox: OnceLock<Weak<dyn Outbox>>,
+    /// Where the launcher reads who failed first. Set once, before the first collective.
+    faults: OnceLock<PathBuf>,
 }
 
 struct State {
@@ -105,6 +109,12 @@ impl Health {
     pub fn set_outbox(&self, outbox: Weak<dyn Outbox>) {
         // A second outbox would be a bug of the caller; the first one stays.
         let _ = self.shared.outbox.set(outbox);
+    }
+
+    /// Appends the culprit's number to `file` when the world ends.
+    pub(crate) fn report_to(&self, file: PathBuf) {
+        // Set once, by the rendezvous.
+        let _ = self.shared.faults.set(file);
     }
 
     /// Wakes `waker` at every change from now on, for as long as it lives.
@@ -225,11 +235,21 @@ impl Health {
             }
             state.cause = Some(cause.clone());
         }
+        self.report(&cause);
         tracing::error!(rank = self.rank, %cause, "the world ends");
         if tell {
             self.tell(&ControlMessage::Fail { cause });
         }
         self.wake_all();
+    }
+
+    /// Before the others hear of it, and so before any of them can end because of it.
+    fn report(&self, cause: &Error) {
+        let (Some(file), Some(culprit)) = (self.shared.faults.get(), cause.culprit()) else { return };
+        let written = std::fs::OpenOptions::new().append(true).open(file);
+        if let Err(error) = written.and_then(|mut file| file.write_all(format!("{culprit}\n").as_bytes())) {
+            tracing::warn!(%error, file = %file.display(), "cannot tell the launcher who failed");
+        }
     }
 
     fn tell(&self, message: &ControlMessage) {
@@ -247,7 +267,13 @@ impl Health {
 impl Shared {
     fn new(peers: Vec<PeerInfo>) -> Arc<Shared> {
         let state = State { cause: None, left: vec![false; peers.len()], tracks: Tracks::default() };
-        Arc::new(Shared { peers, state: Mutex::new(state), wakers: Mutex::new(Vec::new()), outbox: OnceLock::new() })
+        Arc::new(Shared {
+            peers,
+            state: Mutex::new(state),
+            wakers: Mutex::new(Vec::new()),
+            outbox: OnceLock::new(),
+            faults: OnceLock::new(),
+        })
     }
 }
 

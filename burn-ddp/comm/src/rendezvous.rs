@@ -78,6 +78,7 @@ impl World {
     ///     meeting: Meeting::Launcher { host: "127.0.0.1".into(), port: store.local_addr().port() },
     ///     job_id: "example".into(),
     ///     launcher: "burnrun",
+    ///     faults: None,
     /// };
     /// // What each rank does, here as threads.
     /// std::thread::scope(|s| {
@@ -128,6 +129,9 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
     let streams = connect_all(&control, &token, env.rank, &entries, mesh_end)?;
     let peers: Vec<PeerInfo> = entries.iter().map(|entry| entry.peer.clone()).collect();
     let health = Health::new(env.rank, peers.clone());
+    if let Some(file) = &env.faults {
+        health.report_to(file.clone());
+    }
     let control = Arc::new(control);
     let as_outbox: Arc<dyn Outbox> = control.clone();
     health.set_outbox(Arc::downgrade(&as_outbox));

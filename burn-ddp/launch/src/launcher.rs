@@ -157,7 +157,7 @@ impl Launcher {
                 }
             }
         };
-        let outcome = job.supervise(relay);
+        let outcome = job.supervise(relay, || store.culprit());
         guardian.dismiss();
         Ok(outcome)
     }

@@ -123,7 +123,7 @@ impl Job {
     }
 
     /// Waits for the end of the job, stopping it where needed. Every wait but that for healthy ranks has a deadline.
-    pub(crate) fn supervise(mut self, relay: Option<Relay>) -> Outcome {
+    pub(crate) fn supervise(mut self, relay: Option<Relay>, culprit: impl FnOnce() -> Option<usize>) -> Outcome {
         while self.is_running() {
             match self.next_event(self.phase.deadline()) {
                 Some(Event::Ended { rank, end, at }) => self.on_end(rank, end, at),
@@ -136,7 +136,7 @@ impl Job {
         let elapsed = self.started.elapsed();
         self.end_stragglers(relay);
         self.reap();
-        self.outcome(elapsed)
+        self.outcome(elapsed, culprit())
     }
 
     /// Gives the job up before it ran: kills what was started.
@@ -284,9 +284,9 @@ impl Job {
         }
     }
 
-    fn outcome(mut self, elapsed: Duration) -> Outcome {
+    fn outcome(mut self, elapsed: Duration, culprit: Option<usize>) -> Outcome {
         let mut relayed = mem::take(&mut self.relayed).unwrap_or_default();
-        let cause = self.root_cause();
+        let cause = self.root_cause(culprit);
         let others = self.failed.iter().filter(|&&rank| cause.is_some_and(|(first, ..)| first != rank));
         let also_failed = others.filter_map(|&rank| Some((rank, self.ranks[rank].ended?.0))).collect();
         let failure = cause.map(|(rank, end, at)| Failure {
@@ -319,9 +319,12 @@ impl Job {
 
     /// The first rank that failed, unless another one died suddenly right after: giving back a large memory or a device takes
     /// a killed process so long that its peers may notice, and exit with an error about it, before its own end is seen.
-    fn root_cause(&self) -> Option<(usize, End, Instant)> {
+    fn root_cause(&self, culprit: Option<usize>) -> Option<(usize, End, Instant)> {
         let ends = || self.failed.iter().filter_map(|&rank| self.ranks[rank].ended.map(|(end, at)| (rank, end, at)));
-        ends().find(|(_, end, _)| end.is_sudden()).or_else(|| ends().next())
+        let sudden = ends().find(|(_, end, _)| end.is_sudden());
+        // Survivors may be reaped before the rank that brought them down: they say whom they heard of first.
+        let blamed = || ends().find(|(rank, ..)| Some(*rank) == culprit);
+        sudden.or_else(blamed).or_else(|| ends().next())
     }
 }
 

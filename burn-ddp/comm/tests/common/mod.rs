@@ -33,6 +33,7 @@ pub fn rank_of(meeting: Meeting, rank: usize, world_size: usize) -> LaunchEnv {
         meeting,
         job_id: "test".into(),
         launcher: "burnrun",
+        faults: None,
     }
 }
 

@@ -24,6 +24,7 @@ pub fn over_tcp(n: usize, options: Options) -> Vec<World> {
                 meeting: Meeting::Launcher { host: "127.0.0.1".into(), port },
                 job_id: "conformance".into(),
                 launcher: "burnrun",
+                faults: None,
             };
             World::join(&env, Options { join_timeout: patient().join_timeout, ..options.clone() }).expect("a world")
         };
