@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
+use std::panic::Location;
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterizer};
@@ -111,10 +112,12 @@ pub(crate) fn wrap<M: Module>(ddp: &Ddp, model: M, config: &WrapConfig) -> Resul
         reduction: config.reduction,
         accumulation: config.accumulation,
         caps: Caps { first_bytes: config.first_bucket_cap_bytes, bytes: config.bucket_cap_bytes },
+        timeout: ddp.world().options().timeout,
+        site: Location::caller(),
     };
     let slots = slots_of(&model);
     let group = ddp.world().group()?;
-    let reducer = Reducer::new(group, ddp.world().options().timeout, slots, settings, ddp.stats_cell())?;
+    let reducer = Reducer::new(group, slots, settings, ddp.stats_cell())?;
     let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, config.accumulation));
     Ok(model.apply_reparameterization(Attach { ddp: ddp.clone(), tapped, next: 0, first: HashMap::new() }))
 }

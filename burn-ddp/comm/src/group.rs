@@ -280,7 +280,18 @@ impl ProcessGroup {
 
 /// Where the public methods meet: all checks, then the engine.
 impl ProcessGroup {
-    fn all_reduce_at(&self, dtype: DType, buf: &mut [u8], op: ReduceOp, tag: u64, site: Site) -> Result<()> {
+    /// [`all_reduce_bytes`](Self::all_reduce_bytes) on behalf of the code at `site`, which errors then show.
+    ///
+    /// # Errors
+    /// Those of [`all_reduce_bytes`](Self::all_reduce_bytes).
+    pub fn all_reduce_at(
+        &self,
+        dtype: DType,
+        buf: &mut [u8],
+        op: ReduceOp,
+        tag: u64,
+        site: &'static Location<'static>,
+    ) -> Result<()> {
         let plan = Plan { reduce: Some(op), tag, ..Plan::elements(Collective::AllReduce, dtype, buf.len(), site) };
         self.run(plan, |engine, call| {
             check_whole(dtype, buf.len())?;
@@ -289,7 +300,18 @@ impl ProcessGroup {
         })
     }
 
-    fn all_reduce_weighted_at(&self, dtype: DType, buf: &mut [u8], weight: f64, tag: u64, site: Site) -> Result<()> {
+    /// [`all_reduce_weighted_bytes`](Self::all_reduce_weighted_bytes) on behalf of the code at `site`, which errors then show.
+    ///
+    /// # Errors
+    /// Those of [`all_reduce_weighted_bytes`](Self::all_reduce_weighted_bytes).
+    pub fn all_reduce_weighted_at(
+        &self,
+        dtype: DType,
+        buf: &mut [u8],
+        weight: f64,
+        tag: u64,
+        site: &'static Location<'static>,
+    ) -> Result<()> {
         let plan = Plan { weight, tag, ..Plan::elements(Collective::AllReduceWeighted, dtype, buf.len(), site) };
         self.run(plan, |engine, call| {
             check_whole(dtype, buf.len())?;

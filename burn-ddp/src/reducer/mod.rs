@@ -7,6 +7,7 @@ mod pack;
 mod plan;
 mod worker;
 
+use std::panic::Location;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::ProcessGroup;
@@ -35,6 +36,10 @@ pub(crate) struct Settings {
     /// Micro-batches per reduction.
     pub accumulation: usize,
     pub caps: Caps,
+    /// How long one collective may take.
+    pub timeout: Duration,
+    /// Where the model was wrapped: what errors show as the caller.
+    pub site: &'static Location<'static>,
 }
 
 #[derive(Debug)]
@@ -70,16 +75,10 @@ pub(crate) struct Reducer {
 }
 
 impl Reducer {
-    pub(crate) fn new(
-        group: ProcessGroup,
-        timeout: Duration,
-        slots: Vec<Slot>,
-        settings: Settings,
-        stats: StatsCell,
-    ) -> Result<Self> {
+    pub(crate) fn new(group: ProcessGroup, slots: Vec<Slot>, settings: Settings, stats: StatsCell) -> Result<Self> {
         let rank = group.rank();
         let plan = Plan::new(&slots, &[], settings.caps);
-        let worker = Worker::start(group, timeout)
+        let worker = Worker::start(group, settings.timeout, settings.site)
             .map_err(|e| Error::Backward { rank, reason: format!("could not start the communication thread: {e}") })?;
         let mut reducer = Reducer {
             rank,

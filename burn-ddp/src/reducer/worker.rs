@@ -1,6 +1,7 @@
 //! The communication thread of one wrapped model: reduces buckets in the order in which they are handed over, while
 //! backward goes on.
 
+use std::panic::Location;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -36,12 +37,17 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    pub(crate) fn start(group: ProcessGroup, timeout: Duration) -> std::io::Result<Self> {
+    /// Errors show `site` as the caller: where the model was wrapped.
+    pub(crate) fn start(
+        group: ProcessGroup,
+        timeout: Duration,
+        site: &'static Location<'static>,
+    ) -> std::io::Result<Self> {
         let (jobs, todo) = channel();
         let (finished, done) = channel();
         std::thread::Builder::new()
             .name(format!("ddp-reduce-{}", group.rank()))
-            .spawn(move || run(&group, &todo, &finished))?;
+            .spawn(move || run(&group, site, &todo, &finished))?;
         // The group keeps its own deadline; the slack only guards against a lost thread.
         Ok(Worker { jobs, done, patience: timeout + Duration::from_secs(30) })
     }
@@ -60,14 +66,14 @@ impl Worker {
     }
 }
 
-fn run(group: &ProcessGroup, todo: &Receiver<Job>, finished: &Sender<Done>) {
+fn run(group: &ProcessGroup, site: &'static Location<'static>, todo: &Receiver<Job>, finished: &Sender<Done>) {
     while let Ok(job) = todo.recv() {
         let done = match job {
             Job::Reduce { bucket, dtype, mut buffer, weight, tag } => {
                 let start = Instant::now();
                 let result = match weight {
-                    Some(w) => group.all_reduce_weighted_bytes(dtype, buffer.bytes_mut(), w, tag),
-                    None => group.all_reduce_bytes(dtype, buffer.bytes_mut(), ReduceOp::Sum, tag),
+                    Some(w) => group.all_reduce_weighted_at(dtype, buffer.bytes_mut(), w, tag, site),
+                    None => group.all_reduce_at(dtype, buffer.bytes_mut(), ReduceOp::Sum, tag, site),
                 };
                 Done::Reduced { bucket, buffer, busy: start.elapsed(), result }
             }
