@@ -405,8 +405,11 @@ impl Ddp {
         if self.is_main() {
             let result = f();
             let told: Result<(), String> = result.as_ref().map(|_| ()).map_err(|e| format!("{e:#}"));
-            let _same = self.group().broadcast_object(Some(told), 0)?;
-            result
+            let heard = self.group().broadcast_object(Some(told), 0);
+            // The others may be gone by then: the cause comes first.
+            let value = result?;
+            heard?.ok();
+            Ok(value)
         } else {
             let told: Result<(), String> = self.group().broadcast_object(None, 0)?;
             told.map_err(|reason| Error::Rank { rank: 0, reason })?;
