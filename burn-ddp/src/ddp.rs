@@ -201,8 +201,12 @@ impl Ddp {
         *self.inner.seed.lock().unwrap_or_else(PoisonError::into_inner) = Some(seed);
     }
 
-    pub(crate) fn seed_of_rank(&self) -> Option<u64> {
-        let seed = (*self.inner.seed.lock().unwrap_or_else(PoisonError::into_inner))?;
+    /// Another one after each `wrap`, so that random streams do not begin anew.
+    pub(crate) fn next_seed_of_rank(&self) -> Option<u64> {
+        let mut seed = self.inner.seed.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = seed.as_mut()?;
+        *next = next.wrapping_mul(0xD134_2543_DE82_EF95).wrapping_add(1);
+        let seed = *next;
         // SplitMix64's increment keeps the streams of neighbouring ranks apart.
         Some(seed.wrapping_add((self.rank() as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15)))
     }
@@ -265,6 +269,12 @@ impl Ddp {
     /// [`Error::Comm`] if a peer failed, [`Error::Use`] if `model` is not wrapped, [`Error::Backward`] if the loss does not
     /// depend on it or the backward cannot deliver averages. After an error the ranks are no longer in step.
     pub fn backward<const D: usize, M: Module>(&self, loss: &Tensor<D>, model: &M) -> Result<Gradients> {
+        if !loss.is_tracked() {
+            let reason = "the loss depends on no parameter (a frozen model, or a loss computed from detached values)"
+                .to_string();
+            self.world().fail(format!("backward: {reason}"));
+            return Err(Error::Backward { rank: self.rank(), reason });
+        }
         let tapped = tap::find(model);
         let [tapped] = tapped.as_slice() else {
             if tapped.is_empty() && self.world_size() == 1 {
@@ -275,12 +285,6 @@ impl Ddp {
                 n => format!("the model consists of {n} wrapped parts: wrap it as a whole"),
             }));
         };
-        if !loss.is_tracked() {
-            let reason = "the loss depends on no parameter (a frozen model, or a loss computed from detached values)"
-                .to_string();
-            self.world().fail(format!("backward: {reason}"));
-            return Err(Error::Backward { rank: self.rank(), reason });
-        }
         let (gradients, reached) = tapped.capture(|| loss.backward());
         if !reached? {
             let reason =

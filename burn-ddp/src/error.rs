@@ -38,7 +38,16 @@ pub enum Error {
     /// Reading or writing a file failed, on the rank that is named.
     #[error("{0}")]
     File(String),
-    /// A rank's closure returned an error or panicked (`Ddp::spawn`, `Ddp::launch`).
+    /// The job that `Ddp::launch` started did not succeed.
+    #[error("{report}")]
+    Job {
+        /// What a launcher would exit with: the code of the rank that failed first, 128 + signal if a signal killed it or
+        /// stopped the job.
+        exit_code: i32,
+        /// Which rank failed first and how, or which signal stopped the job.
+        report: String,
+    },
+    /// A rank's closure returned an error or panicked (`Ddp::spawn`), or rank 0's did (`Ddp::rank_zero_first`).
     #[error("rank {rank} failed: {reason}")]
     Rank {
         /// The rank that failed first.

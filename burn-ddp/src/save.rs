@@ -21,8 +21,7 @@ pub fn param_hash<M: Module>(model: &M) -> Result<String> {
 
 /// Values as they are now: nothing pending, running statistics up to date.
 fn snapshot<M: Module>(model: &M) -> Result<Snapshot> {
-    tap::find(model).iter().for_each(|t| t.clear_pending());
-    Snapshot::of(&model.valid())
+    tap::bypass(|| Snapshot::of(&model.valid()))
 }
 
 impl Ddp {
@@ -56,7 +55,6 @@ fn with_extension(path: &Path) -> PathBuf {
 }
 
 fn write<M: Module>(model: &M, path: &Path) -> std::result::Result<(), String> {
-    tap::find(model).iter().for_each(|t| t.clear_pending());
     let dir = match path.parent() {
         Some(dir) if !dir.as_os_str().is_empty() => dir,
         _ => Path::new("."),
@@ -65,10 +63,12 @@ fn write<M: Module>(model: &M, path: &Path) -> std::result::Result<(), String> {
     let temporary = tempfile::Builder::new()
         .prefix(".burn-ddp-")
         .suffix(".bpk")
+        // As any file: the umask decides, not the privacy of temporary files.
+        .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666))
         .tempfile_in(dir)
         .map_err(|e| e.to_string())?
         .into_temp_path();
-    model.valid().into_record().save(&temporary).map_err(|e| e.to_string())?;
+    tap::bypass(|| model.valid().into_record()).save(&temporary).map_err(|e| e.to_string())?;
     File::open(&temporary).and_then(|f| f.sync_all()).map_err(|e| e.to_string())?;
     temporary.persist(path).map_err(|e| e.to_string())?;
     File::open(dir).and_then(|d| d.sync_all()).map_err(|e| e.to_string())

@@ -1,6 +1,8 @@
 //! What a model is made of, and whether all ranks hold the same.
 
-use burn::module::{Module, ModuleVisitor, Param};
+use std::collections::HashMap;
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
@@ -29,6 +31,8 @@ impl std::fmt::Display for Entry {
 pub(crate) struct Snapshot {
     pub entries: Vec<Entry>,
     pub values: Vec<TensorData>,
+    /// Burn's ids, which differ between ranks.
+    pub ids: Vec<ParamId>,
 }
 
 impl Snapshot {
@@ -40,6 +44,27 @@ impl Snapshot {
             Some(e) => Err(e),
             None => Ok(reader.snapshot),
         }
+    }
+
+    /// For each entry the first one that is the same `Param`: a clone of it that has not changed since (tied weights). A clone that
+    /// was frozen or trained apart (a target network) is another one.
+    pub(crate) fn first_clones(&self) -> Vec<usize> {
+        let mut by_id: HashMap<ParamId, Vec<usize>> = HashMap::new();
+        let same = |a: usize, b: usize| {
+            self.entries[a].trainable == self.entries[b].trainable && self.values[a] == self.values[b]
+        };
+        (0..self.entries.len())
+            .map(|i| {
+                let earlier = by_id.entry(self.ids[i]).or_default();
+                match earlier.iter().find(|&&first| same(first, i)) {
+                    Some(&first) => first,
+                    None => {
+                        earlier.push(i);
+                        i
+                    }
+                }
+            })
+            .collect()
     }
 
     /// SHA-256 over paths, dtypes, shapes and bytes, in hexadecimal.
@@ -111,7 +136,7 @@ struct Reader {
 }
 
 impl Reader {
-    fn read<const D: usize, K: Basic>(&mut self, tensor: Tensor<D, K>, trainable: bool) {
+    fn read<const D: usize, K: Basic>(&mut self, id: ParamId, tensor: Tensor<D, K>, trainable: bool) {
         if self.error.is_some() {
             return;
         }
@@ -131,6 +156,7 @@ impl Reader {
                     trainable,
                 });
                 self.snapshot.values.push(data);
+                self.snapshot.ids.push(id);
             }
             Err(e) => self.error = Some(Error::Use(format!("reading {path} from its device failed: {e:?}"))),
         }
@@ -147,15 +173,15 @@ impl ModuleVisitor for Reader {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.read(param.base(), param.is_require_grad());
+        self.read(param.id, param.base(), param.is_require_grad());
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
-        self.read(param.base(), false);
+        self.read(param.id, param.base(), false);
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
-        self.read(param.base(), false);
+        self.read(param.id, param.base(), false);
     }
 }
 

@@ -95,8 +95,8 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// In a rank: what joining or `f` returned. In the launching process: [`Error::Launch`], or [`Error::Rank`] naming the rank
-    /// that failed first.
+    /// In a rank: what joining or `f` returned. In the launching process: [`Error::Launch`], or [`Error::Job`] with the exit
+    /// code and the report.
     pub fn launch(n: usize, f: impl FnOnce(Ddp) -> anyhow::Result<()>) -> anyhow::Result<()> {
         anyhow::ensure!(n > 0, "a job has at least one rank");
         if n == 1 || LaunchEnv::detect()?.is_some() {
@@ -112,10 +112,9 @@ impl Ddp {
             .stdio(Stdio::FirstRankInherits)
             .run()
             .map_err(|e| Error::Launch(Arc::new(e)))?;
-        match &outcome.failure {
-            None if outcome.exit_code == 0 => Ok(()),
-            None => anyhow::bail!("{outcome}"),
-            Some(failure) => Err(Error::Rank { rank: failure.rank, reason: outcome.to_string() }.into()),
+        match outcome.exit_code {
+            0 => Ok(()),
+            exit_code => Err(Error::Job { exit_code, report: outcome.to_string() }.into()),
         }
     }
 }

@@ -66,12 +66,15 @@ impl Weights {
     }
 
     pub(crate) fn set(&self, items: f64) -> Result<()> {
-        if !items.is_finite() || items < 0.0 {
-            return Err(Error::Use(format!("a weight is a number of items, finite and not negative, got {items}")));
+        // The range keeps weighted sums in f32 from overflowing and vanishing.
+        if items != 0.0 && !(1e-6..=1e15).contains(&items) {
+            return Err(Error::Use(format!("a weight is a number of items: 0, or between 1e-6 and 1e15, got {items}")));
         }
         let mut w = self.lock();
         w.explicit = Some(items);
         w.read.clear();
+        // What follows counts as a batch of its own.
+        w.batches += 1;
         Ok(())
     }
 
@@ -136,7 +139,7 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused() {
-        for bad in [f64::NAN, f64::INFINITY, -1.0] {
+        for bad in [f64::NAN, f64::INFINITY, -1.0, 1e39, 1e-46] {
             assert!(Weights::default().set(bad).is_err());
         }
     }

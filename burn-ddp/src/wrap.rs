@@ -1,11 +1,11 @@
 //! `wrap` and `unwrap`: from a model to a data-parallel model and back.
 
 use std::any::Any;
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, VecDeque};
 use std::panic::Location;
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterizer};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterizer};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use burn_ddp_comm::DType;
@@ -99,9 +99,10 @@ pub(crate) fn wrap<M: Module>(ddp: &Ddp, model: M, config: &WrapConfig) -> Resul
     agree_on_schema(ddp, &snapshot.entries, config)?;
     broadcast_values(ddp, &mut snapshot)?;
 
-    let mut set = SetValues { values: snapshot.values.into(), leaves: HashMap::new(), next: 0 };
-    let model = model.map(&mut set);
-    if let Some(seed) = ddp.seed_of_rank() {
+    let first = snapshot.first_clones();
+    let (slots, slot_of) = slots_of(&snapshot, &first);
+    let model = model.map(&mut SetValues { values: snapshot.values.into(), first, leaves: HashMap::new(), next: 0 });
+    if let Some(seed) = ddp.next_seed_of_rank() {
         device.seed(seed);
     }
     // Alone and without accumulation there is nothing to do in backward.
@@ -115,11 +116,10 @@ pub(crate) fn wrap<M: Module>(ddp: &Ddp, model: M, config: &WrapConfig) -> Resul
         timeout: ddp.world().options().timeout,
         site: Location::caller(),
     };
-    let slots = slots_of(&model);
     let group = ddp.world().group()?;
     let reducer = Reducer::new(group, slots, settings, ddp.stats_cell())?;
     let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, config.accumulation));
-    Ok(model.apply_reparameterization(Attach { ddp: ddp.clone(), tapped, next: 0, first: HashMap::new() }))
+    Ok(model.apply_reparameterization(Attach { ddp: ddp.clone(), tapped, slot_of: slot_of.into() }))
 }
 
 pub(crate) fn unwrap<M: Module>(model: M) -> Result<M> {
@@ -135,7 +135,6 @@ pub(crate) fn unwrap<M: Module>(model: M) -> Result<M> {
             tracing::warn!("unwrap discards gradients of micro-batches that were not reduced");
             tapped.discard();
         }
-        tapped.clear_pending();
     }
     // Burn removes a reparameterization by folding it in; ours is the identity.
     Ok(tap::bypass(|| model.materialize()))
@@ -232,34 +231,18 @@ fn broadcast_values(ddp: &Ddp, snapshot: &mut Snapshot) -> Result<()> {
     Ok(())
 }
 
-/// The float parameters of `model` in traversal order. A parameter that shares its id with an earlier one (tied weights) has
-/// a slot that stays empty: both report to the first.
-fn slots_of<M: Module>(model: &M) -> Vec<Slot> {
-    struct Collect {
-        path: Vec<String>,
-        seen: HashSet<ParamId>,
-        slots: Vec<Slot>,
-    }
-    impl ModuleVisitor for Collect {
-        fn enter_module(&mut self, name: &str, _: &str) {
-            self.path.push(name.to_string());
-        }
-        fn exit_module(&mut self, _: &str, _: &str) {
-            self.path.pop();
-        }
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let base = param.base();
-            self.slots.push(Slot {
-                path: self.path.join("."),
-                dims: base.dims().to_vec(),
-                dtype: comm_dtype(base.dtype()).expect("checked when the values were read"),
-                trainable: param.is_require_grad() && self.seen.insert(param.id),
-            });
-        }
-    }
-    let mut collect = Collect { path: Vec::new(), seen: HashSet::new(), slots: Vec::new() };
-    model.visit(&mut collect);
-    collect.slots
+/// The float parameters in traversal order, and to which of these slots each of them reports: a clone of an earlier parameter
+/// (tied weights) reports to that one's and leaves its own empty.
+fn slots_of(snapshot: &Snapshot, first: &[usize]) -> (Vec<Slot>, Vec<usize>) {
+    let floats: Vec<usize> = (0..first.len()).filter(|&i| snapshot.values[i].dtype().is_float()).collect();
+    let slot = |&i: &usize| Slot {
+        path: snapshot.entries[i].path.clone(),
+        dims: snapshot.entries[i].dims.clone(),
+        dtype: comm_dtype(snapshot.values[i].dtype()).expect("checked when the values were read"),
+        trainable: snapshot.entries[i].trainable && first[i] == i,
+    };
+    let slot_of = floats.iter().map(|&i| floats.binary_search(&first[i]).expect("clones are floats too")).collect();
+    (floats.iter().map(slot).collect(), slot_of)
 }
 
 /// Checks float parameters before anything is read.
@@ -268,10 +251,21 @@ struct Floats {
     path: Vec<String>,
     device: Option<Device>,
     problem: Option<String>,
+    /// Path of the parameter visited last, if it requires a gradient.
+    trainable: Option<String>,
 }
 
 impl ModuleVisitor for Floats {
-    fn enter_module(&mut self, name: &str, _: &str) {
+    fn enter_module(&mut self, name: &str, container: &str) {
+        if container == "Reparameterization"
+            && let Some(base) = self.trainable.take()
+        {
+            let problem = format!(
+                "{base} is trained itself and carries the reparameterization {name:?}: Burn keeps one per parameter, so its \
+                 gradients could not be averaged; freeze the base (as `apply_lora` does), or fold it in with `materialize`"
+            );
+            self.problem = self.problem.take().or(Some(problem));
+        }
         self.path.push(name.to_string());
     }
 
@@ -296,6 +290,7 @@ impl ModuleVisitor for Floats {
             None
         };
         self.problem = self.problem.take().or(problem);
+        self.trainable = param.is_require_grad().then_some(path);
         self.device.get_or_insert(device);
     }
 }
@@ -313,9 +308,11 @@ impl ModuleVisitor for Others {
 
 /// Replaces every value by one of `values`, as a fresh leaf: ranks that are threads must not share nodes.
 struct SetValues {
-    values: std::collections::VecDeque<TensorData>,
-    /// Leaves by parameter id, so that clones of a `Param` go on sharing theirs.
-    leaves: HashMap<ParamId, Box<dyn Any>>,
+    values: VecDeque<TensorData>,
+    /// See [`Snapshot::first_clones`].
+    first: Vec<usize>,
+    /// Leaves by entry, so that clones of a `Param` go on sharing theirs.
+    leaves: HashMap<usize, Box<dyn Any>>,
     next: usize,
 }
 
@@ -330,11 +327,11 @@ impl SetValues {
 
 impl ModuleMapper for SetValues {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let id = param.id;
+        let first = self.first[self.next];
         param.map(|old| {
             let fresh = self.value(&old);
             let fresh = if old.is_require_grad() { fresh.require_grad() } else { fresh };
-            let leaf = self.leaves.entry(id).or_insert_with(|| Box::new(fresh.clone()));
+            let leaf = self.leaves.entry(first).or_insert_with(|| Box::new(fresh.clone()));
             leaf.downcast_ref::<Tensor<D>>().cloned().unwrap_or(fresh)
         })
     }
@@ -352,16 +349,15 @@ impl ModuleMapper for SetValues {
 struct Attach {
     ddp: Ddp,
     tapped: Arc<Tapped>,
-    next: usize,
-    first: HashMap<ParamId, usize>,
+    /// Slots of the parameters to come.
+    slot_of: VecDeque<usize>,
 }
 
 impl Reparameterizer for Attach {
     type Reparam = Tap;
 
     fn reparameterize<const D: usize>(&mut self, _: &str, param: Param<Tensor<D>>) -> (Param<Tensor<D>>, Option<Tap>) {
-        let slot = *self.first.entry(param.id).or_insert(self.next);
-        self.next += 1;
+        let slot = self.slot_of.pop_front().expect("map and visit see the same parameters");
         let tap = Tap::new(self.ddp.clone(), self.tapped.clone(), slot, param.id, D);
         (param, Some(tap))
     }

@@ -482,3 +482,181 @@ fn collectives_on_tensors_of_every_kind() {
     })
     .unwrap();
 }
+
+/// One step of `Branches` where rank 0 goes left and rank 1 right, with `between` after the backward; parameters must stay equal.
+fn stays_equal(between: impl Fn(&Ddp, &Branches, &Device) + Sync) {
+    let plain = Branches::new(&Device::flex().autodiff());
+    let hashes = Ddp::spawn_with(2, short(), |ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = ddp.wrap(plain.clone())?;
+        let mut optim = SgdConfig::new().init();
+        for _ in 0..2 {
+            let grads = branch(&model, &ddp, &device).backward();
+            between(&ddp, &model, &device);
+            let grads = GradientsParams::from_grads(grads, &model);
+            assert_eq!(grads.len(), 6);
+            model = optim.step(0.1, model, grads);
+            assert_eq!(model.num_params(), plain.num_params());
+        }
+        Ok(param_hash(&model)?)
+    })
+    .unwrap();
+    assert_eq!(hashes[0], hashes[1]);
+}
+
+fn branch(model: &Branches, ddp: &Ddp, device: &Device) -> Tensor<1> {
+    let h = model.shared.forward(x(ddp, device));
+    if ddp.rank() == 0 { model.left.forward(h).sum() } else { model.right.forward(h).sum() }
+}
+
+#[test]
+fn averages_of_unused_parameters_survive_what_happens_before_the_optimizer_takes_them() {
+    stays_equal(|_, _, _| {});
+    stays_equal(|ddp, model, device| drop(branch(model, ddp, device)));
+    stays_equal(|_, model, _| drop(param_hash(model).unwrap()));
+    stays_equal(|_, model, _| drop(model.clone().no_grad()));
+    stays_equal(|ddp, model, device| drop(branch(model, ddp, device).backward()));
+}
+
+#[test]
+fn parts_of_a_model_may_have_optimizers_of_their_own() {
+    let plain = Branches::new(&Device::flex().autodiff());
+    let hashes = Ddp::spawn_with(2, short(), |ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = ddp.wrap(plain.clone())?;
+        let (mut a, mut b, mut c) = (SgdConfig::new().init(), SgdConfig::new().init(), SgdConfig::new().init());
+        for _ in 0..2 {
+            let mut grads = branch(&model, &ddp, &device).backward();
+            let g = GradientsParams::from_module(&mut grads, &model.shared);
+            model.shared = a.step(0.1, model.shared, g);
+            let g = GradientsParams::from_module(&mut grads, &model.left);
+            model.left = b.step(0.1, model.left, g);
+            let g = GradientsParams::from_module(&mut grads, &model.right);
+            model.right = c.step(0.1, model.right, g);
+        }
+        Ok(param_hash(&model)?)
+    })
+    .unwrap();
+    assert_eq!(hashes[0], hashes[1]);
+}
+
+#[test]
+fn a_record_loaded_after_wrap_is_followed_by_ddp_backward() {
+    let plain = Branches::new(&Device::flex().autodiff());
+    let record = Branches::new(&Device::flex().autodiff()).into_record();
+    let hashes = Ddp::spawn_with(2, short(), |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(plain.clone())?.load_record(record.clone());
+        let grads = ddp.backward(&branch(&model, &ddp, &device), &model)?;
+        let grads = GradientsParams::from_grads(grads, &model);
+        Ok(param_hash(&SgdConfig::new().init().step(0.1, model, grads))?)
+    })
+    .unwrap();
+    assert_eq!(hashes[0], hashes[1]);
+}
+
+#[test]
+fn lora_with_a_frozen_base_trains_and_with_a_trained_base_is_refused() {
+    use burn::module::Lora;
+    let plain = Mlp::new(&Device::flex().autodiff());
+    let hashes = Ddp::spawn_with(2, short(), |ddp| {
+        let device = ddp.device()?.autodiff();
+        let error = ddp.wrap(plain.clone().apply_lora(Lora::new(2, 4.0)).unfreeze()).unwrap_err().to_string();
+        assert!(error.contains("a.weight is trained itself and carries the reparameterization"), "{error}");
+        let mut model = ddp.wrap(plain.clone().apply_lora(Lora::new(2, 4.0)))?;
+        let before = param_hash(&model)?;
+        let mut optim = SgdConfig::new().init();
+        for _ in 0..3 {
+            let grads = GradientsParams::from_grads(model.forward(x(&ddp, &device)).sum().backward(), &model);
+            assert_eq!(grads.len(), 6, "two factors for each of three weights");
+            model = optim.step(0.1, model, grads);
+        }
+        assert_ne!(param_hash(&model)?, before);
+        Ok(param_hash(&model)?)
+    })
+    .unwrap();
+    assert_eq!(hashes[0], hashes[1]);
+}
+
+#[test]
+fn a_target_network_beside_its_original_keeps_its_own_state() {
+    Ddp::spawn_with(2, short(), |ddp| {
+        let device = ddp.device()?.autodiff();
+        let online: Linear = LinearConfig::new(6, 3).init(&device);
+        // Initialised: in plain Burn, freezing a clone of a lazy parameter freezes the original.
+        let _ = (online.weight.val(), online.bias.as_ref().unwrap().val());
+        let target = online.clone().no_grad();
+        for target_first in [false, true] {
+            let (online, target) = if target_first {
+                let both = ddp.wrap(vec![target.clone(), online.clone()])?;
+                (both[1].clone(), both[0].clone())
+            } else {
+                let both = ddp.wrap(vec![online.clone(), target.clone()])?;
+                (both[0].clone(), both[1].clone())
+            };
+            assert!(online.weight.is_require_grad() && !target.weight.is_require_grad());
+            let loss = (online.forward(x(&ddp, &device)) - target.forward(x(&ddp, &device)) * 2.0).sum();
+            assert_eq!(GradientsParams::from_grads(loss.backward(), &online).len(), 2);
+        }
+        let tied = ddp.wrap(vec![online.clone(), online.clone()])?;
+        let loss = tied[1].forward(x(&ddp, &device)).sum() + tied[0].forward(x(&ddp, &device)).sum();
+        let grads = loss.backward();
+        let one = online.forward(x(&ddp, &device)).sum().backward();
+        let both = tied[0].bias.as_ref().unwrap().base().grad(&grads).unwrap().into_data();
+        let single = online.bias.as_ref().unwrap().base().grad(&one).unwrap() * 2.0;
+        assert_eq!(both, single.into_data(), "clones share a leaf, as in plain Burn");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn after_a_failed_backward_the_next_is_an_error_and_not_a_panic() {
+    let config = WrapConfig::new().with_bucket_cap_bytes(100).with_first_bucket_cap_bytes(100);
+    Ddp::spawn_with(1, short(), |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap_with(Mlp::new(&device), &config.clone().with_accumulation(2))?;
+        let loss = || model.forward(x(&ddp, &device)).sum();
+        ddp.backward(&loss(), &model)?;
+        let copy = model.clone().fork(&device);
+        let bad = loss() + copy.a.forward(x(&ddp, &device)).sum();
+        assert!(ddp.backward(&bad, &model).is_err());
+        let error = ddp.backward(&loss(), &model).err().map(|e| e.to_string());
+        assert!(error.is_some(), "the ranks are out of step");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn an_epoch_that_does_not_divide_by_the_accumulation_is_an_error() {
+    use burn::data::dataloader::batcher::Batcher;
+    struct Rows;
+    impl Batcher<usize, Tensor<2>> for Rows {
+        fn batch(&self, items: Vec<usize>, device: &Device) -> Tensor<2> {
+            rows(items[0], items.len(), 6, 1, DType::F32, device)
+        }
+    }
+    let steps = Ddp::spawn_with(2, short(), |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap_with(Mlp::new(&device), &WrapConfig::new().with_accumulation(2))?;
+        let dataset = burn::data::dataset::InMemDataset::new((0..10).collect());
+        let train = ddp.loader(Rows).batch_size(1).set_device(device).build(dataset)?; // five steps
+        let mut discard = true;
+        for epoch in train.epochs(0..3) {
+            for batch in epoch {
+                if let Err(error) = ddp.backward(&model.forward(batch?).sum(), &model) {
+                    assert!(error.to_string().contains("ddp.discard(&model)"), "{error}");
+                    return Ok(ddp.stats().steps);
+                }
+            }
+            if discard {
+                ddp.discard(&model);
+                discard = false;
+            }
+        }
+        Ok(0)
+    })
+    .unwrap();
+    assert_eq!(steps, [4, 4]);
+}

@@ -9,7 +9,7 @@
 
 use std::process::ExitCode;
 
-use burn_ddp::Ddp;
+use burn_ddp::{Ddp, Error};
 use burn_ddp_examples::mnist::{args::Args, train};
 use clap::Parser;
 
@@ -20,7 +20,11 @@ fn main() -> ExitCode {
         Err(error) => {
             // The causes in one line: the launcher repeats a rank's last lines, and a backtrace would push them out.
             eprintln!("Error: {error:#}");
-            ExitCode::FAILURE
+            match error.downcast_ref() {
+                // As the rank that failed, or 130 after Ctrl-C.
+                Some(Error::Job { exit_code, .. }) => ExitCode::from(u8::try_from(*exit_code).unwrap_or(1)),
+                _ => ExitCode::FAILURE,
+            }
         }
     }
 }

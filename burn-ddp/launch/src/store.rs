@@ -1,5 +1,9 @@
 //! Where the ranks of a job meet, and the variables that say so.
 
+use std::fs::{self, File, OpenOptions};
+use std::io::Read;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
 use burn_ddp_comm::{LaunchEnv, Meeting, StoreServer};
@@ -12,8 +16,8 @@ pub(crate) struct JobStore {
     server: StoreServer,
     job_id: String,
     nproc: usize,
-    /// To which ranks append whom they blame. Removed on drop.
-    faults: Option<PathBuf>,
+    /// To which ranks append whom they blame.
+    faults: Option<File>,
 }
 
 impl JobStore {
@@ -34,35 +38,29 @@ impl JobStore {
             meeting: Meeting::Launcher { host: address.ip().to_string(), port: address.port() },
             job_id: self.job_id.clone(),
             launcher: "burnrun",
-            faults: self.faults.clone(),
+            faults: self.faults.as_ref().map(name_of),
         };
         env.variables()
     }
 
     /// The rank that the first report blames.
     pub(crate) fn culprit(&self) -> Option<usize> {
-        let reports = std::fs::read_to_string(self.faults.as_ref()?).ok()?;
+        let mut reports = String::new();
+        self.faults.as_ref()?.read_to_string(&mut reports).ok()?;
         reports.lines().next()?.parse().ok()
     }
 }
 
-impl Drop for JobStore {
-    fn drop(&mut self) {
-        if let Some(file) = &self.faults {
-            let _ = std::fs::remove_file(file);
-        }
-    }
+/// A file without a name, so that nothing stays behind however this process ends; ranks reach it through this process. Without
+/// it the report blames the first rank to end, which usually is right.
+fn create_faults(job_id: &str) -> Option<File> {
+    let path = std::env::temp_dir().join(format!("burn-ddp-{job_id}.faults"));
+    let file = OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(&path);
+    let unnamed = file.and_then(|file| fs::remove_file(&path).map(|()| file));
+    unnamed.inspect_err(|error| tracing::warn!(%error, "ranks cannot report who failed first")).ok()
 }
 
-/// Without this file the report blames the first rank to end, which usually is right.
-fn create_faults(job_id: &str) -> Option<PathBuf> {
-    use std::os::unix::fs::OpenOptionsExt;
-    let file = std::env::temp_dir().join(format!("burn-ddp-{job_id}.faults"));
-    match std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&file) {
-        Ok(_) => Some(file),
-        Err(error) => {
-            tracing::warn!(%error, file = %file.display(), "ranks cannot report who failed first");
-            None
-        }
-    }
+/// The name of an open file, for other processes.
+fn name_of(file: &File) -> PathBuf {
+    format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()).into()
 }

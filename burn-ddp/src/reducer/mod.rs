@@ -72,6 +72,10 @@ pub(crate) struct Reducer {
     /// Reductions done; names collectives.
     step: u64,
     order_agreed: bool,
+    /// How often the user discarded held gradients: all ranks must do so alike.
+    discards: u64,
+    /// Why no further step is possible: buckets of a step that never ended are with the worker.
+    broken: Option<Error>,
 }
 
 impl Reducer {
@@ -99,6 +103,8 @@ impl Reducer {
             reducing: true,
             step: 0,
             order_agreed: false,
+            discards: 0,
+            broken: None,
         };
         reducer.fit_buffers();
         Ok(reducer)
@@ -110,12 +116,20 @@ impl Reducer {
 
     /// Starts a backward that stands for `weight` items. With `hold`, its gradients are only summed up, like those of the
     /// first `accumulation - 1` micro-batches.
-    pub(crate) fn begin(&mut self, weight: f64, hold: bool) {
+    ///
+    /// # Errors
+    ///
+    /// If an earlier step ended half-way.
+    pub(crate) fn begin(&mut self, weight: f64, hold: bool) -> Result<()> {
+        if let Some(error) = &self.broken {
+            return Err(error.clone());
+        }
         self.micro_batches += 1;
         self.weight = weight;
         self.items += weight;
         self.reducing = !hold && self.micro_batches >= self.settings.accumulation;
         self.forget_arrivals();
+        Ok(())
     }
 
     /// Takes the final gradient of `slot` in this backward, and starts every bucket that is complete now.
@@ -147,8 +161,9 @@ impl Reducer {
         if !summing {
             let (dtype, start) = (s.dtype, place.offset_elems * s.dtype.size_bytes());
             let bucket = &self.plan.buckets[place.bucket];
-            let buffer =
-                self.buffers[place.bucket].as_mut().expect("a bucket is launched only when all its slots were put");
+            let Some(buffer) = self.buffers[place.bucket].as_mut() else {
+                return Err(self.fault(format!("the bucket of {} is under way already", s.path)));
+            };
             if buffer.bytes().is_empty() {
                 *buffer = Buffer::zeroed(bucket.total_bytes());
             }
@@ -229,8 +244,19 @@ impl Reducer {
         Ok(())
     }
 
-    /// Forgets gradients of micro-batches that were not reduced yet.
+    /// Forgets gradients of micro-batches that were not reduced yet, as all ranks do.
+    pub(crate) fn discard_held(&mut self) {
+        self.discards += 1;
+        self.discard();
+    }
+
+    /// Forgets everything of the running step.
     pub(crate) fn discard(&mut self) {
+        if self.broken.is_none() && self.buffers.iter().any(Option::is_none) {
+            self.broken = Some(self.fault(
+                "an earlier backward ended half-way (an error or a panic) with buckets under way; the ranks cannot get back in step".into(),
+            ));
+        }
         self.micro_batches = 0;
         self.items = 0.0;
         self.held.iter_mut().for_each(|h| *h = None);
@@ -242,21 +268,29 @@ impl Reducer {
         self.micro_batches > 0
     }
 
-    /// Gives up a backward that will not end. `Err` if peers already work on its buckets.
+    /// Gives up a backward that will not end.
+    ///
+    /// # Errors
+    ///
+    /// If peers already work on its buckets, or count its micro-batch.
     pub(crate) fn abandon(&mut self) -> Result<()> {
-        let launched = self.next;
+        let counted = self.settings.accumulation > 1 || self.micro_batches > 1;
         self.discard();
-        if launched > 0 {
-            return Err(self.fault(format!(
-                "an earlier backward ended half-way (a panic?) after {launched} of its buckets were under way; the ranks cannot get back in step"
-            )));
+        if counted && self.broken.is_none() {
+            self.broken = Some(self.fault(
+                "an earlier backward ended half-way (a panic?) and took the gradients held for accumulation with it; the ranks \
+                 cannot get back in step"
+                    .into(),
+            ));
         }
-        Ok(())
+        self.broken.clone().map_or(Ok(()), Err)
     }
 
     fn launch(&mut self, index: usize, during_backward: bool) -> Result<()> {
         let bucket = &self.plan.buckets[index];
-        let mut buffer = self.buffers[index].take().expect("each bucket is launched once per step");
+        let Some(mut buffer) = self.buffers[index].take() else {
+            return Err(self.fault(format!("bucket {index} is under way already")));
+        };
         if buffer.bytes().len() != bucket.total_bytes() {
             buffer = Buffer::zeroed(bucket.total_bytes());
         }
@@ -293,7 +327,8 @@ impl Reducer {
         }
         self.stats.launched(bucket.total_bytes(), during_backward);
         let weight = (self.settings.reduction == Reduction::Mean).then_some(self.items);
-        let tag = (self.step << 20) | index as u64;
+        // 16 bits of discards, 28 of steps, 20 of buckets: enough to tell calls apart that could meet.
+        let tag = (self.discards & 0xffff) << 48 | (self.step & 0xfff_ffff) << 20 | index as u64;
         self.submit(Job::Reduce { bucket: index, dtype: bucket.dtype, buffer, weight, tag })?;
         self.next = index + 1;
         Ok(())

@@ -49,7 +49,7 @@ impl Worker {
             .name(format!("ddp-reduce-{}", group.rank()))
             .spawn(move || run(&group, site, &todo, &finished))?;
         // The group keeps its own deadline; the slack only guards against a lost thread.
-        Ok(Worker { jobs, done, patience: timeout + Duration::from_secs(30) })
+        Ok(Worker { jobs, done, patience: timeout.saturating_add(Duration::from_secs(30)) })
     }
 
     /// Hands over one job. Never blocks.

@@ -5,6 +5,7 @@ mod tapped;
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::backend::Dispatch;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization};
@@ -23,20 +24,21 @@ pub(crate) struct Tap {
     /// A rank that holds a wrapped model takes part in the job.
     _presence: Ddp,
     handle: TapHandle,
-    id: ParamId,
+    /// The parameter's id, as it was seen last. Shared by clones of the model.
+    id: Arc<AtomicU64>,
     /// Number of dimensions of the parameter.
     rank: usize,
 }
 
 impl Tap {
     pub(crate) fn new(ddp: Ddp, tapped: Arc<Tapped>, slot: usize, id: ParamId, rank: usize) -> Self {
-        Tap { _presence: ddp, handle: TapHandle { tapped, slot }, id, rank }
+        Tap { _presence: ddp, handle: TapHandle { tapped, slot }, id: Arc::new(AtomicU64::new(id.val())), rank }
     }
 
     fn visit_pending<const D: usize>(&self, visitor: &mut impl ModuleVisitor) {
         let like = Tensor::<D>::zeros([1; D], &self.handle.tapped.device);
         let leaf = Tensor::<D>::from_dispatch(Dispatch::delivered(like.into_dispatch(), self.handle.clone()));
-        visitor.visit_float(&Param::initialized(self.id, leaf));
+        visitor.visit_float(&Param::initialized(ParamId::from(self.id.load(Ordering::Relaxed)), leaf));
     }
 }
 
@@ -47,7 +49,6 @@ impl Reparameterization for Tap {
         if BYPASS.get() || !base.is_autodiff() {
             return base;
         }
-        self.handle.tapped.clear_pending();
         Tensor::from_dispatch(Dispatch::grad_tap(base.into_dispatch(), self.handle.clone()))
     }
 }
@@ -72,9 +73,13 @@ impl Module for Tap {
         FOUND.with_borrow_mut(|found| {
             if let Some(found) = found {
                 found.push(self.handle.tapped.clone());
+                // Loading a record gives parameters new ids.
+                if let Some(id) = BASE_ID.get() {
+                    self.id.store(id, Ordering::Relaxed);
+                }
             }
         });
-        if !self.handle.tapped.is_pending(self.handle.slot) {
+        if BYPASS.get() || !self.handle.tapped.yield_pending(self.handle.slot) {
             return;
         }
         match self.rank {
@@ -92,7 +97,7 @@ impl Module for Tap {
     }
 
     fn map<M: ModuleMapper>(self, _: &mut M) -> Self {
-        self.handle.tapped.clear_pending();
+        self.handle.tapped.clear_pending(self.handle.slot);
         self
     }
 
@@ -115,16 +120,30 @@ pub(crate) const MAX_RANK: usize = 8;
 thread_local! {
     /// Taps seen by `visit` on this thread, while someone asks.
     static FOUND: RefCell<Option<Vec<Arc<Tapped>>>> = const { RefCell::new(None) };
-    /// Reads pass taps unseen on this thread.
+    /// Id of the parameter that `find` visited last on this thread.
+    static BASE_ID: Cell<Option<u64>> = const { Cell::new(None) };
+    /// Reads and visits pass taps unseen on this thread.
     static BYPASS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The wrapped models that `model` is made of: none, one, or several if wrapped parts were put together.
 pub(crate) fn find<M: Module>(model: &M) -> Vec<Arc<Tapped>> {
-    struct Nothing;
-    impl ModuleVisitor for Nothing {}
+    struct Ids;
+    impl ModuleVisitor for Ids {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            BASE_ID.set(Some(param.id.val()));
+        }
+    }
+    struct Forget;
+    impl Drop for Forget {
+        fn drop(&mut self) {
+            FOUND.set(None);
+            BASE_ID.set(None);
+        }
+    }
+    let _forget = Forget;
     FOUND.set(Some(Vec::new()));
-    model.visit(&mut Nothing);
+    bypass(|| model.visit(&mut Ids));
     let mut unique: Vec<Arc<Tapped>> = Vec::new();
     for tapped in FOUND.take().unwrap_or_default() {
         if !unique.iter().any(|u| Arc::ptr_eq(u, &tapped)) {
@@ -134,7 +153,7 @@ pub(crate) fn find<M: Module>(model: &M) -> Vec<Arc<Tapped>> {
     unique
 }
 
-/// Runs `f` with parameters read as if they had no tap.
+/// Runs `f` with parameters read and visited as if they had no tap.
 pub(crate) fn bypass<T>(f: impl FnOnce() -> T) -> T {
     struct Restore(bool);
     impl Drop for Restore {

@@ -1,6 +1,7 @@
 //! One wrapped model on one rank: what its taps share.
 
 use std::any::Any;
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,6 +26,11 @@ const MAX_RUNGS: usize = 4096;
 
 type Erased = Box<dyn Any + Send>;
 
+thread_local! {
+    /// `Ddp::backward` runs on this thread and wants the first error back instead of a panic, whichever model it is about.
+    static CAPTURED: RefCell<Option<Option<Error>>> = const { RefCell::new(None) };
+}
+
 /// Shared by all taps of a wrapped model and by the autodiff nodes that its reads leave in graphs.
 pub(crate) struct Tapped {
     pub(crate) ddp: Ddp,
@@ -33,13 +39,13 @@ pub(crate) struct Tapped {
     /// Reads of each slot whose hook may still fire. Written by forward (up) and by dropped hook states (down).
     outstanding: Vec<AtomicUsize>,
     state: Mutex<State>,
-    /// Averages delivered for parameters that this rank did not use, as leaves of the autodiff backend, until the next
-    /// forward or map. Written by the last gate, read by `Tap::visit`.
-    pending: Mutex<BTreeMap<usize, Erased>>,
+    /// Leaves under which averages of parameters that this rank did not use are delivered, one per slot, made when first
+    /// needed and kept: gradients of several backwards may wait side by side.
+    stand_ins: Mutex<BTreeMap<usize, Erased>>,
+    /// Slots with such an average, and whether `Tap::visit` has yielded it. Written by the last gate, read by `Tap::visit`,
+    /// cleared when a yielded one is mapped: the optimizer has stepped.
+    pending: Mutex<BTreeMap<usize, bool>>,
     has_pending: AtomicBool,
-    /// `Ddp::backward` wants errors back instead of panics.
-    capturing: AtomicBool,
-    captured: Mutex<Option<Error>>,
     /// Backwards that reached this model and ended, well or not.
     ended: AtomicU64,
     /// Depth of nested `no_sync`.
@@ -62,6 +68,8 @@ struct State {
     error: Option<Error>,
     /// Batches read from loaders when the last backward began.
     last_batch: u64,
+    /// Track and epoch of that batch, if it came from a loader.
+    epoch: Option<(u64, u64)>,
 }
 
 #[derive(Default)]
@@ -128,11 +136,11 @@ impl Tapped {
                 slots: (0..slots).map(|_| SlotState::default()).collect(),
                 error: None,
                 last_batch: 0,
+                epoch: None,
             }),
+            stand_ins: Mutex::default(),
             pending: Mutex::default(),
             has_pending: AtomicBool::new(false),
-            capturing: AtomicBool::new(false),
-            captured: Mutex::default(),
             ended: AtomicU64::new(0),
             holding: AtomicUsize::new(0),
         }
@@ -234,7 +242,7 @@ impl Tapped {
             return Ok(());
         }
         let device = state.device::<B>().ok_or_else(|| self.fault("the backend changed during backward".into()))?;
-        let mut pending = BTreeMap::new();
+        let mut unused = Vec::new();
         for slot in 0..state.slots.len() {
             let Some(bytes) = state.reducer.gradient(slot) else { continue };
             let s = &state.reducer.slots()[slot];
@@ -243,50 +251,68 @@ impl Tapped {
             match state.slots[slot].leaf {
                 Some(leaf) => grads.register::<B>(leaf, average),
                 None => {
-                    let stand_in = new_leaf::<B>(scalar::<B>(&device, average.dtype()));
+                    let mut stand_ins = self.stand_ins.lock().unwrap_or_else(PoisonError::into_inner);
+                    let stand_in = stand_ins
+                        .entry(slot)
+                        .or_insert_with(|| Box::new(new_leaf::<B>(scalar::<B>(&device, average.dtype()))));
+                    let stand_in = stand_in
+                        .downcast_ref::<AutodiffTensor<B>>()
+                        .ok_or_else(|| self.fault("the model changed its backend: wrap it again".into()))?;
                     grads.register::<B>(stand_in.id(), average);
-                    pending.insert(slot, Box::new(stand_in) as Erased);
+                    unused.push(slot);
                 }
             }
         }
         state.reducer.end_step()?;
-        self.has_pending.store(!pending.is_empty(), Ordering::Release);
-        *self.pending.lock().unwrap_or_else(PoisonError::into_inner) = pending;
+        if !unused.is_empty() {
+            self.lock_pending().extend(unused.into_iter().map(|slot| (slot, false)));
+            self.has_pending.store(true, Ordering::Release);
+        }
         Ok(())
     }
 
-    /// The stand-in leaf of a parameter that this rank did not use in the last backward.
+    /// The stand-in leaf of a slot.
     pub(crate) fn delivered<B: Backend>(&self, slot: usize) -> Option<AutodiffTensor<B>> {
-        let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
-        pending.get(&slot)?.downcast_ref::<AutodiffTensor<B>>().cloned()
+        let stand_ins = self.stand_ins.lock().unwrap_or_else(PoisonError::into_inner);
+        stand_ins.get(&slot)?.downcast_ref::<AutodiffTensor<B>>().cloned()
     }
 
-    pub(crate) fn is_pending(&self, slot: usize) -> bool {
+    /// Whether an average waits under the slot's stand-in; notes that it is handed out.
+    pub(crate) fn yield_pending(&self, slot: usize) -> bool {
         self.has_pending.load(Ordering::Acquire)
-            && self.pending.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&slot)
+            && self.lock_pending().get_mut(&slot).map(|yielded| *yielded = true).is_some()
     }
 
-    /// Averages that no optimizer took are gone: a new forward, a map, a save.
-    pub(crate) fn clear_pending(&self) {
-        if self.has_pending.swap(false, Ordering::AcqRel) {
-            self.pending.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    /// A parameter was mapped: if its average was handed out, the optimizer has it. What nobody has taken yet stays, since
+    /// the map may be that of a copy.
+    pub(crate) fn clear_pending(&self, slot: usize) {
+        if self.has_pending.load(Ordering::Acquire) {
+            let mut pending = self.lock_pending();
+            if pending.get(&slot) == Some(&true) {
+                pending.remove(&slot);
+            }
+            self.has_pending.store(!pending.is_empty(), Ordering::Release);
         }
+    }
+
+    fn lock_pending(&self) -> MutexGuard<'_, BTreeMap<usize, bool>> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs `backward` with errors returned instead of panics, and tells whether the backward reached this model.
     pub(crate) fn capture<T>(&self, backward: impl FnOnce() -> T) -> (T, Result<bool>) {
-        struct Off<'a>(&'a AtomicBool);
-        impl Drop for Off<'_> {
+        struct Restore(Option<Option<Error>>);
+        impl Drop for Restore {
             fn drop(&mut self) {
-                self.0.store(false, Ordering::Release);
+                CAPTURED.set(self.0.take());
             }
         }
-        self.capturing.store(true, Ordering::Release);
-        let off = Off(&self.capturing);
+        let restore = Restore(CAPTURED.replace(Some(None)));
         let before = self.ended.load(Ordering::Acquire);
         let out = backward();
-        drop(off);
-        let result = match self.captured.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        let captured = CAPTURED.take().flatten();
+        drop(restore);
+        let result = match captured {
             Some(e) => Err(e),
             None => Ok(self.ended.load(Ordering::Acquire) > before),
         };
@@ -307,7 +333,10 @@ impl Tapped {
     }
 
     pub(crate) fn discard(&self) {
-        self.lock().reducer.discard();
+        let mut state = self.lock();
+        state.last_batch = 0;
+        state.epoch = None;
+        state.reducer.discard_held();
     }
 
     pub(crate) fn holds_gradients(&self) -> bool {
@@ -334,15 +363,26 @@ impl Tapped {
     }
 
     fn begin(&self, state: &mut State) -> Result<()> {
-        let batch = self.ddp.begin_backward()?;
+        let batch = self.ddp.begin_backward().map_err(|e| match e {
+            Error::Use(reason) => self.fault(reason),
+            other => other,
+        })?;
         if state.accumulation > 1 && batch.number > 0 && batch.number == state.last_batch {
             return Err(self.fault(
                 "a second backward reached the wrapped model for one batch; with accumulation each micro-batch has one backward".into(),
             ));
         }
+        let epoch = batch.step.map(|s| (s.track, s.position >> 32));
+        if state.reducer.holds_gradients() && epoch.is_some() && state.epoch.is_some_and(|held| Some(held) != epoch) {
+            return Err(self.fault(format!(
+                "an epoch ended while gradients of micro-batches were held: the number of steps does not divide by the accumulation of {}; \
+                 call `ddp.discard(&model)` at the end of the epoch",
+                state.accumulation
+            )));
+        }
+        state.epoch = epoch;
         state.last_batch = batch.number;
-        state.reducer.begin(batch.items, self.holding.load(Ordering::Acquire) > 0);
-        Ok(())
+        state.reducer.begin(batch.items, self.holding.load(Ordering::Acquire) > 0)
     }
 
     fn fail(&self, error: Error) {
@@ -350,9 +390,14 @@ impl Tapped {
         if !matches!(error, Error::Comm(_)) {
             self.ddp.world().fail(error.to_string());
         }
-        if self.capturing.load(Ordering::Acquire) {
-            *self.captured.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-        } else {
+        let unheard = CAPTURED.with_borrow_mut(|captured| match captured {
+            Some(first) => {
+                first.get_or_insert(error);
+                None
+            }
+            None => Some(error),
+        });
+        if let Some(error) = unheard {
             panic!(
                 "{error}\nnote: `loss.backward()` cannot return an error; `ddp.backward(&loss, &model)` returns this one"
             );
