@@ -349,7 +349,7 @@ impl Family {
             (None, None) if address::is_loopback(host) => (rank, world_size),
             (None, None) => {
                 return Err(environment(format!(
-                    "{rank_name} and {size_name} are not set; they are needed because the master, {host}, may be another machine"
+                    "{rank_name} and {size_name} are not set; they are needed because the master, {host}, may be another machine (if all ranks run on one, name it 127.0.0.1)"
                 )));
             }
         };
