@@ -7,8 +7,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why an operation of burn-ddp failed.
 ///
-/// After [`Error::Comm`] ask [`comm::Error::group_usable`] whether the job can go on; every other variant except
-/// [`Error::Use`] means that the ranks no longer agree and the job has to be restarted from a checkpoint.
+/// After [`Error::Backward`] the ranks are no longer in step: start again from a checkpoint. After [`Error::Comm`] ask
+/// [`comm::Error::group_usable`]. What all ranks see alike ([`Error::Use`], [`Error::ModelsDiffer`], [`Error::File`]) leaves the
+/// job usable.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
