@@ -54,15 +54,16 @@ impl Ddp {
         let first_failure = Mutex::new(None);
         let run = |world: World| {
             let rank = world.rank();
-            let outcome = match Ddp::from_world(world) {
-                Ok(ddp) => run_rank(ddp, &f).map_err(|failure| failure.reason()),
-                Err(error) => Err(error.to_string()),
+            let note = |reason: String| {
+                first_failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((rank, reason));
             };
-            outcome
-                .map_err(|reason| {
-                    first_failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((rank, reason)).0
-                })
-                .ok()
+            match Ddp::from_world(world) {
+                Ok(ddp) => run_rank(ddp, &f, |failure| note(failure.reason())).ok(),
+                Err(error) => {
+                    note(error.to_string());
+                    None
+                }
+            }
         };
         let results: Vec<Option<T>> = std::thread::scope(|scope| {
             let threads: Vec<_> = World::threads(n, options)
@@ -100,7 +101,7 @@ impl Ddp {
     pub fn launch(n: usize, f: impl FnOnce(Ddp) -> anyhow::Result<()>) -> anyhow::Result<()> {
         anyhow::ensure!(n > 0, "a job has at least one rank");
         if n == 1 || LaunchEnv::detect()?.is_some() {
-            return match run_rank(Ddp::init()?, f) {
+            return match run_rank(Ddp::init()?, f, |_| ()) {
                 Ok(()) => Ok(()),
                 Err(Failure::Error(error)) => Err(error),
                 Err(Failure::Panic(panic)) => resume_unwind(panic),
@@ -137,8 +138,8 @@ impl Failure {
     }
 }
 
-/// Runs `f` and tells the other ranks why, if it fails: they need not find out by themselves.
-fn run_rank<T>(ddp: Ddp, f: impl FnOnce(Ddp) -> anyhow::Result<T>) -> Result<T, Failure> {
+/// Runs `f` and tells the other ranks why, if it fails: they need not find out by themselves. `note` hears of it before they do.
+fn run_rank<T>(ddp: Ddp, f: impl FnOnce(Ddp) -> anyhow::Result<T>, note: impl FnOnce(&Failure)) -> Result<T, Failure> {
     // Held meanwhile, so that a failing rank does not say goodbye before it says why.
     let held = ddp.clone();
     let failure = match catch_unwind(AssertUnwindSafe(|| f(ddp))) {
@@ -146,6 +147,7 @@ fn run_rank<T>(ddp: Ddp, f: impl FnOnce(Ddp) -> anyhow::Result<T>) -> Result<T, 
         Ok(Err(error)) => Failure::Error(error),
         Err(panic) => Failure::Panic(panic),
     };
+    note(&failure);
     held.world().fail(failure.reason());
     Err(failure)
 }
