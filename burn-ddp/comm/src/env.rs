@@ -10,6 +10,11 @@
 //! | rank of this machine | `BURN_DDP_NODE_RANK` | `GROUP_RANK` | no |
 //! | job | `BURN_DDP_JOB_ID` | `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` | no |
 //! | who hosts the store | `BURN_DDP_STORE=launcher\|rank0\|above` | `TORCHELASTIC_USE_AGENT_STORE` | no |
+//! | which attempt | `BURN_DDP_RESTART_COUNT` | `TORCHELASTIC_RESTART_COUNT` | no |
+//! | the job's secret | `BURN_DDP_SECRET_FILE=file` | | between machines |
+//! | do without it | `BURN_DDP_TRUST_NETWORK=1` | | no |
+//! | which network | `BURN_DDP_INTERFACE=name or address` | | no |
+//! | what the launcher should know | `BURN_DDP_EVENTS=file`, `BURN_DDP_REPORT_DIR=dir` | | no |
 //! | whom to blame | `BURN_DDP_FAULTS=file` | | no |
 //!
 //! Ours come first. A family of which something is set is set completely, or it is an error: never a world of 1 by accident. Two complete
@@ -55,6 +60,18 @@ pub struct LaunchEnv {
     pub job_id: String,
     /// Whose variables they are: "burnrun" (ours), "torchrun", or "variables" (plain ones, set by hand or a script).
     pub launcher: &'static str,
+    /// Which attempt at the job this is: 0 first, one more after each restart.
+    pub restart_count: u32,
+    /// A file that holds the job's secret.
+    pub secret_file: Option<PathBuf>,
+    /// Whoever reaches the job's ports may join: no secret is needed.
+    pub trust_network: bool,
+    /// The network interface, or the address, on which this rank listens and from which it connects.
+    pub interface: Option<String>,
+    /// A file to which each process appends what its launcher should know, as lines of JSON.
+    pub events: Option<PathBuf>,
+    /// A directory in which a rank whose world ends in an error leaves its report.
+    pub report_dir: Option<PathBuf>,
     /// A file to which each process appends the number of the rank that failed first, as far as it knows, so that the launcher
     /// names the culprit and not the first to end.
     pub faults: Option<PathBuf>,
@@ -123,6 +140,12 @@ enum Master {
 
 const STORE: &str = "BURN_DDP_STORE";
 const JOB_ID: &str = "BURN_DDP_JOB_ID";
+const RESTART_COUNT: &str = "BURN_DDP_RESTART_COUNT";
+const SECRET_FILE: &str = "BURN_DDP_SECRET_FILE";
+const TRUST_NETWORK: &str = "BURN_DDP_TRUST_NETWORK";
+const INTERFACE: &str = "BURN_DDP_INTERFACE";
+const EVENTS: &str = "BURN_DDP_EVENTS";
+const REPORT_DIR: &str = "BURN_DDP_REPORT_DIR";
 const FAULTS: &str = "BURN_DDP_FAULTS";
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
@@ -151,6 +174,27 @@ const PLAIN: Family = Family {
 type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 impl LaunchEnv {
+    /// Rank `rank` of `world_size`, all on this machine, as burnrun starts it; the rest is not set.
+    pub fn new(rank: usize, world_size: usize, meeting: Meeting, job_id: impl Into<String>) -> LaunchEnv {
+        LaunchEnv {
+            rank,
+            world_size,
+            local_rank: rank,
+            local_world_size: world_size,
+            node_rank: 0,
+            meeting,
+            job_id: job_id.into(),
+            launcher: "burnrun",
+            restart_count: 0,
+            secret_file: None,
+            trust_network: false,
+            interface: None,
+            events: None,
+            report_dir: None,
+            faults: None,
+        }
+    }
+
     /// Reads the process's environment. `None` if no launcher left a trace: run alone.
     ///
     /// # Errors
@@ -204,7 +248,22 @@ impl LaunchEnv {
             Meeting::Rank0 { .. } => (STORE, "rank0".to_owned()),
             Meeting::Rank0Above { .. } => (STORE, "above".to_owned()),
         });
-        variables.extend(self.faults.iter().map(|file| (FAULTS, file.to_string_lossy().into_owned())));
+        variables.push((RESTART_COUNT, self.restart_count.to_string()));
+        if self.trust_network {
+            variables.push((TRUST_NETWORK, "1".to_owned()));
+        }
+        variables.extend(self.interface.iter().map(|interface| (INTERFACE, interface.clone())));
+        let paths = [
+            (SECRET_FILE, &self.secret_file),
+            (EVENTS, &self.events),
+            (REPORT_DIR, &self.report_dir),
+            (FAULTS, &self.faults),
+        ];
+        variables.extend(
+            paths
+                .into_iter()
+                .filter_map(|(name, path)| path.as_ref().map(|path| (name, path.to_string_lossy().into_owned()))),
+        );
         variables.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
     }
 
@@ -304,8 +363,30 @@ impl Family {
         if job_id.is_empty() || job_id.len() > JOB_ID_CAP {
             return Err(environment(format!("the job id has {} bytes; it must have 1 to {JOB_ID_CAP}", job_id.len())));
         }
-        let faults = lookup(FAULTS).map(PathBuf::from);
-        Ok(LaunchEnv { rank, world_size, local_rank, local_world_size, node_rank, meeting, job_id, launcher, faults })
+        let path = |name| lookup(name).map(PathBuf::from);
+        let restarts = match self.master {
+            Master::Joined(_) => RESTART_COUNT,
+            Master::Split(..) => RESTARTS,
+        };
+        let restart_count = read_number(restarts, lookup)?.unwrap_or(0);
+        Ok(LaunchEnv {
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
+            node_rank,
+            meeting,
+            job_id,
+            launcher,
+            restart_count: u32::try_from(restart_count)
+                .map_err(|_| environment(format!("{restarts}={restart_count} is too large")))?,
+            secret_file: path(SECRET_FILE),
+            trust_network: read_flag(TRUST_NETWORK, lookup)?,
+            interface: lookup(INTERFACE).map(|text| text.trim().to_owned()).filter(|text| !text.is_empty()),
+            events: path(EVENTS),
+            report_dir: path(REPORT_DIR),
+            faults: path(FAULTS),
+        })
     }
 
     fn master_address(&self, lookup: Lookup<'_>) -> Result<(String, u16)> {
@@ -396,6 +477,14 @@ fn read_number(name: &str, lookup: Lookup<'_>) -> Result<Option<usize>> {
     let number =
         text.trim().parse().map_err(|_| environment(format!("{name}={text:?} is not a number (0, 1, 2, ...)")))?;
     Ok(Some(number))
+}
+
+fn read_flag(name: &str, lookup: Lookup<'_>) -> Result<bool> {
+    match lookup(name).as_deref().map(str::trim) {
+        None | Some("" | "0" | "false") => Ok(false),
+        Some("1" | "true") => Ok(true),
+        Some(other) => Err(environment(format!("{name}={other:?} is neither 1 nor 0"))),
+    }
 }
 
 fn needed<T>(value: Option<T>, name: &str) -> Result<T> {

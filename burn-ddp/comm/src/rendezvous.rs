@@ -69,17 +69,8 @@ impl World {
     ///
     /// // What the launcher does: it hosts the store, and tells each rank who it is.
     /// let store = StoreServer::bind("127.0.0.1:0")?;
-    /// let env = |rank| LaunchEnv {
-    ///     rank,
-    ///     world_size: 2,
-    ///     local_rank: rank,
-    ///     local_world_size: 2,
-    ///     node_rank: 0,
-    ///     meeting: Meeting::Launcher { host: "127.0.0.1".into(), port: store.local_addr().port() },
-    ///     job_id: "example".into(),
-    ///     launcher: "burnrun",
-    ///     faults: None,
-    /// };
+    /// let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port: store.local_addr().port() };
+    /// let env = |rank| LaunchEnv::new(rank, 2, meeting.clone(), "example");
     /// // What each rank does, here as threads.
     /// std::thread::scope(|s| {
     ///     for rank in 0..2 {

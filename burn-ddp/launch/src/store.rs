@@ -29,17 +29,9 @@ impl JobStore {
     /// The variables that tell one rank who it is and where the store is.
     pub(crate) fn variables(&self, rank: usize) -> Vec<(String, String)> {
         let address = self.server.local_addr();
-        let env = LaunchEnv {
-            rank,
-            world_size: self.nproc,
-            local_rank: rank,
-            local_world_size: self.nproc,
-            node_rank: 0,
-            meeting: Meeting::Launcher { host: address.ip().to_string(), port: address.port() },
-            job_id: self.job_id.clone(),
-            launcher: "burnrun",
-            faults: self.faults.as_ref().map(name_of),
-        };
+        let meeting = Meeting::Launcher { host: address.ip().to_string(), port: address.port() };
+        let mut env = LaunchEnv::new(rank, self.nproc, meeting, &self.job_id);
+        env.faults = self.faults.as_ref().map(name_of);
         env.variables()
     }
 

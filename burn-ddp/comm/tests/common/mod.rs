@@ -24,17 +24,7 @@ pub fn rank_at(store: &StoreServer, rank: usize, world_size: usize) -> LaunchEnv
 }
 
 pub fn rank_of(meeting: Meeting, rank: usize, world_size: usize) -> LaunchEnv {
-    LaunchEnv {
-        rank,
-        world_size,
-        local_rank: rank,
-        local_world_size: world_size,
-        node_rank: 0,
-        meeting,
-        job_id: "test".into(),
-        launcher: "burnrun",
-        faults: None,
-    }
+    LaunchEnv::new(rank, world_size, meeting, "test")
 }
 
 pub fn launcher_store() -> StoreServer {

@@ -15,17 +15,8 @@ pub fn over_tcp(n: usize, options: Options) -> Vec<World> {
     let port = store.local_addr().port();
     thread::scope(|scope| {
         let join = |rank| {
-            let env = LaunchEnv {
-                rank,
-                world_size: n,
-                local_rank: rank,
-                local_world_size: n,
-                node_rank: 0,
-                meeting: Meeting::Launcher { host: "127.0.0.1".into(), port },
-                job_id: "conformance".into(),
-                launcher: "burnrun",
-                faults: None,
-            };
+            let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port };
+            let env = LaunchEnv::new(rank, n, meeting, "conformance");
             World::join(&env, Options { join_timeout: patient().join_timeout, ..options.clone() }).expect("a world")
         };
         let joining: Vec<_> = (0..n).map(|rank| scope.spawn(move || join(rank))).collect();
