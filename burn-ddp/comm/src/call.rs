@@ -1,6 +1,8 @@
 //! One collective call: what it is, until when it may take, and whether peers called the same.
 
 use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -69,7 +71,61 @@ impl fmt::Display for Collective {
     }
 }
 
-/// What identifies a call, and the line it was made from. All but the line must be alike on all ranks.
+/// The line that called: shown, never compared when calls are.
+#[derive(Clone, Debug, Default)]
+pub enum CallSite {
+    /// Not known.
+    #[default]
+    Unknown,
+    /// A line of this program.
+    Here(&'static Location<'static>),
+    /// What another rank said: `file:line:column`.
+    There(Arc<str>),
+}
+
+impl fmt::Display for CallSite {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CallSite::Unknown => f.write_str("an unknown line"),
+            CallSite::Here(location) => location.fmt(f),
+            CallSite::There(text) => f.write_str(text),
+        }
+    }
+}
+
+impl From<&str> for CallSite {
+    fn from(text: &str) -> CallSite {
+        CallSite::There(text.into())
+    }
+}
+
+impl From<&'static Location<'static>> for CallSite {
+    fn from(location: &'static Location<'static>) -> CallSite {
+        CallSite::Here(location)
+    }
+}
+
+impl PartialEq for CallSite {
+    fn eq(&self, other: &CallSite) -> bool {
+        self.to_string() == other.to_string()
+    }
+}
+
+impl Eq for CallSite {}
+
+impl Serialize for CallSite {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for CallSite {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<CallSite, D::Error> {
+        String::deserialize(deserializer).map(|text| CallSite::There(text.into()))
+    }
+}
+
+/// What identifies a call, the line it was made from and the step it was made in. All but line and step must be alike on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallInfo {
     /// What it does.
@@ -88,8 +144,10 @@ pub struct CallInfo {
     pub group: u64,
     /// How many calls on this group came before.
     pub sequence: u64,
-    /// `file:line:column` of the call. Shown, never compared.
-    pub site: String,
+    /// The line that called. Shown, never compared.
+    pub site: CallSite,
+    /// The training step, if the program says; see [`World::set_step`](crate::World::set_step). Shown, never compared.
+    pub step: Option<u64>,
 }
 
 impl CallInfo {
@@ -118,9 +176,10 @@ impl CallInfo {
 impl fmt::Display for CallInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.collective == Collective::NewGroup {
-            return write!(f, "World::group (group {}) called at {}", self.group, self.site);
+            write!(f, "World::group (group {})", self.group)?;
+        } else {
+            write!(f, "{} #{} of group {}", self.collective, self.sequence, self.group)?;
         }
-        write!(f, "{} #{} of group {}", self.collective, self.sequence, self.group)?;
         let mut details = Vec::new();
         if let Some(dtype) = self.dtype {
             details.push(dtype.to_string());
@@ -140,6 +199,9 @@ impl fmt::Display for CallInfo {
         }
         if !details.is_empty() {
             write!(f, " ({})", details.join(", "))?;
+        }
+        if let Some(step) = self.step {
+            write!(f, " in step {step}")?;
         }
         write!(f, " called at {}", self.site)
     }
@@ -245,7 +307,8 @@ mod tests {
             tag: 0,
             group: 1,
             sequence: 57,
-            site: "src/main.rs:10:5".to_string(),
+            site: "src/main.rs:10:5".into(),
+            step: None,
         }
     }
 
@@ -255,12 +318,15 @@ mod tests {
         assert_eq!(all_reduce().to_string(), text);
         let tagged = CallInfo { tag: 31, len_elems: 1, ..all_reduce() };
         assert!(tagged.to_string().contains("(f32, sum, 1 element, tag 0x1f)"), "{tagged}");
+        let stepped =
+            CallInfo { step: Some(28), collective: Collective::NewGroup, dtype: None, reduce: None, ..all_reduce() };
+        assert_eq!(stepped.to_string(), "World::group (group 1) in step 28 called at src/main.rs:10:5");
     }
 
     #[test]
-    fn everything_but_the_site_is_compared() {
+    fn everything_but_the_site_and_the_step_is_compared() {
         let call = all_reduce();
-        assert_eq!(call.differences(&CallInfo { site: "b.rs:1:1".to_string(), ..call.clone() }), [""; 0]);
+        assert!(call.differences(&CallInfo { site: "b.rs:1:1".into(), step: Some(3), ..call.clone() }).is_empty());
         for (name, other) in [
             ("collectives", CallInfo { collective: Collective::Broadcast, ..call.clone() }),
             ("groups", CallInfo { group: 2, ..call.clone() }),

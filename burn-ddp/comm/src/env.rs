@@ -15,7 +15,6 @@
 //! | do without it | `BURN_DDP_TRUST_NETWORK=1` | | no |
 //! | which network | `BURN_DDP_INTERFACE=name or address` | | no |
 //! | what the launcher should know | `BURN_DDP_EVENTS=file`, `BURN_DDP_REPORT_DIR=dir` | | no |
-//! | whom to blame | `BURN_DDP_FAULTS=file` | | no |
 //!
 //! Ours come first. A family of which something is set is set completely, or it is an error: never a world of 1 by accident. Two complete
 //! families must agree.
@@ -68,13 +67,10 @@ pub struct LaunchEnv {
     pub trust_network: bool,
     /// The network interface, or the address, on which this rank listens and from which it connects.
     pub interface: Option<String>,
-    /// A file to which each process appends what its launcher should know, as lines of JSON.
+    /// A file to which each process appends its [events](crate::post_mortem::Event), as lines of JSON.
     pub events: Option<PathBuf>,
-    /// A directory in which a rank whose world ends in an error leaves its report.
+    /// A directory in which a rank whose world ends in an error leaves its [report](crate::post_mortem::PostMortem).
     pub report_dir: Option<PathBuf>,
-    /// A file to which each process appends the number of the rank that failed first, as far as it knows, so that the launcher
-    /// names the culprit and not the first to end.
-    pub faults: Option<PathBuf>,
 }
 
 /// Where ranks meet: who hosts the store, at which address.
@@ -146,7 +142,6 @@ const TRUST_NETWORK: &str = "BURN_DDP_TRUST_NETWORK";
 const INTERFACE: &str = "BURN_DDP_INTERFACE";
 const EVENTS: &str = "BURN_DDP_EVENTS";
 const REPORT_DIR: &str = "BURN_DDP_REPORT_DIR";
-const FAULTS: &str = "BURN_DDP_FAULTS";
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
 const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
@@ -191,7 +186,6 @@ impl LaunchEnv {
             interface: None,
             events: None,
             report_dir: None,
-            faults: None,
         }
     }
 
@@ -253,12 +247,7 @@ impl LaunchEnv {
             variables.push((TRUST_NETWORK, "1".to_owned()));
         }
         variables.extend(self.interface.iter().map(|interface| (INTERFACE, interface.clone())));
-        let paths = [
-            (SECRET_FILE, &self.secret_file),
-            (EVENTS, &self.events),
-            (REPORT_DIR, &self.report_dir),
-            (FAULTS, &self.faults),
-        ];
+        let paths = [(SECRET_FILE, &self.secret_file), (EVENTS, &self.events), (REPORT_DIR, &self.report_dir)];
         variables.extend(
             paths
                 .into_iter()
@@ -385,7 +374,6 @@ impl Family {
             interface: lookup(INTERFACE).map(|text| text.trim().to_owned()).filter(|text| !text.is_empty()),
             events: path(EVENTS),
             report_dir: path(REPORT_DIR),
-            faults: path(FAULTS),
         })
     }
 

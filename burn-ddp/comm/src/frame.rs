@@ -18,18 +18,21 @@
 //!     48      8  bytes of the payload
 //!     56      8  weight (f64)
 //!     64      8  tag
-//!     72      …  the call site, UTF-8, at most 256 bytes
+//!     72      8  the sender's step, u64::MAX = none
+//!     80      …  the call site, UTF-8, at most 256 bytes
 //!      …      …  the payload
 //! ```
 
-use crate::call::{CallInfo, Collective};
+use std::io::Write;
+
+use crate::call::{CallInfo, CallSite, Collective};
 use crate::{DType, ReduceOp};
 
 /// The version of everything ranks say to each other. Ranks of different versions do not mix.
 pub const PROTOCOL_VERSION: u16 = 1;
 
 /// Bytes of the part of a header that all headers have.
-pub const PREFIX_BYTES: usize = 72;
+pub const PREFIX_BYTES: usize = 80;
 
 /// Bytes of the longest call site on the wire; longer ones lose their beginning.
 pub const MAX_SITE_BYTES: usize = 256;
@@ -40,6 +43,7 @@ pub const MAX_HEADER_BYTES: usize = PREFIX_BYTES + MAX_SITE_BYTES;
 const MAGIC: [u8; 4] = *b"bddp";
 const NONE: u8 = u8::MAX;
 const NO_ROOT: u32 = u32::MAX;
+const NO_STEP: u64 = u64::MAX;
 
 /// What a frame says about itself and about the call it belongs to.
 #[derive(Clone, Debug, PartialEq)]
@@ -59,14 +63,14 @@ pub struct Header {
 impl Header {
     /// Appends the bytes of this header.
     pub fn encode(&self, out: &mut Vec<u8>) {
-        let site = site_on_wire(&self.info.site);
+        let start = out.len();
         out.extend_from_slice(&MAGIC);
         out.extend_from_slice(&PROTOCOL_VERSION.to_le_bytes());
         out.push(self.info.collective.code());
         out.push(self.info.reduce.map_or(NONE, ReduceOp::code));
         out.push(self.info.dtype.map_or(NONE, DType::code));
         out.push(self.stage);
-        out.extend_from_slice(&(site.len() as u16).to_le_bytes());
+        out.extend_from_slice(&[0; 2]);
         out.extend_from_slice(&(self.from as u32).to_le_bytes());
         out.extend_from_slice(&self.info.root.map_or(NO_ROOT, |root| root as u32).to_le_bytes());
         out.extend_from_slice(&[0; 4]);
@@ -77,10 +81,12 @@ impl Header {
             self.payload_bytes,
             self.weight.to_bits(),
             self.info.tag,
+            self.info.step.unwrap_or(NO_STEP),
         ] {
             out.extend_from_slice(&number.to_le_bytes());
         }
-        out.extend_from_slice(site.as_bytes());
+        let site_bytes = append_site(&self.info.site, out) as u16;
+        out[start + 10..start + 12].copy_from_slice(&site_bytes.to_le_bytes());
     }
 }
 
@@ -123,7 +129,8 @@ impl Prefix {
             tag: u64_at(64),
             group: u64_at(24),
             sequence: u64_at(32),
-            site: String::new(),
+            site: CallSite::Unknown,
+            step: Some(u64_at(72)).filter(|step| *step != NO_STEP),
         };
         let header = Header {
             info,
@@ -135,6 +142,11 @@ impl Prefix {
         Ok(Prefix { header, site_bytes })
     }
 
+    /// The header, without the call site.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
     /// Bytes of the call site, which follows the prefix.
     pub fn site_bytes(&self) -> usize {
         self.site_bytes
@@ -142,7 +154,7 @@ impl Prefix {
 
     /// The header, given the bytes of the call site.
     pub fn finish(mut self, site: &[u8]) -> Header {
-        self.header.info.site = String::from_utf8_lossy(site).into_owned();
+        self.header.info.site = CallSite::There(String::from_utf8_lossy(site).into());
         self.header
     }
 }
@@ -152,13 +164,19 @@ fn optional<T>(code: u8, from_code: impl Fn(u8) -> Option<T>) -> Option<Option<T
     if code == NONE { Some(None) } else { from_code(code).map(Some) }
 }
 
-/// The end of a path says more than its beginning.
-fn site_on_wire(site: &str) -> &str {
-    let mut start = site.len().saturating_sub(MAX_SITE_BYTES);
-    while !site.is_char_boundary(start) {
-        start += 1;
+/// Appends the end of `site`, which says more than its beginning; how many bytes.
+fn append_site(site: &CallSite, out: &mut Vec<u8>) -> usize {
+    let start = out.len();
+    // Writing to memory does not fail.
+    let _ = write!(out, "{site}");
+    let mut surplus = (out.len() - start).saturating_sub(MAX_SITE_BYTES);
+    if surplus > 0 {
+        while out.get(start + surplus).is_some_and(|byte| byte & 0xc0 == 0x80) {
+            surplus += 1;
+        }
+        out.drain(start..start + surplus);
     }
-    &site[start..]
+    out.len() - start
 }
 
 #[cfg(test)]
@@ -177,7 +195,8 @@ mod tests {
                 tag: 0x100_0000_0007,
                 group: 5,
                 sequence: 1 << 40,
-                site: site.to_string(),
+                site: site.into(),
+                step: Some(28),
             },
             from: 6,
             stage: 1,
@@ -199,6 +218,7 @@ mod tests {
         bare.info.reduce = None;
         bare.info.dtype = None;
         bare.info.root = None;
+        bare.info.step = None;
         for header in [header("src/main.rs:10:5"), bare] {
             let mut bytes = Vec::new();
             header.encode(&mut bytes);
@@ -210,7 +230,7 @@ mod tests {
     fn a_long_site_keeps_its_end() {
         let mut bytes = Vec::new();
         header(&format!("{}/main.rs:10:5", "ü".repeat(300))).encode(&mut bytes);
-        let site = decode(&bytes).unwrap().info.site;
+        let site = decode(&bytes).unwrap().info.site.to_string();
         assert!(site.len() <= MAX_SITE_BYTES && site.ends_with("ü/main.rs:10:5"), "{site}");
     }
 

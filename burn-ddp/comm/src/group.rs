@@ -373,7 +373,8 @@ impl ProcessGroup {
             tag: plan.tag,
             group: self.id,
             sequence: turn.sequence,
-            site: plan.site.to_string(),
+            site: plan.site.into(),
+            step: self.member.seat.health.step(),
         };
         turn.sequence += 1;
         let call = Call { weight: plan.weight, ..Call::new(info, self.rank(), self.member.options.timeout) };

@@ -4,16 +4,17 @@
 //! process share one [`Health`] state; between processes the control connections carry [`ControlMessage`]s from one
 //! rank's health to the others'.
 
-use std::io::Write;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
 
 use crate::call::CallInfo;
 use crate::peer::PeerInfo;
+use crate::post_mortem::{self, Event};
 use crate::track::Tracks;
-use crate::{Error, Result};
+use crate::{Error, LaunchEnv, Result};
 
 /// What ranks tell each other besides data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -55,7 +56,11 @@ pub struct Health {
     shared: Arc<Shared>,
     /// The first collective on this rank that returned the cause; all later ones repeat it.
     noticed_by: OnceLock<Box<CallInfo>>,
+    /// The training step, [`NO_STEP`] if the program does not say. Written by the rank, read when it calls.
+    step: AtomicU64,
 }
+
+const NO_STEP: u64 = u64::MAX;
 
 /// Common to all ranks of one process.
 struct Shared {
@@ -66,8 +71,8 @@ struct Shared {
     wakers: Mutex<Vec<Weak<dyn Wake>>>,
     /// Set once, by the control connections; ranks in one process need none.
     outbox: OnceLock<Weak<dyn Outbox>>,
-    /// Where the launcher reads who failed first. Set once, before the first collective.
-    faults: OnceLock<PathBuf>,
+    /// Where the launcher reads what happens. Set once, before the first collective.
+    events: OnceLock<PathBuf>,
 }
 
 struct State {
@@ -92,12 +97,22 @@ impl Health {
     }
 
     fn view(rank: usize, shared: Arc<Shared>) -> Health {
-        Health { rank, shared, noticed_by: OnceLock::new() }
+        Health { rank, shared, noticed_by: OnceLock::new(), step: AtomicU64::new(NO_STEP) }
     }
 
     /// The rank whose view this is.
     pub fn rank(&self) -> usize {
         self.rank
+    }
+
+    /// See [`World::set_step`](crate::World::set_step).
+    pub(crate) fn set_step(&self, step: u64) {
+        self.step.store(step, Ordering::Relaxed);
+    }
+
+    /// The training step, if the program says.
+    pub(crate) fn step(&self) -> Option<u64> {
+        Some(self.step.load(Ordering::Relaxed)).filter(|step| *step != NO_STEP)
     }
 
     /// All ranks.
@@ -111,10 +126,12 @@ impl Health {
         let _ = self.shared.outbox.set(outbox);
     }
 
-    /// Appends the culprit's number to `file` when the world ends.
-    pub(crate) fn report_to(&self, file: PathBuf) {
-        // Set once, by the rendezvous.
-        let _ = self.shared.faults.set(file);
+    /// Tells what happens where `env` says.
+    pub(crate) fn report_to(&self, env: &LaunchEnv) {
+        if let Some(file) = &env.events {
+            // Set once, by the rendezvous.
+            let _ = self.shared.events.set(file.clone());
+        }
     }
 
     /// Wakes `waker` at every change from now on, for as long as it lives.
@@ -245,10 +262,19 @@ impl Health {
 
     /// Before the others hear of it, and so before any of them can end because of it.
     fn report(&self, cause: &Error) {
-        let (Some(file), Some(culprit)) = (self.shared.faults.get(), cause.culprit()) else { return };
-        let written = std::fs::OpenOptions::new().append(true).open(file);
-        if let Err(error) = written.and_then(|mut file| file.write_all(format!("{culprit}\n").as_bytes())) {
-            tracing::warn!(%error, file = %file.display(), "cannot tell the launcher who failed");
+        self.note(&Event::Failed {
+            rank: self.rank,
+            culprit: cause.culprit(),
+            cause: cause.to_string(),
+            at: post_mortem::now_ms(),
+        });
+    }
+
+    /// Tells the launcher.
+    fn note(&self, event: &Event) {
+        let Some(file) = self.shared.events.get() else { return };
+        if let Err(error) = post_mortem::append(file, event) {
+            tracing::warn!(%error, file = %file.display(), "cannot tell the launcher what happens");
         }
     }
 
@@ -272,7 +298,7 @@ impl Shared {
             state: Mutex::new(state),
             wakers: Mutex::new(Vec::new()),
             outbox: OnceLock::new(),
-            faults: OnceLock::new(),
+            events: OnceLock::new(),
         })
     }
 }
@@ -295,7 +321,7 @@ pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
 
     use super::*;
     use crate::call::Collective;
@@ -338,7 +364,8 @@ mod tests {
             tag: 0,
             group: 1,
             sequence,
-            site: "a.rs:1:1".to_string(),
+            site: "a.rs:1:1".into(),
+            step: None,
         }
     }
 

@@ -34,6 +34,7 @@
 //! | engines, the transports under them, and the algorithms they share | [`engine`] |
 //! | one call, compared between ranks; its form on the wire | [`call`], [`frame`] |
 //! | who is alive, and the one cause that ends a world | [`health`] |
+//! | what a rank tells its launcher, and leaves behind | [`post_mortem`] |
 //!
 //! There is no global state: a process can hold any number of worlds and ranks. Every wait has a deadline and names
 //! whom it waited for. Nothing blocks in `Drop`. The crate never prints; it emits `tracing` events.
@@ -46,6 +47,7 @@ pub mod call;
 pub mod engine;
 pub mod frame;
 pub mod health;
+pub mod post_mortem;
 
 mod control;
 mod dtype;
@@ -64,7 +66,7 @@ mod store;
 mod track;
 mod world;
 
-pub use call::{Call, CallInfo, Collective, RankCall};
+pub use call::{Call, CallInfo, CallSite, Collective, RankCall};
 pub use dtype::{DType, Element};
 pub use env::{LaunchEnv, Meeting};
 pub use error::{Error, Result};

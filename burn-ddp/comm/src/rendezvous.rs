@@ -120,9 +120,7 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
     let streams = connect_all(&control, &token, env.rank, &entries, mesh_end)?;
     let peers: Vec<PeerInfo> = entries.iter().map(|entry| entry.peer.clone()).collect();
     let health = Health::new(env.rank, peers.clone());
-    if let Some(file) = &env.faults {
-        health.report_to(file.clone());
-    }
+    health.report_to(env);
     let control = Arc::new(control);
     let as_outbox: Arc<dyn Outbox> = control.clone();
     health.set_outbox(Arc::downgrade(&as_outbox));

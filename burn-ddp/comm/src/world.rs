@@ -140,7 +140,7 @@ impl World {
     /// Those of a [`barrier`](ProcessGroup::barrier) on the new group.
     #[track_caller]
     pub fn group(&self) -> Result<ProcessGroup> {
-        let site = Location::caller().to_string();
+        let site = Location::caller().into();
         let mut next_group = lock(&self.member.next_group);
         let info = CallInfo {
             collective: Collective::NewGroup,
@@ -152,6 +152,7 @@ impl World {
             group: *next_group,
             sequence: 0,
             site,
+            step: self.member.seat.health.step(),
         };
         *next_group += 1;
         let call = Call::new(info, self.rank(), self.member.options.timeout);
@@ -193,6 +194,22 @@ impl World {
     /// ```
     pub fn fail(&self, cause: impl Into<String>) {
         self.member.seat.health.fail_self(cause.into());
+    }
+
+    /// "I am in training step `step`." Shown in errors and reports of this rank's later collectives, never compared.
+    ///
+    /// ```
+    /// use burn_ddp_comm::{Options, World};
+    ///
+    /// let world = World::solo(Options::default());
+    /// let group = world.group()?;
+    /// world.set_step(28);
+    /// let error = group.broadcast(&mut [0.0_f32], 7).unwrap_err().to_string();
+    /// assert!(error.contains("in step 28"), "{error}");
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    pub fn set_step(&self, step: u64) {
+        self.member.seat.health.set_step(step);
     }
 
     /// Says goodbye now, rather than when the last handle is dropped. Never blocks; once is enough.

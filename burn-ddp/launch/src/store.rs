@@ -6,6 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
+use burn_ddp_comm::post_mortem::Event;
 use burn_ddp_comm::{LaunchEnv, Meeting, StoreServer};
 
 use crate::error::LaunchError;
@@ -16,14 +17,14 @@ pub(crate) struct JobStore {
     server: StoreServer,
     job_id: String,
     nproc: usize,
-    /// To which ranks append whom they blame.
-    faults: Option<File>,
+    /// To which ranks append what happens.
+    events: Option<File>,
 }
 
 impl JobStore {
     pub(crate) fn open(job_id: String, nproc: usize) -> Result<Self, LaunchError> {
         let server = StoreServer::bind_for_job("127.0.0.1:0", &job_id).map_err(|e| LaunchError::Store(e.into()))?;
-        Ok(Self { server, faults: create_faults(&job_id), job_id, nproc })
+        Ok(Self { server, events: create_events(&job_id), job_id, nproc })
     }
 
     /// The variables that tell one rank who it is and where the store is.
@@ -31,22 +32,27 @@ impl JobStore {
         let address = self.server.local_addr();
         let meeting = Meeting::Launcher { host: address.ip().to_string(), port: address.port() };
         let mut env = LaunchEnv::new(rank, self.nproc, meeting, &self.job_id);
-        env.faults = self.faults.as_ref().map(name_of);
+        env.events = self.events.as_ref().map(name_of);
         env.variables()
     }
 
-    /// The rank that the first report blames.
+    /// The rank that caused the first failure.
     pub(crate) fn culprit(&self) -> Option<usize> {
-        let mut reports = String::new();
-        self.faults.as_ref()?.read_to_string(&mut reports).ok()?;
-        reports.lines().next()?.parse().ok()
+        let mut events = String::new();
+        self.events.as_ref()?.read_to_string(&mut events).ok()?;
+        let mut failures =
+            events.lines().filter_map(Event::parse).filter(|event| matches!(event, Event::Failed { .. }));
+        match failures.next()? {
+            Event::Failed { culprit, .. } => culprit,
+            _ => None,
+        }
     }
 }
 
 /// A file without a name, so that nothing stays behind however this process ends; ranks reach it through this process. Without
 /// it the report blames the first rank to end, which usually is right.
-fn create_faults(job_id: &str) -> Option<File> {
-    let path = std::env::temp_dir().join(format!("burn-ddp-{job_id}.faults"));
+fn create_events(job_id: &str) -> Option<File> {
+    let path = std::env::temp_dir().join(format!("burn-ddp-{job_id}.events"));
     let file = OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(&path);
     let unnamed = file.and_then(|file| fs::remove_file(&path).map(|()| file));
     unnamed.inspect_err(|error| tracing::warn!(%error, "ranks cannot report who failed first")).ok()

@@ -12,7 +12,8 @@ fn assert_mismatch(error: &Error, odd: usize) {
     assert!(first.rank < second.rank && (first.rank == odd || second.rank == odd), "{error}");
     let text = error.to_string();
     for side in [first, second] {
-        let line = side.call.site.strip_prefix(file!()).unwrap_or_else(|| panic!("called elsewhere: {text}"));
+        let site = side.call.site.to_string();
+        let line = site.strip_prefix(file!()).unwrap_or_else(|| panic!("called elsewhere: {text}"));
         assert!(line.starts_with(':') && text.contains(&side.call.to_string()), "{text}");
     }
     assert_ne!(first.call.site, second.call.site, "{text}");

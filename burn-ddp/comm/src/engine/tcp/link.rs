@@ -164,9 +164,12 @@ impl Link {
         let prefix = Prefix::decode(prefix)
             .map_err(|message| ReadError::Wrong(Error::Protocol { peer, message, during: None }))?;
         let Some((site, rest)) = rest.split_at_checked(prefix.site_bytes()) else { return Ok(None) };
-        let header = prefix.finish(site);
-        call.check_header(peer, &header, frame.incoming.payload.len()).map_err(ReadError::Wrong)?;
-        frame.incoming.weight = header.weight;
+        let len = frame.incoming.payload.len();
+        if call.check_header(peer, prefix.header(), len).is_err() {
+            // Only now does it matter where the peer called.
+            call.check_header(peer, &prefix.clone().finish(site), len).map_err(ReadError::Wrong)?;
+        }
+        frame.incoming.weight = prefix.header().weight;
 
         let here = rest.len().min(frame.incoming.payload.len());
         frame.incoming.payload[..here].copy_from_slice(&rest[..here]);

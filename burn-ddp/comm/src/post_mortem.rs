@@ -1,0 +1,277 @@
+//! What a rank leaves behind for its launcher: events while it runs, and a report when its world ends in an error.
+//!
+//! Both are JSON: one [`Event`] per line in the file that `BURN_DDP_EVENTS` names, one [`PostMortem`] per rank in the
+//! directory that `BURN_DDP_REPORT_DIR` names. Times are since 1970.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use serde::{Deserialize, Serialize};
+
+/// One line of the events file.
+///
+/// ```
+/// use burn_ddp_comm::post_mortem::Event;
+///
+/// let event = Event::Suspect { rank: 0, peer: 2, silent_ms: 2100, at: 1_700_000_000_000 };
+/// assert_eq!(Event::parse(&event.to_line()), Some(event));
+/// assert_eq!(Event::parse("something else"), None);
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// The world ended; the first line of this kind is the cause.
+    Failed {
+        /// Who writes.
+        rank: usize,
+        /// Who caused it, where that is certain.
+        culprit: Option<usize>,
+        /// The root cause, as errors show it.
+        cause: String,
+        /// When, in milliseconds.
+        at: u64,
+    },
+    /// No sign of life from `peer`.
+    Suspect {
+        /// Who writes.
+        rank: usize,
+        /// Who is silent.
+        peer: usize,
+        /// For how long, in milliseconds.
+        silent_ms: u64,
+        /// When, in milliseconds.
+        at: u64,
+    },
+    /// A suspected `peer` is heard again.
+    Recovered {
+        /// Who writes.
+        rank: usize,
+        /// Who is back.
+        peer: usize,
+        /// When, in milliseconds.
+        at: u64,
+    },
+    /// A collective has taken long; not an error yet.
+    Stall {
+        /// Who writes.
+        rank: usize,
+        /// Whose part has not come.
+        waiting_for: Vec<usize>,
+        /// The collective, and what the ranks waited for do instead.
+        call: String,
+        /// For how long it has been pending, in milliseconds.
+        since_ms: u64,
+        /// When, in milliseconds.
+        at: u64,
+    },
+}
+
+impl Event {
+    /// This event as a line, its end included.
+    pub fn to_line(&self) -> String {
+        // Numbers, texts and lists of them always are JSON.
+        let mut line = serde_json::to_string(self).unwrap_or_default();
+        line.push('\n');
+        line
+    }
+
+    /// The event in a line; `None` if there is none, as in a line that is not written to its end yet.
+    pub fn parse(line: &str) -> Option<Event> {
+        serde_json::from_str(line).ok()
+    }
+}
+
+/// What a rank knew when its world ended in an error.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PostMortem {
+    /// Whose report it is.
+    pub rank: usize,
+    /// How many ranks there were.
+    pub world_size: usize,
+    /// Its job.
+    pub job_id: String,
+    /// Which generation of the job, from 0.
+    pub restart_count: u32,
+    /// The name of its machine.
+    pub host: String,
+    /// Its process.
+    pub pid: u32,
+    /// When the world ended, in milliseconds.
+    pub at: u64,
+    /// The root cause, as errors show it.
+    pub cause: String,
+    /// Who caused it, where that is certain.
+    pub culprit: Option<usize>,
+    /// Its step, if the program says; see [`World::set_step`](crate::World::set_step).
+    pub step: Option<u64>,
+    /// The collectives it was in.
+    pub pending: Vec<Pending>,
+    /// What it knew of the others.
+    pub peers: Vec<PeerState>,
+    /// Its last collectives, oldest first.
+    pub history: Vec<Record>,
+}
+
+/// A collective that was not done.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Pending {
+    /// The call, as errors show it.
+    pub call: String,
+    /// Its group.
+    pub group: u64,
+    /// Its number in the group.
+    pub sequence: u64,
+    /// For how long it had been pending, in milliseconds.
+    pub since_ms: u64,
+    /// Whose part had not come.
+    pub waiting_for: Vec<usize>,
+}
+
+/// What a rank knew of another.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PeerState {
+    /// Which rank.
+    pub rank: usize,
+    /// The name of its machine.
+    pub host: String,
+    /// Its process.
+    pub pid: u32,
+    /// How long ago it was last heard, in milliseconds; `None` if it lives in the same process or was never heard.
+    pub last_heard_ms: Option<u64>,
+    /// Whether it had said goodbye.
+    pub left: bool,
+    /// The collectives it was in, by its last heartbeat.
+    pub pending: Vec<String>,
+    /// Its step, by its last heartbeat.
+    pub step: Option<u64>,
+}
+
+/// A collective that was done, or is under way.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// Its group.
+    pub group: u64,
+    /// Its number in the group.
+    pub sequence: u64,
+    /// What it is: operation, dtype, length, root.
+    pub call: String,
+    /// `file:line:column` of the call.
+    pub site: String,
+    /// The step it was in, if the program says.
+    pub step: Option<u64>,
+    /// When it began, in microseconds.
+    pub started: u64,
+    /// How long it took, in microseconds; `None` while it is under way.
+    pub took_us: Option<u64>,
+    /// Whether it was done without an error.
+    pub ok: bool,
+}
+
+impl PostMortem {
+    /// Where the report of `rank` is in `dir`.
+    pub fn path(dir: &Path, rank: usize) -> PathBuf {
+        dir.join(format!("rank-{rank}.json"))
+    }
+
+    /// Reads a report.
+    ///
+    /// # Errors
+    /// Those of reading the file; `InvalidData` if it holds something else.
+    pub fn read(path: &Path) -> io::Result<PostMortem> {
+        Ok(serde_json::from_slice(&fs::read(path)?)?)
+    }
+
+    /// Writes the report to its [place](Self::path) in `dir`, which is made if it is not there. Readers see all of it or nothing.
+    ///
+    /// # Errors
+    /// Those of writing the file.
+    pub fn write(&self, dir: &Path) -> io::Result<()> {
+        fs::create_dir_all(dir)?;
+        let unfinished = dir.join(format!(".rank-{}.{}.tmp", self.rank, std::process::id()));
+        let written = fs::write(&unfinished, serde_json::to_vec_pretty(self)?)
+            .and_then(|()| fs::rename(&unfinished, PostMortem::path(dir, self.rank)));
+        written.inspect_err(|_| drop(fs::remove_file(&unfinished)))
+    }
+}
+
+/// Appends `event` to `file` in one write, so that lines of several processes do not mix.
+pub(crate) fn append(file: &Path, event: &Event) -> io::Result<()> {
+    OpenOptions::new().append(true).open(file)?.write_all(event.to_line().as_bytes())
+}
+
+/// Milliseconds since 1970.
+pub(crate) fn now_ms() -> u64 {
+    since_1970().as_millis() as u64
+}
+
+/// How long after 1970 it is; nothing if the clock is set to before.
+pub(crate) fn since_1970() -> Duration {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_are_lines_of_json_that_name_their_kind() {
+        let events = [
+            (Event::Failed { rank: 1, culprit: Some(2), cause: "a\nb \"c\"".into(), at: 3 }, "failed"),
+            (Event::Suspect { rank: 1, peer: 2, silent_ms: 3, at: 4 }, "suspect"),
+            (Event::Recovered { rank: 1, peer: 2, at: 4 }, "recovered"),
+            (Event::Stall { rank: 1, waiting_for: vec![0, 2], call: "barrier".into(), since_ms: 5, at: 6 }, "stall"),
+        ];
+        for (event, kind) in events {
+            let line = event.to_line();
+            assert!(line.starts_with(&format!("{{\"event\":\"{kind}\"")) && line.lines().count() == 1, "{line}");
+            assert_eq!(Event::parse(&line), Some(event.clone()));
+            assert_eq!(Event::parse(&line[..line.len() / 2]), None);
+        }
+    }
+
+    #[test]
+    fn a_report_is_read_as_it_was_written() {
+        let record = Record {
+            group: 1,
+            sequence: 2,
+            call: "barrier".into(),
+            site: "a.rs:1:1".into(),
+            step: Some(3),
+            started: 4,
+            took_us: None,
+            ok: false,
+        };
+        let pending = Pending { call: "barrier #2".into(), group: 1, sequence: 2, since_ms: 9, waiting_for: vec![1] };
+        let peer = PeerState {
+            rank: 1,
+            host: "h".into(),
+            pid: 7,
+            last_heard_ms: Some(8),
+            left: false,
+            pending: vec!["all_reduce".into()],
+            step: None,
+        };
+        let report = PostMortem {
+            rank: 0,
+            world_size: 2,
+            job_id: "j".into(),
+            restart_count: 1,
+            host: "h".into(),
+            pid: 6,
+            at: 5,
+            cause: "rank 1 died".into(),
+            culprit: Some(1),
+            step: Some(3),
+            pending: vec![pending],
+            peers: vec![peer],
+            history: vec![record],
+        };
+        let dir = std::env::temp_dir().join(format!("burn-ddp-post-mortem-{}", std::process::id()));
+        report.write(&dir).unwrap();
+        assert_eq!(PostMortem::read(&PostMortem::path(&dir, 0)).unwrap(), report);
+        assert_eq!(fs::read_dir(&dir).unwrap().count(), 1, "nothing unfinished stays");
+        fs::remove_dir_all(&dir).unwrap();
+    }
+}
