@@ -22,6 +22,7 @@
 use std::path::PathBuf;
 
 use crate::net::address;
+use crate::rendezvous::PORTS_ABOVE;
 use crate::{Error, Result};
 
 /// Longest job id, in bytes.
@@ -73,7 +74,7 @@ pub struct LaunchEnv {
     pub report_dir: Option<PathBuf>,
 }
 
-/// Where ranks meet: who hosts the store, at which address.
+/// Where ranks meet: who hosts the store, at which address. Shown as that.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Meeting {
     /// The launcher hosts the store.
@@ -97,6 +98,22 @@ pub enum Meeting {
         /// The port below those to search.
         port: u16,
     },
+    /// All ranks run on one machine, as one user: rank 0 hosts the store on a socket of the system that nobody else can serve or
+    /// reach, so no secret is needed.
+    Local {
+        /// What the ranks of this job know it by, and no other job of this user.
+        name: String,
+    },
+}
+
+impl std::fmt::Display for Meeting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Launcher { host, port } | Self::Rank0 { host, port } => f.write_str(&address::join(host, *port)),
+            Self::Rank0Above { host, port } => write!(f, "{host}, one of the {PORTS_ABOVE} ports above {port}"),
+            Self::Local { name } => write!(f, "local socket {name:?}"),
+        }
+    }
 }
 
 impl Meeting {
@@ -104,13 +121,15 @@ impl Meeting {
     pub fn host(&self) -> &str {
         match self {
             Self::Launcher { host, .. } | Self::Rank0 { host, .. } | Self::Rank0Above { host, .. } => host,
+            Self::Local { .. } => "localhost",
         }
     }
 
-    /// The port, as the variables give it.
+    /// The port, as the variables give it; 0 if the meeting has none.
     pub fn port(&self) -> u16 {
         match self {
             Self::Launcher { port, .. } | Self::Rank0 { port, .. } | Self::Rank0Above { port, .. } => *port,
+            Self::Local { .. } => 0,
         }
     }
 }
@@ -127,6 +146,7 @@ struct Family {
     hints: &'static [&'static str],
 }
 
+#[derive(Clone, Copy)]
 enum Master {
     /// One variable, `host:port`.
     Joined(&'static str),
@@ -142,6 +162,8 @@ const TRUST_NETWORK: &str = "BURN_DDP_TRUST_NETWORK";
 const INTERFACE: &str = "BURN_DDP_INTERFACE";
 const EVENTS: &str = "BURN_DDP_EVENTS";
 const REPORT_DIR: &str = "BURN_DDP_REPORT_DIR";
+/// What `BURN_DDP_MASTER` begins with if it names a local socket.
+const LOCAL: &str = "local:";
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
 const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
@@ -220,7 +242,6 @@ impl LaunchEnv {
 
     /// The variables that make a child process this rank, in both families.
     pub fn variables(&self) -> Vec<(String, String)> {
-        let (host, port) = (self.meeting.host(), self.meeting.port());
         let mut variables = vec![(JOB_ID, self.job_id.clone())];
         for family in [OURS, PLAIN] {
             variables.extend([
@@ -230,16 +251,20 @@ impl LaunchEnv {
                 (family.local_world_size, self.local_world_size.to_string()),
                 (family.node_rank, self.node_rank.to_string()),
             ]);
-            match family.master {
-                Master::Joined(name) => variables.push((name, address::join(host, port))),
-                Master::Split(name, name_port) => {
-                    variables.extend([(name, host.to_owned()), (name_port, port.to_string())])
+            let (host, port) = (self.meeting.host(), self.meeting.port());
+            match (family.master, &self.meeting) {
+                (Master::Joined(master), Meeting::Local { name }) => variables.push((master, format!("{LOCAL}{name}"))),
+                (Master::Joined(master), _) => variables.push((master, address::join(host, port))),
+                // Others who read these cannot meet there.
+                (Master::Split(..), Meeting::Local { .. }) => {}
+                (Master::Split(name, name_port), _) => {
+                    variables.extend([(name, host.to_owned()), (name_port, port.to_string())]);
                 }
             }
         }
         variables.push(match self.meeting {
             Meeting::Launcher { .. } => (STORE, "launcher".to_owned()),
-            Meeting::Rank0 { .. } => (STORE, "rank0".to_owned()),
+            Meeting::Rank0 { .. } | Meeting::Local { .. } => (STORE, "rank0".to_owned()),
             Meeting::Rank0Above { .. } => (STORE, "above".to_owned()),
         });
         variables.push((RESTART_COUNT, self.restart_count.to_string()));
@@ -341,13 +366,21 @@ impl Family {
                 world_size - 1
             )));
         }
-        let (host, port) = self.master_address(lookup)?;
+        let local_socket = self.local_socket(lookup)?;
+        let (host, port) = match local_socket {
+            Some(_) => ("localhost".to_owned(), 0),
+            None => self.master_address(lookup)?,
+        };
         let (local_rank, local_world_size) = self.local(rank, world_size, &host, lookup)?;
         // Machines are numbered in the order of their ranks; exact if all have equally many.
         let node_rank = number(self.node_rank)?.unwrap_or(rank.saturating_sub(local_rank) / local_world_size);
-        let (meeting, job_id, launcher) = match self.master {
-            Master::Joined(_) => ours_meeting(host, port, lookup)?,
-            Master::Split(..) => plain_meeting(host, port, lookup)?,
+        let (meeting, job_id, launcher) = match (self.master, local_socket) {
+            (_, Some(name)) => {
+                let job_id = lookup(JOB_ID).unwrap_or_else(|| name.clone());
+                (Meeting::Local { name }, job_id, "burnrun")
+            }
+            (Master::Joined(_), _) => ours_meeting(host, port, lookup)?,
+            (Master::Split(..), _) => plain_meeting(host, port, lookup)?,
         };
         if job_id.is_empty() || job_id.len() > JOB_ID_CAP {
             return Err(environment(format!("the job id has {} bytes; it must have 1 to {JOB_ID_CAP}", job_id.len())));
@@ -375,6 +408,18 @@ impl Family {
             events: path(EVENTS),
             report_dir: path(REPORT_DIR),
         })
+    }
+
+    /// The local socket that the master's variable names, if it does.
+    fn local_socket(&self, lookup: Lookup<'_>) -> Result<Option<String>> {
+        let Master::Joined(name) = self.master else { return Ok(None) };
+        let Some(text) = lookup(name) else { return Ok(None) };
+        match text.trim().strip_prefix(LOCAL) {
+            Some("") => {
+                Err(environment(format!("{name}={text:?} names no local socket, for example {name}=local:job7")))
+            }
+            socket => Ok(socket.map(str::to_owned)),
+        }
     }
 
     fn master_address(&self, lookup: Lookup<'_>) -> Result<(String, u16)> {

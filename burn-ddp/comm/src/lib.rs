@@ -28,6 +28,7 @@
 //! |---|---|
 //! | joining: who am I, who are my peers | [`World`], [`LaunchEnv`], [`Options`], [`PeerInfo`] |
 //! | where processes find each other | [`Store`] and its implementations |
+//! | who is let in | [`Secret`], [`JobKey`] |
 //! | collectives | [`ProcessGroup`], [`ReduceOp`], [`DType`], [`Element`] |
 //! | what can go wrong | [`Error`] |
 //! | the numerics contract | `reduce.rs`, told at [`ProcessGroup`] |
@@ -54,6 +55,7 @@ mod dtype;
 mod env;
 mod error;
 mod group;
+mod job_key;
 mod net;
 mod object;
 mod op;
@@ -62,6 +64,7 @@ mod peer;
 mod plan;
 mod reduce;
 mod rendezvous;
+mod secret;
 mod store;
 mod track;
 mod world;
@@ -71,9 +74,11 @@ pub use dtype::{DType, Element};
 pub use env::{LaunchEnv, Meeting};
 pub use error::{Error, Result};
 pub use group::ProcessGroup;
+pub use job_key::JobKey;
 pub use object::MAX_OBJECT_BYTES;
 pub use op::ReduceOp;
 pub use options::Options;
 pub use peer::PeerInfo;
-pub use store::{MemoryStore, Store, StoreServer, TcpStore};
+pub use secret::Secret;
+pub use store::{MemoryStore, Store, StoreClient, StoreServer};
 pub use world::{World, on_threads};

@@ -1,15 +1,14 @@
 //! Ranks of different processes find each other.
 //!
-//! 1. Rank 0 (or the launcher) hosts the [store](crate::store); everybody connects to it.
+//! 1. Rank 0 (or the launcher) hosts the [store](crate::store); everybody connects to it, and proves to know the job's secret.
 //! 2. Each rank posts who it is and where it listens. The last one to come posts the verdict: the table of all ranks. A rank that
 //!    finds a fault, or whose time is over, posts that instead. Only the first verdict counts, so all ranks get the same.
-//! 3. Of each pair of ranks the higher one connects to the lower one's listener: that is the control connection.
+//! 3. Of each pair of ranks the higher one connects to the lower one's listener: that is the control connection. Its key follows from the
+//!    job's and a random token in the verdict, so that who merely saw the traffic cannot connect.
 //!
 //! Keys, below the job id: `{round}/rank/{r}` is a rank's [`Entry`], `{round}/arrived` their number, `{round}/first` the first entry, `{round}/verdict` the [`Verdict`].
 //! A process that joins again, after it left, finds its own entry in a decided round and takes the next.
 
-use std::collections::hash_map::RandomState;
-use std::hash::{BuildHasher, Hasher};
 use std::io::ErrorKind;
 use std::net::TcpStream;
 use std::sync::{Arc, Weak};
@@ -22,14 +21,16 @@ use crate::control::{self, Control};
 use crate::engine::tcp::{Reach, TcpFabric};
 use crate::env::{LaunchEnv, Meeting};
 use crate::health::{Health, Outbox, Wake};
-use crate::net::address;
-use crate::net::hello::{HELLO_DEADLINE, Hello, Purpose, Refusal};
-use crate::store::{Store, StoreServer, TcpStore, Unreached};
+use crate::job_key::LinkKey;
+use crate::net::handshake::{HANDSHAKE_DEADLINE, Introduction, Purpose, Refusal, Role, introduce};
+use crate::net::key::{KEY_BYTES, random};
+use crate::net::{address, local};
+use crate::store::{Place, Serving, Store, StoreClient, Unreached};
 use crate::world::{Seat, World};
-use crate::{Error, Options, PeerInfo, Result};
+use crate::{Error, JobKey, Options, PeerInfo, Result, Secret};
 
 /// How many ports above torchrun's rank 0 may choose from.
-const PORTS_ABOVE: u16 = 64;
+pub(crate) const PORTS_ABOVE: u16 = 64;
 /// What connecting to the peers gets at least, and at most, once all are known to be there.
 const MESH_TIME: std::ops::RangeInclusive<Duration> = Duration::from_secs(10)..=Duration::from_secs(60);
 /// Rounds of one job in one store; more would be a program that joins in a loop.
@@ -50,8 +51,8 @@ struct Entry {
 enum Verdict {
     /// All are there.
     Complete {
-        /// Known to nobody else, it tells this world's connections from all others.
-        token: String,
+        /// Random: with the job's key it yields that of this world's connections.
+        token: [u8; KEY_BYTES],
         entries: Vec<Entry>,
     },
     /// They did not come together.
@@ -65,12 +66,18 @@ impl World {
     /// reach the master, on loopback if the master is this machine by name.
     ///
     /// ```
-    /// use burn_ddp_comm::{LaunchEnv, Meeting, Options, ReduceOp, StoreServer, World};
+    /// use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, Options, ReduceOp, Secret, StoreServer, World};
     ///
-    /// // What the launcher does: it hosts the store, and tells each rank who it is.
-    /// let store = StoreServer::bind("127.0.0.1:0")?;
+    /// // What the launcher does: it makes a secret, hosts the store, and tells each rank who it is.
+    /// let (job, secret) = ("example", Secret::generate()?);
+    /// let secret_file = std::env::temp_dir().join(format!("burn-ddp-{}.secret", std::process::id()));
+    /// secret.write_new(&secret_file)?;
+    /// let store = StoreServer::bind("127.0.0.1:0", &JobKey::new(&secret, job, 0))?;
     /// let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port: store.local_addr().port() };
-    /// let env = |rank| LaunchEnv::new(rank, 2, meeting.clone(), "example");
+    /// let env = |rank| LaunchEnv {
+    ///     secret_file: Some(secret_file.clone()),
+    ///     ..LaunchEnv::new(rank, 2, meeting.clone(), job)
+    /// };
     /// // What each rank does, here as threads.
     /// std::thread::scope(|s| {
     ///     for rank in 0..2 {
@@ -83,6 +90,7 @@ impl World {
     ///         });
     ///     }
     /// });
+    /// # std::fs::remove_file(secret_file).unwrap();
     /// # Ok::<(), burn_ddp_comm::Error>(())
     /// ```
     ///
@@ -101,7 +109,9 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
     check(env)?;
     let start = Instant::now();
     let deadline = start + options.join_timeout.min(Duration::from_secs(365 * 24 * 3600));
-    let (server, store) = meet(env, start, deadline)?;
+    let meeting = meeting(env);
+    let job = job_key(env, &meeting)?;
+    let (server, store) = meet(env, &meeting, &job, start, deadline)?;
     let (listener, listens) = control::listen(store.local_ip()).map_err(|e| {
         environment(format!("cannot listen on {}, from where the master is reached: {e}", store.local_ip()))
     })?;
@@ -111,13 +121,14 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
         host: listens.ip().to_string(),
         port: listens.port(),
     };
-    let round = Round { store: &store, job: &env.job_id, me: &me, start, deadline };
+    let round = Round { store: &store, job: job.name(), me: &me, start, deadline };
     let (token, entries) = round.attend()?;
 
-    let control = Control::start(listener, env.rank, env.world_size, &token).map_err(threads)?;
+    let key = job.links(&token);
+    let control = Control::start(listener, env.rank, env.world_size, key.clone()).map_err(threads)?;
     let mesh_end =
         Instant::now() + deadline.saturating_duration_since(Instant::now()).clamp(*MESH_TIME.start(), *MESH_TIME.end());
-    let streams = connect_all(&control, &token, env.rank, &entries, mesh_end)?;
+    let streams = connect_all(&control, &key, env.rank, &entries, mesh_end)?;
     let peers: Vec<PeerInfo> = entries.iter().map(|entry| entry.peer.clone()).collect();
     let health = Health::new(env.rank, peers.clone());
     health.report_to(env);
@@ -132,7 +143,7 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
     let reach = Reach {
         rank: env.rank,
         addresses: entries.into_iter().map(|entry| (entry.host, entry.port)).collect(),
-        token,
+        key,
         links: control.links().clone(),
     };
     Ok(Seat {
@@ -154,34 +165,108 @@ fn check(env: &LaunchEnv) -> Result<()> {
         )));
     }
     let far = env.local_world_size < env.world_size;
+    let elsewhere = env.world_size - env.local_world_size;
+    if let Meeting::Local { name } = &env.meeting
+        && far
+    {
+        return Err(environment(format!(
+            "the ranks meet at the local socket {name:?}, but {elsewhere} of {} run on other machines",
+            env.world_size
+        )));
+    }
     if far && address::is_loopback(env.meeting.host()) {
         let host = env.meeting.host();
         return Err(environment(format!(
             "the master is {host}, which only ranks on its own machine can reach, but {} of {} ranks run elsewhere; give the name or address of rank 0's machine",
-            env.world_size - env.local_world_size,
-            env.world_size
+            elsewhere, env.world_size
         )));
     }
     Ok(())
 }
 
-/// Hosts the store, if that is this rank's part, and connects to it.
-fn meet(env: &LaunchEnv, start: Instant, deadline: Instant) -> Result<(Option<StoreServer>, TcpStore)> {
-    let (host, port) = (env.meeting.host(), env.meeting.port());
-    let hosts = env.rank == 0 && !matches!(env.meeting, Meeting::Launcher { .. });
-    let ports: Vec<u16> = match env.meeting {
-        Meeting::Rank0Above { .. } => (1..=PORTS_ABOVE).filter_map(|above| port.checked_add(above)).collect(),
-        _ => vec![port],
-    };
-    if !hosts {
-        return Ok((None, find_store(host, &ports, env, start, deadline)?));
+/// Where the ranks of `env` meet.
+///
+/// Ranks that all run here need no port. Without a secret a port would let strangers in, so it only names a local socket.
+fn meeting(env: &LaunchEnv) -> Meeting {
+    let is_secret = env.secret_file.is_some() || env.trust_network;
+    let is_here = env.local_world_size == env.world_size && address::is_loopback(env.meeting.host());
+    match &env.meeting {
+        Meeting::Rank0 { port, .. } | Meeting::Rank0Above { port, .. } if is_here && !is_secret => {
+            Meeting::Local { name: format!("{}, port {port}", env.job_id) }
+        }
+        other => other.clone(),
     }
-    let (server, port) = host_store(host, &ports, env)?;
-    Ok((Some(server), find_store(host, &[port], env, start, deadline)?))
+}
+
+/// What admits to the job whose ranks meet there.
+fn job_key(env: &LaunchEnv, meeting: &Meeting) -> Result<JobKey> {
+    let trusting = JobKey::trusting_network(&env.job_id, env.restart_count);
+    match &env.secret_file {
+        Some(path) => Ok(JobKey::new(&Secret::read(path)?, &env.job_id, env.restart_count)),
+        None if env.trust_network => Ok(trusting),
+        // The local socket keeps others out; the key of the connections between ranks is random and passes through it.
+        None if matches!(meeting, Meeting::Local { .. }) => Ok(trusting),
+        None => Err(environment(format!(
+            "the ranks would meet at {meeting} without a secret, so that any stranger could join; run `burnrun secret FILE`, copy FILE to each machine and set BURN_DDP_SECRET_FILE=FILE there, or set BURN_DDP_TRUST_NETWORK=1 if nobody else can reach these machines"
+        ))),
+    }
+}
+
+/// Hosts the store, if that is this rank's part, and connects to it.
+fn meet(
+    env: &LaunchEnv,
+    meeting: &Meeting,
+    job: &JobKey,
+    start: Instant,
+    deadline: Instant,
+) -> Result<(Option<Serving>, StoreClient)> {
+    let hosts = env.rank == 0;
+    let (host, port, above) = match meeting {
+        Meeting::Local { name } => {
+            let server = if hosts { Some(host_local(name, job)?) } else { None };
+            return Ok((server, find_store(&[Place::Local { name: name.clone() }], env, job, start, deadline)?));
+        }
+        Meeting::Launcher { host, port } => {
+            let place = Place::Tcp { host: host.clone(), port: *port };
+            return Ok((None, find_store(&[place], env, job, start, deadline)?));
+        }
+        Meeting::Rank0 { host, port } => (host, port, false),
+        Meeting::Rank0Above { host, port } => (host, port, true),
+    };
+    let mut ports: Vec<u16> =
+        if above { (1..=PORTS_ABOVE).filter_map(|above| port.checked_add(above)).collect() } else { vec![*port] };
+    let mut server = None;
+    if hosts {
+        let (serving, port) = host_store(host, &ports, env, job)?;
+        server = Some(serving);
+        ports = vec![port];
+    }
+    let places: Vec<Place> = ports.into_iter().map(|port| Place::Tcp { host: host.clone(), port }).collect();
+    Ok((server, find_store(&places, env, job, start, deadline)?))
+}
+
+/// Hosts the store where only processes of this user on this machine come.
+fn host_local(name: &str, job: &JobKey) -> Result<Serving> {
+    // The process that had the name may be just ending.
+    let give_up = Instant::now() + Duration::from_secs(1);
+    loop {
+        match local::bind(name).and_then(|listener| Serving::start(listener, job)) {
+            Ok(serving) => return Ok(serving),
+            Err(e) if e.kind() == ErrorKind::AddrInUse && Instant::now() < give_up => {
+                std::thread::sleep(address::RETRY)
+            }
+            Err(e) if e.kind() == ErrorKind::AddrInUse => {
+                return Err(environment(format!(
+                    "another process serves the local socket {name:?} already: is this job started twice, or does rank 0 of an earlier one still run?"
+                )));
+            }
+            Err(e) => return Err(environment(format!("rank 0 cannot host the store at local socket {name:?}: {e}"))),
+        }
+    }
 }
 
 /// Hosts the store on the first free one of `ports`.
-fn host_store(host: &str, ports: &[u16], env: &LaunchEnv) -> Result<(StoreServer, u16)> {
+fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Result<(Serving, u16)> {
     let far = env.local_world_size < env.world_size;
     let mut addresses = address::resolve(host, 0).into_iter().flatten().peekable();
     if far && addresses.peek().is_some() && addresses.all(|address| address.ip().is_loopback()) {
@@ -193,7 +278,7 @@ fn host_store(host: &str, ports: &[u16], env: &LaunchEnv) -> Result<(StoreServer
     for port in ports {
         // With one port it is worth waiting for the process that had it to end; with many the next one is.
         let bound = if ports.len() == 1 { address::bind(host, *port) } else { address::bind_once(host, *port) };
-        match bound.and_then(|listener| StoreServer::serve(listener, Some(&env.job_id))) {
+        match bound.and_then(|listener| Serving::start(listener, job)) {
             Ok(server) => return Ok((server, *port)),
             Err(e) => failure = e,
         }
@@ -215,49 +300,56 @@ fn host_store(host: &str, ports: &[u16], env: &LaunchEnv) -> Result<(StoreServer
     Err(environment(format!("rank 0 cannot host the store at {place}: {failure}{advice}")))
 }
 
-/// Connects to this job's store on one of `ports`; tries again until the deadline.
-fn find_store(host: &str, ports: &[u16], env: &LaunchEnv, start: Instant, deadline: Instant) -> Result<TcpStore> {
+/// Connects to this job's store at one of `places`; tries again until the deadline.
+fn find_store(
+    places: &[Place],
+    env: &LaunchEnv,
+    job: &JobKey,
+    start: Instant,
+    deadline: Instant,
+) -> Result<StoreClient> {
     // Where there are several ports, whoever is silent on one of them should not keep us from the next for long.
-    let mut patience = if ports.len() == 1 { HELLO_DEADLINE } else { HELLO_DEADLINE / 10 };
+    let mut patience = if places.len() == 1 { HANDSHAKE_DEADLINE } else { HANDSHAKE_DEADLINE / 10 };
     let mut failure = String::new();
     loop {
-        for port in ports {
-            match TcpStore::try_connect(host, *port, &env.job_id, deadline, patience) {
+        for place in places {
+            match StoreClient::try_connect(place, job, deadline, patience) {
                 Ok(store) => return Ok(store),
-                Err(Unreached::Refused(cause)) if ports.len() == 1 => {
-                    let place = address::join(host, *port);
-                    return Err(environment(format!("the store at {place} refused rank {}: {cause}", env.rank)));
+                Err(Unreached::Refused(cause)) if places.len() == 1 => {
+                    return Err(environment(format!(
+                        "the store at {place} refused rank {} of job {:?}: {cause}",
+                        env.rank,
+                        job.name()
+                    )));
                 }
                 // A neighbour's port may well be another job's.
                 Err(Unreached::Refused(cause) | Unreached::Absent(cause)) => {
                     // What the deadline itself cut short says less than what came before.
                     if failure.is_empty() || Instant::now() < deadline {
-                        failure = format!("port {port}: {cause}");
+                        failure = format!("{place}: {cause}");
                     }
                 }
             }
         }
         if Instant::now() + address::RETRY >= deadline {
-            let place = match ports {
-                [port] => address::join(host, *port),
-                _ => format!("{host}, ports {}-{}", ports.first().unwrap_or(&0), ports.last().unwrap_or(&0)),
-            };
             let who = if matches!(env.meeting, Meeting::Launcher { .. }) { "the launcher" } else { "rank 0" };
+            let port = if matches!(env.meeting, Meeting::Local { .. }) { "" } else { ", and is the port open" };
             let message = format!(
-                "rank {} could not reach the master at {place} within {:.1} s (last attempt: {failure}); is {who} running there, and is the port open?",
+                "rank {} could not reach the master at {} within {:.1} s (last attempt: {failure}); is {who} running there{port}?",
                 env.rank,
+                env.meeting,
                 start.elapsed().as_secs_f64()
             );
             return Err(environment(message));
         }
-        patience = HELLO_DEADLINE.min(2 * patience);
+        patience = HANDSHAKE_DEADLINE.min(2 * patience);
         std::thread::sleep(address::RETRY);
     }
 }
 
 /// One rank's part in coming together.
 struct Round<'a> {
-    store: &'a TcpStore,
+    store: &'a StoreClient,
     job: &'a str,
     me: &'a Entry,
     start: Instant,
@@ -266,7 +358,7 @@ struct Round<'a> {
 
 impl Round<'_> {
     /// Posts this rank, and waits for the verdict: the token and all entries, by rank.
-    fn attend(&self) -> Result<(String, Vec<Entry>)> {
+    fn attend(&self) -> Result<([u8; KEY_BYTES], Vec<Entry>)> {
         let number = self.post()?;
         if self.store.add(&self.key(number, "arrived"), 1)? == self.me.world_size as i64 {
             let verdict = self.complete(number)?;
@@ -336,7 +428,7 @@ impl Round<'_> {
                 message: format!("{size} ranks arrived, but not each of them: {entries:?}"),
             });
         }
-        Ok(Verdict::Complete { token: token(), entries })
+        Ok(Verdict::Complete { token: random().map_err(threads)?, entries })
     }
 
     /// The error of a round whose time is over.
@@ -375,16 +467,17 @@ impl Round<'_> {
 /// Connects to every peer for control; the streams by rank.
 fn connect_all(
     control: &Control,
-    token: &str,
+    key: &LinkKey,
     rank: usize,
     entries: &[Entry],
     deadline: Instant,
 ) -> Result<Vec<Option<TcpStream>>> {
     let mut streams = Vec::with_capacity(entries.len());
     for entry in &entries[..rank] {
-        let stream = dial((&entry.host, entry.port), token, Purpose::Control { rank: rank as u32 }, deadline).map_err(
-            |cause| unreached(&entry.peer, &format!("at {}: {cause}", address::join(&entry.host, entry.port))),
-        )?;
+        let purpose = Purpose::Control { rank: rank as u32 };
+        let stream = dial((&entry.host, entry.port), key, entry.peer.rank, purpose, deadline).map_err(|cause| {
+            unreached(&entry.peer, &format!("at {}: {cause}", address::join(&entry.host, entry.port)))
+        })?;
         streams.push(Some(stream));
     }
     streams.push(None);
@@ -398,14 +491,21 @@ fn connect_all(
     Ok(streams)
 }
 
-/// Connects to a rank's listener for `purpose`.
-pub(crate) fn dial(to: (&str, u16), token: &str, purpose: Purpose, deadline: Instant) -> Result<TcpStream, String> {
+/// Connects to the listener of rank `peer` for `purpose`.
+pub(crate) fn dial(
+    to: (&str, u16),
+    key: &LinkKey,
+    peer: usize,
+    purpose: Purpose,
+    deadline: Instant,
+) -> Result<TcpStream, String> {
     // Among many connections at a time the listener may drop one unheard; it hears the next.
-    let insist_until = deadline.min(Instant::now() + HELLO_DEADLINE);
+    let insist_until = deadline.min(Instant::now() + HANDSHAKE_DEADLINE);
+    let me = Introduction { key: &key.key, tag: key.tag, to: Role::Rank(peer as u32), purpose };
     loop {
-        let stream = address::connect_once(to.0, to.1, deadline).map_err(|e| e.to_string())?;
-        match crate::net::hello::say(stream, &Hello::new(token, purpose), deadline) {
-            Ok(wire) => return Ok(wire.into_stream()),
+        let socket = address::connect_once(to.0, to.1, deadline).map_err(|e| e.to_string())?;
+        match introduce(&socket, &me, deadline) {
+            Ok(()) => return Ok(socket.into()),
             Err(Refusal::NotOurs(e)) if e.kind() != ErrorKind::TimedOut && Instant::now() < insist_until => {
                 std::thread::sleep(address::RETRY);
             }
@@ -422,12 +522,6 @@ fn unreached(peer: &PeerInfo, how: &str) -> Error {
         came: Vec::new(),
         missing: vec![peer.rank],
     }
-}
-
-/// A text that no other world has. It need not be secret: it prevents mistakes, not attacks.
-fn token() -> String {
-    let random = || RandomState::new().build_hasher().finish();
-    format!("{:016x}{:016x}", random(), random())
 }
 
 fn encode(value: &impl Serialize) -> Result<Vec<u8>> {

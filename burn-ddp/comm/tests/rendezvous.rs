@@ -5,8 +5,8 @@ mod common;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Error, LaunchEnv, Meeting, Options, ReduceOp, StoreServer, World};
-use common::{FreePort, join_all, launcher_store, options, rank_at, rank_of};
+use burn_ddp_comm::{Error, JobKey, LaunchEnv, Meeting, Options, ReduceOp, Secret, StoreServer, World};
+use common::{FreePort, JOB, join_all, launcher_store, options, rank_at, rank_of};
 
 const AT_ONCE: Duration = Duration::from_secs(5);
 
@@ -83,7 +83,7 @@ fn ranks_meet_above_a_port_that_is_taken_among_ports_that_are_taken() {
         if let (Ok(silent), Ok(other)) = (near(1), near(2)) {
             let address = other.local_addr().unwrap();
             drop(other);
-            if let Ok(other) = StoreServer::bind_for_job(address, "another job") {
+            if let Ok(other) = StoreServer::bind(address, &JobKey::trusting_network("another job", 0)) {
                 break (agent, silent, other);
             }
         }
@@ -109,6 +109,7 @@ fn jobs_in_one_store_do_not_mix() {
     let store = launcher_store();
     std::thread::scope(|s| {
         for job in ["one", "two", "three"] {
+            store.admit(&JobKey::trusting_network(job, 0));
             let envs = (0..2).map(|rank| LaunchEnv { job_id: job.into(), ..rank_at(&store, rank, 2) }).collect();
             s.spawn(move || work_together(joined(envs)));
         }
@@ -212,9 +213,86 @@ fn a_master_on_loopback_is_no_master_for_other_machines() {
 
 #[test]
 fn the_store_of_another_job_is_told_apart() {
-    let store = StoreServer::bind_for_job("127.0.0.1:0", "theirs").unwrap();
+    let store = StoreServer::bind("127.0.0.1:0", &JobKey::trusting_network("theirs", 0)).unwrap();
     let begin = Instant::now();
     let error = errors(vec![rank_at(&store, 0, 1)], &options()).remove(0);
     assert!(begin.elapsed() < AT_ONCE);
-    says(&error, &["\"theirs\"", "\"test\"", &store.local_addr().to_string()]);
+    says(&error, &["another job", &format!("{JOB:?}"), &store.local_addr().to_string()]);
+}
+
+/// A secret in a file, until it is dropped.
+struct SecretFile {
+    secret: Secret,
+    path: std::path::PathBuf,
+}
+
+impl SecretFile {
+    fn new(name: &str) -> SecretFile {
+        let path = std::env::temp_dir().join(format!("burn-ddp-test-{}-{name}", std::process::id()));
+        let secret = Secret::generate().unwrap();
+        secret.write_new(&path).unwrap();
+        SecretFile { secret, path }
+    }
+
+    fn told(&self, env: LaunchEnv) -> LaunchEnv {
+        LaunchEnv { secret_file: Some(self.path.clone()), trust_network: false, ..env }
+    }
+}
+
+impl Drop for SecretFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+#[test]
+fn ranks_with_the_secret_meet_and_one_without_does_not() {
+    let file = SecretFile::new("meet");
+    let store = StoreServer::bind("127.0.0.1:0", &JobKey::new(&file.secret, JOB, 2)).unwrap();
+    let rank = |rank| LaunchEnv { restart_count: 2, ..file.told(rank_at(&store, rank, 3)) };
+    work_together(joined((0..3).map(rank).collect()));
+
+    let other = SecretFile::new("other");
+    let begin = Instant::now();
+    for stranger in [other.told(rank(0)), LaunchEnv { secret_file: None, trust_network: true, ..rank(0) }] {
+        says(&errors(vec![stranger], &options())[0], &["rank 0", "another secret"]);
+    }
+    says(&errors(vec![LaunchEnv { restart_count: 1, ..rank(0) }], &options())[0], &["another job", "restart 1"]);
+    assert!(begin.elapsed() < AT_ONCE);
+}
+
+#[test]
+fn where_strangers_could_come_a_secret_is_asked_for() {
+    let store = launcher_store();
+    let far = Meeting::Rank0 { host: "192.0.2.1".into(), port: 29500 };
+    for env in [rank_at(&store, 0, 2), LaunchEnv { local_world_size: 1, ..rank_of(far, 0, 2) }] {
+        let error = errors(vec![LaunchEnv { trust_network: false, ..env }], &options()).remove(0);
+        says(&error, &["burnrun secret FILE", "BURN_DDP_SECRET_FILE", "BURN_DDP_TRUST_NETWORK=1"]);
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn ranks_on_one_machine_need_no_port_and_no_secret() {
+    let unique = format!("test {} local", std::process::id());
+    let at = Meeting::Local { name: unique.clone() };
+    let local = |at: &Meeting, rank| LaunchEnv { trust_network: false, ..rank_of(at.clone(), rank, 3) };
+    for _ in 0..2 {
+        work_together(joined((0..3).map(|rank| local(&at, rank)).collect()));
+    }
+    // A port on loopback is but a name then: that it is taken does not matter.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    for at in
+        [Meeting::Rank0 { host: "localhost".into(), port }, Meeting::Rank0Above { host: "127.0.0.1".into(), port }]
+    {
+        work_together(joined((0..3).map(|rank| local(&at, rank)).collect()));
+    }
+    // Two jobs of the same name at once: the second is told.
+    let _worlds = joined((0..3).map(|rank| local(&at, rank)).collect());
+    says(&errors(vec![local(&at, 0)], &options())[0], &[&unique, "started twice"]);
+    let far = LaunchEnv { local_world_size: 2, ..local(&at, 0) };
+    says(&errors(vec![far], &options())[0], &[&unique, "1 of 3 run on other machines"]);
+    let nobody = Meeting::Local { name: format!("{unique}, nobody there") };
+    says(&errors(vec![local(&nobody, 1)], &join_within(0.3))[0], &["nobody there", "is rank 0 running there?"]);
 }

@@ -5,16 +5,20 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Error, MemoryStore, Store, StoreServer, TcpStore};
+use burn_ddp_comm::{Error, JobKey, MemoryStore, Secret, Store, StoreClient, StoreServer};
 
 const SOON: Duration = Duration::from_secs(20);
 
-fn server() -> StoreServer {
-    StoreServer::bind("127.0.0.1:0").unwrap()
+fn job(name: &str) -> JobKey {
+    JobKey::trusting_network(name, 0)
 }
 
-fn client(server: &StoreServer) -> TcpStore {
-    TcpStore::connect(&server.local_addr().to_string(), "job", SOON).unwrap()
+fn server() -> StoreServer {
+    StoreServer::bind("127.0.0.1:0", &job("job")).unwrap()
+}
+
+fn client(server: &StoreServer) -> StoreClient {
+    StoreClient::connect(&server.local_addr().to_string(), &job("job"), SOON).unwrap()
 }
 
 /// Runs `test` on each kind of store.
@@ -156,26 +160,56 @@ fn nobody_there_is_told_with_address_time_and_cause() {
     let held = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     held.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
     let address = held.local_addr().unwrap().as_socket().unwrap().to_string();
-    let error = TcpStore::connect(&address, "job", Duration::from_millis(300)).unwrap_err().to_string();
+    let error = StoreClient::connect(&address, &job("job"), Duration::from_millis(300)).unwrap_err().to_string();
     assert!(error.contains("0.3 s") && error.contains(&address) && error.contains("refused"), "{error}");
-    assert!(TcpStore::connect("no port", "job", SOON).is_err());
+    assert!(StoreClient::connect("no port", &job("job"), SOON).is_err());
 }
 
 #[test]
-fn another_jobs_clients_are_refused_with_both_names() {
-    let server = StoreServer::bind_for_job("127.0.0.1:0", "mine").unwrap();
+fn clients_of_another_job_secret_or_generation_are_refused() {
+    let secret = Secret::generate().unwrap();
+    let server = StoreServer::bind("127.0.0.1:0", &JobKey::new(&secret, "mine", 1)).unwrap();
     let address = server.local_addr().to_string();
-    TcpStore::connect(&address, "mine", SOON).unwrap();
-    let begin = Instant::now();
-    let error = TcpStore::connect(&address, "theirs", SOON).unwrap_err().to_string();
-    assert!(error.contains("\"mine\"") && error.contains("\"theirs\""), "{error}");
-    assert!(begin.elapsed() < Duration::from_secs(5), "a refusal is final, no use trying again");
+    StoreClient::connect(&address, &JobKey::new(&secret, "mine", 1), SOON).unwrap();
+    for (stranger, cause) in [
+        (JobKey::new(&secret, "theirs", 1), "another job"),
+        (JobKey::new(&secret, "mine", 0), "another job"),
+        (JobKey::new(&Secret::generate().unwrap(), "mine", 1), "another secret"),
+        (JobKey::trusting_network("mine", 1), "another secret"),
+    ] {
+        let begin = Instant::now();
+        let error = StoreClient::connect(&address, &stranger, SOON).unwrap_err().to_string();
+        assert!(error.contains(cause) && error.contains(&format!("{:?}", stranger.name())), "{error}");
+        assert!(begin.elapsed() < Duration::from_secs(5), "a refusal is final, no use trying again");
+    }
+}
+
+#[test]
+fn one_server_can_serve_generation_after_generation() {
+    let secret = Secret::generate().unwrap();
+    let [old, new] = [0, 1].map(|restart| JobKey::new(&secret, "job", restart));
+    let server = StoreServer::bind("127.0.0.1:0", &old).unwrap();
+    let address = server.local_addr().to_string();
+    let before = StoreClient::connect(&address, &old, SOON).unwrap();
+    before.set("k", b"old").unwrap();
+    assert!(StoreClient::connect(&address, &new, SOON).is_err());
+    thread::scope(|s| {
+        let waiting = s.spawn(|| before.get("never", SOON));
+        server.admit(&new);
+        let after = StoreClient::connect(&address, &new, SOON).unwrap();
+        server.expel(&old);
+        let begin = Instant::now();
+        assert!(matches!(waiting.join().unwrap(), Err(Error::Store { .. })), "who waits is told");
+        assert!(begin.elapsed() < Duration::from_secs(5));
+        assert!(before.set("k", b"late").is_err());
+        assert_eq!(after.get("k", SOON).unwrap(), b"old");
+    });
 }
 
 #[test]
 fn a_port_in_use_is_named() {
     let server = server();
-    let error = StoreServer::bind(server.local_addr()).unwrap_err();
+    let error = StoreServer::bind(server.local_addr(), &job("job")).unwrap_err();
     assert!(matches!(error, Error::Environment { .. }), "{error:?}");
     assert!(error.to_string().contains(&server.local_addr().port().to_string()), "{error}");
 }

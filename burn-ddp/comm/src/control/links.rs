@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use crate::Result;
 use crate::health::{Wake, lock};
-use crate::net::hello::Purpose;
+use crate::net::handshake::Purpose;
 
 /// Most connections that wait. Peers connect for groups that this rank is about to make, so they are few.
 const WAITING_CAP: usize = 16 * 1024;

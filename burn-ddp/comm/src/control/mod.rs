@@ -24,6 +24,7 @@ use std::time::Duration;
 pub(crate) use links::Links;
 
 use crate::health::{ControlMessage, Health, Outbox, lock};
+use crate::job_key::LinkKey;
 use crate::net::wait::Waker;
 use crate::net::wire::Wire;
 
@@ -42,8 +43,8 @@ pub(crate) struct Control {
 #[derive(Debug)]
 struct Shared {
     rank: usize,
-    /// What a hello must know.
-    token: String,
+    /// What peers prove to know.
+    key: LinkKey,
     /// The ways to the peers, by rank; set once, when the mesh stands. `None` for this rank.
     senders: Mutex<Vec<Option<Sender>>>,
     /// What the monitor gets when the mesh stands: the reading ends, by rank, and the health they report to.
@@ -85,10 +86,10 @@ struct Sender {
 impl Control {
     /// Starts the monitor on `listener`. Until [`attach`](Self::attach) it only accepts connections, which wait in
     /// [`links`](Self::links).
-    pub(crate) fn start(listener: TcpListener, rank: usize, world_size: usize, token: &str) -> io::Result<Control> {
+    pub(crate) fn start(listener: TcpListener, rank: usize, world_size: usize, key: LinkKey) -> io::Result<Control> {
         let shared = Arc::new(Shared {
             rank,
-            token: token.to_owned(),
+            key,
             senders: Mutex::new(Vec::new()),
             mesh: Mutex::new(None),
             phase: AtomicU8::new(PRESENT),

@@ -11,14 +11,15 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::{CLOSED, PRESENT, Shared};
 use crate::health::{ControlMessage, Health, lock};
-use crate::net::hello::{Admits, Answer, HELLO_CAP, HELLO_DEADLINE, Hello};
+use crate::job_key::LinkKey;
+use crate::net::address;
+use crate::net::handshake::Role;
+use crate::net::strangers::{Introduced, Strangers};
 use crate::net::wait::wait;
 use crate::net::wire::Wire;
 
 /// How long a monitor whose rank has left lets its peers close first.
 pub(super) const LINGER: Duration = Duration::from_secs(5);
-/// Most connections that have not said hello; the oldest makes room.
-const STRANGERS_CAP: usize = 256;
 /// Most connections accepted before those that are there are heard.
 const ACCEPTS_PER_TURN: usize = 64;
 /// Pause after a failed accept, typically for want of file descriptors.
@@ -29,7 +30,7 @@ pub(super) struct Monitor {
     /// Closed when the rank leaves.
     listener: Option<TcpListener>,
     accept_after: Option<Instant>,
-    strangers: Vec<Stranger>,
+    strangers: Strangers,
     /// The reading ends, by rank; `None` for this rank and for those that have closed. Empty until the mesh stands.
     readers: Vec<Option<Wire>>,
     /// Set with the readers.
@@ -38,24 +39,11 @@ pub(super) struct Monitor {
     end: Option<Instant>,
 }
 
-/// A connection that has not said hello.
-struct Stranger {
-    wire: Wire,
-    until: Instant,
-}
-
 impl Monitor {
     pub(super) fn new(listener: TcpListener, shared: Arc<Shared>) -> Self {
         let listener = Some(listener);
-        Self {
-            shared,
-            listener,
-            accept_after: None,
-            strangers: Vec::new(),
-            readers: Vec::new(),
-            health: None,
-            end: None,
-        }
+        let strangers = Strangers::new(Role::Rank(shared.rank as u32));
+        Self { shared, listener, accept_after: None, strangers, readers: Vec::new(), health: None, end: None }
     }
 
     pub(super) fn run(mut self) {
@@ -96,7 +84,9 @@ impl Monitor {
             self.read(rank);
         }
         let strangers: Vec<bool> = ready.collect();
-        self.greet(&strangers);
+        for stranger in self.strangers.hear(&strangers) {
+            self.meet(stranger);
+        }
         if listener_ready {
             self.accept();
         }
@@ -127,11 +117,8 @@ impl Monitor {
                 });
             }
         }
-        fds.extend(
-            self.strangers.iter().map(|stranger| PollFd::from_borrowed_fd(stranger.wire.as_fd(), PollFlags::IN)),
-        );
-        let deadline =
-            self.strangers.iter().map(|stranger| stranger.until).chain(self.accept_after).chain(self.end).min();
+        fds.extend(self.strangers.poll_fds());
+        let deadline = self.strangers.deadline().into_iter().chain(self.accept_after).chain(self.end).min();
         wait(&mut fds, deadline)?;
         Ok(fds[1..].iter().map(|fd| !fd.revents().is_empty()).collect())
     }
@@ -171,52 +158,29 @@ impl Monitor {
         }
     }
 
-    /// Hears the strangers that have something to say, and parts with those that take too long.
-    fn greet(&mut self, ready: &[bool]) {
-        let mut ready = ready.iter().copied();
-        let strangers = std::mem::take(&mut self.strangers);
-        for mut stranger in strangers {
-            if !ready.next().unwrap_or(false) {
-                if Instant::now() < stranger.until {
-                    self.strangers.push(stranger);
-                }
-                continue;
-            }
-            match stranger.wire.next::<Hello>() {
-                Ok(None) if Instant::now() < stranger.until => self.strangers.push(stranger),
-                Ok(Some(hello)) => self.welcome(stranger.wire, &hello),
-                Ok(None) | Err(_) => {
-                    tracing::debug!(from = ?stranger.wire.stream().peer_addr(), "a stranger was turned away")
+    /// Lets a stranger in that knows the key and is expected.
+    fn meet(&self, stranger: Introduced) {
+        let LinkKey { key, tag } = &self.shared.key;
+        if !stranger.knows(key) {
+            let same_job = stranger.tag() == *tag;
+            return stranger.turn_away(same_job);
+        }
+        let purpose = stranger.purpose;
+        match self.shared.links.admit(purpose) {
+            Err(cause) => stranger.refuse(key, &cause),
+            Ok(()) => {
+                if let Some(socket) = stranger.welcome(key) {
+                    self.shared.links.put(purpose, socket.into());
                 }
             }
-        }
-    }
-
-    fn welcome(&self, mut wire: Wire, hello: &Hello) {
-        let verdict =
-            hello.admit(&Admits::Token(&self.shared.token)).and_then(|()| self.shared.links.admit(hello.purpose));
-        let welcome = verdict.is_ok();
-        if let Err(cause) = &verdict {
-            tracing::debug!(from = ?wire.stream().peer_addr(), cause, "a connection was refused");
-        }
-        // An answer fits into the buffer of a fresh socket; one that does not take it is not worth waiting for.
-        let answered = wire.queue(&Answer::new(verdict)).and_then(|()| wire.flush());
-        if welcome && matches!(answered, Ok(true)) {
-            self.shared.links.put(hello.purpose, wire.into_stream());
         }
     }
 
     fn accept(&mut self) {
         let Some(listener) = &self.listener else { return };
-        // A few at a time, so that those who say hello at once are not crowded out by those who come after them.
         for _ in 0..ACCEPTS_PER_TURN {
-            match listener.accept().and_then(|(stream, _)| Wire::new(stream, HELLO_CAP)) {
-                Ok(wire) => {
-                    if self.strangers.len() >= STRANGERS_CAP {
-                        self.strangers.remove(0);
-                    }
-                    self.strangers.push(Stranger { wire, until: Instant::now() + HELLO_DEADLINE });
-                }
+            match listener.accept().and_then(|(stream, from)| Ok((address::ready(stream)?, from))) {
+                Ok((socket, from)) => self.strangers.receive(socket, Some(from.ip())),
                 Err(e) if e.kind() == ErrorKind::WouldBlock => return,
                 Err(e) => {
                     tracing::warn!("rank {} could not accept a connection: {e}", self.shared.rank);

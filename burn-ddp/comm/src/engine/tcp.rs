@@ -18,7 +18,8 @@ use super::{Engine, Fabric, HostEngine, Incoming, Outgoing, Transport};
 use crate::call::Call;
 use crate::control::Links;
 use crate::health::{Health, Wake};
-use crate::net::hello::Purpose;
+use crate::job_key::LinkKey;
+use crate::net::handshake::Purpose;
 use crate::net::wait::{Waker, wait};
 use crate::rendezvous::dial;
 use crate::{Error, Result};
@@ -32,8 +33,8 @@ pub(crate) struct Reach {
     pub(crate) rank: usize,
     /// Where each rank listens.
     pub(crate) addresses: Vec<(String, u16)>,
-    /// What a connection must know.
-    pub(crate) token: String,
+    /// What both ends of a connection prove to know.
+    pub(crate) key: LinkKey,
     /// Where connections from higher ranks arrive.
     pub(crate) links: Arc<Links>,
 }
@@ -57,7 +58,7 @@ impl TcpFabric {
 
     /// The connection to `peer` for the group that `call` makes. The higher rank of a pair connects.
     fn connect(&self, call: &Call, peer: usize) -> Result<TcpStream> {
-        let Reach { rank, addresses, token, links } = &self.reach;
+        let Reach { rank, addresses, key, links } = &self.reach;
         let (rank, group) = (*rank, call.info.group);
         if peer > rank {
             let purpose = Purpose::Data { rank: peer as u32, group };
@@ -65,7 +66,7 @@ impl TcpFabric {
         }
         let (host, port) = &addresses[peer];
         let purpose = Purpose::Data { rank: rank as u32, group };
-        dial((host, *port), token, purpose, call.deadline).or_else(|cause| {
+        dial((host, *port), key, peer, purpose, call.deadline).or_else(|cause| {
             if Instant::now() >= call.deadline {
                 return Err(call.timed_out(vec![peer]));
             }

@@ -5,6 +5,8 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use socket2::Socket;
+
 /// Longest single attempt to connect, so that a name with several addresses gets each of them tried.
 const ATTEMPT: Duration = Duration::from_secs(5);
 /// Between two attempts, while the other side may not have started yet.
@@ -60,8 +62,8 @@ pub(crate) fn bind_once(host: &str, port: u16) -> io::Result<TcpListener> {
     TcpListener::bind(&resolve(host, port)?[..])
 }
 
-/// Connects to one of the addresses `host` has now. One round, no retries.
-pub(crate) fn connect_once(host: &str, port: u16, deadline: Instant) -> io::Result<TcpStream> {
+/// Connects to one of the addresses `host` has now. One round, no retries. The socket does not block.
+pub(crate) fn connect_once(host: &str, port: u16, deadline: Instant) -> io::Result<Socket> {
     let mut last = io::Error::from(ErrorKind::TimedOut);
     for address in resolve(host, port)? {
         let left = deadline.saturating_duration_since(Instant::now()).min(ATTEMPT);
@@ -70,11 +72,19 @@ pub(crate) fn connect_once(host: &str, port: u16, deadline: Instant) -> io::Resu
         }
         match TcpStream::connect_timeout(&address, left) {
             Ok(stream) if is_itself(&stream) => last = ErrorKind::ConnectionRefused.into(),
-            Ok(stream) => return Ok(stream),
+            Ok(stream) => return ready(stream),
             Err(e) => last = e,
         }
     }
     Err(last)
+}
+
+/// Makes a fresh connection what all of ours are: non-blocking, and sending at once.
+pub(crate) fn ready(socket: impl Into<Socket>) -> io::Result<Socket> {
+    let socket = socket.into();
+    socket.set_nonblocking(true)?;
+    socket.set_tcp_nodelay(true)?;
+    Ok(socket)
 }
 
 /// TCP lets a client that was given the very port it connects to meet itself, when nobody listens there.

@@ -1,17 +1,16 @@
 //! Length-prefixed postcard messages over a non-blocking socket.
 //!
 //! A message is a little-endian `u32` length and that many bytes. The length is compared with the connection's cap before anything
-//! is allocated, memory grows only with bytes that arrived, and nothing is read beyond the message asked for, so the socket can be
-//! handed on after a handshake.
+//! is allocated, memory grows only with bytes that arrived, and nothing is read beyond the message asked for.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use socket2::Socket;
 
 use super::wait::wait;
 
@@ -25,7 +24,7 @@ const READ_STEP: usize = 64 * 1024;
 /// One connection that carries messages.
 #[derive(Debug)]
 pub(crate) struct Wire {
-    stream: TcpStream,
+    socket: Socket,
     /// Longest body accepted, in bytes.
     cap: usize,
     /// The incomplete incoming message, prefix included.
@@ -40,23 +39,14 @@ pub(crate) struct Wire {
 
 impl Wire {
     /// Takes over a connected socket; messages longer than `cap` bytes are refused.
-    pub(crate) fn new(stream: TcpStream, cap: usize) -> io::Result<Self> {
-        stream.set_nonblocking(true)?;
-        stream.set_nodelay(true)?;
-        Ok(Self { stream, cap, incoming: Vec::new(), incoming_since: None, outgoing: Vec::new(), outgoing_since: None })
+    pub(crate) fn new(socket: impl Into<Socket>, cap: usize) -> io::Result<Self> {
+        let socket = socket.into();
+        socket.set_nonblocking(true)?;
+        Ok(Self { socket, cap, incoming: Vec::new(), incoming_since: None, outgoing: Vec::new(), outgoing_since: None })
     }
 
-    pub(crate) fn stream(&self) -> &TcpStream {
-        &self.stream
-    }
-
-    /// The socket, between two messages.
-    pub(crate) fn into_stream(self) -> TcpStream {
-        self.stream
-    }
-
-    pub(crate) fn set_cap(&mut self, cap: usize) {
-        self.cap = cap;
+    pub(crate) fn stream(&self) -> &Socket {
+        &self.socket
     }
 
     /// Appends a message to what is to be sent; [`flush`](Self::flush) sends.
@@ -78,7 +68,7 @@ impl Wire {
             if sent == self.outgoing.len() {
                 break Ok(true);
             }
-            match (&self.stream).write(&self.outgoing[sent..]) {
+            match (&self.socket).write(&self.outgoing[sent..]) {
                 Ok(n) => sent += n,
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == ErrorKind::WouldBlock => break Ok(false),
@@ -134,7 +124,7 @@ impl Wire {
                 return Ok(true);
             }
             self.incoming.resize(have + (need - have).min(READ_STEP), 0);
-            let read = (&self.stream).read(&mut self.incoming[have..]);
+            let read = (&self.socket).read(&mut self.incoming[have..]);
             self.incoming.truncate(have + *read.as_ref().unwrap_or(&0));
             match read {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
@@ -176,7 +166,7 @@ impl Wire {
     }
 
     fn wait(&self, flags: PollFlags, deadline: Instant) -> io::Result<()> {
-        match wait(&mut [PollFd::new(&self.stream, flags)], Some(deadline))? {
+        match wait(&mut [PollFd::new(&self.socket, flags)], Some(deadline))? {
             true => Ok(()),
             false => Err(ErrorKind::TimedOut.into()),
         }
@@ -185,7 +175,7 @@ impl Wire {
 
 impl AsFd for Wire {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
+        self.socket.as_fd()
     }
 }
 
@@ -195,7 +185,7 @@ fn invalid(cause: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Er
 
 #[cfg(test)]
 mod tests {
-    use std::net::TcpListener;
+    use std::net::{TcpListener, TcpStream};
 
     use super::*;
 
@@ -228,7 +218,7 @@ mod tests {
     #[test]
     fn a_length_over_the_cap_is_refused_before_its_bytes_come() {
         let (a, mut b) = pair(16);
-        (&a.stream).write_all(&u32::MAX.to_le_bytes()).unwrap();
+        (&a.socket).write_all(&u32::MAX.to_le_bytes()).unwrap();
         let error = b.recv::<String>(soon()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidData);
         assert!(error.to_string().contains("4294967295 bytes"), "{error}");
@@ -239,12 +229,11 @@ mod tests {
         let (mut a, mut b) = pair(64);
         a.queue(&1_u8).unwrap();
         a.flush().unwrap();
-        (&a.stream).write_all(b"raw").unwrap();
+        (&a.socket).write_all(b"raw").unwrap();
         assert_eq!(b.recv::<u8>(soon()).unwrap(), 1);
         let mut raw = [0; 3];
-        let stream = b.into_stream();
-        stream.set_nonblocking(false).unwrap();
-        (&stream).read_exact(&mut raw).unwrap();
+        b.socket.set_nonblocking(false).unwrap();
+        b.socket.read_exact(&mut raw).unwrap();
         assert_eq!(&raw, b"raw");
     }
 
@@ -259,7 +248,7 @@ mod tests {
     fn a_half_message_stalls_the_connection_and_only_from_its_first_byte() {
         let (a, mut b) = pair(64);
         assert_eq!(b.stalled_at(), None);
-        (&a.stream).write_all(&[9]).unwrap();
+        (&a.socket).write_all(&[9]).unwrap();
         let short = Instant::now() + Duration::from_millis(20);
         assert_eq!(b.recv::<u8>(short).unwrap_err().kind(), ErrorKind::TimedOut);
         assert!(b.stalled_at().is_some());

@@ -1,20 +1,21 @@
 //! Where ranks meet: a small key-value store.
 //!
-//! [`StoreServer`] is hosted by rank 0 or by the launcher, ranks are [`TcpStore`] clients, and [`MemoryStore`] serves ranks within one
+//! [`StoreServer`] is hosted by rank 0 or by the launcher, ranks are [`StoreClient`] clients, and [`MemoryStore`] serves ranks within one
 //! process. After the rendezvous no step of a training needs it.
 
+mod client;
 mod memory;
 mod protocol;
 mod server;
 mod table;
-mod tcp;
 
 use std::time::Duration;
 
+pub use client::StoreClient;
+pub(crate) use client::{Place, Unreached};
 pub use memory::MemoryStore;
+pub(crate) use server::Serving;
 pub use server::StoreServer;
-pub use tcp::TcpStore;
-pub(crate) use tcp::Unreached;
 
 use crate::Result;
 

@@ -1,108 +1,132 @@
 //! The store's host: one thread, non-blocking sockets.
 //!
-//! A client costs the others nothing: its hello, the rest of a begun message and its reading of answers have deadlines, everything it
+//! A client costs the others nothing: its handshake, the rest of a begun message and its reading of answers have deadlines, everything it
 //! sends is capped, and what it breaks is its own connection.
 
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use socket2::Socket;
 
 use super::protocol::{MESSAGE_CAP, Request, Response};
 use super::table::Table;
-use crate::net::hello::{Admits, Answer, HELLO_CAP, HELLO_DEADLINE, Hello, Purpose};
+use crate::health::lock;
+use crate::job_key::JobTag;
+use crate::net::handshake::{Purpose, Role};
+use crate::net::strangers::{Introduced, Strangers};
 use crate::net::wait::{Waker, deadline_in, wait};
 use crate::net::wire::Wire;
-use crate::{Error, Result};
+use crate::net::{address, local};
+use crate::{Error, JobKey, Result};
 
-/// Most connections at a time.
+/// Most clients at a time.
 const CLIENTS_CAP: usize = 4096;
-/// Most of them that have not said hello; the oldest makes room.
-const STRANGERS_CAP: usize = 256;
 /// Most connections accepted before those that are there are heard.
 const ACCEPTS_PER_TURN: usize = 64;
 /// Pause after a failed accept, typically for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Hosts a [`Store`](crate::Store) for [`TcpStore`](crate::TcpStore) clients, until it is dropped.
+/// Hosts a [`Store`](crate::Store) for [`StoreClient`](crate::StoreClient)s that have the key of a job, until it is dropped.
 #[derive(Debug)]
 pub struct StoreServer {
     address: SocketAddr,
-    stop: Arc<Stop>,
+    serving: Serving,
 }
 
-/// Shared by the handle, which sets it, and the server's thread, which ends by it.
+/// A store that is served; until this is dropped.
 #[derive(Debug)]
-struct Stop {
+pub(crate) struct Serving {
+    shared: Arc<Shared>,
+}
+
+/// Shared by the handle and the server's thread.
+#[derive(Debug)]
+struct Shared {
+    /// Whose clients are let in. Written by the handle, read by the server for each stranger and after a wake.
+    jobs: Mutex<Vec<JobKey>>,
+    /// Set by the handle, ends the thread.
     stopped: AtomicBool,
     waker: Waker,
 }
 
 impl StoreServer {
-    /// Listens at `address`, for clients of any job; port 0 takes a free one, see [`local_addr`](Self::local_addr).
+    /// Listens at `address` for the processes of `job`; port 0 takes a free one, see [`local_addr`](Self::local_addr).
     ///
     /// # Errors
     /// [`Error::Environment`] if the address is not free or not of this machine.
-    pub fn bind(address: impl ToSocketAddrs + std::fmt::Debug) -> Result<StoreServer> {
-        Self::listen(&address, None)
-    }
-
-    /// Like [`bind`](Self::bind), but refuses clients of other jobs.
-    ///
-    /// # Errors
-    /// As for [`bind`](Self::bind).
-    pub fn bind_for_job(address: impl ToSocketAddrs + std::fmt::Debug, job: &str) -> Result<StoreServer> {
-        Self::listen(&address, Some(job))
-    }
-
-    fn listen(address: &(impl ToSocketAddrs + std::fmt::Debug), job: Option<&str>) -> Result<StoreServer> {
-        TcpListener::bind(address)
-            .and_then(|listener| Self::serve(listener, job))
-            .map_err(|e| Error::Environment { message: format!("cannot host a store at {address:?}: {e}") })
-    }
-
-    /// Serves on a bound socket.
-    pub(crate) fn serve(listener: TcpListener, job: Option<&str>) -> io::Result<StoreServer> {
-        listener.set_nonblocking(true)?;
-        let address = listener.local_addr()?;
-        let stop = Arc::new(Stop { stopped: AtomicBool::new(false), waker: Waker::new()? });
-        let server = Server {
-            listener,
-            job: job.map(str::to_owned),
-            stop: stop.clone(),
-            table: Table::default(),
-            clients: Vec::new(),
-            accept_after: None,
+    pub fn bind(address: impl ToSocketAddrs + std::fmt::Debug, job: &JobKey) -> Result<StoreServer> {
+        let serve = || {
+            let listener = TcpListener::bind(&address)?;
+            let address = listener.local_addr()?;
+            Ok(StoreServer { address, serving: Serving::start(listener, job)? })
         };
-        thread::Builder::new().name("burn-ddp store".into()).spawn(move || server.run())?;
-        Ok(StoreServer { address, stop })
+        serve()
+            .map_err(|e: io::Error| Error::Environment { message: format!("cannot host a store at {address:?}: {e}") })
     }
 
     /// Where it listens.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
+
+    /// Lets the processes of another job, or of another generation, in as well.
+    pub fn admit(&self, job: &JobKey) {
+        lock(&self.serving.shared.jobs).push(job.clone());
+    }
+
+    /// Closes the connections of a job's processes, and lets no more of them in. What they stored stays.
+    pub fn expel(&self, job: &JobKey) {
+        lock(&self.serving.shared.jobs).retain(|other| other.tag() != job.tag());
+        self.serving.shared.waker.wake();
+    }
 }
 
-impl Drop for StoreServer {
+impl Serving {
+    /// Serves on a bound socket.
+    pub(crate) fn start(listener: impl Into<Socket>, job: &JobKey) -> io::Result<Serving> {
+        let listener = listener.into();
+        listener.set_nonblocking(true)?;
+        let is_local = listener.local_addr()?.is_unix();
+        let shared = Arc::new(Shared {
+            jobs: Mutex::new(vec![job.clone()]),
+            stopped: AtomicBool::new(false),
+            waker: Waker::new()?,
+        });
+        let server = Server {
+            listener,
+            is_local,
+            shared: shared.clone(),
+            table: Table::default(),
+            strangers: Strangers::new(Role::Store),
+            clients: Vec::new(),
+            accept_after: None,
+        };
+        thread::Builder::new().name("burn-ddp store".into()).spawn(move || server.run())?;
+        Ok(Serving { shared })
+    }
+}
+
+impl Drop for Serving {
     /// Closes the port and all connections, soon; does not wait for it.
     fn drop(&mut self) {
-        self.stop.stopped.store(true, Ordering::Release);
-        self.stop.waker.wake();
+        self.shared.stopped.store(true, Ordering::Release);
+        self.shared.waker.wake();
     }
 }
 
 struct Server {
-    listener: TcpListener,
-    /// The job whose clients are admitted; any if `None`.
-    job: Option<String>,
-    stop: Arc<Stop>,
+    listener: Socket,
+    /// A unix socket, for processes of this user only.
+    is_local: bool,
+    shared: Arc<Shared>,
     table: Table,
+    strangers: Strangers,
     clients: Vec<Client>,
     /// Set after a failed accept.
     accept_after: Option<Instant>,
@@ -110,25 +134,22 @@ struct Server {
 
 struct Client {
     wire: Wire,
+    job: JobTag,
     state: State,
 }
 
 enum State {
-    /// Has not said hello.
-    Stranger { until: Instant },
     /// Has no request open.
     Idle,
     /// Waits for a key to be set.
     Waiting { key: String, until: Instant },
-    /// Is to be closed when it read its last answer.
-    Closing,
     /// Is to be closed.
     Closed,
 }
 
 impl Server {
     fn run(mut self) {
-        while !self.stop.stopped.load(Ordering::Acquire) {
+        while !self.shared.stopped.load(Ordering::Acquire) {
             if let Err(e) = self.turn() {
                 tracing::error!("the store at {:?} ended: {e}", self.listener.local_addr());
                 return;
@@ -138,26 +159,26 @@ impl Server {
 
     /// Waits for something to do, and does it.
     fn turn(&mut self) -> io::Result<()> {
-        let accepting = self.accept_after.is_none();
-        let mut fds = Vec::with_capacity(2 + self.clients.len());
-        fds.push(PollFd::new(&self.stop.waker, PollFlags::IN));
-        fds.push(PollFd::new(&self.listener, if accepting { PollFlags::IN } else { PollFlags::empty() }));
-        fds.extend(self.clients.iter().map(|client| {
-            let write = if client.wire.wants_write() { PollFlags::OUT } else { PollFlags::empty() };
-            PollFd::from_borrowed_fd(client.wire.as_fd(), PollFlags::IN | write)
-        }));
-        wait(&mut fds, self.next_deadline())?;
-        let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        let ready = self.wait()?;
+        let (ready, strangers) = ready.split_at(2 + self.clients.len());
 
-        self.stop.waker.clear();
+        self.shared.waker.clear();
         for (i, _) in ready[2..].iter().enumerate().filter(|(_, ready)| **ready) {
             self.serve_client(i);
         }
         let now = Instant::now();
-        for client in &mut self.clients {
-            client.expire(now);
+        {
+            let jobs = lock(&self.shared.jobs);
+            for client in &mut self.clients {
+                client.expire(now);
+            }
+            self.clients.retain(|client| {
+                !matches!(client.state, State::Closed) && jobs.iter().any(|job| job.tag() == client.job)
+            });
         }
-        self.clients.retain(|client| !matches!(client.state, State::Closed));
+        for stranger in self.strangers.hear(strangers) {
+            self.meet(stranger);
+        }
         if self.accept_after.is_some_and(|at| at <= now) {
             self.accept_after = None;
         }
@@ -167,34 +188,66 @@ impl Server {
         Ok(())
     }
 
-    fn next_deadline(&self) -> Option<Instant> {
-        self.clients.iter().filter_map(Client::deadline).chain(self.accept_after).min()
+    /// Whether the waker, the listener, each client and each stranger is ready, in this order.
+    fn wait(&self) -> io::Result<Vec<bool>> {
+        let accepting = self.accept_after.is_none();
+        let mut fds = Vec::with_capacity(2 + self.clients.len());
+        fds.push(PollFd::new(&self.shared.waker, PollFlags::IN));
+        fds.push(PollFd::new(&self.listener, if accepting { PollFlags::IN } else { PollFlags::empty() }));
+        fds.extend(self.clients.iter().map(|client| {
+            let write = if client.wire.wants_write() { PollFlags::OUT } else { PollFlags::empty() };
+            PollFd::from_borrowed_fd(client.wire.as_fd(), PollFlags::IN | write)
+        }));
+        fds.extend(self.strangers.poll_fds());
+        let deadlines = self.clients.iter().filter_map(Client::deadline);
+        wait(&mut fds, deadlines.chain(self.strangers.deadline()).chain(self.accept_after).min())?;
+        Ok(fds.iter().map(|fd| !fd.revents().is_empty()).collect())
     }
 
     fn accept(&mut self) {
-        // A few at a time, so that those who say hello at once are not crowded out by those who come after them.
         for _ in 0..ACCEPTS_PER_TURN {
-            let wire = self.listener.accept().and_then(|(stream, _)| Wire::new(stream, HELLO_CAP));
-            match wire {
-                Ok(wire) => self
-                    .clients
-                    .push(Client { wire, state: State::Stranger { until: Instant::now() + HELLO_DEADLINE } }),
+            match self.accept_one() {
+                Ok(()) => {}
                 Err(e) if e.kind() == ErrorKind::WouldBlock => return,
                 Err(e) => {
                     tracing::warn!("the store could not accept a connection: {e}");
                     self.accept_after = Some(Instant::now() + ACCEPT_PAUSE);
+                    return;
                 }
             }
-            let strangers = self.clients.iter().filter(|client| matches!(client.state, State::Stranger { .. })).count();
-            if strangers > STRANGERS_CAP || self.clients.len() > CLIENTS_CAP || self.accept_after.is_some() {
-                // Clients stand in the order they came, so this is the oldest stranger, if need be the newcomer.
-                if let Some(i) = self.clients.iter().position(|client| matches!(client.state, State::Stranger { .. })) {
-                    self.clients.remove(i);
-                }
-            }
-            if self.accept_after.is_some() {
-                return;
-            }
+        }
+    }
+
+    fn accept_one(&mut self) -> io::Result<()> {
+        let (socket, from) = self.listener.accept()?;
+        let prepared = if self.is_local {
+            local::check_peer(&socket).and_then(|()| socket.set_nonblocking(true)).map(|()| socket)
+        } else {
+            address::ready(socket)
+        };
+        match prepared {
+            Ok(socket) => self.strangers.receive(socket, from.as_socket().map(|from| from.ip())),
+            Err(e) => tracing::debug!("the store closes a fresh connection: {e}"),
+        }
+        Ok(())
+    }
+
+    /// Lets a stranger in that knows the key of a job.
+    fn meet(&mut self, stranger: Introduced) {
+        let jobs = lock(&self.shared.jobs);
+        let tag = stranger.tag();
+        let Some(job) = jobs.iter().find(|job| job.tag() == tag && stranger.knows(job.store())) else {
+            return stranger.turn_away(jobs.iter().any(|job| job.tag() == tag));
+        };
+        if stranger.purpose != Purpose::Store {
+            return stranger.refuse(job.store(), "this is the store, not a rank");
+        }
+        if self.clients.len() >= CLIENTS_CAP {
+            return stranger.refuse(job.store(), "the store has too many clients");
+        }
+        let wire = stranger.welcome(job.store()).map(|socket| Wire::new(socket, MESSAGE_CAP));
+        if let Some(Ok(wire)) = wire {
+            self.clients.push(Client { wire, job: tag, state: State::Idle });
         }
     }
 
@@ -203,7 +256,6 @@ impl Server {
         let client = &mut self.clients[i];
         client.flush();
         match client.state {
-            State::Stranger { .. } => client.greet(self.job.as_deref()),
             State::Idle => match client.wire.next::<Request>() {
                 Ok(None) => {}
                 Ok(Some(request)) => self.answer(i, request),
@@ -215,7 +267,7 @@ impl Server {
                 Ok(Some(_)) => client.close(&io::Error::other("a second request while the first is open")),
                 Err(e) => client.close(&e),
             },
-            State::Closing | State::Closed => {}
+            State::Closed => {}
         }
     }
 
@@ -256,24 +308,6 @@ impl Server {
 }
 
 impl Client {
-    fn greet(&mut self, job: Option<&str>) {
-        let hello: Hello = match self.wire.next() {
-            Ok(None) => return,
-            Ok(Some(hello)) => hello,
-            Err(e) => return self.close(&e),
-        };
-        let verdict = hello.admit(&job.map_or(Admits::AnyJob, Admits::Job)).and_then(|()| match hello.purpose {
-            Purpose::Store => Ok(()),
-            _ => Err("this is the store, not a rank".to_owned()),
-        });
-        self.state = if verdict.is_ok() { State::Idle } else { State::Closing };
-        self.wire.set_cap(MESSAGE_CAP);
-        match self.wire.queue(&Answer::new(verdict)) {
-            Ok(()) => self.flush(),
-            Err(e) => self.close(&e),
-        }
-    }
-
     fn respond(&mut self, response: &Response) {
         match self.wire.queue(response) {
             Ok(()) => self.flush(),
@@ -282,16 +316,14 @@ impl Client {
     }
 
     fn flush(&mut self) {
-        match self.wire.flush() {
-            Ok(true) if matches!(self.state, State::Closing) => self.state = State::Closed,
-            Ok(_) => {}
-            Err(e) => self.close(&e),
+        if let Err(e) = self.wire.flush() {
+            self.close(&e);
         }
     }
 
     fn deadline(&self) -> Option<Instant> {
         let own = match self.state {
-            State::Stranger { until } | State::Waiting { until, .. } => Some(until),
+            State::Waiting { until, .. } => Some(until),
             _ => None,
         };
         [own, self.wire.stalled_at()].into_iter().flatten().min()
@@ -302,7 +334,6 @@ impl Client {
             return self.close(&ErrorKind::TimedOut.into());
         }
         match self.state {
-            State::Stranger { until } if until <= now => self.close(&ErrorKind::TimedOut.into()),
             State::Waiting { until, .. } if until <= now => {
                 self.state = State::Idle;
                 self.respond(&Response::Absent);

@@ -9,10 +9,13 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{LaunchEnv, Meeting, Options, Result, StoreServer, World};
+use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, Options, Result, StoreServer, World};
 
 /// Long enough never to pass in a test that goes well.
 pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The id of the jobs of these tests.
+pub const JOB: &str = "test";
 
 pub fn options() -> Options {
     Options { timeout: PATIENCE, join_timeout: PATIENCE }
@@ -24,11 +27,11 @@ pub fn rank_at(store: &StoreServer, rank: usize, world_size: usize) -> LaunchEnv
 }
 
 pub fn rank_of(meeting: Meeting, rank: usize, world_size: usize) -> LaunchEnv {
-    LaunchEnv::new(rank, world_size, meeting, "test")
+    LaunchEnv { trust_network: true, ..LaunchEnv::new(rank, world_size, meeting, JOB) }
 }
 
 pub fn launcher_store() -> StoreServer {
-    StoreServer::bind("127.0.0.1:0").unwrap()
+    StoreServer::bind("127.0.0.1:0", &JobKey::trusting_network(JOB, 0)).unwrap()
 }
 
 /// A port on which nobody listens, and which nobody else is given: bound here, but not listened on.

@@ -4,19 +4,19 @@ use std::sync::{Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Error, LaunchEnv, Meeting, Options, ProcessGroup, StoreServer, World};
+use burn_ddp_comm::{Error, JobKey, LaunchEnv, Meeting, Options, ProcessGroup, StoreServer, World};
 
 /// Makes the ranks of a world, in rank order.
 pub type Make = fn(usize, Options) -> Vec<World>;
 
 /// Ranks that meet and talk over TCP, though they live in one process.
 pub fn over_tcp(n: usize, options: Options) -> Vec<World> {
-    let store = StoreServer::bind("127.0.0.1:0").expect("a store");
+    let store = StoreServer::bind("127.0.0.1:0", &JobKey::trusting_network("conformance", 0)).expect("a store");
     let port = store.local_addr().port();
     thread::scope(|scope| {
         let join = |rank| {
             let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port };
-            let env = LaunchEnv::new(rank, n, meeting, "conformance");
+            let env = LaunchEnv { trust_network: true, ..LaunchEnv::new(rank, n, meeting, "conformance") };
             World::join(&env, Options { join_timeout: patient().join_timeout, ..options.clone() }).expect("a world")
         };
         let joining: Vec<_> = (0..n).map(|rank| scope.spawn(move || join(rank))).collect();

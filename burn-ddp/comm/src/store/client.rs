@@ -1,16 +1,17 @@
 //! A rank's end of the store.
 
-use std::net::IpAddr;
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::Store;
 use super::protocol::{MESSAGE_CAP, Request, Response};
-use crate::net::address;
-use crate::net::hello::{self, HELLO_DEADLINE, Hello, Purpose, Refusal};
+use crate::net::handshake::{HANDSHAKE_DEADLINE, Introduction, Purpose, Refusal, Role, introduce};
 use crate::net::wait::deadline_in;
 use crate::net::wire::Wire;
-use crate::{Error, Result};
+use crate::net::{address, local};
+use crate::{Error, JobKey, Result};
 
 /// How long the server may take beyond the time a request asks it to wait.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(30);
@@ -20,23 +21,45 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(30);
 /// Calls from several threads do not wait for each other: each uses a connection of its own while it lasts.
 ///
 /// ```
-/// use burn_ddp_comm::{Store, StoreServer, TcpStore};
+/// use burn_ddp_comm::{JobKey, Secret, Store, StoreClient, StoreServer};
 /// use std::time::Duration;
 ///
-/// let server = StoreServer::bind_for_job("127.0.0.1:0", "job 7")?;
-/// let store = TcpStore::connect(&server.local_addr().to_string(), "job 7", Duration::from_secs(10))?;
+/// let job = JobKey::new(&Secret::generate()?, "job 7", 0);
+/// let server = StoreServer::bind("127.0.0.1:0", &job)?;
+/// let store = StoreClient::connect(&server.local_addr().to_string(), &job, Duration::from_secs(10))?;
 /// store.set("key", b"value")?;
 /// assert_eq!(store.get("key", Duration::from_secs(1))?, b"value");
 /// # Ok::<(), burn_ddp_comm::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct TcpStore {
-    host: String,
-    port: u16,
-    job: String,
+pub struct StoreClient {
+    place: Place,
+    job: JobKey,
     /// Connections that no call uses now.
     idle: Mutex<Vec<Wire>>,
     local_ip: IpAddr,
+}
+
+/// Where a store is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    Tcp {
+        host: String,
+        port: u16,
+    },
+    /// On this machine, among processes of this user.
+    Local {
+        name: String,
+    },
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp { host, port } => f.write_str(&address::join(host, *port)),
+            Self::Local { name } => write!(f, "local socket {name:?}"),
+        }
+    }
 }
 
 /// Why an attempt to connect failed.
@@ -47,22 +70,26 @@ pub(crate) enum Unreached {
     Refused(String),
 }
 
-impl TcpStore {
+impl StoreClient {
     /// Connects to the store of `job` at `address`, `host:port`; tries again until `timeout` while nobody listens there.
     ///
     /// # Errors
-    /// [`Error::Environment`] if nobody of ours was there in time, or the store there is of another job or protocol version.
-    pub fn connect(address: &str, job: &str, timeout: Duration) -> Result<TcpStore> {
+    /// [`Error::Environment`] if nobody of ours was there in time, or the store there is of another job, secret or protocol version.
+    pub fn connect(address: &str, job: &JobKey, timeout: Duration) -> Result<StoreClient> {
         let (host, port) = address::split(address).ok_or_else(|| Error::Environment {
             message: format!("the store's address {address:?} is not of the form host:port"),
         })?;
+        let place = Place::Tcp { host: host.to_owned(), port };
         let deadline = deadline_in(timeout);
         loop {
-            let failure = match Self::try_connect(host, port, job, deadline, HELLO_DEADLINE) {
+            let failure = match Self::try_connect(&place, job, deadline, HANDSHAKE_DEADLINE) {
                 Ok(store) => return Ok(store),
                 Err(Unreached::Refused(cause)) => {
                     return Err(Error::Environment {
-                        message: format!("the store at {address} refused this process: {cause}"),
+                        message: format!(
+                            "the store at {address} refused this process, of job {:?}: {cause}",
+                            job.name()
+                        ),
                     });
                 }
                 Err(Unreached::Absent(cause)) => cause,
@@ -79,25 +106,25 @@ impl TcpStore {
 
     /// One attempt, in which whoever listens there gets `patience` to answer.
     pub(crate) fn try_connect(
-        host: &str,
-        port: u16,
-        job: &str,
+        place: &Place,
+        job: &JobKey,
         deadline: Instant,
         patience: Duration,
-    ) -> Result<TcpStore, Unreached> {
-        let wire = open(host, port, job, deadline, patience)?;
-        let local_ip = wire.stream().local_addr().map_err(|e| Unreached::Absent(e.to_string()))?.ip();
-        Ok(TcpStore { host: host.to_owned(), port, job: job.to_owned(), idle: Mutex::new(vec![wire]), local_ip })
+    ) -> Result<StoreClient, Unreached> {
+        let wire = open(place, job, deadline, patience)?;
+        let local = wire.stream().local_addr().map_err(|e| Unreached::Absent(e.to_string()))?;
+        let local_ip = local.as_socket().map_or(Ipv4Addr::LOCALHOST.into(), |address| address.ip());
+        Ok(StoreClient { place: place.clone(), job: job.clone(), idle: Mutex::new(vec![wire]), local_ip })
     }
 
-    /// The address of the interface through which this machine reaches the store.
+    /// The address of the interface through which this machine reaches the store; loopback if the store is on it.
     pub fn local_ip(&self) -> IpAddr {
         self.local_ip
     }
 
-    /// `host:port` of the store.
+    /// Where the store is: `host:port`, or the name of a local socket.
     pub fn address(&self) -> String {
-        address::join(&self.host, self.port)
+        self.place.to_string()
     }
 
     /// Sends a request and waits for its response, which may take the server `wait`.
@@ -105,7 +132,7 @@ impl TcpStore {
         let idle = self.lock_idle().pop();
         let mut wire = match idle {
             Some(wire) => wire,
-            None => open(&self.host, self.port, &self.job, Instant::now() + ANSWER_DEADLINE, HELLO_DEADLINE).map_err(
+            None => open(&self.place, &self.job, Instant::now() + ANSWER_DEADLINE, HANDSHAKE_DEADLINE).map_err(
                 |unreached| match unreached {
                     Unreached::Absent(cause) | Unreached::Refused(cause) => self.lost(&cause),
                 },
@@ -144,19 +171,22 @@ impl TcpStore {
     }
 }
 
-fn open(host: &str, port: u16, job: &str, deadline: Instant, patience: Duration) -> Result<Wire, Unreached> {
-    let stream = address::connect_once(host, port, deadline).map_err(|e| Unreached::Absent(e.to_string()))?;
-    let answer_by = deadline.min(Instant::now() + patience);
-    let mut wire =
-        hello::say(stream, &Hello::new(job, Purpose::Store), answer_by).map_err(|refusal| match refusal {
-            Refusal::NotOurs(_) => Unreached::Absent(refusal.to_string()),
-            Refusal::Refused(cause) => Unreached::Refused(cause),
-        })?;
-    wire.set_cap(MESSAGE_CAP);
-    Ok(wire)
+fn open(place: &Place, job: &JobKey, deadline: Instant, patience: Duration) -> Result<Wire, Unreached> {
+    let absent = |e: std::io::Error| Unreached::Absent(e.to_string());
+    let socket = match place {
+        Place::Tcp { host, port } => address::connect_once(host, *port, deadline),
+        Place::Local { name } => local::connect(name),
+    }
+    .map_err(absent)?;
+    let me = Introduction { key: job.store(), tag: job.tag(), to: Role::Store, purpose: Purpose::Store };
+    introduce(&socket, &me, deadline.min(Instant::now() + patience)).map_err(|refusal| match refusal {
+        Refusal::NotOurs(_) => Unreached::Absent(refusal.to_string()),
+        Refusal::Refused(cause) => Unreached::Refused(cause),
+    })?;
+    Wire::new(socket, MESSAGE_CAP).map_err(absent)
 }
 
-impl Store for TcpStore {
+impl Store for StoreClient {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         check(key, value)?;
         match self.ask(&Request::Set { key: key.into(), value: value.into() }, Duration::ZERO)? {

@@ -1,0 +1,102 @@
+//! Sockets that no other user of the machine can serve or reach: abstract unix sockets whose peer is asked for its user.
+//!
+//! An abstract name needs no file and is gone with its owner, so nothing is left behind. Anybody on the machine may bind or connect to
+//! it, so both ends ask the kernel who the other is.
+
+use std::io;
+
+use socket2::Socket;
+
+/// Listens at `name`.
+#[cfg(target_os = "linux")]
+pub(crate) fn bind(name: &str) -> io::Result<Socket> {
+    let socket = Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
+    socket.bind(&address(name)?)?;
+    socket.listen(BACKLOG)?;
+    socket.set_nonblocking(true)?;
+    Ok(socket)
+}
+
+/// Connects to `name`, if a process of this user listens there.
+#[cfg(target_os = "linux")]
+pub(crate) fn connect(name: &str) -> io::Result<Socket> {
+    let socket = Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
+    // A full backlog is an error at once, not a wait without end.
+    socket.set_nonblocking(true)?;
+    socket.connect(&address(name)?)?;
+    check_peer(&socket)?;
+    Ok(socket)
+}
+
+/// Whether the other end is a process of this user.
+///
+/// # Errors
+/// `PermissionDenied`, with the user, if it is not.
+#[cfg(target_os = "linux")]
+pub(crate) fn check_peer(socket: &Socket) -> io::Result<()> {
+    let peer = rustix::net::sockopt::socket_peercred(socket)?;
+    let me = rustix::process::geteuid();
+    if peer.uid == me {
+        return Ok(());
+    }
+    let (uid, pid) = (peer.uid.as_raw(), peer.pid.as_raw_nonzero());
+    Err(io::Error::new(
+        io::ErrorKind::PermissionDenied,
+        format!("process {pid} of user {uid} is there, this is user {}", me.as_raw()),
+    ))
+}
+
+#[cfg(target_os = "linux")]
+const BACKLOG: i32 = 4096;
+
+/// Below a name of ours, so that nobody has it by chance; hashed, since a name may be longer than an address.
+#[cfg(target_os = "linux")]
+fn address(name: &str) -> io::Result<socket2::SockAddr> {
+    use sha2::{Digest, Sha256};
+    let uid = rustix::process::geteuid().as_raw();
+    let hash: String = Sha256::digest(name).iter().take(16).map(|byte| format!("{byte:02x}")).collect();
+    socket2::SockAddr::unix(format!("\0burn-ddp/{uid}/{hash}"))
+}
+
+#[cfg(not(target_os = "linux"))]
+mod elsewhere {
+    use super::*;
+
+    fn unsupported() -> io::Error {
+        io::Error::new(
+            io::ErrorKind::Unsupported,
+            "this system has no abstract unix sockets; give the ranks a master address",
+        )
+    }
+
+    pub(crate) fn bind(_name: &str) -> io::Result<Socket> {
+        Err(unsupported())
+    }
+
+    pub(crate) fn connect(_name: &str) -> io::Result<Socket> {
+        Err(unsupported())
+    }
+
+    pub(crate) fn check_peer(_socket: &Socket) -> io::Result<()> {
+        Err(unsupported())
+    }
+}
+#[cfg(not(target_os = "linux"))]
+pub(crate) use elsewhere::{bind, check_peer, connect};
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_process_has_the_name_until_it_closes() {
+        let name = format!("test {} {}", std::process::id(), "x".repeat(300));
+        assert_eq!(connect(&name).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+        let listener = bind(&name).unwrap();
+        assert_eq!(bind(&name).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        let _client = connect(&name).unwrap();
+        check_peer(&listener.accept().unwrap().0).unwrap();
+        drop(listener);
+        drop(bind(&name).unwrap());
+    }
+}
