@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::io;
+use std::path::PathBuf;
 
 /// The job did not start; no rank is left running.
 #[derive(Debug, thiserror::Error)]
@@ -43,9 +44,35 @@ pub enum LaunchError {
         source: io::Error,
     },
 
+    /// The settings contradict each other.
+    #[error("{0}")]
+    Usage(String),
+
     /// The rendezvous store could not be opened.
-    #[error("cannot open the rendezvous store on 127.0.0.1: {0}")]
+    #[error("cannot open the rendezvous store: {0}")]
     Store(#[source] Box<dyn std::error::Error + Send + Sync>),
+
+    /// The launchers of several machines did not come together.
+    #[error("{0}")]
+    Nodes(String),
+
+    /// Logs and reports cannot be written there.
+    #[error("cannot write to {}: {source}", path.display())]
+    LogDir {
+        /// The directory or file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+
+    /// There is nothing to report on.
+    #[error("{}: {reason}", path.display())]
+    NoReport {
+        /// Where was looked.
+        path: PathBuf,
+        /// Why there is none.
+        reason: String,
+    },
 
     /// The system refused something that the launcher itself needs.
     #[error("cannot {doing}: {source}{}", hint(source))]
@@ -64,8 +91,13 @@ impl LaunchError {
         match self {
             Self::ProgramNotFound { .. } => 127,
             Self::ProgramNotExecutable { .. } => 126,
-            Self::BadRankCount { .. } => 2,
-            Self::Spawn { .. } | Self::Store(_) | Self::System { .. } => 1,
+            Self::BadRankCount { .. } | Self::Usage(_) => 2,
+            Self::Spawn { .. }
+            | Self::Store(_)
+            | Self::Nodes(_)
+            | Self::LogDir { .. }
+            | Self::NoReport { .. }
+            | Self::System { .. } => 1,
         }
     }
 }

@@ -6,13 +6,15 @@
 
 use std::io::Write;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-/// Ignores what a terminal sends; kills all groups when the pipe ends.
-const SCRIPT: &str = r#"trap '' HUP INT QUIT TERM
+/// Ignores what a terminal sends; kills all groups when the pipe ends, and removes the directory it was given, if any.
+const SCRIPT: &str = r#"trap '' HUP INT QUIT TERM TSTP
 groups=
 while read -r pid; do groups="$groups -$pid"; done
 for group in $groups; do kill -s KILL -- "$group"; done
+[ -z "$1" ] || rm -rf -- "$1"
 "#;
 
 /// Dropping it without [`dismiss`](Self::dismiss) has the ranks killed.
@@ -22,9 +24,11 @@ pub(crate) struct Guardian {
 }
 
 impl Guardian {
-    pub(crate) fn start() -> Self {
+    /// `temporary` goes when this process vanishes.
+    pub(crate) fn start(temporary: Option<&Path>) -> Self {
         let helper = Command::new("/bin/sh")
             .args(["-c", SCRIPT, "burnrun-guardian"])
+            .arg(temporary.unwrap_or(Path::new("")))
             .current_dir("/")
             .stdin(Stdio::piped())
             .stdout(Stdio::null())

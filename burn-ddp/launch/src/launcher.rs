@@ -1,22 +1,15 @@
-//! The launcher: what to start, and starting it.
+//! The launcher: what to start, where, and how.
 
-use std::ffi::{OsStr, OsString};
-use std::fs;
-use std::hash::{BuildHasher, Hasher, RandomState};
-use std::io;
-use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
-use std::process::{Child, Command};
-use std::sync::mpsc;
+use std::ffi::OsString;
+use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::command::Program;
 use crate::error::LaunchError;
-use crate::guardian::Guardian;
-use crate::relay::{Output, Relay, Source};
-use crate::report::Outcome;
-use crate::store::JobStore;
-use crate::supervise::Job;
-use crate::{child, signals};
+use crate::job;
+use crate::logs::{Streams, Wishes};
+use crate::outcome::Outcome;
+use crate::outside::Notices;
 
 /// More ranks on one machine are taken for a slip of the finger.
 const MAX_RANKS: usize = 4096;
@@ -32,12 +25,12 @@ pub enum Stdio {
     Prefixed,
     /// The same without the prefix.
     Plain,
-    /// Rank 0 keeps this process's stdin, stdout and stderr, so that its progress bar works; the others are as in
-    /// [`Prefixed`](Self::Prefixed).
+    /// This machine's first rank keeps this process's stdin, stdout and stderr, so that its progress bar works; the others are as
+    /// in [`Prefixed`](Self::Prefixed).
     FirstRankInherits,
 }
 
-/// Starts the ranks of a job on this machine and watches them until the last one has ended.
+/// Starts the ranks of a job and watches them until the last one has ended.
 ///
 /// # Example
 ///
@@ -55,31 +48,55 @@ pub enum Stdio {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Launcher {
-    program: OsString,
-    args: Vec<OsString>,
-    nproc: usize,
-    stdio: Stdio,
-    grace: Duration,
-    env: Vec<(OsString, OsString)>,
+    pub(crate) program: Program,
+    pub(crate) nproc: usize,
+    pub(crate) stdio: Stdio,
+    pub(crate) grace: Duration,
+    pub(crate) max_restarts: u32,
+    pub(crate) output: Wishes,
+    pub(crate) nnodes: usize,
+    pub(crate) node_rank: Option<usize>,
+    /// Where the launchers of several machines meet, and under which name.
+    pub(crate) master: Option<(String, u16)>,
+    pub(crate) meeting_id: String,
+    pub(crate) invitation: Option<String>,
+    pub(crate) secret_file: Option<PathBuf>,
+    pub(crate) join_timeout: Duration,
+    pub(crate) peer_timeout: Duration,
+    pub(crate) notices: Notices,
 }
 
 impl Launcher {
     /// The grace time where none is set.
     pub const DEFAULT_GRACE: Duration = Duration::from_secs(3);
+    /// The time to meet where none is set.
+    pub const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(300);
+    /// The silence after which another machine's launcher is lost, where none is set.
+    pub const DEFAULT_PEER_TIMEOUT: Duration = Duration::from_secs(30);
 
     /// One rank that runs `program` with `args`, its output prefixed. The program is looked up as by a shell.
     pub fn new<A: Into<OsString>>(program: impl Into<OsString>, args: impl IntoIterator<Item = A>) -> Self {
+        let args = args.into_iter().map(Into::into).collect();
         Self {
-            program: program.into(),
-            args: args.into_iter().map(Into::into).collect(),
+            program: Program { program: program.into(), args, env: Vec::new() },
             nproc: 1,
             stdio: Stdio::default(),
             grace: Self::DEFAULT_GRACE,
-            env: Vec::new(),
+            max_restarts: 0,
+            output: Wishes::default(),
+            nnodes: 1,
+            node_rank: None,
+            master: None,
+            meeting_id: "burnrun".into(),
+            invitation: None,
+            secret_file: None,
+            join_timeout: Self::DEFAULT_JOIN_TIMEOUT,
+            peer_timeout: Self::DEFAULT_PEER_TIMEOUT,
+            notices: Notices::default(),
         }
     }
 
-    /// The number of ranks.
+    /// The number of ranks on this machine.
     #[must_use]
     pub fn nproc(mut self, ranks: usize) -> Self {
         self.nproc = ranks;
@@ -105,142 +122,136 @@ impl Launcher {
     /// A further variable for every rank. The variables that describe the job take precedence.
     #[must_use]
     pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
-        self.env.push((name.into(), value.into()));
+        self.program.env.push((name.into(), value.into()));
+        self
+    }
+
+    /// How often the job is started anew after a rank has failed. A new generation starts when all ranks of the last one are dead;
+    /// `BURN_DDP_RESTART_COUNT` tells the ranks its number.
+    ///
+    /// A job that was interrupted, that lost a machine, or whose cause exited with 2 (wrong usage), is not restarted.
+    #[must_use]
+    pub fn max_restarts(mut self, times: u32) -> Self {
+        self.max_restarts = times;
+        self
+    }
+
+    /// Keeps output, events and reports of this job in a directory of its own below `dir`; `dir/latest` leads to it.
+    #[must_use]
+    pub fn log_dir(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.output.dir = Some(dir.into());
+        self
+    }
+
+    /// What goes to the log directory instead of the console.
+    #[must_use]
+    pub fn redirects(mut self, streams: Streams) -> Self {
+        self.output.redirects = Some(streams);
+        self
+    }
+
+    /// What goes to the log directory and the console. Without this and [`redirects`](Self::redirects) it is everything.
+    #[must_use]
+    pub fn tee(mut self, streams: Streams) -> Self {
+        self.output.tee = Some(streams);
+        self
+    }
+
+    /// The local ranks that the console shows.
+    #[must_use]
+    pub fn local_ranks_filter(mut self, local_ranks: impl Into<Vec<usize>>) -> Self {
+        self.output.filter = Some(local_ranks.into());
+        self
+    }
+
+    /// The job spans `nnodes` machines, each with a launcher of its own; they meet at `host:port`, where node 0 listens.
+    ///
+    /// All must have the same [secret](Self::secret_file).
+    #[must_use]
+    pub fn nodes(mut self, nnodes: usize, host: impl Into<String>, port: u16) -> Self {
+        self.nnodes = nnodes;
+        self.master = Some((host.into(), port));
+        self
+    }
+
+    /// The number of this machine. Without it, whoever can listen at the meeting's address is 0, and the others are numbered as they
+    /// come.
+    #[must_use]
+    pub fn node_rank(mut self, node: usize) -> Self {
+        self.node_rank = Some(node);
+        self
+    }
+
+    /// The name of a meeting of several machines, which all must give alike.
+    #[must_use]
+    pub fn meeting_id(mut self, name: impl Into<String>) -> Self {
+        self.meeting_id = name.into();
+        self
+    }
+
+    /// What node 0 says, through [`notices`](Self::notices), before it waits for the other machines.
+    #[must_use]
+    pub fn invitation(mut self, text: impl Into<String>) -> Self {
+        self.invitation = Some(text.into());
+        self
+    }
+
+    /// The file with the job's secret. Needed for several machines; on one, each job has a new one that nobody sees.
+    #[must_use]
+    pub fn secret_file(mut self, path: impl Into<PathBuf>) -> Self {
+        self.secret_file = Some(path.into());
+        self
+    }
+
+    /// How long launchers, and ranks, wait for each other in the beginning.
+    #[must_use]
+    pub fn join_timeout(mut self, timeout: Duration) -> Self {
+        self.join_timeout = timeout.min(MAX_GRACE);
+        self.env("BURN_DDP_JOIN_TIMEOUT", timeout.as_secs_f64().to_string())
+    }
+
+    /// After how much silence another launcher, or a rank, is lost.
+    #[must_use]
+    pub fn peer_timeout(mut self, timeout: Duration) -> Self {
+        self.peer_timeout = timeout.min(MAX_GRACE);
+        self.env("BURN_DDP_PEER_TIMEOUT", timeout.as_secs_f64().to_string())
+    }
+
+    /// Shows remarks while the job runs: a rank that is stopped or silent, a restart, a machine that is waited for. Each is one
+    /// line without its end. Without this they only go to `tracing`.
+    #[must_use]
+    pub fn notices(mut self, show: fn(&str)) -> Self {
+        self.notices = Notices(Some(show));
         self
     }
 
     /// Starts the ranks, waits until all have ended and tells how. Blocks.
     ///
     /// While it runs, SIGINT, SIGTERM and SIGHUP to this process go to all ranks instead (SIGHUP only if it was not ignored);
-    /// a second SIGINT kills them. The ranks die with the calling thread, even if this process is killed.
+    /// a second SIGINT kills them. SIGTSTP (Ctrl-Z) stops the ranks and this process until it is continued. The ranks die with the
+    /// calling thread, even if this process is killed.
     ///
     /// # Errors
     ///
     /// Only if the job could not be started; ranks started so far are killed. Whatever happens later is in the [`Outcome`].
     pub fn run(&self) -> Result<Outcome, LaunchError> {
+        self.check()?;
+        job::run(self)
+    }
+
+    fn check(&self) -> Result<(), LaunchError> {
         if !(1..=MAX_RANKS).contains(&self.nproc) {
             return Err(LaunchError::BadRankCount { nproc: self.nproc, max: MAX_RANKS });
         }
-        let job_id = format!("{:016x}", RandomState::new().build_hasher().finish());
-        let store = JobStore::open(job_id, self.nproc)?;
-        let (sender, events) = mpsc::channel();
-        let _signals = signals::listen(sender.clone())
-            .map_err(|source| LaunchError::System { doing: "listen for signals", source })?;
-        let mut guardian = Guardian::start();
-        let first_rank_inherits = self.stdio == Stdio::FirstRankInherits;
-        let mut job = Job::new(sender.clone(), events, self.grace, first_rank_inherits);
-
-        let mut sources = Vec::new();
-        for rank in 0..self.nproc {
-            let mut command = self.command(rank, store.variables(rank));
-            let started =
-                child::spawn(&mut command).map_err(|source| self.spawn_error(rank, source)).and_then(|mut child| {
-                    guardian.watch(child.id());
-                    sources.extend(outputs(rank, &mut child));
-                    job.add(child).map_err(|source| LaunchError::Spawn { rank, source })
-                });
-            if let Err(error) = started {
-                job.abort();
-                guardian.dismiss();
-                return Err(error);
-            }
+        self.output.check()?;
+        let usage = |message: String| Err(LaunchError::Usage(message));
+        if self.nnodes == 0 {
+            return usage("a job has at least one machine".into());
         }
-        let relay = if sources.is_empty() {
-            None
-        } else {
-            match Relay::start(self.nproc, self.stdio != Stdio::Plain, sources, sender) {
-                Ok(relay) => Some(relay),
-                Err(source) => {
-                    job.abort();
-                    guardian.dismiss();
-                    return Err(LaunchError::System { doing: "pass on the ranks' output", source });
-                }
-            }
-        };
-        let outcome = job.supervise(relay, || store.culprit());
-        guardian.dismiss();
-        Ok(outcome)
-    }
-
-    fn command(&self, rank: usize, job: Vec<(String, String)>) -> Command {
-        let mut command = Command::new(&self.program);
-        command.args(&self.args);
-        let threads = threads_per_rank(self.nproc).to_string();
-        for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
-            if std::env::var_os(name).is_none() {
-                command.env(name, &threads);
-            }
+        if let Some(node) = self.node_rank.filter(|node| *node >= self.nnodes) {
+            let last = self.nnodes - 1;
+            return usage(format!("node rank {node} of {} machines: they are numbered from 0 to {last}", self.nnodes));
         }
-        // A rank is not torchrun's, even if the launcher is.
-        for name in ["TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"] {
-            command.env_remove(name);
-        }
-        command.envs(self.env.iter().map(|(name, value)| (name, value))).envs(job);
-        if rank > 0 || self.stdio != Stdio::FirstRankInherits {
-            command
-                .stdin(std::process::Stdio::null())
-                .stdout(std::process::Stdio::piped())
-                .stderr(std::process::Stdio::piped());
-        }
-        command
-    }
-
-    fn spawn_error(&self, rank: usize, source: io::Error) -> LaunchError {
-        let program = self.program.clone();
-        match source.raw_os_error() {
-            Some(libc::ENOENT | libc::ENOTDIR) => {
-                LaunchError::ProgramNotFound { reason: why_not_found(&program), program }
-            }
-            Some(libc::EACCES | libc::ENOEXEC) => {
-                LaunchError::ProgramNotExecutable { reason: why_not_executable(&program, &source), program }
-            }
-            _ => LaunchError::Spawn { rank, source },
-        }
-    }
-}
-
-/// The processors this process may use: affinity and container limits count.
-#[must_use]
-pub fn available_cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
-}
-
-/// Ranks on one machine share its cores.
-fn threads_per_rank(nproc: usize) -> usize {
-    (available_cores() / nproc).max(1)
-}
-
-fn outputs(rank: usize, child: &mut Child) -> impl Iterator<Item = Source> {
-    let stdout = child.stdout.take().map(|pipe| Source { rank, output: Output::Stdout, pipe: pipe.into() });
-    let stderr = child.stderr.take().map(|pipe| Source { rank, output: Output::Stderr, pipe: pipe.into() });
-    stdout.into_iter().chain(stderr)
-}
-
-fn why_not_found(program: &OsStr) -> String {
-    let path = Path::new(program);
-    let has_slash = program.as_encoded_bytes().contains(&b'/');
-    if has_slash && path.exists() {
-        return "the file exists, but the interpreter in its first line (`#!…`) or its dynamic loader does not".into();
-    }
-    if has_slash {
-        return "there is no such file".into();
-    }
-    if path.is_file() {
-        return format!("no program of this name in PATH; for the file in this directory write ./{}", path.display());
-    }
-    "no program of this name in PATH".into()
-}
-
-fn why_not_executable(program: &OsStr, source: &io::Error) -> String {
-    let path = Path::new(program);
-    match fs::metadata(path) {
-        Ok(file) if file.is_dir() => "it is a directory".into(),
-        Ok(file) if file.permissions().mode() & 0o111 == 0 => match path.extension().and_then(OsStr::to_str) {
-            Some("py") => format!("it is a script without execute permission; write `python {}`", path.display()),
-            Some("sh") => format!("it is a script without execute permission; write `sh {}`", path.display()),
-            _ => "it has no execute permission (see `chmod +x`)".into(),
-        },
-        _ if source.raw_os_error() == Some(libc::ENOEXEC) => "it is not a program for this machine".into(),
-        _ => source.to_string(),
+        Ok(())
     }
 }

@@ -36,16 +36,33 @@
 #![deny(unsafe_code)] // only child.rs (between fork and exec) and signals.rs (handlers)
 
 mod child;
+mod command;
+mod display;
+mod end;
 mod error;
+mod events;
 mod guardian;
+mod job;
+mod kept;
 mod launcher;
 mod lines;
+mod logs;
+mod markdown;
+mod node;
+mod nodes;
+mod outcome;
+mod outside;
 mod relay;
-mod report;
 mod signals;
 mod store;
 mod supervise;
+mod tail;
+mod told;
 
+pub use command::available_cores;
+pub use end::End;
 pub use error::LaunchError;
-pub use launcher::{Launcher, Stdio, available_cores};
-pub use report::{End, Failure, Outcome};
+pub use kept::rebuild_report;
+pub use launcher::{Launcher, Stdio};
+pub use logs::Streams;
+pub use outcome::{Failure, Outcome};

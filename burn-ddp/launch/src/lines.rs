@@ -1,12 +1,9 @@
 //! Bytes in, whole lines out: the pure part of the output relay.
 
-use std::collections::VecDeque;
+use crate::tail::Tail;
 
 /// A longer line is split, so that a stream without newlines costs bounded memory and still shows up.
 const LINE_CAP_BYTES: usize = 64 * 1024;
-/// How much of a rank's standard error is remembered for the report.
-const TAIL_LINES: usize = 10;
-const TAIL_LINE_CAP_BYTES: usize = 500;
 
 /// One stream of one rank. Complete lines leave at once, the rest waits for its newline.
 pub(crate) struct Lines {
@@ -52,27 +49,6 @@ impl Lines {
     }
 }
 
-/// The last lines of a stream, blank ones left out.
-#[derive(Default)]
-pub(crate) struct Tail(VecDeque<Vec<u8>>);
-
-impl Tail {
-    fn push(&mut self, line: &[u8]) {
-        let line = line.trim_ascii_end();
-        if line.is_empty() {
-            return;
-        }
-        if self.0.len() == TAIL_LINES {
-            self.0.pop_front();
-        }
-        self.0.push_back(line[..line.len().min(TAIL_LINE_CAP_BYTES)].to_vec());
-    }
-
-    pub(crate) fn into_lines(self) -> Vec<String> {
-        self.0.iter().map(|line| String::from_utf8_lossy(line).into_owned()).collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -111,19 +87,5 @@ mod tests {
         let out = relay(&[&vec![b'x'; 2 * LINE_CAP_BYTES + 5]]);
         let lengths: Vec<_> = out.split(|&byte| byte == b'\n').map(<[u8]>::len).collect();
         assert_eq!(lengths, [LINE_CAP_BYTES + 2, LINE_CAP_BYTES + 2, 5 + 2, 0]);
-    }
-
-    #[test]
-    fn the_tail_keeps_the_last_lines_that_say_something() {
-        let (mut lines, mut tail) = (Lines::new(String::new()), Tail::default());
-        for i in 0..30 {
-            lines.push(format!("line {i}\r\n\n").as_bytes(), &mut Vec::new(), Some(&mut tail));
-        }
-        lines.push(&[b'y'; 5000], &mut Vec::new(), Some(&mut tail));
-        lines.flush(&mut Vec::new(), Some(&mut tail));
-        let kept = tail.into_lines();
-        assert_eq!(kept.len(), TAIL_LINES);
-        assert_eq!(kept[0], "line 21");
-        assert_eq!(kept[9], "y".repeat(TAIL_LINE_CAP_BYTES));
     }
 }

@@ -1,4 +1,4 @@
-//! What the ranks print, passed on line by line to this process's stdout and stderr by one thread.
+//! What the ranks print, passed on line by line to this process's stdout and stderr, and as it is to files, by one thread.
 //!
 //! One thread writes, so lines of different ranks never mix. A rank that prints faster than the output takes waits, as it
 //! would when writing there itself; an output that nobody reads any more is closed for the ranks too.
@@ -11,8 +11,9 @@ use std::thread;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::lines::{Lines, Tail};
+use crate::lines::Lines;
 use crate::supervise::Event;
+use crate::tail::{Remembered, Tail};
 
 const READ_BYTES: usize = 64 * 1024;
 /// At the end, what a pipe already holds is still passed on: at most this much, the largest size a pipe can have by default.
@@ -25,18 +26,21 @@ pub(crate) enum Output {
     Stderr,
 }
 
-/// The reading end of one output of one rank.
+/// The reading end of one output of one rank, and where it leads.
 pub(crate) struct Source {
-    pub(crate) rank: usize,
+    pub(crate) local_rank: usize,
     pub(crate) output: Output,
     pub(crate) pipe: OwnedFd,
+    /// Stands before each line on the console; not shown there if `None`.
+    pub(crate) prefix: Option<String>,
+    pub(crate) log: Option<File>,
 }
 
 /// What is known once all output is passed on.
 #[derive(Debug, Default)]
 pub(crate) struct Relayed {
-    /// The last lines of each rank's stderr, by rank.
-    pub(crate) tails: Vec<Vec<String>>,
+    /// What is remembered of each rank's stderr, by local rank.
+    pub(crate) tails: Vec<Remembered>,
     /// Why output was lost, if it was.
     pub(crate) lost: Option<String>,
 }
@@ -48,9 +52,9 @@ pub(crate) struct Relay {
 
 impl Relay {
     /// Starts passing on. [`Event::Relayed`] comes when every source has ended, or after the relay was dropped.
-    pub(crate) fn start(nproc: usize, prefixed: bool, sources: Vec<Source>, events: Sender<Event>) -> io::Result<Self> {
+    pub(crate) fn start(nproc: usize, sources: Vec<Source>, events: Sender<Event>) -> io::Result<Self> {
         let (wake, _wake) = io::pipe()?;
-        let streams = sources.into_iter().map(|source| Stream::new(source, prefixed)).collect();
+        let streams = sources.into_iter().map(Stream::new).collect();
         let tails = (0..nproc).map(|_| Tail::default()).collect();
         let mut pump = Pump { streams, tails, unread: Vec::new(), lost: None };
         thread::Builder::new().name("burn-ddp-output".into()).spawn(move || {
@@ -63,16 +67,25 @@ impl Relay {
 }
 
 struct Stream {
-    rank: usize,
+    local_rank: usize,
     output: Output,
     pipe: File,
     lines: Lines,
+    shown: bool,
+    log: Option<File>,
 }
 
 impl Stream {
-    fn new(Source { rank, output, pipe }: Source, prefixed: bool) -> Self {
-        let prefix = if prefixed { format!("[rank {rank}] ") } else { String::new() };
-        Self { rank, output, pipe: pipe.into(), lines: Lines::new(prefix) }
+    fn new(Source { local_rank, output, pipe, prefix, log }: Source) -> Self {
+        let shown = prefix.is_some();
+        Self { local_rank, output, pipe: pipe.into(), lines: Lines::new(prefix.unwrap_or_default()), shown, log }
+    }
+
+    /// To the file, if there is one. After a failure no more is tried: a log with holes misleads.
+    fn log(&mut self, bytes: &[u8]) -> Option<String> {
+        let error = self.log.as_mut()?.write_all(bytes).err()?;
+        self.log = None;
+        Some(format!("the logs of local rank {} are incomplete, since writing failed: {error}", self.local_rank))
     }
 }
 
@@ -123,28 +136,33 @@ impl Pump {
             Ok(count) => count,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => return 0,
             Err(error) => {
-                self.lost = Some(format!("cannot read the output of rank {}: {error}", stream.rank));
+                self.lost = Some(format!("cannot read the output of local rank {}: {error}", stream.local_rank));
                 0
             }
         };
-        let tail = (stream.output == Output::Stderr).then(|| &mut self.tails[stream.rank]);
+        let failure = stream.log(&buffer[..count]);
+        let tail = (stream.output == Output::Stderr).then(|| &mut self.tails[stream.local_rank]);
         let mut out = Vec::with_capacity(count + count / 4);
         if count == 0 {
             stream.lines.flush(&mut out, tail);
         } else {
             stream.lines.push(&buffer[..count], &mut out, tail);
         }
-        let output = stream.output;
+        let (output, shown) = (stream.output, stream.shown);
         if count == 0 {
             self.streams.swap_remove(position);
         }
-        self.write(output, &out);
+        self.lost = self.lost.take().or(failure);
+        if shown {
+            self.write(output, &out);
+        }
         count
     }
 
-    /// The ranks then see what they would see had they written there themselves: a broken pipe.
+    /// The ranks then see what they would see had they written there themselves: a broken pipe. What is logged has a reader.
     fn close_what_nobody_reads(&mut self) {
-        self.streams.retain(|stream| !self.unread.contains(&stream.output));
+        let unread = &self.unread;
+        self.streams.retain(|stream| stream.log.is_some() || !stream.shown || !unread.contains(&stream.output));
     }
 
     fn last_pass(&mut self, buffer: &mut [u8]) {
@@ -162,15 +180,20 @@ impl Pump {
         }
         for position in 0..self.streams.len() {
             let stream = &mut self.streams[position];
-            let (output, tail) = (stream.output, &mut self.tails[stream.rank]);
+            let (output, shown, tail) = (stream.output, stream.shown, &mut self.tails[stream.local_rank]);
             let mut out = Vec::new();
             stream.lines.flush(&mut out, (output == Output::Stderr).then_some(tail));
-            self.write(output, &out);
+            if shown {
+                self.write(output, &out);
+            }
         }
         self.streams.clear();
     }
 
     fn write(&mut self, output: Output, bytes: &[u8]) {
+        if self.unread.contains(&output) {
+            return;
+        }
         let Err(error) = write_to(output, bytes) else { return };
         if error.kind() == io::ErrorKind::BrokenPipe {
             self.unread.push(output);
@@ -180,7 +203,7 @@ impl Pump {
     }
 
     fn end(&mut self) -> Relayed {
-        let tails = self.tails.drain(..).map(Tail::into_lines).collect();
+        let tails = self.tails.drain(..).map(Tail::remembered).collect();
         Relayed { tails, lost: self.lost.take() }
     }
 }

@@ -1,4 +1,4 @@
-//! SIGINT, SIGTERM, SIGHUP and SIGWINCH of this process, turned into events for as long as a launcher runs.
+//! SIGINT, SIGTERM, SIGHUP, SIGTSTP and SIGWINCH of this process, turned into events for as long as a launcher runs.
 //!
 //! The handlers that were there before come back when the last launcher of the process is done, so that a program which
 //! launches itself keeps its own Ctrl-C. (`signal-hook` cannot do that: it never gives a signal back.)
@@ -17,7 +17,7 @@ use libc::c_int;
 
 use crate::supervise::Event;
 
-const CAUGHT: [c_int; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGWINCH];
+const CAUGHT: [c_int; 5] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGTSTP, libc::SIGWINCH];
 
 /// Where the handler writes signal numbers. Written once, before the first handler is installed, and never closed: a handler
 /// may still be running on another thread when the handlers are taken away.
@@ -89,8 +89,8 @@ fn install(shared: &mut Shared) -> io::Result<()> {
     OWNER.store(rustix::process::getpid().as_raw_nonzero().get(), Ordering::Release);
     for signal in CAUGHT {
         let old = current(signal)?;
-        // `nohup` ignores SIGHUP for its descendants; that wish stands.
-        if signal == libc::SIGHUP && old.sa_sigaction == libc::SIG_IGN {
+        // `nohup` ignores SIGHUP for its descendants, shells without job control SIGTSTP; that wish stands.
+        if [libc::SIGHUP, libc::SIGTSTP].contains(&signal) && old.sa_sigaction == libc::SIG_IGN {
             continue;
         }
         set(signal, &action(on_signal as *const () as libc::sighandler_t))?;
@@ -103,6 +103,17 @@ fn install(shared: &mut Shared) -> io::Result<()> {
         shared.saved.push((libc::SIGCHLD, old));
     }
     Ok(())
+}
+
+/// Stops this process, as Ctrl-Z would had SIGTSTP not been caught; returns when it is continued.
+pub(crate) fn stop_here() -> io::Result<()> {
+    let caught = current(libc::SIGTSTP)?;
+    set(libc::SIGTSTP, &action(libc::SIG_DFL))?;
+    // SAFETY: `raise` takes a signal number and sends it to this thread, so it takes effect before the call returns.
+    let raised = unsafe { libc::raise(libc::SIGTSTP) };
+    let error = io::Error::last_os_error();
+    set(libc::SIGTSTP, &caught)?;
+    if raised == 0 { Ok(()) } else { Err(error) }
 }
 
 fn restore(shared: &mut Shared) {

@@ -1,81 +1,128 @@
-//! Where the ranks of a job meet, and the variables that say so.
+//! Stores that the launcher hosts or visits, and who may come: where launchers meet, and where ranks meet.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read};
+use std::io;
+use std::net::TcpListener;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
-use burn_ddp_comm::post_mortem::Event;
-use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, Secret, StoreServer};
+use burn_ddp_comm::{JobKey, LaunchEnv, Secret, Store, StoreClient, StoreServer};
 
+use crate::end::End;
 use crate::error::LaunchError;
+use crate::launcher::Launcher;
 
-/// The rendezvous store of one job, on a free loopback port.
-pub(crate) struct JobStore {
-    /// Serves, this job's ranks only, until it is dropped.
-    server: StoreServer,
-    job_id: String,
-    nproc: usize,
-    /// Holds the job's secret, for its ranks to read.
-    secret: File,
-    /// To which ranks append what happens.
-    events: Option<File>,
+/// What proves that somebody belongs to the job.
+pub(crate) enum Trust {
+    /// A secret, in a file that ranks read.
+    Secret {
+        secret: Secret,
+        path: PathBuf,
+        /// Holds a secret of this job alone, which goes with this process.
+        _own: Option<File>,
+    },
+    /// Nothing: whoever reaches the job's ports may join.
+    Network,
 }
 
-impl JobStore {
-    pub(crate) fn open(job_id: String, nproc: usize) -> Result<Self, LaunchError> {
-        let error = |e: burn_ddp_comm::Error| LaunchError::Store(e.into());
-        let secret = Secret::generate().map_err(error)?;
-        let server = StoreServer::bind("127.0.0.1:0", &JobKey::new(&secret, &job_id, 0)).map_err(error)?;
-        let secret = share(&secret, &job_id).map_err(|e| LaunchError::Store(Box::new(e)))?;
-        Ok(Self { server, secret, events: create_events(&job_id), job_id, nproc })
+impl Trust {
+    pub(crate) fn of(launcher: &Launcher) -> Result<Self, LaunchError> {
+        let trusted = || std::env::var("BURN_DDP_TRUST_NETWORK").is_ok_and(|value| ["1", "true"].contains(&value.trim()));
+        match &launcher.secret_file {
+            Some(path) => {
+                let path = std::path::absolute(path).map_err(|source| LaunchError::Store(source.into()))?;
+                let secret = Secret::read(&path).map_err(|error| LaunchError::Usage(error.to_string()))?;
+                Ok(Self::Secret { secret, path, _own: None })
+            }
+            None if launcher.nnodes > 1 && trusted() => Ok(Self::Network),
+            None if launcher.nnodes > 1 => Err(LaunchError::Usage(
+                "a job on several machines needs a secret, or any stranger could join it: run `burnrun secret FILE` on one machine, \
+                 copy FILE to the others, and add --secret-file FILE on all; if nobody else can reach these machines, \
+                 BURN_DDP_TRUST_NETWORK=1 does without"
+                    .into(),
+            )),
+            None => Self::for_this_job(),
+        }
     }
 
-    /// The variables that tell one rank who it is and where the store is.
-    pub(crate) fn variables(&self, rank: usize) -> Vec<(String, String)> {
-        let address = self.server.local_addr();
-        let meeting = Meeting::Launcher { host: address.ip().to_string(), port: address.port() };
-        let mut env = LaunchEnv::new(rank, self.nproc, meeting, &self.job_id);
-        env.secret_file = Some(name_of(&self.secret));
-        env.events = self.events.as_ref().map(name_of);
-        env.variables()
+    /// A secret that only this process and its ranks ever see.
+    fn for_this_job() -> Result<Self, LaunchError> {
+        let secret = Secret::generate().map_err(|error| LaunchError::Store(error.into()))?;
+        let file = unnamed(&std::env::temp_dir().join(format!("burn-ddp-{}.secret", std::process::id())));
+        let file = file.and_then(|file| secret.write_to(file.try_clone()?).map(|()| file));
+        let file = file.map_err(|source| LaunchError::System { doing: "hand the job's secret to its ranks", source })?;
+        Ok(Self::Secret { secret, path: name_of(&file), _own: Some(file) })
     }
 
-    /// The rank that caused the first failure.
-    pub(crate) fn culprit(&self) -> Option<usize> {
-        let mut events = String::new();
-        self.events.as_ref()?.read_to_string(&mut events).ok()?;
-        let mut failures =
-            events.lines().filter_map(Event::parse).filter(|event| matches!(event, Event::Failed { .. }));
-        match failures.next()? {
-            Event::Failed { culprit, .. } => culprit,
-            _ => None,
+    fn key(&self, job: &str, generation: u32) -> JobKey {
+        match self {
+            Self::Secret { secret, .. } => JobKey::new(secret, job, generation),
+            Self::Network => JobKey::trusting_network(job, generation),
+        }
+    }
+
+    /// Serves the launchers' meeting where `listener` listens.
+    pub(crate) fn serve(&self, listener: TcpListener, job: &str) -> Result<StoreServer, LaunchError> {
+        let address = listener.local_addr().map_err(|source| LaunchError::Store(source.into()))?;
+        drop(listener);
+        StoreServer::bind(address, &self.key(job, 0)).map_err(|e| LaunchError::Store(e.into()))
+    }
+
+    /// Visits the launchers' meeting.
+    pub(crate) fn connect(
+        &self,
+        host: &str,
+        port: u16,
+        job: &str,
+        patience: Duration,
+    ) -> burn_ddp_comm::Result<Arc<dyn Store>> {
+        let host = if host.contains(':') { format!("[{host}]") } else { host.to_owned() };
+        Ok(Arc::new(StoreClient::connect(&format!("{host}:{port}"), &self.key(job, 0), patience)?))
+    }
+
+    /// Tells a rank what it needs to prove.
+    pub(crate) fn describe(&self, env: &mut LaunchEnv) {
+        match self {
+            Self::Secret { path, .. } => env.secret_file = Some(path.clone()),
+            Self::Network => env.trust_network = true,
         }
     }
 }
 
-/// A file with the secret.
-fn share(secret: &Secret, job_id: &str) -> io::Result<File> {
-    let file = unnamed(job_id, "secret")?;
-    secret.write_to(file.try_clone()?)?;
-    Ok(file)
+/// Where the ranks of one generation meet, on a port of its own: what is left of an earlier generation does not find it.
+pub(crate) struct RankStore {
+    /// Serves until it is dropped.
+    server: StoreServer,
 }
 
-/// Without it the report blames the first rank to end, which usually is right.
-fn create_events(job_id: &str) -> Option<File> {
-    unnamed(job_id, "events").inspect_err(|error| tracing::warn!(%error, "ranks cannot report who failed first")).ok()
+impl RankStore {
+    /// On a free port of the address of `host`, which is this machine.
+    pub(crate) fn open(host: &str, job: &str, generation: u32, trust: &Trust) -> Result<Self, LaunchError> {
+        let server = StoreServer::bind((host, 0), &trust.key(job, generation));
+        Ok(Self { server: server.map_err(|error| LaunchError::Store(error.into()))? })
+    }
+
+    pub(crate) fn port(&self) -> u16 {
+        self.server.local_addr().port()
+    }
+
+    /// Those who are still about to meet need not wait for this rank.
+    pub(crate) fn rank_ended(&self, rank: usize, host: &str, pid: u32, end: End) {
+        tracing::debug!(rank, host, pid, %end, "told to the ranks that are about to meet");
+    }
 }
 
-/// A file without a name, so that nothing stays behind however this process ends; ranks of this user reach it through this process.
-fn unnamed(job_id: &str, what: &str) -> io::Result<File> {
-    let path = std::env::temp_dir().join(format!("burn-ddp-{job_id}.{what}"));
-    let file = OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(&path)?;
-    fs::remove_file(&path)?;
+/// A file without a name, so that nothing stays behind however this process ends.
+pub(crate) fn unnamed(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(path)?;
+    fs::remove_file(path)?;
     Ok(file)
 }
 
 /// The name of an open file, for other processes.
-fn name_of(file: &File) -> PathBuf {
+pub(crate) fn name_of(file: &File) -> PathBuf {
     format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()).into()
 }

@@ -1,10 +1,12 @@
-//! From the first rank's start to the last one's end: who failed first, who is told to stop, who must be killed.
+//! One generation on this machine, from the first rank's start to the last one's end: who failed first, who is told to stop,
+//! who must be killed.
 //!
 //! ```text
-//! Running ──a rank fails──▶ Settling ──the others had their time──▶ Stopping ──grace over──▶ Killing ──▶ over
-//!    └────────a signal to this process───────────────────────────────▶┘   (SIGINT here kills at once)
+//! Running ──a rank fails, here or elsewhere──▶ Settling ──the others had their time──▶ Stopping ──grace over──▶ Killing ──▶ over
+//!    └────────a signal to this process, or to another launcher of the job──────────────▶┘   (SIGINT here kills at once)
 //! ```
 
+use std::path::PathBuf;
 use std::process::Child;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::thread;
@@ -13,8 +15,12 @@ use std::{io, mem};
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
+use crate::end::{End, signal_name};
+use crate::node::{NodeOutcome, RankEnd, Trouble};
+use crate::nodes::Stop;
+use crate::outside::Outside;
 use crate::relay::{Relay, Relayed};
-use crate::report::{End, Failure, Outcome, signal_name};
+use crate::signals;
 
 /// After a failure the others usually notice within a second, and say what they saw; no longer than this is it waited for.
 const SETTLE: Duration = Duration::from_secs(3);
@@ -23,15 +29,26 @@ const KILL_PATIENCE: Duration = Duration::from_secs(30);
 /// How long processes that outlive their rank may still print, first undisturbed, then after SIGTERM.
 const STRAGGLERS: Duration = Duration::from_secs(1);
 
-/// What the supervisor waits for.
+/// How often the ranks' own reports are looked at.
+const TURN: Duration = Duration::from_millis(200);
+
+/// What the supervisor waits for. Ranks are local ranks here.
 #[derive(Debug)]
 pub(crate) enum Event {
     /// From a rank's waiter thread.
     Ended { rank: usize, end: End, at: Instant },
+    /// From a rank's waiter thread: it does not run, but it is not dead.
+    Stopped { rank: usize, signal: i32 },
+    /// From a rank's waiter thread: it runs again.
+    Continued { rank: usize },
     /// From the signal thread: this process was sent a signal.
     Signal(i32),
     /// From the relay: all output is passed on.
     Relayed(Relayed),
+    /// From the link to the other launchers: somewhere the generation has ended.
+    Ordered { generation: u32, stop: Stop },
+    /// From the link to the other launchers: it is cut.
+    Cut(Trouble),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -51,37 +68,56 @@ impl Phase {
     }
 }
 
+impl Phase {
+    /// Time in which this process did not run does not count.
+    fn put_off(&mut self, by: Duration) {
+        match self {
+            Self::Running => {}
+            Self::Settling { until } | Self::Stopping { until } | Self::Killing { until } => *until += by,
+        }
+    }
+}
+
 struct Rank {
     child: Child,
     pid: Pid,
     ended: Option<(End, Instant)>,
+    /// Stopped (SIGSTOP), by whomever.
+    suspended: bool,
+    /// Stopped together with the launcher: that is nothing to tell.
+    by_us: bool,
+    log: Option<PathBuf>,
 }
 
 /// The ranks of a running job. Not reaped before the end, so that their pids, which name their groups, stay theirs.
-pub(crate) struct Job {
+pub(crate) struct Job<'a> {
     ranks: Vec<Rank>,
     sender: Sender<Event>,
-    events: Receiver<Event>,
+    events: &'a Receiver<Event>,
     grace: Duration,
     /// Rank 0 has the terminal and hears when its size changes.
     first_rank_has_terminal: bool,
+    /// The number, among all ranks of the job, of this machine's first.
+    first_rank: usize,
     started: Instant,
     phase: Phase,
     /// Ranks that failed before any rank was told to stop, in the order in which that was seen.
     failed: Vec<usize>,
-    /// How many ranks ran when the first one failed, itself not counted.
-    running_at_failure: usize,
     interrupted_by: Option<i32>,
+    /// This process was told to end, before or after something else ended the job.
+    signalled: bool,
+    trouble: Option<Trouble>,
     stopped: Vec<usize>,
     killed: Vec<usize>,
     relayed: Option<Relayed>,
 }
 
-impl Job {
+impl<'a> Job<'a> {
     pub(crate) fn new(
         sender: Sender<Event>,
-        events: Receiver<Event>,
+        events: &'a Receiver<Event>,
         grace: Duration,
+        first_rank: usize,
         first_rank_has_terminal: bool,
     ) -> Self {
         Self {
@@ -90,11 +126,13 @@ impl Job {
             events,
             grace,
             first_rank_has_terminal,
+            first_rank,
             started: Instant::now(),
             phase: Phase::Running,
             failed: Vec::new(),
-            running_at_failure: 0,
             interrupted_by: None,
+            signalled: false,
+            trouble: None,
             stopped: Vec::new(),
             killed: Vec::new(),
             relayed: None,
@@ -102,13 +140,13 @@ impl Job {
     }
 
     /// Takes over the next rank and starts waiting for its end.
-    pub(crate) fn add(&mut self, mut child: Child) -> io::Result<()> {
+    pub(crate) fn add(&mut self, mut child: Child, log: Option<PathBuf>) -> io::Result<()> {
         let rank = self.ranks.len();
         let pid = Pid::from_child(&child);
         let events = self.sender.clone();
         let waiter = thread::Builder::new().name(format!("burn-ddp-rank-{rank}")).spawn(move || {
-            let end = wait_for_end(pid);
             // Without a receiver the job was given up, and nobody wants to know.
+            let end = wait_for_end(pid, |change| drop(events.send(change.of(rank))));
             let _ = events.send(Event::Ended { rank, end, at: Instant::now() });
         });
         if let Err(error) = waiter {
@@ -118,17 +156,31 @@ impl Job {
             return Err(error);
         }
         tracing::debug!(rank, pid = child.id(), "rank started");
-        self.ranks.push(Rank { child, pid, ended: None });
+        self.ranks.push(Rank { child, pid, ended: None, suspended: false, by_us: false, log });
         Ok(())
     }
 
-    /// Waits for the end of the job, stopping it where needed. Every wait but that for healthy ranks has a deadline.
-    pub(crate) fn supervise(mut self, relay: Option<Relay>, culprit: impl FnOnce() -> Option<usize>) -> Outcome {
+    /// Waits for the end of all ranks here, stopping them where needed. Every wait but that for healthy ranks has a deadline.
+    pub(crate) fn supervise(mut self, relay: Option<Relay>, outside: &mut Outside<'_>) -> NodeOutcome {
         while self.is_running() {
-            match self.next_event(self.phase.deadline()) {
-                Some(Event::Ended { rank, end, at }) => self.on_end(rank, end, at),
-                Some(Event::Signal(signal)) => self.on_signal(signal),
+            outside.read_events();
+            let turn = Instant::now() + TURN;
+            let deadline = self.phase.deadline().map_or(turn, |until| until.min(turn));
+            match self.next_event(Some(deadline)) {
+                Some(Event::Ended { rank, end, at }) => self.on_end(rank, end, at, outside),
+                Some(Event::Signal(signal)) => self.on_signal(signal, outside),
                 Some(Event::Relayed(relayed)) => self.relayed = Some(relayed),
+                Some(Event::Stopped { rank, signal }) => self.on_suspended(rank, signal, outside),
+                Some(Event::Continued { rank }) => self.on_continued(rank, outside),
+                Some(Event::Ordered { generation, stop }) if generation == outside.generation() => {
+                    self.on_order(stop, outside);
+                }
+                Some(Event::Ordered { .. }) => {}
+                Some(Event::Cut(trouble)) => {
+                    self.trouble.get_or_insert(trouble);
+                    self.settle();
+                }
+                None if self.phase.deadline().is_none_or(|until| Instant::now() < until) => {}
                 None if matches!(self.phase, Phase::Killing { .. }) => break,
                 None => self.on_deadline(),
             }
@@ -136,7 +188,8 @@ impl Job {
         let elapsed = self.started.elapsed();
         self.end_stragglers(relay);
         self.reap();
-        self.outcome(elapsed, culprit())
+        outside.read_events();
+        self.outcome(elapsed, outside)
     }
 
     /// Gives the job up before it ran: kills what was started.
@@ -169,50 +222,116 @@ impl Job {
         match result {
             Ok(event) => Some(event),
             Err(RecvTimeoutError::Timeout) => None,
-            Err(RecvTimeoutError::Disconnected) => unreachable!("this job holds a sender itself"),
+            // This job holds a sender itself.
+            Err(RecvTimeoutError::Disconnected) => None,
         }
     }
 
-    fn on_end(&mut self, rank: usize, end: End, at: Instant) {
+    fn on_end(&mut self, rank: usize, end: End, at: Instant, outside: &Outside<'_>) {
         tracing::debug!(rank, %end, "rank ended");
         self.ranks[rank].ended = Some((end, at));
         let told_to_stop = matches!(self.phase, Phase::Stopping { .. } | Phase::Killing { .. });
-        if end == End::Exit(0) || told_to_stop {
+        if told_to_stop {
             return;
         }
-        if self.failed.is_empty() {
-            self.running_at_failure = self.running().len();
-            self.phase = Phase::Settling { until: Instant::now() + self.grace.min(SETTLE) };
+        let number = self.first_rank + rank;
+        outside.rank_ended(number, self.ranks[rank].child.id(), end);
+        if end == End::Exit(0) {
+            return;
         }
+        self.settle();
         self.failed.push(rank);
     }
 
-    fn on_signal(&mut self, signal: i32) {
-        if signal == libc::SIGWINCH {
-            if self.first_rank_has_terminal {
-                self.send(0, Signal::WINCH);
-            }
-            return;
+    /// The others may end by themselves, and say what they saw.
+    fn settle(&mut self) {
+        if matches!(self.phase, Phase::Running) {
+            self.phase = Phase::Settling { until: Instant::now() + self.grace.min(SETTLE) };
         }
+    }
+
+    fn on_signal(&mut self, signal: i32, outside: &Outside<'_>) {
+        match signal {
+            libc::SIGWINCH if self.first_rank_has_terminal => return self.send(0, Signal::WINCH),
+            libc::SIGWINCH => return,
+            libc::SIGTSTP => return self.suspend(outside),
+            _ => {}
+        }
+        self.signalled = true;
         tracing::info!(signal = signal_name(signal), "passing a signal on to all ranks");
         let impatient = signal == libc::SIGINT && matches!(self.phase, Phase::Stopping { .. });
         if impatient {
             return self.kill();
         }
-        if let Some(signal) = Signal::from_named_raw(signal) {
+        if matches!(self.phase, Phase::Running | Phase::Settling { .. }) {
+            if self.failed.is_empty() && self.trouble.is_none() {
+                self.interrupted_by = Some(signal);
+                outside.interrupted(signal);
+            }
+            self.interrupt(signal);
+        } else if let Some(signal) = Signal::from_named_raw(signal) {
             self.send_all(signal);
         }
-        if matches!(self.phase, Phase::Running | Phase::Settling { .. }) {
-            if self.failed.is_empty() {
-                self.interrupted_by = Some(signal);
-            }
-            self.start_stopping();
+    }
+
+    fn interrupt(&mut self, signal: i32) {
+        if let Some(signal) = Signal::from_named_raw(signal) {
+            self.tell_to_end(signal);
         }
+        self.start_stopping();
+    }
+
+    /// Another launcher says that the job is over.
+    fn on_order(&mut self, stop: Stop, outside: &Outside<'_>) {
+        tracing::info!(?stop, "another launcher ends the job");
+        outside.ordered(&stop);
+        match stop {
+            Stop::Interrupted { signal, .. } if matches!(self.phase, Phase::Running | Phase::Settling { .. }) => {
+                self.interrupt(signal);
+            }
+            Stop::Interrupted { .. } | Stop::Failed { .. } | Stop::Trouble(_) => self.settle(),
+        }
+    }
+
+    fn on_suspended(&mut self, rank: usize, signal: i32, outside: &Outside<'_>) {
+        let Rank { child, suspended, by_us, .. } = &mut self.ranks[rank];
+        *suspended = true;
+        if !*by_us {
+            let (number, pid, signal) = (self.first_rank + rank, child.id(), signal_name(signal));
+            outside.notice(&format!(
+                "rank {number} (pid {pid}) is stopped ({signal}), the others wait for it; `kill -CONT {pid}` lets it go on"
+            ));
+        }
+    }
+
+    fn on_continued(&mut self, rank: usize, outside: &Outside<'_>) {
+        let Rank { child, suspended, by_us, .. } = &mut self.ranks[rank];
+        *suspended = false;
+        if !std::mem::take(by_us) {
+            outside.notice(&format!("rank {} (pid {}) goes on", self.first_rank + rank, child.id()));
+        }
+    }
+
+    /// Ctrl-Z: stops the ranks, which the terminal does not reach, and this process, until `fg` or `bg`.
+    fn suspend(&mut self, outside: &Outside<'_>) {
+        outside.pausing();
+        let running: Vec<_> = self.running().into_iter().filter(|&rank| !self.ranks[rank].suspended).collect();
+        for &rank in &running {
+            self.ranks[rank].by_us = true;
+            self.send(rank, Signal::STOP);
+        }
+        let before = Instant::now();
+        if let Err(error) = signals::stop_here() {
+            tracing::warn!(%error, "cannot stop this process");
+        }
+        self.phase.put_off(before.elapsed());
+        running.iter().for_each(|&rank| self.send(rank, Signal::CONT));
+        outside.resumed();
     }
 
     fn on_deadline(&mut self) {
         if matches!(self.phase, Phase::Settling { .. }) {
-            self.send_all(Signal::TERM);
+            self.tell_to_end(Signal::TERM);
             self.start_stopping();
         } else {
             self.kill();
@@ -228,6 +347,14 @@ impl Job {
         self.killed = self.running();
         self.send_all(Signal::KILL);
         self.phase = Phase::Killing { until: Instant::now() + KILL_PATIENCE };
+    }
+
+    /// A stopped process hears of it too.
+    fn tell_to_end(&self, signal: Signal) {
+        self.send_all(signal);
+        for rank in self.running().into_iter().filter(|&rank| self.ranks[rank].suspended) {
+            self.send(rank, Signal::CONT);
+        }
     }
 
     /// Also to groups whose rank has ended: what it started may still run.
@@ -264,11 +391,13 @@ impl Job {
         while self.relayed.is_none() {
             match self.next_event(deadline) {
                 Some(Event::Relayed(relayed)) => self.relayed = Some(relayed),
-                Some(Event::Signal(signal)) if signal != libc::SIGWINCH => {
+                Some(Event::Signal(signal)) if ![libc::SIGWINCH, libc::SIGTSTP].contains(&signal) => {
                     let lost = Some("the rest of the output was dropped at a signal".into());
                     self.relayed = Some(Relayed { tails: Vec::new(), lost });
                 }
-                Some(Event::Signal(_)) => {}
+                Some(Event::Signal(_) | Event::Stopped { .. } | Event::Continued { .. }) => {}
+                // The ranks are gone; what the others say is heard again when the outcome is told.
+                Some(Event::Ordered { .. } | Event::Cut(_)) => {}
                 // Of a rank that was given up as unkillable.
                 Some(Event::Ended { rank, end, at }) => self.ranks[rank].ended = Some((end, at)),
                 None => return false,
@@ -284,59 +413,78 @@ impl Job {
         }
     }
 
-    fn outcome(mut self, elapsed: Duration, culprit: Option<usize>) -> Outcome {
+    fn outcome(mut self, elapsed: Duration, outside: &Outside<'_>) -> NodeOutcome {
         let mut relayed = mem::take(&mut self.relayed).unwrap_or_default();
-        let cause = self.root_cause(culprit);
-        let others = self.failed.iter().filter(|&&rank| cause.is_some_and(|(first, ..)| first != rank));
-        let also_failed = others.filter_map(|&rank| Some((rank, self.ranks[rank].ended?.0))).collect();
-        let failure = cause.map(|(rank, end, at)| Failure {
-            rank,
-            pid: self.ranks[rank].child.id(),
-            end,
-            after: at.saturating_duration_since(self.started),
-            last_lines: relayed.tails.get_mut(rank).map(mem::take).unwrap_or_default(),
-            running: self.running_at_failure,
+        let ends = (0..self.ranks.len()).map(|local| {
+            let rank = &self.ranks[local];
+            let at = rank.ended.map_or(elapsed, |(_, at)| at.saturating_duration_since(self.started));
+            let failed = self.failed.contains(&local);
+            // What others wrote is in their logs; it need not travel.
+            let remembered = relayed.tails.get_mut(local).filter(|_| failed).map(mem::take).unwrap_or_default();
+            RankEnd {
+                rank: self.first_rank + local,
+                pid: rank.child.id(),
+                end: rank.ended.map(|(end, _)| end),
+                after: at,
+                failed,
+                stopped: self.stopped.contains(&local),
+                killed: self.killed.contains(&local),
+                last_lines: remembered.lines,
+                panics: remembered.panics,
+                log: rank.log.clone(),
+            }
         });
-        let left_over = self.running().into_iter().map(|rank| (rank, self.ranks[rank].child.id())).collect();
-        let exit_code = match (&failure, self.interrupted_by) {
-            (Some(failure), _) => failure.end.exit_code(),
-            (None, Some(signal)) => 128 + signal,
-            (None, None) => 0,
-        };
-        Outcome {
-            exit_code,
-            failure,
-            also_failed,
+        NodeOutcome {
+            node: outside.node(),
+            host: outside.host().to_owned(),
+            ranks: ends.collect(),
             interrupted_by: self.interrupted_by,
-            stopped: self.stopped,
-            killed: self.killed,
-            left_over,
+            signalled: self.signalled,
             output_lost: relayed.lost,
-            nproc: self.ranks.len(),
+            trouble: self.trouble.take(),
+            blames: outside.blames(),
             elapsed,
         }
     }
+}
 
-    /// The first rank that failed, unless another one died suddenly right after: giving back a large memory or a device takes
-    /// a killed process so long that its peers may notice, and exit with an error about it, before its own end is seen.
-    fn root_cause(&self, culprit: Option<usize>) -> Option<(usize, End, Instant)> {
-        let ends = || self.failed.iter().filter_map(|&rank| self.ranks[rank].ended.map(|(end, at)| (rank, end, at)));
-        let sudden = ends().find(|(_, end, _)| end.is_sudden());
-        // Survivors may be reaped before the rank that brought them down: they say whom they heard of first.
-        let blamed = || ends().find(|(rank, ..)| Some(*rank) == culprit);
-        sudden.or_else(blamed).or_else(|| ends().next())
+/// A change of a rank that is not its end.
+enum Change {
+    Stopped(i32),
+    Continued,
+}
+
+impl Change {
+    fn of(self, rank: usize) -> Event {
+        match self {
+            Self::Stopped(signal) => Event::Stopped { rank, signal },
+            Self::Continued => Event::Continued { rank },
+        }
     }
 }
 
-/// Waits for the end of a child but leaves it unreaped.
-fn wait_for_end(pid: Pid) -> End {
-    let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-    match rustix::io::retry_on_intr(|| waitid(WaitId::Pid(pid), options)) {
-        Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
-            (Some(code), _) => End::Exit(code),
-            (None, Some(signal)) => End::Signal(signal),
-            (None, None) => End::Unknown,
-        },
-        Ok(None) | Err(_) => End::Unknown,
+/// Waits for the end of a child but leaves it unreaped; meanwhile tells when it is stopped and continued.
+fn wait_for_end(pid: Pid, changed: impl Fn(Change)) -> End {
+    let changes = WaitIdOptions::STOPPED | WaitIdOptions::CONTINUED;
+    loop {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | changes;
+        let status = match rustix::io::retry_on_intr(|| waitid(WaitId::Pid(pid), options)) {
+            Ok(Some(status)) => status,
+            Ok(None) | Err(_) => return End::Unknown,
+        };
+        if let Some(code) = status.exit_status() {
+            return End::Exit(code);
+        }
+        if let Some(signal) = status.terminating_signal() {
+            return End::Signal(signal);
+        }
+        // Seen, but still there: taken away, or it would be seen again. Its end is not taken by that.
+        match rustix::io::retry_on_intr(|| waitid(WaitId::Pid(pid), changes | WaitIdOptions::NOHANG)) {
+            Ok(Some(status)) if status.continued() => changed(Change::Continued),
+            Ok(Some(status)) => changed(Change::Stopped(status.stopping_signal().unwrap_or(libc::SIGSTOP))),
+            // It ended, or changed, meanwhile.
+            Ok(None) => {}
+            Err(_) => return End::Unknown,
+        }
     }
 }

@@ -80,7 +80,7 @@ fn the_first_failure_decides_and_is_explained() {
     let finished = run(&mut script(4, &["--grace", "0.2"], program));
     assert_eq!(finished.code(), 7, "{}", finished.stderr);
     let report: Vec<_> = finished.stderr.lines().filter(|line| line.starts_with("burnrun: ")).collect();
-    assert!(report[0].starts_with("burnrun: rank 2 (pid "), "{report:?}");
+    assert!(report[0].starts_with("burnrun: rank 2 (host "), "{report:?}");
     assert!(report[0].contains(") exited with code 7 after 0."), "{report:?}");
     assert!(report[0].ends_with("; stopped the other 3 ranks"), "{report:?}");
     assert_eq!(report[1], "burnrun: the last lines that rank 2 wrote to stderr:");
@@ -120,7 +120,7 @@ fn a_sudden_death_is_the_cause_even_if_its_end_is_seen_later() {
         while [ ! -e "$FILE" ]; do sleep 0.02; done; sleep 0.2; kill -SEGV $$"#;
     let finished = run(script(2, &[], program).env("FILE", dir.path().join("failed")));
     assert_eq!(finished.code(), 139, "{}", finished.stderr);
-    assert!(finished.stderr.contains("burnrun: rank 1 (pid "), "{}", finished.stderr);
+    assert!(finished.stderr.contains("burnrun: rank 1 (host "), "{}", finished.stderr);
 }
 
 #[test]

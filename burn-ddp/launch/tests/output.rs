@@ -116,7 +116,7 @@ fn output_appears_while_the_rank_still_runs() {
 #[test]
 fn help_and_version_say_what_is_needed() {
     let help = run(&mut burnrun(["--help"])).stdout.join("\n");
-    for word in ["Examples:", "BURN_DDP_RANK", "MASTER_PORT", "BURNRUN_GRACE", "Exit code:", "--standalone"] {
+    for word in ["Examples:", "BURN_DDP_RANK", "MASTER_PORT", "BURNRUN_GRACE", "Exit code, the same", "--standalone"] {
         assert!(help.contains(word), "{word} is missing in\n{help}");
     }
     assert_eq!(run(&mut burnrun(["--version"])).stdout, [format!("burnrun {}", env!("CARGO_PKG_VERSION"))]);

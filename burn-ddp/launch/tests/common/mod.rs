@@ -17,8 +17,9 @@ pub const DEADLINE: Duration = Duration::from_secs(20);
 /// `burnrun`, with an environment of its own choosing.
 pub fn burnrun<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_burnrun"));
-    for name in ["NPROC_PER_NODE", "GRACE", "STDIO", "STANDALONE"] {
-        command.env_remove(format!("BURNRUN_{name}"));
+    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("BURNRUN_") || name.starts_with("BURN_DDP_"))
+    {
+        command.env_remove(name);
     }
     command.env_remove("RAYON_NUM_THREADS").env_remove("OMP_NUM_THREADS").args(args);
     command

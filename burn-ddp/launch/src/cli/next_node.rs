@@ -1,0 +1,83 @@
+//! What to run on the other machines.
+
+use std::ffi::OsStr;
+
+use clap::parser::ValueSource;
+use clap::{ArgMatches, CommandFactory};
+
+use super::Cli;
+
+/// What only concerns this machine.
+const OWN: [&str; 2] = ["node_rank", "program"];
+
+/// The command for the other machines, as node 0 tells it.
+pub(super) fn invitation(matches: &ArgMatches, cli: &Cli) -> String {
+    let numbered = cli.node_rank.is_some();
+    match (cli.nnodes, numbered) {
+        (2, true) => format!("on the other machine run: {}", command(matches, cli, Some(1))),
+        (n, true) => {
+            let last = n.saturating_sub(1);
+            let command = command(matches, cli, Some(1));
+            format!("on the next machine run, and with --node-rank up to {last} on the others: {command}")
+        }
+        (n, false) => {
+            let others = n.saturating_sub(1);
+            format!("on each of the other machines ({others}) run: {}", command(matches, cli, None))
+        }
+    }
+}
+
+/// All that was said here, on the command line or by variables, as one line for a shell.
+fn command(matches: &ArgMatches, cli: &Cli, node: Option<usize>) -> String {
+    let mut words = vec!["burnrun".to_owned()];
+    let definition = Cli::command();
+    for argument in definition.get_arguments() {
+        let id = argument.get_id().as_str();
+        let said = matches!(matches.value_source(id), Some(ValueSource::CommandLine | ValueSource::EnvVariable));
+        let Some(name) = argument.get_long().filter(|_| said && !OWN.contains(&id)) else { continue };
+        if !argument.get_action().takes_values() {
+            words.extend(matches.get_flag(id).then(|| format!("--{name}")));
+            continue;
+        }
+        let values = matches.get_raw(id).into_iter().flatten();
+        let values: Vec<_> = values.map(|value| value.to_string_lossy().into_owned()).collect();
+        words.extend([format!("--{name}"), quoted(OsStr::new(&values.join(",")))]);
+    }
+    words.extend(node.into_iter().flat_map(|node| ["--node-rank".to_owned(), node.to_string()]));
+    words.extend(cli.program.iter().map(|word| quoted(word)));
+    words.join(" ")
+}
+
+/// A word as a shell reads it back.
+fn quoted(word: &OsStr) -> String {
+    let text = word.to_string_lossy();
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.into_owned();
+    }
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::FromArgMatches;
+
+    #[test]
+    fn the_command_repeats_what_was_said_here() {
+        for (line, expected) in [
+            (
+                "burnrun --nnodes 2 --node_rank=0 --master-addr h -n auto --local-ranks-filter 0,1 ./train --x it's",
+                "on the other machine run: burnrun --nproc-per-node auto --nnodes 2 --master-addr h --local-ranks-filter 0,1 --node-rank 1 ./train --x 'it'\\''s'",
+            ),
+            (
+                "burnrun --nnodes 3 --rdzv-endpoint h:7 ./train",
+                "on each of the other machines (2) run: burnrun --nnodes 3 --rdzv-endpoint h:7 ./train",
+            ),
+        ] {
+            let matches = Cli::command().try_get_matches_from(line.split(' ')).unwrap();
+            let cli = Cli::from_arg_matches(&matches).unwrap();
+            assert_eq!(invitation(&matches, &cli), expected);
+        }
+    }
+}

@@ -1,0 +1,35 @@
+//! `burnrun secret`: what the machines of one job share.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use burn_ddp_comm::Secret;
+use clap::Parser;
+
+/// Makes a new secret for jobs on several machines
+///
+/// Whoever can read the file can join the job, and train on what he likes: copy it over a channel that you trust, such as scp,
+/// and keep it readable by yourself alone.
+#[derive(Debug, Parser)]
+#[command(name = "burnrun secret")]
+struct Args {
+    /// The file to write; it must not exist yet
+    file: PathBuf,
+}
+
+pub(super) fn main(words: &[OsString]) -> i32 {
+    let args: Args = super::parse(words);
+    match Secret::generate().and_then(|secret| secret.write_new(&args.file)) {
+        Ok(()) => {
+            let file = args.file.display();
+            super::say(&format!(
+                "wrote {file}; copy it to every machine (scp -p {file} HOST:{file}) and start burnrun with --secret-file {file}"
+            ));
+            0
+        }
+        Err(error) => {
+            super::say(&error.to_string());
+            1
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! How one rank ended.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// How one rank ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum End {
+    /// It exited with this code.
+    Exit(i32),
+    /// This signal killed it.
+    Signal(i32),
+    /// It ended, but the system would not say how (someone else in this process collected its status).
+    Unknown,
+}
+
+impl End {
+    /// The code by which a shell would report this end: 128 + the number for a signal.
+    #[must_use]
+    pub fn exit_code(self) -> i32 {
+        match self {
+            Self::Exit(code) => code,
+            Self::Signal(signal) => 128 + signal,
+            Self::Unknown => 1,
+        }
+    }
+
+    /// A death that no program chooses, so it is a cause and hardly the reaction to another rank's failure.
+    pub(crate) fn is_sudden(self) -> bool {
+        matches!(self, Self::Signal(libc::SIGKILL | libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE))
+    }
+
+    pub(crate) fn hint(self) -> Option<String> {
+        let hint = match self {
+            Self::Exit(101) => "101 is how a Rust program ends that panicked",
+            Self::Exit(code @ 129..=159) => {
+                return Some(format!(
+                    "a shell ends with {code} when its program was killed by {}",
+                    signal_name(code - 128)
+                ));
+            }
+            Self::Signal(libc::SIGKILL) => {
+                "the launcher did not send it; the kernel often does when memory runs out (see `dmesg`)"
+            }
+            Self::Signal(libc::SIGBUS) => "SIGBUS often means that shared memory is full (see `df -h /dev/shm`)",
+            _ => return None,
+        };
+        Some(hint.to_owned())
+    }
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exit(code) => write!(f, "exited with code {code}"),
+            Self::Signal(signal) => write!(f, "was killed by {}", signal_name(*signal)),
+            Self::Unknown => f.write_str("ended in a way that could not be observed"),
+        }
+    }
+}
+
+/// `SIGKILL` for 9.
+pub(crate) fn signal_name(signal: i32) -> String {
+    let name = match signal {
+        libc::SIGHUP => "SIGHUP",
+        libc::SIGINT => "SIGINT",
+        libc::SIGQUIT => "SIGQUIT",
+        libc::SIGILL => "SIGILL",
+        libc::SIGTRAP => "SIGTRAP",
+        libc::SIGABRT => "SIGABRT",
+        libc::SIGBUS => "SIGBUS",
+        libc::SIGFPE => "SIGFPE",
+        libc::SIGKILL => "SIGKILL",
+        libc::SIGUSR1 => "SIGUSR1",
+        libc::SIGSEGV => "SIGSEGV",
+        libc::SIGUSR2 => "SIGUSR2",
+        libc::SIGPIPE => "SIGPIPE",
+        libc::SIGALRM => "SIGALRM",
+        libc::SIGTERM => "SIGTERM",
+        libc::SIGXCPU => "SIGXCPU",
+        libc::SIGXFSZ => "SIGXFSZ",
+        libc::SIGSYS => "SIGSYS",
+        libc::SIGSTOP => "SIGSTOP",
+        libc::SIGTSTP => "SIGTSTP",
+        libc::SIGTTIN => "SIGTTIN",
+        libc::SIGTTOU => "SIGTTOU",
+        _ => return format!("signal {signal}"),
+    };
+    name.to_owned()
+}

@@ -1,0 +1,78 @@
+//! What the ranks of this machine report while they run: one file per generation, to which they append lines.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use burn_ddp_comm::post_mortem::Event;
+
+use crate::store::{name_of, unnamed};
+
+/// Most that is looked at in one go, and of all: a program that writes there in a loop harms nobody.
+const READ_CAP_BYTES: u64 = 1024 * 1024;
+const TOTAL_CAP_BYTES: u64 = 64 * 1024 * 1024;
+
+pub(crate) struct EventsFile {
+    file: File,
+    path: PathBuf,
+    /// The beginning of a line whose end has not come.
+    pending: Vec<u8>,
+    read: u64,
+}
+
+impl EventsFile {
+    /// In `dir`, to be kept, or else without a name, so that nothing stays behind however this process ends.
+    pub(crate) fn create(dir: Option<&Path>, node: usize, job_id: &str) -> io::Result<Self> {
+        let (file, path) = match dir {
+            Some(dir) => {
+                let path = dir.join(format!("events-node-{node}.jsonl"));
+                (OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(&path)?, path)
+            }
+            None => {
+                let file = unnamed(&std::env::temp_dir().join(format!("burn-ddp-{job_id}-{node}.events")))?;
+                let name = name_of(&file);
+                (file, name)
+            }
+        };
+        Ok(Self { file, path, pending: Vec::new(), read: 0 })
+    }
+
+    /// Its name for the ranks.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What came since the last time.
+    pub(crate) fn read(&mut self) -> Vec<Event> {
+        let room = READ_CAP_BYTES.min(TOTAL_CAP_BYTES - self.read);
+        match (&self.file).take(room).read_to_end(&mut self.pending) {
+            Ok(count) => self.read += count as u64,
+            Err(error) => tracing::warn!(%error, "cannot read what the ranks report"),
+        }
+        let Some(end) = self.pending.iter().rposition(|&byte| byte == b'\n') else { return Vec::new() };
+        let lines: Vec<u8> = self.pending.drain(..=end).collect();
+        String::from_utf8_lossy(&lines).lines().filter_map(Event::parse).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn events_are_read_once_and_only_when_complete() {
+        let mut events = EventsFile::create(None, 0, &format!("test-{}", std::process::id())).unwrap();
+        let mut rank = OpenOptions::new().append(true).open(events.path()).unwrap();
+        let event = Event::Suspect { rank: 0, peer: 1, silent_ms: 2000, at: 3 };
+        let line = event.to_line();
+        assert_eq!(events.read(), []);
+        rank.write_all(b"something else\n").unwrap();
+        rank.write_all(&line.as_bytes()[..10]).unwrap();
+        assert_eq!(events.read(), []);
+        rank.write_all(&line.as_bytes()[10..]).unwrap();
+        assert_eq!(events.read(), [event]);
+        assert_eq!(events.read(), []);
+    }
+}

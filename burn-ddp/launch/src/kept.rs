@@ -1,0 +1,141 @@
+//! What stays of a job in its log directory, and reading it again: `burnrun report` needs nothing else.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use burn_ddp_comm::post_mortem::{Event, PostMortem};
+use serde::{Deserialize, Serialize};
+
+use crate::display::{ranks, seconds};
+use crate::error::LaunchError;
+use crate::logs::JobDir;
+use crate::markdown;
+use crate::node::NodeOutcome;
+use crate::nodes::Start;
+use crate::outcome::Outcome;
+
+/// How a generation ended, in the file `outcome.json`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Kept {
+    pub(crate) generation: u32,
+    pub(crate) start: Start,
+    pub(crate) seen: Vec<NodeOutcome>,
+    pub(crate) outcome: Outcome,
+}
+
+/// All that is known of a generation.
+#[derive(Debug)]
+pub(crate) struct Chapter {
+    pub(crate) generation: u32,
+    pub(crate) dir: PathBuf,
+    /// Missing if node 0's launcher was killed.
+    pub(crate) kept: Option<Kept>,
+    pub(crate) reports: Vec<PostMortem>,
+    pub(crate) events: Vec<Event>,
+}
+
+/// The reports of the ranks that ended on this machine.
+pub(crate) fn read_reports(dir: &Path, own: &NodeOutcome) -> Vec<PostMortem> {
+    own.ranks.iter().filter_map(|rank| PostMortem::read(&PostMortem::path(dir, rank.rank)).ok()).collect()
+}
+
+/// What the survivors were waiting for, a line each.
+pub(crate) fn waiting(outcome: &Outcome, reports: &[PostMortem]) -> Vec<String> {
+    const SHOWN: usize = 8;
+    let culprit = outcome.failure.as_ref().map(|failure| failure.rank);
+    let mut lines: Vec<_> =
+        reports.iter().filter(|report| Some(report.rank) != culprit).filter_map(waited_for).collect();
+    let more = lines.len().saturating_sub(SHOWN);
+    lines.truncate(SHOWN);
+    lines.extend((more > 0).then(|| format!("{more} more ranks were waiting")));
+    lines
+}
+
+/// `rank 0 waited 1.2 s for rank 1 in all_reduce #5 …`.
+fn waited_for(report: &PostMortem) -> Option<String> {
+    let pending = report.pending.first()?;
+    let whom =
+        if pending.waiting_for.is_empty() { String::new() } else { format!(" for {}", ranks(&pending.waiting_for)) };
+    let waited = seconds(std::time::Duration::from_millis(pending.since_ms));
+    Some(format!("rank {} had waited {waited}{whom} in {}", report.rank, pending.call))
+}
+
+/// Writes what is known of a generation, and the report if something failed. What cannot be written is missed, but no reason to fail.
+pub(crate) fn keep(job_dir: &JobDir, kept: &Kept, reports: &[PostMortem]) -> Option<PathBuf> {
+    let written = (|| {
+        let dir = job_dir.generation(kept.generation)?;
+        for report in reports.iter().filter(|report| !PostMortem::path(&dir, report.rank).exists()) {
+            report.write(&dir)?;
+        }
+        write_whole(&dir.join("outcome.json"), &serde_json::to_vec_pretty(kept)?)?;
+        write_report(job_dir.path())
+    })();
+    written.unwrap_or_else(|error: io::Error| {
+        tracing::warn!(%error, dir = %job_dir.path().display(), "the report cannot be written");
+        None
+    })
+}
+
+/// Builds the report of a job from what lies in its directory, or in that of its latest job. Writes it there as `report.md`; returns
+/// its place and text.
+///
+/// # Errors
+///
+/// [`LaunchError::LogDir`] if there is nothing of a job, or the report cannot be written.
+pub fn rebuild_report(dir: &Path) -> Result<(PathBuf, String), LaunchError> {
+    let failed = |path: &Path, source| LaunchError::LogDir { path: path.to_owned(), source };
+    let of_job = [dir.to_owned(), dir.join("latest")].into_iter().find(|dir| dir.join("generation-0").is_dir());
+    let Some(job_dir) = of_job else {
+        let message = "there is no job's directory: it has `generation-0` in it, or `latest` beside it";
+        return Err(LaunchError::NoReport { path: dir.to_owned(), reason: message.into() });
+    };
+    let job_dir = job_dir.canonicalize().map_err(|source| failed(&job_dir, source))?;
+    match write_report(&job_dir).map_err(|source| failed(&job_dir, source))? {
+        Some(path) => {
+            let text = fs::read_to_string(&path).map_err(|source| failed(&path, source))?;
+            Ok((path, text))
+        }
+        None => Err(LaunchError::NoReport { path: job_dir, reason: "no rank of this job has failed".into() }),
+    }
+}
+
+/// `None` if there is no failure to report.
+fn write_report(job_dir: &Path) -> io::Result<Option<PathBuf>> {
+    let mut chapters = Vec::new();
+    for generation in 0.. {
+        let dir = job_dir.join(format!("generation-{generation}"));
+        if !dir.is_dir() {
+            break;
+        }
+        chapters.push(read_chapter(generation, dir)?);
+    }
+    let Some(text) = markdown::report(&chapters) else { return Ok(None) };
+    let path = job_dir.join("report.md");
+    write_whole(&path, text.as_bytes())?;
+    Ok(Some(path))
+}
+
+fn read_chapter(generation: u32, dir: PathBuf) -> io::Result<Chapter> {
+    let (mut reports, mut events) = (Vec::new(), Vec::new());
+    for entry in fs::read_dir(&dir)? {
+        let path = entry?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if name.starts_with("rank-") && name.ends_with(".json") {
+            // What a rank did not write to its end, or somebody else wrote, is left out.
+            reports.extend(PostMortem::read(&path).ok());
+        } else if name.starts_with("events-") {
+            events.extend(String::from_utf8_lossy(&fs::read(&path)?).lines().filter_map(Event::parse));
+        }
+    }
+    reports.sort_by_key(|report| report.rank);
+    let kept = fs::read(dir.join("outcome.json")).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    Ok(Chapter { generation, dir, kept, reports, events })
+}
+
+/// Readers see all of it or nothing.
+fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let unfinished = path.with_extension(format!("{}.tmp", std::process::id()));
+    let written = fs::write(&unfinished, bytes).and_then(|()| fs::rename(&unfinished, path));
+    written.inspect_err(|_| drop(fs::remove_file(&unfinished)))
+}

@@ -1,0 +1,249 @@
+//! The report of a job for a person: its first line is the cause.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use burn_ddp_comm::post_mortem::{Event, PostMortem, Record};
+
+use crate::display::{ranks, seconds};
+use crate::kept::{Chapter, waiting};
+use crate::outcome::{Failure, Outcome};
+use crate::told::Told;
+
+/// The last collectives that are shown.
+const COLLECTIVES: usize = 20;
+/// Ranks that wait or lines of a table that are shown.
+const ROWS: usize = 200;
+
+/// `None` if nothing failed in any generation.
+pub(crate) fn report(chapters: &[Chapter]) -> Option<String> {
+    let failed: Vec<_> = chapters.iter().filter(|chapter| cause(chapter).is_some()).collect();
+    let last = failed.last()?;
+    let mut text = format!("# {}\n", one_line(&cause(last)?));
+    let total = chapters.len();
+    if total > 1 {
+        let number = last.generation + 1;
+        let _ = writeln!(text, "\nGeneration {} (the {number}. of {total}). The others:\n", last.generation);
+        for chapter in chapters.iter().filter(|chapter| chapter.generation != last.generation) {
+            let end = cause(chapter).unwrap_or_else(|| "all ranks succeeded".into());
+            let _ = writeln!(text, "- generation {}: {}", chapter.generation, one_line(&end));
+        }
+    }
+    chapter(&mut text, last);
+    Some(text)
+}
+
+/// What brought a generation down.
+fn cause(chapter: &Chapter) -> Option<String> {
+    if let Some(kept) = &chapter.kept {
+        return of_outcome(&kept.outcome);
+    }
+    // The launcher did not live to say it.
+    let first = chapter.events.iter().find_map(|event| match event {
+        Event::Failed { cause, .. } => Some(cause.clone()),
+        _ => None,
+    });
+    let of_report = || chapter.reports.iter().min_by_key(|report| report.at).map(|report| report.cause.clone());
+    Some(first.or_else(of_report).unwrap_or_else(|| "the launcher ended before its job".into()))
+}
+
+fn of_outcome(outcome: &Outcome) -> Option<String> {
+    if let Some(failure) = &outcome.failure {
+        let why = failure.panics.first().map(|panic| format!("panicked at {panic}"));
+        let why = why.or_else(|| failure.cause.clone()).map(|why| format!(": {why}")).unwrap_or_default();
+        return Some(format!("{failure}{why}"));
+    }
+    let interrupted = || outcome.to_string().lines().next().map(str::to_owned);
+    outcome.trouble.clone().or_else(|| outcome.interrupted_by.and_then(|_| interrupted()))
+}
+
+fn chapter(text: &mut String, chapter: &Chapter) {
+    let outcome = chapter.kept.as_ref().map(|kept| &kept.outcome);
+    let failure = outcome.and_then(|outcome| outcome.failure.as_ref());
+    if let Some(cause) = failure.and_then(|failure| failure.cause.as_ref()) {
+        let _ = writeln!(text, "\nWhat the ranks say: {}", one_line(cause));
+    }
+    waits(text, chapter, outcome);
+    if let Some(failure) = failure {
+        last_lines(text, failure);
+    }
+    ends(text, chapter);
+    collectives(text, &chapter.reports);
+    remarks(text, chapter);
+    let _ = writeln!(text, "\n## Files\n\n`{}`: output, events and reports of the ranks.", chapter.dir.display());
+}
+
+fn waits(text: &mut String, chapter: &Chapter, outcome: Option<&Outcome>) {
+    let lines = waiting(outcome.unwrap_or(&Outcome::default()), &chapter.reports);
+    if !lines.is_empty() {
+        text.push_str("\n## What the others were waiting for\n\n");
+        list(text, &lines);
+    }
+}
+
+fn last_lines(text: &mut String, failure: &Failure) {
+    let rank = failure.rank;
+    if failure.panics.len() > 1 {
+        let _ = writeln!(text, "\n## Panics of rank {rank}, in order\n");
+        list(text, &failure.panics);
+    }
+    if !failure.last_lines.is_empty() {
+        let _ = writeln!(text, "\n## The last lines of rank {rank}'s stderr\n");
+        // Indented: whatever they hold, they do not end the block.
+        for line in &failure.last_lines {
+            let _ = writeln!(text, "    {line}");
+        }
+    }
+    if let Some(log) = &failure.log {
+        let _ = writeln!(text, "\nAll of them: `{}` on host {}.", log.display(), failure.host);
+    }
+}
+
+fn ends(text: &mut String, chapter: &Chapter) {
+    let Some(kept) = &chapter.kept else { return };
+    let steps: BTreeMap<_, _> = chapter.reports.iter().filter_map(|report| Some((report.rank, report.step?))).collect();
+    text.push_str("\n## The ranks\n\n| rank | host | pid | end | after | step |\n|---|---|---|---|---|---|\n");
+    let rows = kept.seen.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank)));
+    for (node, rank) in rows.take(ROWS) {
+        let end = rank.end.map_or("does not die".to_owned(), |end| end.to_string());
+        let told = match (rank.killed, rank.stopped) {
+            (true, _) => " (was told to stop, and killed)",
+            (_, true) => " (was told to stop)",
+            _ => "",
+        };
+        let step = steps.get(&rank.rank).map_or(String::new(), u64::to_string);
+        let (number, pid, after) = (rank.rank, rank.pid, seconds(rank.after));
+        let _ = writeln!(text, "| {number} | {} | {pid} | {end}{told} | {after} | {step} |", cell(&node.host));
+    }
+    for trouble in kept.seen.iter().filter_map(|node| node.trouble.as_ref()) {
+        let _ = writeln!(text, "\n{}", one_line(&trouble.message));
+    }
+}
+
+/// The last collectives of all ranks, side by side: where they part is where to look.
+fn collectives(text: &mut String, reports: &[PostMortem]) {
+    let mut calls: BTreeMap<(u64, u64), Vec<(usize, &Record)>> = BTreeMap::new();
+    for report in reports {
+        for record in &report.history {
+            calls.entry((record.group, record.sequence)).or_default().push((report.rank, record));
+        }
+    }
+    if calls.is_empty() {
+        return;
+    }
+    let all: Vec<usize> = reports.iter().map(|report| report.rank).collect();
+    let mut by_time: Vec<_> = calls.into_iter().collect();
+    by_time.sort_by_key(|(_, records)| records.iter().map(|(_, record)| record.started).min());
+    let shown = &by_time[by_time.len().saturating_sub(COLLECTIVES)..];
+    text.push_str("\n## The last collectives, the latest last\n\n");
+    text.push_str("Only ranks whose world ended in an error left their calls.\n\n| group | number | ranks | call | where | state |\n|---|---|---|---|---|---|\n");
+    for ((group, sequence), records) in shown {
+        let mut same: BTreeMap<(&str, &str, &str), Vec<usize>> = BTreeMap::new();
+        for (rank, record) in records {
+            let state = match (record.ok, record.took_us) {
+                (true, _) => "done",
+                (false, Some(_)) => "failed",
+                (false, None) => "under way",
+            };
+            same.entry((&record.call, &record.site, state)).or_default().push(*rank);
+        }
+        for ((call, site, state), who) in &same {
+            let who = if *who == all { "all".to_owned() } else { ranks(who) };
+            let _ = writeln!(text, "| {group} | {sequence} | {who} | {} | `{}` | {state} |", cell(call), cell(site));
+        }
+        let came: Vec<usize> = records.iter().map(|(rank, _)| *rank).collect();
+        let absent: Vec<usize> = all.iter().copied().filter(|rank| !came.contains(rank)).collect();
+        if !absent.is_empty() {
+            let _ = writeln!(text, "| {group} | {sequence} | {} | did not call it | | |", ranks(&absent));
+        }
+    }
+}
+
+/// What was remarked while it ran.
+fn remarks(text: &mut String, chapter: &Chapter) {
+    let Some(kept) = &chapter.kept else { return };
+    let mut told = Told::default();
+    let remarks: Vec<_> =
+        chapter.events.iter().filter_map(|event| told.take_in(event.clone(), &kept.start)).take(ROWS).collect();
+    if !remarks.is_empty() {
+        text.push_str("\n## What was remarked meanwhile\n\n");
+        list(text, &remarks);
+    }
+}
+
+fn list(text: &mut String, lines: &[String]) {
+    for line in lines {
+        let _ = writeln!(text, "- {}", one_line(line));
+    }
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// Text that does not end its cell.
+fn cell(text: &str) -> String {
+    one_line(text).replace('|', "\\|")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_ddp_comm::post_mortem::Pending;
+
+    fn record(sequence: u64, call: &str, took_us: Option<u64>) -> Record {
+        Record {
+            group: 1,
+            sequence,
+            call: call.into(),
+            site: "src/train.rs:9:5".into(),
+            step: Some(3),
+            started: 1000 * sequence,
+            took_us,
+            ok: took_us.is_some(),
+        }
+    }
+
+    fn post_mortem(rank: usize, history: Vec<Record>) -> PostMortem {
+        let pending = Pending {
+            call: "barrier #2 of group 1 called at src/train.rs:9:5".into(),
+            group: 1,
+            sequence: 2,
+            since_ms: 1500,
+            waiting_for: vec![1],
+        };
+        PostMortem {
+            rank,
+            world_size: 3,
+            job_id: "j".into(),
+            restart_count: 0,
+            host: "h".into(),
+            pid: 7,
+            at: 5,
+            cause: "rank 1 (host h, pid 8) died: connection | reset".into(),
+            culprit: Some(1),
+            step: Some(3),
+            pending: vec![pending],
+            peers: Vec::new(),
+            history,
+        }
+    }
+
+    #[test]
+    fn the_first_line_is_the_cause_even_if_the_launcher_was_killed() {
+        let history = || vec![record(1, "all_reduce (f32, sum, 8 elements)", Some(80)), record(2, "barrier", None)];
+        let reports = vec![post_mortem(0, history()), post_mortem(2, history()[..1].to_vec())];
+        let chapter =
+            Chapter { generation: 0, dir: "logs/generation-0".into(), kept: None, reports, events: Vec::new() };
+        let text = report(&[chapter]).unwrap();
+        assert_eq!(text.lines().next().unwrap(), "# rank 1 (host h, pid 8) died: connection | reset");
+        for line in [
+            "- rank 0 had waited 1.5 s for rank 1 in barrier #2 of group 1 called at src/train.rs:9:5",
+            "| 1 | 1 | all | all_reduce (f32, sum, 8 elements) | `src/train.rs:9:5` | done |",
+            "| 1 | 2 | rank 0 | barrier | `src/train.rs:9:5` | under way |",
+            "| 1 | 2 | rank 2 | did not call it | | |",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is missing in\n{text}");
+        }
+    }
+}

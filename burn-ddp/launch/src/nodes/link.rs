@@ -1,0 +1,237 @@
+//! The connection of a launcher to the others while a job runs: says that it lives, hears that the job is over.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::Store;
+
+use super::message::{Stop, put_new, take};
+use crate::node::Trouble;
+use crate::supervise::Event;
+
+/// Between two signs of life.
+const BEAT: Duration = Duration::from_secs(1);
+/// A store that refuses connections for so long is gone.
+const REFUSED: Duration = Duration::from_secs(5);
+/// How long Ctrl-Z waits until the others know.
+const PAUSE: Duration = Duration::from_secs(2);
+
+/// Ends with its threads when dropped; they never outlast a beat by much.
+pub(crate) struct Link {
+    shared: Arc<Shared>,
+    posts: Sender<Post>,
+}
+
+struct Post {
+    key: String,
+    stop: Stop,
+}
+
+/// Between the launcher's main thread and the one that listens.
+struct Shared {
+    store: Arc<dyn Store>,
+    node: usize,
+    nnodes: usize,
+    patience: Duration,
+    /// Set by the main thread when a generation starts, read by the listener.
+    generation: AtomicU32,
+    /// Set when the link is dropped.
+    over: AtomicBool,
+    /// The machines that gave no sign of life for too long, and for how long. Written by node 0's listener.
+    lost: Mutex<BTreeMap<usize, Duration>>,
+    /// Why node 0 cannot be reached any more. Written by the listener of any other node.
+    cut: Mutex<Option<Trouble>>,
+}
+
+impl Link {
+    pub(crate) fn start(
+        store: Arc<dyn Store>,
+        node: usize,
+        nnodes: usize,
+        patience: Duration,
+        events: Sender<Event>,
+    ) -> std::io::Result<Self> {
+        let shared = Arc::new(Shared {
+            store,
+            node,
+            nnodes,
+            patience,
+            generation: AtomicU32::new(0),
+            over: AtomicBool::new(false),
+            lost: Mutex::default(),
+            cut: Mutex::default(),
+        });
+        let listener = Listener::new(shared.clone(), events);
+        thread::Builder::new().name("burn-ddp-nodes".into()).spawn(move || listener.run())?;
+        let (posts, queue) = mpsc::channel();
+        let poster = shared.clone();
+        thread::Builder::new().name("burn-ddp-post".into()).spawn(move || poster.post_all(&queue))?;
+        Ok(Self { shared, posts })
+    }
+
+    pub(crate) fn enter(&self, generation: u32) {
+        self.shared.generation.store(generation, Ordering::Release);
+    }
+
+    /// Tells the others that the generation is over. Does not block.
+    pub(crate) fn stop(&self, stop: Stop) {
+        let key = format!("{}/stop", self.shared.generation.load(Ordering::Acquire));
+        // Its thread lives as long as this.
+        let _ = self.posts.send(Post { key, stop });
+    }
+
+    /// This process is about to stop for a while, or goes on. Waits, for a moment, until the others can know.
+    pub(crate) fn pause(&self, paused: bool) {
+        let (shared, (done, heard)) = (self.shared.clone(), mpsc::channel());
+        let told = thread::Builder::new().spawn(move || {
+            let set = shared.store.set(&beat_key(shared.node), if paused { b"paused" } else { b"0" });
+            // Nobody waits any more.
+            let _ = done.send(set);
+        });
+        let set = told.ok().and_then(|_| heard.recv_timeout(PAUSE).ok());
+        if !matches!(set, Some(Ok(()))) {
+            tracing::warn!("the other launchers could not be told of the pause");
+        } else if paused && self.shared.node == 0 {
+            // The store pauses with this process: each of the others looks once a beat.
+            thread::sleep(BEAT + BEAT / 2);
+        }
+    }
+
+    pub(crate) fn store(&self) -> Arc<dyn Store> {
+        self.shared.store.clone()
+    }
+
+    pub(crate) fn lost(&self) -> BTreeMap<usize, Duration> {
+        lock(&self.shared.lost).clone()
+    }
+
+    pub(crate) fn cut(&self) -> Option<Trouble> {
+        lock(&self.shared.cut).clone()
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.shared.over.store(true, Ordering::Release);
+    }
+}
+
+impl Shared {
+    fn post_all(&self, queue: &Receiver<Post>) {
+        while let Ok(Post { key, stop }) = queue.recv() {
+            if let Err(error) = put_new(&*self.store, &key, &stop) {
+                tracing::warn!(%error, "the other launchers could not be told that the job is over");
+            }
+        }
+    }
+}
+
+struct Listener {
+    shared: Arc<Shared>,
+    events: Sender<Event>,
+    beat: u64,
+    /// Each other's last beat, and when it came. Node 0 watches all, the others watch node 0.
+    heard: BTreeMap<usize, (Vec<u8>, Instant)>,
+    /// The generation whose end was told.
+    told: Option<u32>,
+    /// Since when the store cannot be reached.
+    failing: Option<Instant>,
+}
+
+impl Listener {
+    fn new(shared: Arc<Shared>, events: Sender<Event>) -> Self {
+        let watched = if shared.node == 0 { 1..shared.nnodes } else { 0..1 };
+        let heard = watched.map(|node| (node, (Vec::new(), Instant::now()))).collect();
+        Self { shared, events, beat: 0, heard, told: None, failing: None }
+    }
+
+    fn run(mut self) {
+        while !self.shared.over.load(Ordering::Acquire) {
+            let start = Instant::now();
+            match self.turn() {
+                Ok(()) => self.failing = None,
+                Err(error) => self.on_error(&error.to_string(), start),
+            }
+            if start.elapsed() > self.shared.patience {
+                // This process did not run: nobody else is to blame for the silence.
+                let now = Instant::now();
+                self.heard.values_mut().for_each(|(_, at)| *at = now);
+                self.failing = None;
+            }
+            if lock(&self.shared.cut).is_some() {
+                return;
+            }
+        }
+    }
+
+    fn turn(&mut self) -> burn_ddp_comm::Result<()> {
+        let shared = self.shared.clone();
+        self.beat += 1;
+        shared.store.set(&beat_key(shared.node), self.beat.to_string().as_bytes())?;
+        self.listen_for_life()?;
+        let generation = shared.generation.load(Ordering::Acquire);
+        if self.told == Some(generation) {
+            thread::sleep(BEAT / 4);
+        } else if let Some(stop) = take::<Stop>(&*shared.store, &format!("{generation}/stop"), BEAT)? {
+            self.told = Some(generation);
+            // The main thread is gone, and so is the job.
+            let _ = self.events.send(Event::Ordered { generation, stop });
+        }
+        Ok(())
+    }
+
+    fn listen_for_life(&mut self) -> burn_ddp_comm::Result<()> {
+        let (shared, now) = (self.shared.clone(), Instant::now());
+        for (&node, (last, at)) in &mut self.heard {
+            let beat = match shared.store.get(&beat_key(node), Duration::ZERO) {
+                Ok(beat) => beat,
+                Err(burn_ddp_comm::Error::StoreTimeout { .. }) => Vec::new(),
+                Err(error) => return Err(error),
+            };
+            if beat != *last || beat == b"paused" {
+                (*last, *at) = (beat, now);
+            } else if shared.node == 0 && now - *at > shared.patience {
+                let silent = now - *at;
+                if lock(&shared.lost).insert(node, silent).is_none() {
+                    let key = format!("{}/stop", shared.generation.load(Ordering::Acquire));
+                    put_new(&*shared.store, &key, &Stop::Trouble(lost(node, silent)))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn on_error(&mut self, error: &str, start: Instant) {
+        let paused = self.heard.get(&0).is_some_and(|(beat, _)| beat == b"paused");
+        let since = *self.failing.get_or_insert(start);
+        if !paused && since.elapsed() >= REFUSED.min(self.shared.patience) {
+            let trouble =
+                Trouble { message: format!("node 0's launcher cannot be reached any more: {error}"), exit_code: 1 };
+            *lock(&self.shared.cut) = Some(trouble.clone());
+            // As above.
+            let _ = self.events.send(Event::Cut(trouble));
+        }
+        thread::sleep(BEAT / 4);
+    }
+}
+
+/// What is said of a machine that is silent.
+pub(crate) fn lost(node: usize, silent: Duration) -> Trouble {
+    let silent = silent.as_secs_f64();
+    let message = format!(
+        "node {node} is lost: its launcher has given no sign of life for {silent:.0} s; the machine, its network or burnrun there ended"
+    );
+    Trouble { message, exit_code: 1 }
+}
+
+fn beat_key(node: usize) -> String {
+    format!("beat/{node}")
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

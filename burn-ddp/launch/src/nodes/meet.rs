@@ -1,0 +1,285 @@
+//! The launchers of a job find each other.
+
+use std::io::ErrorKind;
+use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender};
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{Store, StoreServer};
+
+use super::message::{Node, Stop, put_new, take};
+use super::{Interrupted, LOOK, Link, Nodes, Others, look};
+use crate::end::signal_name;
+use crate::error::LaunchError;
+use crate::outside::Notices;
+use crate::store::Trust;
+use crate::supervise::Event;
+
+/// A meeting that takes longer is commented on, each time after twice as long.
+const COMMENT: Duration = Duration::from_secs(10);
+/// Where the first generation's end is told, also before it begins.
+const STOP: &str = "0/stop";
+/// One attempt to reach node 0.
+const ATTEMPT: Duration = Duration::from_millis(500);
+
+/// Where and with whom to meet.
+pub(crate) struct Meet<'a> {
+    pub(crate) nnodes: usize,
+    /// `None`: whoever owns the address is 0, the others are numbered as they come.
+    pub(crate) node: Option<usize>,
+    pub(crate) host: &'a str,
+    pub(crate) port: u16,
+    pub(crate) job: &'a str,
+    pub(crate) nproc: usize,
+    pub(crate) own_host: String,
+    pub(crate) join_timeout: Duration,
+    /// After how much silence another launcher is lost.
+    pub(crate) patience: Duration,
+    /// What to do on the other machines, for node 0 to show.
+    pub(crate) invitation: Option<&'a str>,
+    pub(crate) trust: &'a Trust,
+    pub(crate) notices: Notices,
+}
+
+/// Blocks until all launchers are there.
+pub(crate) fn meet(meet: &Meet<'_>, sender: &Sender<Event>, events: &Receiver<Event>) -> Result<Nodes, Interrupted> {
+    let deadline = Instant::now() + meet.join_timeout;
+    let server = meet.host_store()?;
+    if let (Some(_), Some(invitation)) = (&server, meet.invitation) {
+        meet.notices.say(invitation);
+    }
+    let store = meet.connect(deadline, events)?;
+    let node = meet.take_seat(&*store, server.is_some(), deadline, events)?;
+    let nodes = meet.await_all(&*store, node, deadline, events)?;
+    let link = Link::start(store, node, meet.nnodes, meet.patience, sender.clone())
+        .map_err(|source| Interrupted::Error(LaunchError::System { doing: "start a thread", source }))?;
+    Ok(Nodes { node, host: meet.own_host.clone(), others: Some(Others { nodes, link, server }) })
+}
+
+impl Meet<'_> {
+    /// On node 0.
+    fn host_store(&self) -> Result<Option<StoreServer>, Interrupted> {
+        if self.node.is_some_and(|node| node > 0) {
+            return Ok(None);
+        }
+        let addresses = self.resolve().map_err(|error| self.failed(&error))?;
+        let own = addresses.iter().all(|address| address.ip().is_loopback()) && !is_loopback_name(self.host);
+        if own {
+            return Err(self.failed(&format!(
+                "on this machine that name means {}, where no other machine comes; give an address instead of the name",
+                addresses[0].ip()
+            )));
+        }
+        match TcpListener::bind(&addresses[..]) {
+            Ok(listener) => {
+                let server =
+                    self.trust.serve(listener, self.job).map_err(|error| self.failed(&error.to_string()))?;
+                Ok(Some(server))
+            }
+            // Somebody else's address, or, on one machine, another launcher of the job came first.
+            Err(error)
+                if self.node.is_none()
+                    && matches!(error.kind(), ErrorKind::AddrNotAvailable | ErrorKind::AddrInUse) =>
+            {
+                Ok(None)
+            }
+            Err(error) => {
+                let advice = match error.kind() {
+                    ErrorKind::AddrInUse => "; another job listens there: end it, or choose another --master-port",
+                    ErrorKind::AddrNotAvailable => {
+                        "; that is no address of this machine: --node-rank 0 belongs on the machine that --master-addr names"
+                    }
+                    ErrorKind::PermissionDenied => "; ports below 1024 are reserved: choose another --master-port",
+                    _ => "",
+                };
+                Err(self.failed(&format!("{error}{advice}")))
+            }
+        }
+    }
+
+    fn resolve(&self) -> Result<Vec<SocketAddr>, String> {
+        if self.host.eq_ignore_ascii_case("localhost") {
+            return Ok(vec![SocketAddr::from(([127, 0, 0, 1], self.port))]);
+        }
+        let found: Vec<_> = (self.host, self.port).to_socket_addrs().map_err(|error| error.to_string())?.collect();
+        match found.first() {
+            None => Err("the name has no address".into()),
+            Some(address) if address.ip().is_unspecified() => {
+                Err("that means every address: name the one at which the other machines reach node 0".into())
+            }
+            Some(_) => Ok(found),
+        }
+    }
+
+    fn connect(&self, deadline: Instant, events: &Receiver<Event>) -> Result<Arc<dyn Store>, Interrupted> {
+        let mut comment = Comment::new();
+        loop {
+            let failure = match self.trust.connect(self.host, self.port, self.job, ATTEMPT) {
+                Ok(store) => return Ok(store),
+                Err(error) if is_refusal(&error) => return Err(error.into()),
+                Err(error) => error.to_string(),
+            };
+            let place = format!("{}:{}", self.host, self.port);
+            if Instant::now() >= deadline {
+                let waited = self.join_timeout.as_secs_f64();
+                return Err(Interrupted::Error(LaunchError::Nodes(format!(
+                    "node 0's launcher was not reached at {place} within {waited:.0} s ({failure}); does it run there, and is the port open?"
+                ))));
+            }
+            if comment.is_due() {
+                self.notices.say(&format!("waiting for node 0's launcher at {place}: {failure}"));
+            }
+            interruption(events)?;
+        }
+    }
+
+    /// Its node rank.
+    fn take_seat(
+        &self,
+        store: &dyn Store,
+        hosts: bool,
+        deadline: Instant,
+        events: &Receiver<Event>,
+    ) -> Result<usize, Interrupted> {
+        let me = |node| Node {
+            node,
+            host: self.own_host.clone(),
+            pid: std::process::id(),
+            nproc: self.nproc,
+            nnodes: self.nnodes,
+            version: env!("CARGO_PKG_VERSION").into(),
+        };
+        if hosts {
+            put_new(store, &key(0), &me(0))?;
+            return Ok(0);
+        }
+        // Node 0 says how many are to come.
+        let first = loop {
+            if let Some(first) = take::<Node>(store, &key(0), LOOK)? {
+                break first;
+            }
+            if Instant::now() >= deadline {
+                return Err(Interrupted::Error(LaunchError::Nodes("node 0 did not come".into())));
+            }
+            interruption(events)?;
+        };
+        let other = if first.nnodes != self.nnodes {
+            Some(format!("--nnodes {} here, but {} on node 0 (host {})", self.nnodes, first.nnodes, first.host))
+        } else if first.version != env!("CARGO_PKG_VERSION") {
+            Some(format!("burnrun {} here, but {} on node 0", env!("CARGO_PKG_VERSION"), first.version))
+        } else {
+            None
+        };
+        if let Some(other) = other {
+            return Err(Interrupted::Error(LaunchError::Usage(format!("the machines disagree: {other}"))));
+        }
+        let wanted = self.node.map_or(1..self.nnodes, |node| node..node + 1);
+        for node in wanted.clone() {
+            if put_new(store, &key(node), &me(node))? {
+                return Ok(node);
+            }
+        }
+        let there = take::<Node>(store, &key(wanted.start), Duration::ZERO)?;
+        let there = there.map(|node| format!("host {}, pid {}", node.host, node.pid)).unwrap_or_default();
+        Err(Interrupted::Error(LaunchError::Usage(match self.node {
+            Some(node) => {
+                format!("node rank {node} is taken already ({there}): each machine needs its own --node-rank")
+            }
+            None => format!("all {} machines of this job are there already", self.nnodes),
+        })))
+    }
+
+    fn await_all(
+        &self,
+        store: &dyn Store,
+        own: usize,
+        deadline: Instant,
+        events: &Receiver<Event>,
+    ) -> Result<Vec<Node>, Interrupted> {
+        let mut comment = Comment::new();
+        let mut nodes: Vec<Option<Node>> = vec![None; self.nnodes];
+        loop {
+            for (node, seat) in nodes.iter_mut().enumerate().filter(|(_, seat)| seat.is_none()) {
+                *seat = take(store, &key(node), Duration::ZERO)?;
+            }
+            let missing: Vec<_> = (0..self.nnodes).filter(|&node| nodes[node].is_none()).collect();
+            if missing.is_empty() {
+                return Ok(nodes.into_iter().flatten().collect());
+            }
+            let list = missing.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+            if Instant::now() >= deadline {
+                let came: Vec<_> = nodes.iter().flatten().map(|n| format!("{} (host {})", n.node, n.host)).collect();
+                let waited = self.join_timeout.as_secs_f64();
+                return Err(Interrupted::Error(LaunchError::Nodes(format!(
+                    "not all {} machines came within {waited:.0} s: there is node {}; missing is node {list}",
+                    self.nnodes,
+                    came.join(", ")
+                ))));
+            }
+            if own == 0 && comment.is_due() {
+                self.notices.say(&format!("still waiting for node {list} of {}", self.nnodes));
+            }
+            if let Some(Stop::Interrupted { host, signal }) = take(store, STOP, Duration::ZERO)? {
+                self.notices.say(&format!("burnrun on host {host} was stopped by {}", signal_name(signal)));
+                return Err(Interrupted::Signal(signal));
+            }
+            interruption(events).inspect_err(|interrupted| {
+                if let Interrupted::Signal(signal) = interrupted {
+                    // Its seat is taken, so the others would wait for it, or start without.
+                    let _ = put_new(store, STOP, &Stop::Interrupted { host: self.own_host.clone(), signal: *signal });
+                }
+            })?;
+        }
+    }
+
+    fn failed(&self, reason: &str) -> Interrupted {
+        let message = format!("cannot host the meeting of the machines at {}:{}: {reason}", self.host, self.port);
+        Interrupted::Error(LaunchError::Nodes(message))
+    }
+}
+
+/// Signals end the meeting, except those that end nothing.
+fn interruption(events: &Receiver<Event>) -> Result<(), Interrupted> {
+    match look(events, LOOK) {
+        Some(Event::Signal(libc::SIGWINCH)) => Ok(()),
+        Some(Event::Signal(libc::SIGTSTP)) => crate::signals::stop_here()
+            .map_err(|source| Interrupted::Error(LaunchError::System { doing: "stop", source })),
+        Some(Event::Signal(signal)) => Err(Interrupted::Signal(signal)),
+        _ => Ok(()),
+    }
+}
+
+/// The store's host said no: trying again will not help.
+fn is_refusal(error: &burn_ddp_comm::Error) -> bool {
+    error.to_string().contains("refused this process")
+}
+
+/// Whether `host` can only mean this machine.
+pub(crate) fn is_loopback_name(host: &str) -> bool {
+    host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}
+
+struct Comment {
+    at: Instant,
+    next: Duration,
+}
+
+impl Comment {
+    fn new() -> Self {
+        Self { at: Instant::now() + COMMENT, next: COMMENT }
+    }
+
+    fn is_due(&mut self) -> bool {
+        let due = Instant::now() >= self.at;
+        if due {
+            self.next *= 2;
+            self.at += self.next;
+        }
+        due
+    }
+}
+
+fn key(node: usize) -> String {
+    format!("node/{node}")
+}

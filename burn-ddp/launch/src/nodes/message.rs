@@ -1,0 +1,133 @@
+//! What launchers leave for each other in their store, as JSON.
+//!
+//! | key | who writes it | what |
+//! |---|---|---|
+//! | `node/{k}` | launcher k, once | [`Node`]: it is there |
+//! | `beat/{k}` | launcher k, every second | a number that grows, or `paused` while it is stopped by Ctrl-Z |
+//! | `{g}/plan` | launcher 0 | [`Plan`] of generation g |
+//! | `{g}/stop` | the first that knows | [`Stop`]: the generation is over |
+//! | `{g}/done/{k}` | launcher k | its [`NodeOutcome`](crate::node::NodeOutcome): all its ranks are dead |
+//! | `{g}/post-mortem/{r}` | the launcher of rank r | what that rank wrote when its world ended |
+//! | `{g}/verdict` | launcher 0 | [`Verdict`]: how the generation ended, and whether there is another |
+//! | `bye/{k}` | launcher k | it has read the last verdict |
+
+use std::time::Duration;
+
+use burn_ddp_comm::Store;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::end::End;
+use crate::node::Trouble;
+use crate::outcome::Outcome;
+
+/// A launcher.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Node {
+    pub(crate) node: usize,
+    pub(crate) host: String,
+    pub(crate) pid: u32,
+    /// How many ranks it starts.
+    pub(crate) nproc: usize,
+    /// How many launchers it expects.
+    pub(crate) nnodes: usize,
+    pub(crate) version: String,
+}
+
+/// What each launcher needs to start its ranks, or why there is nothing to start.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Plan {
+    Start(Start),
+    Over(Trouble),
+}
+
+/// A generation.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Start {
+    pub(crate) job_id: String,
+    /// Names the job's log directory.
+    pub(crate) job_name: String,
+    /// Where its ranks meet.
+    pub(crate) host: String,
+    pub(crate) port: u16,
+    /// All launchers, by node rank.
+    pub(crate) nodes: Vec<Node>,
+}
+
+impl Start {
+    pub(crate) fn world_size(&self) -> usize {
+        self.nodes.iter().map(|node| node.nproc).sum()
+    }
+
+    /// The first rank of a machine: ranks are numbered machine by machine.
+    pub(crate) fn first_rank(&self, node: usize) -> usize {
+        self.nodes[..node].iter().map(|node| node.nproc).sum()
+    }
+
+    /// The machine of a rank.
+    pub(crate) fn node_of(&self, rank: usize) -> Option<&Node> {
+        (0..self.nodes.len()).rev().find(|&node| self.first_rank(node) <= rank).map(|node| &self.nodes[node])
+    }
+}
+
+/// Why a generation is over, from whoever knew first.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Stop {
+    Failed { rank: usize, host: String, pid: u32, end: End },
+    Interrupted { host: String, signal: i32 },
+    Trouble(Trouble),
+}
+
+/// How a generation ended.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Verdict {
+    pub(crate) outcome: Outcome,
+    pub(crate) restart: bool,
+}
+
+pub(crate) fn put<T: Serialize>(store: &dyn Store, key: &str, value: &T) -> burn_ddp_comm::Result<()> {
+    store.set(key, &encode(value))
+}
+
+/// `true` if nobody had set it before.
+pub(crate) fn put_new<T: Serialize>(store: &dyn Store, key: &str, value: &T) -> burn_ddp_comm::Result<bool> {
+    store.set_new(key, &encode(value)).map(|old| old.is_none())
+}
+
+/// `None` if nobody set the key in time.
+pub(crate) fn take<T: DeserializeOwned>(
+    store: &dyn Store,
+    key: &str,
+    wait: Duration,
+) -> burn_ddp_comm::Result<Option<T>> {
+    let bytes = match store.get(key, wait) {
+        Ok(bytes) => bytes,
+        Err(burn_ddp_comm::Error::StoreTimeout { .. }) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let parsed = serde_json::from_slice(&bytes);
+    parsed.map(Some).map_err(|error| burn_ddp_comm::Error::Store {
+        message: format!("the launchers do not understand each other ({key}: {error}): they must be of one version"),
+    })
+}
+
+fn encode(value: &impl Serialize) -> Vec<u8> {
+    // Strings, numbers and lists: nothing that JSON could not hold.
+    serde_json::to_vec(value).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_numbered_machine_by_machine() {
+        let node = |node, nproc| Node { node, host: format!("h{node}"), pid: 1, nproc, nnodes: 3, version: "1".into() };
+        let nodes = vec![node(0, 2), node(1, 1), node(2, 3)];
+        let start = Start { job_id: "j".into(), job_name: "n".into(), host: "h".into(), port: 1, nodes };
+        assert_eq!(start.world_size(), 6);
+        assert_eq!([0, 1, 2].map(|node| start.first_rank(node)), [0, 2, 3]);
+        let hosts: Vec<_> = (0..6).map(|rank| start.node_of(rank).unwrap().host.as_str()).collect();
+        assert_eq!(hosts, ["h0", "h0", "h1", "h2", "h2", "h2"]);
+    }
+}

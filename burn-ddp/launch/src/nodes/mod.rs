@@ -1,0 +1,270 @@
+//! Several machines: one launcher on each, which meet in a store that node 0's launcher hosts.
+//!
+//! Node 0 numbers the ranks, says where they meet, collects how they ended, and decides how the generation ended and whether
+//! there is another. A launcher that hears nothing from the others for too long ends its part of the job.
+
+mod link;
+mod meet;
+mod message;
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::post_mortem::PostMortem;
+use burn_ddp_comm::{Store, StoreServer};
+
+pub(crate) use link::Link;
+pub(crate) use meet::{Meet, meet};
+pub(crate) use message::{Node, Plan, Start, Stop, Verdict};
+
+use crate::error::LaunchError;
+use crate::node::{NodeOutcome, Trouble};
+use crate::supervise::Event;
+use message::{put, take};
+
+/// Between two looks at the store and at the signals.
+const LOOK: Duration = Duration::from_millis(100);
+/// How long node 0 keeps the store for those who have not read the last verdict.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+/// This launcher among all of the job.
+pub(crate) struct Nodes {
+    pub(crate) node: usize,
+    pub(crate) host: String,
+    others: Option<Others>,
+}
+
+struct Others {
+    nodes: Vec<Node>,
+    link: Link,
+    /// Node 0's, which hosts it for the others.
+    server: Option<StoreServer>,
+}
+
+/// What was waited for did not come.
+pub(crate) enum Interrupted {
+    /// This process was sent a signal.
+    Signal(i32),
+    Error(LaunchError),
+}
+
+impl From<burn_ddp_comm::Error> for Interrupted {
+    fn from(error: burn_ddp_comm::Error) -> Self {
+        Self::Error(LaunchError::Nodes(error.to_string()))
+    }
+}
+
+impl Nodes {
+    /// The only one.
+    pub(crate) fn alone(host: String) -> Self {
+        Self { node: 0, host, others: None }
+    }
+
+    pub(crate) fn decides(&self) -> bool {
+        self.node == 0
+    }
+
+    pub(crate) fn link(&self) -> Option<&Link> {
+        self.others.as_ref().map(|others| &others.link)
+    }
+
+    /// Those who start ranks, by node rank; empty where there is only this one.
+    pub(crate) fn all(&self) -> &[Node] {
+        self.others.as_ref().map_or(&[], |others| &others.nodes)
+    }
+
+    /// Node 0 tells the others what to start, or that there is nothing to start.
+    pub(crate) fn announce(&self, generation: u32, plan: &Plan) -> Result<(), Interrupted> {
+        let Some(others) = &self.others else { return Ok(()) };
+        others.link.enter(generation);
+        Ok(put(&*others.link.store(), &format!("{generation}/plan"), plan)?)
+    }
+
+    /// The others wait for what to start.
+    pub(crate) fn await_plan(&self, generation: u32, events: &Receiver<Event>) -> Result<Plan, Interrupted> {
+        let Some(others) = &self.others else { return Err(Interrupted::Error(LaunchError::Nodes("alone".into()))) };
+        others.link.enter(generation);
+        let key = format!("{generation}/plan");
+        loop {
+            // A link that was cut says so itself; before that an error may pass.
+            match take(&*others.link.store(), &key, LOOK) {
+                Ok(Some(plan)) => return Ok(plan),
+                Ok(None) => {}
+                Err(error) => tracing::debug!(%error, "no plan yet"),
+            }
+            match look(events, LOOK / 10) {
+                Some(Event::Signal(signal)) => {
+                    others.link.stop(Stop::Interrupted { host: self.host.clone(), signal });
+                    return Err(Interrupted::Signal(signal));
+                }
+                Some(Event::Ordered { stop: Stop::Interrupted { signal, .. }, .. }) => {
+                    return Err(Interrupted::Signal(signal));
+                }
+                Some(Event::Cut(trouble)) => return Err(Interrupted::Error(LaunchError::Nodes(trouble.message))),
+                _ => {}
+            }
+        }
+    }
+
+    /// All ranks here are dead. Tells it, waits until that is so everywhere, and returns how the generation ended as `decide`,
+    /// on node 0, finds from what all saw; and a signal that came meanwhile.
+    pub(crate) fn conclude(
+        &mut self,
+        generation: u32,
+        (own, reports): (NodeOutcome, Vec<PostMortem>),
+        patience: Duration,
+        events: &Receiver<Event>,
+        decide: impl FnOnce(&[NodeOutcome], &[PostMortem]) -> Verdict,
+    ) -> (Verdict, Option<i32>) {
+        let Some(others) = &self.others else { return (decide(&[own], &reports), None) };
+        let stopped =
+            own.trouble.is_some() || own.interrupted_by.is_some() || own.ranks.iter().any(|r| r.failed || r.stopped);
+        let until = stopped.then(|| Instant::now() + patience);
+        let mut wait = Wait { others, host: &self.host, until, signal: None, impatient: false, events };
+        let store = others.link.store();
+        let verdict = if self.node == 0 {
+            let outcomes = wait.collect(generation, own);
+            let verdict = decide(&outcomes, &collect_reports(&*store, generation, reports));
+            if let Err(error) = put(&*store, &format!("{generation}/verdict"), &verdict) {
+                tracing::warn!(%error, "the other launchers could not be told how the job ended");
+            }
+            verdict
+        } else {
+            for report in &reports {
+                if let Err(error) = put(&*store, &report_key(generation, report.rank), report) {
+                    tracing::warn!(%error, rank = report.rank, "node 0 does not get this rank's report");
+                }
+            }
+            wait.verdict(generation, self.node, &own).unwrap_or_else(|trouble| {
+                let trouble = own.trouble.clone().or(Some(trouble));
+                decide(&[NodeOutcome { trouble, ..own }], &reports)
+            })
+        };
+        (verdict, wait.signal)
+    }
+
+    /// The job is over. Node 0 waits, for a moment, until the others know.
+    pub(crate) fn part(self) {
+        let Some(others) = self.others else { return };
+        let store = others.link.store();
+        if others.server.is_none() {
+            // Node 0 does not wait for it long.
+            let _ = store.set(&bye_key(self.node), b"");
+            return;
+        }
+        let until = Instant::now() + FAREWELL;
+        let lost = others.link.lost();
+        for node in (1..others.nodes.len()).filter(|node| !lost.contains_key(node)) {
+            // Who has not read it by then will say that node 0 is gone.
+            let _ = store.get(&bye_key(node), until.saturating_duration_since(Instant::now()));
+        }
+    }
+}
+
+/// Waiting for the other launchers after the own ranks have ended.
+struct Wait<'a> {
+    others: &'a Others,
+    host: &'a str,
+    /// Set once the generation is known to be over.
+    until: Option<Instant>,
+    /// What this process was sent meanwhile.
+    signal: Option<i32>,
+    /// It was sent more than one.
+    impatient: bool,
+    events: &'a Receiver<Event>,
+}
+
+impl Wait<'_> {
+    /// What all launchers saw; who is lost or does not answer has a trouble instead.
+    fn collect(&mut self, generation: u32, own: NodeOutcome) -> Vec<NodeOutcome> {
+        let store = self.others.link.store();
+        let mut outcomes = BTreeMap::from([(0, own)]);
+        for node in &self.others.nodes[1..] {
+            let key = format!("{generation}/done/{}", node.node);
+            let outcome = loop {
+                match take::<NodeOutcome>(&*store, &key, LOOK) {
+                    Ok(Some(outcome)) => break outcome,
+                    Ok(None) => {}
+                    Err(error) => break missing(node, error.to_string()),
+                }
+                if let Some(silent) = self.others.link.lost().get(&node.node) {
+                    break missing(node, link::lost(node.node, *silent).message);
+                }
+                if self.is_over() {
+                    break missing(
+                        node,
+                        format!("node {} (host {}) does not tell how its ranks ended", node.node, node.host),
+                    );
+                }
+            };
+            outcomes.insert(node.node, outcome);
+        }
+        outcomes.into_values().collect()
+    }
+
+    fn verdict(&mut self, generation: u32, node: usize, own: &NodeOutcome) -> Result<Verdict, Trouble> {
+        let store = self.others.link.store();
+        let mut told = false;
+        loop {
+            told = told || put(&*store, &format!("{generation}/done/{node}"), own).is_ok();
+            match take::<Verdict>(&*store, &format!("{generation}/verdict"), LOOK) {
+                Ok(Some(verdict)) => return Ok(verdict),
+                Ok(None) => {}
+                Err(error) => tracing::debug!(%error, "no verdict yet"),
+            }
+            if let Some(cut) = self.others.link.cut() {
+                return Err(cut);
+            }
+            if self.is_over() {
+                let message = "node 0's launcher does not tell how the job ended".into();
+                return Err(Trouble { message, exit_code: 1 });
+            }
+        }
+    }
+
+    /// Takes in what happened meanwhile; whether to wait no longer.
+    fn is_over(&mut self) -> bool {
+        match look(self.events, LOOK / 10) {
+            Some(Event::Signal(libc::SIGTSTP | libc::SIGWINCH)) => {}
+            Some(Event::Signal(signal)) => {
+                self.impatient = self.signal.replace(signal).is_some();
+                self.others.link.stop(Stop::Interrupted { host: self.host.to_owned(), signal });
+            }
+            Some(Event::Ordered { .. }) if self.until.is_none() => self.until = Some(Instant::now() + STOPPING),
+            _ => {}
+        }
+        self.impatient || self.until.is_some_and(|until| Instant::now() >= until)
+    }
+}
+
+/// More than any launcher takes to end its ranks once it was told, at the default grace time.
+const STOPPING: Duration = Duration::from_secs(60);
+
+fn missing(node: &Node, message: String) -> NodeOutcome {
+    let trouble = Some(Trouble { message, exit_code: 1 });
+    NodeOutcome { node: node.node, host: node.host.clone(), trouble, ..NodeOutcome::default() }
+}
+
+fn look(events: &Receiver<Event>, wait: Duration) -> Option<Event> {
+    events.recv_timeout(wait).ok()
+}
+
+/// What the ranks of all machines left behind.
+fn collect_reports(store: &dyn Store, generation: u32, mut reports: Vec<PostMortem>) -> Vec<PostMortem> {
+    let keys = store.keys(&report_key(generation, "")).unwrap_or_else(|error| {
+        tracing::warn!(%error, "the reports of other machines cannot be read");
+        Vec::new()
+    });
+    reports.extend(keys.iter().filter_map(|key| take(store, key, Duration::ZERO).ok().flatten()));
+    reports.sort_by_key(|report| report.rank);
+    reports
+}
+
+fn report_key(generation: u32, rank: impl std::fmt::Display) -> String {
+    format!("{generation}/post-mortem/{rank}")
+}
+
+fn bye_key(node: usize) -> String {
+    format!("bye/{node}")
+}

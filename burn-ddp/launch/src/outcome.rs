@@ -1,0 +1,213 @@
+//! How a job ended: what each machine saw, put together, with the rank that brought it down.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::end::End;
+use crate::node::{Blame, NodeOutcome, RankEnd};
+
+/// How a started job ended. Its `Display` is the report that `burnrun` prints: nothing after a success.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Outcome {
+    /// 0 if every rank succeeded; else that of [`failure`](Self::failure), or 128 + the signal that stopped the job.
+    pub exit_code: i32,
+    /// The rank that failed first, by itself and not because the job was being stopped.
+    ///
+    /// A rank that reacts to a peer's failure may end a moment before that peer does; what the ranks themselves say about
+    /// the cause decides then.
+    pub failure: Option<Failure>,
+    /// The other ranks that failed by themselves, usually since they noticed, in the order in which they ended.
+    pub also_failed: Vec<(usize, End)>,
+    /// Why the job ended, where no rank was the cause: a machine that is lost, or could not start the program.
+    pub trouble: Option<String>,
+    /// The signal to a launcher of the job that stopped it.
+    pub interrupted_by: Option<i32>,
+    /// The ranks that still ran when the job was stopped, and so were told to end.
+    pub stopped: Vec<usize>,
+    /// The ranks among them that had to be killed, since they did not end within the grace time.
+    pub killed: Vec<usize>,
+    /// The ranks, with their pids, that did not even die when killed (a process stuck in the kernel).
+    pub left_over: Vec<(usize, u32)>,
+    /// Why some of the ranks' output is missing, if it is.
+    pub output_lost: Option<String>,
+    /// What the surviving ranks were waiting for, a line each.
+    pub waiting: Vec<String>,
+    /// The number of ranks.
+    pub nproc: usize,
+    /// The number of machines.
+    pub nnodes: usize,
+    /// How often the job had been restarted before.
+    pub restarts: u32,
+    /// The readable report, if there is a log directory.
+    pub report: Option<PathBuf>,
+    /// The time from the start of the first rank to the end of the last, in the last generation.
+    pub elapsed: Duration,
+}
+
+/// The rank that brought the job down.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Failure {
+    /// Its rank.
+    pub rank: usize,
+    /// The name of its machine.
+    pub host: String,
+    /// Its process id.
+    pub pid: u32,
+    /// How it ended.
+    pub end: End,
+    /// When it ended, counted from the start of the job.
+    pub after: Duration,
+    /// Its last panics, as `src/main.rs:5:9: message`, as far as they were seen on its stderr.
+    pub panics: Vec<String>,
+    /// What ended the ranks' world, as they say.
+    pub cause: Option<String>,
+    /// The last lines that it wrote to stderr, at most ten, where its output was relayed.
+    pub last_lines: Vec<String>,
+    /// Where all it wrote to stderr is kept, on its machine.
+    pub log: Option<PathBuf>,
+    /// How many other ranks were still running at that moment.
+    pub running: usize,
+}
+
+impl Outcome {
+    /// Puts together what the launchers of all machines saw of a generation.
+    pub(crate) fn of(nodes: &[NodeOutcome], restarts: u32) -> Self {
+        let mut ranks: Vec<(&NodeOutcome, &RankEnd)> =
+            nodes.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank))).collect();
+        ranks.sort_by_key(|(_, rank)| rank.rank);
+        let chosen = |wanted: fn(&RankEnd) -> bool| {
+            ranks.iter().map(|(_, r)| *r).filter(|r| wanted(r)).map(|r| r.rank).collect()
+        };
+
+        let mut failed: Vec<_> = ranks.iter().filter(|(_, rank)| rank.failed).copied().collect();
+        failed.sort_by_key(|(_, rank)| rank.after);
+        let blame = nodes.iter().flat_map(|node| &node.blames).min_by_key(|blame| blame.at);
+        let root = root_cause(&ranks, &failed, blame);
+        let failure = root.and_then(|(node, rank)| {
+            Some(Failure {
+                rank: rank.rank,
+                host: node.host.clone(),
+                pid: rank.pid,
+                end: rank.end?,
+                after: rank.after,
+                panics: rank.panics.clone(),
+                cause: blame.map(|blame| blame.cause.clone()),
+                last_lines: rank.last_lines.clone(),
+                log: rank.log.clone(),
+                running: ranks.iter().filter(|(_, r)| r.rank != rank.rank && r.after >= rank.after).count(),
+            })
+        });
+        let trouble = nodes.iter().find_map(|node| node.trouble.as_ref());
+        let interrupted_by = nodes.iter().find_map(|node| node.interrupted_by);
+        // The culprit may have ended with 0, only too early; a job that failed does not.
+        let of_ranks = failure.as_ref().map(|failure| failure.end.exit_code()).filter(|code| *code != 0);
+        let of_first = failed.iter().find_map(|(_, rank)| rank.end).map(End::exit_code);
+        let exit_code = match (of_ranks.or(of_first), trouble, interrupted_by) {
+            (Some(code), ..) => code,
+            (None, Some(trouble), _) => trouble.exit_code,
+            (None, None, Some(signal)) => 128 + signal,
+            (None, None, None) => 0,
+        };
+        let others = failed.iter().filter(|(_, rank)| failure.as_ref().is_some_and(|first| first.rank != rank.rank));
+        Outcome {
+            exit_code,
+            also_failed: others.filter_map(|(_, rank)| Some((rank.rank, rank.end?))).collect(),
+            failure,
+            trouble: trouble.map(|trouble| trouble.message.clone()),
+            interrupted_by,
+            stopped: chosen(|rank| rank.stopped),
+            killed: chosen(|rank| rank.killed),
+            left_over: ranks.iter().filter(|(_, r)| r.end.is_none()).map(|(_, r)| (r.rank, r.pid)).collect(),
+            output_lost: nodes.iter().find_map(|node| node.output_lost.clone()),
+            waiting: Vec::new(),
+            nproc: ranks.len(),
+            nnodes: nodes.len(),
+            restarts,
+            report: None,
+            elapsed: nodes.iter().map(|node| node.elapsed).max().unwrap_or_default(),
+        }
+    }
+}
+
+/// The first rank that failed, unless another one died suddenly right after: giving back a large memory or a device takes
+/// a killed process so long that its peers may notice, and exit with an error about it, before its own end is seen. Otherwise
+/// the ranks know best: survivors may be gone before the rank that brought them down, which may even have exited with 0.
+fn root_cause<'a>(
+    ranks: &[(&'a NodeOutcome, &'a RankEnd)],
+    failed: &[(&'a NodeOutcome, &'a RankEnd)],
+    blame: Option<&Blame>,
+) -> Option<(&'a NodeOutcome, &'a RankEnd)> {
+    let first = failed.first()?;
+    let sudden = failed.iter().find(|(_, rank)| rank.end.is_some_and(End::is_sudden));
+    let culprit = blame.and_then(|blame| blame.culprit);
+    let ended_alone = |rank: &RankEnd| rank.failed || (rank.end == Some(End::Exit(0)) && !rank.stopped);
+    let blamed = || ranks.iter().find(|(_, rank)| Some(rank.rank) == culprit && ended_alone(rank));
+    sudden.or_else(blamed).or(Some(first)).copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank(rank: usize, end: End, after_ms: u64) -> RankEnd {
+        RankEnd {
+            rank,
+            pid: 100 + rank as u32,
+            end: Some(end),
+            after: Duration::from_millis(after_ms),
+            failed: end != End::Exit(0),
+            stopped: false,
+            killed: false,
+            last_lines: Vec::new(),
+            panics: Vec::new(),
+            log: None,
+        }
+    }
+
+    fn node(node: usize, ranks: Vec<RankEnd>, blamed: Option<usize>) -> NodeOutcome {
+        let blame = |culprit| Blame { by: 0, culprit: Some(culprit), cause: "it died".into(), at: 5 };
+        let blames = blamed.into_iter().map(blame).collect();
+        NodeOutcome { node, host: format!("host{node}"), ranks, blames, ..NodeOutcome::default() }
+    }
+
+    /// The rank that is found to be the cause, and the exit code.
+    fn cause(nodes: &[NodeOutcome]) -> (Option<usize>, i32) {
+        let outcome = Outcome::of(nodes, 0);
+        (outcome.failure.map(|failure| failure.rank), outcome.exit_code)
+    }
+
+    #[test]
+    fn the_cause_is_the_sudden_death_then_whom_the_ranks_blame_then_the_first() {
+        let (kill, exit) = (End::Signal(libc::SIGKILL), End::Exit);
+        for (ends, blamed, expected) in [
+            ([exit(0), exit(0), exit(0)], None, (None, 0)),
+            ([exit(3), exit(4), exit(0)], None, (Some(0), 3)),
+            ([exit(3), exit(4), kill], None, (Some(2), 137)),
+            ([exit(3), exit(4), exit(5)], Some(1), (Some(1), 4)),
+            ([exit(3), exit(4), exit(0)], Some(2), (Some(2), 3)),
+        ] {
+            let ends = ends.into_iter().enumerate().map(|(i, end)| rank(i, end, 10 * i as u64)).collect();
+            assert_eq!(cause(&[node(0, ends, blamed)]), expected);
+        }
+    }
+
+    #[test]
+    fn a_stopped_rank_is_not_the_cause_even_if_blamed() {
+        let late = RankEnd { stopped: true, failed: false, ..rank(1, End::Signal(libc::SIGTERM), 50) };
+        assert_eq!(cause(&[node(0, vec![rank(0, End::Exit(9), 10), late], Some(1))]), (Some(0), 9));
+    }
+
+    #[test]
+    fn the_first_failure_may_be_on_another_machine() {
+        let nodes = [node(0, vec![rank(0, End::Exit(1), 30)], None), node(1, vec![rank(1, End::Exit(7), 20)], None)];
+        let outcome = Outcome::of(&nodes, 2);
+        let failure = outcome.failure.unwrap();
+        assert_eq!((failure.rank, &failure.host[..], failure.running), (1, "host1", 1));
+        assert_eq!((outcome.exit_code, outcome.also_failed), (7, vec![(0, End::Exit(1))]));
+        assert_eq!((outcome.nproc, outcome.nnodes, outcome.restarts), (2, 2, 2));
+    }
+}

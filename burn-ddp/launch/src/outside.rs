@@ -1,0 +1,102 @@
+//! Who else hears what happens to the ranks of this machine while they run: the user, the other launchers, and the ranks that
+//! are still about to meet.
+
+use crate::end::End;
+use crate::events::EventsFile;
+use crate::node::Blame;
+use crate::nodes::{Nodes, Start, Stop};
+use crate::store::RankStore;
+use crate::told::Told;
+
+/// Where remarks go while the job runs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Notices(pub(crate) Option<fn(&str)>);
+
+impl Notices {
+    pub(crate) fn say(&self, text: &str) {
+        tracing::info!("{text}");
+        if let Some(show) = self.0 {
+            show(text);
+        }
+    }
+}
+
+/// One generation's surroundings.
+pub(crate) struct Outside<'a> {
+    pub(crate) generation: u32,
+    pub(crate) notices: Notices,
+    pub(crate) nodes: &'a Nodes,
+    pub(crate) start: &'a Start,
+    /// Where the ranks meet, if it is hosted here.
+    pub(crate) store: Option<&'a RankStore>,
+    pub(crate) events: Option<EventsFile>,
+    pub(crate) told: Told,
+}
+
+impl Outside<'_> {
+    pub(crate) fn generation(&self) -> u32 {
+        self.generation
+    }
+
+    pub(crate) fn node(&self) -> usize {
+        self.nodes.node
+    }
+
+    pub(crate) fn host(&self) -> &str {
+        &self.nodes.host
+    }
+
+    pub(crate) fn notice(&self, text: &str) {
+        self.notices.say(text);
+    }
+
+    pub(crate) fn blames(&self) -> Vec<Blame> {
+        self.told.blames.clone()
+    }
+
+    /// A rank here has ended before anybody was told to stop.
+    pub(crate) fn rank_ended(&self, rank: usize, pid: u32, end: End) {
+        let host = self.host().to_owned();
+        if let Some(store) = self.store {
+            store.rank_ended(rank, &host, pid, end);
+        }
+        if let Some(link) = self.nodes.link().filter(|_| end != End::Exit(0)) {
+            link.stop(Stop::Failed { rank, host, pid, end });
+        }
+    }
+
+    pub(crate) fn interrupted(&self, signal: i32) {
+        if let Some(link) = self.nodes.link() {
+            link.stop(Stop::Interrupted { host: self.host().to_owned(), signal });
+        }
+    }
+
+    /// Another launcher says why the generation is over; the ranks that are still about to meet need not wait.
+    pub(crate) fn ordered(&self, stop: &Stop) {
+        if let (Some(store), Stop::Failed { rank, host, pid, end }) = (self.store, stop) {
+            store.rank_ended(*rank, host, *pid, *end);
+        }
+    }
+
+    pub(crate) fn pausing(&self) {
+        if let Some(link) = self.nodes.link() {
+            link.pause(true);
+        }
+    }
+
+    pub(crate) fn resumed(&self) {
+        if let Some(link) = self.nodes.link() {
+            link.pause(false);
+        }
+    }
+
+    /// Takes in, and passes on to the user, what the ranks here report.
+    pub(crate) fn read_events(&mut self) {
+        let Some(events) = &mut self.events else { return };
+        for event in events.read() {
+            if let Some(text) = self.told.take_in(event, self.start) {
+                self.notices.say(&text);
+            }
+        }
+    }
+}

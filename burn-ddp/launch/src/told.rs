@@ -1,0 +1,85 @@
+//! What the ranks report, as the user is told: each thing once, though every rank says it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use burn_ddp_comm::post_mortem::Event;
+
+use crate::display::{ranks, seconds};
+use crate::node::Blame;
+use crate::nodes::Start;
+
+/// Most causes that are kept: the first decides.
+const BLAMES: usize = 16;
+
+#[derive(Default)]
+pub(crate) struct Told {
+    pub(crate) blames: Vec<Blame>,
+    suspects: BTreeSet<usize>,
+    /// For whom somebody waits, and how long had been waited when it was last told, in ms.
+    stalls: BTreeMap<Vec<usize>, u64>,
+}
+
+impl Told {
+    /// What to say about it, if it is news.
+    pub(crate) fn take_in(&mut self, event: Event, start: &Start) -> Option<String> {
+        match event {
+            Event::Failed { rank, culprit, cause, at } => {
+                if self.blames.len() < BLAMES {
+                    self.blames.push(Blame { by: rank, culprit, cause, at });
+                }
+                None
+            }
+            Event::Suspect { rank, peer, silent_ms, .. } => {
+                let silent = seconds(Duration::from_millis(silent_ms));
+                let host = start.node_of(peer).map(|node| node.host.as_str()).unwrap_or("?");
+                let text = || format!("rank {peer} (host {host}) is silent for {silent}, says rank {rank}");
+                self.suspects.insert(peer).then(text)
+            }
+            Event::Recovered { peer, .. } => self.suspects.remove(&peer).then(|| format!("rank {peer} is heard again")),
+            Event::Stall { rank, waiting_for, call, since_ms, .. } => {
+                let last = self.stalls.entry(waiting_for.clone()).or_default();
+                // Every rank waits about as long; it is said again when it took twice as long.
+                if since_ms < 2 * *last {
+                    return None;
+                }
+                *last = since_ms;
+                let waited = seconds(Duration::from_millis(since_ms));
+                Some(format!("rank {rank} has waited {waited} for {} in {call}", ranks(&waiting_for)))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn start() -> Start {
+        Start { job_id: "j".into(), job_name: "n".into(), host: "h".into(), port: 1, nodes: Vec::new() }
+    }
+
+    #[test]
+    fn a_suspicion_of_many_is_told_once_until_it_is_over() {
+        let mut told = Told::default();
+        let mut say = |event| told.take_in(event, &start());
+        let suspect = |rank| Event::Suspect { rank, peer: 2, silent_ms: 2100, at: 0 };
+        assert_eq!(say(suspect(0)).unwrap(), "rank 2 (host ?) is silent for 2.1 s, says rank 0");
+        assert_eq!(say(suspect(1)), None);
+        assert_eq!(say(Event::Recovered { rank: 1, peer: 2, at: 0 }).unwrap(), "rank 2 is heard again");
+        assert_eq!(say(Event::Recovered { rank: 0, peer: 2, at: 0 }), None);
+        assert!(say(suspect(1)).is_some());
+    }
+
+    #[test]
+    fn a_stall_is_told_again_when_it_took_twice_as_long() {
+        let mut told = Told::default();
+        let mut say = |rank, since_ms| {
+            let event = Event::Stall { rank, waiting_for: vec![1, 3], call: "barrier #7".into(), since_ms, at: 0 };
+            told.take_in(event, &start())
+        };
+        assert_eq!(say(0, 30_000).unwrap(), "rank 0 has waited 30.0 s for ranks 1, 3 in barrier #7");
+        assert_eq!(say(2, 30_500), None);
+        assert!(say(2, 60_000).is_some());
+    }
+}
