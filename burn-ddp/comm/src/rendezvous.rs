@@ -174,7 +174,9 @@ fn check(env: &LaunchEnv) -> Result<()> {
             env.world_size
         )));
     }
-    if far && address::is_loopback(env.meeting.host()) {
+    // Launchers have met there themselves, so it can be reached.
+    let met = matches!(env.meeting, Meeting::Launcher { .. });
+    if far && !met && address::is_loopback(env.meeting.host()) {
         let host = env.meeting.host();
         return Err(environment(format!(
             "the master is {host}, which only ranks on its own machine can reach, but {} of {} ranks run elsewhere; give the name or address of rank 0's machine",

@@ -1,7 +1,6 @@
 //! A job from its first generation to its last.
 
 use std::fs;
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -23,7 +22,7 @@ use crate::outcome::Outcome;
 use crate::outside::Outside;
 use crate::relay::{Output, Relay, Source};
 use crate::signals;
-use crate::store::{RankStore, Trust};
+use crate::store::{self, RankStore, Trust};
 use crate::supervise::{self, Event};
 use crate::told::Told;
 
@@ -151,19 +150,19 @@ impl Job<'_> {
     fn plan(&self, nodes: &Nodes, generation: u32, job_dir: &mut Option<JobDir>) -> Result<Part, Interrupted> {
         let launcher = self.launcher;
         let (start, store) = if nodes.decides() {
-            let job_id = new_job_id();
+            let job_id = store::random_id();
             let all = match nodes.all() {
                 [] => vec![self.itself(nodes)],
                 all => all.to_vec(),
             };
             let host = launcher.master.as_ref().filter(|_| all.len() > 1).map_or("127.0.0.1", |(host, _)| host);
-            let store = RankStore::open(host, &job_id, generation, &self.trust).map_err(Interrupted::Error)?;
+            let rank_store = RankStore::open(host, &job_id, generation, &self.trust).map_err(Interrupted::Error)?;
             let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
             let job_name = logs::job_name(seconds, &job_id);
-            let port = store.port();
+            let port = rank_store.port();
             let start = Start { job_id, job_name, host: host.to_owned(), port, nodes: all };
             nodes.announce(generation, &Plan::Start(start.clone()))?;
-            (start, Some(store))
+            (start, Some(rank_store))
         } else {
             match nodes.await_plan(generation, &self.events)? {
                 Plan::Start(start) => (start, None),
@@ -342,9 +341,4 @@ impl Interrupted {
             Self::Error(error) => Err(error),
         }
     }
-}
-
-/// Tells this job from others that may be met by mistake; no secret.
-fn new_job_id() -> String {
-    format!("{:016x}", RandomState::new().build_hasher().finish())
 }

@@ -1,6 +1,7 @@
 //! Stores that the launcher hosts or visits, and who may come: where launchers meet, and where ranks meet.
 
 use std::fs::{self, File, OpenOptions};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::AsRawFd;
@@ -30,7 +31,8 @@ pub(crate) enum Trust {
 
 impl Trust {
     pub(crate) fn of(launcher: &Launcher) -> Result<Self, LaunchError> {
-        let trusted = || std::env::var("BURN_DDP_TRUST_NETWORK").is_ok_and(|value| ["1", "true"].contains(&value.trim()));
+        let trusted =
+            || std::env::var("BURN_DDP_TRUST_NETWORK").is_ok_and(|value| ["1", "true"].contains(&value.trim()));
         match &launcher.secret_file {
             Some(path) => {
                 let path = std::path::absolute(path).map_err(|source| LaunchError::Store(source.into()))?;
@@ -51,9 +53,10 @@ impl Trust {
     /// A secret that only this process and its ranks ever see.
     fn for_this_job() -> Result<Self, LaunchError> {
         let secret = Secret::generate().map_err(|error| LaunchError::Store(error.into()))?;
-        let file = unnamed(&std::env::temp_dir().join(format!("burn-ddp-{}.secret", std::process::id())));
+        let file = unnamed(&std::env::temp_dir().join(format!("burn-ddp-{}.secret", random_id())));
         let file = file.and_then(|file| secret.write_to(file.try_clone()?).map(|()| file));
-        let file = file.map_err(|source| LaunchError::System { doing: "hand the job's secret to its ranks", source })?;
+        let file =
+            file.map_err(|source| LaunchError::System { doing: "hand the job's secret to its ranks", source })?;
         Ok(Self::Secret { secret, path: name_of(&file), _own: Some(file) })
     }
 
@@ -113,6 +116,11 @@ impl RankStore {
     pub(crate) fn rank_ended(&self, rank: usize, host: &str, pid: u32, end: End) {
         tracing::debug!(rank, host, pid, %end, "told to the ranks that are about to meet");
     }
+}
+
+/// Sixteen digits that nobody else has; no secret.
+pub(crate) fn random_id() -> String {
+    format!("{:016x}", RandomState::new().build_hasher().finish())
 }
 
 /// A file without a name, so that nothing stays behind however this process ends.

@@ -73,8 +73,7 @@ impl Meet<'_> {
         }
         match TcpListener::bind(&addresses[..]) {
             Ok(listener) => {
-                let server =
-                    self.trust.serve(listener, self.job).map_err(|error| self.failed(&error.to_string()))?;
+                let server = self.trust.serve(listener, self.job).map_err(|error| self.failed(&error.to_string()))?;
                 Ok(Some(server))
             }
             // Somebody else's address, or, on one machine, another launcher of the job came first.
