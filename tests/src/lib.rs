@@ -1,5 +1,8 @@
 //! Models, data and small tools that the system tests and the program `rank` share.
 
+pub mod awkward;
+pub mod job;
+
 use burn::module::{ModuleMapper, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
@@ -54,14 +57,16 @@ pub fn to_f64<M: Module>(model: M) -> M {
 
 /// Rows `start .. start + rows` of an endless table of numbers in −1 … 1.
 pub fn rows(start: usize, rows: usize, columns: usize, salt: u64, dtype: DType, device: &Device) -> Tensor<2> {
-    let value = |i: usize| {
-        let mut z = (i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ salt.wrapping_mul(0xD1B5_4A32_D192_ED03);
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        ((z >> 11) as f64 / (1u64 << 53) as f64) * 2.0 - 1.0
-    };
-    let values: Vec<f64> = (start * columns..(start + rows) * columns).map(value).collect();
+    let values: Vec<f64> = (start * columns..(start + rows) * columns).map(|i| number(i, salt)).collect();
     Tensor::from_data(TensorData::new(values, [rows, columns]).convert_dtype(dtype), (device, dtype))
+}
+
+/// The `i`-th of endless numbers in −1 … 1, other ones for each salt.
+pub fn number(i: usize, salt: u64) -> f64 {
+    let mut z = (i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ salt.wrapping_mul(0xD1B5_4A32_D192_ED03);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    ((z >> 11) as f64 / (1u64 << 53) as f64) * 2.0 - 1.0
 }
 
 /// Optimizers of the tests.

@@ -1,12 +1,12 @@
 //! What models do to the tap: unused and frozen parameters, loops, copies, panics, records.
 
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
 use burn_ddp::{Error, Options};
+use burn_ddp_tests::awkward::bomb;
 use burn_ddp_tests::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -135,43 +135,6 @@ impl Branches {
 }
 
 #[test]
-fn parameters_unused_on_some_ranks_still_step_alike() {
-    let plain = to_f64(Branches::new(&Device::flex().autodiff()));
-    let takes_left = |rank: usize, step: usize| (rank + step).is_multiple_of(3);
-    let hashes = Ddp::spawn(4, |ddp| {
-        let device = ddp.device()?.autodiff();
-        let mut model = ddp.wrap_with(plain.clone(), &WrapConfig::new().with_bucket_cap_bytes(300))?;
-        let mut optim = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
-        // The same on one rank: the mean over four losses, each through its own branch.
-        // Forked: threads that run backward on shared leaves can deadlock inside Burn.
-        let mut oracle = plain.clone().fork(&device);
-        let mut oracle_optim = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
-        for step in 0..6 {
-            let forward = |m: &Branches, rank: usize| {
-                let h = m.shared.forward(rows(rank * 4 + step, 4, 6, 1, DType::F64, &device)).tanh();
-                if takes_left(rank, step) {
-                    m.left.forward(h).powf_scalar(2.0).mean()
-                } else {
-                    m.right.forward(h).powf_scalar(2.0).mean()
-                }
-            };
-            let grads = GradientsParams::from_grads(forward(&model, ddp.rank()).backward(), &model);
-            assert_eq!(grads.len(), 6, "every parameter has a gradient on every rank");
-            model = optim.step(0.1, model, grads);
-            let loss = (forward(&oracle, 0) + forward(&oracle, 1) + forward(&oracle, 2) + forward(&oracle, 3)) / 4.0;
-            let grads = GradientsParams::from_grads(loss.backward(), &oracle);
-            oracle = oracle_optim.step(0.1, oracle, grads);
-        }
-        let d = distance(&values(&model), &values(&oracle));
-        assert!(d < 1e-13, "{d:e}");
-        assert_eq!(model.num_params(), plain.num_params());
-        Ok(param_hash(&model)?)
-    })
-    .unwrap();
-    assert!(hashes.iter().all(|h| *h == hashes[0]));
-}
-
-#[test]
 fn a_parameter_that_nobody_uses_has_no_gradient_anywhere() {
     Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
@@ -203,32 +166,6 @@ fn frozen_parameters_sleep_until_they_are_unfrozen() {
         let g = grads.get::<2>(model.a.weight.id).unwrap();
         let same = ddp.broadcast(g.clone(), 0)?;
         assert_eq!(same.into_data(), g.into_data(), "and it is averaged");
-        Ok(())
-    })
-    .unwrap();
-}
-
-#[test]
-fn a_weight_read_many_times_has_the_sum_of_its_gradients() {
-    let plain: Linear = to_f64(LinearConfig::new(6, 6).init(&Device::flex().autodiff()));
-    Ddp::spawn(2, |ddp| {
-        let device = ddp.device()?.autodiff();
-        let model = ddp.wrap(plain.clone())?;
-        let plain = plain.clone().fork(&device);
-        for reads in [1, 3, 50] {
-            let run = |m: &Linear, rank: usize| {
-                let mut h = rows(rank * 4, 4, 6, 1, DType::F64, &device);
-                for _ in 0..reads {
-                    h = m.forward(h).tanh();
-                }
-                h.mean()
-            };
-            let got = model.weight.base().grad(&run(&model, ddp.rank()).backward()).unwrap();
-            let want = plain.weight.base().grad(&((run(&plain, 0) + run(&plain, 1)) / 2.0).backward()).unwrap();
-            let vec = |t: Tensor<2>| t.into_data().try_to_vec::<f64>().unwrap();
-            let d = distance(&[vec(got)], &[vec(want)]);
-            assert!(d < 1e-13, "{reads} reads: {d:e}");
-        }
         Ok(())
     })
     .unwrap();
@@ -271,52 +208,8 @@ fn a_copy_of_the_model_in_the_same_backward_is_an_error_that_says_what_to_do() {
     assert!(error.contains("wrap the copy itself"), "{error}");
 }
 
-/// An identity whose backward panics on the thread that armed it.
-#[allow(unreachable_pub)] // the macro wants it public
-mod bomb {
-    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
-    use burn::backend::autodiff::{
-        Autodiff,
-        grads::Gradients,
-        ops::{Backward, Ops, OpsKind},
-    };
-    use burn::backend::{Backend, Flex, backend_extension, tensor::FloatTensor};
-
-    thread_local!(pub static ARMED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
-
-    #[backend_extension(Flex, Autodiff)]
-    pub trait Bomb: Backend {
-        fn bomb(x: FloatTensor<Self>) -> FloatTensor<Self> {
-            x
-        }
-    }
-    impl Bomb for Flex {}
-
-    impl<B: Bomb, C: CheckpointStrategy> Bomb for Autodiff<B, C> {
-        fn bomb(x: FloatTensor<Self>) -> FloatTensor<Self> {
-            #[derive(Debug)]
-            struct Fuse;
-            impl<B: Backend> Backward<B, 1> for Fuse {
-                type State = ();
-                fn backward(self, ops: Ops<(), 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-                    assert!(!ARMED.get(), "the bomb went off");
-                    let gradient = grads.consume::<B>(&ops.node);
-                    grads.register::<B>(ops.parents[0].as_ref().unwrap().id, gradient);
-                }
-            }
-            let (primitive, guard) = x.into_parts();
-            match Backward::<B, 1>::prepare::<C>(Fuse, [guard]).compute_bound().stateful() {
-                OpsKind::Tracked(prep) => prep.finish((), primitive),
-                OpsKind::UnTracked(prep) => prep.finish(primitive),
-            }
-        }
-    }
-}
-
 fn with_bomb(model: &Mlp, x: Tensor<2>) -> Tensor<1> {
-    use bomb::Bomb;
-    let h = model.a.forward(x).tanh();
-    let h = Tensor::<2>::from_dispatch(burn::backend::Dispatch::bomb(h.into_dispatch()));
+    let h = bomb::trap(model.a.forward(x).tanh());
     model.c.forward(model.b.forward(h)).sum()
 }
 
@@ -331,19 +224,12 @@ fn panic_in_the_middle(config: &WrapConfig) -> burn_ddp::Result<Vec<()>> {
         };
         let clean = grad()?;
         if ddp.rank() == 1 {
-            bomb::ARMED.set(true);
-            assert!(catch_unwind(AssertUnwindSafe(&grad)).is_err());
-            bomb::ARMED.set(false);
+            assert!(bomb::armed(|| catch_unwind(AssertUnwindSafe(&grad))).is_err());
         }
         assert_eq!(grad()?, clean);
         assert_eq!(grad()?, clean);
         Ok(())
     })
-}
-
-#[test]
-fn after_a_panic_before_any_bucket_was_sent_training_goes_on() {
-    panic_in_the_middle(&WrapConfig::new()).unwrap(); // one bucket: nothing is sent before the end
 }
 
 #[test]

@@ -2,77 +2,20 @@
 
 use std::collections::HashMap;
 use std::net::TcpListener;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use burn_ddp_tests::distance;
+use burn_ddp_tests::job::{free_port, line, stderr, stdout};
 
 const RANK: &str = env!("CARGO_BIN_EXE_rank");
 
-/// A port that was free a moment ago.
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+fn rank(r: usize, world: usize, port: u16, args: &[&str]) -> Command {
+    burn_ddp_tests::job::rank(RANK, r, world, port, args)
 }
 
-/// A rank with torchrun's plain variables and nothing else of a launcher's.
-fn rank(rank: usize, world: usize, port: u16, args: &[&str]) -> Command {
-    let mut command = Command::new(RANK);
-    for (name, _) in std::env::vars() {
-        if name.starts_with("BURN_DDP_")
-            || name.contains("RANK")
-            || name.contains("WORLD_SIZE")
-            || name.starts_with("MASTER_")
-        {
-            command.env_remove(name);
-        }
-    }
-    command
-        .args(args)
-        .env("RANK", rank.to_string())
-        .env("WORLD_SIZE", world.to_string())
-        .env("MASTER_ADDR", "127.0.0.1")
-        .env("MASTER_PORT", port.to_string())
-        .env("RAYON_NUM_THREADS", "1")
-        .env("RUST_BACKTRACE", "0")
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    command
-}
-
-/// Runs a job to its end; panics if that takes too long.
 fn job(world: usize, args: &[&str]) -> Vec<Output> {
-    let port = free_port();
-    let children: Vec<_> = (0..world).map(|r| rank(r, world, port, args).spawn().unwrap()).collect();
-    let deadline = Instant::now() + Duration::from_secs(60);
-    let threads: Vec<_> = children
-        .into_iter()
-        .map(|mut child| {
-            std::thread::spawn(move || {
-                // Output is small: pipes do not fill before the process ends.
-                while child.try_wait().unwrap().is_none() {
-                    if Instant::now() > deadline {
-                        child.kill().unwrap();
-                        panic!("a rank did not end: {:?}", child.wait_with_output());
-                    }
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                child.wait_with_output().unwrap()
-            })
-        })
-        .collect();
-    threads.into_iter().map(|t| t.join().unwrap()).collect()
-}
-
-fn stdout(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
-fn stderr(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-fn line<'a>(text: &'a str, key: &str) -> &'a str {
-    text.lines().find_map(|l| l.strip_prefix(key)).unwrap_or_else(|| panic!("no {key:?} in {text:?}"))
+    burn_ddp_tests::job::job(RANK, world, args)
 }
 
 #[test]

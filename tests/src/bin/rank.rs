@@ -7,7 +7,7 @@ use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
 use burn_ddp::{Error, Options};
-use burn_ddp_tests::{Mlp, Optim, rows, to_f64, train, values};
+use burn_ddp_tests::{Mlp, Optim, awkward, rows, to_f64, train, values};
 
 fn main() -> anyhow::Result<()> {
     let scenario = std::env::args().nth(1).unwrap_or_default();
@@ -26,6 +26,7 @@ fn main() -> anyhow::Result<()> {
         "panic" => return fail_at_step(&ddp, || panic!("the third step is cursed")),
         "abort" => return fail_at_step(&ddp, || std::process::abort()),
         "break" => return break_early(&ddp),
+        "case" => return run_case(&ddp),
         "differ" => {
             let device = ddp.device()?.autodiff();
             ddp.wrap(burn::nn::LinearConfig::new(2 + ddp.rank(), 1).init(&device))?;
@@ -50,6 +51,21 @@ fn run_training(ddp: &Ddp) -> anyhow::Result<()> {
         println!("values {}", serde_json::to_string(&values(&model))?);
     }
     ddp.barrier()?;
+    Ok(())
+}
+
+/// Runs a case of `burn_ddp_tests::awkward` and prints what comes out; all values on rank 0 only.
+fn run_case(ddp: &Ddp) -> anyhow::Result<()> {
+    let name = std::env::args().nth(2).unwrap_or_default();
+    let mut outcome = awkward::run(&name, ddp).ok_or_else(|| anyhow::anyhow!("no case {name:?}"))??;
+    if !ddp.is_main() {
+        outcome.values.clear();
+    }
+    println!("outcome {}", serde_json::to_string(&outcome)?);
+    // A case about an error may have ended the job.
+    if !outcome.hash.is_empty() {
+        ddp.barrier()?;
+    }
     Ok(())
 }
 

@@ -1,0 +1,61 @@
+//! An identity whose backward panics on the thread that armed it.
+
+use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+use burn::backend::autodiff::{
+    Autodiff,
+    grads::Gradients,
+    ops::{Backward, Ops, OpsKind},
+};
+use burn::backend::{Backend, Dispatch, Flex, backend_extension, tensor::FloatTensor};
+use burn::tensor::Tensor;
+
+thread_local!(static ARMED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
+
+/// Runs `f` with bombs that go off.
+pub fn armed<T>(f: impl FnOnce() -> T) -> T {
+    struct Disarm;
+    impl Drop for Disarm {
+        fn drop(&mut self) {
+            ARMED.set(false);
+        }
+    }
+    let _disarm = Disarm;
+    ARMED.set(true);
+    f()
+}
+
+/// `x`, with a bomb in its backward.
+pub fn trap<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    Tensor::from_dispatch(Dispatch::bomb(x.into_dispatch()))
+}
+
+/// The operation.
+#[backend_extension(Flex, Autodiff)]
+pub trait Bomb: Backend {
+    /// Returns `x`.
+    fn bomb(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        x
+    }
+}
+
+impl Bomb for Flex {}
+
+impl<B: Bomb, C: CheckpointStrategy> Bomb for Autodiff<B, C> {
+    fn bomb(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct Fuse;
+        impl<B: Backend> Backward<B, 1> for Fuse {
+            type State = ();
+            fn backward(self, ops: Ops<(), 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+                assert!(!ARMED.get(), "the bomb went off");
+                let gradient = grads.consume::<B>(&ops.node);
+                grads.register::<B>(ops.parents[0].as_ref().unwrap().id, gradient);
+            }
+        }
+        let (primitive, guard) = x.into_parts();
+        match Backward::<B, 1>::prepare::<C>(Fuse, [guard]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish((), primitive),
+            OpsKind::UnTracked(prep) => prep.finish(primitive),
+        }
+    }
+}

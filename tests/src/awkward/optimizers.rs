@@ -1,0 +1,152 @@
+//! Every optimizer of Burn, on a model of which each rank uses another part.
+
+use anyhow::Result;
+use burn::grad_clipping::{GradientClipping, GradientClippingConfig};
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::module::{Module, ModuleVisitor, Param, ParamGroup};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::decay::WeightDecayConfig;
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{
+    AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, GradientsParams, LBFGSConfig, LambConfig,
+    LionConfig, ModuleOptimizer, MuonConfig, RmsPropConfig, SgdConfig,
+};
+use burn::prelude::*;
+
+use super::unused::Branches;
+use super::{Outcome, Run};
+
+fn loss(run: &Run, model: &Branches, step: usize) -> Tensor<1> {
+    run.over_parts(|part| model.loss(run.x(step, part), (part / 2 + step) % 3))
+}
+
+fn train(run: &Run, mut optim: ModuleOptimizer) -> Result<Outcome> {
+    let mut model = run.wrap(run.fill(Branches::new(3, &run.device)))?;
+    for step in 0..6 {
+        let grads = GradientsParams::from_grads(loss(run, &model, step).backward(), &model);
+        model = optim.step(0.01, model, grads);
+    }
+    run.outcome(&model)
+}
+
+pub(super) fn sgd_plain(run: &Run) -> Result<Outcome> {
+    train(run, SgdConfig::new().init())
+}
+
+pub(super) fn sgd_decay_and_nesterov(run: &Run) -> Result<Outcome> {
+    let momentum = MomentumConfig { momentum: 0.9, dampening: 0.0, nesterov: true };
+    let decay = WeightDecayConfig::new(0.125);
+    train(run, SgdConfig::new().with_momentum(Some(momentum)).with_weight_decay(Some(decay)).init())
+}
+
+pub(super) fn adam_ams(run: &Run) -> Result<Outcome> {
+    train(run, AdamConfig::new().with_amsgrad(true).init())
+}
+
+pub(super) fn adam_w(run: &Run) -> Result<Outcome> {
+    train(run, AdamWConfig::new().with_cautious_weight_decay(true).init())
+}
+
+pub(super) fn ada_grad(run: &Run) -> Result<Outcome> {
+    train(run, AdaGradConfig::new().init())
+}
+
+pub(super) fn adafactor(run: &Run) -> Result<Outcome> {
+    train(run, AdafactorConfig::new().init())
+}
+
+pub(super) fn adan(run: &Run) -> Result<Outcome> {
+    train(run, AdanConfig::new().init())
+}
+
+pub(super) fn lamb(run: &Run) -> Result<Outcome> {
+    train(run, LambConfig::new().init())
+}
+
+pub(super) fn lion(run: &Run) -> Result<Outcome> {
+    train(run, LionConfig::new().init())
+}
+
+/// Ids of the matrices; Muon takes nothing else.
+struct Matrices(Vec<burn::module::ParamId>);
+
+impl ModuleVisitor for Matrices {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if D == 2 {
+            self.0.push(param.id);
+        }
+    }
+}
+
+pub(super) fn muon(run: &Run) -> Result<Outcome> {
+    let mut model = run.wrap(run.fill(Branches::new(3, &run.device)))?;
+    let mut matrices = Matrices(Vec::new());
+    model.visit(&mut matrices);
+    let (mut muon, mut sgd) = (MuonConfig::new().init(), SgdConfig::new().init());
+    for step in 0..6 {
+        let mut grads = loss(run, &model, step).backward();
+        let of_matrices = GradientsParams::from_params(&mut grads, &model, &matrices.0);
+        let others = GradientsParams::from_grads(grads, &model);
+        model = muon.step(0.01, model, of_matrices);
+        model = sgd.step(0.01, model, others);
+    }
+    Ok(run.outcome(&model)?.within(1e-8))
+}
+
+pub(super) fn rms_prop(run: &Run) -> Result<Outcome> {
+    train(run, RmsPropConfig::new().with_centered(true).init())
+}
+
+pub(super) fn learning_rates_per_group(run: &Run) -> Result<Outcome> {
+    let mut model = run.wrap(run.fill(Branches::new(3, &run.device)))?;
+    let mut optim = AdamConfig::new().init();
+    let mut rates = ModuleLrScheduler::from(0.01).with_group(ParamGroup::from_predicate("branches"), 0.05);
+    for step in 0..6 {
+        let grads = GradientsParams::from_grads(loss(run, &model, step).backward(), &model);
+        model = optim.step(rates.step(), model, grads);
+    }
+    run.outcome(&model)
+}
+
+pub(super) fn optimizers_per_group(run: &Run) -> Result<Outcome> {
+    let clipping = GradientClipping::Norm(0.5);
+    let group = ParamGroup::from_predicate("branches");
+    train(run, AdamConfig::new().init().with_group(group, LionConfig::new().build(), Some(clipping)))
+}
+
+pub(super) fn clipping_by_norm(run: &Run) -> Result<Outcome> {
+    train(run, SgdConfig::new().with_gradient_clipping(Some(GradientClippingConfig::Norm(0.1))).init())
+}
+
+pub(super) fn clipping_by_value(run: &Run) -> Result<Outcome> {
+    train(run, SgdConfig::new().with_gradient_clipping(Some(GradientClippingConfig::Value(0.01))).init())
+}
+
+/// The closure is the user's: it says the loss of all ranks, so that all search the same way.
+fn with_lbfgs(run: &Run, branch: impl Fn(usize) -> usize) -> Result<Outcome> {
+    let layer = || LinearConfig::new(6, 6).init(&run.device);
+    let mut model: Vec<Linear> = run.wrap(run.fill((0..3).map(|_| layer()).collect::<Vec<_>>()))?;
+    let mut optim = LBFGSConfig::new().with_max_iter(4).init();
+    for _ in 0..3 {
+        let closure = |model: Vec<Linear>| {
+            let loss = run.over_parts(|part| {
+                let h = model[0].forward(run.x(0, part)).tanh();
+                (model[branch(part)].forward(h) - 0.5).powf_scalar(2.0).sum()
+            });
+            let all = run.ddp.mean(loss.clone().into_scalar::<f64>()).expect("no rank fails");
+            (all, GradientsParams::from_grads(loss.backward(), &model))
+        };
+        (model, _) = optim.step(1.0, model, closure);
+    }
+    Ok(run.outcome(&model)?.within(1e-6))
+}
+
+/// Every parameter is used on every rank.
+pub(super) fn lbfgs(run: &Run) -> Result<Outcome> {
+    with_lbfgs(run, |part| 1 + part % 2)
+}
+
+/// LBFGS takes parameters and gradients as one long vector.
+pub(super) fn lbfgs_with_unused(run: &Run) -> Result<Outcome> {
+    with_lbfgs(run, |part| 1 + part / 3)
+}

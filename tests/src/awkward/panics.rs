@@ -1,0 +1,42 @@
+//! A backward that does not end.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use anyhow::Result;
+use burn::nn::{Linear, LinearConfig};
+use burn_ddp::WrapConfig;
+
+use super::bomb::{armed, trap};
+use super::{Outcome, Run, sgd};
+
+/// The bomb lies between two layers: when it goes off, only the last one has its gradients.
+fn survive(run: &Run, config: WrapConfig, falls: impl Fn(usize) -> bool) -> Result<Outcome> {
+    let init = || LinearConfig::new(6, 6).init(&run.device);
+    let mut model: Vec<Linear> = run.ddp.wrap_with(run.fill(vec![init(), init()]), &config)?;
+    let started = crate::values(&model);
+    let loss = |model: &Vec<Linear>, step| {
+        let h = trap(model[0].forward(run.batch(step)).tanh());
+        run.scale(model[1].forward(h).powf_scalar(2.0).sum())
+    };
+    let mut optim = sgd();
+    for step in 0..5 {
+        if falls(step) {
+            let result = armed(|| catch_unwind(AssertUnwindSafe(|| loss(&model, step).backward())));
+            anyhow::ensure!(result.is_err(), "the bomb did not go off");
+        }
+        let l = loss(&model, step);
+        model = run.step(&mut optim, model, l);
+    }
+    anyhow::ensure!(started != crate::values(&model), "nothing was trained");
+    Ok(Outcome { hash: burn_ddp::param_hash(&model)?, values: crate::values(&model), tolerance: 1e-10 })
+}
+
+/// All ranks fall in the same steps, and go on.
+pub(super) fn every_rank_goes_on(run: &Run) -> Result<Outcome> {
+    survive(run, WrapConfig::new(), |step| step % 2 == 1)
+}
+
+/// One rank falls before anything was sent, and repeats the backward while the others wait for it.
+pub(super) fn one_rank_goes_on(run: &Run) -> Result<Outcome> {
+    survive(run, WrapConfig::new(), |step| run.ddp.rank() == step % 3)
+}

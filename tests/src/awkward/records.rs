@@ -1,0 +1,125 @@
+//! What happens to a model between steps: copies, moves, records. Afterwards each rank uses another part of it.
+
+use anyhow::Result;
+use burn::module::Module;
+use burn::optim::GradientsParams;
+use burn::prelude::*;
+use burn::tensor::DType;
+
+use super::unused::Branches;
+use super::{Outcome, Run, adam};
+
+fn plain(run: &Run) -> Branches {
+    run.fill(Branches::new(3, &run.device))
+}
+
+fn loss(run: &Run, model: &Branches, step: usize) -> Tensor<1> {
+    run.over_parts(|part| model.loss(run.x(step, part), (part / 2 + step) % 3))
+}
+
+/// Trains, changes the model, trains on: with what was pending before and what is unused after.
+fn around(run: &Run, change: impl Fn(Branches) -> Result<Branches>) -> Result<Outcome> {
+    let mut model = run.wrap(plain(run))?;
+    let mut optim = adam();
+    for step in 0..6 {
+        let l = loss(run, &model, step);
+        model = run.step(&mut optim, model, l);
+        if step % 2 == 1 {
+            model = change(model)?;
+        }
+    }
+    run.outcome(&model)
+}
+
+pub(super) fn clone_goes_on(run: &Run) -> Result<Outcome> {
+    #[allow(clippy::redundant_clone)] // that is the case
+    around(run, |model| Ok(model.clone()))
+}
+
+pub(super) fn fork_goes_on(run: &Run) -> Result<Outcome> {
+    around(run, |model| Ok(model.fork(&run.device)))
+}
+
+pub(super) fn valid_and_train(run: &Run) -> Result<Outcome> {
+    around(run, |model| Ok(model.valid().train()))
+}
+
+/// In plain Burn a moved parameter is no leaf any more, and its second backward fails. Here the first one says what to do.
+pub(super) fn moved_to_its_device(run: &Run) -> Result<Outcome> {
+    if run.is_oracle() {
+        return Ok(Outcome::nothing());
+    }
+    let model = run.wrap(plain(run))?.to_device(&run.device);
+    let loss = loss(run, &model, 0);
+    run.expect_error(|| Ok(run.ddp.backward(&loss, &model)?), &["not a leaf", "`fork`"])
+}
+
+/// The record of a wrapped model, into another wrapped one, which has the ids of the record then.
+pub(super) fn from_wrapped_to_wrapped(run: &Run) -> Result<Outcome> {
+    around(run, |model| {
+        let other = run.ddp.wrap(crate::to_f64(Branches::new(3, &run.device)))?;
+        Ok(other.load_record(model.into_record()))
+    })
+}
+
+pub(super) fn from_plain_to_wrapped(run: &Run) -> Result<Outcome> {
+    let mut model =
+        run.wrap(crate::to_f64(Branches::new(3, &run.device)))?.load_record(run.wrap(plain(run))?.into_record());
+    // A plain model with the same values on all ranks, as a file would have.
+    let file = run.ddp.unwrap(model.clone())?;
+    model = model.load_record(file.into_record());
+    let mut optim = adam();
+    for step in 0..4 {
+        // Ids are new: this form notices.
+        let grads = run.ddp.backward(&loss(run, &model, step), &model)?;
+        let grads = GradientsParams::from_grads(grads, &model);
+        model = optim.step(0.1, model, grads);
+    }
+    run.outcome(&model)
+}
+
+/// The record of a wrapped model is a plain one; `wrap` takes it up again.
+pub(super) fn from_wrapped_to_plain(run: &Run) -> Result<Outcome> {
+    around(run, |model| {
+        let plain = Branches::new(3, &run.device).load_record(model.into_record());
+        run.ddp.wrap(plain).map_err(Into::into)
+    })
+}
+
+pub(super) fn unwrap_and_wrap(run: &Run) -> Result<Outcome> {
+    around(run, |model| Ok(run.ddp.wrap(run.ddp.unwrap(model)?)?))
+}
+
+/// An optimizer is saved on every rank and taken up again; ids stay. Burn loads its state as f32.
+pub(super) fn optimizer_record(run: &Run) -> Result<Outcome> {
+    let run = &run.with_dtype(DType::F32);
+    let mut model = run.wrap(plain(run))?;
+    let mut optim = adam();
+    for step in 0..6 {
+        let l = loss(run, &model, step);
+        model = run.step(&mut optim, model, l);
+        if step == 2 {
+            optim = adam().load_record(optim.to_record());
+        }
+    }
+    Ok(run.outcome(&model)?.within(1e-4))
+}
+
+/// A copy is taken between backward and step (an EMA, a best model so far), moved, mapped, saved, and used for evaluation.
+pub(super) fn a_copy_is_kept_aside(run: &Run) -> Result<Outcome> {
+    let mut model = run.wrap(plain(run))?;
+    let mut optim = adam();
+    let mut best = None;
+    for step in 0..6 {
+        let grads = loss(run, &model, step).backward();
+        let copy = model.clone();
+        let _ = copy.valid().loss(run.batch(step).inner(), 0);
+        let _ = copy.clone().into_record();
+        let _ = copy.clone().fork(&run.device).no_grad();
+        best = Some(copy);
+        let grads = GradientsParams::from_grads(grads, &model);
+        model = optim.step(0.1, model, grads);
+    }
+    let best = best.expect("there were steps");
+    Ok(run.outcome(&model)?.and(run.outcome(&best)?))
+}

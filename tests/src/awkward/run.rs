@@ -1,0 +1,198 @@
+//! One rank's run of a case: its data, its model's values, what comes out.
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use anyhow::{Result, ensure};
+use burn::module::{Module, ModuleMapper, Param};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::prelude::*;
+use burn::tensor::{DType, TensorData};
+use burn_ddp::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use crate::{number, rows, values};
+
+/// Parts of a global batch, which the ranks share out: divides by every world size that is tried.
+pub const PARTS: usize = 6;
+/// Rows of a part.
+const ROWS: usize = 2;
+/// Columns of a row.
+const COLUMNS: usize = 6;
+
+/// One rank in one case.
+pub struct Run {
+    /// The rank. A world of 1 is the oracle: plain Burn with the whole batch.
+    pub ddp: Ddp,
+    /// With autodiff.
+    pub device: Device,
+    /// What parameters and data are made of.
+    pub dtype: DType,
+    /// What models started with, to see that training moved them.
+    started: RefCell<Vec<Vec<f64>>>,
+}
+
+/// What a case leaves on a rank.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Outcome {
+    /// Of all models of the case.
+    pub hash: String,
+    /// All parameters and buffers; empty if there is nothing to compare with the oracle.
+    pub values: Vec<Vec<f64>>,
+    /// Largest relative difference from the oracle, norm-wise per tensor.
+    pub tolerance: f64,
+}
+
+impl Outcome {
+    /// For cases that are about what one rank sees, and have asserted it.
+    pub fn nothing() -> Self {
+        Self::default()
+    }
+
+    /// For narrow dtypes, and for what amplifies rounding.
+    #[must_use]
+    pub fn within(mut self, tolerance: f64) -> Self {
+        self.tolerance = tolerance;
+        self
+    }
+
+    /// Both models.
+    #[must_use]
+    pub fn and(mut self, other: Self) -> Self {
+        self.hash += &other.hash;
+        self.values.extend(other.values);
+        self
+    }
+}
+
+impl Run {
+    /// A run in f64.
+    pub fn new(ddp: &Ddp) -> Result<Self> {
+        let device = ddp.device()?.autodiff();
+        Ok(Run { ddp: ddp.clone(), device, dtype: DType::F64, started: RefCell::default() })
+    }
+
+    /// The same rank with other numbers.
+    #[must_use]
+    pub fn with_dtype(&self, dtype: DType) -> Self {
+        Run { ddp: self.ddp.clone(), device: self.device.clone(), dtype, started: RefCell::default() }
+    }
+
+    /// Whether this is the run that the others are compared with.
+    pub fn is_oracle(&self) -> bool {
+        self.ddp.world_size() == 1
+    }
+
+    /// Parts of the batch that are this rank's.
+    pub fn parts(&self) -> Range<usize> {
+        let n = PARTS / self.ddp.world_size();
+        self.ddp.rank() * n..(self.ddp.rank() + 1) * n
+    }
+
+    /// Rows of one part of the batch of `step`, `[2, 6]`.
+    pub fn x(&self, step: usize, part: usize) -> Tensor<2> {
+        rows((step * PARTS + part) * ROWS, ROWS, COLUMNS, 1, self.dtype, &self.device)
+    }
+
+    /// All rows of this rank, `[12 / world, 6]`.
+    pub fn batch(&self, step: usize) -> Tensor<2> {
+        let parts = self.parts();
+        rows((step * PARTS + parts.start) * ROWS, parts.len() * ROWS, COLUMNS, 1, self.dtype, &self.device)
+    }
+
+    /// From a sum over items of this rank to a loss whose mean over ranks is the sum over all items / 8, in exact arithmetic.
+    pub fn scale(&self, sum: Tensor<1>) -> Tensor<1> {
+        sum * (self.ddp.world_size() as f64 / 8.0)
+    }
+
+    /// The same for a loss of several terms, one for each part of the batch.
+    pub fn over_parts(&self, loss: impl FnMut(usize) -> Tensor<1>) -> Tensor<1> {
+        let sum = self.parts().map(loss).reduce(|a, b| a + b);
+        self.scale(sum.expect("every rank has a part"))
+    }
+
+    /// Gives every trainable parameter values that depend on its place alone, in this run's dtype, frozen ones the dtype. On ranks
+    /// other than 0 they are wrong: `wrap` has to replace them.
+    pub fn fill<M: Module>(&self, model: M) -> M {
+        self.fill_as(model, Some(self.dtype))
+    }
+
+    /// [`Run::fill`], with every parameter's own dtype if there is none given.
+    pub fn fill_as<M: Module>(&self, model: M, dtype: Option<DType>) -> M {
+        struct Fill {
+            salt: u64,
+            dtype: Option<DType>,
+        }
+        impl ModuleMapper for Fill {
+            fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+                self.salt += 1;
+                param.map(|old| {
+                    if !old.dtype().is_float() {
+                        return old; // quantized
+                    }
+                    let dtype = self.dtype.unwrap_or(old.dtype());
+                    if !old.is_require_grad() {
+                        return Tensor::from_inner(old.inner().cast(dtype));
+                    }
+                    let dims = old.dims();
+                    let scale = (dims.iter().product::<usize>() as f64 / dims[D - 1].max(1) as f64).sqrt();
+                    let values = (0..dims.iter().product()).map(|i| number(i, self.salt) / scale).collect::<Vec<_>>();
+                    let data = TensorData::new(values, dims).convert_dtype(dtype);
+                    Tensor::from_data(data, (&old.device(), dtype)).require_grad()
+                })
+            }
+        }
+        model.map(&mut Fill { salt: 100 + 1000 * self.ddp.rank() as u64, dtype })
+    }
+
+    /// Wraps a filled model, with buckets so small that there are several.
+    pub fn wrap<M: Module>(&self, model: M) -> Result<M> {
+        self.wrap_with(model, WrapConfig::new())
+    }
+
+    /// [`Run::wrap`] with settings of the case.
+    pub fn wrap_with<M: Module>(&self, model: M, config: WrapConfig) -> Result<M> {
+        let config = config.with_first_bucket_cap_bytes(200).with_bucket_cap_bytes(500);
+        let model = self.ddp.wrap_with(model, &config)?;
+        self.started.borrow_mut().extend(values(&model));
+        Ok(model)
+    }
+
+    /// One step as a user writes it.
+    pub fn step<M: Module>(&self, optim: &mut ModuleOptimizer, model: M, loss: Tensor<1>) -> M {
+        let grads = GradientsParams::from_grads(loss.backward(), &model);
+        optim.step(0.1, model, grads)
+    }
+
+    /// What is left of a model that was trained.
+    pub fn outcome<M: Module>(&self, model: &M) -> Result<Outcome> {
+        let now = values(model);
+        ensure!(now.iter().flatten().all(|v| v.is_finite()), "training diverged, so nothing can be compared");
+        let moved = now.iter().any(|new| !new.is_empty() && !self.started.borrow().contains(new));
+        ensure!(moved, "training changed nothing, so nothing is compared");
+        Ok(Outcome { hash: param_hash(model)?, values: now, tolerance: 1e-10 })
+    }
+
+    /// Whether `run` fails on this rank, with a message that has all `words`. For cases that cannot work.
+    pub fn expect_error<T>(&self, run: impl FnOnce() -> Result<T>, words: &[&str]) -> Result<Outcome> {
+        use std::panic::{AssertUnwindSafe, catch_unwind};
+        let text = match catch_unwind(AssertUnwindSafe(run)) {
+            Ok(Ok(_)) => anyhow::bail!("this went through, but cannot work"),
+            Ok(Err(error)) => format!("{error:#}"),
+            Err(panic) => panic.downcast_ref::<String>().cloned().unwrap_or_default(),
+        };
+        ensure!(words.iter().all(|w| text.contains(w)), "the error does not say {words:?}: {text}");
+        Ok(Outcome::nothing())
+    }
+}
+
+/// SGD with momentum.
+pub fn sgd() -> ModuleOptimizer {
+    SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init()
+}
+
+/// Adam.
+pub fn adam() -> ModuleOptimizer {
+    AdamConfig::new().init()
+}

@@ -1,0 +1,104 @@
+//! One parameter in several places.
+
+use anyhow::Result;
+use burn::module::Param;
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::prelude::*;
+
+use super::{Outcome, Run, sgd};
+
+/// A square matrix and a layer between its two uses.
+#[derive(Module, Debug)]
+struct Tied {
+    matrix: Param<Tensor<2>>,
+    middle: Linear,
+}
+
+impl Tied {
+    fn new(device: &Device) -> Self {
+        let matrix = Param::from_tensor(Tensor::<2>::zeros([6, 6], device));
+        Tied { matrix, middle: LinearConfig::new(6, 6).init(device) }
+    }
+}
+
+/// Weight tying as torch users know it: one `Param`, read for the way in and for the way out.
+pub(super) fn weight_read_twice(run: &Run) -> Result<Outcome> {
+    let mut model = run.wrap(run.fill(Tied::new(&run.device)))?;
+    let mut optim = sgd();
+    for step in 0..6 {
+        let x = run.batch(step);
+        let h = model.middle.forward(x.clone().matmul(model.matrix.val()).tanh());
+        let y = h.matmul(model.matrix.val().transpose());
+        let loss = run.scale((y - x).powf_scalar(2.0).sum());
+        model = run.step(&mut optim, model, loss);
+    }
+    run.outcome(&model)
+}
+
+/// The same with one read.
+pub(super) fn one_read_used_twice(run: &Run) -> Result<Outcome> {
+    let mut model = run.wrap(run.fill(Tied::new(&run.device)))?;
+    let mut optim = sgd();
+    for step in 0..6 {
+        let x = run.batch(step);
+        let w = model.matrix.val();
+        let h = model.middle.forward(x.clone().matmul(w.clone()).tanh());
+        let loss = run.scale((h.matmul(w.transpose()) - x).powf_scalar(2.0).sum());
+        model = run.step(&mut optim, model, loss);
+    }
+    run.outcome(&model)
+}
+
+/// A language model's table, used to look up and to score.
+#[derive(Module, Debug)]
+struct Language {
+    table: Embedding,
+    middle: Linear,
+}
+
+pub(super) fn embedding_tied_to_the_output(run: &Run) -> Result<Outcome> {
+    let model = Language {
+        table: EmbeddingConfig::new(11, 6).init(&run.device),
+        middle: LinearConfig::new(6, 6).init(&run.device),
+    };
+    let mut model = run.wrap(run.fill(model))?;
+    let mut optim = sgd();
+    for step in 0..6 {
+        let loss = run.over_parts(|part| {
+            let ids: Vec<i64> = (0..4).map(|i| ((step * 7 + part * 5 + i * 3) % 11) as i64).collect();
+            let ids = Tensor::<2, Int>::from_data(TensorData::new(ids, [1, 4]), &run.device);
+            let h = model.middle.forward(model.table.forward(ids)).tanh().squeeze_dim::<2>(0);
+            h.matmul(model.table.weight.val().transpose()).powf_scalar(2.0).sum()
+        });
+        model = run.step(&mut optim, model, loss);
+    }
+    run.outcome(&model)
+}
+
+/// A layer that two branches share.
+pub(super) fn layer_in_two_places(run: &Run) -> Result<Outcome> {
+    let init = || LinearConfig::new(6, 6).init(&run.device);
+    let mut model: Vec<Linear> = run.wrap(run.fill(vec![init(), init()]))?;
+    let mut optim = sgd();
+    for step in 0..6 {
+        let x = run.batch(step);
+        let left = model[0].forward(model[1].forward(x.clone()).tanh());
+        let right = model[0].forward(x).tanh();
+        let loss = run.scale((left - right).powf_scalar(2.0).sum());
+        model = run.step(&mut optim, model, loss);
+    }
+    run.outcome(&model)
+}
+
+/// Two clones of one `Param`: Burn lets them share a leaf until the first optimizer step, which moves only one of them.
+pub(super) fn cloned_params(run: &Run) -> Result<Outcome> {
+    let one: Linear = run.fill(LinearConfig::new(6, 6).init(&run.device));
+    let mut model = run.wrap(vec![one.clone(), one])?;
+    let mut optim = sgd();
+    for step in 0..4 {
+        let y = model[1].forward(model[0].forward(run.batch(step)).tanh());
+        let loss = run.scale(y.powf_scalar(2.0).sum());
+        model = run.step(&mut optim, model, loss);
+    }
+    run.outcome(&model)
+}

@@ -1,0 +1,86 @@
+//! Jobs of real processes, started as a launcher would.
+
+use std::net::TcpListener;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// A port that was free a moment ago.
+pub fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// A rank of `program` with torchrun's plain variables and nothing else of a launcher's.
+pub fn rank(program: &str, rank: usize, world: usize, port: u16, args: &[&str]) -> Command {
+    let mut command = Command::new(program);
+    for (name, _) in std::env::vars() {
+        if name.starts_with("BURN_DDP_")
+            || name.contains("RANK")
+            || name.contains("WORLD_SIZE")
+            || name.starts_with("MASTER_")
+        {
+            command.env_remove(name);
+        }
+    }
+    command
+        .args(args)
+        .env("RANK", rank.to_string())
+        .env("WORLD_SIZE", world.to_string())
+        .env("MASTER_ADDR", "127.0.0.1")
+        .env("MASTER_PORT", port.to_string())
+        .env("RAYON_NUM_THREADS", "1")
+        .env("RUST_BACKTRACE", "0")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// Runs a job to its end; panics if that takes longer than a minute.
+pub fn job(program: &str, world: usize, args: &[&str]) -> Vec<Output> {
+    let port = free_port();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let threads: Vec<_> = (0..world)
+        .map(|r| {
+            let mut child = rank(program, r, world, port, args).spawn().unwrap();
+            // Pipes are read meanwhile, so that they do not fill.
+            let (out, err) = (read(child.stdout.take().unwrap()), read(child.stderr.take().unwrap()));
+            std::thread::spawn(move || {
+                let status = loop {
+                    if let Some(status) = child.try_wait().unwrap() {
+                        break status;
+                    }
+                    if Instant::now() > deadline {
+                        child.kill().unwrap();
+                        child.wait().unwrap();
+                        panic!("rank {r} did not end: {}", String::from_utf8_lossy(&err.join().unwrap()));
+                    }
+                    std::thread::sleep(Duration::from_millis(5));
+                };
+                Output { status, stdout: out.join().unwrap(), stderr: err.join().unwrap() }
+            })
+        })
+        .collect();
+    threads.into_iter().map(|t| t.join().unwrap()).collect()
+}
+
+fn read(mut pipe: impl std::io::Read + Send + 'static) -> std::thread::JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        pipe.read_to_end(&mut bytes).unwrap();
+        bytes
+    })
+}
+
+/// What a rank printed.
+pub fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// What a rank complained.
+pub fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// The rest of the first line that begins with `key`.
+pub fn line<'a>(text: &'a str, key: &str) -> &'a str {
+    text.lines().find_map(|l| l.strip_prefix(key)).unwrap_or_else(|| panic!("no {key:?} in {text:?}"))
+}

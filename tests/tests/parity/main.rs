@@ -1,0 +1,16 @@
+//! Two ranks follow torch's `DistributedDataParallel`, with the numbers in `parity/` (its README says how they were made).
+
+mod mlp;
+mod models;
+
+use anyhow::{Result, ensure};
+
+/// ‖ours − theirs‖ ≤ tolerance · ‖theirs‖
+fn close(ours: &[f64], theirs: &[f64], tolerance: f64) -> Result<()> {
+    ensure!(ours.len() == theirs.len(), "{} values instead of {}", ours.len(), theirs.len());
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>().sqrt();
+    let error = norm(&mut ours.iter().zip(theirs).map(|(a, b)| a - b)) / norm(&mut theirs.iter().copied());
+    // Written so that NaN fails.
+    ensure!(error <= tolerance, "relative difference {error:e}, allowed are {tolerance:e}");
+    Ok(())
+}

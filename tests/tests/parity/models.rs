@@ -1,0 +1,380 @@
+//! Models that are hard on torch's DDP and on ours, in f64: the MNIST CNN, tied weights, `find_unused_parameters`, `no_sync`,
+//! an LSTM.
+
+use std::collections::BTreeMap;
+use std::marker::PhantomData;
+
+use anyhow::{Context, Result, ensure};
+use burn::data::dataset::Dataset;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::nn::GateController;
+use burn::nn::{Linear, LinearConfig, Lstm, LstmConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{GradientsParams, SgdConfig};
+use burn::prelude::*;
+use burn::tensor::DType;
+use burn::tensor::activation::sigmoid;
+use burn_ddp::prelude::*;
+use burn_ddp_examples::mnist::{Cnn, CnnConfig, MnistBatch, MnistDataset, Split};
+use serde::Deserialize;
+
+use super::close;
+
+#[derive(Deserialize)]
+struct Torch {
+    world_size: usize,
+    momentum: f64,
+    cases: BTreeMap<String, Case>,
+}
+
+#[derive(Deserialize)]
+struct Case {
+    steps: usize,
+    micro_batches: usize,
+    lr: f64,
+    losses: Vec<Vec<f64>>,
+    first_gradients: BTreeMap<String, Sample>,
+    r#final: BTreeMap<String, Sample>,
+}
+
+/// Norm and some elements of a tensor in torch's layout.
+#[derive(Deserialize)]
+struct Sample {
+    shape: Vec<usize>,
+    norm: f64,
+    values: Vec<f64>,
+}
+
+/// A model of the script.
+trait Model: Module {
+    fn new(device: &Device) -> Self;
+    /// The loss of one micro-batch.
+    fn loss(&self, at: At<'_>) -> Tensor<1>;
+    /// Where the `n`-th of our parameters is in torch.
+    fn place(path: &str, n: usize, rows: usize) -> Place {
+        Place { name: path.into(), salt: n, first_row: 0, rows }
+    }
+}
+
+/// Rows of a parameter of torch.
+struct Place {
+    name: String,
+    /// Its number among torch's parameters.
+    salt: usize,
+    first_row: usize,
+    /// Of all of it.
+    rows: usize,
+}
+
+/// Which rows a loss is about.
+#[derive(Clone, Copy)]
+struct At<'a> {
+    step: usize,
+    rank: usize,
+    micro: usize,
+    world: usize,
+    device: &'a Device,
+}
+
+impl At<'_> {
+    /// As `inputs` in the script: `rows` rows from row `first` on.
+    fn inputs(&self, first: usize, rows: usize, columns: usize) -> Tensor<2> {
+        let value = |i: usize| (((first * columns + i) * 37 + 11) % 101) as f64 - 50.0;
+        let values: Vec<f64> = (0..rows * columns).map(|i| value(i) / 64.0).collect();
+        Tensor::from_data(TensorData::new(values, [rows, columns]), (self.device, DType::F64))
+    }
+
+    fn part(&self) -> usize {
+        self.step * self.world + self.rank
+    }
+}
+
+#[test]
+fn mnist_cnn() -> Result<()> {
+    follow::<Cnn>("cnn")
+}
+
+#[test]
+fn tied_weights() -> Result<()> {
+    follow::<Tied>("tied")
+}
+
+#[test]
+fn unused_parameters() -> Result<()> {
+    follow::<Unused>("unused")
+}
+
+#[test]
+fn no_sync_accumulation() -> Result<()> {
+    follow::<NoSync>("no_sync")
+}
+
+#[test]
+fn lstm() -> Result<()> {
+    follow::<Recurrent>("lstm")
+}
+
+const TOLERANCE: f64 = 1e-10;
+
+fn follow<M: Model>(name: &str) -> Result<()> {
+    let torch: Torch = serde_json::from_str(include_str!("../../parity/torch_models.json"))?;
+    let case = &torch.cases[name];
+    let results = Ddp::spawn(torch.world_size, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = M::new(&device).map(&mut Initial { path: vec![], count: 0, model: PhantomData::<M> });
+        let started = as_torch(&model, None);
+        let mut model = ddp.wrap(model)?;
+        let momentum = MomentumConfig { momentum: torch.momentum, dampening: 0.0, nesterov: false };
+        let mut optim = SgdConfig::new().with_momentum(Some(momentum)).init();
+        let (mut losses, mut first_gradients) = (Vec::new(), None);
+        for step in 0..case.steps {
+            let loss =
+                |micro| model.loss(At { step, rank: ddp.rank(), micro, world: ddp.world_size(), device: &device });
+            let last = case.micro_batches - 1;
+            for micro in 0..last {
+                ddp.no_sync(&model, || drop(loss(micro).backward()))?;
+            }
+            let loss = loss(last);
+            losses.push(loss.clone().into_scalar::<f64>());
+            let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+            first_gradients.get_or_insert_with(|| as_torch(&model, Some(&grads)));
+            model = optim.step(case.lr, model, grads);
+        }
+        let weights = as_torch(&model, None);
+        let moved = weights.iter().filter(|(name, (_, w))| close(w, &started[*name].1, 1e-3).is_err()).count();
+        ensure!(moved * 2 > weights.len(), "the weights hardly moved, so this test would prove nothing");
+        Ok((losses, first_gradients.context("no step was made")?, weights, param_hash(&model)?))
+    })?;
+    for (rank, (losses, gradients, weights, hash)) in results.iter().enumerate() {
+        close(losses, &case.losses[rank], TOLERANCE).with_context(|| format!("losses of rank {rank}"))?;
+        compare(gradients, &case.first_gradients).with_context(|| format!("first gradients on rank {rank}"))?;
+        compare(weights, &case.r#final).with_context(|| format!("final weights on rank {rank}"))?;
+        ensure!(*hash == results[0].3, "rank {rank} holds other weights than rank 0");
+    }
+    Ok(())
+}
+
+type Named = BTreeMap<String, (Vec<usize>, Vec<f64>)>;
+
+fn compare(ours: &Named, torch: &BTreeMap<String, Sample>) -> Result<()> {
+    ensure!(ours.keys().eq(torch.keys()), "{:?}, torch has {:?}", ours.keys(), torch.keys());
+    for (name, (shape, values)) in ours {
+        let theirs = &torch[name];
+        ensure!(*shape == theirs.shape, "{name} is {shape:?}, torch's {:?}", theirs.shape);
+        let n = values.len();
+        let at = |i: usize| if n <= 64 { values[i] } else { values[i * 7919 % n] };
+        let sample: Vec<f64> = (0..n.min(64)).map(at).collect();
+        close(&sample, &theirs.values, TOLERANCE).with_context(|| format!("elements of {name}"))?;
+        let norm = values.iter().map(|v| v * v).sum::<f64>().sqrt();
+        close(&[norm], &[theirs.norm], TOLERANCE).with_context(|| format!("norm of {name}"))?;
+    }
+    Ok(())
+}
+
+/// Burn keeps a linear layer's weight as `[in, out]`, torch as `[out, in]`.
+fn is_linear<const D: usize>(path: &[String]) -> bool {
+    D == 2 && path.last().is_some_and(|name| name == "weight")
+}
+
+/// Gives a model the weights of the script's `initial`.
+struct Initial<M> {
+    path: Vec<String>,
+    count: usize,
+    model: PhantomData<M>,
+}
+
+impl<M: Model> ModuleMapper for Initial<M> {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.into());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let linear = is_linear::<D>(&self.path);
+        let mut dims = param.dims();
+        if linear {
+            dims.swap(0, 1);
+        }
+        let place = M::place(&self.path.join("."), self.count, dims[0]);
+        self.count += 1;
+        let columns: usize = dims[1..].iter().product();
+        let fan_in = if D > 1 { columns } else { 1 };
+        let scale = 0.5f64.powi(((usize::BITS - fan_in.leading_zeros()) / 2) as i32);
+        let value = |i: usize| (((i + place.first_row * columns) * 53 + place.salt * 29 + 7) % 97) as f64 - 48.0;
+        let values: Vec<f64> = (0..dims[0] * columns).map(|i| value(i) / 128.0 * scale).collect();
+        param.map(|old| {
+            let new = Tensor::<D>::from_data(TensorData::new(values, dims), (&old.device(), DType::F64));
+            if linear { new.swap_dims(0, 1).require_grad() } else { new.require_grad() }
+        })
+    }
+}
+
+/// Collects values, or gradients if there are some, as torch has them.
+struct AsTorch<'a, M> {
+    path: Vec<String>,
+    count: usize,
+    grads: Option<&'a GradientsParams>,
+    all: Named,
+    model: PhantomData<M>,
+}
+
+fn as_torch<M: Model>(model: &M, grads: Option<&GradientsParams>) -> Named {
+    let mut visitor = AsTorch { path: vec![], count: 0, grads, all: Named::new(), model: PhantomData::<M> };
+    model.visit(&mut visitor);
+    visitor.all
+}
+
+impl<M: Model> ModuleVisitor for AsTorch<'_, M> {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.into());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let count = self.count;
+        self.count += 1;
+        let value = match self.grads {
+            Some(grads) => grads.get::<D>(param.id),
+            None => Some(param.base().inner()),
+        };
+        let Some(value) = value else { return };
+        let value = if is_linear::<D>(&self.path) { value.swap_dims(0, 1) } else { value };
+        let mut shape = value.dims().to_vec();
+        let values: Vec<f64> = value.into_data().iter::<f64>().collect();
+        let place = M::place(&self.path.join("."), count, shape[0]);
+        let columns = values.len() / shape[0];
+        shape[0] = place.rows;
+        let (_, all) = self.all.entry(place.name).or_insert_with(|| (shape, vec![0.0; place.rows * columns]));
+        all[place.first_row * columns..][..values.len()].copy_from_slice(&values);
+    }
+}
+
+impl Model for Cnn {
+    fn new(device: &Device) -> Self {
+        CnnConfig::new().with_dropout(false).init(device)
+    }
+
+    fn loss(&self, at: At<'_>) -> Tensor<1> {
+        let digits = MnistDataset::sample(Split::Train).expect("the digits are in the program");
+        let items: Vec<_> = (at.part() * 4..at.part() * 4 + 4).filter_map(|i| digits.get(i).ok()).collect();
+        let pixels: Vec<f64> = items.iter().flat_map(|item| item.image).map(|p| f64::from(p) / 255.0).collect();
+        let labels: Vec<i64> = items.iter().map(|item| i64::from(item.label)).collect();
+        Cnn::loss(
+            self,
+            MnistBatch {
+                images: Tensor::from_data(TensorData::new(pixels, [4, 1, 28, 28]), (at.device, DType::F64)),
+                labels: Tensor::from_data(TensorData::new(labels, [4]), at.device),
+            },
+        )
+    }
+}
+
+#[derive(Module, Debug)]
+struct Tied {
+    matrix: Param<Tensor<2>>,
+    middle: Linear,
+}
+
+impl Model for Tied {
+    fn new(device: &Device) -> Self {
+        let matrix = Param::from_tensor(Tensor::zeros([8, 6], device));
+        Tied { matrix, middle: LinearConfig::new(6, 6).init(device) }
+    }
+
+    fn loss(&self, at: At<'_>) -> Tensor<1> {
+        let x = at.inputs(at.part() * 4, 4, 8);
+        let h = self.middle.forward(x.clone().matmul(self.matrix.val()).tanh()).tanh();
+        (h.matmul(self.matrix.val().transpose()) - x).powf_scalar(2.0).mean()
+    }
+}
+
+#[derive(Module, Debug)]
+struct Unused {
+    trunk: Linear,
+    branches: Vec<Linear>,
+}
+
+impl Model for Unused {
+    fn new(device: &Device) -> Self {
+        let branches = (0..4).map(|_| LinearConfig::new(8, 4).init(device)).collect();
+        Unused { trunk: LinearConfig::new(8, 8).init(device), branches }
+    }
+
+    fn loss(&self, at: At<'_>) -> Tensor<1> {
+        let branch = (at.step * 2 + at.rank * (1 + at.step % 2)) % 3;
+        let h = self.trunk.forward(at.inputs(at.part() * 4, 4, 8)).tanh();
+        self.branches[branch].forward(h).powf_scalar(2.0).mean()
+    }
+}
+
+#[derive(Module, Debug)]
+struct NoSync {
+    first: Linear,
+    second: Linear,
+}
+
+impl Model for NoSync {
+    fn new(device: &Device) -> Self {
+        NoSync { first: LinearConfig::new(8, 8).init(device), second: LinearConfig::new(8, 4).init(device) }
+    }
+
+    fn loss(&self, at: At<'_>) -> Tensor<1> {
+        let x = at.inputs(((at.step * 4 + at.micro) * at.world + at.rank) * 4, 4, 8);
+        self.second.forward(self.first.forward(x).tanh()).powf_scalar(2.0).mean()
+    }
+}
+
+#[derive(Module, Debug)]
+struct Recurrent {
+    lstm: Lstm,
+    head: Linear,
+}
+
+impl Model for Recurrent {
+    fn new(device: &Device) -> Self {
+        Recurrent { lstm: LstmConfig::new(8, 6, true).init(device), head: LinearConfig::new(6, 3).init(device) }
+    }
+
+    fn loss(&self, at: At<'_>) -> Tensor<1> {
+        let x = at.inputs(at.part() * 4 * 12, 4 * 12, 8).reshape([4, 12, 8]);
+        let zeros = || Tensor::<2>::zeros([4, 6], (at.device, DType::F64));
+        let (mut hidden, mut cell) = (zeros(), zeros());
+        // Burn's own forward collects states in the default dtype, f32.
+        for t in 0..12 {
+            let x = x.clone().narrow(1, t, 1).squeeze_dim::<2>(1);
+            let gate =
+                |g: &GateController| g.input_transform.forward(x.clone()) + g.hidden_transform.forward(hidden.clone());
+            let forget = sigmoid(gate(self.lstm.forget_gate.as_ref().expect("its gates are not coupled")));
+            let input = sigmoid(gate(&self.lstm.input_gate));
+            let output = sigmoid(gate(&self.lstm.output_gate));
+            cell = forget * cell + input * gate(&self.lstm.cell_gate).tanh();
+            hidden = output * cell.clone().tanh();
+        }
+        (self.head.forward(hidden) - 0.5).powf_scalar(2.0).mean()
+    }
+
+    /// Torch keeps the four gates below each other, in the order input, forget, cell, output.
+    fn place(path: &str, _: usize, rows: usize) -> Place {
+        const TORCH: [&str; 6] = [
+            "lstm.weight_ih_l0",
+            "lstm.weight_hh_l0",
+            "lstm.bias_ih_l0",
+            "lstm.bias_hh_l0",
+            "head.weight",
+            "head.bias",
+        ];
+        let gate = ["input_gate", "forget_gate", "cell_gate", "output_gate"].iter().position(|g| path.contains(g));
+        let salt = match gate {
+            None => 4 + usize::from(path.ends_with("bias")),
+            Some(_) => 2 * usize::from(path.ends_with("bias")) + usize::from(path.contains("hidden_transform")),
+        };
+        let (first_row, rows) = gate.map_or((0, rows), |gate| (gate * rows, 4 * rows));
+        Place { name: TORCH[salt].into(), salt, first_row, rows }
+    }
+}
