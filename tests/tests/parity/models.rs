@@ -237,6 +237,10 @@ impl<M: Model> ModuleVisitor for AsTorch<'_, M> {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        // Until the optimizer has stepped, an average that was not used here shows up below its parameter.
+        if self.path.last().is_some_and(|name| name == "ddp") {
+            return;
+        }
         let count = self.count;
         self.count += 1;
         let value = match self.grads {
