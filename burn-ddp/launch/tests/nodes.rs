@@ -1,0 +1,256 @@
+//! Jobs on several machines, which here are several launchers on one.
+#![cfg(feature = "cli")]
+
+#[allow(unreachable_pub, reason = "one module for several test files")]
+mod common;
+
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use burn_ddp_comm::{LaunchEnv, Options, ReduceOp, Secret, World};
+use burn_ddp_launch::{End, LaunchError, Launcher, Outcome};
+use common::{Finished, Job, assert_gone, burnrun};
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+/// A meeting of two launchers of one job.
+struct Place {
+    dir: TempDir,
+    port: u16,
+}
+
+impl Place {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        Secret::generate().unwrap().write_new(&dir.path().join("secret")).unwrap();
+        // Free a moment ago.
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        Self { dir, port }
+    }
+
+    fn secret(&self) -> PathBuf {
+        self.dir.path().join("secret")
+    }
+
+    fn launcher(&self, node: usize, nproc: usize, script: &str) -> Launcher {
+        self.with(Launcher::new("sh", ["-c", script]), node, nproc)
+    }
+
+    fn with(&self, launcher: Launcher, node: usize, nproc: usize) -> Launcher {
+        launcher
+            .nproc(nproc)
+            .nodes(2, "127.0.0.1", self.port)
+            .node_rank(node)
+            .secret_file(self.secret())
+            .join_timeout(Duration::from_secs(10))
+            .peer_timeout(Duration::from_secs(5))
+            .grace(Duration::from_millis(300))
+    }
+
+    fn burnrun(&self, node: usize, nproc: usize, script: &str) -> Command {
+        let (node, nproc, port) = (node.to_string(), nproc.to_string(), self.port.to_string());
+        let mut command = burnrun(["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", &port]);
+        command.args(["--node-rank", &node, "-n", &nproc, "--join-timeout", "10", "--peer-timeout", "4"]);
+        command.arg("--secret-file").arg(self.secret()).args(["sh", "-c", script]);
+        command
+    }
+}
+
+/// Runs one launcher per machine.
+fn run_all(launchers: impl IntoIterator<Item = Launcher>) -> Vec<Result<Outcome, LaunchError>> {
+    let threads: Vec<_> = launchers.into_iter().map(|launcher| thread::spawn(move || launcher.run())).collect();
+    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+}
+
+/// What a launched rank runs.
+#[test]
+#[ignore = "started by the other tests"]
+fn as_a_rank() {
+    let env = LaunchEnv::detect().unwrap().expect("the launcher's variables");
+    let mut options = Options::from_env().unwrap();
+    options.timeout = Duration::from_secs(20);
+    let generation = env.restart_count;
+    let world = World::join(&env, options).unwrap();
+    let group = world.group().unwrap();
+    let mut sum = [world.rank() as f32, generation as f32];
+    group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+    assert_eq!(sum, [3.0, 3.0 * generation as f32]);
+    let fails = world.rank() == 2 && generation == 0;
+    if fails {
+        panic!("the first time never works");
+    }
+    let done = group.barrier();
+    assert_eq!(done.is_ok(), generation > 0, "{done:?}");
+    done.unwrap();
+}
+
+#[test]
+fn ranks_of_two_machines_meet_and_meet_again_after_a_restart() {
+    let place = Place::new();
+    let program = std::env::current_exe().unwrap();
+    let launcher = |node, nproc| {
+        let args = ["--exact", "as_a_rank", "--ignored", "--nocapture"];
+        place.with(Launcher::new(&program, args), node, nproc).grace(Duration::from_secs(3)).max_restarts(1)
+    };
+    for outcome in run_all([launcher(0, 2), launcher(1, 1)]) {
+        let outcome = outcome.unwrap();
+        assert_eq!((outcome.exit_code, outcome.restarts, outcome.nproc, outcome.nnodes), (0, 1, 3, 2), "{outcome}");
+    }
+}
+
+#[test]
+fn ranks_are_numbered_machine_by_machine() {
+    let place = Place::new();
+    let out = place.dir.path().display().to_string();
+    let script = r#"echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $BURN_DDP_NODE_RANK >"$OUT/$RANK""#;
+    let launchers = [(1, 1), (0, 2)].map(|(node, nproc)| place.launcher(node, nproc, script).env("OUT", &out));
+    for outcome in run_all(launchers) {
+        assert_eq!(outcome.unwrap().exit_code, 0);
+    }
+    let said = ["0", "1", "2"].map(|rank| std::fs::read_to_string(place.dir.path().join(rank)).unwrap());
+    assert_eq!(said, ["0 3 0 2 0\n", "1 3 1 2 0\n", "2 3 0 1 1\n"]);
+}
+
+#[test]
+fn machines_without_a_number_are_numbered_as_they_come() {
+    let place = Place::new();
+    let launcher = || {
+        Launcher::new("sh", ["-c", "exit $BURN_DDP_NODE_RANK"])
+            .nodes(2, "127.0.0.1", place.port)
+            .secret_file(place.secret())
+            .join_timeout(Duration::from_secs(10))
+    };
+    for outcome in run_all([launcher(), launcher()]) {
+        let failure = outcome.unwrap().failure.unwrap();
+        assert_eq!((failure.rank, failure.end), (1, End::Exit(1)));
+    }
+}
+
+#[test]
+fn a_failure_on_one_machine_ends_all_with_its_code_and_name() {
+    for failing in [0, 2] {
+        let place = Place::new();
+        let script = format!("[ $RANK = {failing} ] && {{ echo why >&2; exit 7; }}; sleep 60");
+        for outcome in run_all([place.launcher(0, 2, &script), place.launcher(1, 1, &script)]) {
+            let outcome = outcome.unwrap();
+            let failure = outcome.failure.as_ref().unwrap();
+            assert_eq!((outcome.exit_code, failure.rank, &failure.last_lines[..]), (7, failing, &["why".into()][..]));
+            assert_eq!(outcome.stopped.len(), 2, "{outcome}");
+            assert!(outcome.elapsed < Duration::from_secs(8), "{:?}", outcome.elapsed);
+        }
+    }
+}
+
+#[test]
+fn a_program_that_one_machine_lacks_ends_all() {
+    let place = Place::new();
+    let missing = place.with(Launcher::new("no-such-program-anywhere", [""; 0]), 1, 1);
+    let outcomes = run_all([place.launcher(0, 1, "sleep 60"), missing]);
+    for outcome in outcomes {
+        let outcome = outcome.unwrap();
+        let trouble = outcome.trouble.as_deref().unwrap_or_default();
+        assert!(trouble.contains("node 1 (host ") && trouble.contains("no program of this name"), "{outcome}");
+        assert_eq!(outcome.exit_code, 127);
+    }
+}
+
+#[test]
+fn a_machine_that_does_not_come_is_named() {
+    let place = Place::new();
+    let error = place.launcher(0, 1, "true").join_timeout(Duration::from_millis(300)).run().unwrap_err();
+    assert!(error.to_string().contains("missing is node 1"), "{error}");
+    let error = place.launcher(1, 1, "true").join_timeout(Duration::from_millis(300)).run().unwrap_err();
+    assert!(error.to_string().contains("node 0's launcher was not reached"), "{error}");
+}
+
+#[test]
+fn machines_that_do_not_fit_are_refused() {
+    let place = Place::new();
+    let first = place.launcher(0, 1, "true").join_timeout(Duration::from_secs(3));
+    let stranger = place.dir.path().join("stranger");
+    Secret::generate().unwrap().write_new(&stranger).unwrap();
+    let others = [
+        (place.launcher(1, 1, "true").secret_file(&stranger), "secret"),
+        (place.launcher(1, 1, "true").nodes(3, "127.0.0.1", place.port), "--nnodes 3 here, but 2 on node 0"),
+        (place.launcher(1, 1, "true").meeting_id("another"), "another"),
+    ];
+    thread::scope(|scope| {
+        let host = scope.spawn(|| first.run());
+        for (launcher, part) in others {
+            let error = launcher.run().expect_err(part).to_string();
+            assert!(error.contains(part), "{part}: {error}");
+        }
+        assert!(host.join().unwrap().unwrap_err().to_string().contains("missing is node 1"));
+    });
+}
+
+#[test]
+fn without_a_secret_it_is_said_how_to_get_one() {
+    let error = Launcher::new("true", [""; 0]).nodes(2, "127.0.0.1", 1).run().unwrap_err();
+    assert!(error.to_string().contains("burnrun secret FILE") && error.exit_code() == 2, "{error}");
+    let open = tempfile::NamedTempFile::new().unwrap();
+    std::fs::set_permissions(open.path(), std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
+    let launcher = Launcher::new("true", [""; 0]).nodes(2, "127.0.0.1", 1).secret_file(open.path());
+    assert!(launcher.run().unwrap_err().to_string().contains("chmod 600"));
+}
+
+#[test]
+fn an_interrupt_on_one_machine_stops_all() {
+    let place = Place::new();
+    let jobs = [0, 1].map(|node| Job::start(&mut place.burnrun(node, 1, "echo $$; exec sleep 60")));
+    let pids = jobs.each_ref().map(|job| pid(&job.line()));
+    jobs[1].signal(Signal::INT);
+    for finished in jobs.map(Job::finish) {
+        assert_eq!(finished.code(), 130, "{}", finished.stderr);
+        assert!(finished.stderr.contains("burnrun: stopped by SIGINT after "), "{}", finished.stderr);
+    }
+    pids.into_iter().for_each(assert_gone);
+}
+
+/// The first node says what to run on the other; the other says how it went on.
+fn with_a_killed_launcher(killed: usize) -> Finished {
+    let place = Place::new();
+    let jobs = [0, 1].map(|node| Job::start(&mut place.burnrun(node, 1, "echo $$; exec sleep 60")));
+    let pids = jobs.each_ref().map(|job| pid(&job.line()));
+    jobs[killed].signal(Signal::KILL);
+    let [first, second] = jobs;
+    let left = if killed == 0 { second } else { first }.finish();
+    pids.into_iter().for_each(assert_gone);
+    left
+}
+
+#[test]
+fn a_launcher_that_is_killed_is_missed_by_the_others() {
+    for (killed, part) in [(0, "node 0's launcher cannot be reached any more"), (1, "node 1 is lost")] {
+        let left = with_a_killed_launcher(killed);
+        assert_eq!(left.code(), 1, "{}", left.stderr);
+        assert!(left.stderr.contains(part), "{}", left.stderr);
+        assert!(left.took < Duration::from_secs(15), "{:?}", left.took);
+    }
+}
+
+#[test]
+fn the_first_machine_says_what_to_run_on_the_next() {
+    let place = Place::new();
+    let first = Job::start(&mut place.burnrun(0, 1, "echo first"));
+    let second = Job::start(&mut place.burnrun(1, 1, "echo second"));
+    assert_eq!(second.finish().code(), 0);
+    let said = first.finish().stderr;
+    let command = said.lines().find_map(|line| line.strip_prefix("burnrun: on the other machine run: ")).unwrap();
+    let (port, secret) = (place.port, place.secret());
+    let secret = Path::display(&secret);
+    assert_eq!(
+        command,
+        format!(
+            "burnrun --nproc-per-node 1 --nnodes 2 --master-addr 127.0.0.1 --master-port {port} --secret-file {secret} \
+             --join-timeout 10 --peer-timeout 4 --node-rank 1 sh -c 'echo first'"
+        )
+    );
+}
+
+fn pid(line: &str) -> u32 {
+    line.rsplit("] ").next().unwrap().parse().expect("a pid")
+}
