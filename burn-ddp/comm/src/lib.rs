@@ -62,6 +62,7 @@ mod op;
 mod options;
 mod peer;
 mod plan;
+mod pmi;
 mod reduce;
 mod rendezvous;
 mod secret;

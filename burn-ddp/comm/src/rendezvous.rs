@@ -9,6 +9,8 @@
 //! Keys, below the job id: `{round}/rank/{r}` is a rank's [`Entry`], `{round}/arrived` their number, `{round}/first` the first entry, `{round}/verdict` the [`Verdict`].
 //! A process that joins again, after it left, finds its own entry in a decided round and takes the next.
 
+mod by_pmi;
+
 use std::io::ErrorKind;
 use std::net::TcpStream;
 use std::sync::{Arc, Weak};
@@ -109,9 +111,15 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
     check(env)?;
     let start = Instant::now();
     let deadline = start + options.join_timeout.min(Duration::from_secs(365 * 24 * 3600));
-    let meeting = meeting(env);
-    let job = job_key(env, &meeting)?;
-    let (server, store) = meet(env, &meeting, &job, start, deadline)?;
+    let Agreed { meeting, job, mut server } = match &env.meeting {
+        Meeting::Pmi { fd, host } => by_pmi::agree(env, *fd, host, deadline)?,
+        _ => {
+            let meeting = meeting(env);
+            Agreed { job: job_key(env, &meeting)?, meeting, server: None }
+        }
+    };
+    let (hosted, store) = meet(env, &meeting, &job, start, deadline)?;
+    server = server.or(hosted);
     let (listener, listens) = control::listen(store.local_ip()).map_err(|e| {
         environment(format!("cannot listen on {}, from where the master is reached: {e}", store.local_ip()))
     })?;
@@ -156,6 +164,14 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
     })
 }
 
+/// Where the ranks meet, and what admits to it.
+struct Agreed {
+    meeting: Meeting,
+    job: JobKey,
+    /// The store, if this rank hosts it and it is there already.
+    server: Option<Serving>,
+}
+
 /// `LaunchEnv` can be made by hand.
 fn check(env: &LaunchEnv) -> Result<()> {
     if env.rank >= env.world_size || env.local_rank >= env.local_world_size || env.local_world_size > env.world_size {
@@ -174,9 +190,9 @@ fn check(env: &LaunchEnv) -> Result<()> {
             env.world_size
         )));
     }
-    // Launchers have met there themselves, so it can be reached.
-    let met = matches!(env.meeting, Meeting::Launcher { .. });
-    if far && !met && address::is_loopback(env.meeting.host()) {
+    // Launchers have met there themselves, and a process manager says it later.
+    let reachable = matches!(env.meeting, Meeting::Launcher { .. } | Meeting::Pmi { .. });
+    if far && !reachable && address::is_loopback(env.meeting.host()) {
         let host = env.meeting.host();
         return Err(environment(format!(
             "the master is {host}, which only ranks on its own machine can reach, but {} of {} ranks run elsewhere; give the name or address of rank 0's machine",
@@ -227,6 +243,9 @@ fn meet(
         Meeting::Local { name } => {
             let server = if hosts { Some(host_local(name, job)?) } else { None };
             return Ok((server, find_store(&[Place::Local { name: name.clone() }], env, job, start, deadline)?));
+        }
+        Meeting::Pmi { .. } => {
+            return Err(Error::Internal { message: "a process manager's ranks agreed on no place".into() });
         }
         Meeting::Launcher { host, port } => {
             let place = Place::Tcp { host: host.clone(), port: *port };

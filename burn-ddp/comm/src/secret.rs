@@ -82,9 +82,12 @@ impl Secret {
     /// # Errors
     /// Those of writing.
     pub fn write_to(&self, mut file: File) -> io::Result<()> {
-        let mut line: String = self.0.bytes().iter().map(|byte| format!("{byte:02x}")).collect();
-        line.push('\n');
-        file.write_all(line.as_bytes())
+        file.write_all(format!("{}\n", self.digits()).as_bytes())
+    }
+
+    /// What its file holds: for ways that are as safe as that.
+    pub(crate) fn digits(&self) -> String {
+        self.0.bytes().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
     /// The secret in the text of a file.

@@ -1,0 +1,257 @@
+//! A client of MPICH's process manager: PMI version 1, as Hydra speaks it.
+//!
+//! Hydra's `mpirun` gives each rank a socket, whose number is in `PMI_FD`, and keeps names and values for the job. What a rank puts there, all
+//! ranks can get once all have been at the barrier. Lines of text go both ways: `cmd=get kvsname=K key=X` is answered by
+//! `cmd=get_result rc=0 value=V`.
+//!
+//! There is one session per process. A process that ends amid its session counts as failed, whatever its exit code, and takes the others with it.
+
+use std::io::ErrorKind;
+use std::os::fd::{OwnedFd, RawFd};
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use crate::{Error, Result};
+
+/// Longest answer, in bytes; Hydra's values have at most 1024.
+const LINE_CAP: usize = 4096;
+/// Longest value that every version keeps.
+pub(crate) const VALUE_CAP: usize = 256;
+
+/// A session with the process manager.
+pub(crate) struct Pmi {
+    socket: OwnedFd,
+    /// The name of the job's collection of values, which no other job of this process manager has.
+    job: String,
+    deadline: Instant,
+}
+
+impl Pmi {
+    /// Begins a session over the socket `fd` of this process.
+    pub(crate) fn begin(fd: RawFd, deadline: Instant) -> Result<Pmi> {
+        let socket = duplicate(fd).and_then(|socket| {
+            // A closed number may be somebody else's by now.
+            rustix::net::sockopt::socket_type(&socket).map(|_| socket)
+        });
+        let socket = socket.map_err(|e| match e {
+            Errno::BADF | Errno::NOTSOCK => failure(&format!(
+                "PMI_FD={fd} is not open in this process: a program between mpirun and this one has closed it"
+            )),
+            Errno::PERM | Errno::NOSYS => failure(&format!(
+                "the system does not let this process duplicate its socket PMI_FD={fd} ({e}); in a container, allow it with --cap-add SYS_PTRACE, or start the ranks by burnrun"
+            )),
+            e => failure(&format!("cannot use PMI_FD={fd}: {e}")),
+        })?;
+        let mut pmi = Pmi { socket, job: String::new(), deadline };
+        pmi.ask("cmd=init pmi_version=1 pmi_subversion=1", "response_to_init")?;
+        let answer = pmi.ask("cmd=get_my_kvsname", "my_kvsname")?;
+        pmi.job = answer.value("kvsname")?.to_owned();
+        Ok(pmi)
+    }
+
+    pub(crate) fn job(&self) -> &str {
+        &self.job
+    }
+
+    /// Sets `key`, for those that get it after the next barrier. Neither has spaces.
+    pub(crate) fn put(&mut self, key: &str, value: &str) -> Result<()> {
+        if value.len() > VALUE_CAP || value.contains(char::is_whitespace) {
+            return Err(failure(&format!("cannot keep {} bytes under {key}", value.len())));
+        }
+        self.ask(&format!("cmd=put kvsname={} key={key} value={value}", self.job), "put_result").map(drop)
+    }
+
+    pub(crate) fn get(&mut self, key: &str) -> Result<String> {
+        let answer = self.ask(&format!("cmd=get kvsname={} key={key}", self.job), "get_result")?;
+        answer.value("value").map(str::to_owned)
+    }
+
+    /// Waits until all ranks are here.
+    pub(crate) fn barrier(&mut self) -> Result<()> {
+        self.ask("cmd=barrier_in", "barrier_out").map(drop)
+    }
+
+    /// Ends the session. There is no other.
+    pub(crate) fn end(mut self) -> Result<()> {
+        self.ask("cmd=finalize", "finalize_ack").map(drop)
+    }
+
+    fn ask(&mut self, question: &str, expected: &str) -> Result<Answer> {
+        self.send(format!("{question}\n").as_bytes()).map_err(|e| self.lost(question, e))?;
+        let line = self.line().map_err(|e| self.lost(question, e))?;
+        let answer = Answer(line);
+        if answer.value("cmd").ok() != Some(expected) || answer.value("rc").is_ok_and(|rc| rc != "0") {
+            return Err(failure(&format!("{}: it answered {:?}", command(question), answer.0)));
+        }
+        Ok(answer)
+    }
+
+    fn send(&self, mut bytes: &[u8]) -> Result<(), Errno> {
+        while !bytes.is_empty() {
+            self.wait_for(PollFlags::OUT)?;
+            match rustix::net::send(&self.socket, bytes, rustix::net::SendFlags::NOSIGNAL) {
+                Ok(sent) => bytes = &bytes[sent..],
+                Err(Errno::INTR | Errno::AGAIN) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    /// One line and not a byte more: the socket outlives this.
+    fn line(&self) -> Result<String, Errno> {
+        let mut line = Vec::new();
+        let mut byte = [0];
+        while line.len() < LINE_CAP {
+            self.wait_for(PollFlags::IN)?;
+            match rustix::io::read(&self.socket, &mut byte) {
+                Ok(0) => return Err(Errno::CONNRESET),
+                Ok(_) if byte == *b"\n" => return String::from_utf8(line).map_err(|_| Errno::BADMSG),
+                Ok(_) => line.push(byte[0]),
+                Err(Errno::INTR | Errno::AGAIN) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Err(Errno::MSGSIZE)
+    }
+
+    fn wait_for(&self, what: PollFlags) -> Result<(), Errno> {
+        loop {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            let left = Timespec::try_from(left).unwrap_or(Timespec { tv_sec: i32::MAX.into(), tv_nsec: 0 });
+            match poll(&mut [PollFd::new(&self.socket, what)], Some(&left)) {
+                Ok(0) => return Err(Errno::TIMEDOUT),
+                Ok(_) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    fn lost(&self, question: &str, e: Errno) -> Error {
+        let cause = match (std::io::Error::from(e).kind(), question) {
+            (ErrorKind::TimedOut, "cmd=barrier_in") => "not all ranks came in time".to_owned(),
+            (ErrorKind::TimedOut, _) => "no answer in time".to_owned(),
+            (ErrorKind::ConnectionReset | ErrorKind::BrokenPipe, _) => "it closed the connection".to_owned(),
+            _ => e.to_string(),
+        };
+        failure(&format!("{}: {cause}", command(question)))
+    }
+}
+
+/// What of a question may be shown: a value may be a secret.
+fn command(question: &str) -> &str {
+    question.split(' ').next().unwrap_or_default()
+}
+
+/// `cmd=… key=value …`
+struct Answer(String);
+
+impl Answer {
+    fn value(&self, name: &str) -> Result<&str> {
+        let mut words = self.0.split(' ').filter_map(|word| word.split_once('='));
+        words
+            .find(|(known, _)| *known == name)
+            .map(|(_, value)| value)
+            .ok_or_else(|| failure(&format!("its answer {:?} has no {name}; is it PMI version 1?", self.0)))
+    }
+}
+
+/// A number is not yet the right to use what it means; this is the way to it without `unsafe`.
+#[cfg(target_os = "linux")]
+fn duplicate(fd: RawFd) -> Result<OwnedFd, Errno> {
+    use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
+    pidfd_getfd(pidfd_open(getpid(), PidfdFlags::empty())?, fd, PidfdGetfdFlags::empty())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn duplicate(_fd: RawFd) -> Result<OwnedFd, Errno> {
+    Err(Errno::NOSYS)
+}
+
+fn failure(what: &str) -> Error {
+    Error::Environment { message: format!("MPICH's process manager: {what}") }
+}
+
+#[cfg(test)]
+#[cfg(target_os = "linux")]
+mod tests {
+    use std::collections::HashMap;
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::UnixStream;
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(20)
+    }
+
+    /// Answers one rank as Hydra does, then hangs up.
+    fn hydra(socket: UnixStream) {
+        let mut values = HashMap::new();
+        let mut lines = BufReader::new(socket.try_clone().unwrap()).lines();
+        while let Some(Ok(line)) = lines.next() {
+            let words: HashMap<&str, &str> = line.split(' ').filter_map(|word| word.split_once('=')).collect();
+            let answer = match words["cmd"] {
+                "init" => "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0".to_owned(),
+                "get_my_kvsname" => "cmd=my_kvsname kvsname=kvs_1_0_2_vm".to_owned(),
+                "put" => {
+                    values.insert(words["key"].to_owned(), words["value"].to_owned());
+                    "cmd=put_result rc=0 msg=success".to_owned()
+                }
+                "get" => match values.get(words["key"]) {
+                    Some(value) => format!("cmd=get_result rc=0 msg=success value={value}"),
+                    None => format!("cmd=get_result rc=-1 msg=key_{}_not_found value=unknown", words["key"]),
+                },
+                "barrier_in" => "cmd=barrier_out".to_owned(),
+                "finalize" => "cmd=finalize_ack".to_owned(),
+                other => panic!("{other}"),
+            };
+            (&socket).write_all(format!("{answer}\n").as_bytes()).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_is_put_is_got_and_what_is_not_is_an_error() {
+        let (mine, theirs) = UnixStream::pair().unwrap();
+        let server = thread::spawn(|| hydra(theirs));
+        let mut pmi = Pmi::begin(mine.as_raw_fd(), soon()).unwrap();
+        assert_eq!(pmi.job(), "kvs_1_0_2_vm");
+        pmi.put("where", "10.0.0.1:4000").unwrap();
+        pmi.barrier().unwrap();
+        assert_eq!(pmi.get("where").unwrap(), "10.0.0.1:4000");
+        let text = pmi.get("else").unwrap_err().to_string();
+        assert!(text.contains("key_else_not_found"), "{text}");
+        assert!(pmi.put("where", "two words").is_err());
+        pmi.end().unwrap();
+        drop(mine);
+        server.join().unwrap();
+    }
+
+    #[test]
+    fn silence_junk_and_a_closed_socket_are_errors_that_say_so() {
+        let (mine, theirs) = UnixStream::pair().unwrap();
+        let begin = |fd, ms| Pmi::begin(fd, Instant::now() + Duration::from_millis(ms)).err().unwrap().to_string();
+        let silent = begin(mine.as_raw_fd(), 50);
+        assert!(silent.contains("no answer in time"), "{silent}");
+        (&theirs).write_all(b"cmd=response_to_init rc=-1 pmi_version=2\n").unwrap();
+        let refused = begin(mine.as_raw_fd(), 20_000);
+        assert!(refused.contains("pmi_version=2"), "{refused}");
+        (&theirs).write_all(&[b'x'; LINE_CAP]).unwrap();
+        assert!(begin(mine.as_raw_fd(), 20_000).contains("init"));
+        drop(theirs);
+        assert!(begin(mine.as_raw_fd(), 20_000).contains("closed the connection"));
+        let fd = mine.as_raw_fd();
+        drop(mine);
+        // Another test may have been given the number meanwhile, be it for a socket.
+        let closed = begin(fd, 50);
+        assert!(closed.contains("is not open in this process") || closed.contains("cmd=init"), "{closed}");
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert!(begin(file.as_raw_fd(), 50).contains("is not open in this process"));
+    }
+}

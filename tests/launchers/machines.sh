@@ -1,0 +1,49 @@
+# Two "machines" on this one: network namespaces m1 and m2 with a cable between them, names and loopback of their own.
+# To be sourced; needs root and iproute2. `machines_up` makes them, and they go when the script ends.
+
+machines_possible() {
+    [ "$(id -u)" = 0 ] && command -v ip >/dev/null && command -v unshare >/dev/null && ip netns list >/dev/null 2>&1
+}
+
+machines_up() {
+    # Several scripts may run side by side, each with its own pair.
+    pair=bd$$
+    trap machines_down EXIT
+    trap 'exit 1' INT TERM
+    mkdir -p "/tmp/$pair"
+    ip link add "$pair-1" type veth peer name "$pair-2" || return 1
+    for n in 1 2; do
+        mkdir -p "/etc/netns/$pair-$n"
+        printf '127.0.0.1 localhost\n10.77.0.1 m1\n10.77.0.2 m2\n' >"/etc/netns/$pair-$n/hosts"
+        ip netns add "$pair-$n" || return 1
+        ip link set "$pair-$n" netns "$pair-$n"
+        ip -n "$pair-$n" addr add "10.77.0.$n/24" dev "$pair-$n"
+        ip -n "$pair-$n" link set lo up
+        ip -n "$pair-$n" link set "$pair-$n" up
+    done
+    # A remote shell: `rsh m2 command…`, as ssh would run it.
+    rsh=/tmp/$pair/rsh
+    cat >"$rsh" <<END
+#!/bin/sh
+while :; do case \$1 in -*) shift ;; *) break ;; esac; done
+host=\$1; shift
+exec ip netns exec $pair-\${host#m} unshare --uts sh -c "hostname \$host; \$*"
+END
+    chmod +x "$rsh"
+    # "${on1[@]}" COMMAND…: on the first machine.
+    on1=("$rsh" m1)
+    on2=("$rsh" m2)
+}
+
+machines_down() {
+    for n in 1 2; do
+        ip netns pids "$pair-$n" 2>/dev/null | xargs -r kill -9 2>/dev/null
+        ip netns del "$pair-$n" 2>/dev/null
+        rm -rf "/etc/netns/$pair-$n"
+    done
+    rm -rf "/tmp/$pair"
+}
+
+cable() { # up, down
+    ip -n "$pair-1" link set "$pair-1" "$1"
+}
