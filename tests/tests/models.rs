@@ -12,7 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 fn short() -> Options {
-    Options { timeout: Duration::from_secs(5), join_timeout: Duration::from_secs(5) }
+    Options { timeout: Duration::from_secs(5), join_timeout: Duration::from_secs(5), ..Options::default() }
 }
 
 fn x(ddp: &Ddp, device: &Device) -> Tensor<2> {

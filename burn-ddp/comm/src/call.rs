@@ -3,6 +3,7 @@
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -173,13 +174,13 @@ impl CallInfo {
     }
 }
 
-impl fmt::Display for CallInfo {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.collective == Collective::NewGroup {
-            write!(f, "World::group (group {})", self.group)?;
-        } else {
-            write!(f, "{} #{} of group {}", self.collective, self.sequence, self.group)?;
-        }
+impl CallInfo {
+    /// What it does to what, without where and when: `all_reduce (f32, sum, 10 elements)`.
+    pub fn operation(&self) -> String {
+        format!("{}{}", self.collective, self.details())
+    }
+
+    fn details(&self) -> String {
         let mut details = Vec::new();
         if let Some(dtype) = self.dtype {
             details.push(dtype.to_string());
@@ -197,8 +198,16 @@ impl fmt::Display for CallInfo {
         if self.tag != 0 {
             details.push(format!("tag {:#x}", self.tag));
         }
-        if !details.is_empty() {
-            write!(f, " ({})", details.join(", "))?;
+        if details.is_empty() { String::new() } else { format!(" ({})", details.join(", ")) }
+    }
+}
+
+impl fmt::Display for CallInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.collective == Collective::NewGroup {
+            write!(f, "World::group (group {})", self.group)?;
+        } else {
+            write!(f, "{} #{} of group {}{}", self.collective, self.sequence, self.group, self.details())?;
         }
         if let Some(step) = self.step {
             write!(f, " in step {step}")?;
@@ -216,6 +225,39 @@ pub struct RankCall {
     pub call: CallInfo,
 }
 
+/// Whose part of an exchange has not come. Written by the exchange, read by whoever reports.
+#[derive(Debug, Default)]
+pub struct Awaited(Box<[AtomicBool]>);
+
+impl Awaited {
+    /// Of a world of `world_size`, nobody.
+    pub fn new(world_size: usize) -> Awaited {
+        Awaited((0..world_size).map(|_| AtomicBool::new(false)).collect())
+    }
+
+    /// The exchange waits for `peer`.
+    pub fn expect(&self, peer: usize) {
+        self.set(peer, true);
+    }
+
+    /// The part of `peer` has come.
+    pub fn arrived(&self, peer: usize) {
+        self.set(peer, false);
+    }
+
+    /// Who is waited for now.
+    pub fn ranks(&self) -> Vec<usize> {
+        let awaited = |(rank, awaited): (usize, &AtomicBool)| awaited.load(Ordering::Relaxed).then_some(rank);
+        self.0.iter().enumerate().filter_map(awaited).collect()
+    }
+
+    fn set(&self, peer: usize, awaited: bool) {
+        if let Some(flag) = self.0.get(peer) {
+            flag.store(awaited, Ordering::Relaxed);
+        }
+    }
+}
+
 /// A collective under way on this rank.
 #[derive(Clone, Debug)]
 pub struct Call {
@@ -227,10 +269,14 @@ pub struct Call {
     pub weight: f64,
     /// The number of this call's next exchange: each exchange of a call has its own.
     pub stage: u8,
+    /// When it began.
+    pub started: Instant,
     /// When it must be done.
     pub deadline: Instant,
     /// How long that was from the start.
     pub timeout: Duration,
+    /// Whom it waits for, if somebody wants to know. Exchanges keep it up to date.
+    pub awaited: Option<Arc<Awaited>>,
 }
 
 impl Call {
@@ -244,8 +290,24 @@ impl Call {
             rank,
             weight: 1.0,
             stage: 0,
+            started: now,
             deadline: now.checked_add(timeout).unwrap_or_else(|| now + century),
             timeout,
+            awaited: None,
+        }
+    }
+
+    /// Notes that the exchange waits for `peer`.
+    pub fn expect(&self, peer: usize) {
+        if let Some(awaited) = &self.awaited {
+            awaited.expect(peer);
+        }
+    }
+
+    /// Notes that the part of `peer` has come.
+    pub fn arrived(&self, peer: usize) {
+        if let Some(awaited) = &self.awaited {
+            awaited.arrived(peer);
         }
     }
 
@@ -289,7 +351,14 @@ impl Call {
 
     /// The error when the deadline passes before the parts of `waiting_for` have come.
     pub fn timed_out(&self, waiting_for: Vec<usize>) -> Error {
-        Error::Timeout { reporter: self.rank, waiting_for, timeout: self.timeout, call: Box::new(self.info.clone()) }
+        Error::Timeout {
+            reporter: self.rank,
+            waiting_for,
+            culprit: None,
+            timeout: self.timeout,
+            call: Box::new(self.info.clone()),
+            why: String::new(),
+        }
     }
 }
 

@@ -49,16 +49,20 @@ pub enum Error {
         during: Option<Box<CallInfo>>,
     },
     /// A collective did not complete within [`Options::timeout`](crate::Options::timeout).
-    #[error("rank {reporter} waited {} s for {} in {call}", .timeout.as_secs_f64(), list_ranks(.waiting_for))]
+    #[error("rank {reporter} waited {} s for {} in {call}{}", .timeout.as_secs_f64(), list_ranks(.waiting_for), behind(.why))]
     Timeout {
         /// The rank whose deadline passed first.
         reporter: usize,
         /// The ranks whose part had not come.
         waiting_for: Vec<usize>,
+        /// The rank that keeps all others waiting, if that is one and known: it need not be one that the reporter waited for.
+        culprit: Option<usize>,
         /// How long it waited.
         timeout: Duration,
         /// What the reporter was calling.
         call: Box<CallInfo>,
+        /// What the ranks that were waited for did instead; empty if that is not known.
+        why: String,
     },
 
     // The caller: fix the program.
@@ -180,7 +184,7 @@ impl Error {
             Error::PeerLost { peer, .. } | Error::PeerLeft { peer, .. } | Error::PeerFailed { peer, .. } => {
                 Some(peer.rank)
             }
-            Error::Timeout { waiting_for, .. } => waiting_for.first().copied(),
+            Error::Timeout { culprit, waiting_for, .. } => culprit.or(waiting_for.first().copied()),
             Error::OutOfStep { stopped, .. } => Some(stopped.rank),
             Error::InvalidArgument { rank, .. } => *rank,
             Error::Object { rank, .. } => Some(*rank),
@@ -200,6 +204,7 @@ impl Error {
             Error::PeerLost { .. } | Error::PeerLeft { .. } | Error::PeerFailed { .. } | Error::OutOfStep { .. } => {
                 self.rank()
             }
+            Error::Timeout { culprit, .. } => *culprit,
             _ => None,
         }
     }
@@ -246,6 +251,10 @@ impl Error {
             | Error::Internal { .. } => None,
         }
     }
+}
+
+fn behind(why: &str) -> String {
+    if why.is_empty() { String::new() } else { format!("; {why}") }
 }
 
 fn amid(call: &Option<Box<CallInfo>>) -> String {

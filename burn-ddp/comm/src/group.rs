@@ -4,7 +4,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::{Arc, Mutex};
 
-use crate::call::{Call, CallInfo, Collective};
+use crate::call::{Awaited, Call, CallInfo, Collective};
 use crate::dtype::Element;
 use crate::engine::Engine;
 use crate::health::lock;
@@ -30,6 +30,8 @@ use crate::{DType, Error, ReduceOp, Result};
 pub struct ProcessGroup {
     member: Arc<Member>,
     id: u64,
+    /// Whom the call under way waits for.
+    awaited: Arc<Awaited>,
     /// Locked for the whole of a call: the next one waits.
     turn: Mutex<Turn>,
 }
@@ -42,8 +44,8 @@ struct Turn {
 }
 
 impl ProcessGroup {
-    pub(crate) fn new(member: Arc<Member>, id: u64, engine: Box<dyn Engine>) -> ProcessGroup {
-        ProcessGroup { member, id, turn: Mutex::new(Turn { engine, sequence: 0 }) }
+    pub(crate) fn new(member: Arc<Member>, id: u64, engine: Box<dyn Engine>, awaited: Arc<Awaited>) -> ProcessGroup {
+        ProcessGroup { member, id, awaited, turn: Mutex::new(Turn { engine, sequence: 0 }) }
     }
 
     /// This rank in the group.
@@ -377,7 +379,11 @@ impl ProcessGroup {
             step: self.member.seat.health.step(),
         };
         turn.sequence += 1;
-        let call = Call { weight: plan.weight, ..Call::new(info, self.rank(), self.member.options.timeout) };
+        let call = Call {
+            weight: plan.weight,
+            awaited: Some(self.awaited.clone()),
+            ..Call::new(info, self.rank(), self.member.options.timeout)
+        };
         self.member.run(&call, || body(&mut *turn.engine, &call))
     }
 

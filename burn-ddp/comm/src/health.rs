@@ -4,17 +4,21 @@
 //! process share one [`Health`] state; between processes the control connections carry [`ControlMessage`]s from one
 //! rank's health to the others'.
 
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
-use crate::call::CallInfo;
+use crate::call::{Call, CallInfo};
+use crate::history::{Heartbeat, History};
+use crate::liveness::Liveness;
 use crate::peer::PeerInfo;
 use crate::post_mortem::{self, Event};
 use crate::track::Tracks;
-use crate::{Error, LaunchEnv, Result};
+use crate::{Error, LaunchEnv, Options, Result};
+
+mod watch;
 
 /// What ranks tell each other besides data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -24,6 +28,8 @@ pub enum ControlMessage {
         /// The root cause.
         cause: Error,
     },
+    /// The sender lives, and this is what it does.
+    Heartbeat(Heartbeat),
     /// The sender leaves in peace.
     Goodbye,
     /// The sender stopped on a track; see [`World::stop`](crate::World::stop).
@@ -56,8 +62,8 @@ pub struct Health {
     shared: Arc<Shared>,
     /// The first collective on this rank that returned the cause; all later ones repeat it.
     noticed_by: OnceLock<Box<CallInfo>>,
-    /// The training step, [`NO_STEP`] if the program does not say. Written by the rank, read when it calls.
-    step: AtomicU64,
+    /// Done once, by the first who knows that the world has ended; others wait for it, so that no rank ends before its report is written.
+    reported: OnceLock<()>,
 }
 
 const NO_STEP: u64 = u64::MAX;
@@ -65,6 +71,13 @@ const NO_STEP: u64 = u64::MAX;
 /// Common to all ranks of one process.
 struct Shared {
     peers: Vec<PeerInfo>,
+    options: Options,
+    /// Whether all ranks live in this process.
+    local: bool,
+    /// What each rank of this process does; of others nothing is written here.
+    doing: Vec<Doing>,
+    /// What is heard of the ranks in other processes. Written by the monitor.
+    liveness: Mutex<Liveness>,
     /// Written by ranks and control threads; never locked while calling out.
     state: Mutex<State>,
     /// Who waits. Transports add themselves when they are made; the dead are dropped at the next addition.
@@ -72,7 +85,14 @@ struct Shared {
     /// Set once, by the control connections; ranks in one process need none.
     outbox: OnceLock<Weak<dyn Outbox>>,
     /// Where the launcher reads what happens. Set once, before the first collective.
-    events: OnceLock<PathBuf>,
+    launch: OnceLock<LaunchEnv>,
+}
+
+/// What one rank does.
+struct Doing {
+    /// The training step, [`NO_STEP`] if the program does not say. Written by the rank, read when it calls.
+    step: AtomicU64,
+    history: History,
 }
 
 struct State {
@@ -85,19 +105,22 @@ struct State {
 
 impl Health {
     /// The health of `rank`, the only one in this process.
-    pub fn new(rank: usize, peers: Vec<PeerInfo>) -> Arc<Health> {
-        Arc::new(Health::view(rank, Shared::new(peers)))
+    pub fn new(rank: usize, peers: Vec<PeerInfo>, options: Options) -> Arc<Health> {
+        let liveness = Liveness::new(rank, peers.len(), &options, Instant::now());
+        Arc::new(Health::view(rank, Shared::new(peers, options, liveness, false)))
     }
 
     /// The healths of all ranks of a world that lives in this process.
-    pub fn shared(peers: Vec<PeerInfo>) -> Vec<Arc<Health>> {
+    pub fn shared(peers: Vec<PeerInfo>, options: Options) -> Vec<Arc<Health>> {
         let world_size = peers.len();
-        let shared = Shared::new(peers);
+        // Nobody is listened to.
+        let liveness = Liveness::new(0, 0, &options, Instant::now());
+        let shared = Shared::new(peers, options, liveness, true);
         (0..world_size).map(|rank| Arc::new(Health::view(rank, shared.clone()))).collect()
     }
 
     fn view(rank: usize, shared: Arc<Shared>) -> Health {
-        Health { rank, shared, noticed_by: OnceLock::new(), step: AtomicU64::new(NO_STEP) }
+        Health { rank, shared, noticed_by: OnceLock::new(), reported: OnceLock::new() }
     }
 
     /// The rank whose view this is.
@@ -107,12 +130,22 @@ impl Health {
 
     /// See [`World::set_step`](crate::World::set_step).
     pub(crate) fn set_step(&self, step: u64) {
-        self.step.store(step, Ordering::Relaxed);
+        self.shared.doing[self.rank].step.store(step, Ordering::Relaxed);
     }
 
     /// The training step, if the program says.
     pub(crate) fn step(&self) -> Option<u64> {
-        Some(self.step.load(Ordering::Relaxed)).filter(|step| *step != NO_STEP)
+        self.shared.doing[self.rank].step()
+    }
+
+    /// This rank's calls.
+    pub(crate) fn history(&self) -> &History {
+        &self.shared.doing[self.rank].history
+    }
+
+    /// The waits of this world.
+    pub(crate) fn options(&self) -> &Options {
+        &self.shared.options
     }
 
     /// All ranks.
@@ -128,10 +161,8 @@ impl Health {
 
     /// Tells what happens where `env` says.
     pub(crate) fn report_to(&self, env: &LaunchEnv) {
-        if let Some(file) = &env.events {
-            // Set once, by the rendezvous.
-            let _ = self.shared.events.set(file.clone());
-        }
+        // Set once, by the rendezvous.
+        let _ = self.shared.launch.set(env.clone());
     }
 
     /// Wakes `waker` at every change from now on, for as long as it lives.
@@ -185,7 +216,10 @@ impl Health {
 
     /// Takes in what another process' rank says.
     pub fn receive(&self, from: usize, message: ControlMessage) {
+        let change = lock(&self.shared.liveness).heard(from, Instant::now());
+        self.note_changes(change);
         match message {
+            ControlMessage::Heartbeat(beat) => lock(&self.shared.liveness).beat(from, beat),
             // Whoever ended the world told everybody; it is passed on only when leaving, see `goodbye`.
             ControlMessage::Fail { cause } => self.end(cause, false),
             ControlMessage::Goodbye => self.mark_left(from),
@@ -223,18 +257,20 @@ impl Health {
     }
 
     /// What a collective returns instead of `error`: the root cause, with the first call of this rank that met it.
-    pub(crate) fn conclude(&self, error: Error, call: &CallInfo) -> Error {
+    pub(crate) fn conclude(&self, error: Error, call: &Call) -> Error {
         if error.group_usable() {
-            return error.noticed_by(call);
+            return error.noticed_by(&call.info);
         }
-        self.fail(error.clone());
+        self.fail(self.explained(error.clone(), call));
+        self.report();
         let cause = self.check().err().unwrap_or(error);
-        let first = self.noticed_by.get_or_init(|| Box::new(call.clone()));
+        let first = self.noticed_by.get_or_init(|| Box::new(call.info.clone()));
         cause.noticed_by(first)
     }
 
     fn mark_left(&self, rank: usize) {
         lock(&self.shared.state).left[rank] = true;
+        lock(&self.shared.liveness).forget(rank);
         self.wake_all();
     }
 
@@ -252,27 +288,35 @@ impl Health {
             }
             state.cause = Some(cause.clone());
         }
-        self.report(&cause);
-        tracing::error!(rank = self.rank, %cause, "the world ends");
-        if tell {
-            self.tell(&ControlMessage::Fail { cause });
-        }
-        self.wake_all();
-    }
-
-    /// Before the others hear of it, and so before any of them can end because of it.
-    fn report(&self, cause: &Error) {
+        // Before the others hear of it, and so before any of them can end because of it.
         self.note(&Event::Failed {
             rank: self.rank,
             culprit: cause.culprit(),
             cause: cause.to_string(),
             at: post_mortem::now_ms(),
         });
+        tracing::error!(rank = self.rank, %cause, "the world ends");
+        if tell {
+            self.tell(&ControlMessage::Fail { cause });
+        }
+        self.report();
+        self.wake_all();
+    }
+
+    /// Leaves this rank's report where the launcher wants it, once the world has ended.
+    fn report(&self) {
+        self.reported.get_or_init(|| {
+            let Some(LaunchEnv { report_dir: Some(dir), .. }) = self.shared.launch.get() else { return };
+            let Some(report) = self.post_mortem() else { return };
+            if let Err(error) = report.write(dir) {
+                tracing::warn!(%error, dir = %dir.display(), "cannot leave a report");
+            }
+        });
     }
 
     /// Tells the launcher.
     fn note(&self, event: &Event) {
-        let Some(file) = self.shared.events.get() else { return };
+        let Some(LaunchEnv { events: Some(file), .. }) = self.shared.launch.get() else { return };
         if let Err(error) = post_mortem::append(file, event) {
             tracing::warn!(%error, file = %file.display(), "cannot tell the launcher what happens");
         }
@@ -291,14 +335,18 @@ impl Health {
 }
 
 impl Shared {
-    fn new(peers: Vec<PeerInfo>) -> Arc<Shared> {
+    fn new(peers: Vec<PeerInfo>, options: Options, liveness: Liveness, local: bool) -> Arc<Shared> {
         let state = State { cause: None, left: vec![false; peers.len()], tracks: Tracks::default() };
         Arc::new(Shared {
+            doing: peers.iter().map(|_| Doing::new(options.history)).collect(),
+            liveness: Mutex::new(liveness),
             peers,
+            options,
+            local,
             state: Mutex::new(state),
             wakers: Mutex::new(Vec::new()),
             outbox: OnceLock::new(),
-            events: OnceLock::new(),
+            launch: OnceLock::new(),
         })
     }
 }
@@ -346,7 +394,7 @@ mod tests {
 
     /// Rank 0 of three, as in a process of its own.
     fn rank_0() -> (Arc<Health>, Arc<Recorder>) {
-        let health = Health::new(0, (0..3).map(|rank| PeerInfo::here(rank, rank, 0)).collect());
+        let health = Health::new(0, (0..3).map(|rank| PeerInfo::here(rank, rank, 0)).collect(), Options::default());
         let recorder = Arc::new(Recorder::default());
         let (outbox, waker) = (recorder.clone() as Arc<dyn Outbox>, recorder.clone() as Arc<dyn Wake>);
         health.set_outbox(Arc::downgrade(&outbox));
@@ -354,8 +402,8 @@ mod tests {
         (health, recorder)
     }
 
-    fn call(sequence: u64) -> CallInfo {
-        CallInfo {
+    fn call(sequence: u64) -> Call {
+        let info = CallInfo {
             collective: Collective::Barrier,
             reduce: None,
             dtype: None,
@@ -366,7 +414,8 @@ mod tests {
             sequence,
             site: "a.rs:1:1".into(),
             step: None,
-        }
+        };
+        Call::new(info, 0, std::time::Duration::from_secs(1))
     }
 
     #[test]
@@ -450,7 +499,7 @@ mod tests {
 
     #[test]
     fn ranks_of_one_process_share_the_cause() {
-        let healths = Health::shared((0..2).map(|rank| PeerInfo::here(rank, rank, 0)).collect());
+        let healths = Health::shared((0..2).map(|rank| PeerInfo::here(rank, rank, 0)).collect(), Options::default());
         healths[1].fail_self("tired".to_string());
         assert_eq!(healths[0].check(), healths[1].check());
         assert_eq!(healths[0].check().unwrap_err().rank(), Some(1));

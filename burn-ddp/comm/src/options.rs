@@ -19,19 +19,44 @@ pub struct Options {
     pub timeout: Duration,
     /// How long to wait for all ranks to come together. 5 minutes by default.
     pub join_timeout: Duration,
+    /// How often ranks of different processes tell each other what they do. 1 second by default. Who misses two is reported, not lost.
+    pub heartbeat: Duration,
+    /// How long a rank may be silent until it is lost. `None`, the default: 30 seconds if its machine does not answer, and until the
+    /// operation's own end if it does, since a process that is stopped or debugged may go on.
+    pub peer_timeout: Option<Duration>,
+    /// How long a collective may take until that is reported; again after twice the time, and so on. 30 seconds by default.
+    pub stall: Duration,
+    /// How many collectives each rank keeps in mind for its report. 128 by default.
+    pub history: usize,
 }
+
+/// When a machine that does not answer is given up, unless the user says so.
+const MACHINE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Shorter ones would only make work.
+const SHORTEST_HEARTBEAT: Duration = Duration::from_millis(10);
+/// More collectives than anybody reads.
+const MAX_HISTORY: usize = 1_000_000;
 
 impl Default for Options {
     fn default() -> Self {
-        Options { timeout: Duration::from_secs(600), join_timeout: Duration::from_secs(300) }
+        Options {
+            timeout: Duration::from_secs(600),
+            join_timeout: Duration::from_secs(300),
+            heartbeat: Duration::from_secs(1),
+            peer_timeout: None,
+            stall: Duration::from_secs(30),
+            history: 128,
+        }
     }
 }
 
 impl Options {
-    /// The defaults, changed by `BURN_DDP_TIMEOUT` and `BURN_DDP_JOIN_TIMEOUT` (seconds, fractions allowed).
+    /// The defaults, changed by `BURN_DDP_TIMEOUT`, `BURN_DDP_JOIN_TIMEOUT`, `BURN_DDP_HEARTBEAT`, `BURN_DDP_PEER_TIMEOUT` and
+    /// `BURN_DDP_STALL` (seconds, fractions allowed), and by `BURN_DDP_HISTORY` (a number).
     ///
     /// # Errors
-    /// [`Error::Environment`] if a variable is set to something that is not a positive number of seconds.
+    /// [`Error::Environment`] if a variable is set to something that is not a positive number, or a peer timeout is no more than two
+    /// heartbeats.
     pub fn from_env() -> Result<Options> {
         Options::from_lookup(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
@@ -49,7 +74,7 @@ impl Options {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Environment`] if a variable is set to something that is not a positive number of seconds.
+    /// Those of [`from_env`](Options::from_env).
     pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Options> {
         let mut options = Options::default();
         if let Some(timeout) = seconds("BURN_DDP_TIMEOUT", lookup)? {
@@ -58,7 +83,39 @@ impl Options {
         if let Some(timeout) = seconds("BURN_DDP_JOIN_TIMEOUT", lookup)? {
             options.join_timeout = timeout;
         }
+        if let Some(heartbeat) = seconds("BURN_DDP_HEARTBEAT", lookup)? {
+            options.heartbeat = heartbeat;
+        }
+        options.peer_timeout = seconds("BURN_DDP_PEER_TIMEOUT", lookup)?;
+        if let Some(stall) = seconds("BURN_DDP_STALL", lookup)? {
+            options.stall = stall;
+        }
+        if let Some(text) = lookup("BURN_DDP_HISTORY") {
+            options.history = text.trim().parse().ok().filter(|n| *n <= MAX_HISTORY).ok_or_else(|| {
+                environment(format!("BURN_DDP_HISTORY={text:?} is not a number of collectives from 0 to {MAX_HISTORY}"))
+            })?;
+        }
+        options.check()?;
         Ok(options)
+    }
+
+    /// Whether these fit together.
+    pub(crate) fn check(&self) -> Result<()> {
+        let (heartbeat, timeout) = (self.heartbeat, self.peer_timeout);
+        if heartbeat < SHORTEST_HEARTBEAT {
+            return Err(environment(format!("a heartbeat of {heartbeat:?}: the shortest is {SHORTEST_HEARTBEAT:?}")));
+        }
+        match timeout {
+            Some(timeout) if timeout <= heartbeat.saturating_mul(2) => Err(environment(format!(
+                "a peer timeout of {timeout:?} with a heartbeat of {heartbeat:?}: healthy ranks would be lost; it must be more than two heartbeats (BURN_DDP_PEER_TIMEOUT, BURN_DDP_HEARTBEAT)"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// How long a machine may leave what it was sent unanswered.
+    pub(crate) fn machine_timeout(&self) -> Duration {
+        self.peer_timeout.unwrap_or(MACHINE_TIMEOUT)
     }
 }
 
@@ -72,7 +129,54 @@ fn seconds(name: &str, lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option
         .filter(|seconds| *seconds > 0.0)
         .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
         .map(Some)
-        .ok_or_else(|| Error::Environment {
-            message: format!("{name}={text:?} is not a positive number of seconds (for example {name}=60)"),
+        .ok_or_else(|| {
+            environment(format!("{name}={text:?} is not a positive number of seconds (for example {name}=60)"))
         })
+}
+
+fn environment(message: String) -> Error {
+    Error::Environment { message }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn from(set: &[(&str, &str)]) -> Result<Options> {
+        Options::from_lookup(&|name| set.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string()))
+    }
+
+    #[test]
+    fn each_variable_sets_its_option() {
+        let options = from(&[
+            ("BURN_DDP_TIMEOUT", "1"),
+            ("BURN_DDP_JOIN_TIMEOUT", "2"),
+            ("BURN_DDP_HEARTBEAT", "0.5"),
+            ("BURN_DDP_PEER_TIMEOUT", "4"),
+            ("BURN_DDP_STALL", "5"),
+            ("BURN_DDP_HISTORY", "6"),
+        ]);
+        let expected = Options {
+            timeout: Duration::from_secs(1),
+            join_timeout: Duration::from_secs(2),
+            heartbeat: Duration::from_millis(500),
+            peer_timeout: Some(Duration::from_secs(4)),
+            stall: Duration::from_secs(5),
+            history: 6,
+        };
+        assert_eq!(options, Ok(expected));
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused_with_a_reason() {
+        for (set, reason) in [
+            (&[("BURN_DDP_HEARTBEAT", "0")][..], "positive number of seconds"),
+            (&[("BURN_DDP_HEARTBEAT", "0.001")], "the shortest is 10ms"),
+            (&[("BURN_DDP_HISTORY", "-1")], "from 0 to"),
+            (&[("BURN_DDP_PEER_TIMEOUT", "2")], "more than two heartbeats"),
+        ] {
+            let error = from(set).unwrap_err().to_string();
+            assert!(error.contains(reason), "{error}");
+        }
+    }
 }

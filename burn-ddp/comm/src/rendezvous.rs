@@ -109,6 +109,7 @@ impl World {
 /// Joins the world that `env` describes.
 fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
     check(env)?;
+    options.check()?;
     let start = Instant::now();
     let deadline = start + options.join_timeout.min(Duration::from_secs(365 * 24 * 3600));
     let Agreed { meeting, job, mut server } = match &env.meeting {
@@ -138,7 +139,7 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
         Instant::now() + deadline.saturating_duration_since(Instant::now()).clamp(*MESH_TIME.start(), *MESH_TIME.end());
     let streams = connect_all(&control, &key, env.rank, &entries, mesh_end)?;
     let peers: Vec<PeerInfo> = entries.iter().map(|entry| entry.peer.clone()).collect();
-    let health = Health::new(env.rank, peers.clone());
+    let health = Health::new(env.rank, peers.clone(), options.clone());
     health.report_to(env);
     let control = Arc::new(control);
     let as_outbox: Arc<dyn Outbox> = control.clone();

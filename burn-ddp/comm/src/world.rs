@@ -5,13 +5,13 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::call::{Call, CallInfo, Collective};
+use crate::call::{Awaited, Call, CallInfo, Collective};
 use crate::engine::Fabric;
 use crate::engine::threads::ThreadsFabric;
 use crate::group::ProcessGroup;
 use crate::health::{Health, lock};
 use crate::peer::PeerInfo;
-use crate::{Options, Result};
+use crate::{Options, Result, panics};
 
 /// One rank's membership of a job: who it is, who its peers are, and the way to talk to them.
 ///
@@ -74,7 +74,7 @@ impl World {
     /// `n` ranks in this process, in rank order. Each goes to a thread of its own; see also [`on_threads`].
     pub fn threads(n: usize, options: Options) -> Vec<World> {
         let peers: Vec<PeerInfo> = (0..n).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
-        let healths = Health::shared(peers.clone());
+        let healths = Health::shared(peers.clone(), options.clone());
         let fabrics = ThreadsFabric::all(&healths);
         let seat = |(health, fabric): (Arc<Health>, ThreadsFabric)| Seat {
             rank: health.rank(),
@@ -88,6 +88,7 @@ impl World {
     }
 
     pub(crate) fn from_seat(seat: Seat, options: Options) -> World {
+        panics::watch(&seat.health);
         let member = Member { seat, options, next_group: Mutex::new(1), left: AtomicBool::new(false) };
         World { member: Arc::new(member) }
     }
@@ -155,14 +156,15 @@ impl World {
             step: self.member.seat.health.step(),
         };
         *next_group += 1;
-        let call = Call::new(info, self.rank(), self.member.options.timeout);
+        let awaited = Arc::new(Awaited::new(self.world_size()));
+        let call = Call { awaited: Some(awaited.clone()), ..Call::new(info, self.rank(), self.member.options.timeout) };
         let engine = self.member.run(&call, || {
             let mut engine = self.member.seat.fabric.open(&call)?;
             engine.barrier(&call)?;
             Ok(engine)
         })?;
         tracing::debug!(rank = self.rank(), group = call.info.group, engine = engine.name(), "new group");
-        Ok(ProcessGroup::new(self.member.clone(), call.info.group, engine))
+        Ok(ProcessGroup::new(self.member.clone(), call.info.group, engine, awaited))
     }
 
     /// Whether the world is still whole.
@@ -270,14 +272,16 @@ impl Member {
         if self.left.load(Ordering::Acquire) {
             return Err(health.left_error(self.seat.rank).noticed_by(&call.info));
         }
-        health.check().and_then(|()| body()).map_err(|error| health.conclude(error, &call.info))
+        let id = health.history().begin(call);
+        let result = health.check().and_then(|()| body()).map_err(|error| health.conclude(error, call));
+        health.history().end(id, result.is_ok());
+        result
     }
 
     /// Ends the world if this is a panic on its way up.
     pub(crate) fn fail_if_panicking(&self) {
         if std::thread::panicking() && !self.left.load(Ordering::Acquire) {
-            let thread = std::thread::current();
-            self.seat.health.fail_self(format!("panicked in thread {:?}", thread.name().unwrap_or("unnamed")));
+            self.seat.health.fail_self(panics::describe());
         }
     }
 

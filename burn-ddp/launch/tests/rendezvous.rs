@@ -21,7 +21,8 @@ fn launch(nproc: usize, what: &str) -> Outcome {
 fn as_a_rank() {
     let what = std::env::var("RANK_DOES").expect("this is no test of its own: run the others");
     let env = LaunchEnv::detect().unwrap().expect("the launcher's variables");
-    let options = Options { timeout: Duration::from_secs(20), join_timeout: Duration::from_secs(20) };
+    let options =
+        Options { timeout: Duration::from_secs(20), join_timeout: Duration::from_secs(20), ..Options::default() };
     let world = World::join(&env, options).unwrap();
     assert_eq!((world.rank(), world.world_size()), (env.rank, env.world_size));
     let group = world.group().unwrap();

@@ -13,6 +13,7 @@
 
 mod links;
 mod monitor;
+mod obituary;
 
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -23,6 +24,7 @@ use std::time::Duration;
 
 pub(crate) use links::Links;
 
+use crate::Options;
 use crate::health::{ControlMessage, Health, Outbox, lock};
 use crate::job_key::LinkKey;
 use crate::net::wait::Waker;
@@ -117,7 +119,7 @@ impl Control {
                 readers.push(None);
                 continue;
             };
-            keep_alive(&stream)?;
+            keep_alive(&stream, health.options())?;
             senders.push(Some(Sender {
                 wire: Wire::new(stream.try_clone()?, MESSAGE_CAP)?,
                 last: false,
@@ -156,6 +158,13 @@ impl Drop for Control {
 }
 
 impl Sender {
+    /// Says that this rank lives, if there is room: who does not read needs no more of it.
+    fn beat(&mut self, message: &ControlMessage) {
+        if !self.wire.wants_write() {
+            self.send(message, false);
+        }
+    }
+
     /// Writes what the socket takes; `false` if something remains for the monitor to write.
     fn send(&mut self, message: &ControlMessage, last: bool) -> bool {
         if self.broken.is_some() || self.last {
@@ -200,12 +209,16 @@ impl Sender {
     }
 }
 
-/// Lets the kernel find out, within two minutes, that a peer's machine or the way to it is gone without a word. A process that is
-/// merely stopped still answers.
-fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+/// Lets the kernel find out that a peer's machine or the way to it is gone without a word: it gives the connection up if nothing
+/// that is sent, be it a probe, is acknowledged for as long as the options say. A process that is merely stopped does not matter,
+/// its machine still answers.
+fn keep_alive(stream: &TcpStream, options: &Options) -> io::Result<()> {
     let socket = socket2::SockRef::from(stream);
-    let probe = socket2::TcpKeepalive::new().with_time(Duration::from_secs(30)).with_interval(Duration::from_secs(10));
-    socket.set_tcp_keepalive(&probe)
+    // The kernel knows whole seconds, and at most some hours of them.
+    let timeout = options.machine_timeout().clamp(Duration::from_secs(1), Duration::from_secs(24 * 3600));
+    let probe = Duration::from_secs((timeout.as_secs() / 4).clamp(1, 30));
+    socket.set_tcp_keepalive(&socket2::TcpKeepalive::new().with_time(probe).with_interval(probe))?;
+    Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, timeout.as_millis() as u32)?)
 }
 
 /// Where ranks that are to reach this one through `local` listen: its interface, any port.

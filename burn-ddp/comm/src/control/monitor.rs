@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
+use super::obituary::obituary;
 use super::{CLOSED, PRESENT, Shared};
 use crate::health::{ControlMessage, Health, lock};
 use crate::job_key::LinkKey;
@@ -35,6 +36,8 @@ pub(super) struct Monitor {
     readers: Vec<Option<Wire>>,
     /// Set with the readers.
     health: Option<Arc<Health>>,
+    /// When to look at the silent, and to say something oneself. Set while the rank takes part.
+    look_at: Option<Instant>,
     /// When to end although peers have not closed; set when the handle is gone.
     end: Option<Instant>,
 }
@@ -43,7 +46,16 @@ impl Monitor {
     pub(super) fn new(listener: TcpListener, shared: Arc<Shared>) -> Self {
         let listener = Some(listener);
         let strangers = Strangers::new(Role::Rank(shared.rank as u32));
-        Self { shared, listener, accept_after: None, strangers, readers: Vec::new(), health: None, end: None }
+        Self {
+            shared,
+            listener,
+            accept_after: None,
+            strangers,
+            readers: Vec::new(),
+            health: None,
+            look_at: None,
+            end: None,
+        }
     }
 
     pub(super) fn run(mut self) {
@@ -83,6 +95,7 @@ impl Monitor {
             self.flush(rank);
             self.read(rank);
         }
+        self.tend();
         let strangers: Vec<bool> = ready.collect();
         for stranger in self.strangers.hear(&strangers) {
             self.meet(stranger);
@@ -118,7 +131,8 @@ impl Monitor {
             }
         }
         fds.extend(self.strangers.poll_fds());
-        let deadline = self.strangers.deadline().into_iter().chain(self.accept_after).chain(self.end).min();
+        let deadline =
+            self.strangers.deadline().into_iter().chain(self.accept_after).chain(self.look_at).chain(self.end).min();
         wait(&mut fds, deadline)?;
         Ok(fds[1..].iter().map(|fd| !fd.revents().is_empty()).collect())
     }
@@ -151,11 +165,33 @@ impl Monitor {
                     self.readers[rank] = None;
                     if present && !health.has_left(rank) {
                         let broken = lock(&self.shared.senders)[rank].as_ref().and_then(|sender| sender.broken.clone());
-                        health.peer_lost(rank, describe(&e, broken));
+                        health.peer_lost(rank, describe(&e, broken, health, rank));
                     }
                 }
             }
         }
+    }
+
+    /// Says that this rank lives, to those to whom that is due, and looks who is silent.
+    fn tend(&mut self) {
+        let Some(health) = self.health.as_ref().filter(|_| self.shared.phase.load(Ordering::Acquire) == PRESENT) else {
+            self.look_at = None;
+            return;
+        };
+        let now = Instant::now();
+        let late = self.look_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+        let due = health.due(now);
+        if !due.is_empty() {
+            let message = health.heartbeat();
+            let mut senders = lock(&self.shared.senders);
+            for peer in due {
+                if let Some(sender) = &mut senders[peer] {
+                    sender.beat(&message);
+                }
+            }
+        }
+        health.look(now, late);
+        self.look_at = health.next_look(now);
     }
 
     /// Lets a stranger in that knows the key and is expected.
@@ -204,12 +240,19 @@ impl Monitor {
     }
 }
 
-fn describe(error: &io::Error, broken: Option<String>) -> String {
+/// What became of `rank`, whose control connection ended.
+fn describe(error: &io::Error, broken: Option<String>, health: &Health, rank: usize) -> String {
     match (error.kind(), broken) {
         (ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset, None) => {
-            "its process ended without a goodbye".to_owned()
+            let (me, peer) = (&health.peers()[health.rank()], &health.peers()[rank]);
+            let seen = (me.host == peer.host).then(|| obituary(peer.pid)).flatten();
+            let how = seen.unwrap_or_else(|| "was killed, crashed, or exited before its work was done".to_owned());
+            format!("its process ended without a goodbye: it {how}")
         }
-        (ErrorKind::TimedOut, _) => "its machine no longer answers".to_owned(),
+        (ErrorKind::TimedOut, _) => {
+            let seconds = health.options().machine_timeout().as_secs_f64();
+            format!("its machine has not answered for {seconds} s: it is down, or the network between is cut")
+        }
         (ErrorKind::InvalidData, _) => format!("it broke the protocol of the control connection: {error}"),
         (_, Some(broken)) => broken,
         (_, None) => format!("its control connection broke: {error}"),

@@ -3,7 +3,10 @@
 //! An [`Engine`] does the collectives of one group on one rank. Engines that move bytes between hosts share their
 //! algorithms: they are [`HostEngine`]s over a [`Transport`], which knows one primitive, the exchange of frames.
 
+use std::time::{Duration, Instant};
+
 use crate::call::Call;
+use crate::net::wait::deadline_in;
 use crate::{DType, ReduceOp, Result};
 
 mod host;
@@ -110,4 +113,28 @@ pub trait Fabric: Send + Sync {
     /// # Errors
     /// Like [`Transport::exchange`].
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>>;
+}
+
+/// When a wait is to be reported as taking long: after a time, then after twice that time, and so on.
+#[derive(Debug)]
+pub(crate) struct Stall {
+    pub(crate) at: Instant,
+    interval: Duration,
+}
+
+impl Stall {
+    /// For a wait that begins now.
+    pub(crate) fn new(after: Duration) -> Stall {
+        Stall { at: deadline_in(after), interval: after }
+    }
+
+    /// Whether it is time; then the next time is later.
+    pub(crate) fn is_due(&mut self) -> bool {
+        let due = Instant::now() >= self.at;
+        if due {
+            self.at = deadline_in(self.interval);
+            self.interval = self.interval.saturating_mul(2);
+        }
+        due
+    }
 }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use self::link::{End, Link, Receiving, Sending};
-use super::{Engine, Fabric, HostEngine, Incoming, Outgoing, Transport};
+use super::{Engine, Fabric, HostEngine, Incoming, Outgoing, Stall, Transport};
 use crate::call::Call;
 use crate::control::Links;
 use crate::health::{Health, Wake};
@@ -62,7 +62,18 @@ impl TcpFabric {
         let (rank, group) = (*rank, call.info.group);
         if peer > rank {
             let purpose = Purpose::Data { rank: peer as u32, group };
-            return links.claim(purpose, call.deadline, || self.check(peer))?.ok_or_else(|| call.timed_out(vec![peer]));
+            let mut stall = Stall::new(self.health.options().stall);
+            loop {
+                if let Some(stream) = links.claim(purpose, stall.at.min(call.deadline), || self.check(peer))? {
+                    return Ok(stream);
+                }
+                if Instant::now() >= call.deadline {
+                    return Err(call.timed_out(vec![peer]));
+                }
+                if stall.is_due() {
+                    self.health.stalled(call, vec![peer]);
+                }
+            }
         }
         let (host, port) = &addresses[peer];
         let purpose = Purpose::Data { rank: rank as u32, group };
@@ -83,6 +94,8 @@ impl Fabric for TcpFabric {
 
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
         let mut links = Vec::with_capacity(self.reach.addresses.len());
+        let others = (0..self.reach.addresses.len()).filter(|peer| *peer != self.reach.rank);
+        others.for_each(|peer| call.expect(peer));
         for peer in 0..self.reach.addresses.len() {
             links.push(if peer == self.reach.rank {
                 None
@@ -155,7 +168,9 @@ impl Transport for TcpTransport {
             sending: Vec::with_capacity(sends.len()),
             receiving: Vec::with_capacity(receives.len()),
             ended: None,
+            stall: Stall::new(self.health.options().stall),
         };
+        receives.iter().for_each(|receive| call.expect(receive.peer));
         let mut start = 0;
         for (send, end) in sends.iter().zip(ends) {
             exchange.sending.push((send.peer, Sending::new(&headers[start..end], send.payload)));
@@ -179,6 +194,7 @@ struct Exchange<'a, 'b> {
     receiving: Vec<Receiving<'a, 'b>>,
     /// The first peer whose connection ended too early, when, and how.
     ended: Option<(usize, Instant, End)>,
+    stall: Stall,
 }
 
 impl Exchange<'_, '_> {
@@ -213,7 +229,10 @@ impl Exchange<'_, '_> {
         while let Some(receive) = receiving.get_mut(nth) {
             let peer = receive.peer();
             match link(links, peer)?.read(receive, call) {
-                Ok(true) => drop(receiving.swap_remove(nth)),
+                Ok(true) => {
+                    call.arrived(peer);
+                    receiving.swap_remove(nth);
+                }
                 Ok(false) => nth += 1,
                 Err(link::ReadError::Ended(cause)) => {
                     end(peer, cause);
@@ -247,7 +266,8 @@ impl Exchange<'_, '_> {
             }
         }
         let grace_end = self.ended.as_ref().map(|(_, at, _)| *at + GRACE);
-        let until = grace_end.map_or(self.call.deadline, |at| at.min(self.call.deadline));
+        let until = self.call.deadline.min(self.stall.at);
+        let until = grace_end.map_or(until, |at| at.min(until));
         let woken = wait(&mut fds, Some(until)).map_err(|e| Error::Internal { message: format!("poll: {e}") })?;
         if !fds[0].revents().is_empty() {
             self.bell.clear();
@@ -262,13 +282,20 @@ impl Exchange<'_, '_> {
             return Err(self.unexplained(*peer, cause));
         }
         if Instant::now() >= self.call.deadline {
-            let mut waiting: Vec<usize> =
-                self.sending.iter().map(|(peer, _)| *peer).chain(self.receiving.iter().map(Receiving::peer)).collect();
-            waiting.sort_unstable();
-            waiting.dedup();
-            return Err(self.call.timed_out(waiting));
+            return Err(self.call.timed_out(self.waiting_for()));
+        }
+        if self.stall.is_due() {
+            self.health.stalled(self.call, self.waiting_for());
         }
         Ok(())
+    }
+
+    fn waiting_for(&self) -> Vec<usize> {
+        let sending = self.sending.iter().map(|(peer, _)| *peer);
+        let mut waiting: Vec<usize> = sending.chain(self.receiving.iter().map(Receiving::peer)).collect();
+        waiting.sort_unstable();
+        waiting.dedup();
+        waiting
     }
 
     /// The error, if the health knows one.

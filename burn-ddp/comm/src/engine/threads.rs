@@ -4,11 +4,11 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
-use super::{Engine, Fabric, HostEngine, Incoming, Outgoing, Transport};
+use super::{Engine, Fabric, HostEngine, Incoming, Outgoing, Stall, Transport};
+use crate::Result;
 use crate::call::Call;
 use crate::frame::Header;
 use crate::health::{Health, Wake, lock};
-use crate::{Error, Result};
 
 /// Makes the groups of one rank among threads.
 pub(crate) struct ThreadsFabric {
@@ -128,11 +128,14 @@ impl Transport for Threads {
     }
 
     fn exchange(&mut self, call: &Call, sends: &[Outgoing<'_>], receives: &mut [Incoming<'_>]) -> Result<()> {
+        receives.iter().for_each(|receive| call.expect(receive.peer));
         self.send(call, sends);
         let mut missing: Vec<&mut Incoming<'_>> = receives.iter_mut().collect();
+        let mut stall = Stall::new(self.health.options().stall);
         while !missing.is_empty() {
-            for (nth, frame) in self.wait(call, &missing)? {
+            for (nth, frame) in self.wait(call, &missing, &mut stall)? {
                 let incoming = missing.swap_remove(nth);
+                call.arrived(incoming.peer);
                 call.check_header(incoming.peer, &frame.header, incoming.payload.len())?;
                 incoming.payload.copy_from_slice(&frame.payload);
                 incoming.weight = frame.header.weight;
@@ -160,7 +163,7 @@ impl Threads {
     }
 
     /// Waits for frames of `missing`; yields them with their index there, highest index first.
-    fn wait(&self, call: &Call, missing: &[&mut Incoming<'_>]) -> Result<Vec<(usize, Frame)>> {
+    fn wait(&self, call: &Call, missing: &[&mut Incoming<'_>], stall: &mut Stall) -> Result<Vec<(usize, Frame)>> {
         let inbox = &self.hub.inboxes[self.rank()];
         let mut arrivals = lock(&inbox.arrivals);
         loop {
@@ -178,9 +181,16 @@ impl Threads {
             }
             let left = call.deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(timed_out(call, missing));
+                return Err(call.timed_out(waiting_for(missing)));
             }
-            arrivals = match inbox.changed.wait_timeout(arrivals, left) {
+            let until_stall = stall.at.saturating_duration_since(Instant::now());
+            if until_stall.is_zero() && stall.is_due() {
+                drop(arrivals);
+                self.health.stalled(call, waiting_for(missing));
+                arrivals = lock(&inbox.arrivals);
+                continue;
+            }
+            arrivals = match inbox.changed.wait_timeout(arrivals, left.min(until_stall)) {
                 Ok((arrivals, _)) => arrivals,
                 Err(poisoned) => poisoned.into_inner().0,
             };
@@ -188,10 +198,10 @@ impl Threads {
     }
 }
 
-fn timed_out(call: &Call, missing: &[&mut Incoming<'_>]) -> Error {
+fn waiting_for(missing: &[&mut Incoming<'_>]) -> Vec<usize> {
     let mut waiting_for: Vec<usize> = missing.iter().map(|incoming| incoming.peer).collect();
     waiting_for.sort_unstable();
-    call.timed_out(waiting_for)
+    waiting_for
 }
 
 /// Peers that still need something from this rank on this group wait in vain from now on.

@@ -18,7 +18,7 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub const JOB: &str = "test";
 
 pub fn options() -> Options {
-    Options { timeout: PATIENCE, join_timeout: PATIENCE }
+    Options { timeout: PATIENCE, join_timeout: PATIENCE, ..Options::default() }
 }
 
 /// A rank on this machine, of a job that meets at `store`.

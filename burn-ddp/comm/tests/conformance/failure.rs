@@ -66,7 +66,7 @@ pub fn giving_up_ends_own_calls_too(make: Make) {
 /// Rank 2 is alive but does something else.
 pub fn a_rank_that_never_comes_is_named_after_the_deadline(make: Make) {
     let timeout = Duration::from_millis(400);
-    let options = Options { timeout, ..patient() };
+    let options = Options { timeout, heartbeat: Duration::from_millis(50), ..patient() };
     let others_done = Together::new(3);
     let results = lined_up(make, 3, options, |world, group| {
         let start = Instant::now();
@@ -81,7 +81,8 @@ pub fn a_rank_that_never_comes_is_named_after_the_deadline(make: Make) {
         error
     });
     for error in results.into_iter().map(|result| result.unwrap()) {
-        let Error::Timeout { reporter, waiting_for, timeout, call } = &error else { panic!("{error}") };
+        let Error::Timeout { reporter, waiting_for, timeout, call, culprit, why } = &error else { panic!("{error}") };
+        assert!(*culprit == Some(2) && why.starts_with("rank 2 "), "{error}");
         assert!(*reporter != 2 && *waiting_for == [2] && timeout.as_millis() == 400, "{error}");
         assert!(call.site.to_string().starts_with(file!()), "{error}");
         let text = error.to_string();

@@ -29,7 +29,7 @@ pub const WORLDS: [usize; 5] = [1, 2, 3, 4, 7];
 
 /// Long enough never to pass in a test that goes well.
 pub fn patient() -> Options {
-    Options { timeout: Duration::from_secs(60), join_timeout: Duration::from_secs(60) }
+    Options { timeout: Duration::from_secs(60), join_timeout: Duration::from_secs(60), ..Options::default() }
 }
 
 /// What must be immediate is done within this time, and not because a deadline passed.

@@ -1,0 +1,231 @@
+//! Who is heard, who is silent, and who has been silent for too long.
+//!
+//! Every rank says something at every heartbeat. A peer that misses two is suspected: its process may be stopped, its machine
+//! overloaded or cut off. Only a time that the user set makes a silent peer a lost one: whether its machine is gone the kernel
+//! finds out by itself, and a process that is merely stopped may go on.
+
+use std::time::{Duration, Instant};
+
+use crate::Options;
+use crate::history::Heartbeat;
+
+/// Between two looks at a silent peer's connection at most this many heartbeats pass.
+const SLOWEST_BEAT: u32 = 16;
+
+/// What one rank hears of the others. Knows the time only as it is told.
+#[derive(Debug)]
+pub(crate) struct Liveness {
+    heartbeat: Duration,
+    peer_timeout: Option<Duration>,
+    /// By rank; `None` for those that are not listened to: this one, and those that left.
+    peers: Vec<Option<Heard>>,
+}
+
+#[derive(Debug)]
+struct Heard {
+    last: Instant,
+    suspected: bool,
+    /// It was silent for longer than it may be: for good.
+    lost: bool,
+    /// What it said last.
+    beat: Option<Heartbeat>,
+    /// When it is this rank's turn to say something.
+    next_beat: Instant,
+}
+
+/// What a look at the clock, or a word from a peer, brought.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Change {
+    Suspect { peer: usize, silent: Duration },
+    Recovered { peer: usize },
+    Lost { peer: usize, silent: Duration },
+}
+
+impl Liveness {
+    /// Listens to all of `world_size` ranks but `rank`, from `now` on.
+    pub(crate) fn new(rank: usize, world_size: usize, options: &Options, now: Instant) -> Liveness {
+        let heard = |peer| {
+            (peer != rank).then_some(Heard { last: now, suspected: false, lost: false, beat: None, next_beat: now })
+        };
+        Liveness {
+            heartbeat: options.heartbeat,
+            peer_timeout: options.peer_timeout,
+            peers: (0..world_size).map(heard).collect(),
+        }
+    }
+
+    /// `peer` said something.
+    pub(crate) fn heard(&mut self, peer: usize, now: Instant) -> Option<Change> {
+        let heard = self.peers.get_mut(peer)?.as_mut()?;
+        heard.last = now;
+        std::mem::take(&mut heard.suspected).then(|| {
+            heard.next_beat = now;
+            Change::Recovered { peer }
+        })
+    }
+
+    /// `peer` said what it does.
+    pub(crate) fn beat(&mut self, peer: usize, beat: Heartbeat) {
+        if let Some(Some(heard)) = self.peers.get_mut(peer) {
+            heard.beat = Some(beat);
+        }
+    }
+
+    /// `peer` will say no more.
+    pub(crate) fn forget(&mut self, peer: usize) {
+        if let Some(heard) = self.peers.get_mut(peer) {
+            *heard = None;
+        }
+    }
+
+    /// This process itself was stopped, or its clock jumped: nobody can be blamed for having been silent meanwhile.
+    pub(crate) fn restart(&mut self, now: Instant) {
+        for heard in self.peers.iter_mut().flatten() {
+            heard.last = now;
+        }
+    }
+
+    /// Who is silent for how long now, as far as that is news.
+    pub(crate) fn look(&mut self, now: Instant) -> Vec<Change> {
+        let suspect_after = self.suspect_after();
+        let mut changes = Vec::new();
+        for (peer, heard) in self.peers.iter_mut().enumerate() {
+            let Some(heard) = heard else { continue };
+            let silent = now.saturating_duration_since(heard.last);
+            if silent >= suspect_after && !heard.suspected {
+                heard.suspected = true;
+                changes.push(Change::Suspect { peer, silent });
+            }
+            if !heard.lost && self.peer_timeout.is_some_and(|timeout| silent >= timeout) {
+                heard.lost = true;
+                changes.push(Change::Lost { peer, silent });
+            }
+        }
+        changes
+    }
+
+    /// To whom a heartbeat is due. Those who are silent get them ever more rarely, since they may not read them.
+    pub(crate) fn due(&mut self, now: Instant) -> Vec<usize> {
+        let mut due = Vec::new();
+        for (peer, heard) in self.peers.iter_mut().enumerate() {
+            let Some(heard) = heard.as_mut().filter(|heard| heard.next_beat <= now) else { continue };
+            let silent = now.saturating_duration_since(heard.last);
+            heard.next_beat = now + (silent / 4).clamp(self.heartbeat, self.heartbeat * SLOWEST_BEAT);
+            due.push(peer);
+        }
+        due
+    }
+
+    /// When to look again.
+    pub(crate) fn next_look(&self, now: Instant) -> Option<Instant> {
+        let next = self.peers.iter().flatten().flat_map(|heard| {
+            let suspect = (!heard.suspected).then(|| heard.last + self.suspect_after());
+            let lost = self.peer_timeout.filter(|_| !heard.lost).map(|timeout| heard.last + timeout);
+            [Some(heard.next_beat), suspect, lost]
+        });
+        // Never later than a heartbeat, so that it shows when this process itself was stopped.
+        next.flatten().chain([now + self.heartbeat]).min()
+    }
+
+    /// How late a look may come before this process must have been stopped.
+    pub(crate) fn late(&self) -> Duration {
+        self.heartbeat / 2
+    }
+
+    /// How long ago `peer` was heard; nothing for those that are not listened to.
+    pub(crate) fn silence(&self, peer: usize, now: Instant) -> Option<Duration> {
+        Some(now.saturating_duration_since(self.peers.get(peer)?.as_ref()?.last))
+    }
+
+    /// Whether `peer` is suspected.
+    pub(crate) fn suspects(&self, peer: usize) -> bool {
+        matches!(self.peers.get(peer), Some(Some(Heard { suspected: true, .. })))
+    }
+
+    /// What `peer` said last.
+    pub(crate) fn last_beat(&self, peer: usize) -> Option<&Heartbeat> {
+        self.peers.get(peer)?.as_ref()?.beat.as_ref()
+    }
+
+    /// Two heartbeats were missed, and some allowance.
+    fn suspect_after(&self) -> Duration {
+        self.heartbeat * 9 / 4
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BEAT: Duration = Duration::from_secs(1);
+
+    /// Rank 0 of three, and its birth.
+    fn rank_0(peer_timeout: Option<Duration>) -> (Liveness, Instant) {
+        let now = Instant::now();
+        (Liveness::new(0, 3, &Options { heartbeat: BEAT, peer_timeout, ..Options::default() }, now), now)
+    }
+
+    #[test]
+    fn two_missed_heartbeats_make_a_suspect_once() {
+        let (mut liveness, start) = rank_0(None);
+        assert_eq!(liveness.heard(2, start + BEAT), None);
+        assert_eq!(liveness.look(start + 2 * BEAT), []);
+        let silent = BEAT * 5 / 2;
+        assert_eq!(liveness.look(start + silent), [Change::Suspect { peer: 1, silent }]);
+        assert_eq!(liveness.look(start + 3 * BEAT), []);
+        assert_eq!(liveness.heard(1, start + 3 * BEAT), Some(Change::Recovered { peer: 1 }));
+        assert_eq!(liveness.heard(1, start + 3 * BEAT), None);
+    }
+
+    #[test]
+    fn silence_alone_loses_nobody_unless_the_user_says_after_what_time() {
+        let (mut liveness, start) = rank_0(None);
+        liveness.heard(2, start + 999 * BEAT);
+        let long = liveness.look(start + 1000 * BEAT);
+        assert!(matches!(long[..], [Change::Suspect { peer: 1, .. }]), "{long:?}");
+
+        let (mut liveness, start) = rank_0(Some(5 * BEAT));
+        liveness.heard(2, start + 4 * BEAT);
+        let silent = 5 * BEAT;
+        let lost = liveness.look(start + silent);
+        assert_eq!(lost, [Change::Suspect { peer: 1, silent }, Change::Lost { peer: 1, silent }]);
+        assert_eq!(liveness.look(start + 6 * BEAT), []);
+        liveness.due(start + 6 * BEAT);
+        assert!(liveness.next_look(start + 6 * BEAT).unwrap() > start + 6 * BEAT);
+    }
+
+    #[test]
+    fn those_who_left_and_this_rank_are_not_listened_to() {
+        let (mut liveness, start) = rank_0(Some(5 * BEAT));
+        liveness.forget(1);
+        liveness.forget(2);
+        assert_eq!(liveness.look(start + 10 * BEAT), []);
+        assert_eq!(liveness.due(start + 10 * BEAT), [0_usize; 0]);
+        assert_eq!(liveness.silence(0, start), None);
+    }
+
+    #[test]
+    fn who_was_stopped_itself_starts_anew() {
+        let (mut liveness, start) = rank_0(Some(5 * BEAT));
+        liveness.restart(start + 100 * BEAT);
+        assert_eq!(liveness.look(start + 101 * BEAT), []);
+    }
+
+    #[test]
+    fn heartbeats_are_due_once_per_period_and_rarely_for_the_silent() {
+        let (mut liveness, start) = rank_0(None);
+        let mut sent = [0; 3];
+        for tenth in 0..6000 {
+            let now = start + BEAT * tenth / 10;
+            liveness.heard(2, now);
+            liveness.look(now);
+            liveness.due(now).into_iter().for_each(|peer| sent[peer] += 1);
+            assert!(liveness.next_look(now).unwrap() > now);
+        }
+        assert_eq!((sent[0], sent[2]), (0, 600));
+        assert!((30..100).contains(&sent[1]), "{sent:?}");
+        let now = start + BEAT * 600;
+        assert_eq!(liveness.heard(1, now), Some(Change::Recovered { peer: 1 }));
+        assert!(liveness.due(now).contains(&1), "who is back is answered at once");
+    }
+}
