@@ -237,7 +237,7 @@ impl Ddp {
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
     #[track_caller]
-    pub fn wrap<M: Module>(&self, model: M) -> Result<M> {
+    pub fn wrap<M: Module + 'static>(&self, model: M) -> Result<M> {
         self.wrap_with(model, &WrapConfig::new())
     }
 
@@ -247,7 +247,7 @@ impl Ddp {
     ///
     /// As [`Ddp::wrap`].
     #[track_caller]
-    pub fn wrap_with<M: Module>(&self, model: M, config: &WrapConfig) -> Result<M> {
+    pub fn wrap_with<M: Module + 'static>(&self, model: M, config: &WrapConfig) -> Result<M> {
         crate::wrap::wrap(self, model, config)
     }
 
@@ -289,6 +289,10 @@ impl Ddp {
         if !reached? {
             let reason =
                 "the loss depends on no parameter of the wrapped model, or on none that it tapped (frozen or replaced after `wrap`?)".to_string();
+            self.world().fail(format!("backward: {reason}"));
+            return Err(Error::Backward { rank: self.rank(), reason });
+        }
+        if let Some(reason) = tap::bypassed(model, tapped, &gradients)? {
             self.world().fail(format!("backward: {reason}"));
             return Err(Error::Backward { rank: self.rank(), reason });
         }

@@ -7,7 +7,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why an operation of burn-ddp failed.
 ///
-/// After [`Error::Backward`] the ranks are no longer in step: start again from a checkpoint. After [`Error::Comm`] ask
+/// After [`Error::Backward`] and [`Error::ReplicasDiffer`] the ranks are no longer in step: start again from a checkpoint. After [`Error::Comm`] ask
 /// [`comm::Error::group_usable`]. What all ranks see alike ([`Error::Use`], [`Error::ModelsDiffer`], [`Error::File`]) leaves the
 /// job usable.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -28,6 +28,9 @@ pub enum Error {
     /// The call cannot work as it is written; nothing was sent and the job can go on.
     #[error("{0}")]
     Use(String),
+    /// The replicas have drifted apart: parameters differ between ranks that should be the same bits.
+    #[error("the replicas differ: {0}; something changed parameters on one rank only, or a gradient went past its tap")]
+    ReplicasDiffer(String),
     /// A backward could not deliver averaged gradients.
     #[error("backward on rank {rank}: {reason}")]
     Backward {

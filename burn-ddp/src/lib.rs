@@ -39,7 +39,7 @@
 //! | | |
 //! |---|---|
 //! | [`Ddp`] | one rank: `init`, `launch`, `spawn`; `wrap`; `mean`, `save`, collectives on tensors |
-//! | [`WrapConfig`], [`Reduction`] | accumulation, mean or sum, bucket sizes |
+//! | [`WrapConfig`], [`Reduction`], [`BufferPolicy`] | accumulation, mean or sum, bucket sizes, running statistics |
 //! | [`data`] | this rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
 //! | [`DdpBackend`] | the backend extension that intercepts gradients; used by `wrap` |
 //! | [`comm`] | below: worlds, process groups, collectives on slices; knows nothing of Burn |
@@ -48,6 +48,7 @@
 //! The repository's `docs/` has concepts, architecture, numerics and errors.
 #![forbid(unsafe_code)]
 
+mod buffers;
 mod collective;
 mod convert;
 pub mod data;
@@ -55,6 +56,7 @@ mod ddp;
 mod device;
 mod error;
 mod reducer;
+mod replicas;
 mod save;
 mod schema;
 mod spawn;
@@ -66,6 +68,7 @@ mod wrap;
 /// Ranks talking: the crate `burn-ddp-comm`.
 pub use burn_ddp_comm as comm;
 pub use burn_ddp_comm::{Options, ReduceOp};
+pub use buffers::BufferPolicy;
 pub use ddp::Ddp;
 pub use error::{Error, Result};
 pub use reducer::Reduction;
@@ -76,5 +79,5 @@ pub use wrap::WrapConfig;
 
 /// What a training program imports.
 pub mod prelude {
-    pub use crate::{Ddp, ReduceOp, Reduction, WrapConfig, param_hash};
+    pub use crate::{BufferPolicy, Ddp, ReduceOp, Reduction, WrapConfig, param_hash};
 }

@@ -7,7 +7,7 @@ use burn::module::Module;
 
 use crate::ddp::Ddp;
 use crate::schema::Snapshot;
-use crate::{Error, Result, tap};
+use crate::{Error, Result, buffers, replicas, tap};
 
 /// SHA-256 of all parameters and buffers (paths, dtypes, shapes, bytes) in hexadecimal: equal on two ranks if and only if their
 /// models are.
@@ -32,7 +32,8 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::File`] on every rank if rank 0 could not write; an existing file is untouched then.
+    /// [`Error::File`] on every rank if rank 0 could not write; an existing file is untouched then. [`Error::ReplicasDiffer`] if
+    /// the ranks do not hold the same parameters; the file is written nevertheless, with rank 0's.
     #[track_caller]
     pub fn save<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
         let path = with_extension(path.as_ref());
@@ -43,7 +44,31 @@ impl Ddp {
         };
         let written: Result<(), String> = self.group().broadcast_object(written, 0)?;
         written.map_err(Error::File)?;
+        self.check_replicas(model)?;
         Ok(path)
+    }
+
+    /// Whether all ranks hold the same parameters, bit by bit. *Collective*. Running statistics may differ between two
+    /// reductions, and are not compared.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::ReplicasDiffer`] on every rank, naming the first parameter that differs and the rank.
+    #[track_caller]
+    pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
+        let is_buffer = buffers::which(model);
+        let snapshot = snapshot(model)?;
+        let mut floats = is_buffer.into_iter();
+        let (mut paths, mut digests) = (Vec::new(), Vec::new());
+        for (i, entry) in snapshot.entries.iter().enumerate() {
+            let is_buffer = snapshot.is_float[i] && floats.next().unwrap_or(false);
+            if !is_buffer {
+                paths.push(entry.path.as_str());
+                digests.push(replicas::digest(snapshot.values[i].as_bytes()));
+            }
+        }
+        let all = self.group().all_gather_object(&digests)?;
+        replicas::difference(&paths, &all).map_or(Ok(()), |difference| Err(Error::ReplicasDiffer(difference)))
     }
 }
 

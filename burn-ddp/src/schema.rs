@@ -33,6 +33,8 @@ pub(crate) struct Snapshot {
     pub values: Vec<TensorData>,
     /// Burn's ids, which differ between ranks.
     pub ids: Vec<ParamId>,
+    /// Whether Burn's `visit_float` yielded it: float parameters, quantized ones, and running statistics.
+    pub is_float: Vec<bool>,
 }
 
 impl Snapshot {
@@ -136,15 +138,15 @@ struct Reader {
 }
 
 impl Reader {
-    fn read<const D: usize, K: Basic>(&mut self, id: ParamId, tensor: Tensor<D, K>, trainable: bool) {
+    fn read<const D: usize, K: Basic>(&mut self, id: ParamId, tensor: Tensor<D, K>, trainable: bool, is_float: bool) {
         if self.error.is_some() {
             return;
         }
         let path = self.path.join(".");
         match tensor.try_into_data() {
-            Ok(data) if comm_dtype(data.dtype()).is_none() => {
+            Ok(data) if trainable && comm_dtype(data.dtype()).is_none() => {
                 self.error = Some(Error::Use(format!(
-                    "{path} has dtype {:?}, which burn-ddp cannot send between ranks",
+                    "{path} has dtype {:?}, whose gradients burn-ddp cannot reduce",
                     data.dtype()
                 )));
             }
@@ -157,6 +159,7 @@ impl Reader {
                 });
                 self.snapshot.values.push(data);
                 self.snapshot.ids.push(id);
+                self.snapshot.is_float.push(is_float);
             }
             Err(e) => self.error = Some(Error::Use(format!("reading {path} from its device failed: {e:?}"))),
         }
@@ -173,15 +176,15 @@ impl ModuleVisitor for Reader {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.read(param.id, param.base(), param.is_require_grad());
+        self.read(param.id, param.base(), param.is_require_grad(), true);
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
-        self.read(param.id, param.base(), false);
+        self.read(param.id, param.base(), false, false);
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
-        self.read(param.id, param.base(), false);
+        self.read(param.id, param.base(), false, false);
     }
 }
 

@@ -11,11 +11,12 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use burn_ddp_comm::DType;
 use serde::{Deserialize, Serialize};
 
+use crate::buffers::{self, BufferPolicy};
 use crate::convert::comm_dtype;
 use crate::ddp::Ddp;
 use crate::reducer::{Caps, Reducer, Reduction, Settings, Slot};
 use crate::schema::{Entry, Snapshot, difference, digest};
-use crate::tap::{MAX_RANK, TAP_NAME, Tap, Tapped};
+use crate::tap::{MAX_RANK, SharedBuffers, TAP_NAME, Tap, Tapped};
 use crate::{Error, Result, tap};
 
 /// How [`Ddp::wrap_with`] averages. Must be the same on every rank.
@@ -31,6 +32,8 @@ pub struct WrapConfig {
     reduction: Reduction,
     first_bucket_cap_bytes: usize,
     bucket_cap_bytes: usize,
+    buffers: BufferPolicy,
+    replica_check: usize,
 }
 
 impl Default for WrapConfig {
@@ -40,12 +43,14 @@ impl Default for WrapConfig {
             reduction: Reduction::Mean,
             first_bucket_cap_bytes: 256 << 10,
             bucket_cap_bytes: 1 << 20,
+            buffers: BufferPolicy::default(),
+            replica_check: 100,
         }
     }
 }
 
 impl WrapConfig {
-    /// One backward per step, mean, 1 MiB buckets.
+    /// One backward per step, mean, 1 MiB buckets, running statistics averaged, replicas compared every 100 steps.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -80,6 +85,24 @@ impl WrapConfig {
         self
     }
 
+    /// What happens to running statistics such as BatchNorm's: averaged over the ranks by default.
+    #[must_use]
+    pub fn with_buffers(mut self, policy: BufferPolicy) -> Self {
+        self.buffers = policy;
+        self
+    }
+
+    /// Every how many steps the ranks compare digests of their parameters, 100 by default, 0 for never. The first two steps
+    /// after the first are compared too, since that is where mistakes show.
+    ///
+    /// A step compares what its forward read. Where values differ, the backward fails on every rank with
+    /// [`Error::ReplicasDiffer`], which names the parameter and the rank.
+    #[must_use]
+    pub fn with_replica_check(mut self, every_steps: usize) -> Self {
+        self.replica_check = every_steps;
+        self
+    }
+
     fn check(&self) -> Result<()> {
         if self.accumulation == 0 {
             return Err(Error::Use("accumulation counts micro-batches per step: 1 or more".into()));
@@ -92,16 +115,19 @@ impl WrapConfig {
 }
 
 #[track_caller]
-pub(crate) fn wrap<M: Module>(ddp: &Ddp, model: M, config: &WrapConfig) -> Result<M> {
+pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig) -> Result<M> {
     let prepared = prepare(&model, config);
     agree_on_outcome(ddp, &prepared)?;
-    let (device, mut snapshot) = prepared?;
+    let Prepared { device, devices, mut snapshot, is_buffer } = prepared?;
     agree_on_schema(ddp, &snapshot.entries, config)?;
     broadcast_values(ddp, &mut snapshot)?;
 
     let first = snapshot.first_clones();
-    let (slots, slot_of) = slots_of(&snapshot, &first);
-    let model = model.map(&mut SetValues { values: snapshot.values.into(), first, leaves: HashMap::new(), next: 0 });
+    let (slots, slot_of) = slots_of(&snapshot, &first, &is_buffer);
+    // Ranks that are threads may have started from one model, whose clones share running statistics.
+    let model = if is_buffer.contains(&true) { buffers::unshared(model) } else { model };
+    let values = snapshot.values.into();
+    let model = model.map(&mut SetValues { values, devices: devices.into(), first, leaves: HashMap::new(), next: 0 });
     if let Some(seed) = ddp.next_seed_of_rank() {
         device.seed(seed);
     }
@@ -115,11 +141,14 @@ pub(crate) fn wrap<M: Module>(ddp: &Ddp, model: M, config: &WrapConfig) -> Resul
         caps: Caps { first_bytes: config.first_bucket_cap_bytes, bytes: config.bucket_cap_bytes },
         timeout: ddp.world().options().timeout,
         site: Location::caller(),
+        replica_check: config.replica_check as u64,
     };
     let group = ddp.world().group()?;
     let reducer = Reducer::new(group, slots, settings, ddp.stats_cell())?;
-    let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, config.accumulation));
-    Ok(model.apply_reparameterization(Attach { ddp: ddp.clone(), tapped, slot_of: slot_of.into() }))
+    let buffers = (config.buffers != BufferPolicy::Local).then(|| buffers::handle(&model, &is_buffer)).flatten();
+    let shared = buffers.map(|buffers| SharedBuffers { buffers, policy: config.buffers });
+    let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, config.accumulation, shared));
+    Ok(model.apply_reparameterization(Attach { ddp: ddp.clone(), tapped, slot_of }))
 }
 
 pub(crate) fn unwrap<M: Module>(model: M) -> Result<M> {
@@ -140,8 +169,19 @@ pub(crate) fn unwrap<M: Module>(model: M) -> Result<M> {
     Ok(tap::bypass(|| model.materialize()))
 }
 
+/// What one rank knows about its model.
+struct Prepared {
+    /// Where the float parameters are.
+    device: Device,
+    /// Where each parameter and buffer is, in traversal order.
+    devices: Vec<Device>,
+    snapshot: Snapshot,
+    /// See [`buffers::which`].
+    is_buffer: Vec<bool>,
+}
+
 /// Everything that one rank can check alone.
-fn prepare<M: Module>(model: &M, config: &WrapConfig) -> Result<(Device, Snapshot)> {
+fn prepare<M: Module>(model: &M, config: &WrapConfig) -> Result<Prepared> {
     config.check()?;
     if !tap::find(model).is_empty() {
         return Err(Error::Use("the model is wrapped already; `ddp.unwrap(model)` first to wrap it anew".into()));
@@ -157,7 +197,8 @@ fn prepare<M: Module>(model: &M, config: &WrapConfig) -> Result<(Device, Snapsho
     crate::device::check_supported(&device)?;
     // Running statistics lag one update behind what `visit` shows; `valid` brings them up to date.
     drop(model.valid());
-    Ok((device, Snapshot::of(model)?))
+    let snapshot = Snapshot::of(model)?;
+    Ok(Prepared { device, devices: floats.devices, snapshot, is_buffer: buffers::which(model) })
 }
 
 /// What one rank finds wrong becomes everybody's error, so that nobody waits in vain.
@@ -232,17 +273,19 @@ fn broadcast_values(ddp: &Ddp, snapshot: &mut Snapshot) -> Result<()> {
 }
 
 /// The float parameters in traversal order, and to which of these slots each of them reports: a clone of an earlier parameter
-/// (tied weights) reports to that one's and leaves its own empty.
-fn slots_of(snapshot: &Snapshot, first: &[usize]) -> (Vec<Slot>, Vec<usize>) {
-    let floats: Vec<usize> = (0..first.len()).filter(|&i| snapshot.values[i].dtype().is_float()).collect();
+/// (tied weights) reports to that one's and leaves its own empty; buffers and quantized parameters have none.
+fn slots_of(snapshot: &Snapshot, first: &[usize], is_buffer: &[bool]) -> (Vec<Slot>, VecDeque<Option<usize>>) {
+    let floats = (0..first.len()).filter(|&i| snapshot.is_float[i]);
+    let is_param = |(i, buffer): (usize, &bool)| (!buffer && snapshot.values[i].dtype().is_float()).then_some(i);
+    let params: Vec<usize> = floats.clone().zip(is_buffer).filter_map(is_param).collect();
     let slot = |&i: &usize| Slot {
         path: snapshot.entries[i].path.clone(),
         dims: snapshot.entries[i].dims.clone(),
         dtype: comm_dtype(snapshot.values[i].dtype()).expect("checked when the values were read"),
         trainable: snapshot.entries[i].trainable && first[i] == i,
     };
-    let slot_of = floats.iter().map(|&i| floats.binary_search(&first[i]).expect("clones are floats too")).collect();
-    (floats.iter().map(slot).collect(), slot_of)
+    let slot_of = floats.map(|i| params.binary_search(&i).and_then(|_| params.binary_search(&first[i])).ok()).collect();
+    (params.iter().map(slot).collect(), slot_of)
 }
 
 /// Checks float parameters before anything is read.
@@ -250,6 +293,8 @@ fn slots_of(snapshot: &Snapshot, first: &[usize]) -> (Vec<Slot>, Vec<usize>) {
 struct Floats {
     path: Vec<String>,
     device: Option<Device>,
+    /// Of each parameter and buffer of any kind.
+    devices: Vec<Device>,
     problem: Option<String>,
     /// Path of the parameter visited last, if it requires a gradient.
     trainable: Option<String>,
@@ -277,6 +322,7 @@ impl ModuleVisitor for Floats {
         let path = self.path.join(".");
         let base = param.base();
         let device = base.device();
+        self.devices.push(device.clone());
         let problem = if D == 0 || D > MAX_RANK {
             Some(format!("{path} has {D} dimensions; burn-ddp handles 1 to {MAX_RANK}"))
         } else if !base.is_autodiff() {
@@ -292,6 +338,14 @@ impl ModuleVisitor for Floats {
         self.problem = self.problem.take().or(problem);
         self.trainable = param.is_require_grad().then_some(path);
         self.device.get_or_insert(device);
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.devices.push(param.base().device());
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.devices.push(param.base().device());
     }
 }
 
@@ -309,6 +363,8 @@ impl ModuleVisitor for Others {
 /// Replaces every value by one of `values`, as a fresh leaf: ranks that are threads must not share nodes.
 struct SetValues {
     values: VecDeque<TensorData>,
+    /// With the checkpointing strategy, which a tensor's device carries.
+    devices: VecDeque<Device>,
     /// See [`Snapshot::first_clones`].
     first: Vec<usize>,
     /// Leaves by entry, so that clones of a `Param` go on sharing theirs.
@@ -317,11 +373,12 @@ struct SetValues {
 }
 
 impl SetValues {
-    fn value<const D: usize, K: Basic>(&mut self, old: &Tensor<D, K>) -> Tensor<D, K> {
+    fn value<const D: usize, K: Basic>(&mut self) -> Tensor<D, K> {
         self.next += 1;
         let data = self.values.pop_front().expect("map and visit see the same parameters");
+        let device = self.devices.pop_front().expect("map and visit see the same parameters");
         let dtype = data.dtype();
-        Tensor::from_data(data, (&old.device(), dtype))
+        Tensor::from_data(data, (&device, dtype))
     }
 }
 
@@ -329,7 +386,7 @@ impl ModuleMapper for SetValues {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let first = self.first[self.next];
         param.map(|old| {
-            let fresh = self.value(&old);
+            let fresh = self.value();
             let fresh = if old.is_require_grad() { fresh.require_grad() } else { fresh };
             let leaf = self.leaves.entry(first).or_insert_with(|| Box::new(fresh.clone()));
             leaf.downcast_ref::<Tensor<D>>().cloned().unwrap_or(fresh)
@@ -337,11 +394,11 @@ impl ModuleMapper for SetValues {
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        param.map(|old| self.value(&old))
+        param.map(|_| self.value())
     }
 
     fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
-        param.map(|old| self.value(&old))
+        param.map(|_| self.value())
     }
 }
 
@@ -349,8 +406,8 @@ impl ModuleMapper for SetValues {
 struct Attach {
     ddp: Ddp,
     tapped: Arc<Tapped>,
-    /// Slots of the parameters to come.
-    slot_of: VecDeque<usize>,
+    /// Slots of the floats to come.
+    slot_of: VecDeque<Option<usize>>,
 }
 
 impl Reparameterizer for Attach {
@@ -358,7 +415,7 @@ impl Reparameterizer for Attach {
 
     fn reparameterize<const D: usize>(&mut self, _: &str, param: Param<Tensor<D>>) -> (Param<Tensor<D>>, Option<Tap>) {
         let slot = self.slot_of.pop_front().expect("map and visit see the same parameters");
-        let tap = Tap::new(self.ddp.clone(), self.tapped.clone(), slot, param.id, D);
-        (param, Some(tap))
+        let tap = slot.map(|slot| Tap::new(self.ddp.clone(), self.tapped.clone(), slot, &param));
+        (param, tap)
     }
 }

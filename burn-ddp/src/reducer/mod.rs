@@ -1,7 +1,8 @@
 //! From gradients of one rank to averaged gradients, bucket by bucket, while backward goes on.
 //!
 //! Knows bytes, slots and steps; knows nothing of Burn. The order of calls in one backward:
-//! [`Reducer::begin`], then [`Reducer::put`] for each gradient as it becomes final, then [`Reducer::finish`].
+//! [`Reducer::begin`], then [`Reducer::put`] for each gradient as it becomes final, then [`Reducer::depart`] and
+//! [`Reducer::finish`].
 
 mod pack;
 mod plan;
@@ -10,11 +11,12 @@ mod worker;
 use std::panic::Location;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::ProcessGroup;
+use burn_ddp_comm::{DType, ProcessGroup};
 
 use crate::stats::StatsCell;
 use crate::{Error, Result};
-use pack::{Buffer, Sum};
+pub(crate) use pack::Buffer;
+use pack::Sum;
 pub(crate) use plan::{Caps, Plan, Slot};
 use worker::{Done, Job, Worker};
 
@@ -40,6 +42,27 @@ pub(crate) struct Settings {
     pub timeout: Duration,
     /// Where the model was wrapped: what errors show as the caller.
     pub site: &'static Location<'static>,
+    /// Every how many steps the ranks compare their parameters; 0 for never.
+    pub replica_check: u64,
+}
+
+/// What travels with the gradients of a step.
+#[derive(Debug, Default)]
+pub(crate) struct Beside {
+    /// Running statistics, one buffer per dtype.
+    pub buffers: Vec<(DType, Buffer)>,
+    /// Replaced by rank 0's; else by the mean over the ranks, weighted by items.
+    pub from_rank_0: bool,
+    /// Digests of the parameters, one per slot; sent in the steps for which [`Reducer::compares_replicas`] holds.
+    pub digests: Option<Vec<i64>>,
+}
+
+/// What came of [`Beside`].
+#[derive(Debug, Default)]
+pub(crate) struct Settled {
+    pub buffers: Vec<(DType, Buffer)>,
+    /// By rank.
+    pub digests: Vec<Vec<i64>>,
 }
 
 #[derive(Debug)]
@@ -60,6 +83,8 @@ pub(crate) struct Reducer {
     arrived: Vec<u32>,
     /// Next bucket to hand to the worker.
     next: usize,
+    /// How many buffers are under way beside the gradients, and whether digests are.
+    beside: (usize, bool),
     /// Sums over micro-batches, `None` where no gradient was seen since the last reduction.
     held: Vec<Option<Sum>>,
     /// Micro-batches since the last reduction, the running one included.
@@ -72,6 +97,8 @@ pub(crate) struct Reducer {
     /// Reductions done; names collectives.
     step: u64,
     order_agreed: bool,
+    /// The agreed order, between the end of the first reduction and that of its step.
+    order: Option<Vec<usize>>,
     /// How often the user discarded held gradients: all ranks must do so alike.
     discards: u64,
     /// Why no further step is possible: buckets of a step that never ended are with the worker.
@@ -97,12 +124,14 @@ impl Reducer {
             filled: Vec::new(),
             arrived: Vec::new(),
             next: 0,
+            beside: (0, false),
             micro_batches: 0,
             items: 0.0,
             weight: 1.0,
             reducing: true,
             step: 0,
             order_agreed: false,
+            order: None,
             discards: 0,
             broken: None,
         };
@@ -112,6 +141,11 @@ impl Reducer {
 
     pub(crate) fn slots(&self) -> &[Slot] {
         &self.slots
+    }
+
+    /// Reductions done so far.
+    pub(crate) fn step(&self) -> u64 {
+        self.step
     }
 
     /// Starts a backward that stands for `weight` items. With `hold`, its gradients are only summed up, like those of the
@@ -184,17 +218,54 @@ impl Reducer {
         Ok(())
     }
 
-    /// Ends the backward. Returns whether it reduced; then [`Reducer::gradient`] has the results.
-    pub(crate) fn finish(&mut self) -> Result<bool> {
+    /// Whether the running backward ends with a reduction.
+    pub(crate) fn is_reducing(&self) -> bool {
+        self.reducing
+    }
+
+    /// Whether the next reduction compares the ranks' parameters. The same on all ranks.
+    pub(crate) fn compares_replicas(&self) -> bool {
+        let every = self.settings.replica_check;
+        every > 0 && self.step > 0 && (self.step <= 2 || self.step.is_multiple_of(every))
+    }
+
+    /// All gradients of the backward were put: everything that is to be reduced is under way when it returns.
+    pub(crate) fn depart(&mut self, beside: Beside) -> Result<()> {
         if !self.reducing {
             self.forget_arrivals();
-            return Ok(false);
+            return Ok(());
         }
         while self.next < self.plan.awake {
             self.launch(self.next, false)?;
         }
+        self.beside = (beside.buffers.len(), beside.digests.is_some());
+        let weight = (!beside.from_rank_0).then_some(self.items);
+        for (dtype, buffer) in beside.buffers {
+            self.submit(Job::Buffers { dtype, buffer, weight })?;
+        }
+        if let Some(digests) = beside.digests {
+            self.submit(Job::Digests(digests))?;
+        }
+        if !self.order_agreed {
+            self.submit(Job::AgreeOrder(self.arrived.clone()))?;
+        }
+        Ok(())
+    }
+
+    /// Ends the backward after [`Reducer::depart`]. `None` if it did not reduce; else [`Reducer::gradient`] has the results.
+    pub(crate) fn finish(&mut self) -> Result<Option<Settled>> {
+        if !self.reducing {
+            return Ok(None);
+        }
         let wait = Instant::now();
-        self.collect(0..self.plan.awake)?;
+        let (buffers, digests) = self.beside;
+        // All of it is taken before an error is returned: what stays would be taken for the next step's.
+        let collected = self.collect(0..self.plan.awake);
+        let settled = self.settle(buffers, digests);
+        let order = self.agreed_order();
+        collected?;
+        let settled = settled?;
+        self.order = order?;
         let last = self.plan.awake - 1;
         let bucket = &self.plan.buckets[last];
         let wake = bucket.wake_elem().is_some_and(|e| pack::flag_is_up(bucket.dtype, self.reduced(last), e));
@@ -205,10 +276,10 @@ impl Reducer {
             self.collect(self.plan.awake..self.plan.buckets.len())?;
         }
         self.stats.step(wait.elapsed());
-        Ok(true)
+        Ok(Some(settled))
     }
 
-    /// The reduced gradient of `slot` after [`Reducer::finish`] returned true; `None` if no rank had one.
+    /// The reduced gradient of `slot` after [`Reducer::finish`] reduced; `None` if no rank had one.
     pub(crate) fn gradient(&self, slot: usize) -> Option<&[u8]> {
         let place = self.plan.places[slot];
         let bucket = &self.plan.buckets[place.bucket];
@@ -221,27 +292,16 @@ impl Reducer {
             .then(|| &bytes[start..start + self.slots[slot].len_bytes()])
     }
 
-    /// Ends the step after the results were taken: all is ready for the next one. After the first step the ranks agree on
-    /// rank 0's order of arrival and cut the buckets anew.
-    pub(crate) fn end_step(&mut self) -> Result<()> {
-        if !self.order_agreed {
-            let arrived = std::mem::take(&mut self.arrived);
-            self.submit(Job::AgreeOrder(arrived))?;
-            let order = match self.worker.next() {
-                Ok(Done::Order(order)) => order?,
-                Ok(Done::Reduced { .. }) => {
-                    return Err(self.fault("the communication thread answered out of order".into()));
-                }
-                Err(e) => return Err(self.fault(e)),
-            };
-            let order: Vec<usize> = order.into_iter().map(|s| s as usize).collect();
+    /// Ends the step after the results were taken: all is ready for the next one. After the first step the buckets are cut anew,
+    /// in the order in which rank 0's gradients came.
+    pub(crate) fn end_step(&mut self) {
+        if let Some(order) = self.order.take() {
             self.plan = Plan::new(&self.slots, &order, self.settings.caps);
             self.order_agreed = true;
             self.fit_buffers();
         }
         self.step += 1;
         self.discard();
-        Ok(())
     }
 
     /// Forgets gradients of micro-batches that were not reduced yet, as all ranks do.
@@ -345,11 +405,45 @@ impl Reducer {
                         first_error.get_or_insert(Error::from(e));
                     }
                 }
-                Ok(_) => return Err(self.fault("the communication thread answered out of order".into())),
-                Err(e) => return Err(self.fault(e)),
+                other => return Err(self.out_of_order(other.err())),
             }
         }
         first_error.map_or(Ok(()), Err)
+    }
+
+    fn settle(&self, buffers: usize, digests: bool) -> Result<Settled> {
+        let mut settled = Settled::default();
+        let mut first_error = None;
+        for _ in 0..buffers {
+            match self.worker.next() {
+                Ok(Done::Buffers { result: Err(e), .. }) => {
+                    first_error.get_or_insert(e);
+                }
+                Ok(Done::Buffers { dtype, buffer, .. }) => settled.buffers.push((dtype, buffer)),
+                other => return Err(self.out_of_order(other.err())),
+            }
+        }
+        if digests {
+            match self.worker.next() {
+                Ok(Done::Digests(Err(e))) => {
+                    first_error.get_or_insert(e);
+                }
+                Ok(Done::Digests(Ok(all))) => settled.digests = all,
+                other => return Err(self.out_of_order(other.err())),
+            }
+        }
+        first_error.map_or(Ok(settled), |e| Err(e.into()))
+    }
+
+    /// What [`Job::AgreeOrder`] of this step yields, if there was one.
+    fn agreed_order(&self) -> Result<Option<Vec<usize>>> {
+        if self.order_agreed {
+            return Ok(None);
+        }
+        match self.worker.next() {
+            Ok(Done::Order(order)) => Ok(Some(order?.into_iter().map(|slot| slot as usize).collect())),
+            other => Err(self.out_of_order(other.err())),
+        }
     }
 
     fn reduced(&self, bucket: usize) -> &[u8] {
@@ -375,6 +469,10 @@ impl Reducer {
             .map(|b| Some(if b.dormant { Buffer::default() } else { Buffer::zeroed(b.total_bytes()) }))
             .collect();
         self.filled = vec![0; self.plan.buckets.len()];
+    }
+
+    fn out_of_order(&self, lost: Option<String>) -> Error {
+        self.fault(lost.unwrap_or_else(|| "the communication thread answered out of order".into()))
     }
 
     /// An error that names this rank.

@@ -15,6 +15,12 @@ impl Buffer {
         Buffer { words: vec![0; len_bytes.div_ceil(8)], len_bytes }
     }
 
+    pub(crate) fn of(bytes: &[u8]) -> Self {
+        let mut buffer = Buffer::zeroed(bytes.len());
+        buffer.bytes_mut().copy_from_slice(bytes);
+        buffer
+    }
+
     pub(crate) fn bytes(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.words)[..self.len_bytes]
     }

@@ -19,12 +19,18 @@ pub(crate) enum Job {
         /// Names step and bucket; compared between the ranks.
         tag: u64,
     },
+    /// Running statistics: their mean weighted by items, or rank 0's if `weight` is `None`.
+    Buffers { dtype: DType, buffer: Buffer, weight: Option<f64> },
+    /// Everybody gets everybody's.
+    Digests(Vec<i64>),
     /// Rank 0's value becomes everybody's.
     AgreeOrder(Vec<u32>),
 }
 
 pub(crate) enum Done {
     Reduced { bucket: usize, buffer: Buffer, busy: Duration, result: burn_ddp_comm::Result<()> },
+    Buffers { dtype: DType, buffer: Buffer, result: burn_ddp_comm::Result<()> },
+    Digests(burn_ddp_comm::Result<Vec<Vec<i64>>>),
     Order(burn_ddp_comm::Result<Vec<u32>>),
 }
 
@@ -77,10 +83,24 @@ fn run(group: &ProcessGroup, site: &'static Location<'static>, todo: &Receiver<J
                 };
                 Done::Reduced { bucket, buffer, busy: start.elapsed(), result }
             }
+            Job::Buffers { dtype, mut buffer, weight } => {
+                let result = match weight {
+                    Some(w) => group.all_reduce_weighted_at(dtype, buffer.bytes_mut(), w, 0, site),
+                    None => group.broadcast_bytes(dtype, buffer.bytes_mut(), 0),
+                };
+                Done::Buffers { dtype, buffer, result }
+            }
+            Job::Digests(digests) => Done::Digests(gather(group, &digests)),
             Job::AgreeOrder(order) => Done::Order(group.broadcast_object((group.rank() == 0).then_some(order), 0)),
         };
         if finished.send(done).is_err() {
             return;
         }
     }
+}
+
+/// One row per rank.
+fn gather(group: &ProcessGroup, mine: &[i64]) -> burn_ddp_comm::Result<Vec<Vec<i64>>> {
+    let all = group.all_gather(mine)?;
+    Ok(all.chunks(mine.len().max(1)).map(<[i64]>::to_vec).collect())
 }

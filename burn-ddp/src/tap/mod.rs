@@ -9,11 +9,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::backend::Dispatch;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Gradients, Tensor};
 
 use crate::ddp::Ddp;
+use crate::{Error, Result};
 pub use ops::{DdpBackend, TapHandle};
-pub(crate) use tapped::Tapped;
+pub(crate) use tapped::{SharedBuffers, Tapped};
+use tapped::{lost_tap, past_tap};
 
 /// Name of the tap as a path component, where Burn shows reparameterizations.
 pub(crate) const TAP_NAME: &str = "ddp";
@@ -24,15 +26,73 @@ pub(crate) struct Tap {
     /// A rank that holds a wrapped model takes part in the job.
     _presence: Ddp,
     handle: TapHandle,
+    _live: Live,
     /// The parameter's id, as it was seen last. Shared by clones of the model.
     id: Arc<AtomicU64>,
     /// Number of dimensions of the parameter.
     rank: usize,
+    /// The pending average that this copy of the model yielded to a visitor last, by its number.
+    yielded: Number,
+    /// The last one that was in the hands of whoever mapped this copy, and so is used up: an optimizer steps by mapping.
+    used: Number,
+}
+
+/// Counts the taps of a slot that there are.
+#[derive(Debug)]
+struct Live(TapHandle);
+
+impl Live {
+    fn new(handle: TapHandle) -> Self {
+        handle.tapped.count_tap(handle.slot, true);
+        Live(handle)
+    }
+}
+
+impl Clone for Live {
+    fn clone(&self) -> Self {
+        Live::new(self.0.clone())
+    }
+}
+
+impl Drop for Live {
+    fn drop(&mut self) {
+        self.0.tapped.count_tap(self.0.slot, false);
+    }
+}
+
+/// A number that each copy of a model keeps for itself.
+#[derive(Debug, Default)]
+struct Number(AtomicU64);
+
+impl Number {
+    fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn set(&self, number: u64) {
+        self.0.store(number, Ordering::Relaxed);
+    }
+}
+
+impl Clone for Number {
+    fn clone(&self) -> Self {
+        Number(AtomicU64::new(self.get()))
+    }
 }
 
 impl Tap {
-    pub(crate) fn new(ddp: Ddp, tapped: Arc<Tapped>, slot: usize, id: ParamId, rank: usize) -> Self {
-        Tap { _presence: ddp, handle: TapHandle { tapped, slot }, id: Arc::new(AtomicU64::new(id.val())), rank }
+    pub(crate) fn new<const D: usize>(ddp: Ddp, tapped: Arc<Tapped>, slot: usize, param: &Param<Tensor<D>>) -> Self {
+        let handle = TapHandle { tapped, slot };
+        Dispatch::note_leaf(param.base().into_dispatch(), handle.clone());
+        Tap {
+            _presence: ddp,
+            _live: Live::new(handle.clone()),
+            handle,
+            id: Arc::new(AtomicU64::new(param.id.val())),
+            rank: D,
+            yielded: Number::default(),
+            used: Number::default(),
+        }
     }
 
     fn visit_pending<const D: usize>(&self, visitor: &mut impl ModuleVisitor) {
@@ -70,6 +130,7 @@ impl Module for Tap {
     /// Yields the average of a parameter that this rank did not use in the last backward, under the parameter's id: Burn's
     /// `GradientsParams::from_grads` visits this after the parameter itself.
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        SEEN.with_borrow_mut(|seen| *seen = Some(self.handle.clone()));
         FOUND.with_borrow_mut(|found| {
             if let Some(found) = found {
                 found.push(self.handle.tapped.clone());
@@ -79,8 +140,12 @@ impl Module for Tap {
                 }
             }
         });
-        if BYPASS.get() || !self.handle.tapped.yield_pending(self.handle.slot) {
+        if BYPASS.get() {
             return;
+        }
+        match self.handle.tapped.pending_after(self.handle.slot, self.used.get()) {
+            Some(number) => self.yielded.set(number),
+            None => return,
         }
         match self.rank {
             1 => self.visit_pending::<1>(visitor),
@@ -97,7 +162,9 @@ impl Module for Tap {
     }
 
     fn map<M: ModuleMapper>(self, _: &mut M) -> Self {
-        self.handle.tapped.clear_pending(self.handle.slot);
+        if !BYPASS.get() {
+            self.used.set(self.yielded.get());
+        }
         self
     }
 
@@ -105,7 +172,11 @@ impl Module for Tap {
         self.clone()
     }
 
+    /// Only `model.valid().train()` comes here.
     fn train(self) -> Self {
+        if !BYPASS.get() {
+            self.handle.tapped.note_train();
+        }
         self
     }
 
@@ -120,6 +191,8 @@ pub(crate) const MAX_RANK: usize = 8;
 thread_local! {
     /// Taps seen by `visit` on this thread, while someone asks.
     static FOUND: RefCell<Option<Vec<Arc<Tapped>>>> = const { RefCell::new(None) };
+    /// The tap that `visit` came to last on this thread.
+    static SEEN: RefCell<Option<TapHandle>> = const { RefCell::new(None) };
     /// Id of the parameter that `find` visited last on this thread.
     static BASE_ID: Cell<Option<u64>> = const { Cell::new(None) };
     /// Reads and visits pass taps unseen on this thread.
@@ -164,3 +237,55 @@ pub(crate) fn bypass<T>(f: impl FnOnce() -> T) -> T {
     let _restore = Restore(BYPASS.replace(true));
     f()
 }
+
+/// What is wrong with the first parameter of `model` whose gradient is not what its tap put there, after a backward of `tapped`
+/// that noted what it delivered.
+pub(crate) fn bypassed<M: Module>(model: &M, tapped: &Arc<Tapped>, gradients: &Gradients) -> Result<Option<String>> {
+    struct Look<'a> {
+        tapped: &'a Arc<Tapped>,
+        gradients: &'a Gradients,
+        path: Vec<String>,
+        /// Path and gradient of the parameter visited last.
+        last: Option<(String, Option<i64>)>,
+        found: Result<Option<String>>,
+    }
+    impl ModuleVisitor for Look<'_> {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.path.push(name.to_string());
+        }
+
+        fn exit_module(&mut self, name: &str, _: &str) {
+            self.path.pop();
+            let (Some((path, on_leaf)), Ok(None)) = (self.last.take(), &self.found) else { return };
+            let tap = (name == TAP_NAME).then(|| SEEN.take()).flatten();
+            match tap.filter(|tap| Arc::ptr_eq(&tap.tapped, self.tapped)) {
+                Some(tap) if self.tapped.delivered_on_leaf(tap.slot) != on_leaf => self.found = Ok(Some(past_tap(&path))),
+                None if on_leaf.is_some() => self.found = Ok(Some(lost_tap(&path))),
+                _ => {}
+            }
+        }
+
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let base = param.base();
+            let gradient = if base.is_require_grad() { base.grad(self.gradients) } else { None };
+            let on_leaf = match gradient {
+                None => Ok(None),
+                Some(_) if !self.tapped.notes_values() => Ok(Some(UNREAD)),
+                Some(gradient) => gradient
+                    .try_into_data()
+                    .map(|data| Some(crate::replicas::digest(data.as_bytes())))
+                    .map_err(|e| Error::Use(format!("reading a gradient failed: {e:?}"))),
+            };
+            match on_leaf {
+                Ok(on_leaf) => self.last = Some((self.path.join("."), on_leaf)),
+                Err(e) => self.found = Err(e),
+            }
+        }
+    }
+    let mut look = Look { tapped, gradients, path: Vec::new(), last: None, found: Ok(None) };
+    bypass(|| model.visit(&mut look));
+    look.found
+}
+
+/// The digest of a gradient that nobody computed.
+pub(crate) const UNREAD: i64 = 0;

@@ -38,6 +38,12 @@ pub trait DdpBackend: Backend {
         x
     }
 
+    /// Returns `x`, a parameter's value, and remembers it until the next backward.
+    fn note_leaf(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
+        let _ = tap;
+        x
+    }
+
     /// Returns the leaf under which the last backward delivered the average of a parameter that this rank did not use, or
     /// `x` if there is none.
     fn delivered(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
@@ -103,10 +109,11 @@ pub(crate) fn rung_above<B: Backend, C: CheckpointStrategy>(below: &AutodiffTens
 impl<B: DdpBackend, C: CheckpointStrategy> DdpBackend for Autodiff<B, C> {
     fn grad_tap(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         if !x.is_tracked() {
+            tap.tapped.note_frozen::<B>(tap.slot, &x);
             return x;
         }
         let leaf = x.id();
-        let rung = tap.tapped.rung::<B, C>(&x);
+        let rung = tap.tapped.rung::<B, C>(tap.slot, &x);
         let (primitive, guard) = x.into_parts();
         let gate = match Backward::<B, 1>::prepare::<C>(Gate, [guard]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish(tap.tapped.clone(), primitive),
@@ -121,6 +128,11 @@ impl<B: DdpBackend, C: CheckpointStrategy> DdpBackend for Autodiff<B, C> {
             }
             OpsKind::UnTracked(prep) => prep.finish(primitive),
         }
+    }
+
+    fn note_leaf(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
+        tap.tapped.note_leaf::<B>(tap.slot, &x);
+        x
     }
 
     fn delivered(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {

@@ -2,9 +2,9 @@
 
 use std::any::Any;
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -13,22 +13,29 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Device, Shape, TensorData, read_sync};
 
+use super::UNREAD;
 use super::ops::{AutodiffTensor, DdpBackend, new_leaf, rung_above, untracked};
 use crate::convert::{burn_dtype, comm_dtype};
 use crate::ddp::Ddp;
-use crate::reducer::Reducer;
-use crate::{Error, Result};
+use crate::buffers::{self, BufferPolicy, Buffers};
+use crate::reducer::{Beside, Reducer};
+use crate::{Error, Result, replicas};
 
 /// Depth that each read of a parameter adds to the ladder: about what a layer adds to the graph.
 const RUNGS_PER_READ: usize = 4;
 /// Rungs alive are swept by every backward of the process, so there is an end.
 const MAX_RUNGS: usize = 4096;
 
+/// Averages of one slot that may wait for their optimizer at a time.
+const PENDING_CAP: usize = 8;
+
 type Erased = Box<dyn Any + Send>;
 
 thread_local! {
     /// `Ddp::backward` runs on this thread and wants the first error back instead of a panic, whichever model it is about.
     static CAPTURED: RefCell<Option<Option<Error>>> = const { RefCell::new(None) };
+    /// The wrapped models that the backward on this thread has reached, until their first gate.
+    static ENTERED: RefCell<Vec<Weak<Tapped>>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Shared by all taps of a wrapped model and by the autodiff nodes that its reads leave in graphs.
@@ -38,18 +45,30 @@ pub(crate) struct Tapped {
     pub(crate) device: Device,
     /// Reads of each slot whose hook may still fire. Written by forward (up) and by dropped hook states (down).
     outstanding: Vec<AtomicUsize>,
+    /// Taps of each slot that there are, over all copies of the model; `None` where there never was one (a tied clone's slot).
+    taps: Vec<OnceLock<AtomicUsize>>,
     state: Mutex<State>,
     /// Leaves under which averages of parameters that this rank did not use are delivered, one per slot, made when first
     /// needed and kept: gradients of several backwards may wait side by side.
     stand_ins: Mutex<BTreeMap<usize, Erased>>,
-    /// Slots with such an average, and whether `Tap::visit` has yielded it. Written by the last gate, read by `Tap::visit`,
-    /// cleared when a yielded one is mapped: the optimizer has stepped.
-    pending: Mutex<BTreeMap<usize, bool>>,
+    /// The numbers (counting reductions) of the averages delivered there lately, by slot. Written by the last gate, read by
+    /// `Tap::visit`. Each copy of the model counts for itself which of them an optimizer took.
+    pending: Mutex<BTreeMap<usize, VecDeque<u64>>>,
     has_pending: AtomicBool,
     /// Backwards that reached this model and ended, well or not.
     ended: AtomicU64,
     /// Depth of nested `no_sync`.
     holding: AtomicUsize,
+    /// The next reduction compares the ranks' parameters: reads of frozen ones are noted too. Written by the last gate.
+    comparing: AtomicBool,
+    /// A copy of the model went through `valid().train()`, and so has running statistics of its own.
+    retrained: AtomicBool,
+}
+
+/// The model's running statistics, and what happens to them.
+pub(crate) struct SharedBuffers {
+    pub(crate) buffers: Box<dyn Buffers>,
+    pub(crate) policy: BufferPolicy,
 }
 
 struct State {
@@ -64,7 +83,19 @@ struct State {
     running: bool,
     fired: usize,
     gated: usize,
+    /// Its buckets are all under way.
+    departed: bool,
     slots: Vec<SlotState>,
+    /// The value of each slot that was read last, from its read to the end of the backward: where a gradient would be that
+    /// went past the tap, and what the replica check compares.
+    values: Vec<Option<Erased>>,
+    buffers: Option<SharedBuffers>,
+    /// What the last backward put on each slot's leaf: its digest, or [`UNREAD`]; noted for [`Ddp::backward`].
+    delivered: Vec<Option<i64>>,
+    /// Whether those digests were computed: in steps that look closely.
+    digested: bool,
+    /// The user was told which parameters have no gradient.
+    told_unused: bool,
     error: Option<Error>,
     /// Batches read from loaders when the last backward began.
     last_batch: u64,
@@ -118,12 +149,19 @@ impl std::fmt::Debug for Tapped {
 }
 
 impl Tapped {
-    pub(crate) fn new(ddp: Ddp, device: Device, reducer: Reducer, accumulation: usize) -> Self {
+    pub(crate) fn new(
+        ddp: Ddp,
+        device: Device,
+        reducer: Reducer,
+        accumulation: usize,
+        buffers: Option<SharedBuffers>,
+    ) -> Self {
         let slots = reducer.slots().len();
         Tapped {
             ddp,
             device,
             outstanding: (0..slots).map(|_| AtomicUsize::new(0)).collect(),
+            taps: (0..slots).map(|_| OnceLock::new()).collect(),
             state: Mutex::new(State {
                 reducer,
                 accumulation,
@@ -133,7 +171,13 @@ impl Tapped {
                 running: false,
                 fired: 0,
                 gated: 0,
+                departed: false,
                 slots: (0..slots).map(|_| SlotState::default()).collect(),
+                values: (0..slots).map(|_| None).collect(),
+                buffers,
+                delivered: vec![None; slots],
+                digested: false,
+                told_unused: false,
                 error: None,
                 last_batch: 0,
                 epoch: None,
@@ -143,12 +187,46 @@ impl Tapped {
             has_pending: AtomicBool::new(false),
             ended: AtomicU64::new(0),
             holding: AtomicUsize::new(0),
+            comparing: AtomicBool::new(false),
+            retrained: AtomicBool::new(false),
         }
     }
 
-    /// The ladder's tensor for the next read; `like` says which device the first rung is made on.
-    pub(crate) fn rung<B: Backend, C: CheckpointStrategy>(&self, like: &AutodiffTensor<B>) -> AutodiffTensor<B> {
+    /// A tap of a slot appears, or goes.
+    pub(crate) fn count_tap(&self, slot: usize, appears: bool) {
+        let taps = self.taps[slot].get_or_init(|| AtomicUsize::new(0));
+        if appears {
+            taps.fetch_add(1, Ordering::AcqRel);
+        } else {
+            taps.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+
+    /// Remembers the leaf of a slot until the end of the next backward.
+    pub(crate) fn note_leaf<B: Backend>(&self, slot: usize, leaf: &AutodiffTensor<B>) {
+        self.lock().values[slot] = Some(Box::new(leaf.clone()));
+    }
+
+    /// A frozen parameter is read.
+    pub(crate) fn note_frozen<B: Backend>(&self, slot: usize, value: &AutodiffTensor<B>) {
+        if self.comparing.load(Ordering::Acquire) {
+            self.note_leaf::<B>(slot, value);
+        }
+    }
+
+    /// The model, or a copy of it, went through `valid().train()`.
+    pub(crate) fn note_train(&self) {
+        self.retrained.store(true, Ordering::Release);
+    }
+
+    /// A parameter is read: the ladder's tensor for this read.
+    pub(crate) fn rung<B: Backend, C: CheckpointStrategy>(
+        &self,
+        slot: usize,
+        like: &AutodiffTensor<B>,
+    ) -> AutodiffTensor<B> {
         let mut state = self.lock();
+        state.values[slot] = Some(Box::new(like.clone()));
         let depth = (state.reads * RUNGS_PER_READ).min(MAX_RUNGS);
         state.reads += 1;
         let mut ladder = match state.ladder.take().map(|l| l.downcast::<Vec<AutodiffTensor<B>>>()) {
@@ -167,7 +245,7 @@ impl Tapped {
 
     /// The gradient of one read has arrived.
     pub(crate) fn hook<B: DdpBackend>(
-        &self,
+        self: Arc<Self>,
         read: Arc<Read>,
         leaf: NodeId,
         gradient: FloatTensor<B>,
@@ -206,6 +284,15 @@ impl Tapped {
 
     /// A gate was reached. The last one of a backward waits for the averages and registers them.
     pub(crate) fn gate<B: DdpBackend>(&self, parent_is_leaf: bool, grads: &mut Gradients) {
+        // Gates run after all hooks. If several wrapped models meet in this backward, all of them depart before any waits:
+        // their gates may come in another order on other ranks.
+        for entered in ENTERED.take().iter().filter_map(Weak::upgrade) {
+            let mut guard = entered.lock();
+            let state = &mut *guard;
+            if entered.is_running::<B>(state, grads) && state.error.is_none() {
+                state.error = entered.depart::<B>(state).err();
+            }
+        }
         let mut guard = self.lock();
         let state = &mut *guard;
         if !parent_is_leaf {
@@ -222,6 +309,7 @@ impl Tapped {
             None => self.deliver::<B>(state, grads),
         };
         state.reset();
+        state.values.iter_mut().for_each(|value| *value = None);
         if result.is_err() {
             state.reducer.discard();
         }
@@ -232,14 +320,37 @@ impl Tapped {
         }
     }
 
-    fn deliver<B: DdpBackend>(&self, state: &mut State, grads: &mut Gradients) -> Result<()> {
+    /// All hooks have fired: what waits for other reads goes as it is, and every bucket is under way when it returns.
+    fn depart<B: DdpBackend>(&self, state: &mut State) -> Result<()> {
+        if std::mem::replace(&mut state.departed, true) {
+            return Ok(());
+        }
         for slot in 0..state.slots.len() {
             if let Some(Ok(sum)) = state.slots[slot].partial.take().map(|p| p.downcast::<FloatTensor<B>>()) {
                 state.put::<B>(slot, *sum)?;
             }
         }
-        if !state.reducer.finish()? {
-            return Ok(());
+        let beside = self.beside::<B>(state)?;
+        state.reducer.depart(beside)
+    }
+
+    fn deliver<B: DdpBackend>(&self, state: &mut State, grads: &mut Gradients) -> Result<()> {
+        self.depart::<B>(state)?;
+        state.delivered.fill(None);
+        state.digested = state.reducer.step() <= 2 || state.reducer.compares_replicas();
+        state.digested &= CAPTURED.with_borrow(Option::is_some);
+        self.refuse_lost_taps(state)?;
+        self.refuse_bypass::<B>(state, grads)?;
+        let step = state.reducer.step();
+        let Some(settled) = state.reducer.finish()? else { return Ok(()) };
+        if !settled.digests.is_empty() {
+            let paths: Vec<&str> = state.reducer.slots().iter().map(|s| s.path.as_str()).collect();
+            if let Some(difference) = replicas::difference(&paths, &settled.digests) {
+                return Err(Error::ReplicasDiffer(format!("in what step {step} read, {difference}")));
+            }
+        }
+        if let Some(shared) = &mut state.buffers {
+            shared.buffers.write(buffers::unpack(&shared.buffers.read()?, &settled.buffers));
         }
         let device = state.device::<B>().ok_or_else(|| self.fault("the backend changed during backward".into()))?;
         let mut unused = Vec::new();
@@ -249,7 +360,11 @@ impl Tapped {
             let data = TensorData::from_bytes_vec(bytes.to_vec(), Shape::from(s.dims.clone()), burn_dtype(s.dtype));
             let average = B::float_from_data(data, &device);
             match state.slots[slot].leaf {
-                Some(leaf) => grads.register::<B>(leaf, average),
+                Some(leaf) => {
+                    let digest = if state.digested { replicas::digest(bytes) } else { UNREAD };
+                    state.delivered[slot] = Some(digest);
+                    grads.register::<B>(leaf, average);
+                }
                 None => {
                     let mut stand_ins = self.stand_ins.lock().unwrap_or_else(PoisonError::into_inner);
                     let stand_in = stand_ins
@@ -263,12 +378,101 @@ impl Tapped {
                 }
             }
         }
-        state.reducer.end_step()?;
+        self.tell_unused(state);
+        state.reducer.end_step();
+        self.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
         if !unused.is_empty() {
-            self.lock_pending().extend(unused.into_iter().map(|slot| (slot, false)));
+            let mut pending = self.lock_pending();
+            for slot in unused {
+                let numbers = pending.entry(slot).or_default();
+                numbers.push_back(state.reducer.step());
+                if numbers.len() > PENDING_CAP {
+                    numbers.pop_front();
+                }
+            }
             self.has_pending.store(true, Ordering::Release);
         }
         Ok(())
+    }
+
+    /// See [`bypassed`](super::bypassed).
+    pub(crate) fn delivered_on_leaf(&self, slot: usize) -> Option<i64> {
+        self.lock().delivered.get(slot).copied().flatten()
+    }
+
+    /// Whether the last backward noted digests of what it delivered.
+    pub(crate) fn notes_values(&self) -> bool {
+        self.lock().digested
+    }
+
+    /// A parameter that lost its tap would train on this rank's gradients alone.
+    fn refuse_lost_taps(&self, state: &State) -> Result<()> {
+        let lost = |taps: &OnceLock<AtomicUsize>| taps.get().is_some_and(|taps| taps.load(Ordering::Acquire) == 0);
+        match self.taps.iter().position(lost) {
+            None => Ok(()),
+            Some(slot) => Err(self.fault(lost_tap(&state.reducer.slots()[slot].path))),
+        }
+    }
+
+    /// A gradient that is on a leaf before any average was put there went past the tap. Seen is what came before the last gate;
+    /// [`Ddp::backward`] sees the rest.
+    fn refuse_bypass<B: DdpBackend>(&self, state: &State, grads: &Gradients) -> Result<()> {
+        let past = |value: &Erased| {
+            value.downcast_ref::<AutodiffTensor<B>>().is_some_and(|leaf| leaf.is_tracked() && grads.get::<B>(leaf).is_some())
+        };
+        match state.values.iter().position(|value| value.as_ref().is_some_and(past)) {
+            None => Ok(()),
+            Some(slot) => Err(self.fault(past_tap(&state.reducer.slots()[slot].path))),
+        }
+    }
+
+    /// What travels with this step's gradients.
+    fn beside<B: Backend>(&self, state: &mut State) -> Result<Beside> {
+        if !state.reducer.is_reducing() {
+            return Ok(Beside::default());
+        }
+        let mut beside = Beside::default();
+        if let Some(shared) = &state.buffers {
+            if self.retrained.load(Ordering::Acquire) {
+                return Err(self.fault(
+                    "the wrapped model, or a copy, went through `valid().train()`, which gives it running statistics of its own: \
+                     `ddp.wrap(ddp.unwrap(model)?)` it again, or keep the model that `valid()` was called on"
+                        .into(),
+                ));
+            }
+            beside.buffers = buffers::pack(&shared.buffers.read()?);
+            beside.from_rank_0 = shared.policy == BufferPolicy::Broadcast;
+        }
+        if state.reducer.compares_replicas() {
+            let mut digests = vec![0; state.values.len()];
+            for (digest, value) in digests.iter_mut().zip(&mut state.values) {
+                if let Some(Ok(value)) = value.take().map(|value| value.downcast::<AutodiffTensor<B>>()) {
+                    let data = read_sync(B::float_into_data(value.primitive().clone()))
+                        .map_err(|e| self.fault(format!("reading parameters failed: {e:?}")))?;
+                    *digest = replicas::digest(data.as_bytes());
+                }
+            }
+            beside.digests = Some(digests);
+        }
+        Ok(beside)
+    }
+
+    /// Says once which parameters no rank used.
+    fn tell_unused(&self, state: &mut State) {
+        if std::mem::replace(&mut state.told_unused, true) || self.ddp.rank() != 0 {
+            return;
+        }
+        let slots = state.reducer.slots().iter().enumerate();
+        let unused: Vec<&str> = slots
+            .filter(|(slot, s)| s.trainable && state.reducer.gradient(*slot).is_none())
+            .map(|(_, s)| s.path.as_str())
+            .collect();
+        if !unused.is_empty() {
+            tracing::warn!(
+                parameters = unused.join(", "),
+                "parameters that had no gradient on any rank in the first step: unused, or read past their taps"
+            );
+        }
     }
 
     /// The stand-in leaf of a slot.
@@ -277,25 +481,15 @@ impl Tapped {
         stand_ins.get(&slot)?.downcast_ref::<AutodiffTensor<B>>().cloned()
     }
 
-    /// Whether an average waits under the slot's stand-in; notes that it is handed out.
-    pub(crate) fn yield_pending(&self, slot: usize) -> bool {
-        self.has_pending.load(Ordering::Acquire)
-            && self.lock_pending().get_mut(&slot).map(|yielded| *yielded = true).is_some()
-    }
-
-    /// A parameter was mapped: if its average was handed out, the optimizer has it. What nobody has taken yet stays, since
-    /// the map may be that of a copy.
-    pub(crate) fn clear_pending(&self, slot: usize) {
-        if self.has_pending.load(Ordering::Acquire) {
-            let mut pending = self.lock_pending();
-            if pending.get(&slot) == Some(&true) {
-                pending.remove(&slot);
-            }
-            self.has_pending.store(!pending.is_empty(), Ordering::Release);
+    /// The first of the averages that wait under the slot's stand-in whose number is above `used`.
+    pub(crate) fn pending_after(&self, slot: usize, used: u64) -> Option<u64> {
+        if !self.has_pending.load(Ordering::Acquire) {
+            return None;
         }
+        self.lock_pending().get(&slot)?.iter().copied().find(|number| *number > used)
     }
 
-    fn lock_pending(&self) -> MutexGuard<'_, BTreeMap<usize, bool>> {
+    fn lock_pending(&self) -> MutexGuard<'_, BTreeMap<usize, VecDeque<u64>>> {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -344,13 +538,14 @@ impl Tapped {
     }
 
     /// Begins a new backward unless `grads` carries the sentinel of the one that is running.
-    fn enter<B: DdpBackend>(&self, state: &mut State, like: &FloatTensor<B>, grads: &mut Gradients) {
+    fn enter<B: DdpBackend>(self: &Arc<Self>, state: &mut State, like: &FloatTensor<B>, grads: &mut Gradients) {
         let sentinel = match state.sentinel.take().map(|s| s.downcast::<AutodiffTensor<B>>()) {
             Some(Ok(sentinel)) => sentinel,
             _ => Box::new(untracked::<B>(scalar::<B>(&like.device(), like.dtype()))),
         };
         let known = state.running && grads.get::<B>(&sentinel).is_some();
         if !known {
+            ENTERED.with_borrow_mut(|entered| entered.push(Arc::downgrade(self)));
             grads.register::<B>(sentinel.id(), sentinel.primitive().clone());
             let abandoned = std::mem::take(&mut state.running);
             state.reset();
@@ -360,6 +555,12 @@ impl Tapped {
             state.running = true;
         }
         state.sentinel = Some(sentinel);
+    }
+
+    /// Whether `grads` belongs to the backward that this model is in.
+    fn is_running<B: Backend>(&self, state: &State, grads: &Gradients) -> bool {
+        let sentinel = state.sentinel.as_ref().and_then(|s| s.downcast_ref::<AutodiffTensor<B>>());
+        state.running && sentinel.is_some_and(|sentinel| grads.get::<B>(sentinel).is_some())
     }
 
     fn begin(&self, state: &mut State) -> Result<()> {
@@ -437,9 +638,26 @@ impl State {
         self.running = false;
         self.fired = 0;
         self.gated = 0;
+        self.departed = false;
         self.reads = 0;
         self.slots.iter_mut().for_each(|s| *s = SlotState::default());
     }
+}
+
+/// What to say of a parameter whose gradient its tap did not see.
+pub(crate) fn past_tap(path: &str) -> String {
+    format!(
+        "{path} was read past its tap, so its gradient is not averaged: read parameters through `val()`, not through `base()` or by \
+         dereferencing the `Param`"
+    )
+}
+
+/// What to say of a parameter without a tap.
+pub(crate) fn lost_tap(path: &str) -> String {
+    format!(
+        "{path} is no longer tapped, so its gradient is not averaged: it was replaced after `wrap` (`Param::map` makes a new parameter; \
+         `Module::map` keeps the tap). Change it before, or `ddp.wrap(ddp.unwrap(model)?)` again"
+    )
 }
 
 fn scalar<B: Backend>(device: &B::Device, dtype: burn::tensor::DType) -> FloatTensor<B> {
