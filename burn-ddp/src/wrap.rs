@@ -148,7 +148,9 @@ pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig
     let buffers = (config.buffers != BufferPolicy::Local).then(|| buffers::handle(&model, &is_buffer)).flatten();
     let shared = buffers.map(|buffers| SharedBuffers { buffers, policy: config.buffers });
     let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, config.accumulation, shared));
-    Ok(model.apply_reparameterization(Attach { ddp: ddp.clone(), tapped, slot_of }))
+    let model = model.apply_reparameterization(Attach { ddp: ddp.clone(), tapped: tapped.clone(), slot_of });
+    tapped.taps_are_complete();
+    Ok(model)
 }
 
 pub(crate) fn unwrap<M: Module>(model: M) -> Result<M> {

@@ -45,8 +45,10 @@ pub(crate) struct Tapped {
     pub(crate) device: Device,
     /// Reads of each slot whose hook may still fire. Written by forward (up) and by dropped hook states (down).
     outstanding: Vec<AtomicUsize>,
-    /// Taps of each slot that there are, over all copies of the model; `None` where there never was one (a tied clone's slot).
-    taps: Vec<OnceLock<AtomicUsize>>,
+    /// Taps of each slot that there are, over all copies of the model.
+    taps: Vec<AtomicUsize>,
+    /// Slots that `wrap` gave a tap: not those of tied clones and of bases under another reparameterization (LoRA).
+    tapped: OnceLock<Vec<bool>>,
     state: Mutex<State>,
     /// Leaves under which averages of parameters that this rank did not use are delivered, one per slot, made when first
     /// needed and kept: gradients of several backwards may wait side by side.
@@ -161,7 +163,8 @@ impl Tapped {
             ddp,
             device,
             outstanding: (0..slots).map(|_| AtomicUsize::new(0)).collect(),
-            taps: (0..slots).map(|_| OnceLock::new()).collect(),
+            taps: (0..slots).map(|_| AtomicUsize::new(0)).collect(),
+            tapped: OnceLock::new(),
             state: Mutex::new(State {
                 reducer,
                 accumulation,
@@ -194,12 +197,16 @@ impl Tapped {
 
     /// A tap of a slot appears, or goes.
     pub(crate) fn count_tap(&self, slot: usize, appears: bool) {
-        let taps = self.taps[slot].get_or_init(|| AtomicUsize::new(0));
         if appears {
-            taps.fetch_add(1, Ordering::AcqRel);
+            self.taps[slot].fetch_add(1, Ordering::AcqRel);
         } else {
-            taps.fetch_sub(1, Ordering::AcqRel);
+            self.taps[slot].fetch_sub(1, Ordering::AcqRel);
         }
+    }
+
+    /// The taps that there are now must stay.
+    pub(crate) fn taps_are_complete(&self) {
+        self.tapped.get_or_init(|| self.taps.iter().map(|taps| taps.load(Ordering::Acquire) > 0).collect());
     }
 
     /// Remembers the leaf of a slot until the end of the next backward.
@@ -407,8 +414,9 @@ impl Tapped {
 
     /// A parameter that lost its tap would train on this rank's gradients alone.
     fn refuse_lost_taps(&self, state: &State) -> Result<()> {
-        let lost = |taps: &OnceLock<AtomicUsize>| taps.get().is_some_and(|taps| taps.load(Ordering::Acquire) == 0);
-        match self.taps.iter().position(lost) {
+        let tapped = self.tapped.get().into_iter().flatten();
+        let lost = |(taps, tapped): (&AtomicUsize, &bool)| *tapped && taps.load(Ordering::Acquire) == 0;
+        match self.taps.iter().zip(tapped).position(lost) {
             None => Ok(()),
             Some(slot) => Err(self.fault(lost_tap(&state.reducer.slots()[slot].path))),
         }
