@@ -65,10 +65,10 @@ mod tap;
 mod weight;
 mod wrap;
 
+pub use buffers::BufferPolicy;
 /// Ranks talking: the crate `burn-ddp-comm`.
 pub use burn_ddp_comm as comm;
 pub use burn_ddp_comm::{Options, ReduceOp};
-pub use buffers::BufferPolicy;
 pub use ddp::Ddp;
 pub use error::{Error, Result};
 pub use reducer::Reduction;

@@ -15,9 +15,9 @@ use burn::tensor::{Device, Shape, TensorData, read_sync};
 
 use super::UNREAD;
 use super::ops::{AutodiffTensor, DdpBackend, new_leaf, rung_above, untracked};
+use crate::buffers::{self, BufferPolicy, Buffers};
 use crate::convert::{burn_dtype, comm_dtype};
 use crate::ddp::Ddp;
-use crate::buffers::{self, BufferPolicy, Buffers};
 use crate::reducer::{Beside, Reducer};
 use crate::{Error, Result, replicas};
 
@@ -426,7 +426,9 @@ impl Tapped {
     /// [`Ddp::backward`] sees the rest.
     fn refuse_bypass<B: DdpBackend>(&self, state: &State, grads: &Gradients) -> Result<()> {
         let past = |value: &Erased| {
-            value.downcast_ref::<AutodiffTensor<B>>().is_some_and(|leaf| leaf.is_tracked() && grads.get::<B>(leaf).is_some())
+            value
+                .downcast_ref::<AutodiffTensor<B>>()
+                .is_some_and(|leaf| leaf.is_tracked() && grads.get::<B>(leaf).is_some())
         };
         match state.values.iter().position(|value| value.as_ref().is_some_and(past)) {
             None => Ok(()),
