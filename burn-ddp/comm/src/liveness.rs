@@ -78,10 +78,10 @@ impl Liveness {
         }
     }
 
-    /// This process itself was stopped, or its clock jumped: nobody can be blamed for having been silent meanwhile.
-    pub(crate) fn restart(&mut self, now: Instant) {
+    /// This process itself did not run for `time`, be it stopped or starved: nobody can be blamed for having been silent meanwhile.
+    pub(crate) fn excuse(&mut self, time: Duration, now: Instant) {
         for heard in self.peers.iter_mut().flatten() {
-            heard.last = now;
+            heard.last = (heard.last + time).min(now);
         }
     }
 
@@ -205,9 +205,9 @@ mod tests {
     }
 
     #[test]
-    fn who_was_stopped_itself_starts_anew() {
+    fn who_was_stopped_itself_accuses_nobody() {
         let (mut liveness, start) = rank_0(Some(5 * BEAT));
-        liveness.restart(start + 100 * BEAT);
+        liveness.excuse(99 * BEAT, start + 100 * BEAT);
         assert_eq!(liveness.look(start + 101 * BEAT), []);
     }
 

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{Error, Options, ReduceOp, StoreServer, World};
 use common::{Process, await_go, launcher_store, options, rank_at, role, say};
+use rustix::process::Signal;
 
 /// A death is known to all within this time.
 const SOON: Duration = Duration::from_secs(2);
@@ -35,6 +36,7 @@ fn reduce_until_error(world: &World) -> Error {
     let group = world.group().unwrap();
     let mut buf = vec![1.0_f32; 25 << 18];
     group.all_reduce(&mut buf, ReduceOp::Mean).unwrap();
+    world.set_step(28);
     say("ready");
     loop {
         if let Err(error) = group.all_reduce(&mut buf, ReduceOp::Mean) {
@@ -60,7 +62,11 @@ fn a_rank_killed_in_a_large_all_reduce_is_named_by_all_at_once() {
         let said = rank.hear();
         assert!(said.starts_with("PeerLost of Some(2): rank 2 (host "), "{said}");
         assert!(said.contains(&format!("pid {pid}) died during all_reduce")), "{said}");
-        assert!(said.contains("faults.rs:"), "the call site: {said}");
+        assert!(
+            said.contains("in step 28 called at burn-ddp/comm/tests/faults.rs:"),
+            "the step and the call site: {said}"
+        );
+        assert!(said.contains("it was killed by SIGKILL"), "{said}");
     }
     assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
     for rank in &mut ranks[..2] {
@@ -87,6 +93,8 @@ fn a_rank_that_exits_without_a_goodbye_is_dead() {
     for rank in [0, 2] {
         let said = ranks[rank].hear();
         assert!(said.starts_with("PeerLost of Some(1)") && said.contains("ended without a goodbye"), "{said}");
+        // The test has not waited for it, so the kernel still knows.
+        assert!(said.contains("it exited with code 0 without leaving the job"), "{said}");
     }
     assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
     assert!(ranks[1].end().success());
@@ -126,7 +134,9 @@ fn a_rank_that_panics_says_so_though_its_process_ends() {
     let (_store, mut ranks) = start(TEST, &["panics", "waits"]);
     ranks[0].go();
     let said = ranks[1].hear();
-    assert!(said.starts_with("PeerFailed of Some(0)") && said.contains("panicked"), "{said}");
+    assert!(said.starts_with("PeerFailed of Some(0)"), "{said}");
+    assert!(said.contains("failed: panicked at burn-ddp/comm/tests/faults.rs:"), "where: {said}");
+    assert!(said.contains(&format!("in thread {TEST:?}: out of luck")), "{said}");
     assert!(!ranks[0].end().success());
 }
 
@@ -143,8 +153,7 @@ fn a_stopped_rank_is_named_at_the_deadline_and_not_called_dead() {
         return say(&report(&barriers.find_map(|barrier| barrier.err()).unwrap()));
     }
     let (_store, mut ranks) = start(TEST, &["rank"; 3]);
-    let pid = rustix::process::Pid::from_raw(ranks[1].id() as i32).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+    ranks[1].signal(Signal::STOP);
     for rank in [0, 2] {
         ranks[rank].go();
     }
@@ -156,7 +165,7 @@ fn a_stopped_rank_is_named_at_the_deadline_and_not_called_dead() {
         );
     }
     // It wakes up to find that the others gave up, not to hang.
-    rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
+    ranks[1].signal(Signal::CONT);
     ranks[1].go();
     let said = ranks[1].hear();
     assert!(said.starts_with("Timeout") || said.starts_with("PeerLeft"), "{said}");
@@ -181,8 +190,7 @@ fn a_rank_that_reads_nothing_blocks_nobody_and_is_given_up() {
         return say(&report(&world.check().unwrap_err()));
     }
     let (_store, mut ranks) = start(TEST, &["rank"; 2]);
-    let pid = rustix::process::Pid::from_raw(ranks[1].id() as i32).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+    ranks[1].signal(Signal::STOP);
     ranks[0].go();
     let said = ranks[0].hear();
     assert!(said.starts_with("PeerLost of Some(1)") && said.contains("does not read"), "{said}");

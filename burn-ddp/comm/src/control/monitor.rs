@@ -249,7 +249,8 @@ fn describe(error: &io::Error, broken: Option<String>, health: &Health, rank: us
             let how = seen.unwrap_or_else(|| "was killed, crashed, or exited before its work was done".to_owned());
             format!("its process ended without a goodbye: it {how}")
         }
-        (ErrorKind::TimedOut, _) => {
+        // What a router last said, or that nobody did.
+        (ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable, _) => {
             let seconds = health.options().machine_timeout().as_secs_f64();
             format!("its machine has not answered for {seconds} s: it is down, or the network between is cut")
         }

@@ -1,8 +1,24 @@
 //! How a process of this machine ended, as long as its parent has not asked.
 
-/// What ended process `pid`, if that can still be seen.
+use std::time::{Duration, Instant};
+
+/// A process closes its sockets a little before it has ended.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// What ended process `pid`, of which the sockets are closed, if that can still be seen.
 pub(super) fn obituary(pid: u32) -> Option<String> {
-    read(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+    let end = Instant::now() + PATIENCE;
+    while pid != std::process::id() {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        if let Some(text) = read(&stat) {
+            return Some(text);
+        }
+        if Instant::now() >= end {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    None
 }
 
 /// Reads `/proc/PID/stat`: the state is the first field behind the name in parentheses, the exit code the last of 52.

@@ -43,7 +43,7 @@ impl Health {
             let mut liveness = lock(&self.shared.liveness);
             if late > liveness.late() {
                 tracing::debug!(rank = self.rank, ?late, "this process was stopped, or had no processor");
-                liveness.restart(now);
+                liveness.excuse(late, now);
             }
             liveness.look(now)
         };

@@ -93,7 +93,12 @@ const MARK: &str = "@rank ";
 
 impl Process {
     pub fn start(test: &str, role: &str, env: &LaunchEnv) -> Process {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        Process::start_by(Command::new(std::env::current_exe().unwrap()), test, role, env)
+    }
+
+    /// By a command that runs this binary with the arguments it is given.
+    pub fn start_by(mut command: Command, test: &str, role: &str, env: &LaunchEnv) -> Process {
+        let mut child = command
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
             .env(ROLE, role)
             .envs(env.variables())
@@ -125,6 +130,11 @@ impl Process {
     /// Lets the rank go on that [waits](await_go).
     pub fn go(&mut self) {
         self.child.stdin.as_mut().unwrap().write_all(b"go\n").unwrap();
+    }
+
+    pub fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_raw(self.child.id() as i32).unwrap();
+        rustix::process::kill_process(pid, signal).unwrap();
     }
 
     pub fn kill(&mut self) {

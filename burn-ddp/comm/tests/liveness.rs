@@ -1,0 +1,295 @@
+//! Real processes that are stopped, cut off, slow or stuck: who is suspected, who is blamed, who is left in peace; and what ranks
+//! leave behind.
+//!
+//! Each test starts this binary again, once per rank, with only itself to run; see [`common::Process`].
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::post_mortem::{Event, PostMortem};
+use burn_ddp_comm::{LaunchEnv, Options, ProcessGroup, ReduceOp, Result, StoreServer, World};
+use common::{JOB, PATIENCE, Process, await_go, launcher_store, options, rank_at, role, say};
+use rustix::process::Signal;
+
+const BEAT: Duration = Duration::from_millis(100);
+
+fn lively() -> Options {
+    Options { heartbeat: BEAT, ..options() }
+}
+
+/// A job whose ranks are processes, and the directory of their events and reports.
+struct Job {
+    ranks: Vec<Process>,
+    dir: PathBuf,
+    _store: StoreServer,
+}
+
+impl Job {
+    /// Ranks that run `test` in the roles given, once they are ready.
+    fn start(test: &str, roles: &[&str]) -> Job {
+        let store = launcher_store();
+        let dir = std::env::temp_dir().join(format!("burn-ddp-{test}-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::write(dir.join("events"), "").unwrap();
+        let start = |(rank, role): (usize, &&str)| {
+            Process::start(test, role, &with_dir(rank_at(&store, rank, roles.len()), &dir))
+        };
+        let mut ranks: Vec<Process> = roles.iter().enumerate().map(start).collect();
+        for rank in &mut ranks {
+            assert_eq!(rank.hear(), "ready");
+        }
+        Job { ranks, dir, _store: store }
+    }
+
+    fn events(&self) -> Vec<Event> {
+        let lines = std::fs::read_to_string(self.dir.join("events")).unwrap();
+        lines.lines().map(|line| Event::parse(line).unwrap_or_else(|| panic!("no event: {line}"))).collect()
+    }
+
+    /// Waits for an event for which `wanted` holds.
+    fn await_event(&self, wanted: impl Fn(&Event) -> bool) -> Event {
+        let begin = Instant::now();
+        while begin.elapsed() < PATIENCE {
+            if let Some(event) = self.events().into_iter().find(&wanted) {
+                return event;
+            }
+            sleep(Duration::from_millis(5));
+        }
+        panic!("it does not happen; what did: {:?}", self.events());
+    }
+
+    fn report(&self, rank: usize) -> PostMortem {
+        PostMortem::read(&PostMortem::path(&self.dir, rank)).unwrap()
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        self.ranks.clear();
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
+fn with_dir(env: LaunchEnv, dir: &Path) -> LaunchEnv {
+    LaunchEnv { events: Some(dir.join("events")), report_dir: Some(dir.to_owned()), ..env }
+}
+
+/// In a child: its role, its world and a group.
+fn join(options: Options) -> Option<(String, World, ProcessGroup)> {
+    let (role, env) = role()?;
+    let world = World::join(&env, options).unwrap();
+    let group = world.group().unwrap();
+    Some((role, world, group))
+}
+
+/// In a child: how it went.
+fn tell(result: Result<()>) {
+    match result {
+        Ok(()) => say("fine"),
+        Err(error) => say(&format!("{:?}: {error}", error.rank())),
+    }
+}
+
+#[test]
+fn a_stopped_rank_is_suspected_then_heard_again_and_the_job_goes_on() {
+    const TEST: &str = "a_stopped_rank_is_suspected_then_heard_again_and_the_job_goes_on";
+    if let Some((_, _world, group)) = join(lively()) {
+        say("ready");
+        await_go();
+        return tell(group.barrier());
+    }
+    let mut job = Job::start(TEST, &["rank"; 3]);
+    job.ranks[1].signal(Signal::STOP);
+    for observer in [0, 2] {
+        let event = job.await_event(|event| matches!(event, Event::Suspect { rank, peer: 1, .. } if *rank == observer));
+        let Event::Suspect { silent_ms, .. } = event else { unreachable!() };
+        assert!(silent_ms >= 2 * BEAT.as_millis() as u64, "{silent_ms} ms");
+        job.ranks[observer].go();
+    }
+    job.ranks[1].signal(Signal::CONT);
+    job.ranks[1].go();
+    for observer in [0, 2] {
+        job.await_event(|event| matches!(event, Event::Recovered { rank, peer: 1, .. } if *rank == observer));
+    }
+    for rank in &mut job.ranks {
+        assert_eq!(rank.hear(), "fine");
+    }
+}
+
+#[test]
+fn a_stopped_rank_is_lost_once_the_user_says_when() {
+    const TEST: &str = "a_stopped_rank_is_lost_once_the_user_says_when";
+    let peer_timeout = Some(Duration::from_secs(1));
+    if let Some((_, _world, group)) = join(Options { peer_timeout, ..lively() }) {
+        say("ready");
+        return tell(group.barrier().and_then(|()| group.barrier()));
+    }
+    let store = launcher_store();
+    let mut ranks: Vec<_> = (0..2).map(|rank| Process::start(TEST, "rank", &rank_at(&store, rank, 3))).collect();
+    let mut stopped = Process::start(TEST, "rank", &rank_at(&store, 2, 3));
+    assert_eq!(stopped.hear(), "ready");
+    // It may have been too late for the first barrier to miss it, but not for the second.
+    stopped.signal(Signal::STOP);
+    for rank in &mut ranks {
+        assert_eq!(rank.hear(), "ready");
+    }
+    for rank in &mut ranks {
+        let said = rank.hear();
+        if said != "fine" {
+            assert!(said.starts_with("Some(2): rank 2") && said.contains("silent for 1."), "{said}");
+        }
+    }
+}
+
+#[test]
+fn a_job_that_is_stopped_as_a_whole_goes_on_when_it_is_continued() {
+    const TEST: &str = "a_job_that_is_stopped_as_a_whole_goes_on_when_it_is_continued";
+    let peer_timeout = Some(Duration::from_secs(1));
+    if let Some((_, _world, group)) = join(Options { peer_timeout, ..lively() }) {
+        say("ready");
+        await_go();
+        return tell(group.barrier());
+    }
+    let mut job = Job::start(TEST, &["rank"; 3]);
+    job.ranks.iter().for_each(|rank| rank.signal(Signal::STOP));
+    sleep(Duration::from_millis(2500));
+    job.ranks.iter().for_each(|rank| rank.signal(Signal::CONT));
+    // Nobody is accused afterwards either.
+    sleep(Duration::from_millis(500));
+    job.ranks.iter_mut().for_each(Process::go);
+    for rank in &mut job.ranks {
+        assert_eq!(rank.hear(), "fine");
+    }
+}
+
+#[test]
+fn a_stall_says_who_is_missing_and_what_it_does() {
+    const TEST: &str = "a_stall_says_who_is_missing_and_what_it_does";
+    if let Some((role, world, group)) = join(Options { stall: Duration::from_millis(300), ..lively() }) {
+        say("ready");
+        world.set_step(28);
+        if role == "slow" {
+            await_go();
+        }
+        return tell(group.all_reduce(&mut [1.0_f32; 7], ReduceOp::Sum));
+    }
+    let mut job = Job::start(TEST, &["rank", "slow", "rank"]);
+    for observer in [0, 2] {
+        let event = job.await_event(|event| matches!(event, Event::Stall { rank, .. } if *rank == observer));
+        let Event::Stall { waiting_for, call, since_ms, .. } = event else { unreachable!() };
+        assert!(waiting_for == [1] && since_ms >= 300, "{waiting_for:?} {since_ms}");
+        assert!(call.starts_with("all_reduce #0 of group 1 (f32, sum, 7 elements) in step 28 called at "), "{call}");
+        assert!(call.contains("; rank 1 (step 28) is in no collective; the last it finished, "), "{call}");
+        assert!(
+            call.contains(" s ago, was World::group (group 1) called at burn-ddp/comm/tests/liveness.rs:"),
+            "{call}"
+        );
+    }
+    job.ranks[1].go();
+    for rank in &mut job.ranks {
+        assert_eq!(rank.hear(), "fine");
+    }
+}
+
+#[test]
+fn a_timeout_names_the_rank_that_keeps_all_others_waiting() {
+    const TEST: &str = "a_timeout_names_the_rank_that_keeps_all_others_waiting";
+    if let Some((role, world, group)) = join(Options { timeout: Duration::from_secs(3), ..lively() }) {
+        let other = world.group().unwrap();
+        world.set_step(4);
+        say("ready");
+        await_go();
+        return match role.as_str() {
+            "first" => tell(group.barrier()),
+            "second" => tell(other.barrier()),
+            // By then it is told who was blamed.
+            _ => tell(world.check()),
+        };
+    }
+    let mut job = Job::start(TEST, &["first", "second", "stuck"]);
+    job.ranks[0].go();
+    job.ranks[1].go();
+    let said = job.ranks[0].hear();
+    assert!(said.starts_with("Some(2): rank "), "{said}");
+    if said.starts_with("Some(2): rank 0 waited") {
+        assert!(said.contains("waited 3 s for ranks 1 and 2 in barrier #0 of group 1"), "{said}");
+        assert!(said.contains("; rank 1 is in barrier #0 of group 2 in step 4 called at "), "{said}");
+    }
+    assert!(said.contains("rank 2 (step 4) is in no collective; the last it finished, "), "{said}");
+    assert!(job.ranks[1].hear().starts_with("Some(2): rank "));
+    job.ranks[2].go();
+    assert!(job.ranks[2].hear().starts_with("Some(2): "));
+    job.await_event(|event| matches!(event, Event::Failed { culprit: Some(2), .. }));
+}
+
+#[test]
+fn whoever_survives_leaves_a_report() {
+    const TEST: &str = "whoever_survives_leaves_a_report";
+    if let Some((role, world, group)) = join(lively()) {
+        world.set_step(3);
+        (0..5).for_each(|_| group.barrier().unwrap());
+        say("ready");
+        await_go();
+        if role == "dies" {
+            std::process::abort();
+        }
+        return tell(group.broadcast(&mut [1_i32; 9], 2));
+    }
+    let mut job = Job::start(TEST, &["lives", "lives", "dies"]);
+    let dead = job.ranks[2].id();
+    job.ranks[0].go();
+    job.ranks[1].go();
+    // Let them wait for a while, so that they know what the other does.
+    sleep(5 * BEAT);
+    job.ranks[2].go();
+    for rank in 0..2 {
+        let said = job.ranks[rank].hear();
+        assert!(said.contains("it was killed by SIGABRT"), "{said}");
+        let report = job.report(rank);
+        assert_eq!((report.rank, report.world_size, report.job_id.as_str(), report.restart_count), (rank, 3, JOB, 0));
+        assert_eq!((report.culprit, report.step, report.pid), (Some(2), Some(3), job.ranks[rank].id()));
+        assert!(report.cause.starts_with("rank 2 (host "), "{}", report.cause);
+        assert!(said.ends_with(&report.cause.split(": ").last().unwrap()[..]), "{said}");
+
+        let [pending] = &report.pending[..] else { panic!("{:?}", report.pending) };
+        assert!(pending.call.starts_with("broadcast #5 of group 1 (i32, root 2, 9 elements) in step 3 called at "));
+        assert_eq!((pending.group, pending.sequence, &pending.waiting_for[..]), (1, 5, &[2][..]));
+
+        let others: Vec<usize> = report.peers.iter().map(|peer| peer.rank).collect();
+        assert_eq!(others, (0..3).filter(|other| *other != rank).collect::<Vec<_>>());
+        let dead_one = report.peers.last().unwrap();
+        assert_eq!((dead_one.pid, dead_one.step, dead_one.left), (dead, Some(3), false));
+        assert!(dead_one.pending.is_empty() && dead_one.last_heard_ms.is_some(), "{dead_one:?}");
+        let survivor = &report.peers[0];
+        assert!(survivor.pending[0].starts_with("broadcast #5"), "{survivor:?}");
+
+        let calls: Vec<&str> = report.history.iter().map(|record| record.call.as_str()).collect();
+        assert_eq!(calls[..6], ["group", "barrier", "barrier", "barrier", "barrier", "barrier"]);
+        assert_eq!(calls[6..], ["broadcast (i32, root 2, 9 elements)"]);
+        assert!(report.history[..6].iter().all(|record| record.ok && record.took_us.is_some()));
+        assert!(report.history.iter().all(|record| record.site.starts_with("burn-ddp/comm/tests/liveness.rs:")));
+        assert!(report.history.windows(2).all(|pair| pair[0].started <= pair[1].started));
+    }
+    let failed = job.events().into_iter().filter_map(|event| match event {
+        Event::Failed { culprit, .. } => Some(culprit),
+        _ => None,
+    });
+    assert_eq!(failed.collect::<Vec<_>>(), [Some(2); 2]);
+}
+
+#[test]
+fn who_leaves_in_peace_leaves_no_report() {
+    const TEST: &str = "who_leaves_in_peace_leaves_no_report";
+    if let Some((_, world, group)) = join(lively()) {
+        group.barrier().unwrap();
+        drop((group, world));
+        return say("ready");
+    }
+    let mut job = Job::start(TEST, &["rank"; 2]);
+    job.ranks.iter_mut().for_each(|rank| assert!(rank.end().success()));
+    assert_eq!(job.events(), []);
+    assert_eq!(std::fs::read_dir(&job.dir).unwrap().count(), 1, "the events only");
+}

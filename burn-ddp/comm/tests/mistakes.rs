@@ -1,0 +1,318 @@
+//! Deliberate mistakes, each on threads and over TCP: what programs get wrong most often ends in an error on every rank that shows
+//! what two ranks called and where; never in a hang, never in a wrong number.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{DType, Error, Options, ProcessGroup, ReduceOp, Result, World};
+use common::options;
+
+/// What one rank of two does, with two groups.
+type Part = fn(&World, &ProcessGroup, &ProcessGroup) -> Result<()>;
+
+/// A mistake: what it is, what rank 0 does, what rank 1 does, and what the error says of the difference.
+type Mistake = (&'static str, Part, Part, Sort);
+
+enum Sort {
+    /// The calls differ in this; both are shown with their lines.
+    Differ(&'static str),
+    /// Nothing differs, but one rank never comes: it is named, with what it does instead and the line of its last call.
+    Missing(&'static str),
+    /// One rank has left: it is named, and so is the line of the call that needed it.
+    Left,
+    /// One rank gave up, and says why.
+    Failed(&'static str),
+    /// The bytes are of another type.
+    Object,
+}
+use Sort::{Differ, Failed, Left, Missing, Object};
+
+fn sum(group: &ProcessGroup, len: usize) -> Result<()> {
+    group.all_reduce(&mut vec![1.0_f32; len], ReduceOp::Sum)
+}
+
+const TABLE: &[Mistake] = &[
+    ("another operation", |_, g, _| sum(g, 8), |_, g, _| g.broadcast(&mut [0.0_f32; 8], 0), Differ("collectives")),
+    (
+        "another reduce op",
+        |_, g, _| g.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum),
+        |_, g, _| g.all_reduce(&mut [1.0_f32; 8], ReduceOp::Mean),
+        Differ("reduce ops"),
+    ),
+    (
+        "another dtype",
+        |_, g, _| g.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum),
+        |_, g, _| g.all_reduce(&mut [1_i32; 8], ReduceOp::Sum),
+        Differ("dtypes"),
+    ),
+    (
+        "another length",
+        |_, g, _| g.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum),
+        |_, g, _| g.all_reduce(&mut [1.0_f32; 9], ReduceOp::Sum),
+        Differ("lengths"),
+    ),
+    (
+        "another length, large",
+        |_, g, _| g.all_reduce(&mut vec![1.0_f32; 300_000], ReduceOp::Sum),
+        |_, g, _| g.all_reduce(&mut vec![1.0_f32; 300_001], ReduceOp::Sum),
+        Differ("lengths"),
+    ),
+    (
+        "another root",
+        |_, g, _| g.broadcast(&mut [1.0_f32; 8], 0),
+        |_, g, _| g.broadcast(&mut [1.0_f32; 8], 1),
+        Differ("roots"),
+    ),
+    (
+        "all_gather of other lengths",
+        |_, g, _| g.all_gather(&[1_u8; 3]).map(drop),
+        |_, g, _| g.all_gather(&[1_u8; 4]).map(drop),
+        Differ("lengths"),
+    ),
+    (
+        "reduce_scatter of other rows",
+        |_, g, _| g.reduce_scatter(&[1.0_f32; 4], &mut [0.0; 2], ReduceOp::Sum),
+        |_, g, _| g.reduce_scatter(&[1.0_f32; 6], &mut [0.0; 3], ReduceOp::Sum),
+        Differ("lengths"),
+    ),
+    (
+        "another order",
+        |_, g, _| {
+            g.barrier()?;
+            g.broadcast(&mut [0_u8; 3], 0)
+        },
+        |_, g, _| {
+            g.broadcast(&mut [0_u8; 3], 0)?;
+            g.barrier()
+        },
+        Differ("collectives"),
+    ),
+    (
+        "a missing call",
+        |_, g, _| {
+            g.broadcast(&mut [0_u8; 3], 0)?;
+            g.all_gather(&[1_u8]).map(drop)
+        },
+        |_, g, _| g.all_gather(&[1_u8]).map(drop),
+        Differ("collectives"),
+    ),
+    (
+        "an extra call",
+        |_, g, _| {
+            g.barrier()?;
+            g.all_gather(&[1_u8]).map(drop)
+        },
+        |_, g, _| {
+            g.barrier()?;
+            g.barrier()?;
+            g.all_gather(&[1_u8]).map(drop)
+        },
+        Differ("collectives"),
+    ),
+    (
+        "a barrier for a reduction",
+        |_, g, _| g.barrier(),
+        |_, g, _| g.all_reduce_weighted(&mut [1.0_f64; 2], 1.0),
+        Differ("collectives"),
+    ),
+    (
+        "another bucket plan",
+        |_, g, _| g.all_reduce_bytes(DType::F32, &mut [0; 64], ReduceOp::Mean, 0x1_0001),
+        |_, g, _| g.all_reduce_bytes(DType::F32, &mut [0; 64], ReduceOp::Mean, 0x1_0002),
+        Differ("tags"),
+    ),
+    (
+        "an object for a tensor",
+        |_, g, _| g.broadcast_object(Some(7_u32), 0).map(drop),
+        |_, g, _| g.broadcast(&mut [7_u32 as f32], 0),
+        Differ("collectives"),
+    ),
+    (
+        "a call that only one rank refuses",
+        |_, g, _| {
+            let refused = g.all_reduce(&mut [1_i32], ReduceOp::Mean).unwrap_err();
+            assert!(refused.group_usable());
+            g.barrier()
+        },
+        |_, g, _| g.barrier(),
+        Differ("sequence numbers"),
+    ),
+    ("a group for a collective", |world, _, _| world.group().map(drop), |_, g, _| g.barrier(), Missing("group 3")),
+    ("another group", |_, g, _| g.barrier(), |_, _, other| other.barrier(), Missing("of group 2")),
+    (
+        "a rank that stops calling",
+        |_, g, _| {
+            g.barrier()?;
+            g.barrier()
+        },
+        |world, g, _| {
+            g.barrier()?;
+            until_ended(world)
+        },
+        Missing("is in no collective; the last it finished"),
+    ),
+    (
+        "a rank that leaves early",
+        |_, g, _| {
+            g.barrier()?;
+            g.barrier()
+        },
+        |world, g, _| {
+            g.barrier()?;
+            world.leave();
+            Ok(())
+        },
+        Left,
+    ),
+    (
+        "a rank that gives up",
+        |_, g, _| g.barrier(),
+        |world, _, _| {
+            world.fail("the disk is full");
+            world.check()
+        },
+        Failed("the disk is full"),
+    ),
+    (
+        "objects of other types",
+        |_, g, _| g.broadcast_object(Some("text, which is no number".to_string()), 0).map(drop),
+        |_, g, _| g.broadcast_object(None::<u64>, 0).map(drop),
+        Object,
+    ),
+];
+
+/// Waits, in no collective, until the world has ended.
+fn until_ended(world: &World) -> Result<()> {
+    let begin = Instant::now();
+    while begin.elapsed() < common::PATIENCE {
+        world.check()?;
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    panic!("the world goes on")
+}
+
+/// Whether this rank left, and so hears no more.
+fn has_left(world: &World, group: &ProcessGroup) -> bool {
+    matches!(group.barrier(), Err(Error::PeerLeft { peer, .. }) if peer.rank == world.rank())
+}
+
+/// How both ranks end; without an error only those that left.
+fn run(make: fn(usize, &Options) -> Vec<World>, options: &Options, parts: [Part; 2]) -> Vec<Option<Error>> {
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = make(2, options)
+            .into_iter()
+            .zip(parts)
+            .map(|(world, part)| {
+                scope.spawn(move || {
+                    let (group, other) = (world.group().unwrap(), world.group().unwrap());
+                    world.set_step(28);
+                    let result = part(&world, &group, &other);
+                    if has_left(&world, &group) {
+                        return None;
+                    }
+                    // Nobody leaves before the other has heard; who noticed nothing hears of it.
+                    let heard = until_ended(&world).expect_err("the world has ended");
+                    Some(result.err().unwrap_or(heard))
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// The lines of this file that `text` shows.
+fn lines(text: &str) -> Vec<&str> {
+    let mut rest = text;
+    let mut lines = Vec::new();
+    while let Some((_, behind)) = rest.split_once(file!()) {
+        lines.push(behind.split([' ', ',', ';', ')']).next().unwrap().trim_end_matches(':'));
+        rest = behind;
+    }
+    lines
+}
+
+fn check_table(make: fn(usize, &Options) -> Vec<World>) {
+    for (name, rank_0, rank_1, sort) in TABLE {
+        // Who misses a peer must wait for it; the others find out at once.
+        let timeout = if matches!(sort, Missing(_)) { Duration::from_millis(800) } else { common::PATIENCE };
+        let options = Options { timeout, heartbeat: Duration::from_millis(50), ..options() };
+        let begin = Instant::now();
+        let errors = run(make, &options, [*rank_0, *rank_1]);
+        assert!(begin.elapsed() < Duration::from_secs(20), "{name}: {:?}", begin.elapsed());
+        assert!(errors.iter().all(|error| error.is_some() || matches!(sort, Left)), "{name}: {errors:?}");
+        for (rank, error) in errors.iter().enumerate() {
+            let Some(error) = error else { continue };
+            let text = error.to_string();
+            let context = format!("{name}, rank {rank}: {text}");
+            assert!(!error.group_usable(), "{context}");
+            match sort {
+                Differ(what) => {
+                    let Error::Mismatch { first, second } = error else { panic!("{context}") };
+                    assert_eq!((first.rank, second.rank), (0, 1), "{context}");
+                    assert!(
+                        text.contains(&format!("({what}")) || text.contains(&format!("{what} differ")),
+                        "{context}"
+                    );
+                    assert!(text.contains("rank 0 called ") && text.contains("rank 1 called "), "{context}");
+                    let lines = lines(&text);
+                    assert!(lines.len() == 2 && lines[0] != lines[1], "{context}");
+                    assert_eq!(text.matches("in step 28 called at").count(), 2, "{context}");
+                }
+                Missing(what) => {
+                    assert!(matches!(error, Error::Timeout { .. }), "{context}");
+                    assert!(text.contains(what) && lines(&text).len() >= 2, "{context}");
+                }
+                Left => {
+                    assert!(matches!(error, Error::PeerLeft { .. }) && error.rank() == Some(1), "{context}");
+                    assert_eq!((rank, lines(&text).len()), (0, 1), "{context}");
+                }
+                Failed(why) => {
+                    assert!(matches!(error, Error::PeerFailed { .. }) && error.rank() == Some(1), "{context}");
+                    assert!(text.contains(why) && (rank == 1 || lines(&text).len() == 1), "{context}");
+                }
+                Object => {
+                    let Error::Object { rank: 1, from: 0, .. } = error else { panic!("{context}") };
+                    assert!(text.contains("not a u64") && (rank == 0 || lines(&text).len() == 1), "{context}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_mistake_is_explained_on_threads() {
+    check_table(|n, options| World::threads(n, options.clone()));
+}
+
+#[test]
+fn every_mistake_is_explained_over_tcp() {
+    check_table(common::world);
+}
+
+#[test]
+#[expect(clippy::if_same_then_else, reason = "the lines differ, and that is the point")]
+fn calls_from_different_lines_are_no_mistake() {
+    for make in [|n, options: &Options| World::threads(n, options.clone()), common::world] {
+        std::thread::scope(|scope| {
+            for world in make(2, &options()) {
+                scope.spawn(move || {
+                    let group = world.group().unwrap();
+                    let mut x = [world.rank() as f32; 4];
+                    // Steps are shown, not compared.
+                    world.set_step(world.rank() as u64);
+                    if world.rank() == 0 {
+                        group.broadcast(&mut x, 0).unwrap();
+                        group.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+                        group.barrier().unwrap();
+                    } else {
+                        group.broadcast(&mut x, 0).unwrap();
+                        group.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+                        group.barrier().unwrap();
+                    }
+                    assert_eq!(x, [0.0; 4]);
+                });
+            }
+        });
+    }
+}
