@@ -285,8 +285,8 @@ impl Ddp {
                 n => format!("the model consists of {n} wrapped parts: wrap it as a whole"),
             }));
         };
-        let (gradients, reached) = tapped.capture(|| loss.backward());
-        if !reached? {
+        let (gradients, reached) = tapped.capture(|| loss.backward())?;
+        if !reached {
             let reason =
                 "the loss depends on no parameter of the wrapped model, or on none that it tapped (frozen or replaced after `wrap`?)".to_string();
             self.world().fail(format!("backward: {reason}"));

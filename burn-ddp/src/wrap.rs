@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterizer};
 use burn::tensor::kind::Basic;
-use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
 use burn_ddp_comm::DType;
 use serde::{Deserialize, Serialize};
 
@@ -274,8 +274,8 @@ fn broadcast_values(ddp: &Ddp, snapshot: &mut Snapshot) -> Result<()> {
     Ok(())
 }
 
-/// The float parameters in traversal order, and to which of these slots each of them reports: a clone of an earlier parameter
-/// (tied weights) reports to that one's and leaves its own empty; buffers and quantized parameters have none.
+/// The parameters that can have gradients, in traversal order, and which of these slots each float has: buffers and quantized
+/// parameters have none. Clones of a parameter (tied weights) have slots of their own, which know the first one's.
 fn slots_of(snapshot: &Snapshot, first: &[usize], is_buffer: &[bool]) -> (Vec<Slot>, VecDeque<Option<usize>>) {
     let floats = (0..first.len()).filter(|&i| snapshot.is_float[i]);
     let is_param = |(i, buffer): (usize, &bool)| (!buffer && snapshot.values[i].dtype().is_float()).then_some(i);
@@ -284,9 +284,10 @@ fn slots_of(snapshot: &Snapshot, first: &[usize], is_buffer: &[bool]) -> (Vec<Sl
         path: snapshot.entries[i].path.clone(),
         dims: snapshot.entries[i].dims.clone(),
         dtype: comm_dtype(snapshot.values[i].dtype()).expect("checked when the values were read"),
-        trainable: snapshot.entries[i].trainable && first[i] == i,
+        trainable: snapshot.entries[i].trainable,
+        first_clone: params.binary_search(&first[i]).expect("clones are parameters too"),
     };
-    let slot_of = floats.map(|i| params.binary_search(&i).and_then(|_| params.binary_search(&first[i])).ok()).collect();
+    let slot_of = floats.map(|i| params.binary_search(&i).ok()).collect();
     (params.iter().map(slot).collect(), slot_of)
 }
 
@@ -379,8 +380,11 @@ impl SetValues {
         self.next += 1;
         let data = self.values.pop_front().expect("map and visit see the same parameters");
         let device = self.devices.pop_front().expect("map and visit see the same parameters");
-        let dtype = data.dtype();
-        Tensor::from_data(data, (&device, dtype))
+        // A quantized value says by itself what it is.
+        match data.dtype() {
+            BurnDType::QFloat(_) => Tensor::from_data(data, &device),
+            dtype => Tensor::from_data(data, (&device, dtype)),
+        }
     }
 }
 

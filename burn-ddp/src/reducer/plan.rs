@@ -11,6 +11,8 @@ pub(crate) struct Slot {
     pub dtype: DType,
     /// Required a gradient when the model was wrapped.
     pub trainable: bool,
+    /// The first slot that was a clone of the same parameter when the model was wrapped; itself if there is none before.
+    pub first_clone: usize,
 }
 
 impl Slot {
@@ -154,7 +156,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn slot(path: &str, n: usize, dtype: DType, trainable: bool) -> Slot {
-        Slot { path: path.into(), dims: vec![n], dtype, trainable }
+        Slot { path: path.into(), dims: vec![n], dtype, trainable, first_clone: 0 }
     }
 
     const CAPS: Caps = Caps { first_bytes: 40, bytes: 100 };

@@ -95,6 +95,16 @@ impl Tap {
         }
     }
 
+    /// Whether the optimizer that is mapping has used the average that was yielded: then it moves nothing more of that id.
+    fn was_taken<const D: usize>(&self, mapper: &mut impl ModuleMapper) -> bool {
+        let (dims, dtype) = self.handle.tapped.shape(self.handle.slot);
+        let Ok(dims) = <[usize; D]>::try_from(dims) else { return true };
+        let zeros = Tensor::<D>::zeros(dims, (&self.handle.tapped.device, dtype)).require_grad();
+        let moved = mapper.map_float(Param::initialized(ParamId::from(self.id.load(Ordering::Relaxed)), zeros));
+        let data = moved.base().try_into_data();
+        data.is_ok_and(|data| data.as_bytes().iter().all(|byte| *byte == 0))
+    }
+
     fn visit_pending<const D: usize>(&self, visitor: &mut impl ModuleVisitor) {
         let like = Tensor::<D>::zeros([1; D], &self.handle.tapped.device);
         let leaf = Tensor::<D>::from_dispatch(Dispatch::delivered(like.into_dispatch(), self.handle.clone()));
@@ -161,9 +171,27 @@ impl Module for Tap {
         }
     }
 
-    fn map<M: ModuleMapper>(self, _: &mut M) -> Self {
-        if !BYPASS.get() {
+    /// An optimizer steps by mapping: it had what this copy yielded, unless the parameter has another id by now.
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        if BYPASS.get() {
+            return self;
+        }
+        self.handle.tapped.note_map();
+        if self.yielded.get() > self.used.get() {
             self.used.set(self.yielded.get());
+            let taken = match self.rank {
+                1 => self.was_taken::<1>(mapper),
+                2 => self.was_taken::<2>(mapper),
+                3 => self.was_taken::<3>(mapper),
+                4 => self.was_taken::<4>(mapper),
+                5 => self.was_taken::<5>(mapper),
+                6 => self.was_taken::<6>(mapper),
+                7 => self.was_taken::<7>(mapper),
+                _ => self.was_taken::<8>(mapper),
+            };
+            if !taken {
+                self.handle.tapped.note_stale_id(self.handle.slot);
+            }
         }
         self
     }
@@ -259,7 +287,7 @@ pub(crate) fn bypassed<M: Module>(model: &M, tapped: &Arc<Tapped>, gradients: &G
             let (Some((path, on_leaf)), Ok(None)) = (self.last.take(), &self.found) else { return };
             let tap = (name == TAP_NAME).then(|| SEEN.take()).flatten();
             match tap.filter(|tap| Arc::ptr_eq(&tap.tapped, self.tapped)) {
-                Some(tap) if self.tapped.delivered_on_leaf(tap.slot) != on_leaf => {
+                Some(tap) if !self.tapped.was_delivered(tap.slot, on_leaf) => {
                     self.found = Ok(Some(past_tap(&path)))
                 }
                 None if on_leaf.is_some() => self.found = Ok(Some(lost_tap(&path))),

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -47,6 +48,8 @@ pub(crate) struct Tapped {
     outstanding: Vec<AtomicUsize>,
     /// Taps of each slot that there are, over all copies of the model.
     taps: Vec<AtomicUsize>,
+    /// Slots of parameters that were clones of each other when the model was wrapped.
+    cloned: Vec<bool>,
     /// Slots that `wrap` gave a tap: not those of tied clones and of bases under another reparameterization (LoRA).
     tapped: OnceLock<Vec<bool>>,
     state: Mutex<State>,
@@ -65,6 +68,16 @@ pub(crate) struct Tapped {
     comparing: AtomicBool,
     /// A copy of the model went through `valid().train()`, and so has running statistics of its own.
     retrained: AtomicBool,
+    /// The model, or a copy, was mapped: clones of a parameter may have parted.
+    mapped: AtomicBool,
+}
+
+/// See [`Tapped::tied`].
+enum Tied {
+    /// On this leaf.
+    Leaf(NodeId),
+    /// Under the stand-in of this slot.
+    StandIn(usize),
 }
 
 /// The model's running statistics, and what happens to them.
@@ -92,6 +105,8 @@ struct State {
     /// went past the tap, and what the replica check compares.
     values: Vec<Option<Erased>>,
     buffers: Option<SharedBuffers>,
+    /// Why this rank's parameters are no longer those of the others.
+    stale: Option<Error>,
     /// What the last backward put on each slot's leaf: its digest, or [`UNREAD`]; noted for [`Ddp::backward`].
     delivered: Vec<Option<i64>>,
     /// Whether those digests were computed: in steps that look closely.
@@ -158,8 +173,12 @@ impl Tapped {
         accumulation: usize,
         buffers: Option<SharedBuffers>,
     ) -> Self {
+        let mut clones = vec![0; reducer.slots().len()];
+        reducer.slots().iter().for_each(|s| clones[s.first_clone] += 1);
+        let cloned = reducer.slots().iter().map(|s| clones[s.first_clone] > 1).collect();
         let slots = reducer.slots().len();
         Tapped {
+            cloned,
             ddp,
             device,
             outstanding: (0..slots).map(|_| AtomicUsize::new(0)).collect(),
@@ -178,6 +197,7 @@ impl Tapped {
                 slots: (0..slots).map(|_| SlotState::default()).collect(),
                 values: (0..slots).map(|_| None).collect(),
                 buffers,
+                stale: None,
                 delivered: vec![None; slots],
                 digested: false,
                 told_unused: false,
@@ -192,6 +212,7 @@ impl Tapped {
             holding: AtomicUsize::new(0),
             comparing: AtomicBool::new(false),
             retrained: AtomicBool::new(false),
+            mapped: AtomicBool::new(false),
         }
     }
 
@@ -372,19 +393,23 @@ impl Tapped {
                     state.delivered[slot] = Some(digest);
                     grads.register::<B>(leaf, average);
                 }
-                None => {
-                    let mut stand_ins = self.stand_ins.lock().unwrap_or_else(PoisonError::into_inner);
-                    let stand_in = stand_ins
-                        .entry(slot)
-                        .or_insert_with(|| Box::new(new_leaf::<B>(scalar::<B>(&device, average.dtype()))));
-                    let stand_in = stand_in
-                        .downcast_ref::<AutodiffTensor<B>>()
-                        .ok_or_else(|| self.fault("the model changed its backend: wrap it again".into()))?;
-                    grads.register::<B>(stand_in.id(), average);
-                    unused.push(slot);
-                }
+                None => match self.tied(state, slot) {
+                    Tied::Leaf(leaf) => grads.register::<B>(leaf, average),
+                    Tied::StandIn(slot) => {
+                        let mut stand_ins = self.stand_ins.lock().unwrap_or_else(PoisonError::into_inner);
+                        let stand_in = stand_ins
+                            .entry(slot)
+                            .or_insert_with(|| Box::new(new_leaf::<B>(empty::<B>(&device, average.dtype()))));
+                        let stand_in = stand_in
+                            .downcast_ref::<AutodiffTensor<B>>()
+                            .ok_or_else(|| self.fault("the model changed its backend: wrap it again".into()))?;
+                        grads.register::<B>(stand_in.id(), average);
+                        unused.push(slot);
+                    }
+                },
             }
         }
+        unused.dedup();
         self.tell_unused(state);
         state.reducer.end_step();
         self.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
@@ -402,9 +427,10 @@ impl Tapped {
         Ok(())
     }
 
-    /// See [`bypassed`](super::bypassed).
-    pub(crate) fn delivered_on_leaf(&self, slot: usize) -> Option<i64> {
-        self.lock().delivered.get(slot).copied().flatten()
+    /// Whether `on_leaf`, a digest as [`bypassed`](super::bypassed) takes it, is what the last backward put on the slot's leaf. Clones of
+    /// a parameter may share theirs, and are not looked at.
+    pub(crate) fn was_delivered(&self, slot: usize, on_leaf: Option<i64>) -> bool {
+        self.cloned[slot] || self.lock().delivered[slot] == on_leaf
     }
 
     /// Whether the last backward noted digests of what it delivered.
@@ -434,6 +460,41 @@ impl Tapped {
             None => Ok(()),
             Some(slot) => Err(self.fault(past_tap(&state.reducer.slots()[slot].path))),
         }
+    }
+
+    /// Where the average of a slot goes that this rank did not use. Until an optimizer steps, clones of a parameter share a leaf.
+    fn tied(&self, state: &State, slot: usize) -> Tied {
+        let slots = state.reducer.slots();
+        let first = slots[slot].first_clone;
+        if !self.cloned[slot] || self.mapped.load(Ordering::Acquire) {
+            return Tied::StandIn(slot);
+        }
+        let mut clones = (first..slots.len()).filter(|&other| slots[other].first_clone == first);
+        clones.find_map(|other| state.slots[other].leaf).map_or(Tied::StandIn(first), Tied::Leaf)
+    }
+
+    /// The model, or a copy, was mapped: by an optimizer, for all that is known.
+    pub(crate) fn note_map(&self) {
+        self.mapped.store(true, Ordering::Release);
+    }
+
+    /// Shape and dtype of a slot.
+    pub(crate) fn shape(&self, slot: usize) -> (Vec<usize>, burn::tensor::DType) {
+        let state = self.lock();
+        let s = &state.reducer.slots()[slot];
+        (s.dims.clone(), burn_dtype(s.dtype))
+    }
+
+    /// An optimizer stepped past an average that waited for it.
+    pub(crate) fn note_stale_id(&self, slot: usize) {
+        let mut state = self.lock();
+        let path = state.reducer.slots()[slot].path.clone();
+        let fault = self.fault(format!(
+            "the average of {path}, which this rank did not use, missed the optimizer: the parameter's id has changed since `wrap`, as \
+             `load_record` does. Load before `wrap`, or `ddp.wrap(ddp.unwrap(model)?)` again"
+        ));
+        self.ddp.world().fail(fault.to_string());
+        state.stale.get_or_insert(fault);
     }
 
     /// What travels with this step's gradients.
@@ -504,7 +565,7 @@ impl Tapped {
     }
 
     /// Runs `backward` with errors returned instead of panics, and tells whether the backward reached this model.
-    pub(crate) fn capture<T>(&self, backward: impl FnOnce() -> T) -> (T, Result<bool>) {
+    pub(crate) fn capture<T>(&self, backward: impl FnOnce() -> T) -> Result<(T, bool)> {
         struct Restore(Option<Option<Error>>);
         impl Drop for Restore {
             fn drop(&mut self) {
@@ -513,14 +574,15 @@ impl Tapped {
         }
         let restore = Restore(CAPTURED.replace(Some(None)));
         let before = self.ended.load(Ordering::Acquire);
-        let out = backward();
+        // An error leaves Burn's graph as it is, which Burn may then find wanting.
+        let out = catch_unwind(AssertUnwindSafe(backward));
         let captured = CAPTURED.take().flatten();
         drop(restore);
-        let result = match captured {
-            Some(e) => Err(e),
-            None => Ok(self.ended.load(Ordering::Acquire) > before),
-        };
-        (out, result)
+        match (captured, out) {
+            (Some(e), _) => Err(e),
+            (None, Ok(out)) => Ok((out, self.ended.load(Ordering::Acquire) > before)),
+            (None, Err(panic)) => resume_unwind(panic),
+        }
     }
 
     /// Backwards inside `f` only sum up.
@@ -574,6 +636,9 @@ impl Tapped {
     }
 
     fn begin(&self, state: &mut State) -> Result<()> {
+        if let Some(stale) = &state.stale {
+            return Err(stale.clone());
+        }
         let batch = self.ddp.begin_backward().map_err(|e| match e {
             Error::Use(reason) => self.fault(reason),
             other => other,
@@ -672,4 +737,9 @@ pub(crate) fn lost_tap(path: &str) -> String {
 
 fn scalar<B: Backend>(device: &B::Device, dtype: burn::tensor::DType) -> FloatTensor<B> {
     B::float_zeros(Shape::from([1]), device, dtype.into())
+}
+
+/// Has no elements, so that whoever counts or joins parameters counts it as nothing.
+fn empty<B: Backend>(device: &B::Device, dtype: burn::tensor::DType) -> FloatTensor<B> {
+    B::float_zeros(Shape::from([0]), device, dtype.into())
 }

@@ -147,12 +147,12 @@ impl Run {
     }
 
     /// Wraps a filled model, with buckets so small that there are several.
-    pub fn wrap<M: Module>(&self, model: M) -> Result<M> {
+    pub fn wrap<M: Module + 'static>(&self, model: M) -> Result<M> {
         self.wrap_with(model, WrapConfig::new())
     }
 
     /// [`Run::wrap`] with settings of the case.
-    pub fn wrap_with<M: Module>(&self, model: M, config: WrapConfig) -> Result<M> {
+    pub fn wrap_with<M: Module + 'static>(&self, model: M, config: WrapConfig) -> Result<M> {
         let config = config.with_first_bucket_cap_bytes(200).with_bucket_cap_bytes(500);
         let model = self.ddp.wrap_with(model, &config)?;
         self.started.borrow_mut().extend(values(&model));

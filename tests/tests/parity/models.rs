@@ -46,7 +46,7 @@ struct Sample {
 }
 
 /// A model of the script.
-trait Model: Module {
+trait Model: Module + 'static {
     fn new(device: &Device) -> Self;
     /// The loss of one micro-batch.
     fn loss(&self, at: At<'_>) -> Tensor<1>;
