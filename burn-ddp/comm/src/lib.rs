@@ -26,7 +26,7 @@
 //!
 //! | what | where |
 //! |---|---|
-//! | joining: who am I, who are my peers | [`World`], [`LaunchEnv`], [`Options`], [`PeerInfo`] |
+//! | joining: who am I, who are my peers | [`World`], [`LaunchEnv`], [`Options`], [`PeerInfo`], [`fail_join`] |
 //! | where processes find each other | [`Store`] and its implementations |
 //! | who is let in | [`Secret`], [`JobKey`] |
 //! | collectives | [`ProcessGroup`], [`ReduceOp`], [`DType`], [`Element`] |
@@ -85,6 +85,7 @@ pub use object::MAX_OBJECT_BYTES;
 pub use op::ReduceOp;
 pub use options::Options;
 pub use peer::PeerInfo;
+pub use rendezvous::fail_join;
 pub use secret::Secret;
 pub use store::{MemoryStore, Store, StoreClient, StoreServer};
 pub use world::{World, on_threads};

@@ -28,6 +28,8 @@ pub struct Options {
     pub stall: Duration,
     /// How many collectives each rank keeps in mind for its report. 128 by default.
     pub history: usize,
+    /// What else must be the same on all ranks: names and values, compared when the ranks meet. Empty by default.
+    pub config: Vec<(String, String)>,
 }
 
 /// When a machine that does not answer is given up, unless the user says so.
@@ -46,6 +48,7 @@ impl Default for Options {
             peer_timeout: None,
             stall: Duration::from_secs(30),
             history: 128,
+            config: Vec::new(),
         }
     }
 }

@@ -10,62 +10,41 @@
 //! A process that joins again, after it left, finds its own entry in a decided round and takes the next.
 
 mod by_pmi;
+mod config;
+mod meet;
+mod round;
 
 use std::io::ErrorKind;
 use std::net::TcpStream;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
-
+use self::config::Config;
+pub use self::round::fail_join;
+use self::round::{Entry, Round};
 use crate::control::{self, Control};
 use crate::engine::tcp::{Reach, TcpFabric};
 use crate::env::{LaunchEnv, Meeting};
 use crate::health::{Health, Outbox, Wake};
 use crate::job_key::LinkKey;
+use crate::net::address;
 use crate::net::handshake::{HANDSHAKE_DEADLINE, Introduction, Purpose, Refusal, Role, introduce};
-use crate::net::key::{KEY_BYTES, random};
-use crate::net::{address, local};
-use crate::store::{Place, Serving, Store, StoreClient, Unreached};
+use crate::net::interface::Interface;
+use crate::store::Serving;
 use crate::world::{Seat, World};
-use crate::{Error, JobKey, Options, PeerInfo, Result, Secret};
+use crate::{Error, JobKey, Options, PeerInfo, Result};
 
 /// How many ports above torchrun's rank 0 may choose from.
 pub(crate) const PORTS_ABOVE: u16 = 64;
 /// What connecting to the peers gets at least, and at most, once all are known to be there.
 const MESH_TIME: std::ops::RangeInclusive<Duration> = Duration::from_secs(10)..=Duration::from_secs(60);
-/// Rounds of one job in one store; more would be a program that joins in a loop.
-const ROUNDS_CAP: u32 = 10_000;
-
-/// One rank, as it posts itself.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct Entry {
-    peer: PeerInfo,
-    world_size: usize,
-    /// Where it listens.
-    host: String,
-    port: u16,
-}
-
-/// How a round ends.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-enum Verdict {
-    /// All are there.
-    Complete {
-        /// Random: with the job's key it yields that of this world's connections.
-        token: [u8; KEY_BYTES],
-        entries: Vec<Entry>,
-    },
-    /// They did not come together.
-    Failed(Error),
-}
 
 impl World {
     /// Joins the job that `env` describes, one process per rank (or one thread). Blocks until all ranks have come.
     ///
-    /// The ranks talk over TCP: each to each, over a connection per pair and group. They listen on the interface through which they
-    /// reach the master, on loopback if the master is this machine by name.
+    /// The ranks talk over TCP: each to each, over a connection per pair and group. They listen on [`LaunchEnv::interface`], or the
+    /// interface through which they reach the master; on loopback if the master is this machine by name. Whoever connects proves to know
+    /// the job's [`Secret`](crate::Secret); without one, ranks of one machine meet by a local socket.
     ///
     /// ```
     /// use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, Options, ReduceOp, Secret, StoreServer, World};
@@ -99,7 +78,8 @@ impl World {
     /// # Errors
     /// [`Error::Environment`] if `env` contradicts itself, rank 0 cannot listen at the master's address, or the master cannot be reached
     /// or refuses this process. [`Error::Rendezvous`], the same on all ranks, if within [`Options::join_timeout`] not all ranks came
-    /// (lists who did and who did not), a rank came twice, or ranks disagree about the world size.
+    /// (lists who did and who did not), a rank came twice, or ranks disagree about the world
+    /// size, burn-ddp's version, the [`timeout`](Options::timeout) or the [`config`](Options::config).
     pub fn join(env: &LaunchEnv, options: Options) -> Result<World> {
         let seat = join(env, &options)?;
         Ok(World::from_seat(seat, options))
@@ -115,29 +95,35 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
     let Agreed { meeting, job, mut server } = match &env.meeting {
         Meeting::Pmi { fd, host } => by_pmi::agree(env, *fd, host, deadline)?,
         _ => {
-            let meeting = meeting(env);
-            Agreed { job: job_key(env, &meeting)?, meeting, server: None }
+            let meeting = meet::meeting(env);
+            Agreed { job: meet::job_key(env, &meeting)?, meeting, server: None }
         }
     };
-    let (hosted, store) = meet(env, &meeting, &job, start, deadline)?;
+    // On one machine the kernel connects them, whatever else is there.
+    let via = match &env.interface {
+        Some(name) if !matches!(meeting, Meeting::Local { .. }) => Interface::find(name)?,
+        _ => Interface::default(),
+    };
+    let (hosted, store) = meet::meet(env, &meeting, &job, &via, start, deadline)?;
     server = server.or(hosted);
-    let (listener, listens) = control::listen(store.local_ip()).map_err(|e| {
-        environment(format!("cannot listen on {}, from where the master is reached: {e}", store.local_ip()))
-    })?;
+    let local_ip = via.listens(store.local_ip()).unwrap_or(store.local_ip());
+    let (listener, listens) = control::listen(local_ip)
+        .map_err(|e| environment(format!("cannot listen on {local_ip}, from where the master is reached: {e}")))?;
     let me = Entry {
         peer: PeerInfo::here(env.rank, env.local_rank, env.node_rank),
         world_size: env.world_size,
         host: listens.ip().to_string(),
         port: listens.port(),
+        config: Config::of(options),
     };
-    let round = Round { store: &store, job: job.name(), me: &me, start, deadline };
+    let round = Round { store: &store, job: &job, me: &me, start, deadline };
     let (token, entries) = round.attend()?;
 
     let key = job.links(&token);
     let control = Control::start(listener, env.rank, env.world_size, key.clone()).map_err(threads)?;
     let mesh_end =
         Instant::now() + deadline.saturating_duration_since(Instant::now()).clamp(*MESH_TIME.start(), *MESH_TIME.end());
-    let streams = connect_all(&control, &key, env.rank, &entries, mesh_end)?;
+    let streams = connect_all(&control, &key, &via, env.rank, &entries, mesh_end)?;
     let peers: Vec<PeerInfo> = entries.iter().map(|entry| entry.peer.clone()).collect();
     let health = Health::new(env.rank, peers.clone(), options.clone());
     health.report_to(env);
@@ -153,6 +139,7 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
         rank: env.rank,
         addresses: entries.into_iter().map(|entry| (entry.host, entry.port)).collect(),
         key,
+        via,
         links: control.links().clone(),
     };
     Ok(Seat {
@@ -203,293 +190,11 @@ fn check(env: &LaunchEnv) -> Result<()> {
     Ok(())
 }
 
-/// Where the ranks of `env` meet.
-///
-/// Ranks that all run here need no port. Without a secret a port would let strangers in, so it only names a local socket.
-fn meeting(env: &LaunchEnv) -> Meeting {
-    let is_secret = env.secret_file.is_some() || env.trust_network;
-    let is_here = env.local_world_size == env.world_size && address::is_loopback(env.meeting.host());
-    match &env.meeting {
-        Meeting::Rank0 { port, .. } | Meeting::Rank0Above { port, .. } if is_here && !is_secret => {
-            Meeting::Local { name: format!("{}, port {port}", env.job_id) }
-        }
-        other => other.clone(),
-    }
-}
-
-/// What admits to the job whose ranks meet there.
-fn job_key(env: &LaunchEnv, meeting: &Meeting) -> Result<JobKey> {
-    let trusting = JobKey::trusting_network(&env.job_id, env.restart_count);
-    match &env.secret_file {
-        Some(path) => Ok(JobKey::new(&Secret::read(path)?, &env.job_id, env.restart_count)),
-        None if env.trust_network => Ok(trusting),
-        // The local socket keeps others out; the key of the connections between ranks is random and passes through it.
-        None if matches!(meeting, Meeting::Local { .. }) => Ok(trusting),
-        None => Err(environment(format!(
-            "the ranks would meet at {meeting} without a secret, so that any stranger could join; run `burnrun secret FILE`, copy FILE to each machine and set BURN_DDP_SECRET_FILE=FILE there, or set BURN_DDP_TRUST_NETWORK=1 if nobody else can reach these machines"
-        ))),
-    }
-}
-
-/// Hosts the store, if that is this rank's part, and connects to it.
-fn meet(
-    env: &LaunchEnv,
-    meeting: &Meeting,
-    job: &JobKey,
-    start: Instant,
-    deadline: Instant,
-) -> Result<(Option<Serving>, StoreClient)> {
-    let hosts = env.rank == 0;
-    let (host, port, above) = match meeting {
-        Meeting::Local { name } => {
-            let server = if hosts { Some(host_local(name, job)?) } else { None };
-            return Ok((server, find_store(&[Place::Local { name: name.clone() }], env, job, start, deadline)?));
-        }
-        Meeting::Pmi { .. } => {
-            return Err(Error::Internal { message: "a process manager's ranks agreed on no place".into() });
-        }
-        Meeting::Launcher { host, port } => {
-            let place = Place::Tcp { host: host.clone(), port: *port };
-            return Ok((None, find_store(&[place], env, job, start, deadline)?));
-        }
-        Meeting::Rank0 { host, port } => (host, port, false),
-        Meeting::Rank0Above { host, port } => (host, port, true),
-    };
-    let mut ports: Vec<u16> =
-        if above { (1..=PORTS_ABOVE).filter_map(|above| port.checked_add(above)).collect() } else { vec![*port] };
-    let mut server = None;
-    if hosts {
-        let (serving, port) = host_store(host, &ports, env, job)?;
-        server = Some(serving);
-        ports = vec![port];
-    }
-    let places: Vec<Place> = ports.into_iter().map(|port| Place::Tcp { host: host.clone(), port }).collect();
-    Ok((server, find_store(&places, env, job, start, deadline)?))
-}
-
-/// Hosts the store where only processes of this user on this machine come.
-fn host_local(name: &str, job: &JobKey) -> Result<Serving> {
-    // The process that had the name may be just ending.
-    let give_up = Instant::now() + Duration::from_secs(1);
-    loop {
-        match local::bind(name).and_then(|listener| Serving::start(listener, job)) {
-            Ok(serving) => return Ok(serving),
-            Err(e) if e.kind() == ErrorKind::AddrInUse && Instant::now() < give_up => {
-                std::thread::sleep(address::RETRY)
-            }
-            Err(e) if e.kind() == ErrorKind::AddrInUse => {
-                return Err(environment(format!(
-                    "another process serves the local socket {name:?} already: is this job started twice, or does rank 0 of an earlier one still run?"
-                )));
-            }
-            Err(e) => return Err(environment(format!("rank 0 cannot host the store at local socket {name:?}: {e}"))),
-        }
-    }
-}
-
-/// Hosts the store on the first free one of `ports`.
-fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Result<(Serving, u16)> {
-    let far = env.local_world_size < env.world_size;
-    let mut addresses = address::resolve(host, 0).into_iter().flatten().peekable();
-    if far && addresses.peek().is_some() && addresses.all(|address| address.ip().is_loopback()) {
-        return Err(environment(format!(
-            "{host} means loopback on rank 0's machine, where ranks on other machines cannot come; give an address instead of the name"
-        )));
-    }
-    let mut failure = std::io::Error::other("there is no such port");
-    for port in ports {
-        // With one port it is worth waiting for the process that had it to end; with many the next one is.
-        let bound = if ports.len() == 1 { address::bind(host, *port) } else { address::bind_once(host, *port) };
-        match bound.and_then(|listener| Serving::start(listener, job)) {
-            Ok(server) => return Ok((server, *port)),
-            Err(e) => failure = e,
-        }
-    }
-    let place = match ports {
-        [port] => address::join(host, *port),
-        _ => format!("{host}, ports {}-{}", ports.first().unwrap_or(&0), ports.last().unwrap_or(&0)),
-    };
-    let advice = match failure.kind() {
-        ErrorKind::AddrInUse => {
-            "; another job, or what is left of an earlier one, listens there: end it, or choose another port for MASTER_PORT (or BURN_DDP_MASTER)"
-        }
-        ErrorKind::AddrNotAvailable => "; that is no address of this machine: rank 0 must run on the master",
-        ErrorKind::PermissionDenied => {
-            "; ports below 1024 are reserved: choose another for MASTER_PORT (or BURN_DDP_MASTER)"
-        }
-        _ => "",
-    };
-    Err(environment(format!("rank 0 cannot host the store at {place}: {failure}{advice}")))
-}
-
-/// Connects to this job's store at one of `places`; tries again until the deadline.
-fn find_store(
-    places: &[Place],
-    env: &LaunchEnv,
-    job: &JobKey,
-    start: Instant,
-    deadline: Instant,
-) -> Result<StoreClient> {
-    // Where there are several ports, whoever is silent on one of them should not keep us from the next for long.
-    let mut patience = if places.len() == 1 { HANDSHAKE_DEADLINE } else { HANDSHAKE_DEADLINE / 10 };
-    let mut failure = String::new();
-    loop {
-        for place in places {
-            match StoreClient::try_connect(place, job, deadline, patience) {
-                Ok(store) => return Ok(store),
-                Err(Unreached::Refused(cause)) if places.len() == 1 => {
-                    return Err(environment(format!(
-                        "the store at {place} refused rank {} of job {:?}: {cause}",
-                        env.rank,
-                        job.name()
-                    )));
-                }
-                // A neighbour's port may well be another job's.
-                Err(Unreached::Refused(cause) | Unreached::Absent(cause)) => {
-                    // What the deadline itself cut short says less than what came before.
-                    if failure.is_empty() || Instant::now() < deadline {
-                        failure = format!("{place}: {cause}");
-                    }
-                }
-            }
-        }
-        if Instant::now() + address::RETRY >= deadline {
-            let who = if matches!(env.meeting, Meeting::Launcher { .. }) { "the launcher" } else { "rank 0" };
-            let port = if matches!(env.meeting, Meeting::Local { .. }) { "" } else { ", and is the port open" };
-            let message = format!(
-                "rank {} could not reach the master at {} within {:.1} s (last attempt: {failure}); is {who} running there{port}?",
-                env.rank,
-                env.meeting,
-                start.elapsed().as_secs_f64()
-            );
-            return Err(environment(message));
-        }
-        patience = HANDSHAKE_DEADLINE.min(2 * patience);
-        std::thread::sleep(address::RETRY);
-    }
-}
-
-/// One rank's part in coming together.
-struct Round<'a> {
-    store: &'a StoreClient,
-    job: &'a str,
-    me: &'a Entry,
-    start: Instant,
-    deadline: Instant,
-}
-
-impl Round<'_> {
-    /// Posts this rank, and waits for the verdict: the token and all entries, by rank.
-    fn attend(&self) -> Result<([u8; KEY_BYTES], Vec<Entry>)> {
-        let number = self.post()?;
-        if self.store.add(&self.key(number, "arrived"), 1)? == self.me.world_size as i64 {
-            let verdict = self.complete(number)?;
-            self.decide(number, &verdict)?;
-        }
-        let left = self.deadline.saturating_duration_since(Instant::now());
-        let verdict = match self.store.get(&self.key(number, "verdict"), left) {
-            Ok(bytes) => decode(&bytes)?,
-            // Somebody may have come at the last moment: what counts is the first verdict.
-            Err(Error::StoreTimeout { .. }) => self.decide(number, &Verdict::Failed(self.missed(number)?))?,
-            Err(e) => return Err(e),
-        };
-        match verdict {
-            Verdict::Complete { token, entries } => Ok((token, entries)),
-            Verdict::Failed(error) => Err(error),
-        }
-    }
-
-    /// Posts this rank in the first round that is open to it; the round's number.
-    fn post(&self) -> Result<u32> {
-        let mine = encode(self.me)?;
-        for number in 0..ROUNDS_CAP {
-            let Some(there) = self.store.set_new(&self.key(number, &format!("rank/{}", self.me.peer.rank)), &mine)?
-            else {
-                self.agree_on_size(number, &mine)?;
-                return Ok(number);
-            };
-            let there: Entry = decode(&there)?;
-            let decided = self.store.get(&self.key(number, "verdict"), Duration::ZERO).is_ok();
-            let same_process = (&there.peer.host, there.peer.pid) == (&self.me.peer.host, self.me.peer.pid);
-            if !(decided && same_process) {
-                let message = format!(
-                    "rank {} was started twice: by {} and by process {} on {}; each process needs a rank of its own",
-                    self.me.peer.rank, there.peer, self.me.peer.pid, self.me.peer.host
-                );
-                let error = Error::Rendezvous { message, came: Vec::new(), missing: Vec::new() };
-                self.decide(number, &Verdict::Failed(error.clone()))?;
-                return Err(error);
-            }
-        }
-        Err(environment(format!("this process has joined {ROUNDS_CAP} times")))
-    }
-
-    /// The first one to come says how many are to come.
-    fn agree_on_size(&self, number: u32, mine: &[u8]) -> Result<()> {
-        let Some(first) = self.store.set_new(&self.key(number, "first"), mine)? else { return Ok(()) };
-        let first: Entry = decode(&first)?;
-        if first.world_size == self.me.world_size {
-            return Ok(());
-        }
-        let message = format!(
-            "ranks disagree about the world size: {} says {}, {} says {}; WORLD_SIZE must be the same everywhere",
-            first.peer, first.world_size, self.me.peer, self.me.world_size
-        );
-        let error = Error::Rendezvous { message, came: Vec::new(), missing: Vec::new() };
-        self.decide(number, &Verdict::Failed(error.clone()))?;
-        Err(error)
-    }
-
-    /// The verdict, now that as many ranks have come as there are.
-    fn complete(&self, number: u32) -> Result<Verdict> {
-        let mut entries = self.entries(number)?;
-        entries.sort_by_key(|entry| entry.peer.rank);
-        let size = self.me.world_size;
-        if entries.len() != size || entries.iter().enumerate().any(|(rank, entry)| entry.peer.rank != rank) {
-            return Err(Error::Internal {
-                message: format!("{size} ranks arrived, but not each of them: {entries:?}"),
-            });
-        }
-        Ok(Verdict::Complete { token: random().map_err(threads)?, entries })
-    }
-
-    /// The error of a round whose time is over.
-    fn missed(&self, number: u32) -> Result<Error> {
-        let mut came: Vec<PeerInfo> = self.entries(number)?.into_iter().map(|entry| entry.peer).collect();
-        came.sort_by_key(|peer| peer.rank);
-        let missing: Vec<usize> =
-            (0..self.me.world_size).filter(|rank| came.iter().all(|peer| peer.rank != *rank)).collect();
-        let message = format!(
-            "rank {} waited {:.1} s for all {} ranks to come",
-            self.me.peer.rank,
-            self.start.elapsed().as_secs_f64(),
-            self.me.world_size
-        );
-        Ok(Error::Rendezvous { message, came, missing })
-    }
-
-    fn entries(&self, number: u32) -> Result<Vec<Entry>> {
-        let keys = self.store.keys(&self.key(number, "rank/"))?;
-        keys.iter().map(|key| decode(&self.store.get(key, Duration::ZERO)?)).collect()
-    }
-
-    /// Posts a verdict; the one that counts.
-    fn decide(&self, number: u32, verdict: &Verdict) -> Result<Verdict> {
-        match self.store.set_new(&self.key(number, "verdict"), &encode(verdict)?)? {
-            None => Ok(verdict.clone()),
-            Some(first) => decode(&first),
-        }
-    }
-
-    fn key(&self, number: u32, name: &str) -> String {
-        format!("{}/{number}/{name}", self.job)
-    }
-}
-
 /// Connects to every peer for control; the streams by rank.
 fn connect_all(
     control: &Control,
     key: &LinkKey,
+    via: &Interface,
     rank: usize,
     entries: &[Entry],
     deadline: Instant,
@@ -497,9 +202,10 @@ fn connect_all(
     let mut streams = Vec::with_capacity(entries.len());
     for entry in &entries[..rank] {
         let purpose = Purpose::Control { rank: rank as u32 };
-        let stream = dial((&entry.host, entry.port), key, entry.peer.rank, purpose, deadline).map_err(|cause| {
-            unreached(&entry.peer, &format!("at {}: {cause}", address::join(&entry.host, entry.port)))
-        })?;
+        let stream =
+            dial((&entry.host, entry.port), via, key, entry.peer.rank, purpose, deadline).map_err(|cause| {
+                unreached(&entry.peer, &format!("at {}: {cause}", address::join(&entry.host, entry.port)))
+            })?;
         streams.push(Some(stream));
     }
     streams.push(None);
@@ -516,6 +222,7 @@ fn connect_all(
 /// Connects to the listener of rank `peer` for `purpose`.
 pub(crate) fn dial(
     to: (&str, u16),
+    via: &Interface,
     key: &LinkKey,
     peer: usize,
     purpose: Purpose,
@@ -525,7 +232,7 @@ pub(crate) fn dial(
     let insist_until = deadline.min(Instant::now() + HANDSHAKE_DEADLINE);
     let me = Introduction { key: &key.key, tag: key.tag, to: Role::Rank(peer as u32), purpose };
     loop {
-        let socket = address::connect_once(to.0, to.1, deadline).map_err(|e| e.to_string())?;
+        let socket = address::connect_once(to.0, to.1, via, deadline).map_err(|e| e.to_string())?;
         match introduce(&socket, &me, deadline) {
             Ok(()) => return Ok(socket.into()),
             Err(Refusal::NotOurs(e)) if e.kind() != ErrorKind::TimedOut && Instant::now() < insist_until => {
@@ -544,18 +251,6 @@ fn unreached(peer: &PeerInfo, how: &str) -> Error {
         came: Vec::new(),
         missing: vec![peer.rank],
     }
-}
-
-fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
-    postcard::to_stdvec(value).map_err(|e| Error::Internal { message: format!("could not encode for the store: {e}") })
-}
-
-fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
-    postcard::from_bytes(bytes).map_err(|e| Error::Rendezvous {
-        message: format!("the store holds something that is not of this version of burn-ddp: {e}"),
-        came: Vec::new(),
-        missing: Vec::new(),
-    })
 }
 
 fn threads(e: std::io::Error) -> Error {

@@ -5,7 +5,9 @@ mod common;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Error, JobKey, LaunchEnv, Meeting, Options, ReduceOp, Secret, StoreServer, World};
+use burn_ddp_comm::{
+    Error, JobKey, LaunchEnv, Meeting, Options, ReduceOp, Secret, Store, StoreClient, StoreServer, World, fail_join,
+};
 use common::{FreePort, JOB, join_all, launcher_store, options, rank_at, rank_of};
 
 const AT_ONCE: Duration = Duration::from_secs(5);
@@ -295,4 +297,85 @@ fn ranks_on_one_machine_need_no_port_and_no_secret() {
     says(&errors(vec![far], &options())[0], &[&unique, "1 of 3 run on other machines"]);
     let nobody = Meeting::Local { name: format!("{unique}, nobody there") };
     says(&errors(vec![local(&nobody, 1)], &join_within(0.3))[0], &["nobody there", "is rank 0 running there?"]);
+}
+
+#[test]
+fn ranks_with_other_settings_are_told_before_the_first_step() {
+    let config = |value: &str| Options { config: vec![("model".into(), value.into())], ..options() };
+    let with = |options: [Options; 3]| {
+        let store = launcher_store();
+        let begin = Instant::now();
+        let errors: Vec<Error> = std::thread::scope(|s| {
+            let ranks: Vec<_> = options
+                .into_iter()
+                .enumerate()
+                .map(|(rank, options)| {
+                    let env = rank_at(&store, rank, 3);
+                    s.spawn(move || World::join(&env, options).expect_err("no world"))
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
+        assert!(errors.iter().all(|error| *error == errors[0]), "all are told the same: {errors:?}");
+        errors.into_iter().next().unwrap()
+    };
+    let error = with([config("resnet18"), config("resnet18"), config("resnet34")]);
+    says(&error, &["disagree about model", "rank 0 (host", "has resnet18", "rank 2 (host", "has resnet34"]);
+    let error = with([options(), Options { timeout: Duration::from_secs(7), ..options() }, options()]);
+    says(&error, &["disagree about timeout", "rank 1 (host", "has 7s"]);
+}
+
+#[test]
+fn ranks_that_wait_for_one_that_ended_are_told_at_once() {
+    let job = JobKey::trusting_network(JOB, 0);
+    let store = launcher_store();
+    let launcher = StoreClient::connect(&store.local_addr().to_string(), &job, AT_ONCE).unwrap();
+    let cause = "rank 2 ended before it joined: exit code 3";
+    let early = std::thread::scope(|s| {
+        let waiting: Vec<_> = [0, 1]
+            .map(|rank| {
+                let env = rank_at(&store, rank, 3);
+                s.spawn(move || World::join(&env, options()).expect_err("no world"))
+            })
+            .into();
+        // Until both wait.
+        let begin = Instant::now();
+        while launcher.keys(&format!("{JOB}/0/rank/")).unwrap().len() < 2 {
+            assert!(begin.elapsed() < AT_ONCE);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let begin = Instant::now();
+        fail_join(&launcher, &job, &[2], cause).unwrap();
+        let errors: Vec<Error> = waiting.into_iter().map(|rank| rank.join().unwrap()).collect();
+        assert!(begin.elapsed() < Duration::from_secs(2), "{:?}", begin.elapsed());
+        errors
+    });
+    says(&early[0], &[cause, "came: rank 0 (host", ", rank 1 (host", "missing: rank 2"]);
+    assert_eq!(early[0], early[1]);
+    // Who comes later is told the same; saying it twice changes nothing.
+    fail_join(&launcher, &job, &[1], "another cause").unwrap();
+    assert_eq!(errors(vec![rank_at(&store, 2, 3)], &options())[0], early[0]);
+}
+
+#[test]
+fn ranks_that_have_joined_do_not_notice_a_failed_join() {
+    let job = JobKey::trusting_network(JOB, 0);
+    let store = launcher_store();
+    let worlds = joined((0..2).map(|rank| rank_at(&store, rank, 2)).collect());
+    let launcher = StoreClient::connect(&store.local_addr().to_string(), &job, AT_ONCE).unwrap();
+    fail_join(&launcher, &job, &[1], "too late").unwrap();
+    work_together(worlds);
+    // The next time they would wait for it in vain.
+    says(&errors(vec![rank_at(&store, 0, 2)], &options())[0], &["too late"]);
+}
+
+#[test]
+fn ranks_listen_on_the_interface_they_are_told() {
+    let store = launcher_store();
+    let on = |rank, interface: &str| LaunchEnv { interface: Some(interface.into()), ..rank_at(&store, rank, 2) };
+    work_together(joined(vec![on(0, "127.0.0.2"), on(1, "lo")]));
+    let error = errors(vec![on(0, "no-such0")], &options()).remove(0);
+    assert!(matches!(error, Error::Environment { .. }), "{error:?}");
+    says(&error, &["no-such0", "it has lo (127.0.0.1)"]);
 }

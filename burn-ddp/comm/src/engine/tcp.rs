@@ -20,6 +20,7 @@ use crate::control::Links;
 use crate::health::{Health, Wake};
 use crate::job_key::LinkKey;
 use crate::net::handshake::Purpose;
+use crate::net::interface::Interface;
 use crate::net::wait::{Waker, wait};
 use crate::rendezvous::dial;
 use crate::{Error, Result};
@@ -35,6 +36,8 @@ pub(crate) struct Reach {
     pub(crate) addresses: Vec<(String, u16)>,
     /// What both ends of a connection prove to know.
     pub(crate) key: LinkKey,
+    /// From where this rank connects.
+    pub(crate) via: Interface,
     /// Where connections from higher ranks arrive.
     pub(crate) links: Arc<Links>,
 }
@@ -58,7 +61,7 @@ impl TcpFabric {
 
     /// The connection to `peer` for the group that `call` makes. The higher rank of a pair connects.
     fn connect(&self, call: &Call, peer: usize) -> Result<TcpStream> {
-        let Reach { rank, addresses, key, links } = &self.reach;
+        let Reach { rank, addresses, key, via, links } = &self.reach;
         let (rank, group) = (*rank, call.info.group);
         if peer > rank {
             let purpose = Purpose::Data { rank: peer as u32, group };
@@ -77,7 +80,7 @@ impl TcpFabric {
         }
         let (host, port) = &addresses[peer];
         let purpose = Purpose::Data { rank: rank as u32, group };
-        dial((host, *port), key, peer, purpose, call.deadline).or_else(|cause| {
+        dial((host, *port), via, key, peer, purpose, call.deadline).or_else(|cause| {
             if Instant::now() >= call.deadline {
                 return Err(call.timed_out(vec![peer]));
             }

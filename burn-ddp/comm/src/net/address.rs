@@ -1,11 +1,13 @@
 //! Host names, loopback, binding and connecting.
 
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use socket2::Socket;
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::interface::Interface;
 
 /// Longest single attempt to connect, so that a name with several addresses gets each of them tried.
 const ATTEMPT: Duration = Duration::from_secs(5);
@@ -63,20 +65,30 @@ pub(crate) fn bind_once(host: &str, port: u16) -> io::Result<TcpListener> {
 }
 
 /// Connects to one of the addresses `host` has now. One round, no retries. The socket does not block.
-pub(crate) fn connect_once(host: &str, port: u16, deadline: Instant) -> io::Result<Socket> {
+pub(crate) fn connect_once(host: &str, port: u16, via: &Interface, deadline: Instant) -> io::Result<Socket> {
     let mut last = io::Error::from(ErrorKind::TimedOut);
     for address in resolve(host, port)? {
         let left = deadline.saturating_duration_since(Instant::now()).min(ATTEMPT);
         if left.is_zero() {
             break;
         }
-        match TcpStream::connect_timeout(&address, left) {
-            Ok(stream) if is_itself(&stream) => last = ErrorKind::ConnectionRefused.into(),
-            Ok(stream) => return ready(stream),
+        match connect_to(address, via, left) {
+            Ok(socket) if is_itself(&socket) => last = ErrorKind::ConnectionRefused.into(),
+            Ok(socket) => return ready(socket),
             Err(e) => last = e,
         }
     }
     Err(last)
+}
+
+fn connect_to(address: SocketAddr, via: &Interface, timeout: Duration) -> io::Result<Socket> {
+    let from = via.toward(address.ip())?;
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    if let Some(from) = from {
+        socket.bind(&SocketAddr::new(from, 0).into())?;
+    }
+    socket.connect_timeout(&address.into(), timeout)?;
+    Ok(socket)
 }
 
 /// Makes a fresh connection what all of ours are: non-blocking, and sending at once.
@@ -88,8 +100,8 @@ pub(crate) fn ready(socket: impl Into<Socket>) -> io::Result<Socket> {
 }
 
 /// TCP lets a client that was given the very port it connects to meet itself, when nobody listens there.
-fn is_itself(stream: &TcpStream) -> bool {
-    matches!((stream.local_addr(), stream.peer_addr()), (Ok(a), Ok(b)) if a == b)
+fn is_itself(socket: &Socket) -> bool {
+    matches!((socket.local_addr(), socket.peer_addr()), (Ok(a), Ok(b)) if a.as_socket() == b.as_socket())
 }
 
 #[cfg(test)]
@@ -120,7 +132,8 @@ mod tests {
     #[test]
     fn nobody_listens() {
         let free = bind("localhost", 0).unwrap().local_addr().unwrap().port();
-        let error = connect_once("localhost", free, Instant::now() + Duration::from_secs(5)).unwrap_err();
+        let error = connect_once("localhost", free, &Interface::default(), Instant::now() + Duration::from_secs(5))
+            .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
     }
 }

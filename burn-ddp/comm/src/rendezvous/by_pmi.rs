@@ -3,7 +3,8 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use super::{Agreed, environment, job_key};
+use super::meet::job_key;
+use super::{Agreed, environment};
 use crate::env::{LaunchEnv, Meeting};
 use crate::net::address;
 use crate::pmi::Pmi;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::Store;
 use super::protocol::{MESSAGE_CAP, Request, Response};
 use crate::net::handshake::{HANDSHAKE_DEADLINE, Introduction, Purpose, Refusal, Role, introduce};
+use crate::net::interface::Interface;
 use crate::net::wait::deadline_in;
 use crate::net::wire::Wire;
 use crate::net::{address, local};
@@ -46,17 +47,17 @@ pub(crate) enum Place {
     Tcp {
         host: String,
         port: u16,
+        /// From where to connect.
+        via: Interface,
     },
     /// On this machine, among processes of this user.
-    Local {
-        name: String,
-    },
+    Local { name: String },
 }
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Tcp { host, port } => f.write_str(&address::join(host, *port)),
+            Self::Tcp { host, port, .. } => f.write_str(&address::join(host, *port)),
             Self::Local { name } => write!(f, "local socket {name:?}"),
         }
     }
@@ -79,7 +80,7 @@ impl StoreClient {
         let (host, port) = address::split(address).ok_or_else(|| Error::Environment {
             message: format!("the store's address {address:?} is not of the form host:port"),
         })?;
-        let place = Place::Tcp { host: host.to_owned(), port };
+        let place = Place::Tcp { host: host.to_owned(), port, via: Interface::default() };
         let deadline = deadline_in(timeout);
         loop {
             let failure = match Self::try_connect(&place, job, deadline, HANDSHAKE_DEADLINE) {
@@ -174,7 +175,7 @@ impl StoreClient {
 fn open(place: &Place, job: &JobKey, deadline: Instant, patience: Duration) -> Result<Wire, Unreached> {
     let absent = |e: std::io::Error| Unreached::Absent(e.to_string());
     let socket = match place {
-        Place::Tcp { host, port } => address::connect_once(host, *port, deadline),
+        Place::Tcp { host, port, via } => address::connect_once(host, *port, via, deadline),
         Place::Local { name } => local::connect(name),
     }
     .map_err(absent)?;

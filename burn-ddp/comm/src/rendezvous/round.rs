@@ -1,0 +1,228 @@
+//! Coming together, in the store: each rank posts itself, one verdict counts for all.
+
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::config::{self, Config};
+use super::{environment, threads};
+use crate::net::key::{KEY_BYTES, random};
+use crate::store::{Store, StoreClient};
+use crate::{Error, JobKey, PeerInfo, Result};
+
+/// Rounds of one job in one store; more would be a program that joins in a loop.
+const ROUNDS_CAP: u32 = 10_000;
+
+/// One rank, as it posts itself.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Entry {
+    pub(super) peer: PeerInfo,
+    pub(super) world_size: usize,
+    /// Where it listens.
+    pub(super) host: String,
+    pub(super) port: u16,
+    pub(super) config: Config,
+}
+
+/// How a round ends.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+enum Verdict {
+    /// All are there.
+    Complete {
+        /// Random: with the job's key it yields that of this world's connections.
+        token: [u8; KEY_BYTES],
+        entries: Vec<Entry>,
+    },
+    /// They did not come together.
+    Failed(Error),
+}
+
+/// One rank's part in coming together.
+pub(super) struct Round<'a> {
+    pub(super) store: &'a StoreClient,
+    pub(super) job: &'a JobKey,
+    pub(super) me: &'a Entry,
+    pub(super) start: Instant,
+    pub(super) deadline: Instant,
+}
+
+impl Round<'_> {
+    /// Posts this rank, and waits for the verdict: the token and all entries, by rank.
+    pub(super) fn attend(&self) -> Result<([u8; KEY_BYTES], Vec<Entry>)> {
+        let number = self.post()?;
+        if self.store.add(&self.key(number, "arrived"), 1)? == self.me.world_size as i64 {
+            // What cannot be read here keeps the others waiting, too, unless they are told.
+            let verdict = self.complete(number).unwrap_or_else(Verdict::Failed);
+            self.decide(number, &verdict)?;
+        }
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        let verdict = match self.store.get(&self.key(number, "verdict"), left) {
+            Ok(bytes) => decode(&bytes)?,
+            // Somebody may have come at the last moment: what counts is the first verdict.
+            Err(Error::StoreTimeout { .. }) => self.decide(number, &Verdict::Failed(self.missed(number)?))?,
+            Err(e) => return Err(e),
+        };
+        match verdict {
+            Verdict::Complete { token, entries } => Ok((token, entries)),
+            Verdict::Failed(error) => Err(error),
+        }
+    }
+
+    /// Posts this rank in the first round that is open to it; the round's number.
+    fn post(&self) -> Result<u32> {
+        let mine = encode(self.me)?;
+        for number in 0..ROUNDS_CAP {
+            let Some(there) = self.store.set_new(&self.key(number, &format!("rank/{}", self.me.peer.rank)), &mine)?
+            else {
+                self.agree_on_size(number, &mine)?;
+                return Ok(number);
+            };
+            let there: Entry = decode(&there)?;
+            let decided = self.store.get(&self.key(number, "verdict"), Duration::ZERO).is_ok();
+            let same_process = (&there.peer.host, there.peer.pid) == (&self.me.peer.host, self.me.peer.pid);
+            if !(decided && same_process) {
+                let message = format!(
+                    "rank {} was started twice: by {} and by process {} on {}; each process needs a rank of its own",
+                    self.me.peer.rank, there.peer, self.me.peer.pid, self.me.peer.host
+                );
+                let error = Error::Rendezvous { message, came: Vec::new(), missing: Vec::new() };
+                self.decide(number, &Verdict::Failed(error.clone()))?;
+                return Err(error);
+            }
+        }
+        Err(environment(format!("this process has joined {ROUNDS_CAP} times")))
+    }
+
+    /// The first one to come says how many are to come.
+    fn agree_on_size(&self, number: u32, mine: &[u8]) -> Result<()> {
+        let Some(first) = self.store.set_new(&self.key(number, "first"), mine)? else { return Ok(()) };
+        let first: Entry = decode(&first)?;
+        if first.world_size == self.me.world_size {
+            return Ok(());
+        }
+        let message = format!(
+            "ranks disagree about the world size: {} says {}, {} says {}; WORLD_SIZE must be the same everywhere",
+            first.peer, first.world_size, self.me.peer, self.me.world_size
+        );
+        let error = Error::Rendezvous { message, came: Vec::new(), missing: Vec::new() };
+        self.decide(number, &Verdict::Failed(error.clone()))?;
+        Err(error)
+    }
+
+    /// The verdict, now that as many ranks have come as there are.
+    fn complete(&self, number: u32) -> Result<Verdict> {
+        let mut entries = self.entries(number)?;
+        entries.sort_by_key(|entry| entry.peer.rank);
+        let size = self.me.world_size;
+        if entries.len() != size || entries.iter().enumerate().any(|(rank, entry)| entry.peer.rank != rank) {
+            return Err(Error::Internal {
+                message: format!("{size} ranks arrived, but not each of them: {entries:?}"),
+            });
+        }
+        if let Some(message) = config::difference(&entries) {
+            return Ok(Verdict::Failed(Error::Rendezvous { message, came: Vec::new(), missing: Vec::new() }));
+        }
+        if let Some((one, other)) = config::different_programs(&entries) {
+            tracing::warn!("{} and {} run different programs", one.peer, other.peer);
+        }
+        for entry in &mut entries {
+            entry.config = std::mem::take(&mut entry.config).compared();
+        }
+        Ok(Verdict::Complete { token: random().map_err(threads)?, entries })
+    }
+
+    /// The error of a round whose time is over.
+    fn missed(&self, number: u32) -> Result<Error> {
+        let mut came: Vec<PeerInfo> = self.entries(number)?.into_iter().map(|entry| entry.peer).collect();
+        came.sort_by_key(|peer| peer.rank);
+        let missing: Vec<usize> =
+            (0..self.me.world_size).filter(|rank| came.iter().all(|peer| peer.rank != *rank)).collect();
+        let message = format!(
+            "rank {} waited {:.1} s for all {} ranks to come",
+            self.me.peer.rank,
+            self.start.elapsed().as_secs_f64(),
+            self.me.world_size
+        );
+        Ok(Error::Rendezvous { message, came, missing })
+    }
+
+    fn entries(&self, number: u32) -> Result<Vec<Entry>> {
+        entries(self.store, self.job, number)
+    }
+
+    /// Posts a verdict; the one that counts.
+    fn decide(&self, number: u32, verdict: &Verdict) -> Result<Verdict> {
+        decide(self.store, self.job, number, verdict)
+    }
+
+    fn key(&self, number: u32, name: &str) -> String {
+        key(self.job, number, name)
+    }
+}
+
+/// Tells the ranks of `job` that are joining, and those that still come, that they wait in vain: `missing` ended before they joined.
+///
+/// For the launcher, which sees that a process ended, and connects to the store as a rank does. Ranks that have joined
+/// already notice nothing. Several callers: the first one's `cause` is told.
+///
+/// ```
+/// use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, Options, Secret, StoreClient, StoreServer, World, fail_join};
+/// use std::time::Duration;
+///
+/// let job = JobKey::trusting_network("example", 0);
+/// let server = StoreServer::bind("127.0.0.1:0", &job)?;
+/// let address = server.local_addr();
+/// let store = StoreClient::connect(&address.to_string(), &job, Duration::from_secs(10))?;
+/// fail_join(&store, &job, &[1], "rank 1 ended before it joined: exit code 3")?;
+///
+/// let meeting = Meeting::Launcher { host: address.ip().to_string(), port: address.port() };
+/// let env = LaunchEnv { trust_network: true, ..LaunchEnv::new(0, 2, meeting, "example") };
+/// let error = World::join(&env, Options::default()).unwrap_err().to_string();
+/// assert!(error.contains("exit code 3") && error.contains("missing: rank 1"), "{error}");
+/// # Ok::<(), burn_ddp_comm::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of the store.
+pub fn fail_join(store: &dyn Store, job: &JobKey, missing: &[usize], cause: &str) -> Result<()> {
+    for number in 0..ROUNDS_CAP {
+        let came = entries(store, job, number)?.into_iter().map(|entry| entry.peer).collect();
+        let error = Error::Rendezvous { message: cause.to_owned(), came, missing: missing.to_vec() };
+        // A round that is complete is over; the next one is the one they would join.
+        if let Verdict::Failed(_) = decide(store, job, number, &Verdict::Failed(error))? {
+            return Ok(());
+        }
+    }
+    Err(environment(format!("job {:?} has joined {ROUNDS_CAP} times", job.name())))
+}
+
+/// Who has come so far.
+fn entries(store: &dyn Store, job: &JobKey, number: u32) -> Result<Vec<Entry>> {
+    let keys = store.keys(&key(job, number, "rank/"))?;
+    keys.iter().map(|key| decode(&store.get(key, Duration::ZERO)?)).collect()
+}
+
+/// Posts a verdict; the one that counts.
+fn decide(store: &dyn Store, job: &JobKey, number: u32, verdict: &Verdict) -> Result<Verdict> {
+    match store.set_new(&key(job, number, "verdict"), &encode(verdict)?)? {
+        None => Ok(verdict.clone()),
+        Some(first) => decode(&first),
+    }
+}
+
+fn key(job: &JobKey, number: u32, name: &str) -> String {
+    format!("{}/{number}/{name}", job.name())
+}
+
+fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
+    postcard::to_stdvec(value).map_err(|e| Error::Internal { message: format!("could not encode for the store: {e}") })
+}
+
+fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    postcard::from_bytes(bytes).map_err(|e| Error::Rendezvous {
+        message: format!("the store holds something that is not of this version of burn-ddp: {e}"),
+        came: Vec::new(),
+        missing: Vec::new(),
+    })
+}
