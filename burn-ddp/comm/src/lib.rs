@@ -47,6 +47,9 @@ compile_error!("elements travel in little-endian order, as they are in memory");
 pub mod call;
 pub mod engine;
 pub mod frame;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod health;
 pub mod post_mortem;
 

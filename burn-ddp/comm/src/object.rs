@@ -118,13 +118,19 @@ impl ProcessGroup {
     }
 
     fn decode<V: DeserializeOwned>(&self, from: usize, bytes: &[u8]) -> Result<V> {
-        let message = match postcard::take_from_bytes(bytes) {
-            Ok((value, [])) => return Ok(value),
-            Ok((_, rest)) => format!("{} of its {} bytes are left over", rest.len(), bytes.len()),
-            Err(error) => error.to_string(),
-        };
-        let hint = format!("not a {}: {message}; do all ranks use the same type?", std::any::type_name::<V>());
-        Err(Error::Object { rank: self.rank(), from, message: hint, during: None })
+        decode(bytes).map_err(|message| {
+            let hint = format!("not a {}: {message}; do all ranks use the same type?", std::any::type_name::<V>());
+            Error::Object { rank: self.rank(), from, message: hint, during: None }
+        })
+    }
+}
+
+/// The value that `bytes` are, all of them.
+pub(crate) fn decode<V: DeserializeOwned>(bytes: &[u8]) -> Result<V, String> {
+    match postcard::take_from_bytes(bytes) {
+        Ok((value, [])) => Ok(value),
+        Ok((_, rest)) => Err(format!("{} of its {} bytes are left over", rest.len(), bytes.len())),
+        Err(error) => Err(error.to_string()),
     }
 }
 

@@ -12,7 +12,7 @@
 mod by_pmi;
 mod config;
 mod meet;
-mod round;
+pub(crate) mod round;
 
 use std::io::ErrorKind;
 use std::net::TcpStream;

@@ -6,9 +6,9 @@ use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{
-    Error, JobKey, LaunchEnv, Meeting, Options, ReduceOp, Secret, Store, StoreClient, StoreServer, World, fail_join,
+    Error, JobKey, LaunchEnv, Meeting, Options, ReduceOp, Store, StoreClient, StoreServer, World, fail_join,
 };
-use common::{FreePort, JOB, join_all, launcher_store, options, rank_at, rank_of};
+use common::{FreePort, JOB, SecretFile, join_all, launcher_store, options, rank_at, rank_of};
 
 const AT_ONCE: Duration = Duration::from_secs(5);
 
@@ -220,31 +220,6 @@ fn the_store_of_another_job_is_told_apart() {
     let error = errors(vec![rank_at(&store, 0, 1)], &options()).remove(0);
     assert!(begin.elapsed() < AT_ONCE);
     says(&error, &["another job", &format!("{JOB:?}"), &store.local_addr().to_string()]);
-}
-
-/// A secret in a file, until it is dropped.
-struct SecretFile {
-    secret: Secret,
-    path: std::path::PathBuf,
-}
-
-impl SecretFile {
-    fn new(name: &str) -> SecretFile {
-        let path = std::env::temp_dir().join(format!("burn-ddp-test-{}-{name}", std::process::id()));
-        let secret = Secret::generate().unwrap();
-        secret.write_new(&path).unwrap();
-        SecretFile { secret, path }
-    }
-
-    fn told(&self, env: LaunchEnv) -> LaunchEnv {
-        LaunchEnv { secret_file: Some(self.path.clone()), trust_network: false, ..env }
-    }
-}
-
-impl Drop for SecretFile {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
-    }
 }
 
 #[test]

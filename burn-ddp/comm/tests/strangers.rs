@@ -65,26 +65,6 @@ fn more_strangers_than_places_do_not_keep_a_client_out() {
     drop(strangers);
 }
 
-/// The addresses this process listens on, all tests' together.
-#[cfg(target_os = "linux")]
-fn listening() -> Vec<SocketAddr> {
-    let mine: Vec<String> = std::fs::read_dir("/proc/self/fd")
-        .unwrap()
-        .filter_map(|fd| Some(std::fs::read_link(fd.ok()?.path()).ok()?.to_string_lossy().into_owned()))
-        .collect();
-    let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
-    let listeners = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>()).filter(|columns| {
-        const LISTEN: &str = "0A";
-        columns[3] == LISTEN && mine.contains(&format!("socket:[{}]", columns[9]))
-    });
-    listeners
-        .map(|columns| {
-            let (_, port) = columns[1].split_once(':').unwrap();
-            SocketAddr::from(([127, 0, 0, 1], u16::from_str_radix(port, 16).unwrap()))
-        })
-        .collect()
-}
-
 #[test]
 #[cfg(target_os = "linux")]
 fn strangers_cost_the_job_nothing() {
@@ -94,7 +74,7 @@ fn strangers_cost_the_job_nothing() {
         let group = world.group().unwrap();
         let mut open = Vec::new();
         if world.rank() == 0 {
-            let listening = listening();
+            let listening = common::listening();
             assert!(listening.len() >= 3, "each rank listens: {listening:?}");
             for (address, junk) in listening.iter().flat_map(|address| JUNK.iter().map(move |junk| (address, junk))) {
                 // Another test's listener may be gone by now.

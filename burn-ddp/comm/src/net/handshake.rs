@@ -346,6 +346,28 @@ fn ready_after(e: io::Error, socket: &Socket, flags: PollFlags, deadline: Instan
     }
 }
 
+/// All three messages made of any bytes, each read the way its receiver does.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(bytes: &[u8]) {
+    fn filled<const N: usize>(bytes: &mut &[u8], ours: bool) -> [u8; N] {
+        let mut message = if ours { start() } else { [0; N] };
+        let (said, rest) = bytes.split_at(bytes.len().min(N - 10));
+        message[10..10 + said.len()].copy_from_slice(said);
+        *bytes = rest;
+        message
+    }
+    // Most inputs get past magic and version, or there would be little to see behind them.
+    let Some((first, mut rest)) = bytes.split_first() else { return };
+    let ours = first % 8 != 0;
+    let (challenge, proof) = (Challenge(filled(&mut rest, ours)), Proof(filled(&mut rest, ours)));
+    let answer = Answer(filled(&mut rest, ours));
+    let key = Key::new([7; KEY_BYTES]);
+    let _ = (check(&challenge.0), challenge.role(), proof.tag(), begins_like_ours(bytes));
+    assert!(ours || proof.purpose().is_err());
+    assert!(!proof.is_signed_by(&key, &challenge), "a signature by chance");
+    assert!(!matches!(answer.verdict(&key, &challenge, &proof), Ok(Verdict::Welcome | Verdict::Refused(_))));
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::{TcpListener, TcpStream};

@@ -226,3 +226,14 @@ fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
         missing: Vec::new(),
     })
 }
+
+/// What the store may hold, read the way ranks do.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(bytes: &[u8]) {
+    if let Ok(entry) = decode::<Entry>(bytes) {
+        assert!(encode(&entry).is_ok());
+    }
+    if let Ok(Verdict::Complete { entries, .. }) = decode(bytes) {
+        let _ = (config::difference(&entries), config::different_programs(&entries));
+    }
+}

@@ -5,9 +5,9 @@
 
 mod client;
 mod memory;
-mod protocol;
+pub(crate) mod protocol;
 mod server;
-mod table;
+pub(crate) mod table;
 
 use std::time::Duration;
 

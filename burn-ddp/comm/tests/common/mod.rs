@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, Options, Result, StoreServer, World};
+use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, Options, Result, Secret, StoreServer, World};
 
 /// Long enough never to pass in a test that goes well.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -32,6 +32,31 @@ pub fn rank_of(meeting: Meeting, rank: usize, world_size: usize) -> LaunchEnv {
 
 pub fn launcher_store() -> StoreServer {
     StoreServer::bind("127.0.0.1:0", &JobKey::trusting_network(JOB, 0)).unwrap()
+}
+
+/// A secret in a file, until it is dropped.
+pub struct SecretFile {
+    pub secret: Secret,
+    path: std::path::PathBuf,
+}
+
+impl SecretFile {
+    pub fn new(name: &str) -> SecretFile {
+        let path = std::env::temp_dir().join(format!("burn-ddp-test-{}-{name}", std::process::id()));
+        let secret = Secret::generate().unwrap();
+        secret.write_new(&path).unwrap();
+        SecretFile { secret, path }
+    }
+
+    pub fn told(&self, env: LaunchEnv) -> LaunchEnv {
+        LaunchEnv { secret_file: Some(self.path.clone()), trust_network: false, ..env }
+    }
+}
+
+impl Drop for SecretFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
 }
 
 /// A port on which nobody listens, and which nobody else is given: bound here, but not listened on.
@@ -77,6 +102,26 @@ pub fn on_tcp<R: Send>(n: usize, rank_main: impl Fn(World) -> R + Sync) -> Vec<R
         let ranks: Vec<_> = world(n, &options()).into_iter().map(|world| s.spawn(move || rank_main(world))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
+}
+
+/// The addresses this process listens on, all tests' together.
+#[cfg(target_os = "linux")]
+pub fn listening() -> Vec<SocketAddr> {
+    let mine: Vec<String> = std::fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .filter_map(|fd| Some(std::fs::read_link(fd.ok()?.path()).ok()?.to_string_lossy().into_owned()))
+        .collect();
+    let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
+    let listeners = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>()).filter(|columns| {
+        const LISTEN: &str = "0A";
+        columns[3] == LISTEN && mine.contains(&format!("socket:[{}]", columns[9]))
+    });
+    listeners
+        .map(|columns| {
+            let (_, port) = columns[1].split_once(':').unwrap();
+            SocketAddr::from(([127, 0, 0, 1], u16::from_str_radix(port, 16).unwrap()))
+        })
+        .collect()
 }
 
 /// This test binary again, as one rank of a job: runs the test `test`, which finds `ROLE` set to `role`.

@@ -1,0 +1,98 @@
+//! The parsers of bytes from the network and from disk, for the targets in `fuzz/`. Each takes any bytes; a panic is a finding.
+#![allow(missing_docs)]
+
+use std::io::{ErrorKind, Write};
+use std::os::unix::net::UnixStream;
+
+use crate::Secret;
+use crate::frame::{PREFIX_BYTES, Prefix};
+use crate::health::ControlMessage;
+use crate::net::wire::Wire;
+use crate::post_mortem::{Event, PostMortem};
+use crate::store::protocol::{MESSAGE_CAP, Request, Response};
+use crate::store::table::Table;
+
+pub fn handshake(bytes: &[u8]) {
+    crate::net::handshake::fuzz(bytes);
+}
+
+pub fn frame(bytes: &[u8]) {
+    let Some((prefix, rest)) = bytes.split_first_chunk::<PREFIX_BYTES>() else { return };
+    let Ok(prefix) = Prefix::decode(prefix) else { return };
+    let Some(site) = rest.get(..prefix.site_bytes()) else { return };
+    let (mut once, mut twice) = (Vec::new(), Vec::new());
+    prefix.finish(site).encode(&mut once);
+    let (prefix, site) = once.split_first_chunk().expect("a whole header");
+    Prefix::decode(prefix).expect("what we encode, we decode").finish(site).encode(&mut twice);
+    assert_eq!(once, twice);
+}
+
+pub fn wire(bytes: &[u8]) {
+    const CAP: usize = 512;
+    let Ok((mut theirs, ours)) = UnixStream::pair() else { return };
+    // Within what a socket buffers, so that one thread suffices.
+    theirs.write_all(&bytes[..bytes.len().min(16 * 1024)]).expect("the buffer takes it");
+    drop(theirs);
+    let mut wire = Wire::new(std::os::fd::OwnedFd::from(ours), CAP).expect("a socket");
+    let end = loop {
+        match wire.next::<Request>() {
+            Ok(message) => assert!(message.is_some(), "the other end is closed, there is nothing to wait for"),
+            Err(e) => break e,
+        }
+    };
+    assert!(matches!(end.kind(), ErrorKind::UnexpectedEof | ErrorKind::InvalidData), "{end}");
+}
+
+pub fn store(mut bytes: &[u8]) {
+    let mut table = Table::default();
+    while let Ok((request, rest)) = postcard::take_from_bytes::<Request>(bytes) {
+        assert!(postcard::to_stdvec(&request).is_ok_and(|again| again.len() <= MESSAGE_CAP.max(bytes.len())));
+        let _ = match request {
+            Request::Set { key, value } => table.set(&key, &value),
+            Request::SetNew { key, value } => table.set_new(&key, &value).map(drop),
+            Request::Add { key, delta } => table.add(&key, delta).map(drop),
+            Request::Keys { prefix } => table.keys(&prefix).map(drop),
+            Request::Get { key, .. } => table.get(&key).map(drop),
+        };
+        bytes = rest;
+    }
+    let _ = postcard::from_bytes::<Response>(bytes);
+}
+
+pub fn control(bytes: &[u8]) {
+    if let Ok(message) = postcard::from_bytes::<ControlMessage>(bytes) {
+        let again = postcard::to_stdvec(&message).expect("what we decode, we encode");
+        assert!(postcard::from_bytes::<ControlMessage>(&again).is_ok());
+    }
+}
+
+pub fn rendezvous(bytes: &[u8]) {
+    crate::rendezvous::round::fuzz(bytes);
+}
+
+pub fn reports(bytes: &[u8]) {
+    if let Ok(text) = str::from_utf8(bytes)
+        && let Some(event) = Event::parse(text)
+    {
+        assert_eq!(Event::parse(&event.to_line()), Some(event));
+    }
+    if let Ok(report) = serde_json::from_slice::<PostMortem>(bytes) {
+        assert!(serde_json::to_vec(&report).is_ok());
+    }
+}
+
+pub fn secret(bytes: &[u8]) {
+    if let Ok(text) = str::from_utf8(bytes) {
+        assert_eq!(Secret::parse(text).is_some(), {
+            let digits = text.trim();
+            digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit())
+        });
+    }
+}
+
+pub fn object(bytes: &[u8]) {
+    type Object = (Vec<String>, Option<Vec<f32>>, std::collections::BTreeMap<u64, (bool, String)>);
+    if let Ok(object) = crate::object::decode::<Object>(bytes) {
+        assert!(postcard::to_stdvec(&object).is_ok());
+    }
+}

@@ -1,0 +1,405 @@
+//! A job under attack: whatever strangers send to its ports, it computes what it computes in peace.
+//!
+//! The attackers run in this process, so they get more of the machine than a stranger would. Step times are printed, not asserted:
+//! `cargo test -p burn-ddp-comm --test attacks -- --nocapture`.
+#![cfg(target_os = "linux")]
+
+mod common;
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{JobKey, ReduceOp, Secret, Store, StoreClient, StoreServer, World};
+use common::{JOB, PATIENCE, SecretFile, join_all, listening, options, rank_at};
+
+const RANKS: usize = 3;
+const STEPS: usize = 120;
+/// Sizes of the handshake's messages.
+const CHALLENGE: usize = 48;
+const PROOF: usize = 96;
+
+/// One attack at a time: each measures, and each needs many descriptors.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// What the job came to.
+#[derive(Debug)]
+struct Outcome {
+    /// Of all results on all steps.
+    hash: u64,
+    join: Duration,
+    /// The median.
+    step: Duration,
+}
+
+/// One round of an attack on all ports of the job; the connections in the list stay open until the job ends.
+type Attack = fn(&[SocketAddr], &mut Vec<TcpStream>);
+
+/// A job from start to end, attacked all the time.
+fn job(attack: Option<Attack>) -> Outcome {
+    let file = SecretFile::new("attacked");
+    let store = StoreServer::bind("127.0.0.1:0", &JobKey::new(&file.secret, JOB, 0)).unwrap();
+    let over = AtomicBool::new(false);
+    thread::scope(|s| {
+        if let Some(attack) = attack {
+            let over = &over;
+            s.spawn(move || {
+                let mut held = Vec::new();
+                while !over.load(Ordering::Relaxed) {
+                    attack(&listening(), &mut held);
+                    thread::sleep(Duration::from_millis(1));
+                }
+            });
+            // The store is under attack before the first rank comes.
+            thread::sleep(Duration::from_millis(300));
+        }
+        // Also ends the attack if a rank panics.
+        let _end = Ends(&over);
+        let begin = Instant::now();
+        let envs = (0..RANKS).map(|rank| file.told(rank_at(&store, rank, RANKS))).collect();
+        let worlds: Vec<World> = join_all(envs, &options()).into_iter().map(|world| world.unwrap()).collect();
+        let join = begin.elapsed();
+        let ranks: Vec<_> = worlds.into_iter().map(|world| s.spawn(move || train(&world))).collect();
+        let ranks: Vec<(u64, Duration)> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        assert!(ranks.iter().all(|(hash, _)| *hash == ranks[0].0), "{ranks:?}");
+        Outcome { hash: ranks[0].0, join, step: ranks[0].1 }
+    })
+}
+
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The hash of all results, and the median time of a step.
+fn train(world: &World) -> (u64, Duration) {
+    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+    let mut times = Vec::new();
+    let mut group = world.group().unwrap();
+    let mut weights: Vec<f32> = (0..16 * 1024).map(|i| i as f32).collect();
+    for step in 0..STEPS {
+        // A new group needs new connections.
+        if step % 30 == 29 {
+            group = world.group().unwrap();
+        }
+        let begin = Instant::now();
+        for (i, w) in weights.iter_mut().enumerate() {
+            *w = *w * 0.5 + ((i * 31 + step * 7 + world.rank() * 3) % 101) as f32;
+        }
+        group.all_reduce(&mut weights, ReduceOp::Mean).unwrap();
+        times.push(begin.elapsed());
+        for w in &weights {
+            hash = (hash ^ u64::from(w.to_bits())).wrapping_mul(0x100_0000_01b3);
+        }
+    }
+    world.check().unwrap();
+    group.barrier().unwrap();
+    times.sort_unstable();
+    (hash, times[STEPS / 2])
+}
+
+/// The job in peace and under `attack` ends with the same bits.
+fn withstands(name: &str, attack: Attack) {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    raise_descriptor_limit();
+    let peace = job(None);
+    let attacked = job(Some(attack));
+    println!(
+        "{name}: join {:.1} ms, attacked {:.1} ms; step {:.0} µs, attacked {:.0} µs",
+        peace.join.as_secs_f64() * 1e3,
+        attacked.join.as_secs_f64() * 1e3,
+        peace.step.as_secs_f64() * 1e6,
+        attacked.step.as_secs_f64() * 1e6,
+    );
+    assert_eq!(peace.hash, attacked.hash, "{name}");
+    assert!(attacked.join < PATIENCE / 2, "{name} kept ranks out for {:?}", attacked.join);
+}
+
+/// Attackers and attacked share this process and its limit.
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    assert!(limit.maximum.is_none_or(|most| most >= 8192), "this test needs `ulimit -Hn` of 8192 at least: {limit:?}");
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
+}
+
+fn connect(to: SocketAddr) -> Option<TcpStream> {
+    // A listener may be gone, or its backlog full.
+    let stream = TcpStream::connect_timeout(&to, Duration::from_millis(500)).ok()?;
+    stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+    Some(stream)
+}
+
+/// Bytes from nowhere.
+fn noise(len: usize) -> Vec<u8> {
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    let state = RandomState::new();
+    (0..len)
+        .map(|i| {
+            let mut hasher = state.build_hasher();
+            hasher.write_usize(i);
+            hasher.finish() as u8
+        })
+        .collect()
+}
+
+/// What begins like a message of the handshake.
+fn message(len: usize, kind: u8, rank: u32, group: u64) -> Vec<u8> {
+    let mut bytes = noise(len);
+    bytes[..8].copy_from_slice(b"burn-ddp");
+    bytes[8..10].copy_from_slice(&burn_ddp_comm::frame::PROTOCOL_VERSION.to_le_bytes());
+    bytes[10..12].copy_from_slice(&[kind, 0]);
+    bytes[12..16].copy_from_slice(&rank.to_le_bytes());
+    bytes[16..24].copy_from_slice(&group.to_le_bytes());
+    bytes
+}
+
+/// The other side must close, and say nothing but its refusal.
+fn must_be_refused(mut stream: TcpStream) {
+    let mut said = Vec::new();
+    match stream.read_to_end(&mut said) {
+        Ok(_) => {}
+        Err(e) if e.kind() == ErrorKind::ConnectionReset => {}
+        // It has better things to do right now.
+        Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => return,
+        Err(e) => panic!("{e}"),
+    }
+    let verdict = said.get(CHALLENGE + 10);
+    assert!(matches!(verdict, None | Some(2 | 3)), "a stranger got the verdict {verdict:?}: {said:?}");
+}
+
+#[test]
+fn random_bytes() {
+    withstands("random bytes", |ports, _| {
+        for (nth, port) in ports.iter().enumerate() {
+            if let Some(mut stream) = connect(*port) {
+                let _ = stream.write_all(&noise(1 + nth * 997 % 5000));
+                must_be_refused(stream);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_wrong_secret_for_every_purpose() {
+    withstands("wrong secret", |ports, _| {
+        for port in ports {
+            for (kind, rank, group) in [(1, 0, 0), (2, 1, 0), (2, 2, 0), (3, 1, 1), (3, 2, 2), (0, 0, 0), (255, 9, 9)] {
+                if let Some(mut stream) = connect(*port) {
+                    let _ = stream.write_all(&message(PROOF, kind, rank, group));
+                    must_be_refused(stream);
+                }
+            }
+            let stranger = JobKey::new(&Secret::generate().unwrap(), JOB, 0);
+            let refused = StoreClient::connect(&port.to_string(), &stranger, Duration::from_millis(100));
+            assert!(refused.is_err());
+        }
+    });
+}
+
+#[test]
+fn truncated_and_oversized_messages() {
+    withstands("truncated and oversized", |ports, _| {
+        for port in ports {
+            for len in [1, 8, 10, 47, PROOF - 1] {
+                if let Some(mut stream) = connect(*port) {
+                    // It ends in the middle of its proof.
+                    let _ = stream.write_all(&message(PROOF, 2, 1, 0)[..len]);
+                }
+            }
+            if let Some(mut stream) = connect(*port) {
+                let _ = stream.write_all(&message(1 << 20, 3, 2, 1));
+                must_be_refused(stream);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_thousand_idle_connections() {
+    withstands("1,000 idle connections", |ports, held| {
+        held.retain(|stream| {
+            stream.set_nonblocking(true).unwrap();
+            // The challenge lies there until the connection is closed.
+            !matches!(stream.peek(&mut [0; 1]), Ok(0)) && stream.take_error().is_ok_and(|error| error.is_none())
+        });
+        for port in ports.iter().cycle().take(1000_usize.saturating_sub(held.len())) {
+            held.extend(connect(*port));
+        }
+    });
+}
+
+#[test]
+fn slow_loris() {
+    withstands("slow-loris", |ports, held| {
+        while held.len() < 200 {
+            let before = held.len();
+            held.extend(ports.iter().filter_map(|port| connect(*port)));
+            if held.len() == before {
+                break;
+            }
+        }
+        // One byte to each, of a proof that will never be whole.
+        let bytes = message(PROOF, 2, 1, 0);
+        held.retain(|mut stream| {
+            let nth = stream.local_addr().map_or(0, |address| usize::from(address.port())) % 8;
+            stream.write(&bytes[nth..=nth]).is_ok()
+        });
+        thread::sleep(Duration::from_millis(20));
+    });
+}
+
+#[test]
+fn data_of_another_job() {
+    withstands("data of another job", |ports, held| {
+        for port in ports {
+            if let Some(mut stream) = connect(*port) {
+                // A frame without any handshake.
+                let _ = stream.write_all(&[&b"bddp\x01\0"[..], &noise(66 + 4096)].concat());
+                must_be_refused(stream);
+            }
+            if let Some(mut stream) = connect(*port) {
+                let _ = stream.write_all(&message(PROOF, 3, 2, 1));
+                let _ = stream.write_all(&noise(4096));
+                held.truncate(100);
+                held.push(stream);
+            }
+        }
+    });
+}
+
+/// A connection recorded on its way through a proxy.
+struct Recorded {
+    by_client: Vec<u8>,
+    by_server: Vec<u8>,
+}
+
+/// What an honest client of the store and the store say to each other.
+fn record(job: &JobKey, server: SocketAddr) -> Recorded {
+    let proxy = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = proxy.local_addr().unwrap().to_string();
+    thread::scope(|s| {
+        let recording = s.spawn(|| {
+            let client = proxy.accept().unwrap().0;
+            let server = TcpStream::connect(server).unwrap();
+            let copy = |mut from: &TcpStream, mut to: &TcpStream| {
+                let (mut all, mut some) = (Vec::new(), [0; 4096]);
+                while let Ok(n @ 1..) = from.read(&mut some) {
+                    all.extend_from_slice(&some[..n]);
+                    to.write_all(&some[..n]).unwrap();
+                }
+                let _ = to.shutdown(std::net::Shutdown::Write);
+                all
+            };
+            thread::scope(|s| {
+                let by_client = s.spawn(|| copy(&client, &server));
+                let by_server = copy(&server, &client);
+                Recorded { by_client: by_client.join().unwrap(), by_server }
+            })
+        });
+        let client = StoreClient::connect(&address, job, PATIENCE).unwrap();
+        client.set("k", b"from the client").unwrap();
+        drop(client);
+        recording.join().unwrap()
+    })
+}
+
+#[test]
+fn a_replayed_handshake() {
+    let job = JobKey::new(&Secret::generate().unwrap(), JOB, 0);
+    let server = StoreServer::bind("127.0.0.1:0", &job).unwrap();
+    let recorded = record(&job, server.local_addr());
+    assert_eq!(&recorded.by_server[..8], b"burn-ddp");
+    assert!(recorded.by_client.len() > PROOF, "the proof, and a request");
+    assert_eq!(recorded.by_server[CHALLENGE + 10], 0, "the honest client was welcome");
+    let honest = StoreClient::connect(&server.local_addr().to_string(), &job, PATIENCE).unwrap();
+    honest.set("k", b"since changed").unwrap();
+
+    // To the store: the same bytes are worth nothing on another connection.
+    for _ in 0..3 {
+        let mut stream = connect(server.local_addr()).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.write_all(&recorded.by_client).unwrap();
+        must_be_refused(stream);
+    }
+    assert_eq!(honest.get("k", PATIENCE).unwrap(), b"since changed");
+
+    // To a client, by somebody who sits where the store was: it notices that its own nonce is not answered.
+    let squatter = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = squatter.local_addr().unwrap().to_string();
+    thread::scope(|s| {
+        s.spawn(|| {
+            let (mut stream, _) = squatter.accept().unwrap();
+            stream.write_all(&recorded.by_server).unwrap();
+            let _ = stream.read_to_end(&mut Vec::new());
+        });
+        let error = StoreClient::connect(&address, &job, PATIENCE).unwrap_err().to_string();
+        assert!(error.contains("another secret"), "{error}");
+    });
+}
+
+#[test]
+fn a_reflected_handshake() {
+    let job = JobKey::new(&Secret::generate().unwrap(), JOB, 0);
+    let server = StoreServer::bind("127.0.0.1:0", &job).unwrap();
+    // What the store says, said back to it: on the same connection, and on another one.
+    for other in [false, true] {
+        let mut stream = connect(server.local_addr()).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut challenge = vec![0; CHALLENGE];
+        stream.read_exact(&mut challenge).unwrap();
+        let mut target = if other { connect(server.local_addr()).unwrap() } else { stream.try_clone().unwrap() };
+        target.set_read_timeout(Some(PATIENCE)).unwrap();
+        challenge.resize(PROOF, 0);
+        target.write_all(&challenge).unwrap();
+        let mut said = Vec::new();
+        let _ = target.read_to_end(&mut said);
+        let answer = if other { said.get(CHALLENGE..) } else { Some(&said[..]) }.unwrap_or_default();
+        assert!(answer.is_empty() || matches!(answer[10], 2 | 3), "{answer:?}");
+    }
+    // What a client says, said back to it as if by a store.
+    let mirror = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = mirror.local_addr().unwrap().to_string();
+    thread::scope(|s| {
+        s.spawn(|| {
+            let (mut stream, _) = mirror.accept().unwrap();
+            stream
+                .write_all(&{
+                    let mut bytes = message(CHALLENGE, 1, 0, 0);
+                    bytes[12..16].fill(0);
+                    bytes
+                })
+                .unwrap();
+            let mut proof = vec![0; PROOF];
+            stream.read_exact(&mut proof).unwrap();
+            // As an answer of welcome: 256 bytes, the client's own signature at the end.
+            let mut answer = message(256, 0, 0, 0);
+            answer[12..224].fill(0);
+            answer[224..].copy_from_slice(&proof[PROOF - 32..]);
+            stream.write_all(&answer).unwrap();
+            let _ = stream.read_to_end(&mut Vec::new());
+        });
+        let error = StoreClient::connect(&address, &job, PATIENCE).unwrap_err().to_string();
+        assert!(error.contains("another secret"), "{error}");
+    });
+}
+
+#[test]
+fn a_crowd_does_not_keep_clients_out() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    raise_descriptor_limit();
+    let job = JobKey::new(&Secret::generate().unwrap(), JOB, 0);
+    let server = StoreServer::bind("127.0.0.1:0", &job).unwrap();
+    let address = server.local_addr();
+    let _crowd: Vec<TcpStream> = (0..1000).filter_map(|_| connect(address)).collect();
+    let begin = Instant::now();
+    StoreClient::connect(&address.to_string(), &job, PATIENCE).unwrap().set("k", b"v").unwrap();
+    println!("in past 1,000 idle connections after {:?}", begin.elapsed());
+    assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
+}
