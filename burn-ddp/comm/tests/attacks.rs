@@ -8,7 +8,7 @@ mod common;
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -17,13 +17,16 @@ use burn_ddp_comm::{JobKey, ReduceOp, Secret, Store, StoreClient, StoreServer, W
 use common::{JOB, PATIENCE, SecretFile, join_all, listening, options, rank_at};
 
 const RANKS: usize = 3;
-const STEPS: usize = 120;
+const STEPS: usize = 900;
 /// Sizes of the handshake's messages.
 const CHALLENGE: usize = 48;
 const PROOF: usize = 96;
 
 /// One attack at a time: each measures, and each needs many descriptors.
 static TURN: Mutex<()> = Mutex::new(());
+
+/// How many connections the attackers made.
+static CONNECTIONS: AtomicUsize = AtomicUsize::new(0);
 
 /// What the job came to.
 #[derive(Debug)]
@@ -85,7 +88,7 @@ fn train(world: &World) -> (u64, Duration) {
     let mut weights: Vec<f32> = (0..16 * 1024).map(|i| i as f32).collect();
     for step in 0..STEPS {
         // A new group needs new connections.
-        if step % 30 == 29 {
+        if step % 100 == 99 {
             group = world.group().unwrap();
         }
         let begin = Instant::now();
@@ -109,14 +112,17 @@ fn withstands(name: &str, attack: Attack) {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     raise_descriptor_limit();
     let peace = job(None);
+    CONNECTIONS.store(0, Ordering::Relaxed);
     let attacked = job(Some(attack));
+    let connections = CONNECTIONS.load(Ordering::Relaxed);
     println!(
-        "{name}: join {:.1} ms, attacked {:.1} ms; step {:.0} µs, attacked {:.0} µs",
+        "{name}, {connections} connections: join {:.1} ms, attacked {:.1} ms; step {:.0} µs, attacked {:.0} µs",
         peace.join.as_secs_f64() * 1e3,
         attacked.join.as_secs_f64() * 1e3,
         peace.step.as_secs_f64() * 1e6,
         attacked.step.as_secs_f64() * 1e6,
     );
+    assert!(connections >= 20, "{name} came to {connections} connections only");
     assert_eq!(peace.hash, attacked.hash, "{name}");
     assert!(attacked.join < PATIENCE / 2, "{name} kept ranks out for {:?}", attacked.join);
 }
@@ -133,6 +139,7 @@ fn connect(to: SocketAddr) -> Option<TcpStream> {
     // A listener may be gone, or its backlog full.
     let stream = TcpStream::connect_timeout(&to, Duration::from_millis(500)).ok()?;
     stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+    CONNECTIONS.fetch_add(1, Ordering::Relaxed);
     Some(stream)
 }
 
