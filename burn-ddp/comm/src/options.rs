@@ -166,6 +166,7 @@ mod tests {
             peer_timeout: Some(Duration::from_secs(4)),
             stall: Duration::from_secs(5),
             history: 6,
+            config: Vec::new(),
         };
         assert_eq!(options, Ok(expected));
     }

@@ -79,7 +79,8 @@ impl World {
     /// [`Error::Environment`] if `env` contradicts itself, rank 0 cannot listen at the master's address, or the master cannot be reached
     /// or refuses this process. [`Error::Rendezvous`], the same on all ranks, if within [`Options::join_timeout`] not all ranks came
     /// (lists who did and who did not), a rank came twice, or ranks disagree about the world
-    /// size, burn-ddp's version, the [`timeout`](Options::timeout) or the [`config`](Options::config).
+    /// size, burn-ddp's version, [`timeout`](Options::timeout), [`heartbeat`](Options::heartbeat),
+    /// [`peer_timeout`](Options::peer_timeout) or [`config`](Options::config).
     pub fn join(env: &LaunchEnv, options: Options) -> Result<World> {
         let seat = join(env, &options)?;
         Ok(World::from_seat(seat, options))

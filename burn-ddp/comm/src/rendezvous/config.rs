@@ -28,6 +28,8 @@ impl Config {
         let own = [
             ("burn-ddp's version", env!("CARGO_PKG_VERSION").to_owned()),
             ("timeout", format!("{:?}", options.timeout)),
+            ("heartbeat", format!("{:?}", options.heartbeat)),
+            ("peer timeout", options.peer_timeout.map_or("none".to_owned(), |time| format!("{time:?}"))),
         ];
         let own = own.into_iter().map(|(name, value)| (name.to_owned(), value));
         Config { settings: own.chain(options.config.iter().cloned()).collect(), program: fingerprint() }
