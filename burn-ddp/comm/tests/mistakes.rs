@@ -125,7 +125,7 @@ const TABLE: &[Mistake] = &[
     (
         "an object for a tensor",
         |_, g, _| g.broadcast_object(Some(7_u32), 0).map(drop),
-        |_, g, _| g.broadcast(&mut [7_u32 as f32], 0),
+        |_, g, _| g.broadcast(&mut [7_f32], 0),
         Differ("collectives"),
     ),
     (

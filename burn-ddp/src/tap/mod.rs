@@ -287,9 +287,7 @@ pub(crate) fn bypassed<M: Module>(model: &M, tapped: &Arc<Tapped>, gradients: &G
             let (Some((path, on_leaf)), Ok(None)) = (self.last.take(), &self.found) else { return };
             let tap = (name == TAP_NAME).then(|| SEEN.take()).flatten();
             match tap.filter(|tap| Arc::ptr_eq(&tap.tapped, self.tapped)) {
-                Some(tap) if !self.tapped.was_delivered(tap.slot, on_leaf) => {
-                    self.found = Ok(Some(past_tap(&path)))
-                }
+                Some(tap) if !self.tapped.was_delivered(tap.slot, on_leaf) => self.found = Ok(Some(past_tap(&path))),
                 None if on_leaf.is_some() => self.found = Ok(Some(lost_tap(&path))),
                 _ => {}
             }

@@ -12,7 +12,11 @@ fn linear(run: &Run) -> Linear {
 }
 
 /// Trains with a forward that may choose by step and part.
-fn train<M: Module + 'static>(run: &Run, model: M, forward: impl Fn(&M, Tensor<2>, usize) -> Tensor<2>) -> Result<Outcome> {
+fn train<M: Module + 'static>(
+    run: &Run,
+    model: M,
+    forward: impl Fn(&M, Tensor<2>, usize) -> Tensor<2>,
+) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(model))?;
     let mut optim = adam();
     for step in 0..6 {
