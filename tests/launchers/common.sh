@@ -1,8 +1,8 @@
 # What the scripts beside this one share. To be sourced with the script's arguments; the first may be the program to start.
 
 here=$(cd "$(dirname "$0")" && pwd)
-root=$(cd "$here/../.." && pwd)
-. "$here/machines.sh"
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+. "$root/tests/launchers/machines.sh"
 hello=${1:-}
 if [ -z "$hello" ]; then
     (cd "$root" && cargo build --quiet --offline -p burn-ddp-comm --example hello) || exit 1

@@ -21,7 +21,7 @@ machines_up() {
         ip -n "$pair-$n" link set lo up
         ip -n "$pair-$n" link set "$pair-$n" up
     done
-    # A remote shell: `rsh m2 command…`, as ssh would run it.
+    # A remote shell: `rsh m2 command…`, as ssh would run it. And `at m2 command…`, which keeps words as they are.
     rsh=/tmp/$pair/rsh
     cat >"$rsh" <<END
 #!/bin/sh
@@ -29,10 +29,16 @@ while :; do case \$1 in -*) shift ;; *) break ;; esac; done
 host=\$1; shift
 exec ip netns exec $pair-\${host#m} unshare --uts sh -c "hostname \$host; \$*"
 END
-    chmod +x "$rsh"
+    at=/tmp/$pair/at
+    cat >"$at" <<END
+#!/bin/sh
+host=\$1; shift
+exec ip netns exec $pair-\${host#m} unshare --uts sh -c "hostname \$host; exec \"\\\$@\"" sh "\$@"
+END
+    chmod +x "$rsh" "$at"
     # "${on1[@]}" COMMAND…: on the first machine.
-    on1=("$rsh" m1)
-    on2=("$rsh" m2)
+    on1=("$at" m1)
+    on2=("$at" m2)
 }
 
 machines_down() {

@@ -30,8 +30,8 @@ if machines_possible && machines_up; then
     # two COMMAND…: two ranks on each machine.
     cat >"/tmp/$pair/two" <<END
 #!/bin/sh
-$rsh m1 $ranks 4 0 2 "\$@" & first=\$!
-$rsh m2 $ranks 4 2 2 "\$@"; result=\$?
+$at m1 $ranks 4 0 2 "\$@" & first=\$!
+$at m2 $ranks 4 2 2 "\$@"; result=\$?
 wait \$first || result=\$?
 exit \$result
 END

@@ -40,8 +40,8 @@ if machines_possible && machines_up; then
     cat >"/tmp/$pair/two" <<END
 #!/bin/sh
 run="$torchrun --no-python --nnodes 2 --nproc-per-node 2 --master-addr m1 --master-port 29500"
-GLOO_SOCKET_IFNAME=$pair-1 $rsh m1 \$run --node-rank 0 "\$@" & first=\$!
-GLOO_SOCKET_IFNAME=$pair-2 $rsh m2 \$run --node-rank 1 "\$@"; result=\$?
+GLOO_SOCKET_IFNAME=$pair-1 $at m1 \$run --node-rank 0 "\$@" & first=\$!
+GLOO_SOCKET_IFNAME=$pair-2 $at m2 \$run --node-rank 1 "\$@"; result=\$?
 wait \$first || result=\$?
 exit \$result
 END

@@ -1,0 +1,108 @@
+#!/bin/bash
+# Two "machines", each with a burnrun of its own and two ranks: network namespaces with a cable between them.
+# Usage: netns.sh [PROGRAM [BURNRUN]]; needs root, ip and unshare. PROGRAM takes the flags of burn-ddp/comm/examples/hello.rs.
+. "$(dirname "$0")/launchers/common.sh"
+burnrun=${2:-}
+if [ -z "$burnrun" ]; then
+    (cd "$root" && cargo build --quiet --offline -p burn-ddp-launch) || exit 1
+    burnrun=${CARGO_TARGET_DIR:-$root/target}/debug/burnrun
+fi
+machines_possible || { echo "needs root, ip and unshare" >&2; exit 1; }
+machines_up || exit 1
+# two FLAGS -- COMMAND…: burnrun on both machines; fails as the first one that failed, and says how both ended.
+two=/tmp/$pair/two
+cat >"$two" <<END
+#!/bin/bash
+for m in 1 2; do
+    (
+        $at m\$m $burnrun --nnodes 2 --node-rank \$((m - 1)) --master-addr m1 -n 2 "\$@" 2>&1 | sed -u "s/^/m\$m: /"
+        code=\${PIPESTATUS[0]}
+        echo "m\$m: ended with \$code after \$SECONDS s"
+        exit \$code
+    ) &
+done
+wait -n || result=\$?
+wait -n || result=\${result:-\$?}
+exit \${result:-0}
+END
+chmod +x "$two"
+both_ended_with() { said "m1: ended with $1 " 1; said "m2: ended with $1 " 1; }
+# after SECONDS COMMAND…: meanwhile.
+after() { (sleep "$1"; shift; "$@") & }
+long="--steps 3000 --pause 10"
+
+job "without a secret" "$two" "$hello"
+failed
+said "burnrun secret"
+
+new_secret
+job "two machines" "$two" "$hello" --steps 20
+all_done 4 burnrun
+both_ended_with 0
+said "local rank 1 of 2, machine 1"
+
+unset BURN_DDP_SECRET_FILE
+BURN_DDP_TRUST_NETWORK=1 job "two machines that trust their network" "$two" "$hello" --steps 20
+all_done 4 burnrun
+new_secret
+
+job "a rank of the other machine killed" "$two" "$hello" $long --die 3:50:kill
+both_ended_with 137
+said "rank 3 (host m2"
+within 20
+no_rank_is_left
+
+job "a rank of this machine panics" "$two" "$hello" $long --die 1:50:panic
+both_ended_with 101
+said "told to die"
+within 20
+no_rank_is_left
+
+job "a rank leaves too early" "$two" "$hello" $long --die 2:50:exit
+failed
+said "rank 2 (host m2"
+within 20
+no_rank_is_left
+
+# It dies in the first generation only.
+job "a restart" "$two" --max-restarts 1 \
+    bash -c "[ \$BURN_DDP_RESTART_COUNT = 1 ] && exec $hello --steps 20; exec $hello $long --die 3:50:kill"
+said "sum 10" 4
+both_ended_with 0
+no_rank_is_left
+
+after 3 cable down
+after 6 cable up
+job "the cable out for three seconds" "$two" "$hello" --steps 400 --pause 20
+all_done 4 burnrun
+
+after 3 cable down
+job "the cable out for good" "$two" --peer-timeout 5 "$hello" $long
+failed
+said "m1: ended with"
+said "m2: ended with"
+within 30
+no_rank_is_left
+cable up
+
+kill_machine() { cable down; ip netns pids "$pair-2" | xargs -r kill -9; }
+after 3 kill_machine
+job "a machine gone" "$two" --peer-timeout 5 "$hello" $long
+failed
+said "m1: ended with"
+within 30
+no_rank_is_left
+cable up
+
+kill_burnrun() {
+    for pid in $(ip netns pids "$pair-2"); do
+        case $(tr '\0' ' ' <"/proc/$pid/cmdline") in "$burnrun --nnodes"*) kill -9 "$pid" ;; esac
+    done
+}
+after 3 kill_burnrun
+job "the other machine's burnrun killed" "$two" "$hello" $long
+failed
+said "m1: ended with"
+within 30
+no_rank_is_left
+finish
