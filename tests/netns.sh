@@ -1,8 +1,14 @@
 #!/bin/bash
 # Two "machines", each with a burnrun of its own and two ranks: network namespaces with a cable between them.
 # Usage: netns.sh [PROGRAM [BURNRUN]]; needs root, ip and unshare. PROGRAM takes the flags of burn-ddp/comm/examples/hello.rs.
+#    or: netns.sh --try [FLAGS] COMMAND…: runs one job of your own that way, with `burnrun FLAGS -n 2` on each machine.
+mine=()
+if [ "${1:-}" = --try ]; then
+    mine=("${@:2}")
+    set -- none
+fi
 . "$(dirname "$0")/launchers/common.sh"
-burnrun=${2:-}
+burnrun=${2:-${BURNRUN:-}}
 if [ -z "$burnrun" ]; then
     (cd "$root" && cargo build --quiet --offline -p burn-ddp-launch) || exit 1
     burnrun=${CARGO_TARGET_DIR:-$root/target}/debug/burnrun
@@ -26,6 +32,11 @@ wait -n || result=\${result:-\$?}
 exit \${result:-0}
 END
 chmod +x "$two"
+if [ ${#mine[@]} -gt 0 ]; then
+    new_secret
+    "$two" "${mine[@]}"
+    exit
+fi
 both_ended_with() { said "m1: ended with $1 " 1; said "m2: ended with $1 " 1; }
 # after SECONDS COMMAND…: meanwhile.
 after() { (sleep "$1"; shift; "$@") & }
@@ -100,7 +111,7 @@ kill_burnrun() {
     done
 }
 after 3 kill_burnrun
-job "the other machine's burnrun killed" "$two" "$hello" $long
+job "the other machine's burnrun killed" "$two" --peer-timeout 5 "$hello" $long
 failed
 said "m1: ended with"
 within 30

@@ -80,10 +80,12 @@ impl Trust {
         host: &str,
         port: u16,
         job: &str,
-        patience: Duration,
+        attempt: Duration,
+        answer_within: Duration,
     ) -> burn_ddp_comm::Result<Arc<dyn Store>> {
         let host = if host.contains(':') { format!("[{host}]") } else { host.to_owned() };
-        Ok(Arc::new(StoreClient::connect(&format!("{host}:{port}"), &self.key(job, 0), patience)?))
+        let store = StoreClient::connect(&format!("{host}:{port}"), &self.key(job, 0), attempt)?;
+        Ok(Arc::new(store.answer_within(answer_within)))
     }
 
     /// Tells a rank what it needs to prove.

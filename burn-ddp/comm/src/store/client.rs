@@ -39,6 +39,7 @@ pub struct StoreClient {
     /// Connections that no call uses now.
     idle: Mutex<Vec<Wire>>,
     local_ip: IpAddr,
+    answer_within: Duration,
 }
 
 /// Where a store is.
@@ -115,7 +116,15 @@ impl StoreClient {
         let wire = open(place, job, deadline, patience)?;
         let local = wire.stream().local_addr().map_err(|e| Unreached::Absent(e.to_string()))?;
         let local_ip = local.as_socket().map_or(Ipv4Addr::LOCALHOST.into(), |address| address.ip());
-        Ok(StoreClient { place: place.clone(), job: job.clone(), idle: Mutex::new(vec![wire]), local_ip })
+        let idle = Mutex::new(vec![wire]);
+        Ok(StoreClient { place: place.clone(), job: job.clone(), idle, local_ip, answer_within: ANSWER_DEADLINE })
+    }
+
+    /// After how much silence of the server, beyond what a call waits for, it counts as lost. 30 s by default.
+    #[must_use]
+    pub fn answer_within(mut self, time: Duration) -> StoreClient {
+        self.answer_within = time;
+        self
     }
 
     /// The address of the interface through which this machine reaches the store; loopback if the store is on it.
@@ -133,13 +142,13 @@ impl StoreClient {
         let idle = self.lock_idle().pop();
         let mut wire = match idle {
             Some(wire) => wire,
-            None => open(&self.place, &self.job, Instant::now() + ANSWER_DEADLINE, HANDSHAKE_DEADLINE).map_err(
+            None => open(&self.place, &self.job, deadline_in(self.answer_within), HANDSHAKE_DEADLINE).map_err(
                 |unreached| match unreached {
                     Unreached::Absent(cause) | Unreached::Refused(cause) => self.lost(&cause),
                 },
             )?,
         };
-        let deadline = deadline_in(wait.saturating_add(ANSWER_DEADLINE));
+        let deadline = deadline_in(wait.saturating_add(self.answer_within));
         let answer = wire.send(request, deadline).and_then(|()| wire.recv(deadline));
         match answer.map_err(|e| self.lost(&Refusal::NotOurs(e).to_string()))? {
             Response::Refused(message) => {

@@ -114,7 +114,7 @@ impl Meet<'_> {
     fn connect(&self, deadline: Instant, events: &Receiver<Event>) -> Result<Arc<dyn Store>, Interrupted> {
         let mut comment = Comment::new();
         loop {
-            let failure = match self.trust.connect(self.host, self.port, self.job, ATTEMPT) {
+            let failure = match self.trust.connect(self.host, self.port, self.job, ATTEMPT, self.patience) {
                 Ok(store) => return Ok(store),
                 Err(error) if is_refusal(&error) => return Err(error.into()),
                 Err(error) => error.to_string(),
