@@ -2,7 +2,8 @@
 # To be sourced; needs root and iproute2. `machines_up` makes them, and they go when the script ends.
 
 machines_possible() {
-    [ "$(id -u)" = 0 ] && command -v ip >/dev/null && command -v unshare >/dev/null && ip netns list >/dev/null 2>&1
+    [ "$(id -u)" = 0 ] && command -v ip >/dev/null && command -v unshare >/dev/null || return 1
+    ip netns add "bd$$" 2>/dev/null && ip netns del "bd$$"
 }
 
 machines_up() {

@@ -5,6 +5,7 @@ mpirun=mpirun.mpich
 installed $mpirun "apt-get install mpich"
 
 job "three ranks on this machine" $mpirun -n 3 "$hello" --steps 20
+case $out in *"--cap-add SYS_PTRACE"*) echo "skipped: this container does not let ranks reach mpirun's socket"; exit ;; esac
 all_done 3 MPICH
 
 $mpirun -n 2 "$hello" --steps 50 --pause 20 >/tmp/mpich.$$ 2>&1 &
