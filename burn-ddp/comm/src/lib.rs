@@ -54,6 +54,8 @@ pub mod health;
 pub mod post_mortem;
 
 mod control;
+#[cfg(test)]
+mod cost;
 mod diagnosis;
 mod dtype;
 mod env;

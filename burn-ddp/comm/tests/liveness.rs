@@ -6,11 +6,12 @@
 mod common;
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::post_mortem::{Event, PostMortem};
-use burn_ddp_comm::{LaunchEnv, Options, ProcessGroup, ReduceOp, Result, StoreServer, World};
+use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, Options, ProcessGroup, ReduceOp, Result, StoreServer, World};
 use common::{JOB, PATIENCE, Process, await_go, launcher_store, options, rank_at, role, say};
 use rustix::process::Signal;
 
@@ -292,4 +293,105 @@ fn who_leaves_in_peace_leaves_no_report() {
     job.ranks.iter_mut().for_each(|rank| assert!(rank.end().success()));
     assert_eq!(job.events(), []);
     assert_eq!(std::fs::read_dir(&job.dir).unwrap().count(), 1, "the events only");
+}
+
+/// A machine of its own: a network namespace, joined to this one by a cable.
+struct Machine {
+    name: String,
+    cable: String,
+    /// The addresses of the two ends: this machine's, and its.
+    here: String,
+}
+
+impl Machine {
+    fn new() -> Machine {
+        let id = std::process::id() % 60_000;
+        let (name, cable) = (format!("bddp-{id}"), format!("bd{id}"));
+        let (net, host) = (id / 250, id % 250 * 4 % 250);
+        let (here, there) = (format!("10.{}.{host}.1", 100 + net % 100), format!("10.{}.{host}.2", 100 + net % 100));
+        ip(&["netns", "add", &name]);
+        ip(&["link", "add", &cable, "type", "veth", "peer", "name", "eth0", "netns", &name]);
+        ip(&["addr", "add", &format!("{here}/24"), "dev", &cable]);
+        ip(&["link", "set", &cable, "up"]);
+        ip(&["-n", &name, "addr", "add", &format!("{there}/24"), "dev", "eth0"]);
+        ip(&["-n", &name, "link", "set", "eth0", "up"]);
+        ip(&["-n", &name, "link", "set", "lo", "up"]);
+        Machine { name, cable, here }
+    }
+
+    fn cut(&self) {
+        // At the far end: this machine's own routes stay, as they do when a switch fails.
+        ip(&["-n", &self.name, "link", "set", "eth0", "down"]);
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = Command::new("ip").args(["link", "del", &self.cable]).status();
+        let _ = Command::new("ip").args(["netns", "del", &self.name]).status();
+    }
+}
+
+fn ip(args: &[&str]) {
+    assert!(Command::new("ip").args(args).status().unwrap().success(), "ip {args:?}");
+}
+
+/// A job of three ranks, of which the last is on a machine of its own that is cut off; what the first two say, and when.
+fn cut_off(test: &str, role: &str) -> Vec<(String, Duration)> {
+    let machine = Machine::new();
+    let store = StoreServer::bind(format!("{}:0", machine.here), &JobKey::trusting_network(JOB, 0)).unwrap();
+    let meeting = Meeting::Launcher { host: machine.here.clone(), port: store.local_addr().port() };
+    let env = |rank| {
+        let (local_rank, local_world_size, node_rank) = if rank == 2 { (0, 1, 1) } else { (rank, 2, 0) };
+        LaunchEnv { local_rank, local_world_size, node_rank, ..common::rank_of(meeting.clone(), rank, 3) }
+    };
+    let mut ranks: Vec<_> = (0..2).map(|rank| Process::start(test, role, &env(rank))).collect();
+    let mut far = Command::new("ip");
+    far.args(["netns", "exec", &machine.name]).arg(std::env::current_exe().unwrap());
+    let mut far = Process::start_by(far, test, role, &env(2));
+    for rank in ranks.iter_mut().chain([&mut far]) {
+        assert_eq!(rank.hear(), "ready");
+    }
+    machine.cut();
+    let begin = Instant::now();
+    ranks[0].go();
+    ranks[1].go();
+    let said = ranks.iter_mut().map(|rank| (rank.hear(), begin.elapsed())).collect();
+    // The other side finds out as well.
+    far.go();
+    let lost = far.hear();
+    assert!(lost.starts_with("Some(0)") || lost.starts_with("Some(1)"), "{lost}");
+    said
+}
+
+#[test]
+#[ignore = "needs root, and `ip netns`"]
+fn a_machine_that_is_cut_off_is_lost_after_the_peer_timeout() {
+    const TEST: &str = "a_machine_that_is_cut_off_is_lost_after_the_peer_timeout";
+    let peer_timeout = Some(Duration::from_secs(3));
+    if let Some((_, _world, group)) = join(Options { peer_timeout, ..lively() }) {
+        say("ready");
+        await_go();
+        return tell(group.barrier());
+    }
+    for (said, after) in cut_off(TEST, "rank") {
+        println!("after {after:?}: {said}");
+        assert!(said.starts_with("Some(2): rank 2") && after < Duration::from_secs(10), "{said}, {after:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs root, and `ip netns`; takes half a minute"]
+fn a_machine_that_is_cut_off_is_lost_by_itself() {
+    const TEST: &str = "a_machine_that_is_cut_off_is_lost_by_itself";
+    if let Some((_, _world, group)) = join(options()) {
+        say("ready");
+        await_go();
+        return tell(group.barrier());
+    }
+    for (said, after) in cut_off(TEST, "rank") {
+        println!("after {after:?}: {said}");
+        assert!(said.starts_with("Some(2): rank 2") && said.contains("has not answered for 30 s"), "{said}");
+        assert!(after > Duration::from_secs(25) && after < Duration::from_secs(50), "{after:?}");
+    }
 }

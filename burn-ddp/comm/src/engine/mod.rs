@@ -123,9 +123,10 @@ pub(crate) struct Stall {
 }
 
 impl Stall {
-    /// For a wait that begins now.
-    pub(crate) fn new(after: Duration) -> Stall {
-        Stall { at: deadline_in(after), interval: after }
+    /// For a wait of `call`.
+    pub(crate) fn new(call: &Call, after: Duration) -> Stall {
+        // What is never due is due at the deadline, which comes first.
+        Stall { at: call.started.checked_add(after).unwrap_or(call.deadline), interval: after }
     }
 
     /// Whether it is time; then the next time is later.

@@ -65,7 +65,7 @@ impl TcpFabric {
         let (rank, group) = (*rank, call.info.group);
         if peer > rank {
             let purpose = Purpose::Data { rank: peer as u32, group };
-            let mut stall = Stall::new(self.health.options().stall);
+            let mut stall = Stall::new(call, self.health.options().stall);
             loop {
                 if let Some(stream) = links.claim(purpose, stall.at.min(call.deadline), || self.check(peer))? {
                     return Ok(stream);
@@ -171,7 +171,7 @@ impl Transport for TcpTransport {
             sending: Vec::with_capacity(sends.len()),
             receiving: Vec::with_capacity(receives.len()),
             ended: None,
-            stall: Stall::new(self.health.options().stall),
+            stall: Stall::new(call, self.health.options().stall),
         };
         receives.iter().for_each(|receive| call.expect(receive.peer));
         let mut start = 0;

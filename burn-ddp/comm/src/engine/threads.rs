@@ -131,7 +131,7 @@ impl Transport for Threads {
         receives.iter().for_each(|receive| call.expect(receive.peer));
         self.send(call, sends);
         let mut missing: Vec<&mut Incoming<'_>> = receives.iter_mut().collect();
-        let mut stall = Stall::new(self.health.options().stall);
+        let mut stall = Stall::new(call, self.health.options().stall);
         while !missing.is_empty() {
             for (nth, frame) in self.wait(call, &missing, &mut stall)? {
                 let incoming = missing.swap_remove(nth);
@@ -179,11 +179,12 @@ impl Threads {
             if let Some(peer) = missing.iter().map(|incoming| incoming.peer).find(|peer| gone(*peer)) {
                 return Err(self.health.left_error(peer));
             }
-            let left = call.deadline.saturating_duration_since(Instant::now());
+            let now = Instant::now();
+            let left = call.deadline.saturating_duration_since(now);
             if left.is_zero() {
                 return Err(call.timed_out(waiting_for(missing)));
             }
-            let until_stall = stall.at.saturating_duration_since(Instant::now());
+            let until_stall = stall.at.saturating_duration_since(now);
             if until_stall.is_zero() && stall.is_due() {
                 drop(arrivals);
                 self.health.stalled(call, waiting_for(missing));

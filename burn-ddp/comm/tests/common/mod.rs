@@ -144,7 +144,7 @@ impl Process {
     /// By a command that runs this binary with the arguments it is given.
     pub fn start_by(mut command: Command, test: &str, role: &str, env: &LaunchEnv) -> Process {
         let mut child = command
-            .args(["--exact", test, "--nocapture", "--test-threads=1"])
+            .args(["--exact", test, "--nocapture", "--test-threads=1", "--include-ignored"])
             .env(ROLE, role)
             .envs(env.variables())
             .stdin(Stdio::piped())

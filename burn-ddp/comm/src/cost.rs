@@ -1,0 +1,110 @@
+//! What comparing calls and remembering them costs, next to a small all-reduce. Run it alone, on a machine with nothing else to do:
+//! `cargo test -p burn-ddp-comm --lib -- --ignored --nocapture what_diagnosis_costs`
+
+use std::hint::black_box;
+use std::panic::Location;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::call::{Awaited, Call, CallInfo, Collective};
+use crate::frame::{PREFIX_BYTES, Prefix};
+use crate::history::History;
+use crate::{DType, JobKey, LaunchEnv, Meeting, Options, ReduceOp, StoreServer, World};
+
+const LEN: usize = 1024;
+
+/// Seconds per round of `f`: the best of several runs, since everything else only adds.
+fn best(rounds: u32, mut f: impl FnMut()) -> f64 {
+    let run = |_| {
+        let begin = Instant::now();
+        (0..rounds).for_each(|_| f());
+        begin.elapsed().as_secs_f64() / f64::from(rounds)
+    };
+    (0..15).map(run).fold(f64::INFINITY, f64::min)
+}
+
+/// Seconds per all-reduce of 4 KiB between the two ranks of `worlds`.
+fn all_reduce(worlds: Vec<World>) -> f64 {
+    let ranks: Vec<_> = worlds
+        .into_iter()
+        .map(|world| {
+            thread::spawn(move || {
+                let group = world.group().unwrap();
+                let mut buf = vec![0.0_f32; LEN];
+                best(2000, || group.all_reduce(&mut buf, ReduceOp::Sum).unwrap())
+            })
+        })
+        .collect();
+    ranks.into_iter().map(|rank| rank.join().unwrap()).fold(0.0, f64::max)
+}
+
+fn over_tcp() -> Vec<World> {
+    let store = StoreServer::bind("127.0.0.1:0", &JobKey::trusting_network("cost", 0)).unwrap();
+    let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port: store.local_addr().port() };
+    let join = |rank| {
+        let env = LaunchEnv { trust_network: true, ..LaunchEnv::new(rank, 2, meeting.clone(), "cost") };
+        thread::spawn(move || World::join(&env, Options::default()).unwrap())
+    };
+    let joining: Vec<_> = (0..2).map(join).collect();
+    joining.into_iter().map(|rank| rank.join().unwrap()).collect()
+}
+
+#[inline]
+fn call_info(sequence: u64) -> CallInfo {
+    CallInfo {
+        collective: Collective::AllReduce,
+        reduce: Some(ReduceOp::Sum),
+        dtype: Some(DType::F32),
+        len_elems: LEN as u64,
+        root: None,
+        tag: 0,
+        group: 1,
+        sequence,
+        site: Location::caller().into(),
+        step: Some(28),
+    }
+}
+
+/// Seconds for all that a rank of two does per call to have it compared, shown and remembered. `on_wire` is what only the
+/// header's form on the wire costs.
+fn diagnosis(on_wire: bool) -> f64 {
+    let history = History::new(Options::default().history);
+    let awaited = Arc::new(Awaited::new(2));
+    let mut bytes = Vec::new();
+    let mut sequence = 0;
+    // A call has a deadline anyway, and so looks at the clock when it begins.
+    let any = Call::new(call_info(0), 0, Duration::from_secs(600));
+    best(100_000, || {
+        sequence += 1;
+        let info = call_info(sequence);
+        let call = Call { info, awaited: Some(awaited.clone()), ..any.clone() };
+        let id = history.begin(&call);
+        call.expect(1);
+        let mut header = black_box(call.header(4 * LEN));
+        header.from = 1;
+        if on_wire {
+            bytes.clear();
+            header.encode(&mut bytes);
+            let (prefix, _site) = black_box(&bytes).split_first_chunk::<PREFIX_BYTES>().unwrap();
+            let prefix = Prefix::decode(prefix).unwrap();
+            call.check_header(1, prefix.header(), 4 * LEN).unwrap();
+        } else {
+            call.check_header(1, &header, 4 * LEN).unwrap();
+        }
+        call.arrived(1);
+        history.end(id, true);
+    })
+}
+
+#[test]
+#[ignore = "a measurement, for a machine with nothing else to do"]
+fn what_diagnosis_costs() {
+    for (name, whole, part) in [
+        ("threads", all_reduce(World::threads(2, Options::default())), diagnosis(false)),
+        ("tcp", all_reduce(over_tcp()), diagnosis(true)),
+    ] {
+        let percent = 100.0 * part / whole;
+        println!("{name}: {:.0} ns of {:.1} µs per all_reduce of 4 KiB: {percent:.1} %", part * 1e9, whole * 1e6);
+    }
+}
