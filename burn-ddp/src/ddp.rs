@@ -49,8 +49,7 @@ struct Presence(World);
 impl Drop for Presence {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let thread = std::thread::current();
-            self.0.fail(format!("panicked in thread {:?}", thread.name().unwrap_or("unnamed")));
+            self.0.fail_panicked();
         } else {
             self.0.leave();
         }

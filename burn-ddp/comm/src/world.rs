@@ -198,6 +198,11 @@ impl World {
         self.member.seat.health.fail_self(cause.into());
     }
 
+    /// [`fail`](Self::fail) because this thread panics, with what the panic said and where. For destructors of what a rank holds.
+    pub fn fail_panicked(&self) {
+        self.member.seat.health.fail_self(panics::describe());
+    }
+
     /// "I am in training step `step`." Shown in errors and reports of this rank's later collectives, never compared.
     ///
     /// ```

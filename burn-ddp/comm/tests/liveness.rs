@@ -253,7 +253,7 @@ fn whoever_survives_leaves_a_report() {
         assert_eq!((report.rank, report.world_size, report.job_id.as_str(), report.restart_count), (rank, 3, JOB, 0));
         assert_eq!((report.culprit, report.step, report.pid), (Some(2), Some(3), job.ranks[rank].id()));
         assert!(report.cause.starts_with("rank 2 (host "), "{}", report.cause);
-        assert!(said.ends_with(&report.cause.split(": ").last().unwrap()[..]), "{said}");
+        assert!(said.ends_with(report.cause.split(": ").last().unwrap()), "{said}");
 
         let [pending] = &report.pending[..] else { panic!("{:?}", report.pending) };
         assert!(pending.call.starts_with("broadcast #5 of group 1 (i32, root 2, 9 elements) in step 3 called at "));
