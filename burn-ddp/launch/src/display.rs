@@ -43,7 +43,7 @@ impl fmt::Display for Outcome {
                 lines.push(format!("the last lines that rank {rank} wrote to stderr:"));
                 lines.extend(last_lines.iter().map(|line| format!("  {line}")));
             }
-            lines.extend(log.as_ref().map(|log| format!("all of them: {}", log.display())));
+            lines.extend(log.as_ref().map(|log| format!("its stderr: {}", log.display())));
         }
         let report = self.report.as_ref().filter(|_| self.exit_code != 0);
         lines.extend(report.map(|report| format!("report: {}", report.display())));

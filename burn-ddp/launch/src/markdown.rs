@@ -95,7 +95,7 @@ fn last_lines(text: &mut String, failure: &Failure) {
         }
     }
     if let Some(log) = &failure.log {
-        let _ = writeln!(text, "\nAll of them: `{}` on host {}.", log.display(), failure.host);
+        let _ = writeln!(text, "\nAll of its stderr: `{}` on host {}.", log.display(), failure.host);
     }
 }
 

@@ -63,13 +63,13 @@ pub struct Failure {
     pub after: Duration,
     /// Its last panics, as `src/main.rs:5:9: message`, as far as they were seen on its stderr.
     pub panics: Vec<String>,
-    /// What ended the ranks' world, as they say.
+    /// What ended the ranks' world, as they say, if that is more than is seen from outside.
     pub cause: Option<String>,
     /// The last lines that it wrote to stderr, at most ten, where its output was relayed.
     pub last_lines: Vec<String>,
     /// Where all it wrote to stderr is kept, on its machine.
     pub log: Option<PathBuf>,
-    /// How many other ranks were still running at that moment.
+    /// How many other ranks were still running when it failed.
     pub running: usize,
 }
 
@@ -95,10 +95,14 @@ impl Outcome {
                 end: rank.end?,
                 after: rank.after,
                 panics: rank.panics.clone(),
-                cause: blame.map(|blame| blame.cause.clone()),
+                cause: blame.filter(|blame| says_more(blame, rank)).map(|blame| blame.cause.clone()),
                 last_lines: rank.last_lines.clone(),
                 log: rank.log.clone(),
-                running: ranks.iter().filter(|(_, r)| r.rank != rank.rank && r.after >= rank.after).count(),
+                // Who failed before it reacted to it.
+                running: ranks
+                    .iter()
+                    .filter(|(_, r)| r.rank != rank.rank && (r.failed || r.after >= rank.after))
+                    .count(),
             })
         });
         let trouble = nodes.iter().find_map(|node| node.trouble.as_ref());
@@ -131,6 +135,12 @@ impl Outcome {
             elapsed: nodes.iter().map(|node| node.elapsed).max().unwrap_or_default(),
         }
     }
+}
+
+/// Whether what the ranks say is more than what was seen of the culprit: its signal, or its panic.
+fn says_more(blame: &Blame, culprit: &RankEnd) -> bool {
+    let seen = !culprit.panics.is_empty() || matches!(culprit.end, Some(End::Signal(_)));
+    !seen || blame.culprit != Some(culprit.rank)
 }
 
 /// The first rank that failed, unless another one died suddenly right after: giving back a large memory or a device takes

@@ -91,7 +91,7 @@ fn a_panic_is_named_though_a_backtrace_follows_it() {
     let lines = [
         "the last lines that rank 1 wrote to stderr:".to_owned(),
         "  epoch 3".to_owned(),
-        format!("all of them: {}", job.join("generation-0/rank-1.stderr.log").display()),
+        format!("its stderr: {}", job.join("generation-0/rank-1.stderr.log").display()),
         format!("report: {}", job.join("report.md").display()),
     ];
     for line in lines {
