@@ -22,7 +22,7 @@ use crate::outcome::Outcome;
 use crate::outside::Outside;
 use crate::relay::{Output, Relay, Source};
 use crate::signals;
-use crate::store::{self, RankStore, Trust};
+use crate::store::{self, Absence, RankStore, Trust};
 use crate::supervise::{self, Event};
 use crate::told::Told;
 
@@ -56,8 +56,8 @@ struct Job<'a> {
 struct Part {
     generation: u32,
     start: Start,
-    /// On node 0.
-    store: Option<RankStore>,
+    /// On node 0, for all.
+    _store: Option<RankStore>,
     /// Its directory, in the log directory or for the time being.
     dir: PartDir,
 }
@@ -174,7 +174,7 @@ impl Job<'_> {
         }
         let dir =
             PartDir::create(job_dir.as_ref(), generation, nodes.node, &start.job_id).map_err(Interrupted::Error)?;
-        Ok(Part { generation, start, store, dir })
+        Ok(Part { generation, start, _store: store, dir })
     }
 
     fn itself(&self, nodes: &Nodes) -> Node {
@@ -255,7 +255,7 @@ impl Job<'_> {
             notices: launcher.notices,
             nodes,
             start,
-            store: part.store.as_ref(),
+            absence: Absence::new(&start.host, start.port, &start.job_id, part.generation, &self.trust),
             events,
             told: Told::default(),
         };

@@ -5,7 +5,7 @@ use crate::end::End;
 use crate::events::EventsFile;
 use crate::node::Blame;
 use crate::nodes::{Nodes, Start, Stop};
-use crate::store::RankStore;
+use crate::store::Absence;
 use crate::told::Told;
 
 /// Where remarks go while the job runs.
@@ -27,8 +27,7 @@ pub(crate) struct Outside<'a> {
     pub(crate) notices: Notices,
     pub(crate) nodes: &'a Nodes,
     pub(crate) start: &'a Start,
-    /// Where the ranks meet, if it is hosted here.
-    pub(crate) store: Option<&'a RankStore>,
+    pub(crate) absence: Absence,
     pub(crate) events: Option<EventsFile>,
     pub(crate) told: Told,
 }
@@ -57,9 +56,8 @@ impl Outside<'_> {
     /// A rank here has ended before anybody was told to stop.
     pub(crate) fn rank_ended(&self, rank: usize, pid: u32, end: End) {
         let host = self.host().to_owned();
-        if let Some(store) = self.store {
-            store.rank_ended(rank, &host, pid, end);
-        }
+        let cause = format!("rank {rank} (host {host}, pid {pid}) {end} before all ranks had joined");
+        self.absence.tell(rank, cause);
         if let Some(link) = self.nodes.link().filter(|_| end != End::Exit(0)) {
             link.stop(Stop::Failed { rank, host, pid, end });
         }
@@ -68,13 +66,6 @@ impl Outside<'_> {
     pub(crate) fn interrupted(&self, signal: i32) {
         if let Some(link) = self.nodes.link() {
             link.stop(Stop::Interrupted { host: self.host().to_owned(), signal });
-        }
-    }
-
-    /// Another launcher says why the generation is over; the ranks that are still about to meet need not wait.
-    pub(crate) fn ordered(&self, stop: &Stop) {
-        if let (Some(store), Stop::Failed { rank, host, pid, end }) = (self.store, stop) {
-            store.rank_ended(*rank, host, *pid, *end);
         }
     }
 

@@ -1,5 +1,6 @@
 //! Stores that the launcher hosts or visits, and who may come: where launchers meet, and where ranks meet.
 
+use std::cell::Cell;
 use std::fs::{self, File, OpenOptions};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
@@ -8,13 +9,16 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
-use burn_ddp_comm::{JobKey, LaunchEnv, Secret, Store, StoreClient, StoreServer};
+use burn_ddp_comm::{JobKey, LaunchEnv, Secret, Store, StoreClient, StoreServer, fail_join};
 
-use crate::end::End;
 use crate::error::LaunchError;
 use crate::launcher::Launcher;
+
+/// How long the ranks' store is tried to be reached.
+const REACH: Duration = Duration::from_secs(5);
 
 /// What proves that somebody belongs to the job.
 pub(crate) enum Trust {
@@ -83,8 +87,7 @@ impl Trust {
         attempt: Duration,
         answer_within: Duration,
     ) -> burn_ddp_comm::Result<Arc<dyn Store>> {
-        let host = if host.contains(':') { format!("[{host}]") } else { host.to_owned() };
-        let store = StoreClient::connect(&format!("{host}:{port}"), &self.key(job, 0), attempt)?;
+        let store = StoreClient::connect(&address(host, port), &self.key(job, 0), attempt)?;
         Ok(Arc::new(store.answer_within(answer_within)))
     }
 
@@ -113,11 +116,42 @@ impl RankStore {
     pub(crate) fn port(&self) -> u16 {
         self.server.local_addr().port()
     }
+}
 
-    /// Those who are still about to meet need not wait for this rank.
-    pub(crate) fn rank_ended(&self, rank: usize, host: &str, pid: u32, end: End) {
-        tracing::debug!(rank, host, pid, %end, "told to the ranks that are about to meet");
+/// Ends the wait of the ranks that are about to meet, once one of them cannot come any more.
+pub(crate) struct Absence {
+    address: String,
+    job: JobKey,
+    told: Cell<bool>,
+}
+
+impl Absence {
+    /// For the ranks that meet at `host:port`.
+    pub(crate) fn new(host: &str, port: u16, job: &str, generation: u32, trust: &Trust) -> Self {
+        Self { address: address(host, port), job: trust.key(job, generation), told: Cell::new(false) }
     }
+
+    /// Ranks that have met notice nothing. Does not block.
+    pub(crate) fn tell(&self, rank: usize, cause: String) {
+        // One that is missing is enough: the others cannot meet again either.
+        if self.told.replace(true) {
+            return;
+        }
+        let (address, job) = (self.address.clone(), self.job.clone());
+        let told = thread::Builder::new().name("burn-ddp-absence".into()).spawn(move || {
+            let store = StoreClient::connect(&address, &job, REACH);
+            if let Err(error) = store.and_then(|store| fail_join(&store, &job, &[rank], &cause)) {
+                tracing::debug!(%error, rank, "the ranks that are about to meet were not told that one is missing");
+            }
+        });
+        if let Err(error) = told {
+            tracing::warn!(%error, rank, "the ranks that are about to meet were not told that one is missing");
+        }
+    }
+}
+
+fn address(host: &str, port: u16) -> String {
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
 /// Sixteen digits that nobody else has; no secret.

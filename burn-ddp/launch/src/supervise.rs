@@ -173,7 +173,7 @@ impl<'a> Job<'a> {
                 Some(Event::Stopped { rank, signal }) => self.on_suspended(rank, signal, outside),
                 Some(Event::Continued { rank }) => self.on_continued(rank, outside),
                 Some(Event::Ordered { generation, stop }) if generation == outside.generation() => {
-                    self.on_order(stop, outside);
+                    self.on_order(&stop);
                 }
                 Some(Event::Ordered { .. }) => {}
                 Some(Event::Cut(trouble)) => {
@@ -282,12 +282,11 @@ impl<'a> Job<'a> {
     }
 
     /// Another launcher says that the job is over.
-    fn on_order(&mut self, stop: Stop, outside: &Outside<'_>) {
+    fn on_order(&mut self, stop: &Stop) {
         tracing::info!(?stop, "another launcher ends the job");
-        outside.ordered(&stop);
         match stop {
             Stop::Interrupted { signal, .. } if matches!(self.phase, Phase::Running | Phase::Settling { .. }) => {
-                self.interrupt(signal);
+                self.interrupt(*signal);
             }
             Stop::Interrupted { .. } | Stop::Failed { .. } | Stop::Trouble(_) => self.settle(),
         }
