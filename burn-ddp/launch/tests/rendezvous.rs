@@ -23,6 +23,11 @@ fn as_a_rank() {
     let env = LaunchEnv::detect().unwrap().expect("the launcher's variables");
     let options =
         Options { timeout: Duration::from_secs(20), join_timeout: Duration::from_secs(20), ..Options::default() };
+    if let Some(code) = what.strip_prefix("miss ")
+        && env.rank == 1
+    {
+        std::process::exit(code.parse().unwrap());
+    }
     let world = World::join(&env, options).unwrap();
     assert_eq!((world.rank(), world.world_size()), (env.rank, env.world_size));
     let group = world.group().unwrap();
@@ -57,4 +62,15 @@ fn survivors_end_by_themselves_with_an_error_about_the_culprit() {
     failed.sort_by_key(|&(rank, _)| rank);
     assert_eq!(failed, [(0, End::Exit(3)), (1, End::Exit(42)), (2, End::Exit(3))], "{outcome}");
     assert!(outcome.stopped.is_empty(), "nobody had to be told: {outcome}");
+}
+
+#[test]
+fn ranks_that_are_about_to_meet_need_not_wait_for_one_that_ended() {
+    for code in [0, 42] {
+        let outcome = launch(3, &format!("miss {code}"));
+        assert!(outcome.elapsed < Duration::from_secs(8), "far from the join timeout: {outcome}");
+        let codes: Vec<_> = outcome.also_failed.iter().map(|(_, end)| *end).collect();
+        assert!(outcome.exit_code != 0 && codes.contains(&End::Exit(101)), "{outcome}");
+        assert!(outcome.stopped.is_empty(), "they ended with the error of their join: {outcome}");
+    }
 }
