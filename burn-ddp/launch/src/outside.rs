@@ -69,6 +69,11 @@ impl Outside<'_> {
         }
     }
 
+    /// Why the generation is over already, if another launcher has said so.
+    pub(crate) fn stopped(&self) -> Option<Stop> {
+        self.nodes.link().and_then(|link| link.stopped(self.generation))
+    }
+
     pub(crate) fn pausing(&self) {
         if let Some(link) = self.nodes.link() {
             link.pause(true);

@@ -73,9 +73,7 @@ impl Trust {
 
     /// Serves the launchers' meeting where `listener` listens.
     pub(crate) fn serve(&self, listener: TcpListener, job: &str) -> Result<StoreServer, LaunchError> {
-        let address = listener.local_addr().map_err(|source| LaunchError::Store(source.into()))?;
-        drop(listener);
-        StoreServer::bind(address, &self.key(job, 0)).map_err(|e| LaunchError::Store(e.into()))
+        StoreServer::serve(listener, &self.key(job, 0)).map_err(|source| LaunchError::Store(source.into()))
     }
 
     /// Visits the launchers' meeting.

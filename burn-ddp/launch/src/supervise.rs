@@ -162,6 +162,9 @@ impl<'a> Job<'a> {
 
     /// Waits for the end of all ranks here, stopping them where needed. Every wait but that for healthy ranks has a deadline.
     pub(crate) fn supervise(mut self, relay: Option<Relay>, outside: &mut Outside<'_>) -> NodeOutcome {
+        if let Some(stop) = outside.stopped() {
+            self.on_order(&stop);
+        }
         while self.is_running() {
             outside.read_events();
             let turn = Instant::now() + TURN;

@@ -61,13 +61,18 @@ impl StoreServer {
     /// # Errors
     /// [`Error::Environment`] if the address is not free or not of this machine.
     pub fn bind(address: impl ToSocketAddrs + std::fmt::Debug, job: &JobKey) -> Result<StoreServer> {
-        let serve = || {
-            let listener = TcpListener::bind(&address)?;
-            let address = listener.local_addr()?;
-            Ok(StoreServer { address, serving: Serving::start(listener, job)? })
-        };
-        serve()
-            .map_err(|e: io::Error| Error::Environment { message: format!("cannot host a store at {address:?}: {e}") })
+        TcpListener::bind(&address)
+            .and_then(|listener| Self::serve(listener, job))
+            .map_err(|e| Error::Environment { message: format!("cannot host a store at {address:?}: {e}") })
+    }
+
+    /// Serves where `listener` listens, for a caller who wants to know why it cannot.
+    ///
+    /// # Errors
+    /// If the system refuses a thread.
+    pub fn serve(listener: TcpListener, job: &JobKey) -> io::Result<StoreServer> {
+        let address = listener.local_addr()?;
+        Ok(StoreServer { address, serving: Serving::start(listener, job)? })
     }
 
     /// Where it listens.

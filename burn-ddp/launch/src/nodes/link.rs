@@ -11,6 +11,7 @@ use burn_ddp_comm::Store;
 
 use super::message::{Stop, put_new, take};
 use crate::node::Trouble;
+use crate::signals;
 use crate::supervise::Event;
 
 /// Between two signs of life.
@@ -43,6 +44,8 @@ struct Shared {
     over: AtomicBool,
     /// The machines that gave no sign of life for too long, and for how long. Written by node 0's listener.
     lost: Mutex<BTreeMap<usize, Duration>>,
+    /// The latest generation whose end was told, and why it ended. Written by the listener.
+    stopped: Mutex<Option<(u32, Stop)>>,
     /// Why node 0 cannot be reached any more. Written by the listener of any other node.
     cut: Mutex<Option<Trouble>>,
 }
@@ -63,6 +66,7 @@ impl Link {
             generation: AtomicU32::new(0),
             over: AtomicBool::new(false),
             lost: Mutex::default(),
+            stopped: Mutex::default(),
             cut: Mutex::default(),
         });
         let listener = Listener::new(shared.clone(), events);
@@ -82,6 +86,15 @@ impl Link {
         let key = format!("{}/stop", self.shared.generation.load(Ordering::Acquire));
         // Its thread lives as long as this.
         let _ = self.posts.send(Post { key, stop });
+    }
+
+    /// Ctrl-Z while there is no rank to stop.
+    pub(crate) fn suspend(&self) {
+        self.pause(true);
+        if let Err(error) = signals::stop_here() {
+            tracing::warn!(%error, "cannot stop this process");
+        }
+        self.pause(false);
     }
 
     /// This process is about to stop for a while, or goes on. Waits, for a moment, until the others can know.
@@ -107,6 +120,11 @@ impl Link {
 
     pub(crate) fn lost(&self) -> BTreeMap<usize, Duration> {
         lock(&self.shared.lost).clone()
+    }
+
+    /// Why the generation is over, if somebody said so, be it before it started here.
+    pub(crate) fn stopped(&self, generation: u32) -> Option<Stop> {
+        lock(&self.shared.stopped).clone().filter(|(ended, _)| *ended == generation).map(|(_, stop)| stop)
     }
 
     pub(crate) fn cut(&self) -> Option<Trouble> {
@@ -178,6 +196,7 @@ impl Listener {
             thread::sleep(BEAT / 4);
         } else if let Some(stop) = take::<Stop>(&*shared.store, &format!("{generation}/stop"), BEAT)? {
             self.told = Some(generation);
+            *lock(&shared.stopped) = Some((generation, stop.clone()));
             // The main thread is gone, and so is the job.
             let _ = self.events.send(Event::Ordered { generation, stop });
         }

@@ -94,6 +94,8 @@ impl Nodes {
                 Err(error) => tracing::debug!(%error, "no plan yet"),
             }
             match look(events, LOOK / 10) {
+                Some(Event::Signal(libc::SIGWINCH)) => {}
+                Some(Event::Signal(libc::SIGTSTP)) => others.link.suspend(),
                 Some(Event::Signal(signal)) => {
                     others.link.stop(Stop::Interrupted { host: self.host.clone(), signal });
                     return Err(Interrupted::Signal(signal));
@@ -121,7 +123,7 @@ impl Nodes {
         let stopped =
             own.trouble.is_some() || own.interrupted_by.is_some() || own.ranks.iter().any(|r| r.failed || r.stopped);
         let until = stopped.then(|| Instant::now() + patience);
-        let mut wait = Wait { others, host: &self.host, until, signal: None, impatient: false, events };
+        let mut wait = Wait { others, host: &self.host, generation, until, signal: None, impatient: false, events };
         let store = others.link.store();
         let verdict = if self.node == 0 {
             let outcomes = wait.collect(generation, own);
@@ -166,6 +168,7 @@ impl Nodes {
 struct Wait<'a> {
     others: &'a Others,
     host: &'a str,
+    generation: u32,
     /// Set once the generation is known to be over.
     until: Option<Instant>,
     /// What this process was sent meanwhile.
@@ -226,13 +229,16 @@ impl Wait<'_> {
     /// Takes in what happened meanwhile; whether to wait no longer.
     fn is_over(&mut self) -> bool {
         match look(self.events, LOOK / 10) {
-            Some(Event::Signal(libc::SIGTSTP | libc::SIGWINCH)) => {}
+            Some(Event::Signal(libc::SIGWINCH)) => {}
+            Some(Event::Signal(libc::SIGTSTP)) => self.others.link.suspend(),
             Some(Event::Signal(signal)) => {
                 self.impatient = self.signal.replace(signal).is_some();
                 self.others.link.stop(Stop::Interrupted { host: self.host.to_owned(), signal });
             }
-            Some(Event::Ordered { .. }) if self.until.is_none() => self.until = Some(Instant::now() + STOPPING),
             _ => {}
+        }
+        if self.until.is_none() && self.others.link.stopped(self.generation).is_some() {
+            self.until = Some(Instant::now() + STOPPING);
         }
         self.impatient || self.until.is_some_and(|until| Instant::now() >= until)
     }
