@@ -207,6 +207,33 @@ fn one_server_can_serve_generation_after_generation() {
 }
 
 #[test]
+fn a_thousand_ranks_meet_in_one_store() {
+    const RANKS: usize = 1000;
+    let server = server();
+    let begin = Instant::now();
+    thread::scope(|s| {
+        let rank = |rank: usize| {
+            let server = &server;
+            thread::Builder::new().stack_size(128 * 1024).spawn_scoped(s, move || {
+                let store = client(server);
+                store.set_new(&format!("rank/{rank}"), &[0; 200]).unwrap();
+                if store.add("arrived", 1).unwrap() == RANKS as i64 {
+                    assert_eq!(store.keys("rank/").unwrap().len(), RANKS);
+                    store.set("verdict", &vec![7; 200 * RANKS]).unwrap();
+                }
+                assert_eq!(store.get("verdict", 3 * SOON).unwrap().len(), 200 * RANKS);
+            })
+        };
+        let ranks: Vec<_> = (0..RANKS).map(|nth| rank(nth).unwrap()).collect();
+        for rank in ranks {
+            rank.join().unwrap();
+        }
+    });
+    println!("{RANKS} ranks met within {:.2} s", begin.elapsed().as_secs_f64());
+    assert!(begin.elapsed() < 2 * SOON, "{:?}", begin.elapsed());
+}
+
+#[test]
 fn a_port_in_use_is_named() {
     let server = server();
     let error = StoreServer::bind(server.local_addr(), &job("job")).unwrap_err();

@@ -27,6 +27,7 @@ pub(crate) use links::Links;
 use crate::Options;
 use crate::health::{ControlMessage, Health, Outbox, lock};
 use crate::job_key::LinkKey;
+use crate::net::address;
 use crate::net::wait::Waker;
 use crate::net::wire::Wire;
 
@@ -98,7 +99,7 @@ impl Control {
             links: Arc::new(Links::new(rank, world_size)),
             waker: Waker::new()?,
         });
-        listener.set_nonblocking(true)?;
+        address::listener(&socket2::SockRef::from(&listener))?;
         let monitor = monitor::Monitor::new(listener, shared.clone());
         thread::Builder::new().name(format!("burn-ddp rank {rank}")).spawn(move || monitor.run())?;
         Ok(Control { shared })

@@ -48,6 +48,16 @@ pub(crate) fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     Ok(found)
 }
 
+/// Connections that the kernel keeps for a listener until they are accepted, if its own limit allows. Where they find no room, both
+/// sides wait for seconds, and a thousand ranks come at once.
+const BACKLOG: i32 = 4096;
+
+/// Makes a listener what all of ours are: non-blocking, with room for many who come at once.
+pub(crate) fn listener(socket: &Socket) -> io::Result<()> {
+    socket.listen(BACKLOG)?;
+    socket.set_nonblocking(true)
+}
+
 /// Binds `host:port`. A port that is in use is tried for a second: the process that had it may be just ending.
 pub(crate) fn bind(host: &str, port: u16) -> io::Result<TcpListener> {
     let give_up = Instant::now() + Duration::from_secs(1);

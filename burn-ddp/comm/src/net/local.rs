@@ -12,8 +12,7 @@ use socket2::Socket;
 pub(crate) fn bind(name: &str) -> io::Result<Socket> {
     let socket = Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
     socket.bind(&address(name)?)?;
-    socket.listen(BACKLOG)?;
-    socket.set_nonblocking(true)?;
+    super::address::listener(&socket)?;
     Ok(socket)
 }
 
@@ -45,9 +44,6 @@ pub(crate) fn check_peer(socket: &Socket) -> io::Result<()> {
         format!("process {pid} of user {uid} is there, this is user {}", me.as_raw()),
     ))
 }
-
-#[cfg(target_os = "linux")]
-const BACKLOG: i32 = 4096;
 
 /// Below a name of ours, so that nobody has it by chance; hashed, since a name may be longer than an address.
 #[cfg(target_os = "linux")]
@@ -98,5 +94,52 @@ mod tests {
         check_peer(&listener.accept().unwrap().0).unwrap();
         drop(listener);
         drop(bind(&name).unwrap());
+    }
+
+    /// Set for the other user's process: the name to take.
+    const SQUAT: &str = "BURN_DDP_TEST_SQUAT";
+
+    #[test]
+    #[ignore = "needs root, to be another user as well"]
+    fn another_users_process_is_turned_away() {
+        use std::io::{BufRead, BufReader};
+        use std::os::unix::process::CommandExt;
+        use std::process::{Command, Stdio};
+
+        if let Ok(name) = std::env::var(SQUAT) {
+            // The address of the other user's name: nothing in it is secret.
+            let socket = Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
+            socket.bind(&socket2::SockAddr::unix(format!("\0{name}")).unwrap()).unwrap();
+            socket.listen(1).unwrap();
+            println!("\nready");
+            drop(socket.accept().unwrap());
+            // The other way round: it serves, this process comes.
+            let address = socket2::SockAddr::unix(format!("\0{name}, served")).unwrap();
+            Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap().connect(&address).unwrap();
+            return;
+        }
+        assert!(rustix::process::geteuid().is_root());
+        let name = format!("test {} squatted", std::process::id());
+        let taken = address(&name).unwrap().as_abstract_namespace().unwrap().to_vec();
+        let taken = String::from_utf8(taken).unwrap();
+        let served = Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
+        served.bind(&socket2::SockAddr::unix(format!("\0{taken}, served")).unwrap()).unwrap();
+        served.listen(1).unwrap();
+        let mut squatter = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "net::local::tests::another_users_process_is_turned_away", "--ignored", "--nocapture"])
+            .env(SQUAT, &taken)
+            .uid(65534)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(squatter.stdout.take().unwrap()).lines();
+        assert!(lines.map_while(Result::ok).any(|line| line == "ready"));
+        let error = connect(&name).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
+        assert!(error.to_string().contains("user 65534"), "{error}");
+        let error = check_peer(&served.accept().unwrap().0).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
+        let _ = squatter.kill();
+        let _ = squatter.wait();
     }
 }

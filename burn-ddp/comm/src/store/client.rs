@@ -1,6 +1,7 @@
 //! A rank's end of the store.
 
 use std::fmt;
+use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -184,10 +185,13 @@ impl StoreClient {
 fn open(place: &Place, job: &JobKey, deadline: Instant, patience: Duration) -> Result<Wire, Unreached> {
     let absent = |e: std::io::Error| Unreached::Absent(e.to_string());
     let socket = match place {
-        Place::Tcp { host, port, via } => address::connect_once(host, *port, via, deadline),
-        Place::Local { name } => local::connect(name),
-    }
-    .map_err(absent)?;
+        Place::Tcp { host, port, via } => address::connect_once(host, *port, via, deadline).map_err(absent)?,
+        Place::Local { name } => local::connect(name).map_err(|e| match e.kind() {
+            // Another user has the name, and will not give it up for waiting.
+            ErrorKind::PermissionDenied => Unreached::Refused(e.to_string()),
+            _ => absent(e),
+        })?,
+    };
     let me = Introduction { key: job.store(), tag: job.tag(), to: Role::Store, purpose: Purpose::Store };
     introduce(&socket, &me, deadline.min(Instant::now() + patience)).map_err(|refusal| match refusal {
         Refusal::NotOurs(_) => Unreached::Absent(refusal.to_string()),

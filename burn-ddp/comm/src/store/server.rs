@@ -96,7 +96,7 @@ impl Serving {
     /// Serves on a bound socket.
     pub(crate) fn start(listener: impl Into<Socket>, job: &JobKey) -> io::Result<Serving> {
         let listener = listener.into();
-        listener.set_nonblocking(true)?;
+        address::listener(&listener)?;
         let is_local = listener.local_addr()?.is_unix();
         let shared = Arc::new(Shared {
             jobs: Mutex::new(vec![job.clone()]),
