@@ -106,12 +106,14 @@ pub fn train(
     Ok(model)
 }
 
-/// All values of a model, parameter after parameter.
+/// All values of a model, parameter after parameter, without quantized ones.
 pub fn values<M: Module>(model: &M) -> Vec<Vec<f64>> {
     struct Read(Vec<Vec<f64>>);
     impl burn::module::ModuleVisitor for Read {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            self.0.push(param.base().into_data().convert::<f64>().try_to_vec().unwrap());
+            if param.base().dtype().is_float() {
+                self.0.push(param.base().into_data().convert::<f64>().try_to_vec().unwrap());
+            }
         }
     }
     let mut read = Read(Vec::new());

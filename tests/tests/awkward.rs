@@ -49,6 +49,9 @@ fn compare(case: &str, who: &str, oracle: &Outcome, ranks: &[Outcome]) {
     for (rank, outcome) in ranks.iter().enumerate() {
         assert_eq!(outcome.hash, ranks[0].hash, "{case}, {who}: rank {rank} differs from rank 0");
     }
+    if ranks[0].values.is_empty() && oracle.values.is_empty() {
+        return; // about errors, or about agreement alone
+    }
     let d = distance(&ranks[0].values, &oracle.values);
     assert!(d <= oracle.tolerance, "{case}, {who}: {d:e} away from one rank, allowed {:e}", oracle.tolerance);
 }

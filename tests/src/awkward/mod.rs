@@ -14,6 +14,7 @@ mod repeated;
 mod run;
 mod shapes;
 mod shared;
+mod statistics;
 mod structure;
 mod two;
 mod unused;
@@ -25,7 +26,7 @@ pub use run::{Outcome, PARTS, Run, adam, sgd};
 macro_rules! awkward_cases {
     ($then:ident) => {
         $then! {
-            shared: weight_read_twice, one_read_used_twice, embedding_tied_to_the_output, layer_in_two_places, cloned_params = "clones part in the first step of Burn's optimizers: the second backward is an error";
+            shared: weight_read_twice, one_read_used_twice, embedding_tied_to_the_output, layer_in_two_places, cloned_params;
             repeated: once, three_times, fifty_times, another_count_in_each_step, another_count_on_each_rank, lstm_of_1, lstm_of_3,
                 lstm_of_50, gru;
             gan: detached_and_attached, discriminator_without_gradient, one_backward_for_both, wrapped_together;
@@ -34,15 +35,16 @@ macro_rules! awkward_cases {
             unused: everywhere, on_some_ranks, on_changing_ranks, by_all_but_one_rank, forward_without_backward,
                 graph_dropped_half_way, graph_alive_beside, checkpointing;
             frozen: from_the_start, half_a_layer, unfrozen_midway, frozen_midway, thawing_layer_by_layer, everything_after_wrap;
-            lora: adapters, adapters_unused_on_some_ranks, quantized_base = "quantized parameters are refused by wrap";
+            lora: adapters, adapters_unused_on_some_ranks, quantized_base;
             experts: routed_by_data, soft_mixture;
             shapes: scalars, empty_tensors, ten_thousand_tiny, larger_than_any_bucket, five_dimensions, embedding_with_few_touched_rows,
                 convolution, in_f32, in_f16, in_bf16, in_mixed_dtypes;
             structure: vectors, options, enums, nested, arrays_and_tuples;
             optimizers: sgd_plain, sgd_decay_and_nesterov, adam_ams, adam_w, ada_grad, adafactor, adan, lamb, lion, muon, rms_prop,
-                learning_rates_per_group, optimizers_per_group, clipping_by_norm, clipping_by_value, lbfgs, lbfgs_with_unused = "LBFGS visits averages of unused parameters as parameters";
-            records: clone_goes_on, fork_goes_on, valid_and_train, moved_to_its_device = "Burn panics after our error was noted", from_wrapped_to_wrapped = "ids change under the tap", from_plain_to_wrapped,
-                from_wrapped_to_plain, unwrap_and_wrap, optimizer_record, a_copy_is_kept_aside = "a copy that is mapped takes the average of the original";
+                learning_rates_per_group, optimizers_per_group, clipping_by_norm, clipping_by_value, lbfgs, lbfgs_with_unused;
+            records: clone_goes_on, fork_goes_on, valid_and_train, moved_to_its_device, from_wrapped_to_wrapped, loaded_behind_the_taps_back, from_plain_to_wrapped,
+                from_wrapped_to_plain, unwrap_and_wrap, optimizer_record, a_copy_is_kept_aside;
+            statistics: batch_norm, batch_norm_of_rank_0;
             two: one_after_the_other, both_in_one_loss, with_accumulation, wrapped_twice;
         }
     };

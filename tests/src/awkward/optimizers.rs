@@ -146,7 +146,11 @@ pub(super) fn lbfgs(run: &Run) -> Result<Outcome> {
     with_lbfgs(run, |part| 1 + part % 2)
 }
 
-/// LBFGS takes parameters and gradients as one long vector.
+/// LBFGS takes parameters and gradients as one long vector, in which averages of unused parameters have no place: Burn stumbles over
+/// the lengths, which ends the others' waits too.
 pub(super) fn lbfgs_with_unused(run: &Run) -> Result<Outcome> {
-    with_lbfgs(run, |part| 1 + part / 3)
+    if run.is_oracle() {
+        return Ok(Outcome::nothing());
+    }
+    run.expect_error(|| with_lbfgs(run, |part| 1 + part / 3), &[])
 }

@@ -55,11 +55,41 @@ pub(super) fn moved_to_its_device(run: &Run) -> Result<Outcome> {
 }
 
 /// The record of a wrapped model, into another wrapped one, which has the ids of the record then.
+fn replaced(run: &Run, model: Branches) -> Result<Branches> {
+    let other = run.ddp.wrap(crate::to_f64(Branches::new(3, &run.device)))?;
+    Ok(other.load_record(model.into_record()))
+}
+
+/// `ddp.backward` notices new ids.
 pub(super) fn from_wrapped_to_wrapped(run: &Run) -> Result<Outcome> {
-    around(run, |model| {
-        let other = run.ddp.wrap(crate::to_f64(Branches::new(3, &run.device)))?;
-        Ok(other.load_record(model.into_record()))
-    })
+    let mut model = run.wrap(plain(run))?;
+    let mut optim = adam();
+    for step in 0..6 {
+        let grads = run.ddp.backward(&loss(run, &model, step), &model)?;
+        let grads = GradientsParams::from_grads(grads, &model);
+        model = optim.step(0.1, model, grads);
+        if step % 2 == 1 {
+            model = replaced(run, model)?;
+        }
+    }
+    run.outcome(&model)
+}
+
+/// The plain backward does not: averages of unused parameters miss the optimizer, which ends the job.
+pub(super) fn loaded_behind_the_taps_back(run: &Run) -> Result<Outcome> {
+    if run.is_oracle() {
+        return Ok(Outcome::nothing());
+    }
+    let mut model = replaced(run, run.wrap(plain(run))?)?;
+    let mut optim = adam();
+    let train = || {
+        for step in 0..6 {
+            let l = loss(run, &model, step);
+            model = run.step(&mut optim, model.clone(), l);
+        }
+        Ok(())
+    };
+    run.expect_error(train, &["branches.", "missed the optimizer", "`load_record`"])
 }
 
 pub(super) fn from_plain_to_wrapped(run: &Run) -> Result<Outcome> {
@@ -120,6 +150,7 @@ pub(super) fn a_copy_is_kept_aside(run: &Run) -> Result<Outcome> {
         let grads = GradientsParams::from_grads(grads, &model);
         model = optim.step(0.1, model, grads);
     }
-    let best = best.expect("there were steps");
+    // Its averages still wait for an optimizer; without its taps it has none.
+    let best = run.ddp.unwrap(best.expect("there were steps"))?;
     Ok(run.outcome(&model)?.and(run.outcome(&best)?))
 }

@@ -90,14 +90,18 @@ pub(super) fn layer_in_two_places(run: &Run) -> Result<Outcome> {
     run.outcome(&model)
 }
 
-/// Two clones of one `Param`: Burn lets them share a leaf until the first optimizer step, which moves only one of them.
+/// Two clones of one `Param`: Burn lets them share a leaf until the first optimizer step, which moves only one of them. Which of
+/// them a part of the batch reads changes.
 pub(super) fn cloned_params(run: &Run) -> Result<Outcome> {
     let one: Linear = run.fill(LinearConfig::new(6, 6).init(&run.device));
     let mut model = run.wrap(vec![one.clone(), one])?;
     let mut optim = sgd();
-    for step in 0..4 {
-        let y = model[1].forward(model[0].forward(run.batch(step)).tanh());
-        let loss = run.scale(y.powf_scalar(2.0).sum());
+    for step in 0..5 {
+        let loss = run.over_parts(|part| {
+            let h = model[(part / 2 + step) % 2].forward(run.x(step, part)).tanh();
+            let y = if part % 3 == 0 { model[1].forward(h) } else { h };
+            y.powf_scalar(2.0).sum()
+        });
         model = run.step(&mut optim, model, loss);
     }
     run.outcome(&model)
