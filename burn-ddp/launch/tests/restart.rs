@@ -6,6 +6,7 @@ mod common;
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::time::Duration;
 
 use common::{Job, assert_gone, burnrun, is_running, run, script};
 use rustix::process::Signal;
@@ -70,6 +71,8 @@ fn an_interrupt_while_a_failed_job_settles_prevents_the_restart() {
     let pid = job.line().rsplit(' ').next().unwrap().parse().unwrap();
     assert!(is_running(pid));
     job.signal(Signal::INT);
+    // Two at the same moment are one to the kernel.
+    std::thread::sleep(Duration::from_millis(500));
     job.signal(Signal::INT);
     let finished = job.finish();
     assert_eq!(finished.code(), 3, "{}", finished.stderr);

@@ -85,7 +85,9 @@ fn nothing_survives_a_killed_launcher() {
 /// The kernel alone sees to it, where there is no shell for the helper or somebody killed it.
 #[test]
 fn no_rank_survives_a_launcher_killed_together_with_its_guardian() {
-    let job = Job::start(&mut script(3, &[], "echo $$; exec sleep 100"));
+    // Nobody is left to remove the job's temporary directory.
+    let tmp = tempfile::tempdir().unwrap();
+    let job = Job::start(script(3, &[], "echo $$; exec sleep 100").env("TMPDIR", tmp.path()));
     let pids = pids(&job.lines(3));
     kill_process(child_of(job.pid(), "burnrun-guardian").expect("a guardian"), Signal::KILL).unwrap();
     assert!(pids.iter().all(|&pid| is_running(pid)));
