@@ -28,10 +28,10 @@ impl Program {
                 command.env(name, &threads);
             }
         }
-        // A rank is not torchrun's, even if the launcher is; and a job within a rank chooses for itself.
+        // A rank is not torchrun's or mpirun's, even if the launcher is; and a job within a rank chooses for itself.
         for (name, _) in std::env::vars_os() {
-            let name_bytes = name.as_encoded_bytes();
-            if name_bytes.starts_with(b"TORCHELASTIC_") || name_bytes.starts_with(b"BURNRUN_") {
+            let outer = ["TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "BURNRUN_"];
+            if outer.iter().any(|prefix| name.as_encoded_bytes().starts_with(prefix.as_bytes())) {
                 command.env_remove(name);
             }
         }

@@ -26,8 +26,8 @@ fn environments(lines: &[String]) -> Vec<BTreeMap<String, String>> {
 #[test]
 fn each_rank_gets_its_variables() {
     let mut command = script(3, &["--standalone"], "env");
-    let finished =
-        run(command.env("OMP_NUM_THREADS", "5").env("TORCHELASTIC_USE_AGENT_STORE", "True").env("MINE", "kept"));
+    command.env("TORCHELASTIC_USE_AGENT_STORE", "True").env("OMPI_COMM_WORLD_RANK", "7").env("PMI_RANK", "7");
+    let finished = run(command.env("OMP_NUM_THREADS", "5").env("MINE", "kept"));
     assert_eq!(finished.code(), 0);
     let ranks = environments(&finished.stdout);
     assert_eq!(ranks.len(), 3);

@@ -266,7 +266,8 @@ impl Launcher {
         use Launcher::{Mpich, OpenMpi, Ours, Plain, Slurm};
         let slurm = slurm::in_step(lookup);
         match (self, outer) {
-            (Ours, OpenMpi | Mpich | Slurm) if lookup(STORE).is_some_and(|store| store.trim() == "launcher") => true,
+            // From the others burnrun keeps its ranks clean: what they set was set within a rank.
+            (Ours, Slurm) if lookup(STORE).is_some_and(|store| store.trim() == "launcher") => true,
             (Plain, OpenMpi | Mpich | Slurm) if lookup(RUN_ID).is_some() => true,
             // Under `srun --mpi=pmi2 mpirun` the one PMI process is mpirun.
             (OpenMpi, Mpich) => slurm,
