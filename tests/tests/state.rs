@@ -28,8 +28,11 @@ impl Normed {
     }
 }
 
-/// Mean and variance as they are, all updates in.
-fn statistics(model: &Normed) -> [Vec<f64>; 2] {
+/// Mean and variance.
+type Statistics = [Vec<f64>; 2];
+
+/// They as they are, all updates in.
+fn statistics(model: &Normed) -> Statistics {
     let model = model.valid();
     [model.norm.running_mean.value(), model.norm.running_var.value()]
         .map(|t| t.into_data().convert::<f64>().try_to_vec().unwrap())
@@ -49,7 +52,7 @@ fn share(rank: usize) -> (usize, usize) {
 
 /// One wrapped step on every rank, from one model that all ranks start from; then the statistics of each rank, and those that
 /// each rank's part gives alone.
-fn one_step(world: usize, policy: BufferPolicy) -> Vec<([Vec<f64>; 2], [Vec<f64>; 2])> {
+fn one_step(world: usize, policy: BufferPolicy) -> Vec<(Statistics, Statistics)> {
     let device = Device::flex().autodiff();
     let origin = Normed::new(&device);
     let _ = (origin.a.weight.val(), origin.b.weight.val());
