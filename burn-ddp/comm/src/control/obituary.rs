@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 /// A process closes its sockets a little before it has ended.
-const PATIENCE: Duration = Duration::from_millis(100);
+const PATIENCE: Duration = Duration::from_millis(300);
 
 /// What ended process `pid`, of which the sockets are closed, if that can still be seen.
 pub(super) fn obituary(pid: u32) -> Option<String> {
