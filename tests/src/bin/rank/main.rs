@@ -1,5 +1,7 @@
 //! One rank of a job under test: `rank SCENARIO`, started by the test files beside it.
 
+mod fault;
+
 use std::time::{Duration, Instant};
 
 use burn::optim::GradientsParams;
@@ -11,6 +13,9 @@ use burn_ddp_tests::{Mlp, Optim, awkward, rows, to_f64, train, values};
 
 fn main() -> anyhow::Result<()> {
     let scenario = std::env::args().nth(1).unwrap_or_default();
+    if scenario == "fault" {
+        return fault::main();
+    }
     let mut options = Options::from_env()?;
     options.timeout = Duration::from_secs(20);
     let ddp = Ddp::init_with(options)?;

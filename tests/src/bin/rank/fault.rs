@@ -1,0 +1,76 @@
+//! `rank fault WORLD VICTIM PHASE CAUSE`: launches itself; in the given phase the victim meets the cause, and the others tell when they
+//! hear of it and what.
+//!
+//! Each process prints `PID n` first, the victim `FAULT ms` and the others `ERROR ms text`; times are milliseconds since 1970.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use burn::tensor::DType;
+use burn_ddp::prelude::*;
+use burn_ddp_tests::{Mlp, rows};
+use rustix::process::{Signal, getpid, kill_process};
+
+pub(crate) fn main() -> anyhow::Result<()> {
+    let args: Vec<String> = std::env::args().skip(2).collect();
+    let [world, victim, phase, cause] = args.as_slice() else {
+        anyhow::bail!("usage: rank fault WORLD VICTIM PHASE CAUSE");
+    };
+    let Ok(rank) = std::env::var("BURN_DDP_RANK") else {
+        return Ddp::launch(world.parse()?, |_| Ok(()));
+    };
+    println!("PID {}", std::process::id());
+    let is_victim = rank == *victim;
+    let result = run(phase, &|here: &str| {
+        if is_victim && here == phase {
+            suffer(cause);
+        }
+    });
+    if let Err(error) = &result {
+        println!("ERROR {} {}", now_ms(), format!("{error:#}").replace('\n', " "));
+    }
+    result
+}
+
+fn now_ms() -> u128 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_millis())
+}
+
+/// Goes through all phases up to the given one, and calls `at` at the beginning of each.
+fn run(phase: &str, at: &dyn Fn(&str)) -> anyhow::Result<()> {
+    at("rendezvous");
+    let ddp = Ddp::init()?;
+    let device = ddp.device()?.autodiff();
+    at("wrap");
+    let model = ddp.wrap(Mlp::new(&device))?;
+    for step in 0..4 {
+        if step == 3 {
+            at("backward");
+        }
+        ddp.backward(&model.forward(rows(step * 8, 8, 6, 1, DType::F32, &device)).sum(), &model)?;
+    }
+    at("barrier");
+    ddp.barrier()?;
+    at("idle");
+    // Nobody talks to anybody; who wants to know looks.
+    let end = Instant::now() + Duration::from_secs(60);
+    while phase == "idle" && Instant::now() < end {
+        ddp.world().check()?;
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    anyhow::bail!("nothing happened in phase {phase}")
+}
+
+fn suffer(cause: &str) {
+    println!("FAULT {}", now_ms());
+    let raise = |signal| kill_process(getpid(), signal).expect("a process may signal itself");
+    match cause {
+        "kill" => raise(Signal::KILL),
+        "stop" => raise(Signal::STOP),
+        "abort" => std::process::abort(),
+        "exit" => std::process::exit(0),
+        "panic" => panic!("the fault is here"),
+        // The test does something to the launcher meanwhile.
+        "hang" => std::thread::sleep(Duration::from_secs(60)),
+        other => panic!("no cause {other:?}"),
+    }
+}

@@ -1,0 +1,268 @@
+//! Every fault in every phase, with real processes under a launcher: nobody hangs, the culprit is named in time, nothing stays behind.
+//!
+//! `BURN_DDP_SOAK=SECONDS cargo test --test faults -- --ignored --nocapture soak` repeats it at random; `BURN_DDP_SOAK_SEED` repeats a run.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+
+const PHASES: [&str; 5] = ["rendezvous", "wrap", "backward", "barrier", "idle"];
+/// From a death to the last survivor's error.
+const DEATH: Duration = Duration::from_secs(3);
+/// What the jobs are told as `BURN_DDP_PEER_TIMEOUT` and `BURN_DDP_JOIN_TIMEOUT`.
+const PEER_TIMEOUT: Duration = Duration::from_secs(3);
+const JOIN_TIMEOUT: Duration = Duration::from_secs(6);
+/// For a machine that does many other things at once.
+const SLACK: Duration = Duration::from_secs(4);
+/// No job takes longer, whatever happens to it.
+const END: Duration = Duration::from_secs(50);
+
+#[derive(Clone, Copy, Debug)]
+struct Case<'a> {
+    world: usize,
+    victim: usize,
+    phase: &'a str,
+    cause: &'a str,
+}
+
+/// A job, and what it has printed.
+struct Job {
+    launcher: Child,
+    lines: Receiver<String>,
+    seen: Vec<String>,
+    stderr: JoinHandle<String>,
+    temp: tempfile::TempDir,
+    started: Instant,
+}
+
+impl Job {
+    fn start(case: Case<'_>, cause: &str) -> Job {
+        let temp = tempfile::tempdir().unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rank"));
+        for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("BURN_DDP_") || name.contains("RANK")) {
+            command.env_remove(name);
+        }
+        let mut launcher = command
+            .args(["fault", &case.world.to_string(), &case.victim.to_string(), case.phase, cause])
+            .env("TMPDIR", temp.path())
+            .env("BURN_DDP_TIMEOUT", "20")
+            .env("BURN_DDP_HEARTBEAT", "0.5")
+            .env("BURN_DDP_PEER_TIMEOUT", PEER_TIMEOUT.as_secs().to_string())
+            .env("BURN_DDP_JOIN_TIMEOUT", JOIN_TIMEOUT.as_secs().to_string())
+            .env("RAYON_NUM_THREADS", "1")
+            .env("RUST_BACKTRACE", "0")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (sender, lines) = channel();
+        let stdout = BufReader::new(launcher.stdout.take().unwrap());
+        std::thread::spawn(move || stdout.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
+        let mut pipe = launcher.stderr.take().unwrap();
+        let stderr = std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            let _ = pipe.read_to_end(&mut bytes);
+            String::from_utf8_lossy(&bytes).into_owned()
+        });
+        Job { launcher, lines, seen: Vec::new(), stderr, temp, started: Instant::now() }
+    }
+
+    /// Reads lines until one contains `text`; `false` at the end of the output or of patience.
+    fn read_until(&mut self, text: &str) -> bool {
+        loop {
+            let left = END.saturating_sub(self.started.elapsed());
+            let Ok(line) = self.lines.recv_timeout(left) else { return false };
+            let found = line.contains(text);
+            self.seen.push(line);
+            if found {
+                return true;
+            }
+        }
+    }
+
+    /// What follows `key` in each line that has it.
+    fn told(&self, key: &str) -> Vec<&str> {
+        self.seen.iter().filter_map(|line| line.split_once(key).map(|(_, rest)| rest)).collect()
+    }
+
+    /// The exit code (negative: the signal) and stderr, once all processes are gone and nothing is left of them.
+    fn end(mut self) -> Result<(i32, String, Vec<String>), String> {
+        use std::os::unix::process::ExitStatusExt;
+        self.read_until("no line has this");
+        let status = loop {
+            if let Some(status) = self.launcher.try_wait().map_err(|e| e.to_string())? {
+                break status;
+            }
+            if self.started.elapsed() > END {
+                let _ = self.launcher.kill();
+                return Err(format!("the launcher did not end: {:?}", self.seen));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        let pids: Vec<Pid> =
+            self.told("PID ").iter().filter_map(|pid| pid.trim().parse().ok().and_then(Pid::from_raw)).collect();
+        let patience = Instant::now() + Duration::from_secs(10);
+        while pids.iter().any(|pid| is_running(*pid)) {
+            if Instant::now() > patience {
+                return Err(format!("processes are left: {pids:?}"));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let left = || -> Vec<_> {
+            std::fs::read_dir(self.temp.path()).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
+        };
+        // Whoever tidies up after a killed launcher takes a moment.
+        while !left().is_empty() {
+            if Instant::now() > patience {
+                return Err(format!("files are left: {:?}", left()));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let code = status.code().unwrap_or_else(|| -status.signal().unwrap_or(0));
+        Ok((code, self.stderr.join().unwrap_or_default(), self.seen))
+    }
+}
+
+/// Whether a process is there and not a zombie that waits for its parent.
+fn is_running(pid: Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).unwrap_or_default();
+    let state = stat.rsplit(')').next().unwrap_or_default().trim_start().chars().next();
+    test_kill_process(pid).is_ok() && !matches!(state, None | Some('Z' | 'X'))
+}
+
+/// Runs one case to its end; what was not as it must be.
+fn try_case(case: Case<'_>) -> Result<(), String> {
+    match case.cause {
+        "term launcher" | "kill launcher" => launcher_dies(case),
+        _ => rank_fails(case),
+    }
+    .map_err(|problem| format!("{case:?}: {problem}"))
+}
+
+fn rank_fails(case: Case<'_>) -> Result<(), String> {
+    let (code, stderr, seen) = Job::start(case, case.cause).end()?;
+    let ensure = |holds: bool, what: String| if holds { Ok(()) } else { Err(format!("{what}\n{seen:#?}\n{stderr}")) };
+    let of = |key: &str| seen.iter().filter_map(|line| line.split_once(key).map(|(_, rest)| rest)).collect::<Vec<_>>();
+    let ms = |text: &str| text.split(' ').next().and_then(|n| n.parse::<u64>().ok()).unwrap_or(0);
+
+    let faults = of("FAULT ");
+    ensure(faults.len() == 1, format!("{} faults", faults.len()))?;
+    // A victim that panics has a result too, on its way up.
+    let errors = of("ERROR ");
+    ensure(errors.len() == case.world - 1, format!("{} of {} survivors have an error", errors.len(), case.world - 1))?;
+    let limit = match (case.cause, case.phase) {
+        ("stop", "rendezvous") => JOIN_TIMEOUT,
+        ("stop", _) => PEER_TIMEOUT + Duration::from_secs(1),
+        _ => DEATH,
+    };
+    for error in &errors {
+        let took = Duration::from_millis(ms(error).saturating_sub(ms(faults[0])));
+        ensure(took <= limit + SLACK, format!("an error after {took:?}: {error}"))?;
+        ensure(error.contains(&format!("rank {}", case.victim)), format!("the culprit is not named: {error}"))?;
+        let operation = match case.phase {
+            // Of gradients, or of what goes beside them.
+            "backward" => "all_",
+            "barrier" => "barrier",
+            _ => "",
+        };
+        ensure(error.contains(operation), format!("the operation is not named: {error}"))?;
+        if case.cause == "panic" && case.phase != "rendezvous" {
+            ensure(error.contains("the fault is here") && error.contains("fault.rs:"), format!("no message: {error}"))?;
+        }
+    }
+    ensure(code != 0, "the job succeeded".into())?;
+    ensure(stderr.contains(&format!("rank {}", case.victim)), "the report does not name the culprit".into())
+}
+
+fn launcher_dies(case: Case<'_>) -> Result<(), String> {
+    let mut job = Job::start(case, "hang");
+    if !job.read_until("FAULT ") {
+        return Err(format!("no fault: {:?}", job.seen));
+    }
+    let pid = Pid::from_child(&job.launcher);
+    // The program that launched itself returns the launcher's report as an error, so it exits with 1.
+    let (signal, expected) = if case.cause == "kill launcher" { (Signal::KILL, -9) } else { (Signal::TERM, 1) };
+    kill_process(pid, signal).map_err(|e| e.to_string())?;
+    let (code, stderr, _) = job.end()?;
+    if code == expected { Ok(()) } else { Err(format!("exit code {code}, not {expected}: {stderr}")) }
+}
+
+/// A fault in each phase.
+fn in_every_phase(cause: &str) {
+    let problems: Vec<String> =
+        PHASES.iter().filter_map(|phase| try_case(Case { world: 3, victim: 1, phase, cause }).err()).collect();
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+#[test]
+fn killed() {
+    in_every_phase("kill");
+}
+
+#[test]
+fn panicked() {
+    in_every_phase("panic");
+}
+
+#[test]
+fn aborted() {
+    in_every_phase("abort");
+}
+
+#[test]
+fn stopped() {
+    in_every_phase("stop");
+}
+
+#[test]
+fn exited_too_early() {
+    in_every_phase("exit");
+}
+
+#[test]
+fn launcher_terminated() {
+    in_every_phase("term launcher");
+}
+
+#[test]
+fn launcher_killed() {
+    in_every_phase("kill launcher");
+}
+
+#[test]
+#[ignore = "runs for BURN_DDP_SOAK seconds"]
+fn soak() {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let duration = Duration::from_secs(number("BURN_DDP_SOAK").unwrap_or(60));
+    let seed = number("BURN_DDP_SOAK_SEED").unwrap_or_else(|| std::process::id().into());
+    println!("seed {seed}, {} s", duration.as_secs());
+    let mut state = seed;
+    let mut below = |n: usize| {
+        // SplitMix64.
+        state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        ((z ^ (z >> 31)) % n as u64) as usize
+    };
+    let causes = ["kill", "panic", "abort", "stop", "exit", "term launcher", "kill launcher"];
+    let (start, mut counts, mut problems) = (Instant::now(), BTreeMap::new(), Vec::new());
+    while start.elapsed() < duration {
+        let world = 2 + below(3);
+        let case =
+            Case { world, victim: below(world), phase: PHASES[below(PHASES.len())], cause: causes[below(causes.len())] };
+        *counts.entry(format!("{} in {}", case.cause, case.phase)).or_insert(0_usize) += 1;
+        if let Err(problem) = try_case(case) {
+            println!("after {:?}: {problem}", start.elapsed());
+            problems.push(problem);
+        }
+    }
+    println!("{} cases, {} problems: {counts:#?}", counts.values().sum::<usize>(), problems.len());
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
