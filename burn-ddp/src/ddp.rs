@@ -284,6 +284,9 @@ impl Ddp {
                 n => format!("the model consists of {n} wrapped parts: wrap it as a whole"),
             }));
         };
+        if tapped.compares() {
+            tap::note_values(model, tapped);
+        }
         let (gradients, reached) = tapped.capture(|| loss.backward())?;
         if !reached {
             let reason =

@@ -346,6 +346,11 @@ impl Reducer {
         self.broken.clone().map_or(Ok(()), Err)
     }
 
+    /// No further step comes: ends the communication thread.
+    pub(crate) fn retire(&mut self) {
+        self.worker.retire();
+    }
+
     fn launch(&mut self, index: usize, during_backward: bool) -> Result<()> {
         let bucket = &self.plan.buckets[index];
         let Some(mut buffer) = self.buffers[index].take() else {

@@ -37,7 +37,8 @@ pub(crate) enum Done {
 /// Handle of the thread. Dropping it ends the thread after the collective it is in.
 #[derive(Debug)]
 pub(crate) struct Worker {
-    jobs: Sender<Job>,
+    /// `None` once the thread is to end.
+    jobs: Option<Sender<Job>>,
     done: Receiver<Done>,
     patience: Duration,
 }
@@ -55,12 +56,18 @@ impl Worker {
             .name(format!("ddp-reduce-{}", group.rank()))
             .spawn(move || run(&group, site, &todo, &finished))?;
         // The group keeps its own deadline; the slack only guards against a lost thread.
-        Ok(Worker { jobs, done, patience: timeout.saturating_add(Duration::from_secs(30)) })
+        Ok(Worker { jobs: Some(jobs), done, patience: timeout.saturating_add(Duration::from_secs(30)) })
     }
 
     /// Hands over one job. Never blocks.
     pub(crate) fn submit(&self, job: Job) -> Result<(), String> {
-        self.jobs.send(job).map_err(|_| "the communication thread has ended".to_string())
+        let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
+        if sent { Ok(()) } else { Err("the communication thread has ended: the wrapped model is gone".to_string()) }
+    }
+
+    /// Ends the thread after what it was handed.
+    pub(crate) fn retire(&mut self) {
+        self.jobs = None;
     }
 
     /// The next finished job, in the order of submission.

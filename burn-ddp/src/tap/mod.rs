@@ -95,14 +95,16 @@ impl Tap {
         }
     }
 
-    /// Whether the optimizer that is mapping has used the average that was yielded: then it moves nothing more of that id.
+    /// Whether the optimizer that is mapping has used the average that was yielded: then it treats the parameter's id like any other,
+    /// since nothing more waits under it.
     fn was_taken<const D: usize>(&self, mapper: &mut impl ModuleMapper) -> bool {
         let (dims, dtype) = self.handle.tapped.shape(self.handle.slot);
         let Ok(dims) = <[usize; D]>::try_from(dims) else { return true };
-        let zeros = Tensor::<D>::zeros(dims, (&self.handle.tapped.device, dtype)).require_grad();
-        let moved = mapper.map_float(Param::initialized(ParamId::from(self.id.load(Ordering::Relaxed)), zeros));
-        let data = moved.base().try_into_data();
-        data.is_ok_and(|data| data.as_bytes().iter().all(|byte| *byte == 0))
+        let mut moved = |id: ParamId| {
+            let zeros = Tensor::<D>::zeros(dims, (&self.handle.tapped.device, dtype)).require_grad();
+            mapper.map_float(Param::initialized(id, zeros)).base().try_into_data().ok()
+        };
+        moved(ParamId::from(self.id.load(Ordering::Relaxed))) == moved(ParamId::new())
     }
 
     fn visit_pending<const D: usize>(&self, visitor: &mut impl ModuleVisitor) {
@@ -317,3 +319,27 @@ pub(crate) fn bypassed<M: Module>(model: &M, tapped: &Arc<Tapped>, gradients: &G
 
 /// The digest of a gradient that nobody computed.
 pub(crate) const UNREAD: i64 = 0;
+
+/// Shows `tapped` the values of all parameters of `model`, also of those that the forward did not read.
+pub(crate) fn note_values<M: Module>(model: &M, tapped: &Arc<Tapped>) {
+    type Note = Box<dyn FnOnce(TapHandle)>;
+    struct Show<'a> {
+        tapped: &'a Arc<Tapped>,
+        last: Option<Note>,
+    }
+    impl ModuleVisitor for Show<'_> {
+        fn exit_module(&mut self, name: &str, _: &str) {
+            let note = self.last.take();
+            let tap = (name == TAP_NAME).then(|| SEEN.take()).flatten();
+            if let (Some(note), Some(tap)) = (note, tap.filter(|tap| Arc::ptr_eq(&tap.tapped, self.tapped))) {
+                note(tap);
+            }
+        }
+
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let base = param.base();
+            self.last = Some(Box::new(move |tap| drop(Dispatch::note_leaf(base.into_dispatch(), tap))));
+        }
+    }
+    bypass(|| model.visit(&mut Show { tapped, last: None }));
+}

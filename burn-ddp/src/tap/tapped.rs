@@ -220,8 +220,15 @@ impl Tapped {
     pub(crate) fn count_tap(&self, slot: usize, appears: bool) {
         if appears {
             self.taps[slot].fetch_add(1, Ordering::AcqRel);
-        } else {
-            self.taps[slot].fetch_sub(1, Ordering::AcqRel);
+        } else if self.taps[slot].fetch_sub(1, Ordering::AcqRel) == 1
+            && self.tapped.get().is_some()
+            && self.taps.iter().all(|taps| taps.load(Ordering::Acquire) == 0)
+        {
+            // The model is gone. Nodes that it left in graphs may keep this for long, but need no thread. Whoever holds the state is in a
+            // backward that keeps the thread anyway.
+            if let Ok(mut state) = self.state.try_lock() {
+                state.reducer.retire();
+            }
         }
     }
 
@@ -237,9 +244,14 @@ impl Tapped {
 
     /// A frozen parameter is read.
     pub(crate) fn note_frozen<B: Backend>(&self, slot: usize, value: &AutodiffTensor<B>) {
-        if self.comparing.load(Ordering::Acquire) {
+        if self.compares() {
             self.note_leaf::<B>(slot, value);
         }
+    }
+
+    /// Whether the next reduction compares the ranks' parameters.
+    pub(crate) fn compares(&self) -> bool {
+        self.comparing.load(Ordering::Acquire)
     }
 
     /// The model, or a copy of it, went through `valid().train()`.
