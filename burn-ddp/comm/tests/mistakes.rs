@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{DType, Error, Options, ProcessGroup, ReduceOp, Result, World};
@@ -199,6 +200,8 @@ fn has_left(world: &World, group: &ProcessGroup) -> bool {
 
 /// How both ranks end; without an error only those that left.
 fn run(make: fn(usize, &Options) -> Vec<World>, options: &Options, parts: [Part; 2]) -> Vec<Option<Error>> {
+    let ready = AtomicUsize::new(0);
+    let ready = &ready;
     std::thread::scope(|scope| {
         let ranks: Vec<_> = make(2, options)
             .into_iter()
@@ -207,6 +210,12 @@ fn run(make: fn(usize, &Options) -> Vec<World>, options: &Options, parts: [Part;
                 scope.spawn(move || {
                     let (group, other) = (world.group().unwrap(), world.group().unwrap());
                     world.set_step(28);
+                    // What one rank does wrong must not hit the other while it still makes its groups.
+                    ready.fetch_add(1, Ordering::SeqCst);
+                    let begin = Instant::now();
+                    while ready.load(Ordering::SeqCst) < 2 && begin.elapsed() < common::PATIENCE {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
                     let result = part(&world, &group, &other);
                     if has_left(&world, &group) {
                         return None;
