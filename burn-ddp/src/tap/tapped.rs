@@ -670,6 +670,7 @@ impl Tapped {
         }
         state.epoch = epoch;
         state.last_batch = batch.number;
+        self.ddp.world().set_step(state.reducer.step());
         state.reducer.begin(batch.items, self.holding.load(Ordering::Acquire) > 0)
     }
 
