@@ -66,7 +66,7 @@ fn what_a_restart_does_not_cure_is_not_restarted() {
 
 #[test]
 fn an_interrupt_while_a_failed_job_settles_prevents_the_restart() {
-    let program = "[ $RANK = 1 ] && exit 3; trap '' TERM INT; echo $$; while :; do sleep 0.05; done";
+    let program = "[ $RANK = 1 ] && exit 3; trap '' TERM INT; sleep 0.5; echo $$; while :; do sleep 0.05; done";
     let job = Job::start(&mut script(2, &["--max-restarts", "5", "--grace", "60"], program));
     let pid = job.line().rsplit(' ').next().unwrap().parse().unwrap();
     assert!(is_running(pid));
