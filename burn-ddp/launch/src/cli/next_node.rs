@@ -29,7 +29,12 @@ pub(super) fn invitation(matches: &ArgMatches, cli: &Cli) -> String {
 
 /// All that was said here, on the command line or by variables, as one line for a shell.
 fn command(matches: &ArgMatches, cli: &Cli, node: Option<usize>) -> String {
-    let mut words = vec!["burnrun".to_owned()];
+    let mut words = Vec::new();
+    // What the other machines need to be let in.
+    for name in ["BURN_DDP_SECRET_FILE", "BURN_DDP_TRUST_NETWORK"] {
+        words.extend(std::env::var_os(name).map(|value| format!("{name}={}", quoted(&value))));
+    }
+    words.push("burnrun".to_owned());
     let definition = Cli::command();
     for argument in definition.get_arguments() {
         let id = argument.get_id().as_str();
