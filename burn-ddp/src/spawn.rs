@@ -148,6 +148,10 @@ fn run_rank<T>(ddp: Ddp, f: impl FnOnce(Ddp) -> anyhow::Result<T>, note: impl Fn
         Err(panic) => Failure::Panic(panic),
     };
     note(&failure);
-    held.world().fail(failure.reason());
+    match &failure {
+        Failure::Error(_) => held.world().fail(failure.reason()),
+        // With its line.
+        Failure::Panic(_) => held.world().fail_panicked(),
+    }
     Err(failure)
 }
