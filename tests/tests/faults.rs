@@ -9,6 +9,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use burn_ddp_tests::job;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 const PHASES: [&str; 5] = ["rendezvous", "wrap", "backward", "barrier", "idle"];
@@ -229,6 +230,33 @@ fn launcher_terminated() {
 #[test]
 fn launcher_killed() {
     in_every_phase("kill launcher");
+}
+
+/// Without a launcher rank 0 hosts the store.
+#[test]
+fn store_host_killed() {
+    for phase in PHASES {
+        let port = job::free_port();
+        let args = ["fault", "3", "0", phase, "kill"];
+        let started = Instant::now();
+        let ranks: Vec<_> = (0..3)
+            .map(|rank| {
+                let mut command = job::rank(env!("CARGO_BIN_EXE_rank"), rank, 3, port, &args);
+                command.env("BURN_DDP_JOIN_TIMEOUT", JOIN_TIMEOUT.as_secs().to_string()).env("BURN_DDP_TIMEOUT", "20");
+                std::thread::spawn(move || command.output().unwrap())
+            })
+            .collect();
+        let outputs: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        // Who has not met yet waits for the master to appear.
+        let limit = if phase == "rendezvous" { JOIN_TIMEOUT } else { DEATH };
+        assert!(started.elapsed() < limit + SLACK + SLACK, "{phase}: {:?}", started.elapsed());
+        for survivor in &outputs[1..] {
+            let text = job::stdout(survivor);
+            let error = job::line(&text, "ERROR ");
+            let named = if phase == "rendezvous" { "is rank 0 running there" } else { "rank 0 (host" };
+            assert!(!survivor.status.success() && error.contains(named), "{phase}: {error}");
+        }
+    }
 }
 
 #[test]

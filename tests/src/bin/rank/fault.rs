@@ -15,7 +15,7 @@ pub(crate) fn main() -> anyhow::Result<()> {
     let [world, victim, phase, cause] = args.as_slice() else {
         anyhow::bail!("usage: rank fault WORLD VICTIM PHASE CAUSE");
     };
-    let Ok(rank) = std::env::var("BURN_DDP_RANK") else {
+    let Ok(rank) = std::env::var("BURN_DDP_RANK").or_else(|_| std::env::var("RANK")) else {
         return Ddp::launch(world.parse()?, |_| Ok(()));
     };
     println!("PID {}", std::process::id());
