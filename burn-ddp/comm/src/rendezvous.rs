@@ -117,7 +117,7 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
         port: listens.port(),
         config: Config::of(options),
     };
-    let round = Round { store: &store, job: &job, me: &me, start, deadline };
+    let round = Round { store: &store, job: &job, me: &me, hosts: server.is_some(), start, deadline };
     let (token, entries) = round.attend()?;
 
     let key = job.links(&token);

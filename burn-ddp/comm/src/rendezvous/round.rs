@@ -13,6 +13,8 @@ use crate::{Error, JobKey, PeerInfo, Result};
 
 /// Rounds of one job in one store; more would be a program that joins in a loop.
 const ROUNDS_CAP: u32 = 10_000;
+/// How much longer the others wait than the rank that hosts the store.
+const AFTER_THE_HOST: Duration = Duration::from_secs(1);
 
 /// One rank, as it posts itself.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -43,6 +45,8 @@ pub(super) struct Round<'a> {
     pub(super) store: &'a StoreClient,
     pub(super) job: &'a JobKey,
     pub(super) me: &'a Entry,
+    /// Whether the store lives in this process.
+    pub(super) hosts: bool,
     pub(super) start: Instant,
     pub(super) deadline: Instant,
 }
@@ -56,7 +60,9 @@ impl Round<'_> {
             let verdict = self.complete(number).unwrap_or_else(Verdict::Failed);
             self.decide(number, &verdict)?;
         }
-        let left = self.deadline.saturating_duration_since(Instant::now());
+        // A rank that hosts the store gives up first: when it has, the store may be gone before a later verdict gets through.
+        let late = if self.hosts { Duration::ZERO } else { AFTER_THE_HOST };
+        let left = (self.deadline + late).saturating_duration_since(Instant::now());
         let verdict = match self.store.get(&self.key(number, "verdict"), left) {
             Ok(bytes) => decode(&bytes)?,
             // Somebody may have come at the last moment: what counts is the first verdict.
