@@ -86,9 +86,12 @@ pub(super) fn everything_after_wrap(run: &Run) -> Result<Outcome> {
     if run.is_oracle() {
         return Ok(Outcome::nothing());
     }
-    let model = run.wrap(layers(run))?.freeze();
-    // Something outside the model trains, so there is a graph to go through.
-    let scale = Tensor::<1>::ones([1], (&run.device, run.dtype)).require_grad();
-    let l = loss(run, &model, 0) * scale;
-    run.expect_error(|| Ok(run.ddp.backward(&l, &model)?), &["depends on no parameter of the wrapped model", "frozen"])
+    let train = || {
+        // A rank may hear of another's failure while it still wraps.
+        let model = run.wrap(layers(run))?.freeze();
+        // Something outside the model trains, so there is a graph to go through.
+        let scale = Tensor::<1>::ones([1], (&run.device, run.dtype)).require_grad();
+        Ok(run.ddp.backward(&(loss(run, &model, 0) * scale), &model)?)
+    };
+    run.expect_error(train, &["depends on no parameter of the wrapped model", "frozen"])
 }

@@ -49,9 +49,12 @@ pub(super) fn moved_to_its_device(run: &Run) -> Result<Outcome> {
     if run.is_oracle() {
         return Ok(Outcome::nothing());
     }
-    let model = run.wrap(plain(run))?.to_device(&run.device);
-    let loss = loss(run, &model, 0);
-    run.expect_error(|| Ok(run.ddp.backward(&loss, &model)?), &["not a leaf", "`fork`"])
+    let train = || {
+        // A rank may hear of another's failure while it still wraps.
+        let model = run.wrap(plain(run))?.to_device(&run.device);
+        Ok(run.ddp.backward(&loss(run, &model, 0), &model)?)
+    };
+    run.expect_error(train, &["not a leaf", "`fork`"])
 }
 
 /// The record of a wrapped model, into another wrapped one, which has the ids of the record then.
