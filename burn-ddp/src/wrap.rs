@@ -146,7 +146,7 @@ pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig
     let group = ddp.world().group()?;
     let reducer = Reducer::new(group, slots, settings, ddp.stats_cell())?;
     let buffers = (config.buffers != BufferPolicy::Local).then(|| buffers::handle(&model, &is_buffer)).flatten();
-    let shared = buffers.map(|buffers| SharedBuffers { buffers, policy: config.buffers });
+    let shared = buffers.map(|buffers| SharedBuffers { buffers, policy: config.buffers, sent: Vec::new() });
     let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, config.accumulation, shared));
     let model = model.apply_reparameterization(Attach { ddp: ddp.clone(), tapped: tapped.clone(), slot_of });
     tapped.taps_are_complete();

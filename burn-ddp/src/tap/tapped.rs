@@ -86,6 +86,8 @@ enum Tied {
 pub(crate) struct SharedBuffers {
     pub(crate) buffers: Box<dyn Buffers>,
     pub(crate) policy: BufferPolicy,
+    /// What was read for the running step: the shapes of what comes back.
+    pub(crate) sent: Vec<TensorData>,
 }
 
 struct State {
@@ -394,7 +396,8 @@ impl Tapped {
             }
         }
         if let Some(shared) = &mut state.buffers {
-            shared.buffers.write(buffers::unpack(&shared.buffers.read()?, &settled.buffers));
+            let sent = std::mem::take(&mut shared.sent);
+            shared.buffers.write(buffers::unpack(&sent, &settled.buffers));
         }
         let device = state.device::<B>().ok_or_else(|| self.fault("the backend changed during backward".into()))?;
         let mut unused = Vec::new();
@@ -519,7 +522,7 @@ impl Tapped {
             return Ok(Beside::default());
         }
         let mut beside = Beside::default();
-        if let Some(shared) = &state.buffers {
+        if let Some(shared) = &mut state.buffers {
             if self.retrained.load(Ordering::Acquire) {
                 return Err(self.fault(
                     "the wrapped model, or a copy, went through `valid().train()`, which gives it running statistics of its own: \
@@ -527,7 +530,8 @@ impl Tapped {
                         .into(),
                 ));
             }
-            beside.buffers = buffers::pack(&shared.buffers.read()?);
+            shared.sent = shared.buffers.read()?;
+            beside.buffers = buffers::pack(&shared.sent);
             beside.from_rank_0 = shared.policy == BufferPolicy::Broadcast;
         }
         if state.reducer.compares_replicas() {
