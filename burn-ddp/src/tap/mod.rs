@@ -20,6 +20,22 @@ use tapped::{lost_tap, past_tap};
 /// Name of the tap as a path component, where Burn shows reparameterizations.
 pub(crate) const TAP_NAME: &str = "ddp";
 
+/// Runs an expression with the number of dimensions as a constant; the other one beyond [`MAX_RANK`], which `wrap` refuses.
+macro_rules! with_rank {
+    ($rank:expr, $d:ident => $run:expr, else $other:expr) => {
+        with_rank!($rank, $d => $run, else $other, 1 2 3 4 5 6 7 8)
+    };
+    ($rank:expr, $d:ident => $run:expr, else $other:expr, $($n:literal)*) => {
+        match $rank {
+            $($n => {
+                const $d: usize = $n;
+                $run
+            })*
+            _ => $other,
+        }
+    };
+}
+
 /// The reparameterization that `wrap` attaches to each float parameter: an identity with ears.
 #[derive(Clone, Debug)]
 pub(crate) struct Tap {
@@ -159,18 +175,7 @@ impl Module for Tap {
             Some(number) => self.yielded.set(number),
             None => return,
         }
-        match self.rank {
-            1 => self.visit_pending::<1>(visitor),
-            2 => self.visit_pending::<2>(visitor),
-            3 => self.visit_pending::<3>(visitor),
-            4 => self.visit_pending::<4>(visitor),
-            5 => self.visit_pending::<5>(visitor),
-            6 => self.visit_pending::<6>(visitor),
-            7 => self.visit_pending::<7>(visitor),
-            8 => self.visit_pending::<8>(visitor),
-            // `wrap` refuses other ranks.
-            _ => {}
-        }
+        with_rank!(self.rank, D => self.visit_pending::<D>(visitor), else ());
     }
 
     /// An optimizer steps by mapping: it had what this copy yielded, unless the parameter has another id by now.
@@ -181,16 +186,7 @@ impl Module for Tap {
         self.handle.tapped.note_map();
         if self.yielded.get() > self.used.get() {
             self.used.set(self.yielded.get());
-            let taken = match self.rank {
-                1 => self.was_taken::<1>(mapper),
-                2 => self.was_taken::<2>(mapper),
-                3 => self.was_taken::<3>(mapper),
-                4 => self.was_taken::<4>(mapper),
-                5 => self.was_taken::<5>(mapper),
-                6 => self.was_taken::<6>(mapper),
-                7 => self.was_taken::<7>(mapper),
-                _ => self.was_taken::<8>(mapper),
-            };
+            let taken = with_rank!(self.rank, D => self.was_taken::<D>(mapper), else true);
             if !taken {
                 self.handle.tapped.note_stale_id(self.handle.slot);
             }
