@@ -60,7 +60,7 @@ fn two_ranks_train_report_and_repeat() {
     few_digits(dir.path(), 50, 15);
     let model = dir.path().join("model.bpk");
     let (first, shown) = train(dir.path(), &format!("--nproc 2 --batch-size 8 --save {}", model.display()));
-    assert_eq!((first.world_size, first.engine.as_str(), first.epochs, first.global_batch), (2, "tcp", 2, 16));
+    assert_eq!((first.world_size, first.engine.as_str(), first.epochs, first.global_batch), (2, "shm", 2, 16));
     assert_eq!(first.train_loss.len(), 2);
     assert!(first.train_loss[1] < first.train_loss[0], "{first:?}");
     assert!(first.samples_per_second > 0.0);
@@ -71,7 +71,7 @@ fn two_ranks_train_report_and_repeat() {
 
     // Not a terminal: a table, no bar, nothing of rank 1.
     assert_eq!(shown.lines().filter(|line| line.contains(" %  ")).count(), 2, "{shown}");
-    assert!(shown.contains("samples/s on 2 rank(s), engine tcp"), "{shown}");
+    assert!(shown.contains("samples/s on 2 rank(s), engine shm"), "{shown}");
     assert!(!shown.contains('\u{1b}') && !shown.contains("[rank 1]"), "{shown}");
 
     let (second, _) = train(dir.path(), "--nproc 2 --batch-size 8 --num-workers 3");

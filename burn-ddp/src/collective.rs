@@ -83,17 +83,143 @@ impl Ddp {
         let device = tensor.device();
         let (dtype, data) = read(tensor)?;
         let mut shape = data.shape().clone();
-        if shape[0] % self.world_size() != 0 {
-            return Err(Error::Use(format!(
-                "reduce_scatter splits dimension 0 over the ranks: {} rows do not divide by {} ranks",
-                shape[0],
-                self.world_size()
-            )));
-        }
+        self.check_rows("reduce_scatter", shape[0])?;
         shape[0] /= self.world_size();
         let mut out = vec![0u8; data.as_bytes().len() / self.world_size()];
         self.group().reduce_scatter_bytes(dtype, data.as_bytes(), &mut out, op)?;
         Ok(back(TensorData::from_bytes_vec(out, shape, data.dtype()), &device))
+    }
+
+    /// Reduces element by element onto `root`. *Collective*, blocking.
+    ///
+    /// Each rank passes a tensor of the same shape; `root` holds the reduced one after, the others what they passed.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`] as for [`Ddp::all_reduce`]; `root` is no rank.
+    #[track_caller]
+    pub fn reduce<const D: usize, K: Basic>(
+        &self,
+        tensor: Tensor<D, K>,
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<Tensor<D, K>> {
+        let device = tensor.device();
+        let (dtype, mut data) = read(tensor)?;
+        in_place(&mut data, |bytes| self.group().reduce_bytes(dtype, bytes, op, root))?;
+        Ok(back(data, &device))
+    }
+
+    /// Concatenates the tensors of all ranks along dimension 0 on `root`, in rank order. *Collective*, blocking.
+    ///
+    /// Each rank passes a tensor of the same shape `[n, …]`; `root` holds `[world_size * n, …]` after, the others `None`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]: a peer failed or called something else, `root` is no rank.
+    #[track_caller]
+    pub fn gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, root: usize) -> Result<Option<Tensor<D, K>>> {
+        let device = tensor.device();
+        let (dtype, data) = read(tensor)?;
+        let mut shape = data.shape().clone();
+        shape[0] *= self.world_size();
+        let rows = self.group().gather_bytes(dtype, data.as_bytes(), root)?;
+        Ok(rows.map(|bytes| back(TensorData::from_bytes_vec(bytes, shape, data.dtype()), &device)))
+    }
+
+    /// Hands each rank its slice of `root`'s tensor along dimension 0. *Collective*, blocking.
+    ///
+    /// `root` passes `Some` of shape `[world_size * n, …]`, what others pass is dropped; each passes a tensor `like` its slice, `[n, …]`, of
+    /// which only shape, dtype and device count, and holds rows `rank * n ..` after.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]: a peer failed or called something else, `root` is no rank, `root` passed `None` or another number of elements.
+    #[track_caller]
+    pub fn scatter<const D: usize, K: Basic>(
+        &self,
+        tensor: Option<Tensor<D, K>>,
+        like: Tensor<D, K>,
+        root: usize,
+    ) -> Result<Tensor<D, K>> {
+        let device = like.device();
+        let (dtype, mut part) = read(like)?;
+        let whole = tensor.filter(|_| self.rank() == root).map(read).transpose()?;
+        if let Some((other, _)) = &whole
+            && *other != dtype
+        {
+            return Err(Error::Use(format!("scatter of {other} elements into slices of {dtype}")));
+        }
+        let whole = whole.as_ref().map(|(_, data)| data.as_bytes());
+        in_place(&mut part, |bytes| self.group().scatter_bytes(dtype, whole, bytes, root))?;
+        Ok(back(part, &device))
+    }
+
+    /// Sends slice *j* of dimension 0 to rank *j*, and gets one from each. *Collective*, blocking.
+    ///
+    /// Each rank passes a tensor of the same shape `[world_size * n, …]` and holds one of that shape after: rows `j * n ..` are from rank *j*.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if dimension 0 does not divide by the world size; [`Error::Comm`]: a peer failed or called something else.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let all = Ddp::spawn(2, |ddp| {
+    ///     let r = ddp.rank() as f32;
+    ///     let x = Tensor::<1>::from_floats([10.0 * r, 10.0 * r + 1.0], &ddp.device()?);
+    ///     Ok(ddp.all_to_all(x)?.into_data().try_to_vec::<f32>()?)
+    /// })?;
+    /// assert_eq!(all, [[0.0, 10.0], [1.0, 11.0]]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn all_to_all<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
+        let device = tensor.device();
+        let (dtype, data) = read(tensor)?;
+        self.check_rows("all_to_all", data.shape()[0])?;
+        let mut out = vec![0u8; data.as_bytes().len()];
+        self.group().all_to_all_bytes(dtype, data.as_bytes(), &mut out)?;
+        Ok(back(TensorData::from_bytes_vec(out, data.shape().clone(), data.dtype()), &device))
+    }
+
+    /// Sends a tensor to rank `to`, which [receives](Ddp::recv) it. Blocks until it has.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]: the peer failed, called something else, or expects another number of elements or dtype.
+    #[track_caller]
+    pub fn send<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, to: usize) -> Result<()> {
+        let (dtype, data) = read(tensor)?;
+        Ok(self.group().send_bytes(dtype, data.as_bytes(), to)?)
+    }
+
+    /// The tensor that rank `from` [sends](Ddp::send). Blocks until it is here.
+    ///
+    /// `like` says shape, dtype and device; its values do not count.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ddp::send`].
+    #[track_caller]
+    pub fn recv<const D: usize, K: Basic>(&self, like: Tensor<D, K>, from: usize) -> Result<Tensor<D, K>> {
+        let device = like.device();
+        let (dtype, mut data) = read(like)?;
+        in_place(&mut data, |bytes| self.group().recv_bytes(dtype, bytes, from))?;
+        Ok(back(data, &device))
+    }
+
+    fn check_rows(&self, what: &str, rows: usize) -> Result<()> {
+        if rows.is_multiple_of(self.world_size()) {
+            return Ok(());
+        }
+        Err(Error::Use(format!(
+            "{what} splits dimension 0 over the ranks: {rows} rows do not divide by {} ranks",
+            self.world_size()
+        )))
     }
 }
 

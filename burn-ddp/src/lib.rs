@@ -41,7 +41,7 @@
 //! | [`Ddp`] | one rank: `init`, `launch`, `spawn`; `wrap`; `mean`, `save`, collectives on tensors |
 //! | [`WrapConfig`], [`Reduction`], [`BufferPolicy`] | accumulation, mean or sum, bucket sizes, running statistics |
 //! | [`data`] | this rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
-//! | [`DdpBackend`] | the backend extension that intercepts gradients; used by `wrap` |
+//! | [`DdpBackend`], [`GradientMemory`] | the backend extension that intercepts gradients, and what a backend's memory can do; used by `wrap` |
 //! | [`comm`] | below: worlds, process groups, collectives on slices; knows nothing of Burn |
 //! | [`Error`] | what can go wrong |
 //!
@@ -74,7 +74,7 @@ pub use error::{Error, Result};
 pub use reducer::Reduction;
 pub use save::param_hash;
 pub use stats::Stats;
-pub use tap::{DdpBackend, TapHandle};
+pub use tap::{DdpBackend, GradientMemory, TapHandle};
 pub use wrap::WrapConfig;
 
 /// What a training program imports.

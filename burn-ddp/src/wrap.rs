@@ -34,6 +34,8 @@ pub struct WrapConfig {
     bucket_cap_bytes: usize,
     buffers: BufferPolicy,
     replica_check: usize,
+    overlap: Option<bool>,
+    alone: bool,
 }
 
 impl Default for WrapConfig {
@@ -45,6 +47,8 @@ impl Default for WrapConfig {
             bucket_cap_bytes: 1 << 20,
             buffers: BufferPolicy::default(),
             replica_check: 100,
+            overlap: None,
+            alone: false,
         }
     }
 }
@@ -103,6 +107,23 @@ impl WrapConfig {
         self
     }
 
+    /// Whether a thread reduces buckets while backward goes on, or the caller all of them at its end. Without this it is a thread where
+    /// communication waits for a network, or where each rank of the machine has two cores; else it would only take turns with backward.
+    /// Results do not depend on it.
+    #[must_use]
+    pub fn with_overlap(mut self, overlap: bool) -> Self {
+        self.overlap = Some(overlap);
+        self
+    }
+
+    /// Whether gradients are intercepted and reduced in a world of 1 too, where there is nothing to average: to measure what that costs.
+    /// By default they are not, unless they are accumulated.
+    #[must_use]
+    pub fn with_reduction_alone(mut self, alone: bool) -> Self {
+        self.alone = alone;
+        self
+    }
+
     fn check(&self) -> Result<()> {
         if self.accumulation == 0 {
             return Err(Error::Use("accumulation counts micro-batches per step: 1 or more".into()));
@@ -132,7 +153,7 @@ pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig
         device.seed(seed);
     }
     // Alone and without accumulation there is nothing to do in backward.
-    if ddp.world_size() == 1 && config.accumulation == 1 {
+    if ddp.world_size() == 1 && config.accumulation == 1 && !config.alone {
         return Ok(model);
     }
     let settings = Settings {
@@ -142,6 +163,7 @@ pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig
         timeout: ddp.world().options().timeout,
         site: Location::caller(),
         replica_check: config.replica_check as u64,
+        overlap: config.overlap.unwrap_or_else(|| overlap_pays(ddp)),
     };
     let group = ddp.world().group()?;
     let reducer = Reducer::new(group, slots, settings, ddp.stats_cell())?;
@@ -151,6 +173,12 @@ pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig
     let model = model.apply_reparameterization(Attach { ddp: ddp.clone(), tapped: tapped.clone(), slot_of });
     tapped.taps_are_complete();
     Ok(model)
+}
+
+/// Whether communication has something to wait for, or a core of its own.
+fn overlap_pays(ddp: &Ddp) -> bool {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    ddp.engine() == "tcp" || cores >= 2 * ddp.local_world_size()
 }
 
 pub(crate) fn unwrap<M: Module>(model: M) -> Result<M> {

@@ -234,9 +234,9 @@ fn panic_in_the_middle(config: &WrapConfig) -> burn_ddp::Result<Vec<()>> {
 
 #[test]
 fn after_a_panic_with_buckets_under_way_every_rank_has_the_error() {
-    let error = panic_in_the_middle(&WrapConfig::new().with_bucket_cap_bytes(100).with_first_bucket_cap_bytes(100))
-        .unwrap_err()
-        .to_string();
+    let small = WrapConfig::new().with_bucket_cap_bytes(100).with_first_bucket_cap_bytes(100);
+    panic_in_the_middle(&small.clone().with_overlap(false)).expect("nothing was under way");
+    let error = panic_in_the_middle(&small.with_overlap(true)).unwrap_err().to_string();
     assert!(error.contains("an earlier backward ended half-way"), "{error}");
 }
 
@@ -549,4 +549,65 @@ fn an_epoch_that_does_not_divide_by_the_accumulation_is_an_error() {
     })
     .unwrap();
     assert_eq!(steps, [4, 4]);
+}
+
+#[test]
+fn a_world_of_1_has_no_taps_unless_they_are_asked_for() {
+    struct Taps(usize);
+    impl burn::module::ModuleVisitor for Taps {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.0 += usize::from(name == "ddp");
+        }
+    }
+    let taps = |model: &Mlp| {
+        let mut taps = Taps(0);
+        model.visit(&mut taps);
+        taps.0
+    };
+    Ddp::spawn(1, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let plain = Mlp::new(&device);
+        let grad = |model: &Mlp| {
+            let grads = model.forward(x(&ddp, &device)).sum().backward();
+            model.a.weight.base().grad(&grads).unwrap().into_data()
+        };
+        let wrapped = ddp.wrap(plain.clone())?;
+        assert_eq!(taps(&wrapped), 0);
+        let expected = grad(&wrapped);
+        let tapped = ddp.wrap_with(plain, &WrapConfig::new().with_reduction_alone(true))?;
+        assert_eq!(taps(&tapped), 6);
+        assert_eq!(grad(&tapped), expected);
+        assert_eq!(ddp.stats().steps, 1);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn tensors_go_to_one_rank_from_one_rank_and_between_two() {
+    Ddp::spawn(3, |ddp| {
+        let device = ddp.device()?;
+        let (r, n) = (ddp.rank(), ddp.world_size());
+        let row = |v: usize| Tensor::<2>::from_floats([[v as f32, 0.5]], &device);
+        let list = |t: Tensor<2>| t.into_data().try_to_vec::<f32>().unwrap();
+
+        let reduced = ddp.reduce(row(r + 1), ReduceOp::Sum, 2)?;
+        assert_eq!(list(reduced), if r == 2 { vec![6.0, 1.5] } else { list(row(r + 1)) });
+        let gathered = ddp.gather(row(r), 1)?.map(list);
+        assert_eq!(gathered, (r == 1).then(|| vec![0.0, 0.5, 1.0, 0.5, 2.0, 0.5]));
+        let whole = (r == 0).then(|| Tensor::cat((0..n).map(|i| row(10 + i)).collect(), 0));
+        assert_eq!(list(ddp.scatter(whole, row(0), 0)?), list(row(10 + r)));
+        let turned = ddp.all_to_all(Tensor::cat((0..n).map(|i| row(10 * r + i)).collect(), 0))?;
+        assert_eq!(list(turned), list(Tensor::cat((0..n).map(|i| row(10 * i + r)).collect(), 0)));
+        match r {
+            0 => ddp.send(row(7), 2)?,
+            2 => assert_eq!(list(ddp.recv(row(0), 0)?), list(row(7))),
+            _ => {}
+        }
+        let error = ddp.all_to_all(row(1)).unwrap_err().to_string();
+        assert!(error.contains("1 rows do not divide by 3 ranks"), "{error}");
+        ddp.barrier()?;
+        Ok(())
+    })
+    .unwrap();
 }

@@ -335,7 +335,8 @@ fn together(plan: &Plan, ddp: &Ddp) -> Result<(Vec<Vec<f64>>, String)> {
         .with_accumulation(plan.accumulation.unwrap_or(1))
         .with_reduction(plan.reduction)
         .with_first_bucket_cap_bytes(plan.bucket_cap_bytes)
-        .with_bucket_cap_bytes(plan.bucket_cap_bytes);
+        .with_bucket_cap_bytes(plan.bucket_cap_bytes)
+        .with_overlap(plan.bucket_cap_bytes.is_multiple_of(2));
     let mut model = ddp.wrap_with(model, &config)?;
     let mut optim = optimizer(plan.optim);
     for step in &plan.steps {

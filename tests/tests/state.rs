@@ -99,7 +99,7 @@ fn statistics_and_parameters_stay_alike_over_many_steps_and_the_last_bucket_over
         for accumulation in [1, 2] {
             let ranks = Ddp::spawn(2, |ddp| {
                 let device = ddp.device()?.autodiff();
-                let config = WrapConfig::new().with_buffers(policy).with_accumulation(accumulation);
+                let config = WrapConfig::new().with_buffers(policy).with_accumulation(accumulation).with_overlap(true);
                 let mut model = ddp.wrap_with(Normed::new(&device), &config)?;
                 for i in 0..6 * accumulation {
                     let start = 40 * i + 20 * ddp.rank();

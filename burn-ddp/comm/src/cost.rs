@@ -1,5 +1,5 @@
 //! What comparing calls and remembering them costs, next to a small all-reduce. Run it alone, on a machine with nothing else to do:
-//! `cargo test -p burn-ddp-comm --lib -- --ignored --nocapture what_diagnosis_costs`
+//! `cargo test -p burn-ddp-comm --lib -- --ignored --nocapture cost`
 
 use std::hint::black_box;
 use std::panic::Location;
@@ -7,10 +7,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::call::{Awaited, Call, CallInfo, Collective};
+use crate::call::{Call, CallInfo, Collective, Members};
+use crate::clock::Ticks;
+use crate::engine::{Engine, Incoming, Outgoing};
 use crate::frame::{PREFIX_BYTES, Prefix};
 use crate::history::History;
-use crate::{DType, JobKey, LaunchEnv, Meeting, Options, ReduceOp, StoreServer, World};
+use crate::{DType, JobKey, LaunchEnv, Meeting, Options, ReduceOp, Result, StoreServer, World};
 
 const LEN: usize = 1024;
 
@@ -53,16 +55,11 @@ fn over_tcp() -> Vec<World> {
 #[inline]
 fn call_info(sequence: u64) -> CallInfo {
     CallInfo {
-        collective: Collective::AllReduce,
         reduce: Some(ReduceOp::Sum),
         dtype: Some(DType::F32),
         len_elems: LEN as u64,
-        root: None,
-        tag: 0,
-        group: 1,
-        sequence,
-        site: Location::caller().into(),
         step: Some(28),
+        ..CallInfo::bare(Collective::AllReduce, 1, sequence, Location::caller())
     }
 }
 
@@ -70,18 +67,18 @@ fn call_info(sequence: u64) -> CallInfo {
 /// header's form on the wire costs.
 fn diagnosis(on_wire: bool) -> f64 {
     let history = History::new(Options::default().history);
-    let awaited = Arc::new(Awaited::new(2));
+    let members = Arc::new(Members::all(2));
+    let log = history.open(1, members.clone());
     let mut bytes = Vec::new();
     let mut sequence = 0;
-    // A call has a deadline anyway, and so looks at the clock when it begins.
-    let any = Call::new(call_info(0), 0, Duration::from_secs(600));
+    let mut call = Call::new(call_info(0), members, 0, Duration::from_secs(600));
     best(100_000, || {
         sequence += 1;
-        let info = call_info(sequence);
-        let call = Call { info, awaited: Some(awaited.clone()), ..any.clone() };
-        let id = history.begin(&call);
+        call.info = call_info(sequence);
+        call.renew(1.0);
+        log.begin(&call);
         call.expect(1);
-        let mut header = black_box(call.header(4 * LEN));
+        let mut header = black_box(call.header(1, 4 * LEN));
         header.from = 1;
         if on_wire {
             bytes.clear();
@@ -93,8 +90,71 @@ fn diagnosis(on_wire: bool) -> f64 {
             call.check_header(1, &header, 4 * LEN).unwrap();
         }
         call.arrived(1);
-        history.end(id, true);
+        log.end(&call, true);
     })
+}
+
+/// An engine that does nothing: what remains of a call is the path to it.
+struct Nothing;
+
+impl Engine for Nothing {
+    fn name(&self) -> &'static str {
+        "nothing"
+    }
+
+    fn barrier(&mut self, _: &Call) -> Result<()> {
+        Ok(())
+    }
+
+    fn all_reduce(&mut self, call: &Call, _: DType, buf: &mut [u8], _: ReduceOp) -> Result<()> {
+        black_box((call, buf));
+        Ok(())
+    }
+
+    fn all_reduce_weighted(&mut self, _: &Call, _: DType, _: &mut [u8]) -> Result<()> {
+        Ok(())
+    }
+
+    fn broadcast(&mut self, _: &Call, _: &mut [u8], _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn all_gather(&mut self, _: &Call, _: &[u8], _: &mut [&mut [u8]]) -> Result<()> {
+        Ok(())
+    }
+
+    fn reduce_scatter(&mut self, _: &Call, _: DType, _: &[u8], _: &mut [u8], _: ReduceOp) -> Result<()> {
+        Ok(())
+    }
+
+    fn reduce(&mut self, _: &Call, _: DType, _: &mut [u8], _: ReduceOp, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn gather(&mut self, _: &Call, _: &[u8], _: Option<&mut [&mut [u8]]>, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn scatter(&mut self, _: &Call, _: Option<&[&[u8]]>, _: &mut [u8], _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn all_to_all(&mut self, _: &Call, _: &[u8], _: &mut [u8]) -> Result<()> {
+        Ok(())
+    }
+
+    fn send_recv(&mut self, _: &Call, _: Option<Outgoing<'_>>, _: Option<&mut Incoming<'_>>) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Seconds per all-reduce of 8 bytes outside of the engine.
+fn outside_the_engine() -> f64 {
+    let world = World::solo(Options::default());
+    world.set_step(28);
+    let group = world.group_with(Box::new(Nothing));
+    let mut buf = [0.0_f32; 2];
+    best(100_000, || group.all_reduce(black_box(&mut buf), ReduceOp::Sum).unwrap())
 }
 
 #[test]
@@ -107,4 +167,17 @@ fn what_diagnosis_costs() {
         let percent = 100.0 * part / whole;
         println!("{name}: {:.0} ns of {:.1} µs per all_reduce of 4 KiB: {percent:.1} %", part * 1e9, whole * 1e6);
     }
+}
+
+#[test]
+#[ignore = "a measurement, for a machine with nothing else to do"]
+fn what_a_call_costs_outside_of_the_engine() {
+    let instant = best(100_000, || _ = black_box(Instant::now()));
+    let ticks = best(100_000, || _ = black_box(Ticks::now()));
+    println!(
+        "{:.1} ns per call; the clocks: {:.1} and {:.1} ns",
+        outside_the_engine() * 1e9,
+        instant * 1e9,
+        ticks * 1e9
+    );
 }

@@ -93,13 +93,16 @@ pub(crate) fn diagnose(call: &CallInfo, waiting_for: &[usize], known: impl Fn(us
 }
 
 fn same_call(a: &CallInfo, b: &CallInfo) -> bool {
-    (a.group, a.sequence, a.collective) == (b.group, b.sequence, b.collective)
+    let same = a.collective.counterpart().unwrap_or(a.collective) == b.collective;
+    same && (a.group, a.sequence) == (b.group, b.sequence)
 }
 
 /// Whether `a` is over for whoever is in `b`.
 fn earlier(a: &CallInfo, b: &CallInfo) -> bool {
     let order = |call: &CallInfo| (call.collective != Collective::NewGroup, call.sequence);
-    a.group == b.group && order(a) < order(b)
+    // Calls between two ranks are counted apart.
+    let between_two = |call: &CallInfo| call.collective.counterpart().is_some();
+    a.group == b.group && !between_two(a) && !between_two(b) && order(a) < order(b)
 }
 
 fn idle(rank: usize, beat: &Heartbeat) -> String {
@@ -119,18 +122,7 @@ mod tests {
     use crate::history::PendingCall;
 
     fn call(group: u64, sequence: u64) -> CallInfo {
-        CallInfo {
-            collective: Collective::Barrier,
-            reduce: None,
-            dtype: None,
-            len_elems: 0,
-            root: None,
-            tag: 0,
-            group,
-            sequence,
-            site: format!("r.rs:{sequence}:1").as_str().into(),
-            step: None,
-        }
+        CallInfo::bare(Collective::Barrier, group, sequence, format!("r.rs:{sequence}:1").as_str())
     }
 
     fn known(beat: Heartbeat) -> Option<Known> {
@@ -206,6 +198,18 @@ mod tests {
     fn what_is_out_of_date_is_not_repeated() {
         let diagnosis = diagnose(&call(1, 5), &[1], |_| known(in_call(call(1, 4), &[0])));
         assert_eq!(diagnosis, Diagnosis::default());
+    }
+
+    #[test]
+    fn the_two_sides_of_a_transfer_are_one_call() {
+        let side = |collective, peer| CallInfo { collective, root: Some(peer), ..call(1, 5) };
+        // 2 waits for 1, which passes on what it first needs from 0.
+        let diagnosis = diagnose(&side(Collective::Recv, 1), &[1], |rank| match rank {
+            1 => known(in_call(side(Collective::Send, 2), &[0])),
+            _ => known(idle_after(call(1, 4))),
+        });
+        assert_eq!(diagnosis.culprit, Some(0));
+        assert!(diagnosis.text.starts_with("rank 0 (step 27) is in no collective"), "{}", diagnosis.text);
     }
 
     #[test]

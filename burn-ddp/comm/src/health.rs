@@ -4,7 +4,7 @@
 //! process share one [`Health`] state; between processes the control connections carry [`ControlMessage`]s from one
 //! rank's health to the others'.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 
@@ -78,6 +78,10 @@ struct Shared {
     doing: Vec<Doing>,
     /// What is heard of the ranks in other processes. Written by the monitor.
     liveness: Mutex<Liveness>,
+    /// Whether there is a cause. Set with it, read by every call.
+    ended: AtomicBool,
+    /// Who said goodbye. Written by ranks and control threads, read by every wait.
+    left: Box<[AtomicBool]>,
     /// Written by ranks and control threads; never locked while calling out.
     state: Mutex<State>,
     /// Who waits. Transports add themselves when they are made; the dead are dropped at the next addition.
@@ -98,8 +102,6 @@ struct Doing {
 struct State {
     /// The first thing that went wrong. Set once, stays.
     cause: Option<Error>,
-    /// Who said goodbye.
-    left: Vec<bool>,
     tracks: Tracks,
 }
 
@@ -176,7 +178,13 @@ impl Health {
     ///
     /// # Errors
     /// The root cause.
+    #[inline]
     pub fn check(&self) -> Result<()> {
+        if self.shared.ended.load(Ordering::Acquire) { self.cause() } else { Ok(()) }
+    }
+
+    #[cold]
+    fn cause(&self) -> Result<()> {
         match &lock(&self.shared.state).cause {
             Some(cause) => Err(cause.clone()),
             None => Ok(()),
@@ -185,7 +193,7 @@ impl Health {
 
     /// Whether `rank` said goodbye. What it sent before may still be on its way.
     pub fn has_left(&self, rank: usize) -> bool {
-        lock(&self.shared.state).left[rank]
+        self.shared.left[rank].load(Ordering::Acquire)
     }
 
     /// The error of a wait for `rank` after it left or closed its side of a group.
@@ -269,7 +277,7 @@ impl Health {
     }
 
     fn mark_left(&self, rank: usize) {
-        lock(&self.shared.state).left[rank] = true;
+        self.shared.left[rank].store(true, Ordering::Release);
         lock(&self.shared.liveness).forget(rank);
         self.wake_all();
     }
@@ -287,6 +295,7 @@ impl Health {
                 return;
             }
             state.cause = Some(cause.clone());
+            self.shared.ended.store(true, Ordering::Release);
         }
         // Before the others hear of it, and so before any of them can end because of it.
         self.note(&Event::Failed {
@@ -336,13 +345,16 @@ impl Health {
 
 impl Shared {
     fn new(peers: Vec<PeerInfo>, options: Options, liveness: Liveness, local: bool) -> Arc<Shared> {
-        let state = State { cause: None, left: vec![false; peers.len()], tracks: Tracks::default() };
+        let state = State { cause: None, tracks: Tracks::default() };
+        let left = peers.iter().map(|_| AtomicBool::new(false)).collect();
         Arc::new(Shared {
             doing: peers.iter().map(|_| Doing::new(options.history)).collect(),
             liveness: Mutex::new(liveness),
             peers,
             options,
             local,
+            ended: AtomicBool::new(false),
+            left,
             state: Mutex::new(state),
             wakers: Mutex::new(Vec::new()),
             outbox: OnceLock::new(),
@@ -372,7 +384,7 @@ mod tests {
     use std::sync::atomic::AtomicUsize;
 
     use super::*;
-    use crate::call::Collective;
+    use crate::call::{Collective, Members};
 
     #[derive(Default)]
     struct Recorder {
@@ -403,19 +415,8 @@ mod tests {
     }
 
     fn call(sequence: u64) -> Call {
-        let info = CallInfo {
-            collective: Collective::Barrier,
-            reduce: None,
-            dtype: None,
-            len_elems: 0,
-            root: None,
-            tag: 0,
-            group: 1,
-            sequence,
-            site: "a.rs:1:1".into(),
-            step: None,
-        };
-        Call::new(info, 0, std::time::Duration::from_secs(1))
+        let info = CallInfo::bare(Collective::Barrier, 1, sequence, "a.rs:1:1");
+        Call::new(info, Arc::new(Members::all(3)), 0, std::time::Duration::from_secs(1))
     }
 
     #[test]

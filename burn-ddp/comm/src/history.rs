@@ -6,45 +6,36 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::call::{Awaited, Call, CallInfo};
+use self::log::Seen;
+use crate::call::{CallInfo, Members};
+use crate::clock::nanos;
 use crate::health::lock;
 use crate::post_mortem::{Pending, Record, since_1970};
+
+mod log;
+mod site;
+
+pub(crate) use log::Log;
 
 /// Most pending calls in a heartbeat. A rank has one per thread that calls.
 const BEAT_CALLS: usize = 8;
 /// Most ranks named in a heartbeat's call.
 const BEAT_RANKS: usize = 64;
 
-/// The calls of one rank. Written by the threads that call, read by whoever reports.
+/// The calls of one rank. Its groups write their logs; whoever reports reads them all.
 #[derive(Debug)]
 pub(crate) struct History {
-    inner: Mutex<Inner>,
-}
-
-#[derive(Debug)]
-struct Inner {
     /// How many that are done are kept.
     cap: usize,
-    next_id: u64,
-    /// Oldest first.
-    done: VecDeque<Done>,
-    pending: Vec<UnderWay>,
+    groups: Mutex<Groups>,
 }
 
-#[derive(Debug)]
-struct UnderWay {
-    id: u64,
-    info: CallInfo,
-    started: Instant,
-    awaited: Option<Arc<Awaited>>,
-}
-
-#[derive(Debug)]
-struct Done {
-    info: CallInfo,
-    started: Instant,
-    took: Duration,
-    ok: bool,
+#[derive(Debug, Default)]
+struct Groups {
+    /// Of the groups that there are.
+    logs: Vec<Arc<Log>>,
+    /// The calls of those that are gone; no more than are kept.
+    past: VecDeque<Seen>,
 }
 
 /// What a rank tells the others of itself at every heartbeat.
@@ -74,86 +65,103 @@ pub struct PendingCall {
 impl History {
     /// Keeps the last `cap` calls.
     pub(crate) fn new(cap: usize) -> History {
-        History { inner: Mutex::new(Inner { cap, next_id: 0, done: VecDeque::new(), pending: Vec::new() }) }
+        History { cap, groups: Mutex::default() }
     }
 
-    /// A call begins; the number by which it [ends](Self::end).
-    pub(crate) fn begin(&self, call: &Call) -> u64 {
-        let mut inner = lock(&self.inner);
-        let id = inner.next_id;
-        inner.next_id += 1;
-        inner.pending.push(UnderWay {
-            id,
-            info: call.info.clone(),
-            started: call.started,
-            awaited: call.awaited.clone(),
-        });
-        id
+    /// The log of a new group.
+    pub(crate) fn open(&self, group: u64, members: Arc<Members>) -> Arc<Log> {
+        let log = Arc::new(Log::new(group, members, self.cap));
+        lock(&self.groups).logs.push(log.clone());
+        log
     }
 
-    pub(crate) fn end(&self, id: u64, ok: bool) {
-        let mut inner = lock(&self.inner);
-        let Some(nth) = inner.pending.iter().position(|call| call.id == id) else { return };
-        let UnderWay { info, started, .. } = inner.pending.swap_remove(nth);
-        if inner.done.len() >= inner.cap {
-            inner.done.pop_front();
-        }
-        if inner.cap > 0 {
-            inner.done.push_back(Done { info, started, took: started.elapsed(), ok });
-        }
+    /// Its group is gone; its calls are remembered.
+    pub(crate) fn close(&self, log: &Arc<Log>) {
+        let mut groups = lock(&self.groups);
+        groups.logs.retain(|other| !Arc::ptr_eq(other, log));
+        groups.past.extend(log.seen().into_iter().filter(|call| call.ended.is_some()));
+        groups.past.make_contiguous().sort_by_key(|call| call.started);
+        let surplus = groups.past.len().saturating_sub(self.cap);
+        groups.past.drain(..surplus);
     }
 
     /// What is to be told of this rank, which is in `step`.
     pub(crate) fn heartbeat(&self, step: Option<u64>) -> Heartbeat {
-        let inner = lock(&self.inner);
-        let pending = inner.pending.iter().take(BEAT_CALLS).map(|call| PendingCall {
-            call: call.info.clone(),
-            since_ms: millis(call.started.elapsed()),
-            waiting_for: call.waiting_for().into_iter().take(BEAT_RANKS).collect(),
-        });
-        let last = inner.done.back();
-        let idle = last.map_or(Duration::ZERO, |done| done.started.elapsed().saturating_sub(done.took));
-        Heartbeat { step, pending: pending.collect(), last: last.map(|done| done.info.clone()), idle_ms: millis(idle) }
+        let groups = lock(&self.groups);
+        let mut pending = Vec::new();
+        let mut last = groups.past.back().cloned();
+        for log in &groups.logs {
+            for call in log.last(2) {
+                if call.ended.is_some() {
+                    last = last.filter(|last| last.ended_at() >= call.ended_at()).or(Some(call));
+                } else if pending.len() < BEAT_CALLS {
+                    pending.push(PendingCall {
+                        since_ms: millis(call.started.elapsed()),
+                        waiting_for: log.awaited().into_iter().take(BEAT_RANKS).collect(),
+                        call: call.info,
+                    });
+                }
+            }
+        }
+        let last = last.filter(|_| self.cap > 0);
+        let idle = last.as_ref().map_or(Duration::ZERO, |last| last.started.elapsed().saturating_sub(last.took()));
+        Heartbeat { step, pending, last: last.map(|last| last.info), idle_ms: millis(idle) }
     }
 
     /// For a report: the calls under way.
     pub(crate) fn pending(&self) -> Vec<Pending> {
-        let inner = lock(&self.inner);
-        let pending = inner.pending.iter().map(|call| Pending {
-            call: call.info.to_string(),
-            group: call.info.group,
-            sequence: call.info.sequence,
-            since_ms: millis(call.started.elapsed()),
-            waiting_for: call.waiting_for(),
-        });
-        pending.collect()
+        let groups = lock(&self.groups);
+        let pending = |log: &Arc<Log>| {
+            let call = log.last(1).pop().filter(|call| call.ended.is_none())?;
+            Some(Pending {
+                call: call.info.to_string(),
+                group: call.info.group,
+                sequence: call.info.sequence,
+                since_ms: millis(call.started.elapsed()),
+                waiting_for: log.awaited(),
+            })
+        };
+        groups.logs.iter().filter_map(pending).collect()
     }
 
-    /// For a report: all calls that are known, in the order in which they began.
+    /// For a report: all calls that are known, in the order in which they began; of those that are done the last ones.
     pub(crate) fn records(&self) -> Vec<Record> {
-        let inner = lock(&self.inner);
-        let (now, since) = (Instant::now(), since_1970());
-        let record = |info: &CallInfo, started: Instant, took: Option<Duration>, ok| Record {
-            group: info.group,
-            sequence: info.sequence,
-            call: info.operation(),
-            site: info.site.to_string(),
-            step: info.step,
-            started: since.saturating_sub(now.saturating_duration_since(started)).as_micros() as u64,
-            took_us: took.map(|took| took.as_micros() as u64),
-            ok,
+        let mut calls: Vec<Seen> = {
+            let groups = lock(&self.groups);
+            groups.logs.iter().flat_map(|log| log.seen()).chain(groups.past.iter().cloned()).collect()
         };
-        let done = inner.done.iter().map(|done| record(&done.info, done.started, Some(done.took), done.ok));
-        let pending = inner.pending.iter().map(|call| record(&call.info, call.started, None, false));
-        let mut records: Vec<Record> = done.chain(pending).collect();
-        records.sort_by_key(|record| record.started);
-        records
+        calls.sort_by_key(|call| call.started);
+        let mut surplus = calls.iter().filter(|call| call.ended.is_some()).count().saturating_sub(self.cap);
+        calls.retain(|call| {
+            let dropped = call.ended.is_some() && surplus > 0;
+            surplus -= usize::from(dropped);
+            !dropped
+        });
+        let (now, since) = (Instant::now(), since_1970());
+        let record = |call: Seen| Record {
+            group: call.info.group,
+            sequence: call.info.sequence,
+            peer: call.info.root.filter(|_| call.info.collective.counterpart().is_some()),
+            call: call.info.operation(),
+            site: call.info.site.to_string(),
+            step: call.info.step,
+            started: since.saturating_sub(now.saturating_duration_since(call.started.instant())).as_micros() as u64,
+            took_us: call.ended.map(|_| call.took().as_micros() as u64),
+            ok: call.ended.is_some_and(|(_, ok)| ok),
+            ranks: call.ranks,
+        };
+        calls.into_iter().map(record).collect()
     }
 }
 
-impl UnderWay {
-    fn waiting_for(&self) -> Vec<usize> {
-        self.awaited.as_ref().map(|awaited| awaited.ranks()).unwrap_or_default()
+impl Seen {
+    /// How long it took; nothing while it is pending.
+    fn took(&self) -> Duration {
+        self.ended.map_or(Duration::ZERO, |(ticks, _)| nanos(ticks))
+    }
+
+    fn ended_at(&self) -> u64 {
+        self.started.0 + self.ended.map_or(0, |(ticks, _)| ticks)
     }
 }
 
@@ -164,37 +172,32 @@ pub(crate) fn millis(time: Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::Collective;
+    use crate::call::{Call, Collective};
 
-    fn call(sequence: u64) -> Call {
-        let info = CallInfo {
-            collective: Collective::Barrier,
-            reduce: None,
-            dtype: None,
-            len_elems: 0,
-            root: None,
-            tag: 0,
-            group: 1,
-            sequence,
-            site: "a.rs:1:1".into(),
-            step: Some(9),
-        };
-        Call::new(info, 0, Duration::from_secs(1))
+    fn call(sequence: u64, members: &Arc<Members>) -> Call {
+        let info = CallInfo { step: Some(9), ..CallInfo::bare(Collective::Barrier, 1, sequence, "a.rs:1:1") };
+        Call::new(info, members.clone(), 0, Duration::from_secs(1))
+    }
+
+    /// Does calls of these numbers; the last one goes wrong.
+    fn calls(log: &Log, members: &Arc<Members>, sequences: std::ops::Range<u64>) {
+        for sequence in sequences.clone() {
+            let call = call(sequence, members);
+            log.begin(&call);
+            log.end(&call, sequence + 1 != sequences.end);
+        }
     }
 
     #[test]
     fn the_last_calls_are_kept_and_those_under_way() {
-        let history = History::new(3);
-        for sequence in 0..5 {
-            let id = history.begin(&call(sequence));
-            history.end(id, sequence != 4);
-        }
-        let awaited = Arc::new(Awaited::new(3));
-        awaited.expect(2);
-        history.begin(&Call { awaited: Some(awaited), ..call(5) });
+        let (history, members) = (History::new(3), Arc::new(Members::all(3)));
+        let log = history.open(1, members.clone());
+        calls(&log, &members, 0..5);
+        members.expect(2);
+        log.begin(&call(5, &members));
         let records = history.records();
-        assert_eq!(records.iter().map(|record| record.sequence).collect::<Vec<_>>(), [2, 3, 4, 5]);
-        assert_eq!(records.iter().map(|record| record.ok).collect::<Vec<_>>(), [true, true, false, false]);
+        assert_eq!(records.iter().map(|record| record.sequence).collect::<Vec<_>>(), [3, 4, 5]);
+        assert_eq!(records.iter().map(|record| record.ok).collect::<Vec<_>>(), [true, false, false]);
         assert_eq!(records.iter().filter(|record| record.took_us.is_none()).count(), 1);
         assert_eq!(history.pending()[0].waiting_for, [2]);
 
@@ -204,19 +207,40 @@ mod tests {
     }
 
     #[test]
+    fn the_calls_of_groups_that_are_gone_are_remembered() {
+        let (history, members) = (History::new(4), Arc::new(Members::all(2)));
+        let (first, second) = (history.open(1, members.clone()), history.open(2, members.clone()));
+        calls(&first, &members, 0..3);
+        history.close(&first);
+        assert_eq!(history.heartbeat(None).last.unwrap().sequence, 2);
+        calls(&second, &members, 3..5);
+        let sequences = |history: &History| history.records().iter().map(|call| call.sequence).collect::<Vec<_>>();
+        assert_eq!(sequences(&history), [1, 2, 3, 4]);
+        history.close(&second);
+        assert_eq!(sequences(&history), [1, 2, 3, 4]);
+        assert!(history.pending().is_empty());
+        assert_eq!(history.heartbeat(None).last.unwrap().sequence, 4);
+    }
+
+    #[test]
     fn nothing_is_kept_if_that_is_wanted() {
-        let history = History::new(0);
-        history.end(history.begin(&call(0)), true);
+        let (history, members) = (History::new(0), Arc::new(Members::all(2)));
+        let log = history.open(1, members.clone());
+        calls(&log, &members, 0..1);
+        assert!(history.records().is_empty() && history.heartbeat(None).last.is_none());
+        log.begin(&call(1, &members));
+        assert_eq!(history.records().len(), 1, "it is not done");
+        history.close(&log);
         assert!(history.records().is_empty());
     }
 
     #[test]
     fn a_heartbeat_is_small_whatever_happens() {
         let history = History::new(1);
-        for sequence in 0..1000 {
-            let awaited = Arc::new(Awaited::new(10_000));
-            (0..10_000).for_each(|rank| awaited.expect(rank));
-            history.begin(&Call { awaited: Some(awaited), ..call(sequence) });
+        for group in 0..1000 {
+            let members = Arc::new(Members::all(10_000));
+            (0..10_000).for_each(|rank| members.expect(rank));
+            history.open(group, members.clone()).begin(&call(group, &members));
         }
         assert!(postcard::to_stdvec(&history.heartbeat(None)).unwrap().len() < 4096);
     }

@@ -26,12 +26,12 @@
 //!
 //! | what | where |
 //! |---|---|
-//! | joining: who am I, who are my peers | [`World`], [`LaunchEnv`], [`Options`], [`PeerInfo`], [`fail_join`] |
+//! | joining: who am I, who are my peers | [`World`], [`LaunchEnv`], [`Options`], [`EngineChoice`], [`PeerInfo`], [`fail_join`] |
 //! | where processes find each other | [`Store`] and its implementations |
 //! | who is let in | [`Secret`], [`JobKey`] |
-//! | collectives | [`ProcessGroup`], [`ReduceOp`], [`DType`], [`Element`] |
+//! | collectives | [`ProcessGroup`], [`Pending`], [`ReduceOp`], [`DType`], [`Element`], [`SharedBuffer`] |
 //! | what can go wrong | [`Error`] |
-//! | the numerics contract | `reduce.rs`, told at [`ProcessGroup`] |
+//! | the numerics contract | `reduce/`, told at [`ProcessGroup`] |
 //! | engines, the transports under them, and the algorithms they share | [`engine`] |
 //! | one call, compared between ranks; its form on the wire | [`call`], [`frame`] |
 //! | who is alive, and the one cause that ends a world | [`health`] |
@@ -39,7 +39,7 @@
 //!
 //! There is no global state: a process can hold any number of worlds and ranks. Every wait has a deadline and names
 //! whom it waited for. Nothing blocks in `Drop`. The crate never prints; it emits `tracing` events.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 #[cfg(target_endian = "big")]
 compile_error!("elements travel in little-endian order, as they are in memory");
@@ -53,6 +53,7 @@ pub mod fuzzing;
 pub mod health;
 pub mod post_mortem;
 
+mod clock;
 mod control;
 #[cfg(test)]
 mod cost;
@@ -75,22 +76,24 @@ mod pmi;
 mod reduce;
 mod rendezvous;
 mod secret;
+mod shared;
 mod store;
 mod track;
 mod world;
 
-pub use call::{Awaited, Call, CallInfo, CallSite, Collective, RankCall};
+pub use call::{Call, CallInfo, CallSite, Collective, GroupId, Members, RankCall};
 pub use dtype::{DType, Element};
 pub use env::{LaunchEnv, Meeting};
 pub use error::{Error, Result};
-pub use group::ProcessGroup;
+pub use group::{Pending, ProcessGroup};
 pub use history::{Heartbeat, PendingCall};
 pub use job_key::JobKey;
 pub use object::MAX_OBJECT_BYTES;
 pub use op::ReduceOp;
-pub use options::Options;
+pub use options::{EngineChoice, Options};
 pub use peer::PeerInfo;
 pub use rendezvous::fail_join;
 pub use secret::Secret;
+pub use shared::{SharedBuffer, SharedView};
 pub use store::{MemoryStore, Store, StoreClient, StoreServer};
 pub use world::{World, on_threads};

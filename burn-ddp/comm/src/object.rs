@@ -41,10 +41,10 @@ impl ProcessGroup {
     /// ```
     #[track_caller]
     pub fn broadcast_object<V: Serialize + DeserializeOwned>(&self, value: Option<V>, root: usize) -> Result<V> {
-        let site = Location::caller();
-        let plan = Plan { root: Some(root), ..Plan::bare(Collective::BroadcastObject, site) };
-        self.run(plan, |engine, call| {
-            self.check_root(root)?;
+        let caller = self.in_turn(Location::caller());
+        let plan = Plan { root: Some(root), ..Plan::bare(Collective::BroadcastObject, caller) };
+        self.core().call(plan, |engine, call| {
+            self.core().check_root(root)?;
             let value = value.filter(|_| self.rank() == root);
             let encoded = match &value {
                 Some(value) => encode(value),
@@ -56,7 +56,7 @@ impl ProcessGroup {
                 Ok(bytes) if self.rank() == root => bytes,
                 _ => vec![0; sizes[root]],
             };
-            engine.broadcast(&next_stage(call), &mut bytes, root)?;
+            engine.broadcast(&call.next_stage(), &mut bytes, root)?;
             value.map_or_else(|| self.decode(root, &bytes), Ok)
         })
     }
@@ -83,12 +83,13 @@ impl ProcessGroup {
     /// ```
     #[track_caller]
     pub fn all_gather_object<V: Serialize + DeserializeOwned>(&self, value: &V) -> Result<Vec<V>> {
-        self.run(Plan::bare(Collective::AllGatherObject, Location::caller()), |engine, call| {
+        let caller = self.in_turn(Location::caller());
+        self.core().call(Plan::bare(Collective::AllGatherObject, caller), |engine, call| {
             let encoded = encode(value);
             let sizes = self.exchange_sizes(engine, call, &encoded)?;
             let mut values: Vec<Vec<u8>> = sizes.iter().map(|size| vec![0; *size]).collect();
             let mut outputs: Vec<&mut [u8]> = values.iter_mut().map(Vec::as_mut_slice).collect();
-            engine.all_gather(&next_stage(call), &encoded.unwrap_or_default(), &mut outputs)?;
+            engine.all_gather(&call.next_stage(), &encoded.unwrap_or_default(), &mut outputs)?;
             values.iter().enumerate().map(|(from, bytes)| self.decode(from, bytes)).collect()
         })
     }
@@ -114,13 +115,14 @@ impl ProcessGroup {
             _ if sizes[rank] == NO_VALUE => "has no value to send; it says why".to_string(),
             _ => format!("passed a value of {} bytes; at most {MAX_OBJECT_BYTES} travel", sizes[rank]),
         };
+        let rank = self.ranks()[rank];
         refuse(format!("rank {rank} {why}")).map_err(|error| error.blaming(rank))
     }
 
     fn decode<V: DeserializeOwned>(&self, from: usize, bytes: &[u8]) -> Result<V> {
         decode(bytes).map_err(|message| {
             let hint = format!("not a {}: {message}; do all ranks use the same type?", std::any::type_name::<V>());
-            Error::Object { rank: self.rank(), from, message: hint, during: None }
+            Error::Object { rank: self.ranks()[self.rank()], from: self.ranks()[from], message: hint, during: None }
         })
     }
 }
@@ -136,8 +138,4 @@ pub(crate) fn decode<V: DeserializeOwned>(bytes: &[u8]) -> Result<V, String> {
 
 fn encode<V: Serialize>(value: &V) -> Result<Vec<u8>, String> {
     postcard::to_stdvec(value).map_err(|error| error.to_string())
-}
-
-fn next_stage(call: &Call) -> Call {
-    Call { stage: call.stage + 1, ..call.clone() }
 }

@@ -1,5 +1,6 @@
 //! How long to wait.
 
+use std::str::FromStr;
 use std::time::Duration;
 
 use crate::{Error, Result};
@@ -28,8 +29,42 @@ pub struct Options {
     pub stall: Duration,
     /// How many collectives each rank keeps in mind for its report. 128 by default.
     pub history: usize,
+    /// The engine of all groups. `None`, the default: shm for groups whose ranks share a machine, tcp for others.
+    pub engine: Option<EngineChoice>,
     /// What else must be the same on all ranks: names and values, compared when the ranks meet. Empty by default.
     pub config: Vec<(String, String)>,
+}
+
+/// An engine between processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum EngineChoice {
+    /// Shared memory, for ranks of one machine and user.
+    Shm,
+    /// Sockets.
+    Tcp,
+}
+
+impl EngineChoice {
+    /// As in `BURN_DDP_ENGINE`, and as [`World::engine`](crate::World::engine) says it.
+    pub fn name(self) -> &'static str {
+        match self {
+            EngineChoice::Shm => "shm",
+            EngineChoice::Tcp => "tcp",
+        }
+    }
+}
+
+impl FromStr for EngineChoice {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<EngineChoice> {
+        let named = |choice: &EngineChoice| choice.name() == text.trim();
+        [EngineChoice::Shm, EngineChoice::Tcp]
+            .into_iter()
+            .find(named)
+            .ok_or_else(|| environment(format!("{text:?} is not an engine; shm and tcp are (BURN_DDP_ENGINE)")))
+    }
 }
 
 /// When a machine that does not answer is given up, unless the user says so.
@@ -48,6 +83,7 @@ impl Default for Options {
             peer_timeout: None,
             stall: Duration::from_secs(30),
             history: 128,
+            engine: None,
             config: Vec::new(),
         }
     }
@@ -55,7 +91,7 @@ impl Default for Options {
 
 impl Options {
     /// The defaults, changed by `BURN_DDP_TIMEOUT`, `BURN_DDP_JOIN_TIMEOUT`, `BURN_DDP_HEARTBEAT`, `BURN_DDP_PEER_TIMEOUT` and
-    /// `BURN_DDP_STALL` (seconds, fractions allowed), and by `BURN_DDP_HISTORY` (a number).
+    /// `BURN_DDP_STALL` (seconds, fractions allowed), by `BURN_DDP_HISTORY` (a number), and by `BURN_DDP_ENGINE` (`shm` or `tcp`).
     ///
     /// # Errors
     /// [`Error::Environment`] if a variable is set to something that is not a positive number, or a peer timeout is no more than two
@@ -98,6 +134,7 @@ impl Options {
                 environment(format!("BURN_DDP_HISTORY={text:?} is not a number of collectives from 0 to {MAX_HISTORY}"))
             })?;
         }
+        options.engine = lookup("BURN_DDP_ENGINE").map(|text| text.parse()).transpose()?;
         options.check()?;
         Ok(options)
     }
@@ -158,6 +195,7 @@ mod tests {
             ("BURN_DDP_PEER_TIMEOUT", "4"),
             ("BURN_DDP_STALL", "5"),
             ("BURN_DDP_HISTORY", "6"),
+            ("BURN_DDP_ENGINE", "tcp"),
         ]);
         let expected = Options {
             timeout: Duration::from_secs(1),
@@ -166,6 +204,7 @@ mod tests {
             peer_timeout: Some(Duration::from_secs(4)),
             stall: Duration::from_secs(5),
             history: 6,
+            engine: Some(EngineChoice::Tcp),
             config: Vec::new(),
         };
         assert_eq!(options, Ok(expected));
@@ -177,6 +216,7 @@ mod tests {
             (&[("BURN_DDP_HEARTBEAT", "0")][..], "positive number of seconds"),
             (&[("BURN_DDP_HEARTBEAT", "0.001")], "the shortest is 10ms"),
             (&[("BURN_DDP_HISTORY", "-1")], "from 0 to"),
+            (&[("BURN_DDP_ENGINE", "gloo")], "is not an engine"),
             (&[("BURN_DDP_PEER_TIMEOUT", "2")], "more than two heartbeats"),
         ] {
             let error = from(set).unwrap_err().to_string();

@@ -8,6 +8,14 @@ use crate::{DType, Error, ReduceOp, Result};
 /// The line that called.
 pub(crate) type Site = &'static Location<'static>;
 
+/// From where a call is made: what errors and reports show of it.
+#[derive(Clone, Copy)]
+pub(crate) struct Caller {
+    pub(crate) site: Site,
+    /// The training step, if the program says.
+    pub(crate) step: Option<u64>,
+}
+
 /// What a call is, before it has its turn.
 #[derive(Clone, Copy)]
 pub(crate) struct Plan {
@@ -15,21 +23,22 @@ pub(crate) struct Plan {
     pub(crate) reduce: Option<ReduceOp>,
     pub(crate) dtype: Option<DType>,
     pub(crate) len_elems: usize,
+    /// By group rank.
     pub(crate) root: Option<usize>,
     pub(crate) tag: u64,
     pub(crate) weight: f64,
-    pub(crate) site: Site,
+    pub(crate) caller: Caller,
 }
 
 impl Plan {
     /// A call without elements.
-    pub(crate) fn bare(collective: Collective, site: Site) -> Plan {
-        Plan { collective, reduce: None, dtype: None, len_elems: 0, root: None, tag: 0, weight: 1.0, site }
+    pub(crate) fn bare(collective: Collective, caller: Caller) -> Plan {
+        Plan { collective, reduce: None, dtype: None, len_elems: 0, root: None, tag: 0, weight: 1.0, caller }
     }
 
     /// A call with `len_bytes` of `dtype` elements.
-    pub(crate) fn elements(collective: Collective, dtype: DType, len_bytes: usize, site: Site) -> Plan {
-        Plan { dtype: Some(dtype), len_elems: len_bytes / dtype.size_bytes(), ..Plan::bare(collective, site) }
+    pub(crate) fn elements(collective: Collective, dtype: DType, len_bytes: usize, caller: Caller) -> Plan {
+        Plan { dtype: Some(dtype), len_elems: len_bytes / dtype.size_bytes(), ..Plan::bare(collective, caller) }
     }
 }
 
@@ -51,4 +60,13 @@ pub(crate) fn check_op(op: ReduceOp, dtype: DType) -> Result<()> {
     }
     let instead = if dtype == DType::Bool { "min (and) and max (or)" } else { "sum, min, max and product" };
     refuse(format!("{op} is not defined for {dtype}; {instead} are"))
+}
+
+/// Whether the buffer `what`, of `len_bytes`, is `[count, n]` for `n` elements that are `row_bytes`.
+pub(crate) fn check_rows(what: &str, dtype: DType, len_bytes: usize, count: usize, row_bytes: usize) -> Result<()> {
+    if row_bytes.checked_mul(count) == Some(len_bytes) {
+        return Ok(());
+    }
+    let (got, room) = (len_bytes / dtype.size_bytes(), row_bytes / dtype.size_bytes());
+    refuse(format!("{what} of {got} elements is not [world, n] = {count} × {room} elements"))
 }

@@ -153,8 +153,14 @@ pub struct PeerState {
 pub struct Record {
     /// Its group.
     pub group: u64,
-    /// Its number in the group.
+    /// Its number in the group, or between the two ranks.
     pub sequence: u64,
+    /// The other rank of a call between two.
+    #[serde(default)]
+    pub peer: Option<usize>,
+    /// The ranks of its group; none if that is the whole world.
+    #[serde(default)]
+    pub ranks: Vec<usize>,
     /// What it is: operation, dtype, length, root.
     pub call: String,
     /// `file:line:column` of the call.
@@ -236,6 +242,8 @@ mod tests {
         let record = Record {
             group: 1,
             sequence: 2,
+            peer: Some(1),
+            ranks: vec![0, 1],
             call: "barrier".into(),
             site: "a.rs:1:1".into(),
             step: Some(3),

@@ -23,6 +23,9 @@ use self::config::Config;
 pub use self::round::fail_join;
 use self::round::{Entry, Round};
 use crate::control::{self, Control};
+use crate::engine::by_place::{self, ByPlace};
+#[cfg(target_os = "linux")]
+use crate::engine::shm::Shm;
 use crate::engine::tcp::{Reach, TcpFabric};
 use crate::env::{LaunchEnv, Meeting};
 use crate::health::{Health, Outbox, Wake};
@@ -42,7 +45,8 @@ const MESH_TIME: std::ops::RangeInclusive<Duration> = Duration::from_secs(10)..=
 impl World {
     /// Joins the job that `env` describes, one process per rank (or one thread). Blocks until all ranks have come.
     ///
-    /// The ranks talk over TCP: each to each, over a connection per pair and group. They listen on [`LaunchEnv::interface`], or the
+    /// Groups of ranks that share a machine, and a user of it, talk through shared memory; others over TCP: each to each, over a
+    /// connection per pair and group. [`Options::engine`] demands one or the other. Ranks listen on [`LaunchEnv::interface`], or the
     /// interface through which they reach the master; on loopback if the master is this machine by name. Whoever connects proves to know
     /// the job's [`Secret`](crate::Secret); without one, ranks of one machine meet by a local socket.
     ///
@@ -80,7 +84,7 @@ impl World {
     /// or refuses this process. [`Error::Rendezvous`], the same on all ranks, if within [`Options::join_timeout`] not all ranks came
     /// (lists who did and who did not), a rank came twice, or ranks disagree about the world
     /// size, burn-ddp's version, [`timeout`](Options::timeout), [`heartbeat`](Options::heartbeat),
-    /// [`peer_timeout`](Options::peer_timeout) or [`config`](Options::config).
+    /// [`peer_timeout`](Options::peer_timeout), [`engine`](Options::engine) or [`config`](Options::config).
     pub fn join(env: &LaunchEnv, options: Options) -> Result<World> {
         let seat = join(env, &options)?;
         Ok(World::from_seat(seat, options))
@@ -115,10 +119,13 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
         world_size: env.world_size,
         host: listens.ip().to_string(),
         port: listens.port(),
+        machine: by_place::machine(),
         config: Config::of(options),
     };
     let round = Round { store: &store, job: &job, me: &me, hosts: server.is_some(), start, deadline };
     let (token, entries) = round.attend()?;
+    let places: Vec<_> = entries.iter().map(|entry| (&entry.peer, entry.machine.as_deref())).collect();
+    by_place::check(options.engine, &places)?;
 
     let key = job.links(&token);
     let control = Control::start(listener, env.rank, env.world_size, key.clone()).map_err(threads)?;
@@ -136,6 +143,12 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
     control.attach(streams, health.clone()).map_err(threads)?;
     tracing::debug!(rank = env.rank, world_size = env.world_size, elapsed = ?start.elapsed(), "joined");
 
+    let machines: Vec<_> = entries.iter().map(|entry| entry.machine.clone()).collect();
+    #[cfg(target_os = "linux")]
+    let shm = {
+        let local_ranks = machines.iter().filter(|machine| **machine == machines[env.rank]).count();
+        Shm::new(key.clone(), health.clone(), local_ranks)
+    };
     let reach = Reach {
         rank: env.rank,
         addresses: entries.into_iter().map(|entry| (entry.host, entry.port)).collect(),
@@ -148,7 +161,13 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
         local_world_size: env.local_world_size,
         peers,
         health: health.clone(),
-        fabric: Box::new(TcpFabric::new(reach, health)),
+        fabric: Box::new(ByPlace::new(
+            machines,
+            options.engine,
+            #[cfg(target_os = "linux")]
+            shm,
+            TcpFabric::new(reach, health),
+        )),
         keep_alive: Some(Box::new((control, server))),
     })
 }

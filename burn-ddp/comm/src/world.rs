@@ -2,15 +2,17 @@
 
 use std::fmt;
 use std::panic::Location;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::call::{Awaited, Call, CallInfo, Collective};
+use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::engine::Fabric;
 use crate::engine::threads::ThreadsFabric;
-use crate::group::ProcessGroup;
+use crate::group::{Core, ProcessGroup};
 use crate::health::{Health, lock};
+use crate::history::Log;
 use crate::peer::PeerInfo;
+use crate::plan::Site;
 use crate::{Options, Result, panics};
 
 /// One rank's membership of a job: who it is, who its peers are, and the way to talk to them.
@@ -51,6 +53,8 @@ pub(crate) struct Member {
     pub(crate) options: Options,
     /// The number of the next group. Locked while a group is made, so that all ranks number them alike.
     next_group: Mutex<u64>,
+    /// The number of the next sub-group that this rank could lead.
+    next_sub_group: AtomicU64,
     left: AtomicBool,
 }
 
@@ -89,7 +93,13 @@ impl World {
 
     pub(crate) fn from_seat(seat: Seat, options: Options) -> World {
         panics::watch(&seat.health);
-        let member = Member { seat, options, next_group: Mutex::new(1), left: AtomicBool::new(false) };
+        let member = Member {
+            seat,
+            options,
+            next_group: Mutex::new(1),
+            next_sub_group: AtomicU64::new(1),
+            left: AtomicBool::new(false),
+        };
         World { member: Arc::new(member) }
     }
 
@@ -123,7 +133,7 @@ impl World {
         &self.member.seat.peers
     }
 
-    /// How bytes travel: `threads` or `tcp`.
+    /// How bytes travel in groups of all ranks: `threads`, `shm` or `tcp`.
     pub fn engine(&self) -> &'static str {
         self.member.seat.fabric.name()
     }
@@ -141,30 +151,22 @@ impl World {
     /// Those of a [`barrier`](ProcessGroup::barrier) on the new group.
     #[track_caller]
     pub fn group(&self) -> Result<ProcessGroup> {
-        let site = Location::caller().into();
+        let site = Location::caller();
         let mut next_group = lock(&self.member.next_group);
-        let info = CallInfo {
-            collective: Collective::NewGroup,
-            reduce: None,
-            dtype: None,
-            len_elems: 0,
-            root: None,
-            tag: 0,
-            group: *next_group,
-            sequence: 0,
-            site,
-            step: self.member.seat.health.step(),
-        };
+        let group = *next_group;
         *next_group += 1;
-        let awaited = Arc::new(Awaited::new(self.world_size()));
-        let call = Call { awaited: Some(awaited.clone()), ..Call::new(info, self.rank(), self.member.options.timeout) };
-        let engine = self.member.run(&call, || {
-            let mut engine = self.member.seat.fabric.open(&call)?;
-            engine.barrier(&call)?;
-            Ok(engine)
-        })?;
-        tracing::debug!(rank = self.rank(), group = call.info.group, engine = engine.name(), "new group");
-        Ok(ProcessGroup::new(self.member.clone(), call.info.group, engine, awaited))
+        self.member.open_group(group, Members::all(self.world_size()), site)
+    }
+
+    /// A group of this rank alone that does its calls by `engine`.
+    #[cfg(test)]
+    pub(crate) fn group_with(&self, engine: Box<dyn crate::engine::Engine>) -> ProcessGroup {
+        let health = &self.member.seat.health;
+        let members = Arc::new(Members::new([self.rank()]));
+        let info = CallInfo::bare(Collective::NewGroup, 0, 0, Location::caller());
+        let log = health.history().open(0, members.clone());
+        let call = Call::new(info, members, self.rank(), self.member.options.timeout);
+        ProcessGroup::new(Core::new(self.member.clone(), 0, call, log, engine))
     }
 
     /// Whether the world is still whole.
@@ -271,15 +273,37 @@ impl Member {
         &self.seat.peers[self.seat.rank]
     }
 
+    /// A number for a sub-group that this rank may come to lead, given to no other.
+    pub(crate) fn sub_group_number(&self) -> u64 {
+        self.next_sub_group.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Makes the group of number `group`, together with its other members.
+    pub(crate) fn open_group(self: &Arc<Member>, group: u64, members: Members, site: Site) -> Result<ProcessGroup> {
+        let Seat { rank, health, fabric, .. } = &self.seat;
+        let info = CallInfo { step: health.step(), ..CallInfo::bare(Collective::NewGroup, group, 0, site) };
+        let call = Call::new(info, Arc::new(members), *rank, self.options.timeout);
+        let log = health.history().open(group, call.members.clone());
+        let opened = self.run(&log, &call, || {
+            let group_rank = call.group_rank()?;
+            let mut engine = fabric.open(&call)?;
+            engine.barrier(&call)?;
+            Ok((group_rank, engine))
+        });
+        let (group_rank, engine) = opened.inspect_err(|_| health.history().close(&log))?;
+        tracing::debug!(rank, group = %GroupId(group), engine = engine.name(), "new group");
+        Ok(ProcessGroup::new(Core::new(self.clone(), group_rank, call, log, engine)))
+    }
+
     /// Runs one call: not at all if the world has ended, and what goes wrong ends it.
-    pub(crate) fn run<R>(&self, call: &Call, body: impl FnOnce() -> Result<R>) -> Result<R> {
+    pub(crate) fn run<R>(&self, log: &Log, call: &Call, body: impl FnOnce() -> Result<R>) -> Result<R> {
         let health = &self.seat.health;
         if self.left.load(Ordering::Acquire) {
             return Err(health.left_error(self.seat.rank).noticed_by(&call.info));
         }
-        let id = health.history().begin(call);
+        log.begin(call);
         let result = health.check().and_then(|()| body()).map_err(|error| health.conclude(error, call));
-        health.history().end(id, result.is_ok());
+        log.end(call, result.is_ok());
         result
     }
 

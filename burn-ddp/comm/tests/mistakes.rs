@@ -175,6 +175,125 @@ const TABLE: &[Mistake] = &[
         },
         Failed("the disk is full"),
     ),
+    ("both send first", |_, g, _| g.send(&[1.0_f32; 8], 1), |_, g, _| g.send(&[1.0_f32; 8], 0), Differ("collectives")),
+    (
+        "a send of another length",
+        |_, g, _| g.send(&[1.0_f32; 8], 1),
+        |_, g, _| g.recv(&mut [1.0_f32; 4], 0),
+        Differ("lengths"),
+    ),
+    (
+        "a send that meets a collective",
+        |_, g, _| g.send(&[1.0_f32; 8], 1),
+        |_, g, _| g.broadcast(&mut [1.0_f32; 8], 0),
+        Differ("collectives"),
+    ),
+    (
+        "a collective before the send instead of after it",
+        |_, g, _| {
+            g.send(&[1_u8], 1)?;
+            g.barrier()
+        },
+        |_, g, _| {
+            g.barrier()?;
+            g.recv(&mut [1_u8], 0)
+        },
+        Differ("collectives"),
+    ),
+    (
+        "a send that nobody receives",
+        |_, g, _| {
+            g.barrier()?;
+            g.send(&[1.0_f32; 8], 1)
+        },
+        |world, g, _| {
+            g.barrier()?;
+            until_ended(world)
+        },
+        Missing("send #0 to rank 1 of group 1"),
+    ),
+    (
+        "another root of a reduction",
+        |_, g, _| g.reduce(&mut [1.0_f32; 8], ReduceOp::Sum, 0),
+        |_, g, _| g.reduce(&mut [1.0_f32; 8], ReduceOp::Sum, 1),
+        Differ("roots"),
+    ),
+    (
+        "a reduction for all and for one",
+        |_, g, _| g.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum),
+        |_, g, _| g.reduce(&mut [1.0_f32; 8], ReduceOp::Sum, 0),
+        Differ("collectives"),
+    ),
+    (
+        "a gather of other lengths",
+        |_, g, _| g.gather(&[1_i64; 3], 0).map(drop),
+        |_, g, _| g.gather(&[1_i64; 4], 0).map(drop),
+        Differ("lengths"),
+    ),
+    (
+        "a scatter that only the root takes for one",
+        |_, g, _| g.scatter(Some(&[1_i64; 6]), &mut [0; 3], 0),
+        |_, g, _| g.broadcast(&mut [0_i64; 3], 0),
+        Differ("collectives"),
+    ),
+    (
+        "all_to_all of other rows",
+        |_, g, _| g.all_to_all(&[1_u8; 4], &mut [0; 4]),
+        |_, g, _| g.all_to_all(&[1_u8; 6], &mut [0; 6]),
+        Differ("lengths"),
+    ),
+    (
+        "a split that one rank leaves out",
+        |_, g, _| g.split(Some(0), 0).map(drop),
+        |_, g, _| g.barrier(),
+        Differ("collectives"),
+    ),
+    (
+        "another call in a sub-group",
+        |_, g, _| whole(g)?.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum),
+        |_, g, _| whole(g)?.all_reduce(&mut [1.0_f32; 9], ReduceOp::Sum),
+        Differ("lengths"),
+    ),
+    (
+        "the group for its sub-group",
+        |_, g, _| whole(g)?.barrier(),
+        |_, g, _| {
+            let _part = whole(g)?;
+            g.barrier()
+        },
+        Missing("of group 0."),
+    ),
+    (
+        "another color, and then a call for both",
+        |world, g, _| {
+            let part = g.split(Some(1), 0)?.expect("a group");
+            part.barrier()?;
+            g.barrier()?;
+            until_ended(world)
+        },
+        |_, g, _| {
+            let part = g.split(Some(2), 0)?.expect("a group");
+            part.barrier()?;
+            g.all_gather(&[1_u8]).map(drop)
+        },
+        Differ("collectives"),
+    ),
+    (
+        "a pending call that does not fit",
+        |_, g, _| g.all_reduce_async(vec![1.0_f32; 8], ReduceOp::Sum).wait().map(drop),
+        |_, g, _| g.all_reduce_async(vec![1.0_f32; 8], ReduceOp::Max).wait().map(drop),
+        Differ("reduce ops"),
+    ),
+    (
+        "a pending call that one rank forgot",
+        |_, g, _| {
+            let pending = g.all_gather_async(vec![1_u8]);
+            g.barrier()?;
+            pending.wait().map(drop)
+        },
+        |_, g, _| g.barrier(),
+        Differ("collectives"),
+    ),
     (
         "objects of other types",
         |_, g, _| g.broadcast_object(Some("text, which is no number".to_string()), 0).map(drop),
@@ -182,6 +301,11 @@ const TABLE: &[Mistake] = &[
         Object,
     ),
 ];
+
+/// A sub-group of all ranks.
+fn whole(group: &ProcessGroup) -> Result<ProcessGroup> {
+    Ok(group.split(Some(0), 0)?.expect("a group"))
+}
 
 /// Waits, in no collective, until the world has ended.
 fn until_ended(world: &World) -> Result<()> {

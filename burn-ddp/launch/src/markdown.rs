@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use burn_ddp_comm::GroupId;
 use burn_ddp_comm::post_mortem::{Event, PostMortem, Record};
 
 use crate::display::{ranks, seconds};
@@ -122,10 +123,13 @@ fn ends(text: &mut String, chapter: &Chapter) {
 
 /// The last collectives of all ranks, side by side: where they part is where to look.
 fn collectives(text: &mut String, reports: &[PostMortem]) {
-    let mut calls: BTreeMap<(u64, u64), Vec<(usize, &Record)>> = BTreeMap::new();
+    /// Group, ranks and number: calls between two ranks have numbers of their own.
+    type Key = (u64, Option<[usize; 2]>, u64);
+    let mut calls: BTreeMap<Key, Vec<(usize, &Record)>> = BTreeMap::new();
     for report in reports {
         for record in &report.history {
-            calls.entry((record.group, record.sequence)).or_default().push((report.rank, record));
+            let pair = record.peer.map(|peer| [report.rank.min(peer), report.rank.max(peer)]);
+            calls.entry((record.group, pair, record.sequence)).or_default().push((report.rank, record));
         }
     }
     if calls.is_empty() {
@@ -137,7 +141,8 @@ fn collectives(text: &mut String, reports: &[PostMortem]) {
     let shown = &by_time[by_time.len().saturating_sub(COLLECTIVES)..];
     text.push_str("\n## The last collectives, the latest last\n\n");
     text.push_str("Only ranks whose world ended in an error left their calls.\n\n| group | number | ranks | call | where | state |\n|---|---|---|---|---|---|\n");
-    for ((group, sequence), records) in shown {
+    for ((group, pair, sequence), records) in shown {
+        let group = GroupId(*group);
         let mut same: BTreeMap<(&str, &str, &str), Vec<usize>> = BTreeMap::new();
         for (rank, record) in records {
             let state = match (record.ok, record.took_us) {
@@ -151,8 +156,12 @@ fn collectives(text: &mut String, reports: &[PostMortem]) {
             let who = if *who == all { "all".to_owned() } else { ranks(who) };
             let _ = writeln!(text, "| {group} | {sequence} | {who} | {} | `{}` | {state} |", cell(call), cell(site));
         }
+        let concerns = |rank: usize| match pair {
+            Some(pair) => pair.contains(&rank),
+            None => records.iter().all(|(_, record)| record.ranks.is_empty() || record.ranks.contains(&rank)),
+        };
         let came: Vec<usize> = records.iter().map(|(rank, _)| *rank).collect();
-        let absent: Vec<usize> = all.iter().copied().filter(|rank| !came.contains(rank)).collect();
+        let absent: Vec<usize> = all.iter().copied().filter(|rank| concerns(*rank) && !came.contains(rank)).collect();
         if !absent.is_empty() {
             let _ = writeln!(text, "| {group} | {sequence} | {} | did not call it | | |", ranks(&absent));
         }
@@ -195,6 +204,8 @@ mod tests {
         Record {
             group: 1,
             sequence,
+            peer: None,
+            ranks: Vec::new(),
             call: call.into(),
             site: "src/train.rs:9:5".into(),
             step: Some(3),
@@ -245,5 +256,34 @@ mod tests {
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is missing in\n{text}");
         }
+    }
+
+    #[test]
+    fn who_takes_no_part_is_not_missed() {
+        let of_some = |sequence, ranks: &[usize]| Record {
+            group: GroupId::led_by(0, 1).0,
+            ranks: ranks.to_vec(),
+            ..record(sequence, "barrier", None)
+        };
+        let send = Record { peer: Some(2), ..record(1, "send to rank 2 (f32, 8 elements)", None) };
+        let history = vec![of_some(1, &[0, 1]), send, record(1, "barrier", Some(3))];
+        let reports = vec![
+            post_mortem(0, history),
+            post_mortem(1, vec![record(1, "barrier", Some(3))]),
+            post_mortem(2, vec![record(1, "barrier", Some(3))]),
+        ];
+        let chapter =
+            Chapter { generation: 0, dir: "logs/generation-0".into(), kept: None, reports, events: Vec::new() };
+        let text = report(&[chapter]).unwrap();
+        for line in [
+            "| 0.1 | 1 | rank 0 | barrier | `src/train.rs:9:5` | under way |",
+            "| 0.1 | 1 | rank 1 | did not call it | | |",
+            "| 1 | 1 | rank 0 | send to rank 2 (f32, 8 elements) | `src/train.rs:9:5` | under way |",
+            "| 1 | 1 | rank 2 | did not call it | | |",
+            "| 1 | 1 | all | barrier | `src/train.rs:9:5` | done |",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is missing in\n{text}");
+        }
+        assert_eq!(text.matches("did not call it").count(), 2, "{text}");
     }
 }

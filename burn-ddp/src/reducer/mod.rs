@@ -8,15 +8,17 @@ mod pack;
 mod plan;
 mod worker;
 
+use std::ops::Range;
 use std::panic::Location;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{DType, ProcessGroup};
+use burn_ddp_comm::{DType, ProcessGroup, SharedBuffer, SharedView};
 
 use crate::stats::StatsCell;
 use crate::{Error, Result};
 pub(crate) use pack::Buffer;
 use pack::Sum;
+use plan::Bucket;
 pub(crate) use plan::{Caps, Plan, Slot};
 use worker::{Done, Job, Worker};
 
@@ -44,6 +46,8 @@ pub(crate) struct Settings {
     pub site: &'static Location<'static>,
     /// Every how many steps the ranks compare their parameters; 0 for never.
     pub replica_check: u64,
+    /// Buckets are reduced on a thread beside backward; else all together at its end.
+    pub overlap: bool,
 }
 
 /// What travels with the gradients of a step.
@@ -68,13 +72,17 @@ pub(crate) struct Settled {
 #[derive(Debug)]
 pub(crate) struct Reducer {
     rank: usize,
+    /// The number of the group: the same on all ranks.
+    id: u64,
     settings: Settings,
     slots: Vec<Slot>,
     plan: Plan,
     worker: Worker,
     stats: StatsCell,
     /// One per bucket; `None` while the worker holds it. Dormant ones are empty until they are first needed.
-    buffers: Vec<Option<Buffer>>,
+    buffers: Vec<Option<SharedBuffer>>,
+    /// The averages of the step that ends, one per bucket.
+    averages: Vec<Option<SharedView>>,
     /// Slots that were put in this backward.
     put: Vec<bool>,
     /// How many slots of each bucket were put in this backward.
@@ -106,13 +114,22 @@ pub(crate) struct Reducer {
 }
 
 impl Reducer {
-    pub(crate) fn new(group: ProcessGroup, slots: Vec<Slot>, settings: Settings, stats: StatsCell) -> Result<Self> {
-        let rank = group.rank();
+    /// A reducer for `slots`, which are the same on all ranks. *Collective* over `group`.
+    pub(crate) fn new(mut group: ProcessGroup, slots: Vec<Slot>, settings: Settings, stats: StatsCell) -> Result<Self> {
+        let (rank, id) = (group.rank(), group.id());
         let plan = Plan::new(&slots, &[], settings.caps);
-        let worker = Worker::start(group, settings.timeout, settings.site)
-            .map_err(|e| Error::Backward { rank, reason: format!("could not start the communication thread: {e}") })?;
+        group.attribute_to(settings.site);
+        let worker = if settings.overlap {
+            Worker::beside(group, settings.timeout).map_err(|e| Error::Backward {
+                rank,
+                reason: format!("could not start the communication thread: {e}"),
+            })?
+        } else {
+            Worker::inline(group)
+        };
         let mut reducer = Reducer {
             rank,
+            id,
             settings,
             put: vec![false; slots.len()],
             held: (0..slots.len()).map(|_| None).collect(),
@@ -121,6 +138,7 @@ impl Reducer {
             worker,
             stats,
             buffers: Vec::new(),
+            averages: Vec::new(),
             filled: Vec::new(),
             arrived: Vec::new(),
             next: 0,
@@ -135,12 +153,17 @@ impl Reducer {
             discards: 0,
             broken: None,
         };
-        reducer.fit_buffers();
+        reducer.fit_buffers()?;
         Ok(reducer)
     }
 
     pub(crate) fn slots(&self) -> &[Slot] {
         &self.slots
+    }
+
+    /// What orders the reducers of a rank in the same way on all ranks.
+    pub(crate) fn id(&self) -> u64 {
+        self.id
     }
 
     /// Reductions done so far.
@@ -193,16 +216,15 @@ impl Reducer {
             return Ok(());
         }
         if !summing {
-            let (dtype, start) = (s.dtype, place.offset_elems * s.dtype.size_bytes());
+            let start = place.offset_elems * s.dtype.size_bytes();
             let bucket = &self.plan.buckets[place.bucket];
             let Some(buffer) = self.buffers[place.bucket].as_mut() else {
                 return Err(self.fault(format!("the bucket of {} is under way already", s.path)));
             };
-            if buffer.bytes().is_empty() {
-                *buffer = Buffer::zeroed(bucket.total_bytes());
+            if buffer.len_bytes() != bucket.total_bytes() {
+                *buffer = SharedBuffer::plain(bucket.total_bytes());
             }
             buffer.bytes_mut()[start..start + gradient.len()].copy_from_slice(gradient);
-            pack::set_flag(dtype, buffer.bytes_mut(), bucket.flag_elem(place.nth), true);
         }
         self.put[slot] = true;
         self.arrived.push(slot as u32);
@@ -229,7 +251,8 @@ impl Reducer {
         every > 0 && self.step > 0 && (self.step <= 2 || self.step.is_multiple_of(every))
     }
 
-    /// All gradients of the backward were put: everything that is to be reduced is under way when it returns.
+    /// All gradients of the backward were put: everything that is to be reduced is under way when it returns, or done if no thread does
+    /// it. Reducers that meet in one backward depart in the order of their [`id`](Reducer::id).
     pub(crate) fn depart(&mut self, beside: Beside) -> Result<()> {
         if !self.reducing {
             self.forget_arrivals();
@@ -249,6 +272,7 @@ impl Reducer {
         if !self.order_agreed {
             self.submit(Job::AgreeOrder(self.arrived.clone()))?;
         }
+        self.worker.flush();
         Ok(())
     }
 
@@ -268,7 +292,8 @@ impl Reducer {
         self.order = order?;
         let last = self.plan.awake - 1;
         let bucket = &self.plan.buckets[last];
-        let wake = bucket.wake_elem().is_some_and(|e| pack::flag_is_up(bucket.dtype, self.reduced(last), e));
+        let reduced = self.average(last).map_or(&[][..], |average| average);
+        let wake = bucket.wake_elem().is_some_and(|e| pack::flag_is_up(bucket.dtype, reduced, e));
         if wake {
             for bucket in self.plan.awake..self.plan.buckets.len() {
                 self.launch(bucket, false)?;
@@ -279,29 +304,36 @@ impl Reducer {
         Ok(Some(settled))
     }
 
-    /// The reduced gradient of `slot` after [`Reducer::finish`] reduced; `None` if no rank had one.
-    pub(crate) fn gradient(&self, slot: usize) -> Option<&[u8]> {
+    /// Where the reduced gradient of `slot` is after [`Reducer::finish`] reduced: the bucket and the bytes of its
+    /// [average](Reducer::average); `None` if no rank had one.
+    pub(crate) fn gradient(&self, slot: usize) -> Option<(usize, Range<usize>)> {
         let place = self.plan.places[slot];
         let bucket = &self.plan.buckets[place.bucket];
-        if place.bucket >= self.next {
-            return None; // dormant, and nobody woke it
-        }
-        let bytes = self.reduced(place.bucket);
+        let average = self.average(place.bucket)?;
         let start = place.offset_elems * bucket.dtype.size_bytes();
-        pack::flag_is_up(bucket.dtype, bytes, bucket.flag_elem(place.nth))
-            .then(|| &bytes[start..start + self.slots[slot].len_bytes()])
+        pack::flag_is_up(bucket.dtype, average, bucket.flag_elem(place.nth))
+            .then(|| (place.bucket, start..start + self.slots[slot].len_bytes()))
+    }
+
+    /// What the bucket was reduced to in the step that ends; `None` if it is dormant, and nobody woke it.
+    pub(crate) fn average(&self, bucket: usize) -> Option<&SharedView> {
+        self.averages.get(bucket)?.as_ref()
     }
 
     /// Ends the step after the results were taken: all is ready for the next one. After the first step the buckets are cut anew,
-    /// in the order in which rank 0's gradients came.
-    pub(crate) fn end_step(&mut self) {
-        if let Some(order) = self.order.take() {
-            self.plan = Plan::new(&self.slots, &order, self.settings.caps);
-            self.order_agreed = true;
-            self.fit_buffers();
-        }
+    /// in the order in which rank 0's gradients came. *Collective*.
+    pub(crate) fn end_step(&mut self) -> Result<()> {
         self.step += 1;
         self.discard();
+        if let Some(order) = self.order.take() {
+            self.order_agreed = true;
+            let plan = Plan::new(&self.slots, &order, self.settings.caps);
+            if plan != self.plan {
+                self.plan = plan;
+                self.fit_buffers()?;
+            }
+        }
+        Ok(())
     }
 
     /// Forgets gradients of micro-batches that were not reduced yet, as all ranks do.
@@ -312,11 +344,15 @@ impl Reducer {
 
     /// Forgets everything of the running step.
     pub(crate) fn discard(&mut self) {
+        for (bucket, buffer) in self.worker.recall() {
+            self.buffers[bucket] = Some(buffer);
+        }
         if self.broken.is_none() && self.buffers.iter().any(Option::is_none) {
             self.broken = Some(self.fault(
                 "an earlier backward ended half-way (an error or a panic) with buckets under way; the ranks cannot get back in step".into(),
             ));
         }
+        self.averages.iter_mut().for_each(|average| *average = None);
         self.micro_batches = 0;
         self.items = 0.0;
         self.held.iter_mut().for_each(|h| *h = None);
@@ -356,8 +392,8 @@ impl Reducer {
         let Some(mut buffer) = self.buffers[index].take() else {
             return Err(self.fault(format!("bucket {index} is under way already")));
         };
-        if buffer.bytes().len() != bucket.total_bytes() {
-            buffer = Buffer::zeroed(bucket.total_bytes());
+        if buffer.len_bytes() != bucket.total_bytes() {
+            buffer = SharedBuffer::plain(bucket.total_bytes());
         }
         let bytes = buffer.bytes_mut();
         let items = match self.settings.reduction {
@@ -390,7 +426,7 @@ impl Reducer {
             let up = sleeper.into_iter().any(|&s| self.put[s] || self.held[s].is_some());
             pack::set_flag(bucket.dtype, bytes, elem, up);
         }
-        self.stats.launched(bucket.total_bytes(), during_backward);
+        self.stats.launched(bucket.total_bytes(), during_backward && self.worker.is_beside());
         let weight = (self.settings.reduction == Reduction::Mean).then_some(self.items);
         // 16 bits of discards, 28 of steps, 20 of buckets: enough to tell calls apart that could meet.
         let tag = (self.discards & 0xffff) << 48 | (self.step & 0xfff_ffff) << 20 | index as u64;
@@ -406,8 +442,11 @@ impl Reducer {
                 Ok(Done::Reduced { bucket, buffer, busy, result }) if bucket == expected => {
                     self.buffers[bucket] = Some(buffer);
                     self.stats.busy(busy);
-                    if let Err(e) = result {
-                        first_error.get_or_insert(Error::from(e));
+                    match result {
+                        Ok(average) => self.averages[bucket] = Some(average),
+                        Err(e) => {
+                            first_error.get_or_insert(Error::from(e));
+                        }
                     }
                 }
                 other => return Err(self.out_of_order(other.err())),
@@ -416,7 +455,7 @@ impl Reducer {
         first_error.map_or(Ok(()), Err)
     }
 
-    fn settle(&self, buffers: usize, digests: bool) -> Result<Settled> {
+    fn settle(&mut self, buffers: usize, digests: bool) -> Result<Settled> {
         let mut settled = Settled::default();
         let mut first_error = None;
         for _ in 0..buffers {
@@ -441,7 +480,7 @@ impl Reducer {
     }
 
     /// What [`Job::AgreeOrder`] of this step yields, if there was one.
-    fn agreed_order(&self) -> Result<Option<Vec<usize>>> {
+    fn agreed_order(&mut self) -> Result<Option<Vec<usize>>> {
         if self.order_agreed {
             return Ok(None);
         }
@@ -451,11 +490,7 @@ impl Reducer {
         }
     }
 
-    fn reduced(&self, bucket: usize) -> &[u8] {
-        self.buffers[bucket].as_ref().map_or(&[], |b| b.bytes())
-    }
-
-    fn submit(&self, job: Job) -> Result<()> {
+    fn submit(&mut self, job: Job) -> Result<()> {
         self.worker.submit(job).map_err(|e| self.fault(e))
     }
 
@@ -466,14 +501,22 @@ impl Reducer {
         self.next = 0;
     }
 
-    fn fit_buffers(&mut self) {
-        self.buffers = self
-            .plan
-            .buckets
-            .iter()
-            .map(|b| Some(if b.dormant { Buffer::default() } else { Buffer::zeroed(b.total_bytes()) }))
-            .collect();
+    /// Gets buffers for the plan. *Collective*.
+    fn fit_buffers(&mut self) -> Result<()> {
+        self.buffers.clear();
+        let lens = self.plan.buckets[..self.plan.awake].iter().map(Bucket::total_bytes).collect();
+        self.submit(Job::Allocate(lens))?;
+        let awake = match self.worker.next() {
+            Ok(Done::Allocated(Ok(buffers))) => Ok(buffers),
+            Ok(Done::Allocated(Err(e))) => Err(Error::from(e)),
+            other => Err(self.out_of_order(other.err())),
+        };
+        let awake = awake.inspect_err(|e| self.broken = Some(e.clone()))?;
+        self.buffers.extend(awake.into_iter().map(Some));
+        self.buffers.resize_with(self.plan.buckets.len(), || Some(SharedBuffer::plain(0)));
+        self.averages = vec![None; self.plan.buckets.len()];
         self.filled = vec![0; self.plan.buckets.len()];
+        Ok(())
     }
 
     fn out_of_order(&self, lost: Option<String>) -> Error {

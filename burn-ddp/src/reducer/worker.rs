@@ -1,19 +1,22 @@
-//! The communication thread of one wrapped model: reduces buckets in the order in which they are handed over, while
-//! backward goes on.
+//! Does the collectives of one wrapped model in the order in which they are handed over: on a thread beside backward, or, where no core
+//! is free for one, all together when backward is done.
 
-use std::panic::Location;
+use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{DType, ProcessGroup, ReduceOp};
+use burn_ddp_comm::{DType, ProcessGroup, ReduceOp, SharedBuffer, SharedView};
 
 use super::pack::Buffer;
 
+#[derive(Debug)]
 pub(crate) enum Job {
+    /// Buffers of these lengths in bytes, to reduce in.
+    Allocate(Vec<usize>),
     Reduce {
         bucket: usize,
         dtype: DType,
-        buffer: Buffer,
+        buffer: SharedBuffer,
         /// Items this rank contributes to the mean; `None` sums.
         weight: Option<f64>,
         /// Names step and bucket; compared between the ranks.
@@ -27,82 +30,121 @@ pub(crate) enum Job {
     AgreeOrder(Vec<u32>),
 }
 
+#[derive(Debug)]
 pub(crate) enum Done {
-    Reduced { bucket: usize, buffer: Buffer, busy: Duration, result: burn_ddp_comm::Result<()> },
+    Allocated(burn_ddp_comm::Result<Vec<SharedBuffer>>),
+    Reduced { bucket: usize, buffer: SharedBuffer, busy: Duration, result: burn_ddp_comm::Result<SharedView> },
     Buffers { dtype: DType, buffer: Buffer, result: burn_ddp_comm::Result<()> },
     Digests(burn_ddp_comm::Result<Vec<Vec<i64>>>),
     Order(burn_ddp_comm::Result<Vec<u32>>),
 }
 
-/// Handle of the thread. Dropping it ends the thread after the collective it is in.
+/// Who does the collectives.
 #[derive(Debug)]
-pub(crate) struct Worker {
-    /// `None` once the thread is to end.
-    jobs: Option<Sender<Job>>,
-    done: Receiver<Done>,
-    patience: Duration,
+pub(crate) enum Worker {
+    /// A thread, which ends after the collective it is in when this is dropped.
+    Beside { jobs: Sender<Job>, done: Receiver<Done>, patience: Duration },
+    /// Whoever [flushes](Worker::flush).
+    Inline { group: ProcessGroup, todo: VecDeque<Job>, done: VecDeque<Done> },
+    /// Nobody any more.
+    Retired,
 }
 
 impl Worker {
-    /// Errors show `site` as the caller: where the model was wrapped.
-    pub(crate) fn start(
-        group: ProcessGroup,
-        timeout: Duration,
-        site: &'static Location<'static>,
-    ) -> std::io::Result<Self> {
+    /// A thread that works on `group`.
+    pub(crate) fn beside(group: ProcessGroup, timeout: Duration) -> std::io::Result<Self> {
         let (jobs, todo) = channel();
         let (finished, done) = channel();
-        std::thread::Builder::new()
-            .name(format!("ddp-reduce-{}", group.rank()))
-            .spawn(move || run(&group, site, &todo, &finished))?;
+        std::thread::Builder::new().name(format!("ddp-reduce-{}", group.rank())).spawn(move || {
+            while let Ok(job) = todo.recv() {
+                if finished.send(run(&group, job)).is_err() {
+                    return;
+                }
+            }
+        })?;
         // The group keeps its own deadline; the slack only guards against a lost thread.
-        Ok(Worker { jobs: Some(jobs), done, patience: timeout.saturating_add(Duration::from_secs(30)) })
+        Ok(Worker::Beside { jobs, done, patience: timeout.saturating_add(Duration::from_secs(30)) })
+    }
+
+    /// The thread that calls works on `group`.
+    pub(crate) fn inline(group: ProcessGroup) -> Self {
+        Worker::Inline { group, todo: VecDeque::new(), done: VecDeque::new() }
+    }
+
+    /// Whether jobs are done while the caller goes on.
+    pub(crate) fn is_beside(&self) -> bool {
+        matches!(self, Worker::Beside { .. })
     }
 
     /// Hands over one job. Never blocks.
-    pub(crate) fn submit(&self, job: Job) -> Result<(), String> {
-        let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
+    pub(crate) fn submit(&mut self, job: Job) -> Result<(), String> {
+        let sent = match self {
+            Worker::Beside { jobs, .. } => jobs.send(job).is_ok(),
+            Worker::Inline { todo, .. } => {
+                todo.push_back(job);
+                true
+            }
+            Worker::Retired => false,
+        };
         if sent { Ok(()) } else { Err("the communication thread has ended: the wrapped model is gone".to_string()) }
+    }
+
+    /// Does what was handed over, if nobody else does.
+    pub(crate) fn flush(&mut self) {
+        if let Worker::Inline { group, todo, done } = self {
+            done.extend(todo.drain(..).map(|job| run(group, job)));
+        }
+    }
+
+    /// The buffers, by bucket, of what was handed over and not begun.
+    pub(crate) fn recall(&mut self) -> Vec<(usize, SharedBuffer)> {
+        let Worker::Inline { todo, .. } = self else { return Vec::new() };
+        let reductions = todo.drain(..).filter_map(|job| match job {
+            Job::Reduce { bucket, buffer, .. } => Some((bucket, buffer)),
+            _ => None,
+        });
+        reductions.collect()
     }
 
     /// Ends the thread after what it was handed.
     pub(crate) fn retire(&mut self) {
-        self.jobs = None;
+        *self = Worker::Retired;
     }
 
     /// The next finished job, in the order of submission.
-    pub(crate) fn next(&self) -> Result<Done, String> {
-        self.done.recv_timeout(self.patience).map_err(|e| match e {
-            RecvTimeoutError::Timeout => format!("the communication thread has not answered for {:?}", self.patience),
-            RecvTimeoutError::Disconnected => "the communication thread has ended".to_string(),
-        })
+    pub(crate) fn next(&mut self) -> Result<Done, String> {
+        self.flush();
+        match self {
+            Worker::Beside { done, patience, .. } => done.recv_timeout(*patience).map_err(|e| match e {
+                RecvTimeoutError::Timeout => format!("the communication thread has not answered for {patience:?}"),
+                RecvTimeoutError::Disconnected => "the communication thread has ended".to_string(),
+            }),
+            Worker::Inline { done, .. } => done.pop_front().ok_or_else(|| "there is nothing left to do".to_string()),
+            Worker::Retired => Err("the wrapped model is gone".to_string()),
+        }
     }
 }
 
-fn run(group: &ProcessGroup, site: &'static Location<'static>, todo: &Receiver<Job>, finished: &Sender<Done>) {
-    while let Ok(job) = todo.recv() {
-        let done = match job {
-            Job::Reduce { bucket, dtype, mut buffer, weight, tag } => {
-                let start = Instant::now();
-                let result = match weight {
-                    Some(w) => group.all_reduce_weighted_at(dtype, buffer.bytes_mut(), w, tag, site),
-                    None => group.all_reduce_at(dtype, buffer.bytes_mut(), ReduceOp::Sum, tag, site),
-                };
-                Done::Reduced { bucket, buffer, busy: start.elapsed(), result }
-            }
-            Job::Buffers { dtype, mut buffer, weight } => {
-                let result = match weight {
-                    Some(w) => group.all_reduce_weighted_at(dtype, buffer.bytes_mut(), w, 0, site),
-                    None => group.broadcast_bytes(dtype, buffer.bytes_mut(), 0),
-                };
-                Done::Buffers { dtype, buffer, result }
-            }
-            Job::Digests(digests) => Done::Digests(gather(group, &digests)),
-            Job::AgreeOrder(order) => Done::Order(group.broadcast_object((group.rank() == 0).then_some(order), 0)),
-        };
-        if finished.send(done).is_err() {
-            return;
+fn run(group: &ProcessGroup, job: Job) -> Done {
+    match job {
+        Job::Allocate(lens) => Done::Allocated(group.shared_buffers(&lens)),
+        Job::Reduce { bucket, dtype, mut buffer, weight, tag } => {
+            let start = Instant::now();
+            let result = match weight {
+                Some(w) => group.all_reduce_weighted_shared(dtype, &mut buffer, w, tag),
+                None => group.all_reduce_shared(dtype, &mut buffer, ReduceOp::Sum, tag),
+            };
+            Done::Reduced { bucket, buffer, busy: start.elapsed(), result }
         }
+        Job::Buffers { dtype, mut buffer, weight } => {
+            let result = match weight {
+                Some(w) => group.all_reduce_weighted_bytes(dtype, buffer.bytes_mut(), w, 0),
+                None => group.broadcast_bytes(dtype, buffer.bytes_mut(), 0),
+            };
+            Done::Buffers { dtype, buffer, result }
+        }
+        Job::Digests(digests) => Done::Digests(gather(group, &digests)),
+        Job::AgreeOrder(order) => Done::Order(group.broadcast_object((group.rank() == 0).then_some(order), 0)),
     }
 }
 

@@ -1,5 +1,6 @@
 //! What sits on a parameter and sees its gradient. `README.md` beside this file tells how.
 
+mod memory;
 mod ops;
 mod tapped;
 
@@ -13,6 +14,7 @@ use burn::tensor::{Device, Gradients, Tensor};
 
 use crate::ddp::Ddp;
 use crate::{Error, Result};
+pub use memory::GradientMemory;
 pub use ops::{DdpBackend, TapHandle};
 pub(crate) use tapped::{SharedBuffers, Tapped};
 use tapped::{lost_tap, past_tap};

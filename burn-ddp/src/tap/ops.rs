@@ -14,6 +14,7 @@ use burn::backend::autodiff::{Autodiff, NodeId};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{AutodiffBackend, Backend, backend_extension};
 
+use super::memory::GradientMemory;
 use super::tapped::{Read, Tapped};
 
 /// A tensor of the autodiff backend over `B`, whatever its checkpointing strategy.
@@ -65,7 +66,7 @@ pub(crate) struct HookState {
 #[derive(Debug)]
 struct Hook;
 
-impl<B: DdpBackend> Backward<B, 2> for Hook {
+impl<B: DdpBackend + GradientMemory> Backward<B, 2> for Hook {
     type State = HookState;
 
     fn backward(self, ops: Ops<HookState, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
@@ -78,7 +79,7 @@ impl<B: DdpBackend> Backward<B, 2> for Hook {
 #[derive(Debug)]
 struct Gate;
 
-impl<B: DdpBackend> Backward<B, 1> for Gate {
+impl<B: DdpBackend + GradientMemory> Backward<B, 1> for Gate {
     type State = Arc<Tapped>;
 
     fn backward(self, ops: Ops<Arc<Tapped>, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
@@ -106,7 +107,7 @@ pub(crate) fn rung_above<B: Backend, C: CheckpointStrategy>(below: &AutodiffTens
     }
 }
 
-impl<B: DdpBackend, C: CheckpointStrategy> DdpBackend for Autodiff<B, C> {
+impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autodiff<B, C> {
     fn grad_tap(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         if !x.is_tracked() {
             tap.tapped.note_frozen::<B>(tap.slot, &x);

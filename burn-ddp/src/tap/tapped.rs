@@ -12,9 +12,10 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{Device, Shape, TensorData, read_sync};
+use burn::tensor::{Bytes, Device, Shape, TensorData, read_sync};
 
 use super::UNREAD;
+use super::memory::{GradientMemory, shared_bytes};
 use super::ops::{AutodiffTensor, DdpBackend, new_leaf, rung_above, untracked};
 use crate::buffers::{self, BufferPolicy, Buffers};
 use crate::convert::{burn_dtype, comm_dtype};
@@ -44,6 +45,8 @@ pub(crate) struct Tapped {
     pub(crate) ddp: Ddp,
     /// Autodiff device of the model, for stand-in leaves.
     pub(crate) device: Device,
+    /// What orders the wrapped models of a rank in the same way on all ranks.
+    id: u64,
     /// Reads of each slot whose hook may still fire. Written by forward (up) and by dropped hook states (down).
     outstanding: Vec<AtomicUsize>,
     /// Taps of each slot that there are, over all copies of the model.
@@ -118,6 +121,8 @@ struct State {
     /// The user was told which parameters have no gradient.
     told_unused: bool,
     error: Option<Error>,
+    /// The averages of the last step by bucket, which the gradients it delivered look at. Kept until the next backward.
+    averages: Vec<Option<Arc<Bytes>>>,
     /// Batches read from loaders when the last backward began.
     last_batch: u64,
     /// Track and epoch of that batch, if it came from a loader.
@@ -182,6 +187,7 @@ impl Tapped {
         let cloned = reducer.slots().iter().map(|s| clones[s.first_clone] > 1).collect();
         let slots = reducer.slots().len();
         Tapped {
+            id: reducer.id(),
             cloned,
             ddp,
             device,
@@ -207,6 +213,7 @@ impl Tapped {
                 digested: false,
                 told_unused: false,
                 error: None,
+                averages: Vec::new(),
                 last_batch: 0,
                 epoch: None,
             }),
@@ -290,7 +297,7 @@ impl Tapped {
     }
 
     /// The gradient of one read has arrived.
-    pub(crate) fn hook<B: DdpBackend>(
+    pub(crate) fn hook<B: DdpBackend + GradientMemory>(
         self: Arc<Self>,
         read: Arc<Read>,
         leaf: NodeId,
@@ -329,10 +336,12 @@ impl Tapped {
     }
 
     /// A gate was reached. The last one of a backward waits for the averages and registers them.
-    pub(crate) fn gate<B: DdpBackend>(&self, parent_is_leaf: bool, grads: &mut Gradients) {
+    pub(crate) fn gate<B: DdpBackend + GradientMemory>(&self, parent_is_leaf: bool, grads: &mut Gradients) {
         // Gates run after all hooks. If several wrapped models meet in this backward, all of them depart before any waits:
         // their gates may come in another order on other ranks.
-        for entered in ENTERED.take().iter().filter_map(Weak::upgrade) {
+        let mut entered: Vec<_> = ENTERED.take().iter().filter_map(Weak::upgrade).collect();
+        entered.sort_by_key(|tapped| tapped.id);
+        for entered in entered {
             let mut guard = entered.lock();
             let state = &mut *guard;
             if entered.is_running::<B>(state, grads) && state.error.is_none() {
@@ -367,7 +376,7 @@ impl Tapped {
     }
 
     /// All hooks have fired: what waits for other reads goes as it is, and every bucket is under way when it returns.
-    fn depart<B: DdpBackend>(&self, state: &mut State) -> Result<()> {
+    fn depart<B: DdpBackend + GradientMemory>(&self, state: &mut State) -> Result<()> {
         if std::mem::replace(&mut state.departed, true) {
             return Ok(());
         }
@@ -380,7 +389,7 @@ impl Tapped {
         state.reducer.depart(beside)
     }
 
-    fn deliver<B: DdpBackend>(&self, state: &mut State, grads: &mut Gradients) -> Result<()> {
+    fn deliver<B: DdpBackend + GradientMemory>(&self, state: &mut State, grads: &mut Gradients) -> Result<()> {
         self.depart::<B>(state)?;
         state.delivered.fill(None);
         state.digested = state.reducer.step() <= 2 || state.reducer.compares_replicas();
@@ -402,13 +411,14 @@ impl Tapped {
         let device = state.device::<B>().ok_or_else(|| self.fault("the backend changed during backward".into()))?;
         let mut unused = Vec::new();
         for slot in 0..state.slots.len() {
-            let Some(bytes) = state.reducer.gradient(slot) else { continue };
+            let Some((bucket, range)) = state.reducer.gradient(slot) else { continue };
+            let Some(bytes) = state.averages(bucket) else { continue };
             let s = &state.reducer.slots()[slot];
-            let data = TensorData::from_bytes_vec(bytes.to_vec(), Shape::from(s.dims.clone()), burn_dtype(s.dtype));
-            let average = B::float_from_data(data, &device);
+            let average =
+                B::from_shared(&bytes, range.clone(), Shape::from(s.dims.clone()), burn_dtype(s.dtype), &device);
             match state.slots[slot].leaf {
                 Some(leaf) => {
-                    let digest = if state.digested { replicas::digest(bytes) } else { UNREAD };
+                    let digest = if state.digested { replicas::digest(&bytes[range]) } else { UNREAD };
                     state.delivered[slot] = Some(digest);
                     grads.register::<B>(leaf, average);
                 }
@@ -430,7 +440,7 @@ impl Tapped {
         }
         unused.dedup();
         self.tell_unused(state);
-        state.reducer.end_step();
+        state.reducer.end_step()?;
         self.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
         if !unused.is_empty() {
             let mut pending = self.lock_pending();
@@ -679,6 +689,7 @@ impl Tapped {
         state.epoch = epoch;
         state.last_batch = batch.number;
         self.ddp.world().set_step(state.reducer.step());
+        state.averages.clear();
         state.reducer.begin(batch.items, self.holding.load(Ordering::Acquire) > 0)
     }
 
@@ -712,16 +723,33 @@ impl Tapped {
 
 impl State {
     /// Hands the final gradient of a slot to the reducer.
-    fn put<B: Backend>(&mut self, slot: usize, gradient: FloatTensor<B>) -> Result<()> {
+    fn put<B: GradientMemory>(&mut self, slot: usize, gradient: FloatTensor<B>) -> Result<()> {
         self.slots[slot].done = true;
-        let s = &self.reducer.slots()[slot];
-        let (path, expected) = (s.path.clone(), s.dtype);
-        let data = read_sync(B::float_into_data(gradient))
-            .map_err(|e| self.reducer.fault(format!("reading the gradient of {path}: {e:?}")))?;
-        if comm_dtype(data.dtype()) != Some(expected) {
-            return Err(self.reducer.fault(format!("the gradient of {path} is {:?}, but the model was wrapped with {expected}: wrap again after changing dtypes", data.dtype())));
+        let reducer = &mut self.reducer;
+        let put = B::with_bytes(gradient, |dtype, bytes| {
+            let s = &reducer.slots()[slot];
+            if comm_dtype(dtype) != Some(s.dtype) {
+                return Err(reducer.fault(format!(
+                    "the gradient of {} is {dtype:?}, but the model was wrapped with {}: wrap again after changing dtypes",
+                    s.path, s.dtype
+                )));
+            }
+            reducer.put(slot, bytes)
+        });
+        put.map_err(|e| {
+            self.reducer.fault(format!("reading the gradient of {}: {e}", self.reducer.slots()[slot].path))
+        })?
+    }
+
+    /// The bytes that the gradients of a bucket look at, after a reduction.
+    fn averages(&mut self, bucket: usize) -> Option<Arc<Bytes>> {
+        if self.averages.len() <= bucket {
+            self.averages.resize(bucket + 1, None);
         }
-        self.reducer.put(slot, data.as_bytes())
+        if self.averages[bucket].is_none() {
+            self.averages[bucket] = self.reducer.average(bucket).map(shared_bytes);
+        }
+        self.averages[bucket].clone()
     }
 
     /// Device of the backend that runs, known from the sentinel.

@@ -153,7 +153,9 @@ impl Run {
 
     /// [`Run::wrap`] with settings of the case.
     pub fn wrap_with<M: Module + 'static>(&self, model: M, config: WrapConfig) -> Result<M> {
-        let config = config.with_first_bucket_cap_bytes(200).with_bucket_cap_bytes(500);
+        // Both ways to reduce: beside backward and after it.
+        let overlap = self.ddp.engine() == "threads";
+        let config = config.with_first_bucket_cap_bytes(200).with_bucket_cap_bytes(500).with_overlap(overlap);
         let model = self.ddp.wrap_with(model, &config)?;
         self.started.borrow_mut().extend(values(&model));
         Ok(model)

@@ -7,21 +7,24 @@ use std::time::{Duration, Instant};
 
 use crate::call::Call;
 use crate::net::wait::deadline_in;
-use crate::{DType, ReduceOp, Result};
+use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
+pub(crate) mod by_place;
 mod host;
+#[cfg(target_os = "linux")]
+pub(crate) mod shm;
 pub(crate) mod tcp;
 pub(crate) mod threads;
 
 pub use host::HostEngine;
 
-/// The collectives of one group on one rank, on raw bytes.
+/// The collectives of one group on one rank, on raw bytes. Ranks are group ranks: places in the group.
 ///
 /// The caller has checked what can be checked on one rank: ranks are in range, lengths are whole elements and fit
 /// together, the reduce op supports the dtype. The engine compares `call` with the peers' calls. On an error the
 /// buffers hold unspecified bytes.
 pub trait Engine: Send {
-    /// Its name: `threads`, `tcp`, …
+    /// Its name: `threads`, `shm`, `tcp`, …
     fn name(&self) -> &'static str;
 
     /// Waits until all ranks are here.
@@ -48,12 +51,50 @@ pub trait Engine: Send {
         output: &mut [u8],
         op: ReduceOp,
     ) -> Result<()>;
+
+    /// Reduces `buf` over all ranks into `buf` of `root`; the others' stay as they are.
+    fn reduce(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()>;
+
+    /// Fills `outputs[r]` of `root` with the input of rank `r`. Only the root passes outputs. All lengths are alike.
+    fn gather(&mut self, call: &Call, input: &[u8], outputs: Option<&mut [&mut [u8]]>, root: usize) -> Result<()>;
+
+    /// Fills `output` of rank `r` with `inputs[r]` of `root`. Only the root passes inputs. All lengths are alike.
+    fn scatter(&mut self, call: &Call, inputs: Option<&[&[u8]]>, output: &mut [u8], root: usize) -> Result<()>;
+
+    /// Copies row `j` of `input` to row `rank` of `output` of rank `j`. Both are `[world, n]`.
+    fn all_to_all(&mut self, call: &Call, input: &[u8], output: &mut [u8]) -> Result<()>;
+
+    /// Sends to one rank and receives from one, which may be the same; at least one of both, never this rank. Only the ranks
+    /// named take part, and each compares its part of `call`, [`Call::info_for`] the other. Returns when what was sent has
+    /// been received.
+    fn send_recv(&mut self, call: &Call, send: Option<Outgoing<'_>>, receive: Option<&mut Incoming<'_>>) -> Result<()>;
+
+    /// Buffers of these sizes for [`all_reduce_shared`](Self::all_reduce_shared), the same on all ranks.
+    fn shared_buffers(&mut self, call: &Call, lens: &[usize]) -> Result<Vec<SharedBuffer>> {
+        self.barrier(call)?;
+        Ok(lens.iter().map(|len| SharedBuffer::plain(*len)).collect())
+    }
+
+    /// Reduces `buffer` over all ranks; `op` is `None` for the mean weighted by [`Call::weight`].
+    fn all_reduce_shared(
+        &mut self,
+        call: &Call,
+        dtype: DType,
+        buffer: &mut SharedBuffer,
+        op: Option<ReduceOp>,
+    ) -> Result<SharedView> {
+        match op {
+            Some(op) => self.all_reduce(call, dtype, buffer.bytes_mut(), op)?,
+            None => self.all_reduce_weighted(call, dtype, buffer.bytes_mut())?,
+        }
+        Ok(buffer.view())
+    }
 }
 
 /// A frame to a peer.
 #[derive(Clone, Copy, Debug)]
 pub struct Outgoing<'a> {
-    /// To whom.
+    /// To whom, by group rank.
     pub peer: usize,
     /// The bytes behind the header; may be empty.
     pub payload: &'a [u8],
@@ -62,7 +103,7 @@ pub struct Outgoing<'a> {
 /// A frame from a peer.
 #[derive(Debug)]
 pub struct Incoming<'a> {
-    /// From whom.
+    /// From whom, by group rank.
     pub peer: usize,
     /// Where the payload goes; its length is what must come. May be empty: then only the header comes.
     pub payload: &'a mut [u8],
@@ -77,20 +118,31 @@ impl<'a> Incoming<'a> {
     }
 }
 
+/// Bytes that came from all other ranks, at the same place in their frames.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece<'a> {
+    /// How many bytes of each frame came before.
+    pub start: usize,
+    /// The bytes of each other rank, in rank order, all of one length.
+    pub rows: &'a [&'a [u8]],
+    /// Everybody's weight, by group rank.
+    pub weights: &'a [f64],
+}
+
 /// The one primitive of engines between hosts.
 pub trait Transport: Send {
     /// Its name, which is the engine's.
     fn name(&self) -> &'static str;
 
-    /// This rank.
+    /// This rank in the group.
     fn rank(&self) -> usize;
 
-    /// How many ranks there are.
+    /// How many ranks the group has.
     fn world_size(&self) -> usize;
 
     /// Sends at most one frame to each peer and receives at most one from each, all at the same time; returns when all
     /// that is to be received has come and all that is to be sent is out of the caller's memory. Each frame starts with
-    /// [`call.header(payload.len())`](Call::header); each header that comes is passed to [`Call::check_header`] before
+    /// [`call.header(peer, payload.len())`](Call::header); each header that comes is passed to [`Call::check_header`] before
     /// room is made for what follows it.
     ///
     /// Frames between two ranks arrive in the order they were sent. A peer may be an exchange ahead. A frame that has
@@ -100,6 +152,37 @@ pub trait Transport: Send {
     /// As soon as one is known: the cause in [`Health`](crate::health::Health), a peer that left or was lost and whose
     /// frame has not come, a header that does not fit, or [`Call::timed_out`] naming the peers that were waited for.
     fn exchange(&mut self, call: &Call, sends: &[Outgoing<'_>], receives: &mut [Incoming<'_>]) -> Result<()>;
+
+    /// An [`exchange`](Self::exchange) that receives a frame of `len` bytes from every other rank, of which only a part need be in
+    /// memory at a time: `take` gets them piece by piece, in order, and at least once. `scratch` is memory to use, kept by the caller.
+    ///
+    /// # Errors
+    /// Like `exchange`; `take` may have been called before.
+    fn collect(
+        &mut self,
+        call: &Call,
+        sends: &[Outgoing<'_>],
+        len: usize,
+        scratch: &mut Vec<u8>,
+        take: &mut dyn FnMut(Piece<'_>),
+    ) -> Result<()> {
+        let (rank, world_size) = (self.rank(), self.world_size());
+        let peers = (0..world_size).filter(|peer| *peer != rank);
+        scratch.resize(len * (world_size - 1), 0);
+        let mut rest = &mut scratch[..];
+        let mut receives = Vec::with_capacity(world_size - 1);
+        for peer in peers {
+            let (room, behind) = rest.split_at_mut(len);
+            receives.push(Incoming::new(peer, room));
+            rest = behind;
+        }
+        self.exchange(call, sends, &mut receives)?;
+        let mut weights = vec![call.weight; world_size];
+        receives.iter().for_each(|receive| weights[receive.peer] = receive.weight);
+        let rows: Vec<&[u8]> = receives.iter().map(|receive| &*receive.payload).collect();
+        take(Piece { start: 0, rows: &rows, weights: &weights });
+        Ok(())
+    }
 }
 
 /// Makes the engines of one rank's groups.
@@ -107,8 +190,9 @@ pub trait Fabric: Send + Sync {
     /// The name of its engines.
     fn name(&self) -> &'static str;
 
-    /// This rank's engine of a new group; the ranks' engines may still be on their way to each other when it returns.
-    /// `call.info.group` is the group's number, the same on all ranks; numbers are not reused.
+    /// This rank's engine of a new group of the ranks `call.members`, one of which this rank is; the ranks' engines may still
+    /// be on their way to each other when it returns. `call.info.group` is the group's number, the same on all its ranks;
+    /// no two groups of a world have the same.
     ///
     /// # Errors
     /// Like [`Transport::exchange`].
@@ -126,7 +210,7 @@ impl Stall {
     /// For a wait of `call`.
     pub(crate) fn new(call: &Call, after: Duration) -> Stall {
         // What is never due is due at the deadline, which comes first.
-        Stall { at: call.started.checked_add(after).unwrap_or(call.deadline), interval: after }
+        Stall { at: call.started().checked_add(after).unwrap_or_else(|| call.deadline()), interval: after }
     }
 
     /// Whether it is time; then the next time is later.

@@ -37,7 +37,7 @@ struct Inbox {
 }
 
 struct Arrivals {
-    /// By sender, oldest first. Never long: every collective waits for everybody.
+    /// By sender's group rank, oldest first. Never long: every collective waits for everybody.
     frames: Vec<VecDeque<Frame>>,
     /// Who will send no more.
     closed: Vec<bool>,
@@ -63,20 +63,20 @@ impl Fabric for ThreadsFabric {
     }
 
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
-        let world_size = self.health.peers().len();
-        let hub = self.job.hub(call.info.group, world_size);
-        let inbox = Arc::downgrade(&hub.inboxes[self.health.rank()]);
+        let rank = call.group_rank()?;
+        let hub = self.job.hub(call.info.group, call.members.count());
+        let inbox = Arc::downgrade(&hub.inboxes[rank]);
         self.health.add_waker(inbox);
-        Ok(Box::new(HostEngine::new(Threads { hub, health: self.health.clone() })))
+        Ok(Box::new(HostEngine::new(Threads { rank, hub, health: self.health.clone() })))
     }
 }
 
 impl Job {
-    fn hub(&self, group: u64, world_size: usize) -> Arc<Hub> {
+    fn hub(&self, group: u64, group_size: usize) -> Arc<Hub> {
         let mut opening = lock(&self.opening);
-        let (hub, opened) = opening.entry(group).or_insert_with(|| (Arc::new(Hub::new(world_size)), 0));
+        let (hub, opened) = opening.entry(group).or_insert_with(|| (Arc::new(Hub::new(group_size)), 0));
         *opened += 1;
-        let (hub, all_have_it) = (hub.clone(), *opened == world_size);
+        let (hub, all_have_it) = (hub.clone(), *opened == group_size);
         if all_have_it {
             opening.remove(&group);
         }
@@ -85,13 +85,13 @@ impl Job {
 }
 
 impl Hub {
-    fn new(world_size: usize) -> Hub {
+    fn new(group_size: usize) -> Hub {
         let inbox = || {
-            let frames = (0..world_size).map(|_| VecDeque::new()).collect();
-            let arrivals = Arrivals { frames, closed: vec![false; world_size] };
+            let frames = (0..group_size).map(|_| VecDeque::new()).collect();
+            let arrivals = Arrivals { frames, closed: vec![false; group_size] };
             Arc::new(Inbox { arrivals: Mutex::new(arrivals), changed: Condvar::new() })
         };
-        Hub { inboxes: (0..world_size).map(|_| inbox()).collect(), spare: Mutex::new(Vec::new()) }
+        Hub { inboxes: (0..group_size).map(|_| inbox()).collect(), spare: Mutex::new(Vec::new()) }
     }
 
     fn copy(&self, payload: &[u8]) -> Arc<Vec<u8>> {
@@ -110,6 +110,8 @@ impl Hub {
 
 /// One rank's side of a group.
 struct Threads {
+    /// This rank in the group.
+    rank: usize,
     hub: Arc<Hub>,
     health: Arc<Health>,
 }
@@ -120,7 +122,7 @@ impl Transport for Threads {
     }
 
     fn rank(&self) -> usize {
-        self.health.rank()
+        self.rank
     }
 
     fn world_size(&self) -> usize {
@@ -131,9 +133,9 @@ impl Transport for Threads {
         receives.iter().for_each(|receive| call.expect(receive.peer));
         self.send(call, sends);
         let mut missing: Vec<&mut Incoming<'_>> = receives.iter_mut().collect();
-        let mut stall = Stall::new(call, self.health.options().stall);
+        let (deadline, mut stall) = (call.deadline(), Stall::new(call, self.health.options().stall));
         while !missing.is_empty() {
-            for (nth, frame) in self.wait(call, &missing, &mut stall)? {
+            for (nth, frame) in self.wait(call, &missing, deadline, &mut stall)? {
                 let incoming = missing.swap_remove(nth);
                 call.arrived(incoming.peer);
                 call.check_header(incoming.peer, &frame.header, incoming.payload.len())?;
@@ -155,7 +157,7 @@ impl Threads {
                 _ => self.hub.copy(send.payload),
             };
             last = Some((send.payload, payload.clone()));
-            let frame = Frame { header: call.header(send.payload.len()), payload };
+            let frame = Frame { header: call.header(send.peer, send.payload.len()), payload };
             let inbox = &self.hub.inboxes[send.peer];
             lock(&inbox.arrivals).frames[self.rank()].push_back(frame);
             inbox.changed.notify_all();
@@ -163,7 +165,13 @@ impl Threads {
     }
 
     /// Waits for frames of `missing`; yields them with their index there, highest index first.
-    fn wait(&self, call: &Call, missing: &[&mut Incoming<'_>], stall: &mut Stall) -> Result<Vec<(usize, Frame)>> {
+    fn wait(
+        &self,
+        call: &Call,
+        missing: &[&mut Incoming<'_>],
+        deadline: Instant,
+        stall: &mut Stall,
+    ) -> Result<Vec<(usize, Frame)>> {
         let inbox = &self.hub.inboxes[self.rank()];
         let mut arrivals = lock(&inbox.arrivals);
         loop {
@@ -175,12 +183,12 @@ impl Threads {
                 return Ok(arrived);
             }
             self.health.check()?;
-            let gone = |peer: usize| arrivals.closed[peer] || self.health.has_left(peer);
+            let gone = |peer: usize| arrivals.closed[peer] || self.health.has_left(call.world_rank(peer));
             if let Some(peer) = missing.iter().map(|incoming| incoming.peer).find(|peer| gone(*peer)) {
-                return Err(self.health.left_error(peer));
+                return Err(self.health.left_error(call.world_rank(peer)));
             }
             let now = Instant::now();
-            let left = call.deadline.saturating_duration_since(now);
+            let left = deadline.saturating_duration_since(now);
             if left.is_zero() {
                 return Err(call.timed_out(waiting_for(missing)));
             }
@@ -200,9 +208,7 @@ impl Threads {
 }
 
 fn waiting_for(missing: &[&mut Incoming<'_>]) -> Vec<usize> {
-    let mut waiting_for: Vec<usize> = missing.iter().map(|incoming| incoming.peer).collect();
-    waiting_for.sort_unstable();
-    waiting_for
+    missing.iter().map(|incoming| incoming.peer).collect()
 }
 
 /// Peers that still need something from this rank on this group wait in vain from now on.

@@ -73,11 +73,12 @@ impl Health {
         }
     }
 
-    /// `call` has waited for long, now for `waiting_for`: reported, but not an error yet.
+    /// `call` has waited for long, now for these group ranks: reported, but not an error yet.
     pub(crate) fn stalled(&self, call: &Call, waiting_for: Vec<usize>) {
+        let waiting_for = call.world_ranks(&waiting_for);
         let Diagnosis { text, .. } = self.diagnose(call, &waiting_for);
         let described = if text.is_empty() { call.info.to_string() } else { format!("{}; {text}", call.info) };
-        let since = call.started.elapsed();
+        let since = call.started().elapsed();
         tracing::warn!(rank = self.rank, ?waiting_for, ?since, call = described, "a collective takes long");
         let (since_ms, at) = (millis(since), post_mortem::now_ms());
         self.note(&Event::Stall { rank: self.rank, waiting_for, call: described, since_ms, at });
@@ -99,7 +100,7 @@ impl Health {
 
     /// What is known of `rank`. `None` for one that does not exist.
     fn known(&self, rank: usize) -> Option<Known> {
-        let left = *lock(&self.shared.state).left.get(rank)?;
+        let left = self.shared.left.get(rank)?.load(Ordering::Acquire);
         if rank == self.rank || self.shared.local {
             let doing = &self.shared.doing[rank];
             return Some(Known { left, silent: None, beat: Some(doing.history.heartbeat(doing.step())) });

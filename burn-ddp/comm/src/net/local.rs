@@ -27,6 +27,31 @@ pub(crate) fn connect(name: &str) -> io::Result<Socket> {
     Ok(socket)
 }
 
+#[cfg(target_os = "linux")]
+fn packets() -> io::Result<Socket> {
+    let kind = rustix::net::SocketType::SEQPACKET.as_raw() as i32;
+    Socket::new(socket2::Domain::UNIX, kind.into(), None)
+}
+
+/// Listens at `name` for connections that keep the boundaries of messages.
+#[cfg(target_os = "linux")]
+pub(crate) fn bind_packets(name: &str) -> io::Result<Socket> {
+    let socket = packets()?;
+    socket.bind(&address(name)?)?;
+    super::address::listener(&socket)?;
+    Ok(socket)
+}
+
+/// Like [`connect`], to what [`bind_packets`] listens on; stays non-blocking.
+#[cfg(target_os = "linux")]
+pub(crate) fn connect_packets(name: &str) -> io::Result<Socket> {
+    let socket = packets()?;
+    socket.set_nonblocking(true)?;
+    socket.connect(&address(name)?)?;
+    check_peer(&socket)?;
+    Ok(socket)
+}
+
 /// Whether the other end is a process of this user.
 ///
 /// # Errors

@@ -29,6 +29,10 @@ impl Config {
             ("burn-ddp's version", env!("CARGO_PKG_VERSION").to_owned()),
             ("timeout", format!("{:?}", options.timeout)),
             ("heartbeat", format!("{:?}", options.heartbeat)),
+            (
+                "the engine (BURN_DDP_ENGINE)",
+                options.engine.map_or("none".to_owned(), |engine| engine.name().to_owned()),
+            ),
             ("peer timeout", options.peer_timeout.map_or("none".to_owned(), |time| format!("{time:?}"))),
         ];
         let own = own.into_iter().map(|(name, value)| (name.to_owned(), value));
@@ -110,7 +114,7 @@ mod tests {
     fn entry(rank: usize, settings: &[(&str, &str)], program: u64) -> Entry {
         let settings = settings.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
         let config = Config { settings, program: Some(program) };
-        Entry { peer: PeerInfo::here(rank, rank, 0), world_size: 3, host: "::1".into(), port: 1, config }
+        Entry { peer: PeerInfo::here(rank, rank, 0), world_size: 3, host: "::1".into(), port: 1, machine: None, config }
     }
 
     #[test]

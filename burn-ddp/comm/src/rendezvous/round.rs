@@ -24,6 +24,8 @@ pub(super) struct Entry {
     /// Where it listens.
     pub(super) host: String,
     pub(super) port: u16,
+    /// Equal for ranks that can share memory; not known everywhere.
+    pub(super) machine: Option<String>,
     pub(super) config: Config,
 }
 

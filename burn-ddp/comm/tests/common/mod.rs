@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, Options, Result, Secret, StoreServer, World};
+use burn_ddp_comm::{EngineChoice, JobKey, LaunchEnv, Meeting, Options, Result, Secret, StoreServer, World};
 
 /// Long enough never to pass in a test that goes well.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -18,7 +18,7 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub const JOB: &str = "test";
 
 pub fn options() -> Options {
-    Options { timeout: PATIENCE, join_timeout: PATIENCE, ..Options::default() }
+    Options { timeout: PATIENCE, join_timeout: PATIENCE, engine: Some(EngineChoice::Tcp), ..Options::default() }
 }
 
 /// A rank on this machine, of a job that meets at `store`.

@@ -4,13 +4,22 @@ use std::sync::{Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Error, JobKey, LaunchEnv, Meeting, Options, ProcessGroup, StoreServer, World};
+use burn_ddp_comm::{EngineChoice, Error, JobKey, LaunchEnv, Meeting, Options, ProcessGroup, StoreServer, World};
 
 /// Makes the ranks of a world, in rank order.
 pub type Make = fn(usize, Options) -> Vec<World>;
 
 /// Ranks that meet and talk over TCP, though they live in one process.
 pub fn over_tcp(n: usize, options: Options) -> Vec<World> {
+    joined(n, Options { engine: Some(EngineChoice::Tcp), ..options })
+}
+
+/// Ranks that meet over TCP and talk through shared memory, each with a mapping of its own, though they live in one process.
+pub fn over_shm(n: usize, options: Options) -> Vec<World> {
+    joined(n, Options { engine: Some(EngineChoice::Shm), ..options })
+}
+
+fn joined(n: usize, options: Options) -> Vec<World> {
     let store = StoreServer::bind("127.0.0.1:0", &JobKey::trusting_network("conformance", 0)).expect("a store");
     let port = store.local_addr().port();
     thread::scope(|scope| {

@@ -8,12 +8,14 @@ use rustix::event::PollFlags;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 
 use crate::call::Call;
-use crate::engine::Incoming;
 use crate::frame::{PREFIX_BYTES, Prefix};
 use crate::{Error, Result};
 
 /// How much is read at a time while a header is expected: the header, and with it most small payloads.
 const READ_AHEAD_BYTES: usize = 4096;
+
+/// How much is written or read before others get their turn: what one side writes is still in the cache when the other reads it.
+const CHUNK_BYTES: usize = 256 * 1024;
 
 /// A connection to a peer.
 pub(super) struct Link {
@@ -21,6 +23,9 @@ pub(super) struct Link {
     /// Bytes that came with a header, from `consumed` on; more than one frame's if the peer is an exchange ahead.
     ahead: Vec<u8>,
     consumed: usize,
+    /// The last read found nothing, or the last write no room: neither is tried again before [`Link::unblock`].
+    read_blocked: bool,
+    write_blocked: bool,
     /// Reading met the end.
     read_ended: bool,
     /// Writing met a peer that no longer reads.
@@ -37,22 +42,73 @@ impl<'a> Sending<'a> {
     pub(super) fn new(header: &'a [u8], payload: &'a [u8]) -> Self {
         Self { header, payload }
     }
+
+    pub(super) fn is_out(&self) -> bool {
+        self.header.is_empty() && self.payload.is_empty()
+    }
 }
 
 /// A frame on its way in.
-pub(super) struct Receiving<'a, 'b> {
-    incoming: &'a mut Incoming<'b>,
+pub(super) struct Receiving<'a> {
+    peer: usize,
+    /// Where the payload goes: all of it, or the part from `begin` on.
+    room: &'a mut [u8],
+    begin: usize,
+    /// How long the payload must be.
+    len: usize,
+    /// The weight in the header.
+    weight: f64,
     /// Bytes of the payload that are there; `None` before the header.
     filled: Option<usize>,
 }
 
-impl<'a, 'b> Receiving<'a, 'b> {
-    pub(super) fn new(incoming: &'a mut Incoming<'b>) -> Self {
-        Self { incoming, filled: None }
+impl<'a> Receiving<'a> {
+    /// `len` bytes from `peer`, as many of them at a time as there is `room`.
+    pub(super) fn new(peer: usize, len: usize, room: &'a mut [u8]) -> Self {
+        Self { peer, room, begin: 0, len, weight: f64::NAN, filled: None }
     }
 
     pub(super) fn peer(&self) -> usize {
-        self.incoming.peer
+        self.peer
+    }
+
+    pub(super) fn weight(&self) -> f64 {
+        self.weight
+    }
+
+    pub(super) fn is_complete(&self) -> bool {
+        self.filled == Some(self.len)
+    }
+
+    /// Whether there is more to read, and room for it.
+    pub(super) fn wants(&self) -> bool {
+        self.filled.is_none_or(|filled| filled < self.len.min(self.begin + self.room.len()))
+    }
+
+    /// Whether the header has come.
+    pub(super) fn has_begun(&self) -> bool {
+        self.filled.is_some()
+    }
+
+    /// What is in the room, once nothing more is wanted.
+    pub(super) fn piece(&self) -> &[u8] {
+        &self.room[..self.filled.unwrap_or(0).saturating_sub(self.begin)]
+    }
+
+    /// How many bytes of the payload came before the piece.
+    pub(super) fn begin(&self) -> usize {
+        self.begin
+    }
+
+    /// Makes room for what comes after the piece.
+    pub(super) fn advance(&mut self) {
+        self.begin = self.filled.unwrap_or(0);
+    }
+
+    /// Room for what comes next; a chunk at most, so that other connections and the other direction get their turn.
+    fn rest(&mut self, filled: usize) -> &mut [u8] {
+        let end = self.room.len().min(self.len - self.begin).min(filled - self.begin + CHUNK_BYTES);
+        &mut self.room[filled - self.begin..end]
     }
 }
 
@@ -90,6 +146,8 @@ impl Link {
             stream,
             ahead: Vec::with_capacity(READ_AHEAD_BYTES),
             consumed: 0,
+            read_blocked: false,
+            write_blocked: false,
             read_ended: false,
             write_ended: false,
         })
@@ -106,24 +164,32 @@ impl Link {
         (!interest.is_empty()).then_some(interest)
     }
 
-    /// Writes what the socket takes; `true` when the frame is out. The error is how the connection ended.
+    /// Something may have come, or room been made.
+    pub(super) fn unblock(&mut self) {
+        self.read_blocked = false;
+        self.write_blocked = false;
+    }
+
+    /// Writes what the socket takes, a chunk at most; whether it took anything. The error is how the connection ended.
     pub(super) fn write(&mut self, frame: &mut Sending<'_>) -> Result<bool, End> {
-        if self.write_ended {
+        if self.write_ended || self.write_blocked || frame.is_out() {
             return Ok(false);
         }
+        let chunk = &frame.payload[..frame.payload.len().min(CHUNK_BYTES)];
+        let slices = [IoSlice::new(frame.header), IoSlice::new(chunk)];
         loop {
-            let slices = [IoSlice::new(frame.header), IoSlice::new(frame.payload)];
             match sendmsg(&self.stream, &slices, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL) {
                 Ok(n) => {
                     let of_header = n.min(frame.header.len());
                     frame.header = &frame.header[of_header..];
                     frame.payload = &frame.payload[n - of_header..];
-                    if frame.header.is_empty() && frame.payload.is_empty() {
-                        return Ok(true);
-                    }
+                    return Ok(true);
                 }
                 Err(rustix::io::Errno::INTR) => {}
-                Err(rustix::io::Errno::AGAIN) => return Ok(false),
+                Err(rustix::io::Errno::AGAIN) => {
+                    self.write_blocked = true;
+                    return Ok(false);
+                }
                 Err(e) => {
                     self.write_ended = true;
                     return Err(io::Error::from(e).into());
@@ -132,47 +198,47 @@ impl Link {
         }
     }
 
-    /// Reads what is there; `true` when the frame is complete.
-    pub(super) fn read(&mut self, frame: &mut Receiving<'_, '_>, call: &Call) -> Result<bool, ReadError> {
+    /// Reads what is there, a chunk of the payload at most; whether anything was.
+    pub(super) fn read(&mut self, frame: &mut Receiving<'_>, call: &Call) -> Result<bool, ReadError> {
+        let mut moved = false;
         loop {
-            let filled = match frame.filled {
-                Some(filled) => filled,
-                None => match self.header(frame, call)? {
-                    Some(filled) => filled,
-                    None if self.read_ahead()? => continue,
-                    None => return Ok(false),
-                },
+            let Some(filled) = frame.filled else {
+                frame.filled = self.header(frame, call)?;
+                if frame.filled.is_none() && !self.read_ahead()? {
+                    return Ok(moved);
+                }
+                moved = true;
+                continue;
             };
-            frame.filled = Some(filled);
-            if filled == frame.incoming.payload.len() {
-                return Ok(true);
+            if !frame.wants() {
+                return Ok(moved);
             }
-            match self.receive(|mut stream| stream.read(&mut frame.incoming.payload[filled..]))? {
-                Some(n) => frame.filled = Some(filled + n),
-                None => return Ok(false),
-            }
+            let read = self.receive(|mut stream| stream.read(frame.rest(filled)))?;
+            frame.filled = Some(filled + read.unwrap_or(0));
+            return Ok(moved || read.is_some());
         }
     }
 
     /// Takes the header out of what was read ahead, checks it, and takes what is there of the payload; how much that is. `None` if the
     /// header is incomplete.
-    fn header(&mut self, frame: &mut Receiving<'_, '_>, call: &Call) -> Result<Option<usize>, ReadError> {
-        let peer = frame.incoming.peer;
+    fn header(&mut self, frame: &mut Receiving<'_>, call: &Call) -> Result<Option<usize>, ReadError> {
+        let peer = frame.peer;
         let Some((prefix, rest)) = self.ahead[self.consumed..].split_first_chunk::<PREFIX_BYTES>() else {
             return Ok(None);
         };
-        let prefix = Prefix::decode(prefix)
-            .map_err(|message| ReadError::Wrong(Error::Protocol { peer, message, during: None }))?;
+        let prefix = Prefix::decode(prefix).map_err(|message| {
+            ReadError::Wrong(Error::Protocol { peer: call.world_rank(peer), message, during: None })
+        })?;
         let Some((site, rest)) = rest.split_at_checked(prefix.site_bytes()) else { return Ok(None) };
-        let len = frame.incoming.payload.len();
+        let len = frame.len;
         if call.check_header(peer, prefix.header(), len).is_err() {
             // Only now does it matter where the peer called.
             call.check_header(peer, &prefix.clone().finish(site), len).map_err(ReadError::Wrong)?;
         }
-        frame.incoming.weight = prefix.header().weight;
+        frame.weight = prefix.header().weight;
 
-        let here = rest.len().min(frame.incoming.payload.len());
-        frame.incoming.payload[..here].copy_from_slice(&rest[..here]);
+        let here = rest.len().min(len).min(frame.room.len());
+        frame.room[..here].copy_from_slice(&rest[..here]);
         self.consumed = self.ahead.len() - rest.len() + here;
         Ok(Some(here))
     }
@@ -193,7 +259,7 @@ impl Link {
 
     /// One read; `None` if nothing is there.
     fn receive(&mut self, mut read: impl FnMut(&TcpStream) -> io::Result<usize>) -> Result<Option<usize>, ReadError> {
-        if self.read_ended {
+        if self.read_ended || self.read_blocked {
             return Ok(None);
         }
         let cause = loop {
@@ -201,7 +267,10 @@ impl Link {
                 Ok(0) => break End::Closed,
                 Ok(n) => return Ok(Some(n)),
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(None),
+                Err(e) if e.kind() == ErrorKind::WouldBlock => {
+                    self.read_blocked = true;
+                    return Ok(None);
+                }
                 Err(e) => break e.into(),
             }
         };

@@ -1,0 +1,133 @@
+//! What the driver says to the ranks of a contender, and what they answer: lines over a local socket, the same for ours, the Python and
+//! the C ones. A rank blocks in a read between rounds, so that who is not being measured uses no CPU.
+//!
+//! | driver | rank | |
+//! |---|---|---|
+//! | | `hello RANK` | once, when it is ready |
+//! | `prepare BYTES COUNT` | `ok` | room for COUNT buffers of BYTES each |
+//! | `round SEED SAMPLES PER_SAMPLE WARMUP LATE_RANK LATE_US` | `ok CPU_NS TIME_NS…` | fills the buffers, does WARMUP steps, then SAMPLES times PER_SAMPLE steps, checks |
+//! | `usage` | `ok RSS_BYTES PSS_BYTES FAULTS` | memory and page faults so far, of ranks that train |
+//! | `noise RUN PAUSE_US` | `ok DIGEST` | of our engines' results |
+//! | `quit` | | |
+//!
+//! Buffer `b` is filled with `1 + (5 (i mod 1021) + 3 rank + seed + b) mod 8` at element `i`, and used by steps `b`, `b + COUNT`, …
+//! Before each sample LATE_RANK (-1: nobody) sleeps LATE_US. A rank may answer `error MESSAGE` instead.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+
+/// One end of the conversation.
+pub(crate) struct Lines {
+    stream: BufReader<UnixStream>,
+}
+
+/// A round as one rank saw it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct RankTimes {
+    /// CPU time of the timed steps.
+    pub(crate) cpu_ns: f64,
+    /// Per sample, the mean of its steps.
+    pub(crate) ns: Vec<f64>,
+}
+
+/// What to do in a round.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RoundPlan {
+    /// Of the inputs.
+    pub(crate) seed: u64,
+    /// How many times are taken.
+    pub(crate) samples: usize,
+    /// Steps between two readings of the clock.
+    pub(crate) per_sample: usize,
+    /// Steps before the first.
+    pub(crate) warmup: usize,
+    /// Who comes late to each sample, and by how much.
+    pub(crate) late: Option<(usize, Duration)>,
+}
+
+impl Lines {
+    pub(crate) fn new(stream: UnixStream) -> Lines {
+        Lines { stream: BufReader::new(stream) }
+    }
+
+    /// Connects to the driver.
+    pub(crate) fn connect(path: &Path) -> Result<Lines> {
+        let stream =
+            UnixStream::connect(path).with_context(|| format!("cannot reach the driver at {}", path.display()))?;
+        Ok(Lines::new(stream))
+    }
+
+    /// How long [`hear`](Self::hear) waits.
+    pub(crate) fn set_patience(&self, patience: Duration) -> Result<()> {
+        Ok(self.stream.get_ref().set_read_timeout(Some(patience))?)
+    }
+
+    pub(crate) fn say(&mut self, line: &str) -> Result<()> {
+        self.stream.get_mut().write_all(format!("{line}\n").as_bytes()).context("the other end is gone")
+    }
+
+    /// The next line; `None` at the end.
+    pub(crate) fn hear(&mut self) -> Result<Option<String>> {
+        let mut line = String::new();
+        let n = self.stream.read_line(&mut line).context("no answer")?;
+        Ok((n > 0).then(|| line.trim_end().to_owned()))
+    }
+}
+
+impl RoundPlan {
+    pub(crate) fn line(&self) -> String {
+        let (late_rank, late_us) = self.late.map_or((-1, 0), |(rank, by)| (rank as i64, by.as_micros() as u64));
+        format!("round {} {} {} {} {late_rank} {late_us}", self.seed, self.samples, self.per_sample, self.warmup)
+    }
+
+    /// From the words behind `round`.
+    pub(crate) fn parse(words: &[&str]) -> Result<RoundPlan> {
+        let numbers: Vec<i64> = words.iter().map(|word| word.parse()).collect::<Result<_, _>>()?;
+        let [seed, samples, per_sample, warmup, late_rank, late_us] = numbers[..] else {
+            bail!("a round has 6 numbers, not {}", numbers.len());
+        };
+        ensure!(samples >= 0 && per_sample > 0 && warmup >= 0 && late_us >= 0, "negative numbers in a round");
+        Ok(RoundPlan {
+            seed: seed as u64,
+            samples: samples as usize,
+            per_sample: per_sample as usize,
+            warmup: warmup as usize,
+            late: (late_rank >= 0).then_some((late_rank as usize, Duration::from_micros(late_us as u64))),
+        })
+    }
+}
+
+impl RankTimes {
+    pub(crate) fn line(&self) -> String {
+        let times: Vec<String> = self.ns.iter().map(|ns| format!("{ns:.1}")).collect();
+        format!("ok {} {}", self.cpu_ns, times.join(" "))
+    }
+
+    pub(crate) fn parse(answer: &str) -> Result<RankTimes> {
+        let mut numbers = answer.split_whitespace().skip(1).map(str::parse::<f64>);
+        let cpu_ns = numbers.next().context("no CPU time")??;
+        Ok(RankTimes { cpu_ns, ns: numbers.collect::<Result<_, _>>()? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_is_understood() {
+        let late = Some((1, Duration::from_millis(200)));
+        let plan = RoundPlan { seed: 7, samples: 3, per_sample: 100, warmup: 2, late };
+        assert_eq!(plan.line(), "round 7 3 100 2 1 200000");
+        let words: Vec<String> = plan.line().split(' ').skip(1).map(str::to_owned).collect();
+        let back = RoundPlan::parse(&words.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();
+        assert_eq!(back.line(), plan.line());
+        let times = RankTimes { cpu_ns: 5.0, ns: vec![1.5, 2.0] };
+        assert_eq!(RankTimes::parse(&times.line()).unwrap().ns, times.ns);
+        assert!(RoundPlan::parse(&["1"]).is_err());
+    }
+}

@@ -1,0 +1,216 @@
+//! A rank of one of our contenders: a process (or, for the engine `threads`, a thread) that does what the driver says.
+
+mod engine;
+mod hardware;
+mod noise;
+mod pump;
+#[cfg(feature = "burn")]
+mod train;
+
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use burn_ddp_comm::{DType, World};
+use clap::{Args, ValueEnum};
+
+use crate::machine::{self, Cpu, cpu_ns};
+use crate::protocol::{Lines, RankTimes, RoundPlan};
+use crate::shared_memory::{Meeting, SharedLines};
+use crate::values;
+
+/// What the driver passes on.
+#[derive(Args, Debug)]
+pub(crate) struct RankArgs {
+    /// What to be.
+    #[arg(long)]
+    what: What,
+    /// The driver's socket.
+    #[arg(long)]
+    control: PathBuf,
+    #[arg(long)]
+    rank: usize,
+    #[arg(long)]
+    world: usize,
+    #[arg(long, value_parser = values::parse_dtype)]
+    dtype: DType,
+    #[arg(long, default_value = "slice")]
+    buffers: BufferKind,
+    /// The number of the driver's shared memory, for those that meet there.
+    #[arg(long)]
+    lines: Option<i32>,
+    /// What to train.
+    #[cfg(feature = "burn")]
+    #[arg(long, default_value = "tensors")]
+    model: crate::contender::Model,
+    /// How.
+    #[cfg(feature = "burn")]
+    #[arg(long, default_value = "plain")]
+    side: crate::contender::Side,
+    /// The reducer's bucket size, if not its own.
+    #[cfg(feature = "burn")]
+    #[arg(long)]
+    bucket_bytes: Option<usize>,
+}
+
+/// Where a rank keeps what is reduced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
+pub(crate) enum BufferKind {
+    /// Memory of its own, reduced in place.
+    Slice,
+    /// Memory of the group (`shared_buffers`), reduced where it is; results are views.
+    Arena,
+}
+
+/// The contenders that are this program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum What {
+    /// A rank of a world that the environment describes.
+    Engine,
+    /// All ranks of a world, as threads.
+    Threads,
+    /// Copies.
+    Memcpy,
+    /// Exchanges a cache line.
+    Cacheline,
+    /// Pumps bytes through a socket both ways.
+    Pump,
+    /// Does its share of the copies and sums of all ranks.
+    Floor,
+    /// Trains a model with Burn.
+    #[cfg(feature = "burn")]
+    Train,
+}
+
+/// What a contender's rank can do. Steps are numbered from 0 in each round; step `n` uses buffer `n mod count`.
+trait Workload {
+    /// Room for `count` buffers of `bytes`; those before are gone.
+    fn prepare(&mut self, bytes: usize, count: usize) -> Result<()>;
+
+    /// Into how many buffers [`prepare`](Self::prepare) made room, if it was asked for `count`.
+    fn buffers(&self, count: usize) -> usize {
+        count
+    }
+
+    /// Fills buffer `nth` with this rank's input.
+    fn fill(&mut self, nth: usize, seed: u64);
+
+    /// The step that is measured.
+    fn step(&mut self, nth: usize) -> Result<()>;
+
+    /// Whether buffer `nth`, filled with `seed`, holds what it should after `uses` steps.
+    fn check(&mut self, nth: usize, seed: u64, uses: usize) -> Result<()>;
+
+    /// What `noise` compares.
+    fn noise(&mut self, _run: u64, _pause_us: u64) -> Result<u64> {
+        bail!("only engines make noise")
+    }
+}
+
+/// Serves the driver until it says quit.
+pub(crate) fn run(args: &RankArgs) -> Result<()> {
+    let &RankArgs { rank, world, dtype, buffers, .. } = args;
+    let serve = |workload: Box<dyn Workload>| serve(&args.control, rank, workload, Cpu::Process);
+    let lines = || SharedLines::inherited(args.lines.context("needs --lines")?);
+    match args.what {
+        What::Engine => serve(Box::new(engine::EngineRank::new(engine::join()?, dtype, buffers))),
+        What::Threads => threads(&args.control, world, dtype, buffers),
+        What::Memcpy => serve(Box::new(hardware::Memcpy::new(Meeting::new(lines()?, rank, world)))),
+        What::Cacheline => serve(Box::new(hardware::Cacheline::new(Meeting::new(lines()?, rank, world)))),
+        What::Pump => serve(Box::new(pump::Pump::new(&lines()?, rank, world)?)),
+        What::Floor => {
+            let cores = crate::machine::cores().min(world);
+            let shares = (0..world).filter(|of| of % cores == rank).count();
+            let meeting = Meeting::new(lines()?, rank, cores);
+            serve(Box::new(hardware::Floor::new(meeting, world, shares, buffers)))
+        }
+        #[cfg(feature = "burn")]
+        What::Train => {
+            let meeting = args.lines.map(|_| lines()).transpose()?.map(|lines| Meeting::new(lines, rank, world));
+            serve(Box::new(train::TrainRank::new(engine::join()?, args.model, args.side, args.bucket_bytes, meeting)?))
+        }
+    }
+}
+
+/// Each rank on a thread, with a conversation of its own.
+fn threads(control: &Path, world: usize, dtype: DType, buffers: BufferKind) -> Result<()> {
+    let worlds = World::threads(world, burn_ddp_comm::Options::default());
+    thread::scope(|scope| {
+        let ranks: Vec<_> = worlds
+            .into_iter()
+            .map(|world| {
+                scope.spawn(move || {
+                    let rank = world.rank();
+                    serve(control, rank, Box::new(engine::EngineRank::new(world, dtype, buffers)), Cpu::Thread)
+                })
+            })
+            .collect();
+        ranks.into_iter().try_for_each(|rank| rank.join().unwrap_or_else(|_| bail!("a rank panicked")))
+    })
+}
+
+fn serve(control: &Path, rank: usize, mut workload: Box<dyn Workload>, cpu: Cpu) -> Result<()> {
+    let mut lines = Lines::connect(control)?;
+    lines.say(&format!("hello {rank}"))?;
+    let mut count = 0;
+    while let Some(line) = lines.hear()? {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let answer = match words[..] {
+            ["prepare", bytes, buffers] => {
+                let prepared = workload.prepare(bytes.parse()?, buffers.parse()?);
+                count = workload.buffers(buffers.parse()?);
+                prepared.map(|()| "ok".to_owned())
+            }
+            ["usage"] => Ok(machine::Usage::here().line()),
+            ["round", ..] => {
+                let plan = RoundPlan::parse(&words[1..])?;
+                round(workload.as_mut(), rank, count, &plan, cpu).map(|times| times.line())
+            }
+            ["noise", run, pause_us] => {
+                workload.noise(run.parse()?, pause_us.parse()?).map(|digest| format!("ok {digest:016x}"))
+            }
+            ["quit"] => break,
+            _ => bail!("what is {line:?}?"),
+        };
+        lines.say(&answer.unwrap_or_else(|error| format!("error {}", format!("{error:#}").replace('\n', " "))))?;
+    }
+    Ok(())
+}
+
+fn round(workload: &mut dyn Workload, rank: usize, count: usize, plan: &RoundPlan, cpu: Cpu) -> Result<RankTimes> {
+    ensure!(count > 0, "a round before anything is prepared");
+    let seed = |nth: usize| plan.seed + nth as u64;
+    for nth in 0..count {
+        workload.fill(nth, seed(nth));
+    }
+    let mut steps = 0;
+    let mut step = || {
+        steps += 1;
+        workload.step((steps - 1) % count)
+    };
+    for _ in 0..plan.warmup {
+        step()?;
+    }
+    let mut ns = Vec::with_capacity(plan.samples);
+    let cpu_before = cpu_ns(cpu);
+    for _ in 0..plan.samples {
+        if let Some((_, by)) = plan.late.filter(|(late, _)| *late == rank) {
+            thread::sleep(by);
+        }
+        let start = Instant::now();
+        for _ in 0..plan.per_sample {
+            step()?;
+        }
+        ns.push(start.elapsed().as_nanos() as f64 / plan.per_sample as f64);
+    }
+    let cpu_ns = cpu_ns(cpu).saturating_sub(cpu_before) as f64;
+    for nth in 0..count.min(steps) {
+        workload.check(nth, seed(nth), (steps - nth).div_ceil(count))?;
+    }
+    // Whatever the steps above leave to see, one with fresh inputs is seen in every round.
+    workload.fill(0, seed(count));
+    workload.step(0)?;
+    workload.check(0, seed(count), 1)?;
+    Ok(RankTimes { cpu_ns, ns })
+}

@@ -1,0 +1,208 @@
+//! Ranks that train: plainly, plainly with a bare barrier in each step, or wrapped.
+
+use anyhow::{Context, Result, ensure};
+use burn::module::{Module, Param};
+use burn::nn::conv::{Conv2d, Conv2dConfig};
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::pool::{MaxPool2d, MaxPool2dConfig};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer};
+use burn::prelude::*;
+use burn::tensor::activation::relu;
+use burn_ddp::prelude::*;
+use burn_ddp_comm::World;
+
+use super::Workload;
+use crate::contender::{Model, Side};
+use crate::shared_memory::Meeting;
+
+/// Elements of a side of a layer of [`Model::Mlp`]: 1 MiB of weights.
+const WIDTH: usize = 512;
+/// Items in a batch of [`Model::Cnn`].
+const CNN_BATCH: usize = 16;
+const LEARNING_RATE: f64 = 1e-4;
+
+pub(super) struct TrainRank {
+    ddp: Ddp,
+    device: Device,
+    what: Model,
+    side: Side,
+    bucket_bytes: Option<usize>,
+    /// Where [`Side::Barrier`] meets.
+    meeting: Option<Meeting>,
+    trainee: Option<Trainee>,
+    /// The first element of the first gradient of the last step, or its loss.
+    seen: f32,
+}
+
+enum Trainee {
+    Tensors(Tensors),
+    Cnn(Box<(Cnn, ModuleOptimizer, Tensor<4>, Tensor<1, Int>)>),
+    Mlp(Box<(Vec<Linear>, Tensor<2>)>),
+}
+
+/// Parameters and nothing else.
+#[derive(Module, Debug)]
+struct Tensors {
+    params: Vec<Param<Tensor<1>>>,
+}
+
+/// The network of PyTorch's basic MNIST example, without dropout.
+#[derive(Module, Debug)]
+struct Cnn {
+    conv1: Conv2d,
+    conv2: Conv2d,
+    pool: MaxPool2d,
+    fc1: Linear,
+    fc2: Linear,
+}
+
+impl Tensors {
+    /// `bytes` of f32 in `count` parameters.
+    fn new(bytes: usize, count: usize, device: &Device) -> Tensors {
+        let (each, more) = (bytes / 4 / count, bytes / 4 % count);
+        let param = |nth| Param::from_tensor(Tensor::zeros([each + usize::from(nth < more)], device));
+        Tensors { params: (0..count).map(param).collect() }
+    }
+
+    /// Every element of every gradient is `factor`.
+    fn loss(&self, factor: f32) -> Tensor<1> {
+        let sums: Vec<Tensor<1>> = self.params.iter().map(|param| param.val().sum()).collect();
+        Tensor::cat(sums, 0).sum().mul_scalar(factor)
+    }
+}
+
+impl Cnn {
+    fn new(device: &Device) -> Cnn {
+        Cnn {
+            conv1: Conv2dConfig::new([1, 32], [3, 3]).init(device),
+            conv2: Conv2dConfig::new([32, 64], [3, 3]).init(device),
+            pool: MaxPool2dConfig::new([2, 2]).with_strides([2, 2]).init(),
+            fc1: LinearConfig::new(64 * 12 * 12, 128).init(device),
+            fc2: LinearConfig::new(128, 10).init(device),
+        }
+    }
+
+    fn loss(&self, images: Tensor<4>, labels: Tensor<1, Int>) -> Tensor<1> {
+        let x = relu(self.conv2.forward(relu(self.conv1.forward(images))));
+        let x = relu(self.fc1.forward(self.pool.forward(x).flatten::<2>(1, 3)));
+        CrossEntropyLossConfig::new().init(&labels.device()).forward(self.fc2.forward(x), labels)
+    }
+}
+
+impl TrainRank {
+    pub(super) fn new(
+        world: World,
+        what: Model,
+        side: Side,
+        bucket_bytes: Option<usize>,
+        meeting: Option<Meeting>,
+    ) -> Result<TrainRank> {
+        ensure!(side != Side::Barrier || meeting.is_some(), "needs --lines");
+        let ddp = Ddp::from_world(world)?;
+        let device = ddp.device()?.autodiff();
+        Ok(TrainRank { ddp, device, what, side, bucket_bytes, meeting, trainee: None, seen: f32::NAN })
+    }
+
+    fn wrap<M: Module + 'static>(&self, model: M) -> Result<M> {
+        if self.side != Side::Wrapped {
+            return Ok(model);
+        }
+        // Bare tensors are there to see what reducing costs, also alone.
+        let config = WrapConfig::new().with_reduction_alone(self.what == Model::Tensors);
+        let config = match self.bucket_bytes {
+            Some(bytes) => config.with_bucket_cap_bytes(bytes),
+            None => config,
+        };
+        Ok(self.ddp.wrap_with(model, &config)?)
+    }
+
+    /// What this rank multiplies its loss of [`Tensors`] with.
+    fn factor(&self) -> f32 {
+        (self.ddp.rank() + 1) as f32
+    }
+
+    fn cnn(&self) -> Result<Trainee> {
+        let model = self.wrap(Cnn::new(&self.device))?;
+        let pixels: Vec<f32> =
+            (0..CNN_BATCH * 784).map(|i| ((i * 7919 + self.ddp.rank()) % 255) as f32 / 255.0).collect();
+        let labels: Vec<i64> = (0..CNN_BATCH).map(|i| (i % 10) as i64).collect();
+        // Data does not take part in autodiff.
+        let images = Tensor::from_data(TensorData::new(pixels, [CNN_BATCH, 1, 28, 28]), &self.device);
+        let labels = Tensor::from_data(TensorData::new(labels, [CNN_BATCH]), &self.device);
+        Ok(Trainee::Cnn(Box::new((model, AdamConfig::new().init(), images, labels))))
+    }
+
+    fn mlp(&self, bytes: usize, items: usize) -> Result<Trainee> {
+        let layers = (bytes / (4 * WIDTH * WIDTH)).max(1);
+        let model: Vec<Linear> = (0..layers).map(|_| LinearConfig::new(WIDTH, WIDTH).init(&self.device)).collect();
+        let values: Vec<f32> = (0..items * WIDTH).map(|i| ((i * 31) % 17) as f32 / 17.0).collect();
+        let x = Tensor::from_data(TensorData::new(values, [items, WIDTH]), &self.device);
+        Ok(Trainee::Mlp(Box::new((self.wrap(model)?, x))))
+    }
+}
+
+impl Workload for TrainRank {
+    /// `count` is the number of tensors, or of items in a batch.
+    fn prepare(&mut self, bytes: usize, count: usize) -> Result<()> {
+        self.trainee = None;
+        ensure!(count > 0, "a model has at least one tensor");
+        self.trainee = Some(match self.what {
+            Model::Tensors => Trainee::Tensors(self.wrap(Tensors::new(bytes, count, &self.device))?),
+            Model::Cnn => self.cnn()?,
+            Model::Mlp => self.mlp(bytes, count)?,
+        });
+        Ok(())
+    }
+
+    fn buffers(&self, _: usize) -> usize {
+        1
+    }
+
+    fn fill(&mut self, _: usize, _: u64) {}
+
+    fn step(&mut self, _: usize) -> Result<()> {
+        let factor = self.factor();
+        let trainee = self.trainee.take().context("not prepared")?;
+        let (trainee, seen) = match trainee {
+            Trainee::Tensors(model) => {
+                let grads = GradientsParams::from_grads(model.loss(factor).backward(), &model);
+                let first = model.params.first().and_then(|param| grads.get::<1>(param.id));
+                let seen = first.map_or(f32::NAN, |grad| grad.narrow(0, 0, 1).into_scalar::<f32>());
+                (Trainee::Tensors(model), seen)
+            }
+            Trainee::Cnn(cnn) => {
+                let (model, mut optim, images, labels) = *cnn;
+                let loss = model.loss(images.clone(), labels.clone());
+                let seen = loss.clone().into_scalar::<f32>();
+                let grads = GradientsParams::from_grads(loss.backward(), &model);
+                let model = optim.step(LEARNING_RATE, model, grads);
+                (Trainee::Cnn(Box::new((model, optim, images, labels))), seen)
+            }
+            Trainee::Mlp(mlp) => {
+                let (model, x) = *mlp;
+                let y = model.iter().fold(x.clone(), |h, layer| layer.forward(h));
+                let loss = y.powf_scalar(2.0).mean();
+                let seen = loss.clone().into_scalar::<f32>();
+                drop(GradientsParams::from_grads(loss.backward(), &model));
+                (Trainee::Mlp(Box::new((model, x))), seen)
+            }
+        };
+        self.trainee = Some(trainee);
+        self.seen = seen;
+        if let (Side::Barrier, Some(meeting)) = (self.side, &mut self.meeting) {
+            meeting.meet();
+        }
+        Ok(())
+    }
+
+    fn check(&mut self, _: usize, _: u64, _: usize) -> Result<()> {
+        ensure!(self.seen.is_finite(), "a loss of {}", self.seen);
+        if self.what == Model::Tensors {
+            let mean = (self.ddp.world_size() + 1) as f32 / 2.0;
+            let expected = if self.side == Side::Wrapped { mean } else { self.factor() };
+            ensure!(self.seen == expected, "a gradient of {}, not {expected}", self.seen);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,138 @@
+//! Memory that processes share, for the contenders that stand for the hardware: where they meet without any library.
+//!
+//! The only file of this program with `unsafe`.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use anyhow::{Context, Result};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+/// Two cache lines: processors fetch them in pairs.
+const LINE_BYTES: usize = 128;
+/// Looks before giving way, where every rank has a core.
+const SPINS: u32 = 100_000;
+/// The same where ranks outnumber cores.
+const SPINS_CROWDED: u32 = 50;
+
+/// Counters in a mapping of anonymous memory, each in a line of its own.
+pub(crate) struct SharedLines {
+    start: NonNull<AtomicU64>,
+    lines: usize,
+    file: OwnedFd,
+}
+
+// SAFETY: the mapping belongs to no thread, and is reached only as atomics.
+unsafe impl Send for SharedLines {}
+// SAFETY: as above.
+unsafe impl Sync for SharedLines {}
+
+impl SharedLines {
+    /// New ones, all 0. Children of this process inherit them under the number [`fd`](Self::fd).
+    pub(crate) fn create(lines: usize) -> Result<SharedLines> {
+        // Without CLOEXEC, so that children have it.
+        let file = memfd_create("burn-ddp-bench", MemfdFlags::empty())?;
+        ftruncate(&file, (lines * LINE_BYTES) as u64)?;
+        SharedLines::map(file, lines)
+    }
+
+    /// Those that the parent of this process made.
+    pub(crate) fn inherited(fd: i32) -> Result<SharedLines> {
+        let file = File::options().read(true).write(true).open(format!("/proc/self/fd/{fd}"));
+        let file = file.context("the driver's shared memory is not there")?;
+        let lines = file.metadata()?.len() as usize / LINE_BYTES;
+        SharedLines::map(file.into(), lines)
+    }
+
+    fn map(file: OwnedFd, lines: usize) -> Result<SharedLines> {
+        let (len, access) = (lines * LINE_BYTES, ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours. The file has `len` bytes: `create` has
+        // set them, `inherited` has asked, and nobody shrinks it.
+        let start = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0)? };
+        let start = NonNull::new(start.cast()).context("mapped at 0")?;
+        Ok(SharedLines { start, lines, file })
+    }
+
+    /// By which children find it.
+    pub(crate) fn fd(&self) -> i32 {
+        self.file.as_raw_fd()
+    }
+
+    /// Counter `index`.
+    ///
+    /// # Panics
+    /// If there are not that many.
+    pub(crate) fn line(&self, index: usize) -> &AtomicU64 {
+        assert!(index < self.lines, "line {index} of {}", self.lines);
+        // SAFETY: inside the mapping, by the line above; aligned, since mappings begin at a page; every bit pattern is a number; all
+        // processes reach it as an atomic; the mapping lives as long as `self`.
+        unsafe { self.start.byte_add(index * LINE_BYTES).as_ref() }
+    }
+}
+
+impl Drop for SharedLines {
+    fn drop(&mut self) {
+        // SAFETY: this mapping was made by `map` with this length, and no reference into it outlives `self`.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.lines * LINE_BYTES) };
+    }
+}
+
+/// Where the ranks of a contender meet: each writes its own line and reads the others'.
+pub(crate) struct Meeting {
+    lines: SharedLines,
+    rank: usize,
+    world: usize,
+    times: u64,
+    spins: u32,
+}
+
+impl Meeting {
+    /// `lines` has one for each rank.
+    pub(crate) fn new(lines: SharedLines, rank: usize, world: usize) -> Meeting {
+        let spins = if world <= crate::machine::cores() { SPINS } else { SPINS_CROWDED };
+        Meeting { lines, rank, world, times: 0, spins }
+    }
+
+    /// Returns when all ranks have called it equally often.
+    pub(crate) fn meet(&mut self) {
+        self.times += 1;
+        self.lines.line(self.rank).store(self.times, Ordering::Release);
+        for other in (0..self.world).filter(|other| *other != self.rank) {
+            let line = self.lines.line(other);
+            let mut looks = 0;
+            while line.load(Ordering::Acquire) < self.times {
+                looks += 1;
+                if looks > self.spins {
+                    thread::yield_now();
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_meet() {
+        let lines = SharedLines::create(3).unwrap();
+        let fd = lines.fd();
+        thread::scope(|scope| {
+            for rank in 0..3 {
+                scope.spawn(move || {
+                    let mut meeting = Meeting::new(SharedLines::inherited(fd).unwrap(), rank, 3);
+                    for _ in 0..1000 {
+                        meeting.meet();
+                    }
+                });
+            }
+        });
+        assert_eq!([0, 1, 2].map(|rank| lines.line(rank).load(Ordering::Relaxed)), [1000; 3]);
+    }
+}

@@ -1,0 +1,83 @@
+//! What the sub-commands that train have in common: two frameworks, each with and without data parallelism.
+
+use anyhow::Result;
+use burn_ddp_comm::DType;
+use clap::Args;
+
+use crate::comparison::{Effort, Field, Timing};
+use crate::contender::{Contender, Engine, Framework, Model, Programs, Setting, Side, Trainer};
+
+/// Options of these sub-commands.
+#[derive(Args, Debug)]
+pub(crate) struct Training {
+    /// The engine under `Ddp::wrap`.
+    #[arg(long, default_value = "shm")]
+    pub(crate) engine: Engine,
+    /// Leaves torch out.
+    #[arg(long)]
+    pub(crate) alone: bool,
+    /// How often everybody has a turn.
+    #[arg(long, default_value_t = 10)]
+    pub(crate) rounds: usize,
+    /// About how long a turn takes, in milliseconds.
+    #[arg(long, default_value_t = 400.0)]
+    pub(crate) round_ms: f64,
+    /// Prints JSON objects, one a line, instead of a table.
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) programs: Programs,
+}
+
+/// One framework's times of the same steps, data-parallel and not.
+pub(crate) struct Pair<'a> {
+    pub(crate) who: String,
+    pub(crate) framework: Framework,
+    pub(crate) base: &'a Timing,
+    pub(crate) wrapped: &'a Timing,
+}
+
+impl Training {
+    pub(crate) fn effort(&self) -> Effort {
+        Effort { rounds: self.rounds, round_ms: self.round_ms, per_sample: Some(1) }
+    }
+
+    /// Both frameworks' ranks, wrapped, and as `base`.
+    pub(crate) fn field(&self, model: Model, base: Side, world: usize) -> Result<Field> {
+        let frameworks = [Framework::Burn(self.engine), Framework::Torch];
+        let frameworks = frameworks.into_iter().filter(|framework| *framework != Framework::Torch || !self.alone);
+        let who: Vec<Contender> = frameworks
+            .flat_map(|framework| [base, Side::Wrapped].map(|side| (framework, side)))
+            .map(|(framework, side)| Contender::Training(Trainer { framework, model, side, bucket_bytes: None }))
+            .collect();
+        Field::gather(&who, &Setting { world, dtype: DType::F32, programs: &self.programs, link: None })
+    }
+}
+
+/// The frameworks of which both were measured.
+pub(crate) fn pairs(timings: &[Timing]) -> Vec<Pair<'_>> {
+    let trainer = |timing: &Timing| match timing.who {
+        Contender::Training(trainer) => Some(trainer),
+        _ => None,
+    };
+    let wrapped = timings.iter().filter(|timing| trainer(timing).is_some_and(|one| one.side == Side::Wrapped));
+    let pair = |wrapped| {
+        let framework = trainer(wrapped)?.framework;
+        let is_base = |one: Trainer| one.framework == framework && one.side != Side::Wrapped;
+        let base = timings.iter().find(|timing| trainer(timing).is_some_and(is_base))?;
+        Some(Pair { who: wrapped.who.to_string(), framework, base, wrapped })
+    };
+    wrapped.filter_map(pair).collect()
+}
+
+impl Pair<'_> {
+    /// What data parallelism adds to a step.
+    pub(crate) fn added_us(&self) -> f64 {
+        self.wrapped.longer_than_us(self.base)
+    }
+
+    /// The same as a share of the step without.
+    pub(crate) fn added_percent(&self) -> f64 {
+        100.0 * (self.wrapped.times_longer_than(self.base) - 1.0)
+    }
+}

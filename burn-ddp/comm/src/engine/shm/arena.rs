@@ -1,0 +1,169 @@
+//! Buffers that a group reduces where they are: per buffer an input of each rank, and one result for all.
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::segment::Segment;
+
+/// Regions begin at multiples of this.
+const ALIGN: usize = 4096;
+
+/// Where the regions of one buffer are in its segment.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Regions {
+    start: usize,
+    len: usize,
+    stride: usize,
+}
+
+impl Regions {
+    /// The regions of buffers of `lens` bytes between `ranks` ranks, and the bytes of the segment; `None` if no segment is
+    /// as large.
+    pub(super) fn plan(lens: &[usize], ranks: usize) -> Option<(Vec<Regions>, usize)> {
+        let mut end = 0_usize;
+        let mut all = Vec::with_capacity(lens.len());
+        for &len in lens {
+            let stride = len.checked_next_multiple_of(ALIGN)?;
+            all.push(Regions { start: end, len, stride });
+            end = end.checked_add(stride.checked_mul(ranks + 1)?)?;
+        }
+        // An empty segment cannot be mapped.
+        Some((all, end.max(ALIGN)))
+    }
+
+    /// What `rank` puts in.
+    pub(super) fn input(&self, rank: usize) -> Range<usize> {
+        // The result is in front.
+        let start = self.start + (rank + 1) * self.stride;
+        start..start + self.len
+    }
+
+    /// What comes out.
+    pub(super) fn result(&self) -> Range<usize> {
+        self.start..self.start + self.len
+    }
+}
+
+/// One rank's handle to a buffer.
+pub(crate) struct ArenaBuffer {
+    segment: Arc<Segment>,
+    regions: Regions,
+    rank: usize,
+    /// Of the group that made it.
+    token: Arc<()>,
+    /// Which buffer of the group it is; the same on all ranks.
+    number: u64,
+    /// One more reference for each view of the result that is alive on this rank.
+    views: Arc<()>,
+}
+
+/// A rank's look at the result, which nobody changes while it is alive.
+#[derive(Clone)]
+pub(crate) struct ArenaView {
+    segment: Arc<Segment>,
+    range: Range<usize>,
+    _alive: Arc<()>,
+}
+
+impl ArenaBuffer {
+    pub(super) fn new(
+        segment: Arc<Segment>,
+        regions: Regions,
+        rank: usize,
+        token: Arc<()>,
+        number: u64,
+    ) -> ArenaBuffer {
+        ArenaBuffer { segment, regions, rank, token, number, views: Arc::new(()) }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.regions.len
+    }
+
+    /// This rank's input.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: only this rank writes its input, through a mutable borrow of this value.
+        unsafe { self.segment.bytes(self.regions.input(self.rank)) }
+    }
+
+    /// This rank's input, to be written.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the others read it only within a reduction, from when this rank announces it until this rank returns
+        // from it, for which it borrows this value. If a reduction fails, this value is not used again: others may still
+        // be reading.
+        unsafe { self.segment.bytes_mut(self.regions.input(self.rank)) }
+    }
+
+    /// Which buffer it is, if it is one of the group with `token`.
+    pub(super) fn number(&self, token: &Arc<()>) -> Option<u64> {
+        Arc::ptr_eq(&self.token, token).then_some(self.number)
+    }
+
+    /// Whether a view of the last result is alive. Once it is not, nobody reads the result any more on this rank.
+    pub(super) fn is_viewed(&mut self) -> bool {
+        Arc::get_mut(&mut self.views).is_none()
+    }
+
+    /// The result, which is complete.
+    pub(super) fn view(&self) -> ArenaView {
+        ArenaView { segment: self.segment.clone(), range: self.regions.result(), _alive: self.views.clone() }
+    }
+
+    /// The bytes `part` of the input of `rank`.
+    ///
+    /// # Safety
+    /// The rank has announced a reduction of this buffer, and does not know yet that this rank is done with it.
+    pub(super) unsafe fn input(&self, rank: usize, part: &Range<usize>) -> &[u8] {
+        let start = self.regions.input(rank).start;
+        // SAFETY: as the caller vouches.
+        unsafe { self.segment.bytes(start + part.start..start + part.end) }
+    }
+
+    /// The bytes `part` of this rank's input, to be written.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes these bytes.
+    #[expect(clippy::mut_from_ref, reason = "who may write what is a matter between processes")]
+    pub(super) unsafe fn own_input(&self, part: &Range<usize>) -> &mut [u8] {
+        let start = self.regions.input(self.rank).start;
+        // SAFETY: as the caller vouches.
+        unsafe { self.segment.bytes_mut(start + part.start..start + part.end) }
+    }
+
+    /// The bytes `part` of the result, to be written.
+    ///
+    /// # Safety
+    /// No rank holds a view, or writes these bytes.
+    #[expect(clippy::mut_from_ref, reason = "the result belongs to all ranks")]
+    pub(super) unsafe fn result(&self, part: &Range<usize>) -> &mut [u8] {
+        let start = self.regions.result().start;
+        // SAFETY: as the caller vouches.
+        unsafe { self.segment.bytes_mut(start + part.start..start + part.end) }
+    }
+}
+
+impl ArenaView {
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: all ranks are told that this view is alive before they write the result again, and then do not.
+        unsafe { self.segment.bytes(self.range.clone()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn regions_do_not_overlap() {
+        let (buffers, len) = Regions::plan(&[1, 0, 4096, 10_000], 3).unwrap();
+        let mut ranges: Vec<_> = buffers.iter().flat_map(|one| (0..3).map(|rank| one.input(rank))).collect();
+        ranges.extend(buffers.iter().map(Regions::result));
+        ranges.retain(|range| !range.is_empty());
+        ranges.sort_by_key(|range| range.start);
+        assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start));
+        assert!(ranges.iter().all(|range| range.end <= len && range.start.is_multiple_of(ALIGN)));
+        assert!(Regions::plan(&[usize::MAX / 2], 3).is_none());
+        assert!(Regions::plan(&[], 3).unwrap().1 > 0);
+    }
+}

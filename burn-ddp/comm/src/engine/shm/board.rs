@@ -1,0 +1,294 @@
+//! One rank's place in a group's segment: what it says, whom it waits for.
+
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use super::cell::{Cell, Pair};
+use super::doorbell::publication;
+use super::layout::Layout;
+use super::segment::Segment;
+use crate::call::Call;
+use crate::engine::Stall;
+use crate::frame::{PREFIX_BYTES, Prefix};
+use crate::health::{Health, Wake};
+use crate::{Error, Result};
+
+/// How often to look before looking for sleepers: what is about to come comes within this.
+const FIRST_LOOKS: u32 = 300;
+/// How long to spin, where there is a core for every rank.
+const SPIN: Duration = Duration::from_micros(100);
+/// Looks between two looks at the clock.
+const LOOKS: u32 = 32;
+/// How often to let others run before sleeping, where there is not.
+const YIELDS: u32 = 8;
+/// How long after a peer closed its side of the group the control connections may take to tell why.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// What is awaited of a peer.
+pub(super) trait Sign {
+    /// Whether it is there.
+    fn is_there(&self, peer: usize) -> bool;
+
+    /// Called once when it is.
+    fn arrived(&self, _peer: usize) -> Result<()> {
+        Ok(())
+    }
+
+    /// Called now and then when it is not: whether the peer does something else, with which it will never come.
+    fn instead(&self, _peer: usize) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl<F: Fn(usize) -> bool> Sign for F {
+    fn is_there(&self, peer: usize) -> bool {
+        self(peer)
+    }
+}
+
+/// One rank's view of its group. Ranks are those of the group unless they are said to be of the world.
+pub(super) struct Board {
+    segment: Arc<Segment>,
+    layout: Layout,
+    rank: usize,
+    size: usize,
+    /// All ranks but this one.
+    peers: Vec<usize>,
+    health: Arc<Health>,
+    /// Whether there is a core for every rank of this machine.
+    spins: bool,
+    /// Known to the health for as long as this lives.
+    _alarm: Arc<Alarm>,
+}
+
+/// Rings this rank's doorbell when the health changes.
+struct Alarm {
+    segment: Arc<Segment>,
+    cell: usize,
+}
+
+impl Wake for Alarm {
+    fn wake(&self) {
+        self.segment.at::<Cell>(self.cell).bell.ring();
+    }
+}
+
+impl Board {
+    pub(super) fn new(segment: Segment, size: usize, rank: usize, health: Arc<Health>, spins: bool) -> Board {
+        let segment = Arc::new(segment);
+        let layout = Layout::new(size);
+        let alarm = Arc::new(Alarm { segment: segment.clone(), cell: layout.cell(rank) });
+        let weak: Weak<dyn Wake> = Arc::downgrade(&alarm) as Weak<dyn Wake>;
+        health.add_waker(weak);
+        let peers = (0..size).filter(|peer| *peer != rank).collect();
+        Board { segment, layout, rank, size, peers, health, spins, _alarm: alarm }
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub(super) fn size(&self) -> usize {
+        self.size
+    }
+
+    pub(super) fn peers(&self) -> &[usize] {
+        &self.peers
+    }
+
+    pub(super) fn health(&self) -> &Health {
+        &self.health
+    }
+
+    pub(super) fn segment(&self) -> &Segment {
+        &self.segment
+    }
+
+    pub(super) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// What `rank` tells.
+    pub(super) fn cell(&self, rank: usize) -> &Cell {
+        self.segment.at(self.layout.cell(rank))
+    }
+
+    /// What this rank tells.
+    pub(super) fn mine(&self) -> &Cell {
+        self.cell(self.rank)
+    }
+
+    /// What `from` tells `to` alone.
+    pub(super) fn pair(&self, from: usize, to: usize) -> &Pair {
+        self.segment.at(self.layout.pair(from, to))
+    }
+
+    /// Wakes those who sleep for this rank, which has published something.
+    pub(super) fn wake_sleepers(&self) {
+        publication();
+        for peer in &self.peers {
+            self.cell(*peer).bell.wake_for(self.rank);
+        }
+    }
+
+    /// Waits for `sign` of all `peers`, having published something; wakes those who sleep for that.
+    #[inline]
+    pub(super) fn wait(&self, call: &Call, peers: &[usize], sign: &impl Sign) -> Result<()> {
+        let all_there = || peers.iter().all(|peer| sign.is_there(*peer));
+        let looks = if self.spins { FIRST_LOOKS } else { 1 };
+        let there = (0..looks).any(|_| all_there());
+        self.wake_sleepers();
+        if !there && !all_there() {
+            return self.wait_long(call, peers, sign);
+        }
+        peers.iter().try_for_each(|peer| sign.arrived(*peer))
+    }
+
+    /// The wait that takes longer: it spins or lets others run, then sleeps; and looks after deadline, health and stalls.
+    #[cold]
+    fn wait_long(&self, call: &Call, peers: &[usize], sign: &impl Sign) -> Result<()> {
+        let mut wait = Wait {
+            board: self,
+            call,
+            deadline: call.deadline(),
+            missing: peers.to_vec(),
+            stall: Stall::new(call, self.health.options().stall),
+            closed: Default::default(),
+        };
+        peers.iter().for_each(|peer| call.expect(*peer));
+        let spin_end = Instant::now() + SPIN;
+        let mut yields = 0;
+        while wait.look(sign)? {
+            if self.spins && Instant::now() < spin_end {
+                for _ in 0..LOOKS {
+                    std::hint::spin_loop();
+                    if wait.missing.iter().all(|peer| sign.is_there(*peer)) {
+                        break;
+                    }
+                }
+            } else if !self.spins && yields < YIELDS {
+                yields += 1;
+                rustix::thread::sched_yield();
+            } else {
+                wait.sleep(sign)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The error of this rank's call and another one's, which it did not expect from `peer`: both show theirs.
+    #[cold]
+    pub(super) fn mismatch(&self, call: &Call, peer: usize) -> Error {
+        let mut header = Vec::new();
+        call.header(peer, 0).encode(&mut header);
+        self.mine().mailbox.post(&header);
+        self.wake_sleepers();
+        // It may sleep for a third rank.
+        self.cell(peer).bell.ring();
+        if let Err(error) = self.wait(call, &[peer], &|peer| self.cell(peer).mailbox.is_there()) {
+            return error;
+        }
+        let world_rank = call.world_rank(peer);
+        let wrong = |message| Error::Protocol {
+            peer: world_rank,
+            message,
+            during: Some(Box::new(call.info_for(peer).clone())),
+        };
+        let bytes = self.cell(peer).mailbox.read();
+        let Some((prefix, site)) = bytes.split_first_chunk::<PREFIX_BYTES>() else {
+            return wrong(format!("a header of {} bytes", bytes.len()));
+        };
+        match Prefix::decode(prefix) {
+            Err(message) => wrong(message),
+            Ok(prefix) => {
+                let site = &site[..prefix.site_bytes().min(site.len())];
+                let unlike = call.check_header(peer, &prefix.finish(site), 0).err();
+                unlike.unwrap_or_else(|| wrong("an announcement that is not that of its call".to_owned()))
+            }
+        }
+    }
+}
+
+/// Peers that still need something from this rank on this group wait in vain from now on.
+impl Drop for Board {
+    fn drop(&mut self) {
+        self.mine().closed.publish(1);
+        publication();
+        for peer in &self.peers {
+            self.cell(*peer).bell.ring();
+        }
+    }
+}
+
+/// A wait that takes long.
+struct Wait<'a> {
+    board: &'a Board,
+    call: &'a Call,
+    deadline: Instant,
+    missing: Vec<usize>,
+    stall: Stall,
+    /// When a peer was found to have closed its side.
+    closed: std::cell::Cell<Option<Instant>>,
+}
+
+impl Wait<'_> {
+    /// Looks who has come; whether anybody is still missing.
+    fn look(&mut self, sign: &impl Sign) -> Result<bool> {
+        let mut nth = 0;
+        while let Some(&peer) = self.missing.get(nth) {
+            if sign.is_there(peer) {
+                self.missing.swap_remove(nth);
+                self.call.arrived(peer);
+                sign.arrived(peer)?;
+            } else {
+                nth += 1;
+            }
+        }
+        Ok(!self.missing.is_empty())
+    }
+
+    /// Sleeps for one of those who are missing, until something changes.
+    fn sleep(&mut self, sign: &impl Sign) -> Result<()> {
+        self.check(sign)?;
+        let now = Instant::now();
+        let left = self.deadline.saturating_duration_since(now);
+        if left.is_zero() {
+            return if self.look(sign)? { Err(self.call.timed_out(std::mem::take(&mut self.missing))) } else { Ok(()) };
+        }
+        if self.stall.is_due() {
+            self.board.health.stalled(self.call, self.missing.clone());
+        }
+        let until_stall = self.stall.at.saturating_duration_since(now);
+        let grace = self.closed.get().map_or(left, |since| GRACE.saturating_sub(since.elapsed()));
+        let Some(&last) = self.missing.last() else { return Ok(()) };
+        self.board.mine().bell.sleep(last, left.min(until_stall).min(grace), || {
+            let came = self.missing.iter().any(|peer| sign.is_there(*peer));
+            // Nothing that happens from here on is slept over: whoever does it rings.
+            if came { Ok(false) } else { self.check(sign).map(|()| true) }
+        })
+    }
+
+    /// Whether it makes sense to wait on.
+    fn check(&self, sign: &impl Sign) -> Result<()> {
+        let board = self.board;
+        board.health.check()?;
+        for &peer in &self.missing {
+            let left = board.health.has_left(self.call.world_rank(peer));
+            let closed = board.cell(peer).closed.has_reached(1);
+            // What it said before it went counts.
+            if sign.is_there(peer) {
+                continue;
+            }
+            if !left && !closed {
+                sign.instead(peer)?;
+                continue;
+            }
+            let since = self.closed.get().unwrap_or_else(Instant::now);
+            self.closed.set(Some(since));
+            if left || since.elapsed() >= GRACE {
+                return Err(board.health.left_error(self.call.world_rank(peer)));
+            }
+        }
+        Ok(())
+    }
+}

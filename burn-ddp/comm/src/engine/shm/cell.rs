@@ -1,0 +1,167 @@
+//! What ranks tell each other, as it lies in shared memory.
+//!
+//! Each word has one writer. Everything but the first word of a struct is valid once that has been read as published.
+
+use super::doorbell::Doorbell;
+use super::sync::{AtomicU32, AtomicU64, Ordering};
+use crate::frame::MAX_HEADER_BYTES;
+
+/// Words of a payload that travel in a line itself.
+pub(super) const LINE_WORDS: usize = 4;
+/// The same in bytes.
+pub(super) const LINE_BYTES: usize = LINE_WORDS * 8;
+
+/// One rank's announcement of a call: a cache line. Two of them take turns, since a rank may be a call ahead of another.
+#[derive(Debug, Default)]
+#[repr(C, align(128))]
+pub(super) struct Line {
+    /// The round it is of; published last.
+    round: AtomicU64,
+    /// A hash of all that must be alike.
+    fingerprint: AtomicU64,
+    /// The bits of the rank's weight.
+    weight: AtomicU64,
+    /// What the kind of call has to say besides.
+    note: AtomicU64,
+    payload: [AtomicU64; LINE_WORDS],
+}
+
+/// What a line says.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Announcement {
+    pub(super) fingerprint: u64,
+    pub(super) weight: f64,
+    pub(super) note: u64,
+    pub(super) payload: [u64; LINE_WORDS],
+}
+
+impl Line {
+    /// Says `what` in `round`. Rounds of a line grow.
+    pub(super) fn publish(&self, round: u64, what: &Announcement, words: usize) {
+        self.fingerprint.store(what.fingerprint, Ordering::Relaxed);
+        self.weight.store(what.weight.to_bits(), Ordering::Relaxed);
+        self.note.store(what.note, Ordering::Relaxed);
+        for (word, value) in self.payload.iter().zip(what.payload).take(words) {
+            word.store(value, Ordering::Relaxed);
+        }
+        self.round.store(round, Ordering::Release);
+    }
+
+    /// Whether something was said in `round`.
+    pub(super) fn is_there(&self, round: u64) -> bool {
+        self.round.load(Ordering::Acquire) >= round
+    }
+
+    /// What was said in the round that [is there](Self::is_there).
+    pub(super) fn read(&self, words: usize) -> Announcement {
+        let mut payload = [0; LINE_WORDS];
+        for (value, word) in payload.iter_mut().zip(&self.payload).take(words) {
+            *value = word.load(Ordering::Relaxed);
+        }
+        Announcement {
+            fingerprint: self.fingerprint.load(Ordering::Relaxed),
+            weight: f64::from_bits(self.weight.load(Ordering::Relaxed)),
+            note: self.note.load(Ordering::Relaxed),
+            payload,
+        }
+    }
+}
+
+/// How far a rank is, as a number that only grows.
+#[derive(Debug, Default)]
+#[repr(C, align(128))]
+pub(super) struct Progress(AtomicU64);
+
+impl Progress {
+    pub(super) fn publish(&self, at: u64) {
+        self.0.store(at, Ordering::Release);
+    }
+
+    pub(super) fn has_reached(&self, at: u64) -> bool {
+        self.0.load(Ordering::Acquire) >= at
+    }
+}
+
+/// The header of a call that does not fit to another's. Written at most once: it ends the world.
+#[derive(Debug)]
+#[repr(C, align(128))]
+pub(super) struct Mailbox {
+    /// Bytes of the header; 0 as long as there is none. Published last.
+    len: AtomicU32,
+    words: [AtomicU64; MAX_HEADER_BYTES / 8],
+}
+
+impl Mailbox {
+    /// Posts an encoded header.
+    pub(super) fn post(&self, header: &[u8]) {
+        let mut bytes = [0; MAX_HEADER_BYTES];
+        let len = header.len().min(MAX_HEADER_BYTES);
+        bytes[..len].copy_from_slice(&header[..len]);
+        for (word, bytes) in self.words.iter().zip(bytes.as_chunks().0) {
+            word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
+        }
+        self.len.store(len as u32, Ordering::Release);
+    }
+
+    pub(super) fn is_there(&self) -> bool {
+        self.len.load(Ordering::Acquire) != 0
+    }
+
+    /// What [is there](Self::is_there).
+    pub(super) fn read(&self) -> Vec<u8> {
+        let len = (self.len.load(Ordering::Acquire) as usize).min(MAX_HEADER_BYTES);
+        let mut bytes: Vec<u8> =
+            self.words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect();
+        bytes.truncate(len);
+        bytes
+    }
+}
+
+/// All that one rank tells all others.
+#[derive(Debug)]
+#[repr(C, align(128))]
+pub(super) struct Cell {
+    /// Where the rank sleeps. Rung by others.
+    pub(super) bell: Doorbell,
+    /// By parity of the round: it may be a call ahead. Written by the rank.
+    lines: [Line; 2],
+    /// Chunks of which others may read what this rank put in. Written by the rank.
+    pub(super) ready: Progress,
+    /// Chunks with which this rank is done: their results are there, or what others put in was read. Written by the rank.
+    pub(super) done: Progress,
+    /// Not 0 once the rank takes part no more. Written by the rank.
+    pub(super) closed: Progress,
+    /// Written by the rank.
+    pub(super) mailbox: Mailbox,
+}
+
+impl Cell {
+    /// The line of `round`.
+    pub(super) fn line(&self, round: u64) -> &Line {
+        &self.lines[(round % 2) as usize]
+    }
+}
+
+/// All that one rank tells one other alone: what it sends to it, or takes from it. Written by the first of the two.
+#[derive(Debug, Default)]
+#[repr(C, align(128))]
+pub(super) struct Pair {
+    /// What it calls with the other, by parity of the round: it may be a call ahead.
+    lines: [Line; 2],
+    /// Chunks that are there for the other.
+    pub(super) sent: Progress,
+    /// Chunks that it has of the other's.
+    pub(super) taken: Progress,
+}
+
+impl Pair {
+    /// The line of `round`.
+    pub(super) fn line(&self, round: u64) -> &Line {
+        &self.lines[(round % 2) as usize]
+    }
+
+    /// Whether something was said in `round`.
+    pub(super) fn is_there(&self, round: u64) -> bool {
+        self.line(round).is_there(round)
+    }
+}

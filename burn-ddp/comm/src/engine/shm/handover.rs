@@ -1,0 +1,399 @@
+//! One rank makes a segment and hands it to the others: all of them map it, or none does and all know why.
+//!
+//! ```text
+//! member                         leader (rank 0 of the group)
+//! connects ─ Hello ───────────►  is it a process of this user, does it know the key?
+//!          ◄───────── Came ────  who has come; again whenever somebody has
+//!          ◄──── Offer + fd ───  all are there, and the segment is made      or Verdict(why not)
+//! maps it ── Mapped(how) ─────►
+//!          ◄────── Verdict ────  all have mapped it, or the first reason why one has not
+//! ```
+//!
+//! The sockets are abstract ones of this machine, under names that follow from the key of the world's connections. They
+//! keep message boundaries, and are closed when the verdict has come.
+
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+use serde::{Deserialize, Serialize};
+use socket2::Socket;
+
+use super::segment::Segment;
+use crate::call::Call;
+use crate::engine::Stall;
+use crate::health::{Health, Wake};
+use crate::job_key::LinkKey;
+use crate::net::key::KEY_BYTES;
+use crate::net::local;
+use crate::net::wait::{Waker, wait};
+use crate::{Error, Result};
+
+/// How long after the end of a connection the control connections may take to tell why.
+const GRACE: Duration = Duration::from_secs(1);
+/// Between two attempts to reach a leader that does not listen yet.
+const RETRY: Duration = Duration::from_millis(1);
+/// Longest note: reasons are cut to fit.
+const NOTE_BYTES: usize = 2048;
+/// What a member signs, with its rank.
+const HELLO: &[u8] = b"shm hello";
+
+/// What travels.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+enum Note {
+    /// Who connects, by rank in the group, and the proof that it belongs to it.
+    Hello { rank: u32, proof: [u8; KEY_BYTES] },
+    /// Who has not come yet.
+    Came { missing: Vec<u32> },
+    /// The segment is here, this large.
+    Offer { len: u64 },
+    /// Whether the sender has mapped it.
+    Mapped(Result<(), String>),
+    /// Whether all have.
+    Verdict(Result<(), String>),
+}
+
+/// One segment on its way.
+pub(super) struct Handover<'a> {
+    pub(super) call: &'a Call,
+    pub(super) health: &'a Health,
+    pub(super) key: &'a LinkKey,
+    /// This rank in the group.
+    pub(super) rank: usize,
+    /// Which segment of the group it is.
+    pub(super) number: u64,
+}
+
+/// Wakes a handover when the health changes.
+struct Bell(Waker);
+
+impl Wake for Bell {
+    fn wake(&self) {
+        self.0.wake();
+    }
+}
+
+/// What a handover waits with.
+struct Waits<'a> {
+    handover: &'a Handover<'a>,
+    bell: Arc<Bell>,
+    deadline: Instant,
+    stall: Stall,
+}
+
+impl Handover<'_> {
+    /// A segment of `len` bytes that all ranks of the group have mapped; or, on all of them, why there is none.
+    ///
+    /// # Errors
+    /// Those of a collective.
+    pub(super) fn share(&self, len: usize) -> Result<Result<Segment, String>> {
+        if self.size() == 1 {
+            return Ok(Segment::create(len).map(|(segment, _)| segment).map_err(|e| self.reason("create", len, &e)));
+        }
+        let waker = Waker::new()
+            .map_err(|e| Error::Environment { message: format!("this process cannot have another socket: {e}") })?;
+        let bell = Arc::new(Bell(waker));
+        let weak: Weak<dyn Wake> = Arc::downgrade(&bell) as Weak<dyn Wake>;
+        self.health.add_waker(weak);
+        let stall = Stall::new(self.call, self.health.options().stall);
+        let mut waits = Waits { handover: self, bell, deadline: self.call.deadline(), stall };
+        if self.rank == 0 { self.lead(&mut waits, len) } else { self.follow(&mut waits, len) }
+    }
+
+    fn size(&self) -> usize {
+        self.call.members.count()
+    }
+
+    fn others(&self) -> Vec<usize> {
+        (0..self.size()).filter(|rank| *rank != self.rank).collect()
+    }
+
+    fn lead(&self, waits: &mut Waits<'_>, len: usize) -> Result<Result<Segment, String>> {
+        let listener = local::bind_packets(&self.name()).map_err(|e| Error::Environment {
+            message: format!("cannot listen on a local socket to share memory with the other ranks: {e}"),
+        })?;
+        let links = self.gather(waits, &listener)?;
+        drop(listener);
+        let made = Segment::create(len).map_err(|e| self.reason("create", len, &e));
+        let (segment, fd) = match made {
+            Ok((segment, fd)) => (Ok(segment), Some(fd)),
+            Err(why) => (Err(why), None),
+        };
+        if let Some(fd) = &fd {
+            for (rank, link) in &links {
+                self.send(waits, *rank, link, &Note::Offer { len: len as u64 }, Some(fd))?;
+            }
+        }
+        let mut verdict = segment;
+        for (rank, link) in links.iter().filter(|_| fd.is_some()) {
+            let why = match self.receive(waits, &[*rank], link)? {
+                (Note::Mapped(Ok(())), _) => continue,
+                (Note::Mapped(Err(why)), _) => why,
+                (other, _) => return Err(self.unexpected(*rank, &other)),
+            };
+            verdict = verdict.and(Err(why));
+        }
+        let told = Note::Verdict(verdict.as_ref().map(drop).map_err(String::clone));
+        for (rank, link) in &links {
+            self.send(waits, *rank, link, &told, None)?;
+        }
+        Ok(verdict)
+    }
+
+    /// Waits until every member has connected and said who it is; their connections, by rank.
+    fn gather(&self, waits: &mut Waits<'_>, listener: &Socket) -> Result<Vec<(usize, Socket)>> {
+        let mut missing: Vec<usize> = (1..self.size()).collect();
+        // Those who have connected, but have not said who they are.
+        let mut strangers: Vec<Socket> = Vec::new();
+        let mut links: Vec<(usize, Socket)> = Vec::new();
+        while !missing.is_empty() {
+            let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
+            fds.extend(strangers.iter().map(|stranger| PollFd::new(stranger, PollFlags::IN)));
+            waits.wait(fds, &missing, None)?;
+            while let Ok((socket, _)) = listener.accept() {
+                if local::check_peer(&socket).is_ok() && socket.set_nonblocking(true).is_ok() {
+                    strangers.push(socket);
+                }
+            }
+            let before = missing.len();
+            let mut nth = 0;
+            while let Some(stranger) = strangers.get(nth) {
+                match read(stranger) {
+                    Err(e) if e.kind() == ErrorKind::WouldBlock => nth += 1,
+                    Ok((Note::Hello { rank, proof }, _)) if self.admits(&mut missing, rank, &proof) => {
+                        self.call.arrived(rank as usize);
+                        links.push((rank as usize, strangers.swap_remove(nth)));
+                    }
+                    // Not of this group, whoever it is.
+                    _ => drop(strangers.swap_remove(nth)),
+                }
+            }
+            if missing.len() < before && !missing.is_empty() {
+                let note = Note::Came { missing: missing.iter().map(|rank| *rank as u32).collect() };
+                for (rank, link) in &links {
+                    self.send(waits, *rank, link, &note, None)?;
+                }
+            }
+        }
+        links.sort_by_key(|(rank, _)| *rank);
+        Ok(links)
+    }
+
+    fn admits(&self, missing: &mut Vec<usize>, rank: u32, proof: &[u8; KEY_BYTES]) -> bool {
+        let known = missing.iter().position(|awaited| *awaited == rank as usize);
+        match known.filter(|_| self.key.key.verify(&[HELLO, &rank.to_le_bytes()], proof)) {
+            Some(nth) => {
+                missing.swap_remove(nth);
+                missing.sort_unstable();
+                true
+            }
+            None => false,
+        }
+    }
+
+    fn follow(&self, waits: &mut Waits<'_>, len: usize) -> Result<Result<Segment, String>> {
+        let link = self.connect(waits)?;
+        let rank = self.rank as u32;
+        let proof = self.key.key.sign(&[HELLO, &rank.to_le_bytes()]);
+        self.send(waits, 0, &link, &Note::Hello { rank, proof }, None)?;
+        // The leader says who else is missing as soon as it knows; before that it may be anybody.
+        let mut missing = self.others();
+        let (theirs, fd) = loop {
+            match self.receive(waits, &missing, &link)? {
+                (Note::Came { missing: still }, _) => {
+                    missing = still.into_iter().map(|rank| rank as usize).collect();
+                    if missing.is_empty() || missing.iter().any(|rank| *rank >= self.size()) {
+                        missing = vec![0];
+                    }
+                }
+                (Note::Offer { len }, Some(fd)) => break (len, fd),
+                (Note::Verdict(Err(why)), _) => return Ok(Err(why)),
+                (other, _) => return Err(self.unexpected(0, &other)),
+            }
+        };
+        let mapped = if theirs == len as u64 {
+            Segment::map(fd.as_fd(), len).map_err(|e| self.reason("map", len, &e))
+        } else {
+            Err(format!("rank {} needs {len} bytes of shared memory, not {theirs}", self.call.rank))
+        };
+        let told = Note::Mapped(mapped.as_ref().map(drop).map_err(String::clone));
+        self.send(waits, 0, &link, &told, None)?;
+        match self.receive(waits, &[0], &link)? {
+            (Note::Verdict(Ok(())), _) => Ok(mapped),
+            (Note::Verdict(Err(why)), _) => Ok(Err(why)),
+            (other, _) => Err(self.unexpected(0, &other)),
+        }
+    }
+
+    /// A connection to the leader, once it listens.
+    fn connect(&self, waits: &mut Waits<'_>) -> Result<Socket> {
+        let name = self.name();
+        loop {
+            match local::connect_packets(&name) {
+                Ok(socket) => return Ok(socket),
+                Err(e) if matches!(e.kind(), ErrorKind::ConnectionRefused | ErrorKind::WouldBlock) => {
+                    // Whom the leader waits for, and so this rank, is not known yet.
+                    waits.wait(Vec::new(), &self.others(), Some(Instant::now() + RETRY))?;
+                }
+                Err(e) => {
+                    let message = format!("cannot reach rank {} by a local socket: {e}", self.call.world_rank(0));
+                    return Err(Error::Environment { message });
+                }
+            }
+        }
+    }
+
+    fn send(&self, waits: &mut Waits<'_>, rank: usize, to: &Socket, note: &Note, fd: Option<&OwnedFd>) -> Result<()> {
+        match write(to, note, fd) {
+            Ok(()) => Ok(()),
+            Err(e) => Err(waits.explain(rank, &e)),
+        }
+    }
+
+    /// The next note on `link`, for which this rank waits because of `missing`.
+    fn receive(&self, waits: &mut Waits<'_>, missing: &[usize], link: &Socket) -> Result<(Note, Option<OwnedFd>)> {
+        missing.iter().for_each(|rank| self.call.expect(*rank));
+        loop {
+            match read(link) {
+                Ok(note) => {
+                    missing.iter().for_each(|rank| self.call.arrived(*rank));
+                    return Ok(note);
+                }
+                Err(e) if e.kind() == ErrorKind::WouldBlock => {
+                    waits.wait(vec![PollFd::new(link, PollFlags::IN)], missing, None)?;
+                }
+                Err(e) => {
+                    let from = if self.rank == 0 { missing[0] } else { 0 };
+                    return Err(waits.explain(from, &e));
+                }
+            }
+        }
+    }
+
+    /// Where the leader listens: nobody without the key can tell.
+    fn name(&self) -> String {
+        let (group, number) = (self.call.info.group.to_le_bytes(), self.number.to_le_bytes());
+        let key = self.key.key.derive(&[b"shm address", &group, &number]);
+        key.bytes().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    fn reason(&self, verb: &str, len: usize, e: &io::Error) -> String {
+        format!("rank {} cannot {verb} {len} bytes of shared memory: {e}", self.call.rank)
+    }
+
+    fn unexpected(&self, rank: usize, note: &Note) -> Error {
+        let message = format!("{note:?} while memory was to be shared");
+        Error::Protocol { peer: self.call.world_rank(rank), message, during: None }
+    }
+}
+
+impl Waits<'_> {
+    /// Waits until one of `fds` is ready or `until` has passed. Ends by an error if the ranks `missing` cannot be waited
+    /// for any longer.
+    fn wait(&mut self, fds: Vec<PollFd<'_>>, missing: &[usize], until: Option<Instant>) -> Result<()> {
+        let Handover { call, health, .. } = self.handover;
+        missing.iter().for_each(|rank| call.expect(*rank));
+        let bell = self.bell.clone();
+        let mut fds: Vec<PollFd<'_>> = fds;
+        fds.push(PollFd::new(&bell.0, PollFlags::IN));
+        loop {
+            bell.0.clear();
+            health.check()?;
+            if let Some(gone) = missing.iter().map(|rank| call.world_rank(*rank)).find(|rank| health.has_left(*rank)) {
+                return Err(health.left_error(gone));
+            }
+            let limit = self.deadline.min(self.stall.at);
+            let limit = until.map_or(limit, |until| until.min(limit));
+            let woken = wait(&mut fds, Some(limit)).map_err(|e| Error::Internal { message: format!("poll: {e}") })?;
+            let ready = fds[..fds.len() - 1].iter().any(|fd| !fd.revents().is_empty());
+            let now = Instant::now();
+            if ready || until.is_some_and(|until| now >= until) {
+                return Ok(());
+            }
+            if !woken && now >= self.deadline {
+                return Err(call.timed_out(missing.to_vec()));
+            }
+            if !woken && self.stall.is_due() {
+                health.stalled(call, missing.to_vec());
+            }
+        }
+    }
+
+    /// Why the connection to `rank` ended: the control connections know it, or will in a moment.
+    fn explain(&mut self, rank: usize, end: &io::Error) -> Error {
+        let Handover { call, health, .. } = self.handover;
+        let grace = Instant::now() + GRACE;
+        while Instant::now() < grace {
+            if let Err(cause) = self.wait(Vec::new(), &[rank], Some(grace)) {
+                return cause;
+            }
+        }
+        health.lost_error(
+            call.world_rank(rank),
+            format!("its local connection broke while memory was to be shared: {end}"),
+        )
+    }
+}
+
+fn write(to: &Socket, note: &Note, fd: Option<&OwnedFd>) -> io::Result<()> {
+    let bytes = postcard::to_stdvec(&shortened(note)).map_err(io::Error::other)?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let fds: Vec<_> = fd.map(AsFd::as_fd).into_iter().collect();
+    if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(&fds)) {
+        return Err(io::Error::other("no room for a file descriptor"));
+    }
+    loop {
+        match rustix::net::sendmsg(to, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL) {
+            Ok(_) => return Ok(()),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+/// Reasons are for people, and what a socket takes at once is limited.
+fn shortened(note: &Note) -> std::borrow::Cow<'_, Note> {
+    use std::borrow::Cow;
+    const MOST: usize = NOTE_BYTES / 4;
+    let short = |why: &String| why.chars().take(MOST / 4).collect::<String>();
+    match note {
+        Note::Mapped(Err(why)) if why.len() > MOST => Cow::Owned(Note::Mapped(Err(short(why)))),
+        Note::Verdict(Err(why)) if why.len() > MOST => Cow::Owned(Note::Verdict(Err(short(why)))),
+        other => Cow::Borrowed(other),
+    }
+}
+
+/// The next note, if there is one; the end of the connection is an error.
+fn read(from: &Socket) -> io::Result<(Note, Option<OwnedFd>)> {
+    let mut bytes = [0; NOTE_BYTES];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    // Linux finds the queue empty first and looks whether the peer has closed then: a note that comes in between, followed by the
+    // close, is overlooked. The second time it is there.
+    let mut ended = false;
+    let got = loop {
+        match rustix::net::recvmsg(from, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags) {
+            Err(rustix::io::Errno::INTR) => {}
+            Ok(got) if got.bytes == 0 && !ended => ended = true,
+            other => break other?,
+        }
+    };
+    let mut fds = ancillary.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    let fd = fds.next().and_then(|mut fds| fds.next());
+    if got.bytes == 0 {
+        return Err(ErrorKind::UnexpectedEof.into());
+    }
+    let note = postcard::from_bytes(&bytes[..got.bytes]).map_err(io::Error::other)?;
+    Ok((note, fd))
+}

@@ -1,0 +1,236 @@
+//! Memory that several processes map.
+//!
+//! A memfd: it has no name, so nothing is left behind whoever is killed when. Its size is sealed, so nobody can make
+//! another's access a SIGBUS by shrinking it, and all of its pages are there before it is used, so that missing memory is
+//! an error here.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::{self, NonNull};
+
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use super::cell::{Cell, Pair};
+
+/// Bytes of a huge page, where there are any.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// What must be sealed before a segment of a peer is mapped.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
+
+/// A mapping, for reading and writing.
+pub(super) struct Segment {
+    base: NonNull<u8>,
+    len: usize,
+    /// Bytes of addresses, of which the first `len` have memory behind them.
+    reserved: usize,
+}
+
+// SAFETY: the mapping belongs to the process, not to a thread; what threads do with its bytes is up to the users of the
+// unsafe accessors.
+unsafe impl Send for Segment {}
+// SAFETY: as above; the safe accessor yields atomics only.
+unsafe impl Sync for Segment {}
+
+/// Types that may live in memory that other processes write.
+///
+/// # Safety
+/// Made of atomics only, valid for any bits, without `Drop`.
+pub(super) unsafe trait Shared: Sync {}
+
+// SAFETY: atomics, in structs without padding that matters and without `Drop`.
+unsafe impl Shared for Cell {}
+// SAFETY: as above.
+unsafe impl Shared for Pair {}
+
+impl Segment {
+    /// A new segment of `len` zeros, and what to give to those who shall map it too.
+    ///
+    /// # Errors
+    /// Those of the system; also if it has not as much memory to spare, since some systems grant it and then end a process.
+    pub(super) fn create(len: usize) -> io::Result<(Segment, OwnedFd)> {
+        if let Some(spare) = spare_bytes().filter(|spare| len as u64 > *spare) {
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, format!("the machine has {spare} bytes to spare")));
+        }
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = match rustix::fs::memfd_create("burn-ddp", flags | MemfdFlags::NOEXEC_SEAL) {
+            // Older kernels do not know that data is not to be executed.
+            Err(Errno::INVAL) => rustix::fs::memfd_create("burn-ddp", flags),
+            other => other,
+        }?;
+        rustix::fs::ftruncate(&fd, len as u64)?;
+        rustix::fs::fcntl_add_seals(&fd, SEALS | SealFlags::SEAL)?;
+        Ok((Segment::map(fd.as_fd(), len)?, fd))
+    }
+
+    /// Maps what a peer created with `len` bytes.
+    pub(super) fn map(fd: BorrowedFd<'_>, len: usize) -> io::Result<Segment> {
+        let (seals, size) = (rustix::fs::fcntl_get_seals(fd)?, rustix::fs::fstat(fd)?.st_size);
+        if !seals.contains(SEALS) || u64::try_from(size).ok() != Some(len as u64) {
+            return Err(io::Error::other(format!("a segment of {size} bytes with seals {seals:?}, {len} expected")));
+        }
+        let (base, reserved) = reserve(len)?;
+        let segment = Segment { base, len, reserved };
+        // SAFETY: the range was reserved by this call and nobody else knows it.
+        unsafe {
+            rustix::mm::mmap(
+                segment.pointer(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::FIXED,
+                fd,
+                0,
+            )?;
+        }
+        if len >= HUGE_PAGE_BYTES {
+            // Where the system does not allow it, small pages do.
+            // SAFETY: advice about a mapping of this segment changes none of its bytes.
+            let _ = unsafe { rustix::mm::madvise(segment.pointer(), len, Advice::LinuxHugepage) };
+        }
+        // SAFETY: as above; all pages become present, none changes.
+        match unsafe { rustix::mm::madvise(segment.pointer(), len, Advice::LinuxPopulateWrite) } {
+            // Older kernels: the memory is set aside all the same, and mapped when it is touched.
+            Err(Errno::INVAL) => rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, len as u64)?,
+            result => result?,
+        }
+        Ok(segment)
+    }
+
+    /// The `T` at `offset`.
+    ///
+    /// # Panics
+    /// If there is none: offsets are computed by this process.
+    pub(super) fn at<T: Shared>(&self, offset: usize) -> &T {
+        let end = offset.checked_add(size_of::<T>());
+        assert!(
+            end.is_some_and(|end| end <= self.len) && offset.is_multiple_of(align_of::<T>()),
+            "outside of a segment"
+        );
+        // SAFETY: in bounds and aligned, since pages are aligned further than any `T`; `Shared` says that any bits will
+        // do and that writes by others are atomic.
+        unsafe { self.base.add(offset).cast::<T>().as_ref() }
+    }
+
+    /// The bytes in `range`.
+    ///
+    /// # Safety
+    /// Until the slice is gone no rank writes them.
+    pub(super) unsafe fn bytes(&self, range: Range<usize>) -> &[u8] {
+        self.check(&range);
+        // SAFETY: in bounds of a mapping that lives as long as `self`; unwritten, as the caller vouches.
+        unsafe { std::slice::from_raw_parts(self.base.add(range.start).as_ptr(), range.len()) }
+    }
+
+    /// The bytes in `range`, to be written.
+    ///
+    /// # Safety
+    /// Until the slice is gone nobody else, on any rank, reads or writes them.
+    #[expect(clippy::mut_from_ref, reason = "who may write what is a matter between processes")]
+    pub(super) unsafe fn bytes_mut(&self, range: Range<usize>) -> &mut [u8] {
+        self.check(&range);
+        // SAFETY: in bounds of a mapping that lives as long as `self`; exclusive, as the caller vouches.
+        unsafe { std::slice::from_raw_parts_mut(self.base.add(range.start).as_ptr(), range.len()) }
+    }
+
+    fn check(&self, range: &Range<usize>) {
+        assert!(range.start <= range.end && range.end <= self.len, "outside of a segment");
+    }
+
+    fn pointer(&self) -> *mut c_void {
+        self.base.as_ptr().cast()
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this value's; references into it borrowed from it. Unmapping what is mapped does not fail.
+        let _ = unsafe { rustix::mm::munmap(self.pointer(), self.reserved) };
+    }
+}
+
+impl fmt::Debug for Segment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Segment({} bytes)", self.len)
+    }
+}
+
+/// Memory that the system can give without taking it from somebody; `None` where it does not say.
+fn spare_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// Addresses for at least `len` bytes, aligned so that huge pages fit; with how many bytes are reserved.
+fn reserve(len: usize) -> io::Result<(NonNull<u8>, usize)> {
+    let too_much = || io::Error::from(io::ErrorKind::OutOfMemory);
+    let len = len.checked_next_multiple_of(HUGE_PAGE_BYTES).ok_or_else(too_much)?;
+    let room = len.checked_add(HUGE_PAGE_BYTES).ok_or_else(too_much)?;
+    // SAFETY: a new private mapping at addresses of the kernel's choice.
+    let start = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), room, ProtFlags::empty(), MapFlags::PRIVATE)? };
+    let skip = start.align_offset(HUGE_PAGE_BYTES);
+    let (first, last) = (start.wrapping_byte_add(skip), start.wrapping_byte_add(skip + len));
+    // SAFETY: both ends belong to the mapping just made, and nothing refers to them.
+    unsafe {
+        if skip > 0 {
+            rustix::mm::munmap(start, skip)?;
+        }
+        if HUGE_PAGE_BYTES > skip {
+            rustix::mm::munmap(last, HUGE_PAGE_BYTES - skip)?;
+        }
+    }
+    let first = NonNull::new(first.cast()).ok_or_else(|| io::Error::other("a mapping at address 0"))?;
+    Ok((first, len))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::shm::sync::{AtomicU64, Ordering};
+
+    // SAFETY: an atomic.
+    unsafe impl Shared for AtomicU64 {}
+
+    #[test]
+    fn two_mappings_show_the_same_bytes() {
+        for len in [1, 4096, 3 * HUGE_PAGE_BYTES + 5] {
+            let len = len + 4096;
+            let (one, fd) = Segment::create(len).unwrap();
+            let other = Segment::map(fd.as_fd(), len).unwrap();
+            drop(fd);
+            one.at::<AtomicU64>(8).store(7, Ordering::Relaxed);
+            assert_eq!(other.at::<AtomicU64>(8).load(Ordering::Relaxed), 7);
+            // SAFETY: no other slice of this byte is alive.
+            unsafe { one.bytes_mut(len - 1..len)[0] = 9 };
+            // SAFETY: as above.
+            assert_eq!(unsafe { other.bytes(len - 1..len) }, [9]);
+        }
+    }
+
+    #[test]
+    fn what_has_another_size_or_may_change_it_is_not_mapped() {
+        let (_segment, fd) = Segment::create(4096).unwrap();
+        assert!(Segment::map(fd.as_fd(), 8192).is_err());
+        assert!(rustix::fs::ftruncate(&fd, 0).is_err());
+        let open = rustix::fs::memfd_create("open", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&open, 4096).unwrap();
+        assert!(Segment::map(open.as_fd(), 4096).is_err());
+    }
+
+    #[test]
+    fn more_than_there_is_is_an_error() {
+        assert!(Segment::create(1 << 46).is_err());
+    }
+
+    #[test]
+    #[should_panic(expected = "outside of a segment")]
+    fn nothing_is_read_outside() {
+        let (segment, _fd) = Segment::create(4096).unwrap();
+        segment.at::<AtomicU64>(4096);
+    }
+}

@@ -1,0 +1,212 @@
+//! One exchange of frames with all peers at once.
+
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::link::{End, Link, ReadError, Receiving, Sending};
+use super::spin::Spin;
+use crate::call::Call;
+use crate::engine::{Piece, Stall};
+use crate::health::Health;
+use crate::net::wait::{Waker, wait};
+use crate::{Error, Result};
+
+/// How long after the end of a data connection the control connections may take to tell why.
+pub(super) const GRACE: Duration = Duration::from_secs(1);
+
+/// Bytes of all peers' pieces together: what arrives is reduced while it is in the second cache level.
+const PIECES_BYTES: usize = 512 * 1024;
+
+/// Smaller ones would cost more for calling the kernel than their place in the cache saves.
+const MIN_PIECE_BYTES: usize = 64 * 1024;
+
+/// Bytes of a piece of each of `peers`: whole elements of any type.
+pub(super) fn piece_bytes(peers: usize) -> usize {
+    (PIECES_BYTES / peers.max(2)).max(MIN_PIECE_BYTES) / 64 * 64
+}
+
+/// One exchange under way.
+pub(super) struct Exchange<'a, 'b> {
+    pub(super) call: &'a Call,
+    pub(super) health: &'a Health,
+    pub(super) bell: &'a Waker,
+    /// What is still to be written, and to whom.
+    pub(super) sending: Vec<(usize, Sending<'a>)>,
+    /// What has been read, and is still to be.
+    pub(super) receiving: &'a mut [Receiving<'b>],
+    /// The first peer whose connection ended too early, when, and how.
+    pub(super) ended: Option<(usize, Instant, End)>,
+    pub(super) stall: Stall,
+}
+
+impl Exchange<'_, '_> {
+    /// Writes and reads all. If there is a `take`, it gets what came from all whenever it fills the room there is for it.
+    pub(super) fn run(
+        mut self,
+        links: &mut [Option<Link>],
+        spin: &mut Spin,
+        mut take: Option<&mut dyn FnMut(Piece<'_>)>,
+    ) -> Result<()> {
+        unblock(links);
+        loop {
+            let mut moved = self.progress(links)?;
+            if let Some(taking) = &mut take
+                && self.receiving.iter().all(|receive| receive.has_begun() && !receive.wants())
+            {
+                self.hand_over(links.len(), taking);
+                self.receiving.iter_mut().for_each(Receiving::advance);
+                if self.receiving.iter().all(Receiving::is_complete) {
+                    take = None;
+                }
+                moved = true;
+            }
+            if take.is_none() && self.sending.is_empty() && self.receiving.iter().all(Receiving::is_complete) {
+                return Ok(());
+            }
+            if moved {
+                continue;
+            }
+            // Once a message has begun its sender is busy, and so may be the kernel on its behalf.
+            let is_short = self.sending.is_empty() && !self.receiving.iter().any(Receiving::has_begun);
+            if !(is_short && self.ended.is_none() && spin.until(|| self.look_again(links))?) {
+                self.wait(links)?;
+            }
+        }
+    }
+
+    fn look_again(&mut self, links: &mut [Option<Link>]) -> Result<bool> {
+        unblock(links);
+        self.progress(links)
+    }
+
+    fn hand_over(&self, count: usize, take: &mut dyn FnMut(Piece<'_>)) {
+        let mut weights = vec![self.call.weight; count];
+        self.receiving.iter().for_each(|receive| weights[receive.peer()] = receive.weight());
+        let rows: Vec<&[u8]> = self.receiving.iter().map(Receiving::piece).collect();
+        let start = self.receiving.first().map_or(0, Receiving::begin);
+        take(Piece { start, rows: &rows, weights: &weights });
+    }
+
+    /// Writes and reads what can be now; whether anything could.
+    fn progress(&mut self, links: &mut [Option<Link>]) -> Result<bool> {
+        let Self { call, sending, receiving, ended, .. } = self;
+        let mut moved = false;
+        let mut end = |peer: usize, cause: End| {
+            ended.get_or_insert_with(|| (peer, Instant::now(), cause));
+        };
+        for (peer, send) in sending.iter_mut() {
+            match link(links, *peer)?.write(send) {
+                Ok(wrote) => moved |= wrote,
+                Err(cause) => end(*peer, cause),
+            }
+        }
+        sending.retain(|(_, send)| !send.is_out());
+        for receive in receiving.iter_mut().filter(|receive| receive.wants()) {
+            let peer = receive.peer();
+            match link(links, peer)?.read(receive, call) {
+                Ok(read) => moved |= read,
+                Err(ReadError::Ended(cause)) => end(peer, cause),
+                Err(ReadError::Wrong(error)) => return Err(error),
+            }
+            if receive.is_complete() {
+                call.arrived(peer);
+            }
+        }
+        Ok(moved)
+    }
+
+    /// Waits until something can be written or read; ends by an error if nothing more will come.
+    fn wait(&mut self, links: &mut [Option<Link>]) -> Result<()> {
+        // Once a connection has ended only the reason is missing, and it may be known already.
+        if self.ended.is_some() {
+            self.explain()?;
+        }
+        let mut interest = vec![PollFlags::empty(); links.len()];
+        for (peer, _) in &self.sending {
+            interest[*peer] |= PollFlags::OUT;
+        }
+        for receive in self.receiving.iter().filter(|receive| receive.wants()) {
+            interest[receive.peer()] |= PollFlags::IN;
+        }
+        let mut fds = vec![PollFd::new(self.bell, PollFlags::IN)];
+        let mut polled = Vec::with_capacity(links.len());
+        for (peer, (link, interest)) in links.iter().zip(interest).enumerate() {
+            if let Some(link) = link
+                && let Some(interest) = link.open(interest)
+            {
+                fds.push(PollFd::from_borrowed_fd(link.as_fd(), interest));
+                polled.push(peer);
+            }
+        }
+        let grace_end = self.ended.as_ref().map(|(_, at, _)| *at + GRACE);
+        let until = self.call.deadline().min(self.stall.at);
+        let until = grace_end.map_or(until, |at| at.min(until));
+        let woken = wait(&mut fds, Some(until)).map_err(|e| Error::Internal { message: format!("poll: {e}") })?;
+        let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+        let rung = fds.first().is_some_and(is_ready);
+        let ready: Vec<bool> = fds.iter().skip(1).map(is_ready).collect();
+        for (peer, _) in polled.into_iter().zip(ready).filter(|(_, ready)| *ready) {
+            link(links, peer)?.unblock();
+        }
+        if rung {
+            self.bell.clear();
+            self.explain()?;
+        }
+        if woken {
+            return Ok(());
+        }
+        if let Some((peer, at, cause)) = &self.ended
+            && at.elapsed() >= GRACE
+        {
+            return Err(self.unexplained(*peer, cause));
+        }
+        if Instant::now() >= self.call.deadline() {
+            return Err(self.call.timed_out(self.waiting_for()));
+        }
+        if self.stall.is_due() {
+            self.health.stalled(self.call, self.waiting_for());
+        }
+        Ok(())
+    }
+
+    fn waiting_for(&self) -> Vec<usize> {
+        let sending = self.sending.iter().map(|(peer, _)| *peer);
+        let missing = self.receiving.iter().filter(|receive| !receive.is_complete());
+        let mut waiting: Vec<usize> = sending.chain(missing.map(Receiving::peer)).collect();
+        waiting.sort_unstable();
+        waiting.dedup();
+        waiting
+    }
+
+    /// The error, if the health knows one.
+    fn explain(&self) -> Result<()> {
+        self.health.check()?;
+        match &self.ended {
+            Some((peer, ..)) if self.health.has_left(self.call.world_rank(*peer)) => {
+                Err(self.health.left_error(self.call.world_rank(*peer)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The error for a connection that ended although its rank neither died nor left the world.
+    fn unexplained(&self, peer: usize, end: &End) -> Error {
+        let peer = self.call.world_rank(peer);
+        match end {
+            End::Closed => self.health.left_error(peer),
+            End::Broken(cause) => self.health.lost_error(peer, format!("its data connection broke: {cause}")),
+        }
+    }
+}
+
+fn link(links: &mut [Option<Link>], peer: usize) -> Result<&mut Link> {
+    links.get_mut(peer).and_then(Option::as_mut).ok_or_else(|| Error::Internal {
+        message: format!("an exchange with rank {peer}, to which there is no connection"),
+    })
+}
+
+fn unblock(links: &mut [Option<Link>]) {
+    links.iter_mut().flatten().for_each(Link::unblock);
+}

@@ -1,0 +1,126 @@
+//! The result of a call that goes on elsewhere.
+
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use crate::health::lock;
+use crate::{Error, Result};
+
+/// A collective that was started and goes on by itself; made by the methods of [`ProcessGroup`](crate::ProcessGroup) whose
+/// names end in `_async`.
+///
+/// It owns the buffers, and gives them back when it is [waited for](Self::wait). Dropping it does not stop the collective,
+/// which is still done in its turn, and does not block; what goes wrong then shows at the next call, unless it was a mere
+/// refusal. A process that ends does not wait for what is pending: wait for the handles first.
+///
+/// ```
+/// use burn_ddp_comm::{ReduceOp, on_threads};
+///
+/// on_threads(2, |world| {
+///     let group = world.group()?;
+///     let sums: Vec<_> = (0..4)
+///         .map(|nth| group.all_reduce_async(vec![nth as f32; 1000], ReduceOp::Sum))
+///         .collect();
+///     // Here is time for something else. A blocking call on the group comes after what was started before.
+///     group.barrier()?;
+///     for (nth, sum) in sums.into_iter().enumerate() {
+///         assert!(sum.is_done());
+///         assert_eq!(sum.wait()?, [2.0 * nth as f32; 1000]);
+///     }
+///     let error = group.all_reduce_async(vec![1_i32], ReduceOp::Mean).wait().unwrap_err();
+///     assert!(error.group_usable() && error.to_string().contains("mean is not defined for i32"));
+///     Ok::<_, burn_ddp_comm::Error>(())
+/// }).into_iter().collect::<Result<(), _>>()?;
+/// # Ok::<(), burn_ddp_comm::Error>(())
+/// ```
+#[must_use = "its buffers and its error come out of `wait`"]
+pub struct Pending<R> {
+    outcome: Arc<Outcome<R>>,
+}
+
+struct Outcome<R> {
+    /// Set once by the promise, taken by `wait`.
+    result: Mutex<Option<Result<R>>>,
+    /// Notified when it is set.
+    done: Condvar,
+}
+
+/// The other end of a [`Pending`]: keeps it, or breaks it when dropped.
+pub(super) struct Promise<R> {
+    outcome: Arc<Outcome<R>>,
+    kept: bool,
+}
+
+/// A result that will be there, and the duty to bring it.
+pub(super) fn pending<R>() -> (Pending<R>, Promise<R>) {
+    let outcome = Arc::new(Outcome { result: Mutex::new(None), done: Condvar::new() });
+    (Pending { outcome: outcome.clone() }, Promise { outcome, kept: false })
+}
+
+impl<R> Pending<R> {
+    /// Waits until the collective is done; at most for the deadlines of this one and of those that were started before it.
+    ///
+    /// # Errors
+    /// Those of the collective.
+    pub fn wait(self) -> Result<R> {
+        let mut result = lock(&self.outcome.result);
+        loop {
+            match result.take() {
+                Some(result) => return result,
+                None => result = self.outcome.done.wait(result).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    /// Whether [`wait`](Self::wait) would return at once.
+    pub fn is_done(&self) -> bool {
+        lock(&self.outcome.result).is_some()
+    }
+}
+
+impl<R> Promise<R> {
+    pub(super) fn keep(mut self, result: Result<R>) {
+        self.kept = true;
+        self.set(result);
+    }
+
+    fn set(&self, result: Result<R>) {
+        // Only this end is left.
+        if let (1, Err(error)) = (Arc::strong_count(&self.outcome), &result) {
+            tracing::warn!(%error, "a collective that nobody waits for went wrong");
+        }
+        *lock(&self.outcome.result) = Some(result);
+        self.outcome.done.notify_all();
+    }
+}
+
+/// Whoever waits is told.
+impl<R> Drop for Promise<R> {
+    fn drop(&mut self) {
+        if !self.kept {
+            self.set(Err(Error::Internal {
+                message: "the thread of a pending collective ended before it".to_string(),
+            }));
+        }
+    }
+}
+
+impl<R> fmt::Debug for Pending<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pending").field("done", &self.is_done()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_broken_promise_is_an_error() {
+        let (pending, promise) = pending::<u8>();
+        assert!(!pending.is_done());
+        drop(promise);
+        assert!(pending.is_done());
+        assert!(matches!(pending.wait(), Err(Error::Internal { .. })));
+    }
+}

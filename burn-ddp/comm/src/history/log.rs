@@ -1,0 +1,224 @@
+//! The calls of one group on one rank: written at every call, so without a lock, and read now and then.
+//!
+//! One thread at a time writes: the one whose turn it is in the group. Readers copy an entry and take it only if its version
+//! was the same, and even, before and after.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use super::site::SiteCell;
+use crate::call::{Call, CallInfo, Collective, GroupId, Members};
+use crate::clock::Ticks;
+use crate::{DType, ReduceOp};
+
+/// In place of a reduce op or a dtype: none.
+const NO_CODE: u8 = u8::MAX;
+/// In place of a root or a step: none.
+const NO_NUMBER: u64 = u64::MAX;
+/// How often an entry that is being written is looked at again.
+const LOOKS: usize = 1000;
+
+/// The last calls of a group.
+#[derive(Debug)]
+pub(crate) struct Log {
+    group: u64,
+    members: Arc<Members>,
+    /// How many calls are kept.
+    cap: usize,
+    /// How many calls have begun. Call `n` is in entry `n % entries.len()`.
+    begun: AtomicU64,
+    /// A power of two of them, since a division would cost more than all the rest of keeping a call.
+    entries: Box<[Entry]>,
+}
+
+#[derive(Debug, Default)]
+struct Entry {
+    /// Odd while the entry is being written; twice the number of calls begun when it has been.
+    version: AtomicU64,
+    /// Codes of the collective, the reduce op and the dtype.
+    kind: AtomicU64,
+    len_elems: AtomicU64,
+    root: AtomicU64,
+    tag: AtomicU64,
+    sequence: AtomicU64,
+    step: AtomicU64,
+    started: AtomicU64,
+    /// 0 while it is pending; then the ticks that it took, shifted left by two, the bit 2 if it went well, and the bit 1.
+    ended: AtomicU64,
+    site: SiteCell,
+}
+
+/// A copy of an entry.
+#[derive(Clone, Debug)]
+pub(crate) struct Seen {
+    pub(crate) info: CallInfo,
+    pub(crate) started: Ticks,
+    /// `None` while it is pending; else how many ticks it took, and whether it went well.
+    pub(crate) ended: Option<(u64, bool)>,
+    /// The members of its group, if that is a sub-group.
+    pub(crate) ranks: Vec<usize>,
+}
+
+impl Log {
+    /// Keeps the last `cap` calls, at least one.
+    pub(super) fn new(group: u64, members: Arc<Members>, cap: usize) -> Log {
+        let cap = cap.max(1);
+        let entries = (0..cap.next_power_of_two()).map(|_| Entry::default()).collect();
+        Log { group, members, cap, begun: AtomicU64::new(0), entries }
+    }
+
+    /// A call begins. Only by the thread whose turn it is.
+    #[inline]
+    pub(crate) fn begin(&self, call: &Call) {
+        let number = self.begun.load(Ordering::Relaxed);
+        let entry = self.entry(number);
+        let info = &call.info;
+        entry.version.store(2 * number + 1, Ordering::Relaxed);
+        fence(Ordering::Release);
+        let codes = [
+            info.collective.code(),
+            info.reduce.map_or(NO_CODE, ReduceOp::code),
+            info.dtype.map_or(NO_CODE, DType::code),
+        ];
+        let [collective, reduce, dtype] = codes.map(u64::from);
+        for (cell, value) in [
+            (&entry.kind, collective | reduce << 8 | dtype << 16),
+            (&entry.len_elems, info.len_elems),
+            (&entry.root, info.root.map_or(NO_NUMBER, |root| root as u64)),
+            (&entry.tag, info.tag),
+            (&entry.sequence, info.sequence),
+            (&entry.step, info.step.unwrap_or(NO_NUMBER)),
+            (&entry.started, call.started_ticks().0),
+            (&entry.ended, 0),
+        ] {
+            cell.store(value, Ordering::Relaxed);
+        }
+        entry.site.set(&info.site);
+        entry.version.store(2 * number + 2, Ordering::Release);
+        self.begun.store(number + 1, Ordering::Release);
+    }
+
+    /// The call that began last has ended. Only by the thread whose turn it is.
+    #[inline]
+    pub(crate) fn end(&self, call: &Call, ok: bool) {
+        let Some(number) = self.begun.load(Ordering::Relaxed).checked_sub(1) else { return };
+        let took = Ticks::now().0.saturating_sub(call.started_ticks().0);
+        self.entry(number).ended.store(took << 2 | u64::from(ok) << 1 | 1, Ordering::Relaxed);
+    }
+
+    /// Whom the pending call waits for.
+    pub(super) fn awaited(&self) -> Vec<usize> {
+        self.members.awaited()
+    }
+
+    /// The calls that are still known, oldest first.
+    pub(super) fn seen(&self) -> Vec<Seen> {
+        self.last(self.cap)
+    }
+
+    /// The last `count` of them.
+    pub(super) fn last(&self, count: usize) -> Vec<Seen> {
+        let begun = self.begun.load(Ordering::Acquire);
+        let first = begun.saturating_sub(count.min(self.cap) as u64);
+        (first..begun).filter_map(|number| self.see(number)).collect()
+    }
+
+    fn entry(&self, number: u64) -> &Entry {
+        &self.entries[number as usize & (self.entries.len() - 1)]
+    }
+
+    /// Call `number`, unless a later one has taken its place.
+    fn see(&self, number: u64) -> Option<Seen> {
+        let entry = self.entry(number);
+        for _ in 0..LOOKS {
+            let version = entry.version.load(Ordering::Acquire);
+            let seen = self.copy(entry);
+            fence(Ordering::Acquire);
+            if entry.version.load(Ordering::Relaxed) == version && version.is_multiple_of(2) {
+                return seen.filter(|_| version == 2 * number + 2);
+            }
+            std::hint::spin_loop();
+        }
+        None
+    }
+
+    fn copy(&self, entry: &Entry) -> Option<Seen> {
+        let read = |cell: &AtomicU64| cell.load(Ordering::Relaxed);
+        let number = |cell: &AtomicU64| Some(read(cell)).filter(|number| *number != NO_NUMBER);
+        let [collective, reduce, dtype, ..] = read(&entry.kind).to_le_bytes();
+        let info = CallInfo {
+            reduce: ReduceOp::from_code(reduce),
+            dtype: DType::from_code(dtype),
+            len_elems: read(&entry.len_elems),
+            root: number(&entry.root).map(|root| root as usize),
+            tag: read(&entry.tag),
+            step: number(&entry.step),
+            ..CallInfo::bare(Collective::from_code(collective)?, self.group, read(&entry.sequence), entry.site.get())
+        };
+        let ended = Some(read(&entry.ended)).filter(|ended| *ended != 0);
+        let ended = ended.map(|ended| (ended >> 2, ended & 2 != 0));
+        let ranks = if GroupId(self.group).is_sub_group() { self.members.ranks().to_vec() } else { Vec::new() };
+        Some(Seen { info, started: Ticks(read(&entry.started)), ended, ranks })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+    use std::time::Duration;
+
+    use super::*;
+
+    fn call(sequence: u64) -> Call {
+        // Fields that depend on each other: a mixture of two calls shows.
+        let info = CallInfo {
+            reduce: Some(ReduceOp::Sum),
+            dtype: Some(DType::F32),
+            len_elems: 3 * sequence,
+            root: Some(sequence as usize),
+            tag: !sequence,
+            step: Some(sequence),
+            ..CallInfo::bare(Collective::AllReduce, 1, sequence, std::panic::Location::caller())
+        };
+        Call::new(info, Arc::new(Members::all(2)), 0, Duration::from_secs(1))
+    }
+
+    #[test]
+    fn an_entry_is_what_was_called() {
+        let log = Log::new(1, Arc::new(Members::all(2)), 2);
+        for sequence in 0..5 {
+            let call = call(sequence);
+            log.begin(&call);
+            log.end(&call, sequence == 3);
+        }
+        let seen = log.seen();
+        assert_eq!(seen.iter().map(|seen| seen.info.sequence).collect::<Vec<_>>(), [3, 4]);
+        assert_eq!(seen[1].info, call(4).info);
+        assert_eq!(seen.iter().map(|seen| seen.ended.map(|(_, ok)| ok)).collect::<Vec<_>>(), [Some(true), Some(false)]);
+        log.begin(&call(5));
+        assert_eq!(log.last(1)[0].ended, None);
+    }
+
+    #[test]
+    fn readers_never_see_a_mixture() {
+        let log = Log::new(1, Arc::new(Members::all(2)), 3);
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    for seen in log.seen() {
+                        let CallInfo { sequence, len_elems, root, tag, step, .. } = seen.info;
+                        assert_eq!((len_elems, tag), (3 * sequence, !sequence));
+                        assert_eq!((root, step), (Some(sequence as usize), Some(sequence)));
+                    }
+                }
+            });
+            for sequence in 0..200_000 {
+                let call = call(sequence);
+                log.begin(&call);
+                log.end(&call, true);
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+}

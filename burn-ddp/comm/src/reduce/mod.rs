@@ -1,0 +1,157 @@
+//! The numerics contract: the one place where elements of several ranks become one.
+//!
+//! Per element, a balanced binary tree over the ranks in order: (0,1), (2,3), …, an odd last one carried up, then the
+//! same over the results. Sums of floats are left + right in the accumulator type (f32 for f16, bf16 and f32; f64 for
+//! f64) without fused multiply-add, then at most one division, then one rounding. Integers wrap. min and max yield NaN
+//! if either side is NaN. A NaN in a result is always the same one, quiet, positive and without payload, because which NaN
+//! comes out of a sum of two is the compiler's choice. So the bits depend on nothing but the inputs.
+//!
+//! | what | where |
+//! |---|---|
+//! | which sources take part, and with which factor | here |
+//! | buffers cut in blocks, trees over many sources | `blocks.rs` |
+//! | one pass over memory, and the definition of each operation | `pass.rs`, `lane.rs` |
+//! | the same with vector instructions, for what is accumulated in f32 | `wide.rs`, `x86.rs` |
+//! | two ranks and a few elements | `tiny.rs` |
+
+use std::sync::OnceLock;
+
+use self::blocks::Plan;
+use self::pass::{Fold, Isa};
+use crate::{DType, Error, ReduceOp, Result};
+
+mod blocks;
+mod lane;
+#[cfg(test)]
+mod measure;
+mod pass;
+#[cfg(test)]
+mod tests;
+mod tiny;
+mod wide;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+/// Up to this many ranks, weights are sorted out on the stack.
+const FEW: usize = 32;
+
+/// Where the elements of one rank are.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Source<'a> {
+    /// Came from a peer.
+    Bytes(&'a [u8]),
+    /// Are in the output buffer, to be replaced.
+    Output,
+}
+
+/// How the sources, one per rank in rank order, become one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Reduction<'a> {
+    Op(ReduceOp),
+    /// Σ wᵣxᵣ / Σ wᵣ with these weights, which are finite, not negative, and not all zero.
+    Weighted(&'a [f64]),
+}
+
+/// Reduces `sources`, each as long as `out`, into `out`.
+pub(crate) fn reduce(dtype: DType, reduction: Reduction<'_>, sources: &[Source<'_>], out: &mut [u8]) -> Result<()> {
+    reduce_to(dtype, reduction, sources, out, None)
+}
+
+/// Like [`reduce`]; the result goes to `also` as well, which is as long as `out`.
+pub(crate) fn reduce_to(
+    dtype: DType,
+    reduction: Reduction<'_>,
+    sources: &[Source<'_>],
+    out: &mut [u8],
+    also: Option<&mut [u8]>,
+) -> Result<()> {
+    reduce_with(isa(), dtype, reduction, sources, (out, also))
+}
+
+/// The best instructions of this processor.
+fn isa() -> Isa {
+    static BEST: OnceLock<Isa> = OnceLock::new();
+    *BEST.get_or_init(|| Isa::all().last().unwrap_or(Isa::Portable))
+}
+
+fn reduce_with(
+    isa: Isa,
+    dtype: DType,
+    reduction: Reduction<'_>,
+    sources: &[Source<'_>],
+    (out, also): (&mut [u8], Option<&mut [u8]>),
+) -> Result<()> {
+    let internal = |message| Err(Error::Internal { message });
+    let fits = |source: &Source<'_>| matches!(source, Source::Output) || source.len() == Some(out.len());
+    let whole = out.len() & (dtype.size_bytes() - 1) == 0;
+    let also_fits = also.as_ref().is_none_or(|also| also.len() == out.len());
+    if sources.is_empty() || !sources.iter().all(fits) || !also_fits || !whole {
+        return internal(format!("{} sources of {dtype} that do not fit {} bytes", sources.len(), out.len()));
+    }
+    let plan = |fold| Plan { isa, fold, dtype, sources, factors: None, total: 1.0 };
+    let defined = match reduction {
+        Reduction::Op(ReduceOp::Min | ReduceOp::Max) => true,
+        Reduction::Op(ReduceOp::Sum | ReduceOp::Product) => dtype != DType::Bool,
+        Reduction::Op(ReduceOp::Mean) | Reduction::Weighted(_) => dtype.is_float(),
+    };
+    if !defined {
+        return internal(format!("an undefined reduction of {dtype} reached the kernels"));
+    }
+    match reduction {
+        Reduction::Op(op) if also.is_none() && tiny::two(dtype, op, sources, out) => Ok(()),
+        Reduction::Op(ReduceOp::Sum) => plan(Fold::Sum).run(out, also),
+        Reduction::Op(ReduceOp::Mean) => Plan { total: sources.len() as f64, ..plan(Fold::Sum) }.run(out, also),
+        Reduction::Op(ReduceOp::Min) => plan(Fold::Min).run(out, also),
+        Reduction::Op(ReduceOp::Max) => plan(Fold::Max).run(out, also),
+        Reduction::Op(ReduceOp::Product) => plan(Fold::Product).run(out, also),
+        Reduction::Weighted(weights) if weights.len() != sources.len() => {
+            internal(format!("{} weights for {} sources", weights.len(), sources.len()))
+        }
+        Reduction::Weighted(weights) if sources.len() <= FEW => {
+            let mut present = ([Source::Output; FEW], [0.0; FEW]);
+            weighted(plan(Fold::Sum), weights, (&mut present.0, &mut present.1)).run(out, also)
+        }
+        Reduction::Weighted(weights) => {
+            let mut present = (sources.to_vec(), weights.to_vec());
+            weighted(plan(Fold::Sum), weights, (&mut present.0, &mut present.1)).run(out, also)
+        }
+    }
+}
+
+/// The weighted mean over the ranks with a weight, as if the others were not there: they are left out of `present`, which has room for
+/// all.
+fn weighted<'a>(plan: Plan<'a>, weights: &[f64], present: (&'a mut [Source<'a>], &'a mut [f64])) -> Plan<'a> {
+    let (sources, factors) = present;
+    let mut count = 0;
+    for (weight, source) in weights.iter().zip(plan.sources).filter(|(weight, _)| **weight > 0.0) {
+        (sources[count], factors[count]) = (*source, *weight);
+        count += 1;
+    }
+    let (sources, factors) = (&sources[..count], &mut factors[..count]);
+    if factors.windows(2).all(|pair| pair[0] == pair[1]) {
+        return Plan { sources, total: count as f64, ..plan };
+    }
+    // A power of two that brings the largest weight near 1 changes no ratio, and neither weights nor products overflow.
+    let largest = factors.iter().copied().fold(0.0, f64::max);
+    let scale = f64::powi(2.0, -(largest.log2().floor() as i32).clamp(-1000, 1000));
+    factors.iter_mut().for_each(|factor| *factor *= scale);
+    Plan { sources, total: factors.iter().sum(), factors: Some(factors), ..plan }
+}
+
+impl<'a> Source<'a> {
+    /// What is left of it from byte `start` on.
+    #[inline(always)]
+    fn from(self, start: usize) -> Source<'a> {
+        match self {
+            Source::Bytes(bytes) => Source::Bytes(&bytes[start..]),
+            Source::Output => Source::Output,
+        }
+    }
+
+    fn len(&self) -> Option<usize> {
+        match self {
+            Source::Bytes(bytes) => Some(bytes.len()),
+            Source::Output => None,
+        }
+    }
+}

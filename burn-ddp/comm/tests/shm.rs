@@ -1,0 +1,285 @@
+//! Ranks that share memory: chosen where it can be, right under any timing, and gone without a trace.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{DType, EngineChoice, Error, Options, ProcessGroup, ReduceOp, SharedView, World};
+use common::{Process, join_all, launcher_store, options, rank_at, role, say};
+
+/// A death is known to all within this time.
+const SOON: Duration = Duration::from_secs(2);
+
+fn shm() -> Options {
+    Options { engine: Some(EngineChoice::Shm), ..options() }
+}
+
+/// Ranks of a world that joined with `options`, each on a thread; what they yield.
+fn on_ranks<R: Send>(n: usize, options: &Options, rank_main: impl Fn(World) -> R + Sync) -> Vec<R> {
+    let store = launcher_store();
+    let envs = (0..n).map(|rank| rank_at(&store, rank, n)).collect();
+    let worlds: Vec<_> = join_all(envs, options).into_iter().map(|world| world.unwrap()).collect();
+    std::thread::scope(|s| {
+        let rank_main = &rank_main;
+        let ranks: Vec<_> = worlds.into_iter().map(|world| s.spawn(move || rank_main(world))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Numbers that look random and are the same everywhere.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % end
+    }
+
+    /// Lets time pass: mostly none, sometimes so much that the others sleep.
+    fn dawdle(&mut self) {
+        match self.below(16) {
+            0 => std::thread::sleep(Duration::from_micros(self.below(300))),
+            1..4 => std::thread::yield_now(),
+            4..8 => (0..self.below(2000)).for_each(|_| std::hint::spin_loop()),
+            _ => {}
+        }
+    }
+}
+
+/// What rank `rank` puts into place `at` of call number `call`.
+fn element(call: u64, rank: usize, at: usize) -> i64 {
+    (call * 1_000_003) as i64 + (rank as i64 + 1) * (at as i64 % 9973 + 1)
+}
+
+fn elements(call: u64, rank: usize, len: usize) -> Vec<i64> {
+    (0..len).map(|at| element(call, rank, at)).collect()
+}
+
+fn sums(call: u64, n: usize, len: usize) -> Vec<i64> {
+    (0..len).map(|at| (0..n).map(|rank| element(call, rank, at)).sum()).collect()
+}
+
+/// Lengths around all the borders between algorithms.
+fn length(random: &mut Random) -> usize {
+    const LENGTHS: [usize; 10] = [0, 1, 4, 5, 100, 1000, 4096, 9001, 40_000, 140_001];
+    LENGTHS[random.below(LENGTHS.len() as u64) as usize]
+}
+
+/// One collective, chosen by `script`, which is the same on all ranks; fails if a number is wrong.
+fn collective(group: &ProcessGroup, script: &mut Random, call: u64) -> Result<(), Error> {
+    let (me, n, len) = (group.rank(), group.world_size(), length(script));
+    let root = script.below(n as u64) as usize;
+    match script.below(5) {
+        0 => {
+            let mut buf = elements(call, me, len);
+            group.all_reduce(&mut buf, ReduceOp::Sum)?;
+            assert!(buf == sums(call, n, len), "all_reduce of {len}");
+        }
+        1 => {
+            let mut buf = elements(call, me, len);
+            group.broadcast(&mut buf, root)?;
+            assert!(buf == elements(call, root, len), "broadcast of {len}");
+        }
+        2 => {
+            let all = group.all_gather(&elements(call, me, len))?;
+            let expected: Vec<i64> = (0..n).flat_map(|rank| elements(call, rank, len)).collect();
+            assert!(all == expected, "all_gather of {len}");
+        }
+        3 => {
+            let mut row = vec![0; len];
+            group.reduce_scatter(&elements(call, me, len * n), &mut row, ReduceOp::Sum)?;
+            assert!(row == sums(call, n, len * n)[me * len..][..len], "reduce_scatter of {len}");
+        }
+        _ => group.barrier()?,
+    }
+    Ok(())
+}
+
+#[test]
+fn results_are_right_under_thousands_of_schedules() {
+    for (n, seed) in [(2, 1), (2, 2), (3, 3), (4, 4)] {
+        on_ranks(n, &shm(), |world| {
+            let group = world.group().unwrap();
+            assert_eq!(world.engine(), "shm");
+            let (mut script, mut own) = (Random(seed), Random(seed * 1000 + world.rank() as u64));
+            for call in 0..800 {
+                own.dawdle();
+                collective(&group, &mut script, call).unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn views_stay_what_they_are_while_ranks_reduce_on() {
+    const LEN: usize = 5000;
+    for n in [1, 2, 3] {
+        on_ranks(n, &shm(), |world| {
+            let group = world.group().unwrap();
+            let (mut script, mut own) = (Random(n as u64), Random(77 + world.rank() as u64));
+            let mut buffers = group.shared_buffers(&[LEN * 8, 8, 0, LEN * 8]).unwrap();
+            let mut kept: Vec<(u64, usize, SharedView)> = Vec::new();
+            for call in 0..500 {
+                own.dawdle();
+                let which = script.below(4) as usize;
+                let len = buffers[which].len_bytes() / 8;
+                let input: Vec<u8> = elements(call, world.rank(), len).iter().flat_map(|x| x.to_le_bytes()).collect();
+                buffers[which].bytes_mut().copy_from_slice(&input);
+                let view = group.all_reduce_shared(DType::I64, &mut buffers[which], ReduceOp::Sum, 0).unwrap();
+                // The input is this rank's again, at once.
+                buffers[which].bytes_mut().fill(0xee);
+                if own.below(3) == 0 {
+                    kept.push((call, len, view.clone()));
+                }
+                kept.push((call, len, view));
+                while kept.len() > own.below(6) as usize {
+                    let (call, len, view) = kept.swap_remove(own.below(kept.len() as u64) as usize);
+                    let expected: Vec<u8> = sums(call, n, len).iter().flat_map(|x| x.to_le_bytes()).collect();
+                    assert!(*view == expected[..], "call {call}");
+                }
+            }
+            // They outlive the group.
+            drop((group, buffers, world));
+            assert!(kept.iter().all(|(call, len, view)| view[..8.min(len * 8)]
+                == sums(*call, n, *len).first().map(|x| x.to_le_bytes()).unwrap_or_default()[..8.min(len * 8)]));
+        });
+    }
+}
+
+#[test]
+fn buffers_of_different_kinds_are_reduced_all_the_same() {
+    on_ranks(2, &shm(), |world| {
+        let (group, other) = (world.group().unwrap(), world.group().unwrap());
+        let mut shared = group.shared_buffers(&[16]).unwrap().remove(0);
+        let mut plain = burn_ddp_comm::SharedBuffer::plain(16);
+        let mut foreign = other.shared_buffers(&[16]).unwrap().remove(0);
+        for buffer in [&mut plain, &mut foreign] {
+            let buffer = if world.rank() == 0 { &mut shared } else { buffer };
+            buffer.bytes_mut().copy_from_slice(&[1; 16]);
+            let sum = group.all_reduce_shared(DType::U8, buffer, ReduceOp::Sum, 0).unwrap();
+            assert_eq!(*sum, [2; 16]);
+        }
+    });
+}
+
+#[test]
+fn memory_is_shared_unless_told_otherwise() {
+    for (engine, expected) in [(None, "shm"), (Some(EngineChoice::Shm), "shm"), (Some(EngineChoice::Tcp), "tcp")] {
+        on_ranks(2, &Options { engine, ..options() }, |world| {
+            assert_eq!(world.engine(), expected);
+            let mut x = [1.0_f32];
+            world.group().unwrap().all_reduce(&mut x, ReduceOp::Sum).unwrap();
+            assert_eq!(x, [2.0]);
+        });
+    }
+}
+
+#[test]
+fn ranks_that_want_different_engines_do_not_meet() {
+    let store = launcher_store();
+    std::thread::scope(|s| {
+        let join = |rank, engine| {
+            let env = rank_at(&store, rank, 2);
+            s.spawn(move || World::join(&env, Options { engine, ..options() }))
+        };
+        for rank in [join(0, None), join(1, Some(EngineChoice::Shm))] {
+            let error = rank.join().unwrap().unwrap_err().to_string();
+            assert!(error.contains("BURN_DDP_ENGINE") && error.contains("has shm"), "{error}");
+        }
+    });
+}
+
+/// A rank whose addresses are used up cannot map what the others can.
+#[test]
+fn all_ranks_share_memory_or_none_does() {
+    const TEST: &str = "all_ranks_share_memory_or_none_does";
+    if let Some((role, env)) = role() {
+        use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+        let engine = role.ends_with("forced").then_some(EngineChoice::Shm);
+        let world = World::join(&env, Options { engine, ..options() }).unwrap();
+        let before = getrlimit(Resource::As);
+        if role.starts_with("poor") {
+            setrlimit(Resource::As, Rlimit { current: Some(1 << 20), ..before }).unwrap();
+        }
+        let group = world.group();
+        setrlimit(Resource::As, before).unwrap();
+        let result = group.and_then(|group| {
+            let mut x = [1.0_f32; 3];
+            group.all_reduce(&mut x, ReduceOp::Sum)?;
+            Ok(format!("{x:?} over {}", world.engine()))
+        });
+        return say(&result.unwrap_or_else(|error| error.to_string()));
+    }
+    for (poor, roles) in [(1, ["rich", "poor", "rich"]), (0, ["poor", "rich", "rich"])] {
+        for forced in [false, true] {
+            let store = launcher_store();
+            let role = |role: &str| if forced { format!("{role} forced") } else { role.to_owned() };
+            let mut ranks: Vec<Process> =
+                (0..3).map(|rank| Process::start(TEST, &role(roles[rank]), &rank_at(&store, rank, 3))).collect();
+            for rank in &mut ranks {
+                let said = rank.hear();
+                if forced {
+                    assert!(
+                        said.contains("cannot share memory") && said.contains(&format!("rank {poor} cannot")),
+                        "{said}"
+                    );
+                } else {
+                    assert_eq!(said, "[3.0, 3.0, 3.0] over tcp");
+                }
+            }
+        }
+    }
+}
+
+/// What is where files of shared memory would be.
+fn in_dev_shm() -> Vec<std::ffi::OsString> {
+    let mut names: Vec<_> = std::fs::read_dir("/dev/shm")
+        .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.file_name())).collect())
+        .unwrap_or_default();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_rank_killed_anywhere_leaves_no_wrong_number_and_nobody_waiting() {
+    const TEST: &str = "a_rank_killed_anywhere_leaves_no_wrong_number_and_nobody_waiting";
+    if let Some((role, env)) = role() {
+        let seed: u64 = role.parse().unwrap();
+        let world = World::join(&env, shm()).unwrap();
+        let group = world.group().unwrap();
+        let (mut script, mut own) = (Random(seed), Random(seed + 31 * world.rank() as u64));
+        let mut buffer = group.shared_buffers(&[80_000]).unwrap().remove(0);
+        say("ready");
+        let mut one = |call| {
+            own.dawdle();
+            collective(&group, &mut script, call)?;
+            let input: Vec<u8> = elements(call, world.rank(), 10_000).iter().flat_map(|x| x.to_le_bytes()).collect();
+            buffer.bytes_mut().copy_from_slice(&input);
+            let view = group.all_reduce_shared(DType::I64, &mut buffer, ReduceOp::Sum, 0)?;
+            let expected: Vec<u8> =
+                sums(call, world.world_size(), 10_000).iter().flat_map(|x| x.to_le_bytes()).collect();
+            assert!(*view == expected[..], "all_reduce_shared");
+            Ok::<_, Error>(())
+        };
+        let error = (0..).find_map(|call| one(call).err()).unwrap();
+        assert!(matches!(&error, Error::PeerLost { peer, .. } if peer.rank == 1), "{error}");
+        return say("lost");
+    }
+    let before = in_dev_shm();
+    for round in 0..12_u64 {
+        let store = launcher_store();
+        let seed = (round + 1).to_string();
+        let mut ranks: Vec<_> = (0..3).map(|rank| Process::start(TEST, &seed, &rank_at(&store, rank, 3))).collect();
+        for rank in &mut ranks {
+            assert_eq!(rank.hear(), "ready");
+        }
+        std::thread::sleep(Duration::from_micros(Random(round).below(30_000)));
+        ranks[1].kill();
+        let begin = Instant::now();
+        for rank in [0, 2] {
+            assert_eq!(ranks[rank].hear(), "lost");
+        }
+        assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
+    }
+    assert_eq!(in_dev_shm(), before);
+}
