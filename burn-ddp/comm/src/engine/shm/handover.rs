@@ -37,7 +37,7 @@ use crate::{Error, Result};
 
 /// How long after the end of a connection the control connections may take to tell why.
 const GRACE: Duration = Duration::from_secs(1);
-/// Between two attempts to reach a leader that does not listen yet.
+/// Between two looks at what tells of no change: a leader that does not listen yet, a peer that said goodbye.
 const RETRY: Duration = Duration::from_millis(1);
 /// Longest note: reasons are cut to fit.
 const NOTE_BYTES: usize = 2048;
@@ -252,7 +252,7 @@ impl Handover<'_> {
     fn send(&self, waits: &mut Waits<'_>, rank: usize, to: &Socket, note: &Note, fd: Option<&OwnedFd>) -> Result<()> {
         match write(to, note, fd) {
             Ok(()) => Ok(()),
-            Err(e) => Err(waits.explain(rank, &e)),
+            Err(e) => Err(waits.explain(rank, &[rank], &e)),
         }
     }
 
@@ -270,7 +270,7 @@ impl Handover<'_> {
                 }
                 Err(e) => {
                     let from = if self.rank == 0 { missing[0] } else { 0 };
-                    return Err(waits.explain(from, &e));
+                    return Err(waits.explain(from, missing, &e));
                 }
             }
         }
@@ -325,17 +325,22 @@ impl Waits<'_> {
         }
     }
 
-    /// Why the connection to `rank` ended: the control connections know it, or will in a moment.
-    fn explain(&mut self, rank: usize, end: &io::Error) -> Error {
+    /// Why the connection to `rank` ended: the control connections know it, or will in a moment. If not, it may have given up
+    /// waiting for those whom this rank waits for as well, the ranks `missing`.
+    fn explain(&mut self, rank: usize, missing: &[usize], end: &io::Error) -> Error {
         let Handover { call, health, .. } = self.handover;
+        let peer = call.world_rank(rank);
         let grace = Instant::now() + GRACE;
         while Instant::now() < grace {
-            if let Err(cause) = self.wait(Vec::new(), &[rank], Some(grace)) {
+            if health.has_left(peer) {
+                return health.left_error(peer);
+            }
+            if let Err(cause) = self.wait(Vec::new(), missing, Some(Instant::now() + RETRY)) {
                 return cause;
             }
         }
         health.lost_error(
-            call.world_rank(rank),
+            peer,
             format!("its local connection broke while memory was to be shared: {end}"),
         )
     }
