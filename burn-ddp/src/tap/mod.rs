@@ -3,6 +3,7 @@
 mod memory;
 mod ops;
 mod tapped;
+mod waiting;
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -49,7 +50,7 @@ pub(crate) struct Tap {
     id: Arc<AtomicU64>,
     /// Number of dimensions of the parameter.
     rank: usize,
-    /// The pending average that this copy of the model yielded to a visitor last, by its number.
+    /// The waiting average that this copy of the model yielded to a visitor last, by its number.
     yielded: Number,
     /// The last one that was in the hands of whoever mapped this copy, and so is used up: an optimizer steps by mapping.
     used: Number,
@@ -125,7 +126,7 @@ impl Tap {
         moved(ParamId::from(self.id.load(Ordering::Relaxed))) == moved(ParamId::new())
     }
 
-    fn visit_pending<const D: usize>(&self, visitor: &mut impl ModuleVisitor) {
+    fn visit_waiting<const D: usize>(&self, visitor: &mut impl ModuleVisitor) {
         let like = Tensor::<D>::zeros([1; D], &self.handle.tapped.device);
         let leaf = Tensor::<D>::from_dispatch(Dispatch::delivered(like.into_dispatch(), self.handle.clone()));
         visitor.visit_float(&Param::initialized(ParamId::from(self.id.load(Ordering::Relaxed)), leaf));
@@ -173,11 +174,11 @@ impl Module for Tap {
         if BYPASS.get() {
             return;
         }
-        match self.handle.tapped.pending_after(self.handle.slot, self.used.get()) {
+        match self.handle.tapped.waiting.after(self.handle.slot, self.used.get()) {
             Some(number) => self.yielded.set(number),
             None => return,
         }
-        with_rank!(self.rank, D => self.visit_pending::<D>(visitor), else ());
+        with_rank!(self.rank, D => self.visit_waiting::<D>(visitor), else ());
     }
 
     /// An optimizer steps by mapping: it had what this copy yielded, unless the parameter has another id by now.

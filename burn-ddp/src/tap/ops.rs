@@ -99,8 +99,8 @@ impl<B: Backend> Backward<B, 1> for Rung {
 }
 
 /// The tensor one rung above `below`.
-pub(crate) fn rung_above<B: Backend, C: CheckpointStrategy>(below: &AutodiffTensor<B>) -> AutodiffTensor<B> {
-    let (primitive, guard) = below.clone().into_parts();
+pub(crate) fn rung_above<B: Backend, C: CheckpointStrategy>(below: AutodiffTensor<B>) -> AutodiffTensor<B> {
+    let (primitive, guard) = below.into_parts();
     match Backward::<B, 1>::prepare::<C>(Rung, [guard]).compute_bound().stateful() {
         OpsKind::Tracked(prep) => prep.finish((), primitive),
         OpsKind::UnTracked(prep) => prep.finish(primitive),
@@ -137,7 +137,7 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
     }
 
     fn delivered(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
-        tap.tapped.delivered::<B>(tap.slot).unwrap_or(x)
+        tap.tapped.waiting.stand_in::<B>(tap.slot).unwrap_or(x)
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::any::Any;
 use std::cell::RefCell;
-use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -17,6 +16,7 @@ use burn::tensor::{Bytes, Device, Shape, TensorData, read_sync};
 use super::UNREAD;
 use super::memory::{GradientMemory, shared_bytes};
 use super::ops::{AutodiffTensor, DdpBackend, new_leaf, rung_above, untracked};
+use super::waiting::Waiting;
 use crate::buffers::{self, BufferPolicy, Buffers};
 use crate::convert::{burn_dtype, comm_dtype};
 use crate::ddp::Ddp;
@@ -25,11 +25,8 @@ use crate::{Error, Result, replicas};
 
 /// Depth that each read of a parameter adds to the ladder: about what a layer adds to the graph.
 const RUNGS_PER_READ: usize = 4;
-/// Rungs alive are swept by every backward of the process, so there is an end.
-const MAX_RUNGS: usize = 4096;
-
-/// Averages of one slot that may wait for their optimizer at a time.
-const PENDING_CAP: usize = 8;
+/// Rungs alive are swept by every backward of the process, so only those are kept on which hooks hang, and there is an end.
+const MAX_LADDER: usize = 1024;
 
 type Erased = Box<dyn Any + Send>;
 
@@ -58,13 +55,8 @@ pub(crate) struct Tapped {
     /// Slots that `wrap` gave a tap: not those of tied clones and of bases under another reparameterization (LoRA).
     tapped: OnceLock<Vec<bool>>,
     state: Mutex<State>,
-    /// Leaves under which averages of parameters that this rank did not use are delivered, one per slot, made when first
-    /// needed and kept: gradients of several backwards may wait side by side.
-    stand_ins: Mutex<BTreeMap<usize, Erased>>,
-    /// The numbers (counting reductions) of the averages delivered there lately, by slot. Written by the last gate, read by
-    /// `Tap::visit`. Each copy of the model counts for itself which of them an optimizer took.
-    pending: Mutex<BTreeMap<usize, VecDeque<u64>>>,
-    has_pending: AtomicBool,
+    /// Averages of parameters that this rank did not use. Written by the last gate, read by `Tap::visit`.
+    pub(super) waiting: Waiting,
     /// Backwards that reached this model and ended, well or not.
     ended: AtomicU64,
     /// Depth of nested `no_sync`.
@@ -98,7 +90,7 @@ struct State {
     accumulation: usize,
     /// A tensor whose entry in a `Gradients` says that the running backward is the one we know.
     sentinel: Option<Erased>,
-    /// Untracked tensors of growing depth.
+    /// Untracked tensors of growing depth, one for each read since the last backward.
     ladder: Option<Erased>,
     /// Reads since the last backward: decides the rung, and nothing else may.
     reads: usize,
@@ -217,9 +209,7 @@ impl Tapped {
                 last_batch: 0,
                 epoch: None,
             }),
-            stand_ins: Mutex::default(),
-            pending: Mutex::default(),
-            has_pending: AtomicBool::new(false),
+            waiting: Waiting::default(),
             ended: AtomicU64::new(0),
             holding: AtomicUsize::new(0),
             comparing: AtomicBool::new(false),
@@ -280,18 +270,18 @@ impl Tapped {
     ) -> AutodiffTensor<B> {
         let mut state = self.lock();
         state.values[slot] = Some(Box::new(like.clone()));
-        let depth = (state.reads * RUNGS_PER_READ).min(MAX_RUNGS);
+        let nth = state.reads.min(MAX_LADDER - 1);
         state.reads += 1;
         let mut ladder = match state.ladder.take().map(|l| l.downcast::<Vec<AutodiffTensor<B>>>()) {
             Some(Ok(ladder)) => ladder,
             // The first read, or the model moved to another backend or checkpointing strategy.
             _ => Box::new(vec![untracked::<B>(scalar::<B>(&like.device(), like.dtype()))]),
         };
-        while ladder.len() <= depth {
-            let next = rung_above::<B, C>(ladder.last().expect("a ladder has a first rung"));
-            ladder.push(next);
+        while ladder.len() <= nth {
+            let last = ladder.last().expect("a ladder has a first rung").clone();
+            ladder.push((0..RUNGS_PER_READ).fold(last, |below, _| rung_above::<B, C>(below)));
         }
-        let rung = ladder[depth].clone();
+        let rung = ladder[nth].clone();
         state.ladder = Some(ladder);
         rung
     }
@@ -425,14 +415,11 @@ impl Tapped {
                 None => match self.tied(state, slot) {
                     Tied::Leaf(leaf) => grads.register::<B>(leaf, average),
                     Tied::StandIn(slot) => {
-                        let mut stand_ins = self.stand_ins.lock().unwrap_or_else(PoisonError::into_inner);
-                        let stand_in = stand_ins
-                            .entry(slot)
-                            .or_insert_with(|| Box::new(new_leaf::<B>(empty::<B>(&device, average.dtype()))));
+                        let make = || new_leaf::<B>(empty::<B>(&device, average.dtype()));
+                        let stand_in = self.waiting.place::<B>(slot, make);
                         let stand_in = stand_in
-                            .downcast_ref::<AutodiffTensor<B>>()
                             .ok_or_else(|| self.fault("the model changed its backend: wrap it again".into()))?;
-                        grads.register::<B>(stand_in.id(), average);
+                        grads.register::<B>(stand_in, average);
                         unused.push(slot);
                     }
                 },
@@ -442,17 +429,7 @@ impl Tapped {
         self.tell_unused(state);
         state.reducer.end_step()?;
         self.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
-        if !unused.is_empty() {
-            let mut pending = self.lock_pending();
-            for slot in unused {
-                let numbers = pending.entry(slot).or_default();
-                numbers.push_back(state.reducer.step());
-                if numbers.len() > PENDING_CAP {
-                    numbers.pop_front();
-                }
-            }
-            self.has_pending.store(true, Ordering::Release);
-        }
+        self.waiting.note(&unused, state.reducer.step());
         Ok(())
     }
 
@@ -574,24 +551,6 @@ impl Tapped {
                 "parameters that had no gradient on any rank in the first step: unused, or read past their taps"
             );
         }
-    }
-
-    /// The stand-in leaf of a slot.
-    pub(crate) fn delivered<B: Backend>(&self, slot: usize) -> Option<AutodiffTensor<B>> {
-        let stand_ins = self.stand_ins.lock().unwrap_or_else(PoisonError::into_inner);
-        stand_ins.get(&slot)?.downcast_ref::<AutodiffTensor<B>>().cloned()
-    }
-
-    /// The first of the averages that wait under the slot's stand-in whose number is above `used`.
-    pub(crate) fn pending_after(&self, slot: usize, used: u64) -> Option<u64> {
-        if !self.has_pending.load(Ordering::Acquire) {
-            return None;
-        }
-        self.lock_pending().get(&slot)?.iter().copied().find(|number| *number > used)
-    }
-
-    fn lock_pending(&self) -> MutexGuard<'_, BTreeMap<usize, VecDeque<u64>>> {
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs `backward` with errors returned instead of panics, and tells whether the backward reached this model.

@@ -339,10 +339,7 @@ impl Waits<'_> {
                 return cause;
             }
         }
-        health.lost_error(
-            peer,
-            format!("its local connection broke while memory was to be shared: {end}"),
-        )
+        health.lost_error(peer, format!("its local connection broke while memory was to be shared: {end}"))
     }
 }
 
