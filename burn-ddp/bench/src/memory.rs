@@ -45,7 +45,7 @@ impl Memory {
             "added ns per byte",
         ];
         let mut table = Table::new(header);
-        let mut field = self.training.field(Model::Tensors, Side::Barrier, self.world)?;
+        let mut field = self.training.field(Model::Tensors, &[Side::Barrier], self.world)?;
         for &size in &self.sizes {
             let timings = field.measure_of(size, self.tensors, &self.training.effort())?;
             for pair in pairs(&timings) {

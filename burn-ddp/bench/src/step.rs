@@ -25,7 +25,7 @@ impl Step {
         let mut table = Table::new(["ranks", "who", "step", "without", "added", "share"]);
         for &world in &self.worlds {
             let base = if world == 1 { Side::Plain } else { Side::Barrier };
-            let mut field = self.training.field(Model::Cnn, base, world)?;
+            let mut field = self.training.field(Model::Cnn, &[base], world)?;
             let timings = field.measure_of(0, 1, &self.training.effort())?;
             for pair in pairs(&timings) {
                 let (step, without) = (pair.wrapped.median_us(), pair.base.median_us());

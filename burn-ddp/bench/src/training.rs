@@ -34,6 +34,8 @@ pub(crate) struct Pair<'a> {
     pub(crate) who: String,
     pub(crate) framework: Framework,
     pub(crate) base: &'a Timing,
+    /// As the base, with nodes that do nothing.
+    pub(crate) nodes: Option<&'a Timing>,
     pub(crate) wrapped: &'a Timing,
 }
 
@@ -42,12 +44,13 @@ impl Training {
         Effort { rounds: self.rounds, round_ms: self.round_ms, per_sample: Some(1) }
     }
 
-    /// Both frameworks' ranks, wrapped, and as `base`.
-    pub(crate) fn field(&self, model: Model, base: Side, world: usize) -> Result<Field> {
+    /// Both frameworks' ranks, wrapped, and as the others of `sides`.
+    pub(crate) fn field(&self, model: Model, sides: &[Side], world: usize) -> Result<Field> {
         let frameworks = [Framework::Burn(self.engine), Framework::Torch];
         let frameworks = frameworks.into_iter().filter(|framework| *framework != Framework::Torch || !self.alone);
         let who: Vec<Contender> = frameworks
-            .flat_map(|framework| [base, Side::Wrapped].map(|side| (framework, side)))
+            .flat_map(|framework| sides.iter().chain(&[Side::Wrapped]).map(move |side| (framework, *side)))
+            .filter(|(framework, side)| *framework != Framework::Torch || *side != Side::Nodes)
             .map(|(framework, side)| Contender::Training(Trainer { framework, model, side, bucket_bytes: None }))
             .collect();
         Field::gather(&who, &Setting { world, dtype: DType::F32, programs: &self.programs, link: None })
@@ -63,9 +66,12 @@ pub(crate) fn pairs(timings: &[Timing]) -> Vec<Pair<'_>> {
     let wrapped = timings.iter().filter(|timing| trainer(timing).is_some_and(|one| one.side == Side::Wrapped));
     let pair = |wrapped| {
         let framework = trainer(wrapped)?.framework;
-        let is_base = |one: Trainer| one.framework == framework && one.side != Side::Wrapped;
-        let base = timings.iter().find(|timing| trainer(timing).is_some_and(is_base))?;
-        Some(Pair { who: wrapped.who.to_string(), framework, base, wrapped })
+        let of = |sides: &'static [Side]| {
+            let is_one = |one: Trainer| one.framework == framework && sides.contains(&one.side);
+            timings.iter().find(|timing| trainer(timing).is_some_and(is_one))
+        };
+        let base = of(&[Side::Plain, Side::Barrier])?;
+        Some(Pair { who: wrapped.who.to_string(), framework, base, nodes: of(&[Side::Nodes]), wrapped })
     };
     wrapped.filter_map(pair).collect()
 }

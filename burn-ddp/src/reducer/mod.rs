@@ -4,6 +4,8 @@
 //! [`Reducer::begin`], then [`Reducer::put`] for each gradient as it becomes final, then [`Reducer::depart`] and
 //! [`Reducer::finish`].
 
+#[cfg(test)]
+mod cost;
 mod pack;
 mod plan;
 mod worker;
@@ -191,15 +193,13 @@ impl Reducer {
 
     /// Takes the final gradient of `slot` in this backward, and starts every bucket that is complete now.
     pub(crate) fn put(&mut self, slot: usize, gradient: &[u8]) -> Result<()> {
-        let s = &self.slots[slot];
-        if gradient.len() != s.len_bytes() {
+        let place = self.plan.places[slot];
+        if gradient.len() != place.len {
+            let Slot { path, dims, dtype, .. } = &self.slots[slot];
             return Err(self.fault(format!(
-                "the gradient of {} has {} bytes, but {:?} of {} takes {}",
-                s.path,
+                "the gradient of {path} has {} bytes, but {dims:?} of {dtype} takes {}",
                 gradient.len(),
-                s.dims,
-                s.dtype,
-                s.len_bytes()
+                place.len
             )));
         }
         let summing = !self.reducing || self.micro_batches > 1;
@@ -207,8 +207,8 @@ impl Reducer {
             Reduction::Mean => self.weight,
             Reduction::Sum => 1.0,
         };
-        let place = self.plan.places[slot];
         if summing {
+            let s = &self.slots[slot];
             let held = self.held[slot].get_or_insert_with(|| Sum::zeros(s.dtype, s.len_elems()));
             held.add(s.dtype, gradient, weight);
         }
@@ -216,15 +216,14 @@ impl Reducer {
             return Ok(());
         }
         if !summing {
-            let start = place.offset_elems * s.dtype.size_bytes();
             let bucket = &self.plan.buckets[place.bucket];
             let Some(buffer) = self.buffers[place.bucket].as_mut() else {
-                return Err(self.fault(format!("the bucket of {} is under way already", s.path)));
+                return Err(self.fault(format!("the bucket of {} is under way already", self.slots[slot].path)));
             };
             if buffer.len_bytes() != bucket.total_bytes() {
                 *buffer = SharedBuffer::plain(bucket.total_bytes());
             }
-            buffer.bytes_mut()[start..start + gradient.len()].copy_from_slice(gradient);
+            buffer.bytes_mut()[place.bytes()].copy_from_slice(gradient);
         }
         self.put[slot] = true;
         self.arrived.push(slot as u32);
@@ -310,9 +309,7 @@ impl Reducer {
         let place = self.plan.places[slot];
         let bucket = &self.plan.buckets[place.bucket];
         let average = self.average(place.bucket)?;
-        let start = place.offset_elems * bucket.dtype.size_bytes();
-        pack::flag_is_up(bucket.dtype, average, bucket.flag_elem(place.nth))
-            .then(|| (place.bucket, start..start + self.slots[slot].len_bytes()))
+        pack::flag_is_up(bucket.dtype, average, bucket.flag_elem(place.nth)).then(|| (place.bucket, place.bytes()))
     }
 
     /// What the bucket was reduced to in the step that ends; `None` if it is dormant, and nobody woke it.
@@ -401,9 +398,7 @@ impl Reducer {
             Reduction::Sum => 1.0,
         };
         for (nth, &slot) in bucket.slots.iter().enumerate() {
-            let s = &self.slots[slot];
-            let start = self.plan.places[slot].offset_elems * bucket.dtype.size_bytes();
-            let out = &mut bytes[start..start + s.len_bytes()];
+            let out = &mut bytes[self.plan.places[slot].bytes()];
             let present = match &self.held[slot] {
                 Some(sum) if items > 0.0 => {
                     sum.write(bucket.dtype, items, out);

@@ -1,5 +1,7 @@
 //! Which gradient goes where: a pure function of inputs that all ranks share.
 
+use std::ops::Range;
+
 use burn_ddp_comm::DType;
 
 /// One parameter as the reducer sees it. The slot number is its index in traversal order, the same on every rank.
@@ -66,7 +68,15 @@ pub(crate) struct Place {
     pub bucket: usize,
     /// Position among the slots of the bucket.
     pub nth: usize,
-    pub offset_elems: usize,
+    /// Its bytes in the bucket: where they begin, and how many there are.
+    pub start: usize,
+    pub len: usize,
+}
+
+impl Place {
+    pub(crate) fn bytes(&self) -> Range<usize> {
+        self.start..self.start + self.len
+    }
 }
 
 /// The buckets in the order in which every rank reduces them; dormant ones last.
@@ -134,12 +144,13 @@ impl Plan {
         }
         let awake = buckets.iter().filter(|b| !b.dormant).count();
         buckets[awake - 1].has_wake_flag |= awake < buckets.len();
-        let mut places = vec![Place { bucket: 0, nth: 0, offset_elems: 0 }; slots.len()];
+        let mut places = vec![Place { bucket: 0, nth: 0, start: 0, len: 0 }; slots.len()];
         for (bucket, b) in buckets.iter().enumerate() {
-            let mut offset_elems = 0;
+            let mut start = 0;
             for (nth, &slot) in b.slots.iter().enumerate() {
-                places[slot] = Place { bucket, nth, offset_elems };
-                offset_elems += slots[slot].len_elems();
+                let len = slots[slot].len_bytes();
+                places[slot] = Place { bucket, nth, start, len };
+                start += len;
             }
         }
         Plan { buckets, places, awake }
@@ -167,7 +178,7 @@ mod tests {
         let plan = Plan::new(&slots, &[], CAPS);
         let cut: Vec<_> = plan.buckets.iter().map(|b| b.slots.clone()).collect();
         assert_eq!(cut, [vec![5], vec![4, 3], vec![2, 1], vec![0]]);
-        assert_eq!(plan.places[3], Place { bucket: 1, nth: 1, offset_elems: 10 });
+        assert_eq!(plan.places[3], Place { bucket: 1, nth: 1, start: 40, len: 40 });
         assert_eq!(plan.buckets[0].total_elems(), 11);
         assert_eq!(plan.buckets[1].total_elems(), 22);
     }
@@ -216,8 +227,8 @@ mod tests {
                 prop_assert_eq!(bucket.slots[place.nth], s);
                 prop_assert_eq!(bucket.dtype, slots[s].dtype);
                 prop_assert_eq!(bucket.dormant, !slots[s].trainable);
-                let before: usize = bucket.slots[..place.nth].iter().map(|&o| slots[o].len_elems()).sum();
-                prop_assert_eq!(place.offset_elems, before);
+                let before: usize = bucket.slots[..place.nth].iter().map(|&o| slots[o].len_bytes()).sum();
+                prop_assert_eq!(place.bytes(), before..before + slots[s].len_bytes());
             }
             for (i, b) in plan.buckets.iter().enumerate() {
                 prop_assert!(!b.has_wake_flag || i + 1 == plan.awake);

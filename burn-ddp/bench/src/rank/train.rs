@@ -28,7 +28,7 @@ pub(super) struct TrainRank {
     what: Model,
     side: Side,
     bucket_bytes: Option<usize>,
-    /// Where [`Side::Barrier`] meets.
+    /// Where those meet that reduce nothing.
     meeting: Option<Meeting>,
     trainee: Option<Trainee>,
     /// The first element of the first gradient of the last step, or its loss.
@@ -66,8 +66,16 @@ impl Tensors {
     }
 
     /// Every element of every gradient is `factor`.
-    fn loss(&self, factor: f32) -> Tensor<1> {
-        let sums: Vec<Tensor<1>> = self.params.iter().map(|param| param.val().sum()).collect();
+    fn loss(&self, side: Side, factor: f32) -> Tensor<1> {
+        let read = |param: &Param<Tensor<1>>| match side {
+            Side::Nodes => {
+                let value = param.val();
+                let len = value.dims()[0];
+                value.reshape([1, len]).reshape([len])
+            }
+            _ => param.val(),
+        };
+        let sums: Vec<Tensor<1>> = self.params.iter().map(|param| read(param).sum()).collect();
         Tensor::cat(sums, 0).sum().mul_scalar(factor)
     }
 }
@@ -90,6 +98,11 @@ impl Cnn {
     }
 }
 
+/// Whether ranks of this side do nothing together but meet.
+fn meets(side: Side) -> bool {
+    matches!(side, Side::Barrier | Side::Nodes)
+}
+
 impl TrainRank {
     pub(super) fn new(
         world: World,
@@ -98,7 +111,7 @@ impl TrainRank {
         bucket_bytes: Option<usize>,
         meeting: Option<Meeting>,
     ) -> Result<TrainRank> {
-        ensure!(side != Side::Barrier || meeting.is_some(), "needs --lines");
+        ensure!(!meets(side) || meeting.is_some(), "needs --lines");
         let ddp = Ddp::from_world(world)?;
         let device = ddp.device()?.autodiff();
         Ok(TrainRank { ddp, device, what, side, bucket_bytes, meeting, trainee: None, seen: f32::NAN })
@@ -166,7 +179,7 @@ impl Workload for TrainRank {
         let trainee = self.trainee.take().context("not prepared")?;
         let (trainee, seen) = match trainee {
             Trainee::Tensors(model) => {
-                let grads = GradientsParams::from_grads(model.loss(factor).backward(), &model);
+                let grads = GradientsParams::from_grads(model.loss(self.side, factor).backward(), &model);
                 let first = model.params.first().and_then(|param| grads.get::<1>(param.id));
                 let seen = first.map_or(f32::NAN, |grad| grad.narrow(0, 0, 1).into_scalar::<f32>());
                 (Trainee::Tensors(model), seen)
@@ -190,7 +203,7 @@ impl Workload for TrainRank {
         };
         self.trainee = Some(trainee);
         self.seen = seen;
-        if let (Side::Barrier, Some(meeting)) = (self.side, &mut self.meeting) {
+        if let Some(meeting) = self.meeting.as_mut().filter(|_| meets(self.side)) {
             meeting.meet();
         }
         Ok(())

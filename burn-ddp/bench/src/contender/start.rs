@@ -1,0 +1,217 @@
+//! How ranks of contenders are started.
+
+use std::any::Any;
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+use burn_ddp_comm::{DType, JobKey, LaunchEnv, Meeting, StoreServer};
+use clap::ValueEnum;
+
+use super::{Contender, Engine, Framework, Model, Peer, Programs, Setting, Trainer};
+use crate::link::CABLE;
+use crate::machine::{cores, find_program};
+use crate::rank::BufferKind;
+use crate::shared_memory::SharedLines;
+use crate::team::{Scratch, Team};
+
+/// Starts the ranks of `who`.
+///
+/// # Errors
+/// If it is not installed, does not know the dtype, or does not start.
+pub(crate) fn start(who: Contender, setting: &Setting<'_>) -> Result<Team> {
+    let &Setting { world, dtype, .. } = setting;
+    let scratch = Scratch::new()?;
+    let own = |what: &str, kind: BufferKind| OwnRank { what: what.to_owned(), kind, world, dtype };
+    let name = who.to_string();
+    let (mut commands, keep): Started = match who {
+        Contender::Ours(Engine::Threads, kind) => (vec![own("threads", kind).command(&scratch, 0)?], Vec::new()),
+        Contender::Ours(engine, kind) => {
+            let (envs, keep) = setting.envs()?;
+            let command = |(rank, env): (usize, LaunchEnv)| {
+                let mut command = own("engine", kind).command(&scratch, rank)?;
+                command.envs(env.variables()).env("BURN_DDP_ENGINE", engine.to_string());
+                anyhow::Ok(command)
+            };
+            (envs.into_iter().enumerate().map(command).collect::<Result<_>>()?, keep)
+        }
+        Contender::Floor(kind) => with_lines(&own("floor", kind), &scratch, world.min(cores()))?,
+        Contender::Training(trainer) => training(trainer, setting, &own("train", BufferKind::Slice), &scratch)?,
+        Contender::Theirs(Peer::Gloo) => (gloo(setting, &scratch)?, Vec::new()),
+        Contender::Theirs(Peer::Mpich) => (vec![mpi(&MPICH, world, dtype, &scratch)?], Vec::new()),
+        Contender::Theirs(Peer::Openmpi) => (vec![mpi(&OPEN_MPI, world, dtype, &scratch)?], Vec::new()),
+        Contender::Theirs(limit) => with_lines(&own(&limit.to_string(), BufferKind::Slice), &scratch, world)?,
+    };
+    if let Some(link) = setting.link {
+        commands = commands.iter().enumerate().map(|(rank, command)| link.place(rank, command)).collect();
+    }
+    let ranks = if matches!(who, Contender::Floor(_)) { world.min(cores()) } else { world };
+    Team::start(&name, ranks, scratch, commands, keep)
+}
+
+/// What starts the ranks, and what must live as long as they do.
+type Started = (Vec<Command>, Vec<Box<dyn Any>>);
+
+/// What ranks are told, and what must live as long as they do.
+type Told = (Vec<LaunchEnv>, Vec<Box<dyn Any>>);
+
+/// The job's name.
+const JOB: &str = "burn-ddp-bench";
+
+impl Setting<'_> {
+    /// What each rank is told, and the store where they meet if they do not host it.
+    fn envs(&self) -> Result<Told> {
+        match self.link {
+            Some(link) => Ok((link.envs(JOB), Vec::new())),
+            None => envs(self.world).map(|(envs, store)| (envs, vec![Box::new(store) as Box<dyn Any>])),
+        }
+    }
+
+    /// The interface over which gloo talks.
+    fn interface(&self) -> &'static str {
+        if self.link.is_some() { CABLE } else { "lo" }
+    }
+}
+
+/// What `world` ranks on this machine are told, and the store where they meet.
+pub(crate) fn envs(world: usize) -> Result<(Vec<LaunchEnv>, StoreServer)> {
+    let store = StoreServer::bind("127.0.0.1:0", &JobKey::trusting_network(JOB, 0))?;
+    let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port: store.local_addr().port() };
+    let env = |rank| LaunchEnv { trust_network: true, ..LaunchEnv::new(rank, world, meeting.clone(), JOB) };
+    Ok(((0..world).map(env).collect(), store))
+}
+
+/// A rank that is this program again.
+struct OwnRank {
+    what: String,
+    kind: BufferKind,
+    world: usize,
+    dtype: DType,
+}
+
+impl OwnRank {
+    fn command(&self, scratch: &Scratch, rank: usize) -> Result<Command> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["rank", "--what", &self.what, "--buffers", &self.kind.to_string()]);
+        command.arg("--control").arg(scratch.socket());
+        command.args(["--rank", &rank.to_string(), "--world", &self.world.to_string()]);
+        command.args(["--dtype", &self.dtype.to_string()]);
+        Ok(command)
+    }
+}
+
+/// The allocator gives nothing back between steps: else steps of few large tensors are all page faults, in which what is to be seen is
+/// lost.
+const KEEP_MEMORY: [(&str, &str); 2] =
+    [("MALLOC_MMAP_THRESHOLD_", "1073741824"), ("MALLOC_TRIM_THRESHOLD_", "4294967296")];
+
+/// Started like [`Contender::Ours`], or like gloo.
+fn training(trainer: Trainer, setting: &Setting<'_>, own: &OwnRank, scratch: &Scratch) -> Result<Started> {
+    let world = setting.world;
+    let lines = SharedLines::create(world)?;
+    let fd = lines.fd().to_string();
+    let value = |value: Option<clap::builder::PossibleValue>| value.map_or(String::new(), |v| v.get_name().to_owned());
+    let (model, side) = (value(trainer.model.to_possible_value()), value(trainer.side.to_possible_value()));
+    let allocator = KEEP_MEMORY.into_iter().filter(|_| trainer.model == Model::Tensors);
+    let allocator: Vec<(&str, &str)> = allocator.collect();
+    let Framework::Burn(engine) = trainer.framework else {
+        let python = torch_python(setting.programs)?;
+        let script = scratch.path().join("train.py");
+        std::fs::write(&script, include_str!("../../peers/train.py"))?;
+        let bucket_mb = trainer.bucket_bytes.map_or(0.0, |bytes| bytes as f64 / f64::from(1 << 20));
+        let command = |rank: usize| {
+            let mut command = Command::new(&python);
+            let meeting = format!("file://{}", scratch.path().join("store").display());
+            command.arg(&script).arg(scratch.socket()).args([meeting, rank.to_string(), world.to_string()]);
+            command.args([&model, &side, &fd, &bucket_mb.to_string()]);
+            command.env("GLOO_SOCKET_IFNAME", setting.interface()).env("OMP_NUM_THREADS", "1");
+            command.envs(allocator.iter().copied());
+            command
+        };
+        return Ok(((0..world).map(command).collect(), vec![Box::new(lines)]));
+    };
+    ensure!(cfg!(feature = "burn"), "this program was built without its feature `burn`");
+    let (envs, mut keep) = setting.envs()?;
+    keep.push(Box::new(lines));
+    let command = |(rank, env): (usize, LaunchEnv)| {
+        let mut command = own.command(scratch, rank)?;
+        command.args(["--lines", &fd, "--model", &model, "--side", &side]);
+        trainer.bucket_bytes.map(|bytes| command.args(["--bucket-bytes", &bytes.to_string()]));
+        command.envs(env.variables()).env("RAYON_NUM_THREADS", "1").envs(allocator.iter().copied());
+        if world > 1 {
+            command.env("BURN_DDP_ENGINE", engine.to_string());
+        }
+        anyhow::Ok(command)
+    };
+    let commands = envs.into_iter().enumerate().map(command).collect::<Result<_>>()?;
+    Ok((commands, keep))
+}
+
+fn with_lines(own: &OwnRank, scratch: &Scratch, ranks: usize) -> Result<Started> {
+    let lines = SharedLines::create(ranks)?;
+    let command = |rank| {
+        let mut command = own.command(scratch, rank)?;
+        command.args(["--lines", &lines.fd().to_string()]);
+        anyhow::Ok(command)
+    };
+    let commands = (0..ranks).map(command).collect::<Result<_>>()?;
+    Ok((commands, vec![Box::new(lines)]))
+}
+
+fn gloo(setting: &Setting<'_>, scratch: &Scratch) -> Result<Vec<Command>> {
+    let &Setting { world, dtype, .. } = setting;
+    let python = torch_python(setting.programs)?;
+    let script = scratch.path().join("gloo.py");
+    std::fs::write(&script, include_str!("../../peers/gloo.py"))?;
+    let command = |rank: usize| {
+        let mut command = Command::new(&python);
+        command.arg(&script).arg(scratch.socket()).arg(scratch.path().join("store"));
+        command.args([rank.to_string(), world.to_string(), dtype.to_string()]);
+        command.env("GLOO_SOCKET_IFNAME", setting.interface()).env("OMP_NUM_THREADS", "1");
+        command
+    };
+    Ok((0..world).map(command).collect())
+}
+
+/// The Python of the options, if it knows torch.
+pub(crate) fn torch_python(programs: &Programs) -> Result<PathBuf> {
+    let python = find_program(&programs.python).with_context(|| format!("there is no {}", programs.python))?;
+    let knows = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)";
+    let knows = Command::new(&python).args(["-c", knows]).status()?.success();
+    ensure!(knows, "{} has no torch; another Python can be given with --python", python.display());
+    Ok(python)
+}
+
+/// One implementation of MPI.
+struct Mpi {
+    /// Compiler and launcher where several implementations are installed, and how `mpirun --version` tells this one.
+    programs: [&'static str; 2],
+    says: &'static str,
+    flags: &'static [&'static str],
+}
+
+const MPICH: Mpi = Mpi { programs: ["mpicc.mpich", "mpirun.mpich"], says: "HYDRA", flags: &[] };
+const OPEN_MPI: Mpi = Mpi {
+    programs: ["mpicc.openmpi", "mpirun.openmpi"],
+    says: "Open",
+    flags: &["--oversubscribe", "--allow-run-as-root"],
+};
+
+/// Compiles the driver with this implementation, and runs it.
+fn mpi(mpi: &Mpi, world: usize, dtype: DType, scratch: &Scratch) -> Result<Command> {
+    ensure!(matches!(dtype, DType::F32 | DType::F64), "MPI has no {dtype}");
+    let found = [mpi.programs, ["mpicc", "mpirun"]].into_iter().find_map(|[cc, run]| {
+        let (cc, run) = (find_program(cc)?, find_program(run)?);
+        let version = Command::new(&run).arg("--version").output().ok()?;
+        String::from_utf8_lossy(&version.stdout).contains(mpi.says).then_some((cc, run))
+    });
+    let Some((cc, run)) = found else { bail!("not installed: neither {} nor such an mpicc in PATH", mpi.programs[0]) };
+    let (source, program) = (scratch.path().join("mpi.c"), scratch.path().join("mpi"));
+    std::fs::write(&source, include_str!("../../peers/mpi.c"))?;
+    let compiled = Command::new(&cc).args(["-O2", "-o"]).arg(&program).arg(&source).output()?;
+    ensure!(compiled.status.success(), "{}: {}", cc.display(), String::from_utf8_lossy(&compiled.stderr));
+    let mut command = Command::new(run);
+    command.args(mpi.flags).args(["-n", &world.to_string()]).arg(&program).arg(scratch.socket());
+    command.arg(dtype.to_string());
+    Ok(command)
+}
