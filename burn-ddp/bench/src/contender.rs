@@ -80,6 +80,8 @@ pub(crate) struct Trainer {
     pub(crate) side: Side,
     /// The size of buckets, if not the framework's own.
     pub(crate) bucket_bytes: Option<usize>,
+    /// The allocator gives nothing back between steps.
+    pub(crate) keeps_memory: bool,
 }
 
 /// One column of a comparison.

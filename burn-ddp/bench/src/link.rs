@@ -1,5 +1,6 @@
 //! Two "machines" on this one: network namespaces with a cable between them that carries no more than it should.
 
+use std::cell::Cell;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
@@ -9,13 +10,15 @@ use burn_ddp_comm::{LaunchEnv, Meeting};
 pub(crate) const CABLE: &str = "cable";
 /// Bytes that may pass at once: what a timer tick lets through at a few Gbit/s.
 const BURST: &str = "512kb";
-/// A port that is free in namespaces of our own.
-const PORT: u16 = 29_400;
+/// From here on ports are free in namespaces of our own.
+const FIRST_PORT: u16 = 29_400;
 
 /// Rank 0 on one machine and rank 1 on the other. Gone when dropped.
 pub(crate) struct Link {
     /// The namespaces.
     machines: [String; 2],
+    /// Where the next ranks meet: those of several contenders live side by side.
+    port: Cell<u16>,
 }
 
 impl Link {
@@ -29,7 +32,7 @@ impl Link {
             run("ip", &["netns", "add", name])?;
         }
         // From here on, dropping it cleans up.
-        let link = Link { machines: names };
+        let link = Link { machines: names, port: Cell::new(FIRST_PORT) };
         let [one, other] = &link.machines;
         run("ip", &["-n", one, "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", other])?;
         for (nth, name) in link.machines.iter().enumerate() {
@@ -53,9 +56,10 @@ impl Link {
         placed
     }
 
-    /// What the two ranks are told.
+    /// What two ranks are told, who meet nobody else.
     pub(crate) fn envs(&self, job: &str) -> Vec<LaunchEnv> {
-        let meeting = Meeting::Rank0 { host: host(0), port: PORT };
+        let port = self.port.replace(self.port.get() + 1);
+        let meeting = Meeting::Rank0 { host: host(0), port };
         let env = |rank| LaunchEnv {
             local_rank: 0,
             local_world_size: 1,

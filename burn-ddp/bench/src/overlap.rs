@@ -91,8 +91,9 @@ impl Overlap {
     }
 
     fn contenders(&self, framework: Framework) -> Vec<Contender> {
-        let trainer =
-            |side, bucket_bytes| Contender::Training(Trainer { framework, model: Model::Mlp, side, bucket_bytes });
+        let trainer = |side, bucket_bytes| {
+            Contender::Training(Trainer { framework, model: Model::Mlp, side, bucket_bytes, keeps_memory: false })
+        };
         let buckets = match framework {
             Framework::Burn(_) => vec![None],
             Framework::Torch => self.torch_buckets.iter().map(|mib| Some(mib << 20)).collect(),

@@ -25,7 +25,7 @@ pub(crate) struct Scaling {
     #[arg(long, value_delimiter = ',', default_value = "2,4,8,16,32")]
     worlds: Vec<usize>,
     /// Bytes per rank.
-    #[arg(long, default_value_t = 4 << 20)]
+    #[arg(long, default_value_t = 16 << 20)]
     bytes: usize,
     /// Where the ranks' buffers are.
     #[arg(long, value_delimiter = ',', default_value = "arena")]

@@ -46,12 +46,16 @@ impl Training {
 
     /// Both frameworks' ranks, wrapped, and as the others of `sides`.
     pub(crate) fn field(&self, model: Model, sides: &[Side], world: usize) -> Result<Field> {
+        // What counts there are microseconds per tensor.
+        let keeps_memory = sides.contains(&Side::Nodes);
         let frameworks = [Framework::Burn(self.engine), Framework::Torch];
         let frameworks = frameworks.into_iter().filter(|framework| *framework != Framework::Torch || !self.alone);
         let who: Vec<Contender> = frameworks
             .flat_map(|framework| sides.iter().chain(&[Side::Wrapped]).map(move |side| (framework, *side)))
             .filter(|(framework, side)| *framework != Framework::Torch || *side != Side::Nodes)
-            .map(|(framework, side)| Contender::Training(Trainer { framework, model, side, bucket_bytes: None }))
+            .map(|(framework, side)| {
+                Contender::Training(Trainer { framework, model, side, bucket_bytes: None, keeps_memory })
+            })
             .collect();
         Field::gather(&who, &Setting { world, dtype: DType::F32, programs: &self.programs, link: None })
     }

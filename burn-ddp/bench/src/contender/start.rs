@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use burn_ddp_comm::{DType, JobKey, LaunchEnv, Meeting, StoreServer};
 use clap::ValueEnum;
 
-use super::{Contender, Engine, Framework, Model, Peer, Programs, Setting, Trainer};
+use super::{Contender, Engine, Framework, Peer, Programs, Setting, Trainer};
 use crate::link::CABLE;
 use crate::machine::{cores, find_program};
 use crate::rank::BufferKind;
@@ -100,8 +100,7 @@ impl OwnRank {
     }
 }
 
-/// The allocator gives nothing back between steps: else steps of few large tensors are all page faults, in which what is to be seen is
-/// lost.
+/// What makes an allocator give nothing back: else steps of few large tensors are all page faults, in which what is to be seen is lost.
 const KEEP_MEMORY: [(&str, &str); 2] =
     [("MALLOC_MMAP_THRESHOLD_", "1073741824"), ("MALLOC_TRIM_THRESHOLD_", "4294967296")];
 
@@ -112,7 +111,7 @@ fn training(trainer: Trainer, setting: &Setting<'_>, own: &OwnRank, scratch: &Sc
     let fd = lines.fd().to_string();
     let value = |value: Option<clap::builder::PossibleValue>| value.map_or(String::new(), |v| v.get_name().to_owned());
     let (model, side) = (value(trainer.model.to_possible_value()), value(trainer.side.to_possible_value()));
-    let allocator = KEEP_MEMORY.into_iter().filter(|_| trainer.model == Model::Tensors);
+    let allocator = KEEP_MEMORY.into_iter().filter(|_| trainer.keeps_memory);
     let allocator: Vec<(&str, &str)> = allocator.collect();
     let Framework::Burn(engine) = trainer.framework else {
         let python = torch_python(setting.programs)?;

@@ -36,7 +36,8 @@ pub(super) struct TrainRank {
 }
 
 enum Trainee {
-    Tensors(Tensors),
+    /// With the gradients of the last step, which an optimizer would have by then.
+    Tensors(Tensors, Option<GradientsParams>),
     Cnn(Box<(Cnn, ModuleOptimizer, Tensor<4>, Tensor<1, Int>)>),
     Mlp(Box<(Vec<Linear>, Tensor<2>)>),
 }
@@ -161,7 +162,7 @@ impl Workload for TrainRank {
         self.trainee = None;
         ensure!(count > 0, "a model has at least one tensor");
         self.trainee = Some(match self.what {
-            Model::Tensors => Trainee::Tensors(self.wrap(Tensors::new(bytes, count, &self.device))?),
+            Model::Tensors => Trainee::Tensors(self.wrap(Tensors::new(bytes, count, &self.device))?, None),
             Model::Cnn => self.cnn()?,
             Model::Mlp => self.mlp(bytes, count)?,
         });
@@ -178,11 +179,12 @@ impl Workload for TrainRank {
         let factor = self.factor();
         let trainee = self.trainee.take().context("not prepared")?;
         let (trainee, seen) = match trainee {
-            Trainee::Tensors(model) => {
+            Trainee::Tensors(model, last) => {
+                drop(last);
                 let grads = GradientsParams::from_grads(model.loss(self.side, factor).backward(), &model);
                 let first = model.params.first().and_then(|param| grads.get::<1>(param.id));
                 let seen = first.map_or(f32::NAN, |grad| grad.narrow(0, 0, 1).into_scalar::<f32>());
-                (Trainee::Tensors(model), seen)
+                (Trainee::Tensors(model, Some(grads)), seen)
             }
             Trainee::Cnn(cnn) => {
                 let (model, mut optim, images, labels) = *cnn;
