@@ -65,10 +65,18 @@ impl Segment {
         }?;
         rustix::fs::ftruncate(&fd, len as u64)?;
         rustix::fs::fcntl_add_seals(&fd, SEALS | SealFlags::SEAL)?;
-        Ok((Segment::map(fd.as_fd(), len)?, fd))
+        let segment = Segment::map(fd.as_fd(), len)?;
+        // SAFETY: advice about a mapping of this segment; all pages become present, none changes.
+        match unsafe { rustix::mm::madvise(segment.pointer(), len, Advice::LinuxPopulateWrite) } {
+            // Older kernels: the memory is set aside all the same, and mapped when it is touched.
+            Err(Errno::INVAL) => rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len as u64)?,
+            result => result?,
+        }
+        Ok((segment, fd))
     }
 
-    /// Maps what a peer created with `len` bytes.
+    /// Maps what a peer created with `len` bytes. Pages that are there already are mapped as they are touched: all of them for all ranks
+    /// would be most of the time in which a large world meets.
     pub(super) fn map(fd: BorrowedFd<'_>, len: usize) -> io::Result<Segment> {
         let (seals, size) = (rustix::fs::fcntl_get_seals(fd)?, rustix::fs::fstat(fd)?.st_size);
         if !seals.contains(SEALS) || u64::try_from(size).ok() != Some(len as u64) {
@@ -91,12 +99,6 @@ impl Segment {
             // Where the system does not allow it, small pages do.
             // SAFETY: advice about a mapping of this segment changes none of its bytes.
             let _ = unsafe { rustix::mm::madvise(segment.pointer(), len, Advice::LinuxHugepage) };
-        }
-        // SAFETY: as above; all pages become present, none changes.
-        match unsafe { rustix::mm::madvise(segment.pointer(), len, Advice::LinuxPopulateWrite) } {
-            // Older kernels: the memory is set aside all the same, and mapped when it is touched.
-            Err(Errno::INVAL) => rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, len as u64)?,
-            result => result?,
         }
         Ok(segment)
     }
