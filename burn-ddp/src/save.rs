@@ -60,8 +60,8 @@ impl Ddp {
         let snapshot = snapshot(model)?;
         let mut floats = is_buffer.into_iter();
         let (mut paths, mut digests) = (Vec::new(), Vec::new());
-        for (i, entry) in snapshot.entries.iter().enumerate() {
-            let is_buffer = snapshot.is_float[i] && floats.next().unwrap_or(false);
+        for (i, entry) in snapshot.schema.entries.iter().enumerate() {
+            let is_buffer = snapshot.schema.is_float[i] && floats.next().unwrap_or(false);
             if !is_buffer {
                 paths.push(entry.path.as_str());
                 digests.push(replicas::digest(snapshot.values[i].as_bytes()));

@@ -1,10 +1,10 @@
 //! What a model is made of, and whether all ranks hold the same.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::kind::Basic;
-use burn::tensor::{Bool, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -26,53 +26,64 @@ impl std::fmt::Display for Entry {
     }
 }
 
-/// Values and schema of a model in traversal order.
+/// What a model is made of, in traversal order.
 #[derive(Debug, Default)]
-pub(crate) struct Snapshot {
+pub(crate) struct Schema {
     pub entries: Vec<Entry>,
-    pub values: Vec<TensorData>,
+    pub dtypes: Vec<DType>,
     /// Burn's ids, which differ between ranks.
     pub ids: Vec<ParamId>,
     /// Whether Burn's `visit_float` yielded it: float parameters, quantized ones, and running statistics.
     pub is_float: Vec<bool>,
 }
 
-impl Snapshot {
-    /// Reads every parameter and buffer of `model` to the host.
+/// Values and schema of a model in traversal order.
+#[derive(Debug)]
+pub(crate) struct Snapshot {
+    pub schema: Schema,
+    pub values: Vec<TensorData>,
+}
+
+impl Schema {
+    /// Looks at every parameter and buffer of `model`, without reading its value.
     pub(crate) fn of<M: Module>(model: &M) -> Result<Self> {
-        let mut reader = Reader { path: Vec::new(), snapshot: Snapshot::default(), error: None };
-        model.visit(&mut reader);
-        match reader.error {
-            Some(e) => Err(e),
-            None => Ok(reader.snapshot),
-        }
+        Ok(read(model, |_| false)?.0)
     }
 
     /// For each entry the first one that is the same `Param`: a clone of it that has not changed since (tied weights). A clone that
     /// was frozen or trained apart (a target network) is another one.
-    pub(crate) fn first_clones(&self) -> Vec<usize> {
+    pub(crate) fn first_clones<M: Module>(&self, model: &M) -> Result<Vec<usize>> {
         let mut by_id: HashMap<ParamId, Vec<usize>> = HashMap::new();
-        let same = |a: usize, b: usize| {
-            self.entries[a].trainable == self.entries[b].trainable && self.values[a] == self.values[b]
-        };
-        (0..self.entries.len())
-            .map(|i| {
-                let earlier = by_id.entry(self.ids[i]).or_default();
-                match earlier.iter().find(|&&first| same(first, i)) {
-                    Some(&first) => first,
-                    None => {
-                        earlier.push(i);
-                        i
-                    }
-                }
-            })
-            .collect()
+        self.ids.iter().enumerate().for_each(|(i, id)| by_id.entry(*id).or_default().push(i));
+        let mut first: Vec<usize> = (0..self.ids.len()).collect();
+        by_id.retain(|_, clones| clones.len() > 1);
+        if by_id.is_empty() {
+            return Ok(first);
+        }
+        let (_, values) = read(model, |i| by_id.contains_key(&self.ids[i]))?;
+        for clones in by_id.values() {
+            for (nth, &i) in clones.iter().enumerate() {
+                let same = |&&a: &&usize| {
+                    self.entries[a].trainable == self.entries[i].trainable && values.get(&a) == values.get(&i)
+                };
+                first[i] = clones[..nth].iter().find(same).map_or(i, |&earlier| first[earlier]);
+            }
+        }
+        Ok(first)
+    }
+}
+
+impl Snapshot {
+    /// Reads every parameter and buffer of `model` to the host.
+    pub(crate) fn of<M: Module>(model: &M) -> Result<Self> {
+        let (schema, values) = read(model, |_| true)?;
+        Ok(Snapshot { schema, values: values.into_values().collect() })
     }
 
     /// SHA-256 over paths, dtypes, shapes and bytes, in hexadecimal.
     pub(crate) fn hash(&self) -> String {
         let mut sha = Sha256::new();
-        for (entry, value) in self.entries.iter().zip(&self.values) {
+        for (entry, value) in self.schema.entries.iter().zip(&self.values) {
             sha.update((entry.path.len() as u64).to_le_bytes());
             sha.update(&entry.path);
             sha.update(&entry.dtype);
@@ -131,42 +142,58 @@ fn grad(e: &Entry) -> &'static str {
     if e.trainable { "" } else { " without gradient" }
 }
 
-struct Reader {
+/// The schema of a model, and the values of those entries that are `wanted`.
+fn read<M: Module>(model: &M, wanted: impl Fn(usize) -> bool) -> Result<(Schema, BTreeMap<usize, TensorData>)> {
+    let mut reader =
+        Reader { wanted, path: Vec::new(), schema: Schema::default(), values: BTreeMap::new(), error: None };
+    model.visit(&mut reader);
+    match reader.error {
+        Some(e) => Err(e),
+        None => Ok((reader.schema, reader.values)),
+    }
+}
+
+struct Reader<W> {
+    wanted: W,
     path: Vec<String>,
-    snapshot: Snapshot,
+    schema: Schema,
+    values: BTreeMap<usize, TensorData>,
     error: Option<Error>,
 }
 
-impl Reader {
+impl<W: Fn(usize) -> bool> Reader<W> {
     fn read<const D: usize, K: Basic>(&mut self, id: ParamId, tensor: Tensor<D, K>, trainable: bool, is_float: bool) {
         if self.error.is_some() {
             return;
         }
         let path = self.path.join(".");
-        match tensor.try_into_data() {
-            Ok(data) if trainable && comm_dtype(data.dtype()).is_none() => {
-                self.error = Some(Error::Use(format!(
-                    "{path} has dtype {:?}, whose gradients burn-ddp cannot reduce",
-                    data.dtype()
-                )));
-            }
-            Ok(data) => {
-                self.snapshot.entries.push(Entry {
-                    path,
-                    dims: data.shape().as_slice().to_vec(),
-                    dtype: format!("{:?}", data.dtype()).to_lowercase(),
-                    trainable,
-                });
-                self.snapshot.values.push(data);
-                self.snapshot.ids.push(id);
-                self.snapshot.is_float.push(is_float);
-            }
-            Err(e) => self.error = Some(Error::Use(format!("reading {path} from its device failed: {e:?}"))),
+        let (dims, dtype, nth) = (tensor.dims().to_vec(), tensor.dtype(), self.schema.entries.len());
+        if trainable && comm_dtype(dtype).is_none() {
+            self.error =
+                Some(Error::Use(format!("{path} has dtype {dtype:?}, whose gradients burn-ddp cannot reduce")));
+            return;
         }
+        if (self.wanted)(nth) {
+            match tensor.try_into_data() {
+                Ok(data) => drop(self.values.insert(nth, data)),
+                Err(e) => {
+                    self.error = Some(unreadable(&path, &e));
+                    return;
+                }
+            }
+        }
+        self.schema.entries.push(Entry { path, dims, dtype: format!("{dtype:?}").to_lowercase(), trainable });
+        self.schema.dtypes.push(dtype);
+        self.schema.ids.push(id);
+        self.schema.is_float.push(is_float);
     }
 }
 
-impl ModuleVisitor for Reader {
+pub(crate) fn unreadable(path: &str, e: &impl std::fmt::Debug) -> Error {
+    Error::Use(format!("reading {path} from its device failed: {e:?}"))
+}
+
+impl<W: Fn(usize) -> bool> ModuleVisitor for Reader<W> {
     fn enter_module(&mut self, name: &str, _: &str) {
         self.path.push(name.to_string());
     }

@@ -8,14 +8,14 @@ use std::sync::Arc;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterizer};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
-use burn_ddp_comm::DType;
+use burn_ddp_comm::{DType, ProcessGroup};
 use serde::{Deserialize, Serialize};
 
 use crate::buffers::{self, BufferPolicy};
 use crate::convert::comm_dtype;
 use crate::ddp::Ddp;
 use crate::reducer::{Caps, Reducer, Reduction, Settings, Slot};
-use crate::schema::{Entry, Snapshot, difference, digest};
+use crate::schema::{Entry, Schema, difference, digest, unreadable};
 use crate::tap::{MAX_RANK, SharedBuffers, TAP_NAME, Tap, Tapped};
 use crate::{Error, Result, tap};
 
@@ -139,33 +139,42 @@ impl WrapConfig {
 pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig) -> Result<M> {
     let prepared = prepare(&model, config);
     agree_on_outcome(ddp, &prepared)?;
-    let Prepared { device, devices, mut snapshot, is_buffer } = prepared?;
-    agree_on_schema(ddp, &snapshot.entries, config)?;
-    broadcast_values(ddp, &mut snapshot)?;
-
-    let first = snapshot.first_clones();
-    let (slots, slot_of) = slots_of(&snapshot, &first, &is_buffer);
+    let Prepared { device, devices, schema, first, is_buffer } = prepared?;
+    agree_on_schema(ddp, &schema.entries, config)?;
+    // Rank 0's values will be everybody's, so it knows which clones are still equal.
+    let first = ddp.group().broadcast_object(ddp.is_main().then_some(first), 0)?;
+    let (slots, slot_of) = slots_of(&schema, &first, &is_buffer);
+    // Alone and without accumulation there is nothing to do in backward.
+    let group = if ddp.world_size() > 1 || config.accumulation > 1 || config.alone {
+        let mut group = ddp.world().group()?;
+        // What errors in backward show as the caller.
+        group.attribute_to(Location::caller());
+        Some(group)
+    } else {
+        None
+    };
     // Ranks that are threads may have started from one model, whose clones share running statistics.
     let model = if is_buffer.contains(&true) { buffers::unshared(model) } else { model };
-    let values = snapshot.values.into();
-    let model = model.map(&mut SetValues { values, devices: devices.into(), first, leaves: HashMap::new(), next: 0 });
+    let model = {
+        let paths = schema.entries.iter().map(|entry| entry.path.as_str()).collect();
+        let group = group.as_ref().filter(|_| ddp.world_size() > 1);
+        let mut share =
+            ShareValues { group, devices: devices.into(), paths, first, leaves: HashMap::new(), next: 0, error: None };
+        let model = model.map(&mut share);
+        share.error.map_or(Ok(model), Err)?
+    };
     if let Some(seed) = ddp.next_seed_of_rank() {
         device.seed(seed);
     }
-    // Alone and without accumulation there is nothing to do in backward.
-    if ddp.world_size() == 1 && config.accumulation == 1 && !config.alone {
-        return Ok(model);
-    }
+    let Some(group) = group else { return Ok(model) };
     let settings = Settings {
         reduction: config.reduction,
         accumulation: config.accumulation,
         caps: Caps { first_bytes: config.first_bucket_cap_bytes, bytes: config.bucket_cap_bytes },
         timeout: ddp.world().options().timeout,
-        site: Location::caller(),
         replica_check: config.replica_check as u64,
         overlap: config.overlap.unwrap_or_else(|| overlap_pays(ddp)),
     };
-    let group = ddp.world().group()?;
     let reducer = Reducer::new(group, slots, settings, ddp.stats_cell())?;
     let buffers = (config.buffers != BufferPolicy::Local).then(|| buffers::handle(&model, &is_buffer)).flatten();
     let shared = buffers.map(|buffers| SharedBuffers { buffers, policy: config.buffers, sent: Vec::new() });
@@ -205,7 +214,9 @@ struct Prepared {
     device: Device,
     /// Where each parameter and buffer is, in traversal order.
     devices: Vec<Device>,
-    snapshot: Snapshot,
+    schema: Schema,
+    /// See [`Schema::first_clones`].
+    first: Vec<usize>,
     /// See [`buffers::which`].
     is_buffer: Vec<bool>,
 }
@@ -227,8 +238,9 @@ fn prepare<M: Module>(model: &M, config: &WrapConfig) -> Result<Prepared> {
     crate::device::check_supported(&device)?;
     // Running statistics lag one update behind what `visit` shows; `valid` brings them up to date.
     drop(model.valid());
-    let snapshot = Snapshot::of(model)?;
-    Ok(Prepared { device, devices: floats.devices, snapshot, is_buffer: buffers::which(model) })
+    let schema = Schema::of(model)?;
+    let first = schema.first_clones(model)?;
+    Ok(Prepared { device, devices: floats.devices, schema, first, is_buffer: buffers::which(model) })
 }
 
 /// What one rank finds wrong becomes everybody's error, so that nobody waits in vain.
@@ -261,58 +273,17 @@ fn agree_on_schema(ddp: &Ddp, entries: &[Entry], config: &WrapConfig) -> Result<
     Err(Error::ModelsDiffer(difference(&models).unwrap_or_else(|| "their digests differ".into())))
 }
 
-/// Rank 0's values everywhere, in chunks so that a large model needs no second copy on the wire.
-#[track_caller]
-fn broadcast_values(ddp: &Ddp, snapshot: &mut Snapshot) -> Result<()> {
-    const CHUNK_BYTES: usize = 16 << 20;
-    if ddp.world_size() == 1 {
-        return Ok(());
-    }
-    let is_root = ddp.is_main();
-    let total: usize = snapshot.values.iter().map(|v| v.as_bytes().len()).sum();
-    let mut chunk = Vec::with_capacity(CHUNK_BYTES.min(total));
-    let mut start = 0;
-    while start < snapshot.values.len() {
-        // As many whole values as fit, at least one.
-        let mut end = start;
-        let mut len = 0;
-        while end < snapshot.values.len()
-            && (end == start || len + snapshot.values[end].as_bytes().len() <= CHUNK_BYTES)
-        {
-            len += snapshot.values[end].as_bytes().len();
-            end += 1;
-        }
-        chunk.clear();
-        if is_root {
-            snapshot.values[start..end].iter().for_each(|v| chunk.extend_from_slice(v.as_bytes()));
-        } else {
-            chunk.resize(len, 0);
-        }
-        ddp.group().broadcast_bytes(DType::U8, &mut chunk, 0)?;
-        if !is_root {
-            let mut rest = &chunk[..];
-            for value in &mut snapshot.values[start..end] {
-                let (bytes, tail) = rest.split_at(value.as_bytes().len());
-                *value = TensorData::from_bytes_vec(bytes.to_vec(), value.shape().clone(), value.dtype());
-                rest = tail;
-            }
-        }
-        start = end;
-    }
-    Ok(())
-}
-
 /// The parameters that can have gradients, in traversal order, and which of these slots each float has: buffers and quantized
 /// parameters have none. Clones of a parameter (tied weights) have slots of their own, which know the first one's.
-fn slots_of(snapshot: &Snapshot, first: &[usize], is_buffer: &[bool]) -> (Vec<Slot>, VecDeque<Option<usize>>) {
-    let floats = (0..first.len()).filter(|&i| snapshot.is_float[i]);
-    let is_param = |(i, buffer): (usize, &bool)| (!buffer && snapshot.values[i].dtype().is_float()).then_some(i);
+fn slots_of(schema: &Schema, first: &[usize], is_buffer: &[bool]) -> (Vec<Slot>, VecDeque<Option<usize>>) {
+    let floats = (0..first.len()).filter(|&i| schema.is_float[i]);
+    let is_param = |(i, buffer): (usize, &bool)| (!buffer && schema.dtypes[i].is_float()).then_some(i);
     let params: Vec<usize> = floats.clone().zip(is_buffer).filter_map(is_param).collect();
     let slot = |&i: &usize| Slot {
-        path: snapshot.entries[i].path.clone(),
-        dims: snapshot.entries[i].dims.clone(),
-        dtype: comm_dtype(snapshot.values[i].dtype()).expect("checked when the values were read"),
-        trainable: snapshot.entries[i].trainable,
+        path: schema.entries[i].path.clone(),
+        dims: schema.entries[i].dims.clone(),
+        dtype: comm_dtype(schema.dtypes[i]).expect("checked when the model was looked at"),
+        trainable: schema.entries[i].trainable,
         first_clone: params.binary_search(&first[i]).expect("clones are parameters too"),
     };
     let slot_of = floats.map(|i| params.binary_search(&i).ok()).collect();
@@ -391,48 +362,79 @@ impl ModuleVisitor for Others {
     }
 }
 
-/// Replaces every value by one of `values`, as a fresh leaf: ranks that are threads must not share nodes.
-struct SetValues {
-    values: VecDeque<TensorData>,
+/// Replaces every value by rank 0's, as a fresh leaf: ranks that are threads must not share nodes. One at a time, in the memory of the old
+/// one if nobody else has it, so that a model never needs its size again.
+struct ShareValues<'a> {
+    /// `None` if there is nobody to share with.
+    group: Option<&'a ProcessGroup>,
     /// With the checkpointing strategy, which a tensor's device carries.
     devices: VecDeque<Device>,
-    /// See [`Snapshot::first_clones`].
+    paths: Vec<&'a str>,
+    /// See [`Schema::first_clones`].
     first: Vec<usize>,
     /// Leaves by entry, so that clones of a `Param` go on sharing theirs.
     leaves: HashMap<usize, Box<dyn Any>>,
     next: usize,
+    /// The first one; nothing is shared after it.
+    error: Option<Error>,
 }
 
-impl SetValues {
-    fn value<const D: usize, K: Basic>(&mut self) -> Tensor<D, K> {
-        self.next += 1;
-        let data = self.values.pop_front().expect("map and visit see the same parameters");
+impl ShareValues<'_> {
+    fn value<const D: usize, K: Basic>(&mut self, old: Tensor<D, K>) -> Tensor<D, K> {
         let device = self.devices.pop_front().expect("map and visit see the same parameters");
-        // A quantized value says by itself what it is.
-        match data.dtype() {
-            BurnDType::QFloat(_) => Tensor::from_data(data, &device),
-            dtype => Tensor::from_data(data, (&device, dtype)),
+        let path = self.paths[self.next];
+        self.next += 1;
+        if self.error.is_some() {
+            return old;
         }
+        let dims = old.dims();
+        let shared = old.try_into_data().map_err(|e| unreadable(path, &e)).and_then(|data| self.share(data));
+        match shared {
+            // A quantized value says by itself what it is.
+            Ok(data) => match data.dtype() {
+                BurnDType::QFloat(_) => Tensor::from_data(data, &device),
+                dtype => Tensor::from_data(data, (&device, dtype)),
+            },
+            Err(e) => {
+                self.error = Some(e);
+                Tensor::empty(dims, &device)
+            }
+        }
+    }
+
+    /// Rank 0's `data` on every rank.
+    fn share(&self, data: TensorData) -> Result<TensorData> {
+        let Some(group) = self.group else { return Ok(data) };
+        let mut bytes = data.as_bytes().to_vec();
+        if group.rank() == 0 {
+            group.broadcast_bytes(DType::U8, &mut bytes, 0)?;
+            return Ok(data);
+        }
+        let (shape, dtype) = (data.shape().clone(), data.dtype());
+        drop(data);
+        group.broadcast_bytes(DType::U8, &mut bytes, 0)?;
+        Ok(TensorData::from_bytes_vec(bytes, shape, dtype))
     }
 }
 
-impl ModuleMapper for SetValues {
+impl ModuleMapper for ShareValues<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let first = self.first[self.next];
         param.map(|old| {
-            let fresh = self.value();
-            let fresh = if old.is_require_grad() { fresh.require_grad() } else { fresh };
+            let requires_grad = old.is_require_grad();
+            let fresh = self.value(old);
+            let fresh = if requires_grad { fresh.require_grad() } else { fresh };
             let leaf = self.leaves.entry(first).or_insert_with(|| Box::new(fresh.clone()));
             leaf.downcast_ref::<Tensor<D>>().cloned().unwrap_or(fresh)
         })
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        param.map(|_| self.value())
+        param.map(|old| self.value(old))
     }
 
     fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
-        param.map(|_| self.value())
+        param.map(|old| self.value(old))
     }
 }
 

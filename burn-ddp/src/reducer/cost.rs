@@ -1,6 +1,5 @@
 //! What a tensor costs the reducer, apart from its bytes.
 
-use std::panic::Location;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -27,7 +26,6 @@ fn step_of(count: usize) -> Duration {
             accumulation: 1,
             caps: Caps { first_bytes: 1 << 20, bytes: 25 << 20 },
             timeout: Duration::from_secs(60),
-            site: Location::caller(),
             replica_check: 0,
             overlap: false,
         };

@@ -11,7 +11,6 @@ mod plan;
 mod worker;
 
 use std::ops::Range;
-use std::panic::Location;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{DType, ProcessGroup, SharedBuffer, SharedView};
@@ -44,8 +43,6 @@ pub(crate) struct Settings {
     pub caps: Caps,
     /// How long one collective may take.
     pub timeout: Duration,
-    /// Where the model was wrapped: what errors show as the caller.
-    pub site: &'static Location<'static>,
     /// Every how many steps the ranks compare their parameters; 0 for never.
     pub replica_check: u64,
     /// Buckets are reduced on a thread beside backward; else all together at its end.
@@ -117,10 +114,9 @@ pub(crate) struct Reducer {
 
 impl Reducer {
     /// A reducer for `slots`, which are the same on all ranks. *Collective* over `group`.
-    pub(crate) fn new(mut group: ProcessGroup, slots: Vec<Slot>, settings: Settings, stats: StatsCell) -> Result<Self> {
+    pub(crate) fn new(group: ProcessGroup, slots: Vec<Slot>, settings: Settings, stats: StatsCell) -> Result<Self> {
         let (rank, id) = (group.rank(), group.id());
         let plan = Plan::new(&slots, &[], settings.caps);
-        group.attribute_to(settings.site);
         let worker = if settings.overlap {
             Worker::beside(group, settings.timeout).map_err(|e| Error::Backward {
                 rank,
