@@ -101,6 +101,8 @@ pub(crate) struct Reducer {
     weight: f64,
     /// The running backward ends with a reduction.
     reducing: bool,
+    /// How long this backward stood still for reductions that no thread does.
+    flushing: Duration,
     /// Reductions done; names collectives.
     step: u64,
     order_agreed: bool,
@@ -145,6 +147,7 @@ impl Reducer {
             items: 0.0,
             weight: 1.0,
             reducing: true,
+            flushing: Duration::ZERO,
             step: 0,
             order_agreed: false,
             order: None,
@@ -267,7 +270,9 @@ impl Reducer {
         if !self.order_agreed {
             self.submit(Job::AgreeOrder(self.arrived.clone()))?;
         }
+        let start = Instant::now();
         self.worker.flush();
+        self.flushing = start.elapsed();
         Ok(())
     }
 
@@ -295,7 +300,7 @@ impl Reducer {
             }
             self.collect(self.plan.awake..self.plan.buckets.len())?;
         }
-        self.stats.step(wait.elapsed());
+        self.stats.step(self.flushing + wait.elapsed());
         Ok(Some(settled))
     }
 
