@@ -27,7 +27,8 @@ fn main() -> anyhow::Result<()> {
     // A share of the same size for every rank, so that all make equally many steps: what does not divide is left out.
     let sampler = DistributedSampler::new(digits.len(), ddp.rank(), ddp.world_size())?.drop_last(true); // +
     let digits = ShardedDataset::from_sampler(digits, &sampler)?; // +
-    let train = DataLoaderBuilder::new(MnistBatcher).batch_size(32).shuffle(42).set_device(device.clone()).build(digits);
+    let train =
+        DataLoaderBuilder::new(MnistBatcher).batch_size(32).shuffle(42).set_device(device.clone()).build(digits);
 
     for epoch in 0..3 {
         let (mut sum, mut steps) = (0.0, 0.0);
@@ -41,7 +42,8 @@ fn main() -> anyhow::Result<()> {
             model = optim.step(1e-3, model, grads);
         }
         let loss = ddp.mean(sum / steps)?; // +, was the loss of this process
-        if ddp.is_main() { // +
+        if ddp.is_main() {
+            // +
             println!("epoch {epoch}: loss {loss:.4}");
         }
     }

@@ -49,8 +49,12 @@ fn train(ddp: &Ddp) -> anyhow::Result<()> {
     let factors = model.num_params() - whole;
     let mut model = ddp.wrap(model)?;
     let mut optim = AdamConfig::new().init();
-    let train =
-        ddp.loader(MnistBatcher).batch_size(32).shuffle(42).set_device(device.clone()).build(MnistDataset::sample(Split::Train)?)?;
+    let train = ddp
+        .loader(MnistBatcher)
+        .batch_size(32)
+        .shuffle(42)
+        .set_device(device.clone())
+        .build(MnistDataset::sample(Split::Train)?)?;
 
     for epoch in train.epochs(0..2) {
         let (number, steps, mut sum) = (epoch.number(), epoch.len(), 0.0);

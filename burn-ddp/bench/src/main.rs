@@ -3,6 +3,7 @@
 mod all_reduce;
 mod comparison;
 mod contender;
+mod curves;
 mod dtypes;
 mod link;
 mod machine;
@@ -51,6 +52,7 @@ enum Bench {
     Step(step::Step),
     Memory(memory::Memory),
     Overlap(overlap::Overlap),
+    Curves(curves::Curves),
     /// A rank of a contender, started by the other sub-commands.
     #[command(hide = true)]
     Rank(rank::RankArgs),
@@ -71,6 +73,7 @@ fn main() -> anyhow::Result<()> {
         Bench::Step(bench) => bench.run(),
         Bench::Memory(bench) => bench.run(),
         Bench::Overlap(bench) => bench.run(),
+        Bench::Curves(bench) => bench.run(),
         Bench::Rank(args) => rank::run(&args),
         Bench::Meet(args) => rendezvous::meet(&args),
     }
