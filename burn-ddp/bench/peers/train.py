@@ -6,29 +6,24 @@ usage: train.py CONTROL_SOCKET INIT_METHOD RANK WORLD MODEL SIDE LINES_FD BUCKET
 import mmap
 import os
 import resource
-import socket
 import struct
 import sys
-import time
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+import control
+
 LINE_BYTES = 128
 WIDTH = 512  # a layer of the MLP: 1 MiB of weights
 CNN_BATCH = 16
 
-control, init_method = sys.argv[1], sys.argv[2]
+driver, init_method = sys.argv[1], sys.argv[2]
 rank, world, what, side = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6]
 lines_fd, bucket_mb = int(sys.argv[7]), float(sys.argv[8])
 torch.set_num_threads(1)
-
-
-def cpu_ns():
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return int((usage.ru_utime + usage.ru_stime) * 1e9)
 
 
 class Tensors(nn.Module):
@@ -117,20 +112,19 @@ class Trainee:
                 raise ValueError(f"a gradient of {self.seen}, not {expected}")
 
 
-def one_round(trainee, seed, samples, per_sample, warmup, late_rank, late_us):
+def prepare(size_bytes, count):
+    global trainee
+    trainee = None
+    trainee = Trainee(size_bytes, count)
+
+
+def one_round(seed, samples, per_sample, warmup, late_rank, late_us):
     for _ in range(warmup):
         trainee.step()
-    times = []
-    before = cpu_ns()
-    for _ in range(samples):
-        start = time.perf_counter_ns()
-        for _ in range(per_sample):
-            trainee.step()
-        times.append((time.perf_counter_ns() - start) / per_sample)
-    cpu = cpu_ns() - before
+    times = control.timed(trainee.step, samples, per_sample)
     trainee.step()
     trainee.check()
-    return f"ok {cpu} " + " ".join(f"{t:.1f}" for t in times)
+    return times
 
 
 def usage():
@@ -140,33 +134,11 @@ def usage():
             name, *rest = line.split()
             if name in sizes:
                 sizes[name] = int(rest[0]) * 1024
-    return f"ok {sizes['Rss:']} {sizes['Pss:']} {resource.getrusage(resource.RUSAGE_SELF).ru_minflt}"
+    return f"{sizes['Rss:']} {sizes['Pss:']} {resource.getrusage(resource.RUSAGE_SELF).ru_minflt}"
 
 
 if side == "wrapped":
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
-connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-connection.connect(control)
-lines = connection.makefile("rw")
-lines.write(f"hello {rank}\n")
-lines.flush()
 trainee = None
 barrier = Barrier() if side == "barrier" else None
-for line in lines:
-    command, *numbers = line.split()
-    numbers = [int(n) for n in numbers]
-    if command == "quit":
-        break
-    try:
-        if command == "prepare":
-            trainee = None
-            trainee = Trainee(numbers[0], numbers[1])
-            answer = "ok"
-        elif command == "usage":
-            answer = usage()
-        else:
-            answer = one_round(trainee, *numbers)
-    except Exception as error:
-        answer = "error " + str(error).replace("\n", " ")
-    lines.write(answer + "\n")
-    lines.flush()
+control.serve(driver, rank, {"prepare": prepare, "round": one_round, "usage": usage})

@@ -1,5 +1,6 @@
 //! Who is compared: our engines, the peers that are installed, and the hardware's limits.
 
+mod script;
 mod start;
 
 use std::fmt;
@@ -9,7 +10,8 @@ use clap::{Args, ValueEnum};
 
 use crate::link::Link;
 use crate::rank::BufferKind;
-pub(crate) use start::{envs, start, torch_python};
+pub(crate) use script::Script;
+pub(crate) use start::{envs, start};
 
 /// An engine of this project.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]

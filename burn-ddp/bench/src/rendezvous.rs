@@ -11,7 +11,7 @@ use burn_ddp_comm::{LaunchEnv, Options, StoreServer, World};
 use clap::Args;
 use serde_json::json;
 
-use crate::contender::{Engine, Programs, envs, torch_python};
+use crate::contender::{Engine, Programs, Script, envs};
 use crate::machine::describe;
 use crate::protocol::Lines;
 use crate::stats::{median, percentile, ratio};
@@ -101,13 +101,11 @@ impl Rendezvous {
 
     fn torch(&self, world: usize) -> Option<Team> {
         let start = || {
-            let (scratch, python) = (Scratch::new()?, torch_python(&self.programs)?);
-            let script = scratch.path().join("meet.py");
-            std::fs::write(&script, include_str!("../peers/meet.py"))?;
+            let scratch = Scratch::new()?;
+            let script = Script::new("meet.py", include_str!("../peers/meet.py"), &self.programs, &scratch)?;
             let command = |rank: usize| {
-                let mut command = Command::new(&python);
-                command.arg(&script).arg(scratch.socket()).args([rank.to_string(), world.to_string()]);
-                command.env("GLOO_SOCKET_IFNAME", "lo").env("OMP_NUM_THREADS", "1");
+                let mut command = script.command("lo");
+                command.args([rank.to_string(), world.to_string()]);
                 command
             };
             let commands = (0..world).map(command).collect();

@@ -1,14 +1,13 @@
 //! How ranks of contenders are started.
 
 use std::any::Any;
-use std::path::PathBuf;
 use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use burn_ddp_comm::{DType, JobKey, LaunchEnv, Meeting, StoreServer};
 use clap::ValueEnum;
 
-use super::{Contender, Engine, Framework, Peer, Programs, Setting, Trainer};
+use super::{Contender, Engine, Framework, Peer, Script, Setting, Trainer};
 use crate::link::CABLE;
 use crate::machine::{cores, find_program};
 use crate::rank::BufferKind;
@@ -111,19 +110,15 @@ fn training(trainer: Trainer, setting: &Setting<'_>, own: &OwnRank, scratch: &Sc
     let fd = lines.fd().to_string();
     let value = |value: Option<clap::builder::PossibleValue>| value.map_or(String::new(), |v| v.get_name().to_owned());
     let (model, side) = (value(trainer.model.to_possible_value()), value(trainer.side.to_possible_value()));
-    let allocator = KEEP_MEMORY.into_iter().filter(|_| trainer.keeps_memory);
-    let allocator: Vec<(&str, &str)> = allocator.collect();
+    let allocator: &[(&str, &str)] = if trainer.keeps_memory { &KEEP_MEMORY } else { &[] };
     let Framework::Burn(engine) = trainer.framework else {
-        let python = torch_python(setting.programs)?;
-        let script = scratch.path().join("train.py");
-        std::fs::write(&script, include_str!("../../peers/train.py"))?;
+        let script = Script::new("train.py", include_str!("../../peers/train.py"), setting.programs, scratch)?;
         let bucket_mb = trainer.bucket_bytes.map_or(0.0, |bytes| bytes as f64 / f64::from(1 << 20));
+        let meeting = format!("file://{}", scratch.path().join("store").display());
         let command = |rank: usize| {
-            let mut command = Command::new(&python);
-            let meeting = format!("file://{}", scratch.path().join("store").display());
-            command.arg(&script).arg(scratch.socket()).args([meeting, rank.to_string(), world.to_string()]);
+            let mut command = script.command(setting.interface());
+            command.args([&meeting, &rank.to_string(), &world.to_string()]);
             command.args([&model, &side, &fd, &bucket_mb.to_string()]);
-            command.env("GLOO_SOCKET_IFNAME", setting.interface()).env("OMP_NUM_THREADS", "1");
             command.envs(allocator.iter().copied());
             command
         };
@@ -159,26 +154,13 @@ fn with_lines(own: &OwnRank, scratch: &Scratch, ranks: usize) -> Result<Started>
 
 fn gloo(setting: &Setting<'_>, scratch: &Scratch) -> Result<Vec<Command>> {
     let &Setting { world, dtype, .. } = setting;
-    let python = torch_python(setting.programs)?;
-    let script = scratch.path().join("gloo.py");
-    std::fs::write(&script, include_str!("../../peers/gloo.py"))?;
+    let script = Script::new("gloo.py", include_str!("../../peers/gloo.py"), setting.programs, scratch)?;
     let command = |rank: usize| {
-        let mut command = Command::new(&python);
-        command.arg(&script).arg(scratch.socket()).arg(scratch.path().join("store"));
-        command.args([rank.to_string(), world.to_string(), dtype.to_string()]);
-        command.env("GLOO_SOCKET_IFNAME", setting.interface()).env("OMP_NUM_THREADS", "1");
+        let mut command = script.command(setting.interface());
+        command.arg(scratch.path().join("store")).args([rank.to_string(), world.to_string(), dtype.to_string()]);
         command
     };
     Ok((0..world).map(command).collect())
-}
-
-/// The Python of the options, if it knows torch.
-pub(crate) fn torch_python(programs: &Programs) -> Result<PathBuf> {
-    let python = find_program(&programs.python).with_context(|| format!("there is no {}", programs.python))?;
-    let knows = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)";
-    let knows = Command::new(&python).args(["-c", knows]).status()?.success();
-    ensure!(knows, "{} has no torch; another Python can be given with --python", python.display());
-    Ok(python)
 }
 
 /// One implementation of MPI.
