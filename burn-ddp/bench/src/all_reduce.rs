@@ -7,8 +7,9 @@ use burn_ddp_comm::DType;
 use clap::Args;
 
 use crate::comparison::{Effort, Field};
-use crate::contender::{Contender, Engine, Peer, Programs, Setting, ours};
+use crate::contender::{Contender, Engine, Peer, Programs, Setting, ours, theirs};
 use crate::machine::{cores, describe};
+use crate::options::Turns;
 use crate::plot::Plot;
 use crate::rank::BufferKind;
 use crate::report::{self, Measured};
@@ -42,12 +43,8 @@ pub(crate) struct AllReduce {
     /// Compares with nobody.
     #[arg(long, conflicts_with = "peers")]
     alone: bool,
-    /// How often everybody has a turn.
-    #[arg(long, default_value_t = 15)]
-    rounds: usize,
-    /// About how long a turn takes, in milliseconds.
-    #[arg(long, default_value_t = 50.0)]
-    round_ms: f64,
+    #[command(flatten)]
+    turns: Turns,
     /// Prints one JSON object a line and size, instead of a table.
     #[arg(long)]
     json: bool,
@@ -60,14 +57,12 @@ pub(crate) struct AllReduce {
 
 impl AllReduce {
     pub(crate) fn run(&self) -> Result<()> {
-        ensure!(self.world > 0 && self.rounds > 0, "at least one rank and one round");
+        ensure!(self.world > 0 && self.turns.rounds > 0, "at least one rank and one round");
         let element = self.dtype.size_bytes();
         ensure!(self.sizes.iter().all(|size| size.is_multiple_of(element)), "sizes are multiples of {element} bytes");
-        let effort = Effort { rounds: self.rounds, round_ms: self.round_ms, per_sample: None };
-        let mut field = Field::gather(
-            &self.contenders(),
-            &Setting { world: self.world, dtype: self.dtype, programs: &self.programs, link: None },
-        )?;
+        let effort = Effort { rounds: self.turns.rounds, round_ms: self.turns.round_ms, per_sample: None };
+        let setting = Setting::here(self.world, self.dtype, &self.programs);
+        let mut field = Field::gather(&self.contenders(), &setting)?;
         let mut all: Vec<Measured> = Vec::new();
         for &bytes in &self.sizes {
             let timings = field.measure(bytes, &effort)?;
@@ -81,7 +76,7 @@ impl AllReduce {
             println!(
                 "all-reduce (sum) of {}, medians of {} interleaved rounds, on {}\n",
                 self.dtype,
-                self.rounds,
+                self.turns.rounds,
                 describe()
             );
             print!("{}", report::table(&all));
@@ -103,11 +98,7 @@ impl AllReduce {
             Some(peers) => peers.clone(),
             None => all.into_iter().filter(|peer| self.is_interesting(*peer)).collect(),
         };
-        let theirs = peers.into_iter().flat_map(|peer| match peer {
-            Peer::Floor => self.buffers.iter().map(|kind| Contender::Floor(*kind)).collect(),
-            _ => vec![Contender::Theirs(peer)],
-        });
-        ours(&self.engine, &self.buffers).into_iter().chain(theirs).collect()
+        [ours(&self.engine, &self.buffers), theirs(&peers, &self.buffers)].concat()
     }
 
     fn is_interesting(&self, peer: Peer) -> bool {

@@ -107,6 +107,13 @@ pub(crate) struct Setting<'a> {
     pub(crate) link: Option<&'a Link>,
 }
 
+impl<'a> Setting<'a> {
+    /// On this machine.
+    pub(crate) fn here(world: usize, dtype: DType, programs: &'a Programs) -> Setting<'a> {
+        Setting { world, dtype, programs, link: None }
+    }
+}
+
 /// Where the peers' programs are.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Programs {
@@ -147,6 +154,15 @@ impl Contender {
 /// Each engine with each kind of buffers.
 pub(crate) fn ours(engines: &[Engine], kinds: &[BufferKind]) -> Vec<Contender> {
     engines.iter().flat_map(|engine| kinds.iter().map(|kind| Contender::Ours(*engine, *kind))).collect()
+}
+
+/// These peers; the limit [`Floor`](Peer::Floor) once for each kind of buffers.
+pub(crate) fn theirs(peers: &[Peer], kinds: &[BufferKind]) -> Vec<Contender> {
+    let contenders = |peer: &Peer| match peer {
+        Peer::Floor => kinds.iter().map(|kind| Contender::Floor(*kind)).collect(),
+        _ => vec![Contender::Theirs(*peer)],
+    };
+    peers.iter().flat_map(contenders).collect()
 }
 
 impl Peer {

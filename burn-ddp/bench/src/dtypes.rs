@@ -6,8 +6,9 @@ use clap::Args;
 use serde_json::json;
 
 use crate::comparison::{Effort, Field, Timing};
-use crate::contender::{Contender, Engine, Programs, Setting};
+use crate::contender::{Contender, Engine, Setting};
 use crate::machine::describe;
+use crate::options::{Output, Turns};
 use crate::rank::BufferKind;
 use crate::table::{Table, time_us};
 use crate::values;
@@ -30,32 +31,22 @@ pub(crate) struct DTypes {
     /// Numbers of elements.
     #[arg(long, value_delimiter = ',', default_value = "524288,4194304,16777216")]
     elements: Vec<usize>,
-    /// How often everybody has a turn.
-    #[arg(long, default_value_t = 15)]
-    rounds: usize,
-    /// About how long a turn takes, in milliseconds.
-    #[arg(long, default_value_t = 50.0)]
-    round_ms: f64,
-    /// Prints one JSON object a line instead of a table.
-    #[arg(long)]
-    json: bool,
     #[command(flatten)]
-    programs: Programs,
+    turns: Turns,
+    #[command(flatten)]
+    output: Output,
 }
 
 impl DTypes {
     pub(crate) fn run(&self) -> Result<()> {
         let who = Contender::Ours(self.engine, self.buffers);
-        let gather = |dtype: &DType| {
-            let setting = Setting { world: self.world, dtype: *dtype, programs: &self.programs, link: None };
-            Field::gather(&[who], &setting)
-        };
+        let gather = |dtype: &DType| Field::gather(&[who], &Setting::here(self.world, *dtype, &self.output.programs));
         let mut fields: Vec<Field> = self.dtypes.iter().map(gather).collect::<Result<_>>()?;
-        let effort = Effort { rounds: 1, round_ms: self.round_ms, per_sample: None };
+        let effort = Effort { rounds: 1, round_ms: self.turns.round_ms, per_sample: None };
         let mut table = Table::new(["elements", "dtype", "median", "p95", "of the first"]);
         for &elements in &self.elements {
             let mut all: Vec<Option<Timing>> = vec![None; fields.len()];
-            for _ in 0..self.rounds {
+            for _ in 0..self.turns.rounds {
                 for ((field, dtype), timing) in fields.iter_mut().zip(&self.dtypes).zip(&mut all) {
                     for more in field.measure(elements * dtype.size_bytes(), &effort)? {
                         match timing {
@@ -69,7 +60,7 @@ impl DTypes {
             for (timing, dtype) in all.iter().flatten().zip(&self.dtypes) {
                 let (median_us, p95_us) = (timing.median_us(), timing.percentile_us(0.95));
                 let of_first = timing.times_longer_than(&first);
-                if self.json {
+                if self.output.json {
                     let row = json!({"bench": "dtypes", "engine": self.engine.to_string(), "buffers": self.buffers.to_string(),
                         "world": self.world, "dtype": dtype.to_string(), "elements": elements,
                         "bytes": elements * dtype.size_bytes(), "median_us": median_us, "p95_us": p95_us, "of_first": of_first});
@@ -79,11 +70,11 @@ impl DTypes {
                 table.add(cells.into_iter().chain([format!("{of_first:.2}")]).collect());
             }
         }
-        if !self.json {
+        if !self.output.json {
             println!(
                 "all-reduce (sum), {who}, {} ranks, {} rounds, on {}\n\n{table}",
                 self.world,
-                self.rounds,
+                self.turns.rounds,
                 describe()
             );
         }

@@ -1,6 +1,7 @@
 //! Measures burn-ddp next to its peers and to the hardware's limits: see README.md, or `burn-ddp-bench --help`.
 
 mod all_reduce;
+mod buckets;
 mod comparison;
 mod contender;
 mod curves;
@@ -9,6 +10,7 @@ mod link;
 mod machine;
 mod memory;
 mod noise;
+mod options;
 mod overlap;
 mod oversubscribe;
 mod plot;
@@ -51,6 +53,7 @@ enum Bench {
     Tensors(tensors::Tensors),
     Step(step::Step),
     Memory(memory::Memory),
+    Buckets(buckets::Buckets),
     Overlap(overlap::Overlap),
     Curves(curves::Curves),
     /// A rank of a contender, started by the other sub-commands.
@@ -72,6 +75,7 @@ fn main() -> anyhow::Result<()> {
         Bench::Tensors(bench) => bench.run(),
         Bench::Step(bench) => bench.run(),
         Bench::Memory(bench) => bench.run(),
+        Bench::Buckets(bench) => bench.run(),
         Bench::Overlap(bench) => bench.run(),
         Bench::Curves(bench) => bench.run(),
         Bench::Rank(args) => rank::run(&args),

@@ -10,7 +10,7 @@ use crate::machine::{Usage, describe};
 use crate::protocol::RoundPlan;
 use crate::table::{Table, bytes};
 use crate::team::Team;
-use crate::training::{Training, pairs};
+use crate::training::{Task, Training, pairs};
 
 /// Memory and page faults of data parallelism as gradients grow: a model that is nothing but parameters, wrapped, against the same
 /// unwrapped. Extra memory is the difference of the processes' sizes: RSS counts shared pages in each rank, PSS divides them.
@@ -45,16 +45,18 @@ impl Memory {
             "added ns per byte",
         ];
         let mut table = Table::new(header);
-        let mut field = self.training.field(Model::Tensors, &[Side::Barrier], self.world)?;
+        // What the allocator gives back is part of what is measured.
+        let task = Task { model: Model::Tensors, sides: &[Side::Barrier], world: self.world, keeps_memory: false };
+        let mut field = self.training.field(&task)?;
         for &size in &self.sizes {
-            let timings = field.measure_of(size, self.tensors, &self.training.effort())?;
+            let timings = field.measure_of(size, self.tensors, &self.training.steps.effort())?;
             for pair in pairs(&timings) {
                 let base = self.usage(&mut field, pair.base, size)?;
                 let wrapped = self.usage(&mut field, pair.wrapped, size)?;
                 let extra = |of: fn(&Usage) -> u64| of(&wrapped.0) as f64 - of(&base.0) as f64;
                 let (pss, rss) = (extra(|usage| usage.pss_bytes), extra(|usage| usage.rss_bytes));
                 let ns_per_byte = 1e3 * pair.added_us() / size as f64;
-                if self.training.json {
+                if self.training.steps.json {
                     let row = json!({"bench": "memory", "who": pair.who, "world": self.world, "dtype": "f32", "bytes": size,
                         "median_us": pair.wrapped.median_us(), "extra_pss_bytes": pss, "extra_rss_bytes": rss,
                         "extra_of_gradients": pss / size as f64, "faults_per_step": wrapped.1,
@@ -74,7 +76,7 @@ impl Memory {
                 ]);
             }
         }
-        if !self.training.json {
+        if !self.training.steps.json {
             println!("{} tensors, {} ranks, on {}\n\n{table}", self.tensors, self.world, describe());
         }
         Ok(())

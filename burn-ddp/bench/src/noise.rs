@@ -7,8 +7,9 @@ use burn_ddp_comm::DType;
 use clap::Args;
 use serde_json::json;
 
-use crate::contender::{Engine, Programs, Setting, ours, start};
+use crate::contender::{Engine, Setting, ours, start};
 use crate::machine::describe;
+use crate::options::Output;
 use crate::rank::BufferKind;
 use crate::table::Table;
 
@@ -28,11 +29,8 @@ pub(crate) struct Noise {
     /// The longest pause, in microseconds.
     #[arg(long, default_value_t = 300)]
     pause_us: u64,
-    /// Prints one JSON object a line instead of a table.
-    #[arg(long)]
-    json: bool,
     #[command(flatten)]
-    programs: Programs,
+    output: Output,
 }
 
 impl Noise {
@@ -44,7 +42,7 @@ impl Noise {
                 let found = self.digests(world, dtype)?;
                 let (results, different) = (found.values().sum::<usize>(), found.len() - 1);
                 all_same &= different == 0;
-                if self.json {
+                if self.output.json {
                     let engines: Vec<String> = self.engine.iter().map(Engine::to_string).collect();
                     let row = json!({"bench": "noise", "engines": engines, "world": world, "dtype": dtype.to_string(),
                         "results": results, "different": different});
@@ -53,7 +51,7 @@ impl Noise {
                 table.add(vec![world.to_string(), dtype.to_string(), results.to_string(), different.to_string()]);
             }
         }
-        if !self.json {
+        if !self.output.json {
             println!("bits under random arrival, {} runs, on {}\n\n{table}", self.runs, describe());
         }
         ensure!(all_same, "results differ");
@@ -64,7 +62,7 @@ impl Noise {
     fn digests(&self, world: usize, dtype: DType) -> Result<BTreeMap<String, usize>> {
         let mut found = BTreeMap::new();
         for who in ours(&self.engine, &[BufferKind::Slice, BufferKind::Arena]) {
-            let mut team = start(who, &Setting { world, dtype, programs: &self.programs, link: None })?;
+            let mut team = start(who, &Setting::here(world, dtype, &self.output.programs))?;
             for run in 0..self.runs {
                 for answer in team.tell(&format!("noise {run} {}", self.pause_us))? {
                     *found.entry(answer).or_default() += 1;

@@ -29,6 +29,9 @@ pub(crate) struct Overlap {
     /// Bytes of all gradients, in layers of 1 MiB.
     #[arg(long, default_value_t = 8 << 20)]
     bytes: usize,
+    /// Bucket sizes of ours to try, in bytes [default: the reducer's own].
+    #[arg(long, value_delimiter = ',')]
+    bucket_bytes: Vec<usize>,
     /// Bucket sizes of torch DDP to try, in MiB.
     #[arg(long, value_delimiter = ',', default_value = "1,4,25")]
     torch_buckets: Vec<usize>,
@@ -95,7 +98,8 @@ impl Overlap {
             Contender::Training(Trainer { framework, model: Model::Mlp, side, bucket_bytes, keeps_memory: false })
         };
         let buckets = match framework {
-            Framework::Burn(_) => vec![None],
+            Framework::Burn(_) if self.bucket_bytes.is_empty() => vec![None],
+            Framework::Burn(_) => self.bucket_bytes.iter().copied().map(Some).collect(),
             Framework::Torch => self.torch_buckets.iter().map(|mib| Some(mib << 20)).collect(),
         };
         let wrapped = buckets.into_iter().map(|bucket| trainer(Side::Wrapped, bucket));

@@ -8,7 +8,7 @@ use clap::Args;
 use serde_json::json;
 
 use crate::comparison::{Effort, Field};
-use crate::contender::{Contender, Engine, Peer, Programs, Setting, ours};
+use crate::contender::{Contender, Engine, Peer, Programs, Setting, ours, theirs};
 use crate::machine::describe;
 use crate::protocol::RoundPlan;
 use crate::rank::BufferKind;
@@ -64,8 +64,7 @@ impl Oversubscribe {
         let mut waits = Table::new(["ranks", "who", "CPU of a rank that waits"]);
         for &world in &self.worlds {
             let who = self.contenders();
-            let mut field =
-                Field::gather(&who, &Setting { world, dtype: DType::F32, programs: &self.programs, link: None })?;
+            let mut field = Field::gather(&who, &Setting::here(world, DType::F32, &self.programs))?;
             for &bytes in &self.sizes {
                 let timings = field.measure(bytes, &effort)?;
                 let measured = Measured { world, dtype: DType::F32, bytes, timings };
@@ -93,11 +92,7 @@ impl Oversubscribe {
 
     fn contenders(&self) -> Vec<Contender> {
         let peers = if self.alone { &[][..] } else { &self.peers };
-        let theirs = peers.iter().flat_map(|peer| match peer {
-            Peer::Floor => self.buffers.iter().map(|kind| Contender::Floor(*kind)).collect(),
-            _ => vec![Contender::Theirs(*peer)],
-        });
-        ours(&self.engine, &self.buffers).into_iter().chain(theirs).collect()
+        [ours(&self.engine, &self.buffers), theirs(peers, &self.buffers)].concat()
     }
 
     /// The share of a core that a rank uses while it waits for rank 0.

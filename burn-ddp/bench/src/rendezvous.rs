@@ -11,8 +11,9 @@ use burn_ddp_comm::{LaunchEnv, Options, StoreServer, World};
 use clap::Args;
 use serde_json::json;
 
-use crate::contender::{Engine, Programs, Script, envs};
+use crate::contender::{Engine, Script, envs};
 use crate::machine::describe;
+use crate::options::Output;
 use crate::protocol::Lines;
 use crate::stats::{median, percentile, ratio};
 use crate::table::{self, Table, time_us};
@@ -37,11 +38,8 @@ pub(crate) struct Rendezvous {
     /// Leaves torch out.
     #[arg(long)]
     alone: bool,
-    /// Prints one JSON object a line instead of a table.
-    #[arg(long)]
-    json: bool,
     #[command(flatten)]
-    programs: Programs,
+    output: Output,
 }
 
 /// A rank that joins and leaves as told.
@@ -67,7 +65,7 @@ impl Rendezvous {
                 }
             }
             let faster = ratio(&torch_ns, &own_ns);
-            if self.json {
+            if self.output.json {
                 let row = json!({"bench": "rendezvous", "engine": self.engine.to_string(), "world": world,
                     "median_us": median(&own_ns) / 1e3, "p95_us": percentile(&own_ns, 0.95) / 1e3,
                     "torch_median_us": median(&torch_ns) / 1e3, "times_faster_than": {"torch": faster}});
@@ -80,7 +78,7 @@ impl Rendezvous {
                 table.add(vec![world.to_string(), who, median, longest, against]);
             }
         }
-        if !self.json {
+        if !self.output.json {
             println!("meeting, from the last rank's join on, {} rounds, on {}\n\n{table}", self.rounds, describe());
         }
         Ok(())
@@ -102,7 +100,7 @@ impl Rendezvous {
     fn torch(&self, world: usize) -> Option<Team> {
         let start = || {
             let scratch = Scratch::new()?;
-            let script = Script::new("meet.py", include_str!("../peers/meet.py"), &self.programs, &scratch)?;
+            let script = Script::new("meet.py", include_str!("../peers/meet.py"), &self.output.programs, &scratch)?;
             let command = |rank: usize| {
                 let mut command = script.command("lo");
                 command.args([rank.to_string(), world.to_string()]);

@@ -8,7 +8,7 @@ use clap::Args;
 use serde_json::json;
 
 use crate::comparison::{Effort, Field, Timing};
-use crate::contender::{Contender, Engine, Peer, Programs, Setting, ours};
+use crate::contender::{Engine, Peer, Programs, Setting, ours, theirs};
 use crate::machine::describe;
 use crate::plot::{Line, Plot};
 use crate::rank::BufferKind;
@@ -64,16 +64,10 @@ impl Scaling {
     pub(crate) fn run(&self) -> Result<()> {
         let mut fields = Vec::new();
         for &world in &self.worlds {
-            let peers =
-                self.peers.iter().filter(|_| !self.alone).filter(|peer| **peer != Peer::Gloo || world <= GLOO_RANKS);
-            let who: Vec<Contender> = ours(&self.engine, &self.buffers)
-                .into_iter()
-                .chain(peers.map(|peer| Contender::Theirs(*peer)))
-                .collect();
-            fields.push(Field::gather(
-                &who,
-                &Setting { world, dtype: DType::F32, programs: &self.programs, link: None },
-            )?);
+            let takes_part = |peer: &Peer| !self.alone && (*peer != Peer::Gloo || world <= GLOO_RANKS);
+            let peers: Vec<Peer> = self.peers.iter().copied().filter(takes_part).collect();
+            let who = [ours(&self.engine, &self.buffers), theirs(&peers, &self.buffers)].concat();
+            fields.push(Field::gather(&who, &Setting::here(world, DType::F32, &self.programs))?);
         }
         // All worlds take turns too, a round at a time.
         let effort = Effort { rounds: 1, round_ms: self.round_ms, per_sample: Some(1) };

@@ -10,7 +10,7 @@ use crate::contender::{Framework, Model, Side};
 use crate::machine::describe;
 use crate::plot::{Line, Plot};
 use crate::table::{Table, bytes, ratio, time_us};
-use crate::training::{Training, pairs};
+use crate::training::{Task, Training, pairs};
 
 /// The same bytes as few and as many tensors through the reducer: a model that is nothing but parameters, whose loss is their sum;
 /// wrapped, against the same step unwrapped whose ranks meet at a bare barrier; and torch DDP against torch likewise. To intercept a
@@ -45,12 +45,39 @@ struct Point {
     beyond_nodes_us: Option<f64>,
 }
 
+/// A count beside the fewest tensors of the same framework.
+struct Growth {
+    /// How many times as long a step is.
+    growth: f64,
+    /// What a tensor more adds to what data parallelism adds, in nanoseconds.
+    marginal_ns: f64,
+    /// The same of what it adds beyond nodes that do nothing.
+    own_marginal_ns: Option<f64>,
+}
+
+impl Point {
+    fn beside_fewest(&self, points: &[Point]) -> Growth {
+        let of_framework = points.iter().filter(|point| point.who == self.who);
+        let fewest = of_framework.min_by_key(|point| point.count).unwrap_or(self);
+        let more = (self.count - fewest.count).max(1) as f64;
+        let own = self.beyond_nodes_us.zip(fewest.beyond_nodes_us);
+        Growth {
+            growth: self.step_us / fewest.step_us,
+            marginal_ns: 1e3 * (self.added_us - fewest.added_us) / more,
+            own_marginal_ns: own.map(|(here, fewest)| 1e3 * (here - fewest) / more),
+        }
+    }
+}
+
 impl Tensors {
     pub(crate) fn run(&self) -> Result<()> {
-        let mut field = self.training.field(Model::Tensors, &[Side::Barrier, Side::Nodes], self.world)?;
+        let sides = &[Side::Barrier, Side::Nodes];
+        // What counts are microseconds per tensor.
+        let task = Task { model: Model::Tensors, sides, world: self.world, keeps_memory: true };
+        let mut field = self.training.field(&task)?;
         let mut points: Vec<Point> = Vec::new();
         for &count in &self.counts {
-            let timings = field.measure_of(self.bytes, count, &self.training.effort())?;
+            let timings = field.measure_of(self.bytes, count, &self.training.steps.effort())?;
             points.extend(pairs(&timings).into_iter().map(|pair| Point {
                 ours: pair.framework != Framework::Torch,
                 count,
@@ -80,16 +107,11 @@ impl Tensors {
         let mut table = Table::new(header);
         let mut lines: Vec<Line> = Vec::new();
         for point in points {
-            let fewest = points.iter().find(|first| first.who == point.who).unwrap_or(point);
-            let growth = point.step_us / fewest.step_us;
-            let more = (point.count - fewest.count).max(1) as f64;
-            let marginal_ns = 1e3 * (point.added_us - fewest.added_us) / more;
-            let own = point.beyond_nodes_us.zip(fewest.beyond_nodes_us);
-            let own_marginal_ns = own.map(|(here, fewest)| 1e3 * (here - fewest) / more);
+            let Growth { growth, marginal_ns, own_marginal_ns } = point.beside_fewest(points);
             let torch = points.iter().find(|torch| point.ours && !torch.ours && torch.count == point.count);
             // Less than nothing is noise, of which there is no quotient.
             let faster = torch.map(|torch| torch.added_us / point.added_us).filter(|_| point.added_us > 0.0);
-            if self.training.json {
+            if self.training.steps.json {
                 let row = json!({"bench": "tensors", "who": point.who, "world": self.world, "dtype": "f32", "bytes": self.bytes,
                     "tensors": point.count, "median_us": point.step_us, "base_us": point.base_us, "added_us": point.added_us,
                     "beyond_nodes_us": point.beyond_nodes_us, "step_of_fewest": growth, "marginal_ns_per_tensor": marginal_ns,
@@ -114,7 +136,7 @@ impl Tensors {
                 None => lines.push(Line { name: point.who.clone(), points: vec![at] }),
             }
         }
-        if !self.training.json {
+        if !self.training.steps.json {
             println!("{} of gradients, {} ranks, on {}\n\n{table}", bytes(self.bytes), self.world, describe());
         }
         match &self.plot {
@@ -123,5 +145,28 @@ impl Tensors {
             }
             None => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_are_beside_the_fewest_in_whatever_order() {
+        let point = |who: &str, count: usize, step_us: f64| Point {
+            who: who.to_owned(),
+            ours: true,
+            count,
+            step_us,
+            base_us: 10.0,
+            added_us: step_us - 10.0,
+            beyond_nodes_us: Some((step_us - 10.0) / 2.0),
+        };
+        let points = [point("a", 100, 290.0), point("a", 10, 20.0), point("b", 1, 1.0)];
+        let growth = points[0].beside_fewest(&points);
+        assert_eq!((growth.growth, growth.marginal_ns, growth.own_marginal_ns), (14.5, 3000.0, Some(1500.0)));
+        let growth = points[1].beside_fewest(&points);
+        assert_eq!((growth.growth, growth.marginal_ns, growth.own_marginal_ns), (1.0, 0.0, Some(0.0)));
     }
 }

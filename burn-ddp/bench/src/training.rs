@@ -4,8 +4,9 @@ use anyhow::Result;
 use burn_ddp_comm::DType;
 use clap::Args;
 
-use crate::comparison::{Effort, Field, Timing};
-use crate::contender::{Contender, Engine, Framework, Model, Programs, Setting, Side, Trainer};
+use crate::comparison::{Field, Timing};
+use crate::contender::{Contender, Engine, Framework, Model, Setting, Side, Trainer};
+use crate::options::Steps;
 
 /// Options of these sub-commands.
 #[derive(Args, Debug)]
@@ -16,17 +17,19 @@ pub(crate) struct Training {
     /// Leaves torch out.
     #[arg(long)]
     pub(crate) alone: bool,
-    /// How often everybody has a turn.
-    #[arg(long, default_value_t = 10)]
-    pub(crate) rounds: usize,
-    /// About how long a turn takes, in milliseconds.
-    #[arg(long, default_value_t = 400.0)]
-    pub(crate) round_ms: f64,
-    /// Prints JSON objects, one a line, instead of a table.
-    #[arg(long)]
-    pub(crate) json: bool,
     #[command(flatten)]
-    pub(crate) programs: Programs,
+    pub(crate) steps: Steps,
+}
+
+/// What is trained.
+pub(crate) struct Task<'a> {
+    pub(crate) model: Model,
+    /// How, besides wrapped.
+    pub(crate) sides: &'a [Side],
+    /// Ranks.
+    pub(crate) world: usize,
+    /// The allocator gives nothing back between steps.
+    pub(crate) keeps_memory: bool,
 }
 
 /// One framework's times of the same steps, data-parallel and not.
@@ -40,14 +43,9 @@ pub(crate) struct Pair<'a> {
 }
 
 impl Training {
-    pub(crate) fn effort(&self) -> Effort {
-        Effort { rounds: self.rounds, round_ms: self.round_ms, per_sample: Some(1) }
-    }
-
-    /// Both frameworks' ranks, wrapped, and as the others of `sides`.
-    pub(crate) fn field(&self, model: Model, sides: &[Side], world: usize) -> Result<Field> {
-        // What counts there are microseconds per tensor.
-        let keeps_memory = sides.contains(&Side::Nodes);
+    /// Both frameworks' ranks.
+    pub(crate) fn field(&self, task: &Task<'_>) -> Result<Field> {
+        let &Task { model, sides, world, keeps_memory } = task;
         let frameworks = [Framework::Burn(self.engine), Framework::Torch];
         let frameworks = frameworks.into_iter().filter(|framework| *framework != Framework::Torch || !self.alone);
         let who: Vec<Contender> = frameworks
@@ -57,7 +55,7 @@ impl Training {
                 Contender::Training(Trainer { framework, model, side, bucket_bytes: None, keeps_memory })
             })
             .collect();
-        Field::gather(&who, &Setting { world, dtype: DType::F32, programs: &self.programs, link: None })
+        Field::gather(&who, &Setting::here(world, DType::F32, &self.steps.programs))
     }
 }
 
