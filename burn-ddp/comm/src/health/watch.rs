@@ -1,25 +1,16 @@
 //! Watching the others: heartbeats, suspects, stalls, and what is left behind when the world ends.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{ControlMessage, Doing, Health, NO_STEP, lock};
+use super::ending::capped;
+use super::{ControlMessage, Health, lock};
 use crate::Error;
 use crate::call::Call;
 use crate::diagnosis::{Diagnosis, Known, diagnose};
-use crate::history::{History, millis};
+use crate::history::millis;
 use crate::liveness::Change;
 use crate::post_mortem::{self, Event, PeerState, PostMortem};
-
-impl Doing {
-    pub(super) fn new(history: usize) -> Doing {
-        Doing { step: AtomicU64::new(NO_STEP), history: History::new(history) }
-    }
-
-    pub(super) fn step(&self) -> Option<u64> {
-        Some(self.step.load(Ordering::Relaxed)).filter(|step| *step != NO_STEP)
-    }
-}
 
 impl Health {
     /// What to tell the others at every heartbeat.
@@ -89,7 +80,7 @@ impl Health {
         if let Error::Timeout { waiting_for, culprit, why, .. } = &mut error {
             let diagnosis = self.diagnose(of, waiting_for);
             *culprit = diagnosis.culprit;
-            *why = super::capped(diagnosis.text);
+            *why = capped(diagnosis.text);
         }
         error
     }
