@@ -91,6 +91,14 @@ pub(super) struct Mailbox {
     words: [AtomicU64; MAX_HEADER_BYTES / 8],
 }
 
+/// As in a new segment, which is all zeros.
+#[cfg(all(test, loom))]
+impl Default for Mailbox {
+    fn default() -> Mailbox {
+        Mailbox { len: AtomicU32::new(0), words: std::array::from_fn(|_| AtomicU64::new(0)) }
+    }
+}
+
 impl Mailbox {
     /// Posts an encoded header.
     pub(super) fn post(&self, header: &[u8]) {
