@@ -106,6 +106,10 @@ pub fn transfers_and_collectives_are_in_one_order(make: Make) {
                 let (mut got, peer) = ([0.0], 4 - rank);
                 group.send_recv(&[f64::from(nth)], peer, &mut got, peer).unwrap();
                 assert_eq!(got, [f64::from(nth)]);
+                let mut bytes = [0; 8];
+                let mine = f64::from(10 * nth + rank as i32).to_le_bytes();
+                group.send_recv_bytes(DType::F64, &mine, peer, &mut bytes, peer).unwrap();
+                assert_eq!(f64::from_le_bytes(bytes), f64::from(10 * nth + peer as i32));
             }
         }
     });
