@@ -108,7 +108,7 @@ impl Curves {
 
     fn train(&self, world: usize, curve: &mut Curve) -> Result<()> {
         ensure!(
-            world > 0 && self.global_batch % world == 0,
+            world > 0 && self.global_batch.is_multiple_of(world),
             "{} items cannot be divided by {world} ranks",
             self.global_batch
         );
