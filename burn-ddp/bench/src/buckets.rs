@@ -102,3 +102,32 @@ impl Buckets {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        buckets: Buckets,
+    }
+
+    #[test]
+    fn each_engine_has_its_own_size_and_all_others() {
+        let cli = Cli::parse_from(["buckets", "--engine", "shm,tcp", "--bucket-bytes", "1024,2097152"]);
+        let names: Vec<String> = cli.buckets.contenders().iter().map(Contender::to_string).collect();
+        let expected = [
+            "burn + barrier",
+            "burn-ddp/shm",
+            "burn-ddp/shm (1 KiB)",
+            "burn-ddp/shm (2 MiB)",
+            "burn-ddp/tcp",
+            "burn-ddp/tcp (1 KiB)",
+            "burn-ddp/tcp (2 MiB)",
+        ];
+        assert_eq!(names, expected);
+    }
+}
