@@ -4,12 +4,21 @@
 //! |---|---|
 //! | `custom_loop` | the smallest complete training loop, to copy from |
 //! | `mnist` | a trainer with evaluation, progress, a final table and a JSON summary |
+//! | `resnet`, `alexnet` | the same for pictures: synthetic ones, CIFAR-10, a folder of your own |
 //! | `seed_gradients` | what averaging does, in numbers that can be checked by hand |
 //!
-//! Each file in `src/bin` opens with the lines that run it. What `mnist` is made of is in [`mnist`].
+//! Each file in `src/bin` opens with the lines that run it. What `mnist` is made of is in [`mnist`], the networks for pictures are in
+//! [`vision`]; [`cli`], [`measure`], [`report`] and [`schedule`] serve both.
 #![forbid(unsafe_code)]
 
+pub mod cli;
+#[cfg(feature = "download")]
+mod download;
+pub mod measure;
 pub mod mnist;
+pub mod report;
+pub mod schedule;
+pub mod vision;
 
 /// Shows the library's warnings on standard error; `RUST_LOG=info` shows more.
 pub fn log_to_stderr() {

@@ -7,8 +7,8 @@ use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use burn::data::dataset::Dataset;
-use burn_ddp_examples::mnist::report::Summary;
 use burn_ddp_examples::mnist::{MnistDataset, Split};
+use burn_ddp_examples::report::Summary;
 
 const MNIST: &str = env!("CARGO_BIN_EXE_mnist");
 

@@ -9,30 +9,12 @@
 
 use std::process::ExitCode;
 
-use burn_ddp::{Ddp, Error};
 use burn_ddp_examples::mnist::{args::Args, train};
+use burn_ddp_examples::{cli, log_to_stderr};
 use clap::Parser;
 
 fn main() -> ExitCode {
-    burn_ddp_examples::log_to_stderr();
-    match run(&Args::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            // The causes in one line: the launcher repeats a rank's last lines, and a backtrace would push them out.
-            eprintln!("Error: {error:#}");
-            match error.downcast_ref() {
-                // As the rank that failed, or 130 after Ctrl-C.
-                Some(Error::Job { exit_code, .. }) => ExitCode::from(u8::try_from(*exit_code).unwrap_or(1)),
-                _ => ExitCode::FAILURE,
-            }
-        }
-    }
-}
-
-fn run(args: &Args) -> anyhow::Result<()> {
-    args.check()?;
-    Ddp::launch(args.ranks(), |ddp| {
-        train::run(&ddp, args)?;
-        Ok(ddp.finish()?)
-    })
+    log_to_stderr();
+    let args = Args::parse();
+    cli::exit_code(args.check().and_then(|()| cli::launch(args.nproc, |ddp| train::run(ddp, &args))))
 }

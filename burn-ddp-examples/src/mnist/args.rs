@@ -1,11 +1,13 @@
 //! The command line of the MNIST trainer.
 
 use std::convert::Infallible;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use anyhow::{Result, ensure};
 use clap::Parser;
+
+use crate::cli::check_writable;
 
 /// Trains a small convolutional network on handwritten digits, data-parallel.
 ///
@@ -108,21 +110,6 @@ impl Args {
         }
         Ok(())
     }
-
-    /// Ranks to start where no launcher has: what was asked for, else 2. The examples are built for the CPU, so there is no
-    /// accelerator to count.
-    pub fn ranks(&self) -> usize {
-        self.nproc.unwrap_or(2)
-    }
-}
-
-/// Better now than after the training.
-fn check_writable(option: &str, file: &Path) -> Result<()> {
-    let shown = file.display();
-    ensure!(!file.is_dir(), "{option} {shown}: this is a folder, not a file");
-    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    ensure!(folder.is_dir(), "{option} {shown}: the folder {} does not exist", folder.display());
-    Ok(())
 }
 
 #[cfg(test)]

@@ -8,13 +8,11 @@
 //! | [`source`] | where the digits come from: carried along, a folder, Burn's download |
 //! | [`model`] | the network |
 //! | [`train`] | training and evaluation over all ranks |
-//! | [`report`] | progress, the table and the summary |
 
 pub mod args;
 pub mod dataset;
 pub mod idx;
 pub mod model;
-pub mod report;
 pub mod source;
 pub mod train;
 

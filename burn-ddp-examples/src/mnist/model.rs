@@ -9,6 +9,7 @@ use burn::prelude::*;
 use burn::tensor::activation::relu;
 
 use super::dataset::{CLASSES, MnistBatch};
+use crate::measure::recognised;
 
 /// What the model is made of.
 #[derive(Config, Debug)]
@@ -66,9 +67,7 @@ impl Cnn {
 
     /// How many items of a batch are classified correctly.
     pub fn correct(&self, batch: MnistBatch) -> Tensor<1, Int> {
-        let [items] = batch.labels.dims();
-        let guesses = self.forward(batch.images).argmax(1).reshape([items]);
-        guesses.equal(batch.labels).int().sum()
+        recognised(self.forward(batch.images), batch.labels)
     }
 }
 

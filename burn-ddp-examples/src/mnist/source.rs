@@ -40,43 +40,22 @@ mod download {
 
 #[cfg(feature = "download")]
 mod download {
-    use std::any::Any;
-    use std::sync::mpsc;
-    use std::time::Duration;
-
-    use anyhow::{Context, Result, anyhow};
+    use anyhow::{Context, Result};
     use burn_dataset::Dataset;
     use burn_dataset::vision;
 
     use super::{MnistDataset, Split};
     use crate::mnist::MnistItem;
 
-    /// Burn's downloader has no deadline of its own.
-    const DEADLINE: Duration = Duration::from_secs(300);
-
-    /// Burn panics when the network or the cache fails, so it runs on a thread of its own, whose end is awaited.
     pub(super) fn split(split: Split) -> Result<MnistDataset> {
-        let (sender, done) = mpsc::channel();
-        let quiet = QuietPanics::start();
-        std::thread::Builder::new().name("download".into()).spawn(move || {
-            let result = std::panic::catch_unwind(move || match split {
-                Split::Train => vision::MnistDataset::train(),
-                Split::Test => vision::MnistDataset::test(),
-            });
-            // Nobody listens any more once the deadline has passed.
-            let _ = sender.send(result);
-        })?;
-        let result = done.recv_timeout(DEADLINE);
-        drop(quiet);
-        let data = result
-            .map_err(|_| anyhow!("no answer within {} s; is the network reachable?", DEADLINE.as_secs()))?
-            .map_err(|panic| {
-                anyhow!(
-                    "{}; is the network reachable? If an earlier download was cut off, delete burn-dataset/mnist in the cache \
-                     folder (~/.cache). A folder with MNIST's files can be given to --data instead",
-                    message(panic.as_ref())
-                )
-            })?;
+        let download = move || match split {
+            Split::Train => vision::MnistDataset::train(),
+            Split::Test => vision::MnistDataset::test(),
+        };
+        let data = crate::download::guarded(download).context(
+            "if an earlier download was cut off, delete burn-dataset/mnist in the cache folder (~/.cache); a folder with MNIST's \
+             files can be given to --data instead",
+        )?;
         convert(&data)
     }
 
@@ -92,34 +71,5 @@ mod download {
             items.push(MnistItem { image, label: item.label });
         }
         Ok(MnistDataset::from_items(items))
-    }
-
-    fn message(panic: &(dyn Any + Send)) -> &str {
-        panic
-            .downcast_ref::<String>()
-            .map(String::as_str)
-            .or_else(|| panic.downcast_ref::<&str>().copied())
-            .unwrap_or("Burn's download panicked")
-    }
-
-    /// While it lives, panics print nothing: the one that is expected here becomes an error.
-    struct QuietPanics(Option<Box<dyn Fn(&std::panic::PanicHookInfo<'_>) + Sync + Send + 'static>>);
-
-    impl QuietPanics {
-        fn start() -> Self {
-            let before = std::panic::take_hook();
-            std::panic::set_hook(Box::new(|_| {}));
-            Self(Some(before))
-        }
-    }
-
-    impl Drop for QuietPanics {
-        fn drop(&mut self) {
-            if let Some(before) = self.0.take()
-                && !std::thread::panicking()
-            {
-                std::panic::set_hook(before);
-            }
-        }
     }
 }

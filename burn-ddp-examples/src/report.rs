@@ -1,10 +1,12 @@
-//! What a user sees: progress while it runs, a table, a summary for programs.
+//! What a user of a trainer sees: progress while it runs, a table, a summary for programs.
 
 use std::io::IsTerminal;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use burn::module::Module;
+use burn_ddp::{Ddp, param_hash};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Serialize};
 
@@ -13,10 +15,56 @@ use serde::{Deserialize, Serialize};
 pub struct Epoch {
     /// Mean loss over all items of all ranks.
     pub train_loss: f64,
-    /// Share of the test digits that were recognised after this epoch, 0–1.
+    /// Share of the test items that were recognised after this epoch, 0–1.
     pub test_accuracy: f64,
     /// Time to train, without the evaluation.
     pub train_time: Duration,
+}
+
+/// What this rank trained on, in all epochs.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Work {
+    /// Items of all steps.
+    pub items: u64,
+    /// Time to train, without evaluations.
+    pub time: Duration,
+}
+
+/// Gathers what all ranks did, shows the last lines, and writes the summary to `file`, on rank 0. *Collective*.
+///
+/// # Errors
+///
+/// A peer that failed, a file that cannot be written, ranks that do not hold the same parameters.
+pub fn conclude<M: Module>(ddp: &Ddp, model: &M, display: &Display, run: Run<'_>, file: Option<&Path>) -> Result<()> {
+    let own = RankReport {
+        items: run.work.items,
+        seconds: run.work.time.as_secs_f64(),
+        wait_seconds: ddp.stats().wait.as_secs_f64(),
+        param_hash: param_hash(model)?,
+    };
+    let ranks = ddp.group().all_gather_object(&own)?;
+    let summary = Summary::new(ddp.engine(), run.global_batch, run.epochs, &ranks);
+    display.finish(&summary.speed());
+    if let Some(file) = file.filter(|_| ddp.is_main()) {
+        summary.write(file)?;
+    }
+    ensure!(
+        ranks.iter().all(|rank| rank.param_hash == own.param_hash),
+        "the ranks ended with different parameters: {:?}",
+        summary.param_hash
+    );
+    Ok(())
+}
+
+/// What a training has to show.
+#[derive(Debug, Clone, Copy)]
+pub struct Run<'a> {
+    /// Of all ranks.
+    pub epochs: &'a [Epoch],
+    /// Items per optimizer step over all ranks.
+    pub global_batch: usize,
+    /// Of this rank.
+    pub work: Work,
 }
 
 /// What each rank tells at the end.
@@ -49,7 +97,7 @@ pub struct Summary {
     pub samples_per_second_per_rank: Vec<f64>,
     /// Share of its training time that each rank waited for others, 0–1.
     pub communication_wait: Vec<f64>,
-    /// Share of the test digits recognised at the end, 0–1.
+    /// Share of the test items recognised at the end, 0–1.
     pub test_accuracy: f64,
     /// Mean loss over all items of all ranks, of each epoch.
     pub train_loss: Vec<f64>,

@@ -1,0 +1,49 @@
+//! Trains AlexNet on pictures.
+//!
+//! ```sh
+//! cargo run -p burn-ddp-examples --bin alexnet -- --width 16                          # two ranks, computed pictures, a thin network
+//! cargo run -p burn-ddp-examples --bin alexnet -- --data cifar10:DIR --nproc 4        # CIFAR-10
+//! burnrun --nproc-per-node 2 target/debug/alexnet --data folder:DIR                   # pictures of your own, 224 × 224
+//! ```
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use anyhow::{Result, ensure};
+use burn_ddp_examples::vision::{AlexNetConfig, args, train};
+use burn_ddp_examples::{cli, log_to_stderr};
+use clap::Parser;
+
+/// Trains AlexNet on pictures, data-parallel.
+///
+/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job. `--lr` is 0.05 for steps of 256 pictures.
+#[derive(Parser, Debug)]
+#[command(version)]
+struct Args {
+    /// Channels of the first convolution; 64 is the paper's network
+    #[arg(long, default_value_t = 64, value_name = "CHANNELS")]
+    width: usize,
+
+    /// Do not drop activations: then ranks × batch size is all that matters, and 1 × 32 learns like 2 × 16
+    #[arg(long)]
+    no_dropout: bool,
+
+    #[command(flatten)]
+    common: args::Args,
+}
+
+fn main() -> ExitCode {
+    log_to_stderr();
+    cli::exit_code(run(&Args::parse()))
+}
+
+fn run(Args { width, no_dropout, common }: &Args) -> Result<()> {
+    common.check()?;
+    ensure!(*width > 0, "--width 0: a layer has at least one channel");
+    cli::launch(common.nproc, |ddp| {
+        train::run(ddp, common, 0.05, |classes, device| {
+            let config = AlexNetConfig { classes, side: common.side(), width: *width, dropout: !no_dropout };
+            config.init(device)
+        })
+    })
+}

@@ -1,0 +1,60 @@
+//! Trains ResNet-18, 34 or 50 on pictures.
+//!
+//! ```sh
+//! cargo run -p burn-ddp-examples --bin resnet -- --width 16                          # two ranks, computed pictures, a thin network
+//! cargo run -p burn-ddp-examples --bin resnet -- --data cifar10:DIR --nproc 4        # CIFAR-10
+//! burnrun --nproc-per-node 2 target/debug/resnet --data folder:DIR --image-size 64   # pictures of your own
+//! ```
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use anyhow::{Result, ensure};
+use burn_ddp_examples::vision::resnet::Depth;
+use burn_ddp_examples::vision::{ResNetConfig, args, train};
+use burn_ddp_examples::{cli, log_to_stderr};
+use clap::Parser;
+
+/// Trains a residual network on pictures, data-parallel.
+///
+/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job. `--lr` is 0.1 for steps of 256 pictures.
+#[derive(Parser, Debug)]
+#[command(version)]
+struct Args {
+    /// Layers of the network
+    #[arg(long, value_enum, default_value = "18")]
+    depth: Depth,
+
+    /// Channels of the first stage; 64 is the paper's network
+    #[arg(long, default_value_t = 64, value_name = "CHANNELS")]
+    width: usize,
+
+    /// Let blocks begin as the identity, which helps large steps
+    #[arg(long)]
+    zero_init_residual: bool,
+
+    #[command(flatten)]
+    common: args::Args,
+}
+
+fn main() -> ExitCode {
+    log_to_stderr();
+    cli::exit_code(run(&Args::parse()))
+}
+
+fn run(Args { depth, width, zero_init_residual, common }: &Args) -> Result<()> {
+    common.check()?;
+    ensure!(*width > 0, "--width 0: a layer has at least one channel");
+    cli::launch(common.nproc, |ddp| {
+        train::run(ddp, common, 0.1, |classes, device| {
+            let config = ResNetConfig {
+                depth: *depth,
+                classes,
+                side: common.side(),
+                width: *width,
+                zero_init_residual: *zero_init_residual,
+            };
+            config.init(device)
+        })
+    })
+}

@@ -1,0 +1,27 @@
+//! The parts of the trainers for pictures, `resnet` and `alexnet`.
+//!
+//! | | |
+//! |---|---|
+//! | [`args`] | what their command lines have in common |
+//! | [`picture`] | a picture, and how pictures become a batch |
+//! | [`augment`] | random crops and flips that every run repeats |
+//! | [`source`] | where the pictures come from: [`synthetic`], [`cifar10`], [`folder`] |
+//! | [`resnet`], [`alexnet`] | the networks; [`norm`] is what the former is made of |
+//! | [`train`] | training and evaluation over all ranks |
+
+pub mod alexnet;
+pub mod args;
+pub mod augment;
+pub mod cifar10;
+pub mod folder;
+pub mod norm;
+pub mod picture;
+pub mod resnet;
+pub mod source;
+pub mod synthetic;
+pub mod train;
+
+pub use alexnet::{AlexNet, AlexNetConfig};
+pub use picture::{Batch, Channels, Picture};
+pub use resnet::{ResNet, ResNetConfig};
+pub use train::Classifier;

@@ -1,0 +1,149 @@
+//! The trainers for pictures, run as a user runs them, on a few small pictures.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use burn_ddp_examples::report::Summary;
+use image::{Rgb, RgbImage};
+
+const RESNET: &str = env!("CARGO_BIN_EXE_resnet");
+const ALEXNET: &str = env!("CARGO_BIN_EXE_alexnet");
+
+/// Small enough for any machine.
+const TINY: &str = "--image-size 16 --width 4 --classes 4";
+
+fn run(program: &str, arguments: &str) -> Output {
+    let mut command = Command::new(program);
+    command.args(arguments.split_whitespace());
+    // A job that the tests themselves run in is not theirs to join.
+    for (name, _) in std::env::vars().filter(|(name, _)| is_launch_variable(name)) {
+        command.env_remove(name);
+    }
+    command.output().unwrap()
+}
+
+fn is_launch_variable(name: &str) -> bool {
+    name.starts_with("BURN_DDP_")
+        || name.starts_with("TORCHELASTIC_")
+        || ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+            .contains(&name)
+}
+
+#[track_caller]
+fn train(program: &str, arguments: &str) -> (Summary, String) {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("summary.json");
+    let output = run(program, &format!("{arguments} --summary {}", file.display()));
+    let shown = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{shown}\n{}", String::from_utf8_lossy(&output.stderr));
+    let summary: Summary = serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap();
+    assert!(summary.param_hash.iter().all(|hash| *hash == summary.param_hash[0]), "{summary:?}");
+    (summary, shown)
+}
+
+#[track_caller]
+fn fails(program: &str, arguments: &str, reason: &str) {
+    let output = run(program, arguments);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{arguments}");
+    assert!(error.contains(reason), "{arguments}: {error}");
+    assert!(!error.contains("panicked"), "{arguments}: {error}");
+}
+
+/// Red pictures and blue ones, of several sizes.
+fn pictures(root: &Path, each: u32) {
+    for (class, colour) in [("blue", [10, 20, 200]), ("red", [200, 20, 10])] {
+        fs::create_dir_all(root.join(class)).unwrap();
+        for number in 0..each {
+            let noise = |x: u32, y: u32| ((x * 7 + y * 13 + number * 29) % 40) as u8;
+            let image = RgbImage::from_fn(16 + number % 5, 20, |x, y| Rgb(colour.map(|value| value + noise(x, y))));
+            let extension = if number % 2 == 0 { "png" } else { "jpg" };
+            image.save(root.join(class).join(format!("{number:02}.{extension}"))).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_resnet_learns_reports_and_repeats() {
+    let arguments = format!("{TINY} --nproc 2 --limit 96 --batch-size 8 --epochs 3 --lr 0.1");
+    let (first, shown) = train(RESNET, &arguments);
+    assert_eq!((first.world_size, first.epochs, first.global_batch), (2, 3, 16));
+    assert!(first.train_loss[2] < 0.7 * first.train_loss[0], "{first:?}");
+    assert!(first.test_accuracy > 0.5, "a guess is right in a quarter of the cases: {first:?}");
+    assert_eq!(shown.lines().filter(|line| line.contains(" %  ")).count(), 3, "{shown}");
+    assert!(shown.contains("samples/s on 2 rank(s)"), "{shown}");
+
+    let (second, _) = train(RESNET, &format!("{arguments} --num-workers 3"));
+    assert_eq!((&second.param_hash, &second.train_loss), (&first.param_hash, &first.train_loss));
+    let (other, _) = train(RESNET, &format!("{arguments} --no-augment"));
+    assert_ne!(other.param_hash, first.param_hash);
+}
+
+#[test]
+fn one_rank_and_two_follow_the_same_curve() {
+    // No normalisation over the batch in AlexNet, no dropout here: the ranks' number must not matter. Crops and mirroring are the
+    // same for every number of ranks.
+    let arguments = format!("{TINY} --no-dropout --limit 40 --epochs 2 --lr 0.05");
+    let (one, _) = train(ALEXNET, &format!("{arguments} --nproc 1 --batch-size 16"));
+    let (two, _) = train(ALEXNET, &format!("{arguments} --nproc 2 --batch-size 8"));
+    let (accumulated, _) = train(ALEXNET, &format!("{arguments} --nproc 2 --batch-size 4 --accumulate 2 --limit 32"));
+    let (whole, _) = train(ALEXNET, &format!("{arguments} --nproc 1 --batch-size 16 --limit 32"));
+    assert_eq!((two.global_batch, accumulated.global_batch), (16, 16));
+    for (a, b) in [(&one, &two), (&whole, &accumulated)] {
+        assert_eq!(a.global_batch, b.global_batch);
+        for (a, b) in a.train_loss.iter().zip(&b.train_loss) {
+            assert!((a - b).abs() < 1e-4 * a, "{a} and {b}");
+        }
+        assert_eq!(a.test_accuracy, b.test_accuracy);
+    }
+}
+
+#[test]
+fn a_folder_of_pictures_is_learned() {
+    let dir = tempfile::tempdir().unwrap();
+    pictures(dir.path(), 20);
+    let model = dir.path().with_extension("bpk");
+    let data = format!("--data folder:{} --image-size 16 --width 4", dir.path().display());
+    let (summary, _) = train(
+        RESNET,
+        &format!(
+            "{data} --nproc 2 --batch-size 4 --epochs 3 --schedule step --label-smoothing 0.1 --num-workers 2 --save {}",
+            model.display()
+        ),
+    );
+    assert_eq!((summary.test_accuracy * 8.0).fract(), 0.0, "every fifth of 2 × 20 was tested");
+    assert!(summary.test_accuracy > 0.8, "{summary:?}");
+    assert!(fs::metadata(&model).unwrap().len() > 10_000);
+    fs::remove_file(model).unwrap();
+    let (summary, _) = train(ALEXNET, &format!("{data} --nproc 2 --batch-size 4 --epochs 1 --limit 16"));
+    assert_eq!(summary.train_loss.len(), 1);
+
+    // A picture that cannot be read ends the job, with its name, on whatever rank it is.
+    fs::write(dir.path().join("red/03.jpg"), b"not a picture").unwrap();
+    fails(
+        RESNET,
+        &format!("{data} --nproc 2 --batch-size 4 --epochs 1"),
+        "red/03.jpg is not a picture that can be read",
+    );
+    fails(RESNET, &format!("{data} --classes 3"), "--classes 3, but the pictures have 2 classes");
+    fs::create_dir(dir.path().join("green")).unwrap();
+    fails(RESNET, &data, "green holds no pictures");
+}
+
+#[test]
+fn what_cannot_work_ends_at_once_with_its_reason() {
+    fails(RESNET, "--width 0", "--width 0");
+    fails(RESNET, "--depth 19", "--depth");
+    fails(ALEXNET, "--width 0", "--width 0");
+    fails(ALEXNET, "--data folder:/no/such/folder", "there is no such folder");
+    fails(RESNET, "--data photos", "folder:DIR");
+    fails(
+        RESNET,
+        &format!("{TINY} --limit 8 --batch-size 4 --accumulate 2 --nproc 2"),
+        "--accumulate 2: an epoch has 1 backward",
+    );
+    fails(RESNET, &format!("{TINY} --limit 2 --nproc 3"), "3 ranks");
+    #[cfg(not(feature = "download"))]
+    fails(RESNET, "--data cifar10:/no/such/folder", "--features download");
+}
