@@ -10,6 +10,7 @@
 use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
+use burn::nn::BatchNorm;
 use burn_ddp_examples::vision::resnet::Depth;
 use burn_ddp_examples::vision::{ResNetConfig, args, train};
 use burn_ddp_examples::{cli, log_to_stderr};
@@ -54,7 +55,7 @@ fn run(Args { depth, width, zero_init_residual, common }: &Args) -> Result<()> {
                 width: *width,
                 zero_init_residual: *zero_init_residual,
             };
-            config.init(device)
+            config.init::<BatchNorm>(device)
         })
     })
 }

@@ -1,21 +1,33 @@
-//! A convolution with its batch normalisation, of one rank or of all.
+//! A convolution with its batch normalisation.
 
-use burn::module::Module;
+use burn::module::{Module, ModuleDisplay};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::{BatchNorm, BatchNormConfig, Initializer, PaddingConfig2d};
 use burn::prelude::*;
 
-/// A convolution without bias, then batch normalisation.
-#[derive(Module, Debug)]
-pub struct ConvNorm {
-    conv: Conv2d,
-    norm: BatchNorm,
+/// A batch normalisation: Burn's, over the items of a rank, or one over those of all ranks. Made from Burn's.
+pub trait Norm: Module + ModuleDisplay + From<BatchNorm> + 'static {
+    /// `[items, channels, rows, columns]`, and the same again.
+    fn forward(&self, x: Tensor<4>) -> Tensor<4>;
 }
 
-impl ConvNorm {
+impl Norm for BatchNorm {
+    fn forward(&self, x: Tensor<4>) -> Tensor<4> {
+        BatchNorm::forward(self, x)
+    }
+}
+
+/// A convolution without bias, then batch normalisation.
+#[derive(Module, Debug)]
+pub struct ConvNorm<N: Module> {
+    conv: Conv2d,
+    norm: N,
+}
+
+impl<N: Norm> ConvNorm<N> {
     /// Square kernels of `kernel` (odd) pixels, padded so that stride 1 keeps the size. Weights as He et al. 2015 ("Delving Deep
-    /// into Rectifiers") draw them, by the fan out.
-    pub fn new(channels: [usize; 2], kernel: usize, stride: usize, device: &Device) -> Self {
+    /// into Rectifiers") draw them, by the fan out. With `zeroed` it yields zeros until it has learned better.
+    pub fn new(channels: [usize; 2], kernel: usize, stride: usize, zeroed: bool, device: &Device) -> Self {
         let padding = kernel / 2;
         let conv = Conv2dConfig::new(channels, [kernel; 2])
             .with_stride([stride; 2])
@@ -23,14 +35,11 @@ impl ConvNorm {
             .with_bias(false)
             .with_initializer(Initializer::KaimingNormal { gain: f64::sqrt(2.0), fan_out_only: true })
             .init(device);
-        Self { conv, norm: BatchNormConfig::new(channels[1]).init(device) }
-    }
-
-    /// The same, yielding zeros until it has learned better.
-    #[must_use]
-    pub fn zeroed(mut self) -> Self {
-        self.norm.gamma = self.norm.gamma.map(|gamma| gamma.zeros_like().require_grad());
-        self
+        let mut norm = BatchNormConfig::new(channels[1]).init(device);
+        if zeroed {
+            norm.gamma = Initializer::Zeros.init([channels[1]], device);
+        }
+        Self { conv, norm: norm.into() }
     }
 
     /// `[items, channels[0], rows, columns]` → `[items, channels[1], rows / stride, columns / stride]`.

@@ -2,11 +2,11 @@
 
 use burn::module::Module;
 use burn::nn::pool::{MaxPool2d, MaxPool2dConfig};
-use burn::nn::{Linear, LinearConfig, PaddingConfig2d};
+use burn::nn::{BatchNorm, Linear, LinearConfig, PaddingConfig2d};
 use burn::prelude::*;
 use burn::tensor::activation::relu;
 
-use super::norm::ConvNorm;
+use super::norm::{ConvNorm, Norm};
 use super::train::Classifier;
 
 /// Pictures of at least so many pixels are made smaller before the first block, as ImageNet's are.
@@ -60,27 +60,27 @@ pub struct ResNetConfig {
     pub zero_init_residual: bool,
 }
 
-/// A residual network.
+/// A residual network. Whatever the normalisation, parameters have the same names: a file of one is a file of the other.
 #[derive(Module, Debug)]
-pub struct ResNet {
-    stem: ConvNorm,
+pub struct ResNet<N: Module = BatchNorm> {
+    stem: ConvNorm<N>,
     pool: Option<MaxPool2d>,
-    blocks: Vec<Block>,
+    blocks: Vec<Block<N>>,
     fc: Linear,
 }
 
 /// Layers whose result is added to what goes in.
 #[derive(Module, Debug)]
-pub struct Block {
+pub struct Block<N: Module> {
     /// Two of 3 × 3, or the bottleneck's 1 × 1, 3 × 3, 1 × 1.
-    layers: Vec<ConvNorm>,
+    layers: Vec<ConvNorm<N>>,
     /// Fits the input to the result, where they differ in shape.
-    downsample: Option<ConvNorm>,
+    downsample: Option<ConvNorm<N>>,
 }
 
 impl ResNetConfig {
     /// A model with random weights. They come from the device's generator: `device.seed(…)` first makes them repeat.
-    pub fn init(&self, device: &Device) -> ResNet {
+    pub fn init<N: Norm>(&self, device: &Device) -> ResNet<N> {
         let large = self.side >= LARGE;
         let (kernel, stride) = if large { (7, 2) } else { (3, 1) };
         let pool =
@@ -96,20 +96,17 @@ impl ResNetConfig {
             }
         }
         ResNet {
-            stem: ConvNorm::new([3, self.width], kernel, stride, device),
+            stem: ConvNorm::new([3, self.width], kernel, stride, false, device),
             pool: large.then(|| pool.init()),
             blocks,
             fc: LinearConfig::new(channels, self.classes).init(device),
         }
     }
 
-    fn block(&self, channels: usize, inner: usize, stride: usize, device: &Device) -> Block {
+    fn block<N: Norm>(&self, channels: usize, inner: usize, stride: usize, device: &Device) -> Block<N> {
         let out = inner * self.depth.expansion();
-        let conv = |channels, kernel, stride| ConvNorm::new(channels, kernel, stride, device);
-        let last = |channels, kernel| {
-            let layer = conv(channels, kernel, 1);
-            if self.zero_init_residual { layer.zeroed() } else { layer }
-        };
+        let conv = |channels, kernel, stride| ConvNorm::new(channels, kernel, stride, false, device);
+        let last = |channels, kernel| ConvNorm::new(channels, kernel, 1, self.zero_init_residual, device);
         let layers = match self.depth {
             Depth::D18 | Depth::D34 => vec![conv([channels, inner], 3, stride), last([inner, out], 3)],
             // The stride is in the 3 × 3 convolution (version 1.5), as torchvision has it, and not in the paper's 1 × 1.
@@ -119,7 +116,7 @@ impl ResNetConfig {
     }
 }
 
-impl Block {
+impl<N: Norm> Block<N> {
     fn forward(&self, x: Tensor<4>) -> Tensor<4> {
         let shortcut = match &self.downsample {
             Some(downsample) => downsample.forward(x.clone()),
@@ -131,7 +128,7 @@ impl Block {
     }
 }
 
-impl Classifier for ResNet {
+impl<N: Norm> Classifier for ResNet<N> {
     fn forward(&self, images: Tensor<4>) -> Tensor<2> {
         let mut x = relu(self.stem.forward(images));
         if let Some(pool) = &self.pool {
@@ -169,7 +166,7 @@ mod tests {
     fn has_the_parameters_of_torchvisions_models() {
         for (depth, parameters) in [(Depth::D18, 11_689_512), (Depth::D34, 21_797_672), (Depth::D50, 25_557_032)] {
             let mut trained = Trained(0);
-            config(depth, 224, 64).init(&Device::flex().autodiff()).visit(&mut trained);
+            config(depth, 224, 64).init::<BatchNorm>(&Device::flex().autodiff()).visit(&mut trained);
             assert_eq!(trained.0, parameters, "{depth:?}");
         }
     }
@@ -178,7 +175,7 @@ mod tests {
     fn small_and_large_pictures_of_any_size_pass() {
         for (depth, side) in [(Depth::D18, 16), (Depth::D34, 33), (Depth::D50, 32), (Depth::D18, 65), (Depth::D50, 64)]
         {
-            let model = ResNetConfig { classes: 3, ..config(depth, side, 2) }.init(&Device::flex());
+            let model = ResNetConfig { classes: 3, ..config(depth, side, 2) }.init::<BatchNorm>(&Device::flex());
             assert_eq!(model.pool.is_some(), side >= LARGE);
             let images = Tensor::random([2, 3, side, side], Distribution::Default, &Device::flex());
             let values: Vec<f32> = model.forward(images).into_data().iter().collect();
@@ -190,7 +187,8 @@ mod tests {
     #[test]
     fn zeroed_blocks_are_the_identity_and_can_learn() {
         let device = Device::flex().autodiff();
-        let model = ResNetConfig { zero_init_residual: true, classes: 3, ..config(Depth::D50, 16, 2) }.init(&device);
+        let model = ResNetConfig { zero_init_residual: true, classes: 3, ..config(Depth::D50, 16, 2) }
+            .init::<BatchNorm>(&device);
         let x = Tensor::random([2, 8, 4, 4], Distribution::Uniform(0.0, 1.0), &device);
         let (first, second) = (&model.blocks[0], &model.blocks[1]);
         assert!(first.downsample.is_some() && second.downsample.is_none());
