@@ -19,7 +19,7 @@ use clap::Parser;
 /// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job. `--lr` is 0.05 for steps of 256 pictures.
 #[derive(Parser, Debug)]
 #[command(version)]
-struct Args {
+struct Cli {
     /// Channels of the first convolution; 64 is the paper's network
     #[arg(long, default_value_t = 64, value_name = "CHANNELS")]
     width: usize,
@@ -34,10 +34,10 @@ struct Args {
 
 fn main() -> ExitCode {
     log_to_stderr();
-    cli::exit_code(run(&Args::parse()))
+    cli::exit_code(run(&Cli::parse()))
 }
 
-fn run(Args { width, no_dropout, common }: &Args) -> Result<()> {
+fn run(Cli { width, no_dropout, common }: &Cli) -> Result<()> {
     common.check()?;
     ensure!(*width > 0, "--width 0: a layer has at least one channel");
     cli::launch(common.nproc, |ddp| {

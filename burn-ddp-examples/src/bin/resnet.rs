@@ -21,7 +21,7 @@ use clap::Parser;
 /// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job. `--lr` is 0.1 for steps of 256 pictures.
 #[derive(Parser, Debug)]
 #[command(version)]
-struct Args {
+struct Cli {
     /// Layers of the network
     #[arg(long, value_enum, default_value = "18")]
     depth: Depth,
@@ -40,10 +40,10 @@ struct Args {
 
 fn main() -> ExitCode {
     log_to_stderr();
-    cli::exit_code(run(&Args::parse()))
+    cli::exit_code(run(&Cli::parse()))
 }
 
-fn run(Args { depth, width, zero_init_residual, common }: &Args) -> Result<()> {
+fn run(Cli { depth, width, zero_init_residual, common }: &Cli) -> Result<()> {
     common.check()?;
     ensure!(*width > 0, "--width 0: a layer has at least one channel");
     cli::launch(common.nproc, |ddp| {

@@ -206,7 +206,7 @@ mod tests {
     fn pictures_are_resized_and_cropped_to_the_middle() {
         let dir = tempfile::tempdir().unwrap();
         let mut wide = RgbImage::from_pixel(16, 8, Rgb([0, 0, 0]));
-        (4..12).for_each(|x| (0..8).for_each(|y| wide.put_pixel(x, y, Rgb([10, 20, 30]))));
+        (2..14).for_each(|x| (0..8).for_each(|y| wide.put_pixel(x, y, Rgb([10, 20, 30]))));
         for class in ["a", "b"] {
             save(dir.path().join(format!("train/{class}/0.png")), 2, 2, [0; 3]);
             save(dir.path().join(format!("test/{class}/0.png")), 2, 2, [0; 3]);
