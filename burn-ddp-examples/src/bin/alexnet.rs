@@ -1,9 +1,9 @@
 //! Trains AlexNet on pictures.
 //!
 //! ```sh
-//! cargo run -p burn-ddp-examples --bin alexnet -- --width 16                          # two ranks, computed pictures, a thin network
-//! cargo run -p burn-ddp-examples --bin alexnet -- --data cifar10:DIR --nproc 4        # CIFAR-10
-//! burnrun --nproc-per-node 2 target/debug/alexnet --data folder:DIR                   # pictures of your own, 224 × 224
+//! cargo run --bin alexnet -- --width 16                   # two ranks, computed pictures, a thin network
+//! cargo run --bin alexnet -- --data cifar10:DIR --nproc 4 # CIFAR-10
+//! burnrun -n 2 target/debug/alexnet --data folder:DIR     # pictures of your own, 224 × 224
 //! ```
 #![forbid(unsafe_code)]
 

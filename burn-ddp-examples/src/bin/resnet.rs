@@ -1,9 +1,9 @@
 //! Trains ResNet-18, 34 or 50 on pictures.
 //!
 //! ```sh
-//! cargo run -p burn-ddp-examples --bin resnet -- --width 16                          # two ranks, computed pictures, a thin network
-//! cargo run -p burn-ddp-examples --bin resnet -- --data cifar10:DIR --nproc 4        # CIFAR-10
-//! burnrun --nproc-per-node 2 target/debug/resnet --data folder:DIR --image-size 64   # pictures of your own
+//! cargo run --bin resnet -- --width 16                               # two ranks, computed pictures, a thin network
+//! cargo run --bin resnet -- --data cifar10:DIR --nproc 4             # CIFAR-10
+//! burnrun -n 2 target/debug/resnet --data folder:DIR --image-size 64 # pictures of your own
 //! ```
 #![forbid(unsafe_code)]
 
