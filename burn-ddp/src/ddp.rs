@@ -1,12 +1,13 @@
 //! The handle of one rank.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::module::Module;
 use burn::tensor::{Device, Gradients, Tensor};
 use burn_ddp_comm::{LaunchEnv, Options, ProcessGroup, ReduceOp, World};
 
+use crate::seed::Seed;
 use crate::stats::{Stats, StatsCell};
 use crate::weight::{Batch, Weights};
 use crate::wrap::WrapConfig;
@@ -63,7 +64,7 @@ struct Inner {
     weights: Weights,
     stats: StatsCell,
     loaders: AtomicU64,
-    seed: Mutex<Option<u64>>,
+    seed: Mutex<Option<Seed>>,
 }
 
 impl std::fmt::Debug for Ddp {
@@ -191,23 +192,30 @@ impl Ddp {
         device(self.local_rank())
     }
 
-    /// Seeds `device`: the same seed on every rank while the model is made, and after [`Ddp::wrap`] one of its own for each
-    /// rank, so that dropout differs between ranks and repeats between runs.
+    /// Seeds `device`: the same seed on every rank while the model is made, and another one for each rank after [`Ddp::wrap`] and with
+    /// each batch that a training loader hands out. So dropout differs between ranks, repeats between runs, and goes on in a run that is
+    /// [resumed](crate::data::ShardedLoader::resume) as if it had not been interrupted.
     ///
     /// Burn's Flex backend has one generator per process, so with ranks as threads random numbers do not repeat.
     pub fn seed(&self, device: &Device, seed: u64) {
         device.seed(seed);
-        *self.inner.seed.lock().unwrap_or_else(PoisonError::into_inner) = Some(seed);
+        *self.seeded() = Some(Seed::new(device, seed));
     }
 
-    /// Another one after each `wrap`, so that random streams do not begin anew.
+    /// The seed of this rank after a `wrap`.
     pub(crate) fn next_seed_of_rank(&self) -> Option<u64> {
-        let mut seed = self.inner.seed.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = seed.as_mut()?;
-        *next = next.wrapping_mul(0xD134_2543_DE82_EF95).wrapping_add(1);
-        let seed = *next;
-        // SplitMix64's increment keeps the streams of neighbouring ranks apart.
-        Some(seed.wrapping_add((self.rank() as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15)))
+        Some(self.seeded().as_mut()?.of_next_wrap(self.rank()))
+    }
+
+    /// The batch of the step that begins at item `first` of an epoch's order is handed out: random numbers begin anew.
+    pub(crate) fn seed_batch(&self, loader: u64, epoch: usize, first: usize) {
+        if let Some(seed) = &*self.seeded() {
+            seed.seed_batch(self.rank(), loader, epoch, first);
+        }
+    }
+
+    fn seeded(&self) -> MutexGuard<'_, Option<Seed>> {
+        self.inner.seed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Makes `model` data-parallel: the same type back, rank 0's weights and buffers on every rank, and gradients averaged over

@@ -59,6 +59,7 @@ mod reducer;
 mod replicas;
 mod save;
 mod schema;
+mod seed;
 mod spawn;
 mod stats;
 mod tap;

@@ -1,5 +1,7 @@
 //! One reading of a training loader.
 
+use std::ops::Range;
+
 use burn::data::dataloader::{DataLoaderIterator, Progress};
 use burn::data::dataset::DatasetError;
 
@@ -25,11 +27,12 @@ impl<O: Send + 'static, E: Iterator<Item = usize>> Iterator for Epochs<O, E> {
     type Item = Epoch<O>;
 
     fn next(&mut self) -> Option<Epoch<O>> {
-        self.numbers.next().map(|number| self.loader.begin(number))
+        self.loader.begin_next(&mut self.numbers)
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        self.numbers.size_hint()
+        // After a resume earlier epochs are passed over.
+        (0, self.numbers.size_hint().1)
     }
 }
 
@@ -47,12 +50,15 @@ pub struct Epoch<O: Send + 'static> {
     number: usize,
     /// What the world knows this reading of the loader as.
     track: u64,
+    /// What this reading has to read: the whole epoch, or what an earlier run left of it.
     plan: EpochPlan,
+    /// Steps that an earlier run took, by the present size of steps.
+    before: usize,
     /// Begun with the first batch.
     pass: Option<Pass<O>>,
-    /// Steps that were asked for.
+    /// Steps of `plan` that were asked for.
     taken: usize,
-    /// Steps whose batch was handed out, up to and including the last.
+    /// Steps of `plan` whose batch was handed out, up to and including the last.
     reached: usize,
     /// Why the step asked for last has no batch.
     failure: Option<String>,
@@ -63,10 +69,10 @@ pub struct Epoch<O: Send + 'static> {
 }
 
 impl<O: Send + 'static> Epoch<O> {
-    pub(super) fn new(loader: ShardedLoader<O>, number: usize, track: u64) -> Self {
-        let plan = *loader.plan();
+    pub(super) fn new(loader: ShardedLoader<O>, number: usize, track: u64, plan: EpochPlan) -> Self {
+        let before = plan.read() / plan.global_batch();
         let (taken, reached, failure, over, job_over) = (0, 0, None, false, false);
-        Self { loader, number, track, plan, pass: None, taken, reached, failure, over, job_over }
+        Self { loader, number, track, plan, before, pass: None, taken, reached, failure, over, job_over }
     }
 
     /// The epoch's number, which its order depends on.
@@ -74,15 +80,16 @@ impl<O: Send + 'static> Epoch<O> {
         self.number
     }
 
-    /// Steps of the whole epoch, the same on every rank.
+    /// Steps of the whole epoch, the same on every rank. In an epoch that was [resumed](ShardedLoader::resume), those that
+    /// the items read before would have made at the present size of steps, and those that are left.
     #[allow(clippy::len_without_is_empty)] // never empty
     pub fn len(&self) -> usize {
-        self.plan.steps()
+        self.before + self.plan.steps()
     }
 
-    /// Steps that were taken so far.
+    /// Steps that were taken so far, those before a [resume](ShardedLoader::resume) included.
     pub fn step(&self) -> usize {
-        self.taken
+        self.before + self.taken
     }
 
     fn load(&mut self) -> Result<O, DataError> {
@@ -92,7 +99,7 @@ impl<O: Send + 'static> Epoch<O> {
         let pass = match &mut self.pass {
             Some(pass) => pass,
             None => {
-                let started = self.loader.pool().start(self.loader.reading(self.number));
+                let started = self.loader.pool().start(self.loader.reading(self.number, self.plan));
                 let pass =
                     started.map_err(|(worker, error)| DataError::WorkerNotStarted { worker, source: error.into() })?;
                 self.pass.insert(pass)
@@ -105,20 +112,23 @@ impl<O: Send + 'static> Epoch<O> {
             None => unreachable!("a pass has as many batches as its plan has steps"),
         };
         // Only now: a rank that could not load a step must not count as being there.
-        let position = position(number, step + 1);
+        let position = position(number, self.before + step + 1);
         world.advance(self.track, position)?;
-        let items = self.plan.share(step, world.rank()).len();
-        let step_read = Step { loader: self.loader.id(), track: self.track, position };
-        self.loader.ddp().weights().batch_read(step_read, items);
+        let (ddp, id) = (self.loader.ddp(), self.loader.id());
+        let items = self.plan.share(step, ddp.rank()).len();
+        ddp.weights().batch_read(Step { loader: id, track: self.track, position }, items);
+        let Range { start, end } = self.plan.step(step);
+        self.loader.note_read(self.track, self.number, end);
+        ddp.seed_batch(id, self.number, start);
         self.reached = step + 1;
         Ok(loaded)
     }
 
     fn explain(&self, step: usize, failure: Failure<burn_ddp_comm::Error>) -> DataError {
-        let (steps, rank) = (self.plan.steps(), self.loader.ddp().rank());
+        let (steps, rank) = (self.len(), self.loader.ddp().rank());
         let what = format!(
             "step {} of {steps} in epoch {} of loader {} on rank {rank}",
-            step + 1,
+            self.before + step + 1,
             self.number,
             self.loader.id()
         );
@@ -129,17 +139,18 @@ impl<O: Send + 'static> Epoch<O> {
     /// What other ranks hear if this one leaves now.
     fn announce(&self) {
         let Ok(number) = u32::try_from(self.number) else { return };
-        let (id, steps) = (self.loader.id(), self.plan.steps());
+        let (id, steps) = (self.loader.id(), self.len());
         let what = match &self.failure {
             Some(failure) => format!("loader {id} ({failure})"),
             None => format!("loader {id} ({steps} steps)"),
         };
         let ddp = self.loader.ddp();
         // A batch that was read but never trained on: the others may be waiting in its backward.
-        let used = ddp.weights().used(id, self.track).unwrap_or(position(number, 0));
+        let begin = position(number, self.before);
+        let used = ddp.weights().used(id, self.track).unwrap_or(begin);
         let unused = format!("{what}, with a batch read but no backward");
-        ddp.world().stop(backward_track(self.track), used.max(position(number, 0)), &unused);
-        ddp.world().stop(self.track, position(number, self.reached), &what);
+        ddp.world().stop(backward_track(self.track), used.max(begin), &unused);
+        ddp.world().stop(self.track, position(number, self.before + self.reached), &what);
     }
 }
 
@@ -158,6 +169,7 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
         if self.taken == self.plan.steps() {
             self.over = true;
             self.failure = None; // The program went on, as all ranks must have agreed to.
+            self.loader.note_read(self.track, self.number, self.plan.items());
             self.pass = None; // The workers are free for the next epoch.
             self.loader.ddp().weights().done(self.loader.id());
             return None;
@@ -206,7 +218,7 @@ impl<O: Send + 'static> Iterator for AsBurn<O> {
 impl<O: Send + 'static> DataLoaderIterator<O> for AsBurn<O> {
     fn progress(&self) -> Progress {
         let Epoch { plan, taken, .. } = &self.0;
-        let processed = if *taken == 0 { 0 } else { plan.step(taken - 1).end };
+        let processed = if *taken == 0 { plan.read() } else { plan.step(taken - 1).end };
         Progress::new(processed, plan.items(), Some("items".to_string()))
     }
 }

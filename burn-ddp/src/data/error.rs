@@ -86,6 +86,14 @@ pub enum DataError {
         /// What differs, with the values and the ranks that have them.
         difference: String,
     },
+    /// A position that another loader was at.
+    #[error(
+        "the position to resume from is not one of this loader: {difference}; resume with the dataset and the shuffle seed that it was saved with"
+    )]
+    PositionMismatch {
+        /// What differs, with both values.
+        difference: String,
+    },
 
     // The data: look at the dataset.
     /// The dataset returned an error for an item of this batch.

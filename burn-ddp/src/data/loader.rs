@@ -61,15 +61,34 @@ struct Inner<O> {
     count: Arc<Mutex<Count>>,
 }
 
-/// Which epochs were read. Written when an epoch begins and by `set_epoch`.
+/// Which epochs were read, and how far. Written when an epoch begins, with each batch, and by `set_epoch` and `resume`.
 #[derive(Default)]
-struct Count {
+pub(super) struct Count {
     /// The epoch that `iter` reads next.
     next: usize,
+    /// The epoch that is read, and how many of its items were handed out over all ranks.
+    pub(super) at: (usize, usize),
+    /// `at` is where an earlier run was, and no epoch was begun since.
+    resumed: bool,
     /// The epoch that was begun last.
     last: Option<usize>,
     /// How often the numbers did not grow: two readings of one epoch must not be taken for one.
     repeats: u64,
+}
+
+impl Count {
+    pub(super) fn resume(&mut self, epoch: usize, read: usize) {
+        *self = Count { next: epoch, at: (epoch, read), resumed: true, ..*self };
+    }
+
+    /// The epoch `number` begins. Yields how many of its items were read before.
+    fn begin(&mut self, number: usize) -> usize {
+        let read = if self.resumed && self.at.0 == number { self.at.1 } else { 0 };
+        let repeats = self.repeats + u64::from(self.last.is_some_and(|last| number <= last));
+        *self =
+            Count { next: number.saturating_add(1), at: (number, read), resumed: false, last: Some(number), repeats };
+        read
+    }
 }
 
 impl<O> Clone for ShardedLoader<O> {
@@ -90,8 +109,8 @@ impl<O: Send + 'static> ShardedLoader<O> {
         Self { inner: Arc::new(Inner { ddp, id, plan, first: 0, seed, pool, count: Arc::default() }) }
     }
 
-    /// The epochs with these numbers, one after the other: `train.epochs(0..10)`, or `train.epochs(train.epoch()..10)`
-    /// after a resume. All ranks must ask for the same.
+    /// The epochs with these numbers, one after the other: `train.epochs(0..10)`. All ranks must ask for the same. After a
+    /// [`resume`](Self::resume) numbers before the interrupted epoch are passed over.
     ///
     /// ```
     /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
@@ -127,28 +146,43 @@ impl<O: Send + 'static> ShardedLoader<O> {
         self.begin_with(&mut count, number)
     }
 
-    pub(super) fn begin(&self, number: usize) -> Epoch<O> {
-        self.begin_with(&mut self.count(), number)
+    /// The first of `numbers` that is not before where an earlier run was.
+    pub(super) fn begin_next(&self, numbers: &mut impl Iterator<Item = usize>) -> Option<Epoch<O>> {
+        let mut count = self.count();
+        let first = if count.resumed { count.at.0 } else { 0 };
+        let number = numbers.find(|number| *number >= first)?;
+        Some(self.begin_with(&mut count, number))
     }
 
     fn begin_with(&self, count: &mut Count, number: usize) -> Epoch<O> {
-        if count.last.is_some_and(|last| number <= last) {
-            count.repeats += 1;
-        }
-        count.last = Some(number);
-        count.next = number.saturating_add(1);
-        // One track per loader and run of growing epochs; both numbers are far from 32 bits.
-        Epoch::new(self.clone(), number, count.repeats << 32 | self.inner.id)
+        let plan = self.inner.plan.after(count.begin(number));
+        Epoch::new(self.clone(), number, self.track(count), plan)
     }
 
-    /// The epoch that [`iter`](Self::iter) reads next. At the end of an epoch: what a checkpoint has to hold.
+    /// One track per loader and run of growing epochs; both numbers are far from 32 bits.
+    fn track(&self, count: &Count) -> u64 {
+        count.repeats << 32 | self.inner.id
+    }
+
+    /// The first `read` items of an epoch are handed out.
+    pub(super) fn note_read(&self, track: u64, epoch: usize, read: usize) {
+        let mut count = self.count();
+        // Not for an epoch that another one was begun after.
+        if count.last == Some(epoch) && self.track(&count) == track && !count.resumed {
+            count.at = if read < self.inner.plan.items() { (epoch, read) } else { (count.next, 0) };
+        }
+    }
+
+    /// The epoch that [`iter`](Self::iter) reads next.
     pub fn epoch(&self) -> usize {
         self.count().next
     }
 
-    /// Makes [`iter`](Self::iter) read `epoch` next, to resume. On all ranks.
+    /// Makes [`iter`](Self::iter) read `epoch` next, from its beginning. On all ranks. See [`resume`](Self::resume) to go on
+    /// within an epoch.
     pub fn set_epoch(&self, epoch: usize) {
-        self.count().next = epoch;
+        let mut count = self.count();
+        *count = Count { next: epoch, at: (epoch, 0), resumed: false, ..*count };
     }
 
     /// Steps of an epoch, the same on every rank and in every epoch.
@@ -166,20 +200,20 @@ impl<O: Send + 'static> ShardedLoader<O> {
         &self.inner.plan
     }
 
-    /// What this rank reads in an epoch.
-    pub(super) fn reading(&self, epoch: usize) -> Reading {
-        let (plan, rank, first) = (self.inner.plan, self.inner.ddp.rank(), self.inner.first);
+    /// What this rank reads in `epoch`, as `plan` cuts it.
+    pub(super) fn reading(&self, epoch: usize, plan: EpochPlan) -> Reading {
+        let (rank, first) = (self.inner.ddp.rank(), self.inner.first);
         let Some(seed) = self.inner.seed else {
-            let indices = move |step| plan.share(step, rank).map(|position| first + position).collect();
+            let indices = move |step| plan.reads(step, rank).map(|position| first + position).collect();
             return Reading { batches: plan.steps(), indices: Arc::new(indices) };
         };
         // Of the whole order only this rank's part is kept.
         let order = permutation(plan.items(), seed, epoch as u64);
         let own: Vec<usize> =
-            (0..plan.steps()).flat_map(|step| plan.share(step, rank)).map(|position| first + order[position]).collect();
+            (0..plan.steps()).flat_map(|step| plan.reads(step, rank)).map(|position| first + order[position]).collect();
         // All steps but the last have as many items as the first.
-        let before = move |step: usize| step * plan.share(0, rank).len();
-        let indices = move |step| own[before(step)..before(step) + plan.share(step, rank).len()].to_vec();
+        let before = move |step: usize| step * plan.reads(0, rank).len();
+        let indices = move |step| own[before(step)..before(step) + plan.reads(step, rank).len()].to_vec();
         Reading { batches: plan.steps(), indices: Arc::new(indices) }
     }
 
@@ -195,7 +229,11 @@ impl<O: Send + 'static> ShardedLoader<O> {
         &self.inner.pool
     }
 
-    fn count(&self) -> std::sync::MutexGuard<'_, Count> {
+    pub(super) fn seed(&self) -> Option<u64> {
+        self.inner.seed
+    }
+
+    pub(super) fn count(&self) -> std::sync::MutexGuard<'_, Count> {
         self.inner.count.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

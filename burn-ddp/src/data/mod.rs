@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`Ddp::loader`](crate::Ddp::loader) → [`ShardedLoader`] | training: every rank equally many steps, every item once, a new order every epoch |
 //! | [`Ddp::eval_loader`](crate::Ddp::eval_loader) → [`EvalLoader`] | evaluation: every item once, in order, no padding |
+//! | [`Position`] | how far all ranks have read: what a checkpoint holds, for any world that goes on |
 //! | [`EpochPlan`], [`permutation`] | what the training loader reads, as pure functions |
 //! | [`ShardedDataset`] | a rank's share of any Burn `Dataset`, as a `Dataset` |
 //! | [`DistributedSampler`] | torch's arithmetic, for those who want exactly that |
@@ -20,6 +21,7 @@ mod eval;
 mod loader;
 mod permutation;
 mod plan;
+mod position;
 mod sampler;
 mod sharded;
 mod unreadable;
@@ -32,6 +34,7 @@ pub use eval::{EvalBatches, EvalLoader};
 pub use loader::ShardedLoader;
 pub use permutation::permutation;
 pub use plan::EpochPlan;
+pub use position::Position;
 pub use sampler::DistributedSampler;
 pub use sharded::ShardedDataset;
 

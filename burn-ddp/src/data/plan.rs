@@ -28,9 +28,13 @@ use super::DataError;
 /// assert!(EpochPlan::new(1, 2, 4).is_err());
 /// # Ok::<(), burn_ddp::data::DataError>(())
 /// ```
+///
+/// What an interrupted epoch has left is cut in the same way, for whatever world goes on: see [`after`](Self::after).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EpochPlan {
     items: usize,
+    /// Items that were read before the first step.
+    read: usize,
     world: usize,
     global_batch: usize,
     steps: usize,
@@ -56,18 +60,49 @@ impl EpochPlan {
         if global_batch < world {
             return Err(DataError::BatchTooSmall { global_batch, world });
         }
-        let own_step = items % global_batch >= world;
-        let steps = items / global_batch + usize::from(own_step);
+        let steps = steps(items, world, global_batch);
         // Positions of a step have 32 bits, and count from 1.
         if steps >= u32::MAX as usize {
             return Err(DataError::TooManySteps { steps });
         }
-        Ok(Self { items, world, global_batch, steps })
+        Ok(Self { items, read: 0, world, global_batch, steps })
     }
 
-    /// Items of an epoch over all ranks.
+    /// The plan for what is left of an epoch of which `read` items were read before, by any number of ranks in steps of
+    /// any size. Its steps begin at the item `read` of the epoch's order; after all items it has none.
+    ///
+    /// If fewer items are left than there are ranks, they are one step, and some ranks have no [`share`](Self::share) of
+    /// it: those [read](Self::reads) an item of another rank, with weight 0.
+    ///
+    /// ```
+    /// use burn_ddp::data::EpochPlan;
+    ///
+    /// let rest = EpochPlan::new(100, 4, 8)?.after(72); // interrupted after 9 steps of 8
+    /// assert_eq!((rest.steps(), rest.step(0)), (4, 72..80));
+    ///
+    /// let rest = EpochPlan::new(100, 3, 9)?.after(72); // the same epoch on 3 ranks
+    /// assert_eq!((rest.steps(), rest.step(0), rest.step(2)), (3, 72..81, 90..100));
+    ///
+    /// let rest = EpochPlan::new(100, 3, 9)?.after(98);
+    /// assert_eq!((rest.share(0, 1), rest.share(0, 2)), (99..100, 100..100));
+    /// assert_eq!(rest.reads(0, 2), 98..99); // counts 0
+    /// # Ok::<(), burn_ddp::data::DataError>(())
+    /// ```
+    #[must_use]
+    pub fn after(&self, read: usize) -> Self {
+        let left = self.items.saturating_sub(read);
+        let steps = if left == 0 { 0 } else { steps(left, self.world, self.global_batch).max(1) };
+        Self { read: self.items - left, steps, ..*self }
+    }
+
+    /// Items of a whole epoch over all ranks.
     pub fn items(&self) -> usize {
         self.items
+    }
+
+    /// Items of the epoch that were read before the first step: 0 but for what is left of an interrupted epoch.
+    pub fn read(&self) -> usize {
+        self.read
     }
 
     /// Ranks that share each step.
@@ -80,7 +115,7 @@ impl EpochPlan {
         self.global_batch
     }
 
-    /// Steps of an epoch, the same on every rank; at least one.
+    /// Steps of the plan, the same on every rank; at least one if there are items.
     pub fn steps(&self) -> usize {
         self.steps
     }
@@ -90,17 +125,34 @@ impl EpochPlan {
         if step >= self.steps {
             return self.items..self.items;
         }
-        let start = step * self.global_batch;
+        let start = self.read + step * self.global_batch;
         let end = if step + 1 == self.steps { self.items } else { start + self.global_batch };
         start..end
     }
 
-    /// The positions in the epoch's order that `rank` reads in `step`: never empty for a step and a rank that exist.
+    /// The positions in the epoch's order that are `rank`'s in `step`: what its batch counts. Never empty for a step and
+    /// a rank that exist, unless an interrupted epoch had fewer items left than there are ranks.
     pub fn share(&self, step: usize, rank: usize) -> Range<usize> {
         let step = self.step(step);
         let share = share(step.len(), rank, self.world);
         step.start + share.start..step.start + share.end
     }
+
+    /// The positions that `rank` reads in `step`: its [`share`](Self::share), or, where that is empty, one of another
+    /// rank's, so that it has something to compute and its gradient, of weight 0, has the right shape.
+    pub fn reads(&self, step: usize, rank: usize) -> Range<usize> {
+        let (all, share) = (self.step(step), self.share(step, rank));
+        if !share.is_empty() || all.is_empty() || rank >= self.world {
+            return share;
+        }
+        let other = all.start + rank % all.len();
+        other..other + 1
+    }
+}
+
+/// How many steps `items` items make: a remainder that gives each rank one is a step of its own.
+fn steps(items: usize, world: usize, global_batch: usize) -> usize {
+    items / global_batch + usize::from(items % global_batch >= world)
 }
 
 /// The contiguous part of `0..items` that `rank` has if `world` ranks split it: sizes differ by at most one, and the
@@ -180,6 +232,47 @@ mod tests {
             prop_assert_eq!(read, (0..items).collect::<Vec<_>>());
             prop_assert!(plan.step(plan.steps()).is_empty());
             prop_assert!(plan.share(0, world).is_empty());
+        }
+
+        #[test]
+        fn what_is_left_at_another_world(world in 1usize..20, extra in 0usize..60, more in 0usize..600, read in 0usize..700) {
+            let whole = EpochPlan::new(world + more, world, world + extra).unwrap();
+            let rest = whole.after(read);
+            let read = read.min(whole.items());
+            prop_assert_eq!(rest.read(), read);
+            prop_assert_eq!(rest.steps() == 0, read == whole.items());
+            let mut left = Vec::new();
+            for step in 0..rest.steps() {
+                let shares: Vec<_> = (0..world).map(|rank| rest.share(step, rank)).collect();
+                let sizes = shares.iter().map(ExactSizeIterator::len);
+                prop_assert!(sizes.clone().max().unwrap() - sizes.clone().min().unwrap() <= 1);
+                for (rank, share) in shares.iter().enumerate() {
+                    let reads = rest.reads(step, rank);
+                    prop_assert!(!reads.is_empty(), "rank {} has nothing to read", rank);
+                    if share.is_empty() {
+                        prop_assert!(whole.items() - read < world);
+                        prop_assert!(reads.len() == 1 && rest.step(step).contains(&reads.start));
+                    } else {
+                        prop_assert_eq!(&reads, share);
+                    }
+                }
+                left.extend(shares.into_iter().flatten());
+            }
+            prop_assert_eq!(left, (read..whole.items()).collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn resuming_in_steps_of_the_same_size_changes_no_step(world in 1usize..9, extra in 0usize..30, more in 0usize..300) {
+            let whole = EpochPlan::new(world + more, world, world + extra).unwrap();
+            for taken in 0..whole.steps() {
+                let rest = whole.after(whole.step(taken).start);
+                prop_assert_eq!(rest.steps(), whole.steps() - taken);
+                for step in 0..rest.steps() {
+                    for rank in 0..world {
+                        prop_assert_eq!(rest.reads(step, rank), whole.share(taken + step, rank));
+                    }
+                }
+            }
         }
 
         #[test]

@@ -30,7 +30,7 @@ pub enum Reduction {
     /// [`Ddp::weight`](crate::Ddp::weight) and is 1 without either.
     #[default]
     Mean,
-    /// `Σ gᵢ`: right when the loss is a sum over items, and what `torch.nn.DataParallel` does.
+    /// `Σ gᵢ`: right when the loss is a sum over items, and what `torch.nn.DataParallel` does. A batch of weight 0 counts nothing.
     Sum,
 }
 
@@ -82,7 +82,7 @@ pub(crate) struct Reducer {
     buffers: Vec<Option<SharedBuffer>>,
     /// The averages of the step that ends, one per bucket.
     averages: Vec<Option<SharedView>>,
-    /// Slots that were put in this backward.
+    /// Slots that were put in this backward, and count.
     put: Vec<bool>,
     /// How many slots of each bucket were put in this backward.
     filled: Vec<usize>,
@@ -202,11 +202,13 @@ impl Reducer {
             )));
         }
         let summing = !self.reducing || self.micro_batches > 1;
-        let weight = match self.settings.reduction {
-            Reduction::Mean => self.weight,
-            Reduction::Sum => 1.0,
-        };
-        if summing {
+        // What stands for no items counts as absent, NaN or not.
+        let counts = self.weight > 0.0;
+        if counts && summing {
+            let weight = match self.settings.reduction {
+                Reduction::Mean => self.weight,
+                Reduction::Sum => 1.0,
+            };
             let s = &self.slots[slot];
             let held = self.held[slot].get_or_insert_with(|| Sum::zeros(s.dtype, s.len_elems()));
             held.add(s.dtype, gradient, weight);
@@ -214,7 +216,7 @@ impl Reducer {
         if !self.reducing {
             return Ok(());
         }
-        if !summing {
+        if counts && !summing {
             let bucket = &self.plan.buckets[place.bucket];
             let Some(buffer) = self.buffers[place.bucket].as_mut() else {
                 return Err(self.fault(format!("the bucket of {} is under way already", self.slots[slot].path)));
@@ -224,7 +226,7 @@ impl Reducer {
             }
             buffer.bytes_mut()[place.bytes()].copy_from_slice(gradient);
         }
-        self.put[slot] = true;
+        self.put[slot] = counts;
         self.arrived.push(slot as u32);
         self.filled[place.bucket] += 1;
         while self.next < self.plan.awake {
@@ -401,13 +403,9 @@ impl Reducer {
         for (nth, &slot) in bucket.slots.iter().enumerate() {
             let out = &mut bytes[self.plan.places[slot].bytes()];
             let present = match &self.held[slot] {
-                Some(sum) if items > 0.0 => {
+                Some(sum) => {
                     sum.write(bucket.dtype, items, out);
                     true
-                }
-                Some(_) => {
-                    out.fill(0);
-                    false
                 }
                 None if self.put[slot] => true, // packed by `put`
                 None => {

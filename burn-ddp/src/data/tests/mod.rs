@@ -2,6 +2,7 @@
 
 mod eval;
 mod faults;
+mod resume;
 mod train;
 
 use std::time::Duration;

@@ -1,5 +1,6 @@
 //! One rank of a job under test: `rank SCENARIO`, started by the test files beside it.
 
+mod dropout;
 mod fault;
 
 use std::time::{Duration, Instant};
@@ -32,6 +33,7 @@ fn main() -> anyhow::Result<()> {
         "abort" => return fail_at_step(&ddp, || std::process::abort()),
         "break" => return break_early(&ddp),
         "case" => return run_case(&ddp),
+        "dropout" => return dropout::run(&ddp),
         "differ" => {
             let device = ddp.device()?.autodiff();
             ddp.wrap(burn::nn::LinearConfig::new(2 + ddp.rank(), 1).init(&device))?;

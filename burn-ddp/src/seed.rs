@@ -1,0 +1,77 @@
+//! Which random numbers a rank draws, as a pure function of the seed of [`Ddp::seed`](crate::Ddp::seed).
+
+use burn::tensor::Device;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// What [`Ddp::seed`](crate::Ddp::seed) said.
+#[derive(Debug)]
+pub(crate) struct Seed {
+    device: Device,
+    seed: u64,
+    /// Models wrapped since.
+    wraps: u64,
+}
+
+impl Seed {
+    pub(crate) fn new(device: &Device, seed: u64) -> Self {
+        Seed { device: device.clone(), seed, wraps: 0 }
+    }
+
+    /// A model was wrapped: another seed each time, so that random streams do not begin anew.
+    pub(crate) fn of_next_wrap(&mut self, rank: usize) -> u64 {
+        self.wraps += 1;
+        derive(self.seed, "wrap", [rank as u64, self.wraps])
+    }
+
+    /// A training loader hands out a batch.
+    pub(crate) fn seed_batch(&self, rank: usize, loader: u64, epoch: usize, first: usize) {
+        self.device.seed(of_batch(self.seed, rank, loader, epoch, first));
+    }
+}
+
+/// The seed for what follows the batch of a step: `first` is the item of the epoch's order at which the step of all ranks begins, which
+/// is the same whether or not the epoch was interrupted before.
+fn of_batch(seed: u64, rank: usize, loader: u64, epoch: usize, first: usize) -> u64 {
+    derive(seed, "batch", [rank as u64, loader, epoch as u64, first as u64])
+}
+
+/// XXH3 of the numbers and of what they are for; the same in every process and release.
+fn derive<const N: usize>(seed: u64, purpose: &str, numbers: [u64; N]) -> u64 {
+    let mut bytes = purpose.as_bytes().to_vec();
+    numbers.iter().for_each(|number| bytes.extend(number.to_le_bytes()));
+    xxh3_64_with_seed(&bytes, seed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn every_rank_loader_epoch_and_step_has_its_own() {
+        let mut seen = BTreeSet::new();
+        for seed in 0..2 {
+            let mut wraps = Seed::new(&Device::default(), seed);
+            for rank in 0..4 {
+                assert!(seen.insert(wraps.of_next_wrap(rank)));
+                for loader in 0..2 {
+                    for epoch in 0..3 {
+                        for first in [0, 8, 16] {
+                            assert!(seen.insert(of_batch(seed, rank, loader, epoch, first)));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// A checkpoint of today must resume in every later release.
+    #[test]
+    fn never_changes() {
+        assert_eq!(
+            [of_batch(42, 1, 0, 3, 64), of_batch(0, 0, 0, 0, 0)],
+            [4_310_158_011_346_186_588, 3_367_763_453_451_138_828]
+        );
+    }
+}
