@@ -48,13 +48,17 @@
 //! The repository's `docs/` has concepts, architecture, numerics and errors.
 #![forbid(unsafe_code)]
 
+mod agree;
 mod buffers;
+mod burnpack;
 mod collective;
 mod convert;
 pub mod data;
 mod ddp;
 mod device;
 mod error;
+mod horovod;
+mod optimizer_state;
 mod reducer;
 mod replicas;
 mod save;

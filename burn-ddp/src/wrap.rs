@@ -155,14 +155,8 @@ pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig
     };
     // Ranks that are threads may have started from one model, whose clones share running statistics.
     let model = if is_buffer.contains(&true) { buffers::unshared(model) } else { model };
-    let model = {
-        let paths = schema.entries.iter().map(|entry| entry.path.as_str()).collect();
-        let group = group.as_ref().filter(|_| ddp.world_size() > 1);
-        let mut share =
-            ShareValues { group, devices: devices.into(), paths, first, leaves: HashMap::new(), next: 0, error: None };
-        let model = model.map(&mut share);
-        share.error.map_or(Ok(model), Err)?
-    };
+    let shared_by = group.as_ref().filter(|_| ddp.world_size() > 1).map(|group| (group, 0));
+    let model = share_values(model, shared_by, devices, &schema, first)?;
     if let Some(seed) = ddp.next_seed_of_rank() {
         device.seed(seed);
     }
@@ -273,6 +267,13 @@ fn agree_on_schema(ddp: &Ddp, entries: &[Entry], config: &WrapConfig) -> Result<
     Err(Error::ModelsDiffer(difference(&models).unwrap_or_else(|| "their digests differ".into())))
 }
 
+/// Where each parameter and buffer of `model` is, in traversal order, with its checkpointing strategy.
+pub(crate) fn devices<M: Module>(model: &M) -> Vec<Device> {
+    let mut floats = Floats::default();
+    tap::bypass(|| model.visit(&mut floats));
+    floats.devices
+}
+
 /// The parameters that can have gradients, in traversal order, and which of these slots each float has: buffers and quantized
 /// parameters have none. Clones of a parameter (tied weights) have slots of their own, which know the first one's.
 fn slots_of(schema: &Schema, first: &[usize], is_buffer: &[bool]) -> (Vec<Slot>, VecDeque<Option<usize>>) {
@@ -362,11 +363,26 @@ impl ModuleVisitor for Others {
     }
 }
 
-/// Replaces every value by rank 0's, as a fresh leaf: ranks that are threads must not share nodes. One at a time, in the memory of the old
+/// `model` with the root's values, see [`ShareValues`]. *Collective* over the group.
+pub(crate) fn share_values<M: Module>(
+    model: M,
+    root: Option<(&ProcessGroup, usize)>,
+    devices: Vec<Device>,
+    schema: &Schema,
+    first: Vec<usize>,
+) -> Result<M> {
+    let paths = schema.entries.iter().map(|entry| entry.path.as_str()).collect();
+    let mut share =
+        ShareValues { root, devices: devices.into(), paths, first, leaves: HashMap::new(), next: 0, error: None };
+    let model = model.map(&mut share);
+    share.error.map_or(Ok(model), Err)
+}
+
+/// Replaces every value by the root's, as a fresh leaf: ranks that are threads must not share nodes. One at a time, in the memory of the old
 /// one if nobody else has it, so that a model never needs its size again.
 struct ShareValues<'a> {
-    /// `None` if there is nobody to share with.
-    group: Option<&'a ProcessGroup>,
+    /// Whose values they are, in which group; `None` if there is nobody to share with.
+    root: Option<(&'a ProcessGroup, usize)>,
     /// With the checkpointing strategy, which a tensor's device carries.
     devices: VecDeque<Device>,
     paths: Vec<&'a str>,
@@ -402,17 +418,17 @@ impl ShareValues<'_> {
         }
     }
 
-    /// Rank 0's `data` on every rank.
+    /// The root's `data` on every rank.
     fn share(&self, data: TensorData) -> Result<TensorData> {
-        let Some(group) = self.group else { return Ok(data) };
+        let Some((group, root)) = self.root else { return Ok(data) };
         let mut bytes = data.as_bytes().to_vec();
-        if group.rank() == 0 {
-            group.broadcast_bytes(DType::U8, &mut bytes, 0)?;
+        if group.rank() == root {
+            group.broadcast_bytes(DType::U8, &mut bytes, root)?;
             return Ok(data);
         }
         let (shape, dtype) = (data.shape().clone(), data.dtype());
         drop(data);
-        group.broadcast_bytes(DType::U8, &mut bytes, 0)?;
+        group.broadcast_bytes(DType::U8, &mut bytes, root)?;
         Ok(TensorData::from_bytes_vec(bytes, shape, dtype))
     }
 }
