@@ -21,7 +21,8 @@ pub enum BufferPolicy {
     /// All ranks get the mean over the ranks, weighted by items like the gradients. The default: all data count.
     #[default]
     Average,
-    /// All ranks get those of rank 0, as with torch's `broadcast_buffers=True`.
+    /// All ranks get those of rank 0, or of the first rank that has not [joined](crate::Ddp::join), as with torch's
+    /// `broadcast_buffers=True`.
     Broadcast,
     /// Each rank keeps its own, as with torch's `broadcast_buffers=False`; `save` writes rank 0's.
     Local,

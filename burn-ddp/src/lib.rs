@@ -58,6 +58,7 @@ mod ddp;
 mod device;
 mod error;
 mod horovod;
+mod join;
 mod optimizer_state;
 mod reducer;
 mod replicas;

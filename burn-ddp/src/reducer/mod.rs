@@ -21,7 +21,7 @@ pub(crate) use pack::Buffer;
 use pack::Sum;
 use plan::Bucket;
 pub(crate) use plan::{Caps, Plan, Slot};
-use worker::{Done, Job, Worker};
+use worker::{Done, Job, Whose, Worker};
 
 /// How gradients of several ranks and micro-batches become one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -54,8 +54,8 @@ pub(crate) struct Settings {
 pub(crate) struct Beside {
     /// Running statistics, one buffer per dtype.
     pub buffers: Vec<(DType, Buffer)>,
-    /// Replaced by rank 0's; else by the mean over the ranks, weighted by items.
-    pub from_rank_0: bool,
+    /// Replaced by those of the first rank that trains; else by the mean over the ranks, weighted by items.
+    pub from_first: bool,
     /// Digests of the parameters, one per slot; sent in the steps for which [`Reducer::compares_replicas`] holds.
     pub digests: Option<Vec<i64>>,
 }
@@ -101,6 +101,8 @@ pub(crate) struct Reducer {
     weight: f64,
     /// The running backward ends with a reduction.
     reducing: bool,
+    /// This rank has no backward, and takes part in the reduction of the others.
+    standing_in: bool,
     /// How long this backward stood still for reductions that no thread does.
     flushing: Duration,
     /// Reductions done; names collectives.
@@ -147,6 +149,7 @@ impl Reducer {
             items: 0.0,
             weight: 1.0,
             reducing: true,
+            standing_in: false,
             flushing: Duration::ZERO,
             step: 0,
             order_agreed: false,
@@ -262,9 +265,9 @@ impl Reducer {
             self.launch(self.next, false)?;
         }
         self.beside = (beside.buffers.len(), beside.digests.is_some());
-        let weight = (!beside.from_rank_0).then_some(self.items);
+        let whose = if beside.from_first { Whose::First { trains: !self.standing_in } } else { Whose::All(self.items) };
         for (dtype, buffer) in beside.buffers {
-            self.submit(Job::Buffers { dtype, buffer, weight })?;
+            self.submit(Job::Buffers { dtype, buffer, whose })?;
         }
         if let Some(digests) = beside.digests {
             self.submit(Job::Digests(digests))?;
@@ -334,6 +337,41 @@ impl Reducer {
             }
         }
         Ok(())
+    }
+
+    /// Takes part in a reduction of the other ranks without a backward: with what is held of earlier micro-batches, else with weight 0.
+    /// `false` if no rank had anything to give: all stand in. That is no step.
+    pub(crate) fn stand_in(&mut self, beside: Beside) -> Result<bool> {
+        if let Some(error) = &self.broken {
+            return Err(error.clone());
+        }
+        self.reducing = true;
+        self.forget_arrivals();
+        self.standing_in = true;
+        let departed = self.depart(beside);
+        self.standing_in = false;
+        departed?;
+        let given = match self.finish() {
+            Ok(_) => self.has_gradients(),
+            // Weights that are all 0: what all ranks see alike, and the only thing here that they do.
+            Err(Error::Comm(e)) if e.group_usable() => false,
+            Err(e) => return Err(e),
+        };
+        if given {
+            self.end_step()?;
+        } else {
+            self.discard();
+        }
+        Ok(given)
+    }
+
+    /// Whether any rank had a gradient in the reduction that ends.
+    fn has_gradients(&self) -> bool {
+        self.plan.buckets.iter().enumerate().any(|(index, bucket)| {
+            let flags = bucket.len_elems..bucket.total_elems();
+            self.average(index)
+                .is_some_and(|average| flags.into_iter().any(|elem| pack::flag_is_up(bucket.dtype, average, elem)))
+        })
     }
 
     /// Forgets gradients of micro-batches that were not reduced yet, as all ranks do.

@@ -22,12 +22,21 @@ pub(crate) enum Job {
         /// Names step and bucket; compared between the ranks.
         tag: u64,
     },
-    /// Running statistics: their mean weighted by items, or rank 0's if `weight` is `None`.
-    Buffers { dtype: DType, buffer: Buffer, weight: Option<f64> },
+    /// Running statistics.
+    Buffers { dtype: DType, buffer: Buffer, whose: Whose },
     /// Everybody gets everybody's.
     Digests(Vec<i64>),
     /// Rank 0's value becomes everybody's.
     AgreeOrder(Vec<u32>),
+}
+
+/// Whose running statistics become everybody's.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Whose {
+    /// The mean, in which this rank's have this weight.
+    All(f64),
+    /// Those of the first rank that trains, which this one does or not.
+    First { trains: bool },
 }
 
 #[derive(Debug)]
@@ -136,15 +145,24 @@ fn run(group: &ProcessGroup, job: Job) -> Done {
             };
             Done::Reduced { bucket, buffer, busy: start.elapsed(), result }
         }
-        Job::Buffers { dtype, mut buffer, weight } => {
-            let result = match weight {
-                Some(w) => group.all_reduce_weighted_bytes(dtype, buffer.bytes_mut(), w, 0),
-                None => group.broadcast_bytes(dtype, buffer.bytes_mut(), 0),
+        Job::Buffers { dtype, mut buffer, whose } => {
+            let result = match whose {
+                Whose::All(weight) => group.all_reduce_weighted_bytes(dtype, buffer.bytes_mut(), weight, 0),
+                Whose::First { trains } => broadcast_first(group, trains, dtype, &mut buffer),
             };
             Done::Buffers { dtype, buffer, result }
         }
         Job::Digests(digests) => Done::Digests(gather(group, &digests)),
         Job::AgreeOrder(order) => Done::Order(group.broadcast_object((group.rank() == 0).then_some(order), 0)),
+    }
+}
+
+/// What the first rank that trains has; nothing changes if none does.
+fn broadcast_first(group: &ProcessGroup, trains: bool, dtype: DType, buffer: &mut Buffer) -> burn_ddp_comm::Result<()> {
+    let training = group.all_gather(&[u8::from(trains)])?;
+    match training.iter().position(|trains| *trains == 1) {
+        Some(first) => group.broadcast_bytes(dtype, buffer.bytes_mut(), first),
+        None => Ok(()),
     }
 }
 

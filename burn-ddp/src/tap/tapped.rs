@@ -503,11 +503,66 @@ impl Tapped {
         state.stale.get_or_insert(fault);
     }
 
+    /// Reductions so far.
+    pub(crate) fn steps(&self) -> u64 {
+        self.lock().reducer.step()
+    }
+
+    /// Takes part in one reduction of the other ranks without a backward. `false` if no rank has a gradient: all stand in.
+    pub(crate) fn stand_in(&self) -> Result<bool> {
+        let mut guard = self.lock();
+        let given = self.try_stand_in(&mut guard);
+        if let Err(error) = &given {
+            guard.reducer.discard();
+            self.tell_peers(error);
+        }
+        given
+    }
+
+    fn try_stand_in(&self, state: &mut State) -> Result<bool> {
+        if let Some(stale) = &state.stale {
+            return Err(stale.clone());
+        }
+        if std::mem::take(&mut state.running) {
+            state.reset();
+            state.reducer.abandon()?;
+        }
+        state.averages.clear();
+        state.last_batch = 0;
+        state.epoch = None;
+        self.ddp.world().set_step(state.reducer.step());
+        let mut beside = self.statistics(state)?;
+        if state.reducer.compares_replicas() {
+            // These parameters are not the others' any more: they have no say.
+            beside.digests = Some(vec![0; state.values.len()]);
+        }
+        let given = state.reducer.stand_in(beside)?;
+        self.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
+        Ok(given)
+    }
+
     /// What travels with this step's gradients.
     fn beside<B: Backend>(&self, state: &mut State) -> Result<Beside> {
         if !state.reducer.is_reducing() {
             return Ok(Beside::default());
         }
+        let mut beside = self.statistics(state)?;
+        if state.reducer.compares_replicas() {
+            let mut digests = vec![0; state.values.len()];
+            for (digest, value) in digests.iter_mut().zip(&mut state.values) {
+                if let Some(Ok(value)) = value.take().map(|value| value.downcast::<AutodiffTensor<B>>()) {
+                    let data = read_sync(B::float_into_data(value.primitive().clone()))
+                        .map_err(|e| self.fault(format!("reading parameters failed: {e:?}")))?;
+                    *digest = replicas::digest(data.as_bytes());
+                }
+            }
+            beside.digests = Some(digests);
+        }
+        Ok(beside)
+    }
+
+    /// The running statistics as they travel.
+    fn statistics(&self, state: &mut State) -> Result<Beside> {
         let mut beside = Beside::default();
         if let Some(shared) = &mut state.buffers {
             if self.retrained.load(Ordering::Acquire) {
@@ -519,18 +574,7 @@ impl Tapped {
             }
             shared.sent = shared.buffers.read()?;
             beside.buffers = buffers::pack(&shared.sent);
-            beside.from_rank_0 = shared.policy == BufferPolicy::Broadcast;
-        }
-        if state.reducer.compares_replicas() {
-            let mut digests = vec![0; state.values.len()];
-            for (digest, value) in digests.iter_mut().zip(&mut state.values) {
-                if let Some(Ok(value)) = value.take().map(|value| value.downcast::<AutodiffTensor<B>>()) {
-                    let data = read_sync(B::float_into_data(value.primitive().clone()))
-                        .map_err(|e| self.fault(format!("reading parameters failed: {e:?}")))?;
-                    *digest = replicas::digest(data.as_bytes());
-                }
-            }
-            beside.digests = Some(digests);
+            beside.from_first = shared.policy == BufferPolicy::Broadcast;
         }
         Ok(beside)
     }
@@ -652,11 +696,15 @@ impl Tapped {
         state.reducer.begin(batch.items, self.holding.load(Ordering::Acquire) > 0)
     }
 
-    fn fail(&self, error: Error) {
-        // What only this rank knows ends the others' waits, with the reason.
+    /// What only this rank knows ends the others' waits, with the reason.
+    fn tell_peers(&self, error: &Error) {
         if !matches!(error, Error::Comm(_)) {
             self.ddp.world().fail(error.to_string());
         }
+    }
+
+    fn fail(&self, error: Error) {
+        self.tell_peers(&error);
         let unheard = CAPTURED.with_borrow_mut(|captured| match captured {
             Some(first) => {
                 first.get_or_insert(error);

@@ -1,0 +1,294 @@
+//! Loaders of the user's own that end at different steps: `ddp.join`, against one rank that sees everything.
+
+use std::time::Duration;
+
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::prelude::*;
+use burn::tensor::{DType, TensorData};
+use burn_ddp::prelude::*;
+use burn_ddp::{Options, Result};
+use burn_ddp_tests::{distance, number, rows, to_f64, values};
+
+/// Two heads, of which a micro-batch uses one.
+#[derive(Module, Debug)]
+struct Heads {
+    body: Linear,
+    heads: Vec<Linear>,
+}
+
+impl Heads {
+    fn new(device: &Device) -> Self {
+        let init = |i, o| LinearConfig::new(i, o).init(device);
+        Heads { body: init(4, 5), heads: vec![init(5, 2), init(5, 2)] }
+    }
+
+    /// Mean over the items.
+    fn loss(&self, batch: &Batch, device: &Device) -> Tensor<1> {
+        let x = rows(batch.start, batch.items, 4, 1, DType::F64, device);
+        self.heads[batch.head].forward(self.body.forward(x).tanh()).powf_scalar(2.0).sum_dim(1).mean()
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Batch {
+    start: usize,
+    items: usize,
+    head: usize,
+}
+
+/// What all ranks do.
+#[derive(Debug)]
+struct Case {
+    /// `[epoch][rank][micro-batch]`
+    epochs: Vec<Vec<Vec<Batch>>>,
+    accumulation: usize,
+    reduction: Reduction,
+    /// Whether each rank says how many items a micro-batch has.
+    weighted: bool,
+    bucket_cap_bytes: usize,
+    overlap: bool,
+    replica_check: usize,
+}
+
+/// Numbers for a case.
+struct Dice {
+    seed: u64,
+    drawn: usize,
+}
+
+impl Dice {
+    fn below(&mut self, n: usize) -> usize {
+        self.drawn += 1;
+        (((number(self.drawn, self.seed) + 1.0) / 2.0) * n as f64) as usize % n
+    }
+}
+
+impl Case {
+    fn new(seed: u64) -> Self {
+        let mut dice = Dice { seed: seed.wrapping_add(0x101), drawn: 0 };
+        let (world, accumulation, epochs) = (1 + dice.below(4), 1 + dice.below(3), 1 + dice.below(2));
+        let mut start = 0;
+        let mut batch = |dice: &mut Dice| {
+            let items = 1 + dice.below(4);
+            start += items;
+            Batch { start: start - items, items, head: usize::from(dice.below(4) == 0) }
+        };
+        let mut of_rank = |dice: &mut Dice| -> Vec<Batch> { (0..dice.below(8)).map(|_| batch(dice)).collect() };
+        let mut of_epoch = |dice: &mut Dice| -> Vec<Vec<Batch>> { (0..world).map(|_| of_rank(dice)).collect() };
+        Case {
+            epochs: (0..epochs).map(|_| of_epoch(&mut dice)).collect(),
+            accumulation,
+            reduction: [Reduction::Mean, Reduction::Sum][dice.below(2)],
+            weighted: dice.below(2) == 0,
+            bucket_cap_bytes: [1, 100, 1 << 20][dice.below(3)],
+            overlap: dice.below(2) == 0,
+            replica_check: dice.below(2),
+        }
+    }
+
+    fn weight(&self, batch: &Batch) -> f64 {
+        if self.weighted { batch.items as f64 } else { 1.0 }
+    }
+}
+
+fn f64_of(value: f64, device: &Device) -> Tensor<1> {
+    Tensor::from_data(TensorData::new(vec![value], [1]), (device, DType::F64))
+}
+
+/// On one rank, without burn-ddp: each step takes the micro-batches that any rank has for it, if one rank has them all.
+fn alone(case: &Case, model: Heads) -> Vec<Vec<f64>> {
+    let device = Device::flex().autodiff();
+    let (mut model, mut optim) = (model, SgdConfig::new().init());
+    for ranks in &case.epochs {
+        let steps = ranks.iter().map(|batches| batches.len() / case.accumulation).max().unwrap();
+        for step in 0..steps {
+            let of_step = |batches: &Vec<Batch>| -> Vec<Batch> {
+                batches.iter().skip(step * case.accumulation).take(case.accumulation).cloned().collect()
+            };
+            let batches: Vec<Batch> = ranks.iter().flat_map(of_step).collect();
+            let total: f64 = batches.iter().map(|batch| case.weight(batch)).sum();
+            let part = |batch: &Batch| {
+                let factor = if case.reduction == Reduction::Sum { 1.0 } else { case.weight(batch) / total };
+                model.loss(batch, &device) * f64_of(factor, &device)
+            };
+            let loss = batches.iter().map(part).reduce(|a, b| a + b).unwrap();
+            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            model = optim.step(0.05, model, grads);
+        }
+    }
+    values(&model)
+}
+
+/// On each rank: values and hash after the last epoch, and what `join` returned after each.
+fn together(case: &Case, ddp: &Ddp, model: Heads) -> anyhow::Result<(Vec<Vec<f64>>, String, Vec<usize>)> {
+    let device = ddp.device()?.autodiff();
+    let config = WrapConfig::new()
+        .with_accumulation(case.accumulation)
+        .with_reduction(case.reduction)
+        .with_bucket_cap_bytes(case.bucket_cap_bytes)
+        .with_first_bucket_cap_bytes(case.bucket_cap_bytes)
+        .with_overlap(case.overlap)
+        .with_replica_check(case.replica_check);
+    let (mut model, mut optim) = (ddp.wrap_with(model, &config)?, SgdConfig::new().init());
+    let mut missed = Vec::new();
+    for ranks in &case.epochs {
+        for (nth, batch) in ranks[ddp.rank()].iter().enumerate() {
+            if case.weighted {
+                ddp.weight(batch.items as f64)?;
+            }
+            let grads = ddp.backward(&model.loss(batch, &device), &model)?;
+            if (nth + 1) % case.accumulation == 0 {
+                let grads = GradientsParams::from_grads(grads, &model);
+                model = optim.step(0.05, model, grads);
+            }
+        }
+        missed.push(ddp.join(&mut model, &mut optim)?);
+    }
+    Ok((values(&model), param_hash(&model)?, missed))
+}
+
+fn spawn<T: Send>(world: usize, f: impl Fn(Ddp) -> anyhow::Result<T> + Sync) -> Result<Vec<T>> {
+    let options = Options { timeout: Duration::from_secs(20), ..Options::default() };
+    Ddp::spawn_with(world, options, f)
+}
+
+#[test]
+fn uneven_loaders_follow_one_rank() {
+    let mut uneven = 0;
+    for seed in 0..120 {
+        let case = Case::new(seed);
+        let plain = to_f64(Heads::new(&Device::flex().autodiff()));
+        let oracle = alone(&case, plain.clone());
+        let ranks = spawn(case.epochs[0].len(), |ddp| together(&case, &ddp, plain.clone()))
+            .unwrap_or_else(|e| panic!("case {seed}: {e}\n{case:#?}"));
+        for (rank, (values, hash, missed)) in ranks.iter().enumerate() {
+            assert_eq!(*hash, ranks[0].1, "case {seed}: rank {rank} differs from rank 0\n{case:#?}");
+            let d = distance(values, &oracle);
+            assert!(d <= 1e-10, "case {seed}: {d:e} away from one rank\n{case:#?}");
+            for (missed, of_epoch) in missed.iter().zip(&case.epochs) {
+                let steps = |batches: &Vec<Batch>| batches.len() / case.accumulation;
+                assert_eq!(*missed, of_epoch.iter().map(steps).max().unwrap() - steps(&of_epoch[rank]), "case {seed}");
+                uneven += usize::from(*missed > 0);
+            }
+        }
+    }
+    assert!(uneven > 50, "most cases are even: {uneven}");
+}
+
+#[derive(Module, Debug)]
+struct Normed {
+    a: Linear,
+    norm: BatchNorm,
+    b: Linear,
+}
+
+impl Normed {
+    fn new(device: &Device) -> Self {
+        let init = |i, o| LinearConfig::new(i, o).init(device);
+        Normed { a: init(6, 4), norm: BatchNormConfig::new(4).init(device), b: init(4, 3) }
+    }
+
+    fn loss(&self, x: Tensor<2>) -> Tensor<1> {
+        self.b.forward(self.norm.forward(self.a.forward(x))).powf_scalar(2.0).mean()
+    }
+
+    /// Mean and variance, with the last forward in them.
+    fn statistics(&self) -> [Vec<f32>; 2] {
+        let model = self.valid();
+        [model.norm.running_mean.value(), model.norm.running_var.value()].map(|t| t.into_data().try_to_vec().unwrap())
+    }
+}
+
+/// `batches[epoch][rank]` steps of Adam; this rank's model, its hash, and the statistics that its last forward left.
+fn train_normed(
+    ddp: &Ddp,
+    policy: BufferPolicy,
+    batches: &[Vec<usize>],
+) -> anyhow::Result<(Normed, String, [Vec<f32>; 2])> {
+    let device = ddp.device()?.autodiff();
+    let config = WrapConfig::new().with_buffers(policy);
+    let mut model = ddp.wrap_with(Normed::new(&device), &config)?;
+    let mut optim: ModuleOptimizer = AdamConfig::new().init();
+    let mut last = model.statistics();
+    for of_ranks in batches {
+        for batch in 0..of_ranks[ddp.rank()] {
+            let start = 100 * batch + 10 * ddp.rank();
+            let loss = model.loss(rows(start, 4, 6, 1, DType::F32, &device));
+            last = model.statistics();
+            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            model = optim.step(1e-2, model, grads);
+        }
+        ddp.join(&mut model, &mut optim)?;
+    }
+    let hash = param_hash(&model)?;
+    Ok((model, hash, last))
+}
+
+#[test]
+fn statistics_and_moments_come_from_a_rank_that_trained_to_the_end() {
+    for policy in [BufferPolicy::Average, BufferPolicy::Broadcast, BufferPolicy::Local] {
+        let ranks = spawn(3, |ddp| {
+            // Rank 0 is the first to join, then the last; rank 2 alone ends the first epoch. Other moments would part the ranks.
+            let (model, hash, last) = train_normed(&ddp, policy, &[vec![1, 2, 5]])?;
+            assert_eq!(model.statistics(), ddp.group().broadcast_object(Some(last), 2)?, "{policy:?} on {ddp:?}");
+            let (_, again, _) = train_normed(&ddp, policy, &[vec![1, 2, 5], vec![4, 4, 0], vec![3, 3, 3]])?;
+            Ok((hash, again))
+        })
+        .unwrap();
+        assert!(
+            ranks.iter().all(|hashes| policy == BufferPolicy::Local || *hashes == ranks[0]),
+            "{policy:?} {ranks:?}"
+        );
+        assert!(ranks.iter().all(|(hash, _)| *hash == ranks[0].0), "{policy:?} {ranks:?}");
+    }
+}
+
+#[test]
+fn ranks_that_disagree_hear_of_it() {
+    let begin = std::time::Instant::now();
+    // Rank 1 ends before the others, and leaves.
+    let error = spawn(3, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let (mut model, mut optim) = (ddp.wrap(Heads::new(&device))?, SgdConfig::new().init());
+        if ddp.rank() != 1 {
+            ddp.join(&mut model, &mut optim)?;
+        }
+        Ok(())
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("rank 1") && error.contains("left"), "{error}");
+
+    // A rank that only leaves its loop is an error for those that train, as ever.
+    let error = spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(to_f64(Heads::new(&device)))?;
+        for start in 0..3 + ddp.rank() {
+            ddp.backward(&model.loss(&Batch { start, items: 1, head: 0 }, &device), &model)?;
+        }
+        Ok(())
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("rank 0") && error.contains("left"), "{error}");
+    assert!(begin.elapsed() < Duration::from_secs(20), "nobody waits for the deadline");
+
+    let error = spawn(2, |ddp| {
+        let mut model = Heads::new(&ddp.device()?.autodiff());
+        Ok(ddp.join(&mut model, &mut SgdConfig::new().init()).unwrap_err().to_string())
+    });
+    assert!(error.unwrap().iter().all(|error| error.contains("not wrapped")));
+}
+
+/// The rank whose loader gave nothing at all, and whose optimizer has no state.
+#[test]
+fn a_rank_may_have_no_data() {
+    let hashes = spawn(2, |ddp| {
+        let (_, hash, _) = train_normed(&ddp, BufferPolicy::Average, &[vec![0, 3], vec![2, 2]])?;
+        // Nobody has any.
+        let (_, nothing, _) = train_normed(&ddp, BufferPolicy::Average, &[vec![0, 0], vec![0, 0]])?;
+        Ok((hash, nothing))
+    })
+    .unwrap();
+    assert_eq!(hashes[0], hashes[1]);
+    assert_ne!(hashes[0].0, hashes[0].1);
+}
