@@ -2,14 +2,14 @@
 
 use burn::tensor::kind::Basic;
 use burn::tensor::{Tensor, TensorData};
-use burn_ddp_comm::{DType, ReduceOp};
+use burn_ddp_comm::{DType, ProcessGroup, ReduceOp};
 
 use crate::convert::comm_dtype;
 use crate::ddp::Ddp;
 use crate::{Error, Result};
 
 /// Collectives on tensors. Shapes and dtypes must agree between ranks; results are on the device of the input, outside any
-/// autodiff graph.
+/// autodiff graph: [`Ddp::differentiable`] has those that gradients go through.
 impl Ddp {
     /// Reduces element by element over all ranks. *Collective*, blocking.
     ///
@@ -34,9 +34,7 @@ impl Ddp {
     #[track_caller]
     pub fn all_reduce<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, op: ReduceOp) -> Result<Tensor<D, K>> {
         let device = tensor.device();
-        let (dtype, mut data) = read(tensor)?;
-        in_place(&mut data, |bytes| self.group().all_reduce_bytes(dtype, bytes, op, 0))?;
-        Ok(back(data, &device))
+        Ok(back(all_reduce(self.group(), read(tensor)?, op)?, &device))
     }
 
     /// Copies `root`'s tensor to all ranks. *Collective*, blocking.
@@ -64,11 +62,7 @@ impl Ddp {
     #[track_caller]
     pub fn all_gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
         let device = tensor.device();
-        let (dtype, data) = read(tensor)?;
-        let mut shape = data.shape().clone();
-        let bytes = self.group().all_gather_bytes(dtype, data.as_bytes())?;
-        shape[0] *= self.world_size();
-        Ok(back(TensorData::from_bytes_vec(bytes, shape, data.dtype()), &device))
+        Ok(back(all_gather(self.group(), read(tensor)?)?, &device))
     }
 
     /// Reduces over all ranks and leaves each rank its slice of dimension 0. *Collective*, blocking.
@@ -81,13 +75,7 @@ impl Ddp {
     #[track_caller]
     pub fn reduce_scatter<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, op: ReduceOp) -> Result<Tensor<D, K>> {
         let device = tensor.device();
-        let (dtype, data) = read(tensor)?;
-        let mut shape = data.shape().clone();
-        self.check_rows("reduce_scatter", shape[0])?;
-        shape[0] /= self.world_size();
-        let mut out = vec![0u8; data.as_bytes().len() / self.world_size()];
-        self.group().reduce_scatter_bytes(dtype, data.as_bytes(), &mut out, op)?;
-        Ok(back(TensorData::from_bytes_vec(out, shape, data.dtype()), &device))
+        Ok(back(reduce_scatter(self.group(), read(tensor)?, op)?, &device))
     }
 
     /// Reduces element by element onto `root`. *Collective*, blocking.
@@ -180,7 +168,7 @@ impl Ddp {
     pub fn all_to_all<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
         let device = tensor.device();
         let (dtype, data) = read(tensor)?;
-        self.check_rows("all_to_all", data.shape()[0])?;
+        check_rows("all_to_all", data.shape()[0], self.world_size())?;
         let mut out = vec![0u8; data.as_bytes().len()];
         self.group().all_to_all_bytes(dtype, data.as_bytes(), &mut out)?;
         Ok(back(TensorData::from_bytes_vec(out, data.shape().clone(), data.dtype()), &device))
@@ -211,25 +199,55 @@ impl Ddp {
         in_place(&mut data, |bytes| self.group().recv_bytes(dtype, bytes, from))?;
         Ok(back(data, &device))
     }
-
-    fn check_rows(&self, what: &str, rows: usize) -> Result<()> {
-        if rows.is_multiple_of(self.world_size()) {
-            return Ok(());
-        }
-        Err(Error::Use(format!(
-            "{what} splits dimension 0 over the ranks: {rows} rows do not divide by {} ranks",
-            self.world_size()
-        )))
-    }
 }
 
-fn read<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Result<(DType, TensorData)> {
+#[track_caller]
+pub(crate) fn all_reduce(group: &ProcessGroup, elements: (DType, TensorData), op: ReduceOp) -> Result<TensorData> {
+    let (dtype, mut data) = elements;
+    in_place(&mut data, |bytes| group.all_reduce_bytes(dtype, bytes, op, 0))?;
+    Ok(data)
+}
+
+#[track_caller]
+pub(crate) fn all_gather(group: &ProcessGroup, elements: (DType, TensorData)) -> Result<TensorData> {
+    let (dtype, data) = elements;
+    let mut shape = data.shape().clone();
+    let bytes = group.all_gather_bytes(dtype, data.as_bytes())?;
+    shape[0] *= group.world_size();
+    Ok(TensorData::from_bytes_vec(bytes, shape, data.dtype()))
+}
+
+#[track_caller]
+pub(crate) fn reduce_scatter(group: &ProcessGroup, elements: (DType, TensorData), op: ReduceOp) -> Result<TensorData> {
+    let (dtype, data) = elements;
+    let mut shape = data.shape().clone();
+    check_rows("reduce_scatter", shape[0], group.world_size())?;
+    shape[0] /= group.world_size();
+    let mut out = vec![0u8; data.as_bytes().len() / group.world_size()];
+    group.reduce_scatter_bytes(dtype, data.as_bytes(), &mut out, op)?;
+    Ok(TensorData::from_bytes_vec(out, shape, data.dtype()))
+}
+
+fn check_rows(what: &str, rows: usize, ranks: usize) -> Result<()> {
+    if rows.is_multiple_of(ranks) {
+        return Ok(());
+    }
+    Err(Error::Use(format!("{what} splits dimension 0 over the ranks: {rows} rows do not divide by {ranks} ranks")))
+}
+
+/// The elements of a tensor, for a collective.
+pub(crate) fn read<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Result<(DType, TensorData)> {
     if D == 0 {
         return Err(Error::Use("collectives take tensors of one dimension or more".into()));
     }
     // On Flex a tensor that nobody else holds gives its memory away: no copy.
     let data =
         tensor.try_into_data().map_err(|e| Error::Use(format!("reading the tensor from its device failed: {e:?}")))?;
+    with_dtype(data)
+}
+
+/// Elements and their type, as collectives take them.
+pub(crate) fn with_dtype(data: TensorData) -> Result<(DType, TensorData)> {
     let dtype = comm_dtype(data.dtype())
         .ok_or_else(|| Error::Use(format!("tensors of dtype {:?} cannot be sent between ranks", data.dtype())))?;
     Ok((dtype, data))
@@ -240,7 +258,8 @@ fn in_place(data: &mut TensorData, f: impl FnOnce(&mut [u8]) -> burn_ddp_comm::R
     Ok(())
 }
 
-fn back<const D: usize, K: Basic>(data: TensorData, device: &burn::tensor::Device) -> Tensor<D, K> {
+/// A tensor of these elements.
+pub(crate) fn back<const D: usize, K: Basic>(data: TensorData, device: &burn::tensor::Device) -> Tensor<D, K> {
     let dtype = data.dtype();
     Tensor::from_data(data, (device, dtype))
 }

@@ -61,6 +61,8 @@ struct Inner {
     world: World,
     /// For the user's calls and for `wrap`; each wrapped model has a group of its own.
     group: ProcessGroup,
+    /// For collectives of which the backward is a collective, too. Made at the first of them.
+    graph_group: Mutex<Option<Arc<ProcessGroup>>>,
     weights: Weights,
     stats: StatsCell,
     loaders: AtomicU64,
@@ -117,6 +119,7 @@ impl Ddp {
             inner: Arc::new(Inner {
                 world,
                 group,
+                graph_group: Mutex::new(None),
                 weights: Weights::default(),
                 stats: StatsCell::default(),
                 loaders: AtomicU64::new(0),
@@ -176,6 +179,16 @@ impl Ddp {
     #[must_use]
     pub fn group(&self) -> &ProcessGroup {
         &self.inner.group
+    }
+
+    /// The group of collectives in forwards and their backwards, which have one order on all ranks. *Collective* at first.
+    #[track_caller]
+    pub(crate) fn graph_group(&self) -> Result<Arc<ProcessGroup>> {
+        let mut group = self.inner.graph_group.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*group {
+            Some(group) => Ok(group.clone()),
+            None => Ok(group.insert(Arc::new(self.world().group()?)).clone()),
+        }
     }
 
     /// This rank's device: the accelerator with this local rank, or the CPU where there is none. Add `.autodiff()` for training.

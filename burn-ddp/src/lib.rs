@@ -51,15 +51,18 @@
 mod agree;
 mod buffers;
 mod burnpack;
+mod clip;
 mod collective;
 mod convert;
 pub mod data;
 mod ddp;
 mod device;
+mod differentiable;
 mod error;
 mod horovod;
 mod join;
 mod optimizer_state;
+pub mod nn;
 mod reducer;
 mod replicas;
 mod save;
@@ -75,7 +78,9 @@ pub use buffers::BufferPolicy;
 /// Ranks talking: the crate `burn-ddp-comm`.
 pub use burn_ddp_comm as comm;
 pub use burn_ddp_comm::{Options, ReduceOp};
+pub use clip::{clip_grad_norm, clip_grad_value, grad_norm};
 pub use ddp::Ddp;
+pub use differentiable::{Adjoint, CollectiveBackend, Differentiable};
 pub use error::{Error, Result};
 pub use reducer::Reduction;
 pub use save::param_hash;

@@ -44,6 +44,12 @@ pub(crate) struct Batch {
     pub(crate) step: Option<Step>,
 }
 
+impl Inner {
+    fn items(&self) -> f64 {
+        self.explicit.unwrap_or_else(|| self.items.map_or(1.0, |n| n as f64))
+    }
+}
+
 impl Weights {
     /// A loader hands out a batch of `items`.
     pub(crate) fn batch_read(&self, step: Step, items: usize) {
@@ -78,6 +84,11 @@ impl Weights {
         Ok(())
     }
 
+    /// Items that the running or next backward stands for.
+    pub(crate) fn items(&self) -> f64 {
+        self.lock().items()
+    }
+
     /// A backward begins.
     pub(crate) fn take(&self) -> Result<Batch> {
         let mut w = self.lock();
@@ -93,8 +104,7 @@ impl Weights {
         if let Some(step) = step {
             w.used.insert(step.loader, step);
         }
-        let items = w.explicit.unwrap_or_else(|| w.items.map_or(1.0, |n| n as f64));
-        Ok(Batch { items, number: w.batches, step })
+        Ok(Batch { items: w.items(), number: w.batches, step })
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
@@ -115,6 +125,7 @@ mod tests {
         let w = Weights::default();
         assert_eq!(w.take().unwrap().items, 1.0);
         w.batch_read(step(0), 7);
+        assert_eq!(w.items(), 7.0, "and looking takes nothing");
         assert_eq!(w.take().unwrap(), Batch { items: 7.0, number: 1, step: Some(step(0)) });
         assert_eq!(w.used(0, 5), Some(3));
         assert_eq!(w.take().unwrap().items, 7.0, "a second backward on the same batch has the same weight");

@@ -170,6 +170,10 @@ impl Reducer {
         self.id
     }
 
+    pub(crate) fn reduction(&self) -> Reduction {
+        self.settings.reduction
+    }
+
     /// Reductions done so far.
     pub(crate) fn step(&self) -> u64 {
         self.step

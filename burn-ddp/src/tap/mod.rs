@@ -17,6 +17,7 @@ use crate::ddp::Ddp;
 use crate::{Error, Result};
 pub use memory::GradientMemory;
 pub use ops::{DdpBackend, TapHandle};
+pub(crate) use tapped::fail;
 pub(crate) use tapped::{SharedBuffers, Tapped};
 use tapped::{lost_tap, past_tap};
 
@@ -112,6 +113,11 @@ impl Tap {
             yielded: Number::default(),
             used: Number::default(),
         }
+    }
+
+    /// The wrapped model that this tap is a part of.
+    pub(crate) fn tapped(&self) -> &Arc<Tapped> {
+        &self.handle.tapped
     }
 
     /// Whether the optimizer that is mapping has used the average that was yielded: then it treats the parameter's id like any other,

@@ -20,7 +20,7 @@ use super::waiting::Waiting;
 use crate::buffers::{self, BufferPolicy, Buffers};
 use crate::convert::{burn_dtype, comm_dtype};
 use crate::ddp::Ddp;
-use crate::reducer::{Beside, Reducer};
+use crate::reducer::{Beside, Reducer, Reduction};
 use crate::{Error, Result, replicas};
 
 /// Depth that each read of a parameter adds to the ladder: about what a layer adds to the graph.
@@ -252,6 +252,11 @@ impl Tapped {
         }
     }
 
+    /// Whether a rank's gradients count by its items.
+    pub(crate) fn weighs_items(&self) -> bool {
+        self.lock().reducer.reduction() == Reduction::Mean
+    }
+
     /// Whether the next reduction compares the ranks' parameters.
     pub(crate) fn compares(&self) -> bool {
         self.comparing.load(Ordering::Acquire)
@@ -361,7 +366,7 @@ impl Tapped {
         drop(guard);
         self.ended.fetch_add(1, Ordering::AcqRel);
         if let Err(e) = result {
-            self.fail(e);
+            fail(&self.ddp, e);
         }
     }
 
@@ -772,6 +777,26 @@ impl State {
         self.departed = false;
         self.reads = 0;
         self.slots.iter_mut().for_each(|s| *s = SlotState::default());
+    }
+}
+
+/// A backward has failed: the other ranks hear of it, and `Ddp::backward` if it runs on this thread, else this panics.
+pub(crate) fn fail(ddp: &Ddp, error: Error) {
+    // What only this rank knows ends the others' waits, with the reason.
+    if !matches!(error, Error::Comm(_)) {
+        ddp.world().fail(error.to_string());
+    }
+    let unheard = CAPTURED.with_borrow_mut(|captured| match captured {
+        Some(first) => {
+            first.get_or_insert(error);
+            None
+        }
+        None => Some(error),
+    });
+    if let Some(error) = unheard {
+        panic!(
+            "{error}\nnote: `loss.backward()` cannot return an error; `ddp.backward(&loss, &model)` returns this one"
+        );
     }
 }
 

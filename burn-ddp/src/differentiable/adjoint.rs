@@ -1,0 +1,45 @@
+//! What a collective does to gradients.
+
+use std::sync::Arc;
+
+use burn::tensor::TensorData;
+use burn_ddp_comm::{ProcessGroup, ReduceOp};
+
+use crate::Result;
+use crate::collective::{all_gather, all_reduce, reduce_scatter, with_dtype};
+use crate::ddp::Ddp;
+
+/// The way back through a collective. Opaque: made by [`Differentiable`](super::Differentiable), passed through
+/// [`CollectiveBackend`](super::CollectiveBackend).
+#[derive(Clone, Debug)]
+pub struct Adjoint {
+    /// Without presence: Burn may keep it for long.
+    pub(crate) ddp: Ddp,
+    pub(crate) group: Arc<ProcessGroup>,
+    pub(crate) kind: Kind,
+}
+
+/// Named by the collective whose adjoint it is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Kind {
+    AllReduce(ReduceOp),
+    AllGather,
+    ReduceScatter(ReduceOp),
+}
+
+impl Adjoint {
+    /// The gradient of a rank's input, from the gradients that all ranks have of their outputs. *Collective*.
+    pub(crate) fn apply(&self, gradient: TensorData) -> Result<TensorData> {
+        let gradient = with_dtype(gradient)?;
+        match self.kind {
+            Kind::AllReduce(op) => all_reduce(&self.group, gradient, op),
+            Kind::AllGather => reduce_scatter(&self.group, gradient, ReduceOp::Sum),
+            Kind::ReduceScatter(_) => all_gather(&self.group, gradient),
+        }
+    }
+
+    /// By how much [`apply`](Self::apply) is too large.
+    pub(crate) fn excess(&self) -> Option<f64> {
+        matches!(self.kind, Kind::ReduceScatter(ReduceOp::Mean)).then(|| self.group.world_size() as f64)
+    }
+}

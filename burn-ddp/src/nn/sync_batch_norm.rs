@@ -1,0 +1,196 @@
+//! Batch normalisation over the batch of all ranks.
+
+use burn::backend::Dispatch;
+use burn::module::{
+    Content, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
+};
+use burn::nn::BatchNorm;
+use burn::tensor::{Device, Tensor};
+
+use super::moments::{Moments, per_channel, wide};
+use super::ops::{SyncBatchNormBackend, SyncedBatch};
+use crate::tap::{Tap, Tapped};
+use crate::{Error, Result};
+
+/// Batch normalisation whose mean and variance are those of the items of **all** ranks, as in `torch.nn.SyncBatchNorm`: N ranks
+/// with b items each train like one with N·b.
+///
+/// A Burn [`BatchNorm`] in other clothes. It holds one, has the same parameters, running statistics and settings under the same
+/// names, and so loads the records of models with Burn's layer, and saves what they load. Declare the field of the model as
+/// `SyncBatchNorm` and make it by `BatchNormConfig::new(channels).init(device).into()`; [`Ddp::wrap`](crate::Ddp::wrap) does the
+/// rest, by which it learns of the ranks. Where there is nobody else it is Burn's layer, bit for bit: in a model that is not
+/// wrapped, in a world of 1, in evaluation (`valid()`, or frozen).
+///
+/// In training, each forward is a *collective* (an all-gather of count, mean and variance) and so is its backward (an all-reduce of
+/// two sums per channel), both small: what they cost is waiting for each other. All ranks must make the same passes through
+/// the layer, with any number of items each, also none on some, and run their backwards. That includes `no_sync` and accumulation: the
+/// same number of micro-batches everywhere.
+///
+/// Ranks count by their items, in the average of gradients too: with the weights of [`Ddp::weight`](crate::Ddp::weight) or of
+/// the loader, as [`wrap`](crate::Ddp::wrap) uses them, gradients are those of the mean over all items, whatever the split.
+///
+/// Running statistics are updated by the momentum as in Burn, with the biased variance (torch keeps the unbiased one), and are
+/// the same bits on all ranks: [`BufferPolicy::Local`](crate::BufferPolicy::Local) spares averaging them, if all layers are
+/// of this kind. Means and variances are merged in f64; with half precision everything inside is f32.
+///
+/// ```
+/// use burn::nn::BatchNormConfig;
+/// use burn::prelude::*;
+/// use burn_ddp::nn::SyncBatchNorm;
+/// use burn_ddp::prelude::*;
+///
+/// let normalised = Ddp::spawn(2, |ddp| {
+///     let device = ddp.device()?.autodiff();
+///     let norm: SyncBatchNorm = BatchNormConfig::new(1).init(&device).into();
+///     let norm = ddp.wrap(norm)?;
+///     let x = Tensor::<2>::from_floats([[ddp.rank() as f32]], &device); // 0 on rank 0, 1 on rank 1
+///     Ok(norm.forward(x).into_scalar::<f32>().round())
+/// })?;
+/// assert_eq!(normalised, [-1.0, 1.0]); // alone, each of them would be 0
+/// # Ok::<(), burn_ddp::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct SyncBatchNorm {
+    /// Parameters, running statistics and settings.
+    pub norm: BatchNorm,
+}
+
+impl From<BatchNorm> for SyncBatchNorm {
+    fn from(norm: BatchNorm) -> Self {
+        SyncBatchNorm { norm }
+    }
+}
+
+impl From<SyncBatchNorm> for BatchNorm {
+    fn from(sync: SyncBatchNorm) -> Self {
+        sync.norm
+    }
+}
+
+impl SyncBatchNorm {
+    /// Normalises `[items, channels, …]`, and keeps the shape. *Collective* in training.
+    ///
+    /// # Panics
+    ///
+    /// As Burn's layer, if the input has another number of channels. In training also with the full report if a peer failed
+    /// or called something else, since a forward cannot return an error; and if no rank has an item.
+    #[track_caller]
+    pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        let tapped = self.norm.gamma.reparameterization::<Tap>().map(Tap::tapped);
+        let training = input.device().is_autodiff() && self.norm.training.is_enabled();
+        match tapped {
+            Some(tapped) if training && tapped.ddp.world_size() > 1 => {
+                self.forward_train(input, tapped).unwrap_or_else(|error| {
+                    // What only this rank knows ends the others' waits, with the reason.
+                    if !matches!(error, Error::Comm(_)) {
+                        tapped.ddp.world().fail(error.to_string());
+                    }
+                    panic!("{error}")
+                })
+            }
+            _ => self.norm.forward(input),
+        }
+    }
+
+    #[track_caller]
+    fn forward_train<const D: usize>(&self, input: Tensor<D>, tapped: &Tapped) -> Result<Tensor<D>> {
+        let [channels] = self.norm.gamma.dims();
+        burn::tensor::assert_shape!(input, [_, channels, ..]);
+        let device = input.device();
+        let group = tapped.ddp.graph_group()?;
+        let moments = Moments::of(input.clone().inner())?.gather(&group)?;
+        let dtype = wide(input.dtype());
+        let tensor = |values: &[f64]| per_channel(values, dtype, &device);
+        let (mean, variance) = (tensor(&moments.means), tensor(&moments.variances));
+        self.update(&mean, &variance);
+        let batch = SyncedBatch {
+            ddp: tapped.ddp.clone(),
+            group,
+            count: moments.count,
+            weighs_items: tapped.weighs_items(),
+            epsilon: self.norm.epsilon,
+        };
+        Ok(Tensor::from_dispatch(Dispatch::sync_batch_norm(
+            input.into_dispatch(),
+            self.norm.gamma.val().into_dispatch(),
+            self.norm.beta.val().into_dispatch(),
+            mean.into_dispatch(),
+            variance.into_dispatch(),
+            batch,
+        )))
+    }
+
+    /// The running statistics take in those of a batch, as in Burn's layer.
+    fn update(&self, mean: &Tensor<1>, variance: &Tensor<1>) {
+        let momentum = self.norm.momentum;
+        for (state, new) in [(&self.norm.running_mean, mean), (&self.norm.running_var, variance)] {
+            let old = state.value_sync().to_device(&new.device());
+            let new = new.clone().cast(old.dtype()).mul_scalar(momentum);
+            state.update(old.mul_scalar(1.0 - momentum).add(new).detach());
+        }
+    }
+}
+
+/// All of it is the inner layer's, so paths and names are, too.
+impl Module for SyncBatchNorm {
+    fn collect_devices(&self, devices: Vec<Device>) -> Vec<Device> {
+        self.norm.collect_devices(devices)
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        self.norm.fork(device).into()
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        self.norm.to_device(device).into()
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        self.norm.visit(visitor);
+    }
+
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        self.norm.map(mapper).into()
+    }
+
+    fn train(self) -> Self {
+        self.norm.train().into()
+    }
+
+    fn valid(&self) -> Self {
+        self.norm.valid().into()
+    }
+
+    fn materialize(self) -> Self {
+        self.norm.materialize().into()
+    }
+}
+
+impl ModuleDisplay for SyncBatchNorm {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        self.norm.custom_settings()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        self.norm.custom_content(content)
+    }
+}
+
+impl ModuleDisplayDefault for SyncBatchNorm {
+    fn content(&self, content: Content) -> Option<Content> {
+        self.norm.content(content).map(|content| content.set_top_level_type("SyncBatchNorm"))
+    }
+
+    fn num_params(&self) -> usize {
+        Module::num_params(&self.norm)
+    }
+}
+
+impl std::fmt::Display for SyncBatchNorm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.format(DisplaySettings::default()))
+    }
+}
+
+#[cfg(test)]
+mod tests;
