@@ -40,7 +40,10 @@
 //! |---|---|
 //! | [`Ddp`] | one rank: `init`, `launch`, `spawn`; `wrap`; `mean`, `save`, collectives on tensors |
 //! | [`WrapConfig`], [`Reduction`], [`BufferPolicy`] | accumulation, mean or sum, bucket sizes, running statistics |
+//! | [`nn`] | `SyncBatchNorm`: the batch of all ranks |
+//! | [`clip_grad_norm`], [`clip_grad_value`], [`grad_norm`] | on averaged gradients |
 //! | [`data`] | this rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
+//! | [`Differentiable`] | collectives that gradients go through |
 //! | [`DdpBackend`], [`GradientMemory`] | the backend extension that intercepts gradients, and what a backend's memory can do; used by `wrap` |
 //! | [`comm`] | below: worlds, process groups, collectives on slices; knows nothing of Burn |
 //! | [`Error`] | what can go wrong |

@@ -191,6 +191,3 @@ impl std::fmt::Display for SyncBatchNorm {
         f.write_str(&self.format(DisplaySettings::default()))
     }
 }
-
-#[cfg(test)]
-mod tests;

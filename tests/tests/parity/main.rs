@@ -2,6 +2,7 @@
 
 mod mlp;
 mod models;
+mod sync_bn;
 
 use anyhow::{Result, ensure};
 
