@@ -12,7 +12,7 @@ use burn::backend::{Backend, TensorMetadata, backend_extension};
 use burn::tensor::{TensorData, read_sync};
 
 use super::adjoint::Adjoint;
-use crate::tap::fail;
+use crate::tap::{fail, rung_above, untracked};
 use crate::{Error, Result};
 
 /// What burn-ddp adds to a Burn backend for [`Ddp::differentiable`](crate::Ddp::differentiable), which calls it.
@@ -32,11 +32,11 @@ impl CollectiveBackend for Flex {}
 #[derive(Debug)]
 struct Collective;
 
-impl<B: Backend> Backward<B, 1> for Collective {
+impl<B: Backend> Backward<B, 2> for Collective {
     type State = Adjoint;
 
-    fn backward(self, ops: Ops<Adjoint, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let [Some(x)] = ops.parents else { return };
+    fn backward(self, ops: Ops<Adjoint, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let [Some(x), _] = ops.parents else { return };
         let gradient = grads.consume::<B>(&ops.node);
         let device = gradient.device();
         let back = read::<B>(gradient).and_then(|data| ops.state.apply(data));
@@ -52,8 +52,11 @@ impl<B: Backend> Backward<B, 1> for Collective {
 
 impl<B: CollectiveBackend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C> {
     fn collective(x: FloatTensor<Self>, y: FloatTensor<Self>, adjoint: Adjoint) -> FloatTensor<Self> {
+        // Even on a leaf the node is deeper than the gates of wrapped models, of which the last one waits for its averages: all ranks
+        // come here first.
+        let rung = rung_above::<B, C>(untracked::<B>(y.primitive().clone()));
         // Bound by computation, so that gradient checkpointing never repeats what takes all ranks.
-        match Backward::<B, 1>::prepare::<C>(Collective, [x.node()]).compute_bound().stateful() {
+        match Backward::<B, 2>::prepare::<C>(Collective, [x.node(), rung.node()]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish(adjoint, y.into_primitive()),
             OpsKind::UnTracked(prep) => prep.finish(y.into_primitive()),
         }

@@ -158,12 +158,12 @@ fn a_peer_that_runs_no_backward_is_named() {
         let e = Ddp::spawn(2, |ddp| {
             let device = ddp.device()?.autodiff();
             let model = ddp.wrap(LinearConfig::new(2, 2).init(&device))?;
-            let y = ddp.differentiable().all_gather(model.forward(Tensor::ones([1, 2], &device)))?;
+            let y = ddp.differentiable().all_gather(model.forward(Tensor::<2>::ones([1, 2], &device)))?;
             if ddp.rank() == 1 {
                 return Ok(String::new());
             }
             if captured {
-                return Ok(ddp.backward(&y.sum(), &model).unwrap_err().to_string());
+                return Ok(ddp.backward(&y.sum(), &model).map(drop).unwrap_err().to_string());
             }
             let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| y.sum().backward())).map(drop);
             Ok(panic.unwrap_err().downcast_ref::<String>().cloned().unwrap_or_default())

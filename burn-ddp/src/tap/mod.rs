@@ -17,6 +17,7 @@ use crate::ddp::Ddp;
 use crate::{Error, Result};
 pub use memory::GradientMemory;
 pub use ops::{DdpBackend, TapHandle};
+pub(crate) use ops::{rung_above, untracked};
 pub(crate) use tapped::fail;
 pub(crate) use tapped::{SharedBuffers, Tapped};
 use tapped::{lost_tap, past_tap};

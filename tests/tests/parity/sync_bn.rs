@@ -167,7 +167,7 @@ impl Net {
 fn training() -> Result<()> {
     let torch = torch().training;
     for (world_size, dtype, tolerance) in [(2, DType::F64, 1e-9), (3, DType::F64, 1e-9), (3, DType::F32, 1e-4)] {
-        let results = Ddp::spawn(world_size, |ddp| Ok(train(&torch, &ddp, dtype)?))?;
+        let results = Ddp::spawn(world_size, |ddp| train(&torch, &ddp, dtype))?;
         for (losses, first, last, means, hash) in &results {
             close(losses, &torch.losses, tolerance).context("losses")?;
             compare(first, &torch.first_gradients, tolerance).context("first gradients")?;
