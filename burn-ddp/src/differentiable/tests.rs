@@ -66,7 +66,7 @@ fn all_reduce_follows_one_process() {
     follows(
         |_| 4,
         |ddp, x| ddp.differentiable().all_reduce(x, ReduceOp::Mean),
-        |x| vec![sum(x) / x.len() as f64; x.len()],
+        |x| vec![sum(x) * (1.0 / x.len() as f64); x.len()],
     );
 }
 
@@ -81,7 +81,7 @@ fn reduce_scatter_follows_one_process() {
     follows(
         |n| 2 * n,
         |ddp, x| ddp.differentiable().reduce_scatter(x, ReduceOp::Mean),
-        |x| slices(&(sum(x) / x.len() as f64), x.len()),
+        |x| slices(&(sum(x) * (1.0 / x.len() as f64)), x.len()),
     );
 }
 
@@ -99,7 +99,7 @@ fn several_in_one_graph_come_back_in_order() {
         },
         |x| {
             let n = x.len() as f64;
-            let a = sum(&x.iter().map(|x| x.clone().tanh()).collect::<Vec<_>>()) / n;
+            let a = sum(&x.iter().map(|x| x.clone().tanh()).collect::<Vec<_>>()) * (1.0 / n);
             let ab = a * sum(x);
             vec![sum(&x.iter().map(|x| ab.clone() + x.clone()).collect::<Vec<_>>()); x.len()]
         },
