@@ -9,8 +9,8 @@ use burn::tensor::{Device, Tensor};
 
 use super::moments::{Moments, per_channel, wide};
 use super::ops::{SyncBatchNormBackend, SyncedBatch};
-use crate::tap::{Tap, Tapped};
-use crate::{Error, Result};
+use crate::Result;
+use crate::tap::{Tap, Tapped, tell_peers};
 
 /// Batch normalisation whose mean and variance are those of the items of **all** ranks, as in `torch.nn.SyncBatchNorm`: N ranks
 /// with b items each train like one with N·b.
@@ -81,10 +81,7 @@ impl SyncBatchNorm {
         match tapped {
             Some(tapped) if training && tapped.ddp.world_size() > 1 => {
                 self.forward_train(input, tapped).unwrap_or_else(|error| {
-                    // What only this rank knows ends the others' waits, with the reason.
-                    if !matches!(error, Error::Comm(_)) {
-                        tapped.ddp.world().fail(error.to_string());
-                    }
+                    tell_peers(&tapped.ddp, &error);
                     panic!("{error}")
                 })
             }

@@ -18,8 +18,7 @@ use crate::{Error, Result};
 pub use memory::GradientMemory;
 pub use ops::{DdpBackend, TapHandle};
 pub(crate) use ops::{rung_above, untracked};
-pub(crate) use tapped::fail;
-pub(crate) use tapped::{SharedBuffers, Tapped};
+pub(crate) use tapped::{SharedBuffers, Tapped, fail, tell_peers};
 use tapped::{lost_tap, past_tap};
 
 /// Name of the tap as a path component, where Burn shows reparameterizations.

@@ -519,7 +519,7 @@ impl Tapped {
         let given = self.try_stand_in(&mut guard);
         if let Err(error) = &given {
             guard.reducer.discard();
-            self.tell_peers(error);
+            tell_peers(&self.ddp, error);
         }
         given
     }
@@ -701,29 +701,6 @@ impl Tapped {
         state.reducer.begin(batch.items, self.holding.load(Ordering::Acquire) > 0)
     }
 
-    /// What only this rank knows ends the others' waits, with the reason.
-    fn tell_peers(&self, error: &Error) {
-        if !matches!(error, Error::Comm(_)) {
-            self.ddp.world().fail(error.to_string());
-        }
-    }
-
-    fn fail(&self, error: Error) {
-        self.tell_peers(&error);
-        let unheard = CAPTURED.with_borrow_mut(|captured| match captured {
-            Some(first) => {
-                first.get_or_insert(error);
-                None
-            }
-            None => Some(error),
-        });
-        if let Some(error) = unheard {
-            panic!(
-                "{error}\nnote: `loss.backward()` cannot return an error; `ddp.backward(&loss, &model)` returns this one"
-            );
-        }
-    }
-
     fn fault(&self, reason: String) -> Error {
         Error::Backward { rank: self.ddp.rank(), reason }
     }
@@ -780,12 +757,16 @@ impl State {
     }
 }
 
-/// A backward has failed: the other ranks hear of it, and `Ddp::backward` if it runs on this thread, else this panics.
-pub(crate) fn fail(ddp: &Ddp, error: Error) {
-    // What only this rank knows ends the others' waits, with the reason.
+/// What only this rank knows ends the others' waits, with the reason.
+pub(crate) fn tell_peers(ddp: &Ddp, error: &Error) {
     if !matches!(error, Error::Comm(_)) {
         ddp.world().fail(error.to_string());
     }
+}
+
+/// A backward has failed: the other ranks hear of it, and `Ddp::backward` if it runs on this thread, else this panics.
+pub(crate) fn fail(ddp: &Ddp, error: Error) {
+    tell_peers(ddp, &error);
     let unheard = CAPTURED.with_borrow_mut(|captured| match captured {
         Some(first) => {
             first.get_or_insert(error);
