@@ -16,7 +16,8 @@
 //! ³ `BURN_DDP_MASTER`, else `MASTER_ADDR` and `MASTER_PORT`, says where the ranks of several machines meet.
 //!
 //! With every launcher: `BURN_DDP_SECRET_FILE=file` (needed between machines, but for MPICH), `BURN_DDP_TRUST_NETWORK=1` (do without it),
-//! `BURN_DDP_INTERFACE=name or address`, `BURN_DDP_EVENTS=file`, `BURN_DDP_REPORT_DIR=dir`, `BURN_DDP_JOB_ID`.
+//! `BURN_DDP_INTERFACE=name or address`, `BURN_DDP_EVENTS=file`, `BURN_DDP_REPORT_DIR=dir`, `BURN_DDP_JOB_ID`. What [`Options`](crate::Options) reads says how
+//! long to wait and what to record.
 //!
 //! - The first launcher whose set is complete says who this process is.
 //! - If something is set and nothing is complete, it is an error, never a world of 1 by accident. So is a part of `BURN_DDP_*`.

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
+use std::time::Duration;
 
 #[cfg(doc)]
 use crate::Error;
@@ -79,6 +80,16 @@ impl ProcessGroup {
     /// From now on errors and reports show `site` as the caller: for code that calls on behalf of another.
     pub fn attribute_to(&mut self, site: &'static Location<'static>) {
         self.site = Some(site);
+    }
+
+    /// The [timeline](crate::timeline) does not show the calls of this group: for code that shows them under names of its own.
+    pub fn hide_from_timeline(&self) {
+        self.core.hide();
+    }
+
+    /// How long this rank has been in calls of this group so far: mostly waiting for others.
+    pub fn time_in_calls(&self) -> Duration {
+        self.core.time_in_calls()
     }
 
     /// Waits until all ranks are here. One step, no bytes but the call itself.

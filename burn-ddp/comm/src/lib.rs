@@ -36,6 +36,7 @@
 //! | one call, compared between ranks; its form on the wire | [`call`], [`frame`] |
 //! | who is alive, and the one cause that ends a world | [`health`] |
 //! | what a rank tells its launcher, and leaves behind | [`post_mortem`] |
+//! | what ranks do and when, as a trace | [`timeline`] |
 //!
 //! There is no global state: a process can hold any number of worlds and ranks. Every wait has a deadline and names
 //! whom it waited for. Nothing blocks in `Drop`. The crate never prints; it emits `tracing` events.
@@ -52,6 +53,7 @@ pub mod frame;
 pub mod fuzzing;
 pub mod health;
 pub mod post_mortem;
+pub mod timeline;
 
 mod clock;
 mod control;

@@ -1,5 +1,6 @@
 //! How long to wait.
 
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -31,6 +32,8 @@ pub struct Options {
     pub history: usize,
     /// The engine of all groups. `None`, the default: shm for groups whose ranks share a machine, tcp for others.
     pub engine: Option<EngineChoice>,
+    /// A file in which all ranks [record what they do](crate::timeline), on their machine. `None`, the default: nothing is recorded.
+    pub timeline: Option<PathBuf>,
     /// What else must be the same on all ranks: names and values, compared when the ranks meet. Empty by default.
     pub config: Vec<(String, String)>,
 }
@@ -84,6 +87,7 @@ impl Default for Options {
             stall: Duration::from_secs(30),
             history: 128,
             engine: None,
+            timeline: None,
             config: Vec::new(),
         }
     }
@@ -91,7 +95,8 @@ impl Default for Options {
 
 impl Options {
     /// The defaults, changed by `BURN_DDP_TIMEOUT`, `BURN_DDP_JOIN_TIMEOUT`, `BURN_DDP_HEARTBEAT`, `BURN_DDP_PEER_TIMEOUT` and
-    /// `BURN_DDP_STALL` (seconds, fractions allowed), by `BURN_DDP_HISTORY` (a number), and by `BURN_DDP_ENGINE` (`shm` or `tcp`).
+    /// `BURN_DDP_STALL` (seconds, fractions allowed), by `BURN_DDP_HISTORY` (a number), by `BURN_DDP_ENGINE` (`shm` or `tcp`), and by
+    /// `BURN_DDP_TIMELINE` (a file).
     ///
     /// # Errors
     /// [`Error::Environment`] if a variable is set to something that is not a positive number, or a peer timeout is no more than two
@@ -135,6 +140,7 @@ impl Options {
             })?;
         }
         options.engine = lookup("BURN_DDP_ENGINE").map(|text| text.parse()).transpose()?;
+        options.timeline = lookup("BURN_DDP_TIMELINE").map(PathBuf::from);
         options.check()?;
         Ok(options)
     }
@@ -196,6 +202,7 @@ mod tests {
             ("BURN_DDP_STALL", "5"),
             ("BURN_DDP_HISTORY", "6"),
             ("BURN_DDP_ENGINE", "tcp"),
+            ("BURN_DDP_TIMELINE", "trace.json"),
         ]);
         let expected = Options {
             timeout: Duration::from_secs(1),
@@ -205,6 +212,7 @@ mod tests {
             stall: Duration::from_secs(5),
             history: 6,
             engine: Some(EngineChoice::Tcp),
+            timeline: Some("trace.json".into()),
             config: Vec::new(),
         };
         assert_eq!(options, Ok(expected));

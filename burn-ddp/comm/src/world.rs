@@ -3,7 +3,7 @@
 use std::fmt;
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::engine::Fabric;
@@ -13,7 +13,8 @@ use crate::health::{Health, lock};
 use crate::history::Log;
 use crate::peer::PeerInfo;
 use crate::plan::Site;
-use crate::{Options, Result, panics};
+use crate::timeline::Timeline;
+use crate::{Error, Options, Result, panics};
 
 /// One rank's membership of a job: who it is, who its peers are, and the way to talk to them.
 ///
@@ -55,6 +56,8 @@ pub(crate) struct Member {
     next_group: Mutex<u64>,
     /// The number of the next sub-group that this rank could lead.
     next_sub_group: AtomicU64,
+    /// Begun with the first group, ended with the goodbye.
+    timeline: OnceLock<Timeline>,
     left: AtomicBool,
 }
 
@@ -98,6 +101,7 @@ impl World {
             options,
             next_group: Mutex::new(1),
             next_sub_group: AtomicU64::new(1),
+            timeline: OnceLock::new(),
             left: AtomicBool::new(false),
         };
         World { member: Arc::new(member) }
@@ -143,12 +147,17 @@ impl World {
         &self.member.options
     }
 
+    /// Where this rank records what it does, if [`Options::timeline`] says so and a group was made.
+    pub fn timeline(&self) -> Timeline {
+        self.member.timeline().cloned().unwrap_or_default()
+    }
+
     /// Makes a group of all ranks, with a sequence and connections of its own: nothing on one group waits for another.
     ///
     /// All ranks call it, and make their groups in the same order. Blocks until all have.
     ///
     /// # Errors
-    /// Those of a [`barrier`](ProcessGroup::barrier) on the new group.
+    /// Those of a [`barrier`](ProcessGroup::barrier) on the new group; [`Error::Environment`] if the timeline cannot be written.
     #[track_caller]
     pub fn group(&self) -> Result<ProcessGroup> {
         let site = Location::caller();
@@ -203,6 +212,8 @@ impl World {
     /// [`fail`](Self::fail) because this thread panics, with what the panic said and where. For destructors of what a rank holds.
     pub fn fail_panicked(&self) {
         self.member.seat.health.fail_self(panics::describe());
+        // Nobody may drop this any more.
+        self.member.end_timeline();
     }
 
     /// "I am in training step `step`." Shown in errors and reports of this rank's later collectives, never compared.
@@ -286,6 +297,8 @@ impl Member {
         let log = health.history().open(group, call.members.clone());
         let opened = self.run(&log, &call, || {
             let group_rank = call.group_rank()?;
+            // Before any rank can be through here, and so have ended: what lies there from earlier jobs is nobody's part then.
+            self.start_timeline()?;
             let mut engine = fabric.open(&call)?;
             engine.barrier(&call)?;
             Ok((group_rank, engine))
@@ -317,6 +330,33 @@ impl Member {
     fn leave(&self) {
         if !self.left.swap(true, Ordering::AcqRel) {
             self.seat.health.goodbye();
+            self.end_timeline();
+        }
+    }
+
+    /// `None` if nothing is recorded.
+    #[inline]
+    pub(crate) fn timeline(&self) -> Option<&Timeline> {
+        self.timeline.get()
+    }
+
+    fn start_timeline(&self) -> Result<()> {
+        let Some(file) = self.options.timeline.as_deref().filter(|_| self.timeline.get().is_none()) else {
+            return Ok(());
+        };
+        let timeline = Timeline::start(file, self.me(), self.seat.peers.len()).map_err(|error| Error::Environment {
+            message: format!(
+                "the timeline {} (BURN_DDP_TIMELINE, burnrun --timeline) cannot be written: {error}",
+                file.display()
+            ),
+        })?;
+        let _ = self.timeline.set(timeline); // Groups of all ranks are made one after the other, and the first is one of these.
+        Ok(())
+    }
+
+    fn end_timeline(&self) {
+        if let Some(timeline) = self.timeline.get() {
+            timeline.end(self.seat.health.check().is_err());
         }
     }
 }

@@ -1,13 +1,17 @@
 //! Where all calls of a group meet: one after the other, checked, remembered, then the engine.
 
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
-use crate::call::{Call, CallInfo, Collective, Members};
+use crate::call::{Call, CallInfo, Collective, GroupId, Members};
+use crate::clock::{Ticks, nanos};
 use crate::dtype::{DType, Element};
 use crate::engine::{Engine, Incoming, Outgoing};
 use crate::health::lock;
 use crate::history::Log;
 use crate::plan::{Caller, Plan, check_op, check_rows, check_whole, refuse};
+use crate::timeline::Fact;
 use crate::world::Member;
 use crate::{ReduceOp, Result, SharedBuffer, SharedView};
 
@@ -21,6 +25,10 @@ pub(crate) struct Core {
     pub(crate) members: Arc<Members>,
     /// What was called; written by whose turn it is.
     log: Arc<Log>,
+    /// Whether the timeline shows its calls.
+    shown: AtomicBool,
+    /// How long its calls have taken so far, in ticks. Written by whose turn it is.
+    ticks_in_calls: AtomicU64,
     /// Locked for the whole of a call: the next one waits.
     turn: Mutex<Turn>,
 }
@@ -46,7 +54,17 @@ impl Core {
     pub(crate) fn new(member: Arc<Member>, rank: usize, call: Call, log: Arc<Log>, engine: Box<dyn Engine>) -> Core {
         let (id, members) = (call.info.group, call.members.clone());
         let turn = Mutex::new(Turn { engine, call, sequence: 0, pair_sequences: Vec::new() });
-        Core { member, id, rank, members, log, turn }
+        let (shown, ticks_in_calls) = (AtomicBool::new(true), AtomicU64::new(0));
+        Core { member, id, rank, members, log, shown, ticks_in_calls, turn }
+    }
+
+    /// The timeline does not show its calls.
+    pub(crate) fn hide(&self) {
+        self.shown.store(false, Ordering::Relaxed);
+    }
+
+    pub(crate) fn time_in_calls(&self) -> Duration {
+        nanos(self.ticks_in_calls.load(Ordering::Relaxed))
     }
 
     pub(crate) fn size(&self) -> usize {
@@ -71,7 +89,31 @@ impl Core {
         *step = plan.caller.step;
         *sequence += 1;
         call.renew(plan.weight);
-        self.member.run(&self.log, call, || body(&mut **engine, call))
+        self.run(call, || body(&mut **engine, call))
+    }
+
+    /// Runs the call whose turn it is.
+    fn run<R>(&self, call: &Call, body: impl FnOnce() -> Result<R>) -> Result<R> {
+        let recorded = self.member.timeline().filter(|_| self.shown.load(Ordering::Relaxed));
+        let began = recorded.map(|_| Instant::now());
+        let result = self.member.run(&self.log, call, body);
+        let took = Ticks::now().0.saturating_sub(call.started_ticks().0);
+        self.ticks_in_calls.fetch_add(took, Ordering::Relaxed);
+        if let (Some(timeline), Some(began)) = (recorded, began) {
+            let time = began..Instant::now();
+            let (info, site) = (&call.info, call.info.site.to_string());
+            let bytes = info.dtype.map_or(0, |dtype| info.len_elems * dtype.size_bytes() as u64);
+            let error = result.as_ref().err().map(ToString::to_string);
+            let facts = [
+                ("bytes", Fact::Number(bytes)),
+                ("number", Fact::Number(info.sequence)),
+                ("site", Fact::Text(&site)),
+                ("error", Fact::Text(error.as_deref().unwrap_or_default())),
+            ];
+            let facts = &facts[..facts.len() - usize::from(error.is_none())];
+            timeline.span(&format!("collectives of group {}", GroupId(self.id)), info.collective, time, facts);
+        }
+        result
     }
 
     /// A transfer to one rank and from one, at least one of both.
@@ -120,7 +162,7 @@ impl Core {
         call.info = info;
         call.renew(1.0);
         call.receives = receives;
-        self.member.run(&self.log, call, || {
+        self.run(call, || {
             [out_bytes, in_bytes].into_iter().try_for_each(|len_bytes| check_whole(dtype, len_bytes))?;
             for peer in [to, from].into_iter().flatten() {
                 self.check_rank("rank", peer)?;

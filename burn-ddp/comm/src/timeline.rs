@@ -1,0 +1,266 @@
+//! What each rank does and when, as a trace of all ranks that people look at: in <https://ui.perfetto.dev>, or in a browser's
+//! `chrome://tracing`.
+//!
+//! With [`Options::timeline`](crate::Options::timeline), each rank appends what it does to a part of its own beside the file,
+//! `FILE.rank-3`, while it runs. The rank that ends last puts the parts together and removes them; so does a
+//! [launcher](conclude), once all of its ranks have ended. A rank that is killed loses what it had not written: at most what it did in
+//! the 200 ms before its last span.
+//!
+//! The format is Chrome's *Trace Event Format*, as Horovod's timeline and torch's profiler write it: complete events (`ph: X`) with
+//! times in µs, whose `pid` is the rank and whose `tid` is a row of that rank. Ranks of several machines are put together by their
+//! machines' clocks, so as exactly as those agree.
+
+use std::fmt::Display;
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use crate::health::lock;
+use crate::peer::PeerInfo;
+
+mod merge;
+mod part;
+
+use merge::merge;
+pub use merge::{clear, conclude};
+use part::Part;
+
+/// Most events that a rank records; a note in the trace says where it stopped.
+const MAX_EVENTS: usize = 500_000;
+
+/// Where a rank records what it does; made by [`World::timeline`](crate::World::timeline). Does nothing unless it was asked for.
+///
+/// Clones record to the same place.
+///
+/// ```
+/// use burn_ddp_comm::timeline::Fact;
+/// use burn_ddp_comm::{Options, World};
+/// use std::time::Instant;
+///
+/// let dir = std::env::temp_dir().join(format!("timeline-example-{}", std::process::id()));
+/// std::fs::create_dir_all(&dir)?;
+/// let file = dir.join("trace.json");
+/// let world = World::solo(Options { timeline: Some(file.clone()), ..Options::default() });
+/// world.group()?.barrier()?;
+/// let began = Instant::now();
+/// world.timeline().span("my own row", "thinking", began..Instant::now(), &[("thoughts", Fact::Number(3))]);
+/// world.leave();
+///
+/// let trace = std::fs::read_to_string(&file)?;
+/// assert!(trace.contains("\"name\":\"barrier\"") && trace.contains("\"args\":{\"thoughts\":3}"));
+/// # std::fs::remove_dir_all(dir)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Timeline(Option<Arc<Recorder>>);
+
+/// Something to know about a span.
+#[derive(Clone, Copy, Debug)]
+pub enum Fact<'a> {
+    /// A count, a size in bytes, …
+    Number(u64),
+    /// A name, a line of the program, …
+    Text(&'a str),
+}
+
+#[derive(Debug)]
+struct Recorder {
+    file: Box<Path>,
+    world_size: usize,
+    /// `None` once it is closed.
+    part: Mutex<Option<Part>>,
+}
+
+impl Timeline {
+    /// Begins the part of the rank `me` beside `file`.
+    pub(crate) fn start(file: &Path, me: &PeerInfo, world_size: usize) -> io::Result<Timeline> {
+        Timeline::start_with(file, me, world_size, MAX_EVENTS)
+    }
+
+    fn start_with(file: &Path, me: &PeerInfo, world_size: usize, max_events: usize) -> io::Result<Timeline> {
+        let part = Mutex::new(Some(Part::create(file, me, max_events)?));
+        Ok(Timeline(Some(Arc::new(Recorder { file: file.into(), world_size, part }))))
+    }
+
+    /// Whether anything is recorded: who is not to spend time on what is not wanted asks first.
+    #[inline]
+    pub fn is_on(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Records what went on in `time`, in the row of this name. Spans of a row are one after the other, or one inside the other.
+    ///
+    /// Costs about a microsecond, and now and then a write of some 32 KiB.
+    pub fn span(&self, row: &str, name: impl Display, time: Range<Instant>, facts: &[(&str, Fact<'_>)]) {
+        let Some(recorder) = &self.0 else { return };
+        if let Some(part) = &mut *lock(&recorder.part) {
+            part.span(row, &name, time, facts);
+        }
+    }
+
+    /// Nothing more is recorded. If this was the last rank, or `failed` says that others may never come to this, the parts are put
+    /// together.
+    pub(crate) fn end(&self, failed: bool) {
+        let Some(recorder) = &self.0 else { return };
+        let Some(part) = lock(&recorder.part).take() else { return };
+        let written = part.close().and_then(|()| merge(&recorder.file, recorder.world_size, failed));
+        if let Err(error) = written {
+            tracing::warn!(%error, file = %recorder.file.display(), "the timeline cannot be written");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::time::Duration;
+
+    use serde_json::Value;
+
+    use super::*;
+
+    struct Dir(PathBuf);
+
+    impl Dir {
+        fn new(name: &str) -> Dir {
+            let dir = std::env::temp_dir().join(format!("burn-ddp-timeline-{name}-{}", std::process::id()));
+            std::fs::create_dir_all(&dir).unwrap();
+            Dir(dir)
+        }
+
+        fn file(&self) -> PathBuf {
+            self.0.join("trace.json")
+        }
+
+        fn names(&self) -> Vec<String> {
+            let entries = std::fs::read_dir(&self.0).unwrap();
+            let mut names: Vec<_> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+            names.sort();
+            names
+        }
+
+        fn events(&self) -> Vec<Value> {
+            let trace: Value = serde_json::from_slice(&std::fs::read(self.file()).unwrap()).unwrap();
+            trace["traceEvents"].as_array().unwrap().clone()
+        }
+    }
+
+    impl Drop for Dir {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn start(file: &Path, rank: usize, max_events: usize) -> Timeline {
+        Timeline::start_with(file, &PeerInfo::here(rank, rank, 0), 2, max_events).unwrap()
+    }
+
+    fn spans(timeline: &Timeline, count: u32) {
+        for nth in 0..count {
+            let now = Instant::now();
+            timeline.span("row \"one\"", format_args!("span {nth}"), now..now + Duration::from_nanos(1500), &[]);
+        }
+    }
+
+    fn names_of(events: &[Value], rank: u64, phase: &str) -> Vec<String> {
+        let of = |e: &&Value| e["pid"] == rank && e["ph"] == phase;
+        events.iter().filter(of).map(|e| e["name"].as_str().unwrap().to_string()).collect()
+    }
+
+    #[test]
+    fn the_last_rank_puts_the_parts_together() {
+        let dir = Dir::new("last");
+        let [one, other] = [0, 1].map(|rank| start(&dir.file(), rank, 100));
+        spans(&one, 2);
+        one.end(false);
+        assert_eq!(dir.names(), ["trace.json.rank-0", "trace.json.rank-1"], "rank 1 goes on");
+        spans(&one, 1); // too late
+        spans(&other, 1);
+        other.end(false);
+        assert_eq!(dir.names(), ["trace.json"]);
+        let events = dir.events();
+        assert_eq!(names_of(&events, 0, "X"), ["span 0", "span 1"]);
+        assert_eq!(names_of(&events, 1, "X"), ["span 0"]);
+        let row = events.iter().find(|e| e["name"] == "thread_name").unwrap();
+        assert_eq!(row["args"]["name"], "row \"one\"");
+        let span = events.iter().find(|e| e["ph"] == "X").unwrap();
+        assert_eq!((span["dur"].as_f64(), &span["tid"]), (Some(1.5), &row["tid"]));
+        assert!(span["ts"].as_f64().unwrap() >= 0.0);
+    }
+
+    #[test]
+    fn a_rank_that_was_killed_is_in_it() {
+        let dir = Dir::new("killed");
+        let [one, killed] = [0, 1].map(|rank| start(&dir.file(), rank, 100));
+        spans(&one, 1);
+        std::thread::sleep(part::PATIENCE);
+        spans(&killed, 1);
+        // What stands there when it is killed while it writes.
+        let name = merge::part_of(&dir.file(), 1);
+        let mut half = std::fs::read(&name).unwrap();
+        half.extend_from_slice(b"{\"ts\":1.000,\"dur\":2.000,\"ph\":\"X\",\"pid\":1,\"name\":\"ha");
+        std::fs::write(&name, half).unwrap();
+        one.end(true);
+        assert_eq!(names_of(&dir.events(), 1, "X"), ["span 0"]);
+        assert_eq!(dir.names(), ["trace.json", "trace.json.rank-0", "trace.json.rank-1"]);
+        // Its launcher knows that nobody writes any more.
+        conclude(&dir.file(), 0..2, 2).unwrap();
+        assert_eq!(names_of(&dir.events(), 1, "X"), ["span 0"]);
+        assert_eq!(dir.names(), ["trace.json"]);
+        conclude(&dir.file(), 0..2, 2).unwrap();
+        assert_eq!(names_of(&dir.events(), 0, "X"), ["span 0"], "nothing new, and so nothing changes");
+    }
+
+    #[test]
+    fn there_is_an_end_and_it_is_noted() {
+        let dir = Dir::new("limit");
+        let one = start(&dir.file(), 0, 3);
+        spans(&one, 10);
+        one.end(false);
+        let events = dir.events();
+        assert_eq!(names_of(&events, 0, "X"), ["span 0", "span 1", "span 2"]);
+        let [note] = &names_of(&events, 0, "i")[..] else { panic!("one note: {events:?}") };
+        assert!(note.contains("no more is recorded") && note.contains('3'), "{note}");
+    }
+
+    #[test]
+    fn what_cannot_be_written_is_an_error() {
+        let nowhere = std::env::temp_dir().join("no such directory").join("trace.json");
+        assert!(Timeline::start(&nowhere, &PeerInfo::here(0, 0, 0), 1).is_err());
+    }
+
+    #[test]
+    fn parts_of_other_machines_clocks_are_put_in_their_place() {
+        let dir = Dir::new("clocks");
+        for (rank, origin) in [(0, 5_000_000_u64), (1, 5_002_500)] {
+            let line = format!(
+                "{{\"rank\":{rank},\"origin_ns\":{origin}}}\n{{\"ts\":1.001,\"dur\":1.000,\"ph\":\"X\",\"pid\":{rank},\"tid\":1,\"name\":\"x\",\"args\":{{}}}}\n"
+            );
+            std::fs::write(merge::part_of(&dir.file(), rank), line).unwrap();
+        }
+        conclude(&dir.file(), 0..2, 2).unwrap();
+        let times: Vec<f64> = dir.events().iter().map(|e| e["ts"].as_f64().unwrap()).collect();
+        assert_eq!(times, [1.001, 3.501]);
+    }
+
+    #[test]
+    #[ignore = "a measurement"]
+    fn what_a_span_costs() {
+        const COUNT: u32 = 100_000;
+        let dir = Dir::new("cost");
+        let one = start(&dir.file(), 0, COUNT as usize);
+        let facts = [("bytes", Fact::Number(1 << 20)), ("step", Fact::Number(1234))];
+        let mut times: Vec<Duration> = (0..COUNT)
+            .map(|nth| {
+                let begin = Instant::now();
+                one.span("model 2: communication", format_args!("bucket {nth}"), begin..Instant::now(), &facts);
+                begin.elapsed()
+            })
+            .collect();
+        let mean = times.iter().sum::<Duration>() / COUNT;
+        times.sort_unstable();
+        println!("median {:?}, mean with writing {mean:?}", times[times.len() / 2]);
+    }
+}

@@ -1,0 +1,121 @@
+//! From the parts of all ranks to one file.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufRead, BufReader, BufWriter, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use serde::de::IgnoredAny;
+
+use super::part::{END, EVENT, Header, Micros};
+
+/// For launchers, when `local`, the ranks that they started out of `world_size`, have all ended: what these recorded beside `file` is put
+/// together with what other machines' ranks have left there, if anything.
+///
+/// # Errors
+/// If that cannot be read or written. Nothing recorded is no error.
+pub fn conclude(file: &Path, local: Range<usize>, world_size: usize) -> io::Result<()> {
+    for rank in local {
+        let path = part_of(file, rank);
+        if path.exists() && !has_ended(&path)? {
+            // It may stand in the middle of a line.
+            OpenOptions::new().append(true).open(path)?.write_all(format!("\n{END}").as_bytes())?;
+        }
+    }
+    merge(file, world_size, true)
+}
+
+/// For launchers, before they start `ranks`: removes what earlier ones of these numbers may have left beside `file`.
+///
+/// # Errors
+/// If something is there that cannot be removed.
+pub fn clear(file: &Path, ranks: Range<usize>) -> io::Result<()> {
+    for rank in ranks {
+        match fs::remove_file(part_of(file, rank)) {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Where a rank records.
+pub(super) fn part_of(file: &Path, rank: usize) -> PathBuf {
+    beside(file, &format!(".rank-{rank}"))
+}
+
+fn beside(file: &Path, suffix: &str) -> PathBuf {
+    let mut name = OsString::from(file);
+    name.push(suffix);
+    name.into()
+}
+
+/// Puts the parts together and removes them, if all have ended. Otherwise puts together what there is, if that is wanted `now`.
+pub(super) fn merge(file: &Path, world_size: usize, now: bool) -> io::Result<()> {
+    let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // One at a time: who comes last sees all. Gone with the handle.
+    let turn = File::open(dir)?;
+    if let Err(error) = turn.lock() {
+        tracing::debug!(%error, dir = %dir.display(), "this filesystem has no locks: two ranks may put the timeline together at once");
+    }
+    let parts: Vec<PathBuf> = (0..world_size).map(|rank| part_of(file, rank)).filter(|path| path.exists()).collect();
+    let ended = parts.iter().map(|path| has_ended(path)).collect::<io::Result<Vec<bool>>>()?;
+    let all_ended = ended.iter().all(|ended| *ended);
+    if parts.is_empty() || !(all_ended || now) {
+        return Ok(());
+    }
+    let unfinished = beside(file, &format!(".{}.tmp", std::process::id()));
+    let written = write_all(&parts, &unfinished).and_then(|()| fs::rename(&unfinished, file));
+    written.inspect_err(|_| drop(fs::remove_file(&unfinished)))?;
+    if all_ended { parts.iter().try_for_each(fs::remove_file) } else { Ok(()) }
+}
+
+/// Whether nothing comes to a part any more.
+fn has_ended(part: &Path) -> io::Result<bool> {
+    let mut file = File::open(part)?;
+    let mut tail = [0; END.len()];
+    if file.metadata()?.len() < END.len() as u64 {
+        return Ok(false);
+    }
+    file.seek(SeekFrom::End(-(END.len() as i64)))?;
+    file.read_exact(&mut tail)?;
+    Ok(tail == *END.as_bytes())
+}
+
+fn write_all(parts: &[PathBuf], to: &Path) -> io::Result<()> {
+    let mut readers = Vec::new();
+    for part in parts {
+        let mut reader = BufReader::new(File::open(part)?);
+        let mut line = String::new();
+        reader.read_line(&mut line)?;
+        // A rank that was killed before it wrote its first line has nothing to tell.
+        if let Ok(header) = serde_json::from_str::<Header>(&line) {
+            readers.push((header, reader));
+        }
+    }
+    let origin = readers.iter().map(|(header, _)| header.origin_ns).min().unwrap_or(0);
+    let mut out = BufWriter::new(File::create(to)?);
+    out.write_all(b"{\"displayTimeUnit\":\"ms\",\"traceEvents\":[")?;
+    let mut separator = "\n";
+    for (header, reader) in readers {
+        for line in reader.split(b'\n') {
+            let line = line?;
+            if let Some((time, rest)) = str::from_utf8(&line).ok().and_then(event) {
+                let time = Micros(time.0 + (header.origin_ns - origin));
+                write!(out, "{separator}{EVENT}{time},{rest}")?;
+                separator = ",\n";
+            }
+        }
+    }
+    out.write_all(b"\n]}\n")?;
+    out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
+}
+
+/// The time of an event's line, and what follows it. `None` for other lines, and for one that a rank did not write to its end.
+fn event(line: &str) -> Option<(Micros, &str)> {
+    let (time, rest) = line.strip_prefix(EVENT)?.split_once(',')?;
+    let time = Micros::parse(time)?;
+    serde_json::from_str::<IgnoredAny>(line).ok()?;
+    Some((time, rest))
+}
