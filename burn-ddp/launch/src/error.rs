@@ -56,7 +56,7 @@ pub enum LaunchError {
     #[error("{0}")]
     Nodes(String),
 
-    /// Logs and reports cannot be written there.
+    /// Logs, reports or the timeline cannot be written there.
     #[error("cannot write to {}: {source}", path.display())]
     LogDir {
         /// The directory or file.

@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, SystemTime};
 
 use burn_ddp_comm::post_mortem::PostMortem;
-use burn_ddp_comm::{LaunchEnv, Meeting};
+use burn_ddp_comm::{LaunchEnv, Meeting, timeline};
 
 use crate::child;
 use crate::error::LaunchError;
@@ -95,6 +95,7 @@ impl Job<'_> {
                 Err(interrupted) => return interrupted.told(),
             };
             let seen = self.start(nodes, &part);
+            self.conclude_timeline(nodes, &part.start);
             let own = match seen {
                 Ok(own) => own,
                 Err(error) => {
@@ -192,6 +193,10 @@ impl Job<'_> {
     fn start(&self, nodes: &Nodes, part: &Part) -> Result<NodeOutcome, LaunchError> {
         let (launcher, Part { start, dir, .. }) = (self.launcher, part);
         let first_rank = start.first_rank(nodes.node);
+        if let Some(file) = &launcher.timeline {
+            let cleared = timeline::clear(file, first_rank..first_rank + launcher.nproc);
+            cleared.map_err(|source| LaunchError::LogDir { path: file.clone(), source })?;
+        }
         let first_inherits = launcher.stdio == Stdio::FirstRankInherits;
         let logs = launcher.output.dir.is_some().then(|| dir.path());
         let events = EventsFile::create(logs, nodes.node, &start.job_id);
@@ -266,6 +271,16 @@ impl Job<'_> {
 }
 
 impl Job<'_> {
+    /// All ranks of this machine have ended, however: what they recorded is put together.
+    fn conclude_timeline(&self, nodes: &Nodes, start: &Start) {
+        let Some(file) = &self.launcher.timeline else { return };
+        let first_rank = start.first_rank(nodes.node);
+        let local = first_rank..first_rank + self.launcher.nproc;
+        if let Err(error) = timeline::conclude(file, local, start.world_size()) {
+            self.launcher.notices.say(&format!("the timeline {} cannot be written: {error}", file.display()));
+        }
+    }
+
     /// What tells a rank who it is and where the others are.
     fn variables(
         &self,

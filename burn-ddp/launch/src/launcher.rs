@@ -54,6 +54,7 @@ pub struct Launcher {
     pub(crate) grace: Duration,
     pub(crate) max_restarts: u32,
     pub(crate) output: Wishes,
+    pub(crate) timeline: Option<PathBuf>,
     pub(crate) nnodes: usize,
     pub(crate) node_rank: Option<usize>,
     /// Where the launchers of several machines meet, and under which name.
@@ -84,6 +85,7 @@ impl Launcher {
             grace: Self::DEFAULT_GRACE,
             max_restarts: 0,
             output: Wishes::default(),
+            timeline: std::env::var_os("BURN_DDP_TIMELINE").map(PathBuf::from),
             nnodes: 1,
             node_rank: None,
             master: None,
@@ -141,6 +143,15 @@ impl Launcher {
     pub fn log_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.output.dir = Some(dir.into());
         self
+    }
+
+    /// A file for a trace of what all ranks do, which Perfetto and Chrome open; see
+    /// [`burn_ddp_comm::timeline`]. Without this it is what `BURN_DDP_TIMELINE` says. Of several generations the last one is kept.
+    #[must_use]
+    pub fn timeline(mut self, file: impl Into<PathBuf>) -> Self {
+        let file = file.into();
+        self.timeline = Some(file.clone());
+        self.env("BURN_DDP_TIMELINE", file)
     }
 
     /// What goes to the log directory instead of the console.

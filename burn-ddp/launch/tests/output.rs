@@ -39,6 +39,24 @@ fn lines_of_many_writers_stay_whole_and_in_order() {
 }
 
 #[test]
+fn the_timeline_is_put_together_when_all_ranks_have_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("trace.json");
+    std::fs::write(dir.path().join("trace.json.rank-1"), "left by an earlier job\n").unwrap();
+    // What ranks leave that are killed: rank 1 dies in the middle of a line, and before it had written anything in the second job.
+    let part = r#"
+        [ "$BURN_DDP_TIMELINE" ] || exit 9
+        printf '{"rank":%s,"origin_ns":5000}\n{"ts":1.000,"ph":"i","pid":%s,"name":"a"}\n{"ts":2.0' $RANK $RANK > "$BURN_DDP_TIMELINE.rank-$RANK"
+        kill -KILL $$"#;
+    let finished = run(&mut script(2, &["--timeline", file.to_str().unwrap()], part));
+    assert_eq!(finished.code(), 137, "{}", finished.stderr);
+    let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    assert_eq!(trace["traceEvents"][0]["ts"], 1.0);
+    let names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["trace.json"]);
+}
+
+#[test]
 fn unfinished_lines_and_any_bytes_come_through() {
     let mut child = script(1, &[], r"printf 'caf\351 \000\n\nno newline'").stdout(Stdio::piped()).spawn().unwrap();
     let mut stdout = Vec::new();

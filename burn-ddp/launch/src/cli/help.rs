@@ -25,6 +25,7 @@ Examples:
   burnrun -n 2 --stdio first-rank-inherits ./train  with rank 0's progress bar
   burnrun -n 8 --log-dir logs --local-ranks-filter 0 ./train
                                                     all output in logs/latest, rank 0's shown
+  burnrun -n 2 --timeline trace.json ./train        what each rank does, for ui.perfetto.dev
   burnrun -n 4 --max-restarts 3 ./train --resume    up to three new starts after a failure
   burnrun -n 2 sh -c 'echo $RANK of $WORLD_SIZE'    see what a rank sees
 Two machines, once `burnrun secret ~/job.secret` was run and the file copied to both:

@@ -151,6 +151,13 @@ pub(crate) struct Cli {
     #[arg(long, alias = "log_dir", value_name = "DIR", env = "BURNRUN_LOG_DIR", help_heading = "Output")]
     log_dir: Option<PathBuf>,
 
+    /// Record what all ranks do, and when, in FILE, which ui.perfetto.dev and chrome://tracing open
+    ///
+    /// Steps, backward, buckets, waiting, loading data, and collectives with their lines. On several machines each has the ranks
+    /// that run there, unless they share FILE's directory. BURN_DDP_TIMELINE says the same, also without burnrun.
+    #[arg(long, value_name = "FILE", env = "BURNRUN_TIMELINE", help_heading = "Output")]
+    timeline: Option<PathBuf>,
+
     /// Output that goes to the log directory and not to the console: 0 none, 1 stdout, 2 stderr, 3 both
     ///
     /// For all ranks, or by local rank, such as 0:3,1:2.
@@ -278,6 +285,7 @@ impl Read {
         }
         launcher = cli.interface.into_iter().fold(launcher, |launcher, name| launcher.env("BURN_DDP_INTERFACE", name));
         launcher = secret_file.into_iter().fold(launcher, Launcher::secret_file);
+        launcher = cli.timeline.into_iter().fold(launcher, Launcher::timeline);
         launcher = cli.log_dir.into_iter().fold(launcher, Launcher::log_dir);
         launcher = cli.redirects.into_iter().fold(launcher, Launcher::redirects);
         launcher = cli.tee.into_iter().fold(launcher, Launcher::tee);
