@@ -7,11 +7,11 @@ use burn::module::Module;
 use burn::tensor::{Device, Gradients, Tensor};
 use burn_ddp_comm::{LaunchEnv, Options, ProcessGroup, ReduceOp, World};
 
+use crate::meter::Meter;
 use crate::seed::Seed;
-use crate::stats::{Stats, StatsCell};
 use crate::weight::{Batch, Weights};
 use crate::wrap::WrapConfig;
-use crate::{Error, Result, tap};
+use crate::{Error, Result, Stats, Straggler, tap};
 
 /// One rank's membership in a data-parallel job: who am I, who are my peers, and everything they do together.
 ///
@@ -60,11 +60,11 @@ impl Drop for Presence {
 struct Inner {
     world: World,
     /// For the user's calls and for `wrap`; each wrapped model has a group of its own.
-    group: ProcessGroup,
+    group: Arc<ProcessGroup>,
     /// For collectives of which the backward is a collective, too. Made at the first of them.
     graph_group: Mutex<Option<Arc<ProcessGroup>>>,
     weights: Weights,
-    stats: StatsCell,
+    meter: Meter,
     loaders: AtomicU64,
     seed: Mutex<Option<Seed>>,
 }
@@ -111,17 +111,17 @@ impl Ddp {
     /// [`Error::Comm`] if the ranks cannot form a group.
     #[track_caller]
     pub fn from_world(world: World) -> Result<Self> {
-        let group = world.group()?;
+        let group = Arc::new(world.group()?);
         tracing::info!(rank = world.rank(), world_size = world.world_size(), engine = world.engine(), "joined");
         let presence = Some(Arc::new(Presence(world.clone())));
         Ok(Ddp {
             _presence: presence,
             inner: Arc::new(Inner {
+                meter: Meter::new(world.clone(), group.clone()),
                 world,
                 group,
                 graph_group: Mutex::new(None),
                 weights: Weights::default(),
-                stats: StatsCell::default(),
                 loaders: AtomicU64::new(0),
                 seed: Mutex::new(None),
             }),
@@ -363,8 +363,8 @@ impl Ddp {
         Ok(batch)
     }
 
-    pub(crate) fn stats_cell(&self) -> StatsCell {
-        self.inner.stats.clone()
+    pub(crate) fn meter(&self) -> &Meter {
+        &self.inner.meter
     }
 
     /// The number of the next loader; the same on every rank, since loaders are built in the same order.
@@ -372,10 +372,25 @@ impl Ddp {
         self.inner.loaders.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// What communication has cost this rank so far.
+    /// Where the time of this rank's steps went so far, and what it communicated.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        self.inner.stats.get()
+        self.inner.meter.total()
+    }
+
+    /// The same of the last step alone; nothing before the first has ended.
+    #[must_use]
+    pub fn last_step(&self) -> Stats {
+        self.inner.meter.last_step()
+    }
+
+    /// The rank that the others wait for, as far as is known: the same on all ranks, and `None` as long as nobody is conspicuous.
+    ///
+    /// It becomes known with the [replica check](WrapConfig::with_replica_check), by default every 100 steps, and is also told through
+    /// `tracing`, once, on rank 0: a warning of the target `burn_ddp::straggler`.
+    #[must_use]
+    pub fn straggler(&self) -> Option<Straggler> {
+        self.inner.meter.straggler()
     }
 
     /// The mean of a number over all ranks. *Collective*.

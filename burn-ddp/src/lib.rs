@@ -45,6 +45,7 @@
 //! | [`data`] | this rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
 //! | [`Differentiable`] | collectives that gradients go through |
 //! | [`DdpBackend`], [`GradientMemory`] | the backend extension that intercepts gradients, and what a backend's memory can do; used by `wrap` |
+//! | [`Stats`], [`Straggler`] | where the time of steps goes |
 //! | [`comm`] | below: worlds, process groups, collectives on slices; knows nothing of Burn |
 //! | [`Error`] | what can go wrong |
 //!
@@ -64,6 +65,7 @@ mod differentiable;
 mod error;
 mod horovod;
 mod join;
+mod meter;
 pub mod nn;
 mod optimizer_state;
 mod reducer;
@@ -73,6 +75,7 @@ mod schema;
 mod seed;
 mod spawn;
 mod stats;
+mod straggler;
 mod tap;
 mod weight;
 mod wrap;
@@ -88,6 +91,7 @@ pub use error::{Error, Result};
 pub use reducer::Reduction;
 pub use save::param_hash;
 pub use stats::Stats;
+pub use straggler::Straggler;
 pub use tap::{DdpBackend, GradientMemory, TapHandle};
 pub use wrap::WrapConfig;
 

@@ -1,9 +1,33 @@
-//! What communication costs.
+//! What a step's time goes to.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::ops::Sub;
 use std::time::Duration;
 
-/// Counters of one rank since [`Ddp::init`](crate::Ddp::init), over all of its wrapped models.
+/// Counters of one rank over all of its wrapped models: since [`Ddp::init`](crate::Ddp::init) from [`Ddp::stats`](crate::Ddp::stats), or of
+/// one step from [`Ddp::last_step`](crate::Ddp::last_step).
+///
+/// A step goes from the end of one reduction to the end of the next, so it has one backward, or with accumulation several. Its time is
+/// `outside + backward + wait`. Times are this thread's: what an asynchronous device still computes counts where somebody waits for it. A
+/// backward that reaches two wrapped models counts for each of them.
+///
+/// ```
+/// # use burn::{nn::LinearConfig, prelude::*};
+/// # use burn_ddp::prelude::*;
+/// Ddp::spawn(2, |ddp| {
+///     let device = ddp.device()?.autodiff();
+///     let model = ddp.wrap(LinearConfig::new(4, 1).init(&device))?;
+///     for _ in 0..3 {
+///         model.forward(Tensor::<2>::ones([1, 4], &device)).sum().backward();
+///         ddp.mean(0.0)?;
+///     }
+///     let (step, all) = (ddp.last_step(), ddp.stats());
+///     assert_eq!((step.steps, step.collectives, all.steps, all.collectives), (1, 1, 3, 3)); // one bucket per step
+///     assert!(step.calls <= step.outside && all.bytes == 3 * step.bytes);
+///     println!("{:.1} ms a step, {:.1} of them waiting", step.time().as_secs_f64() * 1e3, step.wait.as_secs_f64() * 1e3);
+///     Ok(())
+/// })?;
+/// # Ok::<(), burn_ddp::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Stats {
     /// Reductions, i.e. optimizer steps if each is followed by one.
@@ -14,38 +38,74 @@ pub struct Stats {
     pub overlapped: u64,
     /// Bytes of gradients and flags handed to the engine by this rank.
     pub bytes: u64,
+    /// Time in backward, from its first gradient on, without `wait`: computing gradients and packing them.
+    pub backward: Duration,
     /// Time that backward stood still until the averaged gradients were there: what communication costs.
     pub wait: Duration,
-    /// Time that the communication thread was busy, most of it beside backward.
+    /// Time between backwards: forward, optimizer, loading data and whatever else the program does. Unknown, and so none, before the first.
+    pub outside: Duration,
+    /// Of `outside`: waiting for batches of training loaders.
+    pub data: Duration,
+    /// Of `outside`: collectives that the program calls by itself on [`Ddp`](crate::Ddp) or its [group](crate::Ddp::group).
+    pub calls: Duration,
+    /// Time that communication took: on its thread, most of it beside backward, or in `wait` where there is no such thread.
     pub busy: Duration,
 }
 
-#[derive(Clone, Debug, Default)]
-pub(crate) struct StatsCell(Arc<Mutex<Stats>>);
-
-impl StatsCell {
-    pub(crate) fn get(&self) -> Stats {
-        *self.lock()
+impl Stats {
+    /// How long the steps took.
+    #[must_use]
+    pub fn time(&self) -> Duration {
+        self.outside + self.backward + self.wait
     }
 
-    pub(crate) fn launched(&self, bytes: usize, overlapped: bool) {
-        let mut s = self.lock();
-        s.collectives += 1;
-        s.overlapped += u64::from(overlapped);
-        s.bytes += bytes as u64;
+    /// What this rank did itself: the time without waiting for other ranks.
+    #[must_use]
+    pub fn work(&self) -> Duration {
+        (self.outside + self.backward).saturating_sub(self.calls)
     }
 
-    pub(crate) fn busy(&self, busy: Duration) {
-        self.lock().busy += busy;
+    /// Which part of communication was hidden behind backward: from 0, none, to 1, all of it.
+    #[must_use]
+    pub fn overlap(&self) -> f64 {
+        let busy = self.busy.as_secs_f64();
+        if busy > 0.0 { (1.0 - self.wait.as_secs_f64() / busy).clamp(0.0, 1.0) } else { 0.0 }
     }
+}
 
-    pub(crate) fn step(&self, wait: Duration) {
-        let mut s = self.lock();
-        s.steps += 1;
-        s.wait += wait;
+/// What was added since `earlier`.
+impl Sub for Stats {
+    type Output = Stats;
+
+    fn sub(self, earlier: Stats) -> Stats {
+        Stats {
+            steps: self.steps - earlier.steps,
+            collectives: self.collectives - earlier.collectives,
+            overlapped: self.overlapped - earlier.overlapped,
+            bytes: self.bytes - earlier.bytes,
+            backward: self.backward - earlier.backward,
+            wait: self.wait - earlier.wait,
+            outside: self.outside - earlier.outside,
+            data: self.data - earlier.data,
+            calls: self.calls - earlier.calls,
+            busy: self.busy - earlier.busy,
+        }
     }
+}
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Stats> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_parts_of_each_other() {
+        let ms = Duration::from_millis;
+        let s =
+            Stats { outside: ms(10), backward: ms(20), wait: ms(5), calls: ms(3), busy: ms(20), ..Stats::default() };
+        assert_eq!((s.time(), s.work()), (ms(35), ms(27)));
+        assert_eq!(s.overlap(), 0.75);
+        assert_eq!(Stats { wait: ms(30), ..s }.overlap(), 0.0);
+        assert_eq!(Stats::default().overlap(), 0.0);
+        assert_eq!((s - s), Stats::default());
     }
 }

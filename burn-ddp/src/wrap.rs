@@ -169,7 +169,7 @@ pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig
         replica_check: config.replica_check as u64,
         overlap: config.overlap.unwrap_or_else(|| overlap_pays(ddp)),
     };
-    let reducer = Reducer::new(group, slots, settings, ddp.stats_cell())?;
+    let reducer = Reducer::new(group, slots, settings, ddp.meter().clone())?;
     let buffers = (config.buffers != BufferPolicy::Local).then(|| buffers::handle(&model, &is_buffer)).flatten();
     let shared = buffers.map(|buffers| SharedBuffers { buffers, policy: config.buffers, sent: Vec::new() });
     let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, config.accumulation, shared));

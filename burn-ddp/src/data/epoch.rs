@@ -1,6 +1,7 @@
 //! One reading of a training loader.
 
 use std::ops::Range;
+use std::time::Instant;
 
 use burn::data::dataloader::{DataLoaderIterator, Progress};
 use burn::data::dataset::DatasetError;
@@ -174,7 +175,9 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
             self.loader.ddp().weights().done(self.loader.id());
             return None;
         }
+        let asked = Instant::now();
         let loaded = self.load();
+        self.loader.ddp().meter().batch(self.loader.id(), asked);
         self.failure = loaded.as_ref().err().map(ToString::to_string);
         match &loaded {
             Ok(_) | Err(DataError::Dataset { .. } | DataError::WorkerPanicked { .. }) => {}

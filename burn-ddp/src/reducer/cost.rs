@@ -1,12 +1,13 @@
 //! What a tensor costs the reducer, apart from its bytes.
 
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{DType, Options, World};
 
 use super::{Beside, Caps, Reducer, Reduction, Settings, Slot};
-use crate::stats::StatsCell;
+use crate::meter::Meter;
 
 const BYTES: usize = 16 << 20;
 const STEPS: usize = 60;
@@ -29,8 +30,8 @@ fn step_of(count: usize) -> Duration {
             replica_check: 0,
             overlap: false,
         };
-        let mut reducer =
-            Reducer::new(world.group().unwrap(), slots.collect(), settings, StatsCell::default()).unwrap();
+        let meter = Meter::new(world.clone(), Arc::new(world.group().unwrap()));
+        let mut reducer = Reducer::new(world.group().unwrap(), slots.collect(), settings, meter).unwrap();
         let gradients = vec![1; BYTES];
         let len = BYTES / 4 / count * 4;
         let mut times = Vec::new();

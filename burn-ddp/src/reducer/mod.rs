@@ -15,16 +15,18 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{DType, ProcessGroup, SharedBuffer, SharedView};
 
-use crate::stats::StatsCell;
+use crate::meter::{Communication, Meter, StepMeter};
+use crate::straggler::REPORT_LEN;
 use crate::{Error, Result};
 pub(crate) use pack::Buffer;
 use pack::Sum;
 use plan::Bucket;
 pub(crate) use plan::{Caps, Plan, Slot};
-use worker::{Done, Job, Whose, Worker};
+use worker::{Done, Finished, Job, Whose, Worker};
 
 /// How gradients of several ranks and micro-batches become one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Reduction {
     /// `Σ nᵢ gᵢ / Σ nᵢ`: right when the loss is a mean over the items of a batch. `nᵢ` comes from the loader or from
     /// [`Ddp::weight`](crate::Ddp::weight) and is 1 without either.
@@ -77,7 +79,7 @@ pub(crate) struct Reducer {
     slots: Vec<Slot>,
     plan: Plan,
     worker: Worker,
-    stats: StatsCell,
+    meter: StepMeter,
     /// One per bucket; `None` while the worker holds it. Dormant ones are empty until they are first needed.
     buffers: Vec<Option<SharedBuffer>>,
     /// The averages of the step that ends, one per bucket.
@@ -103,8 +105,6 @@ pub(crate) struct Reducer {
     reducing: bool,
     /// This rank has no backward, and takes part in the reduction of the others.
     standing_in: bool,
-    /// How long this backward stood still for reductions that no thread does.
-    flushing: Duration,
     /// Reductions done; names collectives.
     step: u64,
     order_agreed: bool,
@@ -118,8 +118,9 @@ pub(crate) struct Reducer {
 
 impl Reducer {
     /// A reducer for `slots`, which are the same on all ranks. *Collective* over `group`.
-    pub(crate) fn new(group: ProcessGroup, slots: Vec<Slot>, settings: Settings, stats: StatsCell) -> Result<Self> {
+    pub(crate) fn new(group: ProcessGroup, slots: Vec<Slot>, settings: Settings, meter: Meter) -> Result<Self> {
         let (rank, id) = (group.rank(), group.id());
+        group.hide_from_timeline();
         let plan = Plan::new(&slots, &[], settings.caps);
         let worker = if settings.overlap {
             Worker::beside(group, settings.timeout).map_err(|e| Error::Backward {
@@ -138,7 +139,7 @@ impl Reducer {
             slots,
             plan,
             worker,
-            stats,
+            meter: StepMeter::new(meter, id),
             buffers: Vec::new(),
             averages: Vec::new(),
             filled: Vec::new(),
@@ -150,7 +151,6 @@ impl Reducer {
             weight: 1.0,
             reducing: true,
             standing_in: false,
-            flushing: Duration::ZERO,
             step: 0,
             order_agreed: false,
             order: None,
@@ -194,6 +194,7 @@ impl Reducer {
         self.items += weight;
         self.reducing = !hold && self.micro_batches >= self.settings.accumulation;
         self.forget_arrivals();
+        self.meter.begin();
         Ok(())
     }
 
@@ -273,21 +274,26 @@ impl Reducer {
         for (dtype, buffer) in beside.buffers {
             self.submit(Job::Buffers { dtype, buffer, whose })?;
         }
-        if let Some(digests) = beside.digests {
+        if let Some(mut digests) = beside.digests {
+            // How the ranks get on travels with them.
+            digests.extend(self.meter.report());
             self.submit(Job::Digests(digests))?;
         }
         if !self.order_agreed {
             self.submit(Job::AgreeOrder(self.arrived.clone()))?;
         }
-        let start = Instant::now();
-        self.worker.flush();
-        self.flushing = start.elapsed();
+        if !self.worker.is_beside() {
+            let start = Instant::now();
+            self.worker.flush();
+            self.meter.waits(start);
+        }
         Ok(())
     }
 
     /// Ends the backward after [`Reducer::depart`]. `None` if it did not reduce; else [`Reducer::gradient`] has the results.
     pub(crate) fn finish(&mut self) -> Result<Option<Settled>> {
         if !self.reducing {
+            self.meter.end_backward();
             return Ok(None);
         }
         let wait = Instant::now();
@@ -309,7 +315,8 @@ impl Reducer {
             }
             self.collect(self.plan.awake..self.plan.buckets.len())?;
         }
-        self.stats.step(self.flushing + wait.elapsed());
+        let now = self.meter.waits(wait);
+        self.meter.end_step(self.step, now);
         Ok(Some(settled))
     }
 
@@ -351,6 +358,7 @@ impl Reducer {
         }
         self.reducing = true;
         self.forget_arrivals();
+        self.meter.begin();
         self.standing_in = true;
         let departed = self.depart(beside);
         self.standing_in = false;
@@ -462,7 +470,7 @@ impl Reducer {
             let up = sleeper.into_iter().any(|&s| self.put[s] || self.held[s].is_some());
             pack::set_flag(bucket.dtype, bytes, elem, up);
         }
-        self.stats.launched(bucket.total_bytes(), during_backward && self.worker.is_beside());
+        self.meter.launched(bucket.total_bytes(), during_backward && self.worker.is_beside());
         let weight = (self.settings.reduction == Reduction::Mean).then_some(self.items);
         // 16 bits of discards, 28 of steps, 20 of buckets: enough to tell calls apart that could meet.
         let tag = (self.discards & 0xffff) << 48 | (self.step & 0xfff_ffff) << 20 | index as u64;
@@ -475,9 +483,10 @@ impl Reducer {
         let mut first_error = None;
         for expected in buckets {
             match self.worker.next() {
-                Ok(Done::Reduced { bucket, buffer, busy, result }) if bucket == expected => {
+                Ok(Finished { done: Done::Reduced { bucket, buffer, result }, time }) if bucket == expected => {
+                    let bytes = buffer.len_bytes();
                     self.buffers[bucket] = Some(buffer);
-                    self.stats.busy(busy);
+                    self.meter.done(Communication::Bucket { bucket, bytes, step: self.step }, time);
                     match result {
                         Ok(average) => self.averages[bucket] = Some(average),
                         Err(e) => {
@@ -495,7 +504,7 @@ impl Reducer {
         let mut settled = Settled::default();
         let mut first_error = None;
         for _ in 0..buffers {
-            match self.worker.next() {
+            match self.done("buffers") {
                 Ok(Done::Buffers { result: Err(e), .. }) => {
                     first_error.get_or_insert(e);
                 }
@@ -504,11 +513,16 @@ impl Reducer {
             }
         }
         if digests {
-            match self.worker.next() {
+            match self.done("replica check") {
                 Ok(Done::Digests(Err(e))) => {
                     first_error.get_or_insert(e);
                 }
-                Ok(Done::Digests(Ok(all))) => settled.digests = all,
+                Ok(Done::Digests(Ok(mut all))) => {
+                    let reports = all.iter_mut().map(|row| row.split_off(row.len().saturating_sub(REPORT_LEN)));
+                    let reports: Vec<Vec<i64>> = reports.collect();
+                    self.meter.compare(&reports);
+                    settled.digests = all;
+                }
                 other => return Err(self.out_of_order(other.err())),
             }
         }
@@ -520,10 +534,17 @@ impl Reducer {
         if self.order_agreed {
             return Ok(None);
         }
-        match self.worker.next() {
+        match self.done("order of buckets") {
             Ok(Done::Order(order)) => Ok(Some(order?.into_iter().map(|slot| slot as usize).collect())),
             other => Err(self.out_of_order(other.err())),
         }
+    }
+
+    /// The next finished job, which is not a reduction.
+    fn done(&mut self, what: &'static str) -> Result<Done, String> {
+        let Finished { done, time } = self.worker.next()?;
+        self.meter.done(Communication::Other(what), time);
+        Ok(done)
     }
 
     fn submit(&mut self, job: Job) -> Result<()> {
@@ -542,7 +563,7 @@ impl Reducer {
         self.buffers.clear();
         let lens = self.plan.buckets[..self.plan.awake].iter().map(Bucket::total_bytes).collect();
         self.submit(Job::Allocate(lens))?;
-        let awake = match self.worker.next() {
+        let awake = match self.worker.next().map(|finished| finished.done) {
             Ok(Done::Allocated(Ok(buffers))) => Ok(buffers),
             Ok(Done::Allocated(Err(e))) => Err(Error::from(e)),
             other => Err(self.out_of_order(other.err())),

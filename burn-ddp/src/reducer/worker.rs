@@ -2,6 +2,7 @@
 //! is free for one, all together when backward is done.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -42,19 +43,26 @@ pub(crate) enum Whose {
 #[derive(Debug)]
 pub(crate) enum Done {
     Allocated(burn_ddp_comm::Result<Vec<SharedBuffer>>),
-    Reduced { bucket: usize, buffer: SharedBuffer, busy: Duration, result: burn_ddp_comm::Result<SharedView> },
+    Reduced { bucket: usize, buffer: SharedBuffer, result: burn_ddp_comm::Result<SharedView> },
     Buffers { dtype: DType, buffer: Buffer, result: burn_ddp_comm::Result<()> },
     Digests(burn_ddp_comm::Result<Vec<Vec<i64>>>),
     Order(burn_ddp_comm::Result<Vec<u32>>),
+}
+
+/// A job that was done, and when.
+#[derive(Debug)]
+pub(crate) struct Finished {
+    pub(crate) done: Done,
+    pub(crate) time: Range<Instant>,
 }
 
 /// Who does the collectives.
 #[derive(Debug)]
 pub(crate) enum Worker {
     /// A thread, which ends after the collective it is in when this is dropped.
-    Beside { jobs: Sender<Job>, done: Receiver<Done>, patience: Duration },
+    Beside { jobs: Sender<Job>, done: Receiver<Finished>, patience: Duration },
     /// Whoever [flushes](Worker::flush).
-    Inline { group: ProcessGroup, todo: VecDeque<Job>, done: VecDeque<Done> },
+    Inline { group: ProcessGroup, todo: VecDeque<Job>, done: VecDeque<Finished> },
     /// Nobody any more.
     Retired,
 }
@@ -66,7 +74,7 @@ impl Worker {
         let (finished, done) = channel();
         std::thread::Builder::new().name(format!("ddp-reduce-{}", group.rank())).spawn(move || {
             while let Ok(job) = todo.recv() {
-                if finished.send(run(&group, job)).is_err() {
+                if finished.send(timed(&group, job)).is_err() {
                     return;
                 }
             }
@@ -101,7 +109,7 @@ impl Worker {
     /// Does what was handed over, if nobody else does.
     pub(crate) fn flush(&mut self) {
         if let Worker::Inline { group, todo, done } = self {
-            done.extend(todo.drain(..).map(|job| run(group, job)));
+            done.extend(todo.drain(..).map(|job| timed(group, job)));
         }
     }
 
@@ -121,7 +129,7 @@ impl Worker {
     }
 
     /// The next finished job, in the order of submission.
-    pub(crate) fn next(&mut self) -> Result<Done, String> {
+    pub(crate) fn next(&mut self) -> Result<Finished, String> {
         self.flush();
         match self {
             Worker::Beside { done, patience, .. } => done.recv_timeout(*patience).map_err(|e| match e {
@@ -134,16 +142,21 @@ impl Worker {
     }
 }
 
+fn timed(group: &ProcessGroup, job: Job) -> Finished {
+    let start = Instant::now();
+    let done = run(group, job);
+    Finished { done, time: start..Instant::now() }
+}
+
 fn run(group: &ProcessGroup, job: Job) -> Done {
     match job {
         Job::Allocate(lens) => Done::Allocated(group.shared_buffers(&lens)),
         Job::Reduce { bucket, dtype, mut buffer, weight, tag } => {
-            let start = Instant::now();
             let result = match weight {
                 Some(w) => group.all_reduce_weighted_shared(dtype, &mut buffer, w, tag),
                 None => group.all_reduce_shared(dtype, &mut buffer, ReduceOp::Sum, tag),
             };
-            Done::Reduced { bucket, buffer, busy: start.elapsed(), result }
+            Done::Reduced { bucket, buffer, result }
         }
         Job::Buffers { dtype, mut buffer, whose } => {
             let result = match whose {

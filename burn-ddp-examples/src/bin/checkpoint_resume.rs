@@ -1,0 +1,62 @@
+//! Checkpoints: kill it at any moment, start it again, on any number of ranks, and it goes on where it was.
+//!
+//! ```sh
+//! cargo run --bin checkpoint_resume -- /tmp/checkpoints                                             # one process
+//! cargo run --bin burnrun -- -n 2 --max-restarts 3 target/debug/checkpoint_resume /tmp/checkpoints  # two ranks, restarted when one dies
+//! ```
+//!
+//! Each item of each epoch is read once, however often it was interrupted. In torch: `torch.save` of each state on rank 0, a rename by
+//! hand, and no position in the epoch.
+#![forbid(unsafe_code)]
+
+use anyhow::Context;
+use burn::nn::{LinearConfig, loss::CrossEntropyLossConfig};
+use burn::optim::{AdamConfig, GradientsParams};
+use burn_ddp::prelude::*;
+use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
+
+const EPOCHS: usize = 3;
+
+fn main() -> anyhow::Result<()> {
+    burn_ddp_examples::log_to_stderr();
+    let directory = std::env::args_os().nth(1).context("usage: checkpoint_resume DIRECTORY")?;
+    let ddp = Ddp::init()?;
+    let device = ddp.device()?.autodiff();
+    ddp.seed(&device, 42);
+    let mut model = ddp.wrap(LinearConfig::new(28 * 28, 10).init(&device))?;
+    let mut optim = AdamConfig::new().init();
+    let digits = MnistDataset::sample(Split::Train)?;
+    let train = ddp.loader(MnistBatcher).batch_size(16).shuffle(42).set_device(device.clone()).build(digits)?;
+
+    let checkpoints = ddp.checkpoints(&directory)?.keep(2);
+    let mut step = 0;
+    if let Some(found) = checkpoints.latest()? {
+        model = found.model(model)?;
+        optim = found.optimizer(optim, &model)?;
+        train.resume(&found.value("loader")?)?;
+        step = found.step();
+        if ddp.is_main() {
+            println!("going on after step {step}");
+        }
+    }
+    for epoch in train.epochs(0..EPOCHS) {
+        for batch in epoch {
+            let batch = batch?;
+            let logits = model.forward(batch.images.flatten(1, 3));
+            let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels);
+            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            model = optim.step(1e-3, model, grads);
+            step += 1;
+            if step % 50 == 0 {
+                // All ranks call it; on the disk, complete, when it returns.
+                checkpoints.save(step, |c| {
+                    c.model(&model)?;
+                    c.optimizer(&optim, &model)?;
+                    c.value("loader", &train.position())
+                })?;
+            }
+        }
+    }
+    println!("rank {}: {step} steps, parameters {}", ddp.rank(), &param_hash(&model)?[..16]);
+    Ok(ddp.finish()?)
+}
