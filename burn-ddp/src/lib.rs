@@ -42,6 +42,7 @@
 //! | [`WrapConfig`], [`Reduction`], [`BufferPolicy`] | accumulation, mean or sum, bucket sizes, running statistics |
 //! | [`nn`] | `SyncBatchNorm`: the batch of all ranks |
 //! | [`clip_grad_norm`], [`clip_grad_value`], [`grad_norm`] | on averaged gradients |
+//! | [`DdpConfig`] | all settings in one file |
 //! | [`data`] | this rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
 //! | [`Differentiable`] | collectives that gradients go through |
 //! | [`DdpBackend`], [`GradientMemory`] | the backend extension that intercepts gradients, and what a backend's memory can do; used by `wrap` |
@@ -57,6 +58,7 @@ mod buffers;
 mod burnpack;
 mod clip;
 mod collective;
+pub mod config;
 mod convert;
 pub mod data;
 mod ddp;
@@ -85,6 +87,7 @@ pub use buffers::BufferPolicy;
 pub use burn_ddp_comm as comm;
 pub use burn_ddp_comm::{Options, ReduceOp};
 pub use clip::{clip_grad_norm, clip_grad_value, grad_norm};
+pub use config::{BatchSizes, DdpConfig};
 pub use ddp::Ddp;
 pub use differentiable::{Adjoint, CollectiveBackend, Differentiable};
 pub use error::{Error, Result};
@@ -97,5 +100,5 @@ pub use wrap::WrapConfig;
 
 /// What a training program imports.
 pub mod prelude {
-    pub use crate::{BufferPolicy, Ddp, ReduceOp, Reduction, WrapConfig, param_hash};
+    pub use crate::{BufferPolicy, Ddp, DdpConfig, ReduceOp, Reduction, WrapConfig, param_hash};
 }

@@ -26,9 +26,10 @@ use crate::{Error, Result, tap};
 /// let config = WrapConfig::new().with_accumulation(4).with_reduction(Reduction::Mean).with_bucket_cap_bytes(4 << 20);
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
+#[serde(default, deny_unknown_fields)]
 pub struct WrapConfig {
-    accumulation: usize,
+    /// 1 unless it says.
+    accumulation: Option<usize>,
     reduction: Reduction,
     first_bucket_cap_bytes: usize,
     bucket_cap_bytes: usize,
@@ -41,7 +42,7 @@ pub struct WrapConfig {
 impl Default for WrapConfig {
     fn default() -> Self {
         WrapConfig {
-            accumulation: 1,
+            accumulation: None,
             reduction: Reduction::Mean,
             first_bucket_cap_bytes: 256 << 10,
             bucket_cap_bytes: 1 << 20,
@@ -64,7 +65,7 @@ impl WrapConfig {
     /// yield no gradients: call the optimizer after the `k`-th only. 1 by default.
     #[must_use]
     pub fn with_accumulation(mut self, k: usize) -> Self {
-        self.accumulation = k;
+        self.accumulation = Some(k);
         self
     }
 
@@ -124,8 +125,13 @@ impl WrapConfig {
         self
     }
 
-    fn check(&self) -> Result<()> {
-        if self.accumulation == 0 {
+    /// How many, if that was said.
+    pub(crate) fn accumulation(&self) -> Option<usize> {
+        self.accumulation
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.accumulation == Some(0) {
             return Err(Error::Use("accumulation counts micro-batches per step: 1 or more".into()));
         }
         if self.bucket_cap_bytes == 0 || self.first_bucket_cap_bytes == 0 {
@@ -144,8 +150,9 @@ pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig
     // Rank 0's values will be everybody's, so it knows which clones are still equal.
     let first = ddp.group().broadcast_object(ddp.is_main().then_some(first), 0)?;
     let (slots, slot_of) = slots_of(&schema, &first, &is_buffer);
+    let accumulation = config.accumulation.unwrap_or(1);
     // Alone and without accumulation there is nothing to do in backward.
-    let group = if ddp.world_size() > 1 || config.accumulation > 1 || config.alone {
+    let group = if ddp.world_size() > 1 || accumulation > 1 || config.alone {
         let mut group = ddp.world().group()?;
         // What errors in backward show as the caller.
         group.attribute_to(Location::caller());
@@ -163,7 +170,7 @@ pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig
     let Some(group) = group else { return Ok(model) };
     let settings = Settings {
         reduction: config.reduction,
-        accumulation: config.accumulation,
+        accumulation,
         caps: Caps { first_bytes: config.first_bucket_cap_bytes, bytes: config.bucket_cap_bytes },
         timeout: ddp.world().options().timeout,
         replica_check: config.replica_check as u64,
@@ -172,7 +179,7 @@ pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig
     let reducer = Reducer::new(group, slots, settings, ddp.meter().clone())?;
     let buffers = (config.buffers != BufferPolicy::Local).then(|| buffers::handle(&model, &is_buffer)).flatten();
     let shared = buffers.map(|buffers| SharedBuffers { buffers, policy: config.buffers, sent: Vec::new() });
-    let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, config.accumulation, shared));
+    let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, accumulation, shared));
     let model = model.apply_reparameterization(Attach { ddp: ddp.clone(), tapped: tapped.clone(), slot_of });
     tapped.taps_are_complete();
     Ok(model)

@@ -17,6 +17,13 @@ fn main() -> anyhow::Result<()> {
     if scenario == "fault" {
         return fault::main();
     }
+    if scenario == "config" {
+        let options = DdpConfig::from_env()?.options()?;
+        let (timeout, stall) = (options.timeout, options.stall);
+        Ddp::init_with(options)?.finish()?;
+        println!("timeout {timeout:?} stall {stall:?}");
+        return Ok(());
+    }
     let mut options = Options::from_env()?;
     options.timeout = Duration::from_secs(20);
     let ddp = Ddp::init_with(options)?;
