@@ -7,6 +7,7 @@ use burn::module::Module;
 use burn::tensor::{Device, Gradients, Tensor};
 use burn_ddp_comm::{LaunchEnv, Options, ProcessGroup, ReduceOp, World};
 
+use crate::checkpoint::Writing;
 use crate::meter::Meter;
 use crate::seed::Seed;
 use crate::weight::{Batch, Weights};
@@ -67,6 +68,8 @@ struct Inner {
     meter: Meter,
     loaders: AtomicU64,
     seed: Mutex<Option<Seed>>,
+    /// Checkpoints that may be under way.
+    writings: Mutex<Vec<Arc<Writing>>>,
 }
 
 impl std::fmt::Debug for Ddp {
@@ -124,6 +127,7 @@ impl Ddp {
                 weights: Weights::default(),
                 loaders: AtomicU64::new(0),
                 seed: Mutex::new(None),
+                writings: Mutex::new(Vec::new()),
             }),
         })
     }
@@ -463,13 +467,23 @@ impl Ddp {
         }
     }
 
-    /// Ends the job: the last barrier, then goodbye. *Collective*. Leaving without it is fine where nobody waits any more.
+    /// [`Ddp::finish`] waits for it.
+    pub(crate) fn note_writing(&self, writing: &Arc<Writing>) {
+        self.inner.writings.lock().unwrap_or_else(PoisonError::into_inner).push(writing.clone());
+    }
+
+    /// Ends the job: checkpoints that are under way, the last barrier, then goodbye. *Collective*. Leaving without it is fine where nobody
+    /// waits any more.
     ///
     /// # Errors
     ///
-    /// [`Error::Comm`] if a peer failed or does not come in time.
+    /// [`Error::Comm`] if a peer failed or does not come in time; [`Error::File`] if a checkpoint could not be written.
     #[track_caller]
     pub fn finish(self) -> Result<()> {
+        let writings = std::mem::take(&mut *self.inner.writings.lock().unwrap_or_else(PoisonError::into_inner));
+        for writing in writings {
+            writing.wait(self.group())?;
+        }
         self.barrier()?;
         self.world().leave();
         Ok(())

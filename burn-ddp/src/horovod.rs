@@ -32,7 +32,7 @@ impl Ddp {
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
     #[track_caller]
-    pub fn broadcast_parameters<M: Module + 'static>(&self, model: M, root: usize) -> Result<M> {
+    pub fn broadcast_parameters<M: Module>(&self, model: M, root: usize) -> Result<M> {
         let mine = tap::bypass(|| {
             // Running statistics lag one update behind what `visit` shows; `valid` brings them up to date.
             drop(model.valid());

@@ -43,6 +43,7 @@
 //! | [`nn`] | `SyncBatchNorm`: the batch of all ranks |
 //! | [`clip_grad_norm`], [`clip_grad_value`], [`grad_norm`] | on averaged gradients |
 //! | [`DdpConfig`] | all settings in one file |
+//! | [`checkpoint`] | one unit to go on from: model, optimizers, schedules, values; complete or not there |
 //! | [`data`] | this rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
 //! | [`Differentiable`] | collectives that gradients go through |
 //! | [`DdpBackend`], [`GradientMemory`] | the backend extension that intercepts gradients, and what a backend's memory can do; used by `wrap` |
@@ -56,6 +57,7 @@
 mod agree;
 mod buffers;
 mod burnpack;
+pub mod checkpoint;
 mod clip;
 mod collective;
 pub mod config;

@@ -46,6 +46,12 @@ pub(crate) fn read(optim: ModuleOptimizer, bytes: &[u8], theirs: &Ids, mine: &Id
     }
 }
 
+/// Whether all state in `bytes` is that of parameters in `ids`.
+pub(crate) fn check(bytes: &[u8], ids: &Ids) -> Result<()> {
+    let checked = translate(bytes, ids, ids);
+    checked.map(drop).map_err(|reason| Error::Use(format!("the optimizer's state cannot be saved: {reason}")))
+}
+
 /// Gives every rank the state of `root`'s optimizer, under its own parameter ids. *Collective* over `group`.
 ///
 /// # Errors

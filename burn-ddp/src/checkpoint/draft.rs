@@ -1,0 +1,134 @@
+//! What goes into a checkpoint.
+
+use burn::lr_scheduler::LrSchedulerRecord;
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::exact;
+use super::manifest::{Manifest, Sum};
+use crate::schema::Schema;
+use crate::{Error, Result, optimizer_state, tap};
+
+/// A checkpoint to be: filled in [`Checkpoints::save`](super::Checkpoints::save).
+///
+/// On ranks other than 0 nothing is copied, and what is put in is dropped.
+#[derive(Debug)]
+pub struct Draft<'a> {
+    contents: &'a mut Contents,
+    /// `"generator-"`, or nothing.
+    prefix: String,
+}
+
+/// A checkpoint in memory.
+#[derive(Debug)]
+pub(super) struct Contents {
+    pub(super) manifest: Manifest,
+    pub(super) files: Vec<(String, Vec<u8>)>,
+    /// On rank 0.
+    counts: bool,
+}
+
+impl Contents {
+    pub(super) fn new(step: u64, world_size: usize, counts: bool) -> Self {
+        Contents { manifest: Manifest::new(step, world_size), files: Vec::new(), counts }
+    }
+
+    fn add(&mut self, name: String, bytes: Vec<u8>) -> Result<()> {
+        if self.manifest.files.insert(name.clone(), Sum::of(&bytes)).is_some() {
+            return Err(Error::Use(format!("{name} is in the checkpoint already: tell them apart with `named`")));
+        }
+        self.files.push((name, bytes));
+        Ok(())
+    }
+}
+
+impl<'a> Draft<'a> {
+    pub(super) fn new(contents: &'a mut Contents) -> Self {
+        Draft { contents, prefix: String::new() }
+    }
+
+    /// Where a further model, optimizer or schedule goes: `c.named("generator").model(&generator)?`. Read it with the same name,
+    /// [`Found::named`](super::Found::named).
+    pub fn named(&mut self, name: &str) -> Draft<'_> {
+        Draft { prefix: format!("{}{name}-", self.prefix), contents: self.contents }
+    }
+
+    /// Parameters and buffers, as they are now, of a model that is wrapped or not. Plain Burn reads the file `model.bpk`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if it cannot be read from its device, or there is a model of this name already.
+    pub fn model<M: Module>(&mut self, model: &M) -> Result<()> {
+        if !self.contents.counts {
+            return Ok(());
+        }
+        let name = self.file("model.bpk")?;
+        let (schema, bytes) = tap::bypass(|| {
+            // Brings running statistics up to date.
+            let model = model.valid();
+            Ok::<_, Error>((Schema::of(&model)?, model.into_record().into_bytes()))
+        })?;
+        let bytes = bytes.map_err(|e| Error::Use(format!("the model cannot be saved: {e}")))?;
+        self.contents.manifest.models.insert(name.clone(), schema.entries);
+        self.contents.add(name, bytes.to_vec())
+    }
+
+    /// The state of the optimizer that trains `model`. Plain Burn reads the file `optimizer.bpk`, together with `model.bpk`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if it has state of parameters that are not in the model, or there is an optimizer of this name already.
+    pub fn optimizer<M: Module>(&mut self, optim: &ModuleOptimizer, model: &M) -> Result<()> {
+        if !self.contents.counts {
+            return Ok(());
+        }
+        let name = self.file("optimizer.bpk")?;
+        let ids = optimizer_state::ids(&tap::bypass(|| Schema::of(model))?);
+        let bytes = optimizer_state::write(optim)?;
+        optimizer_state::check(&bytes, &ids)?;
+        self.contents.manifest.optimizers.insert(name.clone(), ids);
+        self.contents.add(name, bytes)
+    }
+
+    /// Where a learning-rate schedule stands: `c.scheduler(scheduler.to_record())`, whatever its type.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if there is a scheduler of this name already.
+    pub fn scheduler(&mut self, record: LrSchedulerRecord) -> Result<()> {
+        if !self.contents.counts {
+            return Ok(());
+        }
+        let name = self.file("scheduler.bpk")?;
+        let bytes = record.into_bytes().map_err(|e| Error::Use(format!("the scheduler cannot be saved: {e}")))?;
+        self.contents.add(name, bytes.to_vec())
+    }
+
+    /// Any serde value, rank 0's: a loader's position, a configuration, the best loss so far. Floats keep their bits.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if the value cannot be read again as what it was (NaN and infinities, in JSON), or the name is taken.
+    pub fn value<V: Serialize + DeserializeOwned>(&mut self, name: &str, value: &V) -> Result<()> {
+        if !self.contents.counts {
+            return Ok(());
+        }
+        let name = format!("{}{name}", self.prefix);
+        let json = exact::encode(value).map_err(|e| Error::Use(format!("the value {name:?} cannot be saved: {e}")))?;
+        match self.contents.manifest.values.insert(name.clone(), json) {
+            None => Ok(()),
+            Some(_) => Err(Error::Use(format!("the value {name:?} is in the checkpoint already"))),
+        }
+    }
+
+    fn file(&self, name: &str) -> Result<String> {
+        let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        if self.prefix.chars().all(plain) {
+            return Ok(format!("{}{name}", self.prefix));
+        }
+        let named = self.prefix.trim_end_matches('-');
+        Err(Error::Use(format!("{named:?} becomes part of a file's name: use letters, digits, - and _")))
+    }
+}

@@ -1,0 +1,205 @@
+//! What comes out of a checkpoint.
+
+use std::collections::VecDeque;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use burn::lr_scheduler::LrSchedulerRecord;
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::optim::ModuleOptimizer;
+use burn::store::ModuleRecord;
+use burn::tensor::{Bool, Bytes, Int, Tensor};
+use burn_ddp_comm::DType;
+use serde::de::DeserializeOwned;
+
+use super::exact;
+use super::manifest::{Manifest, Sum};
+use crate::ddp::Ddp;
+use crate::schema::{Entry, Schema};
+use crate::{Error, Result, agree, optimizer_state, tap};
+
+/// A complete checkpoint, the same one on all ranks: what [`Checkpoints::latest`](super::Checkpoints::latest) chose.
+///
+/// Rank 0 reads the files and hands their contents to the others; so all ranks load the same things, in the same order.
+#[derive(Clone, Debug)]
+pub struct Found {
+    ddp: Ddp,
+    path: PathBuf,
+    manifest: Arc<Manifest>,
+    prefix: String,
+}
+
+impl Found {
+    pub(super) fn new(ddp: Ddp, path: PathBuf, manifest: &str) -> Result<Self> {
+        let manifest = Manifest::read(manifest).map_err(|e| Error::File(format!("{}: {e}", path.display())))?;
+        Ok(Found { ddp, path, manifest: Arc::new(manifest), prefix: String::new() })
+    }
+
+    /// After how many optimizer steps it was saved.
+    #[must_use]
+    pub fn step(&self) -> u64 {
+        self.manifest.step
+    }
+
+    /// How many ranks the job had that saved it.
+    #[must_use]
+    pub fn world_size(&self) -> usize {
+        self.manifest.world_size
+    }
+
+    /// Its directory on rank 0's machine.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What was saved under this name, see [`Draft::named`](super::Draft::named).
+    #[must_use]
+    pub fn named(&self, name: &str) -> Found {
+        Found { prefix: format!("{}{name}-", self.prefix), ..self.clone() }
+    }
+
+    /// `model` with the parameters and buffers of the checkpoint, on every rank; it may be wrapped or not, and parameter ids stay what
+    /// they are. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// On every rank: [`Error::Use`] naming the first parameter that is another one in the checkpoint, and both shapes; [`Error::File`]
+    /// if rank 0 cannot read the file any more.
+    #[track_caller]
+    pub fn model<M: Module>(&self, model: M) -> Result<M> {
+        let name = format!("{}model.bpk", self.prefix);
+        let entries = self.manifest.models.get(&name).ok_or_else(|| self.missing(&name))?;
+        let load = |model: M| tap::bypass(|| load_model(model, entries, self.read(&name)?));
+        let model = if self.ddp.is_main() { load(model) } else { Ok(model) };
+        let model = agree::on_outcome(self.ddp.group(), &format!("load {name}"), model)?;
+        self.ddp.broadcast_parameters(model, 0)
+    }
+
+    /// `optim` with the state of the checkpoint, for the parameters of `model`, which may be wrapped or not. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// On every rank: [`Error::Use`] if the state belongs to another kind of optimizer or to parameters that `model` does not have;
+    /// [`Error::File`] if rank 0 cannot read the file any more.
+    #[track_caller]
+    pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
+        let name = format!("{}optimizer.bpk", self.prefix);
+        let theirs = self.manifest.optimizers.get(&name).ok_or_else(|| self.missing(&name))?;
+        let bytes = self.share(&name)?;
+        let mine = tap::bypass(|| Schema::of(model)).map(|schema| optimizer_state::ids(&schema));
+        let loaded = mine.and_then(|mine| optimizer_state::read(optim, &bytes, theirs, &mine));
+        agree::on_outcome(self.ddp.group(), &format!("load {name}"), loaded)
+    }
+
+    /// Where the learning-rate schedule stood: `scheduler = scheduler.load_record(found.scheduler()?)`. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// On every rank: [`Error::Use`] if none was saved; [`Error::File`] if rank 0 cannot read the file any more.
+    #[track_caller]
+    pub fn scheduler(&self) -> Result<LrSchedulerRecord> {
+        let name = format!("{}scheduler.bpk", self.prefix);
+        if !self.manifest.files.contains_key(&name) {
+            return Err(self.missing(&name));
+        }
+        let bytes = self.share(&name)?;
+        LrSchedulerRecord::from_bytes(Bytes::from_bytes_vec(bytes)).map_err(|e| Error::File(format!("{name}: {e}")))
+    }
+
+    /// The value that was saved under `name`. Not collective.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if there is none, or it is of another type.
+    pub fn value<V: DeserializeOwned>(&self, name: &str) -> Result<V> {
+        let name = format!("{}{name}", self.prefix);
+        let value = self.manifest.values.get(&name).ok_or_else(|| self.missing(&format!("value {name:?}")))?;
+        exact::decode(value).map_err(|e| Error::Use(format!("the value {name:?} of the checkpoint: {e}")))
+    }
+
+    fn missing(&self, what: &str) -> Error {
+        let held = self.manifest.files.keys().chain(self.manifest.values.keys()).cloned().collect::<Vec<_>>();
+        Error::Use(format!("the checkpoint of step {} has no {what}; it holds {}", self.step(), held.join(", ")))
+    }
+
+    /// A file as it was written.
+    fn read(&self, name: &str) -> Result<Vec<u8>> {
+        let path = self.path.join(name);
+        let bytes = fs::read(&path).map_err(|e| Error::File(format!("cannot read {}: {e}", path.display())))?;
+        match self.manifest.files.get(name) {
+            Some(known) if *known == Sum::of(&bytes) => Ok(bytes),
+            _ => Err(Error::File(format!("{} has changed since the checkpoint was chosen", path.display()))),
+        }
+    }
+
+    /// A file's contents on every rank.
+    #[track_caller]
+    fn share(&self, name: &str) -> Result<Vec<u8>> {
+        let main = self.ddp.is_main();
+        let read = if main { self.read(name) } else { Ok(Vec::new()) };
+        let told = main.then(|| read.as_ref().map(Vec::len).map_err(ToString::to_string));
+        let len: std::result::Result<usize, String> = self.ddp.group().broadcast_object(told, 0)?;
+        let len = len.map_err(|reason| Error::File(format!("rank 0 {reason}")))?;
+        let mut bytes = read?;
+        bytes.resize(len, 0);
+        self.ddp.group().broadcast_bytes(DType::U8, &mut bytes, 0)?;
+        Ok(bytes)
+    }
+}
+
+/// `model` with the values of a record, and the ids that it has.
+fn load_model<M: Module>(model: M, saved: &[Entry], record: Vec<u8>) -> Result<M> {
+    let schema = Schema::of(&model)?;
+    if let Some(difference) = difference(saved, &schema.entries) {
+        return Err(Error::Use(format!("the checkpoint is of another model: {difference}")));
+    }
+    // What forwards left behind must not be added to the statistics that are loaded.
+    drop(model.valid());
+    let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(record)).map_err(|e| Error::File(e.to_string()))?;
+    let loaded = model.try_load_record(record).map_err(|e| Error::Use(e.to_string()))?;
+    Ok(loaded.map(&mut Rename(schema.ids.into())))
+}
+
+fn difference(saved: &[Entry], here: &[Entry]) -> Option<String> {
+    let of_path = |entries: &'_ [Entry], path: &str| entries.iter().find(|e| e.path == path).cloned();
+    let extra = here.iter().find(|e| of_path(saved, &e.path).is_none());
+    saved
+        .iter()
+        .find_map(|was| match of_path(here, &was.path) {
+            None => Some(format!("{was} is not in the model")),
+            Some(is) if (&is.dims, &is.dtype) != (&was.dims, &was.dtype) => Some(format!(
+                "{} is {:?} {} in the checkpoint, but {:?} {} in the model",
+                was.path, was.dims, was.dtype, is.dims, is.dtype
+            )),
+            Some(_) => None,
+        })
+        .or_else(|| extra.map(|e| format!("{e} is not in the checkpoint")))
+}
+
+/// Gives parameters their ids.
+struct Rename(VecDeque<ParamId>);
+
+impl Rename {
+    fn next(&mut self, old: ParamId) -> ParamId {
+        self.0.pop_front().unwrap_or(old)
+    }
+}
+
+impl ModuleMapper for Rename {
+    fn map_float<const D: usize>(&mut self, mut param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.id = self.next(param.id);
+        param
+    }
+
+    fn map_int<const D: usize>(&mut self, mut param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        param.id = self.next(param.id);
+        param
+    }
+
+    fn map_bool<const D: usize>(&mut self, mut param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
+        param.id = self.next(param.id);
+        param
+    }
+}
