@@ -66,6 +66,7 @@ pub mod data;
 mod ddp;
 mod device;
 mod differentiable;
+mod distributed_optimizer;
 mod error;
 mod horovod;
 mod join;
@@ -92,6 +93,7 @@ pub use clip::{clip_grad_norm, clip_grad_value, grad_norm};
 pub use config::{BatchSizes, DdpConfig};
 pub use ddp::Ddp;
 pub use differentiable::{Adjoint, CollectiveBackend, Differentiable};
+pub use distributed_optimizer::DistributedOptimizer;
 pub use error::{Error, Result};
 pub use reducer::Reduction;
 pub use save::param_hash;
@@ -103,4 +105,5 @@ pub use wrap::WrapConfig;
 /// What a training program imports.
 pub mod prelude {
     pub use crate::{BufferPolicy, Ddp, DdpConfig, ReduceOp, Reduction, WrapConfig, param_hash};
+    pub use crate::{BufferPolicy, Ddp, DistributedOptimizer, ReduceOp, Reduction, WrapConfig, param_hash};
 }
