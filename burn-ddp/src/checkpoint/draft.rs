@@ -66,9 +66,8 @@ impl<'a> Draft<'a> {
         }
         let name = self.file("model.bpk")?;
         let (schema, bytes) = tap::bypass(|| {
-            // Brings running statistics up to date.
-            let model = model.valid();
-            Ok::<_, Error>((Schema::of(&model)?, model.into_record().into_bytes()))
+            // `valid` brings running statistics up to date.
+            Ok::<_, Error>((Schema::of(model)?, model.valid().into_record().into_bytes()))
         })?;
         let bytes = bytes.map_err(|e| Error::Use(format!("the model cannot be saved: {e}")))?;
         self.contents.manifest.models.insert(name.clone(), schema.entries);

@@ -33,7 +33,7 @@ pub(crate) use writing::Writing;
 /// use burn_ddp::prelude::*;
 ///
 /// let directory = tempfile::tempdir()?;
-/// let run = |ddp: Ddp| {
+/// let run = |ddp: Ddp| -> anyhow::Result<u64> {
 ///     let device = ddp.device()?.autodiff();
 ///     let mut model = ddp.wrap(LinearConfig::new(2, 1).init(&device))?;
 ///     let mut optim = AdamConfig::new().init();
@@ -45,14 +45,14 @@ pub(crate) use writing::Writing;
 ///         start = found.step();
 ///     }
 ///     for step in start..start + 10 {
-///         let grads = model.forward(Tensor::ones([4, 2], &device)).mean().backward();
+///         let grads = model.forward(Tensor::<2>::ones([4, 2], &device)).mean().backward();
 ///         let grads = GradientsParams::from_grads(grads, &model);
 ///         model = optim.step(0.1, model, grads);
 ///         if (step + 1) % 5 == 0 {
 ///             checkpoints.save(step + 1, |c| {
 ///                 c.model(&model)?;
 ///                 c.optimizer(&optim, &model)?;
-///                 c.value("config", &("any", "serde value"))
+///                 c.value("config", &vec![4, 2, 1]) // any serde value
 ///             })?;
 ///         }
 ///     }

@@ -1,5 +1,6 @@
 //! One rank of a job under test: `rank SCENARIO`, started by the test files beside it.
 
+mod checkpoint;
 mod dropout;
 mod fault;
 
@@ -40,6 +41,7 @@ fn main() -> anyhow::Result<()> {
         "abort" => return fail_at_step(&ddp, || std::process::abort()),
         "break" => return break_early(&ddp),
         "case" => return run_case(&ddp),
+        "checkpoint" => return checkpoint::run(&ddp),
         "dropout" => return dropout::run(&ddp),
         "differ" => {
             let device = ddp.device()?.autodiff();

@@ -1,0 +1,539 @@
+//! Checkpoints: what is saved comes back, whoever is killed and whatever is damaged.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::Duration;
+
+use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::prelude::*;
+use burn::tensor::DType;
+use burn_ddp::prelude::*;
+use burn_ddp_tests::{job, number, rows};
+
+const RANK: &str = env!("CARGO_BIN_EXE_rank");
+
+#[derive(Module, Debug)]
+struct Normed {
+    a: Linear,
+    norm: BatchNorm,
+    b: Linear,
+}
+
+impl Normed {
+    fn new(device: &Device) -> Self {
+        let init = |i, o| LinearConfig::new(i, o).init(device);
+        Normed { a: init(6, 4), norm: BatchNormConfig::new(4).init(device), b: init(4, 3) }
+    }
+}
+
+/// A step on this rank's part of 12 rows.
+fn step(ddp: &Ddp, optim: &mut ModuleOptimizer, model: Normed, step: usize) -> anyhow::Result<Normed> {
+    let batch = 12 / ddp.world_size();
+    let x = rows(step * 12 + ddp.rank() * batch, batch, 6, 1, DType::F32, &ddp.device()?.autodiff());
+    let grads = model.b.forward(model.norm.forward(model.a.forward(x))).powf_scalar(2.0).mean().backward();
+    let grads = GradientsParams::from_grads(grads, &model);
+    Ok(optim.step(0.01, model, grads))
+}
+
+fn names(directory: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// Saves a value alone.
+fn save(ddp: &Ddp, directory: &Path, keep: usize, step: u64) -> burn_ddp::Result<()> {
+    ddp.checkpoints(directory)?.keep(keep).save(step, |c| c.value("step", &step))
+}
+
+fn latest(ddp: &Ddp, directory: &Path) -> Option<u64> {
+    ddp.checkpoints(directory).unwrap().latest().unwrap().map(|found| found.step())
+}
+
+#[test]
+fn training_goes_on_with_the_same_bits_at_any_world_size_loaded_before_or_after_wrap() {
+    let directory = tempfile::tempdir().unwrap();
+    let saved = Ddp::spawn(2, |ddp| {
+        let (mut optim, mut model) = (AdamConfig::new().init(), ddp.wrap(Normed::new(&ddp.device()?.autodiff()))?);
+        for i in 0..3 {
+            model = step(&ddp, &mut optim, model, i)?;
+        }
+        let checkpoints = ddp.checkpoints(directory.path())?;
+        checkpoints.save(3, |c| {
+            c.model(&model)?;
+            c.optimizer(&optim, &model)
+        })?;
+        let hash = param_hash(&model)?;
+        for i in 3..6 {
+            model = step(&ddp, &mut optim, model, i)?;
+        }
+        Ok((hash, param_hash(&model)?))
+    })
+    .unwrap();
+    for world in [1, 2, 3] {
+        for wrap_first in [false, true] {
+            let loaded = Ddp::spawn(world, |ddp| {
+                let mut model = Normed::new(&ddp.device()?.autodiff());
+                let ids = (model.a.weight.id, model.b.bias.as_ref().map(|b| b.id));
+                if wrap_first {
+                    model = ddp.wrap(model)?;
+                }
+                let found = ddp.checkpoints(directory.path())?.latest()?.expect("it was saved");
+                assert_eq!((found.step(), found.world_size()), (3, 2));
+                model = found.model(model)?;
+                let mut optim = found.optimizer(AdamConfig::new().init(), &model)?;
+                assert_eq!(ids, (model.a.weight.id, model.b.bias.as_ref().map(|b| b.id)), "ids stay");
+                if !wrap_first {
+                    model = ddp.wrap(model)?;
+                }
+                let hash = param_hash(&model)?;
+                for i in 3..6 {
+                    model = step(&ddp, &mut optim, model, i)?;
+                }
+                Ok((hash, param_hash(&model)?))
+            })
+            .unwrap();
+            for rank in &loaded {
+                assert_eq!(rank.0, saved[0].0, "world {world}, wrapped first {wrap_first}");
+                assert_eq!(rank.1, loaded[0].1);
+            }
+            if world == 2 {
+                assert_eq!(loaded, saved, "goes on as if it had not stopped");
+            }
+        }
+    }
+}
+
+#[test]
+fn plain_burn_reads_model_and_optimizer() {
+    let directory = tempfile::tempdir().unwrap();
+    let device = Device::flex().autodiff();
+    let gradients = |model: &Linear| {
+        GradientsParams::from_grads(model.forward(rows(0, 4, 3, 1, DType::F32, &device)).mean().backward(), model)
+    };
+    let hashes = Ddp::spawn(1, |ddp| {
+        let (mut optim, mut model) = (AdamConfig::new().init(), LinearConfig::new(3, 2).init(&device));
+        model = optim.step(0.1, model.clone(), gradients(&model));
+        ddp.checkpoints(directory.path())?.save(1, |c| {
+            c.model(&model)?;
+            c.optimizer(&optim, &model)
+        })?;
+        Ok(param_hash(&optim.step(0.1, model.clone(), gradients(&model)))?)
+    })
+    .unwrap();
+    let checkpoint = directory.path().join("step-00000001");
+    let model = LinearConfig::new(3, 2).init(&device).load_file(checkpoint.join("model.bpk"));
+    let mut optim = AdamConfig::new().init().load(checkpoint.join("optimizer.bpk")).unwrap();
+    assert_eq!(param_hash(&optim.step(0.1, model.clone(), gradients(&model))).unwrap(), hashes[0]);
+    let check = Command::new("sha256sum").args(["--check", "manifest.json.sha256"]).current_dir(&checkpoint).output();
+    assert!(check.unwrap().status.success());
+}
+
+#[test]
+fn several_models_schedules_and_values_have_names() {
+    let directory = tempfile::tempdir().unwrap();
+    Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let (g, d) = (LinearConfig::new(3, 2).init(&device), LinearConfig::new(2, 1).init(&device));
+        let (g, d) = (ddp.broadcast_parameters(g, 0)?, ddp.broadcast_parameters(d, 0)?);
+        let mut module = LinearLrSchedulerConfig::new(1.0, 0.1, 10).init().unwrap();
+        let _ = module.step();
+        let checkpoints = ddp.checkpoints(directory.path())?;
+        checkpoints.save(1, |c| {
+            c.named("g").model(&g)?;
+            c.named("d").model(&d)?;
+            c.named("d").scheduler(module.to_record())?;
+            c.named("d").value("best", &0.1f64)?;
+            c.value("best", &(0.3f32, Some("text".to_string()), [u64::MAX]))
+        })?;
+        let found = checkpoints.latest()?.unwrap();
+        let fresh = LinearConfig::new(2, 1).init(&device);
+        assert_eq!(param_hash(&found.named("d").model(fresh)?)?, param_hash(&d)?);
+        let fresh = LinearConfig::new(3, 2).init(&device);
+        assert_eq!(param_hash(&found.named("g").model(fresh)?)?, param_hash(&g)?);
+        let again = LinearLrSchedulerConfig::new(1.0, 0.1, 10).init().unwrap();
+        let mut again = again.load_record(found.named("d").scheduler()?);
+        assert_eq!(again.step().base(), module.step().base());
+        assert_eq!(found.named("d").value::<f64>("best")?.to_bits(), 0.1f64.to_bits());
+        let best: (f32, Option<String>, [u64; 1]) = found.value("best")?;
+        assert_eq!(best, (0.3, Some("text".into()), [u64::MAX]));
+
+        let twice = checkpoints.save(2, |c| {
+            c.model(&g)?;
+            c.model(&d)
+        });
+        assert!(twice.unwrap_err().to_string().contains("model.bpk is in the checkpoint already"));
+        let path = checkpoints.save(2, |c| c.named("../g").model(&g));
+        assert!(path.unwrap_err().to_string().contains("part of a file's name"));
+        let nan = checkpoints.save(2, |c| c.value("loss", &f64::NAN));
+        assert!(nan.unwrap_err().to_string().contains("the value \"loss\" cannot be saved"));
+        let e = found.value::<u64>("loss").unwrap_err().to_string();
+        assert!(e.contains("has no value \"loss\"; it holds d-model.bpk, d-scheduler.bpk, g-model.bpk"), "{e}");
+        assert!(found.value::<u64>("best").unwrap_err().to_string().contains("the value \"best\" of the checkpoint"));
+        assert!(found.model(d).unwrap_err().to_string().contains("has no model.bpk"));
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn another_model_or_optimizer_is_an_error_on_every_rank() {
+    let directory = tempfile::tempdir().unwrap();
+    let errors = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let (mut optim, mut model) = (AdamConfig::new().init(), ddp.wrap(Normed::new(&device))?);
+        model = step(&ddp, &mut optim, model, 0)?;
+        let checkpoints = ddp.checkpoints(directory.path())?;
+        checkpoints.save(1, |c| {
+            c.model(&model)?;
+            c.optimizer(&optim, &model)
+        })?;
+        let found = checkpoints.latest()?.unwrap();
+        let wide = Normed { a: LinearConfig::new(6, 5).init(&device), ..Normed::new(&device) };
+        let part = Linear { bias: None, ..LinearConfig::new(6, 4).init(&device) };
+        let errors = vec![
+            found.model(wide).unwrap_err().to_string(),
+            found.model(part.clone()).unwrap_err().to_string(),
+            found.optimizer(SgdConfig::new().init(), &model).err().unwrap().to_string(),
+            found.optimizer(AdamConfig::new().init(), &part).err().unwrap().to_string(),
+        ];
+        found.model(model)?;
+        Ok(errors)
+    })
+    .unwrap();
+    for rank in errors {
+        assert!(rank[0].contains("a.weight is [6, 4] f32 in the checkpoint, but [6, 5] f32 in the model"), "{rank:?}");
+        assert!(rank[1].contains("a.weight [6, 4] f32 is not in the model"), "{rank:?}");
+        assert!(rank[2].contains("another optimizer?"), "{rank:?}");
+        assert!(rank[3].contains("which the model does not have"), "{rank:?}");
+    }
+}
+
+#[test]
+fn wherever_a_file_is_damaged_the_older_checkpoint_is_chosen() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    Ddp::spawn(1, |ddp| {
+        let mut optim = AdamConfig::new().init();
+        let model = LinearConfig::new(2, 1).init(&Device::flex().autodiff());
+        let grads = model.forward(Tensor::<2>::ones([1, 2], &Device::flex().autodiff())).mean().backward();
+        let grads = GradientsParams::from_grads(grads, &model);
+        let model = optim.step(0.1, model, grads);
+        let checkpoints = ddp.checkpoints(path)?;
+        for step in [1, 2] {
+            checkpoints.save(step, |c| {
+                c.model(&model)?;
+                c.optimizer(&optim, &model)?;
+                c.value("seen", &vec![1, 2, 3])
+            })?;
+        }
+        let newest = path.join("step-00000002");
+        assert_eq!(names(&newest), ["manifest.json", "manifest.json.sha256", "model.bpk", "optimizer.bpk"]);
+        for name in names(&newest) {
+            let file = newest.join(&name);
+            let whole = fs::read(&file)?;
+            for at in (0..whole.len()).step_by(7) {
+                let mut flipped = whole.clone();
+                flipped[at] ^= 1 << (at % 8);
+                fs::write(&file, &flipped)?;
+                anyhow::ensure!(latest(&ddp, path) == Some(1), "byte {at} of {name}");
+            }
+            for at in (0..whole.len()).step_by(31) {
+                fs::write(&file, &whole[..at])?;
+                anyhow::ensure!(latest(&ddp, path) == Some(1), "{name} cut at {at}");
+            }
+            fs::remove_file(&file)?;
+            assert_eq!(latest(&ddp, path), Some(1), "without {name}");
+            fs::write(&file, [&whole[..], b" "].concat())?;
+            assert_eq!(latest(&ddp, path), Some(1), "more of {name}");
+            fs::write(&file, &whole)?;
+            assert_eq!(latest(&ddp, path), Some(2));
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_damaged_one_is_passed_over_by_all_and_its_step_can_be_saved_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    Ddp::spawn(2, |ddp| {
+        for step in 1..=2 {
+            save(&ddp, path, 5, step)?;
+        }
+        if ddp.is_main() {
+            fs::remove_file(path.join("step-00000002/manifest.json"))?;
+        }
+        assert_eq!(latest(&ddp, path), Some(1));
+        save(&ddp, path, 5, 2)?;
+        assert_eq!(latest(&ddp, path), Some(2));
+        let found = ddp.checkpoints(path)?.latest()?.unwrap();
+        assert!(found.path().ends_with("step-00000002.1"), "{:?}", found.path());
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn the_newest_stay_and_what_a_crash_left_goes() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    fs::create_dir(path.join(".burn-ddp-left")).unwrap();
+    fs::write(path.join(".burn-ddp-left/model.bpk"), "half").unwrap();
+    fs::write(path.join("notes.txt"), "not ours").unwrap();
+    Ddp::spawn(2, |ddp| {
+        assert_eq!(latest(&ddp, path), None);
+        for step in [5, 10, 15, 15, 20] {
+            save(&ddp, path, 2, step)?;
+        }
+        let zero = save(&ddp, path, 0, 30).unwrap_err().to_string();
+        assert!(zero.contains("`keep(1)`"), "{zero}");
+        let older = save(&ddp, path, 2, 7).unwrap_err().to_string();
+        assert!(older.contains("holds a checkpoint of step 20; go on from that"), "{older}");
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(names(path), [".lock", "notes.txt", "step-00000015.1", "step-00000020"]);
+}
+
+#[test]
+fn two_jobs_do_not_write_to_one_directory() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let (started, tried) = (std::sync::Barrier::new(3), std::sync::Barrier::new(3));
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| {
+            Ddp::spawn(2, |ddp| {
+                let checkpoints = ddp.checkpoints(path)?;
+                checkpoints.save(1, |_| Ok(()))?;
+                started.wait();
+                tried.wait();
+                checkpoints.save(2, |_| Ok(()))?;
+                Ok(())
+            })
+        });
+        started.wait();
+        let second = Ddp::spawn(2, |ddp| Ok(save(&ddp, path, 1, 9).unwrap_err().to_string())).unwrap();
+        assert!(second.iter().all(|e| e.contains("another job does")), "{second:?}");
+        assert_eq!(Ddp::spawn(1, |ddp| Ok(latest(&ddp, path))).unwrap(), [Some(1)], "reading is no writing");
+        tried.wait();
+        first.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn calls_that_differ_between_ranks_are_errors_and_no_hang() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let alone = Ddp::spawn(2, |ddp| {
+        let checkpoints = ddp.checkpoints(path)?;
+        let result = if ddp.is_main() { checkpoints.save(1, |_| Ok(())) } else { ddp.barrier() };
+        Ok(result.unwrap_err().to_string())
+    })
+    .unwrap();
+    assert!(alone.iter().all(|e| e.contains("tests/checkpoint.rs")), "{alone:?}");
+    let errors = Ddp::spawn(2, |ddp| {
+        let checkpoints = ddp.checkpoints(path)?;
+        let rank = ddp.rank() as u64;
+        let steps = checkpoints.save(5 + rank, |_| Ok(())).unwrap_err().to_string();
+        let refused = |_: &mut burn_ddp::checkpoint::Draft<'_>| match rank {
+            1 => Err(burn_ddp::Error::Use("no config".into())),
+            _ => Ok(()),
+        };
+        let filled = checkpoints.save(5, refused).unwrap_err().to_string();
+        assert_eq!(checkpoints.latest()?.map(|found| found.step()), None);
+        Ok((steps, filled))
+    })
+    .unwrap();
+    for (steps, filled) in errors {
+        assert!(steps.contains("rank 0 step 5, rank 1 step 6"), "{steps}");
+        assert!(filled.contains("no config"), "{filled}");
+    }
+}
+
+#[test]
+fn a_directory_that_cannot_be_is_an_error_on_every_rank() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("file");
+    fs::write(&file, "").unwrap();
+    let errors = Ddp::spawn(2, |ddp| Ok(ddp.checkpoints(file.join("in")).unwrap_err().to_string())).unwrap();
+    assert!(errors.iter().all(|e| e.contains("rank 0 cannot make") && e.contains("Not a directory")), "{errors:?}");
+}
+
+#[test]
+fn an_asynchronous_checkpoint_holds_what_was_there_at_the_call_and_its_errors_reach_every_rank() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("checkpoints");
+    let errors = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let (mut optim, mut model) = (AdamConfig::new().init(), ddp.wrap(Normed::new(&device))?);
+        let checkpoints = ddp.checkpoints(&path)?.asynchronous(true);
+        model = step(&ddp, &mut optim, model, 0)?;
+        checkpoints.save(1, |c| c.model(&model))?;
+        let hash = param_hash(&model)?;
+        model = step(&ddp, &mut optim, model, 1)?;
+        let found = checkpoints.latest()?.unwrap();
+        assert_eq!(param_hash(&found.model(Normed::new(&device))?)?, hash);
+        checkpoints.save(2, |c| c.model(&model))?;
+        checkpoints.wait()?;
+        assert_eq!(checkpoints.latest()?.unwrap().step(), 2);
+        ddp.barrier()?;
+        if ddp.is_main() {
+            fs::remove_dir_all(&path)?;
+        }
+        ddp.barrier()?;
+        checkpoints.save(3, |c| c.model(&model))?;
+        let next = checkpoints.save(4, |c| c.model(&model)).unwrap_err().to_string();
+        checkpoints.save(5, |c| c.model(&model))?;
+        drop(checkpoints);
+        Ok((next, ddp.finish().unwrap_err().to_string()))
+    })
+    .unwrap();
+    for (next, finish) in errors {
+        assert!(next.contains("rank 0 cannot write the checkpoint of step 3"), "{next}");
+        assert!(finish.contains("rank 0 cannot write the checkpoint of step 5"), "{finish}");
+    }
+}
+
+/// The arguments of a rank that trains and saves in `directory`.
+fn args<'a>(directory: &'a Path, steps: &'a str, every: &'a str, rest: &[&'a str]) -> Vec<&'a str> {
+    [&["checkpoint", directory.to_str().unwrap(), steps, every], rest].concat()
+}
+
+/// Runs a job to its end: what rank 0 printed.
+fn run(directory: &Path, steps: &str, every: &str) -> String {
+    let ranks = job::job(RANK, 2, &args(directory, steps, every, &[]));
+    let hashes: Vec<_> = ranks.iter().map(|rank| job::line(&job::stdout(rank), "hash ").to_string()).collect();
+    assert_eq!(hashes[0], hashes[1]);
+    job::stdout(&ranks[0])
+}
+
+#[test]
+fn a_full_disk_is_an_error_on_every_rank_and_costs_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    run(directory.path(), "2", "1");
+    let limited = "trap '' XFSZ; ulimit -f 1; exec \"$0\" \"$@\"";
+    let args = args(directory.path(), "4", "1", &[]);
+    let ranks = job::job("/bin/sh", 2, &[&["-c", limited, RANK][..], &args].concat());
+    for rank in &ranks {
+        let e = job::stderr(rank);
+        assert!(!rank.status.success());
+        assert!(e.contains("rank 0 cannot write the checkpoint of step 3") && e.contains("File too large"), "{e}");
+    }
+    assert_eq!(names(directory.path()), [".lock", "step-00000001", "step-00000002"]);
+    assert_eq!(job::line(&run(directory.path(), "4", "1"), "resumed "), "2");
+}
+
+/// A job of two ranks; dropped, it is killed.
+struct Victim {
+    ranks: Vec<Child>,
+    out: BufReader<std::process::ChildStdout>,
+}
+
+impl Victim {
+    fn start(directory: &Path, rest: &[&str]) -> Self {
+        let port = job::free_port();
+        let args = args(directory, "1000000", "1", rest);
+        let mut ranks: Vec<Child> = (0..2)
+            .map(|rank| job::rank(RANK, rank, 2, port, &args).stderr(std::process::Stdio::null()).spawn().unwrap())
+            .collect();
+        let out = BufReader::new(ranks[0].stdout.take().unwrap());
+        Victim { ranks, out }
+    }
+
+    /// The step from which it goes on.
+    fn resumed(&mut self) -> u64 {
+        let mut line = String::new();
+        self.out.read_line(&mut line).unwrap();
+        line.trim().strip_prefix("resumed ").unwrap_or_else(|| panic!("{line:?}")).parse().unwrap()
+    }
+
+    /// Kills every rank, and returns the last step whose `save` had returned.
+    fn kill(mut self) -> Option<u64> {
+        self.end();
+        self.out
+            .by_ref()
+            .lines()
+            .map_while(Result::ok)
+            .filter_map(|line| line.strip_prefix("saved ")?.parse().ok())
+            .last()
+    }
+
+    fn end(&mut self) {
+        self.ranks.iter_mut().for_each(|rank| drop(rank.kill()));
+        self.ranks.iter_mut().for_each(|rank| drop(rank.wait()));
+    }
+}
+
+impl Drop for Victim {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Kills a job `times` times at random moments; each start goes on from what was saved. Nothing that was saved is lost, and in the
+/// end the parameters are those of a run that nobody killed.
+fn kill_and_go_on(times: usize, mode: &str) {
+    let directory = tempfile::tempdir().unwrap();
+    let mut saved = 0;
+    for round in 0..times {
+        let mut victim = Victim::start(directory.path(), &[mode]);
+        let resumed = victim.resumed();
+        assert!(resumed >= saved, "round {round}: {saved} was saved, and {resumed} came back");
+        let pause = (number(round, 9) + 1.0) * 30.0;
+        std::thread::sleep(Duration::from_micros((pause * 1000.0) as u64));
+        let last = victim.kill().unwrap_or(resumed);
+        // What is still being written when `save` returns is what the wait before the next one vouches for.
+        saved = if mode == "later" { last.saturating_sub(1) } else { last };
+    }
+    let steps = (saved + 5).to_string();
+    let end = run(directory.path(), &steps, "1");
+    assert!(job::line(&end, "resumed ").parse::<u64>().unwrap() >= saved);
+    assert!(!names(directory.path()).iter().any(|name| name.starts_with(".burn-ddp-")), "nothing is left over");
+    let uninterrupted = tempfile::tempdir().unwrap();
+    assert_eq!(job::line(&end, "hash "), job::line(&run(uninterrupted.path(), &steps, "1000"), "hash "));
+}
+
+#[test]
+fn killed_at_random_moments_nothing_that_was_saved_is_lost() {
+    kill_and_go_on(30, "now");
+}
+
+#[test]
+fn killed_at_random_moments_while_a_thread_writes() {
+    kill_and_go_on(8, "later");
+}
+
+#[test]
+#[ignore = "takes minutes: 1,000 kills"]
+fn killed_a_thousand_times() {
+    kill_and_go_on(1000, "now");
+}
+
+#[test]
+fn burnrun_restarts_a_job_that_goes_on_where_it_was() {
+    let burnrun = PathBuf::from(RANK).with_file_name("burnrun");
+    assert!(burnrun.exists(), "build it with `cargo build --workspace --bins`");
+    let (killed, whole) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let mut command = Command::new(burnrun);
+    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("BURN")) {
+        command.env_remove(name);
+    }
+    let output = command
+        .args(["-n", "2", "--max-restarts", "2", RANK])
+        .args(args(killed.path(), "20", "3", &["now", "kill", "11"]))
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", job::stderr(&output));
+    assert!(killed.path().join("was killed").exists());
+    let said = job::stdout(&output);
+    assert!(said.contains("resumed 0") && said.contains("resumed 9"), "{said}");
+    let hash = said.lines().find_map(|line| line.split("hash ").nth(1)).unwrap();
+    assert_eq!(hash, job::line(&run(whole.path(), "20", "1000"), "hash "));
+}
