@@ -330,7 +330,7 @@ mod tests {
         impl ModuleMapper for Half {
             fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
                 self.0 += 1;
-                if self.0 % 2 == 0 {
+                if self.0.is_multiple_of(2) {
                     param.map(|t| Tensor::from_inner(t.inner().cast(DType::F64)).require_grad())
                 } else {
                     param

@@ -48,7 +48,7 @@ pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
         let grads = model.mlp.loss(x, rows(place, 4, 3, 2, DType::F32, &device)).backward();
         let grads = GradientsParams::from_grads(grads, &model);
         model = optim.step(scheduler.step(), model, grads);
-        if (step + 1) % every == 0 {
+        if (step + 1).is_multiple_of(every) {
             checkpoints.save(step + 1, |c| {
                 c.model(&model)?;
                 c.optimizer(&optim, &model)?;
