@@ -104,6 +104,5 @@ pub use wrap::WrapConfig;
 
 /// What a training program imports.
 pub mod prelude {
-    pub use crate::{BufferPolicy, Ddp, DdpConfig, ReduceOp, Reduction, WrapConfig, param_hash};
-    pub use crate::{BufferPolicy, Ddp, DistributedOptimizer, ReduceOp, Reduction, WrapConfig, param_hash};
+    pub use crate::{BufferPolicy, Ddp, DdpConfig, DistributedOptimizer, ReduceOp, Reduction, WrapConfig, param_hash};
 }
