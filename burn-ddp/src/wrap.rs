@@ -143,6 +143,16 @@ impl WrapConfig {
 
 #[track_caller]
 pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig) -> Result<M> {
+    let (model, agreed) = share(ddp, model, config)?;
+    Ok(match agreed.taps(ddp, &model)? {
+        Some(taps) => taps.attach(model),
+        None => model,
+    })
+}
+
+/// `model` with rank 0's values on every rank, and what taps are made of. *Collective*.
+#[track_caller]
+pub(crate) fn share<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig) -> Result<(M, Agreed)> {
     let prepared = prepare(&model, config);
     agree_on_outcome(ddp, &prepared)?;
     let Prepared { device, devices, schema, first, is_buffer } = prepared?;
@@ -167,22 +177,64 @@ pub(crate) fn wrap<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig
     if let Some(seed) = ddp.next_seed_of_rank() {
         device.seed(seed);
     }
-    let Some(group) = group else { return Ok(model) };
-    let settings = Settings {
-        reduction: config.reduction,
-        accumulation,
-        caps: Caps { first_bytes: config.first_bucket_cap_bytes, bytes: config.bucket_cap_bytes },
-        timeout: ddp.world().options().timeout,
-        replica_check: config.replica_check as u64,
-        overlap: config.overlap.unwrap_or_else(|| overlap_pays(ddp)),
-    };
-    let reducer = Reducer::new(group, slots, settings, ddp.meter().clone())?;
-    let buffers = (config.buffers != BufferPolicy::Local).then(|| buffers::handle(&model, &is_buffer)).flatten();
-    let shared = buffers.map(|buffers| SharedBuffers { buffers, policy: config.buffers, sent: Vec::new() });
-    let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, accumulation, shared));
-    let model = model.apply_reparameterization(Attach { ddp: ddp.clone(), tapped: tapped.clone(), slot_of });
-    tapped.taps_are_complete();
-    Ok(model)
+    Ok((model, Agreed { device, group, slots, slot_of, is_buffer, config: config.clone() }))
+}
+
+/// What the ranks know of the model that they share.
+pub(crate) struct Agreed {
+    pub(crate) device: Device,
+    /// Of the gradients; `None` where nothing is to be reduced.
+    group: Option<ProcessGroup>,
+    slots: Vec<Slot>,
+    slot_of: VecDeque<Option<usize>>,
+    is_buffer: Vec<bool>,
+    config: WrapConfig,
+}
+
+impl Agreed {
+    /// The taps of the shared model, whose running statistics are those of `model`; `None` where nothing is to be reduced. *Collective*.
+    pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Option<Taps>> {
+        let Agreed { device, group, slots, slot_of, is_buffer, config } = self;
+        let Some(group) = group else { return Ok(None) };
+        let accumulation = config.accumulation.unwrap_or(1);
+        let settings = Settings {
+            reduction: config.reduction,
+            accumulation,
+            caps: Caps { first_bytes: config.first_bucket_cap_bytes, bytes: config.bucket_cap_bytes },
+            timeout: ddp.world().options().timeout,
+            replica_check: config.replica_check as u64,
+            overlap: config.overlap.unwrap_or_else(|| overlap_pays(ddp)),
+        };
+        let reducer = Reducer::new(group, slots, settings, ddp.meter().clone())?;
+        let buffers = (config.buffers != BufferPolicy::Local).then(|| buffers::handle(model, &is_buffer)).flatten();
+        let shared = buffers.map(|buffers| SharedBuffers { buffers, policy: config.buffers, sent: Vec::new() });
+        let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, accumulation, shared));
+        tapped.count_holder(true);
+        Ok(Some(Taps { ddp: ddp.clone(), tapped, slot_of }))
+    }
+}
+
+/// Attaches the taps of one shared model to it. While this lives the reducer stays, also when no tapped copy does.
+pub(crate) struct Taps {
+    ddp: Ddp,
+    pub(crate) tapped: Arc<Tapped>,
+    slot_of: VecDeque<Option<usize>>,
+}
+
+impl Taps {
+    /// The same parameters, tapped: with values that they had at first, or that an optimizer has given them since.
+    pub(crate) fn attach<M: Module>(&self, model: M) -> M {
+        let (ddp, tapped, slot_of) = (self.ddp.clone(), self.tapped.clone(), self.slot_of.clone());
+        let model = model.apply_reparameterization(Attach { ddp, tapped, slot_of });
+        self.tapped.taps_are_complete();
+        model
+    }
+}
+
+impl Drop for Taps {
+    fn drop(&mut self) {
+        self.tapped.count_holder(false);
+    }
 }
 
 /// Whether communication has something to wait for, or a core of its own.

@@ -48,8 +48,8 @@ pub(crate) struct Tapped {
     outstanding: Vec<AtomicUsize>,
     /// Taps of each slot that there are, over all copies of the model.
     taps: Vec<AtomicUsize>,
-    /// Their sum.
-    all_taps: AtomicUsize,
+    /// Their sum, and who may attach more.
+    holders: AtomicUsize,
     /// Slots of parameters that were clones of each other when the model was wrapped.
     cloned: Vec<bool>,
     /// Slots that `wrap` gave a tap: not those of tied clones and of bases under another reparameterization (LoRA).
@@ -185,7 +185,7 @@ impl Tapped {
             device,
             outstanding: (0..slots).map(|_| AtomicUsize::new(0)).collect(),
             taps: (0..slots).map(|_| AtomicUsize::new(0)).collect(),
-            all_taps: AtomicUsize::new(0),
+            holders: AtomicUsize::new(0),
             tapped: OnceLock::new(),
             state: Mutex::new(State {
                 reducer,
@@ -222,11 +222,17 @@ impl Tapped {
     pub(crate) fn count_tap(&self, slot: usize, appears: bool) {
         if appears {
             self.taps[slot].fetch_add(1, Ordering::AcqRel);
-            self.all_taps.fetch_add(1, Ordering::AcqRel);
-            return;
+        } else {
+            self.taps[slot].fetch_sub(1, Ordering::AcqRel);
         }
-        self.taps[slot].fetch_sub(1, Ordering::AcqRel);
-        if self.all_taps.fetch_sub(1, Ordering::AcqRel) == 1 && self.tapped.get().is_some() {
+        self.count_holder(appears);
+    }
+
+    /// A tap, or who attaches taps, appears or goes.
+    pub(crate) fn count_holder(&self, appears: bool) {
+        if appears {
+            self.holders.fetch_add(1, Ordering::AcqRel);
+        } else if self.holders.fetch_sub(1, Ordering::AcqRel) == 1 {
             // The model is gone. Nodes that it left in graphs may keep this for long, but need no thread. Whoever holds the state is in a
             // backward that keeps the thread anyway.
             if let Ok(mut state) = self.state.try_lock() {
