@@ -70,6 +70,10 @@ struct Inner {
     seed: Mutex<Option<Seed>>,
     /// Checkpoints that may be under way.
     writings: Mutex<Vec<Arc<Writing>>>,
+    seed: Mutex<Option<u64>>,
+    /// For metrics of Burn's trainer, which reduces them on a thread of its own. Made when a training begins.
+    #[cfg(feature = "train")]
+    metrics: std::sync::OnceLock<ProcessGroup>,
 }
 
 impl std::fmt::Debug for Ddp {
@@ -128,6 +132,8 @@ impl Ddp {
                 loaders: AtomicU64::new(0),
                 seed: Mutex::new(None),
                 writings: Mutex::new(Vec::new()),
+                #[cfg(feature = "train")]
+                metrics: std::sync::OnceLock::new(),
             }),
         })
     }
@@ -193,6 +199,19 @@ impl Ddp {
             Some(group) => Ok(group.clone()),
             None => Ok(group.insert(Arc::new(self.world().group()?)).clone()),
         }
+    /// Makes the group of metrics, unless there is one. *Collective* the first time.
+    #[cfg(feature = "train")]
+    pub(crate) fn make_metric_group(&self) -> Result<()> {
+        if self.inner.metrics.get().is_none() {
+            let group = self.world().group()?;
+            self.inner.metrics.get_or_init(|| group);
+        Ok(())
+    }
+
+    #[cfg(feature = "train")]
+    pub(crate) fn metric_group(&self) -> Result<&ProcessGroup> {
+        let missing = || Error::Use("metrics of all ranks are for what `ddp.training(…)` returns".into());
+        self.inner.metrics.get().ok_or_else(missing)
     }
 
     /// This rank's device: the accelerator with this local rank, or the CPU where there is none. Add `.autodiff()` for training.

@@ -46,6 +46,7 @@
 //! | [`checkpoint`] | one unit to go on from: model, optimizers, schedules, values; complete or not there |
 //! | [`data`] | this rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
 //! | [`Differentiable`] | collectives that gradients go through |
+//! | `train` | with the feature `train`: Burn's `SupervisedTraining` on all ranks |
 //! | [`DdpBackend`], [`GradientMemory`] | the backend extension that intercepts gradients, and what a backend's memory can do; used by `wrap` |
 //! | [`Stats`], [`Straggler`] | where the time of steps goes |
 //! | [`comm`] | below: worlds, process groups, collectives on slices; knows nothing of Burn |
@@ -82,6 +83,8 @@ mod spawn;
 mod stats;
 mod straggler;
 mod tap;
+#[cfg(feature = "train")]
+pub mod train;
 mod weight;
 mod wrap;
 

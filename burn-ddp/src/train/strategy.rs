@@ -1,0 +1,262 @@
+//! The training loop of Burn's `SingleDeviceTrainingStrategy`, walked by all ranks together.
+
+use burn::tensor::Device;
+use burn::train::{
+    EventProcessorTraining, InferenceStep, Interrupter, Learner, LearnerEvent, LearnerModel, LearningResult,
+    SupervisedLearningStrategy, SupervisedTrainingEventProcessor, TrainLoader, TrainOutput, TrainStep,
+    TrainingComponents, TrainingItem, ValidLoader,
+};
+
+use super::accumulation::Accumulation;
+use super::agreement::{agree_to_stop, as_rank_0_says, fail, report};
+use crate::data::ShardedLoader;
+use crate::wrap::{self, Taps};
+use crate::{Ddp, Error, Result, WrapConfig};
+
+type Output<M> = TrainOutput<<M as TrainStep>::Output>;
+
+/// Data-parallel training; from [`Ddp::training`].
+pub(super) struct DdpStrategy<M: LearnerModel> {
+    ddp: Ddp,
+    config: WrapConfig,
+    /// The training loader, of which Burn's trainer knows less.
+    train: ShardedLoader<<M as TrainStep>::Input>,
+}
+
+impl<M: LearnerModel> DdpStrategy<M> {
+    pub(super) fn new(ddp: Ddp, config: WrapConfig, train: ShardedLoader<<M as TrainStep>::Input>) -> Self {
+        DdpStrategy { ddp, config, train }
+    }
+
+    /// The same weights on all ranks, their device, and what taps them in each step: `None` where nothing is to be reduced.
+    fn prepare(&self, learner: &mut Learner<M>) -> Result<(Option<Taps>, Device)> {
+        if self.config.accumulation() != 1 {
+            return Err(Error::Use(
+                "Burn's trainer accumulates by its own setting, `grads_accumulation(k)`: leave `with_accumulation` out"
+                    .into(),
+            ));
+        }
+        self.ddp.make_metric_group()?;
+        let (model, agreed) = wrap::share(&self.ddp, learner.model(), &self.config)?;
+        // The learner keeps its model to itself, but takes values.
+        learner.load_model(model.into_record());
+        let device = agreed.device.clone();
+        let taps = agreed.taps(&self.ddp, &learner.model())?;
+        if let Some(taps) = &taps {
+            // Each parameter was loaded by itself: clones have parted.
+            taps.tapped.note_map();
+        }
+        Ok((taps, device))
+    }
+}
+
+impl<M: LearnerModel> SupervisedLearningStrategy<M> for DdpStrategy<M> {
+    fn train(
+        &self,
+        learner: Learner<M>,
+        train: TrainLoader<M>,
+        valid: ValidLoader<M>,
+        mut components: TrainingComponents<M>,
+    ) -> LearningResult<M> {
+        if !self.ddp.is_main() {
+            // It is made from files that rank 0 may still be writing.
+            components.summary = None;
+        }
+        Fit(self).train(learner, train, valid, components)
+    }
+
+    fn fit(
+        &self,
+        components: TrainingComponents<M>,
+        learner: Learner<M>,
+        train: TrainLoader<M>,
+        valid: ValidLoader<M>,
+        starting_epoch: usize,
+    ) -> (M, SupervisedTrainingEventProcessor<M>) {
+        Fit(self).fit(components, learner, train, valid, starting_epoch)
+    }
+}
+
+/// The strategy within Burn's own `train`, which reports start and end.
+struct Fit<'a, M: LearnerModel>(&'a DdpStrategy<M>);
+
+impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
+    fn fit(
+        &self,
+        components: TrainingComponents<M>,
+        mut learner: Learner<M>,
+        train: TrainLoader<M>,
+        valid: ValidLoader<M>,
+        starting_epoch: usize,
+    ) -> (M, SupervisedTrainingEventProcessor<M>) {
+        let DdpStrategy { ddp, train: sharded, .. } = self.0;
+        let TrainingComponents {
+            num_epochs,
+            mut checkpointer,
+            grad_accumulation,
+            interrupter,
+            mut early_stopping,
+            event_processor,
+            event_store,
+            ..
+        } = components;
+        let (taps, device) = match self.0.prepare(&mut learner) {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                // All ranks see it alike.
+                report(ddp, &interrupter, &error);
+                return (learner.model(), event_processor);
+            }
+        };
+        let (train, valid) = (train.to_device(&device), valid.to_device(&device.clone().inner()));
+        // Burn counts epochs from 1; a resumed training goes on with the order of its epoch.
+        sharded.set_epoch(starting_epoch - 1);
+        let accumulation = grad_accumulation.unwrap_or(1);
+        let mut run = Run { ddp, sharded, taps, learner, accumulation, events: event_processor, interrupter };
+
+        for epoch in starting_epoch..=num_epochs {
+            let start = LearnerEvent::StartSplit { epoch_number: epoch, total_items: train.num_items() };
+            run.report_train(start);
+            let stopped = run.train(&train);
+            run.report_train(LearnerEvent::EndSplit(epoch));
+            if stopped {
+                break;
+            }
+            let start = LearnerEvent::StartSplit { epoch_number: epoch, total_items: valid.num_items() };
+            run.report_valid(start);
+            run.validate(&valid);
+            run.report_valid(LearnerEvent::EndSplit(epoch));
+            run.report_train(LearnerEvent::EndEpoch(epoch));
+            run.flush();
+            if agree_to_stop(ddp, &run.interrupter) {
+                break;
+            }
+            if let Some(checkpointer) = checkpointer.as_mut().filter(|_| ddp.is_main()) {
+                checkpointer.checkpoint(&run.learner, epoch, &event_store);
+            }
+            if let Some(early_stopping) = &mut early_stopping {
+                let own = ddp.is_main() && early_stopping.should_stop(epoch, &event_store);
+                if as_rank_0_says(ddp, &run.interrupter, own) {
+                    break;
+                }
+            }
+        }
+        // Writes what is under way, which may fail.
+        drop(checkpointer);
+        agree_to_stop(ddp, &run.interrupter);
+        (run.learner.model(), run.events)
+    }
+}
+
+/// A training that is under way on this rank.
+struct Run<'a, M: LearnerModel> {
+    ddp: &'a Ddp,
+    sharded: &'a ShardedLoader<<M as TrainStep>::Input>,
+    taps: Option<Taps>,
+    learner: Learner<M>,
+    /// Micro-batches per optimizer step.
+    accumulation: usize,
+    events: SupervisedTrainingEventProcessor<M>,
+    interrupter: Interrupter,
+}
+
+impl<M: LearnerModel> Run<'_, M> {
+    /// One epoch over the training data. Whether it ended early, on all ranks.
+    fn train(&mut self, loader: &TrainLoader<M>) -> bool {
+        let mut batches = loader.iter();
+        let mut accumulation = Accumulation::new(self.accumulation);
+        let mut iteration = 0;
+        while let Some(batch) = batches.next() {
+            let batch = match batch {
+                Ok(batch) => batch,
+                Err(error) => {
+                    // The others wait for this rank's gradients.
+                    self.ddp.world().fail(error.to_string());
+                    self.interrupter.fail(error);
+                    return true;
+                }
+            };
+            let progress = batches.progress();
+            let completes = accumulation.completes(progress.is_completed());
+            let output = self.weigh(iteration, &accumulation).and_then(|()| self.step(batch, !completes));
+            let TrainOutput { grads, item } = match output {
+                Ok(output) => output,
+                Err(error) => {
+                    fail(self.ddp, &self.interrupter, error);
+                    return true;
+                }
+            };
+            let grads = accumulation.add(&self.learner.model(), grads, completes, self.taps.is_some());
+            if let Some(grads) = grads {
+                self.learner.lr_step();
+                self.learner.optimizer_step(grads);
+            }
+            iteration += 1;
+            let item = TrainingItem::new(item, progress, Some(iteration), Some(self.learner.lr_current()));
+            self.report_train(LearnerEvent::ProcessedItem(item));
+            if completes && agree_to_stop(self.ddp, &self.interrupter) {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Micro-batches count alike, as in Burn's trainer, whatever their number of items: each has weight 1 over all ranks.
+    fn weigh(&self, nth: usize, accumulation: &Accumulation<M>) -> Result<()> {
+        if !accumulation.is_on() || self.taps.is_none() {
+            return Ok(());
+        }
+        let plan = self.sharded.plan();
+        let own = plan.share(nth, self.ddp.rank()).len() as f64;
+        self.ddp.weight(own / plan.step(nth).len() as f64)
+    }
+
+    /// Forward and backward; with `hold`, the reducer keeps the gradients for a later micro-batch.
+    fn step(&self, batch: <M as TrainStep>::Input, hold: bool) -> Result<Output<M>> {
+        let Some(taps) = &self.taps else { return Ok(self.learner.train_step(batch)) };
+        let model = taps.attach(self.learner.model());
+        let step = || TrainStep::step(&model, batch);
+        let (output, reached) = taps.tapped.capture(|| if hold { taps.tapped.hold(step) } else { step() })?;
+        if !reached {
+            let reason = "the model's `TrainStep` ran no backward that reaches its parameters".to_string();
+            return Err(Error::Backward { rank: self.ddp.rank(), reason });
+        }
+        Ok(output)
+    }
+
+    /// This rank's share of the validation data. Ranks have different numbers of batches, so what stops one is agreed on later.
+    fn validate(&mut self, loader: &ValidLoader<M>) {
+        let model = self.learner.model().valid();
+        let mut batches = loader.iter();
+        let mut iteration = 0;
+        while let Some(batch) = batches.next() {
+            let batch = match batch {
+                Ok(batch) => batch,
+                Err(error) => {
+                    self.interrupter.fail(error);
+                    break;
+                }
+            };
+            let progress = batches.progress();
+            iteration += 1;
+            let item = InferenceStep::step(&model, batch);
+            self.report_valid(LearnerEvent::ProcessedItem(TrainingItem::new(item, progress, Some(iteration), None)));
+            if self.interrupter.should_stop() {
+                break;
+            }
+        }
+    }
+
+    fn report_train(&mut self, event: LearnerEvent<<M as TrainStep>::Output>) {
+        self.interrupter.fail_on_error(self.events.process_train(event));
+    }
+
+    fn report_valid(&mut self, event: LearnerEvent<<M as InferenceStep>::Output>) {
+        self.interrupter.fail_on_error(self.events.process_valid(event));
+    }
+
+    /// Waits until metrics are up to date.
+    fn flush(&mut self) {
+        self.interrupter.fail_on_error(self.events.flush());
+    }
+}
