@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `custom_loop` | the smallest complete training loop, to copy from |
 //! | `mnist` | a trainer with evaluation, progress, a final table and a JSON summary |
+//! | `mnist_learner` | the same through Burn's `SupervisedTraining` |
 //! | `resnet`, `alexnet` | the same for pictures: synthetic ones, CIFAR-10, a folder of your own |
 //! | `seed_gradients` | what averaging does, in numbers that can be checked by hand |
 //! | `existing_loop`, `accumulation`, `early_stopping`, `lora` | one thing each |

@@ -8,10 +8,12 @@
 //! | [`source`] | where the digits come from: carried along, a folder, Burn's download |
 //! | [`model`] | the network |
 //! | [`train`] | training and evaluation over all ranks |
+//! | [`learner`] | the same through Burn's trainer |
 
 pub mod args;
 pub mod dataset;
 pub mod idx;
+pub mod learner;
 pub mod model;
 pub mod source;
 pub mod train;

@@ -1,0 +1,157 @@
+//! The same training through Burn's `SupervisedTraining`.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+use burn::module::Module;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::optim::AdamConfig;
+use burn::train::metric::{AccuracyMetric, LossMetric};
+use burn::train::{ClassificationOutput, InferenceStep, Learner, LearnerSummary, TrainOutput, TrainStep};
+use burn_ddp::prelude::*;
+use clap::Parser;
+
+use super::args::Args;
+use super::{Cnn, CnnConfig, MnistBatch, MnistBatcher, source};
+use crate::report::{Epoch, RankReport, Summary};
+
+/// Trains a small convolutional network on handwritten digits with Burn's trainer, data-parallel.
+///
+/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job.
+#[derive(Parser, Debug, Clone)]
+#[command(version, allow_negative_numbers = true)]
+pub struct LearnerArgs {
+    /// What `mnist` takes.
+    #[command(flatten)]
+    pub mnist: Args,
+
+    /// Folder for metrics, logs and checkpoints; rank 0 writes it
+    #[arg(long, default_value = "mnist-artifacts", value_name = "DIR")]
+    pub artifacts: PathBuf,
+
+    /// Micro-batches per optimizer step; their gradients are added, as everywhere in Burn's trainer
+    #[arg(long, default_value_t = 1, value_name = "K")]
+    pub accumulate: usize,
+
+    /// Go on after this epoch, from its checkpoint
+    #[arg(long, value_name = "EPOCH")]
+    pub resume: Option<usize>,
+}
+
+impl Cnn {
+    fn classify(&self, batch: MnistBatch) -> ClassificationOutput {
+        let logits = self.forward(batch.images);
+        let loss = CrossEntropyLossConfig::new().init(&logits.device()).forward(logits.clone(), batch.labels.clone());
+        ClassificationOutput::new(loss, logits, batch.labels)
+    }
+}
+
+impl TrainStep for Cnn {
+    type Input = MnistBatch;
+    type Output = ClassificationOutput;
+
+    fn step(&self, batch: MnistBatch) -> TrainOutput<ClassificationOutput> {
+        let output = self.classify(batch);
+        TrainOutput::new(self, output.loss.backward(), output)
+    }
+}
+
+impl InferenceStep for Cnn {
+    type Input = MnistBatch;
+    type Output = ClassificationOutput;
+
+    fn step(&self, batch: MnistBatch) -> ClassificationOutput {
+        self.classify(batch)
+    }
+}
+
+/// Trains and reports. *Collective*: every rank calls it with the same arguments.
+///
+/// # Errors
+///
+/// Data that cannot be had, a peer that failed, a file that cannot be written; an interruption.
+pub fn run(ddp: &Ddp, args: &LearnerArgs) -> Result<()> {
+    let LearnerArgs { mnist, artifacts, accumulate, resume } = args;
+    ensure!(*accumulate > 0, "--accumulate 0: a step needs at least one micro-batch");
+    let (train_data, test_data) = source::load(ddp, &mnist.data)?;
+
+    let device = ddp.device()?.autodiff();
+    ddp.seed(&device, mnist.seed);
+    let model = CnnConfig::new().with_dropout(!mnist.no_dropout).init(&device);
+    let train = ddp
+        .loader(MnistBatcher)
+        .batch_size(mnist.batch_size)
+        .shuffle(mnist.seed)
+        .num_workers(mnist.num_workers)
+        .build(train_data)?;
+    let test =
+        ddp.eval_loader(MnistBatcher).batch_size(mnist.batch_size).num_workers(mnist.num_workers).build(test_data)?;
+    let steps = mnist.epochs * train.steps_per_epoch().div_ceil(*accumulate);
+    let schedule = CosineAnnealingLrSchedulerConfig::new(mnist.lr, steps).init();
+    let schedule = schedule.map_err(|reason| anyhow::anyhow!("--lr {}: {reason}", mnist.lr))?;
+
+    let start = Instant::now();
+    let mut training = ddp
+        .training(artifacts, train.clone(), test)
+        .metrics((ddp.metric(AccuracyMetric::new()), ddp.metric(LossMetric::new())))
+        .with_default_checkpointers()
+        .num_epochs(mnist.epochs)
+        .summary();
+    if *accumulate > 1 {
+        training = training.grads_accumulation(*accumulate);
+    }
+    if let Some(epoch) = *resume {
+        training = training.checkpoint(epoch);
+    }
+    let result = training.launch(Learner::new(model, AdamConfig::new().init(), schedule));
+    if let Some(error) = result.error {
+        bail!("{error}");
+    }
+    if let Some(interruption) = result.interrupted {
+        bail!("interrupted: {}", interruption.reason.as_deref().unwrap_or("no reason was given"));
+    }
+
+    if let Some(file) = &mnist.save {
+        ddp.save(&result.model.clone().train(), file)?;
+    }
+    let time = start.elapsed();
+    let epochs_run = mnist.epochs - resume.unwrap_or(0);
+    let share = |step| train.plan().share(step, ddp.rank()).len();
+    let own = RankReport {
+        items: (epochs_run * (0..train.steps_per_epoch()).map(share).sum::<usize>()) as u64,
+        seconds: time.as_secs_f64(),
+        wait_seconds: ddp.stats().wait.as_secs_f64(),
+        param_hash: param_hash(&result.model)?,
+    };
+    let ranks = ddp.group().all_gather_object(&own)?;
+    if let Some(file) = mnist.summary.as_ref().filter(|_| ddp.is_main()) {
+        let epochs = epochs(args, time)?;
+        Summary::new(ddp.engine(), train.items_per_step(), &epochs, &ranks).write(file)?;
+    }
+    ensure!(
+        ranks.iter().all(|rank| rank.param_hash == own.param_hash),
+        "the ranks ended with different parameters: {:?}",
+        ranks.iter().map(|rank| &rank.param_hash).collect::<Vec<_>>()
+    );
+    Ok(())
+}
+
+/// What Burn wrote of all epochs, those before a resume too. `time` is that of this run, with its evaluations.
+fn epochs(args: &LearnerArgs, time: Duration) -> Result<Vec<Epoch>> {
+    let summary = LearnerSummary::new(&args.artifacts, &["Accuracy", "Loss"]).map_err(anyhow::Error::msg)?;
+    let curve = |splits: &[burn::train::MetricSummary], name: &str| -> Result<Vec<f64>> {
+        let metric = splits.iter().find(|metric| metric.name == name);
+        let metric = metric.with_context(|| format!("{} has no {name}", args.artifacts.display()))?;
+        Ok(metric.entries.iter().map(|entry| entry.value).collect())
+    };
+    let losses = curve(&summary.metrics.train, "Loss")?;
+    let accuracies = curve(&summary.metrics.valid, "Accuracy")?;
+    let epoch = |(train_loss, percent): (f64, f64)| Epoch {
+        train_loss,
+        test_accuracy: percent / 100.0,
+        train_time: time / args.mnist.epochs as u32,
+    };
+    Ok(losses.into_iter().zip(accuracies).map(epoch).collect())
+}
