@@ -11,6 +11,7 @@ use burn_ddp_examples::mnist::{MnistDataset, Split};
 use burn_ddp_examples::report::Summary;
 
 const MNIST: &str = env!("CARGO_BIN_EXE_mnist");
+const LEARNER: &str = env!("CARGO_BIN_EXE_mnist_learner");
 
 /// MNIST's four files with the first digits of the sample.
 fn few_digits(dir: &Path, train: usize, test: usize) {
@@ -92,6 +93,45 @@ fn one_rank_with_the_same_global_batch_follows_the_same_curve() {
         assert!((a - b).abs() < 1e-4 * a, "{:?} and {:?}", one.train_loss, three.train_loss);
     }
     assert_eq!(one.test_accuracy, three.test_accuracy);
+}
+
+/// Burn's trainer, with `artifacts` in the folder of the data.
+#[track_caller]
+fn learn(data: &Path, artifacts: &str, arguments: &str) -> (Summary, String) {
+    let (summary, artifacts) = (data.join("summary.json"), data.join(artifacts));
+    let arguments = format!(
+        "--data {} --summary {} --artifacts {} --no-dropout {arguments}",
+        data.display(),
+        summary.display(),
+        artifacts.display()
+    );
+    let output = run(LEARNER, &arguments);
+    let shown = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{shown}\n{}", String::from_utf8_lossy(&output.stderr));
+    (serde_json::from_str(&fs::read_to_string(summary).unwrap()).unwrap(), shown)
+}
+
+#[test]
+fn burns_trainer_on_two_ranks_follows_one_and_resumes() {
+    let dir = tempfile::tempdir().unwrap();
+    few_digits(dir.path(), 48, 15);
+    let (one, _) = learn(dir.path(), "one", "--nproc 1 --batch-size 12 --epochs 2");
+    let (two, shown) = learn(dir.path(), "two", "--nproc 2 --batch-size 6 --epochs 2");
+    assert_eq!((two.world_size, two.global_batch, two.train_loss.len()), (2, 12, 2));
+    assert_eq!(two.param_hash[0], two.param_hash[1]);
+    for (a, b) in one.train_loss.iter().zip(&two.train_loss) {
+        assert!((a - b).abs() < 1e-4 * a, "{:?} and {:?}", one.train_loss, two.train_loss);
+    }
+    assert_eq!(one.test_accuracy, two.test_accuracy);
+    // Rank 0 shows Burn's table, rank 1 nothing.
+    assert!(shown.contains("Accuracy") && !shown.contains("[rank 1]"), "{shown}");
+    assert!(dir.path().join("two/checkpoint/model-2.bpk").exists());
+    assert!(dir.path().join("two/valid/epoch-2/Accuracy.log").exists());
+
+    let (resumed, _) = learn(dir.path(), "two", "--nproc 2 --batch-size 6 --epochs 3 --resume 2");
+    assert_eq!(resumed.train_loss[..2], two.train_loss);
+    assert_eq!(resumed.train_loss.len(), 3);
+    assert!(resumed.train_loss[2] < two.train_loss[1]);
 }
 
 #[test]
