@@ -70,7 +70,6 @@ struct Inner {
     seed: Mutex<Option<Seed>>,
     /// Checkpoints that may be under way.
     writings: Mutex<Vec<Arc<Writing>>>,
-    seed: Mutex<Option<u64>>,
     /// For metrics of Burn's trainer, which reduces them on a thread of its own. Made when a training begins.
     #[cfg(feature = "train")]
     metrics: std::sync::OnceLock<ProcessGroup>,
@@ -199,12 +198,15 @@ impl Ddp {
             Some(group) => Ok(group.clone()),
             None => Ok(group.insert(Arc::new(self.world().group()?)).clone()),
         }
+    }
+
     /// Makes the group of metrics, unless there is one. *Collective* the first time.
     #[cfg(feature = "train")]
     pub(crate) fn make_metric_group(&self) -> Result<()> {
         if self.inner.metrics.get().is_none() {
             let group = self.world().group()?;
             self.inner.metrics.get_or_init(|| group);
+        }
         Ok(())
     }
 

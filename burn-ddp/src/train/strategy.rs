@@ -30,7 +30,7 @@ impl<M: LearnerModel> DdpStrategy<M> {
 
     /// The same weights on all ranks, their device, and what taps them in each step: `None` where nothing is to be reduced.
     fn prepare(&self, learner: &mut Learner<M>) -> Result<(Option<Taps>, Device)> {
-        if self.config.accumulation() != 1 {
+        if self.config.accumulation().is_some_and(|k| k != 1) {
             return Err(Error::Use(
                 "Burn's trainer accumulates by its own setting, `grads_accumulation(k)`: leave `with_accumulation` out"
                     .into(),
