@@ -100,6 +100,20 @@ fn one_rank_and_two_follow_the_same_curve() {
 }
 
 #[test]
+fn synchronised_normalisation_follows_the_curve_of_one_rank() {
+    let arguments = format!("{TINY} --limit 40 --epochs 2 --lr 0.05");
+    let (one, _) = train(RESNET, &format!("{arguments} --nproc 1 --batch-size 16"));
+    let (two, _) = train(RESNET, &format!("{arguments} --nproc 2 --batch-size 8 --sync-bn"));
+    let (apart, _) = train(RESNET, &format!("{arguments} --nproc 2 --batch-size 8"));
+    let difference = |other: &Summary| {
+        let pairs = one.train_loss.iter().zip(&other.train_loss);
+        pairs.map(|(a, b)| (a - b).abs() / a).fold(0.0, f64::max)
+    };
+    assert!(difference(&two) < 1e-3, "{:?} and {:?}", one.train_loss, two.train_loss);
+    assert!(difference(&apart) > 1e-2, "{:?} and {:?}", one.train_loss, apart.train_loss);
+}
+
+#[test]
 fn a_folder_of_pictures_is_learned() {
     let dir = tempfile::tempdir().unwrap();
     pictures(dir.path(), 20);

@@ -11,6 +11,7 @@ use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
 use burn::nn::BatchNorm;
+use burn_ddp::nn::SyncBatchNorm;
 use burn_ddp_examples::vision::resnet::Depth;
 use burn_ddp_examples::vision::{ResNetConfig, args, train};
 use burn_ddp_examples::{cli, log_to_stderr};
@@ -34,6 +35,10 @@ struct Cli {
     #[arg(long)]
     zero_init_residual: bool,
 
+    /// Normalise by the batch of all ranks, so that 2 × 16 learns like 1 × 32
+    #[arg(long)]
+    sync_bn: bool,
+
     #[command(flatten)]
     common: args::Args,
 }
@@ -43,19 +48,18 @@ fn main() -> ExitCode {
     cli::exit_code(run(&Cli::parse()))
 }
 
-fn run(Cli { depth, width, zero_init_residual, common }: &Cli) -> Result<()> {
+fn run(Cli { depth, width, zero_init_residual, sync_bn, common }: &Cli) -> Result<()> {
     common.check()?;
     ensure!(*width > 0, "--width 0: a layer has at least one channel");
-    cli::launch(common.nproc, |ddp| {
-        train::run(ddp, common, 0.1, |classes, device| {
-            let config = ResNetConfig {
-                depth: *depth,
-                classes,
-                side: common.side(),
-                width: *width,
-                zero_init_residual: *zero_init_residual,
-            };
-            config.init::<BatchNorm>(device)
-        })
+    let config = |classes| ResNetConfig {
+        depth: *depth,
+        classes,
+        side: common.side(),
+        width: *width,
+        zero_init_residual: *zero_init_residual,
+    };
+    cli::launch(common.nproc, |ddp| match sync_bn {
+        false => train::run(ddp, common, 0.1, |classes, device| config(classes).init::<BatchNorm>(device)),
+        true => train::run(ddp, common, 0.1, |classes, device| config(classes).init::<SyncBatchNorm>(device)),
     })
 }

@@ -4,6 +4,7 @@ use burn::module::{Module, ModuleDisplay};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::{BatchNorm, BatchNormConfig, Initializer, PaddingConfig2d};
 use burn::prelude::*;
+use burn_ddp::nn::SyncBatchNorm;
 
 /// A batch normalisation: Burn's, over the items of a rank, or one over those of all ranks. Made from Burn's.
 pub trait Norm: Module + ModuleDisplay + From<BatchNorm> + 'static {
@@ -14,6 +15,12 @@ pub trait Norm: Module + ModuleDisplay + From<BatchNorm> + 'static {
 impl Norm for BatchNorm {
     fn forward(&self, x: Tensor<4>) -> Tensor<4> {
         BatchNorm::forward(self, x)
+    }
+}
+
+impl Norm for SyncBatchNorm {
+    fn forward(&self, x: Tensor<4>) -> Tensor<4> {
+        SyncBatchNorm::forward(self, x)
     }
 }
 
