@@ -1,14 +1,15 @@
 //! The programs, run as a user runs them, on a few digits.
 
+mod common;
+
 use std::fs;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use burn::data::dataset::Dataset;
 use burn_ddp_examples::mnist::{MnistDataset, Split};
 use burn_ddp_examples::report::Summary;
+use common::{fails, run, two_ranks};
 
 const MNIST: &str = env!("CARGO_BIN_EXE_mnist");
 const LEARNER: &str = env!("CARGO_BIN_EXE_mnist_learner");
@@ -26,23 +27,6 @@ fn few_digits(dir: &Path, train: usize, test: usize) {
         fs::write(dir.join(format!("{prefix}-images-idx3-ubyte")), images).unwrap();
         fs::write(dir.join(format!("{prefix}-labels-idx1-ubyte")), labels).unwrap();
     }
-}
-
-fn run(program: &str, arguments: &str) -> Output {
-    let mut command = Command::new(program);
-    command.args(arguments.split_whitespace());
-    // A job that the tests themselves run in is not theirs to join.
-    for (name, _) in std::env::vars().filter(|(name, _)| is_launch_variable(name)) {
-        command.env_remove(name);
-    }
-    command.output().unwrap()
-}
-
-fn is_launch_variable(name: &str) -> bool {
-    name.starts_with("BURN_DDP_")
-        || name.starts_with("TORCHELASTIC_")
-        || ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
-            .contains(&name)
 }
 
 #[track_caller]
@@ -140,54 +124,22 @@ fn what_cannot_work_ends_at_once_with_its_reason() {
     few_digits(dir.path(), 4, 2);
     let data = format!("--data {}", dir.path().display());
     let start = Instant::now();
-    let fails = |arguments: &str, reason: &str| {
-        let output = run(MNIST, arguments);
-        let error = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success(), "{arguments}");
-        assert!(error.contains(reason), "{arguments}: {error}");
-        assert!(!error.contains("panicked"), "{arguments}: {error}");
-    };
-    fails("--epochs 0", "--epochs 0: there is nothing to train");
-    fails("--batch-size 0", "--batch-size 0");
-    fails("--nproc 0", "--nproc 0");
-    fails("--data /no/such/folder", "there is no such folder");
-    fails(&format!("{data} --nproc 5"), "5 ranks");
+    fails(MNIST, "--epochs 0", "--epochs 0: there is nothing to train");
+    fails(MNIST, "--batch-size 0", "--batch-size 0");
+    fails(MNIST, "--nproc 0", "--nproc 0");
+    fails(MNIST, "--data /no/such/folder", "there is no such folder");
+    fails(MNIST, &format!("{data} --nproc 5"), "5 ranks");
     fs::write(dir.path().join("train-labels-idx1-ubyte"), [0, 0, 8, 1, 0, 0, 0, 4, 1, 2]).unwrap();
-    fails(&data, "train-labels-idx1-ubyte is truncated");
+    fails(MNIST, &data, "train-labels-idx1-ubyte is truncated");
     fs::remove_file(dir.path().join("train-images-idx3-ubyte")).unwrap();
-    fails(&data, "train-images-idx3-ubyte.gz exists");
+    fails(MNIST, &data, "train-images-idx3-ubyte.gz exists");
     assert!(start.elapsed() < Duration::from_secs(60));
 }
 
 #[cfg(not(feature = "download"))]
 #[test]
 fn a_download_that_was_not_built_in_is_an_error_on_every_rank() {
-    let output = run(MNIST, "--data full");
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success());
-    assert!(error.contains("--features download"), "{error}");
-    assert!(!error.contains("panicked"), "{error}");
-}
-
-/// Standard output of two ranks, joined by torchrun's variables.
-fn two_ranks(program: &str) -> [String; 2] {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let ranks = [0, 1].map(|rank| {
-        Command::new(program)
-            .env("RANK", rank.to_string())
-            .env("WORLD_SIZE", "2")
-            .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", port.to_string())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap()
-    });
-    ranks.map(|rank| {
-        let output = rank.wait_with_output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).unwrap()
-    })
+    fails(MNIST, "--data full", "--features download");
 }
 
 #[test]

@@ -1,10 +1,12 @@
 //! The trainers for pictures, run as a user runs them, on a few small pictures.
 
+mod common;
+
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output};
 
 use burn_ddp_examples::report::Summary;
+use common::{fails, run};
 use image::{Rgb, RgbImage};
 
 const RESNET: &str = env!("CARGO_BIN_EXE_resnet");
@@ -12,23 +14,6 @@ const ALEXNET: &str = env!("CARGO_BIN_EXE_alexnet");
 
 /// Small enough for any machine.
 const TINY: &str = "--image-size 16 --width 4 --classes 4";
-
-fn run(program: &str, arguments: &str) -> Output {
-    let mut command = Command::new(program);
-    command.args(arguments.split_whitespace());
-    // A job that the tests themselves run in is not theirs to join.
-    for (name, _) in std::env::vars().filter(|(name, _)| is_launch_variable(name)) {
-        command.env_remove(name);
-    }
-    command.output().unwrap()
-}
-
-fn is_launch_variable(name: &str) -> bool {
-    name.starts_with("BURN_DDP_")
-        || name.starts_with("TORCHELASTIC_")
-        || ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
-            .contains(&name)
-}
 
 #[track_caller]
 fn train(program: &str, arguments: &str) -> (Summary, String) {
@@ -40,15 +25,6 @@ fn train(program: &str, arguments: &str) -> (Summary, String) {
     let summary: Summary = serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap();
     assert!(summary.param_hash.iter().all(|hash| *hash == summary.param_hash[0]), "{summary:?}");
     (summary, shown)
-}
-
-#[track_caller]
-fn fails(program: &str, arguments: &str, reason: &str) {
-    let output = run(program, arguments);
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success(), "{arguments}");
-    assert!(error.contains(reason), "{arguments}: {error}");
-    assert!(!error.contains("panicked"), "{arguments}: {error}");
 }
 
 /// Red pictures and blue ones, of several sizes.
@@ -160,4 +136,27 @@ fn what_cannot_work_ends_at_once_with_its_reason() {
     fails(RESNET, &format!("{TINY} --limit 2 --nproc 3"), "3 ranks");
     #[cfg(not(feature = "download"))]
     fails(RESNET, "--data cifar10:/no/such/folder", "--features download");
+}
+
+#[test]
+fn a_resnet_goes_on_from_the_middle_of_an_epoch_as_if_nothing_had_happened() {
+    let dir = tempfile::tempdir().unwrap();
+    let saved = dir.path().join("checkpoints");
+    let arguments = format!(
+        "{TINY} --limit 48 --batch-size 4 --accumulate 2 --epochs 2 --checkpoints {} --checkpoint-every 2",
+        saved.display()
+    );
+    let (whole, _) = train(RESNET, &format!("{arguments} --nproc 2"));
+    // Six backwards of 8 pictures in three steps an epoch: saved after steps 2, 3, 4 and 6, of which two are kept.
+    fs::remove_dir_all(saved.join("step-00000006")).unwrap();
+    let (resumed, _) = train(RESNET, &format!("{arguments} --nproc 2"));
+    assert_eq!((&resumed.param_hash, &resumed.train_loss), (&whole.param_hash, &whole.train_loss));
+    assert_eq!(resumed.test_accuracy, whole.test_accuracy);
+
+    // Another number of ranks goes on, too, and reads every picture that is left.
+    fs::remove_dir_all(saved.join("step-00000006")).unwrap();
+    let (one, _) = train(RESNET, &format!("{arguments} --nproc 1"));
+    assert_eq!((one.world_size, one.train_loss.len(), one.train_loss[0]), (1, 2, whole.train_loss[0]));
+
+    fails(RESNET, &format!("{arguments} --nproc 2"), "is of the end of a training: ask for more --epochs");
 }

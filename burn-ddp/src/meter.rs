@@ -240,9 +240,12 @@ mod tests {
 
     use super::*;
 
-    /// Keeps the fields of all events of our targets.
+    /// Target and fields.
+    type Event = (String, Vec<(String, String)>);
+
+    /// Keeps all events of our targets.
     #[derive(Clone, Default)]
-    struct Listener(Arc<Mutex<Vec<(String, Vec<(String, String)>)>>>);
+    struct Listener(Arc<Mutex<Vec<Event>>>);
 
     struct Fields(Vec<(String, String)>);
 

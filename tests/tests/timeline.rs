@@ -158,7 +158,7 @@ fn check_rank(mine: &[&Span], stats: &Stats) {
     for (nth, step) in steps.iter().enumerate() {
         let within = |s: &&&Span| step.begin <= s.begin && s.end <= step.end;
         let in_step: Vec<_> = buckets.iter().filter(|b| b.args["step"] == nth as u64).collect();
-        assert!(!in_step.is_empty() && in_step.iter().all(|b| within(b)), "step {nth}: {in_step:?} in {step:?}");
+        assert!(!in_step.is_empty() && in_step.iter().all(&within), "step {nth}: {in_step:?} in {step:?}");
         let numbers: Vec<_> = in_step.iter().map(|b| b.name.clone()).collect();
         assert_eq!(numbers, (0..in_step.len()).map(|b| format!("bucket {b}")).collect::<Vec<_>>());
         let backwards = of("backward").iter().filter(within).count();

@@ -74,6 +74,14 @@ pub struct Args {
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub num_workers: usize,
 
+    /// Save checkpoints in this directory after each epoch, and go on from the newest one there, on any number of ranks
+    #[arg(long, value_name = "DIR")]
+    pub checkpoints: Option<PathBuf>,
+
+    /// Also after so many steps of an epoch [default: after epochs only]
+    #[arg(long, default_value_t = 0, value_name = "STEPS", hide_default_value = true, requires = "checkpoints")]
+    pub checkpoint_every: usize,
+
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
     pub summary: Option<PathBuf>,

@@ -5,6 +5,7 @@
 //! | [`args`] | what their command lines have in common |
 //! | [`picture`] | a picture, and how pictures become a batch |
 //! | [`augment`] | random crops and flips that every run repeats |
+//! | `progress` | where a training is, as its checkpoints hold it |
 //! | [`source`] | where the pictures come from: [`synthetic`], [`cifar10`], [`folder`] |
 //! | [`resnet`], [`alexnet`] | the networks; [`norm`] is what the former is made of |
 //! | [`train`] | training and evaluation over all ranks |
@@ -16,6 +17,7 @@ pub mod cifar10;
 pub mod folder;
 pub mod norm;
 pub mod picture;
+mod progress;
 pub mod resnet;
 pub mod source;
 pub mod synthetic;

@@ -14,6 +14,7 @@ use burn_ddp::prelude::*;
 use super::args::Args;
 use super::augment::Augment;
 use super::picture::PictureBatcher;
+use super::progress::Saves;
 use super::source::{self, Source};
 use crate::measure::{Losses, accuracy, recognised};
 use crate::report::{Display, Epoch, Run, Work, conclude};
@@ -74,15 +75,21 @@ pub fn run<M: Classifier>(
     let criterion = CrossEntropyLossConfig::new().with_smoothing(Some(args.label_smoothing)).init(&device);
 
     let display = Display::new(ddp.is_main(), args.epochs, backwards);
-    let mut epochs = Vec::with_capacity(args.epochs);
-    let (mut step, mut work) = (0, Work::default());
+    let mut work = Work::default();
+    let saves = Saves::new(ddp, args)?;
+    let mut progress = saves.load(&mut model, &mut optim, &train, args.epochs)?;
     for epoch in train.epochs(0..args.epochs) {
         let number = epoch.number();
+        // What accumulation left out at the end of an epoch is all that was left of it.
+        if number < progress.epochs.len() {
+            continue;
+        }
+        let left = (epoch.len() - epoch.step()) / args.accumulate * args.accumulate;
         let augment = (!args.no_augment).then_some(Augment { seed: args.seed, epoch: number });
         display.begin(number);
         let start = Instant::now();
         let mut losses = Losses::default();
-        for (backward, batch) in epoch.take(backwards).enumerate() {
+        for (backward, batch) in epoch.take(left).enumerate() {
             let batch = batch?;
             let images = batch.images(args.side(), &channels, augment.as_ref(), &device);
             let loss = criterion.forward(model.forward(images), batch.labels(&device));
@@ -90,17 +97,20 @@ pub fn run<M: Classifier>(
             let grads = ddp.backward(&loss, &model)?; // of the step's last backward: averaged over all its items of all ranks
             if (backward + 1) % args.accumulate == 0 {
                 let grads = GradientsParams::from_grads(grads, &model);
-                model = optim.step(args.schedule.rate(peak, step, steps), model, grads);
-                step += 1;
+                model = optim.step(args.schedule.rate(peak, progress.step, steps), model, grads);
+                progress.step += 1;
+                if backward + 1 < left && saves.is_due(progress.step) {
+                    work.items += progress.add(ddp, &mut losses)?;
+                    saves.save(&progress, &model, &optim, &train)?;
+                }
             }
             display.step();
         }
-        let (loss_sum, items) = losses.total();
+        work.items += progress.add(ddp, &mut losses)?;
+        let train_loss = progress.take_loss();
         let train_time = start.elapsed();
-        work.items += items;
         work.time += train_time;
 
-        let train_loss = ddp.sum(loss_sum)? / ddp.sum(items as f64)?;
         let valid = model.valid(); // no dropout, running statistics, no gradients
         let device = ddp.device()?;
         let test_accuracy = accuracy(ddp, &test, |batch| {
@@ -109,11 +119,12 @@ pub fn run<M: Classifier>(
         })?;
         let epoch = Epoch { train_loss, test_accuracy, train_time };
         display.end(number, &epoch);
-        epochs.push(epoch);
+        progress.epochs.push(epoch);
+        saves.save(&progress, &model, &optim, &train)?;
     }
 
     if let Some(file) = &args.save {
         ddp.save(&model, file)?;
     }
-    conclude(ddp, &model, &display, Run { epochs: &epochs, global_batch, work }, args.summary.as_deref())
+    conclude(ddp, &model, &display, Run { epochs: &progress.epochs, global_batch, work }, args.summary.as_deref())
 }

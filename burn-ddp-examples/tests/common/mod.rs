@@ -1,0 +1,62 @@
+//! How programs are run as a user runs them.
+#![allow(dead_code)] // each test uses its part
+
+use std::net::TcpListener;
+use std::process::{Command, Output, Stdio};
+
+/// `program` with `arguments`, outside of whatever job the tests run in.
+pub fn run(program: &str, arguments: &str) -> Output {
+    let mut command = Command::new(program);
+    command.args(arguments.split_whitespace());
+    for (name, _) in std::env::vars().filter(|(name, _)| is_launch_variable(name)) {
+        command.env_remove(name);
+    }
+    command.output().unwrap()
+}
+
+fn is_launch_variable(name: &str) -> bool {
+    name.starts_with("BURN_DDP_")
+        || name.starts_with("TORCHELASTIC_")
+        || ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+            .contains(&name)
+}
+
+/// What it shows when all goes well.
+#[track_caller]
+pub fn shown(program: &str, arguments: &str) -> String {
+    let output = run(program, arguments);
+    let shown = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{shown}\n{}", String::from_utf8_lossy(&output.stderr));
+    shown
+}
+
+/// It ends with an error that says `reason`, not with a panic.
+#[track_caller]
+pub fn fails(program: &str, arguments: &str, reason: &str) {
+    let output = run(program, arguments);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{arguments}");
+    assert!(error.contains(reason), "{arguments}: {error}");
+    assert!(!error.contains("panicked"), "{arguments}: {error}");
+}
+
+/// Standard output of two ranks, joined by torchrun's variables.
+pub fn two_ranks(program: &str) -> [String; 2] {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let ranks = [0, 1].map(|rank| {
+        Command::new(program)
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", "2")
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", port.to_string())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    });
+    ranks.map(|rank| {
+        let output = rank.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    })
+}
