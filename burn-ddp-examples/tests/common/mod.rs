@@ -5,7 +5,7 @@ use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
 
 /// `program` with `arguments`, outside of whatever job the tests run in.
-pub fn run(program: &str, arguments: &str) -> Output {
+pub(crate) fn run(program: &str, arguments: &str) -> Output {
     let mut command = Command::new(program);
     command.args(arguments.split_whitespace());
     for (name, _) in std::env::vars().filter(|(name, _)| is_launch_variable(name)) {
@@ -23,7 +23,7 @@ fn is_launch_variable(name: &str) -> bool {
 
 /// What it shows when all goes well.
 #[track_caller]
-pub fn shown(program: &str, arguments: &str) -> String {
+pub(crate) fn shown(program: &str, arguments: &str) -> String {
     let output = run(program, arguments);
     let shown = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{shown}\n{}", String::from_utf8_lossy(&output.stderr));
@@ -32,7 +32,7 @@ pub fn shown(program: &str, arguments: &str) -> String {
 
 /// It ends with an error that says `reason`, not with a panic.
 #[track_caller]
-pub fn fails(program: &str, arguments: &str, reason: &str) {
+pub(crate) fn fails(program: &str, arguments: &str, reason: &str) {
     let output = run(program, arguments);
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success(), "{arguments}");
@@ -41,7 +41,7 @@ pub fn fails(program: &str, arguments: &str, reason: &str) {
 }
 
 /// Standard output of two ranks, joined by torchrun's variables.
-pub fn two_ranks(program: &str) -> [String; 2] {
+pub(crate) fn two_ranks(program: &str) -> [String; 2] {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let ranks = [0, 1].map(|rank| {
         Command::new(program)

@@ -255,12 +255,13 @@ impl ModuleMapper for Initial {
         let value = |i: usize| (((i * 53 + salt * 29 + 7) % 97) as f64 - 48.0) / 128.0 * scale;
         param.map(|old| {
             if name.contains("norm") {
-                return old.detach().cast(dtype).require_grad();
+                return old.cast(dtype).detach().require_grad();
             }
             let values: Vec<f64> = (0..dims.iter().product()).map(value).collect();
             let new = TensorData::new(values, dims).convert_dtype(dtype);
             let new = Tensor::<D>::from_data(new, (&old.device(), dtype));
-            if linear { new.swap_dims(0, 1).require_grad() } else { new.require_grad() }
+            let new = if linear { new.swap_dims(0, 1).detach() } else { new };
+            new.require_grad()
         })
     }
 }
