@@ -31,12 +31,12 @@ pub enum ControlMessage {
 /// The way to the healths of the other ranks.
 pub trait Outbox: Send + Sync {
     /// Sends `message` to every other rank that can be reached, without blocking. Called from any thread, never with a
-    /// lock of [`Health`] held. Messages of one rank arrive in the order they were sent.
+    /// lock of [`Health`](super::Health) held. Messages of one rank arrive in the order they were sent.
     fn send_all(&self, message: &ControlMessage);
 }
 
 /// Something that waits and wants to look at the health again when it changes.
 pub trait Wake: Send + Sync {
-    /// Called after each change, from any thread, never with a lock of [`Health`] held. Must not block.
+    /// Called after each change, from any thread, never with a lock of [`Health`](super::Health) held. Must not block.
     fn wake(&self);
 }
