@@ -80,3 +80,17 @@ fn a_run_that_is_resumed_is_the_run_that_was_not_interrupted() {
     assert_eq!(hashes(&resumed), hashes(&whole));
     fails(program, "", "usage: checkpoint_resume DIRECTORY");
 }
+
+#[test]
+fn a_metric_of_ones_own_counts_the_items_of_all_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    let shown = shown(env!("CARGO_BIN_EXE_custom_metric"), &dir.path().display().to_string());
+    let counts: Vec<f64> = shown
+        .lines()
+        .filter_map(|line| {
+            line.strip_prefix("epoch ")?.split_once(": ")?.1.strip_suffix(" of 1000 test items")?.parse().ok()
+        })
+        .collect();
+    assert_eq!(counts.len(), 2, "{shown}");
+    assert!(counts.iter().all(|count| count.fract() == 0.0 && *count < 200.0), "{shown}");
+}

@@ -25,6 +25,7 @@ mod step;
 mod table;
 mod team;
 mod tensors;
+mod timeline;
 mod training;
 mod values;
 
@@ -56,6 +57,7 @@ enum Bench {
     Buckets(buckets::Buckets),
     Overlap(overlap::Overlap),
     Curves(curves::Curves),
+    Timeline(timeline::Timeline),
     /// A rank of a contender, started by the other sub-commands.
     #[command(hide = true)]
     Rank(rank::RankArgs),
@@ -78,6 +80,7 @@ fn main() -> anyhow::Result<()> {
         Bench::Buckets(bench) => bench.run(),
         Bench::Overlap(bench) => bench.run(),
         Bench::Curves(bench) => bench.run(),
+        Bench::Timeline(bench) => bench.run(),
         Bench::Rank(args) => rank::run(&args),
         Bench::Meet(args) => rendezvous::meet(&args),
     }
