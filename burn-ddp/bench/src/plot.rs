@@ -114,6 +114,7 @@ fn compact(value: f64) -> String {
         v if v >= 1e9 => format!("{:.0}G", v / 1e9),
         v if v >= 1e6 => format!("{:.0}M", v / 1e6),
         v if v >= 1e3 => format!("{:.0}k", v / 1e3),
-        v => format!("{v}"),
+        // Without what binary fractions leave over.
+        v => format!("{}", (v * 1e6).round() / 1e6),
     }
 }

@@ -112,7 +112,7 @@ impl Timeline {
             .margin(12)
             .x_label_area_size(44)
             .y_label_area_size(220)
-            .build_cartesian_2d(0.0..ms(shown.end), 0.0..height)?;
+            .build_cartesian_2d(0.0..1.25 * ms(shown.end), 0.0..height)?; // room for the legend
         chart
             .configure_mesh()
             .disable_mesh()
