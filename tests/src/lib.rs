@@ -4,7 +4,7 @@ pub mod awkward;
 pub mod job;
 
 use burn::module::{ModuleMapper, Param};
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::prelude::*;
@@ -37,6 +37,37 @@ impl Mlp {
     /// Mean squared error over the items of the batch.
     pub fn loss(&self, x: Tensor<2>, y: Tensor<2>) -> Tensor<1> {
         (self.forward(x) - y).powf_scalar(2.0).mean()
+    }
+}
+
+/// A model with running statistics.
+#[derive(Module, Debug)]
+pub struct Normed {
+    /// First.
+    pub a: Linear,
+    /// Normalises what the first one makes.
+    pub norm: BatchNorm,
+    /// Second.
+    pub b: Linear,
+}
+
+impl Normed {
+    /// 6 → 4 → 3.
+    pub fn new(device: &Device) -> Self {
+        let init = |i, o| LinearConfig::new(i, o).init(device);
+        Normed { a: init(6, 4), norm: BatchNormConfig::new(4).init(device), b: init(4, 3) }
+    }
+
+    /// The mean square of what it makes of `[n, 6]`.
+    pub fn loss(&self, x: Tensor<2>) -> Tensor<1> {
+        self.b.forward(self.norm.forward(self.a.forward(x))).powf_scalar(2.0).mean()
+    }
+
+    /// Mean and variance as they are, with the last forward in them.
+    pub fn statistics(&self) -> [Vec<f64>; 2] {
+        let model = self.valid();
+        [model.norm.running_mean.value(), model.norm.running_var.value()]
+            .map(|t| t.into_data().convert::<f64>().try_to_vec().expect("was just converted"))
     }
 }
 

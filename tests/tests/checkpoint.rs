@@ -7,34 +7,20 @@ use std::process::{Child, Command};
 use std::time::Duration;
 
 use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
-use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
-use burn_ddp_tests::{job, number, rows};
+use burn_ddp_tests::{Normed, job, number, rows};
 
 const RANK: &str = env!("CARGO_BIN_EXE_rank");
-
-#[derive(Module, Debug)]
-struct Normed {
-    a: Linear,
-    norm: BatchNorm,
-    b: Linear,
-}
-
-impl Normed {
-    fn new(device: &Device) -> Self {
-        let init = |i, o| LinearConfig::new(i, o).init(device);
-        Normed { a: init(6, 4), norm: BatchNormConfig::new(4).init(device), b: init(4, 3) }
-    }
-}
 
 /// A step on this rank's part of 12 rows.
 fn step(ddp: &Ddp, optim: &mut ModuleOptimizer, model: Normed, step: usize) -> anyhow::Result<Normed> {
     let batch = 12 / ddp.world_size();
     let x = rows(step * 12 + ddp.rank() * batch, batch, 6, 1, DType::F32, &ddp.device()?.autodiff());
-    let grads = model.b.forward(model.norm.forward(model.a.forward(x))).powf_scalar(2.0).mean().backward();
+    let grads = model.loss(x).backward();
     let grads = GradientsParams::from_grads(grads, &model);
     Ok(optim.step(0.01, model, grads))
 }

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::{DType, TensorData};
 use burn_ddp::prelude::*;
 use burn_ddp::{Options, Result};
-use burn_ddp_tests::{distance, number, rows, to_f64, values};
+use burn_ddp_tests::{Normed, distance, number, rows, to_f64, values};
 
 /// Two heads, of which a micro-batch uses one.
 #[derive(Module, Debug)]
@@ -176,36 +176,12 @@ fn uneven_loaders_follow_one_rank() {
     assert!(uneven > 50, "most cases are even: {uneven}");
 }
 
-#[derive(Module, Debug)]
-struct Normed {
-    a: Linear,
-    norm: BatchNorm,
-    b: Linear,
-}
-
-impl Normed {
-    fn new(device: &Device) -> Self {
-        let init = |i, o| LinearConfig::new(i, o).init(device);
-        Normed { a: init(6, 4), norm: BatchNormConfig::new(4).init(device), b: init(4, 3) }
-    }
-
-    fn loss(&self, x: Tensor<2>) -> Tensor<1> {
-        self.b.forward(self.norm.forward(self.a.forward(x))).powf_scalar(2.0).mean()
-    }
-
-    /// Mean and variance, with the last forward in them.
-    fn statistics(&self) -> [Vec<f32>; 2] {
-        let model = self.valid();
-        [model.norm.running_mean.value(), model.norm.running_var.value()].map(|t| t.into_data().try_to_vec().unwrap())
-    }
-}
-
 /// `batches[epoch][rank]` steps of Adam; this rank's model, its hash, and the statistics that its last forward left.
 fn train_normed(
     ddp: &Ddp,
     policy: BufferPolicy,
     batches: &[Vec<usize>],
-) -> anyhow::Result<(Normed, String, [Vec<f32>; 2])> {
+) -> anyhow::Result<(Normed, String, [Vec<f64>; 2])> {
     let device = ddp.device()?.autodiff();
     let config = WrapConfig::new().with_buffers(policy);
     let mut model = ddp.wrap_with(Normed::new(&device), &config)?;

@@ -1,7 +1,6 @@
 //! Running statistics, and the comparison of replicas.
 
 use burn::module::{ModuleMapper, Param};
-use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::{DType, TensorData};
@@ -10,33 +9,8 @@ use burn_ddp::{Error, Options};
 use burn_ddp_tests::*;
 use std::time::{Duration, Instant};
 
-#[derive(Module, Debug)]
-struct Normed {
-    a: Linear,
-    norm: BatchNorm,
-    b: Linear,
-}
-
-impl Normed {
-    fn new(device: &Device) -> Self {
-        let init = |i, o| LinearConfig::new(i, o).init(device);
-        Normed { a: init(6, 4), norm: BatchNormConfig::new(4).init(device), b: init(4, 3) }
-    }
-
-    fn loss(&self, x: Tensor<2>) -> Tensor<1> {
-        self.b.forward(self.norm.forward(self.a.forward(x))).powf_scalar(2.0).mean()
-    }
-}
-
 /// Mean and variance.
 type Statistics = [Vec<f64>; 2];
-
-/// They as they are, all updates in.
-fn statistics(model: &Normed) -> Statistics {
-    let model = model.valid();
-    [model.norm.running_mean.value(), model.norm.running_var.value()]
-        .map(|t| t.into_data().convert::<f64>().try_to_vec().unwrap())
-}
 
 fn step(ddp: &Ddp, model: Normed, start: usize, batch: usize, device: &Device) -> anyhow::Result<Normed> {
     ddp.weight(batch as f64)?;
@@ -63,7 +37,7 @@ fn one_step(world: usize, policy: BufferPolicy) -> Vec<(Statistics, Statistics)>
         let config = WrapConfig::new().with_buffers(policy);
         let model = step(&ddp, ddp.wrap_with(origin.clone(), &config)?, start, batch, &device)?;
         ddp.barrier()?;
-        Ok((statistics(&model), statistics(&alone)))
+        Ok((model.statistics(), alone.statistics()))
     })
     .unwrap()
 }
@@ -110,7 +84,7 @@ fn statistics_and_parameters_stay_alike_over_many_steps_and_the_last_bucket_over
                 if accumulation == 1 {
                     assert_eq!(stats.overlapped, stats.collectives, "buffers hold no bucket back");
                 }
-                Ok((param_hash(&model)?, statistics(&model)))
+                Ok((param_hash(&model)?, model.statistics()))
             })
             .unwrap();
             assert_eq!(ranks[0], ranks[1], "{policy:?}");
