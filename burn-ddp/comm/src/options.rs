@@ -38,7 +38,7 @@ pub struct Options {
     pub config: Vec<(String, String)>,
 }
 
-/// An engine between processes.
+/// An engine between processes. Those that are not in this crate have to be put in place by [`World::set_fabric`](crate::World::set_fabric).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum EngineChoice {
@@ -46,6 +46,10 @@ pub enum EngineChoice {
     Shm,
     /// Sockets.
     Tcp,
+    /// An installed MPI, by the crate `burn-ddp-mpi`.
+    Mpi,
+    /// NCCL for what is on NVIDIA GPUs, by the crate `burn-ddp-nccl`; host memory as without a choice.
+    Nccl,
 }
 
 impl EngineChoice {
@@ -54,6 +58,8 @@ impl EngineChoice {
         match self {
             EngineChoice::Shm => "shm",
             EngineChoice::Tcp => "tcp",
+            EngineChoice::Mpi => "mpi",
+            EngineChoice::Nccl => "nccl",
         }
     }
 }
@@ -63,10 +69,12 @@ impl FromStr for EngineChoice {
 
     fn from_str(text: &str) -> Result<EngineChoice> {
         let named = |choice: &EngineChoice| choice.name() == text.trim();
-        [EngineChoice::Shm, EngineChoice::Tcp]
+        [EngineChoice::Shm, EngineChoice::Tcp, EngineChoice::Mpi, EngineChoice::Nccl]
             .into_iter()
             .find(named)
-            .ok_or_else(|| environment(format!("{text:?} is not an engine; shm and tcp are (BURN_DDP_ENGINE)")))
+            .ok_or_else(|| {
+                environment(format!("{text:?} is not an engine; shm, tcp, mpi and nccl are (BURN_DDP_ENGINE)"))
+            })
     }
 }
 
@@ -95,7 +103,7 @@ impl Default for Options {
 
 impl Options {
     /// The defaults, changed by `BURN_DDP_TIMEOUT`, `BURN_DDP_JOIN_TIMEOUT`, `BURN_DDP_HEARTBEAT`, `BURN_DDP_PEER_TIMEOUT` and
-    /// `BURN_DDP_STALL` (seconds, fractions allowed), by `BURN_DDP_HISTORY` (a number), by `BURN_DDP_ENGINE` (`shm` or `tcp`), and by
+    /// `BURN_DDP_STALL` (seconds, fractions allowed), by `BURN_DDP_HISTORY` (a number), by `BURN_DDP_ENGINE` (`shm`, `tcp`, `mpi` or `nccl`), and by
     /// `BURN_DDP_TIMELINE` (a file).
     ///
     /// # Errors

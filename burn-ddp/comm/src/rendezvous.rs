@@ -161,7 +161,7 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
         local_world_size: env.local_world_size,
         peers,
         health: health.clone(),
-        fabric: Box::new(ByPlace::new(
+        fabric: Arc::new(ByPlace::new(
             machines,
             options.engine,
             #[cfg(target_os = "linux")]

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::engine::Fabric;
@@ -43,7 +43,7 @@ pub(crate) struct Seat {
     /// All ranks in order; `peers[rank]` is this one.
     pub(crate) peers: Vec<PeerInfo>,
     pub(crate) health: Arc<Health>,
-    pub(crate) fabric: Box<dyn Fabric>,
+    pub(crate) fabric: Arc<dyn Fabric>,
     /// What lives as long as the membership: the control connections. Dropped after the goodbye; its `Drop` must not block.
     pub(crate) keep_alive: Option<Box<dyn Send + Sync>>,
 }
@@ -52,6 +52,8 @@ pub(crate) struct Seat {
 pub(crate) struct Member {
     pub(crate) seat: Seat,
     pub(crate) options: Options,
+    /// Makes the engines of the next groups: that of the seat, unless another took its place.
+    fabric: RwLock<Arc<dyn Fabric>>,
     /// The number of the next group. Locked while a group is made, so that all ranks number them alike.
     next_group: Mutex<u64>,
     /// The number of the next sub-group that this rank could lead.
@@ -88,7 +90,7 @@ impl World {
             local_world_size: n,
             peers: peers.clone(),
             health,
-            fabric: Box::new(fabric),
+            fabric: Arc::new(fabric),
             keep_alive: None,
         };
         healths.into_iter().zip(fabrics).map(|pair| World::from_seat(seat(pair), options.clone())).collect()
@@ -97,6 +99,7 @@ impl World {
     pub(crate) fn from_seat(seat: Seat, options: Options) -> World {
         panics::watch(&seat.health);
         let member = Member {
+            fabric: RwLock::new(seat.fabric.clone()),
             seat,
             options,
             next_group: Mutex::new(1),
@@ -137,9 +140,35 @@ impl World {
         &self.member.seat.peers
     }
 
-    /// How bytes travel in groups of all ranks: `threads`, `shm` or `tcp`.
+    /// How bytes travel in groups of all ranks: `threads`, `shm`, `tcp`, or the engine of [`set_fabric`](Self::set_fabric).
     pub fn engine(&self) -> &'static str {
-        self.member.seat.fabric.name()
+        self.member.fabric().name()
+    }
+
+    /// Lets later groups get their engines from what `make` makes of the world's own fabric and this rank's health.
+    ///
+    /// The way in for engines outside this crate. All ranks do it, between the same groups. What fails on one rank only is for the
+    /// caller to tell the others, by [`fail`](Self::fail) or over a group made before.
+    ///
+    /// ```
+    /// use burn_ddp_comm::{Options, World};
+    ///
+    /// let world = World::solo(Options::default());
+    /// world.set_fabric(|own, _health| Ok::<_, burn_ddp_comm::Error>(own))?; // an engine of one's own would wrap it, or take its place
+    /// assert_eq!(world.engine(), "threads");
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of `make`; then nothing has changed.
+    pub fn set_fabric<E>(
+        &self,
+        make: impl FnOnce(Arc<dyn Fabric>, Arc<Health>) -> Result<Arc<dyn Fabric>, E>,
+    ) -> Result<(), E> {
+        let seat = &self.member.seat;
+        let fabric = make(seat.fabric.clone(), seat.health.clone())?;
+        *self.member.fabric.write().unwrap_or_else(PoisonError::into_inner) = fabric;
+        Ok(())
     }
 
     /// The waits of this world.
@@ -284,6 +313,10 @@ impl Member {
         &self.seat.peers[self.seat.rank]
     }
 
+    fn fabric(&self) -> Arc<dyn Fabric> {
+        self.fabric.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// A number for a sub-group that this rank may come to lead, given to no other.
     pub(crate) fn sub_group_number(&self) -> u64 {
         self.next_sub_group.fetch_add(1, Ordering::Relaxed)
@@ -291,7 +324,8 @@ impl Member {
 
     /// Makes the group of number `group`, together with its other members.
     pub(crate) fn open_group(self: &Arc<Member>, group: u64, members: Members, site: Site) -> Result<ProcessGroup> {
-        let Seat { rank, health, fabric, .. } = &self.seat;
+        let Seat { rank, health, .. } = &self.seat;
+        let fabric = self.fabric();
         let info = CallInfo { step: health.step(), ..CallInfo::bare(Collective::NewGroup, group, 0, site) };
         let call = Call::new(info, Arc::new(members), *rank, self.options.timeout);
         let log = health.history().open(group, call.members.clone());
@@ -375,7 +409,7 @@ impl fmt::Debug for Member {
         f.debug_struct("Member")
             .field("peer", self.me())
             .field("world_size", &self.seat.peers.len())
-            .field("engine", &self.seat.fabric.name())
+            .field("engine", &self.fabric().name())
             .finish_non_exhaustive()
     }
 }

@@ -57,13 +57,17 @@ impl Fabric for ByPlace {
     fn name(&self) -> &'static str {
         let shares = self.may_share(0..self.machines.len()) && !self.failed.load(Ordering::Relaxed);
         match self.choice {
-            Some(choice) => choice.name(),
-            None if shares => EngineChoice::Shm.name(),
-            None => tcp::NAME,
+            Some(choice @ (EngineChoice::Shm | EngineChoice::Tcp)) => choice.name(),
+            _ if shares => EngineChoice::Shm.name(),
+            _ => tcp::NAME,
         }
     }
 
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
+        if self.choice == Some(EngineChoice::Mpi) {
+            let message = "BURN_DDP_ENGINE=mpi, but this program does not have that engine: build it with burn-ddp's feature `mpi`";
+            return Err(Error::Environment { message: message.to_owned() });
+        }
         let forced = self.choice == Some(EngineChoice::Shm);
         if self.choice == Some(EngineChoice::Tcp) || !self.may_share(call.members.ranks().iter().copied()) {
             return self.tcp.open(call);

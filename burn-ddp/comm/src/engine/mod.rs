@@ -3,11 +3,12 @@
 //! An [`Engine`] does the collectives of one group on one rank. Engines that move bytes between hosts share their
 //! algorithms: they are [`HostEngine`]s over a [`Transport`], which knows one primitive, the exchange of frames.
 
+use std::any::Any;
 use std::time::{Duration, Instant};
 
 use crate::call::Call;
 use crate::net::wait::deadline_in;
-use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
+use crate::{DType, Error, ReduceOp, Result, SharedBuffer, SharedView};
 
 pub(crate) mod by_place;
 mod host;
@@ -89,6 +90,27 @@ pub trait Engine: Send {
         }
         Ok(buffer.view())
     }
+
+    /// Reduces elements that are in a device's memory; `op` is `None` for the mean weighted by [`Call::weight`].
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if the engine does not reach that memory.
+    fn all_reduce_on_device(&mut self, call: &Call, elements: OnDevice<'_>, op: Option<ReduceOp>) -> Result<()> {
+        let _ = (call, elements, op);
+        let message = format!("the engine {} reduces in host memory only", self.name());
+        Err(Error::Environment { message })
+    }
+}
+
+/// Elements in the memory of a device.
+#[derive(Debug)]
+pub struct OnDevice<'a> {
+    /// Their type.
+    pub dtype: DType,
+    /// How many there are.
+    pub len_elems: usize,
+    /// Where they are, in a type of the engine's own.
+    pub place: &'a mut dyn Any,
 }
 
 /// A frame to a peer.
@@ -185,7 +207,8 @@ pub trait Transport: Send {
     }
 }
 
-/// Makes the engines of one rank's groups.
+/// Makes the engines of one rank's groups. Others than those of this crate take their place by
+/// [`World::set_fabric`](crate::World::set_fabric).
 pub trait Fabric: Send + Sync {
     /// The name of its engines.
     fn name(&self) -> &'static str;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::clock::{Ticks, nanos};
 use crate::dtype::{DType, Element};
-use crate::engine::{Engine, Incoming, Outgoing};
+use crate::engine::{Engine, Incoming, OnDevice, Outgoing};
 use crate::health::lock;
 use crate::history::Log;
 use crate::plan::{Caller, Plan, check_op, check_rows, check_whole, refuse};
@@ -281,6 +281,33 @@ impl Core {
             check_whole(dtype, len)?;
             check_op(ReduceOp::Mean, dtype)?;
             engine.all_reduce_shared(call, dtype, buffer, None)
+        })
+    }
+
+    /// `how` is the op, or the weight of this rank in a mean.
+    pub(crate) fn all_reduce_on_device(
+        &self,
+        caller: Caller,
+        elements: OnDevice<'_>,
+        how: Result<ReduceOp, f64>,
+        tag: u64,
+    ) -> Result<()> {
+        let OnDevice { dtype, len_elems, .. } = elements;
+        let (collective, op) = match how {
+            Ok(op) => (Collective::AllReduce, Some(op)),
+            Err(_) => (Collective::AllReduceWeighted, None),
+        };
+        let plan = Plan {
+            reduce: op,
+            dtype: Some(dtype),
+            len_elems,
+            weight: how.err().unwrap_or(1.0),
+            tag,
+            ..Plan::bare(collective, caller)
+        };
+        self.call(plan, |engine, call| {
+            check_op(op.unwrap_or(ReduceOp::Mean), dtype)?;
+            engine.all_reduce_on_device(call, elements, op)
         })
     }
 

@@ -3,6 +3,7 @@
 use std::panic::Location;
 
 use super::ProcessGroup;
+use crate::engine::OnDevice;
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
 impl ProcessGroup {
@@ -49,5 +50,26 @@ impl ProcessGroup {
         tag: u64,
     ) -> Result<SharedView> {
         self.core.all_reduce_weighted_shared(self.in_turn(Location::caller()), dtype, buffer, weight, tag)
+    }
+
+    /// Reduces elements that are in a device's memory over all ranks, by an engine that reaches it.
+    ///
+    /// `tag` is compared between ranks like the other arguments; 0 if there is nothing to compare.
+    ///
+    /// # Errors
+    /// Those of [`all_reduce_bytes`](Self::all_reduce_bytes); [`Error::Environment`](crate::Error::Environment) if the group's engine
+    /// reduces in host memory only, as all engines of this crate do.
+    #[track_caller]
+    pub fn all_reduce_on_device(&self, elements: OnDevice<'_>, op: ReduceOp, tag: u64) -> Result<()> {
+        self.core.all_reduce_on_device(self.in_turn(Location::caller()), elements, Ok(op), tag)
+    }
+
+    /// [`all_reduce_on_device`](Self::all_reduce_on_device) to the mean, in which this rank has the weight `weight`.
+    ///
+    /// # Errors
+    /// Those of `all_reduce_on_device`, and of [`all_reduce_weighted_bytes`](Self::all_reduce_weighted_bytes).
+    #[track_caller]
+    pub fn all_reduce_weighted_on_device(&self, elements: OnDevice<'_>, weight: f64, tag: u64) -> Result<()> {
+        self.core.all_reduce_on_device(self.in_turn(Location::caller()), elements, Err(weight), tag)
     }
 }
