@@ -7,7 +7,7 @@
 //! | `mnist_learner` | the same through Burn's `SupervisedTraining` |
 //! | `resnet`, `alexnet` | the same for pictures: synthetic ones, CIFAR-10, a folder of your own |
 //! | `seed_gradients` | what averaging does, in numbers that can be checked by hand |
-//! | `existing_loop`, `accumulation`, `uneven_data`, `checkpoint_resume`, `early_stopping`, `custom_metric`, `lora` | one thing each |
+//! | `existing_loop`, `accumulation`, `uneven_data`, `checkpoint_resume`, `early_stopping`, `custom_metric`, `lora`, `mixed_devices` | one thing each |
 //!
 //! Each file in `src/bin` opens with the lines that run it. What `mnist` is made of is in [`mnist`], the networks for pictures are in
 //! [`vision`]; [`cli`], [`measure`], [`report`] and [`schedule`] serve both.

@@ -66,6 +66,16 @@ fn ranks_with_uneven_data_end_equal() {
 }
 
 #[test]
+fn ranks_on_different_devices_hold_the_same_bits() {
+    let shown = shown(env!("CARGO_BIN_EXE_mixed_devices"), "");
+    let devices: Vec<_> = shown.lines().filter(|line| line.contains("Device") || line.contains("Cpu")).collect();
+    let hashes = hashes(&shown);
+    assert!(hashes.len() >= 2 && hashes.iter().all(|hash| *hash == hashes[0]), "{shown}");
+    assert!(shown.contains("epoch 2: train loss 0."), "{shown}");
+    assert_eq!(devices.len(), hashes.len(), "{shown}");
+}
+
+#[test]
 fn a_run_that_is_resumed_is_the_run_that_was_not_interrupted() {
     let program = env!("CARGO_BIN_EXE_checkpoint_resume");
     let dir = tempfile::tempdir().unwrap();

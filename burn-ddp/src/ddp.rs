@@ -172,7 +172,7 @@ impl Ddp {
         self.rank() == 0
     }
 
-    /// What carries the collectives: `threads` or `tcp`.
+    /// What carries the collectives: `threads`, `shm`, `tcp`, `mpi`.
     #[must_use]
     pub fn engine(&self) -> &'static str {
         self.inner.world.engine()
@@ -216,13 +216,18 @@ impl Ddp {
         self.inner.metrics.get().ok_or_else(missing)
     }
 
-    /// This rank's device: the accelerator with this local rank, or the CPU where there is none. Add `.autodiff()` for training.
+    /// This rank's device: the GPU with its local rank, if there are GPUs of a kind that is built in, else the processor. Add `.autodiff()`
+    /// for training.
+    ///
+    /// `BURN_DEVICE` (`cuda`, `wgpu`, `flex`, …) chooses the kind, as for Burn's default device. Which GPUs there are, drivers decide, by
+    /// `CUDA_VISIBLE_DEVICES` and its like.
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if burn-ddp was built without any backend.
+    /// [`Error::Use`] if the machine has fewer GPUs than ranks, unless `BURN_DDP_SHARE_DEVICES=1` wants them shared; if `BURN_DEVICE` names
+    /// what is not built in; if burn-ddp was built without any backend.
     pub fn device(&self) -> Result<Device> {
-        crate::device::default_device()
+        crate::device::of_rank(self.local_rank(), self.world().local_world_size())
     }
 
     /// This rank's device of a kind: `ddp.device_of(|local_rank| Device::cuda(local_rank))`.

@@ -2,30 +2,274 @@
 
 use burn::backend::DispatchDevice;
 use burn::tensor::Device;
+#[cfg(any(feature = "cube", feature = "tch"))]
+use burn::tensor::DeviceType;
 
 use crate::{Error, Result};
 
-/// The CPU backend; accelerators come with their own features.
-pub(crate) fn default_device() -> Result<Device> {
-    #[cfg(feature = "flex")]
-    {
-        Ok(Device::flex())
+/// Chooses a kind of device, as it does for Burn's default device.
+const KIND: &str = "BURN_DEVICE";
+/// Lets the ranks of a machine share its GPUs.
+const SHARE: &str = "BURN_DDP_SHARE_DEVICES";
+/// What launchers set that give each rank a GPU of its own.
+const VISIBLE: [&str; 3] = ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"];
+
+/// A kind of device that is built in.
+struct Kind {
+    /// As [`KIND`] says it.
+    name: &'static str,
+    /// Those that there are: one per rank; or the only one, which all ranks compute on.
+    devices: fn() -> Devices,
+}
+
+enum Devices {
+    #[cfg_attr(not(any(feature = "cube", feature = "tch")), allow(dead_code))]
+    /// GPUs, none of which were opened.
+    Each(Vec<Device>),
+    /// The processor: what ranks share anyway.
+    Shared(Device),
+}
+
+/// All kinds that are built in, in the order of Burn's default device.
+fn kinds() -> Vec<Kind> {
+    vec![
+        #[cfg(feature = "cuda")]
+        Kind { name: "cuda", devices: || gpus(DeviceType::Cuda) },
+        #[cfg(feature = "metal")]
+        Kind { name: "metal", devices: || gpus(DeviceType::Metal) },
+        #[cfg(feature = "rocm")]
+        Kind { name: "rocm", devices: || gpus(DeviceType::Rocm) },
+        #[cfg(feature = "vulkan")]
+        Kind { name: "vulkan", devices: || gpus(DeviceType::Vulkan) },
+        #[cfg(feature = "webgpu")]
+        Kind { name: "webgpu", devices: || gpus(DeviceType::WebGpu) },
+        #[cfg(feature = "wgpu")]
+        Kind { name: "wgpu", devices: || gpus(DeviceType::Wgpu) },
+        #[cfg(feature = "cpu")]
+        Kind { name: "cpu", devices: || Devices::Shared(Device::cpu()) },
+        #[cfg(feature = "tch")]
+        Kind {
+            name: "tch",
+            devices: || match Device::enumerate(DeviceType::LibTorch).into_vec() {
+                gpus if gpus.is_empty() => Devices::Shared(libtorch()),
+                gpus => Devices::Each(gpus),
+            },
+        },
+        #[cfg(feature = "flex")]
+        Kind { name: "flex", devices: || Devices::Shared(Device::flex()) },
+        #[cfg(feature = "ndarray")]
+        Kind { name: "ndarray", devices: || Devices::Shared(ndarray()) },
+    ]
+}
+
+#[cfg(feature = "tch")]
+fn libtorch() -> Device {
+    Device::libtorch()
+}
+
+#[cfg(feature = "ndarray")]
+fn ndarray() -> Device {
+    Device::ndarray()
+}
+
+/// The GPUs of a kind; where there are none, the processor as that kind's drivers emulate one.
+#[cfg(feature = "cube")]
+#[allow(dead_code)] // `cube` alone is no backend
+fn gpus(kind: DeviceType) -> Devices {
+    let (emulated, gpus): (Vec<_>, Vec<_>) = Device::enumerate(kind).into_vec().into_iter().partition(is_emulated);
+    match emulated.into_iter().next() {
+        Some(emulated) if gpus.is_empty() => Devices::Shared(emulated),
+        _ => Devices::Each(gpus),
     }
-    #[cfg(not(feature = "flex"))]
-    {
-        Err(Error::Use("burn-ddp was built without a backend: enable its feature `flex`".into()))
+}
+
+/// Whether this is the processor in disguise.
+fn is_emulated(device: &Device) -> bool {
+    match device.as_dispatch() {
+        #[cfg(any(feature = "wgpu", feature = "vulkan", feature = "metal", feature = "webgpu"))]
+        DispatchDevice::Cube(burn_cubecl::CubeDevice::Wgpu(device)) => {
+            device.kind == burn_cubecl::cubecl::device::WgpuDeviceKind::Cpu
+        }
+        _ => false,
+    }
+}
+
+/// The device of the rank `local_rank` of its machine.
+pub(crate) fn of_rank(local_rank: usize, local_world_size: usize) -> Result<Device> {
+    let place = Place { local_rank, local_world_size };
+    place.choose(kinds(), &|name| std::env::var(name).ok())
+}
+
+/// A rank among those of its machine.
+#[derive(Clone, Copy)]
+struct Place {
+    local_rank: usize,
+    local_world_size: usize,
+}
+
+impl Place {
+    fn choose(self, kinds: Vec<Kind>, env: &dyn Fn(&str) -> Option<String>) -> Result<Device> {
+        let Some(wanted) = env(KIND).map(|name| name.trim().to_lowercase()) else {
+            let built_in: Vec<_> = kinds.iter().map(|kind| (kind.name, (kind.devices)())).collect();
+            let gpu =
+                built_in.iter().position(|(_, devices)| matches!(devices, Devices::Each(gpus) if !gpus.is_empty()));
+            let processor = || {
+                built_in
+                    .iter()
+                    .position(|(_, devices)| matches!(devices, Devices::Shared(device) if !is_emulated(device)))
+            };
+            let any = gpu.or_else(processor).unwrap_or(0);
+            return match built_in.into_iter().nth(any) {
+                Some((name, devices)) => self.one_of(name, devices, env),
+                None => Err(Error::Use(
+                    "burn-ddp was built without a backend: enable its feature `flex`, or one for GPUs such as `cuda` or `wgpu`".into(),
+                )),
+            };
+        };
+        match kinds.iter().find(|kind| kind.name == wanted) {
+            Some(kind) => self.one_of(kind.name, (kind.devices)(), env),
+            None => {
+                let names: Vec<_> = kinds.iter().map(|kind| kind.name).collect();
+                Err(Error::Use(format!(
+                    "{KIND}={wanted}, but that is not built in; built in are: {}. Enable burn-ddp's feature of that name",
+                    names.join(", ")
+                )))
+            }
+        }
+    }
+
+    fn one_of(self, kind: &str, devices: Devices, env: &dyn Fn(&str) -> Option<String>) -> Result<Device> {
+        let Place { local_rank, local_world_size } = self;
+        let gpus = match devices {
+            Devices::Shared(device) => return Ok(device),
+            Devices::Each(gpus) => gpus,
+        };
+        // A launcher that gives each rank a GPU of its own calls each of them 0.
+        let given = || gpus.len() == 1 && VISIBLE.iter().any(|name| env(name).is_some_and(|ids| !ids.contains(',')));
+        let shared = || env(SHARE).is_some_and(|text| text.trim() == "1");
+        let index = match gpus.len() {
+            0 => {
+                return Err(Error::Use(format!(
+                    "there is no {kind} device on this machine: {KIND} chooses another kind"
+                )));
+            }
+            count if local_rank < count => local_rank,
+            _ if given() => 0,
+            count if shared() => local_rank % count,
+            count => {
+                return Err(Error::Use(format!(
+                    "local rank {local_rank} of {local_world_size} has no {kind} device: this machine has {count}. Start at most {count} \
+                     ranks on it, or set {SHARE}=1 to share them on purpose, or choose yourself: `ddp.device_of(|local_rank| …)`"
+                )));
+            }
+        };
+        Ok(gpus[index].clone())
+    }
+}
+
+/// What kind of device this is, as `BURN_DEVICE` says it where that has a name for it.
+pub(crate) fn kind(device: &Device) -> String {
+    let plain = device.clone().without_autodiff();
+    match plain.as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => "flex".into(),
+        #[cfg(feature = "ndarray")]
+        DispatchDevice::NdArray(_) => "ndarray".into(),
+        #[cfg(feature = "tch")]
+        DispatchDevice::LibTorch(device) => format!("tch {device:?}").to_lowercase(),
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(device) => format!("{:?}", device.runtime()).to_lowercase(),
+        #[allow(unreachable_patterns)] // if all that Burn has built in, burn-ddp has too
+        other => format!("{other:?}"),
+    }
+}
+
+/// Whether the device computes on its own while the host goes on.
+pub(crate) fn is_asynchronous(device: &Device) -> bool {
+    let plain = device.clone().without_autodiff();
+    match plain.as_dispatch() {
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => !is_emulated(&plain),
+        _ => false,
     }
 }
 
 /// Whether the taps work on this device, else what to do.
 pub(crate) fn check_supported(device: &Device) -> Result<()> {
     let plain = device.clone().without_autodiff();
-    match plain.as_dispatch() {
+    let feature = match plain.as_dispatch() {
         #[cfg(feature = "flex")]
-        DispatchDevice::Flex(_) => Ok(()),
-        #[allow(unreachable_patterns)] // with one backend built in, nothing else can come
-        _ => Err(Error::Use(format!(
-            "burn-ddp has no support for {device:?} built in: enable the feature of burn-ddp that is named like its backend (today: `flex`)"
-        ))),
+        DispatchDevice::Flex(_) => return Ok(()),
+        #[cfg(feature = "ndarray")]
+        DispatchDevice::NdArray(_) => return Ok(()),
+        #[cfg(feature = "tch")]
+        DispatchDevice::LibTorch(_) => return Ok(()),
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => return Ok(()),
+        #[allow(unreachable_patterns)] // if all that Burn has built in, burn-ddp has too
+        other => format!("{other:?}"),
+    };
+    Err(Error::Use(format!(
+        "burn-ddp has no support for {feature} built in: enable the feature of burn-ddp that is named like its backend, as for Burn itself \
+         (flex, ndarray, tch, wgpu, vulkan, metal, webgpu, cuda, rocm, cpu)"
+    )))
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+
+    /// Stands for `count` GPUs: what is chosen is told by its index.
+    fn gpus(count: usize) -> Devices {
+        Devices::Each((0..count).map(|_| Device::flex()).collect())
+    }
+
+    fn one_of(local_rank: usize, count: usize, set: &[(&str, &str)]) -> Result<Device> {
+        let env = |name: &str| set.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string());
+        Place { local_rank, local_world_size: 4 }.one_of("cuda", gpus(count), &env)
+    }
+
+    #[test]
+    fn ranks_never_share_a_gpu_unasked() {
+        assert!(one_of(1, 2, &[]).is_ok());
+        let error = one_of(2, 2, &[]).unwrap_err().to_string();
+        for part in ["local rank 2 of 4", "this machine has 2", "BURN_DDP_SHARE_DEVICES=1", "device_of"] {
+            assert!(error.contains(part), "{error}");
+        }
+        assert!(one_of(2, 2, &[(SHARE, "1")]).is_ok());
+        assert!(one_of(2, 2, &[(SHARE, "0")]).is_err());
+        // Slurm's --gpus-per-task, for one.
+        assert!(one_of(2, 1, &[("CUDA_VISIBLE_DEVICES", "2")]).is_ok());
+        assert!(one_of(2, 2, &[("CUDA_VISIBLE_DEVICES", "0,1")]).is_err());
+        assert!(one_of(0, 0, &[]).unwrap_err().to_string().contains("no cuda device"));
+    }
+
+    #[test]
+    fn the_kind_can_be_chosen() {
+        let chosen = |kind: Option<&str>| {
+            let kinds = vec![
+                Kind { name: "none", devices: || gpus(0) },
+                Kind { name: "flex", devices: || Devices::Shared(Device::flex()) },
+                Kind { name: "some", devices: || gpus(1) },
+            ];
+            let env = |name: &str| (name == KIND).then(|| kind.map(String::from)).flatten();
+            Place { local_rank: 1, local_world_size: 2 }.choose(kinds, &env)
+        };
+        assert!(chosen(Some("flex")).is_ok());
+        assert!(chosen(Some("Flex ")).is_ok());
+        assert!(chosen(None).unwrap_err().to_string().contains("has no some device"), "GPUs come first");
+        let error = chosen(Some("cuda")).unwrap_err().to_string();
+        assert!(error.contains("BURN_DEVICE=cuda") && error.contains("none, flex, some"), "{error}");
+    }
+
+    #[test]
+    fn without_a_gpu_the_processor_computes() {
+        let kinds = vec![
+            Kind { name: "cuda", devices: || gpus(0) },
+            Kind { name: "flex", devices: || Devices::Shared(Device::flex()) },
+        ];
+        assert_eq!(Place { local_rank: 3, local_world_size: 4 }.choose(kinds, &|_| None).unwrap(), Device::flex());
+        let error = Place { local_rank: 0, local_world_size: 1 }.choose(Vec::new(), &|_| None).unwrap_err();
+        assert!(error.to_string().contains("without a backend"), "{error}");
     }
 }

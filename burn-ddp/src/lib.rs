@@ -53,9 +53,12 @@
 //! | [`Error`] | what can go wrong |
 //!
 //! The repository's `docs/` has concepts, architecture, numerics and errors.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
+// Burn deprecates these backends; those who still use them are served.
+#![cfg_attr(any(feature = "ndarray", feature = "tch"), allow(deprecated))]
 
 mod agree;
+mod backends;
 mod buffers;
 mod burnpack;
 pub mod checkpoint;
@@ -74,6 +77,7 @@ mod join;
 mod meter;
 pub mod nn;
 mod optimizer_state;
+mod placement;
 mod reducer;
 mod replicas;
 mod save;
@@ -102,7 +106,7 @@ pub use reducer::Reduction;
 pub use save::param_hash;
 pub use stats::Stats;
 pub use straggler::Straggler;
-pub use tap::{DdpBackend, GradientMemory, TapHandle};
+pub use tap::{DdpBackend, GradientMemory, Reading, TapHandle};
 pub use wrap::WrapConfig;
 
 /// What a training program imports.

@@ -17,7 +17,7 @@ use crate::ddp::Ddp;
 use crate::reducer::{Caps, Reducer, Reduction, Settings, Slot};
 use crate::schema::{Entry, Schema, difference, digest, unreadable};
 use crate::tap::{MAX_RANK, SharedBuffers, TAP_NAME, Tap, Tapped};
-use crate::{Error, Result, tap};
+use crate::{Error, Result, placement, tap};
 
 /// How [`Ddp::wrap_with`] averages. Must be the same on every rank.
 ///
@@ -109,7 +109,8 @@ impl WrapConfig {
     }
 
     /// Whether a thread reduces buckets while backward goes on, or the caller all of them at its end. Without this it is a thread where
-    /// communication waits for a network, or where each rank of the machine has two cores; else it would only take turns with backward.
+    /// communication waits for a network, where a GPU computes, or where each rank of the machine has two cores; else it would only take
+    /// turns with backward.
     /// Results do not depend on it.
     #[must_use]
     pub fn with_overlap(mut self, overlap: bool) -> Self {
@@ -157,6 +158,7 @@ pub(crate) fn share<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfi
     agree_on_outcome(ddp, &prepared)?;
     let Prepared { device, devices, schema, first, is_buffer } = prepared?;
     agree_on_schema(ddp, &schema.entries, config)?;
+    placement::tell(ddp, &device)?;
     // Rank 0's values will be everybody's, so it knows which clones are still equal.
     let first = ddp.group().broadcast_object(ddp.is_main().then_some(first), 0)?;
     let (slots, slot_of) = slots_of(&schema, &first, &is_buffer);
@@ -203,7 +205,7 @@ impl Agreed {
             caps: Caps { first_bytes: config.first_bucket_cap_bytes, bytes: config.bucket_cap_bytes },
             timeout: ddp.world().options().timeout,
             replica_check: config.replica_check as u64,
-            overlap: config.overlap.unwrap_or_else(|| overlap_pays(ddp)),
+            overlap: config.overlap.unwrap_or_else(|| overlap_pays(ddp, &device)),
         };
         let reducer = Reducer::new(group, slots, settings, ddp.meter().clone())?;
         let buffers = (config.buffers != BufferPolicy::Local).then(|| buffers::handle(model, &is_buffer)).flatten();
@@ -237,10 +239,10 @@ impl Drop for Taps {
     }
 }
 
-/// Whether communication has something to wait for, or a core of its own.
-fn overlap_pays(ddp: &Ddp) -> bool {
+/// Whether communication has something to wait for, or a core of its own, or backward needs none.
+fn overlap_pays(ddp: &Ddp, device: &Device) -> bool {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    ddp.engine() == "tcp" || cores >= 2 * ddp.local_world_size()
+    ddp.engine() == "tcp" || cores >= 2 * ddp.local_world_size() || crate::device::is_asynchronous(device)
 }
 
 pub(crate) fn unwrap<M: Module>(model: M) -> Result<M> {

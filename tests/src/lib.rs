@@ -100,6 +100,16 @@ pub fn number(i: usize, salt: u64) -> f64 {
     ((z >> 11) as f64 / (1u64 << 53) as f64) * 2.0 - 1.0
 }
 
+/// The device that ranks of this process compute on: `BURN_DEVICE` chooses its kind.
+pub fn device() -> Device {
+    Ddp::spawn(1, |ddp| Ok(ddp.device()?)).expect("a device").remove(0)
+}
+
+/// The widest floats that the device computes with.
+pub fn widest(device: &Device) -> DType {
+    if device.supports_dtype(DType::F64) { DType::F64 } else { DType::F32 }
+}
+
 /// Optimizers of the tests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Optim {

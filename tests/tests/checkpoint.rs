@@ -12,7 +12,7 @@ use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
-use burn_ddp_tests::{Normed, job, number, rows};
+use burn_ddp_tests::{Normed, device, job, number, rows};
 
 const RANK: &str = env!("CARGO_BIN_EXE_rank");
 
@@ -98,7 +98,7 @@ fn training_goes_on_with_the_same_bits_at_any_world_size_loaded_before_or_after_
 #[test]
 fn plain_burn_reads_model_and_optimizer() {
     let directory = tempfile::tempdir().unwrap();
-    let device = Device::flex().autodiff();
+    let device = device().autodiff();
     let gradients = |model: &Linear| {
         GradientsParams::from_grads(model.forward(rows(0, 4, 3, 1, DType::F32, &device)).mean().backward(), model)
     };
@@ -206,8 +206,8 @@ fn wherever_a_file_is_damaged_the_older_checkpoint_is_chosen() {
     let path = directory.path();
     Ddp::spawn(1, |ddp| {
         let mut optim = AdamConfig::new().init();
-        let model = LinearConfig::new(2, 1).init(&Device::flex().autodiff());
-        let grads = model.forward(Tensor::<2>::ones([1, 2], &Device::flex().autodiff())).mean().backward();
+        let model = LinearConfig::new(2, 1).init(&device().autodiff());
+        let grads = model.forward(Tensor::<2>::ones([1, 2], &device().autodiff())).mean().backward();
         let grads = GradientsParams::from_grads(grads, &model);
         let model = optim.step(0.1, model, grads);
         let checkpoints = ddp.checkpoints(path)?;

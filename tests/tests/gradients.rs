@@ -33,7 +33,7 @@ fn fixture_f_mean_is_14_and_sum_is_28() {
 fn follows_one_rank(dtype: DType, optim: Optim, tolerance: f64) {
     const GLOBAL_BATCH: usize = 12;
     const STEPS: usize = 100;
-    let plain = Mlp::new(&Device::flex().autodiff());
+    let plain = Mlp::new(&device().autodiff());
     let plain = if dtype == DType::F64 { to_f64(plain) } else { plain };
     let run = |world: usize, caps: usize| {
         let config = WrapConfig::new()
@@ -104,7 +104,7 @@ fn one_collective_per_bucket_and_most_of_them_during_backward() {
 #[test]
 fn accumulation_is_one_big_batch_with_one_reduction() {
     const K: usize = 3;
-    let plain = to_f64(Mlp::new(&Device::flex().autodiff()));
+    let plain = to_f64(Mlp::new(&device().autodiff()));
     // Micro-batches of different sizes: the mean is per item.
     let sizes = [4, 1, 7];
     let gradients = |world: usize, accumulate: bool| {
@@ -141,7 +141,7 @@ fn accumulation_is_one_big_batch_with_one_reduction() {
     let d = distance(&[many[0].0.clone()], &[one[0].0.clone()]);
     assert!(d < 1e-14, "{d:e}");
     // Accumulation alone, without other ranks, is the same arithmetic.
-    let plain = to_f64(Mlp::new(&Device::flex().autodiff()));
+    let plain = to_f64(Mlp::new(&device().autodiff()));
     let lone = Ddp::spawn(1, |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap_with(plain.clone(), &WrapConfig::new().with_accumulation(2))?;

@@ -8,7 +8,7 @@ use burn::prelude::*;
 use burn::tensor::{DType, TensorData};
 use burn_ddp::prelude::*;
 use burn_ddp::{Options, Result};
-use burn_ddp_tests::{Normed, distance, number, rows, to_f64, values};
+use burn_ddp_tests::{Normed, device, distance, number, rows, to_f64, values};
 
 /// Two heads, of which a micro-batch uses one.
 #[derive(Module, Debug)]
@@ -98,7 +98,7 @@ fn f64_of(value: f64, device: &Device) -> Tensor<1> {
 
 /// On one rank, without burn-ddp: each step takes the micro-batches that any rank has for it, if one rank has them all.
 fn alone(case: &Case, model: Heads) -> Vec<Vec<f64>> {
-    let device = Device::flex().autodiff();
+    let device = device().autodiff();
     let (mut model, mut optim) = (model, SgdConfig::new().init());
     for ranks in &case.epochs {
         let steps = ranks.iter().map(|batches| batches.len() / case.accumulation).max().unwrap();
@@ -158,7 +158,7 @@ fn uneven_loaders_follow_one_rank() {
     let mut uneven = 0;
     for seed in 0..120 {
         let case = Case::new(seed);
-        let plain = to_f64(Heads::new(&Device::flex().autodiff()));
+        let plain = to_f64(Heads::new(&device().autodiff()));
         let oracle = alone(&case, plain.clone());
         let ranks = spawn(case.epochs[0].len(), |ddp| together(&case, &ddp, plain.clone()))
             .unwrap_or_else(|e| panic!("case {seed}: {e}\n{case:#?}"));

@@ -102,7 +102,7 @@ fn wrapping_twice_is_an_error_and_unwrap_is_the_inverse() {
 
 #[test]
 fn clones_of_one_model_on_threads_do_not_freeze_each_other() {
-    let device = Device::flex().autodiff();
+    let device = device().autodiff();
     let model = Mlp::new(&device);
     let _ = model.a.weight.val(); // initialised: the clones share leaves
     let start = Instant::now();
@@ -327,7 +327,7 @@ fn a_world_of_one_is_plain_burn() {
 #[test]
 fn save_is_one_file_that_plain_burn_reads() {
     let dir = tempfile::tempdir().unwrap();
-    let device = Device::flex().autodiff();
+    let device = device().autodiff();
     let hashes = Ddp::spawn(2, |ddp| {
         let model = ddp.wrap(Mlp::new(&device))?;
         let path = ddp.save(&model, dir.path().join("model"))?;
@@ -373,7 +373,7 @@ fn collectives_on_tensors_of_every_kind() {
 
 /// One step of `Branches` where rank 0 goes left and rank 1 right, with `between` after the backward; parameters must stay equal.
 fn stays_equal(between: impl Fn(&Ddp, &Branches, &Device) + Sync) {
-    let plain = Branches::new(&Device::flex().autodiff());
+    let plain = Branches::new(&device().autodiff());
     let hashes = Ddp::spawn_with(2, short(), |ddp| {
         let device = ddp.device()?.autodiff();
         let mut model = ddp.wrap(plain.clone())?;
@@ -408,7 +408,7 @@ fn averages_of_unused_parameters_survive_what_happens_before_the_optimizer_takes
 
 #[test]
 fn parts_of_a_model_may_have_optimizers_of_their_own() {
-    let plain = Branches::new(&Device::flex().autodiff());
+    let plain = Branches::new(&device().autodiff());
     let hashes = Ddp::spawn_with(2, short(), |ddp| {
         let device = ddp.device()?.autodiff();
         let mut model = ddp.wrap(plain.clone())?;
@@ -430,8 +430,8 @@ fn parts_of_a_model_may_have_optimizers_of_their_own() {
 
 #[test]
 fn a_record_loaded_after_wrap_is_followed_by_ddp_backward() {
-    let plain = Branches::new(&Device::flex().autodiff());
-    let record = Branches::new(&Device::flex().autodiff()).into_record();
+    let plain = Branches::new(&device().autodiff());
+    let record = Branches::new(&device().autodiff()).into_record();
     let hashes = Ddp::spawn_with(2, short(), |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(plain.clone())?.load_record(record.clone());
@@ -446,7 +446,7 @@ fn a_record_loaded_after_wrap_is_followed_by_ddp_backward() {
 #[test]
 fn lora_with_a_frozen_base_trains_and_with_a_trained_base_is_refused() {
     use burn::module::Lora;
-    let plain = Mlp::new(&Device::flex().autodiff());
+    let plain = Mlp::new(&device().autodiff());
     let hashes = Ddp::spawn_with(2, short(), |ddp| {
         let device = ddp.device()?.autodiff();
         let error = ddp.wrap(plain.clone().apply_lora(Lora::new(2, 4.0)).unfreeze()).unwrap_err().to_string();

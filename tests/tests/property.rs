@@ -17,7 +17,7 @@ use burn::tensor::DType;
 use burn_ddp::Options;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::awkward::sgd;
-use burn_ddp_tests::{distance, number, rows, to_f64, values};
+use burn_ddp_tests::{device, distance, number, rows, to_f64, values};
 
 const WIDTH: usize = 4;
 
@@ -309,7 +309,7 @@ fn optimizer(optim: Optim) -> ModuleOptimizer {
 
 /// Trains on one rank, without burn-ddp, with everything that all ranks see.
 fn alone(plan: &Plan) -> Vec<Vec<f64>> {
-    let device = Device::flex().autodiff();
+    let device = device().autodiff();
     let mut model = fill(plan.nodes.iter().map(|&k| Node::new(k, &device)).collect(), 0);
     let mut frozen = BTreeSet::new();
     plan.frozen.iter().for_each(|&n| toggle(&mut model, n, &mut frozen));

@@ -12,6 +12,7 @@ use burn_ddp::nn::SyncBatchNorm;
 use burn_ddp::prelude::*;
 use burn_ddp_examples::vision::resnet::Depth;
 use burn_ddp_examples::vision::{Classifier, ResNet, ResNetConfig};
+use burn_ddp_tests::device;
 
 const BATCH: usize = 16;
 const STEPS: usize = 10;
@@ -93,7 +94,7 @@ fn train(ddp: &Ddp, initial: &[u8], dtype: DType) -> Result<Read> {
 #[test]
 fn two_ranks_of_8_are_one_rank_of_16_after_10_steps() -> Result<()> {
     // One initialisation: in f32 a rounding may decide a ReLU, and after that two runs part, whoever makes them.
-    let device = Device::flex();
+    let device = device();
     device.seed(1);
     let initial = network(&device).into_record().into_bytes().map_err(|e| anyhow::anyhow!("{e}"))?;
     for (dtype, tolerance) in [(DType::F64, 1e-9), (DType::F32, 1e-3)] {

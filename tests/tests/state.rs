@@ -27,7 +27,7 @@ fn share(rank: usize) -> (usize, usize) {
 /// One wrapped step on every rank, from one model that all ranks start from; then the statistics of each rank, and those that
 /// each rank's part gives alone.
 fn one_step(world: usize, policy: BufferPolicy) -> Vec<(Statistics, Statistics)> {
-    let device = Device::flex().autodiff();
+    let device = device().autodiff();
     let origin = Normed::new(&device);
     let _ = (origin.a.weight.val(), origin.b.weight.val());
     Ddp::spawn(world, |ddp| {
@@ -94,7 +94,7 @@ fn statistics_and_parameters_stay_alike_over_many_steps_and_the_last_bucket_over
 
 #[test]
 fn gradient_checkpointing_survives_wrapping_a_model_with_statistics() {
-    let device = Device::flex().autodiff().gradient_checkpointing();
+    let device = device().autodiff().gradient_checkpointing();
     Ddp::spawn(2, |ddp| {
         let model = ddp.wrap(Normed::new(&device))?;
         assert_eq!(model.a.weight.base().device(), device);

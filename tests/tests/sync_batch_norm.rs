@@ -10,7 +10,7 @@ use burn::tensor::DType;
 use burn_ddp::nn::SyncBatchNorm;
 use burn_ddp::prelude::*;
 use burn_ddp::{Error, Options};
-use burn_ddp_tests::{distance, number, rows, values};
+use burn_ddp_tests::{device, distance, number, rows, values};
 
 /// Linear, norm, linear, with either kind of norm.
 #[derive(Module, Debug)]
@@ -85,7 +85,7 @@ fn any_split_follows_one_rank() {
         let start = |rank: usize| counts[..rank].iter().sum::<usize>();
         let items = start(world_size);
 
-        let device = Device::flex().autodiff();
+        let device = device().autodiff();
         let mut model = Plain::new(case, &device);
         let mut optim = SgdConfig::new().init();
         let mut input_gradients = Vec::new();
@@ -160,7 +160,7 @@ fn micro_batches_follow_one_rank() {
         Ok((gradients(1, false)?, gradients(2, false)?, gradients(2, true)?))
     })
     .unwrap();
-    let device = Device::flex().autodiff();
+    let device = device().autodiff();
     let model = Plain::new(3, &device);
     let loss = |salt| model.loss(input(0..5, salt, &device)) * 0.1;
     let gradients = (loss(0) + loss(1)).backward();
@@ -173,7 +173,7 @@ fn micro_batches_follow_one_rank() {
 
 #[test]
 fn alone_it_is_burns_layer_bit_for_bit() {
-    let device = Device::flex().autodiff();
+    let device = device().autodiff();
     let step = |loss: Tensor<1>| loss.backward();
     let plain = Plain::new(7, &device);
     let expected = plain.a.weight.grad(&step(plain.loss(input(0..5, 1, &device)))).unwrap().into_data();
@@ -197,7 +197,7 @@ fn alone_it_is_burns_layer_bit_for_bit() {
 #[test]
 fn records_are_those_of_burns_layer() {
     let dir = tempfile::tempdir().unwrap();
-    let device = Device::flex().autodiff();
+    let device = device().autodiff();
     let plain = Plain::new(11, &device);
     let expected = values(&plain);
     let record = plain.clone().into_record();
@@ -229,7 +229,7 @@ fn records_are_those_of_burns_layer() {
 
 #[test]
 fn it_shows_itself_as_burns_layer_does() {
-    let device = Device::flex();
+    let device = device();
     let norm: SyncBatchNorm = BatchNormConfig::new(3).init(&device).into();
     assert_eq!(norm.to_string(), "SyncBatchNorm {num_features: 3, momentum: 0.1, epsilon: 0.00001, params: 12}");
     assert!(norm.clone().freeze().to_string().contains("training: disabled"));
@@ -264,8 +264,8 @@ fn only_training_is_collective() {
         Ok(forked.loss(input(ddp.rank()..ddp.rank() + 1, 2, &device)).inner().into_scalar::<f64>())
     })
     .unwrap();
-    let alone = Plain::new(5, &Device::flex().autodiff());
-    let both = alone.loss(input(0..2, 2, &Device::flex().autodiff())).inner().into_scalar::<f64>();
+    let alone = Plain::new(5, &device().autodiff());
+    let both = alone.loss(input(0..2, 2, &device().autodiff())).inner().into_scalar::<f64>();
     let sum: f64 = values.iter().sum();
     assert!((sum - both).abs() <= 1e-12 * both, "{values:?} {both}");
 }

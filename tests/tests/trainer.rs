@@ -26,7 +26,7 @@ use burn::train::{
 };
 use burn_ddp::prelude::*;
 use burn_ddp::train::SilentRenderer;
-use burn_ddp_tests::{distance, number, values};
+use burn_ddp_tests::{device, distance, number, values};
 
 const FEATURES: usize = 5;
 const CLASSES: usize = 3;
@@ -297,7 +297,7 @@ impl Outcome {
 }
 
 fn model() -> Net {
-    Net::new(false, &Device::flex().autodiff())
+    Net::new(false, &device().autodiff())
 }
 
 #[test]

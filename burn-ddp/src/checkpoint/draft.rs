@@ -5,8 +5,8 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
-use super::exact;
 use super::manifest::{Manifest, Sum};
 use crate::schema::Schema;
 use crate::{Error, Result, optimizer_state, tap};
@@ -115,7 +115,7 @@ impl<'a> Draft<'a> {
             return Ok(());
         }
         let name = format!("{}{name}", self.prefix);
-        let json = exact::encode(value).map_err(|e| Error::Use(format!("the value {name:?} cannot be saved: {e}")))?;
+        let json = json_of(value).map_err(|e| Error::Use(format!("the value {name:?} cannot be saved: {e}")))?;
         match self.contents.manifest.values.insert(name.clone(), json) {
             None => Ok(()),
             Some(_) => Err(Error::Use(format!("the value {name:?} is in the checkpoint already"))),
@@ -129,5 +129,47 @@ impl<'a> Draft<'a> {
         }
         let named = self.prefix.trim_end_matches('-');
         Err(Error::Use(format!("{named:?} becomes part of a file's name: use letters, digits, - and _")))
+    }
+}
+
+/// `value` as JSON.
+///
+/// # Errors
+///
+/// If it cannot be read again as what it was: numbers that are not finite, keys that are no texts.
+fn json_of<V: Serialize + DeserializeOwned>(value: &V) -> std::result::Result<Value, String> {
+    let json = serde_json::to_value(value).map_err(|e| e.to_string())?;
+    let again: V = serde_json::from_str(&json.to_string()).map_err(|e| e.to_string())?;
+    match serde_json::to_value(&again) {
+        Ok(read) if read == json => Ok(json),
+        _ => Err("it is not the same when it is read again".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// serde_json reads floats exactly only with its feature `float_roundtrip`.
+        #[test]
+        fn numbers_keep_their_bits(numbers in prop::collection::vec(any::<u64>(), 0..50), seconds in any::<f32>()) {
+            let numbers: Vec<f64> = numbers.into_iter().map(f64::from_bits).filter(|x| x.is_finite()).collect();
+            let value = (numbers, seconds, u64::MAX, i64::MIN, "text".to_string(), None::<u8>);
+            let text = json_of(&value).unwrap().to_string();
+            let read: (Vec<f64>, f32, u64, i64, String, Option<u8>) = serde_json::from_str(&text).unwrap();
+            let bits = |numbers: &[f64]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            prop_assert_eq!(bits(&read.0), bits(&value.0));
+            prop_assert_eq!(read.1.to_bits(), value.1.to_bits());
+            prop_assert_eq!((read.2, read.3, read.4, read.5), (value.2, value.3, value.4, value.5));
+        }
+    }
+
+    #[test]
+    fn what_json_cannot_hold_is_refused() {
+        assert!(json_of(&f64::NAN).is_err());
+        assert!(json_of(&vec![1.0, f64::INFINITY]).is_err());
+        assert_eq!(json_of(&Some(1.5)).unwrap(), serde_json::json!(1.5));
     }
 }

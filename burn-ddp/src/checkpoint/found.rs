@@ -13,7 +13,6 @@ use burn::tensor::{Bool, Bytes, Int, Tensor};
 use burn_ddp_comm::DType;
 use serde::de::DeserializeOwned;
 
-use super::exact;
 use super::manifest::{Manifest, Sum};
 use crate::ddp::Ddp;
 use crate::schema::{Entry, Schema};
@@ -116,7 +115,8 @@ impl Found {
     pub fn value<V: DeserializeOwned>(&self, name: &str) -> Result<V> {
         let name = format!("{}{name}", self.prefix);
         let value = self.manifest.values.get(&name).ok_or_else(|| self.missing(&format!("value {name:?}")))?;
-        exact::decode(value).map_err(|e| Error::Use(format!("the value {name:?} of the checkpoint: {e}")))
+        serde_json::from_value(value.clone())
+            .map_err(|e| Error::Use(format!("the value {name:?} of the checkpoint: {e}")))
     }
 
     fn missing(&self, what: &str) -> Error {

@@ -30,7 +30,7 @@ pub(super) struct Manifest {
     pub(super) models: BTreeMap<String, Vec<Entry>>,
     /// By name of the file: under which id it holds the state of which parameter.
     pub(super) optimizers: BTreeMap<String, Ids>,
-    /// See [`exact`](super::exact).
+    /// By name.
     pub(super) values: BTreeMap<String, Value>,
 }
 

@@ -5,7 +5,6 @@
 
 mod directory;
 mod draft;
-mod exact;
 mod found;
 mod manifest;
 mod writing;

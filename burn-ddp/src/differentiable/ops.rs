@@ -1,7 +1,5 @@
 //! The backend extension: a tensor that is computed from another one outside the graph, and how gradients come back.
 
-#[cfg(feature = "flex")]
-use burn::backend::Flex;
 use burn::backend::autodiff::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -12,11 +10,18 @@ use burn::backend::{Backend, TensorMetadata, backend_extension};
 use burn::tensor::{TensorData, read_sync};
 
 use super::adjoint::Adjoint;
+use crate::backends::extend_backends;
 use crate::tap::{fail, rung_above, untracked};
 use crate::{Error, Result};
 
 /// What burn-ddp adds to a Burn backend for [`Ddp::differentiable`](crate::Ddp::differentiable), which calls it.
-#[backend_extension(Flex: cfg(feature = "flex"), Autodiff)]
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    LibTorch: cfg(feature = "tch"),
+    Cube: cfg(feature = "cube"),
+    Autodiff
+)]
 pub trait CollectiveBackend: Backend {
     /// Returns `y`, which a collective made of the `x` of all ranks. With autodiff, its gradient goes to `x` through the
     /// collective's adjoint.
@@ -26,8 +31,7 @@ pub trait CollectiveBackend: Backend {
     }
 }
 
-#[cfg(feature = "flex")]
-impl CollectiveBackend for Flex {}
+extend_backends!(CollectiveBackend);
 
 #[derive(Debug)]
 struct Collective;

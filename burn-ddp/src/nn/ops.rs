@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-#[cfg(feature = "flex")]
-use burn::backend::Flex;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
@@ -16,6 +14,7 @@ use burn_ddp_comm::{ProcessGroup, ReduceOp};
 
 use super::moments::{values, wide};
 use crate::Result;
+use crate::backends::extend_backends;
 use crate::ddp::Ddp;
 use crate::differentiable::{abandon, read};
 
@@ -34,7 +33,13 @@ pub struct SyncedBatch {
 }
 
 /// What burn-ddp adds to a Burn backend for [`SyncBatchNorm`](super::SyncBatchNorm), which calls it.
-#[backend_extension(Flex: cfg(feature = "flex"), Autodiff)]
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    LibTorch: cfg(feature = "tch"),
+    Cube: cfg(feature = "cube"),
+    Autodiff
+)]
 pub trait SyncBatchNormBackend: Backend {
     /// Normalises `x`, `[items, channels, …]`, by `mean` and `variance`, which are those of the batch over all ranks; all but `x`
     /// are `[channels]`. With autodiff, the gradient of `x` knows that mean and variance depend on the `x` of every rank.
@@ -59,8 +64,7 @@ pub trait SyncBatchNormBackend: Backend {
     }
 }
 
-#[cfg(feature = "flex")]
-impl SyncBatchNormBackend for Flex {}
+extend_backends!(SyncBatchNormBackend);
 
 impl<B: SyncBatchNormBackend, C: CheckpointStrategy> SyncBatchNormBackend for Autodiff<B, C> {
     fn sync_batch_norm(

@@ -170,6 +170,11 @@ impl Reducer {
         self.id
     }
 
+    /// About how large a bucket is.
+    pub(crate) fn bucket_bytes(&self) -> usize {
+        self.settings.caps.bytes
+    }
+
     pub(crate) fn reduction(&self) -> Reduction {
         self.settings.reduction
     }

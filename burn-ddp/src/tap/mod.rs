@@ -3,6 +3,7 @@
 mod memory;
 mod ops;
 mod tapped;
+mod unread;
 mod waiting;
 
 use std::cell::{Cell, RefCell};
@@ -15,7 +16,7 @@ use burn::tensor::{Device, Gradients, Tensor};
 
 use crate::ddp::Ddp;
 use crate::{Error, Result};
-pub use memory::GradientMemory;
+pub use memory::{GradientMemory, Reading};
 pub use ops::{DdpBackend, TapHandle};
 pub(crate) use ops::{rung_above, untracked};
 pub(crate) use tapped::{SharedBuffers, Tapped, fail, tell_peers};

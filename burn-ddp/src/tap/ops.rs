@@ -4,8 +4,6 @@
 
 use std::sync::Arc;
 
-#[cfg(feature = "flex")]
-use burn::backend::Flex;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
@@ -16,6 +14,7 @@ use burn::backend::{AutodiffBackend, Backend, backend_extension};
 
 use super::memory::GradientMemory;
 use super::tapped::{Read, Tapped};
+use crate::backends::extend_backends;
 
 /// A tensor of the autodiff backend over `B`, whatever its checkpointing strategy.
 pub(crate) type AutodiffTensor<B> = FloatTensor<Autodiff<B>>;
@@ -31,7 +30,13 @@ pub struct TapHandle {
 ///
 /// Implemented for every execution backend that burn-ddp supports and for `Autodiff` over them. Users do not call it:
 /// [`Ddp::wrap`](crate::Ddp::wrap) does.
-#[backend_extension(Flex: cfg(feature = "flex"), Autodiff)]
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    LibTorch: cfg(feature = "tch"),
+    Cube: cfg(feature = "cube"),
+    Autodiff
+)]
 pub trait DdpBackend: Backend {
     /// Returns `x`. With autodiff, its gradient goes to the reducer of `tap` instead of to `x`.
     fn grad_tap(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
@@ -53,8 +58,7 @@ pub trait DdpBackend: Backend {
     }
 }
 
-#[cfg(feature = "flex")]
-impl DdpBackend for Flex {}
+extend_backends!(DdpBackend);
 
 /// State of a hook: where its gradient belongs. The read is counted as outstanding until this is dropped.
 #[derive(Clone, Debug)]

@@ -12,7 +12,7 @@ use burn::tensor::{DType, TensorData};
 use burn_ddp::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::{number, rows, values};
+use crate::{number, rows, values, widest};
 
 /// Parts of a global batch, which the ranks share out: divides by every world size that is tried.
 pub const PARTS: usize = 6;
@@ -67,10 +67,11 @@ impl Outcome {
 }
 
 impl Run {
-    /// A run in f64.
+    /// A run in f64, or in f32 on devices that have no f64.
     pub fn new(ddp: &Ddp) -> Result<Self> {
         let device = ddp.device()?.autodiff();
-        Ok(Run { ddp: ddp.clone(), device, dtype: DType::F64, started: RefCell::default() })
+        let dtype = widest(&device);
+        Ok(Run { ddp: ddp.clone(), device, dtype, started: RefCell::default() })
     }
 
     /// The same rank with other numbers.
@@ -173,7 +174,8 @@ impl Run {
         ensure!(now.iter().flatten().all(|v| v.is_finite()), "training diverged, so nothing can be compared");
         let moved = now.iter().any(|new| !new.is_empty() && !self.started.borrow().contains(new));
         ensure!(moved, "training changed nothing, so nothing is compared");
-        Ok(Outcome { hash: param_hash(model)?, values: now, tolerance: 1e-10 })
+        let tolerance = if widest(&self.device) == DType::F64 { 1e-10 } else { 1e-4 };
+        Ok(Outcome { hash: param_hash(model)?, values: now, tolerance })
     }
 
     /// Whether `run` fails on this rank, with a message that has all `words`. For cases that cannot work.

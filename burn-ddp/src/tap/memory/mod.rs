@@ -1,20 +1,32 @@
 //! How gradients get out of a backend's tensors, and averages into them.
 
+#[cfg(feature = "cube")]
+mod cube;
+#[cfg(feature = "flex")]
+mod flex;
+#[cfg(feature = "tch")]
+mod libtorch;
+#[cfg(feature = "ndarray")]
+mod ndarray;
+
 use std::ops::Range;
+use std::pin::Pin;
 use std::sync::Arc;
 
 use burn::backend::Backend;
 use burn::backend::tensor::FloatTensor;
-#[cfg(feature = "flex")]
-use burn::backend::{
-    Flex,
-    flex::{FlexTensor, Layout},
-};
 use burn::tensor::{AllocationProperty, Bytes, DType, Shape, TensorData, read_sync};
 use burn_ddp_comm::SharedView;
 
-/// What a backend can do without a copy. The methods as they are here work for every backend, and copy.
+/// Tensors on their way to host memory: what they were made of when the way began.
+pub type Reading = Pin<Box<dyn Future<Output = Result<Vec<(DType, Bytes)>, String>> + Send>>;
+
+/// How host engines reach a backend's memory. The methods as they are here work for every backend, copy, and wait for the device.
 pub trait GradientMemory: Backend {
+    /// The device goes on computing after an operation has returned, so that to read is to wait: gradients are read by
+    /// [`begin_read`](Self::begin_read).
+    const ASYNCHRONOUS: bool = false;
+
     /// Lets `read` see the elements of `tensor`, row by row.
     ///
     /// # Errors
@@ -23,6 +35,14 @@ pub trait GradientMemory: Backend {
     fn with_bytes<R>(tensor: FloatTensor<Self>, read: impl FnOnce(DType, &[u8]) -> R) -> Result<R, String> {
         let data = read_sync(Self::float_into_data(tensor)).map_err(|e| format!("{e:?}"))?;
         Ok(read(data.dtype(), data.as_bytes()))
+    }
+
+    /// Starts to copy `tensors` to host memory, behind all that was launched before and before all that is launched after. Waiting
+    /// for the copies is left to whoever awaits what this returns, which is done in the order of calls.
+    fn begin_read(tensors: Vec<FloatTensor<Self>>) -> Reading {
+        let copy = |tensor| Self::with_bytes(tensor, |dtype, bytes| (dtype, Bytes::from_bytes_vec(bytes.to_vec())));
+        let copies = tensors.into_iter().map(copy).collect();
+        Box::pin(std::future::ready(copies))
     }
 
     /// A tensor of the elements at `range` of `bytes`, which nobody changes.
@@ -35,31 +55,6 @@ pub trait GradientMemory: Backend {
     ) -> FloatTensor<Self> {
         let data = TensorData::from_bytes_vec(bytes[range].to_vec(), shape, dtype);
         Self::float_from_data(data, device)
-    }
-}
-
-#[cfg(feature = "flex")]
-impl GradientMemory for Flex {
-    fn with_bytes<R>(tensor: FloatTensor<Self>, read: impl FnOnce(DType, &[u8]) -> R) -> Result<R, String> {
-        let dtype = tensor.dtype();
-        if let Some((start, end)) = tensor.layout().contiguous_offsets() {
-            return Ok(read(dtype, &tensor.bytes()[start * dtype.size()..end * dtype.size()]));
-        }
-        let tensor = tensor.to_contiguous();
-        Ok(read(dtype, tensor.bytes()))
-    }
-
-    /// All tensors of a bucket look at the same bytes. Whoever made the bytes keeps them too, so that no operation takes a tensor for their
-    /// only owner and writes there: Flex would copy the whole bucket first.
-    fn from_shared(
-        bytes: &Arc<Bytes>,
-        range: Range<usize>,
-        shape: Shape,
-        dtype: DType,
-        _device: &Self::Device,
-    ) -> FloatTensor<Self> {
-        let strides = Layout::contiguous(shape.clone()).strides().to_vec();
-        FlexTensor::from_arc(bytes.clone(), Layout::new(shape, strides, range.start / dtype.size()), dtype)
     }
 }
 

@@ -1,0 +1,30 @@
+//! LibTorch: gradients on the CPU are read where they are; those on other devices, and averages, are copied.
+#![allow(unsafe_code)]
+
+use burn::backend::LibTorch;
+use burn::backend::TensorMetadata;
+use burn::backend::libtorch::LibTorchDevice;
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::{DType, read_sync};
+
+use super::GradientMemory;
+
+impl GradientMemory for LibTorch {
+    fn with_bytes<R>(tensor: FloatTensor<Self>, read: impl FnOnce(DType, &[u8]) -> R) -> Result<R, String> {
+        let dtype = tensor.dtype();
+        if tensor.device() == LibTorchDevice::Cpu && tensor.tensor.is_contiguous() {
+            let len_bytes = tensor.tensor.numel() * dtype.size();
+            if len_bytes == 0 {
+                return Ok(read(dtype, &[]));
+            }
+            let start = tensor.tensor.data_ptr().cast::<u8>();
+            // SAFETY: a contiguous tensor on the CPU has `numel` elements of its dtype behind its data pointer, which is not null for
+            // tensors that have elements. `tensor` is alive for as long as `read` runs, and nobody writes to a gradient.
+            let bytes = unsafe { std::slice::from_raw_parts(start, len_bytes) };
+            return Ok(read(dtype, bytes));
+        }
+        let data = read_sync(<Self as FloatTensorOps<Self>>::float_into_data(tensor)).map_err(|e| format!("{e:?}"))?;
+        Ok(read(data.dtype(), data.as_bytes()))
+    }
+}

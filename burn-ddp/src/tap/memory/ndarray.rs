@@ -1,0 +1,24 @@
+//! NdArray: gradients are read where they are. Averages are copied: NdArray would copy borrowed memory in every operation.
+
+use burn::backend::NdArray;
+use burn::backend::ndarray::NdArrayTensor;
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::{DType, TensorData, read_sync};
+
+use super::GradientMemory;
+
+impl GradientMemory for NdArray {
+    fn with_bytes<R>(tensor: FloatTensor<Self>, read: impl FnOnce(DType, &[u8]) -> R) -> Result<R, String> {
+        let bytes: Option<(DType, &[u8])> = match &tensor {
+            NdArrayTensor::F32(x) => x.view().to_slice().map(|x| (DType::F32, bytemuck::cast_slice(x))),
+            NdArrayTensor::F64(x) => x.view().to_slice().map(|x| (DType::F64, bytemuck::cast_slice(x))),
+            _ => None,
+        };
+        if let Some((dtype, bytes)) = bytes {
+            return Ok(read(dtype, bytes));
+        }
+        let data: TensorData = read_sync(<Self as burn::backend::ops::FloatTensorOps<Self>>::float_into_data(tensor))
+            .map_err(|e| format!("{e:?}"))?;
+        Ok(read(data.dtype(), data.as_bytes()))
+    }
+}
