@@ -22,18 +22,27 @@ macro_rules! tests {
 awkward_cases!(tests);
 
 fn check(case: &str) {
-    let oracle = &threads(1, case)[0];
+    let oracle = &match threads(1, case) {
+        // Not every backend does all that Flex does: where plain Burn cannot, there is nothing to compare with.
+        Err(error) if !is_flex() && error.contains("not implemented") => return eprintln!("skipped: {error}"),
+        alone => alone.unwrap_or_else(|e| panic!("{case} on one rank: {e}")),
+    }[0];
     for world in [2, 3] {
-        compare(case, &format!("{world} threads"), oracle, &threads(world, case));
+        let ranks = threads(world, case).unwrap_or_else(|e| panic!("{case} on {world} threads: {e}"));
+        compare(case, &format!("{world} threads"), oracle, &ranks);
         compare(case, &format!("{world} processes"), oracle, &processes(world, case));
     }
 }
 
-fn threads(world: usize, case: &str) -> Vec<Outcome> {
+fn is_flex() -> bool {
+    std::env::var("BURN_DEVICE").map_or(true, |kind| kind == "flex")
+}
+
+fn threads(world: usize, case: &str) -> Result<Vec<Outcome>, String> {
     let options =
         Options { timeout: Duration::from_secs(30), join_timeout: Duration::from_secs(30), ..Options::default() };
     Ddp::spawn_with(world, options, |ddp| awkward::run(case, &ddp).expect("the case is in the list"))
-        .unwrap_or_else(|e| panic!("{case} on {world} threads: {e}"))
+        .map_err(|e| e.to_string())
 }
 
 fn processes(world: usize, case: &str) -> Vec<Outcome> {

@@ -15,7 +15,7 @@ use crate::cli::check_writable;
 #[derive(Parser, Debug, Clone)]
 #[command(version, allow_negative_numbers = true)]
 pub struct Args {
-    /// Ranks to start on this machine; under a launcher the launcher decides [default: one per accelerator, else 2]
+    /// Ranks to start on this machine; under a launcher the launcher decides [default: 2]
     #[arg(long, value_name = "N")]
     pub nproc: Option<usize>,
 

@@ -1,12 +1,17 @@
 //! An identity whose backward panics on the thread that armed it.
+#![allow(deprecated)]
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use burn::backend::Cube;
+#[cfg(feature = "tch")]
+use burn::backend::LibTorch;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::{
     Autodiff,
     grads::Gradients,
     ops::{Backward, Ops, OpsKind},
 };
-use burn::backend::{Backend, Dispatch, Flex, backend_extension, tensor::FloatTensor};
+use burn::backend::{Backend, Dispatch, Flex, NdArray, backend_extension, tensor::FloatTensor};
 use burn::tensor::Tensor;
 
 thread_local!(static ARMED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
@@ -30,7 +35,13 @@ pub fn trap<const D: usize>(x: Tensor<D>) -> Tensor<D> {
 }
 
 /// The operation.
-#[backend_extension(Flex, Autodiff)]
+#[backend_extension(
+    Flex,
+    NdArray,
+    LibTorch: cfg(feature = "tch"),
+    Cube: cfg(any(feature = "wgpu", feature = "cuda")),
+    Autodiff
+)]
 pub trait Bomb: Backend {
     /// Returns `x`.
     fn bomb(x: FloatTensor<Self>) -> FloatTensor<Self> {
@@ -39,6 +50,11 @@ pub trait Bomb: Backend {
 }
 
 impl Bomb for Flex {}
+impl Bomb for NdArray {}
+#[cfg(feature = "tch")]
+impl Bomb for LibTorch {}
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl Bomb for Cube {}
 
 impl<B: Bomb, C: CheckpointStrategy> Bomb for Autodiff<B, C> {
     fn bomb(x: FloatTensor<Self>) -> FloatTensor<Self> {
