@@ -7,8 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use burn_ddp_comm::Result;
 
+use crate::communicator::{Alive, Fault};
 use crate::driver::{DevicePtr, Driver, EVENT_DISABLE_TIMING, NOT_READY, Raw, STREAM_NON_BLOCKING};
 use crate::nccl::environment;
+use crate::pause::Pause;
 
 /// A handle of the driver.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -323,12 +325,50 @@ impl DeviceBuffer {
         self.len_bytes
     }
 
+    /// Where it is.
+    pub fn pointer(&self) -> DevicePtr {
+        self.pointer
+    }
+
     /// All of it.
     ///
     /// # Safety
     /// The buffer outlives all work that is enqueued with the region.
     pub unsafe fn region(&self) -> Region {
         self.all()
+    }
+
+    /// Copies `bytes` to its first ones, and waits until that and all before it on `stream` is done.
+    ///
+    /// # Errors
+    /// If there are too many; what the driver or `alive` says.
+    pub fn write(&self, stream: &Stream, bytes: &[u8], alive: Alive<'_>) -> Result<(), Fault> {
+        let mut host = self.device.alloc_host(bytes.len())?;
+        host.bytes_mut().copy_from_slice(bytes);
+        stream.upload(&host, self.all().part(0, bytes.len())?)?;
+        self.through(stream, host, alive).map(drop)
+    }
+
+    /// Its first bytes, when all before on `stream` is done, for which this waits.
+    ///
+    /// # Errors
+    /// If there are not as many; what the driver or `alive` says.
+    pub fn read(&self, stream: &Stream, len_bytes: usize, alive: Alive<'_>) -> Result<Vec<u8>, Fault> {
+        let host = self.device.alloc_host(len_bytes)?;
+        stream.download(self.all().part(0, len_bytes)?, &host)?;
+        Ok(self.through(stream, host, alive)?.bytes().to_vec())
+    }
+
+    /// Waits for `stream`, which copies from or to `host`: that stays allocated if it is not known when the stream is through.
+    fn through(&self, stream: &Stream, host: HostBuffer, alive: Alive<'_>) -> Result<HostBuffer, Fault> {
+        let host = std::mem::ManuallyDrop::new(host);
+        let (done, mut pause) = (self.device.event()?, Pause::new());
+        stream.record(&done)?;
+        while !done.is_done()? {
+            alive()?;
+            pause.wait();
+        }
+        Ok(std::mem::ManuallyDrop::into_inner(host))
     }
 
     /// [`region`](Self::region), for those who keep to its conditions by how they are built.
