@@ -47,7 +47,9 @@ impl Device {
         let mut context: Raw = std::ptr::null_mut();
         // SAFETY: a place for a handle, and a device that exists.
         let code = unsafe { driver.calls().primary_ctx_retain(&mut context, device) };
-        driver.check("cuDevicePrimaryCtxRetain", code).map_err(|why| environment(format!("CUDA device {ordinal}: {why}")))?;
+        driver
+            .check("cuDevicePrimaryCtxRetain", code)
+            .map_err(|why| environment(format!("CUDA device {ordinal}: {why}")))?;
         let (driver, context, spare) = (driver.clone(), Handle(context), Mutex::new(Vec::new()));
         Ok(Device { inner: Arc::new(Inner { driver, ordinal, context, spare }) })
     }
@@ -220,9 +222,8 @@ impl Stream {
     /// Fills with zeros.
     pub(crate) fn clear(&self, region: Region) -> Result<(), String> {
         // SAFETY: a region is as long as it says.
-        let code = unsafe {
-            self.device.driver().calls().memset_d8_async(region.pointer, 0, region.len_bytes, self.handle.0)
-        };
+        let code =
+            unsafe { self.device.driver().calls().memset_d8_async(region.pointer, 0, region.len_bytes, self.handle.0) };
         self.device.driver().check("cuMemsetD8Async", code)
     }
 }
@@ -305,7 +306,9 @@ impl Region {
     /// `len_bytes` of it from `start` on.
     pub(crate) fn part(self, start: usize, len_bytes: usize) -> Result<Region, String> {
         match start.checked_add(len_bytes) {
-            Some(end) if end <= self.len_bytes => Ok(Region { pointer: self.pointer + start as u64, len_bytes, ..self }),
+            Some(end) if end <= self.len_bytes => {
+                Ok(Region { pointer: self.pointer + start as u64, len_bytes, ..self })
+            }
             _ => Err(format!("{len_bytes} bytes from {start} on of {} on the device", self.len_bytes)),
         }
     }

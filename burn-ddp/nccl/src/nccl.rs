@@ -41,6 +41,8 @@ pub struct Config {
     max_ctas: c_int,
     net_name: *const c_char,
     split_share: c_int,
+    /// What the layout ends with; a later one has a field here.
+    reserved: c_int,
 }
 
 impl Config {
@@ -58,6 +60,7 @@ impl Config {
             max_ctas: UNSET,
             net_name: std::ptr::null(),
             split_share: UNSET,
+            reserved: UNSET,
         }
     }
 }
@@ -128,13 +131,16 @@ impl Nccl {
         };
         let (library, name) = load(&names).map_err(|tried| {
             environment(match path {
-                Some(_) => format!("NCCL cannot be loaded from BURN_DDP_NCCL ({tried}): set it to the path of libnccl.so.2"),
+                Some(_) => {
+                    format!("NCCL cannot be loaded from BURN_DDP_NCCL ({tried}): set it to the path of libnccl.so.2")
+                }
                 None => format!("NCCL was not found ({tried}). {INSTALL}"),
             })
         })?;
         // SAFETY: what is called NCCL is NCCL; it stays loaded.
-        let symbols = unsafe { Symbols::of(library) }
-            .map_err(|symbol| environment(format!("{name} has no {symbol}: it is not NCCL or older than 2.18. {INSTALL}")))?;
+        let symbols = unsafe { Symbols::of(library) }.map_err(|symbol| {
+            environment(format!("{name} has no {symbol}: it is not NCCL or older than 2.18. {INSTALL}"))
+        })?;
         Nccl::of(Arc::new(symbols)).map_err(|error| environment(format!("{name}: {error}")))
     }
 
@@ -149,7 +155,10 @@ impl Nccl {
         let nccl = Nccl { calls, version };
         nccl.check("ncclGetVersion", std::ptr::null_mut(), code).map_err(environment)?;
         if version < MIN_VERSION {
-            return Err(environment(format!("NCCL {} is too old: burn-ddp needs 2.18 or later. {INSTALL}", nccl.version_text())));
+            return Err(environment(format!(
+                "NCCL {} is too old: burn-ddp needs 2.18 or later. {INSTALL}",
+                nccl.version_text()
+            )));
         }
         Ok(nccl)
     }
@@ -256,10 +265,29 @@ mod tests {
         assert!(error.contains("libc.so.6 has no ncclGetVersion") && error.contains("nvidia-nccl-cu12"), "{error}");
     }
 
+    /// Without a GPU it loads, makes ids, takes our structures by value and by address, and says what it lacks.
+    #[test]
+    #[ignore = "needs NCCL: set BURN_DDP_NCCL"]
+    fn the_real_one_loads() {
+        let nccl = Nccl::load().unwrap();
+        assert!(nccl.version() >= MIN_VERSION && nccl.version() < 100_000, "{nccl:?}");
+        let ids = [nccl.unique_id().unwrap().0, nccl.unique_id().unwrap().0];
+        assert!(ids[0] != ids[1] && ids[0] != [0; UNIQUE_ID_BYTES]);
+        let (mut comm, mut config): (RawComm, Config) = (std::ptr::null_mut(), Config::new(false));
+        // SAFETY: places for a handle and a configuration, and a rank below the size.
+        let code = unsafe { nccl.calls().comm_init_rank_config(&mut comm, 1, UniqueId(ids[0]), 0, &mut config) };
+        println!(
+            "{nccl:?}: init returns {code}, {:?}",
+            nccl.check("ncclCommInitRankConfig", std::ptr::null_mut(), code)
+        );
+        let error = nccl.check("ncclGroupEnd", std::ptr::null_mut(), 2).unwrap_err();
+        assert!(error.starts_with("ncclGroupEnd: unhandled system error") && error.contains("(code 2)"), "{error}");
+    }
+
     #[test]
     fn the_configuration_has_the_layout_of_2_18() {
-        assert_eq!((size_of::<Config>(), std::mem::offset_of!(Config, blocking)), (56, 16));
-        assert_eq!(std::mem::offset_of!(Config, net_name), 32);
+        assert_eq!((size_of::<Config>(), std::mem::offset_of!(Config, blocking)), (48, 16));
+        assert_eq!((std::mem::offset_of!(Config, net_name), std::mem::offset_of!(Config, split_share)), (32, 40));
         assert_eq!(version_text(MIN_VERSION), "2.18.0");
         assert_eq!(version_text(22907), "2.29.7");
     }

@@ -134,7 +134,7 @@ fn bad_weights_are_refused_by_all() {
     on_devices(&machine, 2, patient(), |rank| {
         let group = rank.world.group().unwrap();
         let buffer = rank.room(3);
-        let mut refused = |weight: f64| {
+        let refused = |weight: f64| {
             let mut place = place(rank.rank(), &[&buffer], None);
             let elements = OnDevice { dtype: DType::F32, len_elems: 3, place: &mut place };
             let error = group.all_reduce_weighted_on_device(elements, weight, 0).unwrap_err();
@@ -189,7 +189,10 @@ fn different_calls_and_different_cuts_are_noticed() {
         let (a, b) = (rank.room(3), rank.room(5));
         let buffers = if rank.rank() == 0 { [&a, &b] } else { [&b, &a] };
         let error = all_reduce(&group, &mut place(rank.rank(), &buffers, None), 8, ReduceOp::Sum).unwrap_err();
-        assert!(error.group_usable() && error.to_string().contains("rank 1 passed its elements in other pieces"), "{error}");
+        assert!(
+            error.group_usable() && error.to_string().contains("rank 1 passed its elements in other pieces"),
+            "{error}"
+        );
         let op = if rank.rank() == 0 { ReduceOp::Sum } else { ReduceOp::Max };
         all_reduce(&group, &mut place(rank.rank(), &[&a, &b], None), 8, op).unwrap_err()
     });
