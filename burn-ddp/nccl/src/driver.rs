@@ -6,8 +6,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use burn_ddp_comm::Result;
+use cudarc::driver::sys;
 
-use crate::library::{foreign, load};
 use crate::nccl::environment;
 
 /// `CUdeviceptr`: an address in a device's memory.
@@ -24,34 +24,62 @@ pub const STREAM_NON_BLOCKING: c_uint = 1;
 /// `CU_EVENT_DISABLE_TIMING`: cheaper.
 pub const EVENT_DISABLE_TIMING: c_uint = 2;
 
-foreign! {
-    /// What is used of the CUDA driver, by the names of its functions.
-    DriverCalls, Symbols {
-        fn init(flags: c_uint) -> c_int = "cuInit";
-        fn driver_get_version(version: *mut c_int) -> c_int = "cuDriverGetVersion";
-        fn get_error_string(error: c_int, text: *mut *const c_char) -> c_int = "cuGetErrorString";
-        fn device_get_count(count: *mut c_int) -> c_int = "cuDeviceGetCount";
-        fn device_get(device: *mut c_int, ordinal: c_int) -> c_int = "cuDeviceGet";
-        fn device_get_name(name: *mut c_char, len: c_int, device: c_int) -> c_int = "cuDeviceGetName";
-        fn device_get_pci_bus_id(id: *mut c_char, len: c_int, device: c_int) -> c_int = "cuDeviceGetPCIBusId";
-        fn device_get_uuid(uuid: *mut [u8; 16], device: c_int) -> c_int = "cuDeviceGetUuid_v2";
-        fn primary_ctx_retain(context: *mut Raw, device: c_int) -> c_int = "cuDevicePrimaryCtxRetain";
-        fn ctx_set_current(context: Raw) -> c_int = "cuCtxSetCurrent";
-        fn stream_create(stream: *mut Raw, flags: c_uint) -> c_int = "cuStreamCreate";
-        fn stream_destroy(stream: Raw) -> c_int = "cuStreamDestroy_v2";
-        fn stream_wait_event(stream: Raw, event: Raw, flags: c_uint) -> c_int = "cuStreamWaitEvent";
-        fn event_create(event: *mut Raw, flags: c_uint) -> c_int = "cuEventCreate";
-        fn event_record(event: Raw, stream: Raw) -> c_int = "cuEventRecord";
-        fn event_query(event: Raw) -> c_int = "cuEventQuery";
-        fn event_destroy(event: Raw) -> c_int = "cuEventDestroy_v2";
-        fn mem_alloc(pointer: *mut DevicePtr, bytes: usize) -> c_int = "cuMemAlloc_v2";
-        fn mem_free(pointer: DevicePtr) -> c_int = "cuMemFree_v2";
-        fn mem_alloc_host(pointer: *mut *mut c_void, bytes: usize) -> c_int = "cuMemAllocHost_v2";
-        fn mem_free_host(pointer: *mut c_void) -> c_int = "cuMemFreeHost";
-        fn memcpy_htod_async(to: DevicePtr, from: *const c_void, bytes: usize, stream: Raw) -> c_int = "cuMemcpyHtoDAsync_v2";
-        fn memcpy_dtoh_async(to: *mut c_void, from: DevicePtr, bytes: usize, stream: Raw) -> c_int = "cuMemcpyDtoHAsync_v2";
-        fn memset_d8_async(to: DevicePtr, value: u8, bytes: usize, stream: Raw) -> c_int = "cuMemsetD8Async";
-    }
+/// The functions that are used of the driver: a trait, which tests implement themselves, and its implementation by cudarc.
+macro_rules! driver {
+    ($(fn $name:ident($($arg:ident: $ty:ty),* $(,)?) = $call:expr;)*) => {
+        /// What is used of the CUDA driver.
+        ///
+        /// # Safety
+        /// That of the C functions: arguments are what their documentation asks for.
+        #[allow(missing_docs, clippy::missing_safety_doc, reason = "they are C's functions")]
+        pub trait DriverCalls: Send + Sync {
+            $(unsafe fn $name(&self, $($arg: $ty),*) -> c_int;)*
+        }
+
+        /// The driver of this machine. Made only where there is one: else cudarc panics.
+        struct Cudarc;
+
+        impl DriverCalls for Cudarc {
+            $(
+                unsafe fn $name(&self, $($arg: $ty),*) -> c_int {
+                    // SAFETY: the caller promises what the function asks for; casts are between names of one C type.
+                    unsafe { $call as c_int }
+                }
+            )*
+        }
+    };
+}
+
+driver! {
+    fn init(flags: c_uint) = sys::cuInit(flags);
+    fn driver_get_version(version: *mut c_int) = sys::cuDriverGetVersion(version);
+    // A code that one of these functions has returned.
+    fn get_error_string(error: c_int, text: *mut *const c_char) =
+        sys::cuGetErrorString(std::mem::transmute::<c_int, sys::CUresult>(error), text);
+    fn device_get_count(count: *mut c_int) = sys::cuDeviceGetCount(count);
+    fn device_get(device: *mut c_int, ordinal: c_int) = sys::cuDeviceGet(device, ordinal);
+    fn device_get_name(name: *mut c_char, len: c_int, device: c_int) = sys::cuDeviceGetName(name, len, device);
+    fn device_get_pci_bus_id(id: *mut c_char, len: c_int, device: c_int) = sys::cuDeviceGetPCIBusId(id, len, device);
+    fn device_get_uuid(uuid: *mut [u8; 16], device: c_int) = sys::cuDeviceGetUuid_v2(uuid.cast(), device);
+    fn primary_ctx_retain(context: *mut Raw, device: c_int) = sys::cuDevicePrimaryCtxRetain(context.cast(), device);
+    fn ctx_set_current(context: Raw) = sys::cuCtxSetCurrent(context.cast());
+    fn stream_create(stream: *mut Raw, flags: c_uint) = sys::cuStreamCreate(stream.cast(), flags);
+    fn stream_destroy(stream: Raw) = sys::cuStreamDestroy_v2(stream.cast());
+    fn stream_wait_event(stream: Raw, event: Raw, flags: c_uint) = sys::cuStreamWaitEvent(stream.cast(), event.cast(), flags);
+    fn event_create(event: *mut Raw, flags: c_uint) = sys::cuEventCreate(event.cast(), flags);
+    fn event_record(event: Raw, stream: Raw) = sys::cuEventRecord(event.cast(), stream.cast());
+    fn event_query(event: Raw) = sys::cuEventQuery(event.cast());
+    fn event_destroy(event: Raw) = sys::cuEventDestroy_v2(event.cast());
+    fn mem_alloc(pointer: *mut DevicePtr, bytes: usize) = sys::cuMemAlloc_v2(pointer, bytes);
+    fn mem_free(pointer: DevicePtr) = sys::cuMemFree_v2(pointer);
+    fn mem_alloc_host(pointer: *mut *mut c_void, bytes: usize) = sys::cuMemAllocHost_v2(pointer, bytes);
+    fn mem_free_host(pointer: *mut c_void) = sys::cuMemFreeHost(pointer);
+    fn memcpy_htod_async(to: DevicePtr, from: *const c_void, bytes: usize, stream: Raw) =
+        sys::cuMemcpyHtoDAsync_v2(to, from, bytes, stream.cast());
+    fn memcpy_dtoh_async(to: *mut c_void, from: DevicePtr, bytes: usize, stream: Raw) =
+        sys::cuMemcpyDtoHAsync_v2(to, from, bytes, stream.cast());
+    fn memset_d8_async(to: DevicePtr, value: u8, bytes: usize, stream: Raw) =
+        sys::cuMemsetD8Async(to, value, bytes, stream.cast());
 }
 
 /// A loaded and initialised CUDA driver.
@@ -68,17 +96,13 @@ impl Driver {
     /// [`Error::Environment`](burn_ddp_comm::Error::Environment) if there is none, or it cannot be used.
     pub fn load() -> Result<Driver> {
         // Which GPUs it shows is the driver's business: it reads CUDA_VISIBLE_DEVICES.
-        let names = ["libcuda.so.1".to_owned(), "libcuda.so".to_owned()];
-        let (library, name) = load(&names).map_err(|tried| {
-            environment(format!(
-                "no NVIDIA driver on this machine ({tried}): install it (nvidia-smi then lists the GPUs); in a container, start that with access to the GPUs (docker: --gpus all)"
-            ))
-        })?;
-        // SAFETY: libcuda is the driver; it stays loaded.
-        let symbols = unsafe { Symbols::of(library) }.map_err(|symbol| {
-            environment(format!("{name} has no {symbol}: the NVIDIA driver is older than 11.4; update it"))
-        })?;
-        Driver::of(Arc::new(symbols))
+        // SAFETY: this only tries to load libcuda, whose initialisers have no conditions.
+        if !unsafe { sys::is_culib_present() } {
+            let message = "no NVIDIA driver on this machine (no libcuda): install it (nvidia-smi then lists the GPUs); in a container, start \
+                           that with access to the GPUs (docker: --gpus all)";
+            return Err(environment(message.to_owned()));
+        }
+        Driver::of(Arc::new(Cudarc))
     }
 
     /// By these functions.

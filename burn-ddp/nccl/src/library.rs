@@ -1,7 +1,7 @@
-//! Foreign libraries, loaded when they are asked for.
+//! NCCL, loaded when it is asked for.
 //!
-//! Not by cudarc's loader, though its tables are the same: it panics where a library or a symbol is missing, it never tries
-//! `libnccl.so.2`, which is what pip and Debian install, and its results are Rust enums, which a newer library's codes are not.
+//! Not by cudarc, which the driver is called through: it panics where the library or a symbol of a newer NCCL is missing, it never tries
+//! `libnccl.so.2`, which is what pip and Debian install, and its results and operators are Rust enums, while NCCL makes operators of its own.
 #![allow(unsafe_code)]
 
 use std::error::Error as _;
