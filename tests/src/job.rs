@@ -9,11 +9,14 @@ pub fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
+/// Which device and engine is not the launcher's to say.
+const KEPT: [&str; 3] = ["BURN_DDP_ENGINE", "BURN_DDP_NCCL", "BURN_DDP_SHARE_DEVICES"];
+
 /// A rank of `program` with torchrun's plain variables and nothing else of a launcher's.
 pub fn rank(program: &str, rank: usize, world: usize, port: u16, args: &[&str]) -> Command {
     let mut command = Command::new(program);
     for (name, _) in std::env::vars() {
-        if name.starts_with("BURN_DDP_")
+        if name.starts_with("BURN_DDP_") && !KEPT.contains(&name.as_str())
             || name.contains("RANK")
             || name.contains("WORLD_SIZE")
             || name.starts_with("MASTER_")
