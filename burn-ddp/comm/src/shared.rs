@@ -85,7 +85,7 @@ impl SharedBuffer {
     }
 
     /// The bytes as they are now, for reading only.
-    pub(crate) fn view(&self) -> SharedView {
+    pub fn view(&self) -> SharedView {
         match &self.memory {
             Memory::Plain(words) => SharedView { memory: Viewed::Plain(words.clone()) },
             #[cfg(target_os = "linux")]

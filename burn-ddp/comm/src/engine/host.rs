@@ -274,8 +274,13 @@ impl<T: Transport> Engine for HostEngine<T> {
     }
 }
 
+/// `weights`, one per rank of the group of `call`, if a mean can use them.
+///
 /// All ranks see the same weights here, so all of them find the same fault, and the group stays usable.
-pub(crate) fn checked<'a>(call: &Call, weights: &'a [f64]) -> Result<&'a [f64]> {
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if one is negative or not finite, or all are 0.
+pub fn checked<'a>(call: &Call, weights: &'a [f64]) -> Result<&'a [f64]> {
     let refuse = |rank, message| Err(Error::InvalidArgument { message, rank, during: None });
     if let Some(at) = weights.iter().position(|weight| !weight.is_finite() || *weight < 0.0) {
         let rank = call.world_rank(at);

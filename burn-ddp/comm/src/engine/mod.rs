@@ -17,7 +17,7 @@ pub(crate) mod shm;
 pub(crate) mod tcp;
 pub(crate) mod threads;
 
-pub use host::HostEngine;
+pub use host::{HostEngine, checked as checked_weights};
 
 /// The collectives of one group on one rank, on raw bytes. Ranks are group ranks: places in the group.
 ///

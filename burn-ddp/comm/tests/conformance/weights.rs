@@ -1,0 +1,40 @@
+//! Means of unequal weights, bit by bit: products and sums first, one division at the end.
+
+use burn_ddp_comm::ReduceOp;
+
+use crate::harness::{Make, groups};
+use crate::numerics::LONG;
+use crate::values::{Sample, assert_bits, samples};
+
+pub fn unequal_weights_are_exact(make: Make) {
+    for n in [2, 3, 4, 7] {
+        groups(make, n, |group| {
+            for len in [3, LONG] {
+                // Whole numbers: all products and sums are exact, so any order yields the same.
+                let value = |rank: usize, index: usize| (rank * 5 + index % 100) as f64;
+                let weight = |rank: usize| (rank % 3 + 1) as f64;
+                let mut buf: Vec<f64> = (0..len).map(|index| value(group.rank(), index)).collect();
+                group.all_reduce_weighted(&mut buf, weight(group.rank())).unwrap();
+                let total: f64 = (0..n).map(weight).sum();
+                let mean = |index: usize| (0..n).map(|rank| weight(rank) * value(rank, index)).sum::<f64>() / total;
+                assert_bits(&buf, mean, || format!("weighted mean of {n} ranks"));
+            }
+        });
+    }
+}
+
+pub fn weight_zero_means_absent(make: Make) {
+    groups(make, 4, |group| {
+        for len in [2, LONG] {
+            let absent = group.rank() == 1;
+            let mut buf: Vec<f32> = if absent { vec![f32::NAN; len] } else { samples(group.rank(), 0, len) };
+            group.all_reduce_weighted(&mut buf, if absent { 0.0 } else { 2.5 }).unwrap();
+            let present = |index: usize| [0, 2, 3].map(|rank| f32::sample(rank, index));
+            assert_bits(&buf, |index| f32::expected(ReduceOp::Mean, &present(index)), || "the others".to_string());
+        }
+        // NaN of a rank with a weight does count.
+        let mut buf = [if group.rank() == 1 { f32::NAN } else { 1.0 }];
+        group.all_reduce_weighted(&mut buf, 0.5).unwrap();
+        assert!(buf[0].is_nan());
+    });
+}

@@ -1,0 +1,242 @@
+//! Checks driver, NCCL and this crate on the machine it runs on, and times them: what verifies the crate where there are GPUs.
+//!
+//! ```text
+//! cargo build --release -p burn-ddp-nccl --example nccl_check
+//! target/release/examples/nccl_check                          # one rank, one GPU
+//! burnrun -n 8 target/release/examples/nccl_check             # one rank per GPU
+//! burnrun -n 8 target/release/examples/nccl_check --rounds 50
+//! ```
+//!
+//! Exit code 0: all reductions were right. 1: something is missing, and what to do about it. The times are medians: an all-reduce of burn-ddp
+//! until the device is through, over a bare ncclAllReduce on a blocking communicator, interleaved; and how long the call keeps the host.
+
+use std::process::exit;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::engine::OnDevice;
+use burn_ddp_comm::{DType, Error, LaunchEnv, Options, ProcessGroup, ReduceOp, World};
+use burn_ddp_nccl::{
+    Communicator, Decision, Device, DeviceBuffer, DeviceReduce, Driver, Event, Fault, HostMemory, How, Nccl, NcclFabric,
+    Piece, RankInfo, Stream, UniqueId, decide,
+};
+
+const MIB: usize = 1024 * 1024;
+
+fn main() {
+    if let Err(error) = rounds().and_then(run) {
+        eprintln!("nccl_check: {error}");
+        exit(1);
+    }
+}
+
+fn rounds() -> Result<usize, String> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        [] => Ok(20),
+        ["--rounds", number] => number.parse().map_err(|_| format!("--rounds {number}: a number")),
+        _ => Err("usage: nccl_check [--rounds N]".to_owned()),
+    }
+}
+
+/// What all parts need.
+struct Setup {
+    world: World,
+    group: ProcessGroup,
+    nccl: Nccl,
+    device: Device,
+    stream: Stream,
+}
+
+fn run(rounds: usize) -> Result<(), String> {
+    let said = |error: Error| error.to_string();
+    let options = Options::from_env().map_err(said)?;
+    let world = match LaunchEnv::detect().map_err(said)? {
+        Some(env) => World::join(&env, options).map_err(said)?,
+        None => World::solo(options),
+    };
+    let host = world.group().map_err(said)?;
+    let me = RankInfo::here(world.rank(), world.local_rank());
+    match &me.device {
+        Ok(device) => println!(
+            "rank {} of {}: {} at {} (uuid {}), CUDA {}.{}, NCCL {}, device {} of {}",
+            me.rank,
+            world.world_size(),
+            device.name,
+            device.pci_bus_id,
+            device.uuid,
+            device.cuda_version / 1000,
+            device.cuda_version / 10 % 100,
+            device.nccl_version,
+            device.ordinal,
+            device.device_count
+        ),
+        Err(why) => println!("rank {}: {why}", me.rank),
+    }
+    let all = host.all_gather_object(&me).map_err(said)?;
+    if let Decision::Host(why) = decide(&all) {
+        return Err(why);
+    }
+    let (nccl, device) = (Nccl::load().map_err(said)?, Device::new(&Driver::load().map_err(said)?, world.local_rank()).map_err(said)?);
+    let fabric = |own, health| NcclFabric::new(own, health, nccl.clone(), device.clone(), HostMemory::ByHost);
+    world.set_fabric(|own, health| fabric(own, health).map(|fabric| Arc::new(fabric) as _)).map_err(said)?;
+    let (group, stream) = (world.group().map_err(said)?, device.stream()?);
+    let setup = Setup { world, group, nccl, device, stream };
+    check(&setup)?;
+    time(&setup, &host, rounds)?;
+    host.barrier().map_err(said)
+}
+
+/// Reductions of several sizes and types, with values that are exact in any order of additions.
+fn check(setup: &Setup) -> Result<(), String> {
+    let (rank, n) = (setup.world.rank(), setup.world.world_size());
+    let mut count = 0;
+    for len in [1, 2, 1000, 65_537, 4 * MIB] {
+        for (dtype, element) in ELEMENTS {
+            for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min] {
+                let value = |rank: usize, index: usize| ((rank + index) % 5) as f64;
+                let input: Vec<u8> = (0..len).flat_map(|index| element(value(rank, index))).collect();
+                let buffer = setup.upload(&input)?;
+                let done = setup.reduce(&buffer, dtype, len, op)?;
+                let got = setup.download(&buffer, input.len(), &done)?;
+                for (index, bytes) in got.chunks_exact(dtype.size_bytes()).enumerate() {
+                    let values = (0..n).map(|rank| value(rank, index));
+                    let expected = element(match op {
+                        ReduceOp::Max => values.fold(f64::MIN, f64::max),
+                        ReduceOp::Min => values.fold(f64::MAX, f64::min),
+                        _ => values.sum(),
+                    });
+                    if bytes != expected {
+                        return Err(format!("rank {rank}: the {op} of {len} {dtype} is wrong at element {index}: {bytes:?} instead of {expected:?}"));
+                    }
+                }
+                count += 1;
+            }
+        }
+    }
+    weighted(setup)?;
+    println!("rank {rank}: {} reductions are right", count + 1);
+    Ok(())
+}
+
+/// Of a rank without weight, nothing counts, not even NaN.
+fn weighted(setup: &Setup) -> Result<(), String> {
+    let (rank, n) = (setup.world.rank(), setup.world.world_size());
+    let absent = n > 1 && rank == n - 1;
+    let value = if absent { f32::NAN } else { 8.0 };
+    let buffer = setup.upload(&value.to_le_bytes().repeat(1000))?;
+    let mut place = setup.place(&buffer, 1000);
+    let elements = OnDevice { dtype: DType::F32, len_elems: 1000, place: &mut place };
+    let weight = if absent { 0.0 } else { (rank + 1) as f64 };
+    setup.group.all_reduce_weighted_on_device(elements, weight, 0).map_err(|error| error.to_string())?;
+    let done = place.done().ok_or("no event")?.clone();
+    let got = setup.download(&buffer, 4000, &done)?;
+    let near = |bytes: &[u8]| (f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) - 8.0).abs() < 1e-4;
+    if got.chunks_exact(4).all(near) { Ok(()) } else { Err(format!("rank {rank}: a weighted mean is wrong: {:?}", &got[..4])) }
+}
+
+/// A number that is small and whole, as an element.
+type Encode = fn(f64) -> Vec<u8>;
+
+const ELEMENTS: [(DType, Encode); 8] = [
+    (DType::F64, |x| x.to_le_bytes().to_vec()),
+    (DType::F32, |x| (x as f32).to_le_bytes().to_vec()),
+    (DType::F16, |x| half::f16::from_f64(x).to_le_bytes().to_vec()),
+    (DType::BF16, |x| half::bf16::from_f64(x).to_le_bytes().to_vec()),
+    (DType::I64, |x| (x as i64).to_le_bytes().to_vec()),
+    (DType::I32, |x| (x as i32).to_le_bytes().to_vec()),
+    (DType::I8, |x| (x as i8).to_le_bytes().to_vec()),
+    (DType::U8, |x| vec![x as u8]),
+];
+
+/// Over a bare NCCL on a communicator of its own, in turns.
+fn time(setup: &Setup, host: &ProcessGroup, rounds: usize) -> Result<(), String> {
+    let said = |error: Error| error.to_string();
+    let rank = setup.world.rank();
+    let mut id = setup.nccl.unique_id()?.0.to_vec();
+    host.broadcast(&mut id, 0).map_err(said)?;
+    let id = UniqueId(id.try_into().map_err(|_| "an id of another length")?);
+    let alive = || setup.world.check();
+    let fault = |fault: Fault| format!("{fault:?}");
+    let bare = Communicator::init((&setup.nccl, &setup.device), id, (rank, setup.world.world_size()), true, &alive);
+    let bare = Mutex::new(bare.map_err(fault)?);
+    for bytes in [MIB, 8 * MIB, 32 * MIB, 128 * MIB] {
+        let buffer = setup.upload(&vec![0; bytes])?;
+        let (mut ours, mut theirs, mut call, mut bare_call) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        // The first rounds connect.
+        for round in 0..rounds + 3 {
+            host.barrier().map_err(said)?;
+            let start = Instant::now();
+            let done = setup.reduce(&buffer, DType::F32, bytes / 4, ReduceOp::Sum)?;
+            let launched = start.elapsed();
+            wait(&done)?;
+            let took = start.elapsed();
+
+            host.barrier().map_err(said)?;
+            let start = Instant::now();
+            // SAFETY: the buffer lives until the event is done.
+            let region = unsafe { buffer.region() };
+            let mut communicator = bare.lock().map_err(|_| "a panic elsewhere")?;
+            let what = (DType::F32, How::Op(ReduceOp::Sum));
+            communicator.all_reduce(&setup.stream, &[(region, region)], what, &alive).map_err(fault)?;
+            let done = setup.device.event()?;
+            setup.stream.record(&done)?;
+            let bare_launched = start.elapsed();
+            wait(&done)?;
+            if round >= 3 {
+                ours.push(took);
+                call.push(launched);
+                theirs.push(start.elapsed());
+                bare_call.push(bare_launched);
+            }
+        }
+        if rank == 0 {
+            let [ours, theirs, call, bare_call] = [ours, theirs, call, bare_call].map(|times| median(times).as_secs_f64() * 1e6);
+            println!(
+                "{:>4} MiB: burn-ddp {ours:.0} us, bare NCCL {theirs:.0} us, ratio {:.3}; the call keeps the host {call:.0} us, the bare one {bare_call:.0} us",
+                bytes / MIB,
+                ours / theirs
+            );
+        }
+    }
+    Ok(())
+}
+
+fn wait(done: &Event) -> Result<(), String> {
+    while !done.is_done()? {
+        std::hint::spin_loop();
+    }
+    Ok(())
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times.get(times.len() / 2).copied().unwrap_or_default()
+}
+
+impl Setup {
+    fn place(&self, buffer: &DeviceBuffer, len_elems: usize) -> DeviceReduce {
+        let pieces = vec![Piece { input: buffer.pointer(), output: buffer.pointer(), len_elems }];
+        // SAFETY: all callers wait for the reduction before the buffer goes, and pass no more elements than it has.
+        unsafe { DeviceReduce::new(self.device.ordinal(), pieces, None) }
+    }
+
+    fn reduce(&self, buffer: &DeviceBuffer, dtype: DType, len_elems: usize, op: ReduceOp) -> Result<Event, String> {
+        let mut place = self.place(buffer, len_elems);
+        let elements = OnDevice { dtype, len_elems, place: &mut place };
+        self.group.all_reduce_on_device(elements, op, 0).map_err(|error| error.to_string())?;
+        place.done().cloned().ok_or_else(|| "no event".to_owned())
+    }
+
+    /// The bytes on the device, when this returns.
+    fn upload(&self, bytes: &[u8]) -> Result<DeviceBuffer, String> {
+        let buffer = self.device.alloc(bytes.len())?;
+        buffer.write(&self.stream, bytes, &|| self.world.check()).map_err(|fault| format!("{fault:?}"))?;
+        Ok(buffer)
+    }
+
+    fn download(&self, buffer: &DeviceBuffer, len: usize, after: &Event) -> Result<Vec<u8>, String> {
+        self.stream.wait(after)?;
+        buffer.read(&self.stream, len, &|| self.world.check()).map_err(|fault| format!("{fault:?}"))
+    }
+}

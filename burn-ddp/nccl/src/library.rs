@@ -1,0 +1,68 @@
+//! Foreign libraries, loaded when they are asked for.
+//!
+//! Not by cudarc's loader, though its tables are the same: it panics where a library or a symbol is missing, it never tries
+//! `libnccl.so.2`, which is what pip and Debian install, and its results are Rust enums, which a newer library's codes are not.
+#![allow(unsafe_code)]
+
+use libloading::Library;
+
+/// The functions of a library: a trait of what is called, and its implementation by the symbols of a loaded library. Tests implement the
+/// trait themselves. All types are plain C types, since what a newer version returns must be representable.
+macro_rules! foreign {
+    (
+        $(#[$meta:meta])*
+        $calls:ident, $table:ident {
+            $( $(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) -> $ret:ty = $symbol:literal; )*
+        }
+    ) => {
+        $(#[$meta])*
+        ///
+        /// # Safety
+        /// That of the C functions: arguments are what their documentation asks for.
+        #[allow(missing_docs, clippy::missing_safety_doc, reason = "the documentation is that of the C functions")]
+        pub trait $calls: Send + Sync {
+            $( $(#[$doc])* unsafe fn $name(&self, $($arg: $ty),*) -> $ret; )*
+        }
+
+        pub(crate) struct $table {
+            $( $name: unsafe extern "C" fn($($ty),*) -> $ret, )*
+        }
+
+        impl $table {
+            /// The functions of `library`, or the name of the first that it lacks.
+            ///
+            /// # Safety
+            /// The library is the one whose functions are listed here, and is never unloaded.
+            pub(crate) unsafe fn of(library: &libloading::Library) -> Result<$table, &'static str> {
+                // SAFETY: the types are those of the library's header, by the contract of this function.
+                unsafe {
+                    Ok($table { $( $name: *library.get($symbol).map_err(|_| $symbol)?, )* })
+                }
+            }
+        }
+
+        #[allow(clippy::too_many_arguments)]
+        impl $calls for $table {
+            $(
+                unsafe fn $name(&self, $($arg: $ty),*) -> $ret {
+                    // SAFETY: the caller promises what the function asks for.
+                    unsafe { (self.$name)($($arg),*) }
+                }
+            )*
+        }
+    };
+}
+pub(crate) use foreign;
+
+/// The first of `names` that can be loaded, with its name; else why none can. It is never unloaded: it has threads of its own.
+pub(crate) fn load(names: &[String]) -> Result<(&'static Library, String), String> {
+    let mut tried = Vec::new();
+    for name in names {
+        // SAFETY: the names are those of NVIDIA's libraries, or what the user asked for; their initialisers have no conditions.
+        match unsafe { Library::new(name) } {
+            Ok(library) => return Ok((Box::leak(Box::new(library)), name.clone())),
+            Err(error) => tried.push(format!("{name}: {error}")),
+        }
+    }
+    Err(tried.join("; "))
+}

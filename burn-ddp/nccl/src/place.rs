@@ -1,0 +1,128 @@
+//! What a reduction on a device works on.
+#![allow(unsafe_code)]
+
+use burn_ddp_comm::{DType, Error, Result};
+
+use crate::device::{Event, Region};
+use crate::driver::DevicePtr;
+
+/// A run of elements on a device, and where their reduction goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Where they are.
+    pub input: DevicePtr,
+    /// Where their reduction goes; may be where they are.
+    pub output: DevicePtr,
+    /// How many they are.
+    pub len_elems: usize,
+}
+
+/// The place of [`OnDevice`](burn_ddp_comm::engine::OnDevice) for this crate's engine: runs of elements that are reduced as one, and the
+/// events between which that happens.
+#[derive(Debug)]
+pub struct DeviceReduce {
+    ordinal: usize,
+    pieces: Vec<Piece>,
+    ready: Option<Event>,
+    pub(crate) done: Option<Event>,
+}
+
+impl DeviceReduce {
+    /// Of `pieces` on the device `ordinal`, whose elements are there when `ready` is; without it, they are there now.
+    ///
+    /// # Safety
+    /// For each piece `input` and `output` are memory of that device for `len_elems` elements of the type that the collective is told. The
+    /// outputs overlap no other piece, and their own input not at all or wholly. From now until [`done`](Self::done) nobody else
+    /// writes the inputs or uses the outputs, but for what comes before `ready`, and the memory is not freed. If the
+    /// collective fails, that holds until `done`, or forever if there is none.
+    pub unsafe fn new(ordinal: usize, pieces: Vec<Piece>, ready: Option<Event>) -> DeviceReduce {
+        DeviceReduce { ordinal, pieces, ready, done: None }
+    }
+
+    /// Recorded behind the reduction, when that has been enqueued. What uses the outputs has to wait for it, on the device.
+    pub fn done(&self) -> Option<&Event> {
+        self.done.as_ref()
+    }
+
+    pub(crate) fn ready(&self) -> Option<&Event> {
+        self.ready.as_ref()
+    }
+
+    /// The memory, if it is `len_elems` elements of `dtype` on the device `ordinal`.
+    pub(crate) fn regions(&self, ordinal: usize, dtype: DType, len_elems: usize) -> Result<Vec<(Region, Region)>> {
+        if self.ordinal != ordinal {
+            return refuse(format!("elements on CUDA device {} for an engine on device {ordinal}", self.ordinal));
+        }
+        let total = self.pieces.iter().try_fold(0_usize, |total, piece| total.checked_add(piece.len_elems));
+        if total != Some(len_elems) {
+            let lens: Vec<usize> = self.pieces.iter().map(|piece| piece.len_elems).collect();
+            return refuse(format!("pieces of {lens:?} elements are not {len_elems} elements"));
+        }
+        let region = |pointer: DevicePtr, len_elems: usize| {
+            let size = dtype.size_bytes();
+            let Some(len_bytes) = len_elems.checked_mul(size) else {
+                return refuse(format!("{len_elems} {dtype} elements are more than there can be"));
+            };
+            if pointer == 0 || !pointer.is_multiple_of(size as u64) {
+                return refuse(format!("there can be no {dtype} elements at the device's address {pointer:#x}"));
+            }
+            // SAFETY: by the contract of `new`.
+            Ok(unsafe { Region::new(pointer, len_bytes, ordinal) })
+        };
+        let pieces = self.pieces.iter().filter(|piece| piece.len_elems > 0);
+        pieces.map(|piece| Ok((region(piece.input, piece.len_elems)?, region(piece.output, piece.len_elems)?))).collect()
+    }
+
+    /// A number that tells other cuts of the same elements apart: all ranks must cut alike.
+    pub(crate) fn cut(&self) -> u64 {
+        let pieces = self.pieces.iter().filter(|piece| piece.len_elems > 0);
+        pieces.fold(0xcbf2_9ce4_8422_2325, |hash, piece| {
+            (hash ^ piece.len_elems as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
+        })
+    }
+}
+
+pub(crate) fn refuse<R>(message: String) -> Result<R> {
+    Err(Error::InvalidArgument { message, rank: None, during: None })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(ordinal: usize, pieces: &[(u64, u64, usize)]) -> DeviceReduce {
+        let piece = |(input, output, len_elems): &(u64, u64, usize)| Piece { input: *input, output: *output, len_elems: *len_elems };
+        // SAFETY: nothing is ever enqueued with these.
+        unsafe { DeviceReduce::new(ordinal, pieces.iter().map(piece).collect(), None) }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let place = of(0, &[(64, 64, 3), (128, 256, 5)]);
+        assert_eq!(place.regions(0, DType::F32, 8).unwrap().len(), 2);
+        for (error, says) in [
+            (place.regions(1, DType::F32, 8), "CUDA device 0 for an engine on device 1"),
+            (place.regions(0, DType::F32, 9), "[3, 5] elements are not 9"),
+            (of(0, &[(64, 66, 3)]).regions(0, DType::F32, 3), "address 0x42"),
+            (of(0, &[(0, 64, 3)]).regions(0, DType::U8, 3), "address 0x0"),
+            (of(0, &[(64, 64, usize::MAX / 2)]).regions(0, DType::F64, usize::MAX / 2), "more than there can be"),
+            (of(0, &[(64, 64, usize::MAX), (64, 64, 3)]).regions(0, DType::U8, 2), "are not 2"),
+        ] {
+            let text = error.unwrap_err().to_string();
+            assert!(text.contains(says), "{text}");
+        }
+    }
+
+    #[test]
+    fn empty_pieces_have_no_address() {
+        assert_eq!(of(0, &[(0, 0, 0)]).regions(0, DType::F32, 0).unwrap(), []);
+    }
+
+    #[test]
+    fn other_cuts_have_other_numbers() {
+        let cut = |lens: &[usize]| of(0, &lens.iter().map(|len| (64, 64, *len)).collect::<Vec<_>>()).cut();
+        assert_ne!(cut(&[3, 5]), cut(&[5, 3]));
+        assert_ne!(cut(&[8]), cut(&[5, 3]));
+        assert_eq!(cut(&[5, 0, 3]), cut(&[5, 3]));
+    }
+}

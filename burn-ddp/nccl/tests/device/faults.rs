@@ -1,0 +1,256 @@
+//! Whatever fails on one device, all ranks learn it, in time, and nothing stays behind.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{Error, ReduceOp};
+use burn_ddp_nccl::HostMemory;
+use burn_ddp_nccl::fake::{Fault, Machine};
+
+use crate::common::{AT_ONCE, Rank, all_reduce, assert_clean, hasty, on_devices, patient, place, run, soon};
+
+/// Reduces once and waits for it on the host, or for the end of the world.
+fn once(rank: &Rank, group: &burn_ddp_comm::ProcessGroup) -> Result<(), Error> {
+    let buffer = rank.room(16);
+    let mut place = place(rank.rank(), &[&buffer], None);
+    all_reduce(group, &mut place, 16, ReduceOp::Max)?;
+    let done = place.done().unwrap();
+    let start = Instant::now();
+    while !done.is_done().unwrap() {
+        rank.world.check()?;
+        assert!(start.elapsed() < AT_ONCE, "neither done nor failed");
+        thread::sleep(Duration::from_millis(1));
+    }
+    rank.world.check()
+}
+
+/// The errors of all ranks, which must name rank `culprit` and say `says`, and come within `limit`.
+fn assert_told(results: Vec<(Result<(), Error>, Duration)>, culprit: usize, says: &str, limit: Duration) {
+    for (rank, (result, took)) in results.into_iter().enumerate() {
+        let error = result.expect_err("a failure");
+        assert!(!error.group_usable() && error.rank() == Some(culprit), "rank {rank}: {error}");
+        assert!(error.to_string().contains(says), "rank {rank}: {error}");
+        assert!(took < limit, "rank {rank} took {took:?}");
+    }
+}
+
+fn timed(f: impl FnOnce() -> Result<(), Error>) -> (Result<(), Error>, Duration) {
+    let start = Instant::now();
+    (f(), start.elapsed())
+}
+
+#[test]
+fn a_communicator_that_cannot_be_made_ends_the_world() {
+    for memory in [HostMemory::ByHost, HostMemory::ThroughDevice] {
+        let machine = Machine::new(3);
+        machine.inject(1, Fault::InitFails);
+        let results = run(&machine, 3, (patient(), memory), |rank| {
+            let group = rank.world.group().unwrap();
+            timed(|| match memory {
+                HostMemory::ByHost => once(&rank, &group),
+                HostMemory::ThroughDevice => group.all_reduce(&mut [1.0_f32], ReduceOp::Sum),
+            })
+        });
+        assert_told(results, 1, "ncclCommInitRankConfig: unhandled system error", AT_ONCE);
+        assert_clean(&machine);
+    }
+}
+
+#[test]
+fn a_communicator_that_never_gets_ready_ends_at_the_deadline() {
+    let machine = Machine::new(2);
+    machine.inject(1, Fault::InitHangs);
+    let results = on_devices(&machine, 2, hasty(500), |rank| {
+        let group = rank.world.group().unwrap();
+        timed(|| once(&rank, &group))
+    });
+    for (result, took) in results {
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::Timeout { .. }), "{error}");
+        assert!(took >= Duration::from_millis(400) && took < AT_ONCE, "{took:?}");
+    }
+    assert_clean(&machine);
+}
+
+#[test]
+fn a_launch_that_is_refused_ends_the_world() {
+    let machine = Machine::new(2);
+    machine.inject(0, Fault::LaunchFails(3));
+    let results = on_devices(&machine, 2, patient(), |rank| {
+        let group = rank.world.group().unwrap();
+        (0..3).for_each(|_| once(&rank, &group).unwrap());
+        timed(|| once(&rank, &group))
+    });
+    assert_told(results, 0, "invalid argument", AT_ONCE);
+    assert_clean(&machine);
+}
+
+/// Found by the watchdog: the call itself has returned.
+#[test]
+fn an_error_in_the_background_ends_the_world() {
+    for memory in [HostMemory::ByHost, HostMemory::ThroughDevice] {
+        let machine = Machine::new(2);
+        machine.inject(1, Fault::AsyncError(2));
+        let results = run(&machine, 2, (patient(), memory), |rank| {
+            let group = rank.world.group().unwrap();
+            let mut call = || match memory {
+                HostMemory::ByHost => once(&rank, &group),
+                HostMemory::ThroughDevice => group.all_reduce(&mut [1.0_f32], ReduceOp::Sum),
+            };
+            (0..2).for_each(|_| call().unwrap());
+            timed(call)
+        });
+        assert_told(results, 1, "unhandled system error", AT_ONCE);
+        assert_clean(&machine);
+    }
+}
+
+#[test]
+fn what_never_completes_ends_at_the_deadline() {
+    for memory in [HostMemory::ByHost, HostMemory::ThroughDevice] {
+        let machine = Machine::new(2);
+        machine.inject(0, Fault::Hangs(1));
+        let results = run(&machine, 2, (hasty(600), memory), |rank| {
+            let group = rank.world.group().unwrap();
+            let mut call = || match memory {
+                HostMemory::ByHost => once(&rank, &group),
+                HostMemory::ThroughDevice => group.all_reduce(&mut [1.0_f32], ReduceOp::Sum),
+            };
+            call().unwrap();
+            let first = timed(&mut call);
+            let error = call().unwrap_err();
+            assert_eq!(Some(error.to_string()), first.0.as_ref().err().map(ToString::to_string), "the cause stays");
+            first
+        });
+        for (result, took) in results {
+            let error = result.unwrap_err();
+            assert!(matches!(error, Error::Timeout { .. }), "{error}");
+            assert!(took >= Duration::from_millis(400) && took < AT_ONCE, "{took:?}");
+            if memory == HostMemory::ByHost {
+                assert!(error.to_string().contains("does not complete on the device"), "{error}");
+            }
+        }
+        assert_clean(&machine);
+    }
+}
+
+/// Dead before the launch: the meeting of the hosts finds out, and nothing is launched.
+#[test]
+fn a_rank_that_dies_before_the_launch_is_named() {
+    let machine = Machine::new(3);
+    let results = on_devices(&machine, 3, patient(), |rank| {
+        let group = rank.world.group().unwrap();
+        if rank.rank() == 2 {
+            thread::sleep(Duration::from_millis(100));
+            rank.health.peer_lost(2, "killed by signal 9");
+            return timed(|| rank.world.check());
+        }
+        timed(|| once(&rank, &group))
+    });
+    assert_told(results, 2, "killed by signal 9", AT_ONCE);
+    assert_eq!(machine.launched(0) + machine.launched(1), 0);
+    assert_clean(&machine);
+}
+
+/// Dead after the launch: what waits on the device for it is aborted.
+#[test]
+fn a_rank_that_dies_after_the_launch_is_named() {
+    for memory in [HostMemory::ByHost, HostMemory::ThroughDevice] {
+        let machine = Machine::new(2);
+        machine.inject(1, Fault::Hangs(1));
+        let results = run(&machine, 2, (patient(), memory), |rank| {
+            let group = rank.world.group().unwrap();
+            let call = || match memory {
+                HostMemory::ByHost => once(&rank, &group),
+                HostMemory::ThroughDevice => group.all_reduce(&mut [1.0_f32], ReduceOp::Sum),
+            };
+            call().unwrap();
+            thread::scope(|scope| {
+                if rank.rank() == 1 {
+                    scope.spawn(|| {
+                        soon("no launch", || rank.machine.launched(0) == 2);
+                        rank.health.peer_lost(1, "killed by signal 9");
+                    });
+                }
+                timed(call)
+            })
+        });
+        assert_told(results, 1, "killed by signal 9", AT_ONCE);
+        assert_clean(&machine);
+    }
+}
+
+#[test]
+fn a_panic_ends_what_is_on_the_device() {
+    let machine = Machine::new(2);
+    machine.inject(0, Fault::Hangs(0));
+    let results = on_devices(&machine, 2, patient(), |rank| {
+        let group = rank.world.group().unwrap();
+        if rank.rank() == 0 {
+            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let buffer = rank.room(16);
+                all_reduce(&group, &mut place(0, &[&buffer], None), 16, ReduceOp::Max).unwrap();
+                let _group = rank.world.group();
+                panic!("meant to panic");
+            }));
+            assert!(result.is_err());
+            rank.world.fail("panicked");
+            return None;
+        }
+        let first = once(&rank, &group);
+        let second = rank.world.group().map(drop);
+        Some(first.and(second).unwrap_err())
+    });
+    let error = results.into_iter().flatten().next().unwrap();
+    assert_eq!(error.rank(), Some(0), "{error}");
+    assert_clean(&machine);
+}
+
+/// Groups, worlds and places go in any order, with work under way, and none of it waits.
+#[test]
+fn what_is_under_way_may_be_dropped_in_any_order() {
+    for order in 0..6 {
+        let machine = Machine::new(2);
+        on_devices(&machine, 2, patient(), |rank| {
+            let group = rank.world.group().unwrap();
+            let other = rank.world.group().unwrap();
+            let buffer = rank.room(16);
+            all_reduce(&other, &mut place(rank.rank(), &[&buffer], None), 16, ReduceOp::Max).unwrap();
+            let ready = rank.compute(&buffer, vec![1.0; 16], Duration::from_millis(150));
+            let mut place = place(rank.rank(), &[&buffer], Some(ready));
+            all_reduce(&group, &mut place, 16, ReduceOp::Sum).unwrap();
+            let done = place.done().unwrap().clone();
+            let world = rank.world.clone();
+            let start = Instant::now();
+            let mut parts: Vec<Option<Box<dyn std::any::Any>>> =
+                vec![Some(Box::new(group)), Some(Box::new(other)), Some(Box::new(place)), Some(Box::new(world))];
+            for nth in [[0, 1, 2, 3], [3, 2, 1, 0], [1, 0, 3, 2], [2, 3, 0, 1], [3, 0, 1, 2], [0, 3, 2, 1]][order] {
+                parts[nth] = None;
+            }
+            assert!(start.elapsed() < Duration::from_millis(120), "a drop waited: {:?}", start.elapsed());
+            // What was enqueued is still done: the memory has to be there until then.
+            assert_eq!(rank.result(&buffer, Some(&done)), [2.0; 16]);
+        });
+        assert_clean(&machine);
+    }
+}
+
+/// With work that will never be done.
+#[test]
+fn what_hangs_may_be_dropped() {
+    let machine = Machine::new(2);
+    machine.inject(0, Fault::Hangs(0));
+    on_devices(&machine, 2, hasty(500), |rank| {
+        let group = rank.world.group().unwrap();
+        let buffer = rank.room(16);
+        let mut place = place(rank.rank(), &[&buffer], None);
+        all_reduce(&group, &mut place, 16, ReduceOp::Sum).unwrap();
+        let done = place.done().unwrap().clone();
+        let start = Instant::now();
+        drop((group, place));
+        assert!(start.elapsed() < Duration::from_millis(200), "a drop waited: {:?}", start.elapsed());
+        soon("not aborted", || done.is_done().unwrap());
+        assert!(matches!(rank.world.check(), Err(Error::Timeout { .. })));
+    });
+    assert_clean(&machine);
+}
