@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::engine::OnDevice;
 use burn_ddp_comm::{DType, Error, LaunchEnv, Options, ProcessGroup, ReduceOp, World};
 use burn_ddp_nccl::{
-    Communicator, Decision, Device, DeviceBuffer, DeviceReduce, Driver, Event, Fault, HostMemory, How, Nccl, NcclFabric,
-    Piece, RankInfo, Stream, UniqueId, decide,
+    Communicator, Decision, Device, DeviceBuffer, DeviceReduce, Driver, Event, Fault, HostMemory, How, Nccl,
+    NcclFabric, Piece, RankInfo, Stream, UniqueId, decide,
 };
 
 const MIB: usize = 1024 * 1024;
@@ -77,7 +77,8 @@ fn run(rounds: usize) -> Result<(), String> {
     if let Decision::Host(why) = decide(&all) {
         return Err(why);
     }
-    let (nccl, device) = (Nccl::load().map_err(said)?, Device::new(&Driver::load().map_err(said)?, world.local_rank()).map_err(said)?);
+    let (nccl, device) =
+        (Nccl::load().map_err(said)?, Device::new(&Driver::load().map_err(said)?, world.local_rank()).map_err(said)?);
     let fabric = |own, health| NcclFabric::new(own, health, nccl.clone(), device.clone(), HostMemory::ByHost);
     world.set_fabric(|own, health| fabric(own, health).map(|fabric| Arc::new(fabric) as _)).map_err(said)?;
     let (group, stream) = (world.group().map_err(said)?, device.stream()?);
@@ -107,7 +108,9 @@ fn check(setup: &Setup) -> Result<(), String> {
                         _ => values.sum(),
                     });
                     if bytes != expected {
-                        return Err(format!("rank {rank}: the {op} of {len} {dtype} is wrong at element {index}: {bytes:?} instead of {expected:?}"));
+                        return Err(format!(
+                            "rank {rank}: the {op} of {len} {dtype} is wrong at element {index}: {bytes:?} instead of {expected:?}"
+                        ));
                     }
                 }
                 count += 1;
@@ -132,7 +135,11 @@ fn weighted(setup: &Setup) -> Result<(), String> {
     let done = place.done().ok_or("no event")?.clone();
     let got = setup.download(&buffer, 4000, &done)?;
     let near = |bytes: &[u8]| (f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) - 8.0).abs() < 1e-4;
-    if got.chunks_exact(4).all(near) { Ok(()) } else { Err(format!("rank {rank}: a weighted mean is wrong: {:?}", &got[..4])) }
+    if got.chunks_exact(4).all(near) {
+        Ok(())
+    } else {
+        Err(format!("rank {rank}: a weighted mean is wrong: {:?}", &got[..4]))
+    }
 }
 
 /// A number that is small and whole, as an element.
@@ -191,7 +198,8 @@ fn time(setup: &Setup, host: &ProcessGroup, rounds: usize) -> Result<(), String>
             }
         }
         if rank == 0 {
-            let [ours, theirs, call, bare_call] = [ours, theirs, call, bare_call].map(|times| median(times).as_secs_f64() * 1e6);
+            let [ours, theirs, call, bare_call] =
+                [ours, theirs, call, bare_call].map(|times| median(times).as_secs_f64() * 1e6);
             println!(
                 "{:>4} MiB: burn-ddp {ours:.0} us, bare NCCL {theirs:.0} us, ratio {:.3}; the call keeps the host {call:.0} us, the bare one {bare_call:.0} us",
                 bytes / MIB,

@@ -139,13 +139,20 @@ mod tests {
 
     #[test]
     fn all_ranks_need_all_of_it() {
-        let without = RankInfo { rank: 1, device: Err("no NVIDIA driver on this machine".to_owned()), may_share: false };
+        let without =
+            RankInfo { rank: 1, device: Err("no NVIDIA driver on this machine".to_owned()), may_share: false };
         let table: [(&[RankInfo], Option<&[&str]>); 9] = [
             (&[rank(0, "a", 22907)], None),
             (&[rank(0, "a", 22907), rank(1, "b", 22102)], None),
             (&[rank(0, "a", 22907), without], Some(&["rank 1 cannot use NCCL: no NVIDIA driver"])),
-            (&[rank(0, "a", 22907), rank(1, "b", 30000)], Some(&["rank 0 has NCCL 2.29.7", "rank 1 has 3.0.0", "BURN_DDP_NCCL"])),
-            (&[rank(0, "a", 23000), rank(1, "b", 23000), rank(2, "a", 23000)], Some(&["ranks 0 and 2 share one GPU", "one rank per GPU"])),
+            (
+                &[rank(0, "a", 22907), rank(1, "b", 30000)],
+                Some(&["rank 0 has NCCL 2.29.7", "rank 1 has 3.0.0", "BURN_DDP_NCCL"]),
+            ),
+            (
+                &[rank(0, "a", 23000), rank(1, "b", 23000), rank(2, "a", 23000)],
+                Some(&["ranks 0 and 2 share one GPU", "one rank per GPU"]),
+            ),
             (&[sharing(rank(0, "a", 23000)), sharing(rank(1, "a", 23003))], None),
             (&[sharing(rank(0, "a", 22907)), sharing(rank(1, "a", 22907))], Some(&["NCCL 2.30"])),
             (&[sharing(rank(0, "a", 23000)), rank(1, "a", 23000)], Some(&["NCCL_MULTI_RANK_GPU_ENABLE=1"])),

@@ -88,7 +88,8 @@ impl Communicator {
         device.bind()?;
         let (mut raw, mut config): (RawComm, Config) = (std::ptr::null_mut(), Config::new(blocking));
         // SAFETY: places for a handle and a configuration, a rank below the size, and the device is current.
-        let code = unsafe { nccl.calls().comm_init_rank_config(&mut raw, size as c_int, id, rank as c_int, &mut config) };
+        let code =
+            unsafe { nccl.calls().comm_init_rank_config(&mut raw, size as c_int, id, rank as c_int, &mut config) };
         if raw.is_null() {
             nccl.check("ncclCommInitRankConfig", raw, code)?;
             return Err(Fault::Device("ncclCommInitRankConfig made no communicator".to_owned()));
@@ -197,7 +198,13 @@ impl Communicator {
     ///
     /// # Errors
     /// Those of [`all_reduce`](Self::all_reduce).
-    pub fn all_gather(&mut self, stream: &Stream, input: Region, output: Region, alive: Alive<'_>) -> Result<(), Fault> {
+    pub fn all_gather(
+        &mut self,
+        stream: &Stream,
+        input: Region,
+        output: Region,
+        alive: Alive<'_>,
+    ) -> Result<(), Fault> {
         self.check_pair(DType::U8, input, output, 1, self.size)?;
         self.grouped("ncclAllGather", alive, |calls, comm| {
             let (count, dtype) = (input.len_bytes, dtype_code(DType::U8));
@@ -246,11 +253,15 @@ impl Communicator {
             let dtype = dtype_code(DType::U8);
             sends.iter().try_for_each(|(peer, region)| {
                 // SAFETY: the region is memory of this device, and the peer exists.
-                accepted(unsafe { calls.send(at(*region), region.len_bytes, dtype, *peer as c_int, comm, stream.raw()) })
+                accepted(unsafe {
+                    calls.send(at(*region), region.len_bytes, dtype, *peer as c_int, comm, stream.raw())
+                })
             })?;
             receives.iter().try_for_each(|(peer, region)| {
                 // SAFETY: as above.
-                accepted(unsafe { calls.recv(at(*region), region.len_bytes, dtype, *peer as c_int, comm, stream.raw()) })
+                accepted(unsafe {
+                    calls.recv(at(*region), region.len_bytes, dtype, *peer as c_int, comm, stream.raw())
+                })
             })
         })
     }

@@ -47,7 +47,9 @@ impl Device {
         let mut context: Raw = std::ptr::null_mut();
         // SAFETY: a place for a handle, and a device that exists.
         let code = unsafe { driver.calls().primary_ctx_retain(&mut context, device) };
-        driver.check("cuDevicePrimaryCtxRetain", code).map_err(|why| environment(format!("CUDA device {ordinal}: {why}")))?;
+        driver
+            .check("cuDevicePrimaryCtxRetain", code)
+            .map_err(|why| environment(format!("CUDA device {ordinal}: {why}")))?;
         let (driver, context, spare) = (driver.clone(), Handle(context), Mutex::new(Vec::new()));
         Ok(Device { inner: Arc::new(Inner { driver, ordinal, context, spare }) })
     }
@@ -220,9 +222,8 @@ impl Stream {
     /// Fills with zeros.
     pub(crate) fn clear(&self, region: Region) -> Result<(), String> {
         // SAFETY: a region is as long as it says.
-        let code = unsafe {
-            self.device.driver().calls().memset_d8_async(region.pointer, 0, region.len_bytes, self.handle.0)
-        };
+        let code =
+            unsafe { self.device.driver().calls().memset_d8_async(region.pointer, 0, region.len_bytes, self.handle.0) };
         self.device.driver().check("cuMemsetD8Async", code)
     }
 }
@@ -258,6 +259,34 @@ impl Event {
     /// The `CUevent`, to be recorded or waited for by others while this lives.
     pub fn raw(&self) -> *mut c_void {
         self.inner.handle.0
+    }
+
+    /// Records it behind what is enqueued so far on a stream of somebody else.
+    ///
+    /// # Errors
+    /// What the driver says.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the primary context of this event's device, and alive.
+    pub unsafe fn record_on(&self, stream: *mut c_void) -> Result<(), String> {
+        let driver = self.inner.device.driver();
+        // SAFETY: by the contract of this function; the event is alive.
+        let code = unsafe { driver.calls().event_record(self.raw(), stream) };
+        driver.check("cuEventRecord", code)
+    }
+
+    /// What is enqueued from now on, on a stream of somebody else, waits for what this was last recorded behind.
+    ///
+    /// # Errors
+    /// What the driver says.
+    ///
+    /// # Safety
+    /// As [`record_on`](Self::record_on).
+    pub unsafe fn hold_up(&self, stream: *mut c_void) -> Result<(), String> {
+        let driver = self.inner.device.driver();
+        // SAFETY: by the contract of this function; the event is alive; the flags are 0.
+        let code = unsafe { driver.calls().stream_wait_event(stream, self.raw(), 0) };
+        driver.check("cuStreamWaitEvent", code)
     }
 
     /// Whether what it was last recorded behind is done; true if it never was.
@@ -305,7 +334,9 @@ impl Region {
     /// `len_bytes` of it from `start` on.
     pub(crate) fn part(self, start: usize, len_bytes: usize) -> Result<Region, String> {
         match start.checked_add(len_bytes) {
-            Some(end) if end <= self.len_bytes => Ok(Region { pointer: self.pointer + start as u64, len_bytes, ..self }),
+            Some(end) if end <= self.len_bytes => {
+                Ok(Region { pointer: self.pointer + start as u64, len_bytes, ..self })
+            }
             _ => Err(format!("{len_bytes} bytes from {start} on of {} on the device", self.len_bytes)),
         }
     }

@@ -75,8 +75,9 @@ impl Driver {
             ))
         })?;
         // SAFETY: libcuda is the driver; it stays loaded.
-        let symbols = unsafe { Symbols::of(library) }
-            .map_err(|symbol| environment(format!("{name} has no {symbol}: the NVIDIA driver is older than 11.4; update it")))?;
+        let symbols = unsafe { Symbols::of(library) }.map_err(|symbol| {
+            environment(format!("{name} has no {symbol}: the NVIDIA driver is older than 11.4; update it"))
+        })?;
         Driver::of(Arc::new(symbols))
     }
 
@@ -144,7 +145,10 @@ impl Driver {
         let codes = unsafe {
             [
                 ("cuDeviceGetName", self.calls.device_get_name(name.as_mut_ptr(), name.len() as c_int - 1, device)),
-                ("cuDeviceGetPCIBusId", self.calls.device_get_pci_bus_id(bus.as_mut_ptr(), bus.len() as c_int - 1, device)),
+                (
+                    "cuDeviceGetPCIBusId",
+                    self.calls.device_get_pci_bus_id(bus.as_mut_ptr(), bus.len() as c_int - 1, device),
+                ),
                 ("cuDeviceGetUuid", self.calls.device_get_uuid(&mut uuid, device)),
             ]
         };

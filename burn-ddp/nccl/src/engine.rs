@@ -38,7 +38,12 @@ const TURN: Duration = Duration::from_millis(20);
 type Work<'a> = &'a mut dyn FnMut(&mut Communicator, &Stream, (Region, Region), Alive<'_>) -> Result<(), Fault>;
 
 impl NcclEngine {
-    pub(crate) fn new(host: Box<dyn Engine>, shared: Arc<Shared>, memory: HostMemory, call: &Call) -> Result<NcclEngine> {
+    pub(crate) fn new(
+        host: Box<dyn Engine>,
+        shared: Arc<Shared>,
+        memory: HostMemory,
+        call: &Call,
+    ) -> Result<NcclEngine> {
         let (rank, size) = (call.group_rank()?, call.members.count());
         Ok(NcclEngine { host, shared, memory, rank, size, slot: Slot::default(), staging: None })
     }
@@ -62,7 +67,8 @@ impl NcclEngine {
         // All ranks see the same, so all refuse.
         if let Some(odd) = rows.iter().position(|row| row[8..] != rows[0][8..]) {
             let (first, odd) = (call.world_rank(0), call.world_rank(odd));
-            let message = format!("rank {odd} passed its elements in other pieces than rank {first}: all ranks cut them alike");
+            let message =
+                format!("rank {odd} passed its elements in other pieces than rank {first}: all ranks cut them alike");
             return Err(Error::InvalidArgument { message, rank: Some(odd), during: None });
         }
         Ok(rows.iter().map(|row| f64::from_bits(number(row))).collect())
@@ -108,7 +114,9 @@ impl NcclEngine {
     /// Makes the communicator, in the order of launches: that may wait for the device, and so for kernels that wait for other ranks.
     fn join(&self, row: &[u8], alive: Alive<'_>) -> Result<Communicator, Fault> {
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
-        id.0.copy_from_slice(row.get(8..).filter(|id| id.len() == UNIQUE_ID_BYTES).ok_or("no unique id came".to_owned())?);
+        id.0.copy_from_slice(
+            row.get(8..).filter(|id| id.len() == UNIQUE_ID_BYTES).ok_or("no unique id came".to_owned())?,
+        );
         let Shared { nccl, device, .. } = &*self.shared;
         Communicator::init((nccl, device), id, (self.rank, self.size), false, alive)
     }
@@ -141,7 +149,8 @@ impl NcclEngine {
             return Ok(());
         }
         let input_bytes = inputs.iter().map(|input| input.len()).sum();
-        let mut staging = self.staging(input_bytes, output_bytes).map_err(|why| self.shared.error(Fault::Device(why)))?;
+        let mut staging =
+            self.staging(input_bytes, output_bytes).map_err(|why| self.shared.error(Fault::Device(why)))?;
         let mut room = staging.host.bytes_mut();
         for input in inputs {
             let (here, rest) = room.split_at_mut(input.len());
@@ -155,9 +164,7 @@ impl NcclEngine {
             stream.download(output, &staging.host)?;
             Ok(stream.record(&staging.done)?)
         });
-        let done = launched.and_then(|()| {
-            self.completed(call, &staging).inspect_err(|_| abort(&self.slot))
-        });
+        let done = launched.and_then(|()| self.completed(call, &staging).inspect_err(|_| abort(&self.slot)));
         if let Err(error) = done {
             staging.retire(&self.shared.device, &self.shared.stream);
             return Err(error);

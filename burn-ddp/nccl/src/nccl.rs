@@ -128,13 +128,16 @@ impl Nccl {
         };
         let (library, name) = load(&names).map_err(|tried| {
             environment(match path {
-                Some(_) => format!("NCCL cannot be loaded from BURN_DDP_NCCL ({tried}): set it to the path of libnccl.so.2"),
+                Some(_) => {
+                    format!("NCCL cannot be loaded from BURN_DDP_NCCL ({tried}): set it to the path of libnccl.so.2")
+                }
                 None => format!("NCCL was not found ({tried}). {INSTALL}"),
             })
         })?;
         // SAFETY: what is called NCCL is NCCL; it stays loaded.
-        let symbols = unsafe { Symbols::of(library) }
-            .map_err(|symbol| environment(format!("{name} has no {symbol}: it is not NCCL or older than 2.18. {INSTALL}")))?;
+        let symbols = unsafe { Symbols::of(library) }.map_err(|symbol| {
+            environment(format!("{name} has no {symbol}: it is not NCCL or older than 2.18. {INSTALL}"))
+        })?;
         Nccl::of(Arc::new(symbols)).map_err(|error| environment(format!("{name}: {error}")))
     }
 
@@ -149,7 +152,10 @@ impl Nccl {
         let nccl = Nccl { calls, version };
         nccl.check("ncclGetVersion", std::ptr::null_mut(), code).map_err(environment)?;
         if version < MIN_VERSION {
-            return Err(environment(format!("NCCL {} is too old: burn-ddp needs 2.18 or later. {INSTALL}", nccl.version_text())));
+            return Err(environment(format!(
+                "NCCL {} is too old: burn-ddp needs 2.18 or later. {INSTALL}",
+                nccl.version_text()
+            )));
         }
         Ok(nccl)
     }

@@ -70,7 +70,9 @@ impl DeviceReduce {
             Ok(unsafe { Region::new(pointer, len_bytes, ordinal) })
         };
         let pieces = self.pieces.iter().filter(|piece| piece.len_elems > 0);
-        pieces.map(|piece| Ok((region(piece.input, piece.len_elems)?, region(piece.output, piece.len_elems)?))).collect()
+        pieces
+            .map(|piece| Ok((region(piece.input, piece.len_elems)?, region(piece.output, piece.len_elems)?)))
+            .collect()
     }
 
     /// A number that tells other cuts of the same elements apart: all ranks must cut alike.
@@ -91,7 +93,11 @@ mod tests {
     use super::*;
 
     fn of(ordinal: usize, pieces: &[(u64, u64, usize)]) -> DeviceReduce {
-        let piece = |(input, output, len_elems): &(u64, u64, usize)| Piece { input: *input, output: *output, len_elems: *len_elems };
+        let piece = |(input, output, len_elems): &(u64, u64, usize)| Piece {
+            input: *input,
+            output: *output,
+            len_elems: *len_elems,
+        };
         // SAFETY: nothing is ever enqueued with these.
         unsafe { DeviceReduce::new(ordinal, pieces.iter().map(piece).collect(), None) }
     }

@@ -132,7 +132,10 @@ fn outputs(parts: &BTreeMap<usize, Part>) -> Vec<Vec<u8>> {
     let rows: Vec<&[u8]> = parts.values().map(|part| part.input.as_slice()).collect();
     let kind = || match &first.kind {
         Some(Kind::Scaled(_)) => Kind::Scaled(
-            parts.values().flat_map(|part| if let Some(Kind::Scaled(own)) = &part.kind { own.clone() } else { Vec::new() }).collect(),
+            parts
+                .values()
+                .flat_map(|part| if let Some(Kind::Scaled(own)) = &part.kind { own.clone() } else { Vec::new() })
+                .collect(),
         ),
         Some(kind) => kind.clone(),
         None => Kind::Sum,

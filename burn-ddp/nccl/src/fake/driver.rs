@@ -54,8 +54,7 @@ impl FakeStream {
     fn work(&self, delays: &Delays) {
         loop {
             let waiting = |state: &mut StreamState| state.tasks.is_empty() && !state.closed;
-            let mut state =
-                self.changed.wait_while(lock(&self.state), waiting).unwrap_or_else(PoisonError::into_inner);
+            let mut state = self.changed.wait_while(lock(&self.state), waiting).unwrap_or_else(PoisonError::into_inner);
             let Some(task) = state.tasks.pop_front() else { return };
             drop(state);
             delays.dawdle();
@@ -264,7 +263,8 @@ impl DriverCalls for Inner {
 
     unsafe fn memcpy_htod_async(&self, to: DevicePtr, from: *const c_void, bytes: usize, stream: Raw) -> c_int {
         let Some(stream) = self.stream(stream) else { return INVALID_HANDLE };
-        let Some((memory, offset)) = self.within(to, bytes).filter(|(memory, _)| memory.ordinal == stream.ordinal) else {
+        let Some((memory, offset)) = self.within(to, bytes).filter(|(memory, _)| memory.ordinal == stream.ordinal)
+        else {
             return INVALID_VALUE;
         };
         let from = from as usize;
@@ -278,7 +278,8 @@ impl DriverCalls for Inner {
 
     unsafe fn memcpy_dtoh_async(&self, to: *mut c_void, from: DevicePtr, bytes: usize, stream: Raw) -> c_int {
         let Some(stream) = self.stream(stream) else { return INVALID_HANDLE };
-        let Some((memory, offset)) = self.within(from, bytes).filter(|(memory, _)| memory.ordinal == stream.ordinal) else {
+        let Some((memory, offset)) = self.within(from, bytes).filter(|(memory, _)| memory.ordinal == stream.ordinal)
+        else {
             return INVALID_VALUE;
         };
         let to = to as usize;

@@ -197,7 +197,9 @@ impl Machine {
     /// # Panics
     /// If it is not allocated.
     pub fn read(&self, pointer: u64, len_bytes: usize) -> Vec<u8> {
-        self.inner.read(pointer, len_bytes).unwrap_or_else(|| panic!("{len_bytes} bytes at {pointer:#x} are not allocated"))
+        self.inner
+            .read(pointer, len_bytes)
+            .unwrap_or_else(|| panic!("{len_bytes} bytes at {pointer:#x} are not allocated"))
     }
 
     /// Enqueues a kernel.
@@ -246,7 +248,9 @@ impl Inner {
     /// Two devices on which collectives of common cliques were launched in different orders.
     fn disorder(&self) -> Option<String> {
         let launches = lock(&self.launches);
-        let on = |ordinal: usize| launches.iter().filter(move |(on, ..)| *on == ordinal).map(|(_, clique, nth)| (*clique, *nth));
+        let on = |ordinal: usize| {
+            launches.iter().filter(move |(on, ..)| *on == ordinal).map(|(_, clique, nth)| (*clique, *nth))
+        };
         for a in 0..self.devices {
             for b in a + 1..self.devices {
                 let common = |one: usize, other: usize| {

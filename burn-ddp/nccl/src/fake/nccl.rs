@@ -102,7 +102,10 @@ impl Inner {
             };
             for (pointer, bytes) in [(input as u64, input_bytes), (output as u64, output_bytes)] {
                 if bytes > 0 && self.within(pointer, bytes).is_none_or(|(memory, _)| memory.ordinal != found.ordinal) {
-                    self.misused(format!("{what:?} of {bytes} bytes at {pointer:#x}, which are not of device {}", found.ordinal));
+                    self.misused(format!(
+                        "{what:?} of {bytes} bytes at {pointer:#x}, which are not of device {}",
+                        found.ordinal
+                    ));
                     return None;
                 }
             }
@@ -180,7 +183,9 @@ impl Inner {
                 let PartOp { what, count, dtype, kind, input_bytes, .. } = part;
                 let misuse = self.misuse.clone();
                 Box::new(move |comm| {
-                    let read = |(memory, offset): (super::Allocation, usize)| lock(&memory.bytes)[offset..offset + input_bytes].to_vec();
+                    let read = |(memory, offset): (super::Allocation, usize)| {
+                        lock(&memory.bytes)[offset..offset + input_bytes].to_vec()
+                    };
                     let part = Part { what, count, dtype, kind, input: input.map(read).unwrap_or_default() };
                     let misused = |text| lock(&misuse).push(text);
                     let bytes = comm.clique.meet(comm.rank, nth, part, &|| comm.is_aborted(), &misused)?;

@@ -59,7 +59,12 @@ fn rank(machine: &Machine, world: World, memory: HostMemory) -> Rank {
     Rank { machine: machine.clone(), world, device, health: healths.expect("a health"), stream }
 }
 
-pub fn on_devices<R: Send>(machine: &Machine, n: usize, options: Options, rank_main: impl Fn(Rank) -> R + Sync) -> Vec<R> {
+pub fn on_devices<R: Send>(
+    machine: &Machine,
+    n: usize,
+    options: Options,
+    rank_main: impl Fn(Rank) -> R + Sync,
+) -> Vec<R> {
     run(machine, n, (options, HostMemory::ByHost), rank_main)
 }
 

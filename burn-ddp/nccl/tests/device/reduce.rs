@@ -189,7 +189,10 @@ fn different_calls_and_different_cuts_are_noticed() {
         let (a, b) = (rank.room(3), rank.room(5));
         let buffers = if rank.rank() == 0 { [&a, &b] } else { [&b, &a] };
         let error = all_reduce(&group, &mut place(rank.rank(), &buffers, None), 8, ReduceOp::Sum).unwrap_err();
-        assert!(error.group_usable() && error.to_string().contains("rank 1 passed its elements in other pieces"), "{error}");
+        assert!(
+            error.group_usable() && error.to_string().contains("rank 1 passed its elements in other pieces"),
+            "{error}"
+        );
         let op = if rank.rank() == 0 { ReduceOp::Sum } else { ReduceOp::Max };
         all_reduce(&group, &mut place(rank.rank(), &[&a, &b], None), 8, op).unwrap_err()
     });
