@@ -70,6 +70,11 @@ struct Inner {
     seed: Mutex<Option<Seed>>,
     /// Checkpoints that may be under way.
     writings: Mutex<Vec<Arc<Writing>>>,
+    /// What carries the collectives on host memory.
+    host_engine: &'static str,
+    /// The CUDA device on which NCCL reduces, once it does.
+    #[cfg(feature = "nccl")]
+    nccl: std::sync::OnceLock<usize>,
     /// For metrics of Burn's trainer, which reduces them on a thread of its own. Made when a training begins.
     #[cfg(feature = "train")]
     metrics: std::sync::OnceLock<ProcessGroup>,
@@ -124,6 +129,9 @@ impl Ddp {
             _presence: presence,
             inner: Arc::new(Inner {
                 meter: Meter::new(world.clone(), group.clone()),
+                host_engine: world.engine(),
+                #[cfg(feature = "nccl")]
+                nccl: std::sync::OnceLock::new(),
                 world,
                 group,
                 graph_group: Mutex::new(None),
@@ -172,10 +180,28 @@ impl Ddp {
         self.rank() == 0
     }
 
-    /// What carries the collectives: `threads`, `shm`, `tcp`, `mpi`.
+    /// What carries the collectives: `threads`, `shm`, `tcp`, `mpi`; `nccl` from the first [`wrap`](Self::wrap) on whose gradients NCCL
+    /// reduces, which leaves what is in host memory to what was there before.
     #[must_use]
     pub fn engine(&self) -> &'static str {
         self.inner.world.engine()
+    }
+
+    /// What carries the collectives on host memory.
+    pub(crate) fn host_engine(&self) -> &'static str {
+        self.inner.host_engine
+    }
+
+    /// The CUDA device on which NCCL reduces, once it does.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn nccl_ordinal(&self) -> Option<usize> {
+        self.inner.nccl.get().copied()
+    }
+
+    /// From now on NCCL reduces on the CUDA device `ordinal`.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn note_nccl(&self, ordinal: usize) {
+        self.inner.nccl.get_or_init(|| ordinal);
     }
 
     /// The world below, for groups of your own and for [`World::fail`].

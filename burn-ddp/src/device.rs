@@ -184,6 +184,16 @@ pub(crate) fn kind(device: &Device) -> String {
     }
 }
 
+/// The number of a CUDA device among those that this process sees; `None` for others.
+#[cfg(feature = "nccl")]
+pub(crate) fn cuda_ordinal(device: &Device) -> Option<usize> {
+    let plain = device.clone().without_autodiff();
+    match plain.as_dispatch() {
+        DispatchDevice::Cube(burn_cubecl::CubeDevice::Cuda(device)) => Some(device.index),
+        _ => None,
+    }
+}
+
 /// Whether the device computes on its own while the host goes on.
 pub(crate) fn is_asynchronous(device: &Device) -> bool {
     let plain = device.clone().without_autodiff();

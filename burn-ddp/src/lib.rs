@@ -106,7 +106,7 @@ pub use reducer::Reduction;
 pub use save::param_hash;
 pub use stats::Stats;
 pub use straggler::Straggler;
-pub use tap::{DdpBackend, GradientMemory, Reading, TapHandle};
+pub use tap::{DdpBackend, GradientMemory, Lent, Reading, TapHandle};
 pub use wrap::WrapConfig;
 
 /// What a training program imports.

@@ -31,8 +31,9 @@ pub struct WrapConfig {
     /// 1 unless it says.
     accumulation: Option<usize>,
     reduction: Reduction,
-    first_bucket_cap_bytes: usize,
-    bucket_cap_bytes: usize,
+    /// What fits the place where gradients are reduced, unless they say.
+    first_bucket_cap_bytes: Option<usize>,
+    bucket_cap_bytes: Option<usize>,
     buffers: BufferPolicy,
     replica_check: usize,
     overlap: Option<bool>,
@@ -44,8 +45,8 @@ impl Default for WrapConfig {
         WrapConfig {
             accumulation: None,
             reduction: Reduction::Mean,
-            first_bucket_cap_bytes: 256 << 10,
-            bucket_cap_bytes: 1 << 20,
+            first_bucket_cap_bytes: None,
+            bucket_cap_bytes: None,
             buffers: BufferPolicy::default(),
             replica_check: 100,
             overlap: None,
@@ -55,7 +56,7 @@ impl Default for WrapConfig {
 }
 
 impl WrapConfig {
-    /// One backward per step, mean, 1 MiB buckets, running statistics averaged, replicas compared every 100 steps.
+    /// One backward per step, mean, buckets of 1 MiB (25 MiB for NCCL), running statistics averaged, replicas compared every 100 steps.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -76,17 +77,18 @@ impl WrapConfig {
         self
     }
 
-    /// Size limit of a bucket, 1 MiB by default. Results do not depend on it.
+    /// Size limit of a bucket: by default 1 MiB, and 25 MiB for gradients that NCCL reduces on their device, as in torch (not measured
+    /// here). Results do not depend on it, but for NCCL's.
     #[must_use]
     pub fn with_bucket_cap_bytes(mut self, bytes: usize) -> Self {
-        self.bucket_cap_bytes = bytes;
+        self.bucket_cap_bytes = Some(bytes);
         self
     }
 
-    /// Size limit of the first bucket, 256 KiB by default: small, so that communication starts early.
+    /// Size limit of the first bucket: by default 256 KiB, and 1 MiB for NCCL. Small, so that communication starts early.
     #[must_use]
     pub fn with_first_bucket_cap_bytes(mut self, bytes: usize) -> Self {
-        self.first_bucket_cap_bytes = bytes;
+        self.first_bucket_cap_bytes = Some(bytes);
         self
     }
 
@@ -131,11 +133,20 @@ impl WrapConfig {
         self.accumulation
     }
 
+    /// How large buckets are.
+    fn caps(&self, on_device: bool) -> Caps {
+        let (first_bytes, bytes) = if on_device { (1 << 20, 25 << 20) } else { (256 << 10, 1 << 20) };
+        Caps {
+            first_bytes: self.first_bucket_cap_bytes.unwrap_or(first_bytes),
+            bytes: self.bucket_cap_bytes.unwrap_or(bytes),
+        }
+    }
+
     pub(crate) fn check(&self) -> Result<()> {
         if self.accumulation == Some(0) {
             return Err(Error::Use("accumulation counts micro-batches per step: 1 or more".into()));
         }
-        if self.bucket_cap_bytes == 0 || self.first_bucket_cap_bytes == 0 {
+        if self.bucket_cap_bytes == Some(0) || self.first_bucket_cap_bytes == Some(0) {
             return Err(Error::Use("a bucket cap is a number of bytes: 1 or more".into()));
         }
         Ok(())
@@ -158,13 +169,14 @@ pub(crate) fn share<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfi
     agree_on_outcome(ddp, &prepared)?;
     let Prepared { device, devices, schema, first, is_buffer } = prepared?;
     agree_on_schema(ddp, &schema.entries, config)?;
-    placement::tell(ddp, &device)?;
+    let accumulation = config.accumulation.unwrap_or(1);
+    // Alone and without accumulation there is nothing to do in backward.
+    let reduces = ddp.world_size() > 1 || accumulation > 1 || config.alone;
+    let on_device = placement::choose(ddp, &device, reduces)?;
     // Rank 0's values will be everybody's, so it knows which clones are still equal.
     let first = ddp.group().broadcast_object(ddp.is_main().then_some(first), 0)?;
     let (slots, slot_of) = slots_of(&schema, &first, &is_buffer);
-    let accumulation = config.accumulation.unwrap_or(1);
-    // Alone and without accumulation there is nothing to do in backward.
-    let group = if ddp.world_size() > 1 || accumulation > 1 || config.alone {
+    let group = if reduces {
         let mut group = ddp.world().group()?;
         // What errors in backward show as the caller.
         group.attribute_to(Location::caller());
@@ -179,7 +191,7 @@ pub(crate) fn share<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfi
     if let Some(seed) = ddp.next_seed_of_rank() {
         device.seed(seed);
     }
-    Ok((model, Agreed { device, group, slots, slot_of, is_buffer, config: config.clone() }))
+    Ok((model, Agreed { device, group, on_device, slots, slot_of, is_buffer, config: config.clone() }))
 }
 
 /// What the ranks know of the model that they share.
@@ -187,6 +199,8 @@ pub(crate) struct Agreed {
     pub(crate) device: Device,
     /// Of the gradients; `None` where nothing is to be reduced.
     group: Option<ProcessGroup>,
+    /// They are reduced on their device.
+    on_device: bool,
     slots: Vec<Slot>,
     slot_of: VecDeque<Option<usize>>,
     is_buffer: Vec<bool>,
@@ -196,16 +210,18 @@ pub(crate) struct Agreed {
 impl Agreed {
     /// The taps of the shared model, whose running statistics are those of `model`; `None` where nothing is to be reduced. *Collective*.
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Option<Taps>> {
-        let Agreed { device, group, slots, slot_of, is_buffer, config } = self;
+        let Agreed { device, group, on_device, slots, slot_of, is_buffer, config } = self;
         let Some(group) = group else { return Ok(None) };
         let accumulation = config.accumulation.unwrap_or(1);
         let settings = Settings {
             reduction: config.reduction,
             accumulation,
-            caps: Caps { first_bytes: config.first_bucket_cap_bytes, bytes: config.bucket_cap_bytes },
+            caps: config.caps(on_device),
             timeout: ddp.world().options().timeout,
             replica_check: config.replica_check as u64,
-            overlap: config.overlap.unwrap_or_else(|| overlap_pays(ddp, &device)),
+            // A backward that waited for a device's reductions at its end would hold up the device.
+            overlap: on_device || config.overlap.unwrap_or_else(|| overlap_pays(ddp, &device)),
+            on_device,
         };
         let reducer = Reducer::new(group, slots, settings, ddp.meter().clone())?;
         let buffers = (config.buffers != BufferPolicy::Local).then(|| buffers::handle(model, &is_buffer)).flatten();
@@ -242,7 +258,7 @@ impl Drop for Taps {
 /// Whether communication has something to wait for, or a core of its own, or backward needs none.
 fn overlap_pays(ddp: &Ddp, device: &Device) -> bool {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    ddp.engine() == "tcp" || cores >= 2 * ddp.local_world_size() || crate::device::is_asynchronous(device)
+    ddp.host_engine() == "tcp" || cores >= 2 * ddp.local_world_size() || crate::device::is_asynchronous(device)
 }
 
 pub(crate) fn unwrap<M: Module>(model: M) -> Result<M> {

@@ -261,6 +261,34 @@ impl Event {
         self.inner.handle.0
     }
 
+    /// Records it behind what is enqueued so far on a stream of somebody else.
+    ///
+    /// # Errors
+    /// What the driver says.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the primary context of this event's device, and alive.
+    pub unsafe fn record_on(&self, stream: *mut c_void) -> Result<(), String> {
+        let driver = self.inner.device.driver();
+        // SAFETY: by the contract of this function; the event is alive.
+        let code = unsafe { driver.calls().event_record(self.raw(), stream) };
+        driver.check("cuEventRecord", code)
+    }
+
+    /// What is enqueued from now on, on a stream of somebody else, waits for what this was last recorded behind.
+    ///
+    /// # Errors
+    /// What the driver says.
+    ///
+    /// # Safety
+    /// As [`record_on`](Self::record_on).
+    pub unsafe fn hold_up(&self, stream: *mut c_void) -> Result<(), String> {
+        let driver = self.inner.device.driver();
+        // SAFETY: by the contract of this function; the event is alive; the flags are 0.
+        let code = unsafe { driver.calls().stream_wait_event(stream, self.raw(), 0) };
+        driver.check("cuStreamWaitEvent", code)
+    }
+
     /// Whether what it was last recorded behind is done; true if it never was.
     ///
     /// # Errors

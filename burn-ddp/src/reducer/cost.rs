@@ -29,6 +29,7 @@ fn step_of(count: usize) -> Duration {
             timeout: Duration::from_secs(60),
             replica_check: 0,
             overlap: false,
+            on_device: false,
         };
         let meter = Meter::new(world.clone(), Arc::new(world.group().unwrap()));
         let mut reducer = Reducer::new(world.group().unwrap(), slots.collect(), settings, meter).unwrap();

@@ -1,15 +1,17 @@
 //! From gradients of one rank to averaged gradients, bucket by bucket, while backward goes on.
 //!
 //! Knows bytes, slots and steps; knows nothing of Burn. The order of calls in one backward:
-//! [`Reducer::begin`], then [`Reducer::put`] for each gradient as it becomes final, then [`Reducer::depart`] and
-//! [`Reducer::finish`].
+//! [`Reducer::begin`], then [`Reducer::put`] (or [`Reducer::put_on_device`]) for each gradient as it becomes final, then
+//! [`Reducer::depart`] and [`Reducer::finish`].
 
 #[cfg(test)]
 mod cost;
+mod on_device;
 mod pack;
 mod plan;
 mod worker;
 
+use std::any::Any;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
@@ -18,11 +20,13 @@ use burn_ddp_comm::{DType, ProcessGroup, SharedBuffer, SharedView};
 use crate::meter::{Communication, Meter, StepMeter};
 use crate::straggler::REPORT_LEN;
 use crate::{Error, Result};
+pub use on_device::Lent;
+pub(crate) use on_device::{Keeper, Take};
 pub(crate) use pack::Buffer;
 use pack::Sum;
 use plan::Bucket;
 pub(crate) use plan::{Caps, Plan, Slot};
-use worker::{Done, Finished, Job, Whose, Worker};
+use worker::{Done, Fault, Finished, Job, Whose, Worker};
 
 /// How gradients of several ranks and micro-batches become one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -49,6 +53,8 @@ pub(crate) struct Settings {
     pub replica_check: u64,
     /// Buckets are reduced on a thread beside backward; else all together at its end.
     pub overlap: bool,
+    /// Gradients stay on their device, and the group's engine reduces them there. Needs `overlap`.
+    pub on_device: bool,
 }
 
 /// What travels with the gradients of a step.
@@ -96,6 +102,8 @@ pub(crate) struct Reducer {
     beside: (usize, bool),
     /// Sums over micro-batches, `None` where no gradient was seen since the last reduction.
     held: Vec<Option<Sum>>,
+    /// Has gradients and sums in place of `buffers` and `held`, if they stay on their device.
+    keeper: Option<Box<dyn Keeper>>,
     /// Micro-batches since the last reduction, the running one included.
     micro_batches: usize,
     /// Items (weights) of those micro-batches.
@@ -121,7 +129,7 @@ impl Reducer {
     pub(crate) fn new(group: ProcessGroup, slots: Vec<Slot>, settings: Settings, meter: Meter) -> Result<Self> {
         let (rank, id) = (group.rank(), group.id());
         group.hide_from_timeline();
-        let plan = Plan::new(&slots, &[], settings.caps);
+        let plan = Plan::new(&slots, &[], settings.caps, settings.on_device);
         let worker = if settings.overlap {
             Worker::beside(group, settings.timeout).map_err(|e| Error::Backward {
                 rank,
@@ -136,6 +144,7 @@ impl Reducer {
             settings,
             put: vec![false; slots.len()],
             held: (0..slots.len()).map(|_| None).collect(),
+            keeper: None,
             slots,
             plan,
             worker,
@@ -168,6 +177,27 @@ impl Reducer {
     /// What orders the reducers of a rank in the same way on all ranks.
     pub(crate) fn id(&self) -> u64 {
         self.id
+    }
+
+    /// Whether gradients stay on their device.
+    pub(crate) fn is_on_device(&self) -> bool {
+        self.settings.on_device
+    }
+
+    /// Whether somebody keeps them there.
+    pub(crate) fn has_keeper(&self) -> bool {
+        self.keeper.is_some()
+    }
+
+    /// Who keeps them there; `None` if there is nobody yet, or it is not a `K`.
+    pub(crate) fn keeper<K: Keeper>(&mut self) -> Option<&mut K> {
+        let keeper: &mut dyn Any = self.keeper.as_deref_mut()?;
+        keeper.downcast_mut()
+    }
+
+    /// From now on `keeper` does, before the first backward.
+    pub(crate) fn keep_by(&mut self, keeper: Box<dyn Keeper>) {
+        self.keeper = Some(keeper);
     }
 
     /// About how large a bucket is.
@@ -214,34 +244,61 @@ impl Reducer {
                 place.len
             )));
         }
-        let summing = !self.reducing || self.micro_batches > 1;
-        // What stands for no items counts as absent, NaN or not.
-        let counts = self.weight > 0.0;
-        if counts && summing {
-            let weight = match self.settings.reduction {
+        match self.take() {
+            Take::Ignored => {}
+            Take::Added(weight) => {
+                let s = &self.slots[slot];
+                let held = self.held[slot].get_or_insert_with(|| Sum::zeros(s.dtype, s.len_elems()));
+                held.add(s.dtype, gradient, weight);
+            }
+            Take::Whole => {
+                let bucket = &self.plan.buckets[place.bucket];
+                let Some(buffer) = self.buffers[place.bucket].as_mut() else {
+                    return Err(self.fault(format!("the bucket of {} is under way already", self.slots[slot].path)));
+                };
+                if buffer.len_bytes() != bucket.total_bytes() {
+                    *buffer = SharedBuffer::plain(bucket.total_bytes());
+                }
+                buffer.bytes_mut()[place.bytes()].copy_from_slice(gradient);
+            }
+        }
+        self.arrive(slot)
+    }
+
+    /// [`put`](Self::put) of a gradient that stays where it is: `keep` lets the [keeper](Self::keeper) have it.
+    pub(crate) fn put_on_device(
+        &mut self,
+        slot: usize,
+        keep: impl FnOnce(&mut Self, Take) -> Result<()>,
+    ) -> Result<()> {
+        let take = self.take();
+        keep(self, take)?;
+        self.arrive(slot)
+    }
+
+    /// What becomes of the gradients of the running backward.
+    fn take(&self) -> Take {
+        if self.weight <= 0.0 {
+            Take::Ignored
+        } else if self.reducing && self.micro_batches == 1 {
+            Take::Whole
+        } else {
+            Take::Added(match self.settings.reduction {
                 Reduction::Mean => self.weight,
                 Reduction::Sum => 1.0,
-            };
-            let s = &self.slots[slot];
-            let held = self.held[slot].get_or_insert_with(|| Sum::zeros(s.dtype, s.len_elems()));
-            held.add(s.dtype, gradient, weight);
+            })
         }
+    }
+
+    /// The gradient of `slot` was taken: starts every bucket that is complete now.
+    fn arrive(&mut self, slot: usize) -> Result<()> {
         if !self.reducing {
             return Ok(());
         }
-        if counts && !summing {
-            let bucket = &self.plan.buckets[place.bucket];
-            let Some(buffer) = self.buffers[place.bucket].as_mut() else {
-                return Err(self.fault(format!("the bucket of {} is under way already", self.slots[slot].path)));
-            };
-            if buffer.len_bytes() != bucket.total_bytes() {
-                *buffer = SharedBuffer::plain(bucket.total_bytes());
-            }
-            buffer.bytes_mut()[place.bytes()].copy_from_slice(gradient);
-        }
-        self.put[slot] = counts;
+        let bucket = self.plan.places[slot].bucket;
+        self.put[slot] = self.weight > 0.0;
         self.arrived.push(slot as u32);
-        self.filled[place.bucket] += 1;
+        self.filled[bucket] += 1;
         while self.next < self.plan.awake {
             let bucket = &self.plan.buckets[self.next];
             // The wake flag is known only when all gradients are: its bucket is left to `finish`.
@@ -251,6 +308,14 @@ impl Reducer {
             self.launch(self.next, true)?;
         }
         Ok(())
+    }
+
+    /// Whether this rank has something for `slot` in the reduction to come.
+    fn has(&self, slot: usize) -> bool {
+        match &self.keeper {
+            Some(keeper) => keeper.holds(slot),
+            None => self.put[slot] || self.held[slot].is_some(),
+        }
     }
 
     /// Whether the running backward ends with a reduction.
@@ -346,7 +411,7 @@ impl Reducer {
         self.discard();
         if let Some(order) = self.order.take() {
             self.order_agreed = true;
-            let plan = Plan::new(&self.slots, &order, self.settings.caps);
+            let plan = Plan::new(&self.slots, &order, self.settings.caps, self.settings.on_device);
             if plan != self.plan {
                 self.plan = plan;
                 self.fit_buffers()?;
@@ -385,7 +450,7 @@ impl Reducer {
     /// Whether any rank had a gradient in the reduction that ends.
     fn has_gradients(&self) -> bool {
         self.plan.buckets.iter().enumerate().any(|(index, bucket)| {
-            let flags = bucket.len_elems..bucket.total_elems();
+            let flags = bucket.flag_elem(0)..bucket.total_elems();
             self.average(index)
                 .is_some_and(|average| flags.into_iter().any(|elem| pack::flag_is_up(bucket.dtype, average, elem)))
         })
@@ -411,6 +476,9 @@ impl Reducer {
         self.micro_batches = 0;
         self.items = 0.0;
         self.held.iter_mut().for_each(|h| *h = None);
+        if let Some(keeper) = &mut self.keeper {
+            keeper.forget();
+        }
         self.forget_arrivals();
     }
 
@@ -456,30 +524,37 @@ impl Reducer {
             Reduction::Sum => 1.0,
         };
         for (nth, &slot) in bucket.slots.iter().enumerate() {
-            let out = &mut bytes[self.plan.places[slot].bytes()];
-            let present = match &self.held[slot] {
-                Some(sum) => {
-                    sum.write(bucket.dtype, items, out);
-                    true
+            let present = self.has(slot);
+            if !bucket.on_device {
+                let out = &mut bytes[self.plan.places[slot].bytes()];
+                match &self.held[slot] {
+                    Some(sum) => sum.write(bucket.dtype, items, out),
+                    None if present => {} // packed by `put`
+                    None => out.fill(0),
                 }
-                None if self.put[slot] => true, // packed by `put`
-                None => {
-                    out.fill(0);
-                    false
-                }
-            };
+            }
             pack::set_flag(bucket.dtype, bytes, bucket.flag_elem(nth), present);
         }
         if let Some(elem) = bucket.wake_elem() {
             let sleeper = self.plan.buckets[self.plan.awake..].iter().flat_map(|b| &b.slots);
-            let up = sleeper.into_iter().any(|&s| self.put[s] || self.held[s].is_some());
+            let up = sleeper.into_iter().any(|&s| self.has(s));
             pack::set_flag(bucket.dtype, bytes, elem, up);
         }
-        self.meter.launched(bucket.total_bytes(), during_backward && self.worker.is_beside());
+        let lent = if bucket.on_device && bucket.len_elems > 0 {
+            let lent = match &mut self.keeper {
+                Some(keeper) => keeper.lend(&bucket.slots, items),
+                None => Err("nothing is known of it".to_owned()),
+            };
+            Some(lent.map_err(|e| self.fault(format!("gradients on their device: {e}")))?)
+        } else {
+            None
+        };
+        let bucket = &self.plan.buckets[index];
+        self.meter.launched(bucket.reduced_bytes(), during_backward && self.worker.is_beside());
         let weight = (self.settings.reduction == Reduction::Mean).then_some(self.items);
         // 16 bits of discards, 28 of steps, 20 of buckets: enough to tell calls apart that could meet.
         let tag = (self.discards & 0xffff) << 48 | (self.step & 0xfff_ffff) << 20 | index as u64;
-        self.submit(Job::Reduce { bucket: index, dtype: bucket.dtype, buffer, weight, tag })?;
+        self.submit(Job::Reduce { bucket: index, dtype: bucket.dtype, buffer, lent, weight, tag })?;
         self.next = index + 1;
         Ok(())
     }
@@ -488,14 +563,23 @@ impl Reducer {
         let mut first_error = None;
         for expected in buckets {
             match self.worker.next() {
-                Ok(Finished { done: Done::Reduced { bucket, buffer, result }, time }) if bucket == expected => {
-                    let bytes = buffer.len_bytes();
+                Ok(Finished { done: Done::Reduced { bucket, buffer, lent, result }, time }) if bucket == expected => {
                     self.buffers[bucket] = Some(buffer);
+                    let Bucket { slots, .. } = &self.plan.buckets[bucket];
+                    let bytes = self.plan.buckets[bucket].reduced_bytes();
                     self.meter.done(Communication::Bucket { bucket, bytes, step: self.step }, time);
-                    match result {
-                        Ok(average) => self.averages[bucket] = Some(average),
-                        Err(e) => {
+                    let back = match (&mut self.keeper, lent) {
+                        (Some(keeper), Some(lent)) if result.is_ok() => keeper.take_back(slots, lent),
+                        _ => Ok(()),
+                    };
+                    match (result, back) {
+                        (Ok(average), Ok(())) => self.averages[bucket] = Some(average),
+                        (Err(Fault::Comm(e)), _) => {
                             first_error.get_or_insert(Error::from(e));
+                        }
+                        (Err(Fault::Device(e)), _) | (_, Err(e)) => {
+                            let error = self.fault(format!("gradients on their device: {e}"));
+                            first_error.get_or_insert(error);
                         }
                     }
                 }

@@ -29,8 +29,8 @@ impl Slot {
 
 /// A run of gradients of one dtype that travel in one collective.
 ///
-/// The buffer holds the gradients in the order of `slots`, then one flag per slot (1 = some rank produced a gradient). The
-/// last awake bucket has one more element if anything is dormant: the *wake* flag, raised by a rank that has a gradient for
+/// The buffer holds the gradients in the order of `slots`, unless they stay on their device, then one flag per slot (1 = some rank
+/// produced a gradient). The last awake bucket has one more element if anything is dormant: the *wake* flag, raised by a rank that has a gradient for
 /// a dormant bucket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bucket {
@@ -41,24 +41,42 @@ pub(crate) struct Bucket {
     pub has_wake_flag: bool,
     /// Holds only parameters that were frozen when the model was wrapped: reduced only in steps whose wake flag is up.
     pub dormant: bool,
+    /// Its buffer has flags only: the gradients stay on their device.
+    pub on_device: bool,
 }
 
 impl Bucket {
-    pub(crate) fn total_elems(&self) -> usize {
-        self.len_elems + self.slots.len() + usize::from(self.has_wake_flag)
+    /// Elements before the flags.
+    fn gradient_elems(&self) -> usize {
+        if self.on_device { 0 } else { self.len_elems }
     }
 
+    fn flags(&self) -> usize {
+        self.slots.len() + usize::from(self.has_wake_flag)
+    }
+
+    /// Elements of its buffer.
+    pub(crate) fn total_elems(&self) -> usize {
+        self.gradient_elems() + self.flags()
+    }
+
+    /// Bytes of its buffer.
     pub(crate) fn total_bytes(&self) -> usize {
         self.total_elems() * self.dtype.size_bytes()
     }
 
+    /// Bytes that are reduced, wherever they are.
+    pub(crate) fn reduced_bytes(&self) -> usize {
+        (self.len_elems + self.flags()) * self.dtype.size_bytes()
+    }
+
     /// Element index of the flag of the `nth` slot of this bucket.
     pub(crate) fn flag_elem(&self, nth: usize) -> usize {
-        self.len_elems + nth
+        self.gradient_elems() + nth
     }
 
     pub(crate) fn wake_elem(&self) -> Option<usize> {
-        self.has_wake_flag.then(|| self.len_elems + self.slots.len())
+        self.has_wake_flag.then(|| self.flag_elem(self.slots.len()))
     }
 }
 
@@ -68,7 +86,7 @@ pub(crate) struct Place {
     pub bucket: usize,
     /// Position among the slots of the bucket.
     pub nth: usize,
-    /// Its bytes in the bucket: where they begin, and how many there are.
+    /// Its bytes in the bucket, where that holds them: where they begin, and how many there are.
     pub start: usize,
     pub len: usize,
 }
@@ -99,7 +117,7 @@ pub(crate) struct Caps {
 impl Plan {
     /// Cuts `order` (slot numbers, expected order of arrival) into buckets. Slots that `order` leaves out follow in reverse
     /// traversal order, which is the order in which a plain feed-forward model produces gradients.
-    pub(crate) fn new(slots: &[Slot], order: &[usize], caps: Caps) -> Self {
+    pub(crate) fn new(slots: &[Slot], order: &[usize], caps: Caps, on_device: bool) -> Self {
         let mut seen = vec![false; slots.len()];
         let mut full: Vec<usize> = Vec::with_capacity(slots.len());
         for slot in order.iter().copied().chain((0..slots.len()).rev()) {
@@ -127,6 +145,7 @@ impl Plan {
                             len_elems: slots[slot].len_elems(),
                             has_wake_flag: false,
                             dormant,
+                            on_device,
                         });
                     }
                 }
@@ -139,6 +158,7 @@ impl Plan {
                     len_elems: 0,
                     has_wake_flag: true,
                     dormant: false,
+                    on_device,
                 });
             }
         }
@@ -175,7 +195,7 @@ mod tests {
     #[test]
     fn reverse_order_small_first_bucket_cap() {
         let slots: Vec<_> = (0..6).map(|i| slot(&i.to_string(), 10, DType::F32, true)).collect();
-        let plan = Plan::new(&slots, &[], CAPS);
+        let plan = Plan::new(&slots, &[], CAPS, false);
         let cut: Vec<_> = plan.buckets.iter().map(|b| b.slots.clone()).collect();
         assert_eq!(cut, [vec![5], vec![4, 3], vec![2, 1], vec![0]]);
         assert_eq!(plan.places[3], Place { bucket: 1, nth: 1, start: 40, len: 40 });
@@ -187,7 +207,7 @@ mod tests {
     fn a_parameter_larger_than_the_cap_has_a_bucket_of_its_own() {
         let slots =
             [slot("a", 1, DType::F32, true), slot("big", 1000, DType::F32, true), slot("c", 1, DType::F32, true)];
-        let plan = Plan::new(&slots, &[0, 1, 2], CAPS);
+        let plan = Plan::new(&slots, &[0, 1, 2], CAPS, false);
         assert_eq!(plan.buckets.iter().map(|b| b.slots.clone()).collect::<Vec<_>>(), [vec![0], vec![1], vec![2]]);
     }
 
@@ -195,7 +215,7 @@ mod tests {
     fn dtypes_never_share_a_bucket_and_alternating_dtypes_do_not_shatter() {
         let slots: Vec<_> =
             (0..8).map(|i| slot("", 2, if i % 2 == 0 { DType::F32 } else { DType::F64 }, true)).collect();
-        let plan = Plan::new(&slots, &[], CAPS);
+        let plan = Plan::new(&slots, &[], CAPS, false);
         assert_eq!(
             plan.buckets.iter().map(|b| b.slots.clone()).collect::<Vec<_>>(),
             [vec![7, 5], vec![6, 4, 2, 0], vec![3, 1]]
@@ -204,12 +224,28 @@ mod tests {
     }
 
     #[test]
+    fn what_stays_on_its_device_is_cut_alike_and_has_flags_only() {
+        let slots: Vec<_> = (0..6).map(|i| slot(&i.to_string(), 10, DType::F32, i > 0)).collect();
+        let (host, device) = (Plan::new(&slots, &[], CAPS, false), Plan::new(&slots, &[], CAPS, true));
+        assert_eq!((host.awake, &host.places), (device.awake, &device.places));
+        for (host, device) in host.buckets.iter().zip(&device.buckets) {
+            assert_eq!(
+                (&host.slots, host.len_elems, host.reduced_bytes()),
+                (&device.slots, device.len_elems, device.reduced_bytes())
+            );
+            assert_eq!(device.total_elems(), host.total_elems() - host.len_elems);
+            assert_eq!(device.flag_elem(0), 0);
+            assert_eq!(device.wake_elem().is_some(), host.wake_elem().is_some());
+        }
+    }
+
+    #[test]
     fn frozen_parameters_sleep_in_buckets_of_their_own() {
         let slots = [slot("a", 4, DType::F32, true), slot("frozen", 4, DType::F32, false)];
-        let plan = Plan::new(&slots, &[], CAPS);
+        let plan = Plan::new(&slots, &[], CAPS, false);
         assert_eq!(plan.awake, 1);
         assert!(plan.buckets[1].dormant && plan.buckets[1].slots == [1]);
-        let all_frozen = Plan::new(&[slot("frozen", 4, DType::F32, false)], &[], CAPS);
+        let all_frozen = Plan::new(&[slot("frozen", 4, DType::F32, false)], &[], CAPS, false);
         assert_eq!((all_frozen.awake, all_frozen.buckets[0].total_elems()), (1, 1));
     }
 
@@ -220,7 +256,7 @@ mod tests {
             order in prop::collection::vec(0usize..40, 0..60),
         ) {
             let slots: Vec<_> = sizes.iter().map(|&(n, d, t)| slot("", n, [DType::F32, DType::F64, DType::F16][d as usize], t)).collect();
-            let plan = Plan::new(&slots, &order, CAPS);
+            let plan = Plan::new(&slots, &order, CAPS, false);
             prop_assert_eq!(plan.buckets.iter().map(|b| b.slots.len()).sum::<usize>(), slots.len());
             for (s, place) in plan.places.iter().enumerate() {
                 let bucket = &plan.buckets[place.bucket];

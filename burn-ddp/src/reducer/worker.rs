@@ -6,8 +6,10 @@ use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
+use burn_ddp_comm::engine::OnDevice;
 use burn_ddp_comm::{DType, ProcessGroup, ReduceOp, SharedBuffer, SharedView};
 
+use super::on_device::Lent;
 use super::pack::Buffer;
 
 #[derive(Debug)]
@@ -18,6 +20,8 @@ pub(crate) enum Job {
         bucket: usize,
         dtype: DType,
         buffer: SharedBuffer,
+        /// The gradients, if they are not in the buffer.
+        lent: Option<Box<dyn Lent>>,
         /// Items this rank contributes to the mean; `None` sums.
         weight: Option<f64>,
         /// Names step and bucket; compared between the ranks.
@@ -43,10 +47,24 @@ pub(crate) enum Whose {
 #[derive(Debug)]
 pub(crate) enum Done {
     Allocated(burn_ddp_comm::Result<Vec<SharedBuffer>>),
-    Reduced { bucket: usize, buffer: SharedBuffer, result: burn_ddp_comm::Result<SharedView> },
+    Reduced { bucket: usize, buffer: SharedBuffer, lent: Option<Box<dyn Lent>>, result: Result<SharedView, Fault> },
     Buffers { dtype: DType, buffer: Buffer, result: burn_ddp_comm::Result<()> },
     Digests(burn_ddp_comm::Result<Vec<Vec<i64>>>),
     Order(burn_ddp_comm::Result<Vec<u32>>),
+}
+
+/// Why a reduction failed.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    Comm(burn_ddp_comm::Error),
+    /// This rank's device did not say where its gradients are.
+    Device(String),
+}
+
+impl From<burn_ddp_comm::Error> for Fault {
+    fn from(error: burn_ddp_comm::Error) -> Self {
+        Fault::Comm(error)
+    }
 }
 
 /// A job that was done, and when.
@@ -74,7 +92,7 @@ impl Worker {
         let (finished, done) = channel();
         std::thread::Builder::new().name(format!("ddp-reduce-{}", group.rank())).spawn(move || {
             while let Ok(job) = todo.recv() {
-                if finished.send(timed(&group, job)).is_err() {
+                if finished.send(timed(&group, job, timeout)).is_err() {
                     return;
                 }
             }
@@ -109,7 +127,7 @@ impl Worker {
     /// Does what was handed over, if nobody else does.
     pub(crate) fn flush(&mut self) {
         if let Worker::Inline { group, todo, done } = self {
-            done.extend(todo.drain(..).map(|job| timed(group, job)));
+            done.extend(todo.drain(..).map(|job| timed(group, job, Duration::ZERO)));
         }
     }
 
@@ -142,21 +160,26 @@ impl Worker {
     }
 }
 
-fn timed(group: &ProcessGroup, job: Job) -> Finished {
+fn timed(group: &ProcessGroup, job: Job, patience: Duration) -> Finished {
     let start = Instant::now();
-    let done = run(group, job);
+    let done = run(group, job, patience);
     Finished { done, time: start..Instant::now() }
 }
 
-fn run(group: &ProcessGroup, job: Job) -> Done {
+/// With `patience` for a device that has to say where gradients are.
+fn run(group: &ProcessGroup, job: Job, patience: Duration) -> Done {
     match job {
         Job::Allocate(lens) => Done::Allocated(group.shared_buffers(&lens)),
-        Job::Reduce { bucket, dtype, mut buffer, weight, tag } => {
+        Job::Reduce { bucket, dtype, mut buffer, mut lent, weight, tag } => {
             let result = match weight {
                 Some(w) => group.all_reduce_weighted_shared(dtype, &mut buffer, w, tag),
                 None => group.all_reduce_shared(dtype, &mut buffer, ReduceOp::Sum, tag),
             };
-            Done::Reduced { bucket, buffer, result }
+            let result = result.map_err(Fault::from).and_then(|view| {
+                lent.as_deref_mut().map_or(Ok(()), |lent| reduce_lent(group, dtype, lent, weight, tag, patience))?;
+                Ok(view)
+            });
+            Done::Reduced { bucket, buffer, lent, result }
         }
         Job::Buffers { dtype, mut buffer, whose } => {
             let result = match whose {
@@ -168,6 +191,25 @@ fn run(group: &ProcessGroup, job: Job) -> Done {
         Job::Digests(digests) => Done::Digests(gather(group, &digests)),
         Job::AgreeOrder(order) => Done::Order(group.broadcast_object((group.rank() == 0).then_some(order), 0)),
     }
+}
+
+/// Returns when the reduction is enqueued on the device.
+fn reduce_lent(
+    group: &ProcessGroup,
+    dtype: DType,
+    lent: &mut dyn Lent,
+    weight: Option<f64>,
+    tag: u64,
+    patience: Duration,
+) -> Result<(), Fault> {
+    let len_elems = lent.len_elems();
+    let place = lent.place(patience).map_err(Fault::Device)?;
+    let elements = OnDevice { dtype, len_elems, place };
+    match weight {
+        Some(w) => group.all_reduce_weighted_on_device(elements, w, tag)?,
+        None => group.all_reduce_on_device(elements, ReduceOp::Sum, tag)?,
+    }
+    Ok(())
 }
 
 /// What the first rank that trains has; nothing changes if none does.

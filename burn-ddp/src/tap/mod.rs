@@ -1,8 +1,13 @@
 //! What sits on a parameter and sees its gradient. `README.md` beside this file tells how.
 
+#[cfg(all(test, feature = "flex"))]
+pub(crate) mod fake;
+mod kept;
 mod memory;
 mod ops;
 mod tapped;
+#[cfg(all(test, feature = "flex"))]
+mod tests;
 mod unread;
 mod waiting;
 
@@ -16,7 +21,7 @@ use burn::tensor::{Device, Gradients, Tensor};
 
 use crate::ddp::Ddp;
 use crate::{Error, Result};
-pub use memory::{GradientMemory, Reading};
+pub use memory::{GradientMemory, Lent, Reading};
 pub use ops::{DdpBackend, TapHandle};
 pub(crate) use ops::{rung_above, untracked};
 pub(crate) use tapped::{SharedBuffers, Tapped, fail, tell_peers};

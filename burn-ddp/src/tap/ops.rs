@@ -136,6 +136,7 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
     }
 
     fn note_leaf(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
+        tap.tapped.keep_on::<B>(&x);
         tap.tapped.note_leaf::<B>(tap.slot, &x);
         x
     }

@@ -1,5 +1,8 @@
 //! CubeCL (CUDA, ROCm, Metal, Vulkan, WebGPU): the device computes while the host goes on, with fusion even later.
 
+#[cfg(feature = "nccl")]
+mod cuda;
+
 use std::sync::{Mutex, PoisonError};
 
 use burn::backend::tensor::FloatTensor;
@@ -31,6 +34,16 @@ impl GradientMemory for Cube {
             let bytes = copies.await.map_err(|e| format!("{e:?}"))?;
             Ok(tensors.iter().map(|tensor| tensor.dtype).zip(bytes).collect())
         })
+    }
+
+    #[cfg(feature = "nccl")]
+    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn super::Lent>, String> {
+        cuda::lend(tensors)
+    }
+
+    #[cfg(feature = "nccl")]
+    fn take_back(lent: Box<dyn super::Lent>) -> Result<Vec<FloatTensor<Self>>, String> {
+        cuda::take_back(lent)
     }
 }
 

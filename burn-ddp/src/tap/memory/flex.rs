@@ -32,4 +32,14 @@ impl GradientMemory for Flex {
         let strides = Layout::contiguous(shape.clone()).strides().to_vec();
         FlexTensor::from_arc(bytes.clone(), Layout::new(shape, strides, range.start / dtype.size()), dtype)
     }
+
+    #[cfg(test)]
+    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn super::Lent>, String> {
+        crate::tap::fake::lend(tensors)
+    }
+
+    #[cfg(test)]
+    fn take_back(lent: Box<dyn super::Lent>) -> Result<Vec<FloatTensor<Self>>, String> {
+        crate::tap::fake::take_back(lent)
+    }
 }

@@ -18,10 +18,13 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::{AllocationProperty, Bytes, DType, Shape, TensorData, read_sync};
 use burn_ddp_comm::SharedView;
 
+pub use crate::reducer::Lent;
+
 /// Tensors on their way to host memory: what they were made of when the way began.
 pub type Reading = Pin<Box<dyn Future<Output = Result<Vec<(DType, Bytes)>, String>> + Send>>;
 
-/// How host engines reach a backend's memory. The methods as they are here work for every backend, copy, and wait for the device.
+/// How engines reach a backend's memory: those between hosts by methods that, as they are here, work for every backend, copy, and wait for
+/// the device; those on devices by [`lend`](Self::lend).
 pub trait GradientMemory: Backend {
     /// The device goes on computing after an operation has returned, so that to read is to wait: gradients are read by
     /// [`begin_read`](Self::begin_read).
@@ -55,6 +58,27 @@ pub trait GradientMemory: Backend {
     ) -> FloatTensor<Self> {
         let data = TensorData::from_bytes_vec(bytes[range].to_vec(), shape, dtype);
         Self::float_from_data(data, device)
+    }
+
+    /// Gives the elements of `tensors`, which are on one device, to an engine that reduces them there. What was launched before is still to come,
+    /// and nothing waits for it.
+    ///
+    /// # Errors
+    ///
+    /// If no engine reaches this backend's memory, or this device's.
+    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn Lent>, String> {
+        drop(tensors);
+        Err(format!("no engine reaches the memory of {}", std::any::type_name::<Self>()))
+    }
+
+    /// The tensors, after the engine has worked on what was lent of them: what is launched on them from now on comes after its reduction, for
+    /// which nothing waits here.
+    ///
+    /// # Errors
+    ///
+    /// What the device says, or that another backend lent this.
+    fn take_back(lent: Box<dyn Lent>) -> Result<Vec<FloatTensor<Self>>, String> {
+        Err(format!("{lent:?} is not of {}", std::any::type_name::<Self>()))
     }
 }
 

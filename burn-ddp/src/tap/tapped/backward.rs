@@ -11,6 +11,7 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Bytes, Shape, read_sync};
 
 use super::super::UNREAD;
+use super::super::kept::Kept;
 use super::super::memory::{GradientMemory, shared_bytes};
 use super::super::ops::{AutodiffTensor, DdpBackend, new_leaf, rung_above, untracked};
 use super::super::unread::Unread;
@@ -34,6 +35,15 @@ enum Tied {
 }
 
 impl Tapped {
+    /// A parameter of the model is seen for the first time: its gradients are to stay where it is, if they are to stay.
+    pub(crate) fn keep_on<B: GradientMemory>(&self, like: &AutodiffTensor<B>) {
+        let mut state = self.lock();
+        if state.reducer.is_on_device() && !state.reducer.has_keeper() {
+            let kept = Kept::<B>::new(like.device(), state.reducer.slots());
+            state.reducer.keep_by(Box::new(kept));
+        }
+    }
+
     /// A parameter is read: the ladder's tensor for this read.
     pub(crate) fn rung<B: Backend, C: CheckpointStrategy>(
         &self,
@@ -174,14 +184,10 @@ impl Tapped {
         let device = state.device::<B>().ok_or_else(|| self.fault("the backend changed during backward".into()))?;
         let mut unused = Vec::new();
         for slot in 0..state.slots.len() {
-            let Some((bucket, range)) = state.reducer.gradient(slot) else { continue };
-            let Some(bytes) = state.averages(bucket) else { continue };
-            let s = &state.reducer.slots()[slot];
-            let average =
-                B::from_shared(&bytes, range.clone(), Shape::from(s.dims.clone()), burn_dtype(s.dtype), &device);
+            let Some(average) = state.average::<B>(slot, &device)? else { continue };
             match state.slots[slot].leaf {
                 Some(leaf) => {
-                    let digest = if state.digested { replicas::digest(&bytes[range]) } else { UNREAD };
+                    let digest = if state.digested { digest::<B>(&state.reducer, slot, &average)? } else { UNREAD };
                     state.delivered[slot] = Some(digest);
                     grads.register::<B>(leaf, average);
                 }
@@ -338,6 +344,16 @@ impl State {
     /// Hands the final gradient of a slot to the reducer, now or when it is off its device.
     fn put<B: GradientMemory>(&mut self, slot: usize, gradient: FloatTensor<B>) -> Result<()> {
         self.slots[slot].done = true;
+        if self.reducer.is_on_device() {
+            return self.reducer.put_on_device(slot, |reducer, take| {
+                let kept = match reducer.keeper::<Kept<B>>() {
+                    Some(kept) => kept.put(slot, gradient, take),
+                    None => Err("the model changed its backend: wrap it again".to_owned()),
+                };
+                let path = &reducer.slots()[slot].path;
+                kept.map_err(|e| reducer.fault(format!("the gradient of {path}: {e}")))
+            });
+        }
         if B::ASYNCHRONOUS {
             let enough_bytes = self.reducer.bucket_bytes();
             self.unread.add::<B>(slot, gradient, enough_bytes);
@@ -359,6 +375,20 @@ impl State {
         let (reducer, rank) = (&mut self.reducer, self.rank);
         let fault = |e| Error::Backward { rank, reason: format!("reading gradients from the device: {e}") };
         self.unread.finish(fault, |(slot, dtype, bytes)| put(reducer, slot, dtype, &bytes))
+    }
+
+    /// The average of a slot, after a reduction; `None` if no rank had a gradient for it.
+    fn average<B: GradientMemory>(&mut self, slot: usize, device: &B::Device) -> Result<Option<FloatTensor<B>>> {
+        let Some((bucket, range)) = self.reducer.gradient(slot) else { return Ok(None) };
+        if self.reducer.is_on_device() {
+            let average = self.reducer.keeper::<Kept<B>>().and_then(|kept| kept.average(slot));
+            let path = &self.reducer.slots()[slot].path;
+            let lost = || self.reducer.fault(format!("the average of {path} is not where its gradient was"));
+            return average.ok_or_else(lost).map(Some);
+        }
+        let Some(bytes) = self.averages(bucket) else { return Ok(None) };
+        let s = &self.reducer.slots()[slot];
+        Ok(Some(B::from_shared(&bytes, range, Shape::from(s.dims.clone()), burn_dtype(s.dtype), device)))
     }
 
     /// The bytes that the gradients of a bucket look at, after a reduction.
@@ -387,6 +417,14 @@ impl State {
         self.unread = Unread::default();
         self.slots.iter_mut().for_each(|s| *s = SlotState::default());
     }
+}
+
+/// Of the elements of a slot's average, wherever they are.
+fn digest<B: GradientMemory>(reducer: &Reducer, slot: usize, average: &FloatTensor<B>) -> Result<i64> {
+    B::with_bytes(average.clone(), |_, bytes| replicas::digest(bytes)).map_err(|e| {
+        let path = &reducer.slots()[slot].path;
+        reducer.fault(format!("reading the average of {path}: {e}"))
+    })
 }
 
 /// Hands a gradient to the reducer.

@@ -1,0 +1,293 @@
+//! Gradients that stay on their device become what they become in host memory, bit by bit, and fail as loudly.
+
+use std::fmt::Debug;
+use std::sync::atomic::Ordering;
+
+use burn::module::{Module, Param};
+use burn::nn::LinearConfig;
+use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+
+use super::fake::{self, Fault};
+use crate::{Ddp, Error, Reduction, WrapConfig, param_hash};
+
+/// Parameters of several types, each of which a step may use or not.
+#[derive(Module, Debug)]
+struct Model {
+    a: Param<Tensor<2>>,
+    b: Param<Tensor<1>>,
+    c: Param<Tensor<1>>,
+    d: Param<Tensor<1>>,
+}
+
+fn values(n: usize, seed: usize) -> TensorData {
+    let value = |i: usize| ((i * 37 + seed * 11) % 101) as f64 / 50.0 - 1.0;
+    TensorData::new((0..n).map(value).collect::<Vec<_>>(), [n])
+}
+
+impl Model {
+    fn new(device: &Device, [b, c, d]: [DType; 3]) -> Self {
+        let one = |n, seed, dtype| Tensor::<1>::from_data(values(n, seed).convert_dtype(dtype), (device, dtype));
+        Model {
+            a: Param::from_tensor(one(12, 1, DType::F32).reshape([3, 4])),
+            b: Param::from_tensor(one(5, 2, b)),
+            c: Param::from_tensor(one(7, 3, c)),
+            d: Param::from_tensor(one(2, 4, d)),
+        }
+    }
+
+    /// Of what `used` says, `x` times a nonlinear thing.
+    fn loss(&self, used: [bool; 4], x: f32) -> Tensor<1> {
+        let [a, b, c, d] = used;
+        let mut loss = Tensor::zeros([1], &self.a.base().device());
+        if a {
+            loss = loss + self.a.val().powi_scalar(2).mul_scalar(x).mean();
+        }
+        for (param, used) in [(&self.b, b), (&self.c, c), (&self.d, d)] {
+            if used {
+                loss = loss + param.val().powi_scalar(3).mul_scalar(x).sum().cast(DType::F32);
+            }
+        }
+        loss
+    }
+
+    fn gradients(&self, grads: &GradientsParams) -> Vec<Option<Vec<f64>>> {
+        let one = |p: &Param<Tensor<1>>| grads.get::<1>(p.id).map(|g| g.into_data().iter::<f64>().collect());
+        let a = grads.get::<2>(self.a.id).map(|g| g.into_data().iter::<f64>().collect());
+        vec![a, one(&self.b), one(&self.c), one(&self.d)]
+    }
+}
+
+const F32: [DType; 3] = [DType::F32; 3];
+const MIXED: [DType; 3] = [DType::F64, DType::F16, DType::BF16];
+const ALL: [bool; 4] = [true; 4];
+
+fn small() -> WrapConfig {
+    WrapConfig::new().with_bucket_cap_bytes(40).with_first_bucket_cap_bytes(20)
+}
+
+/// What `f` yields on all ranks, in host memory and on the fake device.
+fn both<T: Send + PartialEq + Debug>(world: usize, f: impl Fn(&Ddp) -> anyhow::Result<T> + Sync) -> T {
+    let run = |on_device: bool| {
+        Ddp::spawn(world, |ddp| {
+            let count = on_device.then(|| fake::install(&ddp));
+            let result = f(&ddp)?;
+            assert!(count.is_none_or(|count| count.load(Ordering::Relaxed) > 0), "nothing was reduced on the device");
+            Ok(result)
+        })
+        .unwrap()
+    };
+    let (host, mut device) = (run(false), run(true));
+    assert_eq!(host, device);
+    assert!(device.iter().all(|other| *other == device[0]));
+    device.remove(0)
+}
+
+#[test]
+fn fixture_f_mean_is_14_and_sum_is_28() {
+    for (reduction, gradient) in [(Reduction::Mean, 14.0), (Reduction::Sum, 28.0)] {
+        let grads = both(2, |ddp| {
+            let device = Device::flex().autodiff();
+            let mut model = LinearConfig::new(1, 1).with_bias(false).init(&device);
+            model.weight = model.weight.map(|w| w.ones_like().detach().require_grad());
+            let model = ddp.wrap_with(model, &WrapConfig::new().with_reduction(reduction))?;
+            let r = ddp.rank() as f32;
+            let x = Tensor::<2>::from_floats([[2.0 * r], [2.0 * r + 1.0]], &device);
+            let grads = model.forward(x).powf_scalar(2.0).sum().backward();
+            let mut grads = GradientsParams::from_grads(grads, &model);
+            Ok(grads.remove::<2>(model.weight.id).unwrap().into_scalar::<f32>())
+        });
+        assert_eq!(grads, gradient);
+    }
+}
+
+#[test]
+fn many_buckets_of_many_types_for_many_steps() {
+    for dtypes in [F32, MIXED] {
+        for world in [1, 2, 3] {
+            both(world, |ddp| {
+                let device = Device::flex().autodiff();
+                let config = small().with_reduction_alone(true).with_replica_check(2);
+                let mut model = ddp.wrap_with(Model::new(&device, dtypes), &config)?;
+                let mut optim = SgdConfig::new().init();
+                for step in 0..5 {
+                    let grads = ddp.backward(&model.loss(ALL, (1 + step + ddp.rank()) as f32), &model)?;
+                    let grads = GradientsParams::from_grads(grads, &model);
+                    model = optim.step(0.01, model, grads);
+                }
+                Ok(param_hash(&model)?)
+            });
+        }
+    }
+}
+
+#[test]
+fn what_ranks_use_changes() {
+    let steps = both(2, |ddp| {
+        let device = Device::flex().autodiff();
+        let mut model = ddp.wrap_with(Model::new(&device, F32), &small())?;
+        let mut optim = AdamConfig::new().init();
+        let mut steps = Vec::new();
+        for step in 0..6 {
+            // `d` by nobody, `c` by one rank after the other, `b` now and then.
+            let used = [true, step % 3 == 0, step % 2 == ddp.rank(), false];
+            let grads = GradientsParams::from_grads(model.loss(used, 1.0 + step as f32).backward(), &model);
+            steps.push(model.gradients(&grads));
+            model = optim.step(0.01, model, grads);
+        }
+        Ok((steps, param_hash(&model)?))
+    });
+    let present: Vec<_> = steps.0.iter().map(|s| s.iter().map(Option::is_some).collect::<Vec<_>>()).collect();
+    assert!(present.iter().enumerate().all(|(step, p)| *p == [true, step % 3 == 0, true, false]), "{present:?}");
+}
+
+#[test]
+fn micro_batches_are_weighed_and_summed_wide() {
+    for reduction in [Reduction::Mean, Reduction::Sum] {
+        let steps = both(2, |ddp| {
+            let device = Device::flex().autodiff();
+            let config = small().with_accumulation(3).with_reduction(reduction);
+            let model = ddp.wrap_with(Model::new(&device, MIXED), &config)?;
+            let mut steps = Vec::new();
+            for step in 0..3 {
+                // One micro-batch of one rank stands for nothing, and is nothing that can be summed.
+                let weights = [[3.0, 1.0, 2.0], [0.5, 0.0, 7.0]][ddp.rank()];
+                for (micro, weight) in weights.into_iter().enumerate() {
+                    ddp.weight(weight)?;
+                    let x = if weight == 0.0 { f32::NAN } else { (micro + step + ddp.rank()) as f32 };
+                    let used = [true, true, micro == 1, ddp.rank() == 1];
+                    let grads = GradientsParams::from_grads(model.loss(used, x).backward(), &model);
+                    assert_eq!(grads.len(), if micro == 2 { 4 } else { 0 });
+                    steps.push(model.gradients(&grads));
+                }
+            }
+            Ok(steps)
+        });
+        assert!(steps.iter().flatten().flatten().flatten().all(|g| g.is_finite()));
+    }
+}
+
+#[test]
+fn a_rank_of_no_weight_is_absent() {
+    let gradient = both(2, |ddp| {
+        let device = Device::flex().autodiff();
+        let model = ddp.wrap(Model::new(&device, F32))?;
+        ddp.weight(if ddp.rank() == 0 { 2.0 } else { 0.0 })?;
+        let x = if ddp.rank() == 0 { 1.0 } else { f32::NAN };
+        let grads = GradientsParams::from_grads(model.loss(ALL, x).backward(), &model);
+        Ok(model.gradients(&grads))
+    });
+    let b: Vec<f64> = values(5, 2).iter::<f64>().map(|v| f64::from(3.0 * (v as f32) * (v as f32))).collect();
+    let got = gradient[1].as_ref().unwrap();
+    assert!(got.iter().zip(&b).all(|(got, b)| (got - b).abs() < 1e-5), "{got:?} {b:?}");
+}
+
+#[test]
+fn no_sync_and_discard() {
+    both(2, |ddp| {
+        let device = Device::flex().autodiff();
+        let model = ddp.wrap_with(Model::new(&device, F32), &small())?;
+        let grads = |x: f32| GradientsParams::from_grads(model.loss(ALL, x).backward(), &model);
+        let clean = model.gradients(&grads(1.0));
+        assert_eq!(ddp.no_sync(&model, || grads(5.0).len())?, 0);
+        ddp.discard(&model);
+        assert_eq!(model.gradients(&grads(1.0)), clean);
+        assert_eq!(ddp.no_sync(&model, || grads(5.0).len())?, 0);
+        let held = model.gradients(&grads(1.0));
+        assert_ne!(held, clean);
+        Ok(held)
+    });
+}
+
+#[test]
+fn what_was_frozen_wakes() {
+    let steps = both(2, |ddp| {
+        let device = Device::flex().autodiff();
+        let mut model = Model::new(&device, F32);
+        model.d = model.d.no_grad();
+        let mut model = ddp.wrap_with(model, &small())?;
+        let mut steps = Vec::new();
+        for step in 0..4 {
+            if step == 2 {
+                model = model.unfreeze();
+            }
+            // Only rank 1 uses it.
+            let used = [true, true, true, step >= 1 && ddp.rank() == 1];
+            let grads = GradientsParams::from_grads(model.loss(used, 1.0 + step as f32).backward(), &model);
+            steps.push(model.gradients(&grads));
+        }
+        Ok(steps)
+    });
+    assert_eq!(steps.iter().map(|s| s[3].is_some()).collect::<Vec<_>>(), [false, false, true, true]);
+}
+
+#[test]
+fn two_models_in_one_backward_and_one_that_is_gone() {
+    both(2, |ddp| {
+        let device = Device::flex().autodiff();
+        let first = ddp.wrap_with(Model::new(&device, F32), &small())?;
+        let second = ddp.wrap_with(Model::new(&device, MIXED), &small())?;
+        let mut all = Vec::new();
+        for step in 0..3 {
+            let x = (1 + ddp.rank() + step) as f32;
+            let loss = match ddp.rank() {
+                0 => first.loss(ALL, x) + second.loss(ALL, x),
+                _ => second.loss(ALL, x) + first.loss(ALL, x),
+            };
+            let mut grads = loss.backward();
+            let of_first = GradientsParams::from_module(&mut grads, &first);
+            all.push(first.gradients(&of_first));
+            all.push(second.gradients(&GradientsParams::from_grads(grads, &second)));
+        }
+        drop(first);
+        let grads = second.loss(ALL, 1.0).backward();
+        all.push(second.gradients(&GradientsParams::from_grads(grads, &second)));
+        Ok(all)
+    });
+}
+
+#[test]
+fn ranks_that_are_through_stand_in_with_zeros() {
+    both(2, |ddp| {
+        let device = Device::flex().autodiff();
+        let mut model = ddp.wrap_with(Model::new(&device, MIXED), &small())?;
+        let mut optim = SgdConfig::new().init();
+        for step in 0..1 + 2 * ddp.rank() {
+            let grads = GradientsParams::from_grads(model.loss(ALL, 1.0 + step as f32).backward(), &model);
+            model = optim.step(0.01, model, grads);
+        }
+        ddp.join(&mut model, &mut optim)?;
+        Ok(param_hash(&model)?)
+    });
+}
+
+#[test]
+fn whatever_fails_on_one_rank_is_every_ranks_error_and_stays() {
+    let says = [
+        (Fault::Lend, "lends nothing"),
+        (Fault::Place, "no such memory"),
+        (Fault::Silence, "the fake device:"),
+        (Fault::Reduce, "fell off the bus"),
+        (Fault::TakeBack, "gives nothing back"),
+    ];
+    for (fault, says) in says {
+        let errors = Ddp::spawn(2, |ddp| {
+            fake::install(&ddp);
+            let device = Device::flex().autodiff();
+            let model = ddp.wrap_with(Model::new(&device, F32), &small())?;
+            ddp.backward(&model.loss(ALL, 1.0), &model)?;
+            if ddp.rank() == 1 {
+                fake::FAULT.set(Some(fault));
+            }
+            let first = ddp.backward(&model.loss(ALL, 1.0), &model).map(drop).unwrap_err();
+            let again: Error = ddp.backward(&model.loss(ALL, 1.0), &model).map(drop).unwrap_err();
+            Ok((first.to_string(), again.to_string()))
+        })
+        .unwrap();
+        for (rank, (first, again)) in errors.iter().enumerate() {
+            assert!(first.contains(says), "{fault:?} on rank {rank}: {first}");
+            assert!(first.contains("rank 1"), "{fault:?} on rank {rank}: {first}");
+            assert!(!again.is_empty());
+        }
+    }
+}
