@@ -287,7 +287,7 @@ fn whatever_fails_on_one_rank_is_every_ranks_error_and_stays() {
         for (rank, (first, again)) in errors.iter().enumerate() {
             assert!(first.contains(says), "{fault:?} on rank {rank}: {first}");
             assert!(first.contains("rank 1"), "{fault:?} on rank {rank}: {first}");
-            assert!(!again.is_empty());
+            assert!(again.contains(says) || again.contains("half-way"), "{fault:?} on rank {rank}: {again}");
         }
     }
 }
