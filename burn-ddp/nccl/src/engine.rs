@@ -37,6 +37,14 @@ const TURN: Duration = Duration::from_millis(20);
 /// The steps of a collective on regions of the device: input and output.
 type Work<'a> = &'a mut dyn FnMut(&mut Communicator, &Stream, (Region, Region), Alive<'_>) -> Result<(), Fault>;
 
+/// What goes to the device, one behind the other, and how much comes back.
+struct Load<'a> {
+    inputs: &'a [&'a [u8]],
+    output_bytes: usize,
+    /// Whether there is nothing to do, on all ranks alike.
+    empty: bool,
+}
+
 impl NcclEngine {
     pub(crate) fn new(
         host: Box<dyn Engine>,
@@ -133,17 +141,9 @@ impl NcclEngine {
         Ok((How::Op(op), false))
     }
 
-    /// Copies `inputs`, one behind the other, to the device, does `work` there, copies `output_bytes` back and shows them to `take`.
-    /// `empty` says on all ranks alike that there is nothing to do.
-    fn staged(
-        &mut self,
-        call: &Call,
-        inputs: &[&[u8]],
-        output_bytes: usize,
-        empty: bool,
-        work: Work<'_>,
-        take: impl FnOnce(&[u8]),
-    ) -> Result<()> {
+    /// Copies `inputs` to the device, does `work` there, copies `output_bytes` back and shows them to `take`.
+    fn staged(&mut self, call: &Call, load: Load<'_>, work: Work<'_>, take: impl FnOnce(&[u8])) -> Result<()> {
+        let Load { inputs, output_bytes, empty } = load;
         if empty {
             take(&[]);
             return Ok(());
@@ -203,7 +203,8 @@ impl NcclEngine {
         let mut work = |communicator: &mut Communicator, stream: &Stream, pair: (Region, Region), alive: Alive<'_>| {
             reduce_all(communicator, stream, &[pair], (dtype, how), absent, alive)
         };
-        self.staged(call, &[buf], len, empty, &mut work, |output| result.extend_from_slice(output))?;
+        let load = Load { inputs: &[buf], output_bytes: len, empty };
+        self.staged(call, load, &mut work, |output| result.extend_from_slice(output))?;
         buf.copy_from_slice(&result);
         Ok(())
     }
@@ -272,9 +273,7 @@ impl Engine for NcclEngine {
         let inputs = inputs.to_vec();
         self.staged(
             call,
-            &[&inputs],
-            len,
-            empty,
+            Load { inputs: &[&inputs], output_bytes: len, empty },
             &mut |communicator, stream, (input, output), alive| {
                 communicator.broadcast(stream, &[(root, input, output)], alive)
             },
@@ -295,9 +294,7 @@ impl Engine for NcclEngine {
         let alike = lens.iter().all(|len| *len == lens[0]);
         self.staged(
             call,
-            &[input],
-            total,
-            total == 0,
+            Load { inputs: &[input], output_bytes: total, empty: total == 0 },
             &mut |communicator, stream, (input, output), alive| {
                 if alike {
                     return communicator.all_gather(stream, input, output, alive);
@@ -335,9 +332,7 @@ impl Engine for NcclEngine {
         self.arrive(call, 0)?;
         self.staged(
             call,
-            &[input],
-            output.len(),
-            input.is_empty(),
+            Load { inputs: &[input], output_bytes: output.len(), empty: input.is_empty() },
             &mut |communicator, stream, pair, alive| communicator.reduce_scatter(stream, pair, (dtype, op), alive),
             |row| output.copy_from_slice(row),
         )
@@ -351,9 +346,7 @@ impl Engine for NcclEngine {
         let (rank, len, empty, input) = (self.rank, buf.len(), buf.is_empty(), buf.to_vec());
         self.staged(
             call,
-            &[&input],
-            len,
-            empty,
+            Load { inputs: &[&input], output_bytes: len, empty },
             &mut |communicator, stream, pair, alive| communicator.reduce(stream, pair, (dtype, op), root, alive),
             |output| {
                 if rank == root {
@@ -372,9 +365,7 @@ impl Engine for NcclEngine {
         let room = if rank == root { len * size } else { 0 };
         self.staged(
             call,
-            &[input],
-            room,
-            len == 0,
+            Load { inputs: &[input], output_bytes: room, empty: len == 0 },
             &mut |communicator, stream, (input, output), alive| {
                 let receives = if rank == root { rows(output, len, size)? } else { Vec::new() };
                 communicator.exchange(stream, &[(root, input)], &receives, alive)
@@ -394,9 +385,7 @@ impl Engine for NcclEngine {
         let (len, size, rank) = (output.len(), self.size, self.rank);
         self.staged(
             call,
-            inputs.unwrap_or_default(),
-            len,
-            len == 0,
+            Load { inputs: inputs.unwrap_or_default(), output_bytes: len, empty: len == 0 },
             &mut |communicator, stream, (input, output), alive| {
                 let sends = if rank == root { rows(input, len, size)? } else { Vec::new() };
                 communicator.exchange(stream, &sends, &[(root, output)], alive)
@@ -413,9 +402,7 @@ impl Engine for NcclEngine {
         let (size, len) = (self.size, input.len() / self.size);
         self.staged(
             call,
-            &[input],
-            output.len(),
-            input.is_empty(),
+            Load { inputs: &[input], output_bytes: output.len(), empty: input.is_empty() },
             &mut |communicator, stream, (input, output), alive| {
                 communicator.exchange(stream, &rows(input, len, size)?, &rows(output, len, size)?, alive)
             },

@@ -4,6 +4,8 @@
 //! `libnccl.so.2`, which is what pip and Debian install, and its results are Rust enums, which a newer library's codes are not.
 #![allow(unsafe_code)]
 
+use std::error::Error as _;
+
 use libloading::Library;
 
 /// The functions of a library: a trait of what is called, and its implementation by the symbols of a loaded library. Tests implement the
@@ -19,7 +21,7 @@ macro_rules! foreign {
         ///
         /// # Safety
         /// That of the C functions: arguments are what their documentation asks for.
-        #[allow(missing_docs, clippy::missing_safety_doc, reason = "the documentation is that of the C functions")]
+        #[allow(missing_docs, clippy::missing_safety_doc, clippy::too_many_arguments, reason = "they are C's functions")]
         pub trait $calls: Send + Sync {
             $( $(#[$doc])* unsafe fn $name(&self, $($arg: $ty),*) -> $ret; )*
         }
@@ -41,7 +43,6 @@ macro_rules! foreign {
             }
         }
 
-        #[allow(clippy::too_many_arguments)]
         impl $calls for $table {
             $(
                 unsafe fn $name(&self, $($arg: $ty),*) -> $ret {
@@ -61,7 +62,11 @@ pub(crate) fn load(names: &[String]) -> Result<(&'static Library, String), Strin
         // SAFETY: the names are those of NVIDIA's libraries, or what the user asked for; their initialisers have no conditions.
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok((Box::leak(Box::new(library)), name.clone())),
-            Err(error) => tried.push(format!("{name}: {error}")),
+            // What the system says is behind what the loader says.
+            Err(error) => tried.push(match error.source() {
+                Some(why) => format!("{name}: {why}"),
+                None => format!("{name}: {error}"),
+            }),
         }
     }
     Err(tried.join("; "))

@@ -41,6 +41,8 @@ pub struct Config {
     max_ctas: c_int,
     net_name: *const c_char,
     split_share: c_int,
+    /// What the layout ends with; a later one has a field here.
+    reserved: c_int,
 }
 
 impl Config {
@@ -58,6 +60,7 @@ impl Config {
             max_ctas: UNSET,
             net_name: std::ptr::null(),
             split_share: UNSET,
+            reserved: UNSET,
         }
     }
 }
@@ -262,10 +265,29 @@ mod tests {
         assert!(error.contains("libc.so.6 has no ncclGetVersion") && error.contains("nvidia-nccl-cu12"), "{error}");
     }
 
+    /// Without a GPU it loads, makes ids, takes our structures by value and by address, and says what it lacks.
+    #[test]
+    #[ignore = "needs NCCL: set BURN_DDP_NCCL"]
+    fn the_real_one_loads() {
+        let nccl = Nccl::load().unwrap();
+        assert!(nccl.version() >= MIN_VERSION && nccl.version() < 100_000, "{nccl:?}");
+        let ids = [nccl.unique_id().unwrap().0, nccl.unique_id().unwrap().0];
+        assert!(ids[0] != ids[1] && ids[0] != [0; UNIQUE_ID_BYTES]);
+        let (mut comm, mut config): (RawComm, Config) = (std::ptr::null_mut(), Config::new(false));
+        // SAFETY: places for a handle and a configuration, and a rank below the size.
+        let code = unsafe { nccl.calls().comm_init_rank_config(&mut comm, 1, UniqueId(ids[0]), 0, &mut config) };
+        println!(
+            "{nccl:?}: init returns {code}, {:?}",
+            nccl.check("ncclCommInitRankConfig", std::ptr::null_mut(), code)
+        );
+        let error = nccl.check("ncclGroupEnd", std::ptr::null_mut(), 2).unwrap_err();
+        assert!(error.starts_with("ncclGroupEnd: unhandled system error") && error.contains("(code 2)"), "{error}");
+    }
+
     #[test]
     fn the_configuration_has_the_layout_of_2_18() {
-        assert_eq!((size_of::<Config>(), std::mem::offset_of!(Config, blocking)), (56, 16));
-        assert_eq!(std::mem::offset_of!(Config, net_name), 32);
+        assert_eq!((size_of::<Config>(), std::mem::offset_of!(Config, blocking)), (48, 16));
+        assert_eq!((std::mem::offset_of!(Config, net_name), std::mem::offset_of!(Config, split_share)), (32, 40));
         assert_eq!(version_text(MIN_VERSION), "2.18.0");
         assert_eq!(version_text(22907), "2.29.7");
     }

@@ -83,7 +83,7 @@ impl Clique {
             if aborted() {
                 return None;
             }
-            let Some(round) = state.rounds.get_mut(&nth) else { return None };
+            let round = state.rounds.get_mut(&nth)?;
             if let Some(outputs) = &mut round.outputs {
                 let output = std::mem::take(&mut outputs[rank]);
                 round.taken += 1;

@@ -92,7 +92,7 @@ impl Delays {
         }
         let seed = self.seed.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
         let mixed = (seed ^ seed >> 31).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 33;
-        if mixed % 3 > 0 {
+        if !mixed.is_multiple_of(3) {
             std::thread::sleep(Duration::from_micros(mixed % most));
         }
     }

@@ -35,7 +35,7 @@ pub(super) struct FakeComm {
     launched: AtomicU64,
 }
 
-/// A call in a group.
+/// What is called.
 enum Op {
     Collective { nth: u64, part: PartOp },
     Send { peer: usize, from: u64, bytes: usize },
@@ -53,9 +53,15 @@ struct PartOp {
     output: u64,
 }
 
+/// A call in a group: communicator, stream, call.
+type Called = (u64, u64, Op);
+
+/// What a stream does for a call; `None` if that was aborted.
+type Step = Box<dyn FnOnce(&FakeComm) -> Option<()> + Send>;
+
 thread_local! {
-    /// How deep in groups this thread is, and the calls so far: communicator, stream, call.
-    static GROUP: RefCell<(u32, Vec<(u64, u64, Op)>)> = const { RefCell::new((0, Vec::new())) };
+    /// How deep in groups this thread is, and the calls so far.
+    static GROUP: RefCell<(u32, Vec<Called>)> = const { RefCell::new((0, Vec::new())) };
 }
 
 impl Inner {
@@ -158,8 +164,7 @@ impl Inner {
     fn enqueue(&self, comm: &Arc<FakeComm>, stream: &FakeStream, ops: Vec<Op>) {
         let numbers = ops.iter().filter_map(|op| if let Op::Collective { nth, .. } = op { Some(*nth) } else { None });
         lock(&self.launches).extend(numbers.map(|nth| (comm.ordinal, comm.clique.id, nth)));
-        let resolved: Vec<Box<dyn FnOnce(&FakeComm) -> Option<()> + Send>> =
-            ops.into_iter().map(|op| self.resolved(comm.ordinal, op)).collect();
+        let resolved: Vec<Step> = ops.into_iter().map(|op| self.resolved(comm.ordinal, op)).collect();
         let comm = comm.clone();
         stream.push(Task::Run(Box::new(move || {
             for op in resolved {
@@ -170,8 +175,8 @@ impl Inner {
         })));
     }
 
-    /// What a stream does for a call; `None` if that was aborted. Memory is found now, as a device has its addresses.
-    fn resolved(&self, ordinal: usize, op: Op) -> Box<dyn FnOnce(&FakeComm) -> Option<()> + Send> {
+    /// Memory is found now: a device has its addresses.
+    fn resolved(&self, ordinal: usize, op: Op) -> Step {
         let memory = |pointer: u64, bytes: usize| {
             self.within(pointer, bytes).filter(|(memory, _)| bytes > 0 && memory.ordinal == ordinal)
         };

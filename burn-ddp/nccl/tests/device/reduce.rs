@@ -134,7 +134,7 @@ fn bad_weights_are_refused_by_all() {
     on_devices(&machine, 2, patient(), |rank| {
         let group = rank.world.group().unwrap();
         let buffer = rank.room(3);
-        let mut refused = |weight: f64| {
+        let refused = |weight: f64| {
             let mut place = place(rank.rank(), &[&buffer], None);
             let elements = OnDevice { dtype: DType::F32, len_elems: 3, place: &mut place };
             let error = group.all_reduce_weighted_on_device(elements, weight, 0).unwrap_err();
