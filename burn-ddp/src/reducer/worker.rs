@@ -91,8 +91,17 @@ impl Worker {
         let (jobs, todo) = channel();
         let (finished, done) = channel();
         std::thread::Builder::new().name(format!("ddp-reduce-{}", group.rank())).spawn(move || {
+            // Once this rank's device failed it is out of step: nothing more may be called until the world has heard of it.
+            let mut failed: Option<String> = None;
             while let Ok(job) = todo.recv() {
-                if finished.send(timed(&group, job, timeout)).is_err() {
+                let done = match &failed {
+                    None => timed(&group, job, timeout),
+                    Some(why) => Finished { done: refuse(job, why), time: Instant::now()..Instant::now() },
+                };
+                if let Done::Reduced { result: Err(Fault::Device(why)), .. } = &done.done {
+                    failed.get_or_insert_with(|| why.clone());
+                }
+                if finished.send(done).is_err() {
                     return;
                 }
             }
@@ -164,6 +173,20 @@ fn timed(group: &ProcessGroup, job: Job, patience: Duration) -> Finished {
     let start = Instant::now();
     let done = run(group, job, patience);
     Finished { done, time: start..Instant::now() }
+}
+
+/// `job`, not done because of `why`.
+fn refuse(job: Job, why: &str) -> Done {
+    let error = || burn_ddp_comm::Error::Internal { message: format!("an earlier reduction failed: {why}") };
+    match job {
+        Job::Allocate(_) => Done::Allocated(Err(error())),
+        Job::Reduce { bucket, buffer, lent, .. } => {
+            Done::Reduced { bucket, buffer, lent, result: Err(Fault::Device(why.to_owned())) }
+        }
+        Job::Buffers { dtype, buffer, .. } => Done::Buffers { dtype, buffer, result: Err(error()) },
+        Job::Digests(_) => Done::Digests(Err(error())),
+        Job::AgreeOrder(_) => Done::Order(Err(error())),
+    }
 }
 
 /// With `patience` for a device that has to say where gradients are.

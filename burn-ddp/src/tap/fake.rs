@@ -9,11 +9,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use burn::backend::Flex;
 use burn::backend::flex::FlexTensor;
+use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
 use burn_ddp_comm::call::Call;
 use burn_ddp_comm::engine::{Engine, Fabric, Incoming, OnDevice, Outgoing};
+use burn_ddp_comm::health::Health;
 use burn_ddp_comm::{DType as CommDType, Error, ReduceOp, Result};
 
 use super::memory::{GradientMemory, Lent};
@@ -115,12 +116,18 @@ pub(crate) fn install(ddp: &Ddp) -> Arc<AtomicUsize> {
     let count = Arc::new(AtomicUsize::new(0));
     let counted = count.clone();
     ddp.world()
-        .set_fabric(|own, _| Ok::<_, Error>(Arc::new(FakeFabric(own, counted)) as Arc<dyn Fabric>))
+        .set_fabric(|own, health| {
+            Ok::<_, Error>(Arc::new(FakeFabric { own, health, count: counted }) as Arc<dyn Fabric>)
+        })
         .expect("this fabric is always made");
     count
 }
 
-struct FakeFabric(Arc<dyn Fabric>, Arc<AtomicUsize>);
+struct FakeFabric {
+    own: Arc<dyn Fabric>,
+    health: Arc<Health>,
+    count: Arc<AtomicUsize>,
+}
 
 impl Fabric for FakeFabric {
     fn name(&self) -> &'static str {
@@ -128,12 +135,17 @@ impl Fabric for FakeFabric {
     }
 
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
-        Ok(Box::new(FakeEngine(self.0.open(call)?, self.1.clone())))
+        let (own, health, count) = (self.own.open(call)?, self.health.clone(), self.count.clone());
+        Ok(Box::new(FakeEngine { own, health, count }))
     }
 }
 
 /// What is in host memory is left to the world's own engine.
-struct FakeEngine(Box<dyn Engine>, Arc<AtomicUsize>);
+struct FakeEngine {
+    own: Box<dyn Engine>,
+    health: Arc<Health>,
+    count: Arc<AtomicUsize>,
+}
 
 impl Engine for FakeEngine {
     fn name(&self) -> &'static str {
@@ -145,15 +157,16 @@ impl Engine for FakeEngine {
         let refuse = |message: &str| Error::Environment { message: message.into() };
         let place = place.downcast_mut::<Place>().ok_or_else(|| refuse("this is not on the fake device"))?;
         if place.fault == Some(Fault::Reduce) {
-            return Err(refuse("the fake device fell off the bus"));
+            let peer = self.health.peers()[self.health.rank()].clone();
+            return Err(Error::PeerFailed { peer, cause: "the fake device fell off the bus".into(), during: None });
         }
         let mut all = place.runs.concat();
         if all.len() != len_elems * dtype.size_bytes() {
             return Err(refuse("these are not as many elements as was said"));
         }
         match op {
-            Some(op) => self.0.all_reduce(call, dtype, &mut all, op)?,
-            None => self.0.all_reduce_weighted(call, dtype, &mut all)?,
+            Some(op) => self.own.all_reduce(call, dtype, &mut all, op)?,
+            None => self.own.all_reduce_weighted(call, dtype, &mut all)?,
         }
         let mut rest = &all[..];
         for run in &mut place.runs {
@@ -162,28 +175,28 @@ impl Engine for FakeEngine {
             rest = others;
         }
         place.reduced = true;
-        self.1.fetch_add(1, Ordering::Relaxed);
+        self.count.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
     fn barrier(&mut self, call: &Call) -> Result<()> {
-        self.0.barrier(call)
+        self.own.barrier(call)
     }
 
     fn all_reduce(&mut self, call: &Call, dtype: CommDType, buf: &mut [u8], op: ReduceOp) -> Result<()> {
-        self.0.all_reduce(call, dtype, buf, op)
+        self.own.all_reduce(call, dtype, buf, op)
     }
 
     fn all_reduce_weighted(&mut self, call: &Call, dtype: CommDType, buf: &mut [u8]) -> Result<()> {
-        self.0.all_reduce_weighted(call, dtype, buf)
+        self.own.all_reduce_weighted(call, dtype, buf)
     }
 
     fn broadcast(&mut self, call: &Call, buf: &mut [u8], root: usize) -> Result<()> {
-        self.0.broadcast(call, buf, root)
+        self.own.broadcast(call, buf, root)
     }
 
     fn all_gather(&mut self, call: &Call, input: &[u8], outputs: &mut [&mut [u8]]) -> Result<()> {
-        self.0.all_gather(call, input, outputs)
+        self.own.all_gather(call, input, outputs)
     }
 
     fn reduce_scatter(
@@ -194,26 +207,26 @@ impl Engine for FakeEngine {
         output: &mut [u8],
         op: ReduceOp,
     ) -> Result<()> {
-        self.0.reduce_scatter(call, dtype, input, output, op)
+        self.own.reduce_scatter(call, dtype, input, output, op)
     }
 
     fn reduce(&mut self, call: &Call, dtype: CommDType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()> {
-        self.0.reduce(call, dtype, buf, op, root)
+        self.own.reduce(call, dtype, buf, op, root)
     }
 
     fn gather(&mut self, call: &Call, input: &[u8], outputs: Option<&mut [&mut [u8]]>, root: usize) -> Result<()> {
-        self.0.gather(call, input, outputs, root)
+        self.own.gather(call, input, outputs, root)
     }
 
     fn scatter(&mut self, call: &Call, inputs: Option<&[&[u8]]>, output: &mut [u8], root: usize) -> Result<()> {
-        self.0.scatter(call, inputs, output, root)
+        self.own.scatter(call, inputs, output, root)
     }
 
     fn all_to_all(&mut self, call: &Call, input: &[u8], output: &mut [u8]) -> Result<()> {
-        self.0.all_to_all(call, input, output)
+        self.own.all_to_all(call, input, output)
     }
 
     fn send_recv(&mut self, call: &Call, send: Option<Outgoing<'_>>, receive: Option<&mut Incoming<'_>>) -> Result<()> {
-        self.0.send_recv(call, send, receive)
+        self.own.send_recv(call, send, receive)
     }
 }

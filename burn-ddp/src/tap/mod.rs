@@ -2,6 +2,8 @@
 
 #[cfg(all(test, feature = "flex"))]
 pub(crate) mod fake;
+#[cfg(all(test, feature = "flex"))]
+pub(crate) mod fake_gpu;
 mod kept;
 mod memory;
 mod ops;
