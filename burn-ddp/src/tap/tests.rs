@@ -337,7 +337,7 @@ fn nccls_engine_reduces_what_was_lent() {
                 assert_eq!(gpus, host);
             }
             let flat = |steps: &[Vec<Option<Vec<f64>>>]| -> Vec<f64> {
-                steps.iter().flatten().map(|g| g.clone().unwrap_or(vec![f64::MAX])).flatten().collect()
+                steps.iter().flatten().flat_map(|g| g.clone().unwrap_or(vec![f64::MAX])).collect()
             };
             let (gpus, host) = (flat(&gpus[0]), flat(&host[0]));
             assert_eq!(gpus.len(), host.len());
