@@ -7,7 +7,7 @@
 use std::ffi::{c_char, c_int, c_void};
 use std::fmt;
 use std::ptr::null_mut;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use mpi::ffi;
 
@@ -58,8 +58,7 @@ pub(crate) fn is_finalized() -> bool {
 pub(crate) fn init() -> Result<()> {
     let mut provided = 0;
     // SAFETY: MPI lets both arguments be null; the level is a constant of its own, and `provided` outlives the call.
-    let code =
-        unsafe { ffi::MPI_Init_thread(null_mut(), null_mut(), ffi::RSMPI_THREAD_MULTIPLE, &raw mut provided) };
+    let code = unsafe { ffi::MPI_Init_thread(null_mut(), null_mut(), ffi::RSMPI_THREAD_MULTIPLE, &raw mut provided) };
     check("MPI_Init_thread", code)
 }
 
@@ -174,6 +173,7 @@ impl Comm {
     /// Sends bytes that are there forever, and forgets about it.
     pub(crate) fn send_off(&self, to: c_int, tag: c_int, bytes: &'static [u8]) -> Result<()> {
         self.check_peer(to, tag)?;
+        let _one = self.guard();
         let mut request = null_request();
         // SAFETY: rank and tag are valid, the communicator is, and the bytes live forever.
         let code = unsafe {
@@ -195,6 +195,7 @@ impl Comm {
     /// How long the next message is, if one is there.
     pub(crate) fn peek(&self, from: c_int, tag: c_int) -> Result<Option<usize>> {
         self.check_peer(from, tag)?;
+        let _one = self.guard();
         let (mut flag, mut status) = (0, no_status());
         // SAFETY: rank and tag are valid, the communicator is; flag and status outlive the call.
         check("MPI_Iprobe", unsafe { ffi::MPI_Iprobe(from, tag, self.raw, &raw mut flag, &raw mut status) })?;
@@ -204,6 +205,7 @@ impl Comm {
     /// Takes the message that [`peek`](Self::peek) saw, which is not longer than `room`. Nobody else receives with this tag.
     pub(crate) fn take(&self, from: c_int, tag: c_int, room: &mut [u8]) -> Result<()> {
         self.check_peer(from, tag)?;
+        let _one = self.guard();
         let mut status = no_status();
         // SAFETY: rank and tag are valid, the communicator is; buffer and status outlive the call, which blocks until it is done.
         let code = unsafe {
@@ -226,6 +228,13 @@ impl Comm {
             // SAFETY: a valid communicator that nobody has any more. What is under way on it ends first.
             unsafe { ffi::MPI_Comm_free(&raw mut self.raw) };
         }
+    }
+
+    /// Held while a message of this process to itself is begun or tested: MPICH 4.0 loses some of those that two threads touch at once.
+    /// Between processes there is nothing to hold.
+    fn guard(&self) -> Option<MutexGuard<'static, ()>> {
+        static ONE: Mutex<()> = Mutex::new(());
+        self.is_own.then(|| ONE.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn check_peer(&self, peer: c_int, tag: c_int) -> Result<()> {
@@ -305,6 +314,7 @@ impl<K> Flights<K> {
     /// Sends the first `len` bytes of `buffer`.
     pub(crate) fn send(&mut self, to: c_int, tag: c_int, buffer: Vec<u8>, len: usize, key: K) -> Result<()> {
         self.comm.check_peer(to, tag)?;
+        let _one = self.comm.guard();
         let (count, mut request) = (count(len.min(buffer.len()))?, null_request());
         // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the request is done.
         let code = unsafe {
@@ -319,6 +329,7 @@ impl<K> Flights<K> {
     /// Receives up to `len` bytes into `buffer`.
     pub(crate) fn receive(&mut self, from: c_int, tag: c_int, mut buffer: Vec<u8>, len: usize, key: K) -> Result<()> {
         self.comm.check_peer(from, tag)?;
+        let _one = self.comm.guard();
         let (count, mut request) = (count(len.min(buffer.len()))?, null_request());
         // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the request is done.
         let code = unsafe {
@@ -341,6 +352,7 @@ impl<K> Flights<K> {
         if under_way == 0 {
             return Ok(());
         }
+        let one = self.comm.guard();
         let mut done = 0;
         self.indices.resize(under_way, 0);
         self.statuses.resize_with(under_way, no_status);
@@ -354,6 +366,7 @@ impl<K> Flights<K> {
                 self.statuses.as_mut_ptr(),
             )
         };
+        drop(one);
         let in_status = code == ffi::MPI_ERR_IN_STATUS as c_int;
         if !in_status {
             check("MPI_Testsome", code)?;
@@ -388,10 +401,12 @@ impl<K> Flights<K> {
 /// After an error. MPI may still touch the memory of what is under way.
 impl<K> Drop for Flights<K> {
     fn drop(&mut self) {
+        let one = self.comm.guard();
         for (request, _) in self.requests.iter_mut().zip(&self.flights).filter(|(_, flight)| flight.receives) {
             // SAFETY: a request of this object that is not done. It stays one, and ends now or by its message.
             unsafe { ffi::MPI_Cancel(request) };
         }
+        drop(one);
         let mut landed = Vec::new();
         // What can be cancelled is at once.
         for _ in 0..3 {

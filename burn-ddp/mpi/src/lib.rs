@@ -4,10 +4,10 @@
 //! the same bits.
 //!
 //! ```no_run
-//! use burn_ddp_comm::{LaunchEnv, Options, ReduceOp, World};
+//! use burn_ddp_comm::{Options, ReduceOp, World};
 //!
 //! // mpirun -n 4 target/release/program
-//! let env = LaunchEnv::detect()?.expect("started by mpirun");
+//! let env = burn_ddp_mpi::detect()?.expect("started by mpirun");
 //! let world = World::join(&env, Options::from_env()?)?;
 //! burn_ddp_mpi::attach(&world)?;
 //! assert_eq!(world.engine(), "mpi");
@@ -27,7 +27,8 @@
 //!
 //! | what | where |
 //! |---|---|
-//! | joining an MPI job | [`attach`] |
+//! | joining an MPI job | [`detect`], [`attach`] |
+//! | where ranks meet whose launcher MPI keeps busy | `meeting.rs` |
 //! | groups: one communicator per world, tags of its own for each group | `fabric.rs` |
 //! | frames: the transport and the loop that waits | `transport.rs`, `exchange.rs` |
 //! | how frames are cut into messages | `pieces.rs` |
@@ -48,6 +49,7 @@ mod exchange;
 mod fabric;
 mod ffi;
 mod idle;
+mod meeting;
 mod pieces;
 mod process;
 mod transport;
@@ -65,6 +67,8 @@ use self::fabric::{MpiFabric, Ranks};
 use self::ffi::{Comm, Failure};
 use self::idle::Idle;
 use self::transport::MpiTransport;
+
+pub use self::meeting::detect;
 
 /// Has all later groups of `world` use MPI. All ranks call it, between the same groups; it returns when all have.
 ///
@@ -98,8 +102,11 @@ pub fn attach(world: &World) -> Result<()> {
 #[doc(hidden)]
 pub fn attach_threads(worlds: &[World]) -> Result<()> {
     let Some(first) = worlds.first() else { return Ok(()) };
-    process::begin(first)?;
-    let comm = Arc::new(Comm::of_this_process().map_err(refused)?);
+    process::begin(first.options().join_timeout, &|| first.check())?;
+    let comm = {
+        let _one = process::one_at_a_time();
+        Arc::new(Comm::of_this_process().map_err(refused)?)
+    };
     for world in worlds {
         world.set_fabric(|_, health| {
             process::register(&health, world.options().timeout);
@@ -110,7 +117,11 @@ pub fn attach_threads(worlds: &[World]) -> Result<()> {
 }
 
 fn attached(world: &World, health: &Arc<Health>, site: CallSite) -> Result<Arc<dyn Fabric>> {
-    process::begin(world)?;
+    if meeting::is_taken() && !process::has_begun() {
+        return Err(Error::Environment { message: meeting::TOO_LATE.to_owned() });
+    }
+    process::begin(world.options().join_timeout, &|| world.check())?;
+    let _one = process::one_at_a_time();
     let all = Arc::new(Comm::world().map_err(refused)?);
     check_place(world, &all)?;
     let info = CallInfo::bare(Collective::NewGroup, 0, 0, site);

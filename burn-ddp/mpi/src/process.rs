@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::health::Health;
-use burn_ddp_comm::{Error, Result, World};
+use burn_ddp_comm::{Error, Result};
 
 use crate::exchange::CLOSING;
 use crate::ffi::{self, Comm};
@@ -49,7 +49,9 @@ enum Stage {
     /// It is being begun.
     Beginning,
     /// It can be used. `ours` if it was begun here, and so is ended here.
-    Ready { ours: bool },
+    Ready {
+        ours: bool,
+    },
     /// It cannot be.
     Failed(String),
     /// The process is on its way out.
@@ -75,12 +77,17 @@ fn wait<'a>(state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, Stat
     PROCESS.changed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
 }
 
+/// Whether MPI has been begun, here or by the program.
+pub(crate) fn has_begun() -> bool {
+    state().stage != Stage::Fresh || ffi::is_initialized()
+}
+
 /// Begins MPI, unless that has been done.
 ///
 /// # Errors
 /// [`Error::Environment`] if it cannot be used by many threads, or not at all; what ended the world; a time that was too short.
-pub(crate) fn begin(world: &World) -> Result<()> {
-    let deadline = Instant::now().checked_add(world.options().join_timeout);
+pub(crate) fn begin(timeout: Duration, check: &dyn Fn() -> Result<()>) -> Result<()> {
+    let deadline = Instant::now().checked_add(timeout);
     let mut state = state();
     if state.stage == Stage::Fresh {
         if ffi::is_finalized() {
@@ -100,10 +107,12 @@ pub(crate) fn begin(world: &World) -> Result<()> {
             Stage::Ending | Stage::Ended => return Err(too_late()),
             Stage::Fresh | Stage::Beginning => {}
         }
-        world.check()?;
+        check()?;
         if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-            let waited = world.options().join_timeout.as_secs_f64();
-            return Err(environment(format!("MPI_Init_thread has not returned for {waited} s: do all ranks get there?")));
+            let waited = timeout.as_secs_f64();
+            return Err(environment(format!(
+                "MPI_Init_thread has not returned for {waited} s: do all ranks get there?"
+            )));
         }
         state = wait(state, LOOK);
     }
@@ -144,6 +153,12 @@ fn usable(ours: bool) -> Stage {
         }
         Err(failure) => Stage::Failed(failure.to_string()),
     }
+}
+
+/// Held while something is done that MPI lets only one thread do on a communicator. Other worlds wait, each of its steps has a deadline.
+pub(crate) fn one_at_a_time() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A rank of this process uses MPI from now on: it ends well only if this one does.

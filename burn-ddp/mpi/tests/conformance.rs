@@ -1,6 +1,6 @@
 //! What every engine must do, done by MPI: all ranks are threads of this process, which talks to itself.
 
-#![allow(missing_docs, unreachable_pub)]
+#![allow(dead_code, missing_docs, unreachable_pub)]
 
 include!("../../comm/tests/conformance/suite.rs");
 
