@@ -321,12 +321,12 @@ impl<'a, 'b> Exchange<'a, 'b> {
     /// Nothing has moved: ends by an error if nothing more will.
     fn wait(&mut self, wires: &mut Wires) -> Result<()> {
         self.health.check()?;
-        let waiting_for = self.waiting_for();
-        if matches!(&self.ended, Some((peer, _, End::Left)) if !waiting_for.contains(peer)) {
+        let needed = self.needed();
+        if matches!(&self.ended, Some((peer, _, End::Left)) if !needed.contains(peer)) {
             self.ended = None; // All that was needed of it has come.
         }
         let has_left = |peer: &usize| self.health.has_left(self.call.world_rank(*peer));
-        if let Some(peer) = waiting_for.iter().copied().find(has_left) {
+        if let Some(peer) = needed.into_iter().find(has_left) {
             end(&mut self.ended, peer, End::Left);
         }
         if let Some((peer, since, cause)) = &self.ended {
@@ -340,23 +340,35 @@ impl<'a, 'b> Exchange<'a, 'b> {
             }
         }
         if Instant::now() >= self.call.deadline() {
-            return Err(self.call.timed_out(waiting_for));
+            return Err(self.call.timed_out(self.waiting_for()));
         }
         if self.stall.is_due() {
-            self.health.stalled(self.call, waiting_for);
+            self.health.stalled(self.call, self.waiting_for());
         }
         wires.idle.pause();
         Ok(())
     }
 
+    /// Whose part has not come; those who do not take theirs only if all have: they may be waiting for the same ranks.
     fn waiting_for(&self) -> Vec<usize> {
+        let has_next = |receive: &Receiving<'_>| receive.held[receive.taken % WINDOW].is_some();
+        let missing = self.receiving.iter().filter(|receive| !receive.is_complete(self.pieces) && !has_next(receive));
+        let missing: Vec<usize> = missing.map(|receive| receive.peer).collect();
+        if missing.is_empty() { self.needed() } else { sorted(missing) }
+    }
+
+    /// Everybody without whom this cannot be done.
+    fn needed(&self) -> Vec<usize> {
         let sending = self.sending.iter().filter(|send| !send.is_out(self.pieces)).map(|send| send.peer);
         let missing = self.receiving.iter().filter(|receive| !receive.is_complete(self.pieces));
-        let mut waiting: Vec<usize> = sending.chain(missing.map(|receive| receive.peer)).collect();
-        waiting.sort_unstable();
-        waiting.dedup();
-        waiting
+        sorted(sending.chain(missing.map(|receive| receive.peer)).collect())
     }
+}
+
+fn sorted(mut peers: Vec<usize>) -> Vec<usize> {
+    peers.sort_unstable();
+    peers.dedup();
+    peers
 }
 
 /// The bytes of the header at the beginning of `message`, and the weight in it.
