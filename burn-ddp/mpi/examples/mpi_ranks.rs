@@ -22,7 +22,9 @@ fn main() {
     let began = Instant::now();
     let mut rank = 0;
     if let Err(error) = run(&what, &mut rank) {
-        eprintln!("rank {rank}: after {} ms: {error}", began.elapsed().as_millis());
+        // In one piece, since other ranks write to the same place.
+        let line = format!("rank {rank}: after {} ms: {error}\n", began.elapsed().as_millis());
+        eprint!("{line}");
         exit(3);
     }
 }
