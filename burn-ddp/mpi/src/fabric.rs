@@ -9,7 +9,6 @@ use burn_ddp_comm::{Call, Error, GroupId, Result};
 
 use crate::exchange::Route;
 use crate::ffi::Comm;
-use crate::process;
 use crate::transport::{MpiTransport, NAME};
 
 /// Where the ranks of a world are.
@@ -23,15 +22,14 @@ pub(crate) enum Ranks {
 
 /// Makes the groups of one rank.
 pub(crate) struct MpiFabric {
-    /// `None` only while it is dropped.
-    comm: Option<Arc<Comm>>,
+    comm: Arc<Comm>,
     health: Arc<Health>,
     ranks: Ranks,
 }
 
 impl MpiFabric {
     pub(crate) fn new(comm: Arc<Comm>, health: Arc<Health>, ranks: Ranks) -> MpiFabric {
-        MpiFabric { comm: Some(comm), health, ranks }
+        MpiFabric { comm, health, ranks }
     }
 }
 
@@ -43,17 +41,10 @@ impl Fabric for MpiFabric {
     /// Talks to nobody: the group's tags follow from its number.
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
         self.health.check()?;
-        let comm = self.comm.as_ref().ok_or_else(|| Error::Internal { message: "a group after the end".to_owned() })?;
         let rank = call.group_rank()?;
-        let routes = routes(self.ranks, call, self.health.peers().len(), comm.tag_max())?;
-        let transport = MpiTransport::new(rank, routes, comm.clone(), self.health.clone(), true)?;
+        let routes = routes(self.ranks, call, self.health.peers().len(), self.comm.tag_max())?;
+        let transport = MpiTransport::new(rank, routes, self.comm.clone(), self.health.clone(), true)?;
         Ok(Box::new(HostEngine::new(transport)))
-    }
-}
-
-impl Drop for MpiFabric {
-    fn drop(&mut self) {
-        self.comm.take().into_iter().for_each(process::release);
     }
 }
 

@@ -1,7 +1,8 @@
 //! The calls of MPI, checked: all `unsafe` of this crate is here.
 //!
 //! MPI reads and writes memory behind a call's back until a request is done. So memory is given to it by ownership: [`Flights`] keeps
-//! every buffer until MPI is through with it, and leaks those of requests that never end.
+//! every buffer until MPI is through with it, and leaks those of requests that never end. And threads take turns: `turn` is held in
+//! every call of a communicator or request, none of which waits.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_void};
@@ -22,6 +23,12 @@ impl fmt::Display for Failure {
 }
 
 type Result<T> = std::result::Result<T, Failure>;
+
+/// Held by the thread that is in a call of MPI, never while it waits for anything.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 const SUCCESS: c_int = ffi::MPI_SUCCESS as c_int;
 
@@ -54,7 +61,8 @@ pub(crate) fn is_finalized() -> bool {
     unsafe { ffi::MPI_Finalized(&raw mut flag) == SUCCESS && flag != 0 }
 }
 
-/// Starts MPI for many threads; may block until all ranks do. The caller has seen that nobody did it before.
+/// Starts MPI, for as many threads as it can: the program may want to call it as well. May block until all ranks do. The caller has seen
+/// that nobody did it before.
 pub(crate) fn init() -> Result<()> {
     let mut provided = 0;
     // SAFETY: MPI lets both arguments be null; the level is a constant of its own, and `provided` outlives the call.
@@ -62,13 +70,13 @@ pub(crate) fn init() -> Result<()> {
     check("MPI_Init_thread", code)
 }
 
-/// Whether any thread may call MPI at any time. MPI is initialised.
-pub(crate) fn is_for_many_threads() -> Result<bool> {
+/// Whether threads may call MPI by turns. MPI is initialised.
+pub(crate) fn is_for_threads() -> Result<bool> {
     let mut provided = 0;
     // SAFETY: MPI is initialised; `provided` outlives the call.
     check("MPI_Query_thread", unsafe { ffi::MPI_Query_thread(&raw mut provided) })?;
     // SAFETY: a constant of the library.
-    Ok(provided >= unsafe { ffi::RSMPI_THREAD_MULTIPLE })
+    Ok(provided >= unsafe { ffi::RSMPI_THREAD_SERIALIZED })
 }
 
 /// Ends MPI; blocks until all ranks do. On the thread that initialised it, with nothing under way.
@@ -108,11 +116,11 @@ pub(crate) struct Comm {
     rank: c_int,
     size: c_int,
     tag_max: c_int,
-    /// Whether it was made here, of this process alone.
+    /// Whether it was made here, of this process alone. It is freed at the end; freeing others would wait for all their processes.
     is_own: bool,
 }
 
-// SAFETY: a handle, which MPI lets any thread use: it was initialised for many threads.
+// SAFETY: a handle, which MPI lets threads use by turns, and they take them.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
@@ -120,18 +128,22 @@ unsafe impl Sync for Comm {}
 impl Comm {
     /// All processes of the job. MPI is initialised.
     pub(crate) fn world() -> Result<Comm> {
+        let _turn = turn();
         // SAFETY: a constant of the library.
         Comm::new(unsafe { ffi::RSMPI_COMM_WORLD })
     }
 
     /// A new one of this process alone.
     pub(crate) fn of_this_process() -> Result<Comm> {
+        let _turn = turn();
         // SAFETY: a constant of the library.
         let own = Comm::new(unsafe { ffi::RSMPI_COMM_SELF })?;
         let mut raw = own.raw;
         // SAFETY: a valid communicator of this process alone, so nobody is waited for; `raw` outlives the call.
         check("MPI_Comm_dup", unsafe { ffi::MPI_Comm_dup(own.raw, &raw mut raw) })?;
-        Ok(Comm { is_own: true, ..Comm::new(raw)? })
+        let mut comm = Comm::new(raw)?;
+        comm.is_own = true;
+        Ok(comm)
     }
 
     fn new(raw: ffi::MPI_Comm) -> Result<Comm> {
@@ -162,6 +174,7 @@ impl Comm {
 
     /// Begins to make a copy of it, together with its other processes.
     pub(crate) fn duplicate(&self) -> Result<Duplication> {
+        let _turn = turn();
         // Boxed and leaked: MPI writes to it at the end, which may never come. A few bytes per world.
         // SAFETY: constants of the library.
         let state = Box::leak(Box::new(unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_REQUEST_NULL) }));
@@ -170,78 +183,24 @@ impl Comm {
         Ok(Duplication(state))
     }
 
-    /// Sends bytes that are there forever, and forgets about it.
-    pub(crate) fn send_off(&self, to: c_int, tag: c_int, bytes: &'static [u8]) -> Result<()> {
-        self.check_peer(to, tag)?;
-        let _one = self.guard();
-        let mut request = null_request();
-        // SAFETY: rank and tag are valid, the communicator is, and the bytes live forever.
-        let code = unsafe {
-            ffi::MPI_Isend(
-                bytes.as_ptr().cast::<c_void>(),
-                count(bytes.len())?,
-                ffi::RSMPI_UINT8_T,
-                to,
-                tag,
-                self.raw,
-                &raw mut request,
-            )
-        };
-        check("MPI_Isend", code)?;
-        // SAFETY: a request under way, not used again.
-        check("MPI_Request_free", unsafe { ffi::MPI_Request_free(&raw mut request) })
-    }
-
-    /// How long the next message is, if one is there.
-    pub(crate) fn peek(&self, from: c_int, tag: c_int) -> Result<Option<usize>> {
-        self.check_peer(from, tag)?;
-        let _one = self.guard();
-        let (mut flag, mut status) = (0, no_status());
-        // SAFETY: rank and tag are valid, the communicator is; flag and status outlive the call.
-        check("MPI_Iprobe", unsafe { ffi::MPI_Iprobe(from, tag, self.raw, &raw mut flag, &raw mut status) })?;
-        if flag == 0 { Ok(None) } else { length(&status).map(Some) }
-    }
-
-    /// Takes the message that [`peek`](Self::peek) saw, which is not longer than `room`. Nobody else receives with this tag.
-    pub(crate) fn take(&self, from: c_int, tag: c_int, room: &mut [u8]) -> Result<()> {
-        self.check_peer(from, tag)?;
-        let _one = self.guard();
-        let mut status = no_status();
-        // SAFETY: rank and tag are valid, the communicator is; buffer and status outlive the call, which blocks until it is done.
-        let code = unsafe {
-            ffi::MPI_Recv(
-                room.as_mut_ptr().cast::<c_void>(),
-                count(room.len())?,
-                ffi::RSMPI_UINT8_T,
-                from,
-                tag,
-                self.raw,
-                &raw mut status,
-            )
-        };
-        check("MPI_Recv", code)
-    }
-
-    /// Frees one of [this process alone](Self::of_this_process). Others stay: freeing them would wait for all their processes.
-    pub(crate) fn free(mut self) {
-        if self.is_own {
-            // SAFETY: a valid communicator that nobody has any more. What is under way on it ends first.
-            unsafe { ffi::MPI_Comm_free(&raw mut self.raw) };
-        }
-    }
-
-    /// Held while a message of this process to itself is begun or tested: MPICH 4.0 loses some of those that two threads touch at once.
-    /// Between processes there is nothing to hold.
-    fn guard(&self) -> Option<MutexGuard<'static, ()>> {
-        static ONE: Mutex<()> = Mutex::new(());
-        self.is_own.then(|| ONE.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
     fn check_peer(&self, peer: c_int, tag: c_int) -> Result<()> {
         if (0..self.size).contains(&peer) && (0..=self.tag_max).contains(&tag) {
             return Ok(());
         }
         Err(Failure(format!("process {peer} of {}, tag {tag} of {}", self.size, self.tag_max)))
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        if !self.is_own {
+            return;
+        }
+        let _turn = turn();
+        if !is_finalized() {
+            // SAFETY: a valid communicator that nobody has any more. What is under way on it ends first.
+            unsafe { ffi::MPI_Comm_free(&raw mut self.raw) };
+        }
     }
 }
 
@@ -267,6 +226,7 @@ pub(crate) struct Duplication(&'static mut (ffi::MPI_Comm, ffi::MPI_Request));
 impl Duplication {
     /// The new communicator, if it is there.
     pub(crate) fn test(&mut self) -> Result<Option<Comm>> {
+        let _turn = turn();
         let (mut flag, mut status) = (0, no_status());
         // SAFETY: the request of this object; flag and status outlive the call.
         check("MPI_Comm_idup", unsafe { ffi::MPI_Test(&raw mut self.0.1, &raw mut flag, &raw mut status) })?;
@@ -299,7 +259,7 @@ pub(crate) struct Landed<K> {
     pub(crate) len: Result<usize>,
 }
 
-// SAFETY: handles and owned memory; MPI lets any thread use its requests, and `&mut` sees to it that only one does.
+// SAFETY: handles and owned memory; MPI lets threads use requests by turns, and they take them.
 unsafe impl<K: Send> Send for Flights<K> {}
 
 impl<K> Flights<K> {
@@ -311,10 +271,15 @@ impl<K> Flights<K> {
         &self.comm
     }
 
+    /// Whether no message is under way.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
     /// Sends the first `len` bytes of `buffer`.
     pub(crate) fn send(&mut self, to: c_int, tag: c_int, buffer: Vec<u8>, len: usize, key: K) -> Result<()> {
         self.comm.check_peer(to, tag)?;
-        let _one = self.comm.guard();
+        let _turn = turn();
         let (count, mut request) = (count(len.min(buffer.len()))?, null_request());
         // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the request is done.
         let code = unsafe {
@@ -329,7 +294,7 @@ impl<K> Flights<K> {
     /// Receives up to `len` bytes into `buffer`.
     pub(crate) fn receive(&mut self, from: c_int, tag: c_int, mut buffer: Vec<u8>, len: usize, key: K) -> Result<()> {
         self.comm.check_peer(from, tag)?;
-        let _one = self.comm.guard();
+        let _turn = turn();
         let (count, mut request) = (count(len.min(buffer.len()))?, null_request());
         // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the request is done.
         let code = unsafe {
@@ -352,7 +317,7 @@ impl<K> Flights<K> {
         if under_way == 0 {
             return Ok(());
         }
-        let one = self.comm.guard();
+        let _turn = turn();
         let mut done = 0;
         self.indices.resize(under_way, 0);
         self.statuses.resize_with(under_way, no_status);
@@ -366,7 +331,6 @@ impl<K> Flights<K> {
                 self.statuses.as_mut_ptr(),
             )
         };
-        drop(one);
         let in_status = code == ffi::MPI_ERR_IN_STATUS as c_int;
         if !in_status {
             check("MPI_Testsome", code)?;
@@ -401,12 +365,12 @@ impl<K> Flights<K> {
 /// After an error. MPI may still touch the memory of what is under way.
 impl<K> Drop for Flights<K> {
     fn drop(&mut self) {
-        let one = self.comm.guard();
+        let turn = turn();
         for (request, _) in self.requests.iter_mut().zip(&self.flights).filter(|(_, flight)| flight.receives) {
             // SAFETY: a request of this object that is not done. It stays one, and ends now or by its message.
             unsafe { ffi::MPI_Cancel(request) };
         }
-        drop(one);
+        drop(turn);
         let mut landed = Vec::new();
         // What can be cancelled is at once.
         for _ in 0..3 {

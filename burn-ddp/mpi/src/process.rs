@@ -4,7 +4,6 @@
 //! does, on its way out, and only if all went well. Beginning and ending it are done by one thread, as MPI wants, so that whoever waits
 //! for them has a deadline.
 
-use std::ffi::c_int;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,8 +11,7 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::health::Health;
 use burn_ddp_comm::{Error, Result};
 
-use crate::exchange::CLOSING;
-use crate::ffi::{self, Comm};
+use crate::ffi::{self, Flights};
 
 /// How often a wait looks whether the world has ended.
 const LOOK: Duration = Duration::from_millis(20);
@@ -32,14 +30,8 @@ struct State {
     in_use: usize,
     /// Who used MPI, and how long a rank waits for others at most.
     ranks: Vec<(Arc<Health>, Duration)>,
-    closing: Vec<Closing>,
-}
-
-/// A group that is closed here.
-struct Closing {
-    comm: Arc<Comm>,
-    /// From which process and with which tag its peers are still to say that they closed it too.
-    peers: Vec<(c_int, c_int)>,
+    /// What ranks of groups that are closed here are still to be told and to tell: that they are closed.
+    closing: Vec<Flights<()>>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -85,7 +77,7 @@ pub(crate) fn has_begun() -> bool {
 /// Begins MPI, unless that has been done.
 ///
 /// # Errors
-/// [`Error::Environment`] if it cannot be used by many threads, or not at all; what ended the world; a time that was too short.
+/// [`Error::Environment`] if it cannot be used by threads, or not at all; what ended the world; a time that was too short.
 pub(crate) fn begin(timeout: Duration, check: &dyn Fn() -> Result<()>) -> Result<()> {
     let deadline = Instant::now().checked_add(timeout);
     let mut state = state();
@@ -140,16 +132,16 @@ fn life() {
 }
 
 fn usable(ours: bool) -> Stage {
-    match ffi::is_for_many_threads() {
+    match ffi::is_for_threads() {
         Ok(true) => Stage::Ready { ours },
         Ok(false) => {
             let library = ffi::library();
             let why = if ours {
                 "its build does not support that: install one that does, or use another engine"
             } else {
-                "this program initialised it for less: use mpi::initialize_with_threading(Threading::Multiple), or leave it to burn-ddp"
+                "this program initialised it for less: use mpi::initialize_with_threading(Threading::Serialized), or leave it to burn-ddp"
             };
-            Stage::Failed(format!("{library} does not let all threads call it (MPI_THREAD_MULTIPLE); {why}"))
+            Stage::Failed(format!("{library} does not let threads call it by turns (MPI_THREAD_SERIALIZED); {why}"))
         }
         Err(failure) => Stage::Failed(failure.to_string()),
     }
@@ -189,33 +181,17 @@ impl Drop for InUse {
     }
 }
 
-/// A group of this process is closed, and these of its peers are still to say that they closed it too.
-pub(crate) fn expect_closing(comm: &Arc<Comm>, peers: Vec<(c_int, c_int)>) {
+/// A group of this process is closed, and these messages about it are under way: MPI must have nothing left when it ends.
+pub(crate) fn close(flights: Flights<()>) {
     let mut state = state();
-    state.closing.push(Closing { comm: comm.clone(), peers });
-    receive_closings(&mut state);
+    state.closing.push(flights);
+    land_closings(&mut state);
 }
 
-/// Takes what has come: MPI would keep it, and must have nothing left when it ends.
-fn receive_closings(state: &mut State) {
-    for Closing { comm, peers } in &mut state.closing {
-        peers.retain(|(process, tag)| {
-            // Anything else was sent to a group that is closed here: its sender's world ends, and MPI is not finalized.
-            let has_come = matches!(comm.peek(*process, *tag), Ok(Some(len)) if len == CLOSING.len());
-            let mut room = [0; CLOSING.len()];
-            !(has_come && comm.take(*process, *tag, &mut room).is_ok())
-        });
-    }
-    let done: Vec<_> = state.closing.extract_if(.., |closing| closing.peers.is_empty()).collect();
-    done.into_iter().filter_map(|closing| Arc::into_inner(closing.comm)).for_each(Comm::free);
-}
-
-/// Gives back a communicator that nobody else has.
-pub(crate) fn release(comm: Arc<Comm>) {
-    let state = state();
-    if let (Stage::Ready { .. }, Some(comm)) = (&state.stage, Arc::into_inner(comm)) {
-        comm.free();
-    }
+fn land_closings(state: &mut State) {
+    let mut landed = Vec::new();
+    // If MPI fails, there is nothing to wait for.
+    state.closing.retain_mut(|flights| flights.land(&mut landed).is_ok() && !flights.is_empty());
 }
 
 /// Finalizes MPI if every rank of this process has left a whole world and dropped its groups. Others may not be there yet: that is waited
@@ -237,7 +213,7 @@ extern "C" fn at_exit() {
     let deadline = Instant::now().checked_add(timeout);
     let is_late = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
     while !state.closing.is_empty() && !is_late() {
-        receive_closings(&mut state);
+        land_closings(&mut state);
         if !state.closing.is_empty() {
             state = wait(state, Duration::from_millis(1));
         }

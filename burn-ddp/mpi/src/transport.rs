@@ -1,6 +1,5 @@
 //! Frames over MPI.
 
-use std::ffi::c_int;
 use std::sync::Arc;
 use std::thread;
 
@@ -11,7 +10,7 @@ use burn_ddp_comm::{Call, Error, Result};
 use crate::exchange::{CLOSING, Exchange, Receiving, Route, Sending, Wires};
 use crate::ffi::{Comm, Flights};
 use crate::idle::Idle;
-use crate::pieces::Pieces;
+use crate::pieces::{FIRST_ROOM, Pieces};
 use crate::process::{self, InUse};
 
 pub(crate) const NAME: &str = "mpi";
@@ -118,17 +117,21 @@ impl Drop for MpiTransport {
         if self.broken || !self.says_goodbye || thread::panicking() || self.health.check().is_err() {
             return;
         }
-        let comm = self.wires.flights.comm();
-        let mut expected: Vec<(c_int, c_int)> = Vec::new();
+        let mut flights = Flights::new(self.wires.flights.comm().clone());
         for (peer, route) in self.wires.routes.iter().enumerate().filter(|(peer, _)| *peer != self.rank) {
-            if let Err(failure) = comm.send_off(route.process, route.send, CLOSING) {
+            let sent = flights.send(route.process, route.send, CLOSING.to_vec(), CLOSING.len(), ());
+            // Room for any first message: one that comes in place of the word is from a rank whose world ends.
+            let received = match sent {
+                Ok(()) if !self.wires.closed[peer] => {
+                    flights.receive(route.process, route.receive, vec![0; FIRST_ROOM], FIRST_ROOM, ())
+                }
+                sent => sent,
+            };
+            if let Err(failure) = received {
                 tracing::debug!(%failure, peer, "a group closes unheard");
                 return;
             }
-            if !self.wires.closed[peer] {
-                expected.push((route.process, route.receive));
-            }
         }
-        process::expect_closing(comm, expected);
+        process::close(flights);
     }
 }
