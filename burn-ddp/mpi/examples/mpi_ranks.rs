@@ -25,6 +25,8 @@ fn main() {
         // In one piece, since other ranks write to the same place.
         let line = format!("rank {rank}: after {} ms: {error}\n", began.elapsed().as_millis());
         eprint!("{line}");
+        // MPICH's mpirun tells ranks that one has died, and kills all if one of those ends meanwhile.
+        thread::sleep(Duration::from_secs(2));
         exit(3);
     }
 }
