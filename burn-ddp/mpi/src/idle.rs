@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::PeerInfo;
 
-/// About what giving the core away and getting it back costs: looking longer would never pay.
-const SPIN: Duration = Duration::from_micros(60);
-/// How long a wait lets others run and looks whenever it is its turn.
-const YIELD: Duration = Duration::from_micros(500);
-/// Then it sleeps, longer and longer.
-const SHORTEST_SLEEP: Duration = Duration::from_micros(20);
+/// How long a wait keeps its core, if ranks do not outnumber cores.
+const SPIN: Duration = Duration::from_micros(500);
+/// How long it lets others run and looks whenever it is its turn.
+const YIELD: Duration = Duration::from_millis(1);
+/// Then it sleeps for this part of the time that it has waited, so that it ends late by no more than that, but never longer than
+/// [`LONGEST_SLEEP`].
+const PART: u32 = 8;
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 
 /// One wait: looks again and again, then yields, then sleeps. Where ranks outnumber cores it yields at once.
@@ -20,7 +21,6 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 pub(crate) struct Idle {
     spins: bool,
     since: Option<Instant>,
-    sleep: Duration,
 }
 
 impl Idle {
@@ -29,13 +29,12 @@ impl Idle {
         let here = peers.get(rank).map(|peer| &peer.host);
         let local_ranks = peers.iter().filter(|peer| Some(&peer.host) == here).count();
         let cores = thread::available_parallelism().map_or(1, NonZero::get);
-        Idle { spins: local_ranks <= cores, since: None, sleep: SHORTEST_SLEEP }
+        Idle { spins: local_ranks <= cores, since: None }
     }
 
     /// Something has moved.
     pub(crate) fn reset(&mut self) {
         self.since = None;
-        self.sleep = SHORTEST_SLEEP;
     }
 
     /// Nothing has.
@@ -46,8 +45,7 @@ impl Idle {
         } else if waited < YIELD {
             thread::yield_now();
         } else {
-            thread::sleep(self.sleep);
-            self.sleep = (self.sleep * 2).min(LONGEST_SLEEP);
+            thread::sleep((waited / PART).min(LONGEST_SLEEP));
         }
     }
 }
@@ -57,14 +55,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_long_wait_sleeps_and_what_moves_wakes_it() {
+    fn a_long_wait_sleeps() {
         let mut idle = Idle::new(0, &[PeerInfo::here(0, 0, 0)]);
-        while idle.sleep < LONGEST_SLEEP {
-            idle.pause();
-        }
-        assert!(idle.since.is_some_and(|since| since.elapsed() >= YIELD));
+        idle.since = Instant::now().checked_sub(PART * LONGEST_SLEEP);
+        let began = Instant::now();
+        idle.pause();
+        assert!(began.elapsed() >= LONGEST_SLEEP);
         idle.reset();
-        assert_eq!((idle.since, idle.sleep), (None, SHORTEST_SLEEP));
+        assert_eq!(idle.since, None);
     }
 
     #[test]
