@@ -80,6 +80,19 @@ struct Inner {
     metrics: std::sync::OnceLock<ProcessGroup>,
 }
 
+/// A world whose groups use MPI.
+#[cfg(feature = "mpi")]
+#[track_caller]
+fn over_mpi(options: Options) -> Result<World> {
+    // Some MPIs must begin before the ranks meet.
+    let world = match burn_ddp_mpi::detect()? {
+        Some(env) => World::join(&env, options)?,
+        None => World::solo(options),
+    };
+    burn_ddp_mpi::attach(&world)?;
+    Ok(world)
+}
+
 impl std::fmt::Debug for Ddp {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Ddp(rank {} of {}, engine {})", self.rank(), self.world_size(), self.engine())
@@ -108,6 +121,10 @@ impl Ddp {
     /// As [`Ddp::init`].
     #[track_caller]
     pub fn init_with(options: Options) -> Result<Self> {
+        #[cfg(feature = "mpi")]
+        if options.engine == Some(burn_ddp_comm::EngineChoice::Mpi) {
+            return Self::from_world(over_mpi(options)?);
+        }
         let world = match LaunchEnv::detect()? {
             Some(env) => World::join(&env, options)?,
             None => World::solo(options),

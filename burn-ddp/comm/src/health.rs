@@ -76,7 +76,7 @@ impl Health {
     }
 
     /// The waits of this world.
-    pub(crate) fn options(&self) -> &Options {
+    pub fn options(&self) -> &Options {
         &self.shared.options
     }
 

@@ -224,20 +224,20 @@ pub trait Fabric: Send + Sync {
 
 /// When a wait is to be reported as taking long: after a time, then after twice that time, and so on.
 #[derive(Debug)]
-pub(crate) struct Stall {
+pub struct Stall {
     pub(crate) at: Instant,
     interval: Duration,
 }
 
 impl Stall {
     /// For a wait of `call`.
-    pub(crate) fn new(call: &Call, after: Duration) -> Stall {
+    pub fn new(call: &Call, after: Duration) -> Stall {
         // What is never due is due at the deadline, which comes first.
         Stall { at: call.started().checked_add(after).unwrap_or_else(|| call.deadline()), interval: after }
     }
 
     /// Whether it is time; then the next time is later.
-    pub(crate) fn is_due(&mut self) -> bool {
+    pub fn is_due(&mut self) -> bool {
         let due = Instant::now() >= self.at;
         if due {
             self.at = deadline_in(self.interval);

@@ -65,7 +65,7 @@ impl Health {
     }
 
     /// `call` has waited for long, now for these group ranks: reported, but not an error yet.
-    pub(crate) fn stalled(&self, call: &Call, waiting_for: Vec<usize>) {
+    pub fn stalled(&self, call: &Call, waiting_for: Vec<usize>) {
         let waiting_for = call.world_ranks(&waiting_for);
         let Diagnosis { text, .. } = self.diagnose(call, &waiting_for);
         let described = if text.is_empty() { call.info.to_string() } else { format!("{}; {text}", call.info) };

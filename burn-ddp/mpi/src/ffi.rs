@@ -1,0 +1,405 @@
+//! The calls of MPI, checked: all `unsafe` of this crate is here.
+//!
+//! MPI reads and writes memory behind a call's back until a request is done. So memory is given to it by ownership: [`Flights`] keeps
+//! every buffer until MPI is through with it, and leaks those of requests that never end. And threads take turns: `turn` is held in
+//! every call of a communicator or request, none of which waits.
+#![allow(unsafe_code)]
+
+use std::ffi::{c_char, c_int, c_void};
+use std::fmt;
+use std::ptr::null_mut;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use mpi::ffi;
+
+/// What a call of MPI that failed said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Failure(String);
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+type Result<T> = std::result::Result<T, Failure>;
+
+/// Held by the thread that is in a call of MPI, never while it waits for anything.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+const SUCCESS: c_int = ffi::MPI_SUCCESS as c_int;
+
+fn check(call: &str, code: c_int) -> Result<()> {
+    if code == SUCCESS { Ok(()) } else { Err(Failure(format!("{call}: {}", text_of(code)))) }
+}
+
+fn text_of(code: c_int) -> String {
+    let (mut text, mut len) = (vec![0_u8; ffi::MPI_MAX_ERROR_STRING as usize + 1], 0);
+    // SAFETY: the buffer has the room that MPI asks for, and `len` outlives the call.
+    let told = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast::<c_char>(), &raw mut len) };
+    if told != SUCCESS {
+        return format!("error {code}");
+    }
+    text.truncate(usize::try_from(len).unwrap_or(0));
+    String::from_utf8_lossy(&text).trim().to_owned()
+}
+
+/// Whether somebody has initialised MPI. May be called at any time.
+pub(crate) fn is_initialized() -> bool {
+    let mut flag = 0;
+    // SAFETY: allowed at any time; `flag` outlives the call.
+    unsafe { ffi::MPI_Initialized(&raw mut flag) == SUCCESS && flag != 0 }
+}
+
+/// Whether MPI has ended. May be called at any time.
+pub(crate) fn is_finalized() -> bool {
+    let mut flag = 0;
+    // SAFETY: allowed at any time; `flag` outlives the call.
+    unsafe { ffi::MPI_Finalized(&raw mut flag) == SUCCESS && flag != 0 }
+}
+
+/// Starts MPI, for as many threads as it can: the program may want to call it as well. May block until all ranks do. The caller has seen
+/// that nobody did it before.
+pub(crate) fn init() -> Result<()> {
+    let mut provided = 0;
+    // SAFETY: MPI lets both arguments be null; the level is a constant of its own, and `provided` outlives the call.
+    let code = unsafe { ffi::MPI_Init_thread(null_mut(), null_mut(), ffi::RSMPI_THREAD_MULTIPLE, &raw mut provided) };
+    check("MPI_Init_thread", code)
+}
+
+/// Whether threads may call MPI by turns. MPI is initialised.
+pub(crate) fn is_for_threads() -> Result<bool> {
+    let mut provided = 0;
+    // SAFETY: MPI is initialised; `provided` outlives the call.
+    check("MPI_Query_thread", unsafe { ffi::MPI_Query_thread(&raw mut provided) })?;
+    // SAFETY: a constant of the library.
+    Ok(provided >= unsafe { ffi::RSMPI_THREAD_SERIALIZED })
+}
+
+/// Ends MPI; blocks until all ranks do. On the thread that initialised it, with nothing under way.
+pub(crate) fn finalize() -> Result<()> {
+    // SAFETY: the caller promises what MPI asks for.
+    check("MPI_Finalize", unsafe { ffi::MPI_Finalize() })
+}
+
+/// The installed MPI, by name and version.
+pub(crate) fn library() -> String {
+    // SAFETY: a constant of the library.
+    let room = usize::try_from(unsafe { ffi::RSMPI_MAX_LIBRARY_VERSION_STRING }).unwrap_or(8192);
+    let (mut text, mut len) = (vec![0_u8; room + 1], 0);
+    // SAFETY: the buffer has the room that MPI asks for; allowed at any time.
+    let code = unsafe { ffi::MPI_Get_library_version(text.as_mut_ptr().cast::<c_char>(), &raw mut len) };
+    if code != SUCCESS {
+        return "an unknown MPI".to_owned();
+    }
+    text.truncate(usize::try_from(len).unwrap_or(0));
+    let text = String::from_utf8_lossy(&text);
+    text.split([',', '\n']).next().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// Has `f` called when the process ends by `exit` or by returning from `main`; whether that can be.
+pub(crate) fn at_exit(f: extern "C" fn()) -> bool {
+    unsafe extern "C" {
+        fn atexit(f: extern "C" fn()) -> c_int;
+    }
+    // SAFETY: the C library's function; `f` is a function of this program, which lives as long as it, and does not unwind.
+    unsafe { atexit(f) == 0 }
+}
+
+/// A communicator whose errors are returned.
+#[derive(Debug)]
+pub(crate) struct Comm {
+    raw: ffi::MPI_Comm,
+    rank: c_int,
+    size: c_int,
+    tag_max: c_int,
+    /// Whether it was made here, of this process alone. It is freed at the end; freeing others would wait for all their processes.
+    is_own: bool,
+}
+
+// SAFETY: a handle, which MPI lets threads use by turns, and they take them.
+unsafe impl Send for Comm {}
+// SAFETY: as above.
+unsafe impl Sync for Comm {}
+
+impl Comm {
+    /// All processes of the job. MPI is initialised.
+    pub(crate) fn world() -> Result<Comm> {
+        let _turn = turn();
+        // SAFETY: a constant of the library.
+        Comm::new(unsafe { ffi::RSMPI_COMM_WORLD })
+    }
+
+    /// A new one of this process alone.
+    pub(crate) fn of_this_process() -> Result<Comm> {
+        let _turn = turn();
+        // SAFETY: a constant of the library.
+        let own = Comm::new(unsafe { ffi::RSMPI_COMM_SELF })?;
+        let mut raw = own.raw;
+        // SAFETY: a valid communicator of this process alone, so nobody is waited for; `raw` outlives the call.
+        check("MPI_Comm_dup", unsafe { ffi::MPI_Comm_dup(own.raw, &raw mut raw) })?;
+        let mut comm = Comm::new(raw)?;
+        comm.is_own = true;
+        Ok(comm)
+    }
+
+    fn new(raw: ffi::MPI_Comm) -> Result<Comm> {
+        let (mut rank, mut size) = (0, 0);
+        // SAFETY: a valid communicator, and a constant of the library.
+        check("MPI_Comm_set_errhandler", unsafe { ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN) })?;
+        // SAFETY: a valid communicator; `rank` outlives the call.
+        check("MPI_Comm_rank", unsafe { ffi::MPI_Comm_rank(raw, &raw mut rank) })?;
+        // SAFETY: a valid communicator; `size` outlives the call.
+        check("MPI_Comm_size", unsafe { ffi::MPI_Comm_size(raw, &raw mut size) })?;
+        Ok(Comm { raw, rank, size, tag_max: tag_max()?, is_own: false })
+    }
+
+    /// This process in it.
+    pub(crate) fn rank(&self) -> c_int {
+        self.rank
+    }
+
+    /// How many processes it has.
+    pub(crate) fn size(&self) -> c_int {
+        self.size
+    }
+
+    /// The highest tag that a message can have.
+    pub(crate) fn tag_max(&self) -> c_int {
+        self.tag_max
+    }
+
+    /// Begins to make a copy of it, together with its other processes.
+    pub(crate) fn duplicate(&self) -> Result<Duplication> {
+        let _turn = turn();
+        // Boxed and leaked: MPI writes to it at the end, which may never come. A few bytes per world.
+        // SAFETY: constants of the library.
+        let state = Box::leak(Box::new(unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_REQUEST_NULL) }));
+        // SAFETY: a valid communicator; what is written to lives forever.
+        check("MPI_Comm_idup", unsafe { ffi::MPI_Comm_idup(self.raw, &raw mut state.0, &raw mut state.1) })?;
+        Ok(Duplication(state))
+    }
+
+    fn check_peer(&self, peer: c_int, tag: c_int) -> Result<()> {
+        if (0..self.size).contains(&peer) && (0..=self.tag_max).contains(&tag) {
+            return Ok(());
+        }
+        Err(Failure(format!("process {peer} of {}, tag {tag} of {}", self.size, self.tag_max)))
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        if !self.is_own {
+            return;
+        }
+        let _turn = turn();
+        if !is_finalized() {
+            // SAFETY: a valid communicator that nobody has any more. What is under way on it ends first.
+            unsafe { ffi::MPI_Comm_free(&raw mut self.raw) };
+        }
+    }
+}
+
+fn tag_max() -> Result<c_int> {
+    let (mut value, mut flag) = (null_mut::<c_int>(), 0);
+    // SAFETY: a constant of the library.
+    let world = unsafe { ffi::RSMPI_COMM_WORLD };
+    // SAFETY: for this key MPI stores the address of an `int`, which lives as long as MPI, if it sets the flag.
+    let code = unsafe {
+        ffi::MPI_Comm_get_attr(world, ffi::MPI_TAG_UB as c_int, (&raw mut value).cast::<c_void>(), &raw mut flag)
+    };
+    check("MPI_Comm_get_attr", code)?;
+    if flag == 0 || value.is_null() {
+        return Ok(32767); // what every MPI has
+    }
+    // SAFETY: see above.
+    Ok(unsafe { *value })
+}
+
+/// A communicator that is being made.
+pub(crate) struct Duplication(&'static mut (ffi::MPI_Comm, ffi::MPI_Request));
+
+impl Duplication {
+    /// The new communicator, if it is there.
+    pub(crate) fn test(&mut self) -> Result<Option<Comm>> {
+        let _turn = turn();
+        let (mut flag, mut status) = (0, no_status());
+        // SAFETY: the request of this object; flag and status outlive the call.
+        check("MPI_Comm_idup", unsafe { ffi::MPI_Test(&raw mut self.0.1, &raw mut flag, &raw mut status) })?;
+        if flag == 0 { Ok(None) } else { Comm::new(self.0.0).map(Some) }
+    }
+}
+
+/// Messages under way, each with its memory and with a `K` that tells them apart.
+pub(crate) struct Flights<K> {
+    comm: Arc<Comm>,
+    requests: Vec<ffi::MPI_Request>,
+    /// One for each request.
+    flights: Vec<Flight<K>>,
+    /// Memory for answers, kept.
+    indices: Vec<c_int>,
+    statuses: Vec<ffi::MPI_Status>,
+}
+
+struct Flight<K> {
+    key: K,
+    buffer: Vec<u8>,
+    receives: bool,
+}
+
+/// A message that is no more under way.
+pub(crate) struct Landed<K> {
+    pub(crate) key: K,
+    pub(crate) buffer: Vec<u8>,
+    /// How many bytes have come, if it was to be received.
+    pub(crate) len: Result<usize>,
+}
+
+// SAFETY: handles and owned memory; MPI lets threads use requests by turns, and they take them.
+unsafe impl<K: Send> Send for Flights<K> {}
+
+impl<K> Flights<K> {
+    pub(crate) fn new(comm: Arc<Comm>) -> Flights<K> {
+        Flights { comm, requests: Vec::new(), flights: Vec::new(), indices: Vec::new(), statuses: Vec::new() }
+    }
+
+    pub(crate) fn comm(&self) -> &Arc<Comm> {
+        &self.comm
+    }
+
+    /// Whether no message is under way.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    /// Sends the first `len` bytes of `buffer`.
+    pub(crate) fn send(&mut self, to: c_int, tag: c_int, buffer: Vec<u8>, len: usize, key: K) -> Result<()> {
+        self.comm.check_peer(to, tag)?;
+        let _turn = turn();
+        let (count, mut request) = (count(len.min(buffer.len()))?, null_request());
+        // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the request is done.
+        let code = unsafe {
+            let bytes = buffer.as_ptr().cast::<c_void>();
+            ffi::MPI_Isend(bytes, count, ffi::RSMPI_UINT8_T, to, tag, self.comm.raw, &raw mut request)
+        };
+        check("MPI_Isend", code)?;
+        self.take_off(request, Flight { key, buffer, receives: false });
+        Ok(())
+    }
+
+    /// Receives up to `len` bytes into `buffer`.
+    pub(crate) fn receive(&mut self, from: c_int, tag: c_int, mut buffer: Vec<u8>, len: usize, key: K) -> Result<()> {
+        self.comm.check_peer(from, tag)?;
+        let _turn = turn();
+        let (count, mut request) = (count(len.min(buffer.len()))?, null_request());
+        // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the request is done.
+        let code = unsafe {
+            let bytes = buffer.as_mut_ptr().cast::<c_void>();
+            ffi::MPI_Irecv(bytes, count, ffi::RSMPI_UINT8_T, from, tag, self.comm.raw, &raw mut request)
+        };
+        check("MPI_Irecv", code)?;
+        self.take_off(request, Flight { key, buffer, receives: true });
+        Ok(())
+    }
+
+    fn take_off(&mut self, request: ffi::MPI_Request, flight: Flight<K>) {
+        self.requests.push(request);
+        self.flights.push(flight);
+    }
+
+    /// Adds to `landed` what is done, in the order in which it was begun. Lets MPI make progress, never waits.
+    pub(crate) fn land(&mut self, landed: &mut Vec<Landed<K>>) -> Result<()> {
+        let under_way = self.requests.len();
+        if under_way == 0 {
+            return Ok(());
+        }
+        let _turn = turn();
+        let mut done = 0;
+        self.indices.resize(under_way, 0);
+        self.statuses.resize_with(under_way, no_status);
+        // SAFETY: as many requests, of this object, as there is room for indices and statuses.
+        let code = unsafe {
+            ffi::MPI_Testsome(
+                count(under_way)?,
+                self.requests.as_mut_ptr(),
+                &raw mut done,
+                self.indices.as_mut_ptr(),
+                self.statuses.as_mut_ptr(),
+            )
+        };
+        let in_status = code == ffi::MPI_ERR_IN_STATUS as c_int;
+        if !in_status {
+            check("MPI_Testsome", code)?;
+        }
+        // `MPI_UNDEFINED`, which is negative, if there are no requests.
+        let done = usize::try_from(done).unwrap_or(0).min(under_way);
+        let nth_of = |index: &c_int| usize::try_from(*index).ok().filter(|nth| *nth < under_way);
+        let mut order: Vec<(usize, usize)> =
+            self.indices[..done].iter().enumerate().filter_map(|(at, index)| Some((nth_of(index)?, at))).collect();
+        order.sort_unstable();
+        let mut results = order.iter().map(|(nth, at)| (*nth, self.outcome(*nth, &self.statuses[*at], in_status)));
+        let mut results: Vec<_> = results.by_ref().collect();
+        // From the back, so that what is removed does not move what is to be.
+        let first = landed.len();
+        while let Some((nth, len)) = results.pop() {
+            self.requests.remove(nth);
+            let Flight { key, buffer, .. } = self.flights.remove(nth);
+            landed.push(Landed { key, buffer, len });
+        }
+        landed[first..].reverse();
+        Ok(())
+    }
+
+    fn outcome(&self, nth: usize, status: &ffi::MPI_Status, in_status: bool) -> Result<usize> {
+        if in_status {
+            check("MPI_Testsome", status.MPI_ERROR)?;
+        }
+        if self.flights[nth].receives { length(status) } else { Ok(0) }
+    }
+}
+
+/// After an error. MPI may still touch the memory of what is under way.
+impl<K> Drop for Flights<K> {
+    fn drop(&mut self) {
+        let turn = turn();
+        for (request, _) in self.requests.iter_mut().zip(&self.flights).filter(|(_, flight)| flight.receives) {
+            // SAFETY: a request of this object that is not done. It stays one, and ends now or by its message.
+            unsafe { ffi::MPI_Cancel(request) };
+        }
+        drop(turn);
+        let mut landed = Vec::new();
+        // What can be cancelled is at once.
+        for _ in 0..3 {
+            if self.land(&mut landed).is_err() {
+                break;
+            }
+        }
+        // What is left may be written to or read from at any time, or never: nobody may have its memory again.
+        self.flights.drain(..).for_each(|flight| std::mem::forget(flight.buffer));
+    }
+}
+
+fn count(len: usize) -> Result<c_int> {
+    c_int::try_from(len).map_err(|_| Failure(format!("{len} are more than MPI can count")))
+}
+
+fn length(status: &ffi::MPI_Status) -> Result<usize> {
+    let mut len = 0;
+    // SAFETY: a status that MPI has filled in, a constant of the library; `len` outlives the call.
+    check("MPI_Get_count", unsafe { ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, &raw mut len) })?;
+    usize::try_from(len).map_err(|_| Failure(format!("MPI_Get_count: {len}")))
+}
+
+fn null_request() -> ffi::MPI_Request {
+    // SAFETY: a constant of the library.
+    unsafe { ffi::RSMPI_REQUEST_NULL }
+}
+
+fn no_status() -> ffi::MPI_Status {
+    // SAFETY: a struct of integers, for which zeroes are a value.
+    unsafe { std::mem::zeroed() }
+}
