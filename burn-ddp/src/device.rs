@@ -169,18 +169,33 @@ impl Place {
 
 /// What kind of device this is, as `BURN_DEVICE` says it where that has a name for it.
 pub(crate) fn kind(device: &Device) -> String {
+    supported(device).unwrap_or_else(|other| other)
+}
+
+/// Whether the taps work on this device, else what to do.
+pub(crate) fn check_supported(device: &Device) -> Result<()> {
+    supported(device).map(drop).map_err(|other| {
+        Error::Use(format!(
+            "burn-ddp has no support for {other} built in: enable the feature of burn-ddp that is named like its backend, as for Burn \
+             itself (flex, ndarray, tch, wgpu, vulkan, metal, webgpu, cuda, rocm, cpu)"
+        ))
+    })
+}
+
+/// The kind of a device on which the taps work; of any other, what Burn calls it.
+fn supported(device: &Device) -> Result<String, String> {
     let plain = device.clone().without_autodiff();
     match plain.as_dispatch() {
         #[cfg(feature = "flex")]
-        DispatchDevice::Flex(_) => "flex".into(),
+        DispatchDevice::Flex(_) => Ok("flex".into()),
         #[cfg(feature = "ndarray")]
-        DispatchDevice::NdArray(_) => "ndarray".into(),
+        DispatchDevice::NdArray(_) => Ok("ndarray".into()),
         #[cfg(feature = "tch")]
-        DispatchDevice::LibTorch(device) => format!("tch {device:?}").to_lowercase(),
+        DispatchDevice::LibTorch(device) => Ok(format!("tch {device:?}").to_lowercase()),
         #[cfg(feature = "cube")]
-        DispatchDevice::Cube(device) => format!("{:?}", device.runtime()).to_lowercase(),
+        DispatchDevice::Cube(device) => Ok(format!("{:?}", device.runtime()).to_lowercase()),
         #[allow(unreachable_patterns)] // if all that Burn has built in, burn-ddp has too
-        other => format!("{other:?}"),
+        other => Err(format!("{other:?}")),
     }
 }
 
@@ -202,27 +217,6 @@ pub(crate) fn is_asynchronous(device: &Device) -> bool {
         DispatchDevice::Cube(_) => !is_emulated(&plain),
         _ => false,
     }
-}
-
-/// Whether the taps work on this device, else what to do.
-pub(crate) fn check_supported(device: &Device) -> Result<()> {
-    let plain = device.clone().without_autodiff();
-    let feature = match plain.as_dispatch() {
-        #[cfg(feature = "flex")]
-        DispatchDevice::Flex(_) => return Ok(()),
-        #[cfg(feature = "ndarray")]
-        DispatchDevice::NdArray(_) => return Ok(()),
-        #[cfg(feature = "tch")]
-        DispatchDevice::LibTorch(_) => return Ok(()),
-        #[cfg(feature = "cube")]
-        DispatchDevice::Cube(_) => return Ok(()),
-        #[allow(unreachable_patterns)] // if all that Burn has built in, burn-ddp has too
-        other => format!("{other:?}"),
-    };
-    Err(Error::Use(format!(
-        "burn-ddp has no support for {feature} built in: enable the feature of burn-ddp that is named like its backend, as for Burn itself \
-         (flex, ndarray, tch, wgpu, vulkan, metal, webgpu, cuda, rocm, cpu)"
-    )))
 }
 
 #[cfg(all(test, feature = "flex"))]

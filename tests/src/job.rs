@@ -1,13 +1,12 @@
 //! Jobs of real processes, started as a launcher would.
 
-use std::net::TcpListener;
+#[path = "../../burn-ddp/comm/tests/common/free_port.rs"]
+mod free_port;
+
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// A port that was free a moment ago.
-pub fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}
+pub use free_port::FreePort;
 
 /// Which device and engine is not the launcher's to say.
 const KEPT: [&str; 3] = ["BURN_DDP_ENGINE", "BURN_DDP_NCCL", "BURN_DDP_SHARE_DEVICES"];
@@ -39,11 +38,11 @@ pub fn rank(program: &str, rank: usize, world: usize, port: u16, args: &[&str]) 
 
 /// Runs a job to its end; panics if that takes longer than a minute.
 pub fn job(program: &str, world: usize, args: &[&str]) -> Vec<Output> {
-    let port = free_port();
+    let port = FreePort::reserve();
     let deadline = Instant::now() + Duration::from_secs(60);
     let threads: Vec<_> = (0..world)
         .map(|r| {
-            let mut child = rank(program, r, world, port, args).spawn().unwrap();
+            let mut child = rank(program, r, world, port.port, args).spawn().unwrap();
             // Pipes are read meanwhile, so that they do not fill.
             let (out, err) = (read(child.stdout.take().unwrap()), read(child.stderr.take().unwrap()));
             std::thread::spawn(move || {

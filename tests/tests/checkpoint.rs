@@ -420,17 +420,18 @@ fn a_full_disk_is_an_error_on_every_rank_and_costs_nothing() {
 struct Victim {
     ranks: Vec<Child>,
     out: BufReader<std::process::ChildStdout>,
+    _port: job::FreePort,
 }
 
 impl Victim {
     fn start(directory: &Path, rest: &[&str]) -> Self {
-        let port = job::free_port();
+        let port = job::FreePort::reserve();
         let args = args(directory, "1000000", "1", rest);
         let mut ranks: Vec<Child> = (0..2)
-            .map(|rank| job::rank(RANK, rank, 2, port, &args).stderr(std::process::Stdio::null()).spawn().unwrap())
+            .map(|rank| job::rank(RANK, rank, 2, port.port, &args).stderr(std::process::Stdio::null()).spawn().unwrap())
             .collect();
         let out = BufReader::new(ranks[0].stdout.take().unwrap());
-        Victim { ranks, out }
+        Victim { ranks, out, _port: port }
     }
 
     /// The step from which it goes on.

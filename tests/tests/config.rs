@@ -7,7 +7,7 @@ use burn::data::dataset::InMemDataset;
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
-use burn_ddp_tests::job::{free_port, rank, stderr, stdout};
+use burn_ddp_tests::job::{FreePort, rank, stderr, stdout};
 use burn_ddp_tests::{Mlp, rows};
 
 const RANK: &str = env!("CARGO_BIN_EXE_rank");
@@ -57,9 +57,9 @@ fn ranks_that_read_different_files_are_told_what_differs() {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), "0.toml", "micro_batch = 8\n[data]\nworkers = 1\n");
     write(dir.path(), "1.json", r#"{"micro_batch": 16, "data": {"workers": 2}}"#);
-    let port = free_port();
+    let port = FreePort::reserve();
     let start = |(r, file)| {
-        let mut command = rank(RANK, r, 2, port, &["config"]);
+        let mut command = rank(RANK, r, 2, port.port, &["config"]);
         command.env("BURN_DDP_CONFIG", dir.path().join(file)).spawn().unwrap()
     };
     let ranks = [(0, "0.toml"), (1, "1.json")].map(start);
@@ -77,7 +77,7 @@ fn ranks_that_read_different_files_are_told_what_differs() {
 fn the_environment_of_a_process_wins_over_its_file() {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), "a.toml", "[job]\ntimeout = 60\nstall = 7\n");
-    let mut command = rank(RANK, 0, 1, free_port(), &["config"]);
+    let mut command = rank(RANK, 0, 1, FreePort::reserve().port, &["config"]);
     let output =
         command.env("BURN_DDP_CONFIG", dir.path().join("a.toml")).env("BURN_DDP_TIMEOUT", "50").output().unwrap();
     assert_eq!(stdout(&output), "timeout 50s stall 7s\n", "{}", stderr(&output));

@@ -236,12 +236,12 @@ fn launcher_killed() {
 #[test]
 fn store_host_killed() {
     for phase in PHASES {
-        let port = job::free_port();
+        let port = job::FreePort::reserve();
         let args = ["fault", "3", "0", phase, "kill"];
         let started = Instant::now();
         let ranks: Vec<_> = (0..3)
             .map(|rank| {
-                let mut command = job::rank(env!("CARGO_BIN_EXE_rank"), rank, 3, port, &args);
+                let mut command = job::rank(env!("CARGO_BIN_EXE_rank"), rank, 3, port.port, &args);
                 command.env("BURN_DDP_JOIN_TIMEOUT", JOIN_TIMEOUT.as_secs().to_string()).env("BURN_DDP_TIMEOUT", "20");
                 std::thread::spawn(move || command.output().unwrap())
             })

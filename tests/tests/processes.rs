@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use burn_ddp_tests::distance;
-use burn_ddp_tests::job::{free_port, line, stderr, stdout};
+use burn_ddp_tests::job::{FreePort, line, stderr, stdout};
 
 const RANK: &str = env!("CARGO_BIN_EXE_rank");
 
@@ -107,7 +107,7 @@ fn models_that_differ_are_told_on_every_rank() {
 #[test]
 fn a_rank_that_never_comes_is_named() {
     let start = Instant::now();
-    let output = rank(0, 3, free_port(), &["hello"]).env("BURN_DDP_JOIN_TIMEOUT", "1").output().unwrap();
+    let output = rank(0, 3, FreePort::reserve().port, &["hello"]).env("BURN_DDP_JOIN_TIMEOUT", "1").output().unwrap();
     assert!(start.elapsed() < Duration::from_secs(10));
     let text = stderr(&output);
     assert!(!output.status.success() && text.contains("rank 0") && text.contains('1') && text.contains('2'), "{text}");
@@ -115,7 +115,8 @@ fn a_rank_that_never_comes_is_named() {
 
 #[test]
 fn an_unreachable_master_and_a_port_in_use_are_told_with_the_address() {
-    let port = free_port();
+    let held = FreePort::reserve();
+    let port = held.port;
     let output = rank(1, 2, port, &["hello"]).env("BURN_DDP_JOIN_TIMEOUT", "1").output().unwrap();
     assert!(!output.status.success() && stderr(&output).contains(&format!("port {port}")), "{}", stderr(&output));
 

@@ -12,7 +12,7 @@ use burn::tensor::DType;
 use burn_ddp::prelude::*;
 use burn_ddp::{Options, Stats};
 use burn_ddp_examples::mnist::{CnnConfig, MnistBatch};
-use burn_ddp_tests::job::{free_port, rank, stderr};
+use burn_ddp_tests::job::{FreePort, rank, stderr};
 use burn_ddp_tests::{Mlp, rows};
 use serde_json::Value;
 
@@ -214,9 +214,9 @@ fn the_rank_that_the_others_wait_for_is_named_on_all() {
 fn the_timeline_of_a_job_that_fails_tells_of_all_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("trace.json");
-    let port = free_port();
+    let port = FreePort::reserve();
     // Without a launcher: the survivors put it together. Rank 1 dies in its fourth step.
-    let start = |r| rank(RANK, r, 3, port, &["kill"]).env("BURN_DDP_TIMELINE", &file).spawn().unwrap();
+    let start = |r| rank(RANK, r, 3, port.port, &["kill"]).env("BURN_DDP_TIMELINE", &file).spawn().unwrap();
     let outputs: Vec<_> = [0, 1, 2].map(start).into_iter().map(|child| child.wait_with_output().unwrap()).collect();
     assert!(outputs.iter().all(|o| !o.status.success()));
     let spans = read(&file);

@@ -2,7 +2,7 @@
 //!
 //! ```sh
 //! cargo run --bin alexnet -- --width 16                   # two ranks, computed pictures, a thin network
-//! cargo run --bin alexnet -- --data cifar10:DIR --nproc 4 # CIFAR-10
+//! cargo run --bin alexnet --features download -- --data cifar10 # CIFAR-10
 //! burnrun -n 2 target/debug/alexnet --data folder:DIR     # pictures of your own, 224 × 224
 //! ```
 #![forbid(unsafe_code)]

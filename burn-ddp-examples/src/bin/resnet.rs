@@ -2,7 +2,7 @@
 //!
 //! ```sh
 //! cargo run --bin resnet -- --width 16                               # two ranks, computed pictures, a thin network
-//! cargo run --bin resnet -- --data cifar10:DIR --nproc 4             # CIFAR-10
+//! cargo run --bin resnet --features download -- --data cifar10       # CIFAR-10
 //! burnrun -n 2 target/debug/resnet --data folder:DIR --image-size 64 # pictures of your own
 //! ```
 #![forbid(unsafe_code)]

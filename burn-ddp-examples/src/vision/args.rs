@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use anyhow::{Result, ensure};
 
-use super::cifar10;
+use super::source::CIFAR10_SIDE;
 use crate::cli::check_writable;
 use crate::schedule::Schedule;
 
@@ -16,10 +16,9 @@ pub struct Args {
     #[arg(long, value_name = "N")]
     pub nproc: Option<usize>,
 
-    /// `synthetic`: computed pictures. `cifar10`: CIFAR-10's own files (binary version) in ./cifar10, or `cifar10:DIR`; a program
-    /// built with `--features download` fetches them if they are not there. `folder:DIR`: pictures (.png, .jpg) in
-    /// DIR/train/CLASS and DIR/test/CLASS, or in DIR/CLASS, where every fifth is for the test
-    #[arg(long, default_value = "synthetic", value_name = "synthetic|cifar10[:DIR]|folder:DIR")]
+    /// `synthetic`: computed pictures. `cifar10`: CIFAR-10, downloaded by Burn once (needs `--features download`). `folder:DIR`:
+    /// pictures (.png, .jpg) in DIR/train/CLASS and DIR/test/CLASS, or in DIR/CLASS, where every fifth is for the test
+    #[arg(long, default_value = "synthetic", value_name = "synthetic|cifar10|folder:DIR")]
     pub data: Data,
 
     /// Rows and columns of a picture; those of a folder are resized and cropped [default: 32, of a folder 224]
@@ -96,8 +95,8 @@ pub struct Args {
 pub enum Data {
     /// They are computed.
     Synthetic,
-    /// CIFAR-10 in a folder.
-    Cifar10(PathBuf),
+    /// CIFAR-10, downloaded by Burn.
+    Cifar10,
     /// A folder of pictures.
     Folder(PathBuf),
 }
@@ -108,10 +107,9 @@ impl FromStr for Data {
     fn from_str(text: &str) -> Result<Self, String> {
         match text.split_once(':').unwrap_or((text, "")) {
             ("synthetic", "") => Ok(Self::Synthetic),
-            ("cifar10", "") => Ok(Self::Cifar10("cifar10".into())),
-            ("cifar10", dir) => Ok(Self::Cifar10(dir.into())),
+            ("cifar10", "") => Ok(Self::Cifar10),
             ("folder", dir) if !dir.is_empty() => Ok(Self::Folder(dir.into())),
-            _ => Err("say synthetic, cifar10, cifar10:DIR or folder:DIR".into()),
+            _ => Err("say synthetic, cifar10 or folder:DIR".into()),
         }
     }
 }
@@ -121,7 +119,7 @@ impl Args {
     pub fn side(&self) -> usize {
         self.image_size.unwrap_or(match self.data {
             Data::Folder(_) => 224,
-            _ => cifar10::SIDE,
+            _ => CIFAR10_SIDE,
         })
     }
 
@@ -146,18 +144,15 @@ impl Args {
         let smoothing = self.label_smoothing;
         ensure!((0.0..1.0).contains(&smoothing), "--label-smoothing {smoothing}: a share from 0 to less than 1");
         match &self.data {
-            Data::Cifar10(dir) => {
+            Data::Cifar10 => {
                 ensure!(
-                    self.side() == cifar10::SIDE,
-                    "--image-size {}: the pictures of CIFAR-10 have {} pixels",
-                    self.side(),
-                    cifar10::SIDE
+                    self.side() == CIFAR10_SIDE,
+                    "--image-size {}: the pictures of CIFAR-10 have {CIFAR10_SIDE} pixels",
+                    self.side()
                 );
                 ensure!(
-                    dir.is_dir() || cfg!(feature = "download"),
-                    "--data cifar10: there is no folder {}; put {} there, or build with `--features download`, which fetches it",
-                    dir.display(),
-                    cifar10::ARCHIVE
+                    cfg!(feature = "download"),
+                    "--data cifar10: this program was built without the download; build it with `--features download`"
                 );
             }
             Data::Folder(dir) => {
@@ -200,7 +195,6 @@ mod tests {
     #[test]
     fn where_pictures_come_from_decides_their_size() {
         assert_eq!(parse("").unwrap().side(), 32);
-        assert_eq!(parse("--data cifar10:/").unwrap().side(), 32);
         let folder = parse("--data folder:/").unwrap();
         assert_eq!((folder.side(), folder.data), (224, Data::Folder("/".into())));
         assert_eq!(parse("--data folder:/ --image-size 64").unwrap().side(), 64);
@@ -216,7 +210,7 @@ mod tests {
             "--limit 0",
             "--classes 1",
             "--image-size 8",
-            "--image-size 64 --data cifar10:/",
+            "--image-size 64 --data cifar10",
             "--lr -1",
             "--lr nan",
             "--weight-decay -1",
@@ -235,10 +229,12 @@ mod tests {
         }
     }
 
-    #[cfg(not(feature = "download"))]
     #[test]
-    fn a_download_that_was_not_built_in_is_named() {
-        let error = parse("--data cifar10:/no/such/folder").unwrap_err().to_string();
-        assert!(error.contains("--features download") && error.contains("/no/such/folder"), "{error}");
+    fn cifar10_needs_the_download() {
+        let parsed = parse("--data cifar10");
+        assert_eq!(parsed.is_ok(), cfg!(feature = "download"));
+        if let Err(error) = parsed {
+            assert!(error.to_string().contains("--features download"), "{error}");
+        }
     }
 }

@@ -6,14 +6,15 @@
 //! | [`picture`] | a picture, and how pictures become a batch |
 //! | [`augment`] | random crops and flips that every run repeats |
 //! | `progress` | where a training is, as its checkpoints hold it |
-//! | [`source`] | where the pictures come from: [`synthetic`], [`cifar10`], [`folder`] |
+//! | [`source`] | where the pictures come from: [`synthetic`], [`folder`], CIFAR-10 through Burn's dataset |
 //! | [`resnet`], [`alexnet`] | the networks; [`norm`] is what the former is made of |
 //! | [`train`] | training and evaluation over all ranks |
 
 pub mod alexnet;
 pub mod args;
 pub mod augment;
-pub mod cifar10;
+#[cfg(feature = "download")]
+mod cifar10;
 pub mod folder;
 pub mod norm;
 pub mod picture;

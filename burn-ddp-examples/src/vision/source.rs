@@ -7,7 +7,6 @@ use burn::data::dataset::Dataset;
 use burn_ddp::Ddp;
 
 use super::args::{Args, Data};
-use super::cifar10::{self, Cifar10};
 use super::folder::Halves;
 use super::picture::{Channels, Picture};
 use super::synthetic::Synthetic;
@@ -18,6 +17,9 @@ const TRAIN: usize = 512;
 const TEST: usize = 128;
 /// Synthetic classes, unless said otherwise.
 const CLASSES: usize = 10;
+
+/// Rows and columns of CIFAR-10's pictures.
+pub const CIFAR10_SIDE: usize = 32;
 
 /// Pictures in two halves, the same on every rank.
 #[derive(Clone)]
@@ -46,11 +48,7 @@ pub fn load(ddp: &Ddp, args: &Args) -> Result<Source> {
             let (train, test) = (half(TRAIN, 0), half(TEST, 1));
             Source { train, test, classes, channels: Channels::IMAGENET }
         }
-        Data::Cifar10(dir) => {
-            let (train, test) = ddp.rank_zero_first(|| cifar10(dir))?;
-            let [train, test] = [train, test].map(|half| Arc::new(half.limited(limit)));
-            Source { train, test, classes: cifar10::CLASSES, channels: Channels::CIFAR10 }
-        }
+        Data::Cifar10 => ddp.rank_zero_first(|| cifar10(limit))?,
         Data::Folder(dir) => {
             let Halves { train, test, classes } = Halves::open(dir, args.side())?;
             let [train, test] = [train, test].map(|half| Arc::new(half.limited(limit)));
@@ -67,31 +65,15 @@ pub fn load(ddp: &Ddp, args: &Args) -> Result<Source> {
     Ok(source)
 }
 
-/// Reads the folder, after a download if there is nothing in it.
 #[cfg(feature = "download")]
-fn cifar10(dir: &std::path::Path) -> Result<(Cifar10, Cifar10)> {
-    use anyhow::Context;
+fn cifar10(limit: usize) -> Result<Source> {
+    use super::cifar10;
 
-    const URL: &str = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz";
-    let present = ["", "cifar-10-batches-bin"].iter().any(|folder| dir.join(folder).join("test_batch.bin").exists());
-    let archive = dir.join(cifar10::ARCHIVE);
-    if !present && !archive.exists() {
-        let download = || burn_dataset::network::downloader::download_file_as_bytes(URL, cifar10::ARCHIVE);
-        let bytes = crate::download::guarded(download)
-            .with_context(|| format!("{URL} could not be had; it can be put into {} by other means", dir.display()))?;
-        let part = archive.with_extension("part");
-        let write = || -> std::io::Result<()> {
-            std::fs::create_dir_all(dir)?;
-            std::fs::write(&part, bytes)?;
-            std::fs::rename(&part, &archive)
-        };
-        write().with_context(|| format!("cannot write {}", archive.display()))?;
-    }
-    Cifar10::from_dir(dir)
+    let [train, test] = cifar10::load(limit)?.map(Arc::new);
+    Ok(Source { train, test, classes: cifar10::CLASSES, channels: Channels::CIFAR10 })
 }
 
-/// Reads the folder.
 #[cfg(not(feature = "download"))]
-fn cifar10(dir: &std::path::Path) -> Result<(Cifar10, Cifar10)> {
-    Cifar10::from_dir(dir)
+fn cifar10(_: usize) -> Result<Source> {
+    anyhow::bail!("--data cifar10: this program was built without the download; build it with `--features download`")
 }

@@ -1,8 +1,12 @@
 //! How programs are run as a user runs them.
 #![allow(dead_code)] // each test uses its part
 
-use std::net::TcpListener;
+#[path = "../../../burn-ddp/comm/tests/common/free_port.rs"]
+mod free_port;
+
 use std::process::{Command, Output, Stdio};
+
+use free_port::FreePort;
 
 /// `program` with `arguments`, outside of whatever job the tests run in.
 pub(crate) fn run(program: &str, arguments: &str) -> Output {
@@ -42,13 +46,13 @@ pub(crate) fn fails(program: &str, arguments: &str, reason: &str) {
 
 /// Standard output of two ranks, joined by torchrun's variables.
 pub(crate) fn two_ranks(program: &str) -> [String; 2] {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let held = FreePort::reserve();
     let ranks = [0, 1].map(|rank| {
         Command::new(program)
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", "2")
             .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", port.to_string())
+            .env("MASTER_PORT", held.port.to_string())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::{
     Error, JobKey, LaunchEnv, Meeting, Options, ReduceOp, Store, StoreClient, StoreServer, World, fail_join,
 };
-use common::{FreePort, JOB, SecretFile, join_all, launcher_store, options, rank_at, rank_of};
+use common::{FreePort, JOB, SecretFile, join_all, launcher_store, meeting_at, options, rank_at, rank_of};
 
 const AT_ONCE: Duration = Duration::from_secs(5);
 
@@ -59,10 +59,10 @@ fn ranks_meet_at_the_launchers_store() {
 #[test]
 fn ranks_meet_at_rank_0_whoever_comes_first() {
     let port = FreePort::reserve();
-    work_together(joined((0..3).map(|rank| rank_of(port.meeting(), rank, 3)).collect()));
+    work_together(joined((0..3).map(|rank| rank_of(meeting_at(&port), rank, 3)).collect()));
 
     let port = FreePort::reserve();
-    let at = port.meeting();
+    let at = meeting_at(&port);
     std::thread::scope(|s| {
         let early = s.spawn({
             let at = at.clone();
@@ -102,7 +102,7 @@ fn a_process_can_leave_and_join_again() {
     }
     let port = FreePort::reserve();
     for _ in 0..3 {
-        work_together(joined((0..2).map(|rank| rank_of(port.meeting(), rank, 2)).collect()));
+        work_together(joined((0..2).map(|rank| rank_of(meeting_at(&port), rank, 2)).collect()));
     }
 }
 

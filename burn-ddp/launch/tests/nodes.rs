@@ -3,8 +3,9 @@
 
 #[allow(unreachable_pub, reason = "one module for several test files")]
 mod common;
+#[path = "../../comm/tests/common/free_port.rs"]
+mod free_port;
 
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
@@ -13,22 +14,21 @@ use std::time::Duration;
 use burn_ddp_comm::{LaunchEnv, Options, ReduceOp, Secret, World};
 use burn_ddp_launch::{End, LaunchError, Launcher, Outcome};
 use common::{Finished, Job, assert_gone, burnrun};
+use free_port::FreePort;
 use rustix::process::Signal;
 use tempfile::TempDir;
 
 /// A meeting of two launchers of one job.
 struct Place {
     dir: TempDir,
-    port: u16,
+    port: FreePort,
 }
 
 impl Place {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         Secret::generate().unwrap().write_new(&dir.path().join("secret")).unwrap();
-        // Free a moment ago.
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        Self { dir, port }
+        Self { dir, port: FreePort::reserve() }
     }
 
     fn secret(&self) -> PathBuf {
@@ -42,7 +42,7 @@ impl Place {
     fn with(&self, launcher: Launcher, node: usize, nproc: usize) -> Launcher {
         launcher
             .nproc(nproc)
-            .nodes(2, "127.0.0.1", self.port)
+            .nodes(2, "127.0.0.1", self.port.port)
             .node_rank(node)
             .secret_file(self.secret())
             .join_timeout(Duration::from_secs(10))
@@ -51,7 +51,7 @@ impl Place {
     }
 
     fn burnrun(&self, node: usize, nproc: usize, script: &str) -> Command {
-        let (node, nproc, port) = (node.to_string(), nproc.to_string(), self.port.to_string());
+        let (node, nproc, port) = (node.to_string(), nproc.to_string(), self.port.port.to_string());
         let mut command = burnrun(["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", &port]);
         command.args(["--node-rank", &node, "-n", &nproc, "--join-timeout", "10", "--peer-timeout", "4"]);
         command.arg("--secret-file").arg(self.secret()).args(["sh", "-c", script]);
@@ -119,7 +119,7 @@ fn machines_without_a_number_are_numbered_as_they_come() {
     let place = Place::new();
     let launcher = || {
         Launcher::new("sh", ["-c", "exit $BURN_DDP_NODE_RANK"])
-            .nodes(2, "127.0.0.1", place.port)
+            .nodes(2, "127.0.0.1", place.port.port)
             .secret_file(place.secret())
             .join_timeout(Duration::from_secs(10))
     };
@@ -174,7 +174,7 @@ fn machines_that_do_not_fit_are_refused() {
     Secret::generate().unwrap().write_new(&stranger).unwrap();
     let others = [
         (place.launcher(1, 1, "true").secret_file(&stranger), "secret"),
-        (place.launcher(1, 1, "true").nodes(3, "127.0.0.1", place.port), "--nnodes 3 here, but 2 on node 0"),
+        (place.launcher(1, 1, "true").nodes(3, "127.0.0.1", place.port.port), "--nnodes 3 here, but 2 on node 0"),
         (place.launcher(1, 1, "true").meeting_id("another"), "another"),
     ];
     thread::scope(|scope| {
@@ -240,7 +240,7 @@ fn the_first_machine_says_what_to_run_on_the_next() {
     assert_eq!(second.finish().code(), 0);
     let said = first.finish().stderr;
     let command = said.lines().find_map(|line| line.strip_prefix("burnrun: on the other machine run: ")).unwrap();
-    let (port, secret) = (place.port, place.secret());
+    let (port, secret) = (place.port.port, place.secret());
     let secret = Path::display(&secret);
     assert_eq!(
         command,

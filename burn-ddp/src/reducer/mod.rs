@@ -4,6 +4,7 @@
 //! [`Reducer::begin`], then [`Reducer::put`] (or [`Reducer::put_on_device`]) for each gradient as it becomes final, then
 //! [`Reducer::depart`] and [`Reducer::finish`].
 
+mod beside;
 #[cfg(test)]
 mod cost;
 mod on_device;
@@ -15,18 +16,18 @@ use std::any::Any;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{DType, ProcessGroup, SharedBuffer, SharedView};
+use burn_ddp_comm::{ProcessGroup, SharedBuffer, SharedView};
 
 use crate::meter::{Communication, Meter, StepMeter};
-use crate::straggler::REPORT_LEN;
 use crate::{Error, Result};
+pub(crate) use beside::{Beside, Settled};
 pub use on_device::Lent;
 pub(crate) use on_device::{Keeper, Take};
 pub(crate) use pack::Buffer;
 use pack::Sum;
 use plan::Bucket;
 pub(crate) use plan::{Caps, Plan, Slot};
-use worker::{Done, Fault, Finished, Job, Whose, Worker};
+use worker::{Done, Fault, Finished, Job, Worker};
 
 /// How gradients of several ranks and micro-batches become one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -55,25 +56,6 @@ pub(crate) struct Settings {
     pub overlap: bool,
     /// Gradients stay on their device, and the group's engine reduces them there. Needs `overlap`.
     pub on_device: bool,
-}
-
-/// What travels with the gradients of a step.
-#[derive(Debug, Default)]
-pub(crate) struct Beside {
-    /// Running statistics, one buffer per dtype.
-    pub buffers: Vec<(DType, Buffer)>,
-    /// Replaced by those of the first rank that trains; else by the mean over the ranks, weighted by items.
-    pub from_first: bool,
-    /// Digests of the parameters, one per slot; sent in the steps for which [`Reducer::compares_replicas`] holds.
-    pub digests: Option<Vec<i64>>,
-}
-
-/// What came of [`Beside`].
-#[derive(Debug, Default)]
-pub(crate) struct Settled {
-    pub buffers: Vec<(DType, Buffer)>,
-    /// By rank.
-    pub digests: Vec<Vec<i64>>,
 }
 
 #[derive(Debug)]
@@ -339,19 +321,7 @@ impl Reducer {
         while self.next < self.plan.awake {
             self.launch(self.next, false)?;
         }
-        self.beside = (beside.buffers.len(), beside.digests.is_some());
-        let whose = if beside.from_first { Whose::First { trains: !self.standing_in } } else { Whose::All(self.items) };
-        for (dtype, buffer) in beside.buffers {
-            self.submit(Job::Buffers { dtype, buffer, whose })?;
-        }
-        if let Some(mut digests) = beside.digests {
-            // How the ranks get on travels with them.
-            digests.extend(self.meter.report());
-            self.submit(Job::Digests(digests))?;
-        }
-        if !self.order_agreed {
-            self.submit(Job::AgreeOrder(self.arrived.clone()))?;
-        }
+        self.send_beside(beside)?;
         if !self.worker.is_beside() {
             let start = Instant::now();
             self.worker.flush();
@@ -367,10 +337,9 @@ impl Reducer {
             return Ok(None);
         }
         let wait = Instant::now();
-        let (buffers, digests) = self.beside;
         // All of it is taken before an error is returned: what stays would be taken for the next step's.
         let collected = self.collect(0..self.plan.awake);
-        let settled = self.settle(buffers, digests);
+        let settled = self.settle();
         let order = self.agreed_order();
         collected?;
         let settled = settled?;
@@ -587,53 +556,6 @@ impl Reducer {
             }
         }
         first_error.map_or(Ok(()), Err)
-    }
-
-    fn settle(&mut self, buffers: usize, digests: bool) -> Result<Settled> {
-        let mut settled = Settled::default();
-        let mut first_error = None;
-        for _ in 0..buffers {
-            match self.done("buffers") {
-                Ok(Done::Buffers { result: Err(e), .. }) => {
-                    first_error.get_or_insert(e);
-                }
-                Ok(Done::Buffers { dtype, buffer, .. }) => settled.buffers.push((dtype, buffer)),
-                other => return Err(self.out_of_order(other.err())),
-            }
-        }
-        if digests {
-            match self.done("replica check") {
-                Ok(Done::Digests(Err(e))) => {
-                    first_error.get_or_insert(e);
-                }
-                Ok(Done::Digests(Ok(mut all))) => {
-                    let reports = all.iter_mut().map(|row| row.split_off(row.len().saturating_sub(REPORT_LEN)));
-                    let reports: Vec<Vec<i64>> = reports.collect();
-                    self.meter.compare(&reports);
-                    settled.digests = all;
-                }
-                other => return Err(self.out_of_order(other.err())),
-            }
-        }
-        first_error.map_or(Ok(settled), |e| Err(e.into()))
-    }
-
-    /// What [`Job::AgreeOrder`] of this step yields, if there was one.
-    fn agreed_order(&mut self) -> Result<Option<Vec<usize>>> {
-        if self.order_agreed {
-            return Ok(None);
-        }
-        match self.done("order of buckets") {
-            Ok(Done::Order(order)) => Ok(Some(order?.into_iter().map(|slot| slot as usize).collect())),
-            other => Err(self.out_of_order(other.err())),
-        }
-    }
-
-    /// The next finished job, which is not a reduction.
-    fn done(&mut self, what: &'static str) -> Result<Done, String> {
-        let Finished { done, time } = self.worker.next()?;
-        self.meter.done(Communication::Other(what), time);
-        Ok(done)
     }
 
     fn submit(&mut self, job: Job) -> Result<()> {

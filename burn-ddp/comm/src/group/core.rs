@@ -284,27 +284,18 @@ impl Core {
         })
     }
 
-    /// `how` is the op, or the weight of this rank in a mean.
+    /// Without an `op`: to the mean, in which this rank has the weight `weight`.
     pub(crate) fn all_reduce_on_device(
         &self,
         caller: Caller,
         elements: OnDevice<'_>,
-        how: Result<ReduceOp, f64>,
+        op: Option<ReduceOp>,
+        weight: f64,
         tag: u64,
     ) -> Result<()> {
         let OnDevice { dtype, len_elems, .. } = elements;
-        let (collective, op) = match how {
-            Ok(op) => (Collective::AllReduce, Some(op)),
-            Err(_) => (Collective::AllReduceWeighted, None),
-        };
-        let plan = Plan {
-            reduce: op,
-            dtype: Some(dtype),
-            len_elems,
-            weight: how.err().unwrap_or(1.0),
-            tag,
-            ..Plan::bare(collective, caller)
-        };
+        let collective = if op.is_some() { Collective::AllReduce } else { Collective::AllReduceWeighted };
+        let plan = Plan { reduce: op, dtype: Some(dtype), len_elems, weight, tag, ..Plan::bare(collective, caller) };
         self.call(plan, |engine, call| {
             check_op(op.unwrap_or(ReduceOp::Mean), dtype)?;
             engine.all_reduce_on_device(call, elements, op)

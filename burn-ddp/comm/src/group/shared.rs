@@ -61,7 +61,7 @@ impl ProcessGroup {
     /// reduces in host memory only, as all engines of this crate do.
     #[track_caller]
     pub fn all_reduce_on_device(&self, elements: OnDevice<'_>, op: ReduceOp, tag: u64) -> Result<()> {
-        self.core.all_reduce_on_device(self.in_turn(Location::caller()), elements, Ok(op), tag)
+        self.core.all_reduce_on_device(self.in_turn(Location::caller()), elements, Some(op), 1.0, tag)
     }
 
     /// [`all_reduce_on_device`](Self::all_reduce_on_device) to the mean, in which this rank has the weight `weight`.
@@ -70,6 +70,6 @@ impl ProcessGroup {
     /// Those of `all_reduce_on_device`, and of [`all_reduce_weighted_bytes`](Self::all_reduce_weighted_bytes).
     #[track_caller]
     pub fn all_reduce_weighted_on_device(&self, elements: OnDevice<'_>, weight: f64, tag: u64) -> Result<()> {
-        self.core.all_reduce_on_device(self.in_turn(Location::caller()), elements, Err(weight), tag)
+        self.core.all_reduce_on_device(self.in_turn(Location::caller()), elements, None, weight, tag)
     }
 }

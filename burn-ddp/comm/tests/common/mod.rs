@@ -3,6 +3,8 @@
 // Each test binary uses its part of this.
 #![allow(dead_code, unreachable_pub, missing_docs)]
 
+mod free_port;
+
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
@@ -10,6 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{EngineChoice, JobKey, LaunchEnv, Meeting, Options, Result, Secret, StoreServer, World};
+pub use free_port::FreePort;
 
 /// Long enough never to pass in a test that goes well.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -59,25 +62,9 @@ impl Drop for SecretFile {
     }
 }
 
-/// A port on which nobody listens, and which nobody else is given: bound here, but not listened on.
-pub struct FreePort {
-    pub port: u16,
-    _held: socket2::Socket,
-}
-
-impl FreePort {
-    pub fn reserve() -> FreePort {
-        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
-        // With this on both, a listener may share the port with a socket that does not listen.
-        socket.set_reuse_address(true).unwrap();
-        socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
-        FreePort { port: socket.local_addr().unwrap().as_socket().unwrap().port(), _held: socket }
-    }
-
-    /// Rank 0 hosts the store here.
-    pub fn meeting(&self) -> Meeting {
-        Meeting::Rank0 { host: "localhost".into(), port: self.port }
-    }
+/// Rank 0 hosts the store at `port`.
+pub fn meeting_at(port: &FreePort) -> Meeting {
+    Meeting::Rank0 { host: "localhost".into(), port: port.port }
 }
 
 /// All of `envs` join at the same time, each on a thread; how it went, in order.

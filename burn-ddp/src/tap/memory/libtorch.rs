@@ -4,11 +4,10 @@
 use burn::backend::LibTorch;
 use burn::backend::TensorMetadata;
 use burn::backend::libtorch::LibTorchDevice;
-use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::{DType, read_sync};
+use burn::tensor::DType;
 
-use super::GradientMemory;
+use super::{GradientMemory, with_copy};
 
 impl GradientMemory for LibTorch {
     fn with_bytes<R>(tensor: FloatTensor<Self>, read: impl FnOnce(DType, &[u8]) -> R) -> Result<R, String> {
@@ -24,7 +23,6 @@ impl GradientMemory for LibTorch {
             let bytes = unsafe { std::slice::from_raw_parts(start, len_bytes) };
             return Ok(read(dtype, bytes));
         }
-        let data = read_sync(<Self as FloatTensorOps<Self>>::float_into_data(tensor)).map_err(|e| format!("{e:?}"))?;
-        Ok(read(data.dtype(), data.as_bytes()))
+        with_copy::<Self, R>(tensor, read)
     }
 }

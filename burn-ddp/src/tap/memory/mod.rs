@@ -36,8 +36,7 @@ pub trait GradientMemory: Backend {
     ///
     /// What the backend says when its device cannot be read.
     fn with_bytes<R>(tensor: FloatTensor<Self>, read: impl FnOnce(DType, &[u8]) -> R) -> Result<R, String> {
-        let data = read_sync(Self::float_into_data(tensor)).map_err(|e| format!("{e:?}"))?;
-        Ok(read(data.dtype(), data.as_bytes()))
+        with_copy::<Self, R>(tensor, read)
     }
 
     /// Starts to copy `tensors` to host memory, behind all that was launched before and before all that is launched after. Waiting
@@ -80,6 +79,12 @@ pub trait GradientMemory: Backend {
     fn take_back(lent: Box<dyn Lent>) -> Result<Vec<FloatTensor<Self>>, String> {
         Err(format!("{lent:?} is not of {}", std::any::type_name::<Self>()))
     }
+}
+
+/// [`GradientMemory::with_bytes`] of what cannot be read where it is.
+fn with_copy<B: Backend, R>(tensor: FloatTensor<B>, read: impl FnOnce(DType, &[u8]) -> R) -> Result<R, String> {
+    let data = read_sync(B::float_into_data(tensor)).map_err(|e| format!("{e:?}"))?;
+    Ok(read(data.dtype(), data.as_bytes()))
 }
 
 /// The bytes of `view`, for Burn. Writing to them copies them first.

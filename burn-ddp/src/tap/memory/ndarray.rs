@@ -3,9 +3,9 @@
 use burn::backend::NdArray;
 use burn::backend::ndarray::NdArrayTensor;
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::{DType, TensorData, read_sync};
+use burn::tensor::DType;
 
-use super::GradientMemory;
+use super::{GradientMemory, with_copy};
 
 impl GradientMemory for NdArray {
     fn with_bytes<R>(tensor: FloatTensor<Self>, read: impl FnOnce(DType, &[u8]) -> R) -> Result<R, String> {
@@ -14,11 +14,9 @@ impl GradientMemory for NdArray {
             NdArrayTensor::F64(x) => x.view().to_slice().map(|x| (DType::F64, bytemuck::cast_slice(x))),
             _ => None,
         };
-        if let Some((dtype, bytes)) = bytes {
-            return Ok(read(dtype, bytes));
+        match bytes {
+            Some((dtype, bytes)) => Ok(read(dtype, bytes)),
+            None => with_copy::<Self, R>(tensor, read),
         }
-        let data: TensorData = read_sync(<Self as burn::backend::ops::FloatTensorOps<Self>>::float_into_data(tensor))
-            .map_err(|e| format!("{e:?}"))?;
-        Ok(read(data.dtype(), data.as_bytes()))
     }
 }
