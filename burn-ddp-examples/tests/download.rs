@@ -6,6 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 
+use burn_ddp_examples::report::Summary;
 use image::{Rgb, RgbImage};
 
 const RESNET: &str = env!("CARGO_BIN_EXE_resnet");
@@ -46,13 +47,15 @@ fn cifar10_is_learned_from_burns_cache() {
     let root = dir.path().join("burn-dataset/cifar10");
     fs::create_dir_all(&root).unwrap();
     cifar10(&root);
-    let arguments = "--data cifar10 --width 4 --limit 80 --batch-size 8 --epochs 8 --lr 0.1 --nproc 2";
-    let output = run(dir.path(), RESNET, arguments);
-    let shown = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{shown}\n{}", String::from_utf8_lossy(&output.stderr));
-    let accuracy = shown.split("test accuracy ").nth(1).and_then(|rest| rest.split(' ').next());
-    let accuracy: f64 = accuracy.unwrap_or_else(|| panic!("{shown}")).parse().unwrap();
-    assert!(accuracy > 30.0, "a guess is right in a tenth of the cases: {shown}");
+    let summary = dir.path().join("summary.json");
+    let arguments = format!(
+        "--data cifar10 --width 4 --limit 80 --batch-size 8 --epochs 8 --lr 0.1 --nproc 2 --summary {}",
+        summary.display()
+    );
+    let output = run(dir.path(), RESNET, &arguments);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let summary: Summary = serde_json::from_str(&fs::read_to_string(summary).unwrap()).unwrap();
+    assert!(summary.test_accuracy > 0.3, "a guess is right in a tenth of the cases: {summary:?}");
 
     fs::remove_file(root.join("test/class 3/0999.png")).unwrap();
     fails(dir.path(), RESNET, "--data cifar10 --width 4", "9999 pictures instead of 10000");

@@ -248,6 +248,13 @@ pub(crate) fn read<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Result<(DT
 
 /// Elements and their type, as collectives take them.
 pub(crate) fn with_dtype(data: TensorData) -> Result<(DType, TensorData)> {
+    // Between ranks a bool is a byte, whatever the backend stores it as.
+    let data = match data.dtype() {
+        dtype if dtype.is_bool() => {
+            data.try_cast_as::<bool>().map_err(|e| Error::Use(format!("reading bools: {e}")))?
+        }
+        _ => data,
+    };
     let dtype = comm_dtype(data.dtype())
         .ok_or_else(|| Error::Use(format!("tensors of dtype {:?} cannot be sent between ranks", data.dtype())))?;
     Ok((dtype, data))
@@ -260,6 +267,8 @@ fn in_place(data: &mut TensorData, f: impl FnOnce(&mut [u8]) -> burn_ddp_comm::R
 
 /// A tensor of these elements.
 pub(crate) fn back<const D: usize, K: Basic>(data: TensorData, device: &burn::tensor::Device) -> Tensor<D, K> {
-    let dtype = data.dtype();
-    Tensor::from_data(data, (device, dtype))
+    match data.dtype() {
+        dtype if dtype.is_bool() => Tensor::from_data(data, device),
+        dtype => Tensor::from_data(data, (device, dtype)),
+    }
 }

@@ -32,9 +32,14 @@ for suite in gradients models; do check "$suite-shm" 600 env BURN_DDP_ENGINE=shm
 # Whole trainings.
 check mnist 300 ./burnrun -n "$ranks" ./mnist --epochs 2 --summary out/mnist.json
 check resnet 300 ./burnrun -n "$ranks" ./resnet --data synthetic --epochs 2 --summary out/resnet.json
-# What intercepting and reducing costs.
-check step 300 ./burn-ddp-bench step --alone
-check tensors 300 ./burn-ddp-bench tensors --counts 10,1000 --rounds 5 --alone
+# What intercepting and reducing costs: at world 1 and more, beside torch's DDP if python3 has torch; by number of tensors; and by size of buckets,
+# of which the last takes all gradients, so that nothing overlaps.
+worlds=$(echo 1 "$ranks" | xargs -n 1 | sort -nu | paste -sd ,)
+check step 300 ./burn-ddp-bench step --engine nccl --worlds "$worlds"
+check tensors 300 ./burn-ddp-bench tensors --engine nccl --world "$ranks" --counts 10,1000 --rounds 5 --alone
+check buckets 300 ./burn-ddp-bench buckets --engine nccl --world "$ranks" --model mlp --bytes 134217728 --count 512 \
+  --bucket-bytes 1048576,26214400,1073741824
 
-grep -hE "×|us|ratio" out/nccl-*.txt out/step.txt out/tensors.txt
+grep -hE "×|us|ratio" out/nccl-*.txt
+cat out/step.txt out/tensors.txt out/buckets.txt
 exit $failed

@@ -110,6 +110,13 @@ pub fn widest(device: &Device) -> DType {
     if device.supports_dtype(DType::F64) { DType::F64 } else { DType::F32 }
 }
 
+/// Whether gradients are read from the device when backward is at its end, so that no bucket is under way before.
+pub fn reads_at_the_end() -> bool {
+    let is = |name, values: &[&str]| std::env::var(name).is_ok_and(|value| values.contains(&value.as_str()));
+    // NCCL takes them where they are.
+    is("BURN_DEVICE", &["wgpu", "vulkan", "metal", "webgpu", "cuda", "rocm"]) && !is("BURN_DDP_ENGINE", &["nccl"])
+}
+
 /// Optimizers of the tests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Optim {

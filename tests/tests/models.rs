@@ -236,7 +236,11 @@ fn panic_in_the_middle(config: &WrapConfig) -> burn_ddp::Result<Vec<()>> {
 fn after_a_panic_with_buckets_under_way_every_rank_has_the_error() {
     let small = WrapConfig::new().with_bucket_cap_bytes(100).with_first_bucket_cap_bytes(100);
     panic_in_the_middle(&small.clone().with_overlap(false)).expect("nothing was under way");
-    let error = panic_in_the_middle(&small.with_overlap(true)).unwrap_err().to_string();
+    let result = panic_in_the_middle(&small.with_overlap(true));
+    if reads_at_the_end() {
+        return drop(result.expect("nothing was under way"));
+    }
+    let error = result.unwrap_err().to_string();
     assert!(error.contains("an earlier backward ended half-way"), "{error}");
 }
 
@@ -358,7 +362,7 @@ fn collectives_on_tensors_of_every_kind() {
         assert_eq!(all.dims(), [6]);
         assert_eq!(all.into_data().convert::<i64>().try_to_vec::<i64>()?, [0, 7, 1, 7, 2, 7]);
         let b = Tensor::<1, Bool>::from_bool([r == 1, false], &device);
-        assert_eq!(ddp.all_reduce(b, ReduceOp::Max)?.into_data().try_to_vec::<bool>()?, [true, false]);
+        assert_eq!(ddp.all_reduce(b, ReduceOp::Max)?.into_data().try_into_vec_as::<bool>()?, [true, false]);
         let rows = Tensor::<2>::from_floats([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], &device);
         let mine = ddp.reduce_scatter(rows.clone(), ReduceOp::Sum)?;
         assert_eq!(mine.into_data().try_to_vec::<f32>()?, [6.0 * r as f32, 3.0 * (2.0 * r as f32 + 1.0)]);
@@ -510,7 +514,7 @@ fn after_a_failed_backward_the_next_is_an_error_and_not_a_panic() {
         let bad = loss() + copy.a.forward(x(&ddp, &device)).sum();
         assert!(ddp.backward(&bad, &model).is_err());
         let error = ddp.backward(&loss(), &model).err().map(|e| e.to_string());
-        assert!(error.is_some(), "the ranks are out of step");
+        assert_eq!(error.is_none(), reads_at_the_end(), "with buckets under way the ranks are out of step");
         Ok(())
     })
     .unwrap();

@@ -10,14 +10,14 @@ use super::picture::Picture;
 use super::source::CIFAR10_SIDE as SIDE;
 
 /// Number of classes.
-pub const CLASSES: usize = 10;
+pub(super) const CLASSES: usize = 10;
 /// Pictures to learn from.
 const TRAIN: usize = 50_000;
 /// Pictures to be tested with.
 const TEST: usize = 10_000;
 
 /// One half of the database, in the files that Burn keeps.
-pub struct Cifar10 {
+pub(super) struct Cifar10 {
     files: ImageFolderDataset,
     len: usize,
 }
@@ -27,7 +27,7 @@ pub struct Cifar10 {
 /// # Errors
 ///
 /// A download that fails, now or half-way before.
-pub fn load(limit: usize) -> Result<[Cifar10; 2]> {
+pub(super) fn load(limit: usize) -> Result<[Cifar10; 2]> {
     let halves = crate::download::guarded(|| {
         let cifar10 = CifarDataset::new(CifarType::Cifar10);
         [cifar10.train(), cifar10.test()]

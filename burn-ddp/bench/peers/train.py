@@ -24,6 +24,10 @@ driver, init_method = sys.argv[1], sys.argv[2]
 rank, world, what, side = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6]
 lines_fd, bucket_mb = int(sys.argv[7]), float(sys.argv[8])
 torch.set_num_threads(1)
+# As Burn's ranks choose theirs. Ranks may share a GPU.
+gpus = torch.cuda.device_count() if os.environ.get("BURN_DEVICE") == "cuda" else 0
+device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+torch.set_default_device(device)
 
 
 class Tensors(nn.Module):
@@ -95,6 +99,8 @@ class Trainee:
 
     def step(self):
         loss = self.model(*self.inputs)
+        if what != "tensors":
+            self.seen = loss.item()
         loss.backward()
         if what == "tensors":
             self.seen = self.first.grad[0].item()
@@ -138,7 +144,7 @@ def usage():
 
 
 if side == "wrapped":
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
+    dist.init_process_group("nccl" if gpus else "gloo", init_method=init_method, rank=rank, world_size=world)
 trainee = None
 barrier = Barrier() if side == "barrier" else None
 control.serve(driver, rank, {"prepare": prepare, "round": one_round, "usage": usage})

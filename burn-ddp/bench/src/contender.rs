@@ -22,6 +22,8 @@ pub(crate) enum Engine {
     Tcp,
     /// Ranks as threads of one process.
     Threads,
+    /// GPUs, of what trains with `BURN_DEVICE=cuda`.
+    Nccl,
 }
 
 /// Somebody to compare with.
@@ -183,6 +185,7 @@ impl fmt::Display for Engine {
             Engine::Shm => "shm",
             Engine::Tcp => "tcp",
             Engine::Threads => "threads",
+            Engine::Nccl => "nccl",
         })
     }
 }

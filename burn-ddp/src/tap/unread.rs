@@ -17,8 +17,29 @@ pub(super) struct Unread {
     slots: Vec<usize>,
     tensors: Option<Box<dyn Any + Send>>,
     len_bytes: usize,
-    /// Launched.
-    readings: Vec<(Vec<usize>, Reading)>,
+    launched: Vec<Launched>,
+}
+
+/// Gradients on their way to host memory.
+struct Launched {
+    slots: Vec<usize>,
+    /// `None` once it was waited for.
+    reading: Option<Reading>,
+}
+
+impl Launched {
+    /// What the device holds for each slot.
+    fn wait(&mut self) -> Result<Vec<(DType, Bytes)>, String> {
+        self.reading.take().map_or(Ok(Vec::new()), read_sync)
+    }
+}
+
+/// Of a backward that ended half-way. Nobody wants them any more, but CubeCL would use their staging buffer for something else while it is
+/// still mapped, which wgpu refuses.
+impl Drop for Launched {
+    fn drop(&mut self) {
+        let _ = self.wait();
+    }
 }
 
 /// What the device holds for a slot.
@@ -41,7 +62,8 @@ impl Unread {
             return;
         }
         let tensors = std::mem::take(self.tensors::<B>());
-        self.readings.push((std::mem::take(&mut self.slots), B::begin_read(tensors)));
+        let slots = std::mem::take(&mut self.slots);
+        self.launched.push(Launched { slots, reading: Some(B::begin_read(tensors)) });
         self.len_bytes = 0;
     }
 
@@ -55,12 +77,13 @@ impl Unread {
         fault: impl Fn(String) -> E,
         mut put: impl FnMut(Read) -> Result<(), E>,
     ) -> Result<(), E> {
-        for (slots, reading) in std::mem::take(&mut self.readings) {
-            let gradients = read_sync(reading).map_err(&fault)?;
+        for mut launched in std::mem::take(&mut self.launched) {
+            let gradients = launched.wait().map_err(&fault)?;
+            let slots = &launched.slots;
             if gradients.len() != slots.len() {
                 return Err(fault(format!("the device returned {} gradients of {}", gradients.len(), slots.len())));
             }
-            for (slot, (dtype, bytes)) in slots.into_iter().zip(gradients) {
+            for (&slot, (dtype, bytes)) in slots.iter().zip(gradients) {
                 put((slot, dtype, bytes))?;
             }
         }
@@ -72,5 +95,29 @@ impl Unread {
         let known = self.tensors.take().and_then(|tensors| tensors.downcast::<Vec<FloatTensor<B>>>().ok());
         let tensors = self.tensors.insert(known.unwrap_or_default());
         tensors.downcast_mut().expect("it was made of this type")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn what_nobody_wants_any_more_is_waited_for() {
+        let read = Arc::new(AtomicBool::new(false));
+        let reading = {
+            let read = read.clone();
+            async move {
+                read.store(true, Ordering::Relaxed);
+                Ok(Vec::new())
+            }
+        };
+        let mut unread = Unread::default();
+        unread.launched.push(Launched { slots: vec![0], reading: Some(Box::pin(reading)) });
+        drop(unread);
+        assert!(read.load(Ordering::Relaxed));
     }
 }
