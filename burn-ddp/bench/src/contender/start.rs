@@ -24,7 +24,7 @@ pub(crate) fn start(who: Contender, setting: &Setting<'_>) -> Result<Team> {
     let own = |what: &str, kind: BufferKind| OwnRank { what: what.to_owned(), kind, world, dtype };
     let name = who.to_string();
     let (mut commands, keep): Started = match who {
-        Contender::Ours(Engine::Nccl, _) => bail!("it reduces what is on GPUs, such as the gradients of `step`"),
+        Contender::Ours(Engine::Nccl, _) => bail!("nccl reduces what is on GPUs, such as the gradients of `step`"),
         Contender::Ours(Engine::Threads, kind) => (vec![own("threads", kind).command(&scratch, 0)?], Vec::new()),
         Contender::Ours(engine, kind) => {
             let (envs, keep) = setting.envs()?;
