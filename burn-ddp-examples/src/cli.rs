@@ -1,5 +1,6 @@
 //! What the trainers' command lines have in common.
 
+use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -29,7 +30,8 @@ pub fn launch(nproc: Option<usize>, train: impl FnOnce(&Ddp) -> Result<()>) -> R
 /// What `main` returns. Shows an error in one line: the launcher repeats a rank's last lines, and a backtrace would push it out.
 pub fn exit_code(result: Result<()>) -> ExitCode {
     let Err(error) = result else { return ExitCode::SUCCESS };
-    eprintln!("Error: {error:#}");
+    // In one write: other ranks may be writing theirs to the same place.
+    let _ = io::stderr().write_all(format!("Error: {error:#}\n").as_bytes());
     match error.downcast_ref() {
         // As the rank that failed, or 130 after Ctrl-C.
         Some(Error::Job { exit_code, .. }) => ExitCode::from(u8::try_from(*exit_code).unwrap_or(1)),

@@ -9,6 +9,7 @@
 //! `--steps N` sums over all ranks N times, `--pause MS` waits between two; `--die RANK:STEP:HOW` ends that rank then, by `kill`, `panic`,
 //! `exit`. The last line of a rank is `rank R of N: done after N steps, sum S`.
 
+use std::io::{self, Write};
 use std::process::exit;
 use std::time::Duration;
 
@@ -22,7 +23,8 @@ struct Args {
 
 fn main() {
     if let Err(error) = args().and_then(|args| run(&args)) {
-        eprintln!("hello: {error}");
+        // In one write: other ranks may be writing theirs to the same place.
+        let _ = io::stderr().write_all(format!("hello: {error}\n").as_bytes());
         exit(1);
     }
 }

@@ -26,10 +26,20 @@ pub(super) struct Directory {
 /// What the one job that writes knows.
 #[derive(Debug)]
 struct Owned {
-    /// Locked until it is dropped, or the process ends.
-    _lock: File,
+    _lock: Lock,
     /// Step of the newest complete checkpoint.
     newest: Option<u64>,
+}
+
+/// Held until it is dropped, or the process ends.
+#[derive(Debug)]
+struct Lock(File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing would not do: a program that another thread is about to start has the file open as well until it runs.
+        let _ = self.0.unlock();
+    }
 }
 
 impl Directory {
@@ -61,6 +71,7 @@ impl Directory {
             TryLockError::WouldBlock => format!("cannot save to {}: another job does", self.path.display()),
             TryLockError::Error(e) => failed(e),
         })?;
+        let lock = Lock(lock);
         let entries = fs::read_dir(&self.path).and_then(|entries| entries.collect::<io::Result<Vec<_>>>());
         for entry in entries.map_err(|e| self.unreadable(&e))? {
             if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
@@ -198,6 +209,20 @@ fn sync_dir(path: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_program_being_started_does_not_keep_the_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = Directory::new(dir.path());
+        first.own().unwrap();
+        let second = Directory::new(dir.path());
+        assert!(second.own().unwrap_err().contains("another job does"));
+        // What a child has between fork and exec.
+        let inherited = first.owned().as_ref().unwrap()._lock.0.try_clone().unwrap();
+        drop(first);
+        second.own().unwrap();
+        drop(inherited);
+    }
 
     #[test]
     fn names_and_places_go_together_and_nothing_else_is_a_checkpoint() {
