@@ -6,6 +6,7 @@
 //!    └────────a signal to this process, or to another launcher of the job──────────────▶┘   (SIGINT here kills at once)
 //! ```
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::process::Child;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
@@ -28,6 +29,9 @@ const SETTLE: Duration = Duration::from_secs(3);
 const KILL_PATIENCE: Duration = Duration::from_secs(30);
 /// How long processes that outlive their rank may still print, first undisturbed, then after SIGTERM.
 const STRAGGLERS: Duration = Duration::from_secs(1);
+
+/// How long a rank may take to be stopped.
+const SUSPENDING: Duration = Duration::from_secs(1);
 
 /// How often the ranks' own reports are looked at.
 const TURN: Duration = Duration::from_millis(200);
@@ -84,8 +88,6 @@ struct Rank {
     ended: Option<(End, Instant)>,
     /// Stopped (SIGSTOP), by whomever.
     suspended: bool,
-    /// Stopped together with the launcher: that is nothing to tell.
-    by_us: bool,
     log: Option<PathBuf>,
 }
 
@@ -94,6 +96,8 @@ pub(crate) struct Job<'a> {
     ranks: Vec<Rank>,
     sender: Sender<Event>,
     events: &'a Receiver<Event>,
+    /// Those that came while only some were waited for.
+    deferred: VecDeque<Event>,
     grace: Duration,
     /// Rank 0 has the terminal and hears when its size changes.
     first_rank_has_terminal: bool,
@@ -124,6 +128,7 @@ impl<'a> Job<'a> {
             ranks: Vec::new(),
             sender,
             events,
+            deferred: VecDeque::new(),
             grace,
             first_rank_has_terminal,
             first_rank,
@@ -156,7 +161,7 @@ impl<'a> Job<'a> {
             return Err(error);
         }
         tracing::debug!(rank, pid = child.id(), "rank started");
-        self.ranks.push(Rank { child, pid, ended: None, suspended: false, by_us: false, log });
+        self.ranks.push(Rank { child, pid, ended: None, suspended: false, log });
         Ok(())
     }
 
@@ -217,7 +222,10 @@ impl<'a> Job<'a> {
     }
 
     /// The next event, or `None` at the deadline.
-    fn next_event(&self, deadline: Option<Instant>) -> Option<Event> {
+    fn next_event(&mut self, deadline: Option<Instant>) -> Option<Event> {
+        if let Some(event) = self.deferred.pop_front() {
+            return Some(event);
+        }
         let result = match deadline {
             None => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
             Some(deadline) => self.events.recv_timeout(deadline.saturating_duration_since(Instant::now())),
@@ -296,39 +304,55 @@ impl<'a> Job<'a> {
     }
 
     fn on_suspended(&mut self, rank: usize, signal: i32, outside: &Outside<'_>) {
-        let Rank { child, suspended, by_us, .. } = &mut self.ranks[rank];
+        let Rank { child, suspended, .. } = &mut self.ranks[rank];
         *suspended = true;
-        if !*by_us {
-            let (number, pid, signal) = (self.first_rank + rank, child.id(), signal_name(signal));
-            outside.notice(&format!(
-                "rank {number} (pid {pid}) is stopped ({signal}), the others wait for it; `kill -CONT {pid}` lets it go on"
-            ));
-        }
+        let (number, pid, signal) = (self.first_rank + rank, child.id(), signal_name(signal));
+        outside.notice(&format!(
+            "rank {number} (pid {pid}) is stopped ({signal}), the others wait for it; `kill -CONT {pid}` lets it go on"
+        ));
     }
 
     fn on_continued(&mut self, rank: usize, outside: &Outside<'_>) {
-        let Rank { child, suspended, by_us, .. } = &mut self.ranks[rank];
+        let Rank { child, suspended, .. } = &mut self.ranks[rank];
         *suspended = false;
-        if !std::mem::take(by_us) {
-            outside.notice(&format!("rank {} (pid {}) goes on", self.first_rank + rank, child.id()));
-        }
+        outside.notice(&format!("rank {} (pid {}) goes on", self.first_rank + rank, child.id()));
     }
 
     /// Ctrl-Z: stops the ranks, which the terminal does not reach, and this process, until `fg` or `bg`.
     fn suspend(&mut self, outside: &Outside<'_>) {
         outside.pausing();
         let running: Vec<_> = self.running().into_iter().filter(|&rank| !self.ranks[rank].suspended).collect();
-        for &rank in &running {
-            self.ranks[rank].by_us = true;
-            self.send(rank, Signal::STOP);
-        }
+        running.iter().for_each(|&rank| self.send(rank, Signal::STOP));
+        self.await_suspended(&running, true);
         let before = Instant::now();
         if let Err(error) = signals::stop_here() {
             tracing::warn!(%error, "cannot stop this process");
         }
         self.phase.put_off(before.elapsed());
         running.iter().for_each(|&rank| self.send(rank, Signal::CONT));
+        self.await_suspended(&running, false);
         outside.resumed();
+    }
+
+    /// Waits until all of `ranks` are stopped, or until all go on, so that neither is news. Not for long: a process that hangs in
+    /// the kernel does neither.
+    fn await_suspended(&mut self, ranks: &[usize], suspended: bool) {
+        let deadline = Instant::now() + SUSPENDING;
+        let mut waiting = ranks.to_vec();
+        while !waiting.is_empty() {
+            match self.events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(Event::Stopped { rank, .. }) => self.ranks[rank].suspended = true,
+                Ok(Event::Continued { rank }) => self.ranks[rank].suspended = false,
+                Ok(event) => {
+                    if let Event::Ended { rank, .. } = event {
+                        waiting.retain(|&other| other != rank);
+                    }
+                    self.deferred.push_back(event);
+                }
+                Err(_) => return,
+            }
+            waiting.retain(|&rank| self.ranks[rank].suspended != suspended);
+        }
     }
 
     fn on_deadline(&mut self) {

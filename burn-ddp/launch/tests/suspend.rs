@@ -67,7 +67,7 @@ fn ctrl_z_stops_the_whole_job_and_fg_lets_it_go_on() {
     let pids: Vec<u32> = job.lines(2).iter().map(|line| pid_of(line)).collect();
     let launcher = job.pid().as_raw_nonzero().get() as u32;
     let all = [&pids[..], &[launcher]].concat();
-    for _ in 0..2 {
+    for _ in 0..5 {
         job.signal(Signal::TSTP);
         poll_until("all are stopped", || all.iter().all(|&pid| state(pid) == 'T').then_some(()));
         std::thread::sleep(Duration::from_millis(100));
