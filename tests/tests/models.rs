@@ -504,7 +504,7 @@ fn a_target_network_beside_its_original_keeps_its_own_state() {
 
 #[test]
 fn after_a_failed_backward_the_next_is_an_error_and_not_a_panic() {
-    let config = WrapConfig::new().with_bucket_cap_bytes(100).with_first_bucket_cap_bytes(100);
+    let config = WrapConfig::new().with_overlap(true).with_bucket_cap_bytes(100).with_first_bucket_cap_bytes(100);
     Ddp::spawn_with(1, short(), |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap_with(Mlp::new(&device), &config.clone().with_accumulation(2))?;

@@ -196,7 +196,7 @@ fn the_rank_that_the_others_wait_for_is_named_on_all() {
         for step in 0..21 {
             let x = rows(step, 2, 6, 1, DType::F32, &device);
             if ddp.rank() == 1 {
-                std::thread::sleep(Duration::from_millis(20));
+                std::thread::sleep(Duration::from_millis(50));
             }
             ddp.mean(0.0)?; // here, and not in backward, the others wait
             model.forward(x).sum().backward();
@@ -206,7 +206,7 @@ fn the_rank_that_the_others_wait_for_is_named_on_all() {
     let found = found.unwrap();
     let straggler = found[0].clone().expect("rank 1 sleeps");
     assert_eq!((straggler.rank, straggler.steps), (1, 10));
-    assert!(straggler.work >= Duration::from_millis(20) && straggler.others < straggler.work, "{straggler}");
+    assert!(straggler.work >= Duration::from_millis(50) && straggler.others < straggler.work, "{straggler}");
     assert!(found.iter().all(|other| *other == found[0]));
 }
 

@@ -25,6 +25,8 @@ pub(crate) struct Liveness {
 struct Heard {
     last: Instant,
     suspected: bool,
+    /// Since then it was given a heartbeat more, once.
+    excused: bool,
     /// It was silent for longer than it may be: for good.
     lost: bool,
     /// What it said last.
@@ -45,7 +47,14 @@ impl Liveness {
     /// Listens to all of `world_size` ranks but `rank`, from `now` on.
     pub(crate) fn new(rank: usize, world_size: usize, options: &Options, now: Instant) -> Liveness {
         let heard = |peer| {
-            (peer != rank).then_some(Heard { last: now, suspected: false, lost: false, beat: None, next_beat: now })
+            (peer != rank).then_some(Heard {
+                last: now,
+                suspected: false,
+                excused: false,
+                lost: false,
+                beat: None,
+                next_beat: now,
+            })
         };
         Liveness {
             heartbeat: options.heartbeat,
@@ -58,6 +67,7 @@ impl Liveness {
     pub(crate) fn heard(&mut self, peer: usize, now: Instant) -> Option<Change> {
         let heard = self.peers.get_mut(peer)?.as_mut()?;
         heard.last = now;
+        heard.excused = false;
         std::mem::take(&mut heard.suspected).then(|| {
             heard.next_beat = now;
             Change::Recovered { peer }
@@ -78,10 +88,12 @@ impl Liveness {
         }
     }
 
-    /// This process itself did not run for `time`, be it stopped or starved: nobody can be blamed for having been silent meanwhile.
+    /// This process itself did not run for `time`, be it stopped or starved: nobody can be blamed for having been silent meanwhile,
+    /// nor for one heartbeat more, which those that were stopped together with it may need.
     pub(crate) fn excuse(&mut self, time: Duration, now: Instant) {
         for heard in self.peers.iter_mut().flatten() {
-            heard.last = (heard.last + time).min(now);
+            let more = if std::mem::replace(&mut heard.excused, true) { Duration::ZERO } else { self.heartbeat };
+            heard.last = (heard.last + time + more).min(now);
         }
     }
 
@@ -209,6 +221,21 @@ mod tests {
         let (mut liveness, start) = rank_0(Some(5 * BEAT));
         liveness.excuse(99 * BEAT, start + 100 * BEAT);
         assert_eq!(liveness.look(start + 101 * BEAT), []);
+    }
+
+    #[test]
+    fn who_was_stopped_too_has_a_heartbeat_to_say_so_but_only_one() {
+        let (mut liveness, start) = rank_0(Some(5 * BEAT));
+        // Silent for nearly as long as it may be when both are stopped for three heartbeats.
+        liveness.excuse(3 * BEAT, start + 7 * BEAT);
+        assert_eq!(liveness.look(start + 7 * BEAT).iter().filter(|c| matches!(c, Change::Lost { .. })).count(), 0);
+        // A rank whose looks always come late accuses the dead all the same.
+        let lost = (1..20).any(|look| {
+            let now = start + 7 * BEAT + look * 2 * BEAT;
+            liveness.excuse(BEAT, now);
+            liveness.look(now).iter().any(|change| matches!(change, Change::Lost { .. }))
+        });
+        assert!(lost);
     }
 
     #[test]

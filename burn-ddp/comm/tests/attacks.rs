@@ -24,7 +24,7 @@ const ENOUGH: usize = 20;
 const CHALLENGE: usize = 48;
 const PROOF: usize = 96;
 
-/// One attack at a time: each measures, and each needs many descriptors.
+/// One attack at a time: each measures, needs many descriptors, and its attackers find whoever listens in this process.
 static TURN: Mutex<()> = Mutex::new(());
 
 /// How many connections the attackers made.
@@ -320,6 +320,7 @@ fn record(job: &JobKey, server: SocketAddr) -> Recorded {
 
 #[test]
 fn a_replayed_handshake() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let job = JobKey::new(&Secret::generate().unwrap(), JOB, 0);
     let server = StoreServer::bind("127.0.0.1:0", &job).unwrap();
     let recorded = record(&job, server.local_addr());
@@ -354,6 +355,7 @@ fn a_replayed_handshake() {
 
 #[test]
 fn a_reflected_handshake() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let job = JobKey::new(&Secret::generate().unwrap(), JOB, 0);
     let server = StoreServer::bind("127.0.0.1:0", &job).unwrap();
     // What the store says, said back to it: on the same connection, and on another one.

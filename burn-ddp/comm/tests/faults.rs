@@ -144,7 +144,7 @@ fn a_rank_that_panics_says_so_though_its_process_ends() {
 fn a_stopped_rank_is_named_at_the_deadline_and_not_called_dead() {
     const TEST: &str = "a_stopped_rank_is_named_at_the_deadline_and_not_called_dead";
     if let Some((_, env)) = role() {
-        let world = World::join(&env, Options { timeout: Duration::from_millis(800), ..options() }).unwrap();
+        let world = World::join(&env, Options { timeout: Duration::from_secs(2), ..options() }).unwrap();
         let group = world.group().unwrap();
         say("ready");
         await_go();
@@ -159,10 +159,7 @@ fn a_stopped_rank_is_named_at_the_deadline_and_not_called_dead() {
     }
     for rank in [0, 2] {
         let said = ranks[rank].hear();
-        assert!(
-            said.starts_with("Timeout of Some(1)") && said.contains("waited 0.8 s for rank 1 in barrier"),
-            "{said}"
-        );
+        assert!(said.starts_with("Timeout of Some(1)") && said.contains("waited 2 s for rank 1 in barrier"), "{said}");
     }
     // It wakes up to find that the others gave up, not to hang.
     ranks[1].signal(Signal::CONT);

@@ -122,7 +122,7 @@ fn jobs_in_one_store_do_not_mix() {
 fn those_who_came_are_told_who_came_and_who_did_not() {
     let store = launcher_store();
     let begin = Instant::now();
-    let errors = errors([0, 1, 3].map(|rank| rank_at(&store, rank, 5)).into(), &join_within(0.5));
+    let errors = errors([0, 1, 3].map(|rank| rank_at(&store, rank, 5)).into(), &join_within(2.0));
     assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
     let me = format!("pid {}", std::process::id());
     for error in &errors {
@@ -180,7 +180,7 @@ fn a_master_that_is_not_there_is_named_with_time_and_cause() {
         begin.elapsed()
     );
     assert!(matches!(error, Error::Environment { .. }), "{error:?}");
-    says(&error, &["rank 1", &format!("127.0.0.1:{port}"), "within 0.", "refused", "rank 0"]);
+    says(&error, &["rank 1", &format!("127.0.0.1:{port}"), "within ", "refused", "rank 0"]);
 
     let at = Meeting::Launcher { host: "no.such.host.invalid".into(), port };
     let error = errors(vec![rank_of(at, 0, 1)], &join_within(0.4)).remove(0);

@@ -144,12 +144,12 @@ pub(crate) fn create_log(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(true).open(path)
 }
 
-/// `20261121-181814-1f3a`: sorts by time, tells jobs of one second apart.
+/// `20261121-181814-1f3a09c2`: sorts by time, tells jobs of one second apart.
 pub(crate) fn job_name(unix_seconds: u64, job_id: &str) -> String {
     let (days, rest) = (unix_seconds / 86_400, unix_seconds % 86_400);
     let (year, month, day) = civil_from_days(days as i64);
     let (hour, minute, second) = (rest / 3600, rest / 60 % 60, rest % 60);
-    let short = job_id.get(..4).unwrap_or(job_id);
+    let short = job_id.get(..8).unwrap_or(job_id);
     format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}-{short}")
 }
 
@@ -212,7 +212,7 @@ mod tests {
 
     #[test]
     fn jobs_are_named_by_time() {
-        assert_eq!(job_name(0, "abcdef"), "19700101-000000-abcd");
+        assert_eq!(job_name(0, "0123456789"), "19700101-000000-01234567");
         assert_eq!(job_name(1_709_210_096, "0123"), "20240229-123456-0123");
     }
 }

@@ -35,6 +35,8 @@ const SUSPENDING: Duration = Duration::from_secs(1);
 
 /// How often the ranks' own reports are looked at.
 const TURN: Duration = Duration::from_millis(200);
+/// The same while ranks have until a deadline to end: a wait that ends later than this shows that nobody here ran meanwhile.
+const SHORT_TURN: Duration = Duration::from_millis(20);
 
 /// What the supervisor waits for. Ranks are local ranks here.
 #[derive(Debug)]
@@ -172,9 +174,16 @@ impl<'a> Job<'a> {
         }
         while self.is_running() {
             outside.read_events();
-            let turn = Instant::now() + TURN;
-            let deadline = self.phase.deadline().map_or(turn, |until| until.min(turn));
-            match self.next_event(Some(deadline)) {
+            let deadline = match self.phase.deadline() {
+                Some(until) => until.min(Instant::now() + SHORT_TURN),
+                None => Instant::now() + TURN,
+            };
+            let event = self.next_event(Some(deadline));
+            let late = deadline.elapsed();
+            if late > SHORT_TURN {
+                self.phase.put_off(late);
+            }
+            match event {
                 Some(Event::Ended { rank, end, at }) => self.on_end(rank, end, at, outside),
                 Some(Event::Signal(signal)) => self.on_signal(signal, outside),
                 Some(Event::Relayed(relayed)) => self.relayed = Some(relayed),

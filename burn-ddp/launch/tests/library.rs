@@ -7,7 +7,7 @@ use burn_ddp_launch::{End, LaunchError, Launcher, Stdio};
 #[test]
 fn the_outcome_says_it_all() {
     let script = r#"[ "$BURN_DDP_RANK" = 0 ] && { echo why >&2; exit 6; }; sleep 60"#;
-    let outcome = Launcher::new("sh", ["-c", script]).nproc(3).grace(Duration::from_millis(100)).run().unwrap();
+    let outcome = Launcher::new("sh", ["-c", script]).nproc(3).grace(Duration::from_secs(1)).run().unwrap();
     assert_eq!((outcome.exit_code, outcome.nproc), (6, 3));
     let failure = outcome.failure.as_ref().unwrap();
     assert_eq!((failure.rank, failure.end, failure.running), (0, End::Exit(6), 2));

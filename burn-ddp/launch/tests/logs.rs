@@ -82,7 +82,7 @@ const PANIC: &str = r#"
 #[test]
 fn a_panic_is_named_though_a_backtrace_follows_it() {
     let dir = tempfile::tempdir().unwrap();
-    let finished = run(&mut logged(dir.path(), 2, &["--grace", "0.2"], PANIC));
+    let finished = run(&mut logged(dir.path(), 2, &["--grace", "1"], PANIC));
     assert_eq!(finished.code(), 101);
     let report: Vec<_> = finished.stderr.lines().filter_map(|line| line.strip_prefix("burnrun: ")).collect();
     assert!(report[0].starts_with("rank 1 (host "), "{report:?}");

@@ -2,13 +2,16 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Engine, Fabric, HostEngine, Incoming, Outgoing, Stall, Transport};
 use crate::Result;
 use crate::call::Call;
 use crate::frame::Header;
 use crate::health::{Health, Wake, lock};
+
+/// How long after a rank has closed a group its world may take to tell why.
+const GRACE: Duration = Duration::from_secs(1);
 
 /// Makes the groups of one rank among threads.
 pub(crate) struct ThreadsFabric {
@@ -39,8 +42,8 @@ struct Inbox {
 struct Arrivals {
     /// By sender's group rank, oldest first. Never long: every collective waits for everybody.
     frames: Vec<VecDeque<Frame>>,
-    /// Who will send no more.
-    closed: Vec<bool>,
+    /// Who will send no more, since when.
+    closed: Vec<Option<Instant>>,
 }
 
 struct Frame {
@@ -88,7 +91,7 @@ impl Hub {
     fn new(group_size: usize) -> Hub {
         let inbox = || {
             let frames = (0..group_size).map(|_| VecDeque::new()).collect();
-            let arrivals = Arrivals { frames, closed: vec![false; group_size] };
+            let arrivals = Arrivals { frames, closed: vec![None; group_size] };
             Arc::new(Inbox { arrivals: Mutex::new(arrivals), changed: Condvar::new() })
         };
         Hub { inboxes: (0..group_size).map(|_| inbox()).collect(), spare: Mutex::new(Vec::new()) }
@@ -183,11 +186,17 @@ impl Threads {
                 return Ok(arrived);
             }
             self.health.check()?;
-            let gone = |peer: usize| arrivals.closed[peer] || self.health.has_left(call.world_rank(peer));
-            if let Some(peer) = missing.iter().map(|incoming| incoming.peer).find(|peer| gone(*peer)) {
+            let now = Instant::now();
+            let peers = || missing.iter().map(|incoming| incoming.peer);
+            let grace_end =
+                peers().filter_map(|peer| arrivals.closed[peer]).min().map(|since| deadline.min(since + GRACE));
+            let gone = |peer: &usize| {
+                self.health.has_left(call.world_rank(*peer))
+                    || (arrivals.closed[*peer].is_some() && grace_end.is_some_and(|end| now >= end))
+            };
+            if let Some(peer) = peers().find(gone) {
                 return Err(self.health.left_error(call.world_rank(peer)));
             }
-            let now = Instant::now();
             let left = deadline.saturating_duration_since(now);
             if left.is_zero() {
                 return Err(call.timed_out(waiting_for(missing)));
@@ -199,7 +208,8 @@ impl Threads {
                 arrivals = lock(&inbox.arrivals);
                 continue;
             }
-            arrivals = match inbox.changed.wait_timeout(arrivals, left.min(until_stall)) {
+            let until = grace_end.map_or(left, |end| end.saturating_duration_since(now)).min(until_stall);
+            arrivals = match inbox.changed.wait_timeout(arrivals, until) {
                 Ok((arrivals, _)) => arrivals,
                 Err(poisoned) => poisoned.into_inner().0,
             };
@@ -215,7 +225,7 @@ fn waiting_for(missing: &[&mut Incoming<'_>]) -> Vec<usize> {
 impl Drop for Threads {
     fn drop(&mut self) {
         for inbox in &self.hub.inboxes {
-            lock(&inbox.arrivals).closed[self.rank()] = true;
+            lock(&inbox.arrivals).closed[self.rank()] = Some(Instant::now());
             inbox.changed.notify_all();
         }
     }

@@ -84,8 +84,9 @@ impl StoreClient {
         })?;
         let place = Place::Tcp { host: host.to_owned(), port, via: Interface::default() };
         let deadline = deadline_in(timeout);
+        let mut failure = String::new();
         loop {
-            let failure = match Self::try_connect(&place, job, deadline, HANDSHAKE_DEADLINE) {
+            match Self::try_connect(&place, job, deadline, HANDSHAKE_DEADLINE) {
                 Ok(store) => return Ok(store),
                 Err(Unreached::Refused(cause)) => {
                     return Err(Error::Environment {
@@ -95,8 +96,10 @@ impl StoreClient {
                         ),
                     });
                 }
-                Err(Unreached::Absent(cause)) => cause,
-            };
+                // What the deadline itself cut short says less than what came before.
+                Err(Unreached::Absent(cause)) if failure.is_empty() || Instant::now() < deadline => failure = cause,
+                Err(Unreached::Absent(_)) => {}
+            }
             if Instant::now() + address::RETRY >= deadline {
                 let waited = timeout.as_secs_f64();
                 let message =

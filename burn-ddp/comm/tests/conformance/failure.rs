@@ -65,7 +65,7 @@ pub fn giving_up_ends_own_calls_too(make: Make) {
 
 /// Rank 2 is alive but does something else.
 pub fn a_rank_that_never_comes_is_named_after_the_deadline(make: Make) {
-    let timeout = Duration::from_millis(400);
+    let timeout = Duration::from_secs(1);
     let options = Options { timeout, heartbeat: Duration::from_millis(50), ..patient() };
     let others_done = Together::new(3);
     let results = lined_up(make, 3, options, |world, group| {
@@ -83,11 +83,11 @@ pub fn a_rank_that_never_comes_is_named_after_the_deadline(make: Make) {
     for error in results.into_iter().map(|result| result.unwrap()) {
         let Error::Timeout { reporter, waiting_for, timeout, call, culprit, why } = &error else { panic!("{error}") };
         assert!(*culprit == Some(2) && why.starts_with("rank 2 "), "{error}");
-        assert!(*reporter != 2 && *waiting_for == [2] && timeout.as_millis() == 400, "{error}");
+        assert!(*reporter != 2 && *waiting_for == [2] && timeout.as_secs() == 1, "{error}");
         assert!(call.site.to_string().starts_with(file!()), "{error}");
         let text = error.to_string();
         assert!(
-            text.contains("waited 0.4 s for rank 2 in all_reduce #0 of group 1 (i32, sum, 50000 elements)"),
+            text.contains("waited 1 s for rank 2 in all_reduce #0 of group 1 (i32, sum, 50000 elements)"),
             "{text}"
         );
     }
@@ -95,7 +95,7 @@ pub fn a_rank_that_never_comes_is_named_after_the_deadline(make: Make) {
 
 /// Ranks that wait for it while connecting may be waited for in turn.
 pub fn a_rank_that_never_makes_the_group_is_named(make: Make) {
-    let options = Options { timeout: Duration::from_millis(300), ..patient() };
+    let options = Options { timeout: Duration::from_secs(1), ..patient() };
     let others_done = Together::new(3);
     let results = outcomes(make, 3, options, |world| {
         let result = if world.rank() == 1 { None } else { Some(world.group()) };

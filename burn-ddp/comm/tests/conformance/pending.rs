@@ -198,7 +198,7 @@ pub fn a_panic_with_pending_calls_is_told(make: Make) {
 }
 
 pub fn a_missing_rank_is_named(make: Make) {
-    let options = Options { timeout: Duration::from_millis(300), heartbeat: Duration::from_millis(50), ..patient() };
+    let options = Options { timeout: Duration::from_secs(1), heartbeat: Duration::from_millis(50), ..patient() };
     let done = Together::new(2);
     let errors = lined_up(make, 2, options, |world, group| {
         let error = (world.rank() == 0).then(|| fatal(group.all_reduce_async(vec![1_i64; 3], ReduceOp::Sum).wait()));

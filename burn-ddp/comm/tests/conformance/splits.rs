@@ -215,7 +215,7 @@ pub fn a_mismatch_in_a_part_names_ranks_of_the_world(make: Make) {
 }
 
 pub fn a_missing_member_is_named_by_its_rank_in_the_world(make: Make) {
-    let options = Options { timeout: Duration::from_millis(400), heartbeat: Duration::from_millis(50), ..patient() };
+    let options = Options { timeout: Duration::from_secs(1), heartbeat: Duration::from_millis(50), ..patient() };
     let (ready, done) = (Together::new(4), Together::new(4));
     let errors = lined_up(make, 4, options, |world, group| {
         let part = group.split((world.rank() != 0).then_some(0), 0).unwrap();

@@ -171,7 +171,7 @@ pub fn ranks_that_cannot_be_are_refused(make: Make) {
 }
 
 pub fn a_rank_that_never_receives_is_named(make: Make) {
-    let timeout = Duration::from_millis(400);
+    let timeout = Duration::from_secs(1);
     let options = Options { timeout, heartbeat: Duration::from_millis(50), ..patient() };
     let done = Together::new(3);
     let errors = lined_up(make, 3, options, |world, group| {
