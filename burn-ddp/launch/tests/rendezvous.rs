@@ -9,8 +9,10 @@ fn launch(nproc: usize, what: &str) -> Outcome {
     let program = std::env::current_exe().unwrap();
     Launcher::new(program, ["--exact", "as_a_rank", "--ignored", "--nocapture"])
         .env("RANK_DOES", what)
+        // A backtrace takes longer to print than the others may take to end.
+        .env("RUST_BACKTRACE", "0")
         .nproc(nproc)
-        .grace(Duration::from_secs(2))
+        .grace(Duration::from_secs(3))
         .run()
         .unwrap()
 }
