@@ -11,8 +11,8 @@ use burn::tensor::{Tensor, TensorData};
 use burn_ddp_comm::DType;
 
 use crate::convert::comm_dtype;
-use crate::reducer::Buffer;
-use crate::{Error, Result, tap};
+use crate::gradients::Buffer;
+use crate::{Error, Result, intercept};
 
 /// What happens to running statistics (BatchNorm's mean and variance), at every reduction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -56,7 +56,7 @@ pub(crate) fn which<M: Module>(model: &M) -> Vec<bool> {
         }
     }
     let mut listen = Listen(Vec::new());
-    tap::bypass(|| unshared(model.clone()).map(&mut Ask).visit(&mut listen));
+    intercept::bypass(|| unshared(model.clone()).map(&mut Ask).visit(&mut listen));
     listen.0
 }
 

@@ -12,7 +12,7 @@ use crate::meter::Meter;
 use crate::seed::Seed;
 use crate::weight::{Batch, Weights};
 use crate::wrap::WrapConfig;
-use crate::{Error, Result, Stats, Straggler, tap};
+use crate::{Error, Result, Stats, Straggler, intercept};
 
 /// One rank's membership in a data-parallel job: who am I, who are my peers, and everything they do together.
 ///
@@ -368,7 +368,7 @@ impl Ddp {
             self.world().fail(format!("backward: {reason}"));
             return Err(Error::Backward { rank: self.rank(), reason });
         }
-        let tapped = tap::find(model);
+        let tapped = intercept::find(model);
         let [tapped] = tapped.as_slice() else {
             if tapped.is_empty() && self.world_size() == 1 {
                 return Ok(loss.backward());
@@ -379,7 +379,7 @@ impl Ddp {
             }));
         };
         if tapped.compares() {
-            tap::note_values(model, tapped);
+            intercept::note_values(model, tapped);
         }
         let (gradients, reached) = tapped.capture(|| loss.backward())?;
         if !reached {
@@ -388,7 +388,7 @@ impl Ddp {
             self.world().fail(format!("backward: {reason}"));
             return Err(Error::Backward { rank: self.rank(), reason });
         }
-        if let Some(reason) = tap::bypassed(model, tapped, &gradients)? {
+        if let Some(reason) = intercept::bypassed(model, tapped, &gradients)? {
             self.world().fail(format!("backward: {reason}"));
             return Err(Error::Backward { rank: self.rank(), reason });
         }
@@ -402,7 +402,7 @@ impl Ddp {
     ///
     /// [`Error::Use`] if the model is not wrapped.
     pub fn no_sync<M: Module, T>(&self, model: &M, f: impl FnOnce() -> T) -> Result<T> {
-        match tap::find(model).as_slice() {
+        match intercept::find(model).as_slice() {
             [tapped] => Ok(tapped.hold(f)),
             _ => Err(Error::Use("no_sync needs one wrapped model; in a world of 1 wrap it with accumulation".into())),
         }
@@ -410,7 +410,7 @@ impl Ddp {
 
     /// Throws away gradients of micro-batches that were not reduced yet. Every rank must do the same.
     pub fn discard<M: Module>(&self, model: &M) {
-        tap::find(model).iter().for_each(|t| t.discard());
+        intercept::find(model).iter().for_each(|t| t.discard());
     }
 
     /// Says how many items the following backwards stand for, until the next batch is read from a loader. Only needed with

@@ -11,7 +11,7 @@ use burn_ddp_comm::ReduceOp;
 use crate::convert::{burn_dtype, comm_dtype};
 use crate::ddp::Ddp;
 use crate::schema::{Schema, digest, unreadable};
-use crate::{Error, Result, agree, tap};
+use crate::{Error, Result, agree, intercept};
 
 /// Bytes of a reduction, unless one parameter alone is larger.
 const BUCKET_BYTES: usize = 1 << 20;
@@ -166,7 +166,7 @@ fn bucket_len(gradients: &[(ParamId, TensorData)]) -> usize {
 
 /// What the model is made of, and this rank's gradient of each of its entries.
 fn take<M: Module>(model: &M, grads: &mut GradientsParams) -> Result<(Schema, Vec<Option<TensorData>>)> {
-    if !tap::find(model).is_empty() {
+    if !intercept::find(model).is_empty() {
         return Err(Error::Use(
             "the model is wrapped, so its gradients are averages already: step with the plain optimizer, or `ddp.unwrap` the model"
                 .into(),

@@ -6,7 +6,7 @@ use burn::tensor::Device;
 
 use crate::ddp::Ddp;
 use crate::schema::Schema;
-use crate::{Result, agree, buffers, optimizer_state, tap, wrap};
+use crate::{Result, agree, buffers, intercept, optimizer_state, wrap};
 
 impl Ddp {
     /// `root`'s parameters and buffers on every rank, wrapped or not; parameter ids stay what they are. *Collective*.
@@ -33,7 +33,7 @@ impl Ddp {
     /// ```
     #[track_caller]
     pub fn broadcast_parameters<M: Module>(&self, model: M, root: usize) -> Result<M> {
-        let mine = tap::bypass(|| {
+        let mine = intercept::bypass(|| {
             // Running statistics lag one update behind what `visit` shows; `valid` brings them up to date.
             drop(model.valid());
             let schema = Schema::of(&model)?;
@@ -44,10 +44,10 @@ impl Ddp {
         let first = self.group().broadcast_object(Some(first), root)?;
         let trains = model.devices().iter().any(Device::is_autodiff);
         // Ranks that are threads may have started from one model, whose clones share running statistics.
-        let model = if trains && tap::find(&model).is_empty() { buffers::unshared(model) } else { model };
+        let model = if trains && intercept::find(&model).is_empty() { buffers::unshared(model) } else { model };
         let devices = wrap::devices(&model);
         let shared_by = (self.world_size() > 1).then_some((self.group(), root));
-        tap::bypass(|| wrap::share_values(model, shared_by, devices, &schema, first))
+        intercept::bypass(|| wrap::share_values(model, shared_by, devices, &schema, first))
     }
 
     /// Gives every rank the state of `root`'s optimizer (momentum, moments, step counts), bit by bit. *Collective*.

@@ -4,7 +4,7 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 
 use crate::ddp::Ddp;
-use crate::{Error, Result, tap};
+use crate::{Error, Result, intercept};
 
 impl Ddp {
     /// Waits for the ranks that still have data, and ends with the model and the optimizer of those that had most. *Collective*: every
@@ -55,7 +55,7 @@ impl Ddp {
     /// ```
     #[track_caller]
     pub fn join<M: Module + 'static>(&self, model: &mut M, optim: &mut ModuleOptimizer) -> Result<usize> {
-        let tapped = tap::find(model);
+        let tapped = intercept::find(model);
         if self.world_size() == 1 {
             tapped.iter().for_each(|tapped| tapped.discard());
             return Ok(0);

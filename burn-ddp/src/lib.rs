@@ -72,13 +72,14 @@ mod device;
 mod differentiable;
 mod distributed_optimizer;
 mod error;
+mod gradients;
 mod horovod;
+mod intercept;
 mod join;
 mod meter;
 pub mod nn;
 mod optimizer_state;
 mod placement;
-mod reducer;
 mod replicas;
 mod save;
 mod schema;
@@ -86,7 +87,6 @@ mod seed;
 mod spawn;
 mod stats;
 mod straggler;
-mod tap;
 #[cfg(feature = "train")]
 pub mod train;
 mod weight;
@@ -102,11 +102,11 @@ pub use ddp::Ddp;
 pub use differentiable::{Adjoint, CollectiveBackend, Differentiable};
 pub use distributed_optimizer::DistributedOptimizer;
 pub use error::{Error, Result};
-pub use reducer::Reduction;
+pub use gradients::Reduction;
+pub use intercept::{DdpBackend, GradientMemory, Lent, Reading, TapHandle};
 pub use save::param_hash;
 pub use stats::Stats;
 pub use straggler::Straggler;
-pub use tap::{DdpBackend, GradientMemory, Lent, Reading, TapHandle};
 pub use wrap::WrapConfig;
 
 /// What a training program imports.

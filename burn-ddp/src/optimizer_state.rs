@@ -12,7 +12,7 @@ use burn_ddp_comm::{DType, ProcessGroup};
 
 use crate::burnpack::{Item, Pack};
 use crate::schema::Schema;
-use crate::{Error, Result, agree, tap};
+use crate::{Error, Result, agree, intercept};
 
 /// The path and the id of each parameter of a model, in traversal order. Clones of a parameter have its id.
 pub(crate) type Ids = Vec<(String, u64)>;
@@ -65,7 +65,7 @@ pub(crate) fn broadcast<M: Module>(
     model: &M,
     root: usize,
 ) -> Result<()> {
-    let mine = tap::bypass(|| Schema::of(model)).and_then(|schema| {
+    let mine = intercept::bypass(|| Schema::of(model)).and_then(|schema| {
         let state = if group.rank() == root { write(optim)? } else { Vec::new() };
         Ok((schema, state, fields(optim, model)?))
     });

@@ -7,7 +7,7 @@ use burn::module::Module;
 
 use crate::ddp::Ddp;
 use crate::schema::Snapshot;
-use crate::{Error, Result, buffers, replicas, tap};
+use crate::{Error, Result, buffers, intercept, replicas};
 
 /// SHA-256 of all parameters and buffers (paths, dtypes, shapes, bytes) in hexadecimal: equal on two ranks if and only if their
 /// models are.
@@ -21,7 +21,7 @@ pub fn param_hash<M: Module>(model: &M) -> Result<String> {
 
 /// Values as they are now: nothing pending, running statistics up to date.
 fn snapshot<M: Module>(model: &M) -> Result<Snapshot> {
-    tap::bypass(|| Snapshot::of(&model.valid()))
+    intercept::bypass(|| Snapshot::of(&model.valid()))
 }
 
 impl Ddp {
@@ -93,7 +93,7 @@ fn write<M: Module>(model: &M, path: &Path) -> std::result::Result<(), String> {
         .tempfile_in(dir)
         .map_err(|e| e.to_string())?
         .into_temp_path();
-    tap::bypass(|| model.valid().into_record()).save(&temporary).map_err(|e| e.to_string())?;
+    intercept::bypass(|| model.valid().into_record()).save(&temporary).map_err(|e| e.to_string())?;
     File::open(&temporary).and_then(|f| f.sync_all()).map_err(|e| e.to_string())?;
     temporary.persist(path).map_err(|e| e.to_string())?;
     File::open(dir).and_then(|d| d.sync_all()).map_err(|e| e.to_string())

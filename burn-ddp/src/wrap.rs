@@ -14,10 +14,10 @@ use serde::{Deserialize, Serialize};
 use crate::buffers::{self, BufferPolicy};
 use crate::convert::comm_dtype;
 use crate::ddp::Ddp;
-use crate::reducer::{Caps, Reducer, Reduction, Settings, Slot};
+use crate::gradients::{Caps, Reducer, Reduction, Settings, Slot};
+use crate::intercept::{MAX_RANK, SharedBuffers, TAP_NAME, Tap, Tapped};
 use crate::schema::{Entry, Schema, difference, digest, unreadable};
-use crate::tap::{MAX_RANK, SharedBuffers, TAP_NAME, Tap, Tapped};
-use crate::{Error, Result, placement, tap};
+use crate::{Error, Result, intercept, placement};
 
 /// How [`Ddp::wrap_with`] averages. Must be the same on every rank.
 ///
@@ -269,14 +269,14 @@ pub(crate) fn unwrap<M: Module>(model: M) -> Result<M> {
             "the model carries the reparameterization {name:?} beside burn-ddp's: removing one would fold the other into the weights"
         )));
     }
-    for tapped in tap::find(&model) {
+    for tapped in intercept::find(&model) {
         if tapped.holds_gradients() {
             tracing::warn!("unwrap discards gradients of micro-batches that were not reduced");
             tapped.discard();
         }
     }
     // Burn removes a reparameterization by folding it in; ours is the identity.
-    Ok(tap::bypass(|| model.materialize()))
+    Ok(intercept::bypass(|| model.materialize()))
 }
 
 /// What one rank knows about its model.
@@ -295,7 +295,7 @@ struct Prepared {
 /// Everything that one rank can check alone.
 fn prepare<M: Module>(model: &M, config: &WrapConfig) -> Result<Prepared> {
     config.check()?;
-    if !tap::find(model).is_empty() {
+    if !intercept::find(model).is_empty() {
         return Err(Error::Use("the model is wrapped already; `ddp.unwrap(model)` first to wrap it anew".into()));
     }
     let mut floats = Floats::default();
@@ -347,7 +347,7 @@ fn agree_on_schema(ddp: &Ddp, entries: &[Entry], config: &WrapConfig) -> Result<
 /// Where each parameter and buffer of `model` is, in traversal order, with its checkpointing strategy.
 pub(crate) fn devices<M: Module>(model: &M) -> Vec<Device> {
     let mut floats = Floats::default();
-    tap::bypass(|| model.visit(&mut floats));
+    intercept::bypass(|| model.visit(&mut floats));
     floats.devices
 }
 

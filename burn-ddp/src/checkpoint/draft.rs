@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::manifest::{Manifest, Sum};
 use crate::schema::Schema;
-use crate::{Error, Result, optimizer_state, tap};
+use crate::{Error, Result, intercept, optimizer_state};
 
 /// A checkpoint to be: filled in [`Checkpoints::save`](super::Checkpoints::save).
 ///
@@ -65,7 +65,7 @@ impl<'a> Draft<'a> {
             return Ok(());
         }
         let name = self.file("model.bpk")?;
-        let (schema, bytes) = tap::bypass(|| {
+        let (schema, bytes) = intercept::bypass(|| {
             // `valid` brings running statistics up to date.
             Ok::<_, Error>((Schema::of(model)?, model.valid().into_record().into_bytes()))
         })?;
@@ -84,7 +84,7 @@ impl<'a> Draft<'a> {
             return Ok(());
         }
         let name = self.file("optimizer.bpk")?;
-        let ids = optimizer_state::ids(&tap::bypass(|| Schema::of(model))?);
+        let ids = optimizer_state::ids(&intercept::bypass(|| Schema::of(model))?);
         let bytes = optimizer_state::write(optim)?;
         optimizer_state::check(&bytes, &ids)?;
         self.contents.manifest.optimizers.insert(name.clone(), ids);

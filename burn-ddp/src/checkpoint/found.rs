@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use super::manifest::{Manifest, Sum};
 use crate::ddp::Ddp;
 use crate::schema::{Entry, Schema};
-use crate::{Error, Result, agree, optimizer_state, tap};
+use crate::{Error, Result, agree, intercept, optimizer_state};
 
 /// A complete checkpoint, the same one on all ranks: what [`Checkpoints::latest`](super::Checkpoints::latest) chose.
 ///
@@ -70,7 +70,7 @@ impl Found {
     pub fn model<M: Module>(&self, model: M) -> Result<M> {
         let name = format!("{}model.bpk", self.prefix);
         let entries = self.manifest.models.get(&name).ok_or_else(|| self.missing(&name))?;
-        let load = |model: M| tap::bypass(|| load_model(model, entries, self.read(&name)?));
+        let load = |model: M| intercept::bypass(|| load_model(model, entries, self.read(&name)?));
         let model = if self.ddp.is_main() { load(model) } else { Ok(model) };
         let model = agree::on_outcome(self.ddp.group(), &format!("load {name}"), model)?;
         self.ddp.broadcast_parameters(model, 0)
@@ -87,7 +87,7 @@ impl Found {
         let name = format!("{}optimizer.bpk", self.prefix);
         let theirs = self.manifest.optimizers.get(&name).ok_or_else(|| self.missing(&name))?;
         let bytes = self.share(&name)?;
-        let mine = tap::bypass(|| Schema::of(model)).map(|schema| optimizer_state::ids(&schema));
+        let mine = intercept::bypass(|| Schema::of(model)).map(|schema| optimizer_state::ids(&schema));
         let loaded = mine.and_then(|mine| optimizer_state::read(optim, &bytes, theirs, &mine));
         agree::on_outcome(self.ddp.group(), &format!("load {name}"), loaded)
     }

@@ -11,7 +11,7 @@ use burn::tensor::{TensorData, read_sync};
 
 use super::adjoint::Adjoint;
 use crate::backends::extend_backends;
-use crate::tap::{fail, rung_above, untracked};
+use crate::intercept::{fail, rung_above, untracked};
 use crate::{Error, Result};
 
 /// What burn-ddp adds to a Burn backend for [`Ddp::differentiable`](crate::Ddp::differentiable), which calls it.

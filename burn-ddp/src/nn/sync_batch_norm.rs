@@ -10,7 +10,7 @@ use burn::tensor::{Device, Tensor};
 use super::moments::{Moments, per_channel, wide};
 use super::ops::{SyncBatchNormBackend, SyncedBatch};
 use crate::Result;
-use crate::tap::{Tap, Tapped, tell_peers};
+use crate::intercept::{Tap, Tapped, tell_peers};
 
 /// Batch normalisation whose mean and variance are those of the items of **all** ranks, as in `torch.nn.SyncBatchNorm`: N ranks
 /// with b items each train like one with N·b.

@@ -75,7 +75,7 @@ impl Lent for FakeLent {
     }
 }
 
-pub(in crate::tap) fn lend(tensors: Vec<FlexTensor>) -> std::result::Result<Box<dyn Lent>, String> {
+pub(in crate::intercept) fn lend(tensors: Vec<FlexTensor>) -> std::result::Result<Box<dyn Lent>, String> {
     if fails(Fault::Lend) {
         return Err("the fake device lends nothing".into());
     }
@@ -96,7 +96,7 @@ pub(in crate::tap) fn lend(tensors: Vec<FlexTensor>) -> std::result::Result<Box<
     Ok(Box::new(FakeLent { answer, place: None, tensors: shapes }))
 }
 
-pub(in crate::tap) fn take_back(lent: Box<dyn Lent>) -> std::result::Result<Vec<FlexTensor>, String> {
+pub(in crate::intercept) fn take_back(lent: Box<dyn Lent>) -> std::result::Result<Vec<FlexTensor>, String> {
     let lent: Box<dyn Any> = lent;
     let mut lent = lent.downcast::<FakeLent>().map_err(|_| "this was lent by another device")?;
     let Some(Place { runs, reduced: true, fault }) = lent.place.take() else {

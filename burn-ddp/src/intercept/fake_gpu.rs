@@ -66,7 +66,7 @@ impl Lent for GpuLent {
     }
 }
 
-pub(in crate::tap) fn lend(tensors: Vec<FlexTensor>) -> Result<Box<dyn Lent>, String> {
+pub(in crate::intercept) fn lend(tensors: Vec<FlexTensor>) -> Result<Box<dyn Lent>, String> {
     let Gpu { machine, device, stream } = GPU.with_borrow(Clone::clone).ok_or("this rank has no GPU")?;
     let (mut buffers, mut shapes, mut pieces) = (Vec::new(), Vec::new(), Vec::new());
     for tensor in tensors {
@@ -93,7 +93,7 @@ pub(in crate::tap) fn lend(tensors: Vec<FlexTensor>) -> Result<Box<dyn Lent>, St
     Ok(Box::new(GpuLent { place, buffers, tensors: shapes }))
 }
 
-pub(in crate::tap) fn take_back(lent: Box<dyn Lent>) -> Result<Vec<FlexTensor>, String> {
+pub(in crate::intercept) fn take_back(lent: Box<dyn Lent>) -> Result<Vec<FlexTensor>, String> {
     let Gpu { machine, stream, .. } = GPU.with_borrow(Clone::clone).ok_or("this rank has no GPU")?;
     let lent: Box<dyn Any> = lent;
     let lent = lent.downcast::<GpuLent>().map_err(|_| "this was lent by another device")?;

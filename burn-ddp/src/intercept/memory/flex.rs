@@ -35,17 +35,17 @@ impl GradientMemory for Flex {
 
     #[cfg(test)]
     fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn super::Lent>, String> {
-        if crate::tap::fake_gpu::is_installed() {
-            return crate::tap::fake_gpu::lend(tensors);
+        if crate::intercept::fake_gpu::is_installed() {
+            return crate::intercept::fake_gpu::lend(tensors);
         }
-        crate::tap::fake::lend(tensors)
+        crate::intercept::fake::lend(tensors)
     }
 
     #[cfg(test)]
     fn take_back(lent: Box<dyn super::Lent>) -> Result<Vec<FloatTensor<Self>>, String> {
-        if crate::tap::fake_gpu::is_installed() {
-            return crate::tap::fake_gpu::take_back(lent);
+        if crate::intercept::fake_gpu::is_installed() {
+            return crate::intercept::fake_gpu::take_back(lent);
         }
-        crate::tap::fake::take_back(lent)
+        crate::intercept::fake::take_back(lent)
     }
 }

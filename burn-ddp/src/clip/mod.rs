@@ -8,7 +8,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, TensorData};
 
-use crate::{Error, Result, tap};
+use crate::{Error, Result, intercept};
 
 /// Scales the gradients of `model` together so that their common 2-norm is at most `max_norm`, as torch's `clip_grad_norm_`; returns
 /// them and the norm that they had.
@@ -137,7 +137,7 @@ fn each<M: Module, E: Edit>(grads: &mut GradientsParams, model: &M, edit: E) {
         }
     }
     // Past the taps: what waits there for the optimizer is in `grads` already, under the parameter's id.
-    tap::bypass(|| model.visit(&mut Each { grads, seen: HashSet::new(), edit }));
+    intercept::bypass(|| model.visit(&mut Each { grads, seen: HashSet::new(), edit }));
 }
 
 /// Path and sum of squares of each gradient.
@@ -174,7 +174,7 @@ impl Norms {
             }
         }
         let mut read = Read { grads, seen: HashSet::new(), path: Vec::new(), norms: Ok(Norms(Vec::new())) };
-        tap::bypass(|| model.visit(&mut read));
+        intercept::bypass(|| model.visit(&mut read));
         read.norms
     }
 

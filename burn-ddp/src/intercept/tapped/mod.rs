@@ -18,7 +18,7 @@ use super::waiting::Waiting;
 use crate::buffers::{self, BufferPolicy, Buffers};
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
-use crate::reducer::{Beside, Reducer, Reduction};
+use crate::gradients::{Beside, Reducer, Reduction};
 use crate::{Error, Result};
 
 type Erased = Box<dyn Any + Send>;

@@ -8,7 +8,7 @@ use burn::tensor::{DType, FloatDType, Scalar, Shape};
 
 use super::memory::GradientMemory;
 use crate::convert::burn_dtype;
-use crate::reducer::{Keeper, Lent, Slot, Take};
+use crate::gradients::{Keeper, Lent, Slot, Take};
 
 /// The gradients and averages of a wrapped model on a device of `B`.
 pub(super) struct Kept<B: GradientMemory> {

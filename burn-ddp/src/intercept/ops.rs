@@ -1,6 +1,6 @@
 //! The backend extension: two autodiff nodes per read of a parameter, and what they do in backward.
 //!
-//! `tap/README.md` tells the protocol.
+//! `intercept/README.md` tells the protocol.
 
 use std::sync::Arc;
 

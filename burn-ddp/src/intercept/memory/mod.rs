@@ -18,7 +18,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::{AllocationProperty, Bytes, DType, Shape, TensorData, read_sync};
 use burn_ddp_comm::SharedView;
 
-pub use crate::reducer::Lent;
+pub use crate::gradients::Lent;
 
 /// Tensors on their way to host memory: what they were made of when the way began.
 pub type Reading = Pin<Box<dyn Future<Output = Result<Vec<(DType, Bytes)>, String>> + Send>>;

@@ -18,7 +18,7 @@ use super::super::unread::Unread;
 use super::{CAPTURED, ENTERED, Erased, Read, SlotState, State, Tapped, fail, lost_tap, past_tap};
 use crate::buffers;
 use crate::convert::{burn_dtype, comm_dtype};
-use crate::reducer::{Beside, Reducer};
+use crate::gradients::{Beside, Reducer};
 use crate::{Error, Result, replicas};
 
 /// Depth that each read of a parameter adds to the ladder: about what a layer adds to the graph.
