@@ -1,10 +1,9 @@
 //! How long to wait.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::time::Duration;
 
-use crate::{Error, Result};
+use crate::{EngineChoice, Error, Result};
 
 /// The waits of a [`World`](crate::World). All ranks should use the same.
 ///
@@ -36,46 +35,6 @@ pub struct Options {
     pub timeline: Option<PathBuf>,
     /// What else must be the same on all ranks: names and values, compared when the ranks meet. Empty by default.
     pub config: Vec<(String, String)>,
-}
-
-/// An engine between processes. Those that are not in this crate have to be put in place by [`World::set_fabric`](crate::World::set_fabric).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum EngineChoice {
-    /// Shared memory, for ranks of one machine and user.
-    Shm,
-    /// Sockets.
-    Tcp,
-    /// An installed MPI, by the crate `burn-ddp-mpi`.
-    Mpi,
-    /// NCCL for what is on NVIDIA GPUs, by the crate `burn-ddp-nccl`; host memory as without a choice.
-    Nccl,
-}
-
-impl EngineChoice {
-    /// As in `BURN_DDP_ENGINE`, and as [`World::engine`](crate::World::engine) says it.
-    pub fn name(self) -> &'static str {
-        match self {
-            EngineChoice::Shm => "shm",
-            EngineChoice::Tcp => "tcp",
-            EngineChoice::Mpi => "mpi",
-            EngineChoice::Nccl => "nccl",
-        }
-    }
-}
-
-impl FromStr for EngineChoice {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<EngineChoice> {
-        let named = |choice: &EngineChoice| choice.name() == text.trim();
-        [EngineChoice::Shm, EngineChoice::Tcp, EngineChoice::Mpi, EngineChoice::Nccl]
-            .into_iter()
-            .find(named)
-            .ok_or_else(|| {
-                environment(format!("{text:?} is not an engine; shm, tcp, mpi and nccl are (BURN_DDP_ENGINE)"))
-            })
-    }
 }
 
 /// When a machine that does not answer is given up, unless the user says so.

@@ -5,14 +5,14 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
+use crate::call::request::Site;
 use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::engine::Fabric;
 use crate::engine::threads::ThreadsFabric;
-use crate::group::{Core, ProcessGroup};
+use crate::group::{CallPath, ProcessGroup};
 use crate::health::{Health, lock};
 use crate::history::Log;
 use crate::peer::PeerInfo;
-use crate::plan::Site;
 use crate::timeline::Timeline;
 use crate::{Error, Options, Result, panics};
 
@@ -204,7 +204,7 @@ impl World {
         let info = CallInfo::bare(Collective::NewGroup, 0, 0, Location::caller());
         let log = health.history().open(0, members.clone());
         let call = Call::new(info, members, self.rank(), self.member.options.timeout);
-        ProcessGroup::new(Core::new(self.member.clone(), 0, call, log, engine))
+        ProcessGroup::new(CallPath::new(self.member.clone(), 0, call, log, engine))
     }
 
     /// Whether the world is still whole.
@@ -339,7 +339,7 @@ impl Member {
         });
         let (group_rank, engine) = opened.inspect_err(|_| health.history().close(&log))?;
         tracing::debug!(rank, group = %GroupId(group), engine = engine.name(), "new group");
-        Ok(ProcessGroup::new(Core::new(self.clone(), group_rank, call, log, engine)))
+        Ok(ProcessGroup::new(CallPath::new(self.clone(), group_rank, call, log, engine)))
     }
 
     /// Runs one call: not at all if the world has ended, and what goes wrong ends it.

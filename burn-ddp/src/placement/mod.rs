@@ -33,7 +33,7 @@ pub(crate) fn choose(ddp: &Ddp, device: &Device, reduces: bool) -> Result<bool> 
         return Ok(reduces);
     }
     let wanted = ddp.world().options().engine;
-    let asked = wanted == Some(EngineChoice::Nccl);
+    let asked = wanted == Some(EngineChoice::External("nccl"));
     let ask = asked || wanted.is_none() && reduces;
     let mine = Here { kind: device::kind(device), nccl: ask.then(|| nccl_here(ddp, device)) };
     let all = ddp.group().all_gather_object(&mine)?;
@@ -111,7 +111,7 @@ mod tests {
     fn what_was_asked_for_and_is_not_there_is_everybodys_error() {
         use burn::nn::LinearConfig;
         for world in [1, 2] {
-            let options = burn_ddp_comm::Options { engine: Some(EngineChoice::Nccl), ..Default::default() };
+            let options = burn_ddp_comm::Options { engine: Some(EngineChoice::External("nccl")), ..Default::default() };
             let errors = Ddp::spawn_with(world, options, |ddp| {
                 let model = LinearConfig::new(1, 1).init(&Device::flex().autodiff());
                 Ok(ddp.wrap(model).map(drop).unwrap_err().to_string())

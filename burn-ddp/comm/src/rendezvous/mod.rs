@@ -23,9 +23,10 @@ use self::config::Config;
 pub use self::round::fail_join;
 use self::round::{Entry, Round};
 use crate::control::{self, Control};
-use crate::engine::by_place::{self, ByPlace};
+use crate::engine::Fabric;
+use crate::engine::auto_fabric::{self, AutoFabric};
 #[cfg(target_os = "linux")]
-use crate::engine::shm::Shm;
+use crate::engine::shm::ShmFabric;
 use crate::engine::tcp::{Reach, TcpFabric};
 use crate::env::{LaunchEnv, Meeting};
 use crate::health::{Health, Outbox, Wake};
@@ -119,13 +120,13 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
         world_size: env.world_size,
         host: listens.ip().to_string(),
         port: listens.port(),
-        machine: by_place::machine(),
+        machine: auto_fabric::machine(),
         config: Config::of(options),
     };
     let round = Round { store: &store, job: &job, me: &me, hosts: server.is_some(), start, deadline };
     let (token, entries) = round.attend()?;
     let places: Vec<_> = entries.iter().map(|entry| (&entry.peer, entry.machine.as_deref())).collect();
-    by_place::check(options.engine, &places)?;
+    auto_fabric::check(options.engine, &places)?;
 
     let key = job.links(&token);
     let control = Control::start(listener, env.rank, env.world_size, key.clone()).map_err(threads)?;
@@ -145,10 +146,12 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
 
     let machines: Vec<_> = entries.iter().map(|entry| entry.machine.clone()).collect();
     #[cfg(target_os = "linux")]
-    let shm = {
+    let shm: Option<Box<dyn Fabric>> = {
         let local_ranks = machines.iter().filter(|machine| **machine == machines[env.rank]).count();
-        Shm::new(key.clone(), health.clone(), local_ranks)
+        Some(Box::new(ShmFabric::new(key.clone(), health.clone(), local_ranks)))
     };
+    #[cfg(not(target_os = "linux"))]
+    let shm: Option<Box<dyn Fabric>> = None;
     let reach = Reach {
         rank: env.rank,
         addresses: entries.into_iter().map(|entry| (entry.host, entry.port)).collect(),
@@ -161,13 +164,7 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
         local_world_size: env.local_world_size,
         peers,
         health: health.clone(),
-        fabric: Arc::new(ByPlace::new(
-            machines,
-            options.engine,
-            #[cfg(target_os = "linux")]
-            shm,
-            TcpFabric::new(reach, health),
-        )),
+        fabric: Arc::new(AutoFabric::new(machines, options.engine, shm, Box::new(TcpFabric::new(reach, health)))),
         keep_alive: Some(Box::new((control, server))),
     })
 }

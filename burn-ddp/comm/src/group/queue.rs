@@ -8,22 +8,22 @@ use std::{io, thread};
 
 use crate::health::lock;
 
-/// A call to do. When it has given its result away it says that it is [done](Lane::done).
-pub(super) type Job = Box<dyn FnOnce(&Lane) + Send>;
+/// A call to do. When it has given its result away it says that it is [done](CallQueue::done).
+pub(super) type Job = Box<dyn FnOnce(&CallQueue) + Send>;
 
 /// Owned by the group, by its thread, and by nothing that a call needs: a group without calls goes when it is dropped.
 #[derive(Default)]
-pub(super) struct Lane {
+pub(super) struct CallQueue {
     /// Whether jobs are waiting or under way. Written under the lock, read by every blocking call.
     busy: AtomicBool,
-    queue: Mutex<Queue>,
-    /// Notified when a job is added, when one is done, and when the lane is closed.
+    jobs: Mutex<Jobs>,
+    /// Notified when a job is added, when one is done, and when the queue is closed.
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Queue {
-    jobs: VecDeque<Job>,
+struct Jobs {
+    waiting: VecDeque<Job>,
     /// How many jobs were ever added, and how many of them are done.
     added: u64,
     done: u64,
@@ -33,20 +33,20 @@ struct Queue {
     closed: bool,
 }
 
-impl Lane {
+impl CallQueue {
     /// Has `job` done after those before it.
     ///
     /// # Errors
     /// If there can be no thread; then the job is dropped.
-    pub(super) fn add(self: &Arc<Lane>, name: impl FnOnce() -> String, job: Job) -> io::Result<()> {
-        let mut queue = lock(&self.queue);
-        if !queue.running {
-            let lane = self.clone();
-            thread::Builder::new().name(name()).spawn(move || lane.work())?;
-            queue.running = true;
+    pub(super) fn add(self: &Arc<CallQueue>, name: impl FnOnce() -> String, job: Job) -> io::Result<()> {
+        let mut jobs = lock(&self.jobs);
+        if !jobs.running {
+            let queue = self.clone();
+            thread::Builder::new().name(name()).spawn(move || queue.work())?;
+            jobs.running = true;
         }
-        queue.jobs.push_back(job);
-        queue.added += 1;
+        jobs.waiting.push_back(job);
+        jobs.added += 1;
         self.busy.store(true, Ordering::Release);
         self.changed.notify_all();
         Ok(())
@@ -62,64 +62,64 @@ impl Lane {
 
     #[cold]
     fn wait(&self) {
-        let mut queue = lock(&self.queue);
-        let before = queue.added;
-        while queue.done < before {
-            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        let mut jobs = lock(&self.jobs);
+        let before = jobs.added;
+        while jobs.done < before {
+            jobs = self.changed.wait(jobs).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
     /// No more jobs come; those that are there are done. Does not block.
     pub(super) fn close(&self) {
-        lock(&self.queue).closed = true;
+        lock(&self.jobs).closed = true;
         self.changed.notify_all();
     }
 
     /// The job under way is done.
     pub(super) fn done(&self) {
-        let mut queue = lock(&self.queue);
-        queue.done += 1;
-        self.busy.store(queue.done < queue.added, Ordering::Release);
+        let mut jobs = lock(&self.jobs);
+        jobs.done += 1;
+        self.busy.store(jobs.done < jobs.added, Ordering::Release);
         self.changed.notify_all();
     }
 
-    fn work(self: Arc<Lane>) {
-        let lane = Running(self);
-        while let Some(job) = lane.0.next() {
-            job(&lane.0);
+    fn work(self: Arc<CallQueue>) {
+        let queue = Running(self);
+        while let Some(job) = queue.0.next() {
+            job(&queue.0);
         }
     }
 
     /// The next job; `None` when there will be none.
     fn next(&self) -> Option<Job> {
-        let mut queue = lock(&self.queue);
+        let mut jobs = lock(&self.jobs);
         loop {
-            if let Some(job) = queue.jobs.pop_front() {
+            if let Some(job) = jobs.waiting.pop_front() {
                 return Some(job);
             }
-            if queue.closed {
+            if jobs.closed {
                 return None;
             }
-            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            jobs = self.changed.wait(jobs).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
 
-/// The thread of a lane. If it ends by a panic nobody waits for it in vain: the jobs that are left are dropped, which breaks
+/// The thread of a queue. If it ends by a panic nobody waits for it in vain: the jobs that are left are dropped, which breaks
 /// their promises.
-struct Running(Arc<Lane>);
+struct Running(Arc<CallQueue>);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        let lane = &*self.0;
+        let queue = &*self.0;
         let dropped = {
-            let mut queue = lock(&lane.queue);
-            queue.running = false;
-            queue.done = queue.added;
-            lane.busy.store(false, Ordering::Release);
-            std::mem::take(&mut queue.jobs)
+            let mut jobs = lock(&queue.jobs);
+            jobs.running = false;
+            jobs.done = jobs.added;
+            queue.busy.store(false, Ordering::Release);
+            std::mem::take(&mut jobs.waiting)
         };
-        lane.changed.notify_all();
+        queue.changed.notify_all();
         drop(dropped);
     }
 }
@@ -133,54 +133,54 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(10);
 
-    fn add(lane: &Arc<Lane>, job: impl FnOnce() + Send + 'static) {
-        let job = move |lane: &Lane| {
+    fn add(queue: &Arc<CallQueue>, job: impl FnOnce() + Send + 'static) {
+        let job = move |queue: &CallQueue| {
             job();
-            lane.done();
+            queue.done();
         };
-        lane.add(|| "test".to_string(), Box::new(job)).unwrap();
+        queue.add(|| "test".to_string(), Box::new(job)).unwrap();
     }
 
     #[test]
     fn jobs_are_done_in_order_also_after_the_end() {
-        let lane = Arc::new(Lane::default());
+        let queue = Arc::new(CallQueue::default());
         let (tell, told) = mpsc::channel();
         for nth in 0..100 {
             let tell = tell.clone();
-            add(&lane, move || tell.send(nth).unwrap());
+            add(&queue, move || tell.send(nth).unwrap());
         }
-        lane.close();
+        queue.close();
         drop(tell);
         assert_eq!(told.iter().collect::<Vec<_>>(), (0..100).collect::<Vec<_>>());
     }
 
     #[test]
     fn settling_waits_for_what_was_added() {
-        let lane = Arc::new(Lane::default());
-        lane.settle();
+        let queue = Arc::new(CallQueue::default());
+        queue.settle();
         let (tell, told) = mpsc::channel();
-        add(&lane, move || told.recv_timeout(PATIENCE).unwrap());
+        add(&queue, move || told.recv_timeout(PATIENCE).unwrap());
         thread::scope(|scope| {
-            let settled = scope.spawn(|| lane.settle());
+            let settled = scope.spawn(|| queue.settle());
             assert!(!settled.is_finished());
             tell.send(()).unwrap();
         });
-        assert!(!lane.busy.load(Ordering::Relaxed));
+        assert!(!queue.busy.load(Ordering::Relaxed));
     }
 
     #[test]
     fn a_panic_leaves_nobody_waiting() {
-        let lane = Arc::new(Lane::default());
+        let queue = Arc::new(CallQueue::default());
         let (go, gone) = mpsc::channel::<()>();
         let (tell, told) = mpsc::channel::<()>();
-        add(&lane, move || panic!("meant to panic, {:?}", gone.recv_timeout(PATIENCE)));
-        add(&lane, move || tell.send(()).unwrap());
+        add(&queue, move || panic!("meant to panic, {:?}", gone.recv_timeout(PATIENCE)));
+        add(&queue, move || tell.send(()).unwrap());
         go.send(()).unwrap();
-        lane.settle();
+        queue.settle();
         assert!(told.recv_timeout(PATIENCE).is_err(), "the job was dropped");
         // The next one has a thread again.
         let (tell, told) = mpsc::channel();
-        add(&lane, move || tell.send(()).unwrap());
+        add(&queue, move || tell.send(()).unwrap());
         assert!(told.recv_timeout(PATIENCE).is_ok());
     }
 }

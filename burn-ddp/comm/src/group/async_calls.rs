@@ -3,12 +3,12 @@
 use std::panic::Location;
 use std::sync::Arc;
 
-use super::lane::Lane;
 use super::pending::{Pending, pending};
-use super::{Core, ProcessGroup};
+use super::queue::CallQueue;
+use super::{CallPath, ProcessGroup};
 use crate::call::GroupId;
+use crate::call::request::{Caller, Site};
 use crate::dtype::Element;
-use crate::plan::{Caller, Site};
 use crate::{Error, ReduceOp, Result};
 
 /// The collectives of the same names, started and not waited for.
@@ -20,14 +20,14 @@ impl ProcessGroup {
     /// [`barrier`](Self::barrier).
     #[track_caller]
     pub fn barrier_async(&self) -> Pending<()> {
-        self.start(Location::caller(), |core, caller| core.barrier(caller))
+        self.start(Location::caller(), |calls, caller| calls.barrier(caller))
     }
 
     /// [`all_reduce`](Self::all_reduce); yields the reduction.
     #[track_caller]
     pub fn all_reduce_async<T: Element>(&self, mut buf: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
-        self.start(Location::caller(), move |core, caller| {
-            T::edit(&mut buf, |bytes| core.all_reduce(caller, T::DTYPE, bytes, op, 0))?;
+        self.start(Location::caller(), move |calls, caller| {
+            T::edit(&mut buf, |bytes| calls.all_reduce(caller, T::DTYPE, bytes, op, 0))?;
             Ok(buf)
         })
     }
@@ -35,8 +35,8 @@ impl ProcessGroup {
     /// [`all_reduce_weighted`](Self::all_reduce_weighted); yields the average.
     #[track_caller]
     pub fn all_reduce_weighted_async<T: Element>(&self, mut buf: Vec<T>, weight: f64) -> Pending<Vec<T>> {
-        self.start(Location::caller(), move |core, caller| {
-            T::edit(&mut buf, |bytes| core.all_reduce_weighted(caller, T::DTYPE, bytes, weight, 0))?;
+        self.start(Location::caller(), move |calls, caller| {
+            T::edit(&mut buf, |bytes| calls.all_reduce_weighted(caller, T::DTYPE, bytes, weight, 0))?;
             Ok(buf)
         })
     }
@@ -44,8 +44,8 @@ impl ProcessGroup {
     /// [`reduce`](Self::reduce); yields the reduction on the root, and on the others what they passed.
     #[track_caller]
     pub fn reduce_async<T: Element>(&self, mut buf: Vec<T>, op: ReduceOp, root: usize) -> Pending<Vec<T>> {
-        self.start(Location::caller(), move |core, caller| {
-            T::edit(&mut buf, |bytes| core.reduce(caller, T::DTYPE, bytes, op, root))?;
+        self.start(Location::caller(), move |calls, caller| {
+            T::edit(&mut buf, |bytes| calls.reduce(caller, T::DTYPE, bytes, op, root))?;
             Ok(buf)
         })
     }
@@ -53,9 +53,9 @@ impl ProcessGroup {
     /// [`reduce_scatter`](Self::reduce_scatter) of an input that is `[world, n]`; yields this rank's row, `[n]`.
     #[track_caller]
     pub fn reduce_scatter_async<T: Element>(&self, input: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
-        self.start(Location::caller(), move |core, caller| {
-            let mut row = T::zeros(input.len() / core.size());
-            T::edit(&mut row, |row| core.reduce_scatter(caller, T::DTYPE, T::bytes(&input), row, op))?;
+        self.start(Location::caller(), move |calls, caller| {
+            let mut row = T::zeros(input.len() / calls.size());
+            T::edit(&mut row, |row| calls.reduce_scatter(caller, T::DTYPE, T::bytes(&input), row, op))?;
             Ok(row)
         })
     }
@@ -63,8 +63,8 @@ impl ProcessGroup {
     /// [`broadcast`](Self::broadcast); yields the root's buffer.
     #[track_caller]
     pub fn broadcast_async<T: Element>(&self, mut buf: Vec<T>, root: usize) -> Pending<Vec<T>> {
-        self.start(Location::caller(), move |core, caller| {
-            T::edit(&mut buf, |bytes| core.broadcast(caller, T::DTYPE, bytes, root))?;
+        self.start(Location::caller(), move |calls, caller| {
+            T::edit(&mut buf, |bytes| calls.broadcast(caller, T::DTYPE, bytes, root))?;
             Ok(buf)
         })
     }
@@ -72,9 +72,9 @@ impl ProcessGroup {
     /// [`all_gather`](Self::all_gather); yields `[world, n]`.
     #[track_caller]
     pub fn all_gather_async<T: Element>(&self, input: Vec<T>) -> Pending<Vec<T>> {
-        self.start(Location::caller(), move |core, caller| {
-            let mut rows = T::zeros(input.len() * core.size());
-            T::edit(&mut rows, |rows| core.all_gather(caller, T::DTYPE, T::bytes(&input), rows))?;
+        self.start(Location::caller(), move |calls, caller| {
+            let mut rows = T::zeros(input.len() * calls.size());
+            T::edit(&mut rows, |rows| calls.all_gather(caller, T::DTYPE, T::bytes(&input), rows))?;
             Ok(rows)
         })
     }
@@ -82,16 +82,16 @@ impl ProcessGroup {
     /// [`gather`](Self::gather); yields `[world, n]` on the root.
     #[track_caller]
     pub fn gather_async<T: Element>(&self, input: Vec<T>, root: usize) -> Pending<Option<Vec<T>>> {
-        self.start(Location::caller(), move |core, caller| core.gather_elements(caller, &input, root))
+        self.start(Location::caller(), move |calls, caller| calls.gather_elements(caller, &input, root))
     }
 
     /// [`scatter`](Self::scatter) of rows of `n` elements; yields this rank's.
     #[track_caller]
     pub fn scatter_async<T: Element>(&self, input: Option<Vec<T>>, n: usize, root: usize) -> Pending<Vec<T>> {
-        self.start(Location::caller(), move |core, caller| {
+        self.start(Location::caller(), move |calls, caller| {
             let mut row = T::zeros(n);
             let input = input.as_deref().map(T::bytes);
-            T::edit(&mut row, |row| core.scatter(caller, T::DTYPE, input, row, root))?;
+            T::edit(&mut row, |row| calls.scatter(caller, T::DTYPE, input, row, root))?;
             Ok(row)
         })
     }
@@ -99,9 +99,9 @@ impl ProcessGroup {
     /// [`all_to_all`](Self::all_to_all); yields as much as was passed.
     #[track_caller]
     pub fn all_to_all_async<T: Element>(&self, input: Vec<T>) -> Pending<Vec<T>> {
-        self.start(Location::caller(), move |core, caller| {
+        self.start(Location::caller(), move |calls, caller| {
             let mut rows = T::zeros(input.len());
-            T::edit(&mut rows, |rows| core.all_to_all(caller, T::DTYPE, T::bytes(&input), rows))?;
+            T::edit(&mut rows, |rows| calls.all_to_all(caller, T::DTYPE, T::bytes(&input), rows))?;
             Ok(rows)
         })
     }
@@ -109,23 +109,23 @@ impl ProcessGroup {
     fn start<R: Send + 'static>(
         &self,
         site: Site,
-        call: impl FnOnce(&Core, Caller) -> Result<R> + Send + 'static,
+        call: impl FnOnce(&CallPath, Caller) -> Result<R> + Send + 'static,
     ) -> Pending<R> {
         let caller = self.caller(site);
         let (result, promise) = pending();
-        let core = Working(self.core.clone());
-        let job = move |lane: &Lane| {
-            let result = call(&core.0, caller);
+        let calls = Working(self.calls.clone());
+        let job = move |queue: &CallQueue| {
+            let result = call(&calls.0, caller);
             // Before anybody hears of it: who then drops the group drops the last that holds it.
-            drop(core);
+            drop(calls);
             promise.keep(result);
-            lane.done();
+            queue.done();
         };
         let name = || format!("ddp {}", GroupId(self.id()));
-        let Err(error) = self.lane.add(name, Box::new(job)) else { return result };
+        let Err(error) = self.queue.add(name, Box::new(job)) else { return result };
         // The other ranks wait for the call.
         let message = format!("it cannot have a thread for a collective that is not waited for: {error}");
-        self.core.member.seat.health.fail_self(message.clone());
+        self.calls.member.seat.health.fail_self(message.clone());
         let (result, promise) = pending();
         promise.keep(Err(Error::Environment { message }));
         result
@@ -133,7 +133,7 @@ impl ProcessGroup {
 }
 
 /// The group, while its thread works for it: a panic there ends the world as one of the rank's other threads would.
-struct Working(Arc<Core>);
+struct Working(Arc<CallPath>);
 
 impl Drop for Working {
     fn drop(&mut self) {

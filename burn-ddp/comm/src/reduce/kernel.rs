@@ -6,8 +6,8 @@
 use half::{bf16, f16};
 
 use super::Source;
-use super::lane::{Flag, Float, Lane, Number};
-use super::wide::Wide;
+use super::element::{Flag, Float, Number, Stored};
+use super::simd::SimdElement;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use crate::{DType, Error, Result};
@@ -102,7 +102,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    fn f32s<In: Wide, Out: Wide>(&self, sources: &[Source<'_>], out: &mut [u8]) {
+    fn f32s<In: SimdElement, Out: SimdElement>(&self, sources: &[Source<'_>], out: &mut [u8]) {
         match self.isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512(isa) => isa.f32s::<In, Out>(self.fold, self.weights, sources, out),
@@ -122,7 +122,7 @@ impl Pass<'_> {
         }
     }
 
-    fn integers<L: Lane>(&self, sources: &[Source<'_>], out: &mut [u8]) {
+    fn integers<L: Stored>(&self, sources: &[Source<'_>], out: &mut [u8]) {
         match self.isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512(x86::Avx512 { avx2: isa, .. }) | Isa::Avx2(isa) => isa.integers::<L>(self.fold, sources, out),
@@ -186,7 +186,7 @@ impl Scale<f32> {
 
 /// The sum, minimum, maximum or product of floats, element by element; the definition that vector instructions are held to.
 #[inline(always)]
-pub(super) fn floats<In: Lane<Acc: Float>, Out: Lane<Acc = In::Acc>>(
+pub(super) fn floats<In: Stored<Acc: Float>, Out: Stored<Acc = In::Acc>>(
     fold: Fold,
     weights: &Weights,
     sources: &[Source<'_>],
@@ -204,7 +204,7 @@ pub(super) fn floats<In: Lane<Acc: Float>, Out: Lane<Acc = In::Acc>>(
 
 /// Those that are accumulated in f32, with what every processor has.
 #[inline(never)]
-pub(super) fn portable_f32s<In: Wide, Out: Wide>(
+pub(super) fn portable_f32s<In: SimdElement, Out: SimdElement>(
     fold: Fold,
     weights: &Weights,
     sources: &[Source<'_>],
@@ -223,7 +223,7 @@ fn sum<T: Float, const K: usize>(mut x: [T; K], factors: &[T; MAX_SOURCES]) -> T
 
 /// One source or two, without weights.
 #[inline(always)]
-pub(super) fn pairs<In: Lane, Out: Lane<Acc = In::Acc>>(fold: Fold, sources: &[Source<'_>], out: &mut [u8]) {
+pub(super) fn pairs<In: Stored, Out: Stored<Acc = In::Acc>>(fold: Fold, sources: &[Source<'_>], out: &mut [u8]) {
     match (sources, fold) {
         ([a], _) => elements::<In, Out, 1>(&[*a], out, |[x]| x.canonical()),
         ([a, b], Fold::Sum) => elements::<In, Out, 2>(&[*a, *b], out, |[x, y]| x.add(y).canonical()),
@@ -237,7 +237,7 @@ pub(super) fn pairs<In: Lane, Out: Lane<Acc = In::Acc>>(fold: Fold, sources: &[S
 /// The loop of all that is done element by element. What is in the output waits aside, a little at a time, so that the compiler sees a
 /// loop from memory to other memory.
 #[inline(always)]
-fn elements<In: Lane, Out: Lane<Acc = In::Acc>, const K: usize>(
+fn elements<In: Stored, Out: Stored<Acc = In::Acc>, const K: usize>(
     sources: &[Source<'_>; K],
     out: &mut [u8],
     combine: impl Fn([In::Acc; K]) -> In::Acc,

@@ -127,7 +127,7 @@ impl<T: Transport> HostEngine<T> {
             let len = piece.rows.first().map_or(out.len(), |row| row.len());
             let reduction = match op {
                 Some(op) => Reduction::Op(op),
-                None => Reduction::Weighted(checked(call, piece.weights)?),
+                None => Reduction::Weighted(checked_weights(call, piece.weights)?),
             };
             let mut sources = Vec::with_capacity(piece.rows.len() + 1);
             sources.extend(piece.rows.iter().map(|row| Source::Bytes(row)));
@@ -154,7 +154,7 @@ impl<T: Transport> HostEngine<T> {
     ) -> Result<()> {
         let reduction = match op {
             Some(op) => Reduction::Op(op),
-            None => Reduction::Weighted(checked(call, weights)?),
+            None => Reduction::Weighted(checked_weights(call, weights)?),
         };
         let mut sources = vec![Source::Output; self.transport.world_size()];
         for (nth, peer) in self.peers().enumerate() {
@@ -280,7 +280,7 @@ impl<T: Transport> Engine for HostEngine<T> {
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if one is negative or not finite, or all are 0.
-pub fn checked<'a>(call: &Call, weights: &'a [f64]) -> Result<&'a [f64]> {
+pub fn checked_weights<'a>(call: &Call, weights: &'a [f64]) -> Result<&'a [f64]> {
     let refuse = |rank, message| Err(Error::InvalidArgument { message, rank, during: None });
     if let Some(at) = weights.iter().position(|weight| !weight.is_finite() || *weight < 0.0) {
         let rank = call.world_rank(at);

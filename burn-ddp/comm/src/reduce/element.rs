@@ -4,7 +4,7 @@ use bytemuck::Pod;
 use half::{bf16, f16};
 
 /// An element type in memory, and the type it is accumulated in.
-pub(super) trait Lane {
+pub(super) trait Stored {
     type Acc: Number;
     /// An element's bytes, which need not be aligned.
     type Bytes: Pod;
@@ -30,7 +30,7 @@ pub(super) trait Float: Number {
 
 macro_rules! plain_lane {
     ($($ty:ty),*) => {$(
-        impl Lane for $ty {
+        impl Stored for $ty {
             type Acc = $ty;
             type Bytes = [u8; size_of::<$ty>()];
 
@@ -50,7 +50,7 @@ macro_rules! plain_lane {
 plain_lane!(f64, f32, i64, i32, i8, u8);
 
 /// Converted one by one, with the processor's instruction where it has one: only tails and rare processors come here.
-impl Lane for f16 {
+impl Stored for f16 {
     type Acc = f32;
     type Bytes = [u8; 2];
 
@@ -66,7 +66,7 @@ impl Lane for f16 {
 }
 
 /// The upper half of an f32. Without branches, so that loops over it become vector instructions.
-impl Lane for bf16 {
+impl Stored for bf16 {
     type Acc = f32;
     type Bytes = [u8; 2];
 
@@ -92,7 +92,7 @@ fn round_to_bf16(x: f32) -> u16 {
 /// A bool as a byte: 0, or anything else.
 pub(super) struct Flag;
 
-impl Lane for Flag {
+impl Stored for Flag {
     type Acc = u8;
     type Bytes = [u8; 1];
 

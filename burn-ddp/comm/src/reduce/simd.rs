@@ -1,6 +1,6 @@
 //! Thirty-two elements at a time, in vector registers.
 //!
-//! Those of a [`Chunk`](Wide::Chunk) are held as two vectors: the first and the second half, but for bf16 those at even and at odd places,
+//! Those of a [`Chunk`](SimdElement::Chunk) are held as two vectors: the first and the second half, but for bf16 those at even and at odd places,
 //! since a pair of them is the two halves of a 32-bit word. A pass from or to accumulators in memory leaves or finds them in that order;
 //! passes between accumulators do not mind.
 
@@ -10,15 +10,15 @@
 use half::{bf16, f16};
 
 use super::Source;
-use super::lane::Lane;
-use super::pass::{Fold, MAX_SOURCES, Scale, Weights, portable_f32s, with_array};
+use super::element::Stored;
+use super::kernel::{Fold, MAX_SOURCES, Scale, Weights, portable_f32s, with_array};
 
 /// Elements in two [`Simd::V`].
 const LANES: usize = 32;
 
 /// Vector instructions that this processor has, as whoever holds a value of this type can be sure of.
 ///
-/// Each operation yields the bits that [`Number`](super::lane::Number) yields for each element, apart from which NaN a NaN is.
+/// Each operation yields the bits that [`Number`](super::element::Number) yields for each element, apart from which NaN a NaN is.
 pub(super) trait Simd: Copy {
     /// Sixteen f32.
     type V: Copy;
@@ -39,7 +39,7 @@ pub(super) trait Simd: Copy {
 }
 
 /// An element type that is accumulated in f32.
-pub(super) trait Wide: Lane<Acc = f32> {
+pub(super) trait SimdElement: Stored<Acc = f32> {
     /// The bytes of thirty-two elements.
     type Chunk: bytemuck::Pod;
     fn load_chunk<S: Simd>(simd: S, bytes: &Self::Chunk) -> [S::V; 2];
@@ -48,7 +48,7 @@ pub(super) trait Wide: Lane<Acc = f32> {
 
 macro_rules! wide {
     ($($ty:ty, $load:ident, $store:ident;)*) => {$(
-        impl Wide for $ty {
+        impl SimdElement for $ty {
             type Chunk = [u8; LANES * size_of::<$ty>()];
 
             #[inline(always)]
@@ -72,7 +72,7 @@ wide! {
 
 /// Like [`portable_f32s`], with vector instructions for all but the elements that do not fill a chunk.
 #[inline(always)]
-pub(super) fn f32s<S: Simd, In: Wide, Out: Wide>(
+pub(super) fn f32s<S: Simd, In: SimdElement, Out: SimdElement>(
     simd: S,
     fold: Fold,
     weights: &Weights,
@@ -157,7 +157,7 @@ impl<V> Sum<V> {
 }
 
 impl<S: Simd, const K: usize> Combine<S, K> for Sum<S::V> {
-    /// Neighbours pair up until one is left, as in `pass.rs`.
+    /// Neighbours pair up until one is left, as in `kernel.rs`.
     #[inline(always)]
     fn combine(self, simd: S, mut x: [S::V; K]) -> S::V {
         let mut len = K;
@@ -203,7 +203,7 @@ impl<S: Simd, const K: usize> Combine<S, K> for WeightedSum<S::V> {
 
 /// The loop of all that is done in chunks.
 #[inline(always)]
-fn chunks<S: Simd, In: Wide, Out: Wide, C: Combine<S, K>, const K: usize>(
+fn chunks<S: Simd, In: SimdElement, Out: SimdElement, C: Combine<S, K>, const K: usize>(
     simd: S,
     sources: &[Source<'_>; K],
     out: &mut [u8],

@@ -7,8 +7,8 @@
 
 use std::ops::Range;
 
-use super::ShmEngine;
 use super::chunks::{Chunks, within};
+use super::engine::ShmEngine;
 use super::layout::SLOTS;
 use crate::call::Call;
 use crate::reduce::Source;

@@ -5,10 +5,10 @@ use std::panic::Location;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::ProcessGroup;
+use crate::call::request::{Request, refuse};
 use crate::call::{Call, Collective};
 use crate::engine::Engine;
-use crate::group::ProcessGroup;
-use crate::plan::{Plan, refuse};
 use crate::{Error, Result};
 
 /// Bytes of the largest value that travels, encoded.
@@ -42,9 +42,9 @@ impl ProcessGroup {
     #[track_caller]
     pub fn broadcast_object<V: Serialize + DeserializeOwned>(&self, value: Option<V>, root: usize) -> Result<V> {
         let caller = self.in_turn(Location::caller());
-        let plan = Plan { root: Some(root), ..Plan::bare(Collective::BroadcastObject, caller) };
-        self.core().call(plan, |engine, call| {
-            self.core().check_root(root)?;
+        let request = Request { root: Some(root), ..Request::bare(Collective::BroadcastObject, caller) };
+        self.calls.call(request, |engine, call| {
+            self.calls.check_root(root)?;
             let value = value.filter(|_| self.rank() == root);
             let encoded = match &value {
                 Some(value) => encode(value),
@@ -84,7 +84,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn all_gather_object<V: Serialize + DeserializeOwned>(&self, value: &V) -> Result<Vec<V>> {
         let caller = self.in_turn(Location::caller());
-        self.core().call(Plan::bare(Collective::AllGatherObject, caller), |engine, call| {
+        self.calls.call(Request::bare(Collective::AllGatherObject, caller), |engine, call| {
             let encoded = encode(value);
             let sizes = self.exchange_sizes(engine, call, &encoded)?;
             let mut values: Vec<Vec<u8>> = sizes.iter().map(|size| vec![0; *size]).collect();

@@ -13,7 +13,7 @@ impl ProcessGroup {
     /// Those of all collectives.
     #[track_caller]
     pub fn shared_buffers(&self, lens_bytes: &[usize]) -> Result<Vec<SharedBuffer>> {
-        self.core.shared_buffers(self.in_turn(Location::caller()), lens_bytes)
+        self.calls.shared_buffers(self.in_turn(Location::caller()), lens_bytes)
     }
 
     /// Reduces `dtype` elements in a buffer of [`shared_buffers`](Self::shared_buffers) over all ranks, where they are.
@@ -33,7 +33,7 @@ impl ProcessGroup {
         op: ReduceOp,
         tag: u64,
     ) -> Result<SharedView> {
-        self.core.all_reduce_shared(self.in_turn(Location::caller()), dtype, buffer, op, tag)
+        self.calls.all_reduce_shared(self.in_turn(Location::caller()), dtype, buffer, op, tag)
     }
 
     /// [`all_reduce_weighted`](Self::all_reduce_weighted) on a buffer of [`shared_buffers`](Self::shared_buffers), like
@@ -49,7 +49,7 @@ impl ProcessGroup {
         weight: f64,
         tag: u64,
     ) -> Result<SharedView> {
-        self.core.all_reduce_weighted_shared(self.in_turn(Location::caller()), dtype, buffer, weight, tag)
+        self.calls.all_reduce_weighted_shared(self.in_turn(Location::caller()), dtype, buffer, weight, tag)
     }
 
     /// Reduces elements that are in a device's memory over all ranks, by an engine that reaches it.
@@ -61,7 +61,7 @@ impl ProcessGroup {
     /// reduces in host memory only, as all engines of this crate do.
     #[track_caller]
     pub fn all_reduce_on_device(&self, elements: OnDevice<'_>, op: ReduceOp, tag: u64) -> Result<()> {
-        self.core.all_reduce_on_device(self.in_turn(Location::caller()), elements, Some(op), 1.0, tag)
+        self.calls.all_reduce_on_device(self.in_turn(Location::caller()), elements, Some(op), 1.0, tag)
     }
 
     /// [`all_reduce_on_device`](Self::all_reduce_on_device) to the mean, in which this rank has the weight `weight`.
@@ -70,6 +70,6 @@ impl ProcessGroup {
     /// Those of `all_reduce_on_device`, and of [`all_reduce_weighted_bytes`](Self::all_reduce_weighted_bytes).
     #[track_caller]
     pub fn all_reduce_weighted_on_device(&self, elements: OnDevice<'_>, weight: f64, tag: u64) -> Result<()> {
-        self.core.all_reduce_on_device(self.in_turn(Location::caller()), elements, None, weight, tag)
+        self.calls.all_reduce_on_device(self.in_turn(Location::caller()), elements, None, weight, tag)
     }
 }

@@ -1,127 +1,29 @@
-//! Ranks in one process: frames pass through queues in memory.
+//! Exchanges of frames through the queues of a [`Hub`].
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Engine, Fabric, HostEngine, Incoming, Outgoing, Stall, Transport};
+use super::NAME;
+use super::hub::{Frame, Hub};
 use crate::Result;
 use crate::call::Call;
-use crate::frame::Header;
-use crate::health::{Health, Wake, lock};
+use crate::engine::{Incoming, Outgoing, Stall, Transport};
+use crate::health::{Health, lock};
 
-/// How long after a rank has closed a group its world may take to tell why.
+/// Time after a rank has closed a group within which its world may still report why.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// Makes the groups of one rank among threads.
-pub(crate) struct ThreadsFabric {
-    job: Arc<Job>,
-    health: Arc<Health>,
-}
-
-/// What the ranks of a world have in common.
-struct Job {
-    /// Groups that not all ranks have opened yet, and how many have.
-    opening: Mutex<HashMap<u64, (Arc<Hub>, usize)>>,
-}
-
-/// What the ranks of a group have in common.
-struct Hub {
-    inboxes: Vec<Arc<Inbox>>,
-    /// Buffers that were read and can be filled again.
-    spare: Mutex<Vec<Vec<u8>>>,
-}
-
-/// Where the frames for one rank arrive.
-struct Inbox {
-    arrivals: Mutex<Arrivals>,
-    /// Notified by senders, by ranks that close, and by changes of health. The owner waits.
-    changed: Condvar,
-}
-
-struct Arrivals {
-    /// By sender's group rank, oldest first. Never long: every collective waits for everybody.
-    frames: Vec<VecDeque<Frame>>,
-    /// Who will send no more, since when.
-    closed: Vec<Option<Instant>>,
-}
-
-struct Frame {
-    header: Header,
-    /// Shared by all receivers of the same bytes.
-    payload: Arc<Vec<u8>>,
-}
-
-impl ThreadsFabric {
-    /// The fabrics of all ranks, one per health.
-    pub(crate) fn all(healths: &[Arc<Health>]) -> Vec<ThreadsFabric> {
-        let job = Arc::new(Job { opening: Mutex::new(HashMap::new()) });
-        healths.iter().map(|health| ThreadsFabric { job: job.clone(), health: health.clone() }).collect()
-    }
-}
-
-impl Fabric for ThreadsFabric {
-    fn name(&self) -> &'static str {
-        "threads"
-    }
-
-    fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
-        let rank = call.group_rank()?;
-        let hub = self.job.hub(call.info.group, call.members.count());
-        let inbox = Arc::downgrade(&hub.inboxes[rank]);
-        self.health.add_waker(inbox);
-        Ok(Box::new(HostEngine::new(Threads { rank, hub, health: self.health.clone() })))
-    }
-}
-
-impl Job {
-    fn hub(&self, group: u64, group_size: usize) -> Arc<Hub> {
-        let mut opening = lock(&self.opening);
-        let (hub, opened) = opening.entry(group).or_insert_with(|| (Arc::new(Hub::new(group_size)), 0));
-        *opened += 1;
-        let (hub, all_have_it) = (hub.clone(), *opened == group_size);
-        if all_have_it {
-            opening.remove(&group);
-        }
-        hub
-    }
-}
-
-impl Hub {
-    fn new(group_size: usize) -> Hub {
-        let inbox = || {
-            let frames = (0..group_size).map(|_| VecDeque::new()).collect();
-            let arrivals = Arrivals { frames, closed: vec![None; group_size] };
-            Arc::new(Inbox { arrivals: Mutex::new(arrivals), changed: Condvar::new() })
-        };
-        Hub { inboxes: (0..group_size).map(|_| inbox()).collect(), spare: Mutex::new(Vec::new()) }
-    }
-
-    fn copy(&self, payload: &[u8]) -> Arc<Vec<u8>> {
-        let mut buffer = lock(&self.spare).pop().unwrap_or_default();
-        buffer.extend_from_slice(payload);
-        Arc::new(buffer)
-    }
-
-    fn recycle(&self, payload: Arc<Vec<u8>>) {
-        if let Some(mut buffer) = Arc::into_inner(payload).filter(|buffer| buffer.capacity() > 0) {
-            buffer.clear();
-            lock(&self.spare).push(buffer);
-        }
-    }
-}
-
 /// One rank's side of a group.
-struct Threads {
+pub(super) struct ThreadsTransport {
     /// This rank in the group.
-    rank: usize,
-    hub: Arc<Hub>,
-    health: Arc<Health>,
+    pub(super) rank: usize,
+    pub(super) hub: Arc<Hub>,
+    pub(super) health: Arc<Health>,
 }
 
-impl Transport for Threads {
+impl Transport for ThreadsTransport {
     fn name(&self) -> &'static str {
-        "threads"
+        NAME
     }
 
     fn rank(&self) -> usize {
@@ -151,7 +53,7 @@ impl Transport for Threads {
     }
 }
 
-impl Threads {
+impl ThreadsTransport {
     fn send(&self, call: &Call, sends: &[Outgoing<'_>]) {
         let mut last: Option<(&[u8], Arc<Vec<u8>>)> = None;
         for send in sends {
@@ -221,20 +123,12 @@ fn waiting_for(missing: &[&mut Incoming<'_>]) -> Vec<usize> {
     missing.iter().map(|incoming| incoming.peer).collect()
 }
 
-/// Peers that still need something from this rank on this group wait in vain from now on.
-impl Drop for Threads {
+/// Ends the waits of peers that still need something from this rank on this group.
+impl Drop for ThreadsTransport {
     fn drop(&mut self) {
         for inbox in &self.hub.inboxes {
             lock(&inbox.arrivals).closed[self.rank()] = Some(Instant::now());
             inbox.changed.notify_all();
         }
-    }
-}
-
-impl Wake for Inbox {
-    /// Takes the lock, so that no waiter is between its look at the health and its wait.
-    fn wake(&self) {
-        drop(lock(&self.arrivals));
-        self.changed.notify_all();
     }
 }

@@ -8,11 +8,12 @@
 
 use std::sync::Arc;
 
-use super::ShmEngine;
 use super::arena::{ArenaBuffer, Regions};
 use super::chunks::part;
+use super::engine::ShmEngine;
 use super::handover::Handover;
 use crate::call::Call;
+use crate::engine::Unavailable;
 use crate::reduce::Source;
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
@@ -36,12 +37,12 @@ impl ShmEngine {
         let handover = Handover { call, health: self.board.health(), key: &self.key, rank, number };
         let made = match Regions::plan(lens, ranks) {
             Some((regions, len)) => handover.share(len)?.map(|segment| (regions, Arc::new(segment))),
-            None => Err("they are larger than any memory".to_owned()),
+            None => Err(Unavailable::TooLarge),
         };
         let (regions, segment) = match made {
             Ok(made) => made,
             Err(why) => {
-                tracing::warn!(rank = call.rank, why, "shared buffers take plain memory");
+                tracing::warn!(rank = call.rank, %why, "shared buffers take plain memory");
                 return Ok(lens.iter().map(|len| SharedBuffer::plain(*len)).collect());
             }
         };

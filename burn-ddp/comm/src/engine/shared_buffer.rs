@@ -5,7 +5,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 #[cfg(target_os = "linux")]
-use crate::engine::shm::{ArenaBuffer, ArenaView};
+use super::shm::{ArenaBuffer, ArenaView};
 
 /// One rank's buffer in memory that its group can reduce without copies, made by
 /// [`ProcessGroup::shared_buffers`](crate::ProcessGroup::shared_buffers).

@@ -1,93 +1,81 @@
-//! The engine of a group by where its ranks are: shm on one machine, tcp between several.
+//! The fabric without an engine of its own: each group gets the fastest engine that its ranks can use, shm on one machine,
+//! tcp between several.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::tcp::{self, TcpFabric};
 use super::{Engine, Fabric};
 use crate::call::Call;
 use crate::{EngineChoice, Error, PeerInfo, Result};
 
-/// Makes a rank's engines.
-pub(crate) struct ByPlace {
-    /// By rank; `None` where it is not known.
+/// Opens a rank's groups by the engine that the user chose, or that fits the group.
+pub(crate) struct AutoFabric {
+    /// [Machine](machine) of each rank; `None` if it is unknown.
     machines: Vec<Option<String>>,
     choice: Option<EngineChoice>,
-    #[cfg(target_os = "linux")]
-    shm: super::shm::Shm,
-    tcp: TcpFabric,
-    /// Memory could not be shared.
-    failed: AtomicBool,
+    /// `None` on systems without it.
+    shm: Option<Box<dyn Fabric>>,
+    tcp: Box<dyn Fabric>,
+    /// Set once memory could not be shared.
+    shm_failed: AtomicBool,
 }
 
-impl ByPlace {
+impl AutoFabric {
     pub(crate) fn new(
         machines: Vec<Option<String>>,
         choice: Option<EngineChoice>,
-        #[cfg(target_os = "linux")] shm: super::shm::Shm,
-        tcp: TcpFabric,
-    ) -> ByPlace {
-        ByPlace {
-            machines,
-            choice,
-            #[cfg(target_os = "linux")]
-            shm,
-            tcp,
-            failed: AtomicBool::new(false),
-        }
+        shm: Option<Box<dyn Fabric>>,
+        tcp: Box<dyn Fabric>,
+    ) -> AutoFabric {
+        AutoFabric { machines, choice, shm, tcp, shm_failed: AtomicBool::new(false) }
     }
 
-    fn may_share(&self, ranks: impl IntoIterator<Item = usize>) -> bool {
+    /// The shm fabric, if `ranks` are all on one machine.
+    fn shm_for(&self, ranks: impl IntoIterator<Item = usize>) -> Option<&dyn Fabric> {
         let mut machines = ranks.into_iter().map(|rank| self.machines.get(rank).and_then(Option::as_ref));
         let first = machines.next().flatten();
-        cfg!(target_os = "linux") && first.is_some() && machines.all(|machine| machine == first)
-    }
-
-    #[cfg(target_os = "linux")]
-    fn share(&self, call: &Call) -> Result<Result<Box<dyn Engine>, String>> {
-        self.shm.open(call)
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    fn share(&self, _call: &Call) -> Result<Result<Box<dyn Engine>, String>> {
-        Ok(Err("this system has no shm engine".to_owned()))
+        let one_machine = first.is_some() && machines.all(|machine| machine == first);
+        self.shm.as_deref().filter(|_| one_machine)
     }
 }
 
-impl Fabric for ByPlace {
+impl Fabric for AutoFabric {
     fn name(&self) -> &'static str {
-        let shares = self.may_share(0..self.machines.len()) && !self.failed.load(Ordering::Relaxed);
+        let shm = self.shm_for(0..self.machines.len()).filter(|_| !self.shm_failed.load(Ordering::Relaxed));
         match self.choice {
             Some(choice @ (EngineChoice::Shm | EngineChoice::Tcp)) => choice.name(),
-            _ if shares => EngineChoice::Shm.name(),
-            _ => tcp::NAME,
+            _ => shm.unwrap_or(&*self.tcp).name(),
         }
     }
 
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
-        if self.choice == Some(EngineChoice::Mpi) {
-            let message = "BURN_DDP_ENGINE=mpi, but this program does not have that engine: build it with burn-ddp's feature `mpi`";
-            return Err(Error::Environment { message: message.to_owned() });
+        if let Some(choice @ EngineChoice::External(name)) = self.choice
+            && choice.takes_host_memory()
+        {
+            let message = format!(
+                "BURN_DDP_ENGINE={name}, but this program does not have that engine: build it with burn-ddp's feature `{name}`"
+            );
+            return Err(Error::Environment { message });
         }
-        let forced = self.choice == Some(EngineChoice::Shm);
-        if self.choice == Some(EngineChoice::Tcp) || !self.may_share(call.members.ranks().iter().copied()) {
-            return self.tcp.open(call);
+        let shm = match self.shm_for(call.members.ranks().iter().copied()) {
+            Some(shm) if self.choice != Some(EngineChoice::Tcp) => shm,
+            _ => return self.tcp.open(call),
+        };
+        if self.choice == Some(EngineChoice::Shm) {
+            return shm.open(call);
         }
-        match self.share(call)? {
+        match shm.try_open(call)? {
             Ok(engine) => Ok(engine),
-            Err(why) if forced => Err(Error::Environment {
-                message: format!("BURN_DDP_ENGINE=shm, but the ranks cannot share memory: {why}"),
-            }),
-            Err(why) => {
-                tracing::warn!(rank = call.rank, why, "the ranks cannot share memory; tcp takes its place");
-                self.failed.store(true, Ordering::Relaxed);
+            Err(reason) => {
+                tracing::warn!(rank = call.rank, why = %reason, "the ranks cannot share memory; tcp takes its place");
+                self.shm_failed.store(true, Ordering::Relaxed);
                 self.tcp.open(call)
             }
         }
     }
 }
 
-/// What ranks that can share memory have in common: the running kernel, the network namespace in which they hand it over, and
-/// the user. `None` if it cannot be found out.
+/// The identity of this rank's machine, the same for ranks that can share memory: the running kernel, the network namespace
+/// in which they hand it over, and the user. `None` if the system does not say.
 pub(crate) fn machine() -> Option<String> {
     use std::os::unix::fs::MetadataExt;
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
@@ -95,7 +83,7 @@ pub(crate) fn machine() -> Option<String> {
     Some(format!("{} {network} {}", boot.trim(), rustix::process::geteuid().as_raw()))
 }
 
-/// Fails if shm is wanted and ranks are on different machines.
+/// Fails if the user chose shm and ranks are on different machines.
 pub(crate) fn check(choice: Option<EngineChoice>, ranks: &[(&PeerInfo, Option<&str>)]) -> Result<()> {
     let Some(((first, machine), others)) = ranks.split_first() else { return Ok(()) };
     if choice != Some(EngineChoice::Shm) {

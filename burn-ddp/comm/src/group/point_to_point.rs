@@ -42,7 +42,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn send<T: Element>(&self, buf: &[T], to: usize) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        self.core.transfer(caller, T::DTYPE, Some((to, T::bytes(buf))), None)
+        self.calls.transfer(caller, T::DTYPE, Some((to, T::bytes(buf))), None)
     }
 
     /// [`send`](Self::send) of the bytes of `dtype` elements.
@@ -51,7 +51,7 @@ impl ProcessGroup {
     /// Those of [`send`](Self::send); [`Error::InvalidArgument`] also for a part of an element.
     #[track_caller]
     pub fn send_bytes(&self, dtype: DType, buf: &[u8], to: usize) -> Result<()> {
-        self.core.transfer(self.in_turn(Location::caller()), dtype, Some((to, buf)), None)
+        self.calls.transfer(self.in_turn(Location::caller()), dtype, Some((to, buf)), None)
     }
 
     /// Fills a buffer with what one other rank [sends](Self::send).
@@ -75,7 +75,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn recv<T: Element>(&self, buf: &mut [T], from: usize) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        T::edit(buf, |bytes| self.core.transfer(caller, T::DTYPE, None, Some((from, bytes))))
+        T::edit(buf, |bytes| self.calls.transfer(caller, T::DTYPE, None, Some((from, bytes))))
     }
 
     /// [`recv`](Self::recv) of the bytes of `dtype` elements.
@@ -84,7 +84,7 @@ impl ProcessGroup {
     /// Those of [`recv`](Self::recv); [`Error::InvalidArgument`] also for a part of an element.
     #[track_caller]
     pub fn recv_bytes(&self, dtype: DType, buf: &mut [u8], from: usize) -> Result<()> {
-        self.core.transfer(self.in_turn(Location::caller()), dtype, None, Some((from, buf)))
+        self.calls.transfer(self.in_turn(Location::caller()), dtype, None, Some((from, buf)))
     }
 
     /// Sends to one rank and receives from one, at the same time.
@@ -111,7 +111,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn send_recv<T: Element>(&self, send: &[T], to: usize, receive: &mut [T], from: usize) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        T::edit(receive, |room| self.core.transfer(caller, T::DTYPE, Some((to, T::bytes(send))), Some((from, room))))
+        T::edit(receive, |room| self.calls.transfer(caller, T::DTYPE, Some((to, T::bytes(send))), Some((from, room))))
     }
 
     /// [`send_recv`](Self::send_recv) of the bytes of `dtype` elements.
@@ -121,6 +121,6 @@ impl ProcessGroup {
     /// an element.
     #[track_caller]
     pub fn send_recv_bytes(&self, dtype: DType, send: &[u8], to: usize, receive: &mut [u8], from: usize) -> Result<()> {
-        self.core.transfer(self.in_turn(Location::caller()), dtype, Some((to, send)), Some((from, receive)))
+        self.calls.transfer(self.in_turn(Location::caller()), dtype, Some((to, send)), Some((from, receive)))
     }
 }

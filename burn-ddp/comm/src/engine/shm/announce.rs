@@ -3,10 +3,11 @@
 
 use std::ops::Range;
 
-use super::board::Sign;
-use super::{Announcement, Board, LINE_BYTES, LINE_WORDS, Line, ShmEngine};
+use super::board::{Board, Sign};
+use super::cell::{Announcement, LINE_BYTES, LINE_WORDS, Line};
+use super::engine::ShmEngine;
 use crate::call::{Call, CallInfo};
-use crate::engine::host::checked;
+use crate::engine::checked_weights;
 use crate::reduce::{Reduction, Source, reduce_to};
 use crate::{DType, ReduceOp, Result};
 
@@ -135,7 +136,7 @@ impl ShmEngine {
     /// Fails, on all ranks alike, if `op` is the weighted mean and the weights cannot be used.
     pub(super) fn check_weights(&self, call: &Call, op: Option<ReduceOp>) -> Result<()> {
         if op.is_none() {
-            checked(call, &self.weights)?;
+            checked_weights(call, &self.weights)?;
         }
         Ok(())
     }

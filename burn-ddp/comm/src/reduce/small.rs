@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::Source;
-use super::lane::{Float, Lane, Number};
+use super::element::{Float, Number, Stored};
 use crate::{DType, ReduceOp};
 
 /// Bytes of an output at most.
@@ -27,7 +27,7 @@ pub(super) fn two(dtype: DType, op: ReduceOp, sources: &[Source<'_>], out: &mut 
     true
 }
 
-fn floats<L: Lane<Acc: Float>>(op: ReduceOp, a: &Source<'_>, b: &Source<'_>, out: &mut [u8]) {
+fn floats<L: Stored<Acc: Float>>(op: ReduceOp, a: &Source<'_>, b: &Source<'_>, out: &mut [u8]) {
     if op == ReduceOp::Mean {
         let half = L::Acc::from_f64(0.5);
         return each::<L>(a, b, out, |x, y| x.add(y).mul(half).canonical());
@@ -36,7 +36,7 @@ fn floats<L: Lane<Acc: Float>>(op: ReduceOp, a: &Source<'_>, b: &Source<'_>, out
 }
 
 /// All but the mean.
-fn numbers<L: Lane>(op: ReduceOp, a: &Source<'_>, b: &Source<'_>, out: &mut [u8]) {
+fn numbers<L: Stored>(op: ReduceOp, a: &Source<'_>, b: &Source<'_>, out: &mut [u8]) {
     match op {
         ReduceOp::Min => each::<L>(a, b, out, |x, y| x.min(y).canonical()),
         ReduceOp::Max => each::<L>(a, b, out, |x, y| x.max(y).canonical()),
@@ -46,7 +46,7 @@ fn numbers<L: Lane>(op: ReduceOp, a: &Source<'_>, b: &Source<'_>, out: &mut [u8]
 }
 
 #[inline(always)]
-fn each<L: Lane>(a: &Source<'_>, b: &Source<'_>, out: &mut [u8], fold: impl Fn(L::Acc, L::Acc) -> L::Acc) {
+fn each<L: Stored>(a: &Source<'_>, b: &Source<'_>, out: &mut [u8], fold: impl Fn(L::Acc, L::Acc) -> L::Acc) {
     let out: &mut [L::Bytes] = bytemuck::cast_slice_mut(out);
     for (at, element) in out.iter_mut().enumerate() {
         let load = |source: &Source<'_>| match source {

@@ -1,52 +1,53 @@
-//! What a caller wants, and what can be said about it on one rank.
+//! A call's arguments, before its turn has come, and the checks of them that need no other rank.
 
 use std::panic::Location;
 
-use crate::call::Collective;
+use super::Collective;
 use crate::{DType, Error, ReduceOp, Result};
 
-/// The line that called.
+/// Source line of the caller.
 pub(crate) type Site = &'static Location<'static>;
 
-/// From where a call is made: what errors and reports show of it.
+/// Origin of a call, as errors and reports show it.
 #[derive(Clone, Copy)]
 pub(crate) struct Caller {
     pub(crate) site: Site,
-    /// The training step, if the program says.
+    /// The training step, if the program has set one.
     pub(crate) step: Option<u64>,
 }
 
-/// What a call is, before it has its turn.
+/// The arguments of a call, but for its buffers.
 #[derive(Clone, Copy)]
-pub(crate) struct Plan {
+pub(crate) struct Request {
     pub(crate) collective: Collective,
     pub(crate) reduce: Option<ReduceOp>,
     pub(crate) dtype: Option<DType>,
     pub(crate) len_elems: usize,
-    /// By group rank.
+    /// The root's group rank.
     pub(crate) root: Option<usize>,
     pub(crate) tag: u64,
     pub(crate) weight: f64,
     pub(crate) caller: Caller,
 }
 
-impl Plan {
+impl Request {
     /// A call without elements.
-    pub(crate) fn bare(collective: Collective, caller: Caller) -> Plan {
-        Plan { collective, reduce: None, dtype: None, len_elems: 0, root: None, tag: 0, weight: 1.0, caller }
+    pub(crate) fn bare(collective: Collective, caller: Caller) -> Request {
+        Request { collective, reduce: None, dtype: None, len_elems: 0, root: None, tag: 0, weight: 1.0, caller }
     }
 
     /// A call with `len_bytes` of `dtype` elements.
-    pub(crate) fn elements(collective: Collective, dtype: DType, len_bytes: usize, caller: Caller) -> Plan {
-        Plan { dtype: Some(dtype), len_elems: len_bytes / dtype.size_bytes(), ..Plan::bare(collective, caller) }
+    pub(crate) fn elements(collective: Collective, dtype: DType, len_bytes: usize, caller: Caller) -> Request {
+        Request { dtype: Some(dtype), len_elems: len_bytes / dtype.size_bytes(), ..Request::bare(collective, caller) }
     }
 }
 
-/// The error of a call that all ranks refuse alike.
+/// The error of a call that all ranks refuse alike; the group stays usable.
 pub(crate) fn refuse<R>(message: String) -> Result<R> {
     Err(Error::InvalidArgument { message, rank: None, during: None })
 }
 
+/// Fails if `len_bytes` is not a whole number of elements.
 pub(crate) fn check_whole(dtype: DType, len_bytes: usize) -> Result<()> {
     if len_bytes.is_multiple_of(dtype.size_bytes()) {
         return Ok(());
@@ -54,6 +55,7 @@ pub(crate) fn check_whole(dtype: DType, len_bytes: usize) -> Result<()> {
     refuse(format!("{len_bytes} bytes are not a whole number of {dtype} elements of {} bytes", dtype.size_bytes()))
 }
 
+/// Fails if `op` is not defined for `dtype`.
 pub(crate) fn check_op(op: ReduceOp, dtype: DType) -> Result<()> {
     if op.supports(dtype) {
         return Ok(());
@@ -62,7 +64,7 @@ pub(crate) fn check_op(op: ReduceOp, dtype: DType) -> Result<()> {
     refuse(format!("{op} is not defined for {dtype}; {instead} are"))
 }
 
-/// Whether the buffer `what`, of `len_bytes`, is `[count, n]` for `n` elements that are `row_bytes`.
+/// Fails unless the buffer `what`, of `len_bytes`, is `[count, n]` with rows of `n` elements in `row_bytes`.
 pub(crate) fn check_rows(what: &str, dtype: DType, len_bytes: usize, count: usize, row_bytes: usize) -> Result<()> {
     if row_bytes.checked_mul(count) == Some(len_bytes) {
         return Ok(());

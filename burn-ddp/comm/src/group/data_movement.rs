@@ -33,7 +33,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn broadcast<T: Element>(&self, buf: &mut [T], root: usize) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        T::edit(buf, |bytes| self.core.broadcast(caller, T::DTYPE, bytes, root))
+        T::edit(buf, |bytes| self.calls.broadcast(caller, T::DTYPE, bytes, root))
     }
 
     /// [`broadcast`](Self::broadcast) on the bytes of `dtype` elements.
@@ -43,7 +43,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn broadcast_bytes(&self, dtype: DType, buf: &mut [u8], root: usize) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        self.core.broadcast(caller, dtype, buf, root)
+        self.calls.broadcast(caller, dtype, buf, root)
     }
 
     /// Collects everybody's buffer on every rank.
@@ -69,7 +69,7 @@ impl ProcessGroup {
     pub fn all_gather<T: Element>(&self, input: &[T]) -> Result<Vec<T>> {
         let mut rows = T::zeros(input.len() * self.world_size());
         let caller = self.in_turn(Location::caller());
-        T::edit(&mut rows, |rows| self.core.all_gather(caller, T::DTYPE, T::bytes(input), rows))?;
+        T::edit(&mut rows, |rows| self.calls.all_gather(caller, T::DTYPE, T::bytes(input), rows))?;
         Ok(rows)
     }
 
@@ -81,7 +81,7 @@ impl ProcessGroup {
     pub fn all_gather_bytes(&self, dtype: DType, input: &[u8]) -> Result<Vec<u8>> {
         let mut rows = vec![0; input.len() * self.world_size()];
         let caller = self.in_turn(Location::caller());
-        self.core.all_gather(caller, dtype, input, &mut rows)?;
+        self.calls.all_gather(caller, dtype, input, &mut rows)?;
         Ok(rows)
     }
 
@@ -108,7 +108,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn gather<T: Element>(&self, input: &[T], root: usize) -> Result<Option<Vec<T>>> {
         let caller = self.in_turn(Location::caller());
-        self.core.gather_elements(caller, input, root)
+        self.calls.gather_elements(caller, input, root)
     }
 
     /// [`gather`](Self::gather) on the bytes of `dtype` elements.
@@ -119,7 +119,7 @@ impl ProcessGroup {
     pub fn gather_bytes(&self, dtype: DType, input: &[u8], root: usize) -> Result<Option<Vec<u8>>> {
         let caller = self.in_turn(Location::caller());
         let mut rows = (self.rank() == root).then(|| vec![0; input.len() * self.world_size()]);
-        self.core.gather(caller, dtype, input, rows.as_deref_mut(), root)?;
+        self.calls.gather(caller, dtype, input, rows.as_deref_mut(), root)?;
         Ok(rows)
     }
 
@@ -149,7 +149,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn scatter<T: Element>(&self, input: Option<&[T]>, output: &mut [T], root: usize) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        T::edit(output, |output| self.core.scatter(caller, T::DTYPE, input.map(T::bytes), output, root))
+        T::edit(output, |output| self.calls.scatter(caller, T::DTYPE, input.map(T::bytes), output, root))
     }
 
     /// [`scatter`](Self::scatter) on the bytes of `dtype` elements.
@@ -158,7 +158,7 @@ impl ProcessGroup {
     /// Those of [`scatter`](Self::scatter); [`Error::InvalidArgument`] also for a part of an element.
     #[track_caller]
     pub fn scatter_bytes(&self, dtype: DType, input: Option<&[u8]>, output: &mut [u8], root: usize) -> Result<()> {
-        self.core.scatter(self.in_turn(Location::caller()), dtype, input, output, root)
+        self.calls.scatter(self.in_turn(Location::caller()), dtype, input, output, root)
     }
 
     /// Gives each rank a row of everybody's buffer.
@@ -187,7 +187,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        T::edit(output, |output| self.core.all_to_all(caller, T::DTYPE, T::bytes(input), output))
+        T::edit(output, |output| self.calls.all_to_all(caller, T::DTYPE, T::bytes(input), output))
     }
 
     /// [`all_to_all`](Self::all_to_all) on the bytes of `dtype` elements.
@@ -196,6 +196,6 @@ impl ProcessGroup {
     /// Those of [`all_to_all`](Self::all_to_all); [`Error::InvalidArgument`] also for a part of an element.
     #[track_caller]
     pub fn all_to_all_bytes(&self, dtype: DType, input: &[u8], output: &mut [u8]) -> Result<()> {
-        self.core.all_to_all(self.in_turn(Location::caller()), dtype, input, output)
+        self.calls.all_to_all(self.in_turn(Location::caller()), dtype, input, output)
     }
 }
