@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::Result;
-use crate::health::Health;
+use crate::membership::Membership;
 
 /// About what falling asleep and being woken costs: looking longer than that would never pay.
 const MOST: Duration = Duration::from_micros(60);
@@ -20,9 +20,9 @@ pub(super) struct Spin {
 }
 
 impl Spin {
-    pub(super) fn new(health: &Health) -> Spin {
-        let here = &health.peers()[health.rank()].host;
-        let local_ranks = health.peers().iter().filter(|peer| peer.host == *here).count();
+    pub(super) fn new(membership: &Membership) -> Spin {
+        let here = &membership.peers()[membership.rank()].host;
+        let local_ranks = membership.peers().iter().filter(|peer| peer.host == *here).count();
         let cores = thread::available_parallelism().map_or(1, NonZero::get);
         Spin { limit: MOST, allowed: local_ranks <= cores }
     }

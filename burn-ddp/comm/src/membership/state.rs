@@ -1,13 +1,13 @@
-//! What the healths of all ranks of one process have in common.
+//! What the memberships of all ranks of one process have in common.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
+use super::heartbeats::Liveness;
+use super::peer::PeerInfo;
+use super::progress::Tracks;
 use super::{Outbox, Wake};
 use crate::history::History;
-use crate::liveness::Liveness;
-use crate::peer::PeerInfo;
-use crate::track::Tracks;
 use crate::{Error, LaunchEnv, Options};
 
 /// Common to all ranks of one process.

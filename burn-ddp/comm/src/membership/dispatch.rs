@@ -4,11 +4,12 @@ use std::sync::Weak;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::ending::capped;
-use super::{ControlMessage, Health, lock};
+use super::failure::capped;
+use super::{ControlMessage, Membership};
 use crate::Result;
+use crate::sync::lock;
 
-impl Health {
+impl Membership {
     /// Takes in what another process' rank says.
     pub fn receive(&self, from: usize, message: ControlMessage) {
         let change = lock(&self.shared.liveness).heard(from, Instant::now());

@@ -3,9 +3,9 @@
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
-use super::{PORTS_ABOVE, environment};
-use crate::env::{LaunchEnv, Meeting};
-use crate::net::handshake::HANDSHAKE_DEADLINE;
+use super::environment;
+use crate::auth::handshake::HANDSHAKE_DEADLINE;
+use crate::env::{LaunchEnv, Meeting, PORTS_ABOVE};
 use crate::net::interface::Interface;
 use crate::net::{address, local};
 use crate::store::{Place, Serving, StoreClient, Unreached};

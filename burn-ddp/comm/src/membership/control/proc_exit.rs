@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_millis(300);
 
 /// What ended process `pid`, of which the sockets are closed, if that can still be seen.
-pub(super) fn obituary(pid: u32) -> Option<String> {
+pub(super) fn cause_of_exit(pid: u32) -> Option<String> {
     let end = Instant::now() + PATIENCE;
     while pid != std::process::id() {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -76,10 +76,10 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_runs_has_no_obituary() {
+    fn a_process_that_runs_has_no_cause_of_exit() {
         assert_eq!(read(&stat("S", 0)), None);
         assert_eq!(read("nonsense"), None);
-        assert_eq!(obituary(std::process::id()), None);
+        assert_eq!(cause_of_exit(std::process::id()), None);
     }
 
     #[test]
@@ -88,7 +88,7 @@ mod tests {
         let start = std::time::Instant::now();
         let mut seen = None;
         while seen.is_none() && start.elapsed().as_secs() < 20 {
-            seen = obituary(child.id());
+            seen = cause_of_exit(child.id());
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         child.wait().unwrap();

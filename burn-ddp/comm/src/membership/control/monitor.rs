@@ -9,15 +9,16 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::obituary::obituary;
+use super::proc_exit::cause_of_exit;
 use super::{CLOSED, PRESENT, Shared};
-use crate::health::{ControlMessage, Health, lock};
-use crate::job_key::LinkKey;
+use crate::auth::handshake::Role;
+use crate::auth::job_key::LinkKey;
+use crate::auth::unauthenticated::{Introduced, Strangers};
+use crate::membership::{ControlMessage, Membership};
 use crate::net::address;
-use crate::net::handshake::Role;
-use crate::net::strangers::{Introduced, Strangers};
 use crate::net::wait::wait;
 use crate::net::wire::Wire;
+use crate::sync::lock;
 
 /// How long a monitor whose rank has left lets its peers close first.
 pub(super) const LINGER: Duration = Duration::from_secs(5);
@@ -35,7 +36,7 @@ pub(super) struct Monitor {
     /// The reading ends, by rank; `None` for this rank and for those that have closed. Empty until the mesh stands.
     readers: Vec<Option<Wire>>,
     /// Set with the readers.
-    health: Option<Arc<Health>>,
+    membership: Option<Arc<Membership>>,
     /// When to look at the silent, and to say something oneself. Set while the rank takes part.
     look_at: Option<Instant>,
     /// When to end although peers have not closed; set when the handle is gone.
@@ -52,7 +53,7 @@ impl Monitor {
             accept_after: None,
             strangers,
             readers: Vec::new(),
-            health: None,
+            membership: None,
             look_at: None,
             end: None,
         }
@@ -65,8 +66,8 @@ impl Monitor {
                 Ok(false) => return,
                 Err(e) => {
                     // Nobody would notice deaths any more, so this rank must not go on.
-                    if let Some(health) = self.health.take() {
-                        health.fail(crate::Error::Internal {
+                    if let Some(membership) = self.membership.take() {
+                        membership.fail(crate::Error::Internal {
                             message: format!("the monitor of rank {} ended: {e}", self.shared.rank),
                         });
                     }
@@ -141,7 +142,7 @@ impl Monitor {
     fn adopt_mesh(&mut self) {
         if let Some(mesh) = lock(&self.shared.mesh).take() {
             self.readers = mesh.readers;
-            self.health = Some(mesh.health);
+            self.membership = Some(mesh.membership);
         }
     }
 
@@ -154,18 +155,18 @@ impl Monitor {
 
     /// Takes in what a peer says, until there is no more.
     fn read(&mut self, rank: usize) {
-        let Some(health) = &self.health else { return };
+        let Some(membership) = &self.membership else { return };
         while let Some(wire) = &mut self.readers[rank] {
             let present = self.shared.phase.load(Ordering::Acquire) == PRESENT;
             match wire.next::<ControlMessage>() {
                 Ok(None) => return,
-                Ok(Some(message)) if present => health.receive(rank, message),
+                Ok(Some(message)) if present => membership.receive(rank, message),
                 Ok(Some(_)) => {}
                 Err(e) => {
                     self.readers[rank] = None;
-                    if present && !health.has_left(rank) {
+                    if present && !membership.has_left(rank) {
                         let broken = lock(&self.shared.senders)[rank].as_ref().and_then(|sender| sender.broken.clone());
-                        health.peer_lost(rank, describe(&e, broken, health, rank));
+                        membership.peer_lost(rank, describe(&e, broken, membership, rank));
                     }
                 }
             }
@@ -174,15 +175,17 @@ impl Monitor {
 
     /// Says that this rank lives, to those to whom that is due, and looks who is silent.
     fn tend(&mut self) {
-        let Some(health) = self.health.as_ref().filter(|_| self.shared.phase.load(Ordering::Acquire) == PRESENT) else {
+        let Some(membership) =
+            self.membership.as_ref().filter(|_| self.shared.phase.load(Ordering::Acquire) == PRESENT)
+        else {
             self.look_at = None;
             return;
         };
         let now = Instant::now();
         let late = self.look_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
-        let due = health.due(now);
+        let due = membership.due(now);
         if !due.is_empty() {
-            let message = health.heartbeat();
+            let message = membership.heartbeat();
             let mut senders = lock(&self.shared.senders);
             for peer in due {
                 if let Some(sender) = &mut senders[peer] {
@@ -190,8 +193,8 @@ impl Monitor {
                 }
             }
         }
-        health.look(now, late);
-        self.look_at = health.next_look(now);
+        membership.look(now, late);
+        self.look_at = membership.next_look(now);
     }
 
     /// Lets a stranger in that knows the key and is expected.
@@ -241,17 +244,17 @@ impl Monitor {
 }
 
 /// What became of `rank`, whose control connection ended.
-fn describe(error: &io::Error, broken: Option<String>, health: &Health, rank: usize) -> String {
+fn describe(error: &io::Error, broken: Option<String>, membership: &Membership, rank: usize) -> String {
     match (error.kind(), broken) {
         (ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset, None) => {
-            let (me, peer) = (&health.peers()[health.rank()], &health.peers()[rank]);
-            let seen = (me.host == peer.host).then(|| obituary(peer.pid)).flatten();
+            let (me, peer) = (&membership.peers()[membership.rank()], &membership.peers()[rank]);
+            let seen = (me.host == peer.host).then(|| cause_of_exit(peer.pid)).flatten();
             let how = seen.unwrap_or_else(|| "was killed, crashed, or exited before its work was done".to_owned());
             format!("its process ended without a goodbye: it {how}")
         }
         // What a router last said, or that nobody did.
         (ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable, _) => {
-            let seconds = health.options().machine_timeout().as_secs_f64();
+            let seconds = membership.options().machine_timeout().as_secs_f64();
             format!("its machine has not answered for {seconds} s: it is down, or the network between is cut")
         }
         (ErrorKind::InvalidData, _) => format!("it broke the protocol of the control connection: {error}"),

@@ -16,15 +16,15 @@ const BLOCK_BYTES: usize = 4096;
 
 /// What a rank brings along.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Config {
+pub(super) struct Settings {
     /// Names and values that must be equal.
     settings: Vec<(String, String)>,
     /// What tells programs apart. Different ones are legitimate (mixed devices), so this is only shown.
     program: Option<u64>,
 }
 
-impl Config {
-    pub(super) fn of(options: &Options) -> Config {
+impl Settings {
+    pub(super) fn of(options: &Options) -> Settings {
         let own = [
             ("burn-ddp's version", env!("CARGO_PKG_VERSION").to_owned()),
             ("timeout", format!("{:?}", options.timeout)),
@@ -36,12 +36,12 @@ impl Config {
             ("peer timeout", options.peer_timeout.map_or("none".to_owned(), |time| format!("{time:?}"))),
         ];
         let own = own.into_iter().map(|(name, value)| (name.to_owned(), value));
-        Config { settings: own.chain(options.config.iter().cloned()).collect(), program: fingerprint() }
+        Settings { settings: own.chain(options.config.iter().cloned()).collect(), program: fingerprint() }
     }
 
     /// Without what was compared already.
-    pub(super) fn compared(self) -> Config {
-        Config { settings: Vec::new(), ..self }
+    pub(super) fn compared(self) -> Settings {
+        Settings { settings: Vec::new(), ..self }
     }
 }
 
@@ -113,7 +113,7 @@ mod tests {
 
     fn entry(rank: usize, settings: &[(&str, &str)], program: u64) -> Entry {
         let settings = settings.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-        let config = Config { settings, program: Some(program) };
+        let config = Settings { settings, program: Some(program) };
         Entry { peer: PeerInfo::here(rank, rank, 0), world_size: 3, host: "::1".into(), port: 1, machine: None, config }
     }
 

@@ -3,9 +3,9 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use super::peer::list_ranks;
 use crate::call::{CallInfo, Collective};
 use crate::history::Heartbeat;
-use crate::peer::list_ranks;
 
 /// Most ranks of whom something is said.
 const DESCRIBED: usize = 4;

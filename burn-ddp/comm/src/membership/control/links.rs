@@ -2,12 +2,13 @@
 
 use std::collections::{HashMap, HashSet};
 use std::net::TcpStream;
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex};
 use std::time::Instant;
 
 use crate::Result;
-use crate::health::{Wake, lock};
-use crate::net::handshake::Purpose;
+use crate::auth::handshake::Purpose;
+use crate::membership::Wake;
+use crate::sync::{lock, wait_timeout};
 
 /// Most connections that wait. Peers connect for groups that this rank is about to make, so they are few.
 const WAITING_CAP: usize = 16 * 1024;
@@ -18,7 +19,7 @@ pub(crate) struct Links {
     rank: usize,
     world_size: usize,
     board: Mutex<Board>,
-    /// Rung when a connection arrives, and when the health changes.
+    /// Rung when a connection arrives, and when the membership changes.
     changed: Condvar,
 }
 
@@ -71,7 +72,7 @@ impl Links {
         }
     }
 
-    /// Waits for the connection for `purpose`; `None` at the deadline. `check` is asked after each change of the health and ends the
+    /// Waits for the connection for `purpose`; `None` at the deadline. `check` is asked after each change of the membership and ends the
     /// wait by an error.
     pub(crate) fn claim(
         &self,
@@ -85,7 +86,7 @@ impl Links {
         })
     }
 
-    /// Waits for nothing but an error of `check`, which is asked after each change of the health; `Ok` at the deadline.
+    /// Waits for nothing but an error of `check`, which is asked after each change of the membership; `Ok` at the deadline.
     pub(crate) fn watch(&self, deadline: Instant, check: impl Fn() -> Result<()>) -> Result<()> {
         self.wait(deadline, |_| check().map(|()| None::<()>)).map(drop)
     }
@@ -101,7 +102,7 @@ impl Links {
             if left.is_zero() {
                 return Ok(None);
             }
-            board = self.changed.wait_timeout(board, left).unwrap_or_else(PoisonError::into_inner).0;
+            board = wait_timeout(&self.changed, board, left);
         }
     }
 

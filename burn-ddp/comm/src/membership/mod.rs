@@ -1,32 +1,41 @@
 //! What a rank knows about the others: who is there, who left, and the first thing that went wrong.
 //!
 //! Every wait of a collective also waits for this: whatever ends the world wakes it and is returned by it. Ranks in one
-//! process share one [`Health`] state; between processes the control connections carry [`ControlMessage`]s from one
-//! rank's health to the others'.
+//! process share one [`Membership`] state; between processes the control connections carry [`ControlMessage`]s from one
+//! rank's membership to the others'.
 
-mod ending;
-mod exchange;
-mod message;
-mod shared;
+pub(crate) mod control;
+mod diagnosis;
+mod dispatch;
+mod failure;
+mod heartbeats;
+mod messages;
+pub(crate) mod panics;
+mod peer;
+mod progress;
+mod state;
 #[cfg(test)]
 mod tests;
 mod watch;
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
-use self::shared::Shared;
+use self::heartbeats::Liveness;
+use self::state::Shared;
 use crate::call::CallInfo;
 use crate::history::History;
-use crate::liveness::Liveness;
-use crate::peer::PeerInfo;
+use crate::sync::lock;
 use crate::{LaunchEnv, Options, Result};
 
-pub use self::message::{ControlMessage, Outbox, Wake};
+pub use self::messages::{ControlMessage, Outbox, Wake};
+pub use self::peer::PeerInfo;
+pub(crate) use self::peer::list_ranks;
+pub(crate) use self::progress::show_position;
 
 /// One rank's view of its world.
-pub struct Health {
+pub struct Membership {
     rank: usize,
     shared: Arc<Shared>,
     /// The first collective on this rank that returned the cause; all later ones repeat it.
@@ -35,24 +44,24 @@ pub struct Health {
     reported: OnceLock<()>,
 }
 
-impl Health {
-    /// The health of `rank`, the only one in this process.
-    pub fn new(rank: usize, peers: Vec<PeerInfo>, options: Options) -> Arc<Health> {
+impl Membership {
+    /// The membership of `rank`, the only one in this process.
+    pub fn new(rank: usize, peers: Vec<PeerInfo>, options: Options) -> Arc<Membership> {
         let liveness = Liveness::new(rank, peers.len(), &options, Instant::now());
-        Arc::new(Health::view(rank, Shared::new(peers, options, liveness, false)))
+        Arc::new(Membership::view(rank, Shared::new(peers, options, liveness, false)))
     }
 
-    /// The healths of all ranks of a world that lives in this process.
-    pub fn shared(peers: Vec<PeerInfo>, options: Options) -> Vec<Arc<Health>> {
+    /// The memberships of all ranks of a world that lives in this process.
+    pub fn shared(peers: Vec<PeerInfo>, options: Options) -> Vec<Arc<Membership>> {
         let world_size = peers.len();
         // Nobody is listened to.
         let liveness = Liveness::new(0, 0, &options, Instant::now());
         let shared = Shared::new(peers, options, liveness, true);
-        (0..world_size).map(|rank| Arc::new(Health::view(rank, shared.clone()))).collect()
+        (0..world_size).map(|rank| Arc::new(Membership::view(rank, shared.clone()))).collect()
     }
 
-    fn view(rank: usize, shared: Arc<Shared>) -> Health {
-        Health { rank, shared, noticed_by: OnceLock::new(), reported: OnceLock::new() }
+    fn view(rank: usize, shared: Arc<Shared>) -> Membership {
+        Membership { rank, shared, noticed_by: OnceLock::new(), reported: OnceLock::new() }
     }
 
     /// The rank whose view this is.
@@ -125,9 +134,4 @@ impl Health {
     pub fn has_left(&self, rank: usize) -> bool {
         self.shared.left[rank].load(Ordering::Acquire)
     }
-}
-
-/// Locks, also after a panic elsewhere: no critical section here leaves its data half-written.
-pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use super::peer::PeerInfo;
 use crate::Error;
-use crate::peer::PeerInfo;
 
 /// Epochs of one track that are remembered. Ranks are never this far apart without a collective in between.
 const MAX_EPOCHS: usize = 1024;

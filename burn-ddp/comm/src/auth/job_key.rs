@@ -5,7 +5,7 @@ use std::fmt;
 use sha2::{Digest, Sha256};
 
 use crate::Secret;
-use crate::net::key::Key;
+use crate::auth::key::Key;
 
 /// What a process must have to use the store of a job: its name, its generation, and the keys that follow from its secret.
 ///

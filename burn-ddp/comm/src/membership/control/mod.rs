@@ -13,7 +13,7 @@
 
 mod links;
 mod monitor;
-mod obituary;
+mod proc_exit;
 
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -25,13 +25,14 @@ use std::time::Duration;
 pub(crate) use links::Links;
 
 use crate::Options;
-use crate::health::{ControlMessage, Health, Outbox, lock};
-use crate::job_key::LinkKey;
+use crate::auth::job_key::LinkKey;
+use crate::membership::{ControlMessage, Membership, Outbox};
 use crate::net::address;
 use crate::net::wait::Waker;
 use crate::net::wire::Wire;
+use crate::sync::lock;
 
-/// Longest control message, in bytes; health caps the texts in them.
+/// Longest control message, in bytes; membership caps the texts in them.
 const MESSAGE_CAP: usize = 64 * 1024;
 /// A peer that leaves this many bytes of control messages unread is given up.
 const UNREAD_CAP: usize = 1024 * 1024;
@@ -50,7 +51,7 @@ struct Shared {
     key: LinkKey,
     /// The ways to the peers, by rank; set once, when the mesh stands. `None` for this rank.
     senders: Mutex<Vec<Option<Sender>>>,
-    /// What the monitor gets when the mesh stands: the reading ends, by rank, and the health they report to.
+    /// What the monitor gets when the mesh stands: the reading ends, by rank, and the membership they report to.
     mesh: Mutex<Option<Mesh>>,
     /// Written by this rank's threads, read by the monitor after a wake.
     phase: AtomicU8,
@@ -60,7 +61,7 @@ struct Shared {
 
 struct Mesh {
     readers: Vec<Option<Wire>>,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
 }
 
 impl std::fmt::Debug for Mesh {
@@ -110,8 +111,8 @@ impl Control {
         &self.shared.links
     }
 
-    /// Hands over the control connections to the peers, by rank: from now on they are watched for `health`.
-    pub(crate) fn attach(&self, streams: Vec<Option<TcpStream>>, health: Arc<Health>) -> io::Result<()> {
+    /// Hands over the control connections to the peers, by rank: from now on they are watched for `membership`.
+    pub(crate) fn attach(&self, streams: Vec<Option<TcpStream>>, membership: Arc<Membership>) -> io::Result<()> {
         let mut senders = Vec::with_capacity(streams.len());
         let mut readers = Vec::with_capacity(streams.len());
         for stream in streams {
@@ -120,7 +121,7 @@ impl Control {
                 readers.push(None);
                 continue;
             };
-            keep_alive(&stream, health.options())?;
+            keep_alive(&stream, membership.options())?;
             senders.push(Some(Sender {
                 wire: Wire::new(stream.try_clone()?, MESSAGE_CAP)?,
                 last: false,
@@ -129,7 +130,7 @@ impl Control {
             readers.push(Some(Wire::new(stream, MESSAGE_CAP)?));
         }
         *lock(&self.shared.senders) = senders;
-        *lock(&self.shared.mesh) = Some(Mesh { readers, health });
+        *lock(&self.shared.mesh) = Some(Mesh { readers, membership });
         self.shared.waker.wake();
         Ok(())
     }

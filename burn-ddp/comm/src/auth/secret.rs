@@ -6,7 +6,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-use crate::net::key::{Key, random};
+use crate::auth::key::{Key, random};
 use crate::{Error, Result};
 
 /// Longest secret file that is looked at, in bytes: one line and what editors add.

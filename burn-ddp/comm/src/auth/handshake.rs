@@ -28,9 +28,9 @@ use rustix::event::{PollFd, PollFlags};
 use socket2::Socket;
 
 use super::key::{KEY_BYTES, Key, random};
-use super::wait::wait;
+use crate::auth::job_key::JobTag;
 use crate::frame::PROTOCOL_VERSION;
-use crate::job_key::JobTag;
+use crate::net::wait::wait;
 
 /// How long a handshake may take.
 pub(crate) const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
@@ -373,7 +373,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
-    use crate::net::strangers::Strangers;
+    use crate::auth::unauthenticated::Strangers;
 
     const TAG: JobTag = [7; 8];
 

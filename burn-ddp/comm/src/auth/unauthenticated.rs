@@ -13,7 +13,7 @@ use socket2::Socket;
 
 use super::handshake::{Answer, Challenge, HANDSHAKE_DEADLINE, PROOF_BYTES, Proof, Purpose, Role, begins_like_ours};
 use super::key::Key;
-use crate::job_key::JobTag;
+use crate::auth::job_key::JobTag;
 
 /// Most strangers at a time.
 const STRANGERS_CAP: usize = 256;

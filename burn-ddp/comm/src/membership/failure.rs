@@ -2,12 +2,13 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{ControlMessage, Health, lock};
+use super::{ControlMessage, Membership};
 use crate::call::Call;
 use crate::post_mortem::{self, Event};
+use crate::sync::lock;
 use crate::{Error, LaunchEnv};
 
-impl Health {
+impl Membership {
     /// Ends the world with `cause`, on this rank at once and on all others as soon as they hear of it. If it has already
     /// ended, nothing changes. Never blocks.
     pub fn fail(&self, cause: Error) {

@@ -1,4 +1,4 @@
-//! What the healths of a world say to each other, and to whoever waits.
+//! What the memberships of a world say to each other, and to whoever waits.
 
 use serde::{Deserialize, Serialize};
 
@@ -28,15 +28,15 @@ pub enum ControlMessage {
     },
 }
 
-/// The way to the healths of the other ranks.
+/// The way to the memberships of the other ranks.
 pub trait Outbox: Send + Sync {
     /// Sends `message` to every other rank that can be reached, without blocking. Called from any thread, never with a
-    /// lock of [`Health`](super::Health) held. Messages of one rank arrive in the order they were sent.
+    /// lock of [`Membership`](super::Membership) held. Messages of one rank arrive in the order they were sent.
     fn send_all(&self, message: &ControlMessage);
 }
 
-/// Something that waits and wants to look at the health again when it changes.
+/// Something that waits and wants to look at the membership again when it changes.
 pub trait Wake: Send + Sync {
-    /// Called after each change, from any thread, never with a lock of [`Health`](super::Health) held. Must not block.
+    /// Called after each change, from any thread, never with a lock of [`Membership`](super::Membership) held. Must not block.
     fn wake(&self);
 }

@@ -1,10 +1,10 @@
 //! Where the ranks of each launcher meet.
 
+use super::parse::{Lookup, environment, flag, needed, number, text};
 use super::table::{
     AGENT_STORE, JOB_ID, Launcher, MASTER, MASTER_ADDR, MASTER_PORT, MPICH_HOST, PMI_FD, PMIX_DIR, PMIX_NAMESPACE,
     RUN_ID, SLURM_JOB, SLURM_NODES, SLURM_STEP, STORE, Who,
 };
-use super::value::{Lookup, environment, flag, needed, number, text};
 use super::{Meeting, slurm};
 use crate::Result;
 use crate::net::address;

@@ -3,16 +3,17 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::ending::capped;
-use super::{ControlMessage, Health, lock};
+use super::diagnosis::{Diagnosis, Known, diagnose};
+use super::failure::capped;
+use super::heartbeats::Change;
+use super::{ControlMessage, Membership};
 use crate::Error;
 use crate::call::Call;
-use crate::diagnosis::{Diagnosis, Known, diagnose};
 use crate::history::millis;
-use crate::liveness::Change;
 use crate::post_mortem::{self, Event, PeerState, PostMortem};
+use crate::sync::lock;
 
-impl Health {
+impl Membership {
     /// What to tell the others at every heartbeat.
     pub(crate) fn heartbeat(&self) -> ControlMessage {
         ControlMessage::Heartbeat(self.history().heartbeat(self.step()))

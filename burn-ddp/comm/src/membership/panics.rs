@@ -6,9 +6,10 @@
 
 use std::cell::RefCell;
 use std::panic::PanicHookInfo;
-use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Once, Weak};
 
-use crate::health::Health;
+use crate::membership::Membership;
+use crate::sync::lock;
 
 thread_local! {
     /// The last panic of this thread.
@@ -18,14 +19,14 @@ thread_local! {
 static INSTALLED: Once = Once::new();
 
 /// The ranks of this process; needed only where panics abort.
-static RANKS: Mutex<Vec<Weak<Health>>> = Mutex::new(Vec::new());
+static RANKS: Mutex<Vec<Weak<Membership>>> = Mutex::new(Vec::new());
 
 /// From now on panics of this process are noted, and told if they end it.
-pub(crate) fn watch(health: &Arc<Health>) {
+pub(crate) fn watch(membership: &Arc<Membership>) {
     if cfg!(panic = "abort") {
-        let mut ranks = RANKS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut ranks = lock(&RANKS);
         ranks.retain(|rank| rank.strong_count() > 0);
-        ranks.push(Arc::downgrade(health));
+        ranks.push(Arc::downgrade(membership));
     }
     // A thread that panics cannot exchange the hook; the next world will.
     if std::thread::panicking() {
@@ -55,7 +56,7 @@ fn note(info: &PanicHookInfo<'_>) {
     if cfg!(panic = "abort") {
         // Somebody may hold the lock; better an end without a word than none.
         let ranks = RANKS.try_lock().map(|ranks| ranks.clone()).unwrap_or_default();
-        ranks.iter().filter_map(Weak::upgrade).for_each(|health| health.fail_self(text.clone()));
+        ranks.iter().filter_map(Weak::upgrade).for_each(|membership| membership.fail_self(text.clone()));
     }
     // A panic while the thread ends, or within this very function, is not noted.
     let _ = LAST.try_with(|last| last.try_borrow_mut().map(|mut last| *last = Some(text)));
