@@ -56,6 +56,7 @@ pub mod post_mortem;
 pub mod timeline;
 
 mod auth;
+mod backoff;
 mod clock;
 #[cfg(test)]
 mod cost;
@@ -78,6 +79,7 @@ mod world;
 mod world_options;
 
 pub use auth::{JobKey, Secret};
+pub use backoff::{Backoff, core_per_rank};
 pub use call::{Call, CallInfo, CallSite, Collective, GroupId, Members, RankCall};
 pub use dtype::{DType, Element};
 pub use env::{LaunchEnv, Meeting};
