@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::draft::Contents;
+use super::writer::Contents;
 use super::manifest::{self, Unfit};
 
 /// Of what is not, or no longer, a checkpoint.

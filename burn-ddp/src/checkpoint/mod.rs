@@ -4,10 +4,10 @@
 //! checkpoint of any number of ranks is loaded by any other number. See [`Checkpoints`].
 
 mod directory;
-mod draft;
-mod found;
+mod writer;
+mod saved;
 mod manifest;
-mod writing;
+pub(crate) mod background;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,9 +15,9 @@ use std::sync::Arc;
 use crate::ddp::Ddp;
 use crate::{Error, Result, agree};
 use directory::Directory;
-pub use draft::Draft;
-pub use found::Found;
-pub(crate) use writing::Writing;
+pub use writer::Draft;
+pub use saved::Found;
+pub(crate) use background::Writing;
 
 /// A directory of checkpoints, each of which is there complete or not at all. Made by [`Ddp::checkpoints`].
 ///
@@ -142,7 +142,7 @@ impl Checkpoints {
             return Err(Error::Use("checkpoints keep the newest one at least: `keep(1)`".into()));
         }
         self.wait()?;
-        let mut contents = draft::Contents::new(step, self.ddp.world_size(), self.ddp.is_main());
+        let mut contents = writer::Contents::new(step, self.ddp.world_size(), self.ddp.is_main());
         let filled = fill(&mut Draft::new(&mut contents));
         agree::on_outcome(group, "fill its checkpoint", filled)?;
         self.ddp.on_main(|| self.directory.own())?;
