@@ -1,6 +1,8 @@
 //! What one rank finds out becomes what all ranks know, so that all go on alike.
 
 use burn_ddp_comm::ProcessGroup;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::schema::{Entry, difference, digest};
 use crate::{Error, Result};
@@ -18,6 +20,21 @@ pub(crate) fn on_outcome<T>(group: &ProcessGroup, what: &str, mine: Result<T>) -
         None => Ok(mine),
         Some((rank, reason)) => Err(Error::Use(format!("rank {rank} cannot {what}: {reason}"))),
     }
+}
+
+/// Runs `f` on rank 0 alone, and returns its result on every rank. *Collective*.
+///
+/// # Errors
+///
+/// [`Error::File`] with rank 0's reason, on every rank.
+#[track_caller]
+pub(crate) fn on_main<T: Serialize + DeserializeOwned>(
+    group: &ProcessGroup,
+    f: impl FnOnce() -> Result<T, String>,
+) -> Result<T> {
+    let outcome = (group.rank() == 0).then(f);
+    let outcome: Result<T, String> = group.broadcast_object(outcome, 0)?;
+    outcome.map_err(|reason| Error::File(format!("rank 0 {reason}")))
 }
 
 /// Whether the models of all ranks have the same parameters and buffers. *Collective*.
