@@ -25,8 +25,9 @@ impl SiteCell {
     }
 
     pub(super) fn get(&self) -> CallSite {
-        // SAFETY: the pointer is null or comes from a `&'static Location<'static>`, since `set` alone writes it: what it points
-        // to lives for ever, never changes, and was there before the program began, so any thread may read it.
+        // SAFETY: the pointer is null or comes from a `&'static Location<'static>`, since `set` alone writes it: what
+        // it points to lives for ever, never changes, and was there before the program began, so any thread may read
+        // it.
         let line: Option<&'static Location<'static>> = unsafe { self.line.load(Ordering::Relaxed).as_ref() };
         line.map_or(CallSite::Unknown, CallSite::Here)
     }

@@ -1,10 +1,10 @@
-//! The rows of the table: which variables each launcher sets, and whose they are that are set here.
+//! Rows of the table: the variables that each launcher sets, and the launcher that started this process.
 
 use super::parse::{Lookup, environment, listed, needed, number};
 use super::slurm;
-use crate::Result;
+use crate::{Error, Result};
 
-/// In the order in which they are looked for.
+/// Launchers, in the order in which they are looked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Launcher {
     /// burnrun, or `BURN_DDP_*` set by hand.
@@ -14,42 +14,22 @@ pub(super) enum Launcher {
     OpenMpi,
     /// Hydra, the `mpirun` of MPICH and its relatives.
     Mpich,
-    /// `srun`, with whatever `--mpi`.
+    /// `srun`, with any `--mpi`.
     Slurm,
 }
 
-/// The variables of one launcher, by meaning.
+/// Variables of one launcher, by meaning.
 pub(super) struct Row {
     pub(super) rank: &'static str,
     pub(super) world_size: &'static str,
     pub(super) local_rank: &'static str,
     pub(super) local_world_size: &'static str,
     pub(super) node_rank: Option<&'static str>,
-    /// What must be set besides rank and world size.
+    /// Variables that must be set besides rank and world size.
     needed: &'static [&'static str],
-    /// Others whose presence says that the launcher was here.
+    /// Further variables that show that the launcher was here.
     hints: &'static [&'static str],
 }
-
-pub(super) const MASTER: &str = "BURN_DDP_MASTER";
-pub(super) const STORE: &str = "BURN_DDP_STORE";
-pub(super) const JOB_ID: &str = "BURN_DDP_JOB_ID";
-pub(super) const MASTER_ADDR: &str = "MASTER_ADDR";
-pub(super) const MASTER_PORT: &str = "MASTER_PORT";
-pub(super) const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
-pub(super) const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
-pub(super) const TORCH_RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
-pub(super) const PMIX_NAMESPACE: &str = "PMIX_NAMESPACE";
-pub(super) const PMIX_DIR: &str = "PMIX_SERVER_TMPDIR";
-pub(super) const PMI_FD: &str = "PMI_FD";
-/// What Hydra calls this machine.
-pub(super) const MPICH_HOST: &str = "MPIR_CVAR_CH3_INTERFACE_HOSTNAME";
-pub(super) const SLURM_JOB: &str = "SLURM_JOB_ID";
-pub(super) const SLURM_STEP: &str = "SLURM_STEP_ID";
-pub(super) const SLURM_NODES: &str = "SLURM_STEP_NODELIST";
-pub(super) const SLURM_RESTARTS: &str = "SLURM_RESTART_COUNT";
-const SLURM_NODE: &str = "SLURM_NODEID";
-const SLURM_TASKS: &str = "SLURM_NTASKS";
 
 static OURS: Row = Row {
     rank: "BURN_DDP_RANK",
@@ -91,7 +71,8 @@ static MPICH: Row = Row {
     hints: &[],
 };
 
-/// What `SLURM_STEP_*` says is of this step; the same without `STEP` is of the whole job, and set in a batch script too.
+/// `SLURM_STEP_*` describes this step; the same without `STEP` describes the whole job, and is set in a batch script
+/// too.
 static SLURM: Row = Row {
     rank: "SLURM_PROCID",
     world_size: "SLURM_STEP_NUM_TASKS",
@@ -102,11 +83,11 @@ static SLURM: Row = Row {
     hints: &[],
 };
 
-/// Who a process is.
-pub(super) struct Who {
+/// Rank of a process among the others.
+pub(super) struct Identity {
     pub(super) rank: usize,
     pub(super) world_size: usize,
-    /// Its rank on its machine, and how many ranks are there.
+    /// Its rank on its machine, and the number of ranks there.
     pub(super) local: Option<(usize, usize)>,
     pub(super) node_rank: Option<usize>,
 }
@@ -114,7 +95,7 @@ pub(super) struct Who {
 impl Launcher {
     const ALL: [Launcher; 5] = [Self::Ours, Self::Plain, Self::OpenMpi, Self::Mpich, Self::Slurm];
 
-    /// Whose job this process is a rank of; `None` if it was started alone.
+    /// The launcher that started this process; `None` if it was started alone.
     pub(super) fn choose(lookup: Lookup<'_>) -> Result<Option<Launcher>> {
         let Some(winner) = Self::ALL.into_iter().find(|launcher| launcher.is_complete(lookup)) else {
             return match Self::ALL.into_iter().find(|launcher| !launcher.traces(lookup).is_empty()) {
@@ -122,7 +103,7 @@ impl Launcher {
                 None => slurm_without_srun(lookup).map(|()| None),
             };
         };
-        // Ours in part were meant for us, whatever else is there.
+        // A part of our variables was meant for us, whatever else is there.
         let ours = Launcher::Ours;
         if winner != ours && OURS.who().iter().chain(&[STORE]).any(|name| lookup(name).is_some()) {
             return Err(ours.incomplete(lookup));
@@ -141,16 +122,16 @@ impl Launcher {
         }
     }
 
-    /// Who this process is, in this launcher's variables, which are complete.
-    pub(super) fn who(self, lookup: Lookup<'_>) -> Result<Who> {
+    /// Rank of this process, from this launcher's variables, which are complete.
+    pub(super) fn who(self, lookup: Lookup<'_>) -> Result<Identity> {
         let row = self.row();
         let rank = needed(number(row.rank, lookup)?, row.rank)?;
         let world_size = needed(number(row.world_size, lookup)?, row.world_size)?;
         if world_size == 0 {
-            return Err(environment(format!("{}=0: a world has at least one rank", row.world_size)));
+            return Err(Error::environment(format!("{}=0: a world has at least one rank", row.world_size)));
         }
         if rank >= world_size {
-            return Err(environment(format!(
+            return Err(Error::environment(format!(
                 "{}={rank} but {}={world_size}: ranks go from 0 to {}",
                 row.rank,
                 row.world_size,
@@ -164,8 +145,9 @@ impl Launcher {
         };
         let local = match (number(row.local_rank, lookup)?, local_size) {
             (Some(local_rank), Some(size)) if local_rank >= size || size > world_size => {
-                return Err(environment(format!(
-                    "{}={local_rank}, {}={size} and {}={world_size} contradict each other: local rank < local world size <= world size",
+                return Err(Error::environment(format!(
+                    "{}={local_rank}, {}={size} and {}={world_size} contradict each other: local rank < local world \
+                     size <= world size",
                     row.local_rank, row.local_world_size, row.world_size
                 )));
             }
@@ -174,10 +156,10 @@ impl Launcher {
             (Some(_), None) => return Err(half_local(row.local_rank, row.local_world_size)),
             (None, Some(_)) => return Err(half_local(row.local_world_size, row.local_rank)),
         };
-        Ok(Who { rank, world_size, local, node_rank })
+        Ok(Identity { rank, world_size, local, node_rank })
     }
 
-    /// Whether this launcher said who the process is, be it in part.
+    /// True if this launcher set at least the rank.
     pub(super) fn traces_rank(self, lookup: Lookup<'_>) -> bool {
         lookup(self.row().rank).is_some()
     }
@@ -187,7 +169,7 @@ impl Launcher {
         [&[row.rank, row.world_size], row.needed].concat()
     }
 
-    /// The variables of this launcher that are set.
+    /// Variables of this launcher that are set.
     fn traces(self, lookup: Lookup<'_>) -> Vec<&'static str> {
         if self == Self::Slurm && !slurm::in_step(lookup) {
             return Vec::new();
@@ -213,25 +195,27 @@ impl Launcher {
         self.missing(lookup).is_empty() && (self != Self::Slurm || slurm::in_step(lookup))
     }
 
-    fn incomplete(self, lookup: Lookup<'_>) -> crate::Error {
+    fn incomplete(self, lookup: Lookup<'_>) -> Error {
         let advice = match self {
             Self::Ours | Self::Plain => "set all of them to run as a rank of a job, or none to run alone",
             Self::OpenMpi => {
-                "Open MPI's mpirun (4 or later) sets all of them; other PMIx launchers need BURN_DDP_RANK, BURN_DDP_WORLD_SIZE and BURN_DDP_MASTER"
+                "Open MPI's mpirun (4 or later) sets all of them; other PMIx launchers need BURN_DDP_RANK, \
+                 BURN_DDP_WORLD_SIZE and BURN_DDP_MASTER"
             }
             Self::Mpich => {
-                "MPICH's mpirun (Hydra, without -pmi-port) sets all of them; other PMI launchers need BURN_DDP_RANK, BURN_DDP_WORLD_SIZE and BURN_DDP_MASTER"
+                "MPICH's mpirun (Hydra, without -pmi-port) sets all of them; other PMI launchers need BURN_DDP_RANK, \
+                 BURN_DDP_WORLD_SIZE and BURN_DDP_MASTER"
             }
             Self::Slurm => "srun sets all of them",
         };
-        environment(format!(
+        Error::environment(format!(
             "{} set, but {} not: {advice}",
             listed(&self.traces(lookup)),
             listed(&self.missing(lookup))
         ))
     }
 
-    /// What other launchers' variables say of this process, they must say too, unless they speak of something around it.
+    /// Checks that the variables of other launchers say the same, unless they describe a process around this one.
     fn must_agree(self, lookup: Lookup<'_>) -> Result<()> {
         let row = self.row();
         let mut differing = Vec::new();
@@ -255,18 +239,18 @@ impl Launcher {
         if differing.is_empty() {
             return Ok(());
         }
-        Err(environment(format!(
+        Err(Error::environment(format!(
             "the variables of two launchers disagree: {}; unset those that do not belong to this job",
             differing.join(", ")
         )))
     }
 
-    /// Whether what `outer` set, if anything, is about a process around this one: the launcher itself, or the shell it was called in.
+    /// True if the variables of `outer`, if any, describe a process around this one: the launcher itself, or its shell.
     fn runs_inside(self, outer: Launcher, lookup: Lookup<'_>) -> bool {
         use Launcher::{Mpich, OpenMpi, Ours, Plain, Slurm};
         let slurm = slurm::in_step(lookup);
         match (self, outer) {
-            // From the others burnrun keeps its ranks clean: what they set was set within a rank.
+            // burnrun removes the variables of the others from its ranks: what is set was set within a rank.
             (Ours, Slurm) if lookup(STORE).is_some_and(|store| store.trim() == "launcher") => true,
             (Plain, OpenMpi | Mpich | Slurm) if lookup(RUN_ID).is_some() => true,
             // Under `srun --mpi=pmi2 mpirun` the one PMI process is mpirun.
@@ -286,16 +270,17 @@ impl Row {
     }
 }
 
-/// In the shell of an allocation, or its batch script, all is set but what `srun` adds.
+/// Refuses to run alone in an allocation: in its shell or batch script all variables are set except those of `srun`.
 fn slurm_without_srun(lookup: Lookup<'_>) -> Result<()> {
     match (lookup(SLURM_JOB), number::<usize>(SLURM_TASKS, lookup)?) {
-        (Some(job), Some(tasks)) if tasks > 1 => Err(environment(format!(
-            "Slurm job {job} has {SLURM_TASKS}={tasks} tasks, but this process is none of them: start it by srun, by mpirun or by burnrun (burnrun -n 1 runs it alone)"
+        (Some(job), Some(tasks)) if tasks > 1 => Err(Error::environment(format!(
+            "Slurm job {job} has {SLURM_TASKS}={tasks} tasks, but this process is none of them: start it by srun, by \
+             mpirun or by burnrun (burnrun -n 1 runs it alone)"
         ))),
         _ => Ok(()),
     }
 }
 
-fn half_local(set: &str, missing: &str) -> crate::Error {
-    environment(format!("{set} is set, but {missing} is not: set both or none"))
+fn half_local(set: &str, missing: &str) -> Error {
+    Error::environment(format!("{set} is set, but {missing} is not: set both or none"))
 }
