@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::module::Module;
 use burn::tensor::{Device, Gradients, Tensor};
-use burn_ddp_comm::{LaunchEnv, Options, ProcessGroup, ReduceOp, World};
+use burn_ddp_comm::{LaunchEnv, WorldOptions, ProcessGroup, ReduceOp, World};
 
 use crate::checkpoint::background::BackgroundWrite;
 use crate::meter::Meter;
@@ -51,7 +51,7 @@ struct Presence(World);
 impl Drop for Presence {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.fail_panicked();
+            self.0.fail_with_panic();
         } else {
             self.0.leave();
         }
@@ -83,7 +83,7 @@ struct Inner {
 /// A world whose groups use MPI.
 #[cfg(feature = "mpi")]
 #[track_caller]
-fn over_mpi(options: Options) -> Result<World> {
+fn over_mpi(options: WorldOptions) -> Result<World> {
     // Some MPIs must begin before the ranks meet.
     let world = match burn_ddp_mpi::detect()? {
         Some(env) => World::join(&env, options)?,
@@ -103,7 +103,7 @@ impl Ddp {
     /// Joins the job that a launcher describes in the environment (`burnrun`, torchrun, plain `RANK`/`WORLD_SIZE`/…), or makes
     /// a world of 1 when nothing is set. *Collective*: returns when all ranks have come.
     ///
-    /// Waits are bounded by [`Options::from_env`].
+    /// Waits are bounded by [`WorldOptions::from_env`].
     ///
     /// # Errors
     ///
@@ -111,7 +111,7 @@ impl Ddp {
     /// time (named).
     #[track_caller]
     pub fn init() -> Result<Self> {
-        Self::init_with(Options::from_env()?)
+        Self::init_with(WorldOptions::from_env()?)
     }
 
     /// [`Ddp::init`] with waits of your own. *Collective*.
@@ -120,7 +120,7 @@ impl Ddp {
     ///
     /// As [`Ddp::init`].
     #[track_caller]
-    pub fn init_with(options: Options) -> Result<Self> {
+    pub fn init_with(options: WorldOptions) -> Result<Self> {
         #[cfg(feature = "mpi")]
         if options.engine == Some(burn_ddp_comm::EngineChoice::Mpi) {
             return Self::from_world(over_mpi(options)?);

@@ -95,7 +95,7 @@ mod wrap;
 pub use buffers::BufferPolicy;
 /// Ranks talking: the crate `burn-ddp-comm`.
 pub use burn_ddp_comm as comm;
-pub use burn_ddp_comm::{Options, ReduceOp};
+pub use burn_ddp_comm::{WorldOptions, ReduceOp};
 pub use clip::{clip_grad_norm, clip_grad_value, grad_norm};
 pub use config::{BatchSizes, DdpConfig};
 pub use ddp::Ddp;

@@ -148,8 +148,10 @@ impl WorldOptions {
         }
         if let Some(text) = lookup("BURN_DDP_HISTORY") {
             options.history = text.trim().parse().ok().filter(|n| *n <= MAX_HISTORY).ok_or_else(|| {
-                Error::environment(format!("BURN_DDP_HISTORY={text:?} is not a number of collectives from 0 to \
-                                            {MAX_HISTORY}"))
+                Error::environment(format!(
+                    "BURN_DDP_HISTORY={text:?} is not a number of collectives from 0 to \
+                                            {MAX_HISTORY}"
+                ))
             })?;
         }
         options.engine = lookup("BURN_DDP_ENGINE").map(|text| text.parse()).transpose()?;
@@ -162,8 +164,10 @@ impl WorldOptions {
     pub(crate) fn check(&self) -> Result<()> {
         let (heartbeat, timeout) = (self.heartbeat, self.peer_timeout);
         if heartbeat < SHORTEST_HEARTBEAT {
-            return Err(Error::environment(format!("a heartbeat of {heartbeat:?}: the shortest is \
-                                                   {SHORTEST_HEARTBEAT:?}")));
+            return Err(Error::environment(format!(
+                "a heartbeat of {heartbeat:?}: the shortest is \
+                                                   {SHORTEST_HEARTBEAT:?}"
+            )));
         }
         match timeout {
             Some(timeout) if timeout <= heartbeat.saturating_mul(2) => Err(Error::environment(format!(
@@ -200,7 +204,9 @@ mod tests {
     use super::*;
 
     fn from(set: &[(&str, &str)]) -> Result<WorldOptions> {
-        WorldOptions::from_lookup(&|name| set.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string()))
+        WorldOptions::from_lookup(&|name| {
+            set.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string())
+        })
     }
 
     #[test]

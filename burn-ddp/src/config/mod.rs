@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use burn::data::dataloader::batcher::Batcher;
-use burn_ddp_comm::Options;
+use burn_ddp_comm::WorldOptions;
 use serde::{Deserialize, Serialize};
 
 use crate::data::LoaderBuilder;
@@ -128,19 +128,19 @@ impl DdpConfig {
         std::env::var_os("BURN_DDP_CONFIG").map_or_else(|| Ok(DdpConfig::default()), DdpConfig::load)
     }
 
-    /// Options for [`Ddp::init_with`]: `[job]`, overridden by the environment. The ranks that meet compare their batch
+    /// WorldOptions for [`Ddp::init_with`]: `[job]`, overridden by the environment. The ranks that meet compare their batch
     /// sizes, seeds, `[wrap]` and `data.shuffle`; a difference is an error that names the ranks and both values.
     ///
     /// # Errors
     ///
     /// [`Error::Comm`] if a variable or a setting is invalid.
-    pub fn options(&self) -> Result<Options> {
+    pub fn options(&self) -> Result<WorldOptions> {
         self.options_over(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 
-    fn options_over(&self, environment: &dyn Fn(&str) -> Option<String>) -> Result<Options> {
-        let options = Options::from_lookup(&|name| environment(name).or_else(|| self.job.variable(name)))?;
-        Ok(Options { config: self.shared(), ..options })
+    fn options_over(&self, environment: &dyn Fn(&str) -> Option<String>) -> Result<WorldOptions> {
+        let options = WorldOptions::from_lookup(&|name| environment(name).or_else(|| self.job.variable(name)))?;
+        Ok(WorldOptions { config: self.shared(), ..options })
     }
 
     /// Settings for [`Ddp::wrap_with`]: `[wrap]`, with the accumulation that follows from the [batch

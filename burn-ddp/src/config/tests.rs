@@ -119,7 +119,7 @@ fn an_empty_file_says_nothing() {
     assert_eq!(load("a.toml", "").unwrap(), DdpConfig::default());
     assert_eq!(load("a.json", "{}").unwrap(), DdpConfig::default());
     let options = DdpConfig::default().options_over(&|_| None).unwrap();
-    assert_eq!(Options { config: Vec::new(), ..options }, Options::default());
+    assert_eq!(WorldOptions { config: Vec::new(), ..options }, WorldOptions::default());
     assert_eq!(DdpConfig::default().wrap_config(3).unwrap(), WrapConfig::default());
 }
 

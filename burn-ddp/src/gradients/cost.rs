@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{DType, Options, World};
+use burn_ddp_comm::{DType, WorldOptions, World};
 
 use super::{Beside, Caps, Reducer, Reduction, Settings, Slot};
 use crate::meter::Meter;
@@ -51,7 +51,7 @@ fn step_of(count: usize) -> Duration {
         times.sort_unstable();
         times[STEPS / 2]
     };
-    let ranks: Vec<_> = World::threads(2, Options::default())
+    let ranks: Vec<_> = World::threads(2, WorldOptions::default())
         .into_iter()
         .map(|world| thread::spawn(move || rank_main(world)))
         .collect();

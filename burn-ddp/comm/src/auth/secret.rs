@@ -48,19 +48,24 @@ impl Secret {
         let shown = path.display();
         let mut text = String::new();
         let file = File::open(path).and_then(|file| Ok((file.metadata()?, file)));
-        let (about, file) = file.map_err(|e| Error::environment(format!("cannot read the secret file {shown}: {e}")))?;
+        let (about, file) =
+            file.map_err(|e| Error::environment(format!("cannot read the secret file {shown}: {e}")))?;
         if !about.is_file() {
             return Err(Error::environment(format!("the secret file {shown} is not a regular file")));
         }
         if about.mode() & 0o077 != 0 {
-            return Err(Error::environment(format!("other users may open the secret file {shown}; run: chmod 600 \
-                                                   {shown}")));
+            return Err(Error::environment(format!(
+                "other users may open the secret file {shown}; run: chmod 600 \
+                                                   {shown}"
+            )));
         }
         let me = rustix::process::geteuid().as_raw();
         if about.uid() != me && about.uid() != 0 {
             let owner = about.uid();
-            return Err(Error::environment(format!("the secret file {shown} belongs to user {owner}, this is user \
-                                                   {me}")));
+            return Err(Error::environment(format!(
+                "the secret file {shown} belongs to user {owner}, this is user \
+                                                   {me}"
+            )));
         }
         let junk = || Error::environment(format!("{shown} does not hold a secret: one line of 64 hexadecimal digits"));
         file.take(FILE_CAP).read_to_string(&mut text).map_err(|_| junk())?;
@@ -75,7 +80,9 @@ impl Secret {
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
         let written = file.and_then(|file| self.write_to(file));
         written.map_err(|e| match e.kind() {
-            io::ErrorKind::AlreadyExists => Error::environment(format!("{} exists; it is not overwritten", path.display())),
+            io::ErrorKind::AlreadyExists => {
+                Error::environment(format!("{} exists; it is not overwritten", path.display()))
+            }
             _ => Error::environment(format!("cannot write the secret file {}: {e}", path.display())),
         })
     }

@@ -1,6 +1,7 @@
 //! Rows of the table: the variables that each launcher sets, and the launcher that started this process.
 
-use super::parse::{Lookup, environment, listed, needed, number};
+use super::names::*;
+use super::parse::{Lookup, listed, needed, number};
 use super::slurm;
 use crate::{Error, Result};
 

@@ -146,8 +146,10 @@ fn ours(who: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
         Some("launcher") => Meeting::Launcher { host, port },
         Some("above") => Meeting::Rank0Above { host, port },
         Some(other) => {
-            return Err(Error::environment(format!("{STORE}={other:?} is neither \"launcher\" nor \"rank0\" nor \
-                                                   \"above\"")));
+            return Err(Error::environment(format!(
+                "{STORE}={other:?} is neither \"launcher\" nor \"rank0\" nor \
+                                                   \"above\""
+            )));
         }
     };
     Ok(JobMeeting { meeting, job_id, launcher: "burnrun", local })

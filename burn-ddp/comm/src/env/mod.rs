@@ -34,8 +34,8 @@ mod slurm;
 
 use std::path::PathBuf;
 
-use crate::{Error, Result};
 use crate::net::address;
+use crate::{Error, Result};
 use launchers::Launcher;
 use meeting::{JobMeeting, LOCAL};
 use names::*;

@@ -7,8 +7,10 @@ pub(super) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 /// Reads a number; `None` if the variable is not set.
 pub(super) fn number<N: std::str::FromStr>(name: &str, lookup: Lookup<'_>) -> Result<Option<N>> {
     let Some(text) = lookup(name) else { return Ok(None) };
-    let number =
-        text.trim().parse().map_err(|_| Error::environment(format!("{name}={text:?} is not a number (0, 1, 2, ...)")))?;
+    let number = text
+        .trim()
+        .parse()
+        .map_err(|_| Error::environment(format!("{name}={text:?} is not a number (0, 1, 2, ...)")))?;
     Ok(Some(number))
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use self::log::Seen;
-use crate::call::{CallInfo, Members};
+use crate::call::Members;
 use crate::clock::nanos;
 use crate::membership::{Heartbeat, PendingCall};
 use crate::post_mortem::{Pending, Record, millis, since_1970};
@@ -143,7 +143,7 @@ impl Seen {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::{Call, Collective};
+    use crate::call::{Call, CallInfo, Collective};
 
     fn call(sequence: u64, members: &Arc<Members>) -> Call {
         let info = CallInfo { step: Some(9), ..CallInfo::bare(Collective::Barrier, 1, sequence, "a.rs:1:1") };

@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::peer::list_ranks;
 use super::messages::Heartbeat;
 use super::peer::list_ranks;
 use crate::call::{CallInfo, Collective};
@@ -169,7 +168,8 @@ mod tests {
 
     #[test]
     fn a_silent_rank_is_blamed_before_one_that_computes() {
-        let silent = Activity { left: false, silent: Some(Duration::from_secs(9)), beat: Some(in_call(call(1, 5), &[])) };
+        let silent =
+            Activity { left: false, silent: Some(Duration::from_secs(9)), beat: Some(in_call(call(1, 5), &[])) };
         let silent = std::cell::Cell::new(Some(silent));
         let diagnosis = diagnose(&call(1, 5), &[1, 2], |rank| match rank {
             1 => known(idle_after(call(1, 4))),

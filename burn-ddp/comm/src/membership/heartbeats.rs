@@ -174,7 +174,7 @@ mod tests {
     /// Rank 0 of three, and the time of its start.
     fn rank_0(peer_timeout: Option<Duration>) -> (Liveness, Instant) {
         let now = Instant::now();
-        (Liveness::new(0, 3, &WorldWorldOptions { heartbeat: BEAT, peer_timeout, ..WorldOptions::default() }, now), now)
+        (Liveness::new(0, 3, &WorldOptions { heartbeat: BEAT, peer_timeout, ..WorldOptions::default() }, now), now)
     }
 
     #[test]

@@ -32,7 +32,8 @@ impl Wake for Recorder {
 
 /// Rank 0 of three, as in a process of its own.
 fn rank_0() -> (Arc<Membership>, Arc<Recorder>) {
-    let membership = Membership::new(0, (0..3).map(|rank| PeerInfo::here(rank, rank, 0)).collect(), WorldOptions::default());
+    let membership =
+        Membership::new(0, (0..3).map(|rank| PeerInfo::here(rank, rank, 0)).collect(), WorldOptions::default());
     let recorder = Arc::new(Recorder::default());
     let (outbox, waker) = (recorder.clone() as Arc<dyn Outbox>, recorder.clone() as Arc<dyn Wake>);
     membership.set_outbox(Arc::downgrade(&outbox));

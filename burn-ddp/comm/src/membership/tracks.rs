@@ -116,8 +116,8 @@ mod tests {
         let peers = peers();
         let mut tracks = Tracks::default();
         for rank in 0..3 {
-            assert_eq!(tracks.advance(rank, 7, at(0, 3), &peers), None);
-            assert_eq!(tracks.stop(rank, 7, at(0, 3), "loader", &peers), None);
+            assert_eq!(tracks.advance(rank, TRACK, at(0, 3), &peers), None);
+            assert_eq!(tracks.stop(rank, TRACK, at(0, 3), "loader", &peers), None);
         }
         assert_eq!(tracks.advance(0, TRACK, at(1, 9), &peers), None);
         assert_eq!(tracks.advance(1, TRACK.backwards(), at(0, 9), &peers), None);

@@ -39,7 +39,7 @@ use crate::net::address;
 use crate::net::dial::dial;
 use crate::net::interface::Interface;
 use crate::world::{Seat, World};
-use crate::{Error, JobKey, WorldOptions, PeerInfo, Result};
+use crate::{Error, PeerInfo, Result, WorldOptions};
 
 /// Least and most time for connecting to the peers, once all are known to be there.
 const MESH_TIME: std::ops::RangeInclusive<Duration> = Duration::from_secs(10)..=Duration::from_secs(60);
@@ -116,9 +116,12 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     let (hosted, store) = store_location::meet(env, &meeting, &job, &via, start, deadline)?;
     server = server.or(hosted);
     let local_ip = via.listens(store.local_ip()).unwrap_or(store.local_ip());
-    let (listener, listens) = control::listen(local_ip)
-        .map_err(|e| Error::environment(format!("cannot listen on {local_ip}, from where the master is reached: \
-                                                 {e}")))?;
+    let (listener, listens) = control::listen(local_ip).map_err(|e| {
+        Error::environment(format!(
+            "cannot listen on {local_ip}, from where the master is reached: \
+                                                 {e}"
+        ))
+    })?;
     let me = Entry {
         peer: PeerInfo::here(env.rank, env.local_rank, env.node_rank),
         world_size: env.world_size,

@@ -103,7 +103,9 @@ fn host_local(name: &str, job: &JobKey) -> Result<Serving> {
                      rank 0 of an earlier one still run?"
                 )));
             }
-            Err(e) => return Err(Error::environment(format!("rank 0 cannot host the store at local socket {name:?}: {e}"))),
+            Err(e) => {
+                return Err(Error::environment(format!("rank 0 cannot host the store at local socket {name:?}: {e}")));
+            }
         }
     }
 }
