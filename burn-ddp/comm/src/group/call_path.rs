@@ -10,8 +10,8 @@ use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::clock::{Ticks, nanos};
 use crate::dtype::DType;
 use crate::engine::{Engine, Incoming, Outgoing};
-use crate::health::lock;
 use crate::history::Log;
+use crate::sync::lock;
 use crate::timeline::Fact;
 use crate::world::Member;
 
@@ -216,6 +216,6 @@ impl CallPath {
 impl Drop for CallPath {
     fn drop(&mut self) {
         self.member.fail_if_panicking();
-        self.member.seat.health.history().close(&self.log);
+        self.member.seat.membership.history().close(&self.log);
     }
 }

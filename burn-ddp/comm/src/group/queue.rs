@@ -3,10 +3,10 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::{io, thread};
 
-use crate::health::lock;
+use crate::sync::{lock, wait};
 
 /// A call to do. When it has given its result away it says that it is [done](CallQueue::done).
 pub(super) type Job = Box<dyn FnOnce(&CallQueue) + Send>;
@@ -65,7 +65,7 @@ impl CallQueue {
         let mut jobs = lock(&self.jobs);
         let before = jobs.added;
         while jobs.done < before {
-            jobs = self.changed.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+            jobs = wait(&self.changed, jobs);
         }
     }
 
@@ -100,7 +100,7 @@ impl CallQueue {
             if jobs.closed {
                 return None;
             }
-            jobs = self.changed.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+            jobs = wait(&self.changed, jobs);
         }
     }
 }

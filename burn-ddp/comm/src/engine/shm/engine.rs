@@ -5,9 +5,9 @@ use std::sync::Arc;
 use super::NAME;
 use super::board::Board;
 use super::cell::Announcement;
+use crate::auth::job_key::LinkKey;
 use crate::call::Call;
 use crate::engine::{Engine, Incoming, Outgoing};
-use crate::job_key::LinkKey;
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
 /// One rank's side of a group.

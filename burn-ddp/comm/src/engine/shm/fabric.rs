@@ -7,24 +7,24 @@ use super::board::Board;
 use super::engine::ShmEngine;
 use super::handover::Handover;
 use super::layout::Layout;
+use crate::auth::job_key::LinkKey;
 use crate::backoff::cores_suffice;
 use crate::call::Call;
 use crate::engine::{Engine, Fabric, Unavailable};
-use crate::health::Health;
-use crate::job_key::LinkKey;
+use crate::membership::Membership;
 use crate::{Error, Result};
 
 /// Opens a rank's groups in shared memory, if all their ranks are on its machine.
 pub(crate) struct ShmFabric {
     key: LinkKey,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     /// Number of the world's ranks on this machine.
     local_ranks: usize,
 }
 
 impl ShmFabric {
-    pub(crate) fn new(key: LinkKey, health: Arc<Health>, local_ranks: usize) -> ShmFabric {
-        ShmFabric { key, health, local_ranks }
+    pub(crate) fn new(key: LinkKey, membership: Arc<Membership>, local_ranks: usize) -> ShmFabric {
+        ShmFabric { key, membership, local_ranks }
     }
 }
 
@@ -41,14 +41,14 @@ impl Fabric for ShmFabric {
 
     fn try_open(&self, call: &Call) -> Result<Result<Box<dyn Engine>, Unavailable>> {
         let (size, rank) = (call.members.count(), call.group_rank()?);
-        let handover = Handover { call, health: &self.health, key: &self.key, rank, number: 0 };
+        let handover = Handover { call, membership: &self.membership, key: &self.key, rank, number: 0 };
         let segment = match handover.share(Layout::new(size).len())? {
             Ok(segment) => segment,
             Err(reason) => return Ok(Err(reason)),
         };
         // Where ranks share cores, a spinning rank keeps the peers it waits for from running.
         let spins = cores_suffice(self.local_ranks);
-        let board = Board::new(segment, size, rank, self.health.clone(), spins);
+        let board = Board::new(segment, size, rank, self.membership.clone(), spins);
         Ok(Ok(Box::new(ShmEngine::new(board, self.key.clone()))))
     }
 }

@@ -9,14 +9,14 @@ use super::exchange::GRACE;
 use super::link::Link;
 use super::transport::TcpTransport;
 use crate::Result;
+use crate::auth::handshake::Purpose;
+use crate::auth::job_key::LinkKey;
 use crate::call::Call;
-use crate::control::Links;
 use crate::engine::{Engine, Fabric, HostEngine, Stall};
-use crate::health::Health;
-use crate::job_key::LinkKey;
-use crate::net::handshake::Purpose;
+use crate::membership::Membership;
+use crate::membership::control::Links;
+use crate::net::dial::dial;
 use crate::net::interface::Interface;
-use crate::rendezvous::dial;
 
 /// Addresses and keys by which a rank and its peers reach each other.
 pub(crate) struct Reach {
@@ -34,18 +34,18 @@ pub(crate) struct Reach {
 /// Opens a rank's groups over sockets.
 pub(crate) struct TcpFabric {
     reach: Reach,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
 }
 
 impl TcpFabric {
-    pub(crate) fn new(reach: Reach, health: Arc<Health>) -> Self {
-        Self { reach, health }
+    pub(crate) fn new(reach: Reach, membership: Arc<Membership>) -> Self {
+        Self { reach, membership }
     }
 
     /// Fails if waiting for `peer` is in vain.
     fn check(&self, peer: usize) -> Result<()> {
-        self.health.check()?;
-        if self.health.has_left(peer) { Err(self.health.left_error(peer)) } else { Ok(()) }
+        self.membership.check()?;
+        if self.membership.has_left(peer) { Err(self.membership.left_error(peer)) } else { Ok(()) }
     }
 
     /// The connection to the peer at a group rank for the group that `call` makes. The higher rank of a pair connects.
@@ -54,7 +54,7 @@ impl TcpFabric {
         let (rank, peer, group) = (*rank, call.world_rank(at), call.info.group);
         if peer > rank {
             let purpose = Purpose::Data { rank: peer as u32, group };
-            let mut stall = Stall::new(call, self.health.options().stall);
+            let mut stall = Stall::new(call, self.membership.options().stall);
             loop {
                 if let Some(stream) = links.claim(purpose, stall.at.min(call.deadline()), || self.check(peer))? {
                     return Ok(stream);
@@ -63,7 +63,7 @@ impl TcpFabric {
                     return Err(call.timed_out(vec![at]));
                 }
                 if stall.is_due() {
-                    self.health.stalled(call, vec![at]);
+                    self.membership.stalled(call, vec![at]);
                 }
             }
         }
@@ -74,7 +74,7 @@ impl TcpFabric {
                 return Err(call.timed_out(vec![at]));
             }
             links.watch(call.deadline().min(Instant::now() + GRACE), || self.check(peer))?;
-            Err(self.health.lost_error(peer, format!("it could not be reached for a new group: {cause}")))
+            Err(self.membership.lost_error(peer, format!("it could not be reached for a new group: {cause}")))
         })
     }
 }
@@ -93,10 +93,10 @@ impl Fabric for TcpFabric {
                 None
             } else {
                 let stream = self.connect(call, at)?;
-                Some(Link::new(stream).map_err(|e| self.health.lost_error(call.world_rank(at), e.to_string()))?)
+                Some(Link::new(stream).map_err(|e| self.membership.lost_error(call.world_rank(at), e.to_string()))?)
             });
         }
-        let transport = TcpTransport::new(me, links, self.health.clone())?;
+        let transport = TcpTransport::new(me, links, self.membership.clone())?;
         Ok(Box::new(HostEngine::new(transport)))
     }
 }

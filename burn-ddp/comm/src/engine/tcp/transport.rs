@@ -8,7 +8,7 @@ use super::link::{Link, Receiving, Sending};
 use super::spin::Spin;
 use crate::call::Call;
 use crate::engine::{Incoming, Outgoing, Piece, Stall, Transport};
-use crate::health::{Health, Wake};
+use crate::membership::{Membership, Wake};
 use crate::net::wait::Waker;
 use crate::{Error, Result};
 
@@ -18,14 +18,14 @@ pub(super) struct TcpTransport {
     rank: usize,
     /// By group rank; `None` for this one.
     links: Vec<Option<Link>>,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     bell: Arc<Bell>,
     /// Memory for headers, reused.
     headers: Vec<u8>,
     spin: Spin,
 }
 
-/// Rung by the health, polled by the exchange.
+/// Rung by the membership, polled by the exchange.
 struct Bell(Waker);
 
 impl Wake for Bell {
@@ -35,14 +35,14 @@ impl Wake for Bell {
 }
 
 impl TcpTransport {
-    pub(super) fn new(rank: usize, links: Vec<Option<Link>>, health: Arc<Health>) -> Result<Self> {
+    pub(super) fn new(rank: usize, links: Vec<Option<Link>>, membership: Arc<Membership>) -> Result<Self> {
         let waker = Waker::new()
             .map_err(|e| Error::Environment { message: format!("this process cannot have another socket: {e}") })?;
         let bell = Arc::new(Bell(waker));
         let weak: Weak<dyn Wake> = Arc::downgrade(&bell) as Weak<dyn Wake>;
-        health.add_waker(weak);
-        let spin = Spin::new(&health);
-        Ok(Self { rank, links, health, bell, headers: Vec::new(), spin })
+        membership.add_waker(weak);
+        let spin = Spin::new(&membership);
+        Ok(Self { rank, links, membership, bell, headers: Vec::new(), spin })
     }
 }
 
@@ -115,9 +115,9 @@ impl TcpTransport {
             sending.push((send.peer, Sending::new(&self.headers[start..end], send.payload)));
             start = end;
         }
-        let stall = Stall::new(call, self.health.options().stall);
+        let stall = Stall::new(call, self.membership.options().stall);
         let exchange =
-            Exchange { call, health: &self.health, bell: &self.bell.0, sending, receiving, ended: None, stall };
+            Exchange { call, membership: &self.membership, bell: &self.bell.0, sending, receiving, ended: None, stall };
         exchange.run(&mut self.links, &mut self.spin, take)
     }
 }

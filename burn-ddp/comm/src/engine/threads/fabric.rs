@@ -9,12 +9,13 @@ use super::transport::ThreadsTransport;
 use crate::Result;
 use crate::call::Call;
 use crate::engine::{Engine, Fabric, HostEngine};
-use crate::health::{Health, lock};
+use crate::membership::Membership;
+use crate::sync::lock;
 
 /// Opens the groups of one rank among the threads of this process.
 pub(crate) struct ThreadsFabric {
     job: Arc<Job>,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
 }
 
 /// State shared by the ranks of a world.
@@ -24,10 +25,13 @@ struct Job {
 }
 
 impl ThreadsFabric {
-    /// The fabrics of all ranks, one per health.
-    pub(crate) fn all(healths: &[Arc<Health>]) -> Vec<ThreadsFabric> {
+    /// The fabrics of all ranks, one per membership.
+    pub(crate) fn all(memberships: &[Arc<Membership>]) -> Vec<ThreadsFabric> {
         let job = Arc::new(Job { opening: Mutex::new(HashMap::new()) });
-        healths.iter().map(|health| ThreadsFabric { job: job.clone(), health: health.clone() }).collect()
+        memberships
+            .iter()
+            .map(|membership| ThreadsFabric { job: job.clone(), membership: membership.clone() })
+            .collect()
     }
 }
 
@@ -40,8 +44,8 @@ impl Fabric for ThreadsFabric {
         let rank = call.group_rank()?;
         let hub = self.job.hub(call.info.group, call.members.count());
         let inbox = Arc::downgrade(&hub.inboxes[rank]);
-        self.health.add_waker(inbox);
-        Ok(Box::new(HostEngine::new(ThreadsTransport { rank, hub, health: self.health.clone() })))
+        self.membership.add_waker(inbox);
+        Ok(Box::new(HostEngine::new(ThreadsTransport { rank, hub, membership: self.membership.clone() })))
     }
 }
 

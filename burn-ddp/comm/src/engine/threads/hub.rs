@@ -5,7 +5,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
 use crate::frame::Header;
-use crate::health::{Wake, lock};
+use crate::membership::Wake;
+use crate::sync::lock;
 
 /// State shared by the ranks of a group.
 pub(super) struct Hub {
@@ -18,7 +19,7 @@ pub(super) struct Hub {
 /// Frames for one rank, as they arrive.
 pub(super) struct Inbox {
     pub(super) arrivals: Mutex<Arrivals>,
-    /// Notified by senders, by ranks that close, and by changes of health. The owner waits.
+    /// Notified by senders, by ranks that close, and by changes of membership. The owner waits.
     pub(super) changed: Condvar,
 }
 
@@ -62,7 +63,7 @@ impl Hub {
 }
 
 impl Wake for Inbox {
-    /// Takes the lock, so that no waiter is between its look at the health and its wait.
+    /// Takes the lock, so that no waiter is between its look at the membership and its wait.
     fn wake(&self) {
         drop(lock(&self.arrivals));
         self.changed.notify_all();

@@ -8,7 +8,8 @@ use super::hub::{Frame, Hub};
 use crate::Result;
 use crate::call::Call;
 use crate::engine::{Incoming, Outgoing, Stall, Transport};
-use crate::health::{Health, lock};
+use crate::membership::Membership;
+use crate::sync::lock;
 
 /// Time after a rank has closed a group within which its world may still report why.
 const GRACE: Duration = Duration::from_secs(1);
@@ -18,7 +19,7 @@ pub(super) struct ThreadsTransport {
     /// This rank in the group.
     pub(super) rank: usize,
     pub(super) hub: Arc<Hub>,
-    pub(super) health: Arc<Health>,
+    pub(super) membership: Arc<Membership>,
 }
 
 impl Transport for ThreadsTransport {
@@ -38,7 +39,7 @@ impl Transport for ThreadsTransport {
         receives.iter().for_each(|receive| call.expect(receive.peer));
         self.send(call, sends);
         let mut missing: Vec<&mut Incoming<'_>> = receives.iter_mut().collect();
-        let (deadline, mut stall) = (call.deadline(), Stall::new(call, self.health.options().stall));
+        let (deadline, mut stall) = (call.deadline(), Stall::new(call, self.membership.options().stall));
         while !missing.is_empty() {
             for (nth, frame) in self.wait(call, &missing, deadline, &mut stall)? {
                 let incoming = missing.swap_remove(nth);
@@ -87,17 +88,17 @@ impl ThreadsTransport {
             if !arrived.is_empty() {
                 return Ok(arrived);
             }
-            self.health.check()?;
+            self.membership.check()?;
             let now = Instant::now();
             let peers = || missing.iter().map(|incoming| incoming.peer);
             let grace_end =
                 peers().filter_map(|peer| arrivals.closed[peer]).min().map(|since| deadline.min(since + GRACE));
             let gone = |peer: &usize| {
-                self.health.has_left(call.world_rank(*peer))
+                self.membership.has_left(call.world_rank(*peer))
                     || (arrivals.closed[*peer].is_some() && grace_end.is_some_and(|end| now >= end))
             };
             if let Some(peer) = peers().find(gone) {
-                return Err(self.health.left_error(call.world_rank(peer)));
+                return Err(self.membership.left_error(call.world_rank(peer)));
             }
             let left = deadline.saturating_duration_since(now);
             if left.is_zero() {
@@ -106,7 +107,7 @@ impl ThreadsTransport {
             let until_stall = stall.at.saturating_duration_since(now);
             if until_stall.is_zero() && stall.is_due() {
                 drop(arrivals);
-                self.health.stalled(call, waiting_for(missing));
+                self.membership.stalled(call, waiting_for(missing));
                 arrivals = lock(&inbox.arrivals);
                 continue;
             }
