@@ -57,56 +57,48 @@
 // Burn deprecates these backends; those who still use them are served.
 #![cfg_attr(any(feature = "ndarray", feature = "tch"), allow(deprecated))]
 
-mod agree;
+mod agreement;
 mod backends;
-mod buffers;
-mod burnpack;
+mod batch_weight;
 pub mod checkpoint;
-mod clip;
-mod collective;
+mod collectives;
 pub mod config;
 mod convert;
 pub mod data;
 mod ddp;
 mod device;
 mod differentiable;
-mod distributed_optimizer;
+mod engine_choice;
 mod error;
 mod gradients;
-mod horovod;
 mod intercept;
 mod join;
-mod meter;
+mod model;
+#[cfg(feature = "nccl")]
+mod nccl;
 pub mod nn;
-mod optimizer_state;
-mod placement;
-mod replicas;
-mod save;
-mod schema;
+mod optimizer;
 mod seed;
-mod spawn;
-mod stats;
-mod straggler;
+mod telemetry;
 #[cfg(feature = "train")]
 pub mod train;
-mod weight;
 mod wrap;
 
-pub use buffers::BufferPolicy;
 /// Ranks talking: the crate `burn-ddp-comm`.
 pub use burn_ddp_comm as comm;
 pub use burn_ddp_comm::{Options, ReduceOp};
-pub use clip::{clip_grad_norm, clip_grad_value, grad_norm};
 pub use config::{BatchSizes, DdpConfig};
 pub use ddp::Ddp;
 pub use differentiable::{Adjoint, CollectiveBackend, Differentiable};
-pub use distributed_optimizer::DistributedOptimizer;
 pub use error::{Error, Result};
 pub use gradients::Reduction;
 pub use intercept::{DdpBackend, GradientMemory, Lent, Reading, TapHandle};
-pub use save::param_hash;
-pub use stats::Stats;
-pub use straggler::Straggler;
+pub use model::running_stats::BufferPolicy;
+pub use model::save::param_hash;
+pub use optimizer::clip::{clip_grad_norm, clip_grad_value, grad_norm};
+pub use optimizer::distributed::DistributedOptimizer;
+pub use telemetry::stats::Stats;
+pub use telemetry::straggler::Straggler;
 pub use wrap::WrapConfig;
 
 /// What a training program imports.

@@ -8,8 +8,9 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::manifest::{Manifest, Sum};
-use crate::schema::Schema;
-use crate::{Error, Result, intercept, optimizer_state};
+use crate::model::schema::Schema;
+use crate::optimizer::state as optimizer_state;
+use crate::{Error, Result, intercept};
 
 /// A checkpoint to be: filled in [`Checkpoints::save`](super::Checkpoints::save).
 ///

@@ -15,8 +15,9 @@ use serde::de::DeserializeOwned;
 
 use super::manifest::{Manifest, Sum};
 use crate::ddp::Ddp;
-use crate::schema::{Entry, Schema};
-use crate::{Error, Result, agree, intercept, optimizer_state};
+use crate::model::schema::{Entry, Schema};
+use crate::optimizer::state as optimizer_state;
+use crate::{Error, Result, agreement, intercept};
 
 /// A complete checkpoint, the same one on all ranks: what [`Checkpoints::latest`](super::Checkpoints::latest) chose.
 ///
@@ -72,7 +73,7 @@ impl Found {
         let entries = self.manifest.models.get(&name).ok_or_else(|| self.missing(&name))?;
         let load = |model: M| intercept::bypass(|| load_model(model, entries, self.read(&name)?));
         let model = if self.ddp.is_main() { load(model) } else { Ok(model) };
-        let model = agree::on_outcome(self.ddp.group(), &format!("load {name}"), model)?;
+        let model = agreement::on_outcome(self.ddp.group(), &format!("load {name}"), model)?;
         self.ddp.broadcast_parameters(model, 0)
     }
 
@@ -89,7 +90,7 @@ impl Found {
         let bytes = self.share(&name)?;
         let mine = intercept::bypass(|| Schema::of(model)).map(|schema| optimizer_state::ids(&schema));
         let loaded = mine.and_then(|mine| optimizer_state::read(optim, &bytes, theirs, &mine));
-        agree::on_outcome(self.ddp.group(), &format!("load {name}"), loaded)
+        agreement::on_outcome(self.ddp.group(), &format!("load {name}"), loaded)
     }
 
     /// Where the learning-rate schedule stood: `scheduler = scheduler.load_record(found.scheduler()?)`. *Collective*.

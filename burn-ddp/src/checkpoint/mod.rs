@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::ddp::Ddp;
-use crate::{Error, Result, agree};
+use crate::{Error, Result, agreement};
 use directory::Directory;
 pub use draft::Draft;
 pub use found::Found;
@@ -144,7 +144,7 @@ impl Checkpoints {
         self.wait()?;
         let mut contents = draft::Contents::new(step, self.ddp.world_size(), self.ddp.is_main());
         let filled = fill(&mut Draft::new(&mut contents));
-        agree::on_outcome(group, "fill its checkpoint", filled)?;
+        agreement::on_outcome(group, "fill its checkpoint", filled)?;
         self.ddp.on_main(|| self.directory.own())?;
         let (directory, keep) = (self.directory.clone(), self.keep);
         let write = move || directory.write(contents, keep);

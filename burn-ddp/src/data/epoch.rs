@@ -9,8 +9,8 @@ use burn::data::dataset::DatasetError;
 use super::loader::ShardedLoader;
 use super::worker::{Failure, Pass};
 use super::{DataError, EpochPlan};
+use crate::batch_weight::Step;
 use crate::ddp::backward_track;
-use crate::weight::Step;
 
 /// The epochs of a [`ShardedLoader`], one after the other; from [`ShardedLoader::epochs`].
 pub struct Epochs<O, E> {

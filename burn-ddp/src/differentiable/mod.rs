@@ -1,7 +1,7 @@
 //! Collectives that gradients go through.
 
 mod adjoint;
-mod ops;
+mod collective_node;
 
 use burn::backend::Dispatch;
 use burn::tensor::{Tensor, TensorData};
@@ -9,11 +9,11 @@ use burn_ddp_comm::{DType, ProcessGroup, ReduceOp};
 
 pub use adjoint::Adjoint;
 use adjoint::Kind;
-pub use ops::CollectiveBackend;
-pub(crate) use ops::{abandon, read};
+pub use collective_node::CollectiveBackend;
+pub(crate) use collective_node::{abandon, read};
 
 use crate::ddp::Ddp;
-use crate::{Error, Result, collective};
+use crate::{Error, Result, collectives};
 
 impl Ddp {
     /// The collectives that gradients go through, as those in `torch.distributed.nn.functional`: for losses over the items of
@@ -75,7 +75,7 @@ impl Differentiable<'_> {
     #[track_caller]
     pub fn all_reduce<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         check_op("all_reduce", op)?;
-        self.run(tensor, Kind::AllReduce(op), |group, x| collective::all_reduce(group, x, op))
+        self.run(tensor, Kind::AllReduce(op), |group, x| collectives::all_reduce(group, x, op))
     }
 
     /// Concatenates the tensors of all ranks along dimension 0, in rank order. *Collective*, blocking.
@@ -88,7 +88,7 @@ impl Differentiable<'_> {
     /// [`Error::Comm`]: a peer failed or called something else.
     #[track_caller]
     pub fn all_gather<const D: usize>(&self, tensor: Tensor<D>) -> Result<Tensor<D>> {
-        self.run(tensor, Kind::AllGather, collective::all_gather)
+        self.run(tensor, Kind::AllGather, collectives::all_gather)
     }
 
     /// Reduces over all ranks, by [`ReduceOp::Sum`] or [`ReduceOp::Mean`], and leaves each rank its slice of dimension 0.
@@ -104,7 +104,7 @@ impl Differentiable<'_> {
     #[track_caller]
     pub fn reduce_scatter<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         check_op("reduce_scatter", op)?;
-        self.run(tensor, Kind::ReduceScatter(op), |group, x| collective::reduce_scatter(group, x, op))
+        self.run(tensor, Kind::ReduceScatter(op), |group, x| collectives::reduce_scatter(group, x, op))
     }
 
     #[track_caller]
@@ -118,9 +118,9 @@ impl Differentiable<'_> {
         if x.is_tracked() {
             crate::device::check_supported(&device)?;
         }
-        let elements = collective::read(x.clone())?;
+        let elements = collectives::read(x.clone())?;
         let group = self.ddp.graph_group()?;
-        let y: Tensor<D> = collective::back(forward(&group, elements)?, &device);
+        let y: Tensor<D> = collectives::back(forward(&group, elements)?, &device);
         if !x.is_tracked() {
             return Ok(y);
         }

@@ -5,8 +5,8 @@ use burn_ddp_comm::DType;
 use super::worker::{Done, Finished, Job, Whose};
 use super::{Buffer, Reducer};
 use crate::Result;
-use crate::meter::Communication;
-use crate::straggler::REPORT_LEN;
+use crate::telemetry::meter::Communication;
+use crate::telemetry::straggler::REPORT_LEN;
 
 /// What travels with the gradients of a step.
 #[derive(Debug, Default)]

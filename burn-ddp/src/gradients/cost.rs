@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::{DType, Options, World};
 
 use super::{Beside, Caps, Reducer, Reduction, Settings, Slot};
-use crate::meter::Meter;
+use crate::telemetry::meter::Meter;
 
 const BYTES: usize = 16 << 20;
 const STEPS: usize = 60;

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{ProcessGroup, SharedBuffer, SharedView};
 
-use crate::meter::{Communication, Meter, StepMeter};
+use crate::telemetry::meter::{Communication, Meter, StepMeter};
 use crate::{Error, Result};
 pub(crate) use beside::{Beside, Settled};
 pub use on_device::Lent;

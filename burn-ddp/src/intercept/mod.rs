@@ -316,7 +316,7 @@ pub(crate) fn bypassed<M: Module>(model: &M, tapped: &Arc<Tapped>, gradients: &G
                 Some(_) if !self.tapped.notes_values() => Ok(Some(UNREAD)),
                 Some(gradient) => gradient
                     .try_into_data()
-                    .map(|data| Some(crate::replicas::digest(data.as_bytes())))
+                    .map(|data| Some(crate::model::digest::digest(data.as_bytes())))
                     .map_err(|e| Error::Use(format!("reading a gradient failed: {e:?}"))),
             };
             match on_leaf {

@@ -1,8 +1,8 @@
 //! Layers that know of other ranks.
 
 mod moments;
-mod ops;
 mod sync_batch_norm;
+mod sync_batch_norm_node;
 
-pub use ops::{SyncBatchNormBackend, SyncedBatch};
 pub use sync_batch_norm::SyncBatchNorm;
+pub use sync_batch_norm_node::{SyncBatchNormBackend, SyncedBatch};

@@ -8,7 +8,7 @@ use burn::nn::BatchNorm;
 use burn::tensor::{Device, Tensor};
 
 use super::moments::{Moments, per_channel, wide};
-use super::ops::{SyncBatchNormBackend, SyncedBatch};
+use super::sync_batch_norm_node::{SyncBatchNormBackend, SyncedBatch};
 use crate::Result;
 use crate::intercept::{Tap, Tapped, tell_peers};
 

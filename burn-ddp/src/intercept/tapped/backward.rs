@@ -16,10 +16,10 @@ use super::super::memory::{GradientMemory, shared_bytes};
 use super::super::ops::{AutodiffTensor, DdpBackend, new_leaf, rung_above, untracked};
 use super::super::unread::Unread;
 use super::{CAPTURED, ENTERED, Erased, Read, SlotState, State, Tapped, fail, lost_tap, past_tap};
-use crate::buffers;
 use crate::convert::{burn_dtype, comm_dtype};
 use crate::gradients::{Beside, Reducer};
-use crate::{Error, Result, replicas};
+use crate::model::{digest as replicas, running_stats};
+use crate::{Error, Result};
 
 /// Depth that each read of a parameter adds to the ladder: about what a layer adds to the graph.
 const RUNGS_PER_READ: usize = 4;
@@ -179,7 +179,7 @@ impl Tapped {
         }
         if let Some(shared) = &mut state.buffers {
             let sent = std::mem::take(&mut shared.sent);
-            shared.buffers.write(buffers::unpack(&sent, &settled.buffers));
+            shared.buffers.write(running_stats::unpack(&sent, &settled.buffers));
         }
         let device = state.device::<B>().ok_or_else(|| self.fault("the backend changed during backward".into()))?;
         let mut unused = Vec::new();

@@ -15,10 +15,10 @@ use burn::tensor::{Bytes, Device, TensorData};
 use super::ops::AutodiffTensor;
 use super::unread::Unread;
 use super::waiting::Waiting;
-use crate::buffers::{self, BufferPolicy, Buffers};
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
 use crate::gradients::{Beside, Reducer, Reduction};
+use crate::model::running_stats::{self, BufferPolicy, Buffers};
 use crate::{Error, Result};
 
 type Erased = Box<dyn Any + Send>;
@@ -348,7 +348,7 @@ impl Tapped {
                 ));
             }
             shared.sent = shared.buffers.read()?;
-            beside.buffers = buffers::pack(&shared.sent);
+            beside.buffers = running_stats::pack(&shared.sent);
             beside.from_first = shared.policy == BufferPolicy::Broadcast;
         }
         Ok(beside)

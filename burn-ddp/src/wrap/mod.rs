@@ -11,13 +11,13 @@ use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
 use burn_ddp_comm::{DType, ProcessGroup};
 use serde::{Deserialize, Serialize};
 
-use crate::buffers::{self, BufferPolicy};
 use crate::convert::comm_dtype;
 use crate::ddp::Ddp;
 use crate::gradients::{Caps, Reducer, Reduction, Settings, Slot};
 use crate::intercept::{MAX_RANK, SharedBuffers, TAP_NAME, Tap, Tapped};
-use crate::schema::{Entry, Schema, difference, digest, unreadable};
-use crate::{Error, Result, intercept, placement};
+use crate::model::running_stats::{self, BufferPolicy};
+use crate::model::schema::{Entry, Schema, difference, digest, unreadable};
+use crate::{Error, Result, engine_choice, intercept};
 
 /// How [`Ddp::wrap_with`] averages. Must be the same on every rank.
 ///
@@ -172,7 +172,7 @@ pub(crate) fn share<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfi
     let accumulation = config.accumulation.unwrap_or(1);
     // Alone and without accumulation there is nothing to do in backward.
     let reduces = ddp.world_size() > 1 || accumulation > 1 || config.alone;
-    let on_device = placement::choose(ddp, &device, reduces)?;
+    let on_device = engine_choice::choose(ddp, &device, reduces)?;
     // Rank 0's values will be everybody's, so it knows which clones are still equal.
     let first = ddp.group().broadcast_object(ddp.is_main().then_some(first), 0)?;
     let (slots, slot_of) = slots_of(&schema, &first, &is_buffer);
@@ -185,7 +185,7 @@ pub(crate) fn share<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfi
         None
     };
     // Ranks that are threads may have started from one model, whose clones share running statistics.
-    let model = if is_buffer.contains(&true) { buffers::unshared(model) } else { model };
+    let model = if is_buffer.contains(&true) { running_stats::unshared(model) } else { model };
     let shared_by = group.as_ref().filter(|_| ddp.world_size() > 1).map(|group| (group, 0));
     let model = share_values(model, shared_by, devices, &schema, first)?;
     if let Some(seed) = ddp.next_seed_of_rank() {
@@ -224,7 +224,8 @@ impl Agreed {
             on_device,
         };
         let reducer = Reducer::new(group, slots, settings, ddp.meter().clone())?;
-        let buffers = (config.buffers != BufferPolicy::Local).then(|| buffers::handle(model, &is_buffer)).flatten();
+        let buffers =
+            (config.buffers != BufferPolicy::Local).then(|| running_stats::handle(model, &is_buffer)).flatten();
         let shared = buffers.map(|buffers| SharedBuffers { buffers, policy: config.buffers, sent: Vec::new() });
         let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, accumulation, shared));
         tapped.count_holder(true);
@@ -288,7 +289,7 @@ struct Prepared {
     schema: Schema,
     /// See [`Schema::first_clones`].
     first: Vec<usize>,
-    /// See [`buffers::which`].
+    /// See [`running_stats::which`].
     is_buffer: Vec<bool>,
 }
 
@@ -311,7 +312,7 @@ fn prepare<M: Module>(model: &M, config: &WrapConfig) -> Result<Prepared> {
     drop(model.valid());
     let schema = Schema::of(model)?;
     let first = schema.first_clones(model)?;
-    Ok(Prepared { device, devices: floats.devices, schema, first, is_buffer: buffers::which(model) })
+    Ok(Prepared { device, devices: floats.devices, schema, first, is_buffer: running_stats::which(model) })
 }
 
 /// What one rank finds wrong becomes everybody's error, so that nobody waits in vain.

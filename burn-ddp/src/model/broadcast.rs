@@ -5,8 +5,10 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 
 use crate::ddp::Ddp;
-use crate::schema::Schema;
-use crate::{Result, agree, buffers, intercept, optimizer_state, wrap};
+use crate::model::running_stats;
+use crate::model::schema::Schema;
+use crate::optimizer::state as optimizer_state;
+use crate::{Result, agreement, intercept, wrap};
 
 impl Ddp {
     /// `root`'s parameters and buffers on every rank, wrapped or not; parameter ids stay what they are. *Collective*.
@@ -39,12 +41,12 @@ impl Ddp {
             let schema = Schema::of(&model)?;
             Ok((schema.first_clones(&model)?, schema))
         });
-        let (first, schema) = agree::on_outcome(self.group(), "broadcast its model", mine)?;
-        agree::on_model(self.group(), &schema.entries)?;
+        let (first, schema) = agreement::on_outcome(self.group(), "broadcast its model", mine)?;
+        agreement::on_model(self.group(), &schema.entries)?;
         let first = self.group().broadcast_object(Some(first), root)?;
         let trains = model.devices().iter().any(Device::is_autodiff);
         // Ranks that are threads may have started from one model, whose clones share running statistics.
-        let model = if trains && intercept::find(&model).is_empty() { buffers::unshared(model) } else { model };
+        let model = if trains && intercept::find(&model).is_empty() { running_stats::unshared(model) } else { model };
         let devices = wrap::devices(&model);
         let shared_by = (self.world_size() > 1).then_some((self.group(), root));
         intercept::bypass(|| wrap::share_values(model, shared_by, devices, &schema, first))

@@ -10,8 +10,8 @@ use burn_ddp_comm::ReduceOp;
 
 use crate::convert::{burn_dtype, comm_dtype};
 use crate::ddp::Ddp;
-use crate::schema::{Schema, digest, unreadable};
-use crate::{Error, Result, agree, intercept};
+use crate::model::schema::{Schema, digest, unreadable};
+use crate::{Error, Result, agreement, intercept};
 
 /// Bytes of a reduction, unless one parameter alone is larger.
 const BUCKET_BYTES: usize = 1 << 20;
@@ -112,11 +112,11 @@ impl DistributedOptimizer {
     #[track_caller]
     fn average<M: Module>(&self, model: &M, grads: &mut GradientsParams) -> Result<HashMap<ParamId, TensorData>> {
         let group = self.ddp.group();
-        let (schema, taken) = agree::on_outcome(group, "average gradients", take(model, grads))?;
+        let (schema, taken) = agreement::on_outcome(group, "average gradients", take(model, grads))?;
         let present: Vec<bool> = taken.iter().map(Option::is_some).collect();
         let all = group.all_gather_object(&(digest(&schema.entries), present))?;
         if all.iter().any(|(digest, _)| *digest != all[0].0) {
-            agree::on_model(group, &schema.entries)?;
+            agreement::on_model(group, &schema.entries)?;
         }
         let mut gradients = Vec::new();
         for (i, mine) in taken.into_iter().enumerate().filter(|(i, _)| all.iter().any(|(_, present)| present[*i])) {

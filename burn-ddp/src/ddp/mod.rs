@@ -1,5 +1,7 @@
 //! The handle of one rank.
 
+mod spawn;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -7,10 +9,10 @@ use burn::module::Module;
 use burn::tensor::{Device, Gradients, Tensor};
 use burn_ddp_comm::{LaunchEnv, Options, ProcessGroup, ReduceOp, World};
 
+use crate::batch_weight::{Batch, Weights};
 use crate::checkpoint::Writing;
-use crate::meter::Meter;
 use crate::seed::Seed;
-use crate::weight::{Batch, Weights};
+use crate::telemetry::meter::Meter;
 use crate::wrap::WrapConfig;
 use crate::{Error, Result, Stats, Straggler, intercept};
 

@@ -8,7 +8,7 @@ use burn_ddp_comm::timeline::{Fact, Timeline};
 use burn_ddp_comm::{GroupId, ProcessGroup, World};
 
 use crate::Stats;
-use crate::straggler::{self, REPORT_LEN, Straggler};
+use crate::telemetry::straggler::{self, REPORT_LEN, Straggler};
 
 /// One rank's counters. Clones are the same.
 #[derive(Clone, Debug)]

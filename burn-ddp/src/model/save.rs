@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use burn::module::Module;
 
 use crate::ddp::Ddp;
-use crate::schema::Snapshot;
-use crate::{Error, Result, buffers, intercept, replicas};
+use crate::model::schema::Snapshot;
+use crate::model::{digest, running_stats};
+use crate::{Error, Result, intercept};
 
 /// SHA-256 of all parameters and buffers (paths, dtypes, shapes, bytes) in hexadecimal: equal on two ranks if and only if their
 /// models are.
@@ -56,7 +57,7 @@ impl Ddp {
     /// [`Error::ReplicasDiffer`] on every rank, naming the first parameter that differs and the rank.
     #[track_caller]
     pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
-        let is_buffer = buffers::which(model);
+        let is_buffer = running_stats::which(model);
         let snapshot = snapshot(model)?;
         let mut floats = is_buffer.into_iter();
         let (mut paths, mut digests) = (Vec::new(), Vec::new());
@@ -64,11 +65,11 @@ impl Ddp {
             let is_buffer = snapshot.schema.is_float[i] && floats.next().unwrap_or(false);
             if !is_buffer {
                 paths.push(entry.path.as_str());
-                digests.push(replicas::digest(snapshot.values[i].as_bytes()));
+                digests.push(digest::digest(snapshot.values[i].as_bytes()));
             }
         }
         let all = self.group().all_gather_object(&digests)?;
-        replicas::difference(&paths, &all).map_or(Ok(()), |difference| Err(Error::ReplicasDiffer(difference)))
+        digest::difference(&paths, &all).map_or(Ok(()), |difference| Err(Error::ReplicasDiffer(difference)))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use burn_ddp_comm::ProcessGroup;
 
-use crate::schema::{Entry, difference, digest};
+use crate::model::schema::{Entry, difference, digest};
 use crate::{Error, Result};
 
 /// This rank's result, if no rank failed to do `what`. *Collective*.

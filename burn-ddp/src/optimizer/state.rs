@@ -10,9 +10,9 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bytes, Tensor};
 use burn_ddp_comm::{DType, ProcessGroup};
 
-use crate::burnpack::{Item, Pack};
-use crate::schema::Schema;
-use crate::{Error, Result, agree, intercept};
+use super::burnpack::{Item, Pack};
+use crate::model::schema::Schema;
+use crate::{Error, Result, agreement, intercept};
 
 /// The path and the id of each parameter of a model, in traversal order. Clones of a parameter have its id.
 pub(crate) type Ids = Vec<(String, u64)>;
@@ -69,8 +69,8 @@ pub(crate) fn broadcast<M: Module>(
         let state = if group.rank() == root { write(optim)? } else { Vec::new() };
         Ok((schema, state, fields(optim, model)?))
     });
-    let (schema, mut state, fields) = agree::on_outcome(group, "share the optimizer's state", mine)?;
-    agree::on_model(group, &schema.entries)?;
+    let (schema, mut state, fields) = agreement::on_outcome(group, "share the optimizer's state", mine)?;
+    agreement::on_model(group, &schema.entries)?;
     let all = group.all_gather_object(&fields)?;
     if let Some((rank, other)) = all.iter().enumerate().find(|(_, fields)| **fields != all[0]) {
         return Err(Error::Use(format!(
@@ -84,7 +84,7 @@ pub(crate) fn broadcast<M: Module>(
     state.resize(len, 0);
     group.broadcast_bytes(DType::U8, &mut state, root)?;
     let loaded = if group.rank() == root { Ok(optim.clone()) } else { read(optim.clone(), &state, &theirs, &mine) };
-    *optim = agree::on_outcome(group, "take the optimizer's state", loaded)?;
+    *optim = agreement::on_outcome(group, "take the optimizer's state", loaded)?;
     Ok(())
 }
 

@@ -1,8 +1,5 @@
 //! Where the ranks of a job compute, and who reduces their gradients.
 
-#[cfg(feature = "nccl")]
-mod nccl;
-
 use std::collections::BTreeMap;
 
 use burn::tensor::Device;
@@ -14,10 +11,10 @@ use crate::{Error, Result, device};
 
 /// What a rank tells the others of the device that its model is on.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Here {
+pub(crate) struct Here {
     kind: String,
     /// What its NCCL can do there, or why it cannot; `None` if nobody wants to know. Text, since ranks may be built with other features.
-    nccl: Option<Result<String, String>>,
+    pub(crate) nccl: Option<Result<String, String>>,
 }
 
 /// Chooses who reduces the gradients of a model on `device`, if any are to be reduced, and tells the user: NCCL where all ranks
@@ -62,7 +59,7 @@ pub(crate) fn choose(ddp: &Ddp, device: &Device, reduces: bool) -> Result<bool> 
 }
 
 #[cfg(feature = "nccl")]
-use nccl::{agree, here as nccl_here};
+use crate::nccl::{agree, here as nccl_here};
 
 #[cfg(not(feature = "nccl"))]
 fn nccl_here(_: &Ddp, _: &Device) -> Result<String, String> {
@@ -76,7 +73,7 @@ fn agree(_: &Ddp, _: &Device, all: &[Here], _: bool) -> Result<Result<usize, Str
 }
 
 /// Who cannot use NCCL first, and why.
-fn refusal(all: &[Here]) -> Option<String> {
+pub(crate) fn refusal(all: &[Here]) -> Option<String> {
     all.iter().enumerate().find_map(|(rank, here)| match &here.nccl {
         Some(Err(why)) => Some(format!("rank {rank} ({}) cannot use it: {why}", here.kind)),
         _ => None,

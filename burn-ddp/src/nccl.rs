@@ -7,12 +7,12 @@ use burn::tensor::Device;
 use burn_ddp_comm::engine::Fabric;
 use burn_ddp_nccl::{Decision, HostMemory, NcclFabric, RankInfo, decide};
 
-use super::{Here, refusal};
 use crate::ddp::Ddp;
+use crate::engine_choice::{Here, refusal};
 use crate::{Result, device};
 
 /// What this rank's NCCL can do on the device, as [`agree`] reads it.
-pub(super) fn here(ddp: &Ddp, device: &Device) -> Result<String, String> {
+pub(crate) fn here(ddp: &Ddp, device: &Device) -> Result<String, String> {
     let Some(ordinal) = device::cuda_ordinal(device) else {
         return Err("NCCL reduces on NVIDIA GPUs, so the model has to be on one: `Device::cuda`, or BURN_DEVICE=cuda"
             .to_owned());
@@ -27,7 +27,7 @@ pub(super) fn here(ddp: &Ddp, device: &Device) -> Result<String, String> {
 
 /// Whether all use NCCL, and with how many GPUs; else why not. With `reduces` its engine is then that of later groups. *Collective*.
 #[track_caller]
-pub(super) fn agree(ddp: &Ddp, device: &Device, all: &[Here], reduces: bool) -> Result<Result<usize, String>> {
+pub(crate) fn agree(ddp: &Ddp, device: &Device, all: &[Here], reduces: bool) -> Result<Result<usize, String>> {
     if let Some(why) = refusal(all) {
         return Ok(Err(why));
     }
