@@ -51,7 +51,7 @@ pub(crate) fn choose(ddp: &Ddp, device: &Device, reduces: bool) -> Result<bool> 
                 } else {
                     String::new()
                 };
-                tracing::info!("engine: {} ({}){host}", ddp.host_engine(), describe(&kinds));
+                tracing::info!("engine: {} ({}){host}", ddp.state().host_engine, describe(&kinds));
             }
             Ok(false)
         }

@@ -17,7 +17,7 @@ pub(crate) fn here(ddp: &Ddp, device: &Device) -> Result<String, String> {
         return Err("NCCL reduces on NVIDIA GPUs, so the model has to be on one: `Device::cuda`, or BURN_DEVICE=cuda"
             .to_owned());
     };
-    if let Some(first) = ddp.nccl_ordinal().filter(|first| *first != ordinal) {
+    if let Some(first) = ddp.state().nccl_device().filter(|first| *first != ordinal) {
         return Err(format!(
             "its model is on CUDA device {ordinal}, but one that was wrapped before is on device {first}: NCCL has one device per rank"
         ));
@@ -49,7 +49,7 @@ pub(crate) fn agree(ddp: &Ddp, device: &Device, all: &[Here], reduces: bool) -> 
     let gpus: HashSet<&str> =
         infos.iter().filter_map(|info| info.device.as_ref().ok()).map(|d| d.uuid.as_str()).collect();
     if reduces
-        && ddp.nccl_ordinal().is_none()
+        && ddp.state().nccl_device().is_none()
         && let Some(ordinal) = device::cuda_ordinal(device)
         && let Err(why) = install(ddp, ordinal)?
     {
@@ -69,7 +69,7 @@ fn install(ddp: &Ddp, ordinal: usize) -> Result<Result<(), String>> {
     let all = ddp.group().all_gather_object(&mine)?;
     match all.into_iter().enumerate().find_map(|(rank, why)| Some((rank, why?))) {
         None => {
-            ddp.note_nccl(ordinal);
+            ddp.state().set_nccl_device(ordinal);
             Ok(Ok(()))
         }
         Some((rank, why)) => {

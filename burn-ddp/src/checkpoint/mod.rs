@@ -81,7 +81,7 @@ impl Ddp {
         let directory = Directory::new(directory.as_ref());
         self.on_main(|| directory.make())?;
         let writing = Arc::new(Writing::default());
-        self.note_writing(&writing);
+        self.state().add_checkpoint_writer(&writing);
         Ok(Checkpoints { ddp: self.clone(), directory: Arc::new(directory), keep: None, asynchronous: false, writing })
     }
 

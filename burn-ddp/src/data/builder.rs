@@ -223,7 +223,7 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O> {
     pub fn build<D: Dataset<I> + 'static>(self, dataset: D) -> Result<ShardedLoader<O>> {
         let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
         let ddp = self.common.ddp.clone();
-        let (world, id, items) = (ddp.world_size(), ddp.next_loader_id(), dataset.len());
+        let (world, id, items) = (ddp.world_size(), ddp.state().next_loader_id(), dataset.len());
         let seed = self.seed.map_or("off".to_string(), |seed| format!("with seed {seed}"));
         let facts = facts("training", id, items, world, self.batch, [("shuffling", seed)]);
         agree(&ddp, &format!("loader {id}"), &facts)?;
@@ -277,7 +277,7 @@ impl<I: 'static, O: Send + 'static> EvalLoaderBuilder<I, O> {
     pub fn build<D: Dataset<I> + 'static>(self, dataset: D) -> Result<EvalLoader<O>> {
         let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
         let ddp = self.common.ddp.clone();
-        let (world, id, items) = (ddp.world_size(), ddp.next_loader_id(), dataset.len());
+        let (world, id, items) = (ddp.world_size(), ddp.state().next_loader_id(), dataset.len());
         let facts = facts("evaluation", id, items, world, Batch::PerRank(self.batch_size), []);
         agree(&ddp, &format!("evaluation loader {id}"), &facts)?;
 

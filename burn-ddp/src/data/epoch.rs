@@ -10,7 +10,7 @@ use super::loader::ShardedLoader;
 use super::worker::{Failure, Pass};
 use super::{DataError, EpochPlan};
 use crate::batch_weight::Step;
-use crate::ddp::backward_track;
+use crate::batch_weight::backward_track;
 
 /// The epochs of a [`ShardedLoader`], one after the other; from [`ShardedLoader::epochs`].
 pub struct Epochs<O, E> {
@@ -117,10 +117,10 @@ impl<O: Send + 'static> Epoch<O> {
         world.advance(self.track, position)?;
         let (ddp, id) = (self.loader.ddp(), self.loader.id());
         let items = self.plan.share(step, ddp.rank()).len();
-        ddp.weights().batch_read(Step { loader: id, track: self.track, position }, items);
+        ddp.state().batch_weight.batch_read(Step { loader: id, track: self.track, position }, items);
         let Range { start, end } = self.plan.step(step);
         self.loader.note_read(self.track, self.number, end);
-        ddp.seed_batch(id, self.number, start);
+        ddp.state().seed_batch(id, self.number, start);
         self.reached = step + 1;
         Ok(loaded)
     }
@@ -148,7 +148,7 @@ impl<O: Send + 'static> Epoch<O> {
         let ddp = self.loader.ddp();
         // A batch that was read but never trained on: the others may be waiting in its backward.
         let begin = position(number, self.before);
-        let used = ddp.weights().used(id, self.track).unwrap_or(begin);
+        let used = ddp.state().batch_weight.used(id, self.track).unwrap_or(begin);
         let unused = format!("{what}, with a batch read but no backward");
         ddp.world().stop(backward_track(self.track), used.max(begin), &unused);
         ddp.world().stop(self.track, position(number, self.before + self.reached), &what);
@@ -172,12 +172,12 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
             self.failure = None; // The program went on, as all ranks must have agreed to.
             self.loader.note_read(self.track, self.number, self.plan.items());
             self.pass = None; // The workers are free for the next epoch.
-            self.loader.ddp().weights().done(self.loader.id());
+            self.loader.ddp().state().batch_weight.done(self.loader.id());
             return None;
         }
         let asked = Instant::now();
         let loaded = self.load();
-        self.loader.ddp().meter().batch(self.loader.id(), asked);
+        self.loader.ddp().state().meter.batch(self.loader.id(), asked);
         self.failure = loaded.as_ref().err().map(ToString::to_string);
         match &loaded {
             Ok(_) | Err(DataError::Dataset { .. } | DataError::WorkerPanicked { .. }) => {}
@@ -203,7 +203,7 @@ impl<O: Send + 'static> Drop for Epoch<O> {
         if !complete && !self.job_over && !std::thread::panicking() {
             self.announce();
         }
-        self.loader.ddp().weights().done(self.loader.id());
+        self.loader.ddp().state().batch_weight.done(self.loader.id());
     }
 }
 

@@ -1,4 +1,4 @@
-//! Ranks without a launcher: as threads, or as copies of the own program.
+//! Starting ranks without a launcher: as threads, or as copies of the own program.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use burn_ddp_comm::{LaunchEnv, Options, World};
 use burn_ddp_launch::{Launcher, Stdio};
 
-use crate::ddp::Ddp;
+use super::Ddp;
 use crate::{Error, Result};
 
 impl Ddp {
@@ -38,7 +38,7 @@ impl Ddp {
         Self::spawn_with(n, Options::default(), f)
     }
 
-    /// [`Ddp::spawn`] with waits of your own.
+    /// [`Ddp::spawn`] with [`Options`] of your own.
     ///
     /// # Errors
     ///
@@ -132,13 +132,13 @@ impl Failure {
             Failure::Panic(panic) => {
                 let text = panic.downcast_ref::<&str>().map(ToString::to_string);
                 let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
-                format!("panicked: {}", text.unwrap_or_else(|| "with a value that is no text".into()))
+                format!("panicked: {}", text.unwrap_or_else(|| "a non-string payload".into()))
             }
         }
     }
 }
 
-/// Runs `f` and tells the other ranks why, if it fails: they need not find out by themselves. `note` hears of it before they do.
+/// Runs `f`; if it fails, passes the failure to `note` and then to the other ranks.
 fn run_rank<T>(ddp: Ddp, f: impl FnOnce(Ddp) -> anyhow::Result<T>, note: impl FnOnce(&Failure)) -> Result<T, Failure> {
     // Held meanwhile, so that a failing rank does not say goodbye before it says why.
     let held = ddp.clone();
@@ -150,7 +150,7 @@ fn run_rank<T>(ddp: Ddp, f: impl FnOnce(Ddp) -> anyhow::Result<T>, note: impl Fn
     note(&failure);
     match &failure {
         Failure::Error(_) => held.world().fail(failure.reason()),
-        // With its line.
+        // Adds the line of the panic.
         Failure::Panic(_) => held.world().fail_panicked(),
     }
     Err(failure)

@@ -119,7 +119,7 @@ impl Differentiable<'_> {
             crate::device::check_supported(&device)?;
         }
         let elements = collectives::read(x.clone())?;
-        let group = self.ddp.graph_group()?;
+        let group = self.ddp.state().graph_group()?;
         let y: Tensor<D> = collectives::back(forward(&group, elements)?, &device);
         if !x.is_tracked() {
             return Ok(y);

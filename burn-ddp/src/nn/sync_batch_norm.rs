@@ -94,7 +94,7 @@ impl SyncBatchNorm {
         let [channels] = self.norm.gamma.dims();
         burn::tensor::assert_shape!(input, [_, channels, ..]);
         let device = input.device();
-        let group = tapped.ddp.graph_group()?;
+        let group = tapped.ddp.state().graph_group()?;
         let moments = Moments::of(input.clone().inner())?.gather(&group)?;
         let dtype = wide(input.dtype());
         let tensor = |values: &[f64]| per_channel(values, dtype, &device);

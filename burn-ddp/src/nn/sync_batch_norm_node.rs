@@ -159,7 +159,7 @@ impl SyncedBatch {
     fn means<B: Backend>(&self, sums: [FloatTensor<B>; 2]) -> Result<[FloatTensor<B>; 2]> {
         let device = sums[0].device();
         let dtype = sums[0].dtype();
-        let weight = if self.weighs_items { self.ddp.weights().items() } else { 1.0 };
+        let weight = if self.weighs_items { self.ddp.state().batch_weight.items() } else { 1.0 };
         let mut all = Vec::new();
         for sum in sums {
             all.extend(values(read::<B>(sum)?)?.into_iter().map(|sum| sum * weight));

@@ -98,7 +98,7 @@ where
 
     /// *Collective*, in a group that only metrics use.
     fn compute(&mut self) -> Result<SerializedEntry, TensorReadError> {
-        let group = self.ddp.metric_group().map_err(unreadable)?;
+        let group = self.ddp.state().metric_group().map_err(unreadable)?;
         let all = group.all_gather_object(&self.batches).map_err(unreadable)?;
         let device = self.ddp.device().map_err(unreadable)?;
         let total = all.iter().map(Vec::len).sum();

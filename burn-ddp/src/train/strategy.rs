@@ -36,7 +36,7 @@ impl<M: LearnerModel> DdpStrategy<M> {
                     .into(),
             ));
         }
-        self.ddp.make_metric_group()?;
+        self.ddp.state().make_metric_group()?;
         let (model, agreed) = wrap::share(&self.ddp, learner.model(), &self.config)?;
         // The learner keeps its model to itself, but takes values.
         learner.load_model(model.into_record());

@@ -188,7 +188,7 @@ pub(crate) fn share<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfi
     let model = if is_buffer.contains(&true) { running_stats::unshared(model) } else { model };
     let shared_by = group.as_ref().filter(|_| ddp.world_size() > 1).map(|group| (group, 0));
     let model = share_values(model, shared_by, devices, &schema, first)?;
-    if let Some(seed) = ddp.next_seed_of_rank() {
+    if let Some(seed) = ddp.state().next_seed_of_rank() {
         device.seed(seed);
     }
     Ok((model, Agreed { device, group, on_device, slots, slot_of, is_buffer, config: config.clone() }))
@@ -223,7 +223,7 @@ impl Agreed {
             overlap: on_device || config.overlap.unwrap_or_else(|| overlap_pays(ddp, &device)),
             on_device,
         };
-        let reducer = Reducer::new(group, slots, settings, ddp.meter().clone())?;
+        let reducer = Reducer::new(group, slots, settings, ddp.state().meter.clone())?;
         let buffers =
             (config.buffers != BufferPolicy::Local).then(|| running_stats::handle(model, &is_buffer)).flatten();
         let shared = buffers.map(|buffers| SharedBuffers { buffers, policy: config.buffers, sent: Vec::new() });
@@ -259,7 +259,7 @@ impl Drop for Taps {
 /// Whether communication has something to wait for, or a core of its own, or backward needs none.
 fn overlap_pays(ddp: &Ddp, device: &Device) -> bool {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    ddp.host_engine() == "tcp" || cores >= 2 * ddp.local_world_size() || crate::device::is_asynchronous(device)
+    ddp.state().host_engine == "tcp" || cores >= 2 * ddp.local_world_size() || crate::device::is_asynchronous(device)
 }
 
 pub(crate) fn unwrap<M: Module>(model: M) -> Result<M> {

@@ -48,7 +48,7 @@ fn run(
             let number = epoch.number();
             for batch in epoch {
                 let batch = batch?;
-                read.push((number, batch, ddp.weights().take()?.items));
+                read.push((number, batch, ddp.state().batch_weight.take()?.items));
                 ddp.barrier()?;
                 if read.len() == run.steps {
                     break 'steps;

@@ -315,7 +315,7 @@ impl Tapped {
         if let Some(stale) = &state.stale {
             return Err(stale.clone());
         }
-        let batch = self.ddp.begin_backward().map_err(|e| match e {
+        let batch = self.ddp.state().begin_backward().map_err(|e| match e {
             Error::Use(reason) => self.fault(reason),
             other => other,
         })?;
