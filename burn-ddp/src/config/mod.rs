@@ -9,11 +9,11 @@ use serde::{Deserialize, Serialize};
 use crate::data::LoaderBuilder;
 use crate::{Ddp, Error, Result, WrapConfig};
 
-mod batch;
+mod batch_sizes;
 #[cfg(test)]
 mod tests;
 
-pub use batch::BatchSizes;
+pub use batch_sizes::BatchSizes;
 
 /// What a job is to be like, from a TOML or JSON file: every setting of this crate by name. What a file does not say has the same default as
 /// in code; a name that does not exist is an error.

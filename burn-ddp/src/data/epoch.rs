@@ -6,8 +6,8 @@ use std::time::Instant;
 use burn::data::dataloader::{DataLoaderIterator, Progress};
 use burn::data::dataset::DatasetError;
 
-use super::loader::ShardedLoader;
-use super::worker::{Failure, Pass};
+use super::sharded_loader::ShardedLoader;
+use super::prefetch::{Failure, Pass};
 use super::{DataError, EpochPlan};
 use crate::batch_weight::Step;
 use crate::batch_weight::backward_track;

@@ -14,29 +14,29 @@
 //! 1 in messages ("step 3 of 10").
 
 mod agree;
-mod builder;
+mod loader_builder;
 mod epoch;
-mod error;
-mod eval;
-mod loader;
+mod data_error;
+mod eval_loader;
+mod sharded_loader;
 mod permutation;
-mod plan;
+mod epoch_plan;
 mod position;
-mod sampler;
-mod sharded;
-mod unreadable;
-mod worker;
+mod distributed_sampler;
+mod sharded_dataset;
+mod burn_data_loader;
+mod prefetch;
 
-pub use builder::{EvalLoaderBuilder, LoaderBuilder};
+pub use loader_builder::{EvalLoaderBuilder, LoaderBuilder};
 pub use epoch::{Epoch, Epochs};
-pub use error::DataError;
-pub use eval::{EvalBatches, EvalLoader};
-pub use loader::ShardedLoader;
+pub use data_error::DataError;
+pub use eval_loader::{EvalBatches, EvalLoader};
+pub use sharded_loader::ShardedLoader;
 pub use permutation::permutation;
-pub use plan::EpochPlan;
+pub use epoch_plan::EpochPlan;
 pub use position::Position;
-pub use sampler::DistributedSampler;
-pub use sharded::ShardedDataset;
+pub use distributed_sampler::DistributedSampler;
+pub use sharded_dataset::ShardedDataset;
 
 #[cfg(test)]
 mod tests;

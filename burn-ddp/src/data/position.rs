@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::DataError;
-use super::loader::ShardedLoader;
+use super::sharded_loader::ShardedLoader;
 
 /// How far all ranks together have read: what a checkpoint holds of a [`ShardedLoader`].
 ///

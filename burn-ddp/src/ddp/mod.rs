@@ -250,7 +250,7 @@ impl Ddp {
     /// [`Error::Comm`] if a peer failed or does not come in time; [`Error::File`] if a checkpoint could not be written.
     #[track_caller]
     pub fn finish(self) -> Result<()> {
-        self.state.finish_checkpoints()?;
+        self.state.finish_background_writes()?;
         self.barrier()?;
         self.world().leave();
         Ok(())

@@ -7,7 +7,7 @@ use burn::tensor::Device;
 use burn_ddp_comm::{ProcessGroup, World};
 
 use crate::batch_weight::{Batch, BatchWeight, backward_track};
-use crate::checkpoint::Writing;
+use crate::checkpoint::background::BackgroundWrite;
 use crate::seed::Seed;
 use crate::telemetry::meter::Meter;
 use crate::{Error, Result};
@@ -28,8 +28,8 @@ pub(crate) struct SharedState {
     /// Number of loaders built so far.
     loaders: AtomicU64,
     seed: Mutex<Option<Seed>>,
-    /// Writers of checkpoints that may be under way: [`Ddp::finish`](super::Ddp::finish) waits for them.
-    checkpoint_writers: Mutex<Vec<Arc<Writing>>>,
+    /// Checkpoints that may be under way: [`Ddp::finish`](super::Ddp::finish) waits for them.
+    background_writes: Mutex<Vec<Arc<BackgroundWrite>>>,
     /// The CUDA device on which NCCL reduces, once it does.
     #[cfg(feature = "nccl")]
     nccl_device: std::sync::OnceLock<usize>,
@@ -50,7 +50,7 @@ impl SharedState {
             graph_group: Mutex::new(None),
             loaders: AtomicU64::new(0),
             seed: Mutex::new(None),
-            checkpoint_writers: Mutex::new(Vec::new()),
+            background_writes: Mutex::new(Vec::new()),
             #[cfg(feature = "nccl")]
             nccl_device: std::sync::OnceLock::new(),
             #[cfg(feature = "train")]
@@ -133,17 +133,17 @@ impl SharedState {
         }
     }
 
-    /// Adds a writer for which [`Ddp::finish`](super::Ddp::finish) waits.
-    pub(crate) fn add_checkpoint_writer(&self, writer: &Arc<Writing>) {
-        lock(&self.checkpoint_writers).push(writer.clone());
+    /// Adds a write for which [`Ddp::finish`](super::Ddp::finish) waits.
+    pub(crate) fn add_background_write(&self, write: &Arc<BackgroundWrite>) {
+        lock(&self.background_writes).push(write.clone());
     }
 
     /// Waits for all checkpoints under way. *Collective*.
     #[track_caller]
-    pub(super) fn finish_checkpoints(&self) -> Result<()> {
-        let writers = std::mem::take(&mut *lock(&self.checkpoint_writers));
-        for writer in writers {
-            writer.wait(&self.group)?;
+    pub(super) fn finish_background_writes(&self) -> Result<()> {
+        let writes = std::mem::take(&mut *lock(&self.background_writes));
+        for write in writes {
+            write.wait(&self.group)?;
         }
         Ok(())
     }

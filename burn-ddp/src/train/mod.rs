@@ -10,12 +10,12 @@
 //!
 //! `docs/trainer.md` tells what changes for a program that uses Burn's trainer.
 
-mod accumulation;
-mod agreement;
-mod checkpointer;
-mod gathered;
-mod metric;
-mod silent;
+mod micro_batches;
+mod stop;
+mod shared_checkpointer;
+mod gathered_metric;
+mod mean_metric;
+mod silent_ui;
 mod strategy;
 
 use std::path::Path;
@@ -24,14 +24,14 @@ use std::sync::Arc;
 use burn::train::metric::{Metric, Numeric};
 use burn::train::{InferenceStep, LearnerModel, SupervisedTraining, TrainStep, TrainingStrategy};
 
-pub use checkpointer::SharedCheckpointer;
-pub use gathered::{GatherInput, GatheredMetric};
-pub use metric::{GlobalMetric, MeanMetric};
-pub use silent::SilentRenderer;
+pub use shared_checkpointer::SharedCheckpointer;
+pub use gathered_metric::{GatherInput, GatheredMetric};
+pub use mean_metric::{GlobalMetric, MeanMetric};
+pub use silent_ui::SilentRenderer;
 
 use crate::data::{EvalLoader, ShardedLoader};
 use crate::{Ddp, WrapConfig};
-use silent::SilentLogger;
+use silent_ui::SilentLogger;
 use strategy::DdpStrategy;
 
 /// Burn's trainer.

@@ -7,8 +7,8 @@ use burn::train::{
     TrainingComponents, TrainingItem, ValidLoader,
 };
 
-use super::accumulation::Accumulation;
-use super::agreement::{agree_to_stop, as_rank_0_says, fail, report};
+use super::micro_batches::Accumulation;
+use super::stop::{agree_to_stop, as_rank_0_says, fail, report};
 use crate::data::ShardedLoader;
 use crate::wrap::{self, Taps};
 use crate::{Ddp, Error, Result, WrapConfig};

@@ -4,7 +4,7 @@ use std::error::Error;
 
 use burn::data::dataset::Dataset;
 
-use super::plan::share;
+use super::epoch_plan::share;
 use super::{DataError, DistributedSampler};
 
 /// One rank's share of a [`Dataset`], itself a [`Dataset`].

@@ -8,9 +8,9 @@ use burn::data::dataset::DatasetError;
 use burn::tensor::Device;
 
 use super::DataError;
-use super::plan::share;
-use super::unreadable::Unreadable;
-use super::worker::{Pass, Pool, Reading};
+use super::epoch_plan::share;
+use super::burn_data_loader::Unreadable;
+use super::prefetch::{Pass, Pool, Reading};
 use crate::Ddp;
 
 /// This rank's share of an evaluation dataset, batch by batch; from [`Ddp::eval_loader`].

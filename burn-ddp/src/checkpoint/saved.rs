@@ -1,4 +1,4 @@
-//! What comes out of a checkpoint.
+//! Loading a saved checkpoint: rank 0 reads its files and broadcasts them.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -13,36 +13,36 @@ use burn::tensor::{Bool, Bytes, Int, Tensor};
 use burn_ddp_comm::DType;
 use serde::de::DeserializeOwned;
 
-use super::manifest::{Manifest, Sum};
+use super::manifest::{Checksum, Manifest};
 use crate::ddp::Ddp;
 use crate::model::schema::{Entry, Schema};
 use crate::optimizer::state as optimizer_state;
 use crate::{Error, Result, agreement, intercept};
 
-/// A complete checkpoint, the same one on all ranks: what [`Checkpoints::latest`](super::Checkpoints::latest) chose.
+/// A complete checkpoint, the same one on all ranks; from [`Checkpoints::latest`](super::Checkpoints::latest).
 ///
-/// Rank 0 reads the files and hands their contents to the others; so all ranks load the same things, in the same order.
+/// Rank 0 reads the files and broadcasts their contents, so all ranks load the same things in the same order.
 #[derive(Clone, Debug)]
-pub struct Found {
+pub struct Checkpoint {
     ddp: Ddp,
     path: PathBuf,
     manifest: Arc<Manifest>,
     prefix: String,
 }
 
-impl Found {
+impl Checkpoint {
     pub(super) fn new(ddp: Ddp, path: PathBuf, manifest: &str) -> Result<Self> {
-        let manifest = Manifest::read(manifest).map_err(|e| Error::File(format!("{}: {e}", path.display())))?;
-        Ok(Found { ddp, path, manifest: Arc::new(manifest), prefix: String::new() })
+        let manifest = Manifest::parse(manifest).map_err(|e| Error::File(format!("{}: {e}", path.display())))?;
+        Ok(Checkpoint { ddp, path, manifest: Arc::new(manifest), prefix: String::new() })
     }
 
-    /// After how many optimizer steps it was saved.
+    /// Optimizer steps before it was saved.
     #[must_use]
     pub fn step(&self) -> u64 {
         self.manifest.step
     }
 
-    /// How many ranks the job had that saved it.
+    /// Number of ranks of the job that saved it.
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.manifest.world_size
@@ -54,57 +54,58 @@ impl Found {
         &self.path
     }
 
-    /// What was saved under this name, see [`Draft::named`](super::Draft::named).
+    /// The part that was saved under this name, see [`CheckpointWriter::named`](super::CheckpointWriter::named).
     #[must_use]
-    pub fn named(&self, name: &str) -> Found {
-        Found { prefix: format!("{}{name}-", self.prefix), ..self.clone() }
+    pub fn named(&self, name: &str) -> Checkpoint {
+        Checkpoint { prefix: format!("{}{name}-", self.prefix), ..self.clone() }
     }
 
-    /// `model` with the parameters and buffers of the checkpoint, on every rank; it may be wrapped or not, and parameter ids stay what
-    /// they are. *Collective*.
+    /// Returns `model` with the parameters and buffers of the checkpoint. *Collective*.
+    ///
+    /// The model may be wrapped or not; parameter ids do not change.
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::Use`] naming the first parameter that is another one in the checkpoint, and both shapes; [`Error::File`]
-    /// if rank 0 cannot read the file any more.
+    /// On every rank: [`Error::Use`] naming the first parameter that differs from the checkpoint, with both shapes;
+    /// [`Error::File`] if rank 0 can no longer read the file.
     #[track_caller]
     pub fn model<M: Module>(&self, model: M) -> Result<M> {
         let name = format!("{}model.bpk", self.prefix);
         let entries = self.manifest.models.get(&name).ok_or_else(|| self.missing(&name))?;
-        let load = |model: M| intercept::bypass(|| load_model(model, entries, self.read(&name)?));
+        let load = |model: M| intercept::bypass(|| load_model(model, entries, self.read_file(&name)?));
         let model = if self.ddp.is_main() { load(model) } else { Ok(model) };
         let model = agreement::on_outcome(self.ddp.group(), &format!("load {name}"), model)?;
         self.ddp.broadcast_parameters(model, 0)
     }
 
-    /// `optim` with the state of the checkpoint, for the parameters of `model`, which may be wrapped or not. *Collective*.
+    /// Returns `optim` with the state of the checkpoint, for the parameters of `model`, wrapped or not. *Collective*.
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::Use`] if the state belongs to another kind of optimizer or to parameters that `model` does not have;
-    /// [`Error::File`] if rank 0 cannot read the file any more.
+    /// On every rank: [`Error::Use`] if the state belongs to another kind of optimizer or to parameters that `model` does
+    /// not have; [`Error::File`] if rank 0 can no longer read the file.
     #[track_caller]
     pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
         let name = format!("{}optimizer.bpk", self.prefix);
-        let theirs = self.manifest.optimizers.get(&name).ok_or_else(|| self.missing(&name))?;
-        let bytes = self.share(&name)?;
-        let mine = intercept::bypass(|| Schema::of(model)).map(|schema| optimizer_state::ids(&schema));
-        let loaded = mine.and_then(|mine| optimizer_state::read(optim, &bytes, theirs, &mine));
+        let saved_ids = self.manifest.optimizers.get(&name).ok_or_else(|| self.missing(&name))?;
+        let bytes = self.broadcast_file(&name)?;
+        let ids = intercept::bypass(|| Schema::of(model)).map(|schema| optimizer_state::ids(&schema));
+        let loaded = ids.and_then(|ids| optimizer_state::read(optim, &bytes, saved_ids, &ids));
         agreement::on_outcome(self.ddp.group(), &format!("load {name}"), loaded)
     }
 
-    /// Where the learning-rate schedule stood: `scheduler = scheduler.load_record(found.scheduler()?)`. *Collective*.
+    /// State of the learning-rate schedule: `scheduler = scheduler.load_record(checkpoint.scheduler()?)`. *Collective*.
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::Use`] if none was saved; [`Error::File`] if rank 0 cannot read the file any more.
+    /// On every rank: [`Error::Use`] if none was saved; [`Error::File`] if rank 0 can no longer read the file.
     #[track_caller]
     pub fn scheduler(&self) -> Result<LrSchedulerRecord> {
         let name = format!("{}scheduler.bpk", self.prefix);
         if !self.manifest.files.contains_key(&name) {
             return Err(self.missing(&name));
         }
-        let bytes = self.share(&name)?;
+        let bytes = self.broadcast_file(&name)?;
         LrSchedulerRecord::from_bytes(Bytes::from_bytes_vec(bytes)).map_err(|e| Error::File(format!("{name}: {e}")))
     }
 
@@ -125,44 +126,44 @@ impl Found {
         Error::Use(format!("the checkpoint of step {} has no {what}; it holds {}", self.step(), held.join(", ")))
     }
 
-    /// A file as it was written.
-    fn read(&self, name: &str) -> Result<Vec<u8>> {
+    /// Reads a file and compares its checksum with the manifest's.
+    fn read_file(&self, name: &str) -> Result<Vec<u8>> {
         let path = self.path.join(name);
         let bytes = fs::read(&path).map_err(|e| Error::File(format!("cannot read {}: {e}", path.display())))?;
         match self.manifest.files.get(name) {
-            Some(known) if *known == Sum::of(&bytes) => Ok(bytes),
+            Some(checksum) if *checksum == Checksum::of(&bytes) => Ok(bytes),
             _ => Err(Error::File(format!("{} has changed since the checkpoint was chosen", path.display()))),
         }
     }
 
-    /// A file's contents on every rank.
+    /// Reads a file on rank 0 and broadcasts its contents. *Collective*.
     #[track_caller]
-    fn share(&self, name: &str) -> Result<Vec<u8>> {
-        let main = self.ddp.is_main();
-        let read = if main { self.read(name) } else { Ok(Vec::new()) };
-        let told = main.then(|| read.as_ref().map(Vec::len).map_err(ToString::to_string));
-        let len: std::result::Result<usize, String> = self.ddp.group().broadcast_object(told, 0)?;
-        let len = len.map_err(|reason| Error::File(format!("rank 0 {reason}")))?;
-        let mut bytes = read?;
+    fn broadcast_file(&self, name: &str) -> Result<Vec<u8>> {
+        let (group, mut bytes) = (self.ddp.group(), Vec::new());
+        let len = agreement::on_main(group, || {
+            bytes = self.read_file(name).map_err(|e| e.to_string())?;
+            Ok(bytes.len())
+        })?;
         bytes.resize(len, 0);
-        self.ddp.group().broadcast_bytes(DType::U8, &mut bytes, 0)?;
+        group.broadcast_bytes(DType::U8, &mut bytes, 0)?;
         Ok(bytes)
     }
 }
 
-/// `model` with the values of a record, and the ids that it has.
+/// Loads a record into `model`, whose parameters keep their ids.
 fn load_model<M: Module>(model: M, saved: &[Entry], record: Vec<u8>) -> Result<M> {
     let schema = Schema::of(&model)?;
     if let Some(difference) = difference(saved, &schema.entries) {
         return Err(Error::Use(format!("the checkpoint is of another model: {difference}")));
     }
-    // What forwards left behind must not be added to the statistics that are loaded.
+    // Applies pending updates of running statistics now, so that they are not added to the loaded ones later.
     drop(model.valid());
     let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(record)).map_err(|e| Error::File(e.to_string()))?;
     let loaded = model.try_load_record(record).map_err(|e| Error::Use(e.to_string()))?;
-    Ok(loaded.map(&mut Rename(schema.ids.into())))
+    Ok(loaded.map(&mut RestoreIds(schema.ids.into())))
 }
 
+/// The first difference between the saved entries and those of the model to load.
 fn difference(saved: &[Entry], here: &[Entry]) -> Option<String> {
     let of_path = |entries: &'_ [Entry], path: &str| entries.iter().find(|e| e.path == path).cloned();
     let extra = here.iter().find(|e| of_path(saved, &e.path).is_none());
@@ -179,16 +180,16 @@ fn difference(saved: &[Entry], here: &[Entry]) -> Option<String> {
         .or_else(|| extra.map(|e| format!("{e} is not in the checkpoint")))
 }
 
-/// Gives parameters their ids.
-struct Rename(VecDeque<ParamId>);
+/// Sets the ids of a model's parameters and buffers, in traversal order.
+struct RestoreIds(VecDeque<ParamId>);
 
-impl Rename {
+impl RestoreIds {
     fn next(&mut self, old: ParamId) -> ParamId {
         self.0.pop_front().unwrap_or(old)
     }
 }
 
-impl ModuleMapper for Rename {
+impl ModuleMapper for RestoreIds {
     fn map_float<const D: usize>(&mut self, mut param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         param.id = self.next(param.id);
         param

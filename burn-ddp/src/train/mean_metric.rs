@@ -7,7 +7,7 @@ use burn::train::metric::{
     WordErrorRate, format_float,
 };
 
-use super::agreement::unreadable;
+use super::stop::unreadable;
 use crate::Ddp;
 
 /// A metric whose value over several batches is the mean of the batches' values, weighted by their counts.

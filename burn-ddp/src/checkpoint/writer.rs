@@ -1,4 +1,4 @@
-//! What goes into a checkpoint.
+//! Filling a checkpoint: models, optimizers, schedules and values, encoded in memory.
 
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::module::Module;
@@ -7,37 +7,37 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::manifest::{Manifest, Sum};
+use super::manifest::{Checksum, Manifest};
 use crate::model::schema::Schema;
 use crate::optimizer::state as optimizer_state;
 use crate::{Error, Result, intercept};
 
-/// A checkpoint to be: filled in [`Checkpoints::save`](super::Checkpoints::save).
+/// Takes the contents of a new checkpoint, in [`Checkpoints::save`](super::Checkpoints::save).
 ///
-/// On ranks other than 0 nothing is copied, and what is put in is dropped.
+/// Only rank 0 copies them; on the other ranks its methods do nothing.
 #[derive(Debug)]
-pub struct Draft<'a> {
+pub struct CheckpointWriter<'a> {
     contents: &'a mut Contents,
-    /// `"generator-"`, or nothing.
+    /// Prefix of names, such as `"generator-"`; empty without [`named`](Self::named).
     prefix: String,
 }
 
-/// A checkpoint in memory.
+/// The encoded files of a checkpoint.
 #[derive(Debug)]
 pub(super) struct Contents {
     pub(super) manifest: Manifest,
     pub(super) files: Vec<(String, Vec<u8>)>,
-    /// On rank 0.
-    counts: bool,
+    /// True on rank 0; the other ranks collect nothing.
+    collect: bool,
 }
 
 impl Contents {
-    pub(super) fn new(step: u64, world_size: usize, counts: bool) -> Self {
-        Contents { manifest: Manifest::new(step, world_size), files: Vec::new(), counts }
+    pub(super) fn new(step: u64, world_size: usize, collect: bool) -> Self {
+        Contents { manifest: Manifest::new(step, world_size), files: Vec::new(), collect }
     }
 
     fn add(&mut self, name: String, bytes: Vec<u8>) -> Result<()> {
-        if self.manifest.files.insert(name.clone(), Sum::of(&bytes)).is_some() {
+        if self.manifest.files.insert(name.clone(), Checksum::of(&bytes)).is_some() {
             return Err(Error::Use(format!("{name} is in the checkpoint already: tell them apart with `named`")));
         }
         self.files.push((name, bytes));
@@ -45,24 +45,24 @@ impl Contents {
     }
 }
 
-impl<'a> Draft<'a> {
+impl<'a> CheckpointWriter<'a> {
     pub(super) fn new(contents: &'a mut Contents) -> Self {
-        Draft { contents, prefix: String::new() }
+        CheckpointWriter { contents, prefix: String::new() }
     }
 
-    /// Where a further model, optimizer or schedule goes: `c.named("generator").model(&generator)?`. Read it with the same name,
-    /// [`Found::named`](super::Found::named).
-    pub fn named(&mut self, name: &str) -> Draft<'_> {
-        Draft { prefix: format!("{}{name}-", self.prefix), contents: self.contents }
+    /// A writer for a further model, optimizer or schedule: `c.named("generator").model(&generator)?`. Load it by the
+    /// same name, see [`Checkpoint::named`](super::Checkpoint::named).
+    pub fn named(&mut self, name: &str) -> CheckpointWriter<'_> {
+        CheckpointWriter { prefix: format!("{}{name}-", self.prefix), contents: self.contents }
     }
 
-    /// Parameters and buffers, as they are now, of a model that is wrapped or not. Plain Burn reads the file `model.bpk`.
+    /// Saves parameters and buffers of `model`, wrapped or not. Plain Burn reads the file `model.bpk`.
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if it cannot be read from its device, or there is a model of this name already.
+    /// [`Error::Use`] if the model cannot be read from its device, or a model of this name was saved already.
     pub fn model<M: Module>(&mut self, model: &M) -> Result<()> {
-        if !self.contents.counts {
+        if !self.contents.collect {
             return Ok(());
         }
         let name = self.file("model.bpk")?;
@@ -75,13 +75,15 @@ impl<'a> Draft<'a> {
         self.contents.add(name, bytes.to_vec())
     }
 
-    /// The state of the optimizer that trains `model`. Plain Burn reads the file `optimizer.bpk`, together with `model.bpk`.
+    /// Saves the state of the optimizer that trains `model`. Plain Burn reads the file `optimizer.bpk`, together with
+    /// `model.bpk`.
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if it has state of parameters that are not in the model, or there is an optimizer of this name already.
+    /// [`Error::Use`] if it has state of parameters that are not in `model`, or an optimizer of this name was saved
+    /// already.
     pub fn optimizer<M: Module>(&mut self, optim: &ModuleOptimizer, model: &M) -> Result<()> {
-        if !self.contents.counts {
+        if !self.contents.collect {
             return Ok(());
         }
         let name = self.file("optimizer.bpk")?;
@@ -92,13 +94,13 @@ impl<'a> Draft<'a> {
         self.contents.add(name, bytes)
     }
 
-    /// Where a learning-rate schedule stands: `c.scheduler(scheduler.to_record())`, whatever its type.
+    /// Saves the state of a learning-rate schedule of any type: `c.scheduler(scheduler.to_record())`.
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if there is a scheduler of this name already.
+    /// [`Error::Use`] if a scheduler of this name was saved already.
     pub fn scheduler(&mut self, record: LrSchedulerRecord) -> Result<()> {
-        if !self.contents.counts {
+        if !self.contents.collect {
             return Ok(());
         }
         let name = self.file("scheduler.bpk")?;
@@ -106,13 +108,13 @@ impl<'a> Draft<'a> {
         self.contents.add(name, bytes.to_vec())
     }
 
-    /// Any serde value, rank 0's: a loader's position, a configuration, the best loss so far. Floats keep their bits.
+    /// Saves rank 0's serde value: a loader's position, a configuration, the best loss so far. Floats keep their bits.
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if the value cannot be read again as what it was (NaN and infinities, in JSON), or the name is taken.
+    /// [`Error::Use`] if JSON cannot hold the value exactly (NaN, infinities), or the name is taken.
     pub fn value<V: Serialize + DeserializeOwned>(&mut self, name: &str, value: &V) -> Result<()> {
-        if !self.contents.counts {
+        if !self.contents.collect {
             return Ok(());
         }
         let name = format!("{}{name}", self.prefix);
@@ -137,13 +139,13 @@ impl<'a> Draft<'a> {
 ///
 /// # Errors
 ///
-/// If it cannot be read again as what it was: numbers that are not finite, keys that are no texts.
+/// A value that does not survive the round trip: numbers that are not finite, keys that are not strings.
 fn json_of<V: Serialize + DeserializeOwned>(value: &V) -> std::result::Result<Value, String> {
     let json = serde_json::to_value(value).map_err(|e| e.to_string())?;
     let again: V = serde_json::from_str(&json.to_string()).map_err(|e| e.to_string())?;
     match serde_json::to_value(&again) {
         Ok(read) if read == json => Ok(json),
-        _ => Err("it is not the same when it is read again".into()),
+        _ => Err("it does not survive a round trip through JSON".into()),
     }
 }
 

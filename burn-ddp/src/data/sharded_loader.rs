@@ -6,8 +6,8 @@ use burn::data::dataloader::{DataLoader, DataLoaderIterator};
 use burn::tensor::Device;
 
 use super::epoch::{AsBurn, Epoch, Epochs};
-use super::unreadable::Unreadable;
-use super::worker::{Pool, Reading};
+use super::burn_data_loader::Unreadable;
+use super::prefetch::{Pool, Reading};
 use super::{DataError, EpochPlan, permutation};
 use crate::Ddp;
 

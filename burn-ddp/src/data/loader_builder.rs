@@ -7,10 +7,10 @@ use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
 use super::agree::{Facts, agree};
-use super::eval::EvalLoader;
-use super::loader::ShardedLoader;
-use super::plan::EpochPlan;
-use super::worker::{Pool, Source};
+use super::eval_loader::EvalLoader;
+use super::sharded_loader::ShardedLoader;
+use super::epoch_plan::EpochPlan;
+use super::prefetch::{Pool, Source};
 use super::{DataError, ShardedDataset};
 use crate::{Ddp, Result};
 

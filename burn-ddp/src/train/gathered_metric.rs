@@ -7,7 +7,7 @@ use burn::train::metric::{
     NumericEntry, RougeLInput, SerializedEntry, WerInput,
 };
 
-use super::agreement::unreadable;
+use super::stop::unreadable;
 use crate::Ddp;
 
 /// What a metric reads of a batch, as it travels between ranks.

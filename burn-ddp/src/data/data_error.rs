@@ -6,7 +6,7 @@ use std::time::Duration;
 use burn::data::dataset::DatasetError;
 use burn_ddp_comm as comm;
 
-use super::worker::Failure;
+use super::prefetch::Failure;
 
 /// Why a loader, sampler or shard could not be built or read.
 ///
