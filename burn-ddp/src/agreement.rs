@@ -14,14 +14,14 @@ pub(crate) type Settings = Vec<(String, String)>;
 ///
 /// # Errors
 ///
-/// This rank's own error, else [`Error::Use`] with that of the first rank that has one.
+/// This rank's own error, else [`Error::Invalid`] with that of the first rank that has one.
 #[track_caller]
 pub(crate) fn on_outcome<T>(group: &ProcessGroup, what: &str, mine: Result<T>) -> Result<T> {
     let outcomes = group.all_gather_object(&mine.as_ref().err().map(ToString::to_string))?;
     let mine = mine?;
     match outcomes.into_iter().enumerate().find_map(|(rank, reason)| Some((rank, reason?))) {
         None => Ok(mine),
-        Some((rank, reason)) => Err(Error::Use(format!("rank {rank} cannot {what}: {reason}"))),
+        Some((rank, reason)) => Err(Error::Invalid { rank: Some(rank), reason: format!("cannot {what}: {reason}") }),
     }
 }
 
@@ -37,7 +37,7 @@ pub(crate) fn on_main<T: Serialize + DeserializeOwned>(
 ) -> Result<T> {
     let outcome = (group.rank() == 0).then(f);
     let outcome: Result<T, String> = group.broadcast_object(outcome, 0)?;
-    outcome.map_err(|reason| Error::File(format!("rank 0 {reason}")))
+    outcome.map_err(|reason| Error::File { rank: Some(0), reason })
 }
 
 /// Settings that differ between the ranks, each with its values and the ranks that have them; `None` if all agree.
@@ -59,7 +59,8 @@ pub(crate) fn on_model(group: &ProcessGroup, entries: &[Entry]) -> Result<()> {
         return Ok(());
     }
     let models = group.all_gather_object(&entries.to_vec())?;
-    Err(Error::ModelsDiffer(difference(&models).unwrap_or_else(|| "their digests differ".into())))
+    let (rank, difference) = difference(&models).unwrap_or_else(|| (0, "their digests differ".into()));
+    Err(Error::ModelsDiffer { rank, difference })
 }
 
 fn differing_settings(of_ranks: &[Settings]) -> Option<String> {

@@ -75,11 +75,11 @@ impl BatchWeight {
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if `items` is negative, not finite, or outside the range that sums in f32 can hold.
+    /// [`Error::Invalid`] if `items` is negative, not finite, or outside the range that sums in f32 can hold.
     pub(crate) fn set(&self, items: f64) -> Result<()> {
         // The range keeps weighted sums in f32 from overflowing and vanishing.
         if items != 0.0 && !(1e-6..=1e15).contains(&items) {
-            return Err(Error::Use(format!("the items of a batch are 0, or between 1e-6 and 1e15: got {items}")));
+            return Err(Error::invalid(format!("the items of a batch are 0, or between 1e-6 and 1e15: got {items}")));
         }
         let mut w = self.lock();
         w.explicit = Some(items);
@@ -98,11 +98,11 @@ impl BatchWeight {
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if several loaders were read for it and the user did not set the items.
+    /// [`Error::Invalid`] if several loaders were read for it and the user did not set the items.
     pub(crate) fn take(&self) -> Result<Batch> {
         let mut w = self.lock();
         if w.explicit.is_none() && w.read.len() > 1 {
-            return Err(Error::Use(format!(
+            return Err(Error::invalid(format!(
                 "{} training loaders were read for one backward, so its number of items is ambiguous: call `ddp.set_batch_items(items)` \
                  before the backward, or read evaluation data through `ddp.eval_loader`",
                 w.read.len()

@@ -121,7 +121,7 @@ impl Place {
             let any = gpu.or_else(processor).unwrap_or(0);
             return match built_in.into_iter().nth(any) {
                 Some((name, devices)) => self.one_of(name, devices, env),
-                None => Err(Error::Use(
+                None => Err(Error::invalid(
                     "burn-ddp was built without a backend: enable its feature `flex`, or one for GPUs such as `cuda` or `wgpu`".into(),
                 )),
             };
@@ -130,7 +130,7 @@ impl Place {
             Some(kind) => self.one_of(kind.name, (kind.devices)(), env),
             None => {
                 let names: Vec<_> = kinds.iter().map(|kind| kind.name).collect();
-                Err(Error::Use(format!(
+                Err(Error::invalid(format!(
                     "{KIND}={wanted}, but that is not built in; built in are: {}. Enable burn-ddp's feature of that name",
                     names.join(", ")
                 )))
@@ -149,7 +149,7 @@ impl Place {
         let shared = || env(SHARE).is_some_and(|text| text.trim() == "1");
         let index = match gpus.len() {
             0 => {
-                return Err(Error::Use(format!(
+                return Err(Error::invalid(format!(
                     "there is no {kind} device on this machine: {KIND} chooses another kind"
                 )));
             }
@@ -157,7 +157,7 @@ impl Place {
             _ if given() => 0,
             count if shared() => local_rank % count,
             count => {
-                return Err(Error::Use(format!(
+                return Err(Error::invalid(format!(
                     "local rank {local_rank} of {local_world_size} has no {kind} device: this machine has {count}. Start at most {count} \
                      ranks on it, or set {SHARE}=1 to share them on purpose, or choose yourself: `ddp.device_of(|local_rank| …)`"
                 )));
@@ -175,7 +175,7 @@ pub(crate) fn kind(device: &Device) -> String {
 /// Whether the taps work on this device, else what to do.
 pub(crate) fn check_supported(device: &Device) -> Result<()> {
     supported(device).map(drop).map_err(|other| {
-        Error::Use(format!(
+        Error::invalid(format!(
             "burn-ddp has no support for {other} built in: enable the feature of burn-ddp that is named like its backend, as for Burn \
              itself (flex, ndarray, tch, wgpu, vulkan, metal, webgpu, cuda, rocm, cpu)"
         ))

@@ -1,4 +1,4 @@
-//! Where the ranks of a job compute, and who reduces their gradients.
+//! Choice of the engine that reduces the gradients of a model: NCCL where all ranks can, otherwise an engine between hosts.
 
 use std::collections::BTreeMap;
 
@@ -9,49 +9,62 @@ use serde::{Deserialize, Serialize};
 use crate::ddp::Ddp;
 use crate::{Error, Result, device};
 
-/// What a rank tells the others of the device that its model is on.
+/// One rank's report on the device of its model.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Here {
+pub(crate) struct RankReport {
     kind: String,
-    /// What its NCCL can do there, or why it cannot; `None` if nobody wants to know. Text, since ranks may be built with other features.
+    /// Abilities of its NCCL on the device, or the reason why it has none; `None` if NCCL is no candidate. Text, since ranks may
+    /// be built with other features.
     pub(crate) nccl: Option<Result<String, String>>,
 }
 
-/// Chooses who reduces the gradients of a model on `device`, if any are to be reduced, and tells the user: NCCL where all ranks
-/// can, else the engines between hosts. Yields whether they are reduced on their device. *Collective*.
+/// Agreement of all ranks on the engine.
+pub(crate) enum EngineAgreement {
+    /// NCCL reduces gradients on their devices.
+    Nccl {
+        /// Number of different GPUs.
+        gpus: usize,
+    },
+    /// Gradients go through host memory; with the reason why NCCL does not reduce them, if it was a candidate.
+    Host(Option<String>),
+}
+
+/// True if the gradients of a model on `device` are reduced on their device; false if they go through host memory, or if there
+/// are none to reduce. Logs the choice. *Collective*.
 ///
 /// # Errors
 ///
 /// On all ranks, if NCCL was asked for and some rank cannot.
 #[track_caller]
-pub(crate) fn choose(ddp: &Ddp, device: &Device, reduces: bool) -> Result<bool> {
+pub(crate) fn reduces_on_device(ddp: &Ddp, device: &Device, reduces: bool) -> Result<bool> {
     #[cfg(all(test, feature = "flex"))]
-    if ddp.engine() == crate::intercept::fake::NAME || crate::intercept::fake_gpu::is_installed() {
+    if ddp.engine() == crate::intercept::fake_device::NAME || crate::intercept::fake_gpu::is_installed() {
         return Ok(reduces);
     }
     let wanted = ddp.world().options().engine;
-    let asked = wanted == Some(EngineChoice::Nccl);
-    let ask = asked || wanted.is_none() && reduces;
-    let mine = Here { kind: device::kind(device), nccl: ask.then(|| nccl_here(ddp, device)) };
-    let all = ddp.group().all_gather_object(&mine)?;
-    let agreed = if ask { agree(ddp, device, &all, reduces)? } else { Err(String::new()) };
-    let kinds: Vec<String> = all.iter().map(|here| here.kind.clone()).collect();
-    match agreed {
-        Ok(gpus) => {
+    let required = wanted == Some(EngineChoice::Nccl);
+    let candidate = required || wanted.is_none() && reduces;
+    let mine = RankReport { kind: device::kind(device), nccl: candidate.then(|| nccl_report(ddp, device)) };
+    let reports = ddp.group().all_gather_object(&mine)?;
+    let agreement =
+        if candidate { agree(ddp, device, &reports, reduces)? } else { EngineAgreement::Host(None) };
+    let kinds: Vec<String> = reports.iter().map(|report| report.kind.clone()).collect();
+    match agreement {
+        EngineAgreement::Nccl { gpus } => {
             if ddp.is_main() && reduces {
                 tracing::info!("engine: nccl ({}, {})", count(kinds.len(), "rank"), count(gpus, "GPU"));
             }
             Ok(reduces)
         }
-        Err(why) if asked => Err(Error::Use(format!("BURN_DDP_ENGINE=nccl, but {why}"))),
-        Err(why) => {
+        EngineAgreement::Host(why) if required => {
+            Err(Error::invalid(format!("BURN_DDP_ENGINE=nccl, but {}", why.unwrap_or_default())))
+        }
+        EngineAgreement::Host(why) => {
             if ddp.is_main() {
-                let host = if kinds.iter().any(|kind| kind == "cuda") && !why.is_empty() {
-                    format!("; gradients go through host memory: {why}")
-                } else {
-                    String::new()
-                };
-                tracing::info!("engine: {} ({}){host}", ddp.state().host_engine, describe(&kinds));
+                let has_cuda = kinds.iter().any(|kind| kind == "cuda");
+                let why = why.filter(|_| has_cuda);
+                let why = why.map_or_else(String::new, |why| format!("; gradients go through host memory: {why}"));
+                tracing::info!("engine: {} ({}){why}", ddp.state().host_engine, describe(&kinds));
             }
             Ok(false)
         }
@@ -59,23 +72,22 @@ pub(crate) fn choose(ddp: &Ddp, device: &Device, reduces: bool) -> Result<bool> 
 }
 
 #[cfg(feature = "nccl")]
-use crate::nccl::{agree, here as nccl_here};
+use crate::nccl::{agree, report as nccl_report};
 
 #[cfg(not(feature = "nccl"))]
-fn nccl_here(_: &Ddp, _: &Device) -> Result<String, String> {
+fn nccl_report(_: &Ddp, _: &Device) -> Result<String, String> {
     Err("burn-ddp was built without its feature `nccl`: enable it".to_owned())
 }
 
-/// Whether all use NCCL, and with how many GPUs; else why not.
 #[cfg(not(feature = "nccl"))]
-fn agree(_: &Ddp, _: &Device, all: &[Here], _: bool) -> Result<Result<usize, String>> {
-    Ok(Err(refusal(all).unwrap_or_default()))
+fn agree(_: &Ddp, _: &Device, reports: &[RankReport], _: bool) -> Result<EngineAgreement> {
+    Ok(EngineAgreement::Host(refusal(reports)))
 }
 
-/// Who cannot use NCCL first, and why.
-pub(crate) fn refusal(all: &[Here]) -> Option<String> {
-    all.iter().enumerate().find_map(|(rank, here)| match &here.nccl {
-        Some(Err(why)) => Some(format!("rank {rank} ({}) cannot use it: {why}", here.kind)),
+/// The first rank that cannot use NCCL, and why.
+pub(crate) fn refusal(reports: &[RankReport]) -> Option<String> {
+    reports.iter().enumerate().find_map(|(rank, report)| match &report.nccl {
+        Some(Err(why)) => Some(format!("rank {rank} ({}) cannot use it: {why}", report.kind)),
         _ => None,
     })
 }

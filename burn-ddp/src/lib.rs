@@ -39,7 +39,7 @@
 //! | | |
 //! |---|---|
 //! | [`Ddp`] | one rank: `init`, `launch`, `spawn`; `wrap`; `mean`, `save`, collectives on tensors |
-//! | [`WrapConfig`], [`Reduction`], [`BufferPolicy`] | accumulation, mean or sum, bucket sizes, running statistics |
+//! | [`WrapConfig`], [`GradientReduction`], [`BufferPolicy`] | accumulation, mean or sum, bucket sizes, running statistics |
 //! | [`nn`] | `SyncBatchNorm`: the batch of all ranks |
 //! | [`clip_grad_norm`], [`clip_grad_value`], [`grad_norm`] | on averaged gradients |
 //! | [`DdpConfig`] | all settings in one file |
@@ -71,6 +71,7 @@ mod differentiable;
 mod engine_choice;
 mod error;
 mod gradients;
+mod horovod;
 mod intercept;
 mod join;
 mod model;
@@ -87,21 +88,23 @@ mod wrap;
 /// Ranks talking: the crate `burn-ddp-comm`.
 pub use burn_ddp_comm as comm;
 pub use burn_ddp_comm::{Options, ReduceOp};
+pub use collectives::Collectives;
 pub use config::{BatchSizes, DdpConfig};
 pub use ddp::Ddp;
 pub use differentiable::{Adjoint, CollectiveBackend, Differentiable};
 pub use error::{Error, Result};
-pub use gradients::Reduction;
-pub use intercept::{DdpBackend, GradientMemory, Lent, Reading, TapHandle};
+pub use gradients::{DeviceLoan, GradientMemory, HostCopy, GradientReduction};
+pub use intercept::{DdpBackend, TapHandle};
 pub use model::running_stats::BufferPolicy;
 pub use model::save::param_hash;
 pub use optimizer::clip::{clip_grad_norm, clip_grad_value, grad_norm};
 pub use optimizer::distributed::DistributedOptimizer;
-pub use telemetry::stats::Stats;
-pub use telemetry::straggler::Straggler;
+pub use telemetry::{Stats, Straggler, Telemetry};
 pub use wrap::WrapConfig;
 
-/// What a training program imports.
+/// The imports of a training program.
 pub mod prelude {
-    pub use crate::{BufferPolicy, Ddp, DdpConfig, DistributedOptimizer, ReduceOp, Reduction, WrapConfig, param_hash};
+    pub use crate::{
+        BufferPolicy, Collectives, Ddp, DdpConfig, GradientReduction, ReduceOp, WrapConfig, param_hash,
+    };
 }

@@ -1,4 +1,4 @@
-//! Whether all ranks can let NCCL reduce, and its engine in its place.
+//! NCCL as the engine of a job: the ranks' agreement that all can use it, and its installation.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -8,59 +8,62 @@ use burn_ddp_comm::engine::Fabric;
 use burn_ddp_nccl::{Decision, HostMemory, NcclFabric, RankInfo, decide};
 
 use crate::ddp::Ddp;
-use crate::engine_choice::{Here, refusal};
+use crate::engine_choice::{EngineAgreement, RankReport, refusal};
 use crate::{Result, device};
 
-/// What this rank's NCCL can do on the device, as [`agree`] reads it.
-pub(crate) fn here(ddp: &Ddp, device: &Device) -> Result<String, String> {
+/// Abilities of this rank's NCCL on the device, as [`agree`] reads them; otherwise the reason why it cannot reduce there.
+pub(crate) fn report(ddp: &Ddp, device: &Device) -> Result<String, String> {
     let Some(ordinal) = device::cuda_ordinal(device) else {
         return Err("NCCL reduces on NVIDIA GPUs, so the model has to be on one: `Device::cuda`, or BURN_DEVICE=cuda"
             .to_owned());
     };
     if let Some(first) = ddp.state().nccl_device().filter(|first| *first != ordinal) {
         return Err(format!(
-            "its model is on CUDA device {ordinal}, but one that was wrapped before is on device {first}: NCCL has one device per rank"
+            "its model is on CUDA device {ordinal}, but one that was wrapped before is on device {first}: NCCL has one device \
+             per rank"
         ));
     }
     serde_json::to_string(&RankInfo::here(ddp.rank(), ordinal)).map_err(|e| e.to_string())
 }
 
-/// Whether all use NCCL, and with how many GPUs; else why not. With `reduces` its engine is then that of later groups. *Collective*.
+/// Agrees on NCCL if all ranks can use it. With `reduces` NCCL is then the engine of later groups. *Collective*.
 #[track_caller]
-pub(crate) fn agree(ddp: &Ddp, device: &Device, all: &[Here], reduces: bool) -> Result<Result<usize, String>> {
-    if let Some(why) = refusal(all) {
-        return Ok(Err(why));
-    }
-    let infos: Result<Vec<RankInfo>, String> =
-        all.iter()
-            .map(|here| match &here.nccl {
-                Some(Ok(text)) => serde_json::from_str(text)
-                    .map_err(|e| format!("a rank told what this one does not understand: {e}")),
-                _ => Err("a rank told nothing of its NCCL".to_owned()),
-            })
-            .collect();
-    let infos = match infos {
+pub(crate) fn agree(ddp: &Ddp, device: &Device, reports: &[RankReport], reduces: bool) -> Result<EngineAgreement> {
+    let infos = match rank_infos(reports) {
         Ok(infos) => infos,
-        Err(why) => return Ok(Err(why)),
+        Err(why) => return Ok(EngineAgreement::Host(Some(why))),
     };
     if let Decision::Host(why) = decide(&infos) {
-        return Ok(Err(why));
+        return Ok(EngineAgreement::Host(Some(why)));
     }
-    let gpus: HashSet<&str> =
-        infos.iter().filter_map(|info| info.device.as_ref().ok()).map(|d| d.uuid.as_str()).collect();
     if reduces
         && ddp.state().nccl_device().is_none()
         && let Some(ordinal) = device::cuda_ordinal(device)
-        && let Err(why) = install(ddp, ordinal)?
+        && let Some(why) = install(ddp, ordinal)?
     {
-        return Ok(Err(why));
+        return Ok(EngineAgreement::Host(Some(why)));
     }
-    Ok(Ok(gpus.len()))
+    let gpus: HashSet<&str> =
+        infos.iter().filter_map(|info| info.device.as_ref().ok()).map(|d| d.uuid.as_str()).collect();
+    Ok(EngineAgreement::Nccl { gpus: gpus.len() })
 }
 
-/// Puts NCCL's engine in its place on all ranks, or on none. *Collective*.
+/// The reports of all ranks, if all have NCCL; otherwise the first reason why one has not.
+fn rank_infos(reports: &[RankReport]) -> Result<Vec<RankInfo>, String> {
+    if let Some(why) = refusal(reports) {
+        return Err(why);
+    }
+    let info = |report: &RankReport| match &report.nccl {
+        Some(Ok(text)) => serde_json::from_str(text)
+            .map_err(|e| format!("cannot parse a rank's NCCL report (different burn-ddp version?): {e}")),
+        _ => Err("a rank sent no NCCL report (different burn-ddp version?)".to_owned()),
+    };
+    reports.iter().map(info).collect()
+}
+
+/// Installs NCCL's engine on all ranks, or on none; the reason if on none. *Collective*.
 #[track_caller]
-fn install(ddp: &Ddp, ordinal: usize) -> Result<Result<(), String>> {
+fn install(ddp: &Ddp, ordinal: usize) -> Result<Option<String>> {
     let world = ddp.world();
     let set = world.set_fabric(|own, health| {
         NcclFabric::load(own, health, ordinal, HostMemory::ByHost).map(|fabric| Arc::new(fabric) as Arc<dyn Fabric>)
@@ -70,11 +73,11 @@ fn install(ddp: &Ddp, ordinal: usize) -> Result<Result<(), String>> {
     match all.into_iter().enumerate().find_map(|(rank, why)| Some((rank, why?))) {
         None => {
             ddp.state().set_nccl_device(ordinal);
-            Ok(Ok(()))
+            Ok(None)
         }
         Some((rank, why)) => {
             world.set_fabric(|own, _| Ok::<_, burn_ddp_comm::Error>(own))?;
-            Ok(Err(format!("rank {rank} could not start it: {why}")))
+            Ok(Some(format!("rank {rank} could not start it: {why}")))
         }
     }
 }

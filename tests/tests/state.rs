@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 type Statistics = [Vec<f64>; 2];
 
 fn step(ddp: &Ddp, model: Normed, start: usize, batch: usize, device: &Device) -> anyhow::Result<Normed> {
-    ddp.weight(batch as f64)?;
+    ddp.set_batch_items(batch as f64)?;
     let grads = model.loss(rows(start, batch, 6, 1, DType::F32, device)).backward();
     let grads = GradientsParams::from_grads(grads, &model);
     Ok(SgdConfig::new().init().step(0.05, model, grads))
@@ -79,7 +79,7 @@ fn statistics_and_parameters_stay_alike_over_many_steps_and_the_last_bucket_over
                     let start = 40 * i + 20 * ddp.rank();
                     model = step(&ddp, model, start, 5 + ddp.rank(), &device)?;
                 }
-                let stats = ddp.stats();
+                let stats = ddp.telemetry().stats();
                 assert_eq!(stats.steps, 6);
                 if accumulation == 1 {
                     assert_eq!(stats.overlapped, stats.collectives, "buffers hold no bucket back");
@@ -189,7 +189,7 @@ fn save_tells_that_replicas_differ_and_keeps_the_file() {
             model.a.weight = model.a.weight.map(|w| (w + 1.0).detach().require_grad());
         }
         let error = ddp.save(&model, &path).unwrap_err();
-        assert!(matches!(error, Error::ReplicasDiffer(_)));
+        assert!(matches!(error, Error::ReplicasDiffer { .. }));
         ddp.barrier()?;
         Ok(error.to_string())
     })

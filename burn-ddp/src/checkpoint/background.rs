@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 
 use burn_ddp_comm::ProcessGroup;
 
-use crate::{Result, agree};
+use crate::{Result, agreement};
 
 type Outcome = std::result::Result<(), String>;
 

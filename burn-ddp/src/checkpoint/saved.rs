@@ -32,7 +32,7 @@ pub struct Checkpoint {
 
 impl Checkpoint {
     pub(super) fn new(ddp: Ddp, path: PathBuf, manifest: &str) -> Result<Self> {
-        let manifest = Manifest::parse(manifest).map_err(|e| Error::File(format!("{}: {e}", path.display())))?;
+        let manifest = Manifest::parse(manifest).map_err(|e| Error::file(format!("{}: {e}", path.display())))?;
         Ok(Checkpoint { ddp, path, manifest: Arc::new(manifest), prefix: String::new() })
     }
 
@@ -106,7 +106,7 @@ impl Checkpoint {
             return Err(self.missing(&name));
         }
         let bytes = self.broadcast_file(&name)?;
-        LrSchedulerRecord::from_bytes(Bytes::from_bytes_vec(bytes)).map_err(|e| Error::File(format!("{name}: {e}")))
+        LrSchedulerRecord::from_bytes(Bytes::from_bytes_vec(bytes)).map_err(|e| Error::file(format!("{name}: {e}")))
     }
 
     /// The value that was saved under `name`. Not collective.
@@ -129,10 +129,10 @@ impl Checkpoint {
     /// Reads a file and compares its checksum with the manifest's.
     fn read_file(&self, name: &str) -> Result<Vec<u8>> {
         let path = self.path.join(name);
-        let bytes = fs::read(&path).map_err(|e| Error::File(format!("cannot read {}: {e}", path.display())))?;
+        let bytes = fs::read(&path).map_err(|e| Error::file(format!("cannot read {}: {e}", path.display())))?;
         match self.manifest.files.get(name) {
             Some(checksum) if *checksum == Checksum::of(&bytes) => Ok(bytes),
-            _ => Err(Error::File(format!("{} has changed since the checkpoint was chosen", path.display()))),
+            _ => Err(Error::file(format!("{} has changed since the checkpoint was chosen", path.display()))),
         }
     }
 
@@ -158,7 +158,7 @@ fn load_model<M: Module>(model: M, saved: &[Entry], record: Vec<u8>) -> Result<M
     }
     // Applies pending updates of running statistics now, so that they are not added to the loaded ones later.
     drop(model.valid());
-    let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(record)).map_err(|e| Error::File(e.to_string()))?;
+    let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(record)).map_err(|e| Error::file(e.to_string()))?;
     let loaded = model.try_load_record(record).map_err(|e| Error::Use(e.to_string()))?;
     Ok(loaded.map(&mut RestoreIds(schema.ids.into())))
 }

@@ -59,7 +59,7 @@ pub use batch_sizes::BatchSizes;
 ///     for batch in train.iter() {
 ///         model.forward(batch?).sum().backward();
 ///     }
-///     assert_eq!(ddp.stats().steps, 2); // of 2 micro-batches of 4 items on each of 2 ranks
+///     assert_eq!(ddp.telemetry().stats().steps, 2); // of 2 micro-batches of 4 items on each of 2 ranks
 ///     Ok(())
 /// })?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -152,7 +152,7 @@ impl DdpConfig {
         let path = path.as_ref();
         let file = path.display();
         let text = std::fs::read_to_string(path)
-            .map_err(|e| Error::File(format!("the config file {file} cannot be read: {e}")))?;
+            .map_err(|e| Error::file(format!("the config file {file} cannot be read: {e}")))?;
         let at = |line: usize, message: &str| Error::Use(format!("{file}:{line}: {message}"));
         let config: DdpConfig = match path.extension().and_then(|extension| extension.to_str()) {
             Some("toml") => toml::from_str(&text).map_err(|e| {

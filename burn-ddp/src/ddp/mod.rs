@@ -136,7 +136,7 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if the machine has fewer GPUs than ranks, unless `BURN_DDP_SHARE_DEVICES=1` wants them shared; if `BURN_DEVICE` names
+    /// [`Error::Invalid`] if the machine has fewer GPUs than ranks, unless `BURN_DDP_SHARE_DEVICES=1` wants them shared; if `BURN_DEVICE` names
     /// what is not built in; if burn-ddp was built without any backend.
     pub fn device(&self) -> Result<Device> {
         crate::device::of_rank(self.local_rank(), self.world().local_world_size())
@@ -161,7 +161,7 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if `items` is negative or not finite.
+    /// [`Error::Invalid`] if `items` is negative or not finite.
     pub fn set_batch_items(&self, items: f64) -> Result<()> {
         self.state.batch_weight.set(items)
     }

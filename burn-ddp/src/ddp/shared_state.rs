@@ -82,10 +82,10 @@ impl SharedState {
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if no training has begun.
+    /// [`Error::Invalid`] if no training has begun.
     #[cfg(feature = "train")]
     pub(crate) fn metric_group(&self) -> Result<&ProcessGroup> {
-        let missing = || Error::Use("metrics of all ranks are for what `ddp.training(…)` returns".into());
+        let missing = || Error::invalid("metrics of all ranks are for what `ddp.training(…)` returns");
         self.metric_group.get().ok_or_else(missing)
     }
 

@@ -49,7 +49,7 @@ impl Ddp {
         f: impl Fn(Ddp) -> anyhow::Result<T> + Sync,
     ) -> Result<Vec<T>> {
         if n == 0 {
-            return Err(Error::Use("a job has at least one rank".into()));
+            return Err(Error::invalid("a job has at least one rank"));
         }
         let first_failure = Mutex::new(None);
         let run = |world: World| {

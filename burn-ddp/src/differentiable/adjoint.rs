@@ -6,7 +6,8 @@ use burn::tensor::TensorData;
 use burn_ddp_comm::{ProcessGroup, ReduceOp};
 
 use crate::Result;
-use crate::collectives::{all_gather, all_reduce, reduce_scatter, with_dtype};
+use crate::collectives::{all_gather, all_reduce, reduce_scatter};
+use crate::convert::with_dtype;
 use crate::ddp::Ddp;
 
 /// The way back through a collective. Opaque: made by [`Differentiable`](super::Differentiable), passed through

@@ -70,7 +70,7 @@ impl<B: CollectiveBackend, C: CheckpointStrategy> CollectiveBackend for Autodiff
 /// The elements of a tensor.
 pub(crate) fn read<B: Backend>(tensor: FloatTensor<B>) -> Result<TensorData> {
     read_sync(B::float_into_data(tensor))
-        .map_err(|e| Error::Use(format!("reading a gradient from its device failed: {e:?}")))
+        .map_err(|e| Error::invalid(format!("reading a gradient from its device failed: {e:?}")))
 }
 
 /// Ends a backward that cannot go on: with a panic, or silently where `Ddp::backward` waits for the error.

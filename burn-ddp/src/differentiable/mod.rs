@@ -13,7 +13,7 @@ pub use collective_node::CollectiveBackend;
 pub(crate) use collective_node::{abandon, read};
 
 use crate::ddp::Ddp;
-use crate::{Error, Result, collectives};
+use crate::{Error, Result, collectives, convert};
 
 impl Ddp {
     /// The collectives that gradients go through, as those in `torch.distributed.nn.functional`: for losses over the items of
@@ -71,7 +71,7 @@ impl Differentiable<'_> {
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] for another op; [`Error::Comm`]: a peer failed or called something else.
+    /// [`Error::Invalid`] for another op; [`Error::Comm`]: a peer failed or called something else.
     #[track_caller]
     pub fn all_reduce<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         check_op("all_reduce", op)?;
@@ -99,7 +99,7 @@ impl Differentiable<'_> {
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] for another op, or if dimension 0 does not divide by the world size; [`Error::Comm`]: a peer failed or
+    /// [`Error::Invalid`] for another op, or if dimension 0 does not divide by the world size; [`Error::Comm`]: a peer failed or
     /// called something else.
     #[track_caller]
     pub fn reduce_scatter<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
@@ -118,9 +118,9 @@ impl Differentiable<'_> {
         if x.is_tracked() {
             crate::device::check_supported(&device)?;
         }
-        let elements = collectives::read(x.clone())?;
+        let elements = convert::read(x.clone())?;
         let group = self.ddp.state().graph_group()?;
-        let y: Tensor<D> = collectives::back(forward(&group, elements)?, &device);
+        let y: Tensor<D> = convert::back(forward(&group, elements)?, &device);
         if !x.is_tracked() {
             return Ok(y);
         }
@@ -132,7 +132,7 @@ impl Differentiable<'_> {
 fn check_op(what: &str, op: ReduceOp) -> Result<()> {
     match op {
         ReduceOp::Sum | ReduceOp::Mean => Ok(()),
-        other => Err(Error::Use(format!("a differentiable {what} takes sum or mean, not {other}"))),
+        other => Err(Error::invalid(format!("a differentiable {what} takes sum or mean, not {other}"))),
     }
 }
 

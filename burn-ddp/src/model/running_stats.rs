@@ -148,7 +148,7 @@ impl ModuleVisitor for Read<'_> {
         if let (true, Ok(values)) = (is_buffer, &mut self.values) {
             match param.base().try_into_data() {
                 Ok(data) => values.push(data),
-                Err(e) => self.values = Err(Error::Use(format!("reading running statistics failed: {e:?}"))),
+                Err(e) => self.values = Err(Error::invalid(format!("reading running statistics failed: {e:?}"))),
             }
         }
     }

@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_ddp_comm::ProcessGroup;
 
-use crate::{Error, Result, collectives};
+use crate::{Error, Result, convert};
 
 /// Count, means and biased variances, one of each per channel, in f64.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,7 +29,7 @@ impl Moments {
         let x: Tensor<2> = x.swap_dims(0, 1).reshape([channels, count]);
         let mean = x.clone().mean_dim(1);
         let variance = (x - mean.clone()).square().mean_dim(1);
-        let (_, data) = collectives::read(Tensor::cat(vec![mean, variance], 0))?;
+        let (_, data) = convert::read(Tensor::cat(vec![mean, variance], 0))?;
         let mut means = values(data)?;
         let variances = means.split_off(channels);
         Ok(Moments { count: count as f64, means, variances })
@@ -53,7 +53,7 @@ impl Moments {
     fn merge(parts: &[Moments]) -> Result<Moments> {
         let count: f64 = parts.iter().map(|part| part.count).sum();
         if count == 0.0 {
-            return Err(Error::Use("batch normalisation in training: no rank has an item".into()));
+            return Err(Error::invalid("batch normalisation in training: no rank has an item"));
         }
         let channels = parts[0].means.len();
         let over_parts = |of: &dyn Fn(&Moments) -> f64| {
@@ -76,7 +76,7 @@ pub(super) fn wide(dtype: DType) -> DType {
 
 /// The elements in f64.
 pub(super) fn values(data: TensorData) -> Result<Vec<f64>> {
-    data.try_into_vec_as::<f64>().map_err(|e| Error::Use(format!("reading elements as f64: {e:?}")))
+    data.try_into_vec_as::<f64>().map_err(|e| Error::invalid(format!("reading elements as f64: {e:?}")))
 }
 
 /// One value per channel as a tensor.

@@ -95,7 +95,7 @@ impl DistributedOptimizer {
     ///
     /// # Errors
     ///
-    /// On every rank, and nothing has changed: [`Error::Use`] if a rank's model is wrapped, so that its gradients are averages already;
+    /// On every rank, and nothing has changed: [`Error::Invalid`] if a rank's model is wrapped, so that its gradients are averages already;
     /// [`Error::ModelsDiffer`]; [`Error::Comm`] if a peer failed.
     #[track_caller]
     pub fn try_step<M: Module>(
@@ -167,7 +167,7 @@ fn bucket_len(gradients: &[(ParamId, TensorData)]) -> usize {
 /// What the model is made of, and this rank's gradient of each of its entries.
 fn take<M: Module>(model: &M, grads: &mut GradientsParams) -> Result<(Schema, Vec<Option<TensorData>>)> {
     if !intercept::find(model).is_empty() {
-        return Err(Error::Use(
+        return Err(Error::invalid(
             "the model is wrapped, so its gradients are averages already: step with the plain optimizer, or `ddp.unwrap` the model"
                 .into(),
         ));
@@ -182,7 +182,7 @@ fn take<M: Module>(model: &M, grads: &mut GradientsParams) -> Result<(Schema, Ve
     for (i, data) in taken.iter().enumerate() {
         if let Some(data) = data.as_ref().filter(|data| data.dtype() != schema.dtypes[i]) {
             let (path, dtype) = (&schema.entries[i].path, schema.dtypes[i]);
-            return Err(Error::Use(format!("{path} is {dtype:?}, but its gradient is {:?}", data.dtype())));
+            return Err(Error::invalid(format!("{path} is {dtype:?}, but its gradient is {:?}", data.dtype())));
         }
     }
     Ok((schema, taken))

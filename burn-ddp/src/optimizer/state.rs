@@ -26,16 +26,16 @@ pub(crate) fn ids(schema: &Schema) -> Ids {
 
 /// The state as plain Burn writes it.
 pub(crate) fn write(optim: &ModuleOptimizer) -> Result<Vec<u8>> {
-    optim.into_bytes().map(|bytes| bytes.to_vec()).map_err(|e| Error::Use(format!("the optimizer's state: {e}")))
+    optim.into_bytes().map(|bytes| bytes.to_vec()).map_err(|e| Error::invalid(format!("the optimizer's state: {e}")))
 }
 
 /// `optim` with the state in `bytes`, which the owner of `theirs` wrote; it is for the model with the ids `mine`.
 ///
 /// # Errors
 ///
-/// [`Error::Use`] if the state belongs to parameters that the model does not have, or to another optimizer.
+/// [`Error::Invalid`] if the state belongs to parameters that the model does not have, or to another optimizer.
 pub(crate) fn read(optim: ModuleOptimizer, bytes: &[u8], theirs: &Ids, mine: &Ids) -> Result<ModuleOptimizer> {
-    let unusable = |reason: String| Error::Use(format!("the optimizer's state cannot be loaded: {reason}"));
+    let unusable = |reason: String| Error::invalid(format!("the optimizer's state cannot be loaded: {reason}"));
     let translated = translate(bytes, theirs, mine).map_err(unusable)?;
     let loaded = optim.from_bytes(Bytes::from_bytes_vec(translated.clone())).map_err(|e| unusable(e.to_string()))?;
     // Burn leaves out what the optimizer has no place for, and converts to the device's default dtype.
@@ -49,14 +49,14 @@ pub(crate) fn read(optim: ModuleOptimizer, bytes: &[u8], theirs: &Ids, mine: &Id
 /// Whether all state in `bytes` is that of parameters in `ids`.
 pub(crate) fn check(bytes: &[u8], ids: &Ids) -> Result<()> {
     let checked = translate(bytes, ids, ids);
-    checked.map(drop).map_err(|reason| Error::Use(format!("the optimizer's state cannot be saved: {reason}")))
+    checked.map(drop).map_err(|reason| Error::invalid(format!("the optimizer's state cannot be saved: {reason}")))
 }
 
 /// Gives every rank the state of `root`'s optimizer, under its own parameter ids. *Collective* over `group`.
 ///
 /// # Errors
 ///
-/// On every rank, which keeps the state that it had: [`Error::ModelsDiffer`]; [`Error::Use`] if the ranks have different
+/// On every rank, which keeps the state that it had: [`Error::ModelsDiffer`]; [`Error::Invalid`] if the ranks have different
 /// optimizers, or a state cannot be written or read.
 #[track_caller]
 pub(crate) fn broadcast<M: Module>(
@@ -73,7 +73,7 @@ pub(crate) fn broadcast<M: Module>(
     agreement::on_model(group, &schema.entries)?;
     let all = group.all_gather_object(&fields)?;
     if let Some((rank, other)) = all.iter().enumerate().find(|(_, fields)| **fields != all[0]) {
-        return Err(Error::Use(format!(
+        return Err(Error::invalid(format!(
             "the ranks have different optimizers: rank 0's keeps {} for each parameter, rank {rank}'s {}",
             listed(&all[0]),
             listed(other)
@@ -96,7 +96,7 @@ fn fields<M: Module>(optim: &ModuleOptimizer, model: &M) -> Result<BTreeSet<Stri
     gradients.register(id, Tensor::<2>::ones([2, 2], &device));
     drop(optim.step(0.0, param, gradients));
     let bytes = write(&optim)?;
-    let pack = Pack::read(&bytes).map_err(Error::Use)?;
+    let pack = Pack::read(&bytes).map_err(Error::invalid)?;
     let of_id = |(name, _): &(Item, Item)| Some(split(name.text()?).filter(|(of, _)| *of == id.val())?.1.to_string());
     let names = pack.entries("tensors").iter().chain(pack.entries("scalars")).filter_map(of_id);
     Ok(names.filter(|name| name != DIMENSIONS).collect())

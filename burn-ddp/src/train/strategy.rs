@@ -37,14 +37,14 @@ impl<M: LearnerModel> DdpStrategy<M> {
             ));
         }
         self.ddp.state().make_metric_group()?;
-        let (model, agreed) = wrap::share(&self.ddp, learner.model(), &self.config)?;
+        let (model, shared) = wrap::share(&self.ddp, learner.model(), &self.config)?;
         // The learner keeps its model to itself, but takes values.
         learner.load_model(model.into_record());
-        let device = agreed.device.clone();
-        let taps = agreed.taps(&self.ddp, &learner.model())?;
+        let device = shared.device.clone();
+        let taps = shared.taps(&self.ddp, &learner.model())?;
         if let Some(taps) = &taps {
             // Each parameter was loaded by itself: clones have parted.
-            taps.tapped.note_map();
+            taps.wrapped.note_map();
         }
         Ok((taps, device))
     }
@@ -208,7 +208,7 @@ impl<M: LearnerModel> Run<'_, M> {
         }
         let plan = self.sharded.plan();
         let own = plan.share(nth, self.ddp.rank()).len() as f64;
-        self.ddp.weight(own / plan.step(nth).len() as f64)
+        self.ddp.set_batch_items(own / plan.step(nth).len() as f64)
     }
 
     /// Forward and backward; with `hold`, the reducer keeps the gradients for a later micro-batch.
@@ -216,7 +216,7 @@ impl<M: LearnerModel> Run<'_, M> {
         let Some(taps) = &self.taps else { return Ok(self.learner.train_step(batch)) };
         let model = taps.attach(self.learner.model());
         let step = || TrainStep::step(&model, batch);
-        let (output, reached) = taps.tapped.capture(|| if hold { taps.tapped.hold(step) } else { step() })?;
+        let (output, reached) = taps.wrapped.capture(|| if hold { taps.wrapped.hold(step) } else { step() })?;
         if !reached {
             let reason = "the model's `TrainStep` ran no backward that reaches its parameters".to_string();
             return Err(Error::Backward { rank: self.ddp.rank(), reason });

@@ -22,7 +22,7 @@ use crate::{Error, Result, intercept};
 ///
 /// # Errors
 ///
-/// [`Error::Use`] if `max_norm` is negative or NaN, or the norm is infinite or NaN (torch's `error_if_nonfinite=True`): it names
+/// [`Error::Invalid`] if `max_norm` is negative or NaN, or the norm is infinite or NaN (torch's `error_if_nonfinite=True`): it names
 /// the first parameter to blame. Look at [`grad_norm`] first where that is to be expected, as with loss scaling. All ranks see the
 /// same error, and the job can go on.
 ///
@@ -56,7 +56,7 @@ pub fn clip_grad_norm<M: Module>(
     let norm = norms.total();
     if !norm.is_finite() {
         let path = norms.0.iter().find(|(_, squares)| !squares.is_finite()).map_or("all together", |(path, _)| path);
-        return Err(Error::Use(format!(
+        return Err(Error::invalid(format!(
             "the norm of the gradients is {norm}, because of {path}: there is nothing to clip to"
         )));
     }
@@ -73,7 +73,7 @@ pub fn clip_grad_norm<M: Module>(
 ///
 /// # Errors
 ///
-/// [`Error::Use`] if a gradient cannot be read from its device.
+/// [`Error::Invalid`] if a gradient cannot be read from its device.
 pub fn grad_norm<M: Module>(grads: &GradientsParams, model: &M) -> Result<f64> {
     Ok(Norms::of(grads, model)?.total())
 }
@@ -85,7 +85,7 @@ pub fn grad_norm<M: Module>(grads: &GradientsParams, model: &M) -> Result<f64> {
 ///
 /// # Errors
 ///
-/// [`Error::Use`] if `limit` is negative or NaN.
+/// [`Error::Invalid`] if `limit` is negative or NaN.
 pub fn clip_grad_value<M: Module>(mut grads: GradientsParams, model: &M, limit: f64) -> Result<GradientsParams> {
     check_limit("limit", limit)?;
     each(&mut grads, model, Clamp(limit));
@@ -96,7 +96,7 @@ fn check_limit(what: &str, limit: f64) -> Result<()> {
     if limit >= 0.0 {
         return Ok(());
     }
-    Err(Error::Use(format!("{what} is a size: 0 or more, got {limit}")))
+    Err(Error::invalid(format!("{what} is a size: 0 or more, got {limit}")))
 }
 
 /// What happens to a gradient.
@@ -169,7 +169,7 @@ impl Norms {
                 let path = self.path.join(".");
                 match squares(gradient) {
                     Ok(squares) => norms.0.push((path, squares)),
-                    Err(e) => self.norms = Err(Error::Use(format!("reading the gradient of {path}: {e}"))),
+                    Err(e) => self.norms = Err(Error::invalid(format!("reading the gradient of {path}: {e}"))),
                 }
             }
         }

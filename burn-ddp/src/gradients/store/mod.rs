@@ -1,12 +1,14 @@
 //! Gradients that stay in the memory of their device. What they are is for others to know: here are slots, and when.
 
+pub(crate) mod device_store;
+
 use std::any::Any;
 use std::fmt::Debug;
 use std::time::Duration;
 
 /// What becomes of a gradient that is put.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Take {
+pub(crate) enum Contribution {
     /// It stands for no items, and counts as absent, NaN or not.
     Ignored,
     /// It is the slot's only one in this step.
@@ -18,7 +20,7 @@ pub(crate) enum Take {
 /// Elements of one bucket on the way to the group's engine and back.
 ///
 /// Whoever drops one that was not taken back must leave the memory alone: the device may still work on it.
-pub trait Lent: Any + Send + Debug {
+pub trait DeviceLoan: Any + Send + Debug {
     /// How many elements.
     fn len_elems(&self) -> usize;
 
@@ -37,10 +39,10 @@ pub(crate) trait Keeper: Any + Send + Debug {
 
     /// Gives away the gradients of `slots`, zeros for those without, in this order; sums are divided by `divisor` first. Nothing waits
     /// for the device.
-    fn lend(&mut self, slots: &[usize], divisor: f64) -> Result<Box<dyn Lent>, String>;
+    fn lend(&mut self, slots: &[usize], divisor: f64) -> Result<Box<dyn DeviceLoan>, String>;
 
     /// The averages of `slots` from what was lent of them. Nothing waits for the device.
-    fn take_back(&mut self, slots: &[usize], lent: Box<dyn Lent>) -> Result<(), String>;
+    fn take_back(&mut self, slots: &[usize], lent: Box<dyn DeviceLoan>) -> Result<(), String>;
 
     /// Forgets gradients and averages.
     fn forget(&mut self);

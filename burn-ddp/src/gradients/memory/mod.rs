@@ -2,6 +2,8 @@
 
 #[cfg(feature = "cube")]
 mod cube;
+#[cfg(feature = "nccl")]
+mod cuda;
 #[cfg(feature = "flex")]
 mod flex;
 #[cfg(feature = "tch")]
@@ -18,10 +20,10 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::{AllocationProperty, Bytes, DType, Shape, TensorData, read_sync};
 use burn_ddp_comm::SharedView;
 
-pub use crate::gradients::Lent;
+use super::store::DeviceLoan;
 
 /// Tensors on their way to host memory: what they were made of when the way began.
-pub type Reading = Pin<Box<dyn Future<Output = Result<Vec<(DType, Bytes)>, String>> + Send>>;
+pub type HostCopy = Pin<Box<dyn Future<Output = Result<Vec<(DType, Bytes)>, String>> + Send>>;
 
 /// How engines reach a backend's memory: those between hosts by methods that, as they are here, work for every backend, copy, and wait for
 /// the device; those on devices by [`lend`](Self::lend).
@@ -41,7 +43,7 @@ pub trait GradientMemory: Backend {
 
     /// Starts to copy `tensors` to host memory, behind all that was launched before and before all that is launched after. Waiting
     /// for the copies is left to whoever awaits what this returns, which is done in the order of calls.
-    fn begin_read(tensors: Vec<FloatTensor<Self>>) -> Reading {
+    fn begin_read(tensors: Vec<FloatTensor<Self>>) -> HostCopy {
         let copy = |tensor| Self::with_bytes(tensor, |dtype, bytes| (dtype, Bytes::from_bytes_vec(bytes.to_vec())));
         let copies = tensors.into_iter().map(copy).collect();
         Box::pin(std::future::ready(copies))
@@ -65,7 +67,7 @@ pub trait GradientMemory: Backend {
     /// # Errors
     ///
     /// If no engine reaches this backend's memory, or this device's.
-    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn Lent>, String> {
+    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn DeviceLoan>, String> {
         drop(tensors);
         Err(format!("no engine reaches the memory of {}", std::any::type_name::<Self>()))
     }
@@ -76,7 +78,7 @@ pub trait GradientMemory: Backend {
     /// # Errors
     ///
     /// What the device says, or that another backend lent this.
-    fn take_back(lent: Box<dyn Lent>) -> Result<Vec<FloatTensor<Self>>, String> {
+    fn take_back(lent: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
         Err(format!("{lent:?} is not of {}", std::any::type_name::<Self>()))
     }
 }
@@ -88,7 +90,7 @@ fn with_copy<B: Backend, R>(tensor: FloatTensor<B>, read: impl FnOnce(DType, &[u
 }
 
 /// The bytes of `view`, for Burn. Writing to them copies them first.
-pub(super) fn shared_bytes(view: &SharedView) -> Arc<Bytes> {
+pub(crate) fn shared_bytes(view: &SharedView) -> Arc<Bytes> {
     let bytes = bytes::Bytes::from_owner(view.clone());
     Arc::new(Bytes::from_shared(bytes, AllocationProperty::Other))
 }

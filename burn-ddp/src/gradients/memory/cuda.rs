@@ -30,7 +30,7 @@ use burn_fusion::stream::StreamId;
 use cubecl_server::memory_management::ManagedMemoryHandle;
 use cubecl_server::stream::{FailureStore, WriteScoped};
 
-use super::super::Lent;
+use super::DeviceLoan;
 
 /// What serves a device, on a thread of its own.
 type CudaServer = <CudaRuntime as Runtime>::Server;
@@ -71,7 +71,7 @@ struct Run {
 type Answer = Result<(DeviceReduce, Vec<Box<dyn Any + Send>>), String>;
 
 #[derive(Debug)]
-struct CudaLent {
+struct CudaLoan {
     answer: Receiver<Answer>,
     place: Option<DeviceReduce>,
     pins: Pins,
@@ -83,7 +83,7 @@ struct CudaLent {
     len_elems: usize,
 }
 
-impl Lent for CudaLent {
+impl DeviceLoan for CudaLoan {
     fn len_elems(&self) -> usize {
         self.len_elems
     }
@@ -109,7 +109,7 @@ impl Lent for CudaLent {
     }
 }
 
-pub(super) fn lend(tensors: Vec<FloatTensor<Cube>>) -> Result<Box<dyn Lent>, String> {
+pub(super) fn lend(tensors: Vec<FloatTensor<Cube>>) -> Result<Box<dyn DeviceLoan>, String> {
     // The first one launches what fusion has held back; rows may be padded, or in an order that differs between ranks.
     let resolve =
         |tensor: FloatTensor<Cube>| into_contiguous(tensor.client.clone().resolve_tensor_float::<CubeBackend>(tensor));
@@ -166,7 +166,7 @@ pub(super) fn lend(tensors: Vec<FloatTensor<Cube>>) -> Result<Box<dyn Lent>, Str
         let _ = answers.send(place);
     });
     server.flush_queue();
-    Ok(Box::new(CudaLent { answer, place: None, pins: Pins::default(), outputs, home, device: id, len_elems: total }))
+    Ok(Box::new(CudaLoan { answer, place: None, pins: Pins::default(), outputs, home, device: id, len_elems: total }))
 }
 
 /// On the thread that serves the device, behind the launches that write the gradients.
@@ -202,10 +202,10 @@ fn resolve_runs(server: &mut CudaServer, runs: &[Run], home: StreamId, ready: Ev
     Ok((place, pins))
 }
 
-pub(super) fn take_back(lent: Box<dyn Lent>) -> Result<Vec<FloatTensor<Cube>>, String> {
+pub(super) fn take_back(lent: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Cube>>, String> {
     let lent: Box<dyn Any> = lent;
-    let lent = lent.downcast::<CudaLent>().map_err(|_| "this was lent by another device")?;
-    let CudaLent { place, pins, outputs, home, device, .. } = *lent;
+    let lent = lent.downcast::<CudaLoan>().map_err(|_| "this was lent by another device")?;
+    let CudaLoan { place, pins, outputs, home, device, .. } = *lent;
     let Some(done) = place.as_ref().and_then(DeviceReduce::done).cloned() else {
         return Err("NCCL was not launched on this".to_owned());
     };

@@ -6,12 +6,13 @@ use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{DType, FloatDType, Scalar, Shape};
 
-use super::memory::GradientMemory;
+use super::{Contribution, DeviceLoan, Keeper};
 use crate::convert::burn_dtype;
-use crate::gradients::{Keeper, Lent, Slot, Take};
+use crate::gradients::bucket_plan::Slot;
+use crate::gradients::memory::GradientMemory;
 
 /// The gradients and averages of a wrapped model on a device of `B`.
-pub(super) struct Kept<B: GradientMemory> {
+pub(crate) struct Kept<B: GradientMemory> {
     device: B::Device,
     slots: Vec<(Shape, DType)>,
     /// Of the running step, until they are lent.
@@ -27,7 +28,7 @@ enum Gradient<B: GradientMemory> {
 }
 
 impl<B: GradientMemory> Kept<B> {
-    pub(super) fn new(device: B::Device, slots: &[Slot]) -> Self {
+    pub(crate) fn new(device: B::Device, slots: &[Slot]) -> Self {
         let like = |slot: &Slot| (Shape::from(slot.dims.clone()), burn_dtype(slot.dtype));
         let none = || 0..slots.len();
         Kept {
@@ -39,16 +40,16 @@ impl<B: GradientMemory> Kept<B> {
     }
 
     /// Takes the gradient of a slot.
-    pub(super) fn put(&mut self, slot: usize, gradient: FloatTensor<B>, take: Take) -> Result<(), String> {
+    pub(crate) fn put(&mut self, slot: usize, gradient: FloatTensor<B>, take: Contribution) -> Result<(), String> {
         let (shape, dtype) = &self.slots[slot];
         if gradient.shape() != *shape || gradient.dtype() != *dtype {
             let (got, of) = (gradient.shape(), gradient.dtype());
             return Err(format!("{got:?} of {of:?}, but the model was wrapped with {shape:?} of {dtype:?}"));
         }
         let gradient = match take {
-            Take::Ignored => return Ok(()),
-            Take::Whole => Gradient::Whole(gradient),
-            Take::Added(weight) => {
+            Contribution::Ignored => return Ok(()),
+            Contribution::Whole => Gradient::Whole(gradient),
+            Contribution::Added(weight) => {
                 let gradient = if is_narrow(*dtype) { B::float_cast(gradient, FloatDType::F32) } else { gradient };
                 let gradient =
                     if weight == 1.0 { gradient } else { B::float_mul_scalar(gradient, Scalar::Float(weight)) };
@@ -63,7 +64,7 @@ impl<B: GradientMemory> Kept<B> {
     }
 
     /// The average of a slot, once.
-    pub(super) fn average(&mut self, slot: usize) -> Option<FloatTensor<B>> {
+    pub(crate) fn average(&mut self, slot: usize) -> Option<FloatTensor<B>> {
         self.averages[slot].take()
     }
 }
@@ -73,7 +74,7 @@ impl<B: GradientMemory> Keeper for Kept<B> {
         self.gradients[slot].is_some()
     }
 
-    fn lend(&mut self, slots: &[usize], divisor: f64) -> Result<Box<dyn Lent>, String> {
+    fn lend(&mut self, slots: &[usize], divisor: f64) -> Result<Box<dyn DeviceLoan>, String> {
         let tensors = slots.iter().map(|&slot| {
             let (shape, dtype) = &self.slots[slot];
             match self.gradients[slot].take() {
@@ -88,7 +89,7 @@ impl<B: GradientMemory> Keeper for Kept<B> {
         B::lend(tensors.collect())
     }
 
-    fn take_back(&mut self, slots: &[usize], lent: Box<dyn Lent>) -> Result<(), String> {
+    fn take_back(&mut self, slots: &[usize], lent: Box<dyn DeviceLoan>) -> Result<(), String> {
         let averages = B::take_back(lent)?;
         if averages.len() != slots.len() {
             return Err(format!("{} averages of {}", averages.len(), slots.len()));

@@ -10,15 +10,13 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Bytes, Shape, read_sync};
 
-use super::super::UNREAD;
-use super::super::kept::Kept;
-use super::super::memory::{GradientMemory, shared_bytes};
-use super::super::ops::{AutodiffTensor, DdpBackend, new_leaf, rung_above, untracked};
-use super::super::unread::Unread;
-use super::{CAPTURED, ENTERED, Erased, Read, SlotState, State, Tapped, fail, lost_tap, past_tap};
+use super::nodes::{AutodiffTensor, DdpBackend, new_leaf, rung_above, untracked};
+use super::reparameterization::UNREAD;
+use super::wrapped_model::{CAPTURED, ENTERED, Erased, Read, SlotState, State, WrappedModel, fail, lost_tap, past_tap};
+use crate::model::digest;
+use crate::model::running_stats;
 use crate::convert::{burn_dtype, comm_dtype};
-use crate::gradients::{Beside, Reducer};
-use crate::model::{digest as replicas, running_stats};
+use crate::gradients::{GradientMemory, Kept, Piggyback, Reducer, Unread, shared_bytes};
 use crate::{Error, Result};
 
 /// Depth that each read of a parameter adds to the ladder: about what a layer adds to the graph.
@@ -26,7 +24,7 @@ const RUNGS_PER_READ: usize = 4;
 /// Rungs alive are swept by every backward of the process, so only those are kept on which hooks hang, and there is an end.
 const MAX_LADDER: usize = 1024;
 
-/// See [`Tapped::tied`].
+/// See [`WrappedModel::tied`].
 enum Tied {
     /// On this leaf.
     Leaf(NodeId),
@@ -34,7 +32,7 @@ enum Tied {
     StandIn(usize),
 }
 
-impl Tapped {
+impl WrappedModel {
     /// A parameter of the model is seen for the first time: its gradients are to stay where it is, if they are to stay.
     pub(crate) fn keep_on<B: GradientMemory>(&self, like: &AutodiffTensor<B>) {
         let mut state = self.lock();
@@ -109,7 +107,7 @@ impl Tapped {
 
     /// A gate was reached. The last one of a backward waits for the averages and registers them.
     pub(crate) fn gate<B: DdpBackend + GradientMemory>(&self, parent_is_leaf: bool, grads: &mut Gradients) {
-        // Gates run after all hooks. If several wrapped models meet in this backward, all of them depart before any waits:
+        // Gates run after all hooks. If several wrapped models meet in this backward, all of them submit_rest before any waits:
         // their gates may come in another order on other ranks.
         let mut entered: Vec<_> = ENTERED.take().iter().filter_map(Weak::upgrade).collect();
         entered.sort_by_key(|tapped| tapped.id);
@@ -117,7 +115,7 @@ impl Tapped {
             let mut guard = entered.lock();
             let state = &mut *guard;
             if entered.is_running::<B>(state, grads) && state.error.is_none() {
-                state.error = entered.depart::<B>(state).err();
+                state.error = entered.submit_rest::<B>(state).err();
             }
         }
         let mut guard = self.lock();
@@ -148,8 +146,8 @@ impl Tapped {
     }
 
     /// All hooks have fired: what waits for other reads goes as it is, and every bucket is under way when it returns.
-    fn depart<B: DdpBackend + GradientMemory>(&self, state: &mut State) -> Result<()> {
-        if std::mem::replace(&mut state.departed, true) {
+    fn submit_rest<B: DdpBackend + GradientMemory>(&self, state: &mut State) -> Result<()> {
+        if std::mem::replace(&mut state.submitted, true) {
             return Ok(());
         }
         for slot in 0..state.slots.len() {
@@ -158,12 +156,12 @@ impl Tapped {
             }
         }
         state.put_unread::<B>()?;
-        let beside = self.beside::<B>(state)?;
-        state.reducer.depart(beside)
+        let piggyback = self.piggyback::<B>(state)?;
+        state.reducer.submit_rest(piggyback)
     }
 
     fn deliver<B: DdpBackend + GradientMemory>(&self, state: &mut State, grads: &mut Gradients) -> Result<()> {
-        self.depart::<B>(state)?;
+        self.submit_rest::<B>(state)?;
         state.delivered.fill(None);
         state.digested = state.reducer.step() <= 2 || state.reducer.compares_replicas();
         state.digested &= CAPTURED.with_borrow(Option::is_some);
@@ -173,9 +171,7 @@ impl Tapped {
         let Some(settled) = state.reducer.finish()? else { return Ok(()) };
         if !settled.digests.is_empty() {
             let paths: Vec<&str> = state.reducer.slots().iter().map(|s| s.path.as_str()).collect();
-            if let Some(difference) = replicas::difference(&paths, &settled.digests) {
-                return Err(Error::ReplicasDiffer(format!("in what step {step} read, {difference}")));
-            }
+            digest::compare(&paths, &settled.digests, Some(step))?;
         }
         if let Some(shared) = &mut state.buffers {
             let sent = std::mem::take(&mut shared.sent);
@@ -248,23 +244,23 @@ impl Tapped {
     }
 
     /// What travels with this step's gradients.
-    fn beside<B: Backend>(&self, state: &mut State) -> Result<Beside> {
+    fn piggyback<B: Backend>(&self, state: &mut State) -> Result<Piggyback> {
         if !state.reducer.is_reducing() {
-            return Ok(Beside::default());
+            return Ok(Piggyback::default());
         }
-        let mut beside = self.statistics(state)?;
+        let mut piggyback = self.statistics(state)?;
         if state.reducer.compares_replicas() {
             let mut digests = vec![0; state.values.len()];
             for (digest, value) in digests.iter_mut().zip(&mut state.values) {
                 if let Some(Ok(value)) = value.take().map(|value| value.downcast::<AutodiffTensor<B>>()) {
                     let data = read_sync(B::float_into_data(value.primitive().clone()))
                         .map_err(|e| self.fault(format!("reading parameters failed: {e:?}")))?;
-                    *digest = replicas::digest(data.as_bytes());
+                    *digest = digest::digest(data.as_bytes());
                 }
             }
-            beside.digests = Some(digests);
+            piggyback.digests = Some(digests);
         }
-        Ok(beside)
+        Ok(piggyback)
     }
 
     /// Says once which parameters no rank used.
@@ -316,7 +312,7 @@ impl Tapped {
             return Err(stale.clone());
         }
         let batch = self.ddp.state().begin_backward().map_err(|e| match e {
-            Error::Use(reason) => self.fault(reason),
+            Error::Invalid { reason, .. } => self.fault(reason),
             other => other,
         })?;
         if state.accumulation > 1 && batch.number > 0 && batch.number == state.last_batch {
@@ -328,7 +324,7 @@ impl Tapped {
         if state.reducer.holds_gradients() && epoch.is_some() && state.epoch.is_some_and(|held| Some(held) != epoch) {
             return Err(self.fault(format!(
                 "an epoch ended while gradients of micro-batches were held: the number of steps does not divide by the accumulation of {}; \
-                 call `ddp.discard(&model)` at the end of the epoch",
+                 call `ddp.discard_accumulated(&model)` at the end of the epoch",
                 state.accumulation
             )));
         }
@@ -412,7 +408,7 @@ impl State {
         self.running = false;
         self.fired = 0;
         self.gated = 0;
-        self.departed = false;
+        self.submitted = false;
         self.reads = 0;
         self.unread = Unread::default();
         self.slots.iter_mut().for_each(|s| *s = SlotState::default());
@@ -421,7 +417,7 @@ impl State {
 
 /// Of the elements of a slot's average, wherever they are.
 fn digest<B: GradientMemory>(reducer: &Reducer, slot: usize, average: &FloatTensor<B>) -> Result<i64> {
-    B::with_bytes(average.clone(), |_, bytes| replicas::digest(bytes)).map_err(|e| {
+    B::with_bytes(average.clone(), |_, bytes| digest::digest(bytes)).map_err(|e| {
         let path = &reducer.slots()[slot].path;
         reducer.fault(format!("reading the average of {path}: {e}"))
     })

@@ -17,8 +17,8 @@ use burn_ddp_comm::engine::{Engine, Fabric, Incoming, OnDevice, Outgoing};
 use burn_ddp_comm::health::Health;
 use burn_ddp_comm::{DType as CommDType, Error, ReduceOp, Result};
 
-use super::memory::{GradientMemory, Lent};
 use crate::Ddp;
+use crate::gradients::{DeviceLoan, GradientMemory};
 
 /// Of its engine.
 pub(crate) const NAME: &str = "fake device";
@@ -45,26 +45,26 @@ fn fails(fault: Fault) -> bool {
 }
 
 /// Runs of elements on the device.
-struct Place {
+struct DeviceRuns {
     runs: Vec<Vec<u8>>,
     reduced: bool,
     fault: Option<Fault>,
 }
 
 #[derive(Debug)]
-struct FakeLent {
-    answer: Receiver<std::result::Result<Place, String>>,
-    place: Option<Place>,
+struct FakeLoan {
+    answer: Receiver<std::result::Result<DeviceRuns, String>>,
+    place: Option<DeviceRuns>,
     tensors: Vec<(Shape, DType)>,
 }
 
-impl std::fmt::Debug for Place {
+impl std::fmt::Debug for DeviceRuns {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Place({} runs, reduced: {})", self.runs.len(), self.reduced)
+        write!(f, "DeviceRuns({} runs, reduced: {})", self.runs.len(), self.reduced)
     }
 }
 
-impl Lent for FakeLent {
+impl DeviceLoan for FakeLoan {
     fn len_elems(&self) -> usize {
         self.tensors.iter().map(|(shape, _)| shape.num_elements()).sum()
     }
@@ -75,7 +75,7 @@ impl Lent for FakeLent {
     }
 }
 
-pub(in crate::intercept) fn lend(tensors: Vec<FlexTensor>) -> std::result::Result<Box<dyn Lent>, String> {
+pub(crate) fn lend(tensors: Vec<FlexTensor>) -> std::result::Result<Box<dyn DeviceLoan>, String> {
     if fails(Fault::Lend) {
         return Err("the fake device lends nothing".into());
     }
@@ -89,17 +89,17 @@ pub(in crate::intercept) fn lend(tensors: Vec<FlexTensor>) -> std::result::Resul
         let place = match fault {
             Some(Fault::Place) => Err("the fake device has no such memory".into()),
             Some(Fault::Silence) => return,
-            fault => runs.map(|runs| Place { runs, reduced: false, fault }),
+            fault => runs.map(|runs| DeviceRuns { runs, reduced: false, fault }),
         };
         let _ = answers.send(place);
     });
-    Ok(Box::new(FakeLent { answer, place: None, tensors: shapes }))
+    Ok(Box::new(FakeLoan { answer, place: None, tensors: shapes }))
 }
 
-pub(in crate::intercept) fn take_back(lent: Box<dyn Lent>) -> std::result::Result<Vec<FlexTensor>, String> {
+pub(crate) fn take_back(lent: Box<dyn DeviceLoan>) -> std::result::Result<Vec<FlexTensor>, String> {
     let lent: Box<dyn Any> = lent;
-    let mut lent = lent.downcast::<FakeLent>().map_err(|_| "this was lent by another device")?;
-    let Some(Place { runs, reduced: true, fault }) = lent.place.take() else {
+    let mut lent = lent.downcast::<FakeLoan>().map_err(|_| "this was lent by another device")?;
+    let Some(DeviceRuns { runs, reduced: true, fault }) = lent.place.take() else {
         return Err("this was never reduced".into());
     };
     if fault == Some(Fault::TakeBack) {
@@ -155,7 +155,7 @@ impl Engine for FakeEngine {
     fn all_reduce_on_device(&mut self, call: &Call, elements: OnDevice<'_>, op: Option<ReduceOp>) -> Result<()> {
         let OnDevice { dtype, len_elems, place } = elements;
         let refuse = |message: &str| Error::Environment { message: message.into() };
-        let place = place.downcast_mut::<Place>().ok_or_else(|| refuse("this is not on the fake device"))?;
+        let place = place.downcast_mut::<DeviceRuns>().ok_or_else(|| refuse("this is not on the fake device"))?;
         if place.fault == Some(Fault::Reduce) {
             let peer = self.health.peers()[self.health.rank()].clone();
             return Err(Error::PeerFailed { peer, cause: "the fake device fell off the bus".into(), during: None });

@@ -1,16 +1,17 @@
-//! What travels beside the buckets of a step: running statistics, digests of parameters, the order of the gradients.
+//! What travels piggyback the buckets of a step: running statistics, digests of parameters, the order of the gradients.
 
 use burn_ddp_comm::DType;
 
-use super::worker::{Done, Finished, Job, Whose};
-use super::{Buffer, Reducer};
+use super::accumulation::Buffer;
+use super::reducer::Reducer;
+use super::worker::{Done, Finished, Job, StatisticsSource};
 use crate::Result;
 use crate::telemetry::meter::Communication;
-use crate::telemetry::straggler::REPORT_LEN;
+use crate::telemetry::REPORT_LEN;
 
 /// What travels with the gradients of a step.
 #[derive(Debug, Default)]
-pub(crate) struct Beside {
+pub(crate) struct Piggyback {
     /// Running statistics, one buffer per dtype.
     pub buffers: Vec<(DType, Buffer)>,
     /// Replaced by those of the first rank that trains; else by the mean over the ranks, weighted by items.
@@ -19,9 +20,9 @@ pub(crate) struct Beside {
     pub digests: Option<Vec<i64>>,
 }
 
-/// What came of [`Beside`].
+/// What came of [`Piggyback`].
 #[derive(Debug, Default)]
-pub(crate) struct Settled {
+pub(crate) struct PiggybackResult {
     pub buffers: Vec<(DType, Buffer)>,
     /// By rank.
     pub digests: Vec<Vec<i64>>,
@@ -29,13 +30,17 @@ pub(crate) struct Settled {
 
 impl Reducer {
     /// Sends it off, behind the buckets.
-    pub(super) fn send_beside(&mut self, beside: Beside) -> Result<()> {
-        self.beside = (beside.buffers.len(), beside.digests.is_some());
-        let whose = if beside.from_first { Whose::First { trains: !self.standing_in } } else { Whose::All(self.items) };
-        for (dtype, buffer) in beside.buffers {
-            self.submit(Job::Buffers { dtype, buffer, whose })?;
+    pub(super) fn send_piggyback(&mut self, piggyback: Piggyback) -> Result<()> {
+        self.piggyback = (piggyback.buffers.len(), piggyback.digests.is_some());
+        let source = if piggyback.from_first {
+            StatisticsSource::First { trains: !self.shadowing }
+        } else {
+            StatisticsSource::All(self.items)
+        };
+        for (dtype, buffer) in piggyback.buffers {
+            self.submit(Job::Buffers { dtype, buffer, source })?;
         }
-        if let Some(mut digests) = beside.digests {
+        if let Some(mut digests) = piggyback.digests {
             // How the ranks get on travels with them.
             digests.extend(self.meter.report());
             self.submit(Job::Digests(digests))?;
@@ -47,16 +52,16 @@ impl Reducer {
     }
 
     /// What became of it, once the buckets before it were collected.
-    pub(super) fn settle(&mut self) -> Result<Settled> {
-        let (buffers, digests) = self.beside;
-        let mut settled = Settled::default();
+    pub(super) fn receive_piggyback(&mut self) -> Result<PiggybackResult> {
+        let (buffers, digests) = self.piggyback;
+        let mut piggyback_result = PiggybackResult::default();
         let mut first_error = None;
         for _ in 0..buffers {
             match self.done("buffers") {
                 Ok(Done::Buffers { result: Err(e), .. }) => {
                     first_error.get_or_insert(e);
                 }
-                Ok(Done::Buffers { dtype, buffer, .. }) => settled.buffers.push((dtype, buffer)),
+                Ok(Done::Buffers { dtype, buffer, .. }) => piggyback_result.buffers.push((dtype, buffer)),
                 other => return Err(self.out_of_order(other.err())),
             }
         }
@@ -69,12 +74,12 @@ impl Reducer {
                     let reports = all.iter_mut().map(|row| row.split_off(row.len().saturating_sub(REPORT_LEN)));
                     let reports: Vec<Vec<i64>> = reports.collect();
                     self.meter.compare(&reports);
-                    settled.digests = all;
+                    piggyback_result.digests = all;
                 }
                 other => return Err(self.out_of_order(other.err())),
             }
         }
-        first_error.map_or(Ok(settled), |e| Err(e.into()))
+        first_error.map_or(Ok(piggyback_result), |e| Err(e.into()))
     }
 
     /// What [`Job::AgreeOrder`] of this step yields, if there was one.

@@ -34,18 +34,18 @@ impl GradientMemory for Flex {
     }
 
     #[cfg(test)]
-    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn super::Lent>, String> {
+    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn super::DeviceLoan>, String> {
         if crate::intercept::fake_gpu::is_installed() {
             return crate::intercept::fake_gpu::lend(tensors);
         }
-        crate::intercept::fake::lend(tensors)
+        crate::intercept::fake_device::lend(tensors)
     }
 
     #[cfg(test)]
-    fn take_back(lent: Box<dyn super::Lent>) -> Result<Vec<FloatTensor<Self>>, String> {
+    fn take_back(lent: Box<dyn super::DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
         if crate::intercept::fake_gpu::is_installed() {
             return crate::intercept::fake_gpu::take_back(lent);
         }
-        crate::intercept::fake::take_back(lent)
+        crate::intercept::fake_device::take_back(lent)
     }
 }

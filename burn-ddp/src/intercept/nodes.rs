@@ -12,9 +12,9 @@ use burn::backend::autodiff::{Autodiff, NodeId};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{AutodiffBackend, Backend, backend_extension};
 
-use super::memory::GradientMemory;
-use super::tapped::{Read, Tapped};
+use super::wrapped_model::{Read, WrappedModel};
 use crate::backends::extend_backends;
+use crate::gradients::GradientMemory;
 
 /// A tensor of the autodiff backend over `B`, whatever its checkpointing strategy.
 pub(crate) type AutodiffTensor<B> = FloatTensor<Autodiff<B>>;
@@ -22,7 +22,7 @@ pub(crate) type AutodiffTensor<B> = FloatTensor<Autodiff<B>>;
 /// Names one tapped parameter of one wrapped model. Opaque: made by `wrap`, passed through [`DdpBackend`].
 #[derive(Clone, Debug)]
 pub struct TapHandle {
-    pub(crate) tapped: Arc<Tapped>,
+    pub(crate) model: Arc<WrappedModel>,
     pub(crate) slot: usize,
 }
 
@@ -84,9 +84,9 @@ impl<B: DdpBackend + GradientMemory> Backward<B, 2> for Hook {
 struct Gate;
 
 impl<B: DdpBackend + GradientMemory> Backward<B, 1> for Gate {
-    type State = Arc<Tapped>;
+    type State = Arc<WrappedModel>;
 
-    fn backward(self, ops: Ops<Arc<Tapped>, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+    fn backward(self, ops: Ops<Arc<WrappedModel>, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         let parent_is_leaf = ops.parents[0].as_ref().is_none_or(|p| p.order == 0);
         ops.state.gate::<B>(parent_is_leaf, grads);
     }
@@ -114,21 +114,21 @@ pub(crate) fn rung_above<B: Backend, C: CheckpointStrategy>(below: AutodiffTenso
 impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autodiff<B, C> {
     fn grad_tap(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         if !x.is_tracked() {
-            tap.tapped.note_frozen::<B>(tap.slot, &x);
+            tap.model.note_frozen::<B>(tap.slot, &x);
             return x;
         }
         let leaf = x.id();
-        let rung = tap.tapped.rung::<B, C>(tap.slot, &x);
+        let rung = tap.model.rung::<B, C>(tap.slot, &x);
         let (primitive, guard) = x.into_parts();
         let gate = match Backward::<B, 1>::prepare::<C>(Gate, [guard]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish(tap.tapped.clone(), primitive),
+            OpsKind::Tracked(prep) => prep.finish(tap.model.clone(), primitive),
             OpsKind::UnTracked(prep) => return prep.finish(primitive),
         };
         let (primitive, gate) = gate.into_parts();
         let (_, rung) = rung.into_parts();
         match Backward::<B, 2>::prepare::<C>(Hook, [gate, rung]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
-                let read = Read::new(tap.tapped, tap.slot);
+                let read = Read::new(tap.model, tap.slot);
                 prep.finish(HookState { read: Arc::new(read), leaf }, primitive)
             }
             OpsKind::UnTracked(prep) => prep.finish(primitive),
@@ -136,13 +136,13 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
     }
 
     fn note_leaf(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
-        tap.tapped.keep_on::<B>(&x);
-        tap.tapped.note_leaf::<B>(tap.slot, &x);
+        tap.model.keep_on::<B>(&x);
+        tap.model.note_leaf::<B>(tap.slot, &x);
         x
     }
 
     fn delivered(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
-        tap.tapped.waiting.stand_in::<B>(tap.slot).unwrap_or(x)
+        tap.model.waiting.stand_in::<B>(tap.slot).unwrap_or(x)
     }
 }
 

@@ -1,7 +1,5 @@
 //! One wrapped model on one rank: what its taps share.
 
-mod backward;
-
 use std::any::Any;
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -12,119 +10,118 @@ use burn::backend::Backend;
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Bytes, Device, TensorData};
 
-use super::ops::AutodiffTensor;
-use super::unread::Unread;
-use super::waiting::Waiting;
+use super::nodes::AutodiffTensor;
+use super::stand_in::Waiting;
+use crate::model::running_stats::{self, BufferPolicy, Buffers};
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
-use crate::gradients::{Beside, Reducer, Reduction};
-use crate::model::running_stats::{self, BufferPolicy, Buffers};
+use crate::gradients::{Piggyback, Reducer, GradientReduction, Unread};
 use crate::{Error, Result};
 
-type Erased = Box<dyn Any + Send>;
+pub(super) type Erased = Box<dyn Any + Send>;
 
 thread_local! {
     /// `Ddp::backward` runs on this thread and wants the first error back instead of a panic, whichever model it is about.
-    static CAPTURED: RefCell<Option<Option<Error>>> = const { RefCell::new(None) };
+    pub(super) static CAPTURED: RefCell<Option<Option<Error>>> = const { RefCell::new(None) };
     /// The wrapped models that the backward on this thread has reached, until their first gate.
-    static ENTERED: RefCell<Vec<Weak<Tapped>>> = const { RefCell::new(Vec::new()) };
+    pub(super) static ENTERED: RefCell<Vec<Weak<WrappedModel>>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Shared by all taps of a wrapped model and by the autodiff nodes that its reads leave in graphs.
-pub(crate) struct Tapped {
+pub(crate) struct WrappedModel {
     pub(crate) ddp: Ddp,
     /// Autodiff device of the model, for stand-in leaves.
     pub(crate) device: Device,
     /// What orders the wrapped models of a rank in the same way on all ranks.
-    id: u64,
+    pub(super) id: u64,
     /// Reads of each slot whose hook may still fire. Written by forward (up) and by dropped hook states (down).
-    outstanding: Vec<AtomicUsize>,
+    pub(super) outstanding: Vec<AtomicUsize>,
     /// Taps of each slot that there are, over all copies of the model.
-    taps: Vec<AtomicUsize>,
+    pub(super) taps: Vec<AtomicUsize>,
     /// Their sum, and who may attach more.
-    holders: AtomicUsize,
+    pub(super) holders: AtomicUsize,
     /// Slots of parameters that were clones of each other when the model was wrapped.
-    cloned: Vec<bool>,
+    pub(super) cloned: Vec<bool>,
     /// Slots that `wrap` gave a tap: not those of tied clones and of bases under another reparameterization (LoRA).
-    tapped: OnceLock<Vec<bool>>,
-    state: Mutex<State>,
+    pub(super) tapped: OnceLock<Vec<bool>>,
+    pub(super) state: Mutex<State>,
     /// Averages of parameters that this rank did not use. Written by the last gate, read by `Tap::visit`.
     pub(super) waiting: Waiting,
     /// Backwards that reached this model and ended, well or not.
-    ended: AtomicU64,
+    pub(super) ended: AtomicU64,
     /// Depth of nested `no_sync`.
-    holding: AtomicUsize,
+    pub(super) holding: AtomicUsize,
     /// The next reduction compares the ranks' parameters: reads of frozen ones are noted too. Written by the last gate.
-    comparing: AtomicBool,
+    pub(super) comparing: AtomicBool,
     /// A copy of the model went through `valid().train()`, and so has running statistics of its own.
-    retrained: AtomicBool,
+    pub(super) retrained: AtomicBool,
     /// The model, or a copy, was mapped: clones of a parameter may have parted.
-    mapped: AtomicBool,
+    pub(super) mapped: AtomicBool,
 }
 
 /// The model's running statistics, and what happens to them.
-pub(crate) struct SharedBuffers {
+pub(crate) struct SyncedStatistics {
     pub(crate) buffers: Box<dyn Buffers>,
     pub(crate) policy: BufferPolicy,
     /// What was read for the running step: the shapes of what comes back.
     pub(crate) sent: Vec<TensorData>,
 }
 
-struct State {
-    rank: usize,
-    reducer: Reducer,
-    accumulation: usize,
+pub(super) struct State {
+    pub(super) rank: usize,
+    pub(super) reducer: Reducer,
+    pub(super) accumulation: usize,
     /// A tensor whose entry in a `Gradients` says that the running backward is the one we know.
-    sentinel: Option<Erased>,
+    pub(super) sentinel: Option<Erased>,
     /// Untracked tensors of growing depth, one for each read since the last backward.
-    ladder: Option<Erased>,
+    pub(super) ladder: Option<Erased>,
     /// Reads since the last backward: decides the rung, and nothing else may.
-    reads: usize,
-    running: bool,
-    fired: usize,
-    gated: usize,
+    pub(super) reads: usize,
+    pub(super) running: bool,
+    pub(super) fired: usize,
+    pub(super) gated: usize,
     /// Its buckets are all under way.
-    departed: bool,
-    slots: Vec<SlotState>,
+    pub(super) submitted: bool,
+    pub(super) slots: Vec<SlotState>,
     /// The value of each slot that was read last, from its read to the end of the backward: where a gradient would be that
     /// went past the tap, and what the replica check compares.
-    values: Vec<Option<Erased>>,
-    buffers: Option<SharedBuffers>,
+    pub(super) values: Vec<Option<Erased>>,
+    pub(super) buffers: Option<SyncedStatistics>,
     /// Why this rank's parameters are no longer those of the others.
-    stale: Option<Error>,
+    pub(super) stale: Option<Error>,
     /// What the last backward put on each slot's leaf: its digest, or [`UNREAD`]; noted for [`Ddp::backward`].
-    delivered: Vec<Option<i64>>,
+    pub(super) delivered: Vec<Option<i64>>,
     /// Whether those digests were computed: in steps that look closely.
-    digested: bool,
+    pub(super) digested: bool,
     /// The user was told which parameters have no gradient.
-    told_unused: bool,
-    error: Option<Error>,
+    pub(super) told_unused: bool,
+    pub(super) error: Option<Error>,
     /// The averages of the last step by bucket, which the gradients it delivered look at. Kept until the next backward.
-    averages: Vec<Option<Arc<Bytes>>>,
+    pub(super) averages: Vec<Option<Arc<Bytes>>>,
     /// Gradients that an asynchronous device still works on.
-    unread: Unread,
+    pub(super) unread: Unread,
     /// Batches read from loaders when the last backward began.
-    last_batch: u64,
+    pub(super) last_batch: u64,
     /// Track and epoch of that batch, if it came from a loader.
-    epoch: Option<(u64, u64)>,
+    pub(super) epoch: Option<(u64, u64)>,
 }
 
 #[derive(Default)]
-struct SlotState {
-    leaf: Option<NodeId>,
+pub(super) struct SlotState {
+    pub(super) leaf: Option<NodeId>,
     /// Sum of the gradients of earlier reads in this backward.
-    partial: Option<Erased>,
-    done: bool,
+    pub(super) partial: Option<Erased>,
+    pub(super) done: bool,
 }
 
 /// One read of a parameter, outstanding until its hook has run or its graph is gone.
 pub(crate) struct Read {
-    pub(crate) tapped: Arc<Tapped>,
-    slot: usize,
+    pub(crate) tapped: Arc<WrappedModel>,
+    pub(super) slot: usize,
 }
 
 impl Read {
-    pub(crate) fn new(tapped: Arc<Tapped>, slot: usize) -> Self {
+    pub(crate) fn new(tapped: Arc<WrappedModel>, slot: usize) -> Self {
         tapped.outstanding[slot].fetch_add(1, Ordering::AcqRel);
         Read { tapped, slot }
     }
@@ -142,11 +139,11 @@ impl std::fmt::Debug for Read {
     }
 }
 
-impl std::fmt::Debug for Tapped {
+impl std::fmt::Debug for WrappedModel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "Tapped({} parameters on rank {} of {})",
+            "WrappedModel({} parameters on rank {} of {})",
             self.outstanding.len(),
             self.ddp.rank(),
             self.ddp.world_size()
@@ -154,19 +151,19 @@ impl std::fmt::Debug for Tapped {
     }
 }
 
-impl Tapped {
+impl WrappedModel {
     pub(crate) fn new(
         ddp: Ddp,
         device: Device,
         reducer: Reducer,
         accumulation: usize,
-        buffers: Option<SharedBuffers>,
+        buffers: Option<SyncedStatistics>,
     ) -> Self {
         let mut clones = vec![0; reducer.slots().len()];
         reducer.slots().iter().for_each(|s| clones[s.first_clone] += 1);
         let cloned = reducer.slots().iter().map(|s| clones[s.first_clone] > 1).collect();
         let (slots, rank) = (reducer.slots().len(), ddp.rank());
-        Tapped {
+        WrappedModel {
             id: reducer.id(),
             cloned,
             ddp,
@@ -185,7 +182,7 @@ impl Tapped {
                 running: false,
                 fired: 0,
                 gated: 0,
-                departed: false,
+                submitted: false,
                 slots: (0..slots).map(|_| SlotState::default()).collect(),
                 values: (0..slots).map(|_| None).collect(),
                 buffers,
@@ -250,7 +247,7 @@ impl Tapped {
 
     /// Whether a rank's gradients count by its items.
     pub(crate) fn weighs_items(&self) -> bool {
-        self.lock().reducer.reduction() == Reduction::Mean
+        self.lock().reducer.reduction() == GradientReduction::Mean
     }
 
     /// Whether the next reduction compares the ranks' parameters.
@@ -304,9 +301,9 @@ impl Tapped {
     }
 
     /// Takes part in one reduction of the other ranks without a backward. `false` if no rank has a gradient: all stand in.
-    pub(crate) fn stand_in(&self) -> Result<bool> {
+    pub(crate) fn shadow(&self) -> Result<bool> {
         let mut guard = self.lock();
-        let given = self.try_stand_in(&mut guard);
+        let given = self.try_shadow(&mut guard);
         if let Err(error) = &given {
             guard.reducer.discard();
             tell_peers(&self.ddp, error);
@@ -314,7 +311,7 @@ impl Tapped {
         given
     }
 
-    fn try_stand_in(&self, state: &mut State) -> Result<bool> {
+    fn try_shadow(&self, state: &mut State) -> Result<bool> {
         if let Some(stale) = &state.stale {
             return Err(stale.clone());
         }
@@ -326,19 +323,19 @@ impl Tapped {
         state.last_batch = 0;
         state.epoch = None;
         self.ddp.world().set_step(state.reducer.step());
-        let mut beside = self.statistics(state)?;
+        let mut piggyback = self.statistics(state)?;
         if state.reducer.compares_replicas() {
             // These parameters are not the others' any more: they have no say.
-            beside.digests = Some(vec![0; state.values.len()]);
+            piggyback.digests = Some(vec![0; state.values.len()]);
         }
-        let given = state.reducer.stand_in(beside)?;
+        let given = state.reducer.shadow(piggyback)?;
         self.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
         Ok(given)
     }
 
     /// The running statistics as they travel.
-    fn statistics(&self, state: &mut State) -> Result<Beside> {
-        let mut beside = Beside::default();
+    pub(super) fn statistics(&self, state: &mut State) -> Result<Piggyback> {
+        let mut piggyback = Piggyback::default();
         if let Some(shared) = &mut state.buffers {
             if self.retrained.load(Ordering::Acquire) {
                 return Err(self.fault(
@@ -348,10 +345,10 @@ impl Tapped {
                 ));
             }
             shared.sent = shared.buffers.read()?;
-            beside.buffers = running_stats::pack(&shared.sent);
-            beside.from_first = shared.policy == BufferPolicy::Broadcast;
+            piggyback.buffers = running_stats::pack(&shared.sent);
+            piggyback.from_first = shared.policy == BufferPolicy::Broadcast;
         }
-        Ok(beside)
+        Ok(piggyback)
     }
 
     /// Runs `backward` with errors returned instead of panics, and tells whether the backward reached this model.
@@ -399,11 +396,11 @@ impl Tapped {
         self.lock().reducer.holds_gradients()
     }
 
-    fn fault(&self, reason: String) -> Error {
+    pub(super) fn fault(&self, reason: String) -> Error {
         Error::Backward { rank: self.ddp.rank(), reason }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

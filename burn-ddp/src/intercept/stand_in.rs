@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use burn::backend::Backend;
 use burn::backend::autodiff::NodeId;
 
-use super::ops::AutodiffTensor;
+use super::nodes::AutodiffTensor;
 
 /// Averages of one slot that may wait for their optimizer at a time.
 const CAP: usize = 8;

@@ -6,13 +6,13 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Bytes, DType, read_sync};
 
-use super::memory::{GradientMemory, Reading};
+use super::memory::{GradientMemory, HostCopy};
 
 /// Gradients of an asynchronous device, in the order in which backward came to them. Backward reaches its end long before the device does:
 /// until then they are only launched to be read, a bucket's worth at a time, and waited for at the end, one after the other, while the
 /// device still computes later ones and buckets that are complete are reduced.
 #[derive(Default)]
-pub(super) struct Unread {
+pub(crate) struct Unread {
     /// Not launched yet: slots, and a `Vec<FloatTensor<B>>`.
     slots: Vec<usize>,
     tensors: Option<Box<dyn Any + Send>>,
@@ -24,7 +24,7 @@ pub(super) struct Unread {
 struct Launched {
     slots: Vec<usize>,
     /// `None` once it was waited for.
-    reading: Option<Reading>,
+    reading: Option<HostCopy>,
 }
 
 impl Launched {
@@ -43,11 +43,11 @@ impl Drop for Launched {
 }
 
 /// What the device holds for a slot.
-pub(super) type Read = (usize, DType, Bytes);
+pub(crate) type Read = (usize, DType, Bytes);
 
 impl Unread {
     /// Takes the gradient of a slot. With `enough_bytes` of them, reading begins.
-    pub(super) fn add<B: GradientMemory>(&mut self, slot: usize, gradient: FloatTensor<B>, enough_bytes: usize) {
+    pub(crate) fn add<B: GradientMemory>(&mut self, slot: usize, gradient: FloatTensor<B>, enough_bytes: usize) {
         self.len_bytes += gradient.shape().num_elements() * gradient.dtype().size();
         self.slots.push(slot);
         self.tensors::<B>().push(gradient);
@@ -57,7 +57,7 @@ impl Unread {
     }
 
     /// Launches what was not launched yet.
-    pub(super) fn begin<B: GradientMemory>(&mut self) {
+    pub(crate) fn begin<B: GradientMemory>(&mut self) {
         if self.slots.is_empty() {
             return;
         }
@@ -72,7 +72,7 @@ impl Unread {
     /// # Errors
     ///
     /// The first of `put`, or what the device says as an error of `fault`. Nothing is left then.
-    pub(super) fn finish<E>(
+    pub(crate) fn finish<E>(
         &mut self,
         fault: impl Fn(String) -> E,
         mut put: impl FnMut(Read) -> Result<(), E>,

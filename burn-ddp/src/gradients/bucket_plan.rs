@@ -82,7 +82,7 @@ impl Bucket {
 
 /// Where a slot lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct BucketRange {
     pub bucket: usize,
     /// Position among the slots of the bucket.
     pub nth: usize,
@@ -91,7 +91,7 @@ pub(crate) struct Place {
     pub len: usize,
 }
 
-impl Place {
+impl BucketRange {
     pub(crate) fn bytes(&self) -> Range<usize> {
         self.start..self.start + self.len
     }
@@ -101,7 +101,7 @@ impl Place {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Plan {
     pub buckets: Vec<Bucket>,
-    pub places: Vec<Place>,
+    pub ranges: Vec<BucketRange>,
     /// Buckets `0..awake` are reduced in every step.
     pub awake: usize,
 }
@@ -164,16 +164,16 @@ impl Plan {
         }
         let awake = buckets.iter().filter(|b| !b.dormant).count();
         buckets[awake - 1].has_wake_flag |= awake < buckets.len();
-        let mut places = vec![Place { bucket: 0, nth: 0, start: 0, len: 0 }; slots.len()];
+        let mut ranges = vec![BucketRange { bucket: 0, nth: 0, start: 0, len: 0 }; slots.len()];
         for (bucket, b) in buckets.iter().enumerate() {
             let mut start = 0;
             for (nth, &slot) in b.slots.iter().enumerate() {
                 let len = slots[slot].len_bytes();
-                places[slot] = Place { bucket, nth, start, len };
+                ranges[slot] = BucketRange { bucket, nth, start, len };
                 start += len;
             }
         }
-        Plan { buckets, places, awake }
+        Plan { buckets, ranges, awake }
     }
 }
 
@@ -198,7 +198,7 @@ mod tests {
         let plan = Plan::new(&slots, &[], CAPS, false);
         let cut: Vec<_> = plan.buckets.iter().map(|b| b.slots.clone()).collect();
         assert_eq!(cut, [vec![5], vec![4, 3], vec![2, 1], vec![0]]);
-        assert_eq!(plan.places[3], Place { bucket: 1, nth: 1, start: 40, len: 40 });
+        assert_eq!(plan.ranges[3], BucketRange { bucket: 1, nth: 1, start: 40, len: 40 });
         assert_eq!(plan.buckets[0].total_elems(), 11);
         assert_eq!(plan.buckets[1].total_elems(), 22);
     }
@@ -227,7 +227,7 @@ mod tests {
     fn what_stays_on_its_device_is_cut_alike_and_has_flags_only() {
         let slots: Vec<_> = (0..6).map(|i| slot(&i.to_string(), 10, DType::F32, i > 0)).collect();
         let (host, device) = (Plan::new(&slots, &[], CAPS, false), Plan::new(&slots, &[], CAPS, true));
-        assert_eq!((host.awake, &host.places), (device.awake, &device.places));
+        assert_eq!((host.awake, &host.ranges), (device.awake, &device.ranges));
         for (host, device) in host.buckets.iter().zip(&device.buckets) {
             assert_eq!(
                 (&host.slots, host.len_elems, host.reduced_bytes()),
@@ -258,7 +258,7 @@ mod tests {
             let slots: Vec<_> = sizes.iter().map(|&(n, d, t)| slot("", n, [DType::F32, DType::F64, DType::F16][d as usize], t)).collect();
             let plan = Plan::new(&slots, &order, CAPS, false);
             prop_assert_eq!(plan.buckets.iter().map(|b| b.slots.len()).sum::<usize>(), slots.len());
-            for (s, place) in plan.places.iter().enumerate() {
+            for (s, place) in plan.ranges.iter().enumerate() {
                 let bucket = &plan.buckets[place.bucket];
                 prop_assert_eq!(bucket.slots[place.nth], s);
                 prop_assert_eq!(bucket.dtype, slots[s].dtype);

@@ -1,8 +1,5 @@
 //! CubeCL (CUDA, ROCm, Metal, Vulkan, WebGPU): the device computes while the host goes on, with fusion even later.
 
-#[cfg(feature = "nccl")]
-mod cuda;
-
 use std::sync::{Mutex, PoisonError};
 
 use burn::backend::tensor::FloatTensor;
@@ -11,13 +8,15 @@ use burn_cubecl::cubecl::server::CopyDescriptor;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::{Cube, CubeBackend, CubeDevice};
 
-use super::{GradientMemory, Reading};
+#[cfg(feature = "nccl")]
+use super::cuda;
+use super::{GradientMemory, HostCopy};
 
 impl GradientMemory for Cube {
     const ASYNCHRONOUS: bool = true;
 
     /// Burn's own way to read, `float_into_data`, copies when the bytes are first looked at: behind the rest of the backward by then.
-    fn begin_read(tensors: Vec<FloatTensor<Self>>) -> Reading {
+    fn begin_read(tensors: Vec<FloatTensor<Self>>) -> HostCopy {
         // The first one launches what fusion has held back; there is nothing left for the others.
         let resolve = |tensor: FloatTensor<Self>| {
             into_contiguous(tensor.client.clone().resolve_tensor_float::<CubeBackend>(tensor))
@@ -37,12 +36,12 @@ impl GradientMemory for Cube {
     }
 
     #[cfg(feature = "nccl")]
-    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn super::Lent>, String> {
+    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn super::DeviceLoan>, String> {
         cuda::lend(tensors)
     }
 
     #[cfg(feature = "nccl")]
-    fn take_back(lent: Box<dyn super::Lent>) -> Result<Vec<FloatTensor<Self>>, String> {
+    fn take_back(lent: Box<dyn super::DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
         cuda::take_back(lent)
     }
 }
