@@ -103,8 +103,8 @@ impl BatchWeight {
         let mut w = self.lock();
         if w.explicit.is_none() && w.read.len() > 1 {
             return Err(Error::invalid(format!(
-                "{} training loaders were read for one backward, so its number of items is ambiguous: call `ddp.set_batch_items(items)` \
-                 before the backward, or read evaluation data through `ddp.eval_loader`",
+                "{} training loaders were read for one backward, so its number of items is ambiguous: call \
+                 `ddp.set_batch_items(items)` before the backward, or read evaluation data through `ddp.eval_loader`",
                 w.read.len()
             )));
         }

@@ -10,18 +10,18 @@ use crate::{Error, Result};
 
 /// Collectives on tensors, implemented by [`Ddp`].
 ///
-/// Shapes and dtypes must agree between ranks. Tensors travel through host memory; results are on the device of the input,
-/// outside any autodiff graph: [`Ddp::differentiable`] has the collectives that gradients go through. All of them block until
-/// this rank's part is done, and all but [`send`](Self::send) and [`recv`](Self::recv) are *collective*: every rank calls
-/// them, in the same order.
+/// Shapes and dtypes must agree between ranks. Tensors travel through host memory; results are on the device of the
+/// input, outside any autodiff graph: [`Ddp::differentiable`] has the collectives that gradients go through. All of
+/// them block until this rank's part is done, and all but [`send`](Self::send) and [`recv`](Self::recv) are
+/// *collective*: every rank calls them, in the same order.
 ///
 /// The costs below are those of the engines `threads` and `tcp` for a tensor of `b` bytes on `n` ranks; `shm` reads the
 /// peers' memory in place of receiving. A step is one message to each peer and one from each.
 pub trait Collectives: sealed::Sealed {
     /// Reduces element by element over all ranks.
     ///
-    /// Each rank passes a tensor of the same shape and holds the same reduced tensor after. Two steps in which a rank sends
-    /// about `2 b` bytes; one step for small tensors.
+    /// Each rank passes a tensor of the same shape and holds the same reduced tensor after. Two steps in which a rank
+    /// sends about `2 b` bytes; one step for small tensors.
     ///
     /// # Errors
     ///
@@ -44,8 +44,8 @@ pub trait Collectives: sealed::Sealed {
 
     /// Copies `root`'s tensor to all ranks.
     ///
-    /// Each rank passes a tensor of the same shape; the values on ranks other than `root` are replaced. One step in which
-    /// `root` sends `(n - 1) b` bytes.
+    /// Each rank passes a tensor of the same shape; the values on ranks other than `root` are replaced. One step in
+    /// which `root` sends `(n - 1) b` bytes.
     ///
     /// # Errors
     ///
@@ -68,8 +68,8 @@ pub trait Collectives: sealed::Sealed {
 
     /// Concatenates the tensors of all ranks along dimension 0, in rank order.
     ///
-    /// Each rank passes a tensor of the same shape `[r, …]` and holds `[n * r, …]` after. One step in which a rank sends
-    /// `(n - 1) b` bytes.
+    /// Each rank passes a tensor of the same shape `[r, …]` and holds `[n * r, …]` after. One step in which a rank
+    /// sends `(n - 1) b` bytes.
     ///
     /// # Errors
     ///
@@ -92,8 +92,8 @@ pub trait Collectives: sealed::Sealed {
 
     /// Reduces over all ranks and leaves each rank its slice of dimension 0.
     ///
-    /// Each rank passes a tensor of the same shape `[n * r, …]` and holds `[r, …]` after: rows `rank * r ..`. One step in which
-    /// a rank sends `(n - 1) / n · b` bytes.
+    /// Each rank passes a tensor of the same shape `[n * r, …]` and holds `[r, …]` after: rows `rank * r ..`. One step
+    /// in which a rank sends `(n - 1) / n · b` bytes.
     ///
     /// # Errors
     ///
@@ -117,8 +117,8 @@ pub trait Collectives: sealed::Sealed {
 
     /// Reduces element by element onto `root`.
     ///
-    /// Each rank passes a tensor of the same shape; `root` holds the reduced one after, the others what they passed. Two steps
-    /// in which a rank sends about `b` bytes.
+    /// Each rank passes a tensor of the same shape; `root` holds the reduced one after, the others what they passed.
+    /// Two steps in which a rank sends about `b` bytes.
     ///
     /// # Errors
     ///
@@ -142,8 +142,8 @@ pub trait Collectives: sealed::Sealed {
 
     /// Concatenates the tensors of all ranks along dimension 0 on `root`, in rank order.
     ///
-    /// Each rank passes a tensor of the same shape `[r, …]`; `root` holds `[n * r, …]` after, the others `None`. One step in
-    /// which a rank sends `b` bytes.
+    /// Each rank passes a tensor of the same shape `[r, …]`; `root` holds `[n * r, …]` after, the others `None`. One
+    /// step in which a rank sends `b` bytes.
     ///
     /// # Errors
     ///
@@ -166,14 +166,14 @@ pub trait Collectives: sealed::Sealed {
 
     /// Hands each rank its slice of `root`'s tensor along dimension 0.
     ///
-    /// `root` passes `Some` of shape `[n * r, …]`; what other ranks pass is dropped. Each rank passes a tensor `like` its
-    /// slice, `[r, …]`, of which only shape, dtype and device count, and holds rows `rank * r ..` after. One step in which
-    /// `root` sends `(n - 1) / n · b` bytes.
+    /// `root` passes `Some` of shape `[n * r, …]`; what other ranks pass is dropped. Each rank passes a tensor `like`
+    /// its slice, `[r, …]`, of which only shape, dtype and device count, and holds rows `rank * r ..` after. One step
+    /// in which `root` sends `(n - 1) / n · b` bytes.
     ///
     /// # Errors
     ///
-    /// [`Error::Comm`]: a peer failed or called something else, `root` is no rank, `root` passed `None` or another number of
-    /// elements.
+    /// [`Error::Comm`]: a peer failed or called something else, `root` is no rank, `root` passed `None` or another
+    /// number of elements.
     ///
     /// # Example
     ///
@@ -198,13 +198,13 @@ pub trait Collectives: sealed::Sealed {
 
     /// Sends slice *j* of dimension 0 to rank *j*, and gets one from each.
     ///
-    /// Each rank passes a tensor of the same shape `[n * r, …]` and holds one of that shape after: rows `j * r ..` are from
-    /// rank *j*. One step in which a rank sends `(n - 1) / n · b` bytes.
+    /// Each rank passes a tensor of the same shape `[n * r, …]` and holds one of that shape after: rows `j * r ..` are
+    /// from rank *j*. One step in which a rank sends `(n - 1) / n · b` bytes.
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if dimension 0 does not divide by the world size; [`Error::Comm`]: a peer failed or called something
-    /// else.
+    /// [`Error::Invalid`] if dimension 0 does not divide by the world size; [`Error::Comm`]: a peer failed or called
+    /// something else.
     ///
     /// # Example
     ///

@@ -43,8 +43,9 @@ pub(crate) fn read<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Result<(DT
         return Err(Error::invalid("collectives take tensors of one dimension or more"));
     }
     // On Flex a tensor that has one holder gives its memory away: no copy.
-    let data =
-        tensor.try_into_data().map_err(|e| Error::invalid(format!("reading the tensor from its device failed: {e:?}")))?;
+    let data = tensor
+        .try_into_data()
+        .map_err(|e| Error::invalid(format!("reading the tensor from its device failed: {e:?}")))?;
     with_dtype(data)
 }
 

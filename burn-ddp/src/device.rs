@@ -122,7 +122,8 @@ impl Place {
             return match built_in.into_iter().nth(any) {
                 Some((name, devices)) => self.one_of(name, devices, env),
                 None => Err(Error::invalid(
-                    "burn-ddp was built without a backend: enable its feature `flex`, or one for GPUs such as `cuda` or `wgpu`".into(),
+                    "burn-ddp was built without a backend: enable its feature `flex`, or one for GPUs such as `cuda` \
+                     or `wgpu`",
                 )),
             };
         };
@@ -131,7 +132,8 @@ impl Place {
             None => {
                 let names: Vec<_> = kinds.iter().map(|kind| kind.name).collect();
                 Err(Error::invalid(format!(
-                    "{KIND}={wanted}, but that is not built in; built in are: {}. Enable burn-ddp's feature of that name",
+                    "{KIND}={wanted}, but that is not built in; built in are: {}. Enable burn-ddp's feature of that \
+                     name",
                     names.join(", ")
                 )))
             }
@@ -158,8 +160,9 @@ impl Place {
             count if shared() => local_rank % count,
             count => {
                 return Err(Error::invalid(format!(
-                    "local rank {local_rank} of {local_world_size} has no {kind} device: this machine has {count}. Start at most {count} \
-                     ranks on it, or set {SHARE}=1 to share them on purpose, or choose yourself: `ddp.device_of(|local_rank| …)`"
+                    "local rank {local_rank} of {local_world_size} has no {kind} device: this machine has {count}. \
+                     Start at most {count} ranks on it, or set {SHARE}=1 to share them on purpose, or choose \
+                     yourself: `ddp.device_of(|local_rank| …)`"
                 )));
             }
         };
@@ -176,8 +179,8 @@ pub(crate) fn kind(device: &Device) -> String {
 pub(crate) fn check_supported(device: &Device) -> Result<()> {
     supported(device).map(drop).map_err(|other| {
         Error::invalid(format!(
-            "burn-ddp has no support for {other} built in: enable the feature of burn-ddp that is named like its backend, as for Burn \
-             itself (flex, ndarray, tch, wgpu, vulkan, metal, webgpu, cuda, rocm, cpu)"
+            "burn-ddp has no support for {other} built in: enable the feature of burn-ddp that is named like its \
+             backend, as for Burn itself (flex, ndarray, tch, wgpu, vulkan, metal, webgpu, cuda, rocm, cpu)"
         ))
     })
 }

@@ -1,4 +1,5 @@
-//! Choice of the engine that reduces the gradients of a model: NCCL where all ranks can, otherwise an engine between hosts.
+//! Choice of the engine that reduces the gradients of a model: NCCL where all ranks can, otherwise an engine between
+//! hosts.
 
 use std::collections::BTreeMap;
 
@@ -13,8 +14,8 @@ use crate::{Error, Result, device};
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct RankReport {
     kind: String,
-    /// Abilities of its NCCL on the device, or the reason why it has none; `None` if NCCL is no candidate. Text, since ranks may
-    /// be built with other features.
+    /// Abilities of its NCCL on the device, or the reason why it has none; `None` if NCCL is no candidate. Text, since
+    /// ranks may be built with other features.
     pub(crate) nccl: Option<Result<String, String>>,
 }
 
@@ -29,8 +30,8 @@ pub(crate) enum EngineAgreement {
     Host(Option<String>),
 }
 
-/// True if the gradients of a model on `device` are reduced on their device; false if they go through host memory, or if there
-/// are none to reduce. Logs the choice. *Collective*.
+/// True if the gradients of a model on `device` are reduced on their device; false if they go through host memory, or
+/// if there are none to reduce. Logs the choice. *Collective*.
 ///
 /// # Errors
 ///
@@ -46,8 +47,7 @@ pub(crate) fn reduces_on_device(ddp: &Ddp, device: &Device, reduces: bool) -> Re
     let candidate = required || wanted.is_none() && reduces;
     let mine = RankReport { kind: device::kind(device), nccl: candidate.then(|| nccl_report(ddp, device)) };
     let reports = ddp.group().all_gather_object(&mine)?;
-    let agreement =
-        if candidate { agree(ddp, device, &reports, reduces)? } else { EngineAgreement::Host(None) };
+    let agreement = if candidate { agree(ddp, device, &reports, reduces)? } else { EngineAgreement::Host(None) };
     let kinds: Vec<String> = reports.iter().map(|report| report.kind.clone()).collect();
     match agreement {
         EngineAgreement::Nccl { gpus } => {

@@ -7,9 +7,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why an operation of burn-ddp failed.
 ///
-/// After [`Error::Backward`] and [`Error::ReplicasDiffer`] the ranks are no longer in step: start again from a checkpoint. After
-/// [`Error::Comm`] ask [`comm::Error::group_usable`]. Errors that all ranks see alike ([`Error::Invalid`],
-/// [`Error::ModelsDiffer`], [`Error::File`]) leave the job usable.
+/// After [`Error::Backward`] and [`Error::ReplicasDiffer`] the ranks are no longer in step: start again from a
+/// checkpoint. After [`Error::Comm`] ask [`comm::Error::group_usable`]. Errors that all ranks see alike
+/// ([`Error::Invalid`], [`Error::ModelsDiffer`], [`Error::File`]) leave the job usable.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -40,7 +40,8 @@ pub enum Error {
     },
     /// The replicas have drifted apart: parameters differ between ranks that should be the same bits.
     #[error(
-        "the replicas differ{}: {difference}; something changed parameters on one rank only, or a gradient went past its tap",
+        "the replicas differ{}: {difference}; something changed parameters on one rank only, or a gradient went past \
+         its tap",
         in_step(.step)
     )]
     ReplicasDiffer {

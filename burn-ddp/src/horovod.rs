@@ -10,13 +10,13 @@ use crate::{Result, optimizer};
 impl Ddp {
     /// `root`'s parameters and buffers on every rank, wrapped or not; parameter ids stay what they are. *Collective*.
     ///
-    /// Each rank passes a model of the same shape and holds the same values after. [`Ddp::wrap`] does this from rank 0 by
-    /// itself.
+    /// Each rank passes a model of the same shape and holds the same values after. [`Ddp::wrap`] does this from rank 0
+    /// by itself.
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::ModelsDiffer`](crate::Error::ModelsDiffer) naming the first parameter that differs and both
-    /// shapes; [`Error::Comm`](crate::Error::Comm) if a peer failed or `root` is no rank.
+    /// On every rank: [`Error::ModelsDiffer`](crate::Error::ModelsDiffer) naming the first parameter that differs and
+    /// both shapes; [`Error::Comm`](crate::Error::Comm) if a peer failed or `root` is no rank.
     ///
     /// # Example
     ///
@@ -37,13 +37,14 @@ impl Ddp {
 
     /// Gives every rank the state of `root`'s optimizer (momentum, moments, step counts), bit by bit. *Collective*.
     ///
-    /// Each rank passes its optimizer, of the same kind everywhere, and the model that it trains. The state that it had is
-    /// replaced; a `root` that has not stepped yet leaves none.
+    /// Each rank passes its optimizer, of the same kind everywhere, and the model that it trains. The state that it had
+    /// is replaced; a `root` that has not stepped yet leaves none.
     ///
     /// # Errors
     ///
     /// On every rank, and nothing has changed: [`Error::ModelsDiffer`](crate::Error::ModelsDiffer);
-    /// [`Error::Invalid`](crate::Error::Invalid) if the optimizers are of different kinds, or the state cannot be loaded without loss.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the optimizers are of different kinds, or the state cannot be
+    /// loaded without loss.
     #[track_caller]
     pub fn broadcast_optimizer_state<M: Module>(
         &self,

@@ -8,27 +8,28 @@ use crate::wrap::only;
 use crate::{Result, intercept};
 
 impl Ddp {
-    /// Waits for the ranks that still have data, and ends with the model and the optimizer of those that had most. *Collective*: every
-    /// rank calls it when its own data are used up, not at the same time.
+    /// Waits for the ranks that still have data, and ends with the model and the optimizer of those that had most.
+    /// *Collective*: every rank calls it when its own data are used up, not at the same time.
     ///
-    /// For loaders that give ranks different numbers of batches, which ours ([`Ddp::loader`]) never do. It is
-    /// torch's [`Join`](https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html). A rank that has called it takes
-    /// part in the reductions of the others with weight 0, so gradients are the mean over the ranks that still train, each backward
-    /// counting 1 or what [`Ddp::set_batch_items`] says. Micro-batches that this rank holds for
-    /// [accumulation](crate::WrapConfig::with_accumulation) count in the step that another rank completes; if none does, they are thrown
-    /// away. When every rank has called it, all have the parameters, running statistics and optimizer state of a rank that trained
-    /// to the end.
+    /// For loaders that give ranks different numbers of batches, which ours ([`Ddp::loader`]) never do. It is torch's
+    /// [`Join`](https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html). A rank that has called it takes
+    /// part in the reductions of the others with weight 0, so gradients are the mean over the ranks that still train,
+    /// each backward counting 1 or what [`Ddp::set_batch_items`] says. Micro-batches that this rank holds for
+    /// [accumulation](crate::WrapConfig::with_accumulation) count in the step that another rank completes; if none
+    /// does, they are thrown away. When every rank has called it, all have the parameters, running statistics and
+    /// optimizer state of a rank that trained to the end.
     ///
-    /// Returns how many optimizer steps this rank missed: a learning-rate schedule that counts steps must be moved on by as many.
+    /// Returns how many optimizer steps this rank missed: a learning-rate schedule that counts steps must be moved on
+    /// by as many.
     ///
     /// Until then the ranks that train may call no other collective that those which wait do not (`ddp.mean`), nor
-    /// [`Ddp::discard_accumulated`]. `model` is all that is trained in the loop: wrap several models as one module. Alone it does nothing but discard
-    /// what is held.
+    /// [`Ddp::discard_accumulated`]. `model` is all that is trained in the loop: wrap several models as one module.
+    /// Alone it does nothing but discard what is held.
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if `model` is not one wrapped model; [`Error::Comm`] if a peer failed, or left without calling it;
-    /// [`Error::ReplicasDiffer`] as every backward.
+    /// [`Error::Invalid`] if `model` is not one wrapped model; [`Error::Comm`] if a peer failed, or left without
+    /// calling it; [`Error::ReplicasDiffer`] as every backward.
     ///
     /// # Example
     ///

@@ -1,12 +1,13 @@
 //! Data-parallel training for the [Burn](https://burn.dev) deep-learning framework.
 //!
-//! Each of several processes (*ranks*) holds the same model, sees its own share of the data, and computes gradients; burn-ddp
-//! averages them inside `loss.backward()` and Burn's own optimizers go on from there. What torch DDP and torchrun, Horovod and
-//! `MirroredStrategy` are to Python.
+//! Each of several processes (*ranks*) holds the same model, sees its own share of the data, and computes gradients;
+//! burn-ddp averages them inside `loss.backward()` and Burn's own optimizers go on from there. What torch DDP and
+//! torchrun, Horovod and `MirroredStrategy` are to Python.
 //!
 //! # Example
 //!
-//! The loop people write; `cargo run` runs it alone, `burnrun --nproc-per-node 8` on eight ranks. Here two ranks are threads:
+//! The loop people write; `cargo run` runs it alone, `burnrun --nproc-per-node 8` on eight ranks. Here two ranks are
+//! threads:
 //!
 //! ```
 //! use burn::nn::{Linear, LinearConfig};
@@ -93,7 +94,7 @@ pub use config::{BatchSizes, DdpConfig};
 pub use ddp::Ddp;
 pub use differentiable::{Adjoint, CollectiveBackend, Differentiable};
 pub use error::{Error, Result};
-pub use gradients::{DeviceLoan, GradientMemory, HostCopy, GradientReduction};
+pub use gradients::{DeviceLoan, GradientMemory, GradientReduction, HostCopy};
 pub use intercept::{DdpBackend, TapHandle};
 pub use model::running_stats::BufferPolicy;
 pub use model::save::param_hash;
@@ -104,7 +105,5 @@ pub use wrap::WrapConfig;
 
 /// The imports of a training program.
 pub mod prelude {
-    pub use crate::{
-        BufferPolicy, Collectives, Ddp, DdpConfig, GradientReduction, ReduceOp, WrapConfig, param_hash,
-    };
+    pub use crate::{BufferPolicy, Collectives, Ddp, DdpConfig, GradientReduction, ReduceOp, WrapConfig, param_hash};
 }

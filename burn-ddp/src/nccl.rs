@@ -11,7 +11,8 @@ use crate::ddp::Ddp;
 use crate::engine_choice::{EngineAgreement, RankReport, refusal};
 use crate::{Result, device};
 
-/// Abilities of this rank's NCCL on the device, as [`agree`] reads them; otherwise the reason why it cannot reduce there.
+/// Abilities of this rank's NCCL on the device, as [`agree`] reads them; otherwise the reason why it cannot reduce
+/// there.
 pub(crate) fn report(ddp: &Ddp, device: &Device) -> Result<String, String> {
     let Some(ordinal) = device::cuda_ordinal(device) else {
         return Err("NCCL reduces on NVIDIA GPUs, so the model has to be on one: `Device::cuda`, or BURN_DEVICE=cuda"
@@ -19,8 +20,8 @@ pub(crate) fn report(ddp: &Ddp, device: &Device) -> Result<String, String> {
     };
     if let Some(first) = ddp.state().nccl_device().filter(|first| *first != ordinal) {
         return Err(format!(
-            "its model is on CUDA device {ordinal}, but one that was wrapped before is on device {first}: NCCL has one device \
-             per rank"
+            "its model is on CUDA device {ordinal}, but one that was wrapped before is on device {first}: NCCL has \
+             one device per rank"
         ));
     }
     serde_json::to_string(&RankInfo::here(ddp.rank(), ordinal)).map_err(|e| e.to_string())

@@ -29,8 +29,8 @@ impl Seed {
     }
 }
 
-/// The seed for what follows the batch of a step: `first` is the item of the epoch's order at which the step of all ranks begins, which
-/// is the same whether or not the epoch was interrupted before.
+/// The seed for what follows the batch of a step: `first` is the item of the epoch's order at which the step of all
+/// ranks begins, which is the same whether or not the epoch was interrupted before.
 fn of_batch(seed: u64, rank: usize, loader: u64, epoch: usize, first: usize) -> u64 {
     derive(seed, "batch", [rank as u64, loader, epoch as u64, first as u64])
 }

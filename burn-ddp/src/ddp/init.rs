@@ -6,15 +6,15 @@ use super::Ddp;
 use crate::Result;
 
 impl Ddp {
-    /// Joins the job that a launcher describes in the environment (`burnrun`, torchrun, plain `RANK`/`WORLD_SIZE`/…), or makes
-    /// a world of 1 when nothing is set. *Collective*: returns when all ranks have come.
+    /// Joins the job that a launcher describes in the environment (`burnrun`, torchrun, plain `RANK`/`WORLD_SIZE`/…),
+    /// or makes a world of 1 when nothing is set. *Collective*: returns when all ranks have come.
     ///
     /// Waits are bounded by [`Options::from_env`].
     ///
     /// # Errors
     ///
-    /// [`Error::Comm`](crate::Error::Comm): half-set or contradictory variables, an unreachable master, a port in use, ranks
-    /// that do not come in time (named).
+    /// [`Error::Comm`](crate::Error::Comm): half-set or contradictory variables, an unreachable master, a port in use,
+    /// ranks that do not come in time (named).
     #[track_caller]
     pub fn init() -> Result<Self> {
         Self::init_with(Options::from_env()?)

@@ -39,8 +39,8 @@ use shared_state::SharedState;
 #[derive(Clone)]
 pub struct Ddp {
     state: Arc<SharedState>,
-    /// Keeps this rank in the job: handles, wrapped models and loaders have it; nodes that Burn keeps in its graphs, maybe for
-    /// ever, do not.
+    /// Keeps this rank in the job: handles, wrapped models and loaders have it; nodes that Burn keeps in its graphs,
+    /// maybe for ever, do not.
     _presence: Option<Arc<Presence>>,
 }
 
@@ -109,8 +109,9 @@ impl Ddp {
         self.rank() == 0
     }
 
-    /// Name of the engine that carries the collectives: `threads`, `shm`, `tcp` or `mpi`; `nccl` once NCCL reduces the gradients of
-    /// a [wrapped](Self::wrap) model, while the engine that was there before still carries what is in host memory.
+    /// Name of the engine that carries the collectives: `threads`, `shm`, `tcp` or `mpi`; `nccl` once NCCL reduces the
+    /// gradients of a [wrapped](Self::wrap) model, while the engine that was there before still carries what is in host
+    /// memory.
     #[must_use]
     pub fn engine(&self) -> &'static str {
         self.state.world.engine()
@@ -128,16 +129,16 @@ impl Ddp {
         &self.state.group
     }
 
-    /// This rank's device: the GPU with its local rank, if there are GPUs of a kind that is built in, else the processor. Add `.autodiff()`
-    /// for training.
+    /// This rank's device: the GPU with its local rank, if there are GPUs of a kind that is built in, else the
+    /// processor. Add `.autodiff()` for training.
     ///
-    /// `BURN_DEVICE` (`cuda`, `wgpu`, `flex`, …) chooses the kind, as for Burn's default device. Which GPUs there are, drivers decide, by
-    /// `CUDA_VISIBLE_DEVICES` and its like.
+    /// `BURN_DEVICE` (`cuda`, `wgpu`, `flex`, …) chooses the kind, as for Burn's default device. Which GPUs there are,
+    /// drivers decide, by `CUDA_VISIBLE_DEVICES` and its like.
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the machine has fewer GPUs than ranks, unless `BURN_DDP_SHARE_DEVICES=1` wants them shared; if `BURN_DEVICE` names
-    /// what is not built in; if burn-ddp was built without any backend.
+    /// [`Error::Invalid`] if the machine has fewer GPUs than ranks, unless `BURN_DDP_SHARE_DEVICES=1` wants them
+    /// shared; if `BURN_DEVICE` names what is not built in; if burn-ddp was built without any backend.
     pub fn device(&self) -> Result<Device> {
         crate::device::of_rank(self.local_rank(), self.world().local_world_size())
     }
@@ -147,17 +148,18 @@ impl Ddp {
         device(self.local_rank())
     }
 
-    /// Seeds `device`: the same seed on every rank while the model is made, and another one for each rank after [`Ddp::wrap`] and with
-    /// each batch that a training loader hands out. So dropout differs between ranks, repeats between runs, and goes on in a run that is
-    /// [resumed](crate::data::ShardedLoader::resume) as if it had not been interrupted.
+    /// Seeds `device`: the same seed on every rank while the model is made, and another one for each rank after
+    /// [`Ddp::wrap`] and with each batch that a training loader hands out. So dropout differs between ranks, repeats
+    /// between runs, and goes on in a run that is [resumed](crate::data::ShardedLoader::resume) as if it had not been
+    /// interrupted.
     ///
     /// Burn's Flex backend has one generator per process, so with ranks as threads random numbers do not repeat.
     pub fn seed(&self, device: &Device, seed: u64) {
         self.state.set_seed(device, seed);
     }
 
-    /// Sets the number of items that the following backwards stand for, until the next batch is read from a loader of ours. Only
-    /// needed with other loaders, or with two of ours in one step.
+    /// Sets the number of items that the following backwards stand for, until the next batch is read from a loader of
+    /// ours. Only needed with other loaders, or with two of ours in one step.
     ///
     /// # Errors
     ///
@@ -209,7 +211,8 @@ impl Ddp {
         Ok(self.group().barrier()?)
     }
 
-    /// Runs `f` on rank 0 first and then, if that went well, on the others: for downloads into a shared cache. *Collective*.
+    /// Runs `f` on rank 0 first and then, if that went well, on the others: for downloads into a shared cache.
+    /// *Collective*.
     ///
     /// # Errors
     ///
@@ -242,8 +245,8 @@ impl Ddp {
         }
     }
 
-    /// Ends the job: waits for checkpoints under way and for all ranks, then says goodbye. *Collective*. A rank may leave without
-    /// it where no other rank waits for it any more.
+    /// Ends the job: waits for checkpoints under way and for all ranks, then says goodbye. *Collective*. A rank may
+    /// leave without it where no other rank waits for it any more.
     ///
     /// # Errors
     ///

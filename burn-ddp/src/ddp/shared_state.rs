@@ -58,7 +58,8 @@ impl SharedState {
         }
     }
 
-    /// Group of collectives in forwards and their backwards, which have one order on all ranks. *Collective* the first time.
+    /// Group of collectives in forwards and their backwards, which have one order on all ranks. *Collective* the first
+    /// time.
     #[track_caller]
     pub(crate) fn graph_group(&self) -> Result<Arc<ProcessGroup>> {
         let mut group = lock(&self.graph_group);
@@ -89,7 +90,8 @@ impl SharedState {
         self.metric_group.get().ok_or_else(missing)
     }
 
-    /// Takes the weight of the backward of a wrapped model that begins. An error if a peer left its epoch before this backward.
+    /// Takes the weight of the backward of a wrapped model that begins. An error if a peer left its epoch before this
+    /// backward.
     pub(crate) fn begin_backward(&self) -> Result<Batch> {
         let batch = self.batch_weight.take()?;
         if let Some(step) = batch.step {

@@ -13,8 +13,8 @@ use crate::{Error, Result};
 impl Ddp {
     /// Runs `f` on `n` ranks that are threads of this process, and returns what they return, in rank order.
     ///
-    /// For tests, examples and backends with a device per thread. Burn's CPU backend shares one thread pool and one random
-    /// generator between them; use [`Ddp::launch`] where that matters.
+    /// For tests, examples and backends with a device per thread. Burn's CPU backend shares one thread pool and one
+    /// random generator between them; use [`Ddp::launch`] where that matters.
     ///
     /// # Errors
     ///
@@ -86,18 +86,19 @@ impl Ddp {
         }
     }
 
-    /// Runs `f` on `n` ranks that are processes on this machine: re-executes the own program, with the same arguments, once per
-    /// rank. Call it first thing in `main`, and return what it returns.
+    /// Runs `f` on `n` ranks that are processes on this machine: re-executes the own program, with the same arguments,
+    /// once per rank. Call it first thing in `main`, and return what it returns.
     ///
-    /// In the process that a user starts, it starts the ranks, watches them and returns when all have ended. In a rank, and
-    /// under `burnrun` or torchrun, it joins the job, runs `f` and returns. With `n = 1` it runs `f` in this process.
+    /// In the process that a user starts, it starts the ranks, watches them and returns when all have ended. In a rank,
+    /// and under `burnrun` or torchrun, it joins the job, runs `f` and returns. With `n = 1` it runs `f` in this
+    /// process.
     ///
     /// Rank 0 keeps the terminal; lines of the others are prefixed with `[rank 1] `.
     ///
     /// # Errors
     ///
-    /// In a rank: what joining or `f` returned. In the launching process: [`Error::Launch`], or [`Error::Job`] with the exit
-    /// code and the report.
+    /// In a rank: what joining or `f` returned. In the launching process: [`Error::Launch`], or [`Error::Job`] with the
+    /// exit code and the report.
     pub fn launch(n: usize, f: impl FnOnce(Ddp) -> anyhow::Result<()>) -> anyhow::Result<()> {
         anyhow::ensure!(n > 0, "a job has at least one rank");
         if n == 1 || LaunchEnv::detect()?.is_some() {

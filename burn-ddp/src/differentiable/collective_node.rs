@@ -23,8 +23,8 @@ use crate::{Error, Result};
     Autodiff
 )]
 pub trait CollectiveBackend: Backend {
-    /// Returns `y`, which a collective made of the `x` of all ranks. With autodiff, its gradient goes to `x` through the
-    /// collective's adjoint.
+    /// Returns `y`, which a collective made of the `x` of all ranks. With autodiff, its gradient goes to `x` through
+    /// the collective's adjoint.
     fn collective(x: FloatTensor<Self>, y: FloatTensor<Self>, adjoint: Adjoint) -> FloatTensor<Self> {
         let _ = (x, adjoint);
         y
@@ -56,8 +56,8 @@ impl<B: Backend> Backward<B, 2> for Collective {
 
 impl<B: CollectiveBackend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C> {
     fn collective(x: FloatTensor<Self>, y: FloatTensor<Self>, adjoint: Adjoint) -> FloatTensor<Self> {
-        // Even on a leaf the node is deeper than the gates of wrapped models, of which the last one waits for its averages: all ranks
-        // come here first.
+        // Even on a leaf the node is deeper than the gates of wrapped models, of which the last one waits for its
+        // averages: all ranks come here first.
         let rung = rung_above::<B, C>(untracked::<B>(y.primitive().clone()));
         // Bound by computation, so that gradient checkpointing never repeats what takes all ranks.
         match Backward::<B, 2>::prepare::<C>(Collective, [x.node(), rung.node()]).compute_bound().stateful() {

@@ -16,8 +16,8 @@ use crate::ddp::Ddp;
 use crate::{Error, Result, collectives, convert};
 
 impl Ddp {
-    /// The collectives that gradients go through, as those in `torch.distributed.nn.functional`: for losses over the items of
-    /// all ranks (contrastive ones) and for layers that are split over ranks.
+    /// The collectives that gradients go through, as those in `torch.distributed.nn.functional`: for losses over the
+    /// items of all ranks (contrastive ones) and for layers that are split over ranks.
     ///
     /// # Example
     ///
@@ -44,18 +44,18 @@ impl Ddp {
 
 /// Collectives on float tensors whose backward is a collective too. Made by [`Ddp::differentiable`].
 ///
-/// **What is differentiated** is the *sum of the losses of all ranks*: `backward` gives each rank the gradient of Σₛ lossₛ with
-/// respect to its own input. A model that was [wrapped](Ddp::wrap) then averages over ranks, and so steps along the gradient of
-/// the mean of the losses. (Means weighted by items weigh what arrives at a rank, whoever's loss it came from: with gradients
-/// that cross ranks give all ranks batches of one size.)
+/// **What is differentiated** is the *sum of the losses of all ranks*: `backward` gives each rank the gradient of Σₛ
+/// lossₛ with respect to its own input. A model that was [wrapped](Ddp::wrap) then averages over ranks, and so steps
+/// along the gradient of the mean of the losses. (Means weighted by items weigh what arrives at a rank, whoever's loss
+/// it came from: with gradients that cross ranks give all ranks batches of one size.)
 ///
-/// **What each rank must do**: call the same ones in the same order, with tracked inputs on all ranks or on none, and run the
-/// backward of the same graph, in which every result takes part. Calls that differ are an error on all ranks; a backward that a
-/// rank does not run leaves the others waiting until their time-out names it. Ranks that are threads must not share a tracked
-/// tensor: a backward holds the lock of its graph while it waits.
+/// **What each rank must do**: call the same ones in the same order, with tracked inputs on all ranks or on none, and
+/// run the backward of the same graph, in which every result takes part. Calls that differ are an error on all ranks; a
+/// backward that a rank does not run leaves the others waiting until their time-out names it. Ranks that are threads
+/// must not share a tracked tensor: a backward holds the lock of its graph while it waits.
 ///
-/// An input without a graph makes a plain collective. With gradient checkpointing a collective is not repeated. All of them
-/// have a group of their own, so they mix with other collectives; the first one makes it.
+/// An input without a graph makes a plain collective. With gradient checkpointing a collective is not repeated. All of
+/// them have a group of their own, so they mix with other collectives; the first one makes it.
 ///
 /// A failure in backward panics with the full report, or is what [`Ddp::backward`] returns.
 #[derive(Clone, Copy, Debug)]
@@ -66,8 +66,8 @@ pub struct Differentiable<'a> {
 impl Differentiable<'_> {
     /// Reduces element by element over all ranks, by [`ReduceOp::Sum`] or [`ReduceOp::Mean`]. *Collective*, blocking.
     ///
-    /// Each rank passes a tensor of the same shape and holds the same reduced tensor after. In backward gradients are reduced in
-    /// the same way.
+    /// Each rank passes a tensor of the same shape and holds the same reduced tensor after. In backward gradients are
+    /// reduced in the same way.
     ///
     /// # Errors
     ///
@@ -80,8 +80,8 @@ impl Differentiable<'_> {
 
     /// Concatenates the tensors of all ranks along dimension 0, in rank order. *Collective*, blocking.
     ///
-    /// Each rank passes a tensor of the same shape `[n, …]` and holds `[world_size * n, …]` after. In backward a rank's rows get
-    /// the sum of the gradients that all ranks have for them.
+    /// Each rank passes a tensor of the same shape `[n, …]` and holds `[world_size * n, …]` after. In backward a rank's
+    /// rows get the sum of the gradients that all ranks have for them.
     ///
     /// # Errors
     ///
@@ -91,16 +91,16 @@ impl Differentiable<'_> {
         self.run(tensor, Kind::AllGather, collectives::all_gather)
     }
 
-    /// Reduces over all ranks, by [`ReduceOp::Sum`] or [`ReduceOp::Mean`], and leaves each rank its slice of dimension 0.
-    /// *Collective*, blocking.
+    /// Reduces over all ranks, by [`ReduceOp::Sum`] or [`ReduceOp::Mean`], and leaves each rank its slice of dimension
+    /// 0. *Collective*, blocking.
     ///
-    /// Each rank passes a tensor of the same shape `[world_size * n, …]` and holds `[n, …]` after: rows `rank * n ..`. In
-    /// backward the gradients of all slices are gathered.
+    /// Each rank passes a tensor of the same shape `[world_size * n, …]` and holds `[n, …]` after: rows `rank * n ..`.
+    /// In backward the gradients of all slices are gathered.
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] for another op, or if dimension 0 does not divide by the world size; [`Error::Comm`]: a peer failed or
-    /// called something else.
+    /// [`Error::Invalid`] for another op, or if dimension 0 does not divide by the world size; [`Error::Comm`]: a peer
+    /// failed or called something else.
     #[track_caller]
     pub fn reduce_scatter<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         check_op("reduce_scatter", op)?;

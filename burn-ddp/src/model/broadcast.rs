@@ -59,8 +59,8 @@ pub(crate) fn devices<M: Module>(model: &M) -> Vec<Device> {
     devices.0
 }
 
-/// `model` with the root's values on `devices`, as fresh leaves; with its own where there is no `root`. *Collective* over the
-/// root's group.
+/// `model` with the root's values on `devices`, as fresh leaves; with its own where there is no `root`. *Collective*
+/// over the root's group.
 #[track_caller]
 pub(crate) fn values<M: Module>(
     model: M,
@@ -76,8 +76,8 @@ pub(crate) fn values<M: Module>(
     broadcast.error.map_or(Ok(model), Err)
 }
 
-/// Replaces every value by the root's, as a fresh leaf: ranks that are threads must not share nodes. One at a time, in the
-/// memory of the old one if nothing else holds it, so that a model never needs its size again.
+/// Replaces every value by the root's, as a fresh leaf: ranks that are threads must not share nodes. One at a time, in
+/// the memory of the old one if nothing else holds it, so that a model never needs its size again.
 struct Broadcast<'a> {
     /// The group and its rank whose values all get; `None` in a world of 1.
     root: Option<(&'a ProcessGroup, usize)>,

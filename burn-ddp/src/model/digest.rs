@@ -8,8 +8,8 @@ pub(crate) fn digest(bytes: &[u8]) -> i64 {
     (xxhash_rust::xxh3::xxh3_64(bytes) as i64 & i64::MAX).max(1)
 }
 
-/// Compares the digests of all ranks, where `digests[rank][i]` is of `paths[i]`. Ranks that did not read a parameter (digest 0)
-/// have no say.
+/// Compares the digests of all ranks, where `digests[rank][i]` is of `paths[i]`. Ranks that did not read a parameter
+/// (digest 0) have no say.
 ///
 /// # Errors
 ///
@@ -33,7 +33,8 @@ pub(crate) fn compare(paths: &[&str], digests: &[Vec<i64>], step: Option<u64>) -
         n => format!(" (and {n} more parameters)"),
     };
     let has_majority = 2 * count(common) > votes.len();
-    let ranks: Vec<usize> = votes.iter().filter(|(_, d)| !has_majority || *d != common).map(|(rank, _)| *rank).collect();
+    let ranks: Vec<usize> =
+        votes.iter().filter(|(_, d)| !has_majority || *d != common).map(|(rank, _)| *rank).collect();
     let difference = if has_majority {
         format!("{parameter}{more} on {} differs from the other ranks", list_ranks(&ranks))
     } else {

@@ -1,8 +1,8 @@
 //! Running statistics (BatchNorm's): kept alike on all ranks without being parameters.
 //!
-//! A Burn `RunningState` is one value that clones of a model share. So a clone, made when the model is wrapped and stripped of
-//! its trainable parameters, is a handle to the statistics of the model that trains: reading it and writing through it needs
-//! no model at hand.
+//! A Burn `RunningState` is one value that clones of a model share. So a clone, made when the model is wrapped and
+//! stripped of its trainable parameters, is a handle to the statistics of the model that trains: reading it and writing
+//! through it needs no model at hand.
 
 use std::collections::VecDeque;
 

@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 
 use burn::module::Module;
 
-use crate::ddp::Ddp;
 use super::schema::Snapshot;
 use super::{digest, running_stats};
+use crate::ddp::Ddp;
 use crate::intercept::bypass;
 use crate::{Result, agreement};
 
-/// SHA-256 of all parameters and buffers (paths, dtypes, shapes, bytes) in hexadecimal: equal on two ranks if and only if their
-/// models are.
+/// SHA-256 of all parameters and buffers (paths, dtypes, shapes, bytes) in hexadecimal: equal on two ranks if and only
+/// if their models are.
 ///
 /// # Errors
 ///
@@ -34,8 +34,9 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::File`](crate::Error::File) on every rank if rank 0 could not write; an existing file is untouched then. [`Error::ReplicasDiffer`](crate::Error::ReplicasDiffer) if
-    /// the ranks do not hold the same parameters; the file is written nevertheless, with rank 0's.
+    /// [`Error::File`](crate::Error::File) on every rank if rank 0 could not write; an existing file is untouched then.
+    /// [`Error::ReplicasDiffer`](crate::Error::ReplicasDiffer) if the ranks do not hold the same parameters; the file
+    /// is written nevertheless, with rank 0's.
     #[track_caller]
     pub fn save<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
         let path = with_extension(path.as_ref());
@@ -46,12 +47,13 @@ impl Ddp {
         Ok(path)
     }
 
-    /// Checks that all ranks hold the same parameters, bit by bit. *Collective*. Running statistics may differ between two
-    /// reductions, and are not compared.
+    /// Checks that all ranks hold the same parameters, bit by bit. *Collective*. Running statistics may differ between
+    /// two reductions, and are not compared.
     ///
     /// # Errors
     ///
-    /// [`Error::ReplicasDiffer`](crate::Error::ReplicasDiffer) on every rank, naming the first parameter that differs and the rank.
+    /// [`Error::ReplicasDiffer`](crate::Error::ReplicasDiffer) on every rank, naming the first parameter that differs
+    /// and the rank.
     #[track_caller]
     pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
         let is_buffer = running_stats::which(model);

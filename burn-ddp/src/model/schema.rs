@@ -50,8 +50,8 @@ impl Schema {
         Ok(read(model, |_| false)?.0)
     }
 
-    /// For each entry the first entry that is the same `Param`: a clone of it that has not changed since (tied weights). A clone
-    /// that was frozen or trained apart (a target network) is a parameter of its own.
+    /// For each entry the first entry that is the same `Param`: a clone of it that has not changed since (tied
+    /// weights). A clone that was frozen or trained apart (a target network) is a parameter of its own.
     pub(crate) fn first_clones<M: Module>(&self, model: &M) -> Result<Vec<usize>> {
         let mut by_id: HashMap<ParamId, Vec<usize>> = HashMap::new();
         self.ids.iter().enumerate().for_each(|(i, id)| by_id.entry(*id).or_default().push(i));
@@ -130,7 +130,8 @@ pub(crate) fn difference(models: &[Vec<Entry>]) -> Option<(usize, String)> {
             let (long, holder, lacking) = if first.len() > other.len() { (first, 0, rank) } else { (other, rank, 0) };
             let extra = &long[first.len().min(other.len())];
             format!(
-                "rank 0 has {} parameters and buffers, rank {rank} has {}: {extra} of rank {holder} is missing on rank {lacking}",
+                "rank 0 has {} parameters and buffers, rank {rank} has {}: {extra} of rank {holder} is missing on \
+                 rank {lacking}",
                 first.len(),
                 other.len()
             )

@@ -15,8 +15,8 @@ pub(super) struct Moments {
 }
 
 impl Moments {
-    /// Those of this rank's `x`, `[items, channels, …]`: the mean first, then the mean of the squared deviations from it. Half
-    /// precision is computed in f32.
+    /// Those of this rank's `x`, `[items, channels, …]`: the mean first, then the mean of the squared deviations from
+    /// it. Half precision is computed in f32.
     pub(super) fn of<const D: usize>(x: Tensor<D>) -> Result<Moments> {
         let dims = x.dims();
         let channels = dims[1];
@@ -48,8 +48,9 @@ impl Moments {
         Moments { count: row[0], means: means.into(), variances: variances.into() }
     }
 
-    /// Deviations from the common mean are added to each part's own (Chan, Golub and LeVeque, *Updating formulae and a pairwise
-    /// algorithm for computing sample variances*, 1979), so that nothing cancels. Parts without elements count as absent.
+    /// Deviations from the common mean are added to each part's own (Chan, Golub and LeVeque, *Updating formulae and a
+    /// pairwise algorithm for computing sample variances*, 1979), so that nothing cancels. Parts without elements count
+    /// as absent.
     fn merge(parts: &[Moments]) -> Result<Moments> {
         let count: f64 = parts.iter().map(|part| part.count).sum();
         if count == 0.0 {

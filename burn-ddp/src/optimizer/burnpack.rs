@@ -1,7 +1,8 @@
 //! The header of Burn's file format (burnpack), as far as renaming what a file holds takes.
 //!
-//! An optimizer's record can be written and read, but not looked into: its names hold parameter ids, which differ between
-//! processes. So the names are changed in the bytes: ten bytes of header, a map in CBOR (RFC 8949), padding to 256, data.
+//! An optimizer's record can be written and read, but not looked into: its names hold parameter ids, which differ
+//! between processes. So the names are changed in the bytes: ten bytes of header, a map in CBOR (RFC 8949), padding to
+//! 256, data.
 
 const HEADER: usize = 10;
 const MAGIC: &[u8; 6] = b"NRUB\x01\x00";

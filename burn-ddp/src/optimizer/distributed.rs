@@ -18,8 +18,8 @@ const BUCKET_BYTES: usize = 1 << 20;
 
 /// Averages the gradients of all ranks before each step of the optimizer in it: Horovod's `DistributedOptimizer`.
 ///
-/// For a loop whose model is not [wrapped](Ddp::wrap). `wrap` reduces while backward goes on, weighs ranks by their items and
-/// compares replicas; this does neither: each rank counts the same. Start from equal parameters
+/// For a loop whose model is not [wrapped](Ddp::wrap). `wrap` reduces while backward goes on, weighs ranks by their
+/// items and compares replicas; this does neither: each rank counts the same. Start from equal parameters
 /// ([`Ddp::broadcast_parameters`]). To accumulate, collect with Burn's `GradientsAccumulator` and step once.
 ///
 /// # Example
@@ -75,10 +75,11 @@ impl DistributedOptimizer {
         &mut self.optim
     }
 
-    /// Averages `grads` over the ranks, and steps with that. *Collective*; the signature is that of the optimizer in it.
+    /// Averages `grads` over the ranks, and steps with that. *Collective*; the signature is that of the optimizer in
+    /// it.
     ///
-    /// Each rank passes its own gradients and holds the same parameters after. A parameter without gradient on a rank counts as
-    /// zeros there, if any rank has one; where none has, it stays.
+    /// Each rank passes its own gradients and holds the same parameters after. A parameter without gradient on a rank
+    /// counts as zeros there, if any rank has one; where none has, it stays.
     ///
     /// # Panics
     ///
@@ -95,8 +96,8 @@ impl DistributedOptimizer {
     ///
     /// # Errors
     ///
-    /// On every rank, and nothing has changed: [`Error::Invalid`] if a rank's model is wrapped, so that its gradients are averages already;
-    /// [`Error::ModelsDiffer`]; [`Error::Comm`] if a peer failed.
+    /// On every rank, and nothing has changed: [`Error::Invalid`] if a rank's model is wrapped, so that its gradients
+    /// are averages already; [`Error::ModelsDiffer`]; [`Error::Comm`] if a peer failed.
     #[track_caller]
     pub fn try_step<M: Module>(
         &mut self,
@@ -168,8 +169,8 @@ fn bucket_len(gradients: &[(ParamId, TensorData)]) -> usize {
 fn take<M: Module>(model: &M, grads: &mut GradientsParams) -> Result<(Schema, Vec<Option<TensorData>>)> {
     if !intercept::find(model).is_empty() {
         return Err(Error::invalid(
-            "the model is wrapped, so its gradients are averages already: step with the plain optimizer, or `ddp.unwrap` the model"
-                .into(),
+            "the model is wrapped, so its gradients are averages already: step with the plain optimizer, or \
+             `ddp.unwrap` the model",
         ));
     }
     let schema = Schema::of(model)?;

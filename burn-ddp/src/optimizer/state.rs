@@ -1,7 +1,7 @@
 //! The state of an optimizer, carried from one process to another.
 //!
-//! Burn keys it by parameter id, and ids are random in each process. What two processes share is where a parameter is in the
-//! model: states travel under the ids of whoever wrote them, together with the path of each id.
+//! Burn keys it by parameter id, and ids are random in each process. What two processes share is where a parameter is
+//! in the model: states travel under the ids of whoever wrote them, together with the path of each id.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -56,8 +56,8 @@ pub(crate) fn check(bytes: &[u8], ids: &Ids) -> Result<()> {
 ///
 /// # Errors
 ///
-/// On every rank, which keeps the state that it had: [`Error::ModelsDiffer`]; [`Error::Invalid`] if the ranks have different
-/// optimizers, or a state cannot be written or read.
+/// On every rank, which keeps the state that it had: [`Error::ModelsDiffer`]; [`Error::Invalid`] if the ranks have
+/// different optimizers, or a state cannot be written or read.
 #[track_caller]
 pub(crate) fn broadcast<M: Module>(
     group: &ProcessGroup,
@@ -183,7 +183,8 @@ fn first_change(loaded: &[u8], kept: &[u8], ids: &Ids) -> std::result::Result<Op
             if was.get("dtype") != is.get("dtype") {
                 let dtype = |item: &Item| format!("{:?}", item.get("dtype").and_then(Item::text).unwrap_or("unknown"));
                 return Ok(Some(format!(
-                    "{} is {}, but Burn loads it in the default dtype of its default device, which is {}: set that with `Device::configure`",
+                    "{} is {}, but Burn loads it in the default dtype of its default device, which is {}: set that \
+                     with `Device::configure`",
                     spoken(name),
                     dtype(was),
                     dtype(is)

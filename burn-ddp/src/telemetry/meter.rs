@@ -30,7 +30,8 @@ struct Counts {
     until_last: Stats,
     /// Counters of the last step.
     last: Stats,
-    /// Time at which the last backward ended, and duration of all calls by then; taken by the next backward that begins.
+    /// Time at which the last backward ended, and duration of all calls by then; taken by the next backward that
+    /// begins.
     outside_since: Option<(Instant, Duration)>,
     straggler: Option<Straggler>,
 }
@@ -73,9 +74,9 @@ impl Meter {
     }
 }
 
-/// Follows the steps of one wrapped model. The order of calls: [`begin`](Self::begin), [`launched`](Self::launched) for each bucket,
-/// [`waits`](Self::waits) and [`done`](Self::done) while there is something to wait for, [`end_backward`](Self::end_backward) or
-/// [`end_step`](Self::end_step).
+/// Follows the steps of one wrapped model. The order of calls: [`begin`](Self::begin), [`launched`](Self::launched) for
+/// each bucket, [`waits`](Self::waits) and [`done`](Self::done) while there is something to wait for,
+/// [`end_backward`](Self::end_backward) or [`end_step`](Self::end_step).
 #[derive(Debug)]
 pub(crate) struct StepMeter {
     meter: Meter,

@@ -37,8 +37,8 @@ impl Telemetry {
 
     /// The slowest rank, if one stands out; the same on all ranks.
     ///
-    /// It is determined with the [replica check](crate::WrapConfig::with_replica_check), by default every 100 steps, and logged
-    /// once, on rank 0: a `tracing` warning of the target `burn_ddp::straggler`.
+    /// It is determined with the [replica check](crate::WrapConfig::with_replica_check), by default every 100 steps,
+    /// and logged once, on rank 0: a `tracing` warning of the target `burn_ddp::straggler`.
     #[must_use]
     pub fn straggler(&self) -> Option<Straggler> {
         self.meter.straggler()

@@ -4,11 +4,13 @@ use std::ops::Sub;
 use std::time::Duration;
 
 /// Counters of one rank over all of its wrapped models: since [`Ddp::init`](crate::Ddp::init) from
-/// [`Telemetry::stats`](super::Telemetry::stats), or of one step from [`Telemetry::last_step`](super::Telemetry::last_step).
+/// [`Telemetry::stats`](super::Telemetry::stats), or of one step from
+/// [`Telemetry::last_step`](super::Telemetry::last_step).
 ///
-/// A step goes from the end of one reduction to the end of the next, so it has one backward, or with accumulation several. Its time is
-/// `outside + backward + wait`. Times are the training thread's: work that an asynchronous device still has to do counts where the
-/// thread waits for it. A backward that reaches two wrapped models counts for each of them.
+/// A step goes from the end of one reduction to the end of the next, so it has one backward, or with accumulation
+/// several. Its time is `outside + backward + wait`. Times are the training thread's: work that an asynchronous device
+/// still has to do counts where the thread waits for it. A backward that reaches two wrapped models counts for each of
+/// them.
 ///
 /// ```
 /// # use burn::{nn::LinearConfig, prelude::*};
@@ -23,7 +25,8 @@ use std::time::Duration;
 ///     let (step, all) = (ddp.telemetry().last_step(), ddp.telemetry().stats());
 ///     assert_eq!((step.steps, step.collectives, all.steps, all.collectives), (1, 1, 3, 3)); // one bucket per step
 ///     assert!(step.calls <= step.outside && all.bytes == 3 * step.bytes);
-///     println!("{:.1} ms a step, {:.1} of them waiting", step.time().as_secs_f64() * 1e3, step.wait.as_secs_f64() * 1e3);
+///     let ms = |time: std::time::Duration| time.as_secs_f64() * 1e3;
+///     println!("{:.1} ms a step, {:.1} of them waiting", ms(step.time()), ms(step.wait));
 ///     Ok(())
 /// })?;
 /// # Ok::<(), burn_ddp::Error>(())
@@ -42,13 +45,16 @@ pub struct Stats {
     pub backward: Duration,
     /// Time that backward waited for averaged gradients: the cost of communication.
     pub wait: Duration,
-    /// Time between backwards: forward, optimizer, loading data and everything else the program does. Zero before the first.
+    /// Time between backwards: forward, optimizer, loading data and everything else the program does. Zero before the
+    /// first.
     pub outside: Duration,
     /// Part of `outside`: waiting for batches of training loaders.
     pub data: Duration,
-    /// Part of `outside`: collectives that the program calls by itself on [`Ddp`](crate::Ddp) or its [group](crate::Ddp::group).
+    /// Part of `outside`: collectives that the program calls by itself on [`Ddp`](crate::Ddp) or its
+    /// [group](crate::Ddp::group).
     pub calls: Duration,
-    /// Time that communication took: on its own thread, most of it during backward, or in `wait` where there is no such thread.
+    /// Time that communication took: on its own thread, most of it during backward, or in `wait` where there is no such
+    /// thread.
     pub busy: Duration,
 }
 

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use super::stats::Stats;
 
-/// Length of a rank's report: number of steps since its last report, nanoseconds of work and of waiting for data in them.
+/// Length of a rank's report: number of steps since its last report, nanoseconds of work and of waiting for data in
+/// them.
 pub(crate) const REPORT_LEN: usize = 3;
 /// Fewest steps from which ranks are compared.
 const MIN_STEPS: u64 = 5;
@@ -15,8 +16,8 @@ const MIN_DELAY: Duration = Duration::from_micros(500);
 
 /// A rank that the others wait for, from [`Telemetry::straggler`](super::Telemetry::straggler).
 ///
-/// In a synchronous step all ranks take the same time, so the slow rank is not the one whose steps are long, but the one that
-/// waits least: it works while the others wait for it.
+/// In a synchronous step all ranks take the same time, so the slow rank is not the one whose steps are long, but the
+/// one that waits least: it works while the others wait for it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Straggler {
     /// Its number.
@@ -39,8 +40,8 @@ impl fmt::Display for Straggler {
         let Straggler { rank, host, steps, work, data, others } = self;
         write!(
             f,
-            "rank {rank} (host {host}) is a straggler: {:.1} ms of work per step ({:.1} ms waiting for data), others {:.1} ms, \
-             over {steps} steps",
+            "rank {rank} (host {host}) is a straggler: {:.1} ms of work per step ({:.1} ms waiting for data), others \
+             {:.1} ms, over {steps} steps",
             ms(*work),
             ms(*data),
             ms(*others)

@@ -74,8 +74,9 @@ impl ModuleVisitor for FloatCheck {
             && let Some(base) = self.trainable.take()
         {
             let problem = format!(
-                "{base} is trained itself and carries the reparameterization {name:?}: Burn keeps one per parameter, so its \
-                 gradients could not be averaged; freeze the base (as `apply_lora` does), or fold it in with `materialize`"
+                "{base} is trained itself and carries the reparameterization {name:?}: Burn keeps one per parameter, \
+                 so its gradients could not be averaged; freeze the base (as `apply_lora` does), or fold it in with \
+                 `materialize`"
             );
             self.problem = self.problem.take().or(Some(problem));
         }

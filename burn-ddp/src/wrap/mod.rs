@@ -28,16 +28,17 @@ use crate::intercept::{self, WrappedModel};
 use crate::{Error, Result};
 
 impl Ddp {
-    /// Makes `model` data-parallel: the same type back, rank 0's weights and buffers on every rank, and gradients averaged over
-    /// all ranks inside `loss.backward()`. *Collective*.
+    /// Makes `model` data-parallel: the same type back, rank 0's weights and buffers on every rank, and gradients
+    /// averaged over all ranks inside `loss.backward()`. *Collective*.
     ///
-    /// Freeze, load and apply LoRA before; see [`WrapConfig`] for accumulation, sums and bucket sizes. The optimizer must be
-    /// the same on every rank. Wrapping again is an error; [`Ddp::unwrap`] is the inverse.
+    /// Freeze, load and apply LoRA before; see [`WrapConfig`] for accumulation, sums and bucket sizes. The optimizer
+    /// must be the same on every rank. Wrapping again is an error; [`Ddp::unwrap`] is the inverse.
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::ModelsDiffer`] naming the first parameter that differs and both shapes; [`Error::Invalid`] for a
-    /// model that is wrapped already, spans devices, has no autodiff, or lives on a backend without support.
+    /// On every rank: [`Error::ModelsDiffer`] naming the first parameter that differs and both shapes;
+    /// [`Error::Invalid`] for a model that is wrapped already, spans devices, has no autodiff, or lives on a backend
+    /// without support.
     ///
     /// # Example
     ///
@@ -79,11 +80,13 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the model carries other reparameterizations (LoRA), which Burn cannot keep while removing one.
+    /// [`Error::Invalid`] if the model carries other reparameterizations (LoRA), which Burn cannot keep while removing
+    /// one.
     pub fn unwrap<M: Module>(&self, model: M) -> Result<M> {
         if let Some(name) = inspect::foreign_reparameterization(&model) {
             return Err(Error::invalid(format!(
-                "the model carries the reparameterization {name:?} beside burn-ddp's: removing one would fold the other into the weights"
+                "the model carries the reparameterization {name:?} beside burn-ddp's: removing one would fold the \
+                 other into the weights"
             )));
         }
         for wrapped in intercept::find(&model) {
@@ -102,8 +105,8 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Comm`] if a peer failed, [`Error::Invalid`] if `model` is not wrapped, [`Error::Backward`] if the loss does not
-    /// depend on it or the backward cannot deliver averages. After an error the ranks are no longer in step.
+    /// [`Error::Comm`] if a peer failed, [`Error::Invalid`] if `model` is not wrapped, [`Error::Backward`] if the loss
+    /// does not depend on it or the backward cannot deliver averages. After an error the ranks are no longer in step.
     pub fn backward<const D: usize, M: Module>(&self, loss: &Tensor<D>, model: &M) -> Result<Gradients> {
         if !loss.is_tracked() {
             return Err(self.fail_backward(
@@ -121,7 +124,8 @@ impl Ddp {
         let (gradients, reached) = wrapped.capture(|| loss.backward())?;
         if !reached {
             return Err(self.fail_backward(
-                "the loss depends on no parameter of the wrapped model, or on none that it tapped (frozen or replaced after `wrap`?)"
+                "the loss depends on no parameter of the wrapped model, or on none that it tapped (frozen or replaced \
+                 after `wrap`?)"
                     .into(),
             ));
         }
@@ -131,8 +135,8 @@ impl Ddp {
         }
     }
 
-    /// Runs `f`, in which backwards only sum up gradients and return none; the next backward outside reduces them all. For
-    /// accumulation with an irregular number of micro-batches; each rank may have another number of them.
+    /// Runs `f`, in which backwards only sum up gradients and return none; the next backward outside reduces them all.
+    /// For accumulation with an irregular number of micro-batches; each rank may have another number of them.
     ///
     /// # Errors
     ///
@@ -156,11 +160,14 @@ impl Ddp {
     }
 }
 
-/// The one wrapped model of those that [`intercept::find`] found; otherwise an error that says what to `do_with` the model.
+/// The one wrapped model of those that [`intercept::find`] found; otherwise an error that says what to `do_with` the
+/// model.
 pub(crate) fn only<'a>(wrapped: &'a [Arc<WrappedModel>], do_with: &str) -> Result<&'a Arc<WrappedModel>> {
     match wrapped {
         [wrapped] => Ok(wrapped),
         [] => Err(Error::invalid(format!("the model is not wrapped: {do_with} what `ddp.wrap(model)` returned"))),
-        several => Err(Error::invalid(format!("the model consists of {} wrapped parts: wrap it as a whole", several.len()))),
+        several => {
+            Err(Error::invalid(format!("the model consists of {} wrapped parts: wrap it as a whole", several.len())))
+        }
     }
 }

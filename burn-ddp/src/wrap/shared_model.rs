@@ -1,4 +1,5 @@
-//! From a model of each rank to one model that all ranks share: agreement, rank 0's values, the reducer of its gradients.
+//! From a model of each rank to one model that all ranks share: agreement, rank 0's values, the reducer of its
+//! gradients.
 
 use std::collections::VecDeque;
 use std::panic::Location;

@@ -40,12 +40,17 @@ fn treatment(value: Value) -> Treatment {
     }
 }
 
-/// The slots of a model's gradients, in traversal order, and the slot of each float parameter and buffer, if it has one.
+/// The slots of a model's gradients, in traversal order, and the slot of each float parameter and buffer, if it has
+/// one.
 ///
-/// Averaged and frozen parameters have slots. Clones of a parameter (tied weights) have slots of their own, which know the
-/// first one's: `first_clone` comes from [`Schema::first_clones`], `is_buffer` from
+/// Averaged and frozen parameters have slots. Clones of a parameter (tied weights) have slots of their own, which know
+/// the first one's: `first_clone` comes from [`Schema::first_clones`], `is_buffer` from
 /// [`running_stats::which`](crate::model::running_stats::which).
-pub(super) fn slots(schema: &Schema, first_clone: &[usize], is_buffer: &[bool]) -> (Vec<Slot>, VecDeque<Option<usize>>) {
+pub(super) fn slots(
+    schema: &Schema,
+    first_clone: &[usize],
+    is_buffer: &[bool],
+) -> (Vec<Slot>, VecDeque<Option<usize>>) {
     let floats: Vec<usize> = (0..schema.entries.len()).filter(|&entry| schema.is_float[entry]).collect();
     let has_slot = |(&entry, &is_buffer): (&usize, &bool)| {
         let (dtype, trainable) = (schema.dtypes[entry], schema.entries[entry].trainable);

@@ -11,7 +11,7 @@ use crate::{Error, Result};
 ///
 /// ```
 /// use burn_ddp::{GradientReduction, WrapConfig};
-/// let config = WrapConfig::new().with_accumulation(4).with_reduction(GradientReduction::Mean).with_bucket_cap_bytes(4 << 20);
+/// let config = WrapConfig::new().with_accumulation(4).with_reduction(GradientReduction::Mean);
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -46,15 +46,15 @@ impl Default for WrapConfig {
 }
 
 impl WrapConfig {
-    /// One backward per step, mean, buckets of 1 MiB (25 MiB for NCCL), running statistics averaged, replicas compared every
-    /// 100 steps.
+    /// One backward per step, mean, buckets of 1 MiB (25 MiB for NCCL), running statistics averaged, replicas compared
+    /// every 100 steps.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Reduces in every `k`-th backward, which returns the mean over the items of all `k` micro-batches and all ranks; the
-    /// other backwards return no gradients: call the optimizer after the `k`-th only. 1 by default.
+    /// Reduces in every `k`-th backward, which returns the mean over the items of all `k` micro-batches and all ranks;
+    /// the other backwards return no gradients: call the optimizer after the `k`-th only. 1 by default.
     #[must_use]
     pub fn with_accumulation(mut self, k: usize) -> Self {
         self.accumulation = Some(k);
@@ -68,15 +68,16 @@ impl WrapConfig {
         self
     }
 
-    /// Size limit of a bucket: by default 1 MiB, and 25 MiB for gradients that NCCL reduces on their device, as in torch (not
-    /// measured here). Does not change results, except under NCCL.
+    /// Size limit of a bucket: by default 1 MiB, and 25 MiB for gradients that NCCL reduces on their device, as in
+    /// torch (not measured here). Does not change results, except under NCCL.
     #[must_use]
     pub fn with_bucket_cap_bytes(mut self, bytes: usize) -> Self {
         self.bucket_cap_bytes = Some(bytes);
         self
     }
 
-    /// Size limit of the first bucket: by default 256 KiB, and 1 MiB for NCCL. Small, so that communication starts early.
+    /// Size limit of the first bucket: by default 256 KiB, and 1 MiB for NCCL. Small, so that communication starts
+    /// early.
     #[must_use]
     pub fn with_first_bucket_cap_bytes(mut self, bytes: usize) -> Self {
         self.first_bucket_cap_bytes = Some(bytes);
@@ -90,8 +91,8 @@ impl WrapConfig {
         self
     }
 
-    /// Number of steps between comparisons of the ranks' parameters, by digests: 100 by default, 0 for never. The first two
-    /// steps after the first are compared too, since that is where mistakes show.
+    /// Number of steps between comparisons of the ranks' parameters, by digests: 100 by default, 0 for never. The first
+    /// two steps after the first are compared too, since that is where mistakes show.
     ///
     /// A step compares what its forward read. Where values differ, the backward fails on every rank with
     /// [`Error::ReplicasDiffer`], which names the parameter and the rank.
@@ -101,17 +102,18 @@ impl WrapConfig {
         self
     }
 
-    /// If true, a thread reduces buckets while backward goes on; if false, the caller reduces all of them at its end. By
-    /// default it is a thread where communication waits for a network, where a GPU computes, or where each rank of the machine
-    /// has two cores; otherwise the thread would compete with backward for the same cores. Does not change results.
+    /// If true, a thread reduces buckets while backward goes on; if false, the caller reduces all of them at its end.
+    /// By default it is a thread where communication waits for a network, where a GPU computes, or where each rank of
+    /// the machine has two cores; otherwise the thread would compete with backward for the same cores. Does not change
+    /// results.
     #[must_use]
     pub fn with_overlap(mut self, overlap: bool) -> Self {
         self.overlap = Some(overlap);
         self
     }
 
-    /// If true, gradients are intercepted and reduced in a world of 1, too, where there is nothing to average: to measure what
-    /// that costs. By default they are not, unless they are accumulated.
+    /// If true, gradients are intercepted and reduced in a world of 1, too, where there is nothing to average: to
+    /// measure what that costs. By default they are not, unless they are accumulated.
     #[must_use]
     pub fn with_single_rank_reduction(mut self, reduce: bool) -> Self {
         self.single_rank_reduction = reduce;
