@@ -105,5 +105,7 @@ pub use wrap::WrapConfig;
 
 /// The imports of a training program.
 pub mod prelude {
+    #[cfg(feature = "train")]
+    pub use crate::train::DdpTrainer;
     pub use crate::{BufferPolicy, Collectives, Ddp, DdpConfig, GradientReduction, ReduceOp, WrapConfig, param_hash};
 }

@@ -96,7 +96,8 @@ impl Directory {
         let Some(owned) = owned.as_mut() else { return Err("does not own the directory of checkpoints".into()) };
         if let Some(newest) = owned.newest.filter(|newest| step < *newest) {
             return Err(format!(
-                "cannot save step {step}: {} holds a checkpoint of step {newest}; go on from that (`latest`), or use another directory",
+                "cannot save step {step}: {} holds a checkpoint of step {newest}; \
+                 go on from that (`latest`), or use another directory",
                 self.path.display()
             ));
         }

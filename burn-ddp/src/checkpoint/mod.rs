@@ -1,14 +1,14 @@
 //! Checkpoints: everything a run needs to go on, saved as one unit by [`Checkpoints`].
 //!
-//! Rank 0 writes and reads, and broadcasts what it read. So the directory needs to be on its machine only, and a checkpoint
-//! of any number of ranks is loaded by any other number.
+//! Rank 0 writes and reads, and broadcasts what it read. So the directory needs to be on its machine only, and a
+//! checkpoint of any number of ranks is loaded by any other number.
 //!
 //! Three ways to save, and when to use which:
 //!
 //! | | saves | for |
 //! |---|---|---|
 //! | [`Ddp::save`] | one model, in a file that plain Burn reads | the trained model: inference, other programs |
-//! | [`Ddp::checkpoints`] | models, optimizers, schedules and values, as one unit | your own loop, to go on after an end |
+//! | [`Ddp::checkpoints`] | models, optimizers, schedules, values, as one unit | your own loop, to be resumed |
 //! | `DdpTrainer::checkpointer` | the records of Burn's `Learner`, each epoch | Burn's trainer without a shared disk |
 
 pub(crate) mod background;
@@ -108,27 +108,28 @@ impl Checkpoints {
         self
     }
 
-    /// If true, [`save`](Checkpoints::save) returns when everything is copied to host memory, and a thread of rank 0 writes
-    /// it. The next `save`, [`wait`](Checkpoints::wait) or [`Ddp::finish`] waits for that thread and returns its error on
-    /// every rank.
+    /// If true, [`save`](Checkpoints::save) returns when everything is copied to host memory, and a thread of rank 0
+    /// writes it. The next `save`, [`wait`](Checkpoints::wait) or [`Ddp::finish`] waits for that thread and returns its
+    /// error on every rank.
     #[must_use]
     pub fn asynchronous(mut self, asynchronous: bool) -> Self {
         self.asynchronous = asynchronous;
         self
     }
 
-    /// Saves what `fill` writes, as the state after `step` optimizer steps. *Collective*; `fill` runs on every rank, and rank
-    /// 0's contents are written.
+    /// Saves what `fill` writes, as the state after `step` optimizer steps. *Collective*; `fill` runs on every rank,
+    /// and rank 0's contents are written.
     ///
-    /// When it returns (asynchronously: when the wait for it does), the checkpoint is durably on the disk. It appears complete
-    /// or not at all: files are written under a temporary name, synced, and renamed at last. Steps must not decrease; saving a
-    /// step again makes a second checkpoint of it, which [`latest`](Checkpoints::latest) then returns.
+    /// When it returns (asynchronously: when the wait for it does), the checkpoint is durably on the disk. It appears
+    /// complete or not at all: files are written under a temporary name, synced, and renamed at last. Steps must not
+    /// decrease; saving a step again makes a second checkpoint of it, which [`latest`](Checkpoints::latest) then
+    /// returns.
     ///
     /// # Errors
     ///
-    /// On every rank, and all older checkpoints are still there: [`Error::File`] if rank 0 cannot write, another job writes to
-    /// the directory, or it holds a checkpoint of a later step; [`Error::Use`] if `fill` fails or the ranks save different
-    /// steps; [`Error::Comm`] if a rank does not call it.
+    /// On every rank, and all older checkpoints are still there: [`Error::File`] if rank 0 cannot write, another job
+    /// writes to the directory, or it holds a checkpoint of a later step; [`Error::Use`] if `fill` fails or the ranks
+    /// save different steps; [`Error::Comm`] if a rank does not call it.
     #[track_caller]
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut CheckpointWriter<'_>) -> Result<()>) -> Result<()> {
         let group = self.ddp.group();
@@ -174,8 +175,8 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::File`] if rank 0 cannot read the directory, or the newest checkpoint has a format that this
-    /// version does not read.
+    /// On every rank: [`Error::File`] if rank 0 cannot read the directory, or the newest checkpoint has a format that
+    /// this version does not read.
     #[track_caller]
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
         self.wait()?;

@@ -1,4 +1,4 @@
-//! What can go wrong between a dataset and a batch, sorted by who can act.
+//! Errors between a dataset and a batch, sorted by what can be done about them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,19 +8,20 @@ use burn_ddp_comm as comm;
 
 use super::prefetch::Failure;
 
-/// Why a loader, sampler or shard could not be built or read.
+/// Error of building or reading a loader, sampler or shard.
 ///
-/// What `build` returns is seen alike by all ranks, so the job can go on after it, unless it is [`DataError::Comm`].
+/// All ranks get the same error from `build`, so the job can go on after it, unless it is [`DataError::Comm`].
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
-    // The caller: another dataset, another batch size.
+    // For the caller: use another dataset or batch size.
     /// The dataset has no item.
     #[error("the dataset is empty: check its path and filters; training needs at least one item per rank")]
     EmptyDataset,
     /// A training step must give every rank at least one item.
     #[error(
-        "the dataset has {items} item(s) for {world} ranks, so some rank would have none in every step: start at most {items} rank(s), or use more data"
+        "the dataset has {items} item(s) for {world} ranks, but each rank needs one in every step: \
+         start at most {items} rank(s), or use more data"
     )]
     DatasetTooSmall {
         /// Items in the dataset.
@@ -29,7 +30,7 @@ pub enum DataError {
         world: usize,
     },
     /// A global batch must have at least one item per rank; a batch per rank at least one item.
-    #[error("a global batch of {global_batch} item(s) does not give each of {world} ranks one: use at least {world}")]
+    #[error("{}", too_small(*global_batch, *world))]
     BatchTooSmall {
         /// Items of one step over all ranks.
         global_batch: usize,
@@ -37,31 +38,32 @@ pub enum DataError {
         world: usize,
     },
     /// Steps are counted in 32 bits.
-    #[error("{steps} steps in one epoch are more than the {} that can be counted: use a larger batch", u32::MAX - 1)]
+    #[error("an epoch has {steps} steps, the limit is {}: use a larger batch", u32::MAX - 1)]
     TooManySteps {
         /// Steps of one epoch.
         steps: usize,
     },
     /// Epochs are counted in 32 bits.
-    #[error("epoch {epoch} is more than the {} that can be counted", u32::MAX)]
+    #[error("epoch {epoch} is beyond the limit of {}", u32::MAX)]
     EpochTooLarge {
         /// The epoch that was asked for.
         epoch: usize,
     },
     /// There is no such rank.
-    #[error("rank {rank} is not one of a world of {world}: ranks count from 0 and a world has at least one")]
+    #[error("rank {rank} is not in a world of {world}: ranks count from 0, and a world has at least one")]
     NoSuchRank {
         /// The rank that was given.
         rank: usize,
         /// The world size that was given.
         world: usize,
     },
-    /// A sampler made for another dataset.
+    /// A sampler for a dataset of another length.
     #[error(
-        "the sampler was made for {sampler} item(s) but the dataset has {dataset}: make the sampler with `dataset.len()`"
+        "the sampler was made for {sampler} item(s) but the dataset has {dataset}: \
+         make the sampler with `dataset.len()`"
     )]
     SamplerMismatch {
-        /// Items the sampler was made for.
+        /// Dataset length that the sampler was made for.
         sampler: usize,
         /// Items in the dataset.
         dataset: usize,
@@ -76,26 +78,27 @@ pub enum DataError {
         /// Items of the loader's dataset.
         items: usize,
     },
-    /// Ranks built one loader from different arguments.
+    /// The ranks built a loader from different arguments.
     #[error(
         "the ranks built {loader} differently: {difference}; all ranks must build the same loaders in the same order"
     )]
     LoadersDiffer {
-        /// Which loader, as this rank knows it.
+        /// The loader, as this rank names it.
         loader: String,
-        /// What differs, with the values and the ranks that have them.
+        /// The arguments that differ: each value with the ranks that have it.
         difference: String,
     },
-    /// A position that another loader was at.
+    /// A position of another loader.
     #[error(
-        "the position to resume from is not one of this loader: {difference}; resume with the dataset and the shuffle seed that it was saved with"
+        "the position to resume from is not one of this loader: {difference}; \
+         resume with the dataset and the shuffle seed that it was saved with"
     )]
     PositionMismatch {
         /// What differs, with both values.
         difference: String,
     },
 
-    // The data: look at the dataset.
+    // For the owner of the data: look at the dataset.
     /// The dataset returned an error for an item of this batch.
     #[error("{what} could not be loaded: {source}")]
     Dataset {
@@ -109,9 +112,9 @@ pub enum DataError {
     WorkerPanicked {
         /// The batch: step, epoch, loader and rank.
         what: String,
-        /// Which worker.
+        /// Number of the worker.
         worker: usize,
-        /// What the panic said.
+        /// The panic's message.
         message: String,
     },
     /// A worker did not deliver a batch within [`Options::timeout`](comm::Options::timeout).
@@ -119,30 +122,30 @@ pub enum DataError {
     WorkerStalled {
         /// The batch: step, epoch, loader and rank.
         what: String,
-        /// Which worker.
+        /// Number of the worker.
         worker: usize,
-        /// How long this rank waited.
+        /// Seconds that this rank waited.
         seconds: u64,
     },
 
-    // The environment.
-    /// The system gave no thread for a worker.
+    // From the environment.
+    /// The system refused a thread for a worker.
     #[error("worker {worker} could not be started: {source}; use fewer workers or raise the limit of threads")]
     WorkerNotStarted {
-        /// Which worker.
+        /// Number of the worker.
         worker: usize,
         /// The system's error.
         source: Arc<std::io::Error>,
     },
 
-    // A peer.
+    // From a peer.
     /// A peer or the network: see the inner error, which names the rank.
     #[error(transparent)]
     Comm(#[from] comm::Error),
 }
 
 impl DataError {
-    /// `what` was not loaded.
+    /// The error of loading the batch `what`.
     pub(super) fn from_failure(what: String, failure: Failure<comm::Error>, timeout: Duration) -> Self {
         match failure {
             Failure::Dataset(source) => DataError::Dataset { what, source: source.into() },
@@ -152,8 +155,15 @@ impl DataError {
         }
     }
 
-    /// This error as Burn's own, which its `DataLoader` yields.
-    pub(super) fn into_burn(self) -> DatasetError {
-        DatasetError::new(self)
+    /// True if only this batch is lost, so that the epoch can go on if all ranks agree to skip it.
+    pub(super) fn is_skippable(&self) -> bool {
+        matches!(self, DataError::Dataset { .. } | DataError::WorkerPanicked { .. })
+    }
+}
+
+fn too_small(global_batch: usize, world: usize) -> String {
+    match global_batch {
+        0 => "the batch size is 0: use at least 1".to_string(),
+        _ => format!("global_batch_size {global_batch} is smaller than the {world} ranks: use at least {world}"),
     }
 }

@@ -1,16 +1,16 @@
-//! torch's `DistributedSampler`, for those who want exactly its arithmetic.
+//! torch's `DistributedSampler`, for programs that need exactly its arithmetic.
 
 use super::{DataError, permutation};
 
-/// Which items of a dataset a rank reads, by the arithmetic of torch's `DistributedSampler`.
+/// The items of a dataset that a rank reads, by the arithmetic of torch's `DistributedSampler`.
 ///
 /// Every rank gets equally many items: rank r reads positions r, r + world, r + 2·world, … of the epoch's order. If the
 /// items do not divide, the order is padded by repeating it from its start, or with [`drop_last`](Self::drop_last) its
 /// tail is left out. As in torch, shuffling is on unless switched off, and a new order every epoch needs
 /// [`set_epoch`](Self::set_epoch) on all ranks.
 ///
-/// Padding counts some items twice, and `set_epoch` is easily forgotten: [`Ddp::loader`](crate::Ddp::loader) has neither
-/// problem. The shuffled order is our own [`permutation`], not torch's `randperm`.
+/// Padding counts some items twice, and `set_epoch` is easily forgotten: [`Ddp::loader`](crate::Ddp::loader) has
+/// neither problem. The shuffled order is our own [`permutation`], not torch's `randperm`.
 ///
 /// ```
 /// use burn_ddp::data::DistributedSampler;
@@ -47,19 +47,19 @@ impl DistributedSampler {
         Ok(Self { len, rank, world: world_size, shuffle: true, seed: 0, drop_last: false, epoch: 0 })
     }
 
-    /// Whether each epoch has its own order (the default) or all have the dataset's.
+    /// If true, the default, each epoch has an order of its own; else all have the dataset's.
     pub fn shuffle(mut self, shuffle: bool) -> Self {
         self.shuffle = shuffle;
         self
     }
 
-    /// What the orders depend on besides the epoch; must be the same on all ranks.
+    /// The seed of the orders, besides the epoch; must be the same on all ranks.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Whether the tail that does not divide is left out instead of padded.
+    /// If true, the tail that does not divide is left out instead of padded.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.drop_last = drop_last;
         self
@@ -75,12 +75,12 @@ impl DistributedSampler {
         self.epoch
     }
 
-    /// How many items the dataset has that this sampler was made for.
+    /// Length of the dataset that this sampler was made for.
     pub fn dataset_len(&self) -> usize {
         self.len
     }
 
-    /// How many items every rank reads per epoch.
+    /// Items that every rank reads per epoch.
     pub fn num_samples(&self) -> usize {
         if self.drop_last {
             // torch: ceil((len - world) / world) if there is a remainder, else len / world. Both are the floor.
@@ -90,7 +90,7 @@ impl DistributedSampler {
         }
     }
 
-    /// How many items all ranks read per epoch, repeated ones included.
+    /// Items that all ranks read per epoch, including repeated ones.
     pub fn total_size(&self) -> usize {
         self.num_samples() * self.world
     }
@@ -198,7 +198,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn ranks_together_read_the_dataset(n in 0usize..500, world in 1usize..40, seed: u64, epoch: u64, shuffle: bool) {
+        fn ranks_together_read_the_dataset(
+            n in 0usize..500, world in 1usize..40, seed: u64, epoch: u64, shuffle: bool,
+        ) {
             let of = |rank| DistributedSampler::new(n, rank, world).unwrap().seed(seed).shuffle(shuffle);
             let read: Vec<usize> = (0..world).flat_map(|rank| of(rank).indices(epoch)).collect();
             prop_assert_eq!(read.len(), of(0).total_size());

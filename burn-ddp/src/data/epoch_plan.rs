@@ -1,4 +1,4 @@
-//! How an epoch is cut into steps, and a step into the ranks' shares.
+//! The plan of an epoch: its steps, and each rank's share of a step.
 
 use std::ops::Range;
 
@@ -8,8 +8,8 @@ use super::DataError;
 ///
 /// The epoch's order (the dataset's, or a [`permutation`](super::permutation) of it) is cut into *global* steps of
 /// `global_batch` items. A remainder with at least one item per rank is a step of its own; a smaller one joins the step
-/// before. Within a step the items are split contiguously over the ranks. So every item is read exactly once, all ranks
-/// make equally many steps, no rank is ever without an item, and what a step reads does not depend on the world
+/// before. Within a step the items are split contiguously over the ranks. So every item is loaded exactly once, all
+/// ranks make equally many steps, no rank is ever without an item, and the items of a step do not depend on the world
 /// size.
 ///
 /// ```
@@ -29,12 +29,12 @@ use super::DataError;
 /// # Ok::<(), burn_ddp::data::DataError>(())
 /// ```
 ///
-/// What an interrupted epoch has left is cut in the same way, for whatever world goes on: see [`after`](Self::after).
+/// The rest of an interrupted epoch is cut in the same way, for the world that goes on: see [`after`](Self::after).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EpochPlan {
     items: usize,
-    /// Items that were read before the first step.
-    read: usize,
+    /// Items consumed before the first step.
+    consumed: usize,
     world: usize,
     global_batch: usize,
     steps: usize,
@@ -65,14 +65,15 @@ impl EpochPlan {
         if steps >= u32::MAX as usize {
             return Err(DataError::TooManySteps { steps });
         }
-        Ok(Self { items, read: 0, world, global_batch, steps })
+        Ok(Self { items, consumed: 0, world, global_batch, steps })
     }
 
-    /// The plan for what is left of an epoch of which `read` items were read before, by any number of ranks in steps of
-    /// any size. Its steps begin at the item `read` of the epoch's order; after all items it has none.
+    /// The plan for the rest of an epoch of which the first `consumed` items were handed out before, to any number of
+    /// ranks in steps of any size. Its steps begin at the item `consumed` of the epoch's order; after all items it has
+    /// none.
     ///
-    /// If fewer items are left than there are ranks, they are one step, and some ranks have no [`share`](Self::share) of
-    /// it: those [read](Self::reads) an item of another rank, with weight 0.
+    /// If fewer items are left than there are ranks, they are one step, and some ranks have no [`share`](Self::share)
+    /// of it: those [load](Self::loads) an item of another rank, with weight 0.
     ///
     /// ```
     /// use burn_ddp::data::EpochPlan;
@@ -85,14 +86,14 @@ impl EpochPlan {
     ///
     /// let rest = EpochPlan::new(100, 3, 9)?.after(98);
     /// assert_eq!((rest.share(0, 1), rest.share(0, 2)), (99..100, 100..100));
-    /// assert_eq!(rest.reads(0, 2), 98..99); // counts 0
+    /// assert_eq!(rest.loads(0, 2), 98..99); // counts 0
     /// # Ok::<(), burn_ddp::data::DataError>(())
     /// ```
     #[must_use]
-    pub fn after(&self, read: usize) -> Self {
-        let left = self.items.saturating_sub(read);
+    pub fn after(&self, consumed: usize) -> Self {
+        let left = self.items.saturating_sub(consumed);
         let steps = if left == 0 { 0 } else { steps(left, self.world, self.global_batch).max(1) };
-        Self { read: self.items - left, steps, ..*self }
+        Self { consumed: self.items - left, steps, ..*self }
     }
 
     /// Items of a whole epoch over all ranks.
@@ -100,9 +101,9 @@ impl EpochPlan {
         self.items
     }
 
-    /// Items of the epoch that were read before the first step: 0 but for what is left of an interrupted epoch.
-    pub fn read(&self) -> usize {
-        self.read
+    /// Items of the epoch consumed before the first step: 0, but for the rest of an interrupted epoch.
+    pub fn consumed(&self) -> usize {
+        self.consumed
     }
 
     /// Ranks that share each step.
@@ -120,27 +121,27 @@ impl EpochPlan {
         self.steps
     }
 
-    /// The positions in the epoch's order that all ranks together read in `step`; empty past the last.
+    /// The positions in the epoch's order that all ranks together load in `step`; empty past the last.
     pub fn step(&self, step: usize) -> Range<usize> {
         if step >= self.steps {
             return self.items..self.items;
         }
-        let start = self.read + step * self.global_batch;
+        let start = self.consumed + step * self.global_batch;
         let end = if step + 1 == self.steps { self.items } else { start + self.global_batch };
         start..end
     }
 
-    /// The positions in the epoch's order that are `rank`'s in `step`: what its batch counts. Never empty for a step and
-    /// a rank that exist, unless an interrupted epoch had fewer items left than there are ranks.
+    /// The positions in the epoch's order that are `rank`'s in `step`; their number is the weight of its batch. Never
+    /// empty for a step and a rank that exist, unless an interrupted epoch had fewer items left than there are ranks.
     pub fn share(&self, step: usize, rank: usize) -> Range<usize> {
         let step = self.step(step);
         let share = share(step.len(), rank, self.world);
         step.start + share.start..step.start + share.end
     }
 
-    /// The positions that `rank` reads in `step`: its [`share`](Self::share), or, where that is empty, one of another
-    /// rank's, so that it has something to compute and its gradient, of weight 0, has the right shape.
-    pub fn reads(&self, step: usize, rank: usize) -> Range<usize> {
+    /// The positions that `rank` loads in `step`: its [`share`](Self::share), or, where that is empty, one of another
+    /// rank's, so that its gradient, of weight 0, has the right shape.
+    pub fn loads(&self, step: usize, rank: usize) -> Range<usize> {
         let (all, share) = (self.step(step), self.share(step, rank));
         if !share.is_empty() || all.is_empty() || rank >= self.world {
             return share;
@@ -150,7 +151,7 @@ impl EpochPlan {
     }
 }
 
-/// How many steps `items` items make: a remainder that gives each rank one is a step of its own.
+/// Number of steps of `items` items: a remainder with an item for each rank is a step of its own.
 fn steps(items: usize, world: usize, global_batch: usize) -> usize {
     items / global_batch + usize::from(items % global_batch >= world)
 }
@@ -235,11 +236,13 @@ mod tests {
         }
 
         #[test]
-        fn what_is_left_at_another_world(world in 1usize..20, extra in 0usize..60, more in 0usize..600, read in 0usize..700) {
+        fn what_is_left_at_another_world(
+            world in 1usize..20, extra in 0usize..60, more in 0usize..600, read in 0usize..700,
+        ) {
             let whole = EpochPlan::new(world + more, world, world + extra).unwrap();
             let rest = whole.after(read);
             let read = read.min(whole.items());
-            prop_assert_eq!(rest.read(), read);
+            prop_assert_eq!(rest.consumed(), read);
             prop_assert_eq!(rest.steps() == 0, read == whole.items());
             let mut left = Vec::new();
             for step in 0..rest.steps() {
@@ -247,13 +250,13 @@ mod tests {
                 let sizes = shares.iter().map(ExactSizeIterator::len);
                 prop_assert!(sizes.clone().max().unwrap() - sizes.clone().min().unwrap() <= 1);
                 for (rank, share) in shares.iter().enumerate() {
-                    let reads = rest.reads(step, rank);
-                    prop_assert!(!reads.is_empty(), "rank {} has nothing to read", rank);
+                    let loads = rest.loads(step, rank);
+                    prop_assert!(!loads.is_empty(), "rank {} has nothing to load", rank);
                     if share.is_empty() {
                         prop_assert!(whole.items() - read < world);
-                        prop_assert!(reads.len() == 1 && rest.step(step).contains(&reads.start));
+                        prop_assert!(loads.len() == 1 && rest.step(step).contains(&loads.start));
                     } else {
-                        prop_assert_eq!(&reads, share);
+                        prop_assert_eq!(&loads, share);
                     }
                 }
                 left.extend(shares.into_iter().flatten());
@@ -262,14 +265,16 @@ mod tests {
         }
 
         #[test]
-        fn resuming_in_steps_of_the_same_size_changes_no_step(world in 1usize..9, extra in 0usize..30, more in 0usize..300) {
+        fn resuming_in_steps_of_the_same_size_changes_no_step(
+            world in 1usize..9, extra in 0usize..30, more in 0usize..300,
+        ) {
             let whole = EpochPlan::new(world + more, world, world + extra).unwrap();
             for taken in 0..whole.steps() {
                 let rest = whole.after(whole.step(taken).start);
                 prop_assert_eq!(rest.steps(), whole.steps() - taken);
                 for step in 0..rest.steps() {
                     for rank in 0..world {
-                        prop_assert_eq!(rest.reads(step, rank), whole.share(taken + step, rank));
+                        prop_assert_eq!(rest.loads(step, rank), whole.share(taken + step, rank));
                     }
                 }
             }
@@ -280,7 +285,7 @@ mod tests {
             // With at least as many items in the remainder as ranks in either world.
             let global_batch = 60;
             let items = batches * global_batch + rest;
-            let (a, b) = (EpochPlan::new(items, a, global_batch).unwrap(), EpochPlan::new(items, b, global_batch).unwrap());
+            let [a, b] = [a, b].map(|world| EpochPlan::new(items, world, global_batch).unwrap());
             prop_assert_eq!(a.steps(), b.steps());
             for step in 0..a.steps() {
                 prop_assert_eq!(a.step(step), b.step(step));
@@ -288,7 +293,9 @@ mod tests {
         }
 
         #[test]
-        fn any_numbers_give_a_plan_or_an_error(items: usize, world: usize, global_batch: usize, step: usize, rank: usize) {
+        fn any_numbers_give_a_plan_or_an_error(
+            items: usize, world: usize, global_batch: usize, step: usize, rank: usize,
+        ) {
             if let Ok(plan) = EpochPlan::new(items, world, global_batch) {
                 let share = plan.share(step, rank);
                 prop_assert!(share.start <= share.end && share.end <= items);

@@ -1,23 +1,21 @@
-//! The evaluation loader: each rank its part, once, in order.
+//! The evaluation loader: each rank loads its part of the dataset, once, in order.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::data::dataloader::{DataLoader, DataLoaderIterator, Progress};
-use burn::data::dataset::DatasetError;
 use burn::tensor::Device;
 
 use super::DataError;
+use super::batch_stream::BatchStream;
 use super::epoch_plan::share;
-use super::burn_data_loader::Unreadable;
-use super::prefetch::{Pass, Pool, Reading};
+use super::prefetch::{BatchList, Pool};
 use crate::Ddp;
 
 /// This rank's share of an evaluation dataset, batch by batch; from [`Ddp::eval_loader`].
 ///
 /// Shares are contiguous and in rank order, so results gathered from all ranks are in the order of the dataset. No item
-/// is repeated; a rank may have fewer batches than another, or none. It is also Burn's [`DataLoader`]. Clones are the
-/// same loader.
+/// is repeated; a rank may have fewer batches than another, or none. It is also Burn's
+/// [`DataLoader`](burn::data::dataloader::DataLoader). Clones are the same loader.
 pub struct EvalLoader<O> {
     inner: Arc<Inner<O>>,
 }
@@ -25,9 +23,9 @@ pub struct EvalLoader<O> {
 struct Inner<O> {
     ddp: Ddp,
     id: u64,
-    /// The items of the dataset that all ranks together read.
+    /// Items of the dataset that all ranks together load.
     items: Range<usize>,
-    /// Those that this rank reads.
+    /// Items of the dataset that this rank loads.
     own: Range<usize>,
     batch_size: usize,
     pool: Arc<Pool<O>>,
@@ -60,32 +58,53 @@ impl<O: Send + 'static> EvalLoader<O> {
 
     /// This rank's batches, from the first on.
     pub fn iter(&self) -> EvalBatches<O> {
-        EvalBatches { loader: self.clone(), pass: None, taken: 0, over: false }
+        EvalBatches { loader: self.clone(), batches: BatchStream::new(self.inner.pool.clone()), over: false }
     }
 
-    /// How many batches this rank has; may be 0.
+    /// Number of this rank's batches; may be 0.
     pub fn len(&self) -> usize {
         self.inner.own.len().div_ceil(self.inner.batch_size)
     }
 
-    /// Whether this rank has no batch.
+    /// True if this rank has no batch.
     pub fn is_empty(&self) -> bool {
         self.inner.own.is_empty()
     }
 
-    /// The items of the dataset that this rank reads.
+    /// The items of the dataset that this rank loads.
     pub fn share(&self) -> Range<usize> {
         self.inner.own.clone()
     }
 
-    fn reading(&self) -> Reading {
+    fn batch_list(&self) -> BatchList {
         let (own, batch_size) = (self.inner.own.clone(), self.inner.batch_size);
         let indices = move |batch| batch_of(&own, batch_size, batch).collect();
-        Reading { batches: self.len(), indices: Arc::new(indices) }
+        BatchList { batches: self.len(), indices: Arc::new(indices) }
+    }
+
+    /// Number of items over all ranks.
+    pub(super) fn items(&self) -> usize {
+        self.inner.items.len()
+    }
+
+    /// The same loader with batches on `device`.
+    pub(super) fn on_device(&self, device: &Device) -> Self {
+        let Inner { ddp, id, items, batch_size, pool, .. } = &*self.inner;
+        Self::new(ddp.clone(), *id, items.clone(), *batch_size, pool.on_device(device))
+    }
+
+    /// A loader for the items `start..end`.
+    pub(super) fn sliced(&self, start: usize, end: usize) -> Result<Self, DataError> {
+        let Inner { ddp, id, items, batch_size, pool, .. } = &*self.inner;
+        if start > end || end > items.len() {
+            return Err(DataError::SliceOutOfRange { start, end, items: items.len() });
+        }
+        let items = items.start + start..items.start + end;
+        Ok(Self::new(ddp.clone(), *id, items, *batch_size, pool.clone()))
     }
 }
 
-/// The items of a batch; empty, at the end, past the last.
+/// The items of a batch; past the last batch, the empty range at the end.
 fn batch_of(own: &Range<usize>, batch_size: usize, batch: usize) -> Range<usize> {
     let at = |batch: usize| own.start.saturating_add(batch.saturating_mul(batch_size)).min(own.end);
     at(batch)..at(batch + 1)
@@ -96,35 +115,26 @@ fn batch_of(own: &Range<usize>, batch_size: usize, batch: usize) -> Range<usize>
 /// Yields an error in the place of a batch that could not be loaded.
 pub struct EvalBatches<O: Send + 'static> {
     loader: EvalLoader<O>,
-    /// Begun with the first batch.
-    pass: Option<Pass<O>>,
-    taken: usize,
+    batches: BatchStream<O>,
+    /// True after an error that is not of one batch.
     over: bool,
 }
 
 impl<O: Send + 'static> EvalBatches<O> {
     fn load(&mut self) -> Result<O, DataError> {
-        let batch = self.taken;
-        self.taken += 1;
-        let pass = match &mut self.pass {
-            Some(pass) => pass,
-            None => {
-                let started = self.loader.inner.pool.start(self.loader.reading());
-                let pass =
-                    started.map_err(|(worker, error)| DataError::WorkerNotStarted { worker, source: error.into() })?;
-                self.pass.insert(pass)
-            }
-        };
-        let Inner { ddp, id, .. } = &*self.loader.inner;
-        let timeout = ddp.world().options().timeout;
-        match pass.next(timeout, || ddp.world().check()) {
-            Some(loaded) => loaded.map_err(|failure| {
-                let (batches, rank) = (self.loader.len(), ddp.rank());
-                let what = format!("batch {} of {batches} of evaluation loader {id} on rank {rank}", batch + 1);
-                DataError::from_failure(what, failure, timeout)
-            }),
-            None => unreachable!("a pass has as many batches as its loader"),
-        }
+        let (loader, batches, nth) = (&self.loader, self.loader.len(), self.batches.taken() + 1);
+        let Inner { ddp, id, .. } = &*loader.inner;
+        let name = || format!("batch {nth} of {batches} of evaluation loader {id} on rank {}", ddp.rank());
+        self.batches.load(ddp.world(), || loader.batch_list(), name)
+    }
+
+    /// Items that all ranks have taken, as if the others were as far as this one; and all items.
+    pub(super) fn progress_in_items(&self) -> (usize, usize) {
+        let Inner { items, own, batch_size, .. } = &*self.loader.inner;
+        let done = batch_of(own, *batch_size, self.batches.taken()).start - own.start;
+        let (total, done) = (items.len() as u128, done as u128);
+        let processed = (total * done).checked_div(own.len() as u128).unwrap_or(total);
+        (processed as usize, items.len())
     }
 }
 
@@ -132,70 +142,17 @@ impl<O: Send + 'static> Iterator for EvalBatches<O> {
     type Item = Result<O, DataError>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.over || self.taken == self.loader.len() {
-            self.pass = None; // The workers are free for the next reading.
+        if self.over || self.batches.taken() == self.loader.len() {
+            self.batches.end();
             return None;
         }
         let loaded = self.load();
-        self.over = match &loaded {
-            Ok(_) | Err(DataError::Dataset { .. } | DataError::WorkerPanicked { .. }) => false,
-            Err(_) => true,
-        };
+        self.over = loaded.as_ref().is_err_and(|error| !error.is_skippable());
         Some(loaded)
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        let left = if self.over { 0 } else { self.loader.len() - self.taken };
+        let left = if self.over { 0 } else { self.loader.len() - self.batches.taken() };
         (left.min(1), Some(left))
-    }
-}
-
-impl<O: Send + 'static> DataLoader<O> for EvalLoader<O> {
-    fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<O> + 'a> {
-        Box::new(AsBurn(EvalLoader::iter(self)))
-    }
-
-    /// Items of the dataset, over all ranks.
-    fn num_items(&self) -> usize {
-        self.inner.items.len()
-    }
-
-    fn to_device(&self, device: &Device) -> Arc<dyn DataLoader<O>> {
-        let Inner { ddp, id, items, batch_size, pool, .. } = &*self.inner;
-        let pool = Pool::new(pool.source.clone(), device.clone(), pool.num_workers);
-        Arc::new(Self::new(ddp.clone(), *id, items.clone(), *batch_size, pool))
-    }
-
-    /// A loader for the items `start..end` of the dataset, shared by all ranks as this one. A slice beyond the dataset
-    /// yields the error as its only batch.
-    fn slice(&self, start: usize, end: usize) -> Arc<dyn DataLoader<O>> {
-        let Inner { ddp, id, items, batch_size, pool, .. } = &*self.inner;
-        if start > end || end > items.len() {
-            return Arc::new(Unreadable(DataError::SliceOutOfRange { start, end, items: items.len() }));
-        }
-        let items = items.start + start..items.start + end;
-        Arc::new(Self::new(ddp.clone(), *id, items, *batch_size, pool.clone()))
-    }
-}
-
-/// For Burn's `DataLoader`: the same batches with errors as Burn's.
-struct AsBurn<O: Send + 'static>(EvalBatches<O>);
-
-impl<O: Send + 'static> Iterator for AsBurn<O> {
-    type Item = Result<O, DatasetError>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        self.0.next().map(|batch| batch.map_err(DataError::into_burn))
-    }
-}
-
-impl<O: Send + 'static> DataLoaderIterator<O> for AsBurn<O> {
-    /// Over all ranks, as if the others were as far as this one.
-    fn progress(&self) -> Progress {
-        let Inner { items, own, batch_size, .. } = &*self.0.loader.inner;
-        let done = batch_of(own, *batch_size, self.0.taken).start - own.start;
-        let (total, done) = (items.len() as u128, done as u128);
-        let processed = (total * done).checked_div(own.len() as u128).unwrap_or(total);
-        Progress::new(processed as usize, items.len(), Some("items".to_string()))
     }
 }

@@ -1,10 +1,10 @@
-//! Loading batches, on the caller or ahead of it on worker threads.
+//! Loading batches, on the caller's thread or ahead of it on worker threads.
 //!
 //! A [`Pool`] belongs to a loader and outlives its epochs, since backends keep a stream and its memory per thread. A
-//! [`Pass`] is one reading of a list of batches. Batch k is loaded by worker k mod n into that worker's bounded channel
-//! and taken from there, which keeps the order and bounds what is held. A pass borrows a team of workers from the pool
-//! and gives it back when dropped; two passes at once use two teams, so that one that nobody reads cannot block another.
-//! Workers of a team whose pool is gone find their job channel closed and end; nobody waits for them.
+//! [`Pass`] loads the batches of one [`BatchList`]. Batch k is loaded by worker k mod n into that worker's bounded
+//! channel and taken from there, which keeps the order and bounds memory. A pass borrows a team of workers from the
+//! pool and gives it back when dropped; two passes at once use two teams, so that an idle pass cannot block another.
+//! Workers whose pool was dropped find their job channel closed and end; no thread joins them.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,13 +17,13 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::{Dataset, DatasetError};
 use burn::tensor::Device;
 
-/// Batches that a worker may have finished before the first of them is taken.
+/// Finished batches that wait in a worker's channel, at most.
 const AHEAD_PER_WORKER: usize = 2;
 
-/// How often a waiting pass looks whether the job still goes on.
+/// Interval at which a waiting pass checks that the job goes on.
 const CHECK_EVERY: Duration = Duration::from_millis(200);
 
-/// A dataset and a batcher, with the item type forgotten.
+/// A dataset and a batcher, without the type of items.
 pub(super) trait Load<O>: Send + Sync {
     fn load(&self, indices: Vec<usize>, device: &Device) -> Result<O, DatasetError>;
 }
@@ -39,16 +39,16 @@ impl<I, O> Load<O> for Source<I, O> {
     }
 }
 
-/// The batches of a pass: how many, and the items of each.
+/// The batches of a pass: their number, and the items of each.
 #[derive(Clone)]
-pub(super) struct Reading {
+pub(super) struct BatchList {
     pub(super) batches: usize,
     pub(super) indices: Arc<dyn Fn(usize) -> Vec<usize> + Send + Sync>,
 }
 
 /// Why a batch was not loaded.
 pub(super) enum Failure<E> {
-    /// The dataset said so. Later batches may be fine.
+    /// The dataset returned an error. Later batches may be fine.
     Dataset(DatasetError),
     /// Dataset or batcher panicked on a worker. Later batches may be fine.
     Panicked { worker: usize, message: String },
@@ -58,12 +58,12 @@ pub(super) enum Failure<E> {
     Checked(E),
 }
 
-/// Makes passes over a source; keeps worker threads between them.
+/// Starts passes over a source, and keeps the worker threads between them.
 pub(super) struct Pool<O> {
-    pub(super) source: Arc<dyn Load<O>>,
-    pub(super) device: Device,
-    pub(super) num_workers: usize,
-    /// Teams that no pass has borrowed.
+    source: Arc<dyn Load<O>>,
+    device: Device,
+    num_workers: usize,
+    /// Teams that no pass uses.
     idle: Mutex<Vec<Team<O>>>,
 }
 
@@ -72,7 +72,7 @@ type Team<O> = Vec<Sender<Job<O>>>;
 
 /// A worker's part of a pass: batches `first`, `first + stride`, …
 struct Job<O> {
-    reading: Reading,
+    list: BatchList,
     first: usize,
     stride: usize,
     to: SyncSender<Loaded<O>>,
@@ -89,16 +89,22 @@ impl<O: Send + 'static> Pool<O> {
         Arc::new(Pool { source, device, num_workers, idle: Mutex::new(Vec::new()) })
     }
 
-    /// Begins to load `reading`. The error says which worker could not be started.
-    pub(super) fn start(self: &Arc<Self>, reading: Reading) -> Result<Pass<O>, (usize, std::io::Error)> {
-        let workers = match self.num_workers {
-            0 => None,
-            _ => Some(self.work_on(&reading)?),
-        };
-        Ok(Pass { pool: self.clone(), reading, next: 0, workers })
+    /// A pool of as many workers over the same source, whose batches are on `device`.
+    pub(super) fn on_device(&self, device: &Device) -> Arc<Self> {
+        Self::new(self.source.clone(), device.clone(), self.num_workers)
     }
 
-    fn work_on(&self, reading: &Reading) -> Result<Workers<O>, (usize, std::io::Error)> {
+    /// Starts a pass over `list`. The error has the number of the worker that could not be started.
+    pub(super) fn start(self: &Arc<Self>, list: BatchList) -> Result<Pass<O>, (usize, std::io::Error)> {
+        let workers = match self.num_workers {
+            0 => None,
+            _ => Some(self.assign(&list)?),
+        };
+        Ok(Pass { pool: self.clone(), list, next: 0, workers })
+    }
+
+    /// Has an idle team, or a new one, load `list`.
+    fn assign(&self, list: &BatchList) -> Result<Workers<O>, (usize, std::io::Error)> {
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let team = match idle {
             Some(team) => team,
@@ -106,8 +112,8 @@ impl<O: Send + 'static> Pool<O> {
         };
         let give = |(worker, jobs): (usize, &Sender<Job<O>>)| {
             let (to, from) = mpsc::sync_channel(AHEAD_PER_WORKER);
-            let job = Job { reading: reading.clone(), first: worker, stride: team.len(), to };
-            // A worker that is gone leaves `from` without a sender, which the pass reports when it gets there.
+            let job = Job { list: list.clone(), first: worker, stride: team.len(), to };
+            // If the worker has ended, `from` has no sender; the pass reports it at that worker's batch.
             let _ = jobs.send(job);
             from
         };
@@ -129,10 +135,9 @@ impl<O: Send + 'static> Pool<O> {
 }
 
 fn do_job<O>(source: &dyn Load<O>, device: &Device, job: Job<O>) {
-    for batch in (job.first..job.reading.batches).step_by(job.stride) {
-        // Not unwind safe in general; but dataset and batcher are shared by reference with threads already, and what
-        // they hold behind locks is poisoned by the panic.
-        let loaded = match catch_unwind(AssertUnwindSafe(|| source.load((job.reading.indices)(batch), device))) {
+    for batch in (job.first..job.list.batches).step_by(job.stride) {
+        // Unwind safe in effect: threads share dataset and batcher by reference, and a panic poisons their locks.
+        let loaded = match catch_unwind(AssertUnwindSafe(|| source.load((job.list.indices)(batch), device))) {
             Ok(Ok(batch)) => Loaded::Batch(batch),
             Ok(Err(error)) => Loaded::Error(error),
             Err(panic) => Loaded::Panic(message_of(&*panic)),
@@ -145,48 +150,47 @@ fn do_job<O>(source: &dyn Load<O>, device: &Device, job: Job<O>) {
 
 fn message_of(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a value that is no text".to_string())
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a non-string payload".to_string())
 }
 
-/// One reading of a list of batches, in order.
+/// Loads the batches of a list, in order.
 pub(super) struct Pass<O> {
     pool: Arc<Pool<O>>,
-    reading: Reading,
+    list: BatchList,
     /// The batch that is taken next.
     next: usize,
-    /// None: batches are loaded by whoever takes them.
+    /// `None` if the caller's thread loads the batches.
     workers: Option<Workers<O>>,
 }
 
 struct Workers<O> {
     team: Team<O>,
-    /// Where each worker's batches arrive.
+    /// Finished batches of each worker.
     from: Vec<Receiver<Loaded<O>>>,
-    /// Whether the team may work on another pass: not if one of it hangs.
+    /// False if a worker hangs or has ended: then the team gets no other pass.
     usable: bool,
 }
 
 impl<O> Pass<O> {
-    /// The next batch, or `None` after the last. Waits for workers no longer than `timeout`, and only while `check` is
-    /// fine.
+    /// The next batch, or `None` after the last. Waits for a worker up to `timeout`, and while `check` returns `Ok`.
     pub(super) fn next<E>(
         &mut self,
         timeout: Duration,
         check: impl Fn() -> Result<(), E>,
     ) -> Option<Result<O, Failure<E>>> {
-        if self.next >= self.reading.batches {
+        if self.next >= self.list.batches {
             return None;
         }
         let batch = self.next;
         self.next += 1;
         let Some(workers) = &mut self.workers else {
-            let indices = (self.reading.indices)(batch);
+            let indices = (self.list.indices)(batch);
             return Some(self.pool.source.load(indices, &self.pool.device).map_err(Failure::Dataset));
         };
         let taken = workers.take(batch, timeout, check);
         if matches!(taken, Err(Failure::Stalled { .. } | Failure::Checked(_))) {
-            // What comes late must not be taken for a later batch.
-            self.next = self.reading.batches;
+            // A batch that arrives late must not pass for a later one.
+            self.next = self.list.batches;
         }
         Some(taken)
     }
@@ -219,7 +223,7 @@ impl<O> Workers<O> {
 impl<O> Drop for Pass<O> {
     fn drop(&mut self) {
         let Some(Workers { team, from, usable }) = self.workers.take() else { return };
-        // Workers that wait to hand over a batch find the pass gone and are ready for the next one.
+        // Workers that wait to send a batch get an error, and are ready for the next job.
         drop(from);
         if usable {
             self.pool.idle.lock().unwrap_or_else(PoisonError::into_inner).push(team);
@@ -251,8 +255,8 @@ mod tests {
         Pool::new(Arc::new(Loader(load)), Device::default(), num_workers)
     }
 
-    fn reading(batches: usize) -> Reading {
-        Reading { batches, indices: Arc::new(|batch| vec![batch]) }
+    fn list(batches: usize) -> BatchList {
+        BatchList { batches, indices: Arc::new(|batch| vec![batch]) }
     }
 
     fn next(pass: &mut Pass<usize>) -> Option<Result<usize, Failure<Infallible>>> {
@@ -272,7 +276,7 @@ mod tests {
                 Ok(batch)
             });
             for _ in 0..3 {
-                let mut pass = pool.start(reading(50)).unwrap();
+                let mut pass = pool.start(list(50)).unwrap();
                 assert_eq!(all(&mut pass), (0..50).collect::<Vec<_>>());
                 assert!(next(&mut pass).is_none());
             }
@@ -291,7 +295,7 @@ mod tests {
             }
             Ok(batch)
         });
-        let mut pass = pool.start(reading(1000)).unwrap();
+        let mut pass = pool.start(list(1000)).unwrap();
         assert_eq!(next(&mut pass).unwrap().ok(), Some(0));
         // Taken: 1. Then each worker has at most its channel full and one in its hands.
         let most = 1 + 2 * (AHEAD_PER_WORKER + 1);
@@ -310,7 +314,7 @@ mod tests {
             5 => panic!("bad item {batch}"),
             batch => Ok(batch),
         });
-        let mut pass = pool.start(reading(9)).unwrap();
+        let mut pass = pool.start(list(9)).unwrap();
         let text = |batch| match batch {
             Ok(batch) => format!("{batch}"),
             Err(Failure::Dataset(error)) => format!("{error}"),
@@ -322,11 +326,11 @@ mod tests {
     }
 
     #[test]
-    fn a_pass_nobody_reads_does_not_block_another() {
+    fn an_idle_pass_does_not_block_another() {
         let pool = pool(2, Ok);
-        let mut first = pool.start(reading(100)).unwrap();
+        let mut first = pool.start(list(100)).unwrap();
         assert_eq!(next(&mut first).unwrap().ok(), Some(0));
-        let mut second = pool.start(reading(100)).unwrap();
+        let mut second = pool.start(list(100)).unwrap();
         assert_eq!(all(&mut second).len(), 100);
         assert_eq!(next(&mut first).unwrap().ok(), Some(1));
         drop((first, second));
@@ -342,7 +346,7 @@ mod tests {
             Ok(batch)
         });
         for _ in 0..3 {
-            assert_eq!(next(&mut pool.start(reading(100_000)).unwrap()).unwrap().ok(), Some(0));
+            assert_eq!(next(&mut pool.start(list(100_000)).unwrap()).unwrap().ok(), Some(0));
         }
         // Each pass: one taken, the channel full, one in hand.
         assert!(loads.load(Ordering::SeqCst) <= 3 * (AHEAD_PER_WORKER + 2), "{loads:?}");
@@ -356,7 +360,7 @@ mod tests {
             let _held = &held;
             Ok(batch)
         });
-        let mut pass = pool.start(reading(1000)).unwrap();
+        let mut pass = pool.start(list(1000)).unwrap();
         assert!(next(&mut pass).is_some());
         drop(pass);
         drop(pool);
@@ -378,7 +382,7 @@ mod tests {
             }
             Ok(batch)
         });
-        let mut pass = pool.start(reading(10)).unwrap();
+        let mut pass = pool.start(list(10)).unwrap();
         let mut next = || pass.next(Duration::from_millis(300), || Ok::<_, Infallible>(()));
         assert_eq!(next().unwrap().ok(), Some(0));
         assert!(matches!(next(), Some(Err(Failure::Stalled { worker: 1 }))));
@@ -398,7 +402,7 @@ mod tests {
             let _ = hang.lock().unwrap().recv_timeout(LONG);
             Ok(batch)
         });
-        let mut pass = pool.start(reading(10)).unwrap();
+        let mut pass = pool.start(list(10)).unwrap();
         assert!(matches!(pass.next(LONG, || Err("rank 3 died")), Some(Err(Failure::Checked("rank 3 died")))));
         assert!(next(&mut pass).is_none());
         drop(release);

@@ -1,4 +1,4 @@
-//! A rank's share of any dataset, as a dataset.
+//! A rank's share of any dataset, as a dataset itself.
 
 use std::error::Error;
 
@@ -6,6 +6,7 @@ use burn::data::dataset::Dataset;
 
 use super::epoch_plan::share;
 use super::{DataError, DistributedSampler};
+use crate::Ddp;
 
 /// One rank's share of a [`Dataset`], itself a [`Dataset`].
 ///
@@ -30,10 +31,26 @@ pub struct ShardedDataset<D> {
 
 #[derive(Debug, Clone)]
 enum Share {
-    /// Items `start`, `start + stride`, …: `len` of them.
+    /// `len` items: `start`, `start + stride`, …
     Every { start: usize, stride: usize, len: usize },
-    /// These items.
+    /// The items with these indices.
     Listed(Vec<usize>),
+}
+
+impl Ddp {
+    /// This rank's contiguous share of `dataset`, without padding; see [`ShardedDataset`] for other shares.
+    ///
+    /// ```
+    /// use burn::data::dataset::{Dataset, InMemDataset};
+    /// use burn_ddp::prelude::*;
+    ///
+    /// let shares = Ddp::spawn(2, |ddp| Ok(ddp.shard(InMemDataset::new(vec![1, 2, 3])).len()))?;
+    /// assert_eq!(shares, [2, 1]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    pub fn shard<I, D: Dataset<I>>(&self, dataset: D) -> ShardedDataset<D> {
+        ShardedDataset::of_rank(dataset, self.rank(), self.world_size())
+    }
 }
 
 impl<D> std::fmt::Debug for ShardedDataset<D> {

@@ -1,4 +1,4 @@
-//! Metrics that must see the items of all ranks.
+//! Metrics computed from the items of all ranks.
 
 use burn::data::dataloader::Progress;
 use burn::tensor::{Device, Tensor, TensorData, TensorReadError};
@@ -7,15 +7,15 @@ use burn::train::metric::{
     NumericEntry, RougeLInput, SerializedEntry, WerInput,
 };
 
-use super::stop::unreadable;
+use super::stop::metric_error;
 use crate::Ddp;
 
-/// What a metric reads of a batch, as it travels between ranks.
+/// Input of a metric for a batch, as tensors that travel between ranks.
 ///
-/// Implemented for those inputs of Burn's metrics whose fields are public; most of all [`ConfusionStatsInput`], which AUROC, precision–recall, precision, recall
-/// and F-scores read.
+/// Implemented for the inputs of Burn's metrics with public fields; above all for [`ConfusionStatsInput`], the input of
+/// AUROC, precision–recall, precision, recall and F-scores.
 pub trait GatherInput: Sized {
-    /// Its tensors.
+    /// The tensors of the input.
     ///
     /// # Errors
     ///
@@ -49,15 +49,16 @@ gather! {
     WerInput { outputs, targets },
 }
 
-/// A metric that is computed from the items of all ranks; from [`Ddp::gathered_metric`].
+/// A metric computed from the items of all ranks; from
+/// [`DdpTrainer::gathered_metric`](super::DdpTrainer::gathered_metric).
 ///
-/// At the end of a split each rank computes the metric from the batches of all of them, rank 0's first. With an evaluation loader of ours that is the
-/// order of the dataset.
+/// At the end of a split each rank computes the metric from the batches of all ranks, rank 0's first. With an
+/// [`EvalLoader`](crate::data::EvalLoader) that is the order of the dataset.
 #[derive(Clone, Debug)]
 pub struct GatheredMetric<Me> {
-    /// Sees this rank's batches, to show values while a split runs.
+    /// The metric over this rank's batches, shown while a split runs.
     own: Me,
-    /// Has seen those of all ranks, when the split has ended.
+    /// The metric over the batches of all ranks, computed at the end of a split.
     all: Me,
     ddp: Ddp,
     /// This rank's batches since the split began.
@@ -98,20 +99,20 @@ where
 
     /// *Collective*, in a group that only metrics use.
     fn compute(&mut self) -> Result<SerializedEntry, TensorReadError> {
-        let group = self.ddp.state().metric_group().map_err(unreadable)?;
-        let all = group.all_gather_object(&self.batches).map_err(unreadable)?;
-        let device = self.ddp.device().map_err(unreadable)?;
+        let group = self.ddp.state().metric_group().map_err(metric_error)?;
+        let all = group.all_gather_object(&self.batches).map_err(metric_error)?;
+        let device = self.ddp.device().map_err(metric_error)?;
         let total = all.iter().map(Vec::len).sum();
         self.all.clear();
         for (nth, batch) in all.into_iter().flatten().enumerate() {
             let input = Me::Input::from_data(batch, &device).ok_or_else(|| {
-                unreadable(crate::Error::Use("a rank registered another metric in this place".into()))
+                metric_error(crate::Error::Use("a rank registered another metric in this place".into()))
             })?;
             let progress = Progress::new(nth + 1, total, Some("batches".into()));
             self.all.update(&input, &MetricMetadata { progress, iteration: Some(nth + 1), lr: None })?;
         }
         let entry = self.all.compute()?;
-        // Whatever the metric itself stores, this is the value of the split.
+        // The value of the split replaces what the metric stores itself.
         Ok(SerializedEntry::new(entry.formatted, self.final_value().serialize()))
     }
 

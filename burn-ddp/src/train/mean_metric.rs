@@ -1,4 +1,4 @@
-//! Metrics that are means, over all ranks.
+//! Metrics that are means, reduced exactly over all ranks.
 
 use burn::tensor::TensorReadError;
 use burn::train::metric::{
@@ -7,16 +7,18 @@ use burn::train::metric::{
     WordErrorRate, format_float,
 };
 
-use super::stop::unreadable;
+use super::stop::metric_error;
 use crate::Ddp;
 
 /// A metric whose value over several batches is the mean of the batches' values, weighted by their counts.
 ///
-/// Burn's accuracy, loss, Hamming score, error rates, BLEU and ROUGE are such metrics: with `value()` an `Aggregated` entry after each update. Perplexity
-/// is one on a logarithmic scale. Implement it for metrics of your own that keep this: `impl MeanMetric for MyMetric {}`.
+/// Burn's accuracy, loss, Hamming score, error rates, BLEU and ROUGE are such metrics: after each update their
+/// `value()` is an `Aggregated` entry. Perplexity is one on a logarithmic scale. Implement it for such metrics of your
+/// own: `impl MeanMetric for MyMetric {}`.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not known to be a mean, so its value over all ranks does not follow from theirs",
-    note = "use `ddp.gathered_metric(metric)` for Burn's AUROC, precision, recall and F-scores; for a mean of your own `impl MeanMetric for …`"
+    note = "use `ddp.gathered_metric(metric)` for Burn's AUROC, precision, recall and F-scores; \
+            for a mean of your own `impl MeanMetric for …`"
 )]
 pub trait MeanMetric: Metric + Numeric {
     /// A batch's value on the scale where the mean is taken. By default the value itself.
@@ -48,18 +50,18 @@ impl MeanMetric for PerplexityMetric {
     }
 }
 
-/// A metric with the value of all ranks; from [`Ddp::metric`].
+/// A metric with the value of all ranks; from [`DdpTrainer::metric`](super::DdpTrainer::metric).
 ///
-/// At the end of a split the ranks exchange sum and count. Sums that are whole numbers, such as those of correct items, are exact: then the value does not
-/// depend on how many ranks there are. A rank that had no batch adds nothing.
+/// At the end of a split the ranks exchange sum and count. Sums that are whole numbers, such as those of correct items,
+/// are exact: then the value does not depend on the number of ranks. A rank without a batch adds nothing.
 #[derive(Clone, Debug)]
 pub struct GlobalMetric<Me> {
     metric: Me,
     ddp: Ddp,
-    /// Of this rank's batches since the split began.
+    /// Sum and count over this rank's batches since the split began.
     sum: f64,
     count: usize,
-    /// Of all ranks, when the split has ended.
+    /// Value over all ranks at the end of the split.
     value: f64,
 }
 
@@ -106,9 +108,9 @@ impl<Me: MeanMetric> Metric for GlobalMetric<Me> {
 
     /// *Collective*, in a group that only metrics use.
     fn compute(&mut self) -> Result<SerializedEntry, TensorReadError> {
-        let group = self.ddp.state().metric_group().map_err(unreadable)?;
+        let group = self.ddp.state().metric_group().map_err(metric_error)?;
         // Counts are exact in f64 up to 2^53.
-        let all = group.all_gather(&[self.sum, self.count as f64]).map_err(unreadable)?;
+        let all = group.all_gather(&[self.sum, self.count as f64]).map_err(metric_error)?;
         let (sum, count) = all.chunks(2).fold((0.0, 0.0), |(sum, count), rank| (sum + rank[0], count + rank[1]));
         self.value = self.metric.of_mean(sum / count);
         Ok(final_entry(self.value, &self.metric.attributes()))
@@ -135,7 +137,7 @@ impl<Me: MeanMetric> Numeric for GlobalMetric<Me> {
     }
 }
 
-/// What Burn shows and stores of a split that has ended.
+/// The entry that Burn shows and stores at the end of a split.
 fn final_entry(value: f64, attributes: &MetricAttributes) -> SerializedEntry {
     let unit = match attributes {
         MetricAttributes::Numeric(numeric) => numeric.unit.as_ref().map(|unit| format!(" {unit}")).unwrap_or_default(),
@@ -147,7 +149,7 @@ fn final_entry(value: f64, attributes: &MetricAttributes) -> SerializedEntry {
     )
 }
 
-/// `sum`, or the whole number that it is but for rounding: a count that went through a mean and back.
+/// Rounds a sum to the whole number it is within rounding errors of: a count that went through a mean and back.
 fn whole(sum: f64) -> f64 {
     let nearest = sum.round();
     if (sum - nearest).abs() <= 8.0 * f64::EPSILON * sum.abs() { nearest } else { sum }

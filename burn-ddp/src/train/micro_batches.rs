@@ -1,4 +1,4 @@
-//! Micro-batches of an optimizer step.
+//! Accumulation of gradients over the micro-batches of an optimizer step.
 
 use std::collections::HashSet;
 
@@ -6,35 +6,33 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::Tensor;
 
-/// What was computed since the last optimizer step.
-pub(super) struct Accumulation<M> {
+/// Micro-batches since the last optimizer step, and their gradients.
+pub(super) struct MicroBatches<M> {
     /// Micro-batches per step.
     per_step: usize,
     /// Micro-batches so far.
     done: usize,
-    /// Their gradients, where no reducer holds them.
+    /// Their gradients, if the model has no reducer.
     local: GradientsAccumulator<M>,
 }
 
-impl<M: Module> Accumulation<M> {
+impl<M: Module> MicroBatches<M> {
     pub(super) fn new(per_step: usize) -> Self {
-        Accumulation { per_step, done: 0, local: GradientsAccumulator::new() }
+        MicroBatches { per_step, done: 0, local: GradientsAccumulator::new() }
     }
 
-    /// Whether a step has more than one micro-batch.
-    pub(super) fn is_on(&self) -> bool {
+    /// True if a step has more than one micro-batch.
+    pub(super) fn accumulates(&self) -> bool {
         self.per_step > 1
     }
 
-    /// Whether the micro-batch to come ends a step.
+    /// True if the next micro-batch is the last of its step.
     pub(super) fn completes(&self, last_of_epoch: bool) -> bool {
         last_of_epoch || self.done + 1 >= self.per_step
     }
 
-    /// One more micro-batch has passed, which was, or was not, the last of its step.
-    ///
-    /// Yields the gradients of the step: the sum of those of its micro-batches, as in Burn's trainer. `reduced` says that a reducer held them, and that
-    /// `grads` is their mean.
+    /// Adds the gradients of a micro-batch. If it `completes` the step, returns the step's gradients: the sum over its
+    /// micro-batches, as in Burn's trainer. With `reduced`, a reducer accumulated them and `grads` is their mean.
     pub(super) fn add(
         &mut self,
         model: &M,
@@ -43,7 +41,7 @@ impl<M: Module> Accumulation<M> {
         reduced: bool,
     ) -> Option<GradientsParams> {
         self.done += 1;
-        if !self.is_on() {
+        if !self.accumulates() {
             self.done = 0;
             return Some(grads);
         }

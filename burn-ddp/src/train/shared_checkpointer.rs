@@ -1,4 +1,4 @@
-//! Checkpoints whose files are on rank 0's machine.
+//! Burn's file checkpointer with files on rank 0's machine only.
 
 use std::path::Path;
 
@@ -7,10 +7,11 @@ use burn::train::checkpoint::{Checkpoint, Checkpointer, CheckpointerError, FileC
 
 use crate::Ddp;
 
-/// Rank 0 writes and reads files, and hands what it reads to the others; from [`Ddp::checkpointer`].
+/// Writes and reads files on rank 0 and broadcasts what it read; from
+/// [`DdpTrainer::checkpointer`](super::DdpTrainer::checkpointer).
 pub struct SharedCheckpointer {
     ddp: Ddp,
-    /// On rank 0.
+    /// `None` on ranks other than 0.
     files: Option<FileCheckpointer>,
 }
 
@@ -30,7 +31,7 @@ impl<R: Checkpoint> Checkpointer<R> for SharedCheckpointer {
         self.files.as_ref().map_or(Ok(()), |files| Checkpointer::<R>::delete(files, epoch))
     }
 
-    /// *Collective*: Burn calls it on every rank before the training begins, and waits for it, so nothing else is under way in the group.
+    /// *Collective*: Burn calls it on every rank before the training begins and waits for it, so the group is free.
     fn restore(&self, epoch: usize) -> Result<R, CheckpointerError> {
         let read = self.files.as_ref().map(|files| {
             let record: R = files.restore(epoch).map_err(|e| e.to_string())?;

@@ -1,4 +1,4 @@
-//! What ranks other than 0 show and write: nothing.
+//! Renderer and logger of ranks other than 0, which show and write nothing.
 
 use burn::train::LearnerSummary;
 use burn::train::logger::{EvaluationProgressLogger, MetricLogger, TrainingProgressLogger};

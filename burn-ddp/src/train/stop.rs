@@ -1,4 +1,4 @@
-//! Stopping together.
+//! Stopping training on all ranks after the same step, with the same reason.
 
 use burn::tensor::TensorReadError;
 use burn::train::train::WorkerFailure;
@@ -8,16 +8,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Ddp, Error, Result};
 
-/// Why a rank wants to stop.
+/// A rank's reason to stop.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Stop {
-    /// Somebody asked for it, maybe with a reason.
-    Asked(Option<String>),
+    /// An interruption, with the message of `Interrupter::stop` if it has one.
+    Interrupted(Option<String>),
     /// An error.
     Failed(String),
 }
 
-/// Whether training ends here, because of any rank. *Collective*. Ranks that did not know hear the reason: an error before a mere wish.
+/// True if training ends here because of any rank. *Collective*. All ranks get the reason; an error goes before an
+/// interruption.
 pub(super) fn agree_to_stop(ddp: &Ddp, interrupter: &Interrupter) -> bool {
     match ask(ddp, interrupter) {
         Ok(stop) => stop,
@@ -39,7 +40,7 @@ fn ask(ddp: &Ddp, interrupter: &Interrupter) -> Result<bool> {
         return Ok(false);
     }
     let own = interrupter.error().map(|error| Stop::Failed(error.to_string()));
-    let own = own.or_else(|| interrupter.should_stop().then(|| Stop::Asked(interrupter.get_message())));
+    let own = own.or_else(|| interrupter.should_stop().then(|| Stop::Interrupted(interrupter.get_message())));
     let all = ddp.group().all_gather_object(&own)?;
     let failed = |(rank, stop): (usize, &Option<Stop>)| match stop {
         Some(Stop::Failed(reason)) => Some((rank, reason.clone())),
@@ -50,15 +51,15 @@ fn ask(ddp: &Ddp, interrupter: &Interrupter) -> Result<bool> {
             interrupter.fail(failure(rank, Error::Rank { rank, reason }.to_string()));
         }
     } else if !interrupter.should_stop()
-        && let Some(Stop::Asked(reason)) = all.into_iter().flatten().next()
+        && let Some(Stop::Interrupted(reason)) = all.into_iter().flatten().next()
     {
         interrupter.stop(reason.as_deref());
     }
     Ok(true)
 }
 
-/// Whether rank 0 says so. *Collective*; the value of other ranks does not count.
-pub(super) fn as_rank_0_says(ddp: &Ddp, interrupter: &Interrupter, own: bool) -> bool {
+/// Rank 0's value of `own`. *Collective*; true after an error.
+pub(super) fn decide_on_main(ddp: &Ddp, interrupter: &Interrupter, own: bool) -> bool {
     match ddp.group().broadcast_object(ddp.is_main().then_some(own), 0) {
         Ok(verdict) => verdict,
         Err(error) => {
@@ -68,9 +69,9 @@ pub(super) fn as_rank_0_says(ddp: &Ddp, interrupter: &Interrupter, own: bool) ->
     }
 }
 
-/// This rank cannot go on: it stops, and the others end with its reason instead of waiting.
+/// Stops this rank with `error`, and ends the world with it, so that the other ranks do not wait.
 pub(super) fn fail(ddp: &Ddp, interrupter: &Interrupter, error: Error) {
-    // What came from a peer is known to all.
+    // An error from a peer is known to all ranks.
     if !matches!(error, Error::Comm(_)) {
         ddp.world().fail(error.to_string());
     }
@@ -86,7 +87,7 @@ fn failure(rank: usize, message: String) -> TrainingError {
     TrainingError::Workers(vec![WorkerFailure { device_id: rank, message }])
 }
 
-/// `error` as metrics may return it.
-pub(super) fn unreadable(error: impl Into<Error>) -> TensorReadError {
+/// `error` in the type that metrics return.
+pub(super) fn metric_error(error: impl Into<Error>) -> TensorReadError {
     burn::backend::ExecutionError::with_context(error.into().to_string()).into()
 }
