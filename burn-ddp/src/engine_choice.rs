@@ -22,6 +22,7 @@ pub(crate) struct RankReport {
 /// Agreement of all ranks on the engine.
 pub(crate) enum EngineAgreement {
     /// NCCL reduces gradients on their devices.
+    #[cfg(feature = "nccl")]
     Nccl {
         /// Number of different GPUs.
         gpus: usize,
@@ -50,6 +51,7 @@ pub(crate) fn reduces_on_device(ddp: &Ddp, device: &Device, reduces: bool) -> Re
     let agreement = if candidate { agree(ddp, device, &reports, reduces)? } else { EngineAgreement::Host(None) };
     let kinds: Vec<String> = reports.iter().map(|report| report.kind.clone()).collect();
     match agreement {
+        #[cfg(feature = "nccl")]
         EngineAgreement::Nccl { gpus } => {
             if ddp.is_main() && reduces {
                 tracing::info!("engine: nccl ({}, {})", count(kinds.len(), "rank"), count(gpus, "GPU"));
@@ -117,7 +119,7 @@ mod tests {
 
     #[cfg(all(feature = "flex", not(feature = "nccl")))]
     #[test]
-    fn what_was_asked_for_and_is_not_there_is_everybodys_error() {
+    fn a_missing_engine_that_was_asked_for_is_an_error_on_all_ranks() {
         use burn::nn::LinearConfig;
         for world in [1, 2] {
             let options = burn_ddp_comm::Options { engine: Some(EngineChoice::Nccl), ..Default::default() };

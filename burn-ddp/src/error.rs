@@ -1,4 +1,4 @@
-//! What can go wrong, sorted by who can act.
+//! Errors of this crate, sorted by their cause.
 
 use burn_ddp_comm as comm;
 
@@ -59,7 +59,7 @@ pub enum Error {
     Backward {
         /// The rank that failed first, as far as this rank knows.
         rank: usize,
-        /// What happened and what to do.
+        /// The problem, and what to do.
         reason: String,
     },
     /// Reading or writing a file failed.

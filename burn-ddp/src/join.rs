@@ -1,4 +1,4 @@
-//! Ranks whose loaders, not ours, end at different steps.
+//! `join`: ranks whose own loaders end at different steps.
 
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;

@@ -39,23 +39,24 @@
 //!
 //! | | |
 //! |---|---|
-//! | [`Ddp`] | one rank: `init`, `launch`, `spawn`; `wrap`; `mean`, `save`, collectives on tensors |
+//! | [`Ddp`] | one rank: `init`, `launch`, `spawn`; `wrap`; `mean`, `save` |
 //! | [`WrapConfig`], [`GradientReduction`], [`BufferPolicy`] | accumulation, mean or sum, bucket sizes, running statistics |
-//! | [`nn`] | `SyncBatchNorm`: the batch of all ranks |
-//! | [`clip_grad_norm`], [`clip_grad_value`], [`grad_norm`] | on averaged gradients |
+//! | [`nn`] | `SyncBatchNorm`: statistics over the batches of all ranks |
+//! | [`clip_grad_norm`], [`clip_grad_value`], [`grad_norm`] | clipping of averaged gradients |
 //! | [`DdpConfig`] | all settings in one file |
-//! | [`checkpoint`] | one unit to go on from: model, optimizers, schedules, values; complete or not there |
-//! | [`data`] | this rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
+//! | [`checkpoint`] | model, optimizers, schedules and values as one unit, complete or not there |
+//! | [`data`] | each rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
+//! | [`Collectives`] | `all_reduce`, `broadcast`, … on tensors |
 //! | [`Differentiable`] | collectives that gradients go through |
 //! | `train` | with the feature `train`: Burn's `SupervisedTraining` on all ranks |
-//! | [`DdpBackend`], [`GradientMemory`] | the backend extension that intercepts gradients, and what a backend's memory can do; used by `wrap` |
-//! | [`Stats`], [`Straggler`] | where the time of steps goes |
-//! | [`comm`] | below: worlds, process groups, collectives on slices; knows nothing of Burn |
+//! | [`Telemetry`], [`Stats`], [`Straggler`] | where the time of steps goes |
+//! | [`DistributedOptimizer`] | Horovod's way: averages in front of the optimizer, for models that are not wrapped |
+//! | [`comm`] | the layer below: worlds, process groups, collectives on slices; knows nothing of Burn |
 //! | [`Error`] | what can go wrong |
 //!
 //! The repository's `docs/` has concepts, architecture, numerics and errors.
 #![deny(unsafe_code)]
-// Burn deprecates these backends; those who still use them are served.
+// Burn deprecates these backends; they are still supported.
 #![cfg_attr(any(feature = "ndarray", feature = "tch"), allow(deprecated))]
 
 mod agreement;
@@ -86,22 +87,30 @@ mod telemetry;
 pub mod train;
 mod wrap;
 
-/// Ranks talking: the crate `burn-ddp-comm`.
+/// Communication between ranks: the crate `burn-ddp-comm`.
 pub use burn_ddp_comm as comm;
 pub use burn_ddp_comm::{Options, ReduceOp};
 pub use collectives::Collectives;
 pub use config::{BatchSizes, DdpConfig};
 pub use ddp::Ddp;
-pub use differentiable::{Adjoint, CollectiveBackend, Differentiable};
+pub use differentiable::Differentiable;
 pub use error::{Error, Result};
-pub use gradients::{DeviceLoan, GradientMemory, GradientReduction, HostCopy};
-pub use intercept::{DdpBackend, TapHandle};
+pub use gradients::GradientReduction;
 pub use model::running_stats::BufferPolicy;
 pub use model::save::param_hash;
 pub use optimizer::clip::{clip_grad_norm, clip_grad_value, grad_norm};
 pub use optimizer::distributed::DistributedOptimizer;
 pub use telemetry::{Stats, Straggler, Telemetry};
 pub use wrap::WrapConfig;
+
+/// Traits and types between burn-ddp and Burn's backends. Programs do not name them.
+#[doc(hidden)]
+pub mod backend {
+    pub use crate::differentiable::{Adjoint, CollectiveBackend};
+    pub use crate::gradients::{DeviceLoan, GradientMemory, HostCopy};
+    pub use crate::intercept::{DdpBackend, TapHandle};
+    pub use crate::nn::sync_batch_norm_node::{SyncBatchNormBackend, SyncedBatch};
+}
 
 /// The imports of a training program.
 pub mod prelude {

@@ -1,4 +1,4 @@
-//! The backend extension: a tensor that is computed from another one outside the graph, and how gradients come back.
+//! The autodiff node of a collective: a tensor that is computed outside the graph, and the way of its gradient.
 
 use burn::backend::autodiff::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -14,7 +14,7 @@ use crate::backends::extend_backends;
 use crate::intercept::{fail, rung_above, untracked};
 use crate::{Error, Result};
 
-/// What burn-ddp adds to a Burn backend for [`Ddp::differentiable`](crate::Ddp::differentiable), which calls it.
+/// Extension of a Burn backend for [`Ddp::differentiable`](crate::Ddp::differentiable), which calls it.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),

@@ -1,4 +1,4 @@
-//! Collectives that gradients go through.
+//! Collectives whose backward is a collective, too.
 
 mod adjoint;
 mod collective_node;

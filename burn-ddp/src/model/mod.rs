@@ -1,4 +1,4 @@
-//! What a model is made of, and what ranks share of it.
+//! Description of models, and exchange of their values between ranks.
 //!
 //! | | |
 //! |---|---|

@@ -1,8 +1,7 @@
-//! Layers that know of other ranks.
+//! Layers that communicate with other ranks.
 
 mod moments;
 mod sync_batch_norm;
-mod sync_batch_norm_node;
+pub(crate) mod sync_batch_norm_node;
 
 pub use sync_batch_norm::SyncBatchNorm;
-pub use sync_batch_norm_node::{SyncBatchNormBackend, SyncedBatch};

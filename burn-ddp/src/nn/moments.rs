@@ -1,4 +1,4 @@
-//! Mean and variance of what several ranks hold.
+//! Mean and variance of elements that are spread over ranks.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_ddp_comm::ProcessGroup;
@@ -15,7 +15,7 @@ pub(super) struct Moments {
 }
 
 impl Moments {
-    /// Those of this rank's `x`, `[items, channels, …]`: the mean first, then the mean of the squared deviations from
+    /// Moments of this rank's `x`, `[items, channels, …]`: the mean first, then the mean of the squared deviations from
     /// it. Half precision is computed in f32.
     pub(super) fn of<const D: usize>(x: Tensor<D>) -> Result<Moments> {
         let dims = x.dims();
@@ -35,7 +35,7 @@ impl Moments {
         Ok(Moments { count: count as f64, means, variances })
     }
 
-    /// Those of all ranks' elements together. *Collective*: one all-gather.
+    /// Moments of all ranks' elements together. *Collective*: one all-gather.
     pub(super) fn gather(&self, group: &ProcessGroup) -> Result<Moments> {
         let row: Vec<f64> = [self.count].iter().chain(&self.means).chain(&self.variances).copied().collect();
         let rows = group.all_gather(&row)?;
@@ -67,7 +67,7 @@ impl Moments {
     }
 }
 
-/// What is computed in for tensors of `dtype`: f32 for half precision.
+/// Element type of computations on tensors of `dtype`: f32 for half precision.
 pub(super) fn wide(dtype: DType) -> DType {
     match dtype {
         DType::F16 | DType::BF16 => DType::F32,
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_has_an_item() {
+    fn no_rank_has_an_item() {
         assert!(Moments::merge(&[moments(&[]), moments(&[])]).unwrap_err().to_string().contains("no rank has an item"));
     }
 }

@@ -15,7 +15,7 @@ use crate::intercept::{Tap, WrappedModel, tell_peers};
 /// Batch normalisation whose mean and variance are those of the items of **all** ranks, as in `torch.nn.SyncBatchNorm`:
 /// N ranks with b items each train like one with N·b.
 ///
-/// A Burn [`BatchNorm`] in other clothes. It holds one, has the same parameters, running statistics and settings under
+/// A wrapper of Burn's [`BatchNorm`]: it has the same parameters, running statistics and settings under
 /// the same names, and so loads the records of models with Burn's layer, and saves what they load. Declare the field of
 /// the model as `SyncBatchNorm` and make it by `BatchNormConfig::new(channels).init(device).into()`;
 /// [`Ddp::wrap`](crate::Ddp::wrap) does the rest, by which it learns of the ranks. Where there is nobody else it is

@@ -1,4 +1,4 @@
-//! The backend extension: batch normalisation whose backward spans ranks.
+//! The autodiff node of batch normalisation over all ranks.
 
 use std::sync::Arc;
 
@@ -27,12 +27,12 @@ pub struct SyncedBatch {
     pub(super) group: Arc<ProcessGroup>,
     /// Elements of each channel, over all ranks.
     pub(super) count: f64,
-    /// Whether the average of a rank's gradients counts by its items.
+    /// True if the average of gradients counts each rank by its items.
     pub(super) weighs_items: bool,
     pub(super) epsilon: f64,
 }
 
-/// What burn-ddp adds to a Burn backend for [`SyncBatchNorm`](super::SyncBatchNorm), which calls it.
+/// Extension of a Burn backend for [`SyncBatchNorm`](super::SyncBatchNorm), which calls it.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -178,7 +178,7 @@ impl SyncedBatch {
     }
 }
 
-/// Where channels are in `[items, channels, …]`.
+/// Layout of `[items, channels, …]`.
 struct Channels {
     channels: usize,
     /// Elements of each channel.

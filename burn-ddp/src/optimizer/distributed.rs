@@ -28,6 +28,7 @@ const BUCKET_BYTES: usize = 1 << 20;
 /// use burn::nn::LinearConfig;
 /// use burn::optim::{GradientsParams, SgdConfig};
 /// use burn::prelude::*;
+/// use burn_ddp::DistributedOptimizer;
 /// use burn_ddp::prelude::*;
 ///
 /// let hashes = Ddp::spawn(2, |ddp| {
@@ -155,7 +156,7 @@ fn zeros(dims: &[usize], dtype: DType) -> TensorData {
     TensorData::from_bytes_vec(bytes, dims.to_vec(), dtype)
 }
 
-/// How many gradients from the first on travel together.
+/// Number of gradients, from the first on, that travel in one reduction.
 fn bucket_len(gradients: &[(ParamId, TensorData)]) -> usize {
     let (mut bytes, dtype) = (0, gradients[0].1.dtype());
     let fits = |(_, data): &&(ParamId, TensorData)| {
@@ -165,7 +166,7 @@ fn bucket_len(gradients: &[(ParamId, TensorData)]) -> usize {
     gradients.iter().take_while(fits).count().max(1)
 }
 
-/// What the model is made of, and this rank's gradient of each of its entries.
+/// Schema of the model, and this rank's gradient of each of its entries.
 fn take<M: Module>(model: &M, grads: &mut GradientsParams) -> Result<(Schema, Vec<Option<TensorData>>)> {
     if !intercept::find(model).is_empty() {
         return Err(Error::invalid(

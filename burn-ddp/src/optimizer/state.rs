@@ -17,7 +17,7 @@ use crate::{Error, Result, agreement, intercept};
 /// The path and the id of each parameter of a model, in traversal order. Clones of a parameter have its id.
 pub(crate) type Ids = Vec<(String, u64)>;
 
-/// Burn writes the number of dimensions of each parameter under this name.
+/// Name under which Burn writes the number of dimensions of each parameter.
 const DIMENSIONS: &str = "__rank";
 
 pub(crate) fn ids(schema: &Schema) -> Ids {
@@ -46,7 +46,7 @@ pub(crate) fn read(optim: ModuleOptimizer, bytes: &[u8], theirs: &Ids, mine: &Id
     }
 }
 
-/// Whether all state in `bytes` is that of parameters in `ids`.
+/// Checks that all state in `bytes` belongs to parameters in `ids`.
 pub(crate) fn check(bytes: &[u8], ids: &Ids) -> Result<()> {
     let checked = translate(bytes, ids, ids);
     checked.map(drop).map_err(|reason| Error::invalid(format!("the optimizer's state cannot be saved: {reason}")))
@@ -88,7 +88,7 @@ pub(crate) fn broadcast<M: Module>(
     Ok(())
 }
 
-/// What the optimizer keeps for each parameter, by name: seen on a copy that steps on a parameter of its own.
+/// Names of the values that the optimizer keeps for each parameter, found by a step of a copy on a parameter of its own.
 fn fields<M: Module>(optim: &ModuleOptimizer, model: &M) -> Result<BTreeSet<String>> {
     let device = model.devices().into_iter().next().unwrap_or_default().without_autodiff();
     let param = Param::from_tensor(Tensor::<2>::ones([2, 2], &device.clone().autodiff()).require_grad());
@@ -162,7 +162,7 @@ fn translate(bytes: &[u8], theirs: &Ids, mine: &Ids) -> std::result::Result<Vec<
     pack.to_bytes()
 }
 
-/// What differs between the record that was loaded and the record of the optimizer that loaded it.
+/// First difference between the record that was loaded and the record of the optimizer that loaded it.
 fn first_change(loaded: &[u8], kept: &[u8], ids: &Ids) -> std::result::Result<Option<String>, String> {
     let (loaded, kept) = (Pack::read(loaded)?, Pack::read(kept)?);
     let spoken = |name: &Item| {
@@ -402,7 +402,7 @@ mod tests {
         let model = train(&mut optim, model, 0..1);
         let ids = ids(&Schema::of(&model).unwrap());
         let loaded = read(AdamConfig::new().init(), &write(&optim).unwrap(), &ids, &ids);
-        // Whoever trains in f64 may have made it the default of this process.
+        // A test that trains in f64 may have made it the default of this process.
         match Device::flex().settings().float_dtype {
             FloatDType::F64 => drop(loaded.unwrap()),
             _ => assert!(loaded.err().unwrap().to_string().contains("`Device::configure`")),

@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_told_to_tracing() {
+    fn a_step_is_logged() {
         let listener = Listener::default();
         tracing::subscriber::with_default(listener.clone(), || {
             let mut meter = step_meter();
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn a_straggler_is_told_once_until_it_changes() {
+    fn a_straggler_is_logged_once_until_it_changes() {
         let listener = Listener::default();
         let slow = |rank: usize| {
             (0..3).map(|r| vec![10, if r == rank { 90_000_000 } else { 10_000_000 }, 0]).collect::<Vec<_>>()

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn small_differences_few_steps_and_lone_ranks_are_nobodys_fault() {
+    fn small_differences_few_steps_and_lone_ranks_are_no_stragglers() {
         assert_eq!(of(&[10, 11, 11, 10], 98), None);
         assert_eq!(of(&[10, 30], 4), None);
         assert_eq!(of(&[30], 98), None);

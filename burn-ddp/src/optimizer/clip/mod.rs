@@ -100,7 +100,7 @@ fn check_limit(what: &str, limit: f64) -> Result<()> {
     Err(Error::invalid(format!("{what} is a size: 0 or more, got {limit}")))
 }
 
-/// What happens to a gradient.
+/// Change of a gradient.
 trait Edit {
     fn edit<const D: usize>(&self, gradient: Tensor<D>) -> Tensor<D>;
 }
