@@ -89,7 +89,7 @@ mod wrap;
 
 /// Communication between ranks: the crate `burn-ddp-comm`.
 pub use burn_ddp_comm as comm;
-pub use burn_ddp_comm::{Options, ReduceOp};
+pub use burn_ddp_comm::{ReduceOp, WorldOptions};
 pub use collectives::Collectives;
 pub use config::{BatchSizes, DdpConfig};
 pub use ddp::Ddp;

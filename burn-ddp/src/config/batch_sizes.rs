@@ -1,9 +1,9 @@
-//! `train_batch = micro_batch × accumulation × world`.
+//! Batch sizes of a job: `train_batch = micro_batch × accumulation × world`.
 
 use super::DdpConfig;
 use crate::{Error, Result};
 
-/// How many items make a step; from [`DdpConfig::batch`].
+/// Items of a step; from [`DdpConfig::batch`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchSizes {
     /// Items of all ranks per optimizer step.
@@ -15,12 +15,12 @@ pub struct BatchSizes {
 }
 
 impl DdpConfig {
-    /// The batch sizes of a job of `world_size` ranks, by DeepSpeed's rule `train_batch = micro_batch × accumulation × world`. What the file
-    /// does not say follows from the rest; an accumulation that does not follow is 1.
+    /// The batch sizes of a job of `world_size` ranks, by DeepSpeed's rule `train_batch = micro_batch × accumulation ×
+    /// world`. A missing one follows from the others; the accumulation is 1 if it does not follow.
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] with the numbers if they do not fit, or if the file says neither `train_batch` nor `micro_batch`.
+    /// [`Error::Use`] with the numbers if they do not fit, or if the file sets neither `train_batch` nor `micro_batch`.
     ///
     /// ```
     /// use burn_ddp::{BatchSizes, DdpConfig, WrapConfig};

@@ -1,6 +1,6 @@
 //! Joining a job: `init` from a launcher's environment, `from_world` from a world made by hand.
 
-use burn_ddp_comm::{LaunchEnv, Options, World};
+use burn_ddp_comm::{LaunchEnv, WorldOptions, World};
 
 use super::Ddp;
 use crate::Result;
@@ -9,7 +9,7 @@ impl Ddp {
     /// Joins the job that a launcher describes in the environment (`burnrun`, torchrun, plain `RANK`/`WORLD_SIZE`/…),
     /// or makes a world of 1 when nothing is set. *Collective*: returns when all ranks have come.
     ///
-    /// Waits are bounded by [`Options::from_env`].
+    /// Waits are bounded by [`WorldOptions::from_env`].
     ///
     /// # Errors
     ///
@@ -17,16 +17,16 @@ impl Ddp {
     /// ranks that do not come in time (named).
     #[track_caller]
     pub fn init() -> Result<Self> {
-        Self::init_with(Options::from_env()?)
+        Self::init_with(WorldOptions::from_env()?)
     }
 
-    /// [`Ddp::init`] with [`Options`] of your own. *Collective*.
+    /// [`Ddp::init`] with [`WorldOptions`] of your own. *Collective*.
     ///
     /// # Errors
     ///
     /// As [`Ddp::init`].
     #[track_caller]
-    pub fn init_with(options: Options) -> Result<Self> {
+    pub fn init_with(options: WorldOptions) -> Result<Self> {
         #[cfg(feature = "mpi")]
         if options.engine == Some(burn_ddp_comm::EngineChoice::Mpi) {
             return Self::from_world(over_mpi(options)?);
@@ -54,7 +54,7 @@ impl Ddp {
 /// A world whose groups use MPI.
 #[cfg(feature = "mpi")]
 #[track_caller]
-fn over_mpi(options: Options) -> Result<World> {
+fn over_mpi(options: WorldOptions) -> Result<World> {
     // Some MPIs must begin before the ranks meet.
     let world = match burn_ddp_mpi::detect()? {
         Some(env) => World::join(&env, options)?,

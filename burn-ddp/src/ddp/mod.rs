@@ -50,7 +50,7 @@ struct Presence(World);
 impl Drop for Presence {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.fail_panicked();
+            self.0.fail_with_panic();
         } else {
             self.0.leave();
         }

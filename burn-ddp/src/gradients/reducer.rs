@@ -49,50 +49,50 @@ pub(crate) struct Settings {
 
 #[derive(Debug)]
 pub(crate) struct Reducer {
-    rank: usize,
+    pub(super) rank: usize,
     /// The number of the group: the same on all ranks.
-    id: u64,
-    settings: Settings,
-    slots: Vec<Slot>,
-    plan: Plan,
-    worker: Worker,
-    meter: StepMeter,
+    pub(super) id: u64,
+    pub(super) settings: Settings,
+    pub(super) slots: Vec<Slot>,
+    pub(super) plan: Plan,
+    pub(super) worker: Worker,
+    pub(super) meter: StepMeter,
     /// One per bucket; `None` while the worker holds it. Dormant ones are empty until they are first needed.
-    buffers: Vec<Option<SharedBuffer>>,
+    pub(super) buffers: Vec<Option<SharedBuffer>>,
     /// The averages of the step that ends, one per bucket.
-    averages: Vec<Option<SharedView>>,
+    pub(super) averages: Vec<Option<SharedView>>,
     /// Slots that were put in this backward, and count.
-    put: Vec<bool>,
+    pub(super) put: Vec<bool>,
     /// How many slots of each bucket were put in this backward.
-    filled: Vec<usize>,
+    pub(super) filled: Vec<usize>,
     /// Order in which slots were put in this backward.
-    arrived: Vec<u32>,
+    pub(super) arrived: Vec<u32>,
     /// Next bucket to hand to the worker.
-    next: usize,
+    pub(super) next: usize,
     /// How many buffers are under way piggyback the gradients, and whether digests are.
-    piggyback: (usize, bool),
+    pub(super) piggyback: (usize, bool),
     /// Sums over micro-batches, `None` where no gradient was seen since the last reduction.
-    held: Vec<Option<Sum>>,
+    pub(super) held: Vec<Option<Sum>>,
     /// Has gradients and sums in place of `buffers` and `held`, if they stay on their device.
-    keeper: Option<Box<dyn Keeper>>,
+    pub(super) keeper: Option<Box<dyn Keeper>>,
     /// Micro-batches since the last reduction, the running one included.
-    micro_batches: usize,
+    pub(super) micro_batches: usize,
     /// Items (weights) of those micro-batches.
-    items: f64,
-    weight: f64,
+    pub(super) items: f64,
+    pub(super) weight: f64,
     /// The running backward ends with a reduction.
-    reducing: bool,
+    pub(super) reducing: bool,
     /// This rank has no backward, and takes part in the reduction of the others.
-    shadowing: bool,
+    pub(super) shadowing: bool,
     /// Reductions done; names collectives.
-    step: u64,
-    order_agreed: bool,
+    pub(super) step: u64,
+    pub(super) order_agreed: bool,
     /// The agreed order, between the end of the first reduction and that of its step.
-    order: Option<Vec<usize>>,
+    pub(super) order: Option<Vec<usize>>,
     /// How often the user discarded held gradients: all ranks must do so alike.
-    discards: u64,
+    pub(super) discards: u64,
     /// Why no further step is possible: buckets of a step that never ended are with the worker.
-    broken: Option<Error>,
+    pub(super) broken: Option<Error>,
 }
 
 impl Reducer {
@@ -547,7 +547,7 @@ impl Reducer {
         first_error.map_or(Ok(()), Err)
     }
 
-    fn submit(&mut self, job: Job) -> Result<()> {
+    pub(super) fn submit(&mut self, job: Job) -> Result<()> {
         self.worker.submit(job).map_err(|e| self.fault(e))
     }
 
@@ -576,7 +576,7 @@ impl Reducer {
         Ok(())
     }
 
-    fn out_of_order(&self, lost: Option<String>) -> Error {
+    pub(super) fn out_of_order(&self, lost: Option<String>) -> Error {
         self.fault(lost.unwrap_or_else(|| "the communication thread answered out of order".into()))
     }
 

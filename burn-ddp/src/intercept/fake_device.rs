@@ -14,7 +14,7 @@ use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
 use burn_ddp_comm::call::Call;
 use burn_ddp_comm::engine::{Engine, Fabric, Incoming, OnDevice, Outgoing};
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{DType as CommDType, Error, ReduceOp, Result};
 
 use crate::Ddp;
@@ -116,8 +116,8 @@ pub(crate) fn install(ddp: &Ddp) -> Arc<AtomicUsize> {
     let count = Arc::new(AtomicUsize::new(0));
     let counted = count.clone();
     ddp.world()
-        .set_fabric(|own, health| {
-            Ok::<_, Error>(Arc::new(FakeFabric { own, health, count: counted }) as Arc<dyn Fabric>)
+        .set_fabric(|own, membership| {
+            Ok::<_, Error>(Arc::new(FakeFabric { own, membership, count: counted }) as Arc<dyn Fabric>)
         })
         .expect("this fabric is always made");
     count
@@ -125,7 +125,7 @@ pub(crate) fn install(ddp: &Ddp) -> Arc<AtomicUsize> {
 
 struct FakeFabric {
     own: Arc<dyn Fabric>,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     count: Arc<AtomicUsize>,
 }
 
@@ -135,15 +135,15 @@ impl Fabric for FakeFabric {
     }
 
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
-        let (own, health, count) = (self.own.open(call)?, self.health.clone(), self.count.clone());
-        Ok(Box::new(FakeEngine { own, health, count }))
+        let (own, membership, count) = (self.own.open(call)?, self.membership.clone(), self.count.clone());
+        Ok(Box::new(FakeEngine { own, membership, count }))
     }
 }
 
 /// What is in host memory is left to the world's own engine.
 struct FakeEngine {
     own: Box<dyn Engine>,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     count: Arc<AtomicUsize>,
 }
 
@@ -157,7 +157,7 @@ impl Engine for FakeEngine {
         let refuse = |message: &str| Error::Environment { message: message.into() };
         let place = place.downcast_mut::<DeviceRuns>().ok_or_else(|| refuse("this is not on the fake device"))?;
         if place.fault == Some(Fault::Reduce) {
-            let peer = self.health.peers()[self.health.rank()].clone();
+            let peer = self.membership.peers()[self.membership.rank()].clone();
             return Err(Error::PeerFailed { peer, cause: "the fake device fell off the bus".into(), during: None });
         }
         let mut all = place.runs.concat();

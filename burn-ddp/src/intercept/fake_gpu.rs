@@ -42,8 +42,8 @@ pub(crate) fn install(ddp: &Ddp, machine: &Machine) {
     let stream = Arc::new(device.stream().expect("a stream"));
     GPU.set(Some(Gpu { machine: machine.clone(), device: device.clone(), stream }));
     ddp.world()
-        .set_fabric(|own, health| {
-            NcclFabric::new(own, health, machine.nccl(), device, HostMemory::ByHost)
+        .set_fabric(|own, membership| {
+            NcclFabric::new(own, membership, machine.nccl(), device, HostMemory::ByHost)
                 .map(|f| Arc::new(f) as Arc<dyn Fabric>)
         })
         .expect("a fabric");

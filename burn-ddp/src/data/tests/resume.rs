@@ -107,7 +107,7 @@ proptest! {
             read.extend(counted(this, &of_run));
             // As a checkpoint holds it.
             position = serde_json::from_str(&serde_json::to_string(&at).unwrap()).unwrap();
-            prop_assert_eq!(at.epoch() * items + at.read(), read.len());
+            prop_assert_eq!(at.epoch() * items + at.consumed(), read.len());
         }
         let order = |epoch| match seed {
             Some(seed) => permutation(items, seed, epoch as u64),
