@@ -101,12 +101,7 @@ impl From<crate::data::DataError> for Error {
     }
 }
 
-#[allow(non_snake_case)]
 impl Error {
-    pub(crate) fn Use(reason: String) -> Self {
-        Error::invalid(reason)
-    }
-
     /// [`Error::Invalid`] of this rank, or of all alike.
     pub(crate) fn invalid(reason: impl Into<String>) -> Self {
         Error::Invalid { rank: None, reason: reason.into() }

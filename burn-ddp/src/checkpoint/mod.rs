@@ -128,7 +128,7 @@ impl Checkpoints {
     /// # Errors
     ///
     /// On every rank, and all older checkpoints are still there: [`Error::File`] if rank 0 cannot write, another job
-    /// writes to the directory, or it holds a checkpoint of a later step; [`Error::Use`] if `fill` fails or the ranks
+    /// writes to the directory, or it holds a checkpoint of a later step; [`Error::Invalid`] if `fill` fails or the ranks
     /// save different steps; [`Error::Comm`] if a rank does not call it.
     #[track_caller]
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut CheckpointWriter<'_>) -> Result<()>) -> Result<()> {
@@ -137,14 +137,14 @@ impl Checkpoints {
         if let Some((rank, other)) = all.iter().enumerate().find(|(_, other)| **other != all[0]) {
             let say =
                 |(step, asynchronous)| format!("step {step}{}", if asynchronous { " asynchronously" } else { "" });
-            return Err(Error::Use(format!(
+            return Err(Error::invalid(format!(
                 "the ranks save different checkpoints: rank 0 {}, rank {rank} {}",
                 say(all[0]),
                 say(*other)
             )));
         }
         if self.keep == Some(0) {
-            return Err(Error::Use("the newest checkpoint always stays: use at least `keep_last(1)`".into()));
+            return Err(Error::invalid("the newest checkpoint always stays: use at least `keep_last(1)`"));
         }
         self.wait()?;
         let mut contents = writer::Contents::new(step, self.ddp.world_size(), self.ddp.is_main());

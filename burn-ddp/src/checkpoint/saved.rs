@@ -66,7 +66,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::Use`] naming the first parameter that differs from the checkpoint, with both shapes;
+    /// On every rank: [`Error::Invalid`] naming the first parameter that differs from the checkpoint, with both shapes;
     /// [`Error::File`] if rank 0 can no longer read the file.
     #[track_caller]
     pub fn model<M: Module>(&self, model: M) -> Result<M> {
@@ -82,7 +82,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::Use`] if the state belongs to another kind of optimizer or to parameters that `model`
+    /// On every rank: [`Error::Invalid`] if the state belongs to another kind of optimizer or to parameters that `model`
     /// does not have; [`Error::File`] if rank 0 can no longer read the file.
     #[track_caller]
     pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
@@ -98,7 +98,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::Use`] if none was saved; [`Error::File`] if rank 0 can no longer read the file.
+    /// On every rank: [`Error::Invalid`] if none was saved; [`Error::File`] if rank 0 can no longer read the file.
     #[track_caller]
     pub fn scheduler(&self) -> Result<LrSchedulerRecord> {
         let name = format!("{}scheduler.bpk", self.prefix);
@@ -113,17 +113,17 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if there is none, or it is of another type.
+    /// [`Error::Invalid`] if there is none, or it is of another type.
     pub fn value<V: DeserializeOwned>(&self, name: &str) -> Result<V> {
         let name = format!("{}{name}", self.prefix);
         let value = self.manifest.values.get(&name).ok_or_else(|| self.missing(&format!("value {name:?}")))?;
         serde_json::from_value(value.clone())
-            .map_err(|e| Error::Use(format!("the value {name:?} of the checkpoint: {e}")))
+            .map_err(|e| Error::invalid(format!("the value {name:?} of the checkpoint: {e}")))
     }
 
     fn missing(&self, what: &str) -> Error {
         let held = self.manifest.files.keys().chain(self.manifest.values.keys()).cloned().collect::<Vec<_>>();
-        Error::Use(format!("the checkpoint of step {} has no {what}; it holds {}", self.step(), held.join(", ")))
+        Error::invalid(format!("the checkpoint of step {} has no {what}; it holds {}", self.step(), held.join(", ")))
     }
 
     /// Reads a file and compares its checksum with the manifest's.
@@ -154,12 +154,12 @@ impl Checkpoint {
 fn load_model<M: Module>(model: M, saved: &[Entry], record: Vec<u8>) -> Result<M> {
     let schema = Schema::of(&model)?;
     if let Some(difference) = difference(saved, &schema.entries) {
-        return Err(Error::Use(format!("the checkpoint is of another model: {difference}")));
+        return Err(Error::invalid(format!("the checkpoint is of another model: {difference}")));
     }
     // Applies pending updates of running statistics now, so that they are not added to the loaded ones later.
     drop(model.valid());
     let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(record)).map_err(|e| Error::file(e.to_string()))?;
-    let loaded = model.try_load_record(record).map_err(|e| Error::Use(e.to_string()))?;
+    let loaded = model.try_load_record(record).map_err(|e| Error::invalid(e.to_string()))?;
     Ok(loaded.map(&mut RestoreIds(schema.ids.into())))
 }
 

@@ -297,7 +297,7 @@ pub(crate) fn bypassed<M: Module>(
                 Some(gradient) => gradient
                     .try_into_data()
                     .map(|data| Some(crate::model::digest::digest(data.as_bytes())))
-                    .map_err(|e| Error::Use(format!("reading a gradient failed: {e:?}"))),
+                    .map_err(|e| Error::invalid(format!("reading a gradient failed: {e:?}"))),
             };
             match on_leaf {
                 Ok(on_leaf) => self.last = Some((self.path.join("."), on_leaf)),

@@ -106,7 +106,7 @@ where
         self.all.clear();
         for (nth, batch) in all.into_iter().flatten().enumerate() {
             let input = Me::Input::from_data(batch, &device).ok_or_else(|| {
-                metric_error(crate::Error::Use("a rank registered another metric in this place".into()))
+                metric_error(crate::Error::invalid("a rank registered another metric in this place"))
             })?;
             let progress = Progress::new(nth + 1, total, Some("batches".into()));
             self.all.update(&input, &MetricMetadata { progress, iteration: Some(nth + 1), lr: None })?;

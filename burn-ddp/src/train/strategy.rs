@@ -32,9 +32,8 @@ impl<M: LearnerModel> DdpStrategy<M> {
     /// reduced.
     fn prepare(&self, learner: &mut Learner<M>) -> Result<(Option<Taps>, Device)> {
         if self.config.accumulation().is_some_and(|k| k != 1) {
-            return Err(Error::Use(
+            return Err(Error::invalid(
                 "Burn's trainer accumulates by its own setting, `grads_accumulation(k)`: leave `with_accumulation` out"
-                    .into(),
             ));
         }
         self.ddp.state().make_metric_group()?;
