@@ -1,53 +1,39 @@
-//! The command line of the MNIST trainer.
+//! Command lines of the trainers.
 
-use std::convert::Infallible;
-use std::path::PathBuf;
-use std::str::FromStr;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Result, ensure};
-use clap::Parser;
+use anyhow::{Error, Result, anyhow, ensure};
+use clap::Args;
 
-use crate::cli::check_writable;
+use super::schedule::Schedule;
 
-/// Trains a small convolutional network on handwritten digits, data-parallel.
-///
-/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job.
-#[derive(Parser, Debug, Clone)]
-#[command(version, allow_negative_numbers = true)]
-pub struct Args {
+/// Options of all trainers.
+#[derive(Args, Debug, Clone)]
+#[command(allow_negative_numbers = true)]
+pub struct Options {
     /// Ranks to start on this machine; under a launcher the launcher decides [default: 2]
     #[arg(long, value_name = "N")]
     pub nproc: Option<usize>,
 
     /// Passes over the training data
-    #[arg(long, default_value_t = 6, value_name = "N")]
+    #[arg(long, default_value_t = 5, value_name = "N")]
     pub epochs: usize,
 
-    /// Items per step of each rank
+    /// Items per backward of each rank
     #[arg(long, default_value_t = 16, value_name = "ITEMS")]
     pub batch_size: usize,
 
-    /// Highest learning rate; it rises during the first tenth of all steps, then falls to zero
-    #[arg(long, default_value_t = 1e-3, value_name = "RATE")]
-    pub lr: f64,
+    /// Highest learning rate
+    #[arg(long, value_name = "RATE")]
+    pub lr: Option<f64>,
 
-    /// Seed of the weights, of the order of the data and of dropout; the same seed gives the same run
+    /// Seed of the weights, of the order of the data and of all random changes; the same seed gives the same run
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
 
     /// Threads per rank that prepare batches
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub num_workers: usize,
-
-    /// Do not drop activations: then ranks × batch size is all that matters, and 1 × 32 learns like 2 × 16
-    #[arg(long)]
-    pub no_dropout: bool,
-
-    /// `sample`: 5,000 digits that come with the program. `full`: MNIST, downloaded by Burn once (needs
-    /// `--features download`). Or a folder with MNIST's
-    /// own four files, plain or .gz
-    #[arg(long, default_value = "sample", value_name = "sample|full|DIR")]
-    pub data: Data,
 
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
@@ -58,50 +44,34 @@ pub struct Args {
     pub save: Option<PathBuf>,
 }
 
-/// Where the digits come from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Data {
-    /// Those that this crate carries.
-    Sample,
-    /// Burn's download of the whole database.
-    Full,
-    /// The database's files in a folder.
-    Dir(PathBuf),
+/// Options of the trainers with a loop of their own, [`Training`](super::Training).
+#[derive(Args, Debug, Clone)]
+pub struct LoopOptions {
+    /// Backwards per step of the optimizer; those that make no whole step at the end of an epoch are left out
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub accumulate: usize,
+
+    /// Course of the learning rate after it has risen during the first tenth of all steps
+    #[arg(long, value_enum, default_value = "cosine")]
+    pub schedule: Schedule,
+
+    /// Save checkpoints in this directory after each epoch, and go on from the newest one there, on any number of ranks
+    #[arg(long, value_name = "DIR")]
+    pub checkpoints: Option<PathBuf>,
+
+    /// Also save a checkpoint after so many steps of an epoch [default: after epochs only]
+    #[arg(long, default_value_t = 0, value_name = "STEPS", hide_default_value = true, requires = "checkpoints")]
+    pub checkpoint_every: usize,
 }
 
-impl FromStr for Data {
-    type Err = Infallible;
-
-    fn from_str(text: &str) -> Result<Self, Infallible> {
-        Ok(match text {
-            "sample" => Data::Sample,
-            "full" => Data::Full,
-            dir => Data::Dir(dir.into()),
-        })
-    }
-}
-
-impl Args {
-    /// Refuses what cannot work, before any rank is started.
-    ///
-    /// # Errors
-    ///
-    /// The first value that makes no sense, by the name of its option.
+impl Options {
+    /// Refuses values that cannot work, naming the first option that has one.
     pub fn check(&self) -> Result<()> {
         ensure!(self.nproc != Some(0), "--nproc 0: a job has at least one rank");
         ensure!(self.epochs > 0, "--epochs 0: there is nothing to train");
         ensure!(self.batch_size > 0, "--batch-size 0: a step needs at least one item");
-        ensure!(self.lr.is_finite() && self.lr > 0.0, "--lr {}: a learning rate is a positive number", self.lr);
-        ensure!(
-            self.data != Data::Full || cfg!(feature = "download"),
-            "--data full: this program was built without the download; build it with `--features download`"
-        );
-        if let Data::Dir(dir) = &self.data {
-            ensure!(
-                dir.is_dir(),
-                "--data {}: there is no such folder (to use what the program carries, say `sample`; to download, `full`)",
-                dir.display()
-            );
+        if let Some(lr) = self.lr {
+            ensure!(lr.is_finite() && lr > 0.0, "--lr {lr}: a learning rate is a positive number");
         }
         for (option, file) in [("--summary", &self.summary), ("--save", &self.save)] {
             if let Some(file) = file {
@@ -112,47 +82,24 @@ impl Args {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use clap::CommandFactory;
-
-    use super::*;
-
-    fn check(line: &str) -> Result<()> {
-        Args::try_parse_from(std::iter::once("mnist").chain(line.split_whitespace()))?.check()
+impl LoopOptions {
+    /// Refuses values that cannot work.
+    pub fn check(&self) -> Result<()> {
+        ensure!(self.accumulate > 0, "--accumulate 0: a step needs at least one backward");
+        Ok(())
     }
+}
 
-    #[test]
-    fn clap_accepts_the_definition() {
-        Args::command().debug_assert();
-    }
+/// The error of `option`, which needs the crate feature `feature`, in a program built without it.
+pub(crate) fn not_built(option: &str, feature: &str) -> Error {
+    anyhow!("{option} needs a build with `--features {feature}`")
+}
 
-    #[test]
-    fn the_defaults_are_valid() {
-        check("").unwrap();
-        check("--data sample --nproc 3 --summary s.json").unwrap();
-        assert_eq!(check("--data full").is_ok(), cfg!(feature = "download"));
-    }
-
-    #[test]
-    fn nonsense_is_refused_by_the_name_of_its_option() {
-        for line in [
-            "--nproc 0",
-            "--epochs 0",
-            "--batch-size 0",
-            "--lr 0",
-            "--lr -1",
-            "--lr nan",
-            "--lr inf",
-            "--data /no/such/folder",
-            "--summary /no/such/folder/s.json",
-            "--save /",
-            "--seed -1",
-            "--num-workers x",
-        ] {
-            let error = check(line).unwrap_err().to_string();
-            let option = line.split_whitespace().next().unwrap();
-            assert!(error.contains(option), "{line}: {error}");
-        }
-    }
+/// Refuses a file that could not be written, before the training rather than after it.
+fn check_writable(option: &str, file: &Path) -> Result<()> {
+    let shown = file.display();
+    ensure!(!file.is_dir(), "{option} {shown}: this is a folder, not a file");
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    ensure!(folder.is_dir(), "{option} {shown}: the folder {} does not exist", folder.display());
+    Ok(())
 }
