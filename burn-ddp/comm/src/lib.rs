@@ -55,6 +55,7 @@ pub mod health;
 pub mod post_mortem;
 pub mod timeline;
 
+mod backoff;
 mod clock;
 mod control;
 #[cfg(test)]
@@ -83,6 +84,7 @@ mod store;
 mod track;
 mod world;
 
+pub use backoff::{Backoff, core_per_rank};
 pub use call::{Call, CallInfo, CallSite, Collective, GroupId, Members, RankCall};
 pub use dtype::{DType, Element};
 pub use env::{LaunchEnv, Meeting};

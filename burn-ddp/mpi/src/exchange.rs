@@ -10,7 +10,7 @@ use burn_ddp_comm::{Call, Error, Result};
 
 use crate::ffi::{Failure, Flights, Landed};
 use crate::idle::Idle;
-use crate::pieces::{FIRST_ROOM, Pieces};
+use crate::fragments::{FIRST_ROOM, Pieces};
 
 /// How long after MPI or a goodbye says that nothing more comes the control connections may take to tell why, and messages to arrive
 /// that were sent before.

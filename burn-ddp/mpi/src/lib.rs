@@ -28,12 +28,12 @@
 //! | what | where |
 //! |---|---|
 //! | joining an MPI job | [`detect`], [`attach`] |
-//! | where ranks meet whose launcher MPI keeps busy | `meeting.rs` |
+//! | where ranks meet whose launcher MPI keeps busy | `detect.rs` |
 //! | groups: one communicator per world, tags of its own for each group | `fabric.rs` |
 //! | frames: the transport and the loop that waits | `transport.rs`, `exchange.rs` |
-//! | how frames are cut into messages | `pieces.rs` |
+//! | how frames are cut into messages | `fragments.rs` |
 //! | what a wait does when nothing moves | `idle.rs` |
-//! | beginning and ending MPI | `process.rs` |
+//! | beginning and ending MPI | `lifecycle.rs` |
 //! | the calls of MPI, and all `unsafe` | `ffi.rs` |
 //!
 //! # The end
@@ -49,9 +49,9 @@ mod exchange;
 mod fabric;
 mod ffi;
 mod idle;
-mod meeting;
-mod pieces;
-mod process;
+mod detect;
+mod fragments;
+mod lifecycle;
 mod transport;
 
 use std::panic::Location;
@@ -68,7 +68,7 @@ use self::ffi::{Comm, Failure};
 use self::idle::Idle;
 use self::transport::MpiTransport;
 
-pub use self::meeting::detect;
+pub use self::detect::detect;
 
 /// Has all later groups of `world` use MPI. All ranks call it, between the same groups; it returns when all have.
 ///
@@ -102,14 +102,14 @@ pub fn attach(world: &World) -> Result<()> {
 #[doc(hidden)]
 pub fn attach_threads(worlds: &[World]) -> Result<()> {
     let Some(first) = worlds.first() else { return Ok(()) };
-    process::begin(first.options().join_timeout, &|| first.check())?;
+    lifecycle::begin(first.options().join_timeout, &|| first.check())?;
     let comm = {
-        let _one = process::one_at_a_time();
+        let _one = lifecycle::one_at_a_time();
         Arc::new(Comm::of_this_process().map_err(refused)?)
     };
     for world in worlds {
         world.set_fabric(|_, health| {
-            process::register(&health, world.options().timeout);
+            lifecycle::register(&health, world.options().timeout);
             Ok::<_, Error>(Arc::new(MpiFabric::new(comm.clone(), health, Ranks::Threads)) as Arc<dyn Fabric>)
         })?;
     }
@@ -117,11 +117,11 @@ pub fn attach_threads(worlds: &[World]) -> Result<()> {
 }
 
 fn attached(world: &World, health: &Arc<Health>, site: CallSite) -> Result<Arc<dyn Fabric>> {
-    if meeting::is_taken() && !process::has_begun() {
-        return Err(Error::Environment { message: meeting::TOO_LATE.to_owned() });
+    if detect::is_taken() && !lifecycle::has_begun() {
+        return Err(Error::Environment { message: detect::TOO_LATE.to_owned() });
     }
-    process::begin(world.options().join_timeout, &|| world.check())?;
-    let _one = process::one_at_a_time();
+    lifecycle::begin(world.options().join_timeout, &|| world.check())?;
+    let _one = lifecycle::one_at_a_time();
     let all = Arc::new(Comm::world().map_err(refused)?);
     check_place(world, &all)?;
     let info = CallInfo::bare(Collective::NewGroup, 0, 0, site);
@@ -129,7 +129,7 @@ fn attached(world: &World, health: &Arc<Health>, site: CallSite) -> Result<Arc<d
     let call = Call::new(info, members, world.rank(), world.options().join_timeout);
     meet(world, health, &all, &call)?;
     let comm = duplicate(&all, health, &call)?;
-    process::register(health, world.options().timeout);
+    lifecycle::register(health, world.options().timeout);
     Ok(Arc::new(MpiFabric::new(Arc::new(comm), health.clone(), Ranks::Processes)))
 }
 

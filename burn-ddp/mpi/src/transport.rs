@@ -10,8 +10,8 @@ use burn_ddp_comm::{Call, Error, Result};
 use crate::exchange::{CLOSING, Exchange, Receiving, Route, Sending, Wires};
 use crate::ffi::{Comm, Flights};
 use crate::idle::Idle;
-use crate::pieces::{FIRST_ROOM, Pieces};
-use crate::process::{self, InUse};
+use crate::fragments::{FIRST_ROOM, Pieces};
+use crate::lifecycle::{self, InUse};
 
 pub(crate) const NAME: &str = "mpi";
 
@@ -39,7 +39,7 @@ impl MpiTransport {
         health: Arc<Health>,
         says_goodbye: bool,
     ) -> Result<MpiTransport> {
-        let in_use = process::in_use()?;
+        let in_use = lifecycle::in_use()?;
         let idle = Idle::new(health.rank(), health.peers());
         let pieces = Pieces::of(routes.len());
         let wires = Wires::new(routes, Flights::new(comm), idle);
@@ -132,6 +132,6 @@ impl Drop for MpiTransport {
                 return;
             }
         }
-        process::close(flights);
+        lifecycle::close(flights);
     }
 }

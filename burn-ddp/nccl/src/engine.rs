@@ -14,7 +14,7 @@ use crate::device::{Region, Stream};
 use crate::fabric::{HostMemory, Shared};
 use crate::nccl::{UNIQUE_ID_BYTES, UniqueId};
 use crate::pause::Pause;
-use crate::place::{DeviceReduce, refuse};
+use crate::device_reduce::{DeviceReduce, refuse};
 use crate::staging::Staging;
 use crate::watchdog::{Enqueued, Slot, abort, lock};
 

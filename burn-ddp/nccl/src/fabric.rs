@@ -13,7 +13,7 @@ use crate::device::{Device, Stream};
 use crate::driver::Driver;
 use crate::engine::NcclEngine;
 use crate::nccl::Nccl;
-use crate::order::Order;
+use crate::launch_order::Order;
 use crate::watchdog::{Watchdog, concluded, own_failure};
 
 /// How collectives on host memory are done.

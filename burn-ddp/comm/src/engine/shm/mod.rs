@@ -30,6 +30,7 @@ use self::cell::{Announcement, LINE_BYTES, LINE_WORDS, Line};
 use self::handover::Handover;
 use self::layout::Layout;
 use super::{Engine, Incoming, Outgoing};
+use crate::backoff::cores_suffice;
 use crate::call::Call;
 use crate::health::Health;
 use crate::job_key::LinkKey;
@@ -63,9 +64,9 @@ impl Shm {
             Ok(segment) => segment,
             Err(why) => return Ok(Err(why)),
         };
-        // Spinning where ranks share cores keeps those from running who are waited for.
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let board = Board::new(segment, size, rank, self.health.clone(), cores >= self.local_ranks);
+        // Where ranks share cores, a spinning rank keeps the peers it waits for from running.
+        let spins = cores_suffice(self.local_ranks);
+        let board = Board::new(segment, size, rank, self.health.clone(), spins);
         Ok(Ok(Box::new(ShmEngine::new(board, self.key.clone()))))
     }
 }

@@ -11,7 +11,7 @@ use burn_ddp_comm::{Error, LaunchEnv, Meeting, Options, PeerInfo, Result};
 
 use crate::ffi::{Comm, Flights, Landed};
 use crate::idle::Idle;
-use crate::{process, refused};
+use crate::{lifecycle, refused};
 
 /// What MPICH's launchers set: the number of the socket to the process manager.
 const PMI_FD: &str = "PMI_FD";
@@ -40,7 +40,7 @@ pub fn detect() -> Result<Option<LaunchEnv>> {
         return Ok(Some(env));
     }
     let timeout = Options::from_env()?.join_timeout;
-    process::begin(timeout, &|| Ok(()))?;
+    lifecycle::begin(timeout, &|| Ok(()))?;
     if !matches!(env.meeting, Meeting::Pmi { .. }) {
         return Ok(Some(env));
     }

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::clique::{Clique, Part, What};
-use super::driver::{FakeStream, GLANCE, Task};
-use super::reduce::{Kind, size_of_code};
+use super::fake_driver::{FakeStream, GLANCE, Task};
+use super::arithmetic::{Kind, size_of_code};
 use super::{Fault, Inner};
 use crate::driver::Raw;
 use crate::nccl::{Config, IN_PROGRESS, NcclCalls, RawComm, SUCCESS, UniqueId};
