@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::AdamConfig;
 use burn::train::metric::{AccuracyMetric, LossMetric};

@@ -55,7 +55,11 @@ impl DigitArgs {
     }
 
     /// Loaders of the training data, whose batches are made on `device`, and of the test data. *Collective*.
-    pub(super) fn loaders(&self, ddp: &Ddp, device: &Device) -> Result<(ShardedLoader<MnistBatch>, EvalLoader<MnistBatch>)> {
+    pub(super) fn loaders(
+        &self,
+        ddp: &Ddp,
+        device: &Device,
+    ) -> Result<(ShardedLoader<MnistBatch>, EvalLoader<MnistBatch>)> {
         loaders(ddp, &self.options, MnistBatcher, device, digit_source::load(ddp, &self.data)?)
     }
 

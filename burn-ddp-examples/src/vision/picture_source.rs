@@ -119,12 +119,7 @@ pub(super) fn load(ddp: &Ddp, options: &PictureOptions) -> Result<Source> {
             let half = |len: usize, seed| Synthetic { len: len.min(limit), classes, side, seed };
             Source::new([half(TRAIN, 0), half(TEST, 1)], classes, Channels::IMAGENET)
         }
-        #[cfg(feature = "download")]
-        Data::Cifar10 => {
-            use super::cifar10;
-
-            Source::new(ddp.rank_zero_first(|| cifar10::load(limit))?, cifar10::CLASSES, Channels::CIFAR10)
-        }
+        Data::Cifar10 => ddp.rank_zero_first(|| cifar10(limit))?,
         #[cfg(feature = "images")]
         Data::Folder(dir) => {
             use super::folder::Halves;
@@ -133,8 +128,6 @@ pub(super) fn load(ddp: &Ddp, options: &PictureOptions) -> Result<Source> {
             let halves = [train, test].map(|half| half.limited(limit));
             Source::new(halves, classes.len(), Channels::IMAGENET)
         }
-        #[cfg(not(feature = "download"))]
-        Data::Cifar10 => return Err(not_built("--data cifar10", "download")),
         #[cfg(not(feature = "images"))]
         Data::Folder(_) => return Err(not_built("--data folder", "images")),
     };
@@ -142,6 +135,18 @@ pub(super) fn load(ddp: &Ddp, options: &PictureOptions) -> Result<Source> {
         ensure!(classes == source.classes, "--classes {classes}, but the pictures have {} classes", source.classes);
     }
     Ok(source)
+}
+
+#[cfg(feature = "download")]
+fn cifar10(limit: usize) -> Result<Source> {
+    use super::cifar10;
+
+    Ok(Source::new(cifar10::load(limit)?, cifar10::CLASSES, Channels::CIFAR10))
+}
+
+#[cfg(not(feature = "download"))]
+fn cifar10(_: usize) -> Result<Source> {
+    Err(not_built("--data cifar10", "download"))
 }
 
 impl Source {
