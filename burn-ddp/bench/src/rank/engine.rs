@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use burn_ddp_comm::{DType, LaunchEnv, Options, ProcessGroup, ReduceOp, SharedBuffer, SharedView, World};
 
-use super::{BufferKind, Workload, noise};
+use super::{BufferKind, Workload, random_sums};
 use crate::values;
 
 /// The variable that forces an engine.
@@ -107,6 +107,6 @@ impl Workload for EngineRank {
 
     fn noise(&mut self, run: u64, pause_us: u64) -> Result<u64> {
         let group = self.world.group()?;
-        noise::digest(&group, self.dtype, self.kind, run, pause_us)
+        random_sums::digest(&group, self.dtype, self.kind, run, pause_us)
     }
 }
