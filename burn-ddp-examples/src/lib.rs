@@ -33,7 +33,7 @@ pub fn log_to_stderr() {
     use tracing_subscriber::prelude::*;
 
     // The reason why the job ended is what `main` returns; once is enough.
-    let default = "warn,burn_ddp_comm::health=off";
+    let default = "warn,burn_ddp_comm::membership=off";
     let wanted = std::env::var("RUST_LOG").ok().and_then(|targets| targets.parse().ok());
     let targets: Targets = wanted.unwrap_or_else(|| default.parse().unwrap_or_default());
     let lines = tracing_subscriber::fmt::layer().with_writer(stderr).with_ansi(stderr().is_terminal());

@@ -157,7 +157,8 @@ fn two_processes_see_the_mean_and_the_sum_of_their_gradients() {
         assert_eq!(
             shown,
             format!(
-                "rank {rank}: weight {rank}.0 before wrap, 0.0 after\nrank {rank}: gradient 14.0\nrank {rank}: gradient in sum mode 28.0\n"
+                "rank {rank}: weight {rank}.0 before wrap, 0.0 after\nrank {rank}: gradient 14.0\n\
+                 rank {rank}: gradient in sum mode 28.0\n"
             )
         );
     }

@@ -50,7 +50,10 @@ impl Saves {
     /// The checkpoints of `--checkpoints`. *Collective*.
     pub(super) fn new(ddp: &Ddp, options: &LoopOptions) -> Result<Saves> {
         let checkpoints = options.checkpoints.as_ref().map(|directory| ddp.checkpoints(directory)).transpose()?;
-        Ok(Saves { checkpoints: checkpoints.map(|checkpoints| checkpoints.keep(2)), every: options.checkpoint_every })
+        Ok(Saves {
+            checkpoints: checkpoints.map(|checkpoints| checkpoints.keep_last(2)),
+            every: options.checkpoint_every,
+        })
     }
 
     /// Loads the newest checkpoint, or begins at the start where there is none. *Collective*.

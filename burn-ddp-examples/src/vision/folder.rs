@@ -74,7 +74,8 @@ impl Halves {
             }
             ensure!(
                 !test.is_empty(),
-                "{}: every fifth picture of a class is for the test, and no class has five; or make folders train and test",
+                "{}: every fifth picture of a class is for the test, and no class has five; or make folders train and \
+                 test",
                 root.display()
             );
             (train, test, classes)
