@@ -100,8 +100,8 @@ fn a_folder_of_pictures_is_learned() {
     let (summary, _) = train(
         RESNET,
         &format!(
-            "{data} --nproc 2 --batch-size 4 --epochs 8 --lr 0.05 --schedule step --label-smoothing 0.1 --num-workers 2 \
-             --save {}",
+            "{data} --nproc 2 --batch-size 4 --epochs 8 --lr 0.05 --schedule step --label-smoothing 0.1 \
+             --num-workers 2 --save {}",
             model.display()
         ),
     );

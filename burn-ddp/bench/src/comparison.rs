@@ -1,5 +1,5 @@
-//! Rounds of several contenders, interleaved: in each round each contender does one size in turn, so that a disturbance hits
-//! all alike. Ratios are medians over rounds of the quotient within a round.
+//! Rounds of several contenders, interleaved: in each round each contender does one size in turn, so that a disturbance
+//! hits all alike. Ratios are medians over rounds of the quotient within a round.
 
 use std::time::Instant;
 

@@ -13,8 +13,8 @@ use crate::stats::median;
 use crate::table::{Table, ratio};
 use crate::team::Scratch;
 
-/// Trains the MNIST network on several numbers of ranks with the same global batch, the same seed and no dropout: the losses
-/// must be the same curve.
+/// Trains the MNIST network on several numbers of ranks with the same global batch, the same seed and no dropout: the
+/// losses must be the same curve.
 #[derive(Args, Debug)]
 pub(crate) struct Curves {
     /// Numbers of ranks; each must divide the global batch.
@@ -26,7 +26,8 @@ pub(crate) struct Curves {
     /// Passes over the training data.
     #[arg(long, default_value_t = 6)]
     epochs: usize,
-    /// Number of rounds, in each of which every number of ranks has a turn; losses are the same in each, speeds are medians.
+    /// Number of rounds, in each of which every number of ranks has a turn; losses are the same in each, speeds are
+    /// medians.
     #[arg(long, default_value_t = 3)]
     rounds: usize,
     /// Trainer program [default: the `mnist` beside this program].

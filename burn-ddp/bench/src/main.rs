@@ -24,8 +24,9 @@ use clap::{Parser, Subcommand};
 
 /// Measures burn-ddp next to its peers and to the hardware's limits.
 ///
-/// Contenders are real processes that take turns in interleaved rounds, so that noise hits all alike; results are checked in every
-/// round. Trust ratios within one run: absolute times differ from run to run by up to two times on shared machines.
+/// Contenders are real processes that take turns in interleaved rounds, so that noise hits all alike; results are
+/// checked in every round. Trust ratios within one run: absolute times differ from run to run by up to two times on
+/// shared machines.
 #[derive(Parser)]
 #[command(version, propagate_version = false)]
 struct Cli {

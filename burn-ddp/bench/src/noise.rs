@@ -14,8 +14,8 @@ use crate::table::Table;
 
 /// Checks that results have the same bits whatever the order of arrival.
 ///
-/// Computes sums, means and weighted means of random floats in buckets of six sizes, each after a random pause on each rank, and
-/// compares the results of all ranks, runs, engines, kinds of buffers and bucket sizes. Fails if any differ.
+/// Computes sums, means and weighted means of random floats in buckets of six sizes, each after a random pause on each
+/// rank, and compares the results of all ranks, runs, engines, kinds of buffers and bucket sizes. Fails if any differ.
 #[derive(Args, Debug)]
 pub(crate) struct Noise {
     /// Engines to compare.

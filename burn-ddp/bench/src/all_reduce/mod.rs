@@ -65,15 +65,15 @@ pub(crate) struct AllReduce {
     /// Compares with no peer and no limit.
     #[arg(long, conflicts_with = "peers")]
     alone: bool,
-    /// More ranks than cores: times each all-reduce by itself, and takes the CPU time of ranks that wait for a late one.
-    /// Other defaults: `--world 4,8 --sizes 8192,16777216 --buffers slice,arena --rounds 10 --round-ms 100`.
+    /// More ranks than cores: times each all-reduce by itself, and takes the CPU time of ranks that wait for a late
+    /// one. Other defaults: `--world 4,8 --sizes 8192,16777216 --buffers slice,arena --rounds 10 --round-ms 100`.
     #[arg(long)]
     oversubscribe: bool,
     /// Delay of rank 0, in milliseconds, while the CPU time of the ranks that wait for it is taken.
     #[arg(long, default_value_t = 200, requires = "oversubscribe")]
     late_ms: u64,
-    /// CPU time per rank and byte as the world grows. Other defaults: `--world 2,4,8,16,32 --sizes 16777216 --buffers arena
-    /// --peers gloo --rounds 5 --round-ms 200`.
+    /// CPU time per rank and byte as the world grows. Other defaults: `--world 2,4,8,16,32 --sizes 16777216 --buffers
+    /// arena --peers gloo --rounds 5 --round-ms 200`.
     #[arg(long, conflicts_with = "oversubscribe")]
     scaling: bool,
     /// Number of rounds, in each of which every contender has a turn.

@@ -61,8 +61,8 @@ pub(crate) enum Side {
     Plain,
     /// Each rank for itself, but they meet at a bare barrier after each step.
     Barrier,
-    /// As `Barrier`, and each parameter is read through two nodes of autodiff that do nothing: the least that intercepting
-    /// its gradient takes. For [`Model::Tensors`], in Burn.
+    /// As `Barrier`, and each parameter is read through two nodes of autodiff that do nothing: the least that
+    /// intercepting its gradient takes. For [`Model::Tensors`], in Burn.
     Nodes,
     /// With `Ddp::wrap`, or torch's `DistributedDataParallel`.
     Wrapped,

@@ -16,7 +16,8 @@ pub(super) struct EngineRank {
     memory: Option<Memory>,
 }
 
-/// The buffers, and the group that reduces them: a new one for each size, so that what it keeps for them goes with them.
+/// The buffers, and the group that reduces them: a new one for each size, so that what it keeps for them goes with
+/// them.
 struct Memory {
     group: ProcessGroup,
     bytes: usize,

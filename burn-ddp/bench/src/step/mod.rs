@@ -20,8 +20,8 @@ use points::{Point, pairs};
 
 /// What data parallelism adds to a training step: forward and backward, and Adam for `cnn`, one thread per rank.
 ///
-/// Wrapped models are measured against the same processes that meet at a bare barrier in each step; one rank with `cnn` against
-/// the plain step. Torch and its DDP likewise.
+/// Wrapped models are measured against the same processes that meet at a bare barrier in each step; one rank with `cnn`
+/// against the plain step. Torch and its DDP likewise.
 #[derive(Args, Debug)]
 pub(crate) struct Step {
     /// Model to train [default: cnn; with --memory tensors, with --link mlp].
@@ -75,8 +75,8 @@ pub(crate) struct Step {
     /// Limits of the reducer's buckets, in bytes, beside its own; the first bucket of a step keeps its own size.
     #[arg(long, value_delimiter = ',')]
     bucket_bytes: Vec<usize>,
-    /// Also measures memory and page faults while a step's gradients are there: the difference of the processes' sizes. RSS
-    /// counts shared pages in each rank, PSS divides them.
+    /// Also measures memory and page faults while a step's gradients are there: the difference of the processes' sizes.
+    /// RSS counts shared pages in each rank, PSS divides them.
     #[arg(long)]
     memory: bool,
     #[command(flatten)]
@@ -139,7 +139,8 @@ impl Step {
         Effort { rounds: self.rounds, round_ms: self.round_ms, per_sample: Some(1) }
     }
 
-    /// For each framework the step without data parallelism, then the wrapped one; ours for each engine and bucket size.
+    /// For each framework the step without data parallelism, then the wrapped one; ours for each engine and bucket
+    /// size.
     fn contenders(&self, world: usize) -> Vec<Contender> {
         // Steps of few large tensors would be all page faults; with --memory, page faults are what is measured.
         let keeps_memory = self.model != Model::Cnn && !self.memory;

@@ -16,10 +16,11 @@ use crate::table::{Table, time_us};
 /// Options of the measurement on a link of limited speed.
 #[derive(Args, Debug)]
 pub(super) struct LinkOptions {
-    /// Instead: how much of the communication is hidden behind backward, of two ranks over tcp on links of these speeds, in
-    /// Gbit/s, between two network namespaces (needs root, ip and tc). The model is a stack of linear layers whose batch makes
-    /// backward as long as the communication, half of it, or twice. The ideal is the plain step plus the part of the
-    /// communication (an all-reduce of the same bytes by itself) that is longer than backward, two thirds of the plain step.
+    /// Instead: how much of the communication is hidden behind backward, of two ranks over tcp on links of these
+    /// speeds, in Gbit/s, between two network namespaces (needs root, ip and tc). The model is a stack of linear layers
+    /// whose batch makes backward as long as the communication, half of it, or twice. The ideal is the plain step plus
+    /// the part of the communication (an all-reduce of the same bytes by itself) that is longer than backward, two
+    /// thirds of the plain step.
     #[arg(long, value_delimiter = ',', value_name = "GBIT")]
     pub(super) link: Vec<f64>,
     /// Communication as a multiple of backward.
@@ -121,7 +122,8 @@ impl Step {
     }
 }
 
-/// Function from the duration of a plain step, in microseconds, to the items of its batch; `None` if no contender trains.
+/// Function from the duration of a plain step, in microseconds, to the items of its batch; `None` if no contender
+/// trains.
 fn batches(field: &mut Field, bytes: usize) -> Result<Option<impl Fn(f64) -> usize + use<>>> {
     let quick = Effort { rounds: 3, round_ms: 100.0, per_sample: Some(1) };
     let mut plain = Vec::new();
