@@ -47,7 +47,7 @@ impl RankReport {
         let own = RankReport {
             items: work.items,
             seconds: work.time.as_secs_f64(),
-            wait_seconds: ddp.stats().wait.as_secs_f64(),
+            wait_seconds: ddp.telemetry().stats().wait.as_secs_f64(),
             param_hash: param_hash(model)?,
         };
         Ok(ddp.group().all_gather_object(&own)?)

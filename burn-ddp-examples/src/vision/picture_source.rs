@@ -119,7 +119,7 @@ pub(super) fn load(ddp: &Ddp, options: &PictureOptions) -> Result<Source> {
             let half = |len: usize, seed| Synthetic { len: len.min(limit), classes, side, seed };
             Source::new([half(TRAIN, 0), half(TEST, 1)], classes, Channels::IMAGENET)
         }
-        Data::Cifar10 => ddp.rank_zero_first(|| cifar10(limit))?,
+        Data::Cifar10 => ddp.main_first(|| cifar10(limit))?,
         #[cfg(feature = "images")]
         Data::Folder(dir) => {
             use super::folder::Halves;

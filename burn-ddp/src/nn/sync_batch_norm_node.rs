@@ -1,4 +1,4 @@
-//! The backend extension: batch normalisation whose backward spans ranks.
+//! The autodiff node of batch normalisation over all ranks.
 
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ use crate::backends::extend_backends;
 use crate::ddp::Ddp;
 use crate::differentiable::{abandon, read};
 
-/// The batch over all ranks that a [`SyncBatchNorm`](super::SyncBatchNorm) normalises by. Opaque: made by it, passed through
-/// [`SyncBatchNormBackend`].
+/// The batch over all ranks that a [`SyncBatchNorm`](super::SyncBatchNorm) normalises by. Opaque: made by it, passed
+/// through [`SyncBatchNormBackend`].
 #[derive(Clone, Debug)]
 pub struct SyncedBatch {
     /// Without presence: Burn may keep it for long.
@@ -27,12 +27,12 @@ pub struct SyncedBatch {
     pub(super) group: Arc<ProcessGroup>,
     /// Elements of each channel, over all ranks.
     pub(super) count: f64,
-    /// Whether the average of a rank's gradients counts by its items.
+    /// True if the average of gradients counts each rank by its items.
     pub(super) weighs_items: bool,
     pub(super) epsilon: f64,
 }
 
-/// What burn-ddp adds to a Burn backend for [`SyncBatchNorm`](super::SyncBatchNorm), which calls it.
+/// Extension of a Burn backend for [`SyncBatchNorm`](super::SyncBatchNorm), which calls it.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -41,8 +41,9 @@ pub struct SyncedBatch {
     Autodiff
 )]
 pub trait SyncBatchNormBackend: Backend {
-    /// Normalises `x`, `[items, channels, …]`, by `mean` and `variance`, which are those of the batch over all ranks; all but `x`
-    /// are `[channels]`. With autodiff, the gradient of `x` knows that mean and variance depend on the `x` of every rank.
+    /// Normalises `x`, `[items, channels, …]`, by `mean` and `variance`, which are those of the batch over all ranks;
+    /// all but `x` are `[channels]`. With autodiff, the gradient of `x` knows that mean and variance depend on the `x`
+    /// of every rank.
     fn sync_batch_norm(
         x: FloatTensor<Self>,
         gamma: FloatTensor<Self>,
@@ -113,9 +114,9 @@ struct SyncBatchNormOps;
 impl<B: Backend> Backward<B, 3> for SyncBatchNormOps {
     type State = State<FloatTensor<B>>;
 
-    /// With x̂ the normalised input: the gradient of β is Σ dy and that of γ is Σ dy·x̂, over this rank's items, for what sums or
-    /// averages gradients of parameters adds the others'. That of x is γ/σ · (dy − Σ dy / n − x̂ · Σ dy·x̂ / n), with sums and the
-    /// count n over the items of all ranks.
+    /// With x̂ the normalised input: the gradient of β is Σ dy and that of γ is Σ dy·x̂, over this rank's items, for
+    /// what sums or averages gradients of parameters adds the others'. That of x is γ/σ · (dy − Σ dy / n − x̂ · Σ dy·x̂
+    /// / n), with sums and the count n over the items of all ranks.
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
         let [x_node, gamma_node, beta_node] = ops.parents;
         let State { x, gamma, mean, variance, batch } = ops.state;
@@ -154,12 +155,12 @@ impl<B: Backend> Backward<B, 3> for SyncBatchNormOps {
 impl SyncedBatch {
     /// From this rank's sums, one per channel, the means over the items of all ranks. *Collective*: one all-reduce.
     ///
-    /// What a rank receives will be weighted by its own items when gradients of parameters are averaged; what it is made of should
-    /// count by the items of the rank whose loss it came from.
+    /// What a rank receives will be weighted by its own items when gradients of parameters are averaged; what it is
+    /// made of should count by the items of the rank whose loss it came from.
     fn means<B: Backend>(&self, sums: [FloatTensor<B>; 2]) -> Result<[FloatTensor<B>; 2]> {
         let device = sums[0].device();
         let dtype = sums[0].dtype();
-        let weight = if self.weighs_items { self.ddp.weights().items() } else { 1.0 };
+        let weight = if self.weighs_items { self.ddp.state().batch_weight.items() } else { 1.0 };
         let mut all = Vec::new();
         for sum in sums {
             all.extend(values(read::<B>(sum)?)?.into_iter().map(|sum| sum * weight));
@@ -177,7 +178,7 @@ impl SyncedBatch {
     }
 }
 
-/// Where channels are in `[items, channels, …]`.
+/// Layout of `[items, channels, …]`.
 struct Channels {
     channels: usize,
     /// Elements of each channel.

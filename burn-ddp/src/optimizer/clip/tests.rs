@@ -17,7 +17,7 @@ struct Model {
 const A: [f64; 6] = [0.5, -1.5, 2.0, 0.25, -0.75, 3.0];
 const B: [f64; 3] = [-4.0, 0.125, 1.0];
 
-/// What `clip_grad_norm_([a, b], 2.0)` of torch 2.9.0 returns for these, and makes of them.
+/// Results of `clip_grad_norm_([a, b], 2.0)` of torch 2.9.0 for these gradients.
 const TORCH_NORM: f64 = 5.756789469834727;
 const TORCH_CLIPPED: [f64; 9] = [
     0.17370790290873817,

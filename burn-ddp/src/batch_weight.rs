@@ -1,17 +1,17 @@
-//! How many items a batch stands for.
+//! Number of items that a backward stands for.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
 
 use crate::{Error, Result};
 
-/// The weight of the next backward: items of the batch that was read last, or what the user said.
+/// Weight of the next backward: items of the batch that was read last, or what the user set.
 #[derive(Debug, Default)]
-pub(crate) struct Weights(Mutex<Inner>);
+pub(crate) struct BatchWeight(Mutex<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// Said by the user since the last batch was read.
+    /// Set by the user since the last batch was read.
     explicit: Option<f64>,
     /// Items of the batch that was read last.
     items: Option<usize>,
@@ -33,10 +33,10 @@ pub(crate) struct Step {
     pub(crate) position: u64,
 }
 
-/// What a backward stands for.
+/// Batch of one backward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Batch {
-    /// Its weight.
+    /// Weight of the backward.
     pub(crate) items: f64,
     /// Batches read so far, over all loaders.
     pub(crate) number: u64,
@@ -50,8 +50,8 @@ impl Inner {
     }
 }
 
-impl Weights {
-    /// A loader hands out a batch of `items`.
+impl BatchWeight {
+    /// Records that a loader hands out a batch of `items`.
     pub(crate) fn batch_read(&self, step: Step, items: usize) {
         let mut w = self.lock();
         w.explicit = None;
@@ -66,15 +66,20 @@ impl Weights {
         self.lock().used.get(&loader).filter(|s| s.track == track).map(|s| s.position)
     }
 
-    /// A loader has ended its epoch: its batches no longer compete with those of others.
+    /// Records that a loader has ended its epoch: its batches no longer compete with those of others.
     pub(crate) fn done(&self, loader: u64) {
         self.lock().read.remove(&loader);
     }
 
+    /// Sets the weight of the following backwards, until a loader hands out its next batch.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if `items` is negative, not finite, or outside the range that sums in f32 can hold.
     pub(crate) fn set(&self, items: f64) -> Result<()> {
         // The range keeps weighted sums in f32 from overflowing and vanishing.
         if items != 0.0 && !(1e-6..=1e15).contains(&items) {
-            return Err(Error::Use(format!("a weight is a number of items: 0, or between 1e-6 and 1e15, got {items}")));
+            return Err(Error::invalid(format!("the items of a batch are 0, or between 1e-6 and 1e15: got {items}")));
         }
         let mut w = self.lock();
         w.explicit = Some(items);
@@ -84,18 +89,22 @@ impl Weights {
         Ok(())
     }
 
-    /// Items that the running or next backward stands for.
+    /// Items of the running or next backward.
     pub(crate) fn items(&self) -> f64 {
         self.lock().items()
     }
 
-    /// A backward begins.
+    /// Takes the batch of the backward that begins.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if several loaders were read for it and the user did not set the items.
     pub(crate) fn take(&self) -> Result<Batch> {
         let mut w = self.lock();
         if w.explicit.is_none() && w.read.len() > 1 {
-            return Err(Error::Use(format!(
-                "{} training loaders were read for one backward, so its number of items is ambiguous: say `ddp.weight(items)` \
-                 before the backward, or read evaluation data through `ddp.eval_loader`",
+            return Err(Error::invalid(format!(
+                "{} training loaders were read for one backward, so its number of items is ambiguous: call \
+                 `ddp.set_batch_items(items)` before the backward, or read evaluation data through `ddp.eval_loader`",
                 w.read.len()
             )));
         }
@@ -112,6 +121,11 @@ impl Weights {
     }
 }
 
+/// Track of the backwards on a loader's steps, beside the `track` of its batches.
+pub(crate) fn backward_track(track: u64) -> u64 {
+    track | 1 << 63
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -122,7 +136,7 @@ mod tests {
 
     #[test]
     fn one_without_anything_items_of_the_last_batch_with_a_loader() {
-        let w = Weights::default();
+        let w = BatchWeight::default();
         assert_eq!(w.take().unwrap().items, 1.0);
         w.batch_read(step(0), 7);
         assert_eq!(w.items(), 7.0, "and looking takes nothing");
@@ -133,11 +147,11 @@ mod tests {
 
     #[test]
     fn two_loaders_are_ambiguous_until_said() {
-        let w = Weights::default();
+        let w = BatchWeight::default();
         w.batch_read(step(0), 7);
         w.batch_read(step(1), 3);
         let e = w.take().unwrap_err().to_string();
-        assert!(e.contains("ddp.weight(items)"), "{e}");
+        assert!(e.contains("ddp.set_batch_items(items)"), "{e}");
         w.set(10.0).unwrap();
         assert_eq!(w.take().unwrap().items, 10.0);
         w.batch_read(step(0), 7);
@@ -151,7 +165,7 @@ mod tests {
     #[test]
     fn nonsense_is_refused() {
         for bad in [f64::NAN, f64::INFINITY, -1.0, 1e39, 1e-46] {
-            assert!(Weights::default().set(bad).is_err());
+            assert!(BatchWeight::default().set(bad).is_err());
         }
     }
 }

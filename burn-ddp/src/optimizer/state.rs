@@ -1,7 +1,7 @@
 //! The state of an optimizer, carried from one process to another.
 //!
-//! Burn keys it by parameter id, and ids are random in each process. What two processes share is where a parameter is in the
-//! model: states travel under the ids of whoever wrote them, together with the path of each id.
+//! Burn keys it by parameter id, and ids are random in each process. What two processes share is where a parameter is
+//! in the model: states travel under the ids of whoever wrote them, together with the path of each id.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -10,14 +10,14 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bytes, Tensor};
 use burn_ddp_comm::{DType, ProcessGroup};
 
-use crate::burnpack::{Item, Pack};
-use crate::schema::Schema;
-use crate::{Error, Result, agree, intercept};
+use super::burnpack::{Item, Pack};
+use crate::model::schema::Schema;
+use crate::{Error, Result, agreement, intercept};
 
 /// The path and the id of each parameter of a model, in traversal order. Clones of a parameter have its id.
 pub(crate) type Ids = Vec<(String, u64)>;
 
-/// Burn writes the number of dimensions of each parameter under this name.
+/// Name under which Burn writes the number of dimensions of each parameter.
 const DIMENSIONS: &str = "__rank";
 
 pub(crate) fn ids(schema: &Schema) -> Ids {
@@ -26,16 +26,16 @@ pub(crate) fn ids(schema: &Schema) -> Ids {
 
 /// The state as plain Burn writes it.
 pub(crate) fn write(optim: &ModuleOptimizer) -> Result<Vec<u8>> {
-    optim.into_bytes().map(|bytes| bytes.to_vec()).map_err(|e| Error::Use(format!("the optimizer's state: {e}")))
+    optim.into_bytes().map(|bytes| bytes.to_vec()).map_err(|e| Error::invalid(format!("the optimizer's state: {e}")))
 }
 
 /// `optim` with the state in `bytes`, which the owner of `theirs` wrote; it is for the model with the ids `mine`.
 ///
 /// # Errors
 ///
-/// [`Error::Use`] if the state belongs to parameters that the model does not have, or to another optimizer.
+/// [`Error::Invalid`] if the state belongs to parameters that the model does not have, or to another optimizer.
 pub(crate) fn read(optim: ModuleOptimizer, bytes: &[u8], theirs: &Ids, mine: &Ids) -> Result<ModuleOptimizer> {
-    let unusable = |reason: String| Error::Use(format!("the optimizer's state cannot be loaded: {reason}"));
+    let unusable = |reason: String| Error::invalid(format!("the optimizer's state cannot be loaded: {reason}"));
     let translated = translate(bytes, theirs, mine).map_err(unusable)?;
     let loaded = optim.from_bytes(Bytes::from_bytes_vec(translated.clone())).map_err(|e| unusable(e.to_string()))?;
     // Burn leaves out what the optimizer has no place for, and converts to the device's default dtype.
@@ -46,18 +46,18 @@ pub(crate) fn read(optim: ModuleOptimizer, bytes: &[u8], theirs: &Ids, mine: &Id
     }
 }
 
-/// Whether all state in `bytes` is that of parameters in `ids`.
+/// Checks that all state in `bytes` belongs to parameters in `ids`.
 pub(crate) fn check(bytes: &[u8], ids: &Ids) -> Result<()> {
     let checked = translate(bytes, ids, ids);
-    checked.map(drop).map_err(|reason| Error::Use(format!("the optimizer's state cannot be saved: {reason}")))
+    checked.map(drop).map_err(|reason| Error::invalid(format!("the optimizer's state cannot be saved: {reason}")))
 }
 
 /// Gives every rank the state of `root`'s optimizer, under its own parameter ids. *Collective* over `group`.
 ///
 /// # Errors
 ///
-/// On every rank, which keeps the state that it had: [`Error::ModelsDiffer`]; [`Error::Use`] if the ranks have different
-/// optimizers, or a state cannot be written or read.
+/// On every rank, which keeps the state that it had: [`Error::ModelsDiffer`]; [`Error::Invalid`] if the ranks have
+/// different optimizers, or a state cannot be written or read.
 #[track_caller]
 pub(crate) fn broadcast<M: Module>(
     group: &ProcessGroup,
@@ -69,11 +69,11 @@ pub(crate) fn broadcast<M: Module>(
         let state = if group.rank() == root { write(optim)? } else { Vec::new() };
         Ok((schema, state, fields(optim, model)?))
     });
-    let (schema, mut state, fields) = agree::on_outcome(group, "share the optimizer's state", mine)?;
-    agree::on_model(group, &schema.entries)?;
+    let (schema, mut state, fields) = agreement::on_outcome(group, "share the optimizer's state", mine)?;
+    agreement::on_model(group, &schema.entries)?;
     let all = group.all_gather_object(&fields)?;
     if let Some((rank, other)) = all.iter().enumerate().find(|(_, fields)| **fields != all[0]) {
-        return Err(Error::Use(format!(
+        return Err(Error::invalid(format!(
             "the ranks have different optimizers: rank 0's keeps {} for each parameter, rank {rank}'s {}",
             listed(&all[0]),
             listed(other)
@@ -84,11 +84,11 @@ pub(crate) fn broadcast<M: Module>(
     state.resize(len, 0);
     group.broadcast_bytes(DType::U8, &mut state, root)?;
     let loaded = if group.rank() == root { Ok(optim.clone()) } else { read(optim.clone(), &state, &theirs, &mine) };
-    *optim = agree::on_outcome(group, "take the optimizer's state", loaded)?;
+    *optim = agreement::on_outcome(group, "take the optimizer's state", loaded)?;
     Ok(())
 }
 
-/// What the optimizer keeps for each parameter, by name: seen on a copy that steps on a parameter of its own.
+/// Names of the values that the optimizer keeps for each parameter, found by a step of a copy on a parameter of its own.
 fn fields<M: Module>(optim: &ModuleOptimizer, model: &M) -> Result<BTreeSet<String>> {
     let device = model.devices().into_iter().next().unwrap_or_default().without_autodiff();
     let param = Param::from_tensor(Tensor::<2>::ones([2, 2], &device.clone().autodiff()).require_grad());
@@ -96,7 +96,7 @@ fn fields<M: Module>(optim: &ModuleOptimizer, model: &M) -> Result<BTreeSet<Stri
     gradients.register(id, Tensor::<2>::ones([2, 2], &device));
     drop(optim.step(0.0, param, gradients));
     let bytes = write(&optim)?;
-    let pack = Pack::read(&bytes).map_err(Error::Use)?;
+    let pack = Pack::read(&bytes).map_err(Error::invalid)?;
     let of_id = |(name, _): &(Item, Item)| Some(split(name.text()?).filter(|(of, _)| *of == id.val())?.1.to_string());
     let names = pack.entries("tensors").iter().chain(pack.entries("scalars")).filter_map(of_id);
     Ok(names.filter(|name| name != DIMENSIONS).collect())
@@ -162,7 +162,7 @@ fn translate(bytes: &[u8], theirs: &Ids, mine: &Ids) -> std::result::Result<Vec<
     pack.to_bytes()
 }
 
-/// What differs between the record that was loaded and the record of the optimizer that loaded it.
+/// First difference between the record that was loaded and the record of the optimizer that loaded it.
 fn first_change(loaded: &[u8], kept: &[u8], ids: &Ids) -> std::result::Result<Option<String>, String> {
     let (loaded, kept) = (Pack::read(loaded)?, Pack::read(kept)?);
     let spoken = |name: &Item| {
@@ -183,7 +183,8 @@ fn first_change(loaded: &[u8], kept: &[u8], ids: &Ids) -> std::result::Result<Op
             if was.get("dtype") != is.get("dtype") {
                 let dtype = |item: &Item| format!("{:?}", item.get("dtype").and_then(Item::text).unwrap_or("unknown"));
                 return Ok(Some(format!(
-                    "{} is {}, but Burn loads it in the default dtype of its default device, which is {}: set that with `Device::configure`",
+                    "{} is {}, but Burn loads it in the default dtype of its default device, which is {}: set that \
+                     with `Device::configure`",
                     spoken(name),
                     dtype(was),
                     dtype(is)
@@ -401,7 +402,7 @@ mod tests {
         let model = train(&mut optim, model, 0..1);
         let ids = ids(&Schema::of(&model).unwrap());
         let loaded = read(AdamConfig::new().init(), &write(&optim).unwrap(), &ids, &ids);
-        // Whoever trains in f64 may have made it the default of this process.
+        // A test that trains in f64 may have made it the default of this process.
         match Device::flex().settings().float_dtype {
             FloatDType::F64 => drop(loaded.unwrap()),
             _ => assert!(loaded.err().unwrap().to_string().contains("`Device::configure`")),

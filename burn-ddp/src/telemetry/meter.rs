@@ -1,4 +1,4 @@
-//! Where the time of steps goes: counted, recorded in the timeline, told to `tracing`.
+//! Counts where the time of steps goes, and records it in the timeline and with `tracing`.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,17 +7,17 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::timeline::{Fact, Timeline};
 use burn_ddp_comm::{GroupId, ProcessGroup, World};
 
-use crate::Stats;
-use crate::straggler::{self, REPORT_LEN, Straggler};
+use super::stats::Stats;
+use super::straggler::{self, REPORT_LEN, Straggler};
 
-/// One rank's counters. Clones are the same.
+/// Counters of one rank. Clones share them.
 #[derive(Clone, Debug)]
 pub(crate) struct Meter(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
     world: World,
-    /// On which the program calls collectives by itself.
+    /// Group on which the program calls collectives by itself.
     group: Arc<ProcessGroup>,
     timeline: Timeline,
     counts: Mutex<Counts>,
@@ -28,9 +28,10 @@ struct Counts {
     total: Stats,
     /// `total` at the end of the last step.
     until_last: Stats,
-    /// The last step.
+    /// Counters of the last step.
     last: Stats,
-    /// When the last backward ended, and how long calls had taken by then; taken by the next one that begins.
+    /// Time at which the last backward ended, and duration of all calls by then; taken by the next backward that
+    /// begins.
     outside_since: Option<(Instant, Duration)>,
     straggler: Option<Straggler>,
 }
@@ -53,12 +54,12 @@ impl Meter {
         self.counts().straggler.clone()
     }
 
-    /// A batch of a loader was there when it was asked for at `asked`, after a while.
+    /// Records a batch of a loader that was asked for at `asked` and is there now.
     pub(crate) fn batch(&self, loader: u64, asked: Instant) {
         let time = asked..Instant::now();
         {
             let mut counts = self.counts();
-            // What is not known to be outside of backward is not a part of it.
+            // Waiting counts only if it lies between two backwards.
             if counts.outside_since.is_some_and(|(since, _)| since <= time.start) {
                 counts.total.data += time.end - time.start;
             }
@@ -73,9 +74,9 @@ impl Meter {
     }
 }
 
-/// Follows the steps of one wrapped model. The order of calls: [`begin`](Self::begin), [`launched`](Self::launched) for each bucket,
-/// [`waits`](Self::waits) and [`done`](Self::done) while there is something to wait for, [`end_backward`](Self::end_backward) or
-/// [`end_step`](Self::end_step).
+/// Follows the steps of one wrapped model. The order of calls: [`begin`](Self::begin), [`launched`](Self::launched) for
+/// each bucket, [`waits`](Self::waits) and [`done`](Self::done) while there is something to wait for,
+/// [`end_backward`](Self::end_backward) or [`end_step`](Self::end_step).
 #[derive(Debug)]
 pub(crate) struct StepMeter {
     meter: Meter,
@@ -85,11 +86,11 @@ pub(crate) struct StepMeter {
     training: String,
     communication: String,
     began: Option<Instant>,
-    /// When the step before ended; at first, when the first backward began.
+    /// Time at which the previous step ended; at first, time at which the first backward began.
     step_began: Option<Instant>,
-    /// How long the running step has waited.
+    /// Waiting time of the running step.
     wait: Duration,
-    /// The counters when the ranks compared theirs last.
+    /// Counters at the last comparison of the ranks.
     reported: Stats,
 }
 
@@ -101,7 +102,7 @@ impl StepMeter {
         StepMeter { meter, model, training, communication, began, step_began, wait, reported: Stats::default() }
     }
 
-    /// A backward begins.
+    /// Begins a backward.
     pub(crate) fn begin(&mut self) {
         let now = Instant::now();
         self.began = Some(now);
@@ -116,7 +117,7 @@ impl StepMeter {
         self.show("outside backward", since..now, &[]);
     }
 
-    /// A bucket is handed over.
+    /// Counts a bucket that is handed to the engine.
     pub(crate) fn launched(&mut self, bytes: usize, overlapped: bool) {
         let mut counts = self.meter.counts();
         counts.total.collectives += 1;
@@ -124,7 +125,7 @@ impl StepMeter {
         counts.total.bytes += bytes as u64;
     }
 
-    /// Backward stood still from `since` until now.
+    /// Counts a wait of backward from `since` until now.
     pub(crate) fn waits(&mut self, since: Instant) -> Instant {
         let now = Instant::now();
         self.wait += now - since;
@@ -132,7 +133,7 @@ impl StepMeter {
         now
     }
 
-    /// Something was communicated, by whoever does that.
+    /// Counts a finished communication.
     pub(crate) fn done(&mut self, what: Communication, time: Range<Instant>) {
         self.meter.counts().total.busy += time.end - time.start;
         let timeline = &self.meter.0.timeline;
@@ -147,12 +148,12 @@ impl StepMeter {
         }
     }
 
-    /// A backward that only summed up ends.
+    /// Ends a backward that only summed up.
     pub(crate) fn end_backward(&mut self) {
         self.backward_ended(Instant::now());
     }
 
-    /// A backward that reduced ends, at `now`.
+    /// Ends a backward that reduced, at `now`.
     pub(crate) fn end_step(&mut self, step: u64, now: Instant) {
         self.backward_ended(now);
         let last = {
@@ -196,13 +197,13 @@ impl StepMeter {
         counts.outside_since = Some((now, called));
     }
 
-    /// What the other ranks are to know of the steps since the last report.
+    /// Report to the other ranks on the steps since the last report.
     pub(crate) fn report(&mut self) -> [i64; REPORT_LEN] {
         let total = self.meter.total();
         straggler::report(total - std::mem::replace(&mut self.reported, total))
     }
 
-    /// What all ranks reported. One line tells of a rank that keeps the others waiting, when that is new.
+    /// Compares the reports of all ranks. Logs a straggler once, until it changes.
     pub(crate) fn compare(&mut self, reports: &[Vec<i64>]) {
         let peers = self.meter.0.world.peers();
         let found = straggler::find(reports, |rank| peers.get(rank).map_or_else(String::new, |peer| peer.host.clone()));
@@ -221,12 +222,12 @@ impl StepMeter {
     }
 }
 
-/// What a communication carried.
+/// Content of a communication.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Communication {
     /// Gradients.
     Bucket { bucket: usize, bytes: usize, step: u64 },
-    /// Something beside them.
+    /// Anything else of a step.
     Other(&'static str),
 }
 
@@ -283,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_told_to_tracing() {
+    fn a_step_is_logged() {
         let listener = Listener::default();
         tracing::subscriber::with_default(listener.clone(), || {
             let mut meter = step_meter();
@@ -315,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn a_straggler_is_told_once_until_it_changes() {
+    fn a_straggler_is_logged_once_until_it_changes() {
         let listener = Listener::default();
         let slow = |rank: usize| {
             (0..3).map(|r| vec![10, if r == rank { 90_000_000 } else { 10_000_000 }, 0]).collect::<Vec<_>>()
@@ -331,6 +332,6 @@ mod tests {
         let events = listener.0.lock().unwrap();
         let message = |nth: usize| events[nth].1.iter().find(|(name, _)| name == "message").unwrap().1.clone();
         assert_eq!(events.len(), 3, "1, 2, and 2 again after it had recovered");
-        assert!(message(0).contains("wait for rank 1") && message(2).contains("wait for rank 2"), "{events:?}");
+        assert!(message(0).contains("rank 1 ") && message(2).contains("rank 2 "), "{events:?}");
     }
 }

@@ -1,14 +1,16 @@
-//! What a step's time goes to.
+//! Counters of steps: how many, how long, and what they communicated.
 
 use std::ops::Sub;
 use std::time::Duration;
 
-/// Counters of one rank over all of its wrapped models: since [`Ddp::init`](crate::Ddp::init) from [`Ddp::stats`](crate::Ddp::stats), or of
-/// one step from [`Ddp::last_step`](crate::Ddp::last_step).
+/// Counters of one rank over all of its wrapped models: since [`Ddp::init`](crate::Ddp::init) from
+/// [`Telemetry::stats`](super::Telemetry::stats), or of one step from
+/// [`Telemetry::last_step`](super::Telemetry::last_step).
 ///
-/// A step goes from the end of one reduction to the end of the next, so it has one backward, or with accumulation several. Its time is
-/// `outside + backward + wait`. Times are this thread's: what an asynchronous device still computes counts where somebody waits for it. A
-/// backward that reaches two wrapped models counts for each of them.
+/// A step goes from the end of one reduction to the end of the next, so it has one backward, or with accumulation
+/// several. Its time is `outside + backward + wait`. Times are the training thread's: work that an asynchronous device
+/// still has to do counts where the thread waits for it. A backward that reaches two wrapped models counts for each of
+/// them.
 ///
 /// ```
 /// # use burn::{nn::LinearConfig, prelude::*};
@@ -20,52 +22,56 @@ use std::time::Duration;
 ///         model.forward(Tensor::<2>::ones([1, 4], &device)).sum().backward();
 ///         ddp.mean(0.0)?;
 ///     }
-///     let (step, all) = (ddp.last_step(), ddp.stats());
+///     let (step, all) = (ddp.telemetry().last_step(), ddp.telemetry().stats());
 ///     assert_eq!((step.steps, step.collectives, all.steps, all.collectives), (1, 1, 3, 3)); // one bucket per step
 ///     assert!(step.calls <= step.outside && all.bytes == 3 * step.bytes);
-///     println!("{:.1} ms a step, {:.1} of them waiting", step.time().as_secs_f64() * 1e3, step.wait.as_secs_f64() * 1e3);
+///     let ms = |time: std::time::Duration| time.as_secs_f64() * 1e3;
+///     println!("{:.1} ms a step, {:.1} of them waiting", ms(step.time()), ms(step.wait));
 ///     Ok(())
 /// })?;
 /// # Ok::<(), burn_ddp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Stats {
-    /// Reductions, i.e. optimizer steps if each is followed by one.
+    /// Number of reductions: optimizer steps, if each is followed by one.
     pub steps: u64,
-    /// Collectives that carried gradients: one per bucket and step.
+    /// Number of collectives that carried gradients: one per bucket and step.
     pub collectives: u64,
-    /// Those among them that started while backward was still running.
+    /// Number of those collectives that started while backward was still running.
     pub overlapped: u64,
     /// Bytes of gradients and flags handed to the engine by this rank.
     pub bytes: u64,
-    /// Time in backward, from its first gradient on, without `wait`: computing gradients and packing them.
+    /// Time in backward, from its first gradient on, without `wait`: computing gradients and copying them into buckets.
     pub backward: Duration,
-    /// Time that backward stood still until the averaged gradients were there: what communication costs.
+    /// Time that backward waited for averaged gradients: the cost of communication.
     pub wait: Duration,
-    /// Time between backwards: forward, optimizer, loading data and whatever else the program does. Unknown, and so none, before the first.
+    /// Time between backwards: forward, optimizer, loading data and everything else the program does. Zero before the
+    /// first.
     pub outside: Duration,
-    /// Of `outside`: waiting for batches of training loaders.
+    /// Part of `outside`: waiting for batches of training loaders.
     pub data: Duration,
-    /// Of `outside`: collectives that the program calls by itself on [`Ddp`](crate::Ddp) or its [group](crate::Ddp::group).
+    /// Part of `outside`: collectives that the program calls by itself on [`Ddp`](crate::Ddp) or its
+    /// [group](crate::Ddp::group).
     pub calls: Duration,
-    /// Time that communication took: on its thread, most of it beside backward, or in `wait` where there is no such thread.
+    /// Time that communication took: on its own thread, most of it during backward, or in `wait` where there is no such
+    /// thread.
     pub busy: Duration,
 }
 
 impl Stats {
-    /// How long the steps took.
+    /// Duration of the steps.
     #[must_use]
     pub fn time(&self) -> Duration {
         self.outside + self.backward + self.wait
     }
 
-    /// What this rank did itself: the time without waiting for other ranks.
+    /// Time that this rank worked: without waiting for other ranks.
     #[must_use]
     pub fn work(&self) -> Duration {
         (self.outside + self.backward).saturating_sub(self.calls)
     }
 
-    /// Which part of communication was hidden behind backward: from 0, none, to 1, all of it.
+    /// Share of communication that was hidden behind backward: from 0, none, to 1, all of it.
     #[must_use]
     pub fn overlap(&self) -> f64 {
         let busy = self.busy.as_secs_f64();
@@ -73,7 +79,7 @@ impl Stats {
     }
 }
 
-/// What was added since `earlier`.
+/// Difference from `earlier` counters.
 impl Sub for Stats {
     type Output = Stats;
 

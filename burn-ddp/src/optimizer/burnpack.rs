@@ -1,12 +1,13 @@
-//! The header of Burn's file format (burnpack), as far as renaming what a file holds takes.
+//! The header of Burn's file format (burnpack), as far as renaming its entries needs it.
 //!
-//! An optimizer's record can be written and read, but not looked into: its names hold parameter ids, which differ between
-//! processes. So the names are changed in the bytes: ten bytes of header, a map in CBOR (RFC 8949), padding to 256, data.
+//! An optimizer's record can be written and read, but not looked into: its names hold parameter ids, which differ
+//! between processes. So the names are changed in the bytes: ten bytes of header, a map in CBOR (RFC 8949), padding to
+//! 256, data.
 
 const HEADER: usize = 10;
 const MAGIC: &[u8; 6] = b"NRUB\x01\x00";
 const ALIGNMENT: usize = 256;
-/// Of nested items; Burn writes five.
+/// Greatest depth of nested items; Burn writes five.
 const MAX_DEPTH: usize = 16;
 
 /// One item of CBOR.
@@ -16,11 +17,11 @@ pub(crate) enum Item {
     Text(String),
     Array(Vec<Item>),
     Map(Vec<(Item, Item)>),
-    /// Any other, as it is written.
+    /// Encoded bytes of any other item.
     Other(Vec<u8>),
 }
 
-/// What a file says it holds, and what it holds.
+/// Header and data of a file.
 #[derive(Debug)]
 pub(crate) struct Pack<'a> {
     pub(crate) header: Item,

@@ -1,4 +1,4 @@
-//! Ranks without a launcher: as threads, or as copies of the own program.
+//! Starting ranks without a launcher: as threads, or as copies of the own program.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -7,14 +7,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use burn_ddp_comm::{LaunchEnv, WorldOptions, World};
 use burn_ddp_launch::{Launcher, Stdio};
 
-use crate::ddp::Ddp;
+use super::Ddp;
 use crate::{Error, Result};
 
 impl Ddp {
     /// Runs `f` on `n` ranks that are threads of this process, and returns what they return, in rank order.
     ///
-    /// For tests, examples and backends with a device per thread. Burn's CPU backend shares one thread pool and one random
-    /// generator between them; use [`Ddp::launch`] where that matters.
+    /// For tests, examples and backends with a device per thread. Burn's CPU backend shares one thread pool and one
+    /// random generator between them; use [`Ddp::launch`] where that matters.
     ///
     /// # Errors
     ///
@@ -38,7 +38,7 @@ impl Ddp {
         Self::spawn_with(n, WorldOptions::default(), f)
     }
 
-    /// [`Ddp::spawn`] with waits of your own.
+    /// [`Ddp::spawn`] with [`WorldOptions`] of your own.
     ///
     /// # Errors
     ///
@@ -49,7 +49,7 @@ impl Ddp {
         f: impl Fn(Ddp) -> anyhow::Result<T> + Sync,
     ) -> Result<Vec<T>> {
         if n == 0 {
-            return Err(Error::Use("a job has at least one rank".into()));
+            return Err(Error::invalid("a job has at least one rank"));
         }
         let first_failure = Mutex::new(None);
         let run = |world: World| {
@@ -86,18 +86,19 @@ impl Ddp {
         }
     }
 
-    /// Runs `f` on `n` ranks that are processes on this machine: re-executes the own program, with the same arguments, once per
-    /// rank. Call it first thing in `main`, and return what it returns.
+    /// Runs `f` on `n` ranks that are processes on this machine: re-executes the own program, with the same arguments,
+    /// once per rank. Call it first thing in `main`, and return what it returns.
     ///
-    /// In the process that a user starts, it starts the ranks, watches them and returns when all have ended. In a rank, and
-    /// under `burnrun` or torchrun, it joins the job, runs `f` and returns. With `n = 1` it runs `f` in this process.
+    /// In the process that a user starts, it starts the ranks, watches them and returns when all have ended. In a rank,
+    /// and under `burnrun` or torchrun, it joins the job, runs `f` and returns. With `n = 1` it runs `f` in this
+    /// process.
     ///
     /// Rank 0 keeps the terminal; lines of the others are prefixed with `[rank 1] `.
     ///
     /// # Errors
     ///
-    /// In a rank: what joining or `f` returned. In the launching process: [`Error::Launch`], or [`Error::Job`] with the exit
-    /// code and the report.
+    /// In a rank: what joining or `f` returned. In the launching process: [`Error::Launch`], or [`Error::Job`] with the
+    /// exit code and the report.
     pub fn launch(n: usize, f: impl FnOnce(Ddp) -> anyhow::Result<()>) -> anyhow::Result<()> {
         anyhow::ensure!(n > 0, "a job has at least one rank");
         if n == 1 || LaunchEnv::detect()?.is_some() {
@@ -132,13 +133,13 @@ impl Failure {
             Failure::Panic(panic) => {
                 let text = panic.downcast_ref::<&str>().map(ToString::to_string);
                 let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
-                format!("panicked: {}", text.unwrap_or_else(|| "with a value that is no text".into()))
+                format!("panicked: {}", text.unwrap_or_else(|| "a non-string payload".into()))
             }
         }
     }
 }
 
-/// Runs `f` and tells the other ranks why, if it fails: they need not find out by themselves. `note` hears of it before they do.
+/// Runs `f`; if it fails, passes the failure to `note` and then to the other ranks.
 fn run_rank<T>(ddp: Ddp, f: impl FnOnce(Ddp) -> anyhow::Result<T>, note: impl FnOnce(&Failure)) -> Result<T, Failure> {
     // Held meanwhile, so that a failing rank does not say goodbye before it says why.
     let held = ddp.clone();
@@ -150,7 +151,7 @@ fn run_rank<T>(ddp: Ddp, f: impl FnOnce(Ddp) -> anyhow::Result<T>, note: impl Fn
     note(&failure);
     match &failure {
         Failure::Error(_) => held.world().fail(failure.reason()),
-        // With its line.
+        // Adds the line of the panic.
         Failure::Panic(_) => held.world().fail_with_panic(),
     }
     Err(failure)

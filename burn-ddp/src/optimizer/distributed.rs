@@ -10,16 +10,16 @@ use burn_ddp_comm::ReduceOp;
 
 use crate::convert::{burn_dtype, comm_dtype};
 use crate::ddp::Ddp;
-use crate::schema::{Schema, digest, unreadable};
-use crate::{Error, Result, agree, intercept};
+use crate::model::schema::{Schema, digest, unreadable};
+use crate::{Error, Result, agreement, intercept};
 
 /// Bytes of a reduction, unless one parameter alone is larger.
 const BUCKET_BYTES: usize = 1 << 20;
 
 /// Averages the gradients of all ranks before each step of the optimizer in it: Horovod's `DistributedOptimizer`.
 ///
-/// For a loop whose model is not [wrapped](Ddp::wrap). `wrap` reduces while backward goes on, weighs ranks by their items and
-/// compares replicas; this does neither: each rank counts the same. Start from equal parameters
+/// For a loop whose model is not [wrapped](Ddp::wrap). `wrap` reduces while backward goes on, weighs ranks by their
+/// items and compares replicas; this does neither: each rank counts the same. Start from equal parameters
 /// ([`Ddp::broadcast_parameters`]). To accumulate, collect with Burn's `GradientsAccumulator` and step once.
 ///
 /// # Example
@@ -28,6 +28,7 @@ const BUCKET_BYTES: usize = 1 << 20;
 /// use burn::nn::LinearConfig;
 /// use burn::optim::{GradientsParams, SgdConfig};
 /// use burn::prelude::*;
+/// use burn_ddp::DistributedOptimizer;
 /// use burn_ddp::prelude::*;
 ///
 /// let hashes = Ddp::spawn(2, |ddp| {
@@ -75,10 +76,11 @@ impl DistributedOptimizer {
         &mut self.optim
     }
 
-    /// Averages `grads` over the ranks, and steps with that. *Collective*; the signature is that of the optimizer in it.
+    /// Averages `grads` over the ranks, and steps with that. *Collective*; the signature is that of the optimizer in
+    /// it.
     ///
-    /// Each rank passes its own gradients and holds the same parameters after. A parameter without gradient on a rank counts as
-    /// zeros there, if any rank has one; where none has, it stays.
+    /// Each rank passes its own gradients and holds the same parameters after. A parameter without gradient on a rank
+    /// counts as zeros there, if any rank has one; where none has, it stays.
     ///
     /// # Panics
     ///
@@ -95,8 +97,8 @@ impl DistributedOptimizer {
     ///
     /// # Errors
     ///
-    /// On every rank, and nothing has changed: [`Error::Use`] if a rank's model is wrapped, so that its gradients are averages already;
-    /// [`Error::ModelsDiffer`]; [`Error::Comm`] if a peer failed.
+    /// On every rank, and nothing has changed: [`Error::Invalid`] if a rank's model is wrapped, so that its gradients
+    /// are averages already; [`Error::ModelsDiffer`]; [`Error::Comm`] if a peer failed.
     #[track_caller]
     pub fn try_step<M: Module>(
         &mut self,
@@ -112,11 +114,11 @@ impl DistributedOptimizer {
     #[track_caller]
     fn average<M: Module>(&self, model: &M, grads: &mut GradientsParams) -> Result<HashMap<ParamId, TensorData>> {
         let group = self.ddp.group();
-        let (schema, taken) = agree::on_outcome(group, "average gradients", take(model, grads))?;
+        let (schema, taken) = agreement::on_outcome(group, "average gradients", take(model, grads))?;
         let present: Vec<bool> = taken.iter().map(Option::is_some).collect();
         let all = group.all_gather_object(&(digest(&schema.entries), present))?;
         if all.iter().any(|(digest, _)| *digest != all[0].0) {
-            agree::on_model(group, &schema.entries)?;
+            agreement::on_model(group, &schema.entries)?;
         }
         let mut gradients = Vec::new();
         for (i, mine) in taken.into_iter().enumerate().filter(|(i, _)| all.iter().any(|(_, present)| present[*i])) {
@@ -154,7 +156,7 @@ fn zeros(dims: &[usize], dtype: DType) -> TensorData {
     TensorData::from_bytes_vec(bytes, dims.to_vec(), dtype)
 }
 
-/// How many gradients from the first on travel together.
+/// Number of gradients, from the first on, that travel in one reduction.
 fn bucket_len(gradients: &[(ParamId, TensorData)]) -> usize {
     let (mut bytes, dtype) = (0, gradients[0].1.dtype());
     let fits = |(_, data): &&(ParamId, TensorData)| {
@@ -164,12 +166,12 @@ fn bucket_len(gradients: &[(ParamId, TensorData)]) -> usize {
     gradients.iter().take_while(fits).count().max(1)
 }
 
-/// What the model is made of, and this rank's gradient of each of its entries.
+/// Schema of the model, and this rank's gradient of each of its entries.
 fn take<M: Module>(model: &M, grads: &mut GradientsParams) -> Result<(Schema, Vec<Option<TensorData>>)> {
     if !intercept::find(model).is_empty() {
-        return Err(Error::Use(
-            "the model is wrapped, so its gradients are averages already: step with the plain optimizer, or `ddp.unwrap` the model"
-                .into(),
+        return Err(Error::invalid(
+            "the model is wrapped, so its gradients are averages already: step with the plain optimizer, or \
+             `ddp.unwrap` the model",
         ));
     }
     let schema = Schema::of(model)?;
@@ -182,7 +184,7 @@ fn take<M: Module>(model: &M, grads: &mut GradientsParams) -> Result<(Schema, Ve
     for (i, data) in taken.iter().enumerate() {
         if let Some(data) = data.as_ref().filter(|data| data.dtype() != schema.dtypes[i]) {
             let (path, dtype) = (&schema.entries[i].path, schema.dtypes[i]);
-            return Err(Error::Use(format!("{path} is {dtype:?}, but its gradient is {:?}", data.dtype())));
+            return Err(Error::invalid(format!("{path} is {dtype:?}, but its gradient is {:?}", data.dtype())));
         }
     }
     Ok((schema, taken))

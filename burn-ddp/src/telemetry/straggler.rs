@@ -1,35 +1,36 @@
-//! Which rank the others wait for.
+//! The rank that keeps the others waiting.
 
 use std::fmt;
 use std::time::Duration;
 
-use crate::Stats;
+use super::stats::Stats;
 
-/// What each rank tells the others of its steps since it told last: how many, and nanoseconds of work and of waiting for data.
+/// Length of a rank's report: number of steps since its last report, nanoseconds of work and of waiting for data in
+/// them.
 pub(crate) const REPORT_LEN: usize = 3;
-/// Fewer steps say nothing.
+/// Fewest steps from which ranks are compared.
 const MIN_STEPS: u64 = 5;
-/// Who works so many times as long as the others is one, if they notice: they wait at least so long per step.
+/// A rank is a straggler if it works 1.2 × the median of the others and at least 0.5 ms longer per step.
 const FACTOR: f64 = 1.2;
 const MIN_DELAY: Duration = Duration::from_micros(500);
 
-/// A rank that the others wait for, from [`Ddp::straggler`](crate::Ddp::straggler).
+/// A rank that the others wait for, from [`Telemetry::straggler`](super::Telemetry::straggler).
 ///
-/// In a synchronous step all ranks take the same time, so the slow one is not the one whose steps are long, but the one that waits least: it
-/// works while the others wait for it.
+/// In a synchronous step all ranks take the same time, so the slow rank is not the one whose steps are long, but the
+/// one that waits least: it works while the others wait for it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Straggler {
-    /// Who.
+    /// Its number.
     pub rank: usize,
-    /// The name of its machine.
+    /// Name of its machine.
     pub host: String,
-    /// How many steps were looked at.
+    /// Number of steps that were compared.
     pub steps: u64,
-    /// How long it works per step.
+    /// Its work per step.
     pub work: Duration,
-    /// Of `work`: waiting for batches of training loaders.
+    /// Part of `work`: waiting for batches of training loaders.
     pub data: Duration,
-    /// How long the other ranks work per step: their median.
+    /// Work of the other ranks per step: their median.
     pub others: Duration,
 }
 
@@ -39,8 +40,8 @@ impl fmt::Display for Straggler {
         let Straggler { rank, host, steps, work, data, others } = self;
         write!(
             f,
-            "the other ranks wait for rank {rank} (host {host}): it works {:.1} ms per step, {:.1} of them waiting for data, and they {:.1} ms, \
-             over the last {steps} steps",
+            "rank {rank} (host {host}) is a straggler: {:.1} ms of work per step ({:.1} ms waiting for data), others \
+             {:.1} ms, over {steps} steps",
             ms(*work),
             ms(*data),
             ms(*others)
@@ -48,13 +49,13 @@ impl fmt::Display for Straggler {
     }
 }
 
-/// The numbers in which a rank reports `steps`.
+/// The report of a rank on its `steps`.
 pub(crate) fn report(steps: Stats) -> [i64; REPORT_LEN] {
     let nanos = |time: Duration| time.as_nanos() as i64;
     [steps.steps as i64, nanos(steps.work()), nanos(steps.data)]
 }
 
-/// Who keeps the others waiting, by the reports of all ranks; `host` names a rank's machine.
+/// The straggler among the ranks, by the reports of all; `host` names a rank's machine.
 pub(crate) fn find(reports: &[Vec<i64>], host: impl Fn(usize) -> String) -> Option<Straggler> {
     let steps = reports.iter().map(|report| report[0]).min().filter(|steps| *steps >= MIN_STEPS as i64)?;
     let per_step =
@@ -84,14 +85,14 @@ mod tests {
         assert_eq!((found.rank, found.host.as_str(), found.steps), (2, "host2", 98));
         assert_eq!(
             found.to_string(),
-            "the other ranks wait for rank 2 (host host2): it works 15.0 ms per step, 1.0 of them waiting for data, and they 10.0 ms, over the \
-             last 98 steps"
+            "rank 2 (host host2) is a straggler: 15.0 ms of work per step (1.0 ms waiting for data), others 10.0 ms, \
+             over 98 steps"
         );
         assert_eq!(of(&[10, 30], 5).unwrap().rank, 1);
     }
 
     #[test]
-    fn small_differences_few_steps_and_lone_ranks_are_nobodys_fault() {
+    fn small_differences_few_steps_and_lone_ranks_are_no_stragglers() {
         assert_eq!(of(&[10, 11, 11, 10], 98), None);
         assert_eq!(of(&[10, 30], 4), None);
         assert_eq!(of(&[30], 98), None);

@@ -1,4 +1,4 @@
-//! The backend extension: a tensor that is computed from another one outside the graph, and how gradients come back.
+//! The autodiff node of a collective: a tensor that is computed outside the graph, and the way of its gradient.
 
 use burn::backend::autodiff::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -14,7 +14,7 @@ use crate::backends::extend_backends;
 use crate::intercept::{fail, rung_above, untracked};
 use crate::{Error, Result};
 
-/// What burn-ddp adds to a Burn backend for [`Ddp::differentiable`](crate::Ddp::differentiable), which calls it.
+/// Extension of a Burn backend for [`Ddp::differentiable`](crate::Ddp::differentiable), which calls it.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -23,8 +23,8 @@ use crate::{Error, Result};
     Autodiff
 )]
 pub trait CollectiveBackend: Backend {
-    /// Returns `y`, which a collective made of the `x` of all ranks. With autodiff, its gradient goes to `x` through the
-    /// collective's adjoint.
+    /// Returns `y`, which a collective made of the `x` of all ranks. With autodiff, its gradient goes to `x` through
+    /// the collective's adjoint.
     fn collective(x: FloatTensor<Self>, y: FloatTensor<Self>, adjoint: Adjoint) -> FloatTensor<Self> {
         let _ = (x, adjoint);
         y
@@ -56,8 +56,8 @@ impl<B: Backend> Backward<B, 2> for Collective {
 
 impl<B: CollectiveBackend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C> {
     fn collective(x: FloatTensor<Self>, y: FloatTensor<Self>, adjoint: Adjoint) -> FloatTensor<Self> {
-        // Even on a leaf the node is deeper than the gates of wrapped models, of which the last one waits for its averages: all ranks
-        // come here first.
+        // Even on a leaf the node is deeper than the gates of wrapped models, of which the last one waits for its
+        // averages: all ranks come here first.
         let rung = rung_above::<B, C>(untracked::<B>(y.primitive().clone()));
         // Bound by computation, so that gradient checkpointing never repeats what takes all ranks.
         match Backward::<B, 2>::prepare::<C>(Collective, [x.node(), rung.node()]).compute_bound().stateful() {
@@ -70,7 +70,7 @@ impl<B: CollectiveBackend, C: CheckpointStrategy> CollectiveBackend for Autodiff
 /// The elements of a tensor.
 pub(crate) fn read<B: Backend>(tensor: FloatTensor<B>) -> Result<TensorData> {
     read_sync(B::float_into_data(tensor))
-        .map_err(|e| Error::Use(format!("reading a gradient from its device failed: {e:?}")))
+        .map_err(|e| Error::invalid(format!("reading a gradient from its device failed: {e:?}")))
 }
 
 /// Ends a backward that cannot go on: with a panic, or silently where `Ddp::backward` waits for the error.

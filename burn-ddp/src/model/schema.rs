@@ -1,4 +1,4 @@
-//! What a model is made of, and whether all ranks hold the same.
+//! Description of a model: paths, shapes and dtypes of its parameters and buffers.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -26,14 +26,14 @@ impl std::fmt::Display for Entry {
     }
 }
 
-/// What a model is made of, in traversal order.
+/// Parameters and buffers of a model, in traversal order.
 #[derive(Debug, Default)]
 pub(crate) struct Schema {
     pub entries: Vec<Entry>,
     pub dtypes: Vec<DType>,
     /// Burn's ids, which differ between ranks.
     pub ids: Vec<ParamId>,
-    /// Whether Burn's `visit_float` yielded it: float parameters, quantized ones, and running statistics.
+    /// True if Burn's `visit_float` yields it: float parameters, quantized ones, and running statistics.
     pub is_float: Vec<bool>,
 }
 
@@ -45,13 +45,13 @@ pub(crate) struct Snapshot {
 }
 
 impl Schema {
-    /// Looks at every parameter and buffer of `model`, without reading its value.
+    /// Describes every parameter and buffer of `model`, without reading values.
     pub(crate) fn of<M: Module>(model: &M) -> Result<Self> {
         Ok(read(model, |_| false)?.0)
     }
 
-    /// For each entry the first one that is the same `Param`: a clone of it that has not changed since (tied weights). A clone that
-    /// was frozen or trained apart (a target network) is another one.
+    /// For each entry the first entry that is the same `Param`: a clone of it that has not changed since (tied
+    /// weights). A clone that was frozen or trained apart (a target network) is a parameter of its own.
     pub(crate) fn first_clones<M: Module>(&self, model: &M) -> Result<Vec<usize>> {
         let mut by_id: HashMap<ParamId, Vec<usize>> = HashMap::new();
         self.ids.iter().enumerate().for_each(|(i, id)| by_id.entry(*id).or_default().push(i));
@@ -108,11 +108,11 @@ pub(crate) fn digest(entries: &[Entry]) -> [u8; 32] {
     sha.finalize().into()
 }
 
-/// Says the first difference between the models of the ranks: rank 0's against the first rank that differs.
-pub(crate) fn difference(models: &[Vec<Entry>]) -> Option<String> {
+/// The first rank whose model differs from rank 0's, and the first difference between the two.
+pub(crate) fn difference(models: &[Vec<Entry>]) -> Option<(usize, String)> {
     let (rank, other) = models.iter().enumerate().find(|(_, m)| **m != models[0])?;
     let first = &models[0];
-    Some(match first.iter().zip(other).find(|(a, b)| a != b) {
+    let text = match first.iter().zip(other).find(|(a, b)| a != b) {
         Some((a, b)) if a.path == b.path => {
             format!(
                 "{} is {:?} {}{} on rank 0, but {:?} {}{} on rank {rank}",
@@ -130,12 +130,14 @@ pub(crate) fn difference(models: &[Vec<Entry>]) -> Option<String> {
             let (long, holder, lacking) = if first.len() > other.len() { (first, 0, rank) } else { (other, rank, 0) };
             let extra = &long[first.len().min(other.len())];
             format!(
-                "rank 0 has {} parameters and buffers, rank {rank} has {}: {extra} of rank {holder} is missing on rank {lacking}",
+                "rank 0 has {} parameters and buffers, rank {rank} has {}: {extra} of rank {holder} is missing on \
+                 rank {lacking}",
                 first.len(),
                 other.len()
             )
         }
-    })
+    };
+    Some((rank, text))
 }
 
 fn grad(e: &Entry) -> &'static str {
@@ -170,7 +172,7 @@ impl<W: Fn(usize) -> bool> Reader<W> {
         let (dims, dtype, nth) = (tensor.dims().to_vec(), tensor.dtype(), self.schema.entries.len());
         if trainable && comm_dtype(dtype).is_none() {
             self.error =
-                Some(Error::Use(format!("{path} has dtype {dtype:?}, whose gradients burn-ddp cannot reduce")));
+                Some(Error::invalid(format!("{path} has dtype {dtype:?}, whose gradients burn-ddp cannot reduce")));
             return;
         }
         if (self.wanted)(nth) {
@@ -189,8 +191,9 @@ impl<W: Fn(usize) -> bool> Reader<W> {
     }
 }
 
+/// The error of a value that cannot be read.
 pub(crate) fn unreadable(path: &str, e: &impl std::fmt::Debug) -> Error {
-    Error::Use(format!("reading {path} from its device failed: {e:?}"))
+    Error::invalid(format!("reading {path} from its device failed: {e:?}"))
 }
 
 impl<W: Fn(usize) -> bool> ModuleVisitor for Reader<W> {
@@ -231,17 +234,17 @@ mod tests {
         b[0].dims = vec![4, 9];
         assert_eq!(
             difference(&[a.clone(), a.clone(), b]).unwrap(),
-            "fc.weight is [4, 8] f32 on rank 0, but [4, 9] f32 on rank 2"
+            (2, "fc.weight is [4, 8] f32 on rank 0, but [4, 9] f32 on rank 2".into())
         );
         let mut c = a.clone();
         c.push(entry("extra", &[1]));
-        let text = difference(&[a.clone(), c]).unwrap();
+        let (_, text) = difference(&[a.clone(), c]).unwrap();
         assert_eq!(
             text,
             "rank 0 has 2 parameters and buffers, rank 1 has 3: extra [1] f32 of rank 1 is missing on rank 0"
         );
         let mut d = a.clone();
         d[1].path = "fc.b".into();
-        assert_eq!(difference(&[a, d]).unwrap(), "where rank 0 has fc.bias [8] f32, rank 1 has fc.b [8] f32");
+        assert_eq!(difference(&[a, d]).unwrap().1, "where rank 0 has fc.bias [8] f32, rank 1 has fc.b [8] f32");
     }
 }

@@ -1,32 +1,35 @@
-//! What one rank finds out becomes what all ranks know, so that all go on alike.
+//! Agreement between ranks: what one rank finds out becomes what all ranks know, so that all go on alike.
 
-use burn_ddp_comm::{self as comm, ProcessGroup};
+use burn_ddp_comm::ProcessGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::schema::{Entry, difference, digest};
+use crate::model::schema::{Entry, difference, digest};
 use crate::{Error, Result};
+
+/// Settings that must be the same on all ranks: a name that users know, and the value.
+pub(crate) type Settings = Vec<(String, String)>;
 
 /// This rank's result, if no rank failed to do `what`. *Collective*.
 ///
 /// # Errors
 ///
-/// This rank's own error, else [`Error::Use`] with that of the first rank that has one.
+/// This rank's own error, else [`Error::Invalid`] with that of the first rank that has one.
 #[track_caller]
 pub(crate) fn on_outcome<T>(group: &ProcessGroup, what: &str, mine: Result<T>) -> Result<T> {
     let outcomes = group.all_gather_object(&mine.as_ref().err().map(ToString::to_string))?;
     let mine = mine?;
     match outcomes.into_iter().enumerate().find_map(|(rank, reason)| Some((rank, reason?))) {
         None => Ok(mine),
-        Some((rank, reason)) => Err(Error::Use(format!("rank {rank} cannot {what}: {reason}"))),
+        Some((rank, reason)) => Err(Error::Invalid { rank: Some(rank), reason: format!("cannot {what}: {reason}") }),
     }
 }
 
-/// Runs `f` on rank 0 alone, and returns its result on every rank. *Collective*.
+/// Value that `f` returns on rank 0, which alone runs it. *Collective*.
 ///
 /// # Errors
 ///
-/// [`Error::File`] with rank 0's reason, on every rank.
+/// [`Error::File`] on every rank with the reason of rank 0.
 #[track_caller]
 pub(crate) fn on_main<T: Serialize + DeserializeOwned>(
     group: &ProcessGroup,
@@ -34,19 +37,17 @@ pub(crate) fn on_main<T: Serialize + DeserializeOwned>(
 ) -> Result<T> {
     let outcome = (group.rank() == 0).then(f);
     let outcome: Result<T, String> = group.broadcast_object(outcome, 0)?;
-    outcome.map_err(|reason| Error::File(format!("rank 0 {reason}")))
+    outcome.map_err(|reason| Error::File { rank: Some(0), reason })
 }
 
-/// Settings that must be the same on all ranks: names as users know them, and values.
-pub(crate) type Settings = Vec<(String, String)>;
-
-/// Compares `settings` over all ranks; returns what differs, the same text on every rank. *Collective*.
+/// Settings that differ between the ranks, each with its values and the ranks that have them; `None` if all agree.
+/// *Collective*: every rank gets the same answer.
 #[track_caller]
-pub(crate) fn on_settings(group: &ProcessGroup, settings: &Settings) -> comm::Result<Option<String>> {
-    Ok(settings_difference(&group.all_gather_object(settings)?))
+pub(crate) fn on_settings(group: &ProcessGroup, settings: &Settings) -> burn_ddp_comm::Result<Option<String>> {
+    Ok(differing_settings(&group.all_gather_object(settings)?))
 }
 
-/// Whether the models of all ranks have the same parameters and buffers. *Collective*.
+/// Compares the parameters and buffers of the ranks' models. *Collective*.
 ///
 /// # Errors
 ///
@@ -58,12 +59,12 @@ pub(crate) fn on_model(group: &ProcessGroup, entries: &[Entry]) -> Result<()> {
         return Ok(());
     }
     let models = group.all_gather_object(&entries.to_vec())?;
-    Err(Error::ModelsDiffer(difference(&models).unwrap_or_else(|| "their digests differ".into())))
+    let (rank, difference) = difference(&models).unwrap_or_else(|| (0, "their digests differ".into()));
+    Err(Error::ModelsDiffer { rank, difference })
 }
 
-/// The settings that differ, each with its values and the ranks that have them.
-fn settings_difference(of_ranks: &[Settings]) -> Option<String> {
-    // Where the sets of names differ, too, the first rank's names suffice: a setting in common says why.
+fn differing_settings(of_ranks: &[Settings]) -> Option<String> {
+    // The names may differ, too (loaders of another kind): the first rank's suffice, since the kind is one of them.
     let names = of_ranks.first()?.iter().map(|(name, _)| name);
     let differing: Vec<String> = names.filter_map(|name| differing_values(name, of_ranks)).collect();
     (!differing.is_empty()).then(|| differing.join("; "))
@@ -78,12 +79,12 @@ fn differing_values(name: &str, of_ranks: &[Settings]) -> Option<String> {
             None => values.push((value, vec![rank])),
         }
     }
-    let shown = |(value, ranks): &(&str, Vec<usize>)| format!("{value} on {}", list_ranks(ranks));
-    (values.len() > 1).then(|| format!("{name} is {}", values.iter().map(shown).collect::<Vec<_>>().join(" and ")))
+    let say = |(value, ranks): &(&str, Vec<usize>)| format!("{value} on {}", list_ranks(ranks));
+    (values.len() > 1).then(|| format!("{name} is {}", values.iter().map(say).collect::<Vec<_>>().join(" and ")))
 }
 
-/// `rank 3` or `ranks 0, 1, 2`; after eight ranks, their number.
-fn list_ranks(ranks: &[usize]) -> String {
+/// `rank 3` or `ranks 0, 1, 2`; long lists are cut.
+pub(crate) fn list_ranks(ranks: &[usize]) -> String {
     const SHOWN: usize = 8;
     let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();
     let more = match ranks.len().saturating_sub(SHOWN) {
@@ -105,9 +106,9 @@ mod tests {
     fn names_every_value_and_its_ranks() {
         let a = settings(&[("the dataset length", "100"), ("the batch size", "8 per rank"), ("the seed", "1")]);
         let b = settings(&[("the dataset length", "99"), ("the batch size", "8 per rank"), ("the seed", "2")]);
-        assert_eq!(settings_difference(&[a.clone(), a.clone(), a.clone()]), None);
+        assert_eq!(differing_settings(&[a.clone(), a.clone(), a.clone()]), None);
         assert_eq!(
-            settings_difference(&[a.clone(), b, a]).unwrap(),
+            differing_settings(&[a.clone(), b, a]).unwrap(),
             "the dataset length is 100 on ranks 0, 2 and 99 on rank 1; the seed is 1 on ranks 0, 2 and 2 on rank 1"
         );
     }
@@ -117,10 +118,10 @@ mod tests {
         let training = settings(&[("the kind", "training"), ("the seed", "1")]);
         let evaluation = settings(&[("the kind", "evaluation")]);
         assert_eq!(
-            settings_difference(&[evaluation.clone(), training.clone()]).unwrap(),
+            differing_settings(&[evaluation.clone(), training.clone()]).unwrap(),
             "the kind is evaluation on rank 0 and training on rank 1"
         );
-        let text = settings_difference(&[training, evaluation]).unwrap();
+        let text = differing_settings(&[training, evaluation]).unwrap();
         assert!(text.ends_with("the seed is 1 on rank 0 and not set on rank 1"), "{text}");
     }
 

@@ -1,8 +1,8 @@
 //! Running statistics (BatchNorm's): kept alike on all ranks without being parameters.
 //!
-//! A Burn `RunningState` is one value that clones of a model share. So a clone, made when the model is wrapped and stripped of
-//! its trainable parameters, is a handle to the statistics of the model that trains: reading it and writing through it needs
-//! no model at hand.
+//! A Burn `RunningState` is one value that clones of a model share. So a clone, made when the model is wrapped and
+//! stripped of its trainable parameters, is a handle to the statistics of the model that trains: reading it and writing
+//! through it needs no model at hand.
 
 use std::collections::VecDeque;
 
@@ -14,7 +14,7 @@ use crate::convert::comm_dtype;
 use crate::gradients::Buffer;
 use crate::{Error, Result, intercept};
 
-/// What happens to running statistics (BatchNorm's mean and variance), at every reduction.
+/// Policy for running statistics (BatchNorm's mean and variance), applied at every reduction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BufferPolicy {
@@ -28,36 +28,36 @@ pub enum BufferPolicy {
     Local,
 }
 
-/// Reads and writes the running statistics of a wrapped model, whose type is forgotten.
+/// Reads and writes the running statistics of a wrapped model of any type.
 pub(crate) trait Buffers: Send {
-    /// Their values now, in traversal order.
+    /// Current values, in traversal order.
     fn read(&self) -> Result<Vec<TensorData>>;
 
     /// Sets their values, in the same order.
     fn write(&mut self, values: Vec<TensorData>);
 }
 
-/// For each float parameter and buffer in traversal order, whether it is a buffer: what refuses to require a gradient.
+/// For each float parameter and buffer in traversal order, true if it is a buffer: if it refuses to require a gradient.
 ///
 /// Asks a clone of `model` that shares no running statistics with it.
 pub(crate) fn which<M: Module>(model: &M) -> Vec<bool> {
-    struct Ask;
-    impl ModuleMapper for Ask {
+    struct RequireGrad;
+    impl ModuleMapper for RequireGrad {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
             // Quantized values take no gradient, and running statistics are never quantized.
             param.map(|value| if value.dtype().is_float() { value.detach().require_grad() } else { value })
         }
     }
-    struct Listen(Vec<bool>);
-    impl ModuleVisitor for Listen {
+    struct Refusals(Vec<bool>);
+    impl ModuleVisitor for Refusals {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
             let value = param.base();
             self.0.push(value.dtype().is_float() && !value.is_require_grad());
         }
     }
-    let mut listen = Listen(Vec::new());
-    intercept::bypass(|| unshared(model.clone()).map(&mut Ask).visit(&mut listen));
-    listen.0
+    let mut refusals = Refusals(Vec::new());
+    intercept::bypass(|| unshared(model.clone()).map(&mut RequireGrad).visit(&mut refusals));
+    refusals.0
 }
 
 /// The same model with running statistics of its own. Its parameters are new leaves.
@@ -83,7 +83,7 @@ struct Handle<M> {
 impl<M: Module> Buffers for Handle<M> {
     fn read(&self) -> Result<Vec<TensorData>> {
         let Some(model) = &self.model else { return Ok(Vec::new()) };
-        // What this thread's last forward computed becomes the value.
+        // Moves what this thread's last forward computed into the value.
         drop(model.valid());
         let mut read = Read { is_buffer: &self.is_buffer, next: 0, values: Ok(Vec::new()) };
         model.visit(&mut read);
@@ -121,7 +121,7 @@ pub(crate) fn unpack(like: &[TensorData], packed: &[(DType, Buffer)]) -> Vec<Ten
     like.iter().filter_map(next).collect()
 }
 
-/// Takes the memory of parameters away.
+/// Frees the memory of parameters.
 struct Strip {
     is_buffer: VecDeque<bool>,
 }
@@ -148,7 +148,7 @@ impl ModuleVisitor for Read<'_> {
         if let (true, Ok(values)) = (is_buffer, &mut self.values) {
             match param.base().try_into_data() {
                 Ok(data) => values.push(data),
-                Err(e) => self.values = Err(Error::Use(format!("reading running statistics failed: {e:?}"))),
+                Err(e) => self.values = Err(Error::invalid(format!("reading running statistics failed: {e:?}"))),
             }
         }
     }

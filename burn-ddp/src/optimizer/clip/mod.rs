@@ -1,6 +1,7 @@
 //! Clipping of gradients, after they were averaged.
 //!
-//! The gradients of a wrapped model are the same bits on all ranks when `backward` returns, so ranks clip alike without a word.
+//! The gradients of a wrapped model are the same bits on all ranks when `backward` returns, so ranks clip alike without
+//! a word.
 
 use std::collections::HashSet;
 
@@ -10,21 +11,21 @@ use burn::tensor::{DType, Tensor, TensorData};
 
 use crate::{Error, Result, intercept};
 
-/// Scales the gradients of `model` together so that their common 2-norm is at most `max_norm`, as torch's `clip_grad_norm_`; returns
-/// them and the norm that they had.
+/// Scales the gradients of `model` together so that their common 2-norm is at most `max_norm`, as torch's
+/// `clip_grad_norm_`; returns them and the norm that they had.
 ///
-/// Call it between `GradientsParams::from_grads` and the optimizer's step. Not collective: gradients of a wrapped model are equal on
-/// all ranks, and what this computes from them is, too. Burn's `GradientClippingConfig::Norm` is something else: it looks at
-/// the norm of each parameter alone.
+/// Call it between `GradientsParams::from_grads` and the optimizer's step. Not collective: gradients of a wrapped model
+/// are equal on all ranks, and what this computes from them is, too. Burn's `GradientClippingConfig::Norm` is something
+/// else: it looks at the norm of each parameter alone.
 ///
-/// Gradients are multiplied by `max_norm / (norm + 1e-6)` if that is below 1, and otherwise left as they are. The norm is accumulated in
-/// f64, in one order.
+/// Gradients are multiplied by `max_norm / (norm + 1e-6)` if that is below 1, and otherwise left as they are. The norm
+/// is accumulated in f64, in one order.
 ///
 /// # Errors
 ///
-/// [`Error::Use`] if `max_norm` is negative or NaN, or the norm is infinite or NaN (torch's `error_if_nonfinite=True`): it names
-/// the first parameter to blame. Look at [`grad_norm`] first where that is to be expected, as with loss scaling. All ranks see the
-/// same error, and the job can go on.
+/// [`Error::Invalid`] if `max_norm` is negative or NaN, or the norm is infinite or NaN (torch's
+/// `error_if_nonfinite=True`): it names the first parameter to blame. Look at [`grad_norm`] first where that is to be
+/// expected, as with loss scaling. All ranks see the same error, and the job can go on.
 ///
 /// # Example
 ///
@@ -56,7 +57,7 @@ pub fn clip_grad_norm<M: Module>(
     let norm = norms.total();
     if !norm.is_finite() {
         let path = norms.0.iter().find(|(_, squares)| !squares.is_finite()).map_or("all together", |(path, _)| path);
-        return Err(Error::Use(format!(
+        return Err(Error::invalid(format!(
             "the norm of the gradients is {norm}, because of {path}: there is nothing to clip to"
         )));
     }
@@ -73,7 +74,7 @@ pub fn clip_grad_norm<M: Module>(
 ///
 /// # Errors
 ///
-/// [`Error::Use`] if a gradient cannot be read from its device.
+/// [`Error::Invalid`] if a gradient cannot be read from its device.
 pub fn grad_norm<M: Module>(grads: &GradientsParams, model: &M) -> Result<f64> {
     Ok(Norms::of(grads, model)?.total())
 }
@@ -85,7 +86,7 @@ pub fn grad_norm<M: Module>(grads: &GradientsParams, model: &M) -> Result<f64> {
 ///
 /// # Errors
 ///
-/// [`Error::Use`] if `limit` is negative or NaN.
+/// [`Error::Invalid`] if `limit` is negative or NaN.
 pub fn clip_grad_value<M: Module>(mut grads: GradientsParams, model: &M, limit: f64) -> Result<GradientsParams> {
     check_limit("limit", limit)?;
     each(&mut grads, model, Clamp(limit));
@@ -96,10 +97,10 @@ fn check_limit(what: &str, limit: f64) -> Result<()> {
     if limit >= 0.0 {
         return Ok(());
     }
-    Err(Error::Use(format!("{what} is a size: 0 or more, got {limit}")))
+    Err(Error::invalid(format!("{what} is a size: 0 or more, got {limit}")))
 }
 
-/// What happens to a gradient.
+/// Change of a gradient.
 trait Edit {
     fn edit<const D: usize>(&self, gradient: Tensor<D>) -> Tensor<D>;
 }
@@ -169,7 +170,7 @@ impl Norms {
                 let path = self.path.join(".");
                 match squares(gradient) {
                     Ok(squares) => norms.0.push((path, squares)),
-                    Err(e) => self.norms = Err(Error::Use(format!("reading the gradient of {path}: {e}"))),
+                    Err(e) => self.norms = Err(Error::invalid(format!("reading the gradient of {path}: {e}"))),
                 }
             }
         }
@@ -183,8 +184,8 @@ impl Norms {
     }
 }
 
-/// The sum of the squares in f64, by the host: kernels may sum large tensors in an order of their own in every run, and then ranks
-/// would clip by factors that differ in the last bit.
+/// The sum of the squares in f64, by the host: kernels may sum large tensors in an order of their own in every run, and
+/// then ranks would clip by factors that differ in the last bit.
 fn squares<const D: usize>(gradient: Tensor<D>) -> Result<f64, String> {
     let data = gradient.try_into_data().map_err(|e| format!("{e:?}"))?;
     let squares = match data.dtype() {
