@@ -1,4 +1,4 @@
-//! Where a training is, as its checkpoints hold it.
+//! Progress of a training, and the checkpoints that hold it.
 
 use anyhow::{Result, ensure};
 use burn::module::Module;
@@ -8,28 +8,25 @@ use burn_ddp::checkpoint::Checkpoints;
 use burn_ddp::data::ShardedLoader;
 use serde::{Deserialize, Serialize};
 
-use super::args::Args;
-use crate::measure::Losses;
-use crate::report::Epoch;
+use super::measure::Losses;
+use super::options::LoopOptions;
+use super::summary::Epoch;
 
-/// How far all ranks together have come.
+/// Progress of all ranks together.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Progress {
-    /// Steps of the optimizer.
+    /// Steps of the optimizer so far.
     pub(super) step: usize,
     /// The epochs that have ended.
     pub(super) epochs: Vec<Epoch>,
-    /// Sum of the losses of the epoch under way, and of how many items.
+    /// Sum of the losses of the epoch under way.
     loss_sum: f64,
+    /// Items in `loss_sum`.
     items: f64,
 }
 
 impl Progress {
-    /// Takes in what this rank has lost since the last time. *Collective*.
-    ///
-    /// # Errors
-    ///
-    /// A peer that failed.
+    /// Adds this rank's losses since the last call, and returns the number of its items. *Collective*.
     pub(super) fn add(&mut self, ddp: &Ddp, losses: &mut Losses) -> Result<u64> {
         let (loss_sum, items) = std::mem::take(losses).total();
         self.loss_sum += ddp.sum(loss_sum)?;
@@ -37,7 +34,7 @@ impl Progress {
         Ok(items)
     }
 
-    /// The mean loss of the epoch, which ends.
+    /// Mean loss of the epoch under way, which ends here.
     pub(super) fn take_loss(&mut self) -> f64 {
         std::mem::take(&mut self.loss_sum) / std::mem::take(&mut self.items)
     }
@@ -50,21 +47,16 @@ pub(super) struct Saves {
 }
 
 impl Saves {
-    /// Those that `args` ask for. *Collective*.
-    ///
-    /// # Errors
-    ///
-    /// A directory that cannot be made, a peer that failed.
-    pub(super) fn new(ddp: &Ddp, args: &Args) -> Result<Saves> {
-        let checkpoints = args.checkpoints.as_ref().map(|directory| ddp.checkpoints(directory)).transpose()?;
-        Ok(Saves { checkpoints: checkpoints.map(|checkpoints| checkpoints.keep_last(2)), every: args.checkpoint_every })
+    /// The checkpoints of `--checkpoints`. *Collective*.
+    pub(super) fn new(ddp: &Ddp, options: &LoopOptions) -> Result<Saves> {
+        let checkpoints = options.checkpoints.as_ref().map(|directory| ddp.checkpoints(directory)).transpose()?;
+        Ok(Saves {
+            checkpoints: checkpoints.map(|checkpoints| checkpoints.keep_last(2)),
+            every: options.checkpoint_every,
+        })
     }
 
-    /// Goes on from the newest one; begins where there is none. *Collective*.
-    ///
-    /// # Errors
-    ///
-    /// A checkpoint of another model or of other data, a training that has ended, a peer that failed.
+    /// Loads the newest checkpoint, or begins at the start where there is none. *Collective*.
     pub(super) fn load<M: Module, O: Send + 'static>(
         &self,
         model: &mut M,
@@ -87,16 +79,12 @@ impl Saves {
         Ok(progress)
     }
 
-    /// Whether one is due within an epoch.
+    /// True if a checkpoint is due after this step within an epoch.
     pub(super) fn is_due(&self, step: usize) -> bool {
         self.checkpoints.is_some() && step.is_multiple_of(self.every)
     }
 
-    /// Saves everything, on the disk when it returns. *Collective*.
-    ///
-    /// # Errors
-    ///
-    /// A directory that cannot be written to, a peer that failed.
+    /// Saves everything; it is on the disk when this returns. *Collective*.
     pub(super) fn save<M: Module, O: Send + 'static>(
         &self,
         progress: &Progress,

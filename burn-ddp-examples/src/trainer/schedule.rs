@@ -5,7 +5,7 @@ use std::f64::consts::PI;
 /// Share of all steps during which the learning rate rises (Goyal et al. 2017, "Accurate, Large Minibatch SGD").
 const WARM_UP: f64 = 0.1;
 
-/// What follows the rise of the learning rate.
+/// Course of the learning rate after its rise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Schedule {
     /// Falls to zero along a cosine (Loshchilov and Hutter 2017).
@@ -15,7 +15,8 @@ pub enum Schedule {
 }
 
 impl Schedule {
-    /// The rate of an optimizer step, counted from 0 to `steps`: rises linearly to `peak` in the first tenth, and then as `self` says.
+    /// Learning rate of optimizer step `step`, counted from 0, of `steps`: it rises linearly to `peak` in the first
+    /// tenth, then follows `self`.
     pub fn rate(self, peak: f64, step: usize, steps: usize) -> f64 {
         let progress = (step + 1) as f64 / (steps + 1) as f64;
         if progress < WARM_UP {

@@ -1,9 +1,11 @@
-//! Line plots in SVG, both axes logarithmic.
+//! Drawing of line plots in SVG, both axes logarithmic.
 
 use std::path::Path;
 
 use anyhow::{Result, anyhow};
 use plotters::prelude::*;
+
+use super::Line;
 
 /// Panels side by side under one title.
 pub(crate) struct Plot {
@@ -15,12 +17,6 @@ struct Panel {
     x: String,
     y: String,
     lines: Vec<Line>,
-}
-
-/// One contender.
-pub(crate) struct Line {
-    pub(crate) name: String,
-    pub(crate) points: Vec<(f64, f64)>,
 }
 
 const PANEL: (u32, u32) = (720, 520);
@@ -101,14 +97,14 @@ impl Panel {
     }
 }
 
-/// From a little below the smallest to a little above the largest.
+/// Range from a little below the smallest value to a little above the largest.
 fn range(values: impl Iterator<Item = f64>) -> (f64, f64) {
     let positive = values.filter(|value| *value > 0.0 && value.is_finite());
     let (low, high) = positive.fold((f64::INFINITY, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)));
     if high == 0.0 { (1.0, 10.0) } else { (low / 1.5, high * 1.5) }
 }
 
-/// `65536` as `64Ki`, `0.001` as it is.
+/// Short form of a number: `65536` as `66k`, `0.001` as it is.
 fn compact(value: f64) -> String {
     match value {
         v if v >= 1e9 => format!("{:.0}G", v / 1e9),

@@ -1,13 +1,11 @@
-//! What a user of a trainer sees: progress while it runs, a table, a summary for programs.
+//! Results of a training over all ranks, for programs: `--summary`.
 
-use std::io::IsTerminal;
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use burn::module::Module;
 use burn_ddp::{Ddp, param_hash};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Serialize};
 
 /// Results of one epoch, over all ranks.
@@ -21,7 +19,7 @@ pub struct Epoch {
     pub train_time: Duration,
 }
 
-/// What this rank trained on, in all epochs.
+/// Work of this rank in all epochs.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Work {
     /// Items of all steps.
@@ -30,62 +28,38 @@ pub struct Work {
     pub time: Duration,
 }
 
-/// Gathers what all ranks did, shows the last lines, and writes the summary to `file`, on rank 0. *Collective*.
-///
-/// # Errors
-///
-/// A peer that failed, a file that cannot be written, ranks that do not hold the same parameters.
-pub fn conclude<M: Module>(ddp: &Ddp, model: &M, display: &Display, run: Run<'_>, file: Option<&Path>) -> Result<()> {
-    let own = RankReport {
-        items: run.work.items,
-        seconds: run.work.time.as_secs_f64(),
-        wait_seconds: ddp.telemetry().stats().wait.as_secs_f64(),
-        param_hash: param_hash(model)?,
-    };
-    let ranks = ddp.group().all_gather_object(&own)?;
-    let summary = Summary::new(ddp.engine(), run.global_batch, run.epochs, &ranks);
-    display.finish(&summary.speed());
-    if let Some(file) = file.filter(|_| ddp.is_main()) {
-        summary.write(file)?;
-    }
-    ensure!(
-        ranks.iter().all(|rank| rank.param_hash == own.param_hash),
-        "the ranks ended with different parameters: {:?}",
-        summary.param_hash
-    );
-    Ok(())
-}
-
-/// What a training has to show.
-#[derive(Debug, Clone, Copy)]
-pub struct Run<'a> {
-    /// Of all ranks.
-    pub epochs: &'a [Epoch],
-    /// Items per optimizer step over all ranks.
-    pub global_batch: usize,
-    /// Of this rank.
-    pub work: Work,
-}
-
-/// What each rank tells at the end.
+/// Report of one rank at the end.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankReport {
-    /// Items that this rank trained on.
+    /// Items that the rank trained on.
     pub items: u64,
-    /// Seconds that it trained, without evaluations.
+    /// Seconds of training, without evaluations.
     pub seconds: f64,
-    /// Seconds of those that backward stood still for gradients of other ranks.
+    /// Seconds of these during which backward waited for gradients of other ranks.
     pub wait_seconds: f64,
-    /// Hash of its parameters.
+    /// Hash of the rank's parameters.
     pub param_hash: String,
 }
 
-/// What `--summary` writes.
+impl RankReport {
+    /// Reports of all ranks, by rank; this one did `work` and ends with `model`. *Collective*.
+    pub fn gather<M: Module>(ddp: &Ddp, model: &M, work: Work) -> Result<Vec<RankReport>> {
+        let own = RankReport {
+            items: work.items,
+            seconds: work.time.as_secs_f64(),
+            wait_seconds: ddp.telemetry().stats().wait.as_secs_f64(),
+            param_hash: param_hash(model)?,
+        };
+        Ok(ddp.group().all_gather_object(&own)?)
+    }
+}
+
+/// Results as `--summary` writes them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     /// Number of ranks.
     pub world_size: usize,
-    /// What carried the collectives.
+    /// Engine of the collectives.
     pub engine: String,
     /// Passes over the training data.
     pub epochs: usize,
@@ -93,9 +67,9 @@ pub struct Summary {
     pub global_batch: usize,
     /// Training items per second over all ranks.
     pub samples_per_second: f64,
-    /// The same, of each rank.
+    /// Training items per second of each rank.
     pub samples_per_second_per_rank: Vec<f64>,
-    /// Share of its training time that each rank waited for others, 0–1.
+    /// Share of its training time that each rank waited for other ranks, 0–1.
     pub communication_wait: Vec<f64>,
     /// Share of the test items recognised at the end, 0–1.
     pub test_accuracy: f64,
@@ -106,7 +80,21 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// Puts together what the ranks and epochs yielded.
+    /// Writes the summary to `file`, if there is one, on rank 0 alone; then checks that all ranks hold the same
+    /// parameters.
+    pub fn conclude(&self, ddp: &Ddp, file: Option<&Path>) -> Result<()> {
+        if let Some(file) = file.filter(|_| ddp.is_main()) {
+            self.write(file)?;
+        }
+        ensure!(
+            self.param_hash.iter().all(|hash| *hash == self.param_hash[0]),
+            "the ranks ended with different parameters: {:?}",
+            self.param_hash
+        );
+        Ok(())
+    }
+
+    /// Summary of the results of all epochs and ranks. `global_batch`: items per optimizer step over all ranks.
     pub fn new(engine: &str, global_batch: usize, epochs: &[Epoch], ranks: &[RankReport]) -> Self {
         let slowest = ranks.iter().map(|rank| rank.seconds).fold(0.0, f64::max);
         let items: u64 = ranks.iter().map(|rank| rank.items).sum();
@@ -125,17 +113,13 @@ impl Summary {
     }
 
     /// Writes the summary as JSON.
-    ///
-    /// # Errors
-    ///
-    /// The file cannot be written.
     pub fn write(&self, file: &Path) -> Result<()> {
         let mut text = serde_json::to_string_pretty(self)?;
         text.push('\n');
         std::fs::write(file, text).with_context(|| format!("cannot write the summary to {}", file.display()))
     }
 
-    /// The lines under the table: speed and waiting, in total and of each rank.
+    /// Lines under the table: speed and waiting, in total and of each rank.
     pub fn speed(&self) -> String {
         let mut text = format!(
             "{:.0} samples/s on {} rank(s), engine {}, {} items per step\n",
@@ -148,62 +132,6 @@ impl Summary {
             );
         }
         text
-    }
-}
-
-/// Rank 0's display for the whole job: a bar on a terminal, and the table, a row per epoch as it ends.
-#[derive(Debug)]
-pub struct Display {
-    bar: ProgressBar,
-    main: bool,
-    epochs: usize,
-}
-
-impl Display {
-    /// `main`: whether this rank shows anything. `steps`: of one epoch.
-    pub fn new(main: bool, epochs: usize, steps: usize) -> Self {
-        let shown = main && std::io::stderr().is_terminal();
-        let target = if shown { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        let style = ProgressStyle::with_template("{prefix} {wide_bar} {pos}/{len} steps, {eta} left")
-            .unwrap_or_else(|_| ProgressStyle::default_bar());
-        let bar = ProgressBar::with_draw_target(Some((epochs * steps) as u64), target).with_style(style);
-        let display = Self { bar, main, epochs };
-        display.line(&format!("{:>5}  {:>10}  {:>13}  {:>8}", "epoch", "train loss", "test accuracy", "time"));
-        display.begin(0);
-        display
-    }
-
-    /// An epoch begins, counted from 0.
-    pub fn begin(&self, epoch: usize) {
-        self.bar.set_prefix(format!("epoch {}/{}", epoch + 1, self.epochs));
-    }
-
-    /// A step was made.
-    pub fn step(&self) {
-        self.bar.inc(1);
-    }
-
-    /// An epoch has ended, counted from 0.
-    pub fn end(&self, number: usize, epoch: &Epoch) {
-        self.line(&format!(
-            "{:>5}  {:>10.4}  {:>11.2} %  {:>6.1} s",
-            number + 1,
-            epoch.train_loss,
-            epoch.test_accuracy * 100.0,
-            epoch.train_time.as_secs_f64()
-        ));
-    }
-
-    /// Removes the bar and prints the last lines.
-    pub fn finish(&self, text: &str) {
-        self.bar.finish_and_clear();
-        self.line(text.trim_end());
-    }
-
-    fn line(&self, text: &str) {
-        if self.main {
-            self.bar.suspend(|| println!("{text}"));
-        }
     }
 }
 
