@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Error, Result};
 
 use crate::ffi::{self, Flights};
@@ -29,7 +29,7 @@ struct State {
     /// How many transports there are.
     in_use: usize,
     /// Who used MPI, and how long a rank waits for others at most.
-    ranks: Vec<(Arc<Health>, Duration)>,
+    ranks: Vec<(Arc<Membership>, Duration)>,
     /// What ranks of groups that are closed here are still to be told and to tell: that they are closed.
     closing: Vec<Flights<()>>,
 }
@@ -154,8 +154,8 @@ pub(crate) fn one_at_a_time() -> MutexGuard<'static, ()> {
 }
 
 /// A rank of this process uses MPI from now on: it ends well only if this one does.
-pub(crate) fn register(health: &Arc<Health>, timeout: Duration) {
-    state().ranks.push((health.clone(), timeout));
+pub(crate) fn register(membership: &Arc<Membership>, timeout: Duration) {
+    state().ranks.push((membership.clone(), timeout));
 }
 
 /// As long as one of these lives MPI does not end.
@@ -201,7 +201,7 @@ extern "C" fn at_exit() {
     if state.stage != (Stage::Ready { ours: true }) {
         return;
     }
-    let went_well = |(health, _): &(Arc<Health>, Duration)| health.check().is_ok() && health.has_left(health.rank());
+    let went_well = |(membership, _): &(Arc<Membership>, Duration)| membership.check().is_ok() && membership.has_left(membership.rank());
     let last_groups = Instant::now() + LAST_GROUPS;
     while state.in_use > 0 && state.ranks.iter().all(went_well) && Instant::now() < last_groups {
         state = wait(state, LOOK);
