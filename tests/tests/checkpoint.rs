@@ -468,8 +468,8 @@ impl Drop for Victim {
     }
 }
 
-/// Kills a job `times` times at random moments; each start goes on from what was saved. Nothing that was saved is lost, and in the
-/// end the parameters are those of a run that nobody killed.
+/// Kills a job `times` times at random moments; each start goes on from what was saved. Nothing that was saved is lost,
+/// and in the end the parameters are those of a run that nobody killed.
 fn kill_and_go_on(times: usize, mode: &str) {
     let directory = tempfile::tempdir().unwrap();
     let mut saved = 0;
@@ -569,8 +569,8 @@ impl TrainingState {
     }
 }
 
-/// Trains to step 7, in epochs of 3 steps, from the latest checkpoint in `directory` or from the start, and saves at the
-/// step `save_at`. Returns the states in the beginning and at the end.
+/// Trains to step 7, in epochs of 3 steps, from the latest checkpoint in `directory` or from the start, and saves at
+/// the step `save_at`. Returns the states in the beginning and at the end.
 fn train_in(ddp: &Ddp, directory: &Path, save_at: Option<u64>) -> anyhow::Result<[TrainingState; 2]> {
     let device = ddp.device()?.autodiff();
     let mut model = ddp.wrap(Normed::new(&device))?;
@@ -626,7 +626,7 @@ fn write_formats() {
     let directory = formats();
     fs::create_dir_all(&directory).unwrap();
     let timeline = Some(directory.join("timeline.json"));
-    let options = burn_ddp::Options { timeline, ..burn_ddp::Options::default() };
+    let options = burn_ddp::WorldOptions { timeline, ..burn_ddp::WorldOptions::default() };
     Ddp::spawn_with(2, options, |ddp| {
         let [_, end] = train_in(&ddp, &directory, Some(4))?;
         write_json(&ddp, &directory.join("end.json"), &end)?;
