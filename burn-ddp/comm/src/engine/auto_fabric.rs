@@ -99,8 +99,8 @@ pub(crate) fn check(choice: Option<EngineChoice>, ranks: &[(&PeerInfo, Option<&s
         Some((other, _)) => Err(Error::Environment {
             message: format!(
                 "BURN_DDP_ENGINE=shm, but {first} and {other} cannot share memory: they are on different \
-                 machines, in different network namespaces or of different users; without it each group gets the fastest \
-                 engine it can use"
+                 machines, in different network namespaces or of different users; without it each group gets the \
+                 fastest engine it can use"
             ),
         }),
     }
