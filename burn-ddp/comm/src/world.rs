@@ -5,14 +5,14 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
+use crate::call::request::Site;
 use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::engine::Fabric;
 use crate::engine::threads::ThreadsFabric;
-use crate::group::{Core, ProcessGroup};
+use crate::group::{CallPath, ProcessGroup};
 use crate::history::Log;
 use crate::membership::Membership;
 use crate::membership::panics;
-use crate::plan::Site;
 use crate::sync::lock;
 use crate::timeline::Timeline;
 use crate::{Error, PeerInfo, Progress, Result, Track, WorldOptions};
@@ -230,7 +230,7 @@ impl World {
         let info = CallInfo::bare(Collective::NewGroup, 0, 0, Location::caller());
         let log = membership.history().open(0, members.clone());
         let call = Call::new(info, members, self.rank(), self.member.options.timeout);
-        ProcessGroup::new(Core::new(self.member.clone(), 0, call, log, engine))
+        ProcessGroup::new(CallPath::new(self.member.clone(), 0, call, log, engine))
     }
 
     /// Checks that the world goes on.
@@ -299,8 +299,8 @@ impl World {
     /// # Errors
     /// [`Error::OutOfStep`](crate::Error::OutOfStep), on all ranks, if a peer [stopped](World::stop) before this step
     /// of the same epoch; the root cause, if the world has ended.
-    pub fn advance(&self, track: impl Into<Track>, at: impl Into<Progress>) -> Result<()> {
-        self.member.seat.membership.advance(track.into(), at.into())
+    pub fn advance(&self, track: Track, at: Progress) -> Result<()> {
+        self.member.seat.membership.advance(track, at)
     }
 
     /// Notes that this rank stopped `at` this step of `track` and will not pass it in this epoch. Sent to all ranks;
@@ -331,8 +331,8 @@ impl World {
     /// assert!(error.contains("stopped the training loader at epoch 0, step 3"), "{error}");
     /// assert!(error.contains("rank 0 went on to epoch 0, step 4"), "{error}");
     /// ```
-    pub fn stop(&self, track: impl Into<Track>, at: impl Into<Progress>, what: &str) {
-        self.member.seat.membership.stop(track.into(), at.into(), what);
+    pub fn stop(&self, track: Track, at: Progress, what: &str) {
+        self.member.seat.membership.stop(track, at, what);
     }
 }
 
@@ -367,7 +367,7 @@ impl Member {
         });
         let (group_rank, engine) = opened.inspect_err(|_| membership.history().close(&log))?;
         tracing::debug!(rank, group = %GroupId(group), engine = engine.name(), "new group");
-        Ok(ProcessGroup::new(Core::new(self.clone(), group_rank, call, log, engine)))
+        Ok(ProcessGroup::new(CallPath::new(self.clone(), group_rank, call, log, engine)))
     }
 
     /// Runs one call, unless the world has ended. An error of it ends the world.

@@ -3,11 +3,12 @@
 use std::ops::Range;
 use std::time::Instant;
 
+use burn_ddp_comm::{Progress, Track};
+
 use super::batch_stream::BatchStream;
 use super::epoch_cursor::EpochCursor;
 use super::{DataError, EpochPlan, ShardedLoader};
-use crate::ddp::backward_track;
-use crate::weight::Step;
+use crate::batch_weight::Step;
 
 impl<O: Send + 'static> ShardedLoader<O> {
     /// The epochs with these numbers, one after the other: `train.epochs(0..10)`. All ranks must pass the same numbers.
@@ -138,9 +139,9 @@ impl<O: Send + 'static> Epoch<O> {
         (processed, self.plan.items())
     }
 
-    /// The name by which the world compares the steps of this epoch between ranks; repeats and id are far from 32 bits.
-    fn track(&self) -> u64 {
-        self.repeats << 32 | self.loader.id()
+    /// The track on which the world compares the steps of this epoch between ranks; repeats and id are far from 32 bits.
+    fn track(&self) -> Track {
+        Track::Batches { loader: self.loader.id() as u32, run: self.repeats as u32 }
     }
 
     fn load(&mut self) -> Result<O, DataError> {
@@ -151,12 +152,12 @@ impl<O: Send + 'static> Epoch<O> {
         let name = || format!("step {nth} of {steps} in epoch {number} of loader {id} on rank {}", ddp.rank());
         let batch = self.batches.load(ddp.world(), list, name)?;
         // Only after loading: a rank that could not load a step must not count as having reached it.
-        let (track, position) = (self.track(), position(number, nth));
-        ddp.world().advance(track, position)?;
-        ddp.weights().batch_read(Step { loader: id, track, position }, plan.share(step, ddp.rank()).len());
+        let (track, at) = (self.track(), progress(number, nth));
+        ddp.world().advance(track, at)?;
+        ddp.state().batch_weight.batch_read(Step { loader: id, track, at }, plan.share(step, ddp.rank()).len());
         let Range { start, end } = plan.step(step);
         loader.cursor().consume(self.number, self.repeats, end, plan.items());
-        ddp.seed_batch(id, self.number, start);
+        ddp.state().seed_batch(id, self.number, start);
         self.reached = step + 1;
         Ok(batch)
     }
@@ -171,17 +172,17 @@ impl<O: Send + 'static> Epoch<O> {
         };
         let (ddp, track) = (self.loader.ddp(), self.track());
         // The last batch may have had no backward here; then the others may be waiting in theirs.
-        let begin = position(number, self.before);
-        let used = ddp.weights().used(id, track).unwrap_or(begin);
+        let begin = progress(number, self.before);
+        let used = ddp.state().batch_weight.used(id, track).unwrap_or(begin);
         let unused = format!("{name}, with a batch read but no backward");
-        ddp.world().stop(backward_track(track), used.max(begin), &unused);
-        ddp.world().stop(track, position(number, self.before + self.reached), &name);
+        ddp.world().stop(track.backwards(), used.max(begin), &unused);
+        ddp.world().stop(track, progress(number, self.before + self.reached), &name);
     }
 }
 
-/// A position of a track. Steps count from 1: step 0 of an epoch is before its first batch.
-fn position(epoch: u32, steps: usize) -> u64 {
-    u64::from(epoch) << 32 | steps as u64
+/// Progress on a track. Steps count from 1: step 0 of an epoch is before its first batch.
+fn progress(epoch: u32, steps: usize) -> Progress {
+    Progress { epoch, step: steps as u32 }
 }
 
 impl<O: Send + 'static> Iterator for Epoch<O> {
@@ -197,12 +198,12 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
             let items = self.plan.items();
             self.loader.cursor().consume(self.number, self.repeats, items, items);
             self.batches.end();
-            self.loader.ddp().weights().done(self.loader.id());
+            self.loader.ddp().state().batch_weight.done(self.loader.id());
             return None;
         }
         let asked = Instant::now();
         let loaded = self.load();
-        self.loader.ddp().meter().batch(self.loader.id(), asked);
+        self.loader.ddp().state().meter.batch(self.loader.id(), asked);
         self.failure = loaded.as_ref().err().map(ToString::to_string);
         if let Err(error) = &loaded
             && !error.is_skippable()
@@ -227,6 +228,6 @@ impl<O: Send + 'static> Drop for Epoch<O> {
         if !complete && !self.job_over && !std::thread::panicking() {
             self.announce();
         }
-        self.loader.ddp().weights().done(self.loader.id());
+        self.loader.ddp().state().batch_weight.done(self.loader.id());
     }
 }

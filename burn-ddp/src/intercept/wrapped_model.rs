@@ -9,13 +9,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use burn::backend::Backend;
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Bytes, Device, TensorData};
+use burn_ddp_comm::Track;
 
 use super::nodes::AutodiffTensor;
 use super::stand_in::Waiting;
-use crate::buffers::{self, BufferPolicy, Buffers};
+use crate::model::running_stats::{self, BufferPolicy, Buffers};
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
-use crate::gradients::{Piggyback, Reducer, Reduction, Unread};
+use crate::gradients::{Piggyback, Reducer, GradientReduction, Unread};
 use crate::{Error, Result};
 
 pub(super) type Erased = Box<dyn Any + Send>;
@@ -103,7 +104,7 @@ pub(super) struct State {
     /// Batches read from loaders when the last backward began.
     pub(super) last_batch: u64,
     /// Track and epoch of that batch, if it came from a loader.
-    pub(super) epoch: Option<(u64, u64)>,
+    pub(super) epoch: Option<(Track, u32)>,
 }
 
 #[derive(Default)]
@@ -247,7 +248,7 @@ impl WrappedModel {
 
     /// Whether a rank's gradients count by its items.
     pub(crate) fn weighs_items(&self) -> bool {
-        self.lock().reducer.reduction() == Reduction::Mean
+        self.lock().reducer.reduction() == GradientReduction::Mean
     }
 
     /// Whether the next reduction compares the ranks' parameters.
@@ -345,7 +346,7 @@ impl WrappedModel {
                 ));
             }
             shared.sent = shared.buffers.read()?;
-            piggyback.buffers = buffers::pack(&shared.sent);
+            piggyback.buffers = running_stats::pack(&shared.sent);
             piggyback.from_first = shared.policy == BufferPolicy::Broadcast;
         }
         Ok(piggyback)
