@@ -6,8 +6,8 @@
 //! mpirun -n 4 target/debug/examples/hello --steps 100
 //! ```
 //!
-//! `--steps N` sums over all ranks N times, `--pause MS` waits between two; `--die RANK:STEP:HOW` ends that rank then, by `kill`, `panic`,
-//! `exit`. The last line of a rank is `rank R of N: done after N steps, sum S`.
+//! `--steps N` sums over all ranks N times, `--pause MS` waits between two; `--die RANK:STEP:HOW` ends that rank then,
+//! by `kill`, `panic`, `exit`. The last line of a rank is `rank R of N: done after N steps, sum S`.
 
 use std::io::{self, Write};
 use std::process::exit;

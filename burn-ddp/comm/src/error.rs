@@ -91,7 +91,7 @@ pub enum Error {
         /// The stopped rank's name for it.
         what: String,
         /// The rank that stopped.
-        stopped: PeerInfo,
+        stopped: Box<PeerInfo>,
         /// The last step of the rank that stopped.
         stopped_at: Progress,
         /// The rank that went on.

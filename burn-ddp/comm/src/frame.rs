@@ -256,7 +256,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_refused_or_capped(bytes in proptest::collection::vec(any::<u8>(), PREFIX_BYTES), magic in any::<bool>()) {
+        fn any_bytes_are_refused_or_capped(
+            bytes in proptest::collection::vec(any::<u8>(), PREFIX_BYTES),
+            magic in any::<bool>(),
+        ) {
             let mut prefix: [u8; PREFIX_BYTES] = bytes.try_into().unwrap();
             if magic {
                 prefix[..4].copy_from_slice(&MAGIC);

@@ -288,8 +288,8 @@ impl World {
     /// # Errors
     /// [`Error::OutOfStep`](crate::Error::OutOfStep), on all ranks, if a peer [stopped](World::stop) before this step
     /// of the same epoch; the root cause, if the world has ended.
-    pub fn advance(&self, track: impl Into<Track>, at: impl Into<Progress>) -> Result<()> {
-        self.member.seat.membership.advance(track.into(), at.into())
+    pub fn advance(&self, track: Track, at: Progress) -> Result<()> {
+        self.member.seat.membership.advance(track, at)
     }
 
     /// Notes that this rank stopped `at` this step of `track` and will not pass it in this epoch. Sent to all ranks;
@@ -320,8 +320,8 @@ impl World {
     /// assert!(error.contains("stopped the training loader at epoch 0, step 3"), "{error}");
     /// assert!(error.contains("rank 0 went on to epoch 0, step 4"), "{error}");
     /// ```
-    pub fn stop(&self, track: impl Into<Track>, at: impl Into<Progress>, what: &str) {
-        self.member.seat.membership.stop(track.into(), at.into(), what);
+    pub fn stop(&self, track: Track, at: Progress, what: &str) {
+        self.member.seat.membership.stop(track, at, what);
     }
 }
 

@@ -1,7 +1,7 @@
-//! A job under attack: whatever strangers send to its ports, it computes what it computes in peace.
+//! A job under attack: its results do not depend on what strangers send to its ports.
 //!
-//! The attackers run in this process, so they get more of the machine than a stranger would. Step times are printed, not asserted:
-//! `cargo test -p burn-ddp-comm --test attacks -- --nocapture`.
+//! The attackers run in this process, so they get more of the machine than a stranger would. Step times are printed,
+//! not asserted: `cargo test -p burn-ddp-comm --test attacks -- --nocapture`.
 #![cfg(target_os = "linux")]
 
 mod common;

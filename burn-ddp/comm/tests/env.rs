@@ -1,4 +1,4 @@
-//! The table of variables, row by row.
+//! The table of environment variables, row by row.
 
 use burn_ddp_comm::{Error, LaunchEnv, Meeting, Result};
 

@@ -1,4 +1,4 @@
-//! Real processes that end in all the ways processes end: what the survivors are told, and how soon.
+//! Real processes that end in all possible ways: the survivors' errors, and their delay.
 //!
 //! Each test starts this binary again, once per rank, with only itself to run; see [`common::Process`].
 

@@ -1,4 +1,4 @@
-//! Leaving is not dying, in whatever order ranks leave, and nothing stays behind.
+//! Leaving is not dying, in any order, and no thread or socket stays behind.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! Real processes that are stopped, cut off, slow or stuck: who is suspected, who is blamed, who is left in peace; and what ranks
-//! leave behind.
+//! Real processes that are stopped, cut off, slow or stuck: suspects, culprits, ranks that are not accused; and the
+//! events and reports that ranks write.
 //!
 //! Each test starts this binary again, once per rank, with only itself to run; see [`common::Process`].
 
@@ -347,7 +347,7 @@ fn ip(args: &[&str]) {
     assert!(Command::new("ip").args(args).status().unwrap().success(), "ip {args:?}");
 }
 
-/// A job of three ranks, of which the last is on a machine of its own that is cut off; what the first two say, and when.
+/// Runs a job of three ranks, the last on a machine of its own that is cut off; errors of the first two, and when.
 fn cut_off(test: &str, role: &str) -> Vec<(String, Duration)> {
     let machine = Machine::new();
     let store = StoreServer::bind(format!("{}:0", machine.here), &JobKey::trusting_network(JOB, 0)).unwrap();

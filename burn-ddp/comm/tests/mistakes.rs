@@ -1,5 +1,5 @@
-//! Deliberate mistakes, each on threads and over TCP: what programs get wrong most often ends in an error on every rank that shows
-//! what two ranks called and where; never in a hang, never in a wrong number.
+//! Common mistakes of programs, each on threads and over TCP: every rank gets an error that shows the calls of two ranks
+//! and their lines; never a hang, never a wrong number.
 
 mod common;
 
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::{DType, Error, ProcessGroup, ReduceOp, Result, World, WorldOptions};
 use common::options;
 
-/// What one rank of two does, with two groups.
+/// Calls of one rank of two, with two groups.
 type Part = fn(&World, &ProcessGroup, &ProcessGroup) -> Result<()>;
 
 /// A mistake: what it is, what rank 0 does, what rank 1 does, and what the error says of the difference.

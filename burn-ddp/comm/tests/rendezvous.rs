@@ -1,4 +1,4 @@
-//! Joining: who comes, who does not, and who is told what.
+//! Joining: ranks that come, ranks that do not, and the errors of each.
 
 mod common;
 
@@ -77,7 +77,8 @@ fn ranks_meet_at_rank_0_whoever_comes_first() {
 
 #[test]
 fn ranks_meet_above_a_port_that_is_taken_among_ports_that_are_taken() {
-    // The launcher's own store, a stranger that never answers, another job's store: rank 0 takes the next port, peers find it.
+    // The launcher's own store, a stranger that never answers, another job's store: rank 0 takes the next port, and
+    // its peers find it.
     let (agent, _silent, _other) = loop {
         let agent = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = agent.local_addr().unwrap().port();

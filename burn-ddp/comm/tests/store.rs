@@ -1,4 +1,4 @@
-//! The stores: what they promise, over memory and over TCP.
+//! The contract of stores, in memory and over TCP.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! What those who are not of the job can do to its ports: lose their own connection.
+//! Connections of strangers to a job's ports: they lose their own connection, nothing else.
 
 mod common;
 

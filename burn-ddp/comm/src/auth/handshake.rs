@@ -9,7 +9,7 @@
 //!  8  2  version                           8  2  version                           8    2  version
 //! 10  1  role: 1 store, 2 rank            10  1  purpose: 1 store, 2 control,     10    1  verdict
 //! 11  1  zero                                    3 data                           11    1  zero
-//! 12  4  rank                             11  1  zero                             12  212  why not, UTF-8, zeros after it
+//! 12  4  rank                             11  1  zero                             12  212  reason, UTF-8, then zeros
 //! 16 32  nonce                            12  4  rank                            224   32  signature
 //!                                         16  8  group
 //!                                         24  8  tag of the job

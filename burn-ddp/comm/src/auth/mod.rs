@@ -2,7 +2,7 @@
 //!
 //! - [`secret`]: 32 random bytes in a file;
 //! - [`job_key`]: the keys of one job and restart, derived from it;
-//! - [`key`]: HMAC-SHA256;
+//! - [`key`]: signatures by HMAC-SHA256;
 //! - [`handshake`]: both sides prove that they know the [`key`]; nothing else is parsed before;
 //! - [`unauthenticated`]: connections without a proof yet, and their limits.
 

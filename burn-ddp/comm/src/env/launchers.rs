@@ -106,7 +106,7 @@ impl Launcher {
         };
         // A part of our variables was meant for us, whatever else is there.
         let ours = Launcher::Ours;
-        if winner != ours && OURS.who().iter().chain(&[STORE]).any(|name| lookup(name).is_some()) {
+        if winner != ours && OURS.rank_names().iter().chain(&[STORE]).any(|name| lookup(name).is_some()) {
             return Err(ours.incomplete(lookup));
         }
         winner.must_agree(lookup)?;
@@ -124,7 +124,7 @@ impl Launcher {
     }
 
     /// Rank of this process, from this launcher's variables, which are complete.
-    pub(super) fn who(self, lookup: Lookup<'_>) -> Result<Identity> {
+    pub(super) fn identity(self, lookup: Lookup<'_>) -> Result<Identity> {
         let row = self.row();
         let rank = needed(number(row.rank, lookup)?, row.rank)?;
         let world_size = needed(number(row.world_size, lookup)?, row.world_size)?;
@@ -177,7 +177,9 @@ impl Launcher {
         }
         let row = self.row();
         let mut all = self.required();
-        all.extend(row.who().into_iter().chain(row.hints.iter().copied()).filter(|name| !row.needed.contains(name)));
+        all.extend(
+            row.rank_names().into_iter().chain(row.hints.iter().copied()).filter(|name| !row.needed.contains(name)),
+        );
         all.dedup();
         let mut seen = Vec::new();
         for name in all {
@@ -264,7 +266,7 @@ impl Launcher {
 }
 
 impl Row {
-    fn who(&self) -> Vec<&'static str> {
+    fn rank_names(&self) -> Vec<&'static str> {
         let mut names = vec![self.rank, self.world_size, self.local_rank, self.local_world_size];
         names.extend(self.node_rank);
         names

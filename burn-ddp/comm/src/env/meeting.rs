@@ -93,13 +93,13 @@ pub(super) struct JobMeeting {
 }
 
 impl JobMeeting {
-    pub(super) fn find(launcher: Launcher, who: &Identity, restarts: u32, lookup: Lookup<'_>) -> Result<JobMeeting> {
+    pub(super) fn find(launcher: Launcher, me: &Identity, restarts: u32, lookup: Lookup<'_>) -> Result<JobMeeting> {
         let job = match launcher {
-            Launcher::Ours => ours(who, lookup),
-            Launcher::Plain => plain(who, lookup),
-            Launcher::OpenMpi => open_mpi(who, lookup),
-            Launcher::Mpich => mpich(who, lookup),
-            Launcher::Slurm => by_slurm(who, lookup),
+            Launcher::Ours => ours(me, lookup),
+            Launcher::Plain => plain(me, lookup),
+            Launcher::OpenMpi => open_mpi(me, lookup),
+            Launcher::Mpich => mpich(me, lookup),
+            Launcher::Slurm => by_slurm(me, lookup),
         };
         let mut job = job?;
         if let Some(job_id) = lookup(JOB_ID) {
@@ -119,11 +119,11 @@ fn here() -> Meeting {
     Meeting::Local { name: String::new() }
 }
 
-fn ours(who: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
+fn ours(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
     let store = lookup(STORE);
     let store = store.as_deref().map(str::trim);
     if let Some(name) = local_socket(lookup)? {
-        let local = who.local.unwrap_or((who.rank, who.world_size));
+        let local = me.local.unwrap_or((me.rank, me.world_size));
         return Ok(JobMeeting { job_id: name.clone(), meeting: Meeting::Local { name }, launcher: "burnrun", local });
     }
     let (host, port) = needed(master(lookup)?, MASTER)?;
@@ -138,10 +138,10 @@ fn ours(who: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
             address::join(&plain_host, plain_port)
         )));
     }
-    let local = local(who, &host, Launcher::Ours)?;
+    let local = local(me, &host, Launcher::Ours)?;
     let job_id = format!("port {port}");
     let meeting = match store {
-        None if on_one_machine(local, who) => here(),
+        None if on_one_machine(local, me) => here(),
         None | Some("rank0") => Meeting::Rank0 { host, port },
         Some("launcher") => Meeting::Launcher { host, port },
         Some("above") => Meeting::Rank0Above { host, port },
@@ -166,9 +166,9 @@ fn local_socket(lookup: Lookup<'_>) -> Result<Option<String>> {
     }
 }
 
-fn plain(who: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
+fn plain(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
     let (host, port) = needed(plain_master(lookup)?, MASTER_ADDR)?;
-    let local = local(who, &host, Launcher::Plain)?;
+    let local = local(me, &host, Launcher::Plain)?;
     let (launcher, job_id) = match lookup(RUN_ID) {
         // Static torchrun jobs are all called "none"; the port tells them apart.
         Some(run) => ("torchrun", format!("{run}, port {port}")),
@@ -177,7 +177,7 @@ fn plain(who: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
     // torchrun's own store has the port, even if the ranks do not ask for it.
     let taken = flag(AGENT_STORE, lookup)?;
     let meeting = match master(lookup)? {
-        _ if on_one_machine(local, who) => here(),
+        _ if on_one_machine(local, me) => here(),
         Some((host, port)) => Meeting::Rank0 { host, port },
         None if taken => Meeting::Rank0Above { host, port },
         None => Meeting::Rank0 { host, port },
@@ -185,14 +185,14 @@ fn plain(who: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
     Ok(JobMeeting { meeting, job_id, launcher, local })
 }
 
-fn open_mpi(who: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
-    let local = needed(who.local, Launcher::OpenMpi.row().local_rank)?;
+fn open_mpi(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
+    let local = needed(me.local, Launcher::OpenMpi.row().local_rank)?;
     let namespace = needed(text(PMIX_NAMESPACE, lookup), PMIX_NAMESPACE)?;
-    let meeting = if on_one_machine(local, who) {
+    let meeting = if on_one_machine(local, me) {
         // Two jobs may have one namespace, but two running ones not one directory.
         let job = format!("{namespace} {}", lookup(PMIX_DIR).unwrap_or_default());
         Meeting::Local { name: format!("Open MPI, {}", job.trim()) }
-    } else if let Some((host, port)) = told_where(lookup)? {
+    } else if let Some((host, port)) = set_by_user(lookup)? {
         Meeting::Rank0 { host, port }
     } else {
         return Err(Error::environment(format!(
@@ -204,24 +204,24 @@ fn open_mpi(who: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
     Ok(JobMeeting { meeting, job_id: namespace, launcher: "Open MPI", local })
 }
 
-fn mpich(who: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
-    let local = needed(who.local, Launcher::Mpich.row().local_rank)?;
+fn mpich(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
+    let local = needed(me.local, Launcher::Mpich.row().local_rank)?;
     let fd = needed(number(PMI_FD, lookup)?, PMI_FD)?;
-    let told = if on_one_machine(local, who) { None } else { told_where(lookup)? };
-    let meeting = match told {
+    let set = if on_one_machine(local, me) { None } else { set_by_user(lookup)? };
+    let meeting = match set {
         Some((host, port)) => Meeting::Rank0 { host, port },
         None => Meeting::Pmi { fd, host: text(MPICH_HOST, lookup).unwrap_or_else(hostname) },
     };
     Ok(JobMeeting { meeting, job_id: "MPICH".into(), launcher: "MPICH", local })
 }
 
-fn by_slurm(who: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
-    let local = needed(who.local, Launcher::Slurm.row().local_rank)?;
+fn by_slurm(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
+    let local = needed(me.local, Launcher::Slurm.row().local_rank)?;
     let job: u64 = needed(number(SLURM_JOB, lookup)?, SLURM_JOB)?;
     let step: u64 = needed(number(SLURM_STEP, lookup)?, SLURM_STEP)?;
-    let meeting = if on_one_machine(local, who) {
+    let meeting = if on_one_machine(local, me) {
         here()
-    } else if let Some((host, port)) = told_where(lookup)? {
+    } else if let Some((host, port)) = set_by_user(lookup)? {
         Meeting::Rank0 { host, port }
     } else {
         let list = lookup(SLURM_NODES).unwrap_or_default();
@@ -244,7 +244,7 @@ fn hostname() -> String {
 }
 
 /// Meeting point set by the user, under launchers that only set ranks.
-fn told_where(lookup: Lookup<'_>) -> Result<Option<(String, u16)>> {
+fn set_by_user(lookup: Lookup<'_>) -> Result<Option<(String, u16)>> {
     match master(lookup)? {
         Some(job) => Ok(Some(job)),
         None => plain_master(lookup),
@@ -282,11 +282,11 @@ fn a_port(name: &str, port: u16) -> Result<()> {
 }
 
 /// Rank on this machine and number of ranks there; may be left out where they are obvious.
-fn local(who: &Identity, host: &str, launcher: Launcher) -> Result<(usize, usize)> {
+fn local(me: &Identity, host: &str, launcher: Launcher) -> Result<(usize, usize)> {
     let row = launcher.row();
-    match who.local {
+    match me.local {
         Some(local) => Ok(local),
-        None if address::is_loopback(host) || who.world_size == 1 => Ok((who.rank, who.world_size)),
+        None if address::is_loopback(host) || me.world_size == 1 => Ok((me.rank, me.world_size)),
         None => Err(Error::environment(format!(
             "{} and {} are not set; they are needed because the master, {host}, may be another machine (if all ranks \
              run on one, name it 127.0.0.1)",
@@ -295,6 +295,6 @@ fn local(who: &Identity, host: &str, launcher: Launcher) -> Result<(usize, usize
     }
 }
 
-fn on_one_machine((_, local_world_size): (usize, usize), who: &Identity) -> bool {
-    local_world_size == who.world_size
+fn on_one_machine((_, local_world_size): (usize, usize), me: &Identity) -> bool {
+    local_world_size == me.world_size
 }

@@ -132,30 +132,30 @@ impl LaunchEnv {
     /// place to meet.
     pub fn from_lookup(lookup: Lookup<'_>) -> Result<Option<LaunchEnv>> {
         let Some(launcher) = Launcher::choose(lookup)? else { return Ok(None) };
-        let who = launcher.who(lookup)?;
+        let me = launcher.identity(lookup)?;
         let restart_count = match launcher {
             Launcher::Plain => TORCH_RESTARTS,
             Launcher::Slurm => SLURM_RESTARTS,
             _ => RESTART_COUNT,
         };
         let restart_count = parse::number(restart_count, lookup)?.unwrap_or(0);
-        let place = JobMeeting::find(launcher, &who, restart_count, lookup)?;
-        if place.job_id.is_empty() || place.job_id.len() > JOB_ID_CAP {
-            let len = place.job_id.len();
+        let job = JobMeeting::find(launcher, &me, restart_count, lookup)?;
+        if job.job_id.is_empty() || job.job_id.len() > JOB_ID_CAP {
+            let len = job.job_id.len();
             return Err(Error::environment(format!("the job id has {len} bytes; it must have 1 to {JOB_ID_CAP}")));
         }
-        let (local_rank, local_world_size) = place.local;
+        let (local_rank, local_world_size) = job.local;
         let path = |name| lookup(name).map(PathBuf::from);
         Ok(Some(LaunchEnv {
-            rank: who.rank,
-            world_size: who.world_size,
+            rank: me.rank,
+            world_size: me.world_size,
             local_rank,
             local_world_size,
             // As if machines were numbered in the order of their ranks, with equally many ranks each.
-            node_rank: who.node_rank.unwrap_or(who.rank.saturating_sub(local_rank) / local_world_size),
-            meeting: place.meeting,
-            job_id: place.job_id,
-            launcher: place.launcher,
+            node_rank: me.node_rank.unwrap_or(me.rank.saturating_sub(local_rank) / local_world_size),
+            meeting: job.meeting,
+            job_id: job.job_id,
+            launcher: job.launcher,
             restart_count,
             secret_file: path(SECRET_FILE),
             trust_network: parse::flag(TRUST_NETWORK, lookup)?,

@@ -16,7 +16,7 @@ impl Membership {
         }
     }
 
-    /// Writes this rank's report to the launcher's directory once the world has ended; once, whatever the number of calls.
+    /// Writes this rank's report to the launcher's directory if the world has ended. Only the first call writes.
     pub(super) fn report(&self) {
         self.reported.get_or_init(|| {
             let Some(LaunchEnv { report_dir: Some(dir), .. }) = self.shared.launch.get() else { return };

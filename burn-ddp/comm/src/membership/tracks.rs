@@ -66,7 +66,7 @@ impl Epoch {
                     return Some(Error::OutOfStep {
                         track,
                         what: what.clone(),
-                        stopped: peers[*stopped].clone(),
+                        stopped: Box::new(peers[*stopped].clone()),
                         stopped_at: Progress { epoch, step: *stopped_at },
                         ahead: *ahead,
                         reached: Progress { epoch, step: *reached },

@@ -228,7 +228,8 @@ mod tests {
         let dir = Dir::new("clocks");
         for (rank, origin) in [(0, 5_000_000_u64), (1, 5_002_500)] {
             let line = format!(
-                "{{\"rank\":{rank},\"origin_ns\":{origin}}}\n{{\"ts\":1.001,\"dur\":1.000,\"ph\":\"X\",\"pid\":{rank},\"tid\":1,\"name\":\"x\",\"args\":{{}}}}\n"
+                "{{\"rank\":{rank},\"origin_ns\":{origin}}}\n\
+                 {{\"ts\":1.001,\"dur\":1.000,\"ph\":\"X\",\"pid\":{rank},\"tid\":1,\"name\":\"x\",\"args\":{{}}}}\n"
             );
             std::fs::write(part_file::part_of(&dir.file(), rank), line).unwrap();
         }

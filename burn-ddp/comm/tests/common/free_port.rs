@@ -5,11 +5,11 @@ use std::net::SocketAddr;
 
 use socket2::{Domain, Socket, Type};
 
-/// A port on which nobody listens, and which nobody else is given while this lives: bound, but not listened on.
+/// A free port that no other program gets while this lives: bound, but not listened on.
 ///
 /// Ranks of one machine meet by the number alone, so a port that was only free a moment ago may be another job's, too.
 pub struct FreePort {
-    /// Its number.
+    /// Number of the port.
     pub port: u16,
     _held: Socket,
 }
