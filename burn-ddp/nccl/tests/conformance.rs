@@ -1,7 +1,8 @@
 //! What every engine must do, over NCCL for everything, on a machine that is a fake.
 //!
-//! The fake reduces as burn-ddp's host engines do, so bits can be compared; NCCL itself adds in another order. Means of unequal weights are
-//! different even so: factors come before the sum, not after it. See `weights_make_shares` in `tests/device`.
+//! The fake reduces as burn-ddp's host engines do, so bits can be compared; NCCL itself adds in another order. Means of
+//! unequal weights are different even so: factors come before the sum, not after it. See `weights_make_shares` in
+//! `tests/device`.
 
 #![allow(missing_docs, unreachable_pub)]
 
