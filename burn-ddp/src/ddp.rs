@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::module::Module;
 use burn::tensor::{Device, Gradients, Tensor};
-use burn_ddp_comm::{LaunchEnv, Options, ProcessGroup, ReduceOp, World};
+use burn_ddp_comm::{LaunchEnv, WorldOptions, ProcessGroup, ReduceOp, World};
 
-use crate::checkpoint::Writing;
+use crate::checkpoint::background::BackgroundWrite;
 use crate::meter::Meter;
 use crate::seed::Seed;
 use crate::weight::{Batch, Weights};
@@ -51,7 +51,7 @@ struct Presence(World);
 impl Drop for Presence {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.fail_panicked();
+            self.0.fail_with_panic();
         } else {
             self.0.leave();
         }
@@ -69,7 +69,7 @@ struct Inner {
     loaders: AtomicU64,
     seed: Mutex<Option<Seed>>,
     /// Checkpoints that may be under way.
-    writings: Mutex<Vec<Arc<Writing>>>,
+    background_writes: Mutex<Vec<Arc<BackgroundWrite>>>,
     /// What carries the collectives on host memory.
     host_engine: &'static str,
     /// The CUDA device on which NCCL reduces, once it does.
@@ -83,7 +83,7 @@ struct Inner {
 /// A world whose groups use MPI.
 #[cfg(feature = "mpi")]
 #[track_caller]
-fn over_mpi(options: Options) -> Result<World> {
+fn over_mpi(options: WorldOptions) -> Result<World> {
     // Some MPIs must begin before the ranks meet.
     let world = match burn_ddp_mpi::detect()? {
         Some(env) => World::join(&env, options)?,
@@ -103,7 +103,7 @@ impl Ddp {
     /// Joins the job that a launcher describes in the environment (`burnrun`, torchrun, plain `RANK`/`WORLD_SIZE`/…), or makes
     /// a world of 1 when nothing is set. *Collective*: returns when all ranks have come.
     ///
-    /// Waits are bounded by [`Options::from_env`].
+    /// Waits are bounded by [`WorldOptions::from_env`].
     ///
     /// # Errors
     ///
@@ -111,7 +111,7 @@ impl Ddp {
     /// time (named).
     #[track_caller]
     pub fn init() -> Result<Self> {
-        Self::init_with(Options::from_env()?)
+        Self::init_with(WorldOptions::from_env()?)
     }
 
     /// [`Ddp::init`] with waits of your own. *Collective*.
@@ -120,7 +120,7 @@ impl Ddp {
     ///
     /// As [`Ddp::init`].
     #[track_caller]
-    pub fn init_with(options: Options) -> Result<Self> {
+    pub fn init_with(options: WorldOptions) -> Result<Self> {
         #[cfg(feature = "mpi")]
         if options.engine == Some(burn_ddp_comm::EngineChoice::Mpi) {
             return Self::from_world(over_mpi(options)?);
@@ -155,7 +155,7 @@ impl Ddp {
                 weights: Weights::default(),
                 loaders: AtomicU64::new(0),
                 seed: Mutex::new(None),
-                writings: Mutex::new(Vec::new()),
+                background_writes: Mutex::new(Vec::new()),
                 #[cfg(feature = "train")]
                 metrics: std::sync::OnceLock::new(),
             }),
@@ -537,8 +537,8 @@ impl Ddp {
     }
 
     /// [`Ddp::finish`] waits for it.
-    pub(crate) fn note_writing(&self, writing: &Arc<Writing>) {
-        self.inner.writings.lock().unwrap_or_else(PoisonError::into_inner).push(writing.clone());
+    pub(crate) fn note_background_write(&self, write: &Arc<BackgroundWrite>) {
+        self.inner.background_writes.lock().unwrap_or_else(PoisonError::into_inner).push(write.clone());
     }
 
     /// Ends the job: checkpoints that are under way, the last barrier, then goodbye. *Collective*. Leaving without it is fine where nobody
@@ -549,9 +549,9 @@ impl Ddp {
     /// [`Error::Comm`] if a peer failed or does not come in time; [`Error::File`] if a checkpoint could not be written.
     #[track_caller]
     pub fn finish(self) -> Result<()> {
-        let writings = std::mem::take(&mut *self.inner.writings.lock().unwrap_or_else(PoisonError::into_inner));
-        for writing in writings {
-            writing.wait(self.group())?;
+        let background_writes = std::mem::take(&mut *self.inner.background_writes.lock().unwrap_or_else(PoisonError::into_inner));
+        for write in background_writes {
+            write.wait(self.group())?;
         }
         self.barrier()?;
         self.world().leave();

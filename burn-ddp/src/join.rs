@@ -67,7 +67,7 @@ impl Ddp {
             }));
         };
         let mine = tapped.steps();
-        while tapped.stand_in()? {}
+        while tapped.shadow()? {}
 
         let steps = self.group().all_gather_object(&mine)?;
         let last = *steps.iter().max().expect("a world has ranks");

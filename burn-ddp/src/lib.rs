@@ -95,15 +95,15 @@ mod wrap;
 pub use buffers::BufferPolicy;
 /// Ranks talking: the crate `burn-ddp-comm`.
 pub use burn_ddp_comm as comm;
-pub use burn_ddp_comm::{Options, ReduceOp};
+pub use burn_ddp_comm::{WorldOptions, ReduceOp};
 pub use clip::{clip_grad_norm, clip_grad_value, grad_norm};
 pub use config::{BatchSizes, DdpConfig};
 pub use ddp::Ddp;
 pub use differentiable::{Adjoint, CollectiveBackend, Differentiable};
 pub use distributed_optimizer::DistributedOptimizer;
 pub use error::{Error, Result};
-pub use gradients::Reduction;
-pub use intercept::{DdpBackend, GradientMemory, Lent, Reading, TapHandle};
+pub use gradients::{DeviceLoan, GradientMemory, HostCopy, Reduction};
+pub use intercept::{DdpBackend, TapHandle};
 pub use save::param_hash;
 pub use stats::Stats;
 pub use straggler::Straggler;
@@ -111,5 +111,7 @@ pub use wrap::WrapConfig;
 
 /// What a training program imports.
 pub mod prelude {
+    #[cfg(feature = "train")]
+    pub use crate::train::DdpTrainer;
     pub use crate::{BufferPolicy, Ddp, DdpConfig, DistributedOptimizer, ReduceOp, Reduction, WrapConfig, param_hash};
 }

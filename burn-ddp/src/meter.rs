@@ -234,7 +234,7 @@ pub(crate) enum Communication {
 mod tests {
     use std::fmt::Debug;
 
-    use burn_ddp_comm::Options;
+    use burn_ddp_comm::WorldOptions;
     use tracing::field::{Field, Visit};
     use tracing::span;
 
@@ -277,7 +277,7 @@ mod tests {
     }
 
     fn step_meter() -> StepMeter {
-        let world = World::solo(Options::default());
+        let world = World::solo(WorldOptions::default());
         let group = Arc::new(world.group().unwrap());
         StepMeter::new(Meter::new(world, group), 2)
     }

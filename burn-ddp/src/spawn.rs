@@ -4,7 +4,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn_ddp_comm::{LaunchEnv, Options, World};
+use burn_ddp_comm::{LaunchEnv, WorldOptions, World};
 use burn_ddp_launch::{Launcher, Stdio};
 
 use crate::ddp::Ddp;
@@ -35,7 +35,7 @@ impl Ddp {
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
     pub fn spawn<T: Send>(n: usize, f: impl Fn(Ddp) -> anyhow::Result<T> + Sync) -> Result<Vec<T>> {
-        Self::spawn_with(n, Options::default(), f)
+        Self::spawn_with(n, WorldOptions::default(), f)
     }
 
     /// [`Ddp::spawn`] with waits of your own.
@@ -45,7 +45,7 @@ impl Ddp {
     /// As [`Ddp::spawn`].
     pub fn spawn_with<T: Send>(
         n: usize,
-        options: Options,
+        options: WorldOptions,
         f: impl Fn(Ddp) -> anyhow::Result<T> + Sync,
     ) -> Result<Vec<T>> {
         if n == 0 {
@@ -151,7 +151,7 @@ fn run_rank<T>(ddp: Ddp, f: impl FnOnce(Ddp) -> anyhow::Result<T>, note: impl Fn
     match &failure {
         Failure::Error(_) => held.world().fail(failure.reason()),
         // With its line.
-        Failure::Panic(_) => held.world().fail_panicked(),
+        Failure::Panic(_) => held.world().fail_with_panic(),
     }
     Err(failure)
 }

@@ -15,7 +15,7 @@ use crate::buffers::{self, BufferPolicy};
 use crate::convert::comm_dtype;
 use crate::ddp::Ddp;
 use crate::gradients::{Caps, Reducer, Reduction, Settings, Slot};
-use crate::intercept::{MAX_RANK, SharedBuffers, TAP_NAME, Tap, Tapped};
+use crate::intercept::{MAX_RANK, SyncedStatistics, TAP_NAME, Tap, WrappedModel};
 use crate::schema::{Entry, Schema, difference, digest, unreadable};
 use crate::{Error, Result, intercept, placement};
 
@@ -225,8 +225,8 @@ impl Agreed {
         };
         let reducer = Reducer::new(group, slots, settings, ddp.meter().clone())?;
         let buffers = (config.buffers != BufferPolicy::Local).then(|| buffers::handle(model, &is_buffer)).flatten();
-        let shared = buffers.map(|buffers| SharedBuffers { buffers, policy: config.buffers, sent: Vec::new() });
-        let tapped = Arc::new(Tapped::new(ddp.without_presence(), device, reducer, accumulation, shared));
+        let shared = buffers.map(|buffers| SyncedStatistics { buffers, policy: config.buffers, sent: Vec::new() });
+        let tapped = Arc::new(WrappedModel::new(ddp.without_presence(), device, reducer, accumulation, shared));
         tapped.count_holder(true);
         Ok(Some(Taps { ddp: ddp.clone(), tapped, slot_of }))
     }
@@ -235,7 +235,7 @@ impl Agreed {
 /// Attaches the taps of one shared model to it. While this lives the reducer stays, also when no tapped copy does.
 pub(crate) struct Taps {
     ddp: Ddp,
-    pub(crate) tapped: Arc<Tapped>,
+    pub(crate) tapped: Arc<WrappedModel>,
     slot_of: VecDeque<Option<usize>>,
 }
 
@@ -534,7 +534,7 @@ impl ModuleMapper for ShareValues<'_> {
 /// Puts a tap on every float parameter; the order of calls is the order of slots.
 struct Attach {
     ddp: Ddp,
-    tapped: Arc<Tapped>,
+    tapped: Arc<WrappedModel>,
     /// Slots of the floats to come.
     slot_of: VecDeque<Option<usize>>,
 }

@@ -7,7 +7,7 @@ use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::{DType, TensorData};
 use burn_ddp::prelude::*;
-use burn_ddp::{Options, Result};
+use burn_ddp::{WorldOptions, Result};
 use burn_ddp_tests::{Normed, device, distance, number, rows, to_f64, values};
 
 /// Two heads, of which a micro-batch uses one.
@@ -149,7 +149,7 @@ fn together(case: &Case, ddp: &Ddp, model: Heads) -> anyhow::Result<(Vec<Vec<f64
 }
 
 fn spawn<T: Send>(world: usize, f: impl Fn(Ddp) -> anyhow::Result<T> + Sync) -> Result<Vec<T>> {
-    let options = Options { timeout: Duration::from_secs(20), ..Options::default() };
+    let options = WorldOptions { timeout: Duration::from_secs(20), ..WorldOptions::default() };
     Ddp::spawn_with(world, options, f)
 }
 

@@ -5,14 +5,14 @@ use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
-use burn_ddp::{Error, Options};
+use burn_ddp::{Error, WorldOptions};
 use burn_ddp_tests::awkward::bomb;
 use burn_ddp_tests::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-fn short() -> Options {
-    Options { timeout: Duration::from_secs(5), join_timeout: Duration::from_secs(5), ..Options::default() }
+fn short() -> WorldOptions {
+    WorldOptions { timeout: Duration::from_secs(5), join_timeout: Duration::from_secs(5), ..WorldOptions::default() }
 }
 
 fn x(ddp: &Ddp, device: &Device) -> Tensor<2> {

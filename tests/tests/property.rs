@@ -14,7 +14,7 @@ use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
-use burn_ddp::Options;
+use burn_ddp::WorldOptions;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::awkward::sgd;
 use burn_ddp_tests::{device, distance, number, rows, to_f64, values};
@@ -383,7 +383,7 @@ fn together(plan: &Plan, ddp: &Ddp) -> Result<(Vec<Vec<f64>>, String)> {
 fn follow(plan: &Plan) -> Result<()> {
     let oracle = alone(plan);
     let wait = Duration::from_secs(20);
-    let options = Options { timeout: wait, join_timeout: wait, ..Options::default() };
+    let options = WorldOptions { timeout: wait, join_timeout: wait, ..WorldOptions::default() };
     let ranks = Ddp::spawn_with(plan.world(), options, |ddp| together(plan, &ddp))?;
     for (rank, (_, hash)) in ranks.iter().enumerate() {
         ensure!(*hash == ranks[0].1, "rank {rank} differs from rank 0");

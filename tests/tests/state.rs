@@ -5,7 +5,7 @@ use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::{DType, TensorData};
 use burn_ddp::prelude::*;
-use burn_ddp::{Error, Options};
+use burn_ddp::{Error, WorldOptions};
 use burn_ddp_tests::*;
 use std::time::{Duration, Instant};
 
@@ -267,7 +267,7 @@ fn a_parameter_read_past_its_tap_is_an_error_at_once() {
 
 #[test]
 fn two_wrapped_models_in_one_loss_may_meet_in_any_order() {
-    let options = Options { timeout: Duration::from_secs(20), ..Options::default() };
+    let options = WorldOptions { timeout: Duration::from_secs(20), ..WorldOptions::default() };
     let start = Instant::now();
     let hashes = Ddp::spawn_with(2, options, |ddp| {
         let device = ddp.device()?.autodiff();

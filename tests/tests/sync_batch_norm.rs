@@ -9,7 +9,7 @@ use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::nn::SyncBatchNorm;
 use burn_ddp::prelude::*;
-use burn_ddp::{Error, Options};
+use burn_ddp::{Error, WorldOptions};
 use burn_ddp_tests::{device, distance, number, rows, values};
 
 /// Linear, norm, linear, with either kind of norm.
@@ -332,7 +332,7 @@ fn half_precision_is_computed_in_single() {
 
 #[test]
 fn a_rank_that_makes_another_pass_is_named() {
-    let options = Options { timeout: Duration::from_secs(1), ..Options::default() };
+    let options = WorldOptions { timeout: Duration::from_secs(1), ..WorldOptions::default() };
     for in_backward in [false, true] {
         let worlds = burn_ddp::comm::World::threads(2, options.clone());
         let errors: Vec<String> = std::thread::scope(|scope| {

@@ -10,7 +10,7 @@ use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
-use burn_ddp::{Options, Stats};
+use burn_ddp::{WorldOptions, Stats};
 use burn_ddp_examples::mnist::{CnnConfig, MnistBatch};
 use burn_ddp_tests::job::{FreePort, rank, stderr};
 use burn_ddp_tests::{Mlp, rows};
@@ -115,8 +115,8 @@ fn constant(model: Mlp) -> Mlp {
     model.map(&mut Fill(0))
 }
 
-fn options(file: Option<&Path>) -> Options {
-    Options { timeline: file.map(Into::into), ..Options::default() }
+fn options(file: Option<&Path>) -> WorldOptions {
+    WorldOptions { timeline: file.map(Into::into), ..WorldOptions::default() }
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use burn_ddp_comm::engine::{Engine, Fabric, HostEngine};
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Call, CallInfo, CallSite, Collective, Error, Members, PeerInfo, Result, World};
 
 use crate::channel::Route;
@@ -25,18 +25,18 @@ use crate::{detect, lifecycle};
 /// # Errors
 /// Any error of a rank ends the world, on all ranks. [`Error::Environment`] if MPI cannot be used, or was
 /// not started with the ranks of this world; [`Error::Timeout`] naming the ranks that did not come within
-/// [`Options::join_timeout`].
+/// [`WorldOptions::join_timeout`].
 ///
-/// [`Options::join_timeout`]: burn_ddp_comm::Options::join_timeout
+/// [`WorldOptions::join_timeout`]: burn_ddp_comm::WorldOptions::join_timeout
 #[track_caller]
 pub fn attach(world: &World) -> Result<()> {
     let site = CallSite::from(Location::caller());
-    world.set_fabric(|_, health| {
-        let attached = attached(world, &health, site);
+    world.set_fabric(|_, membership| {
+        let attached = attached(world, &membership, site);
         match &attached {
             // The other ranks learn which rank failed.
             Err(error @ Error::Environment { .. }) => world.fail(format!("it cannot use MPI: {error}")),
-            Err(error) => health.fail(error.clone()),
+            Err(error) => membership.fail(error.clone()),
             Ok(_) => {}
         }
         attached
@@ -56,15 +56,15 @@ pub fn attach_threads(worlds: &[World]) -> Result<()> {
         Arc::new(Comm::of_this_process().map_err(call_failed)?)
     };
     for world in worlds {
-        world.set_fabric(|_, health| {
-            lifecycle::register(&health, world.options().timeout);
-            Ok::<_, Error>(Arc::new(MpiFabric::new(comm.clone(), health, Ranks::Threads)) as Arc<dyn Fabric>)
+        world.set_fabric(|_, membership| {
+            lifecycle::register(&membership, world.options().timeout);
+            Ok::<_, Error>(Arc::new(MpiFabric::new(comm.clone(), membership, Ranks::Threads)) as Arc<dyn Fabric>)
         })?;
     }
     Ok(())
 }
 
-fn attached(world: &World, health: &Arc<Health>, site: CallSite) -> Result<Arc<dyn Fabric>> {
+fn attached(world: &World, membership: &Arc<Membership>, site: CallSite) -> Result<Arc<dyn Fabric>> {
     if detect::is_taken() && !lifecycle::has_begun() {
         return Err(environment(detect::TOO_LATE.to_owned()));
     }
@@ -75,10 +75,10 @@ fn attached(world: &World, health: &Arc<Health>, site: CallSite) -> Result<Arc<d
     let info = CallInfo::bare(Collective::NewGroup, 0, 0, site);
     let members = Arc::new(Members::all(world.world_size()));
     let call = Call::new(info, members, world.rank(), world.options().join_timeout);
-    meet(world, health, &all, &call)?;
-    let comm = duplicate(&all, health, &call)?;
-    lifecycle::register(health, world.options().timeout);
-    Ok(Arc::new(MpiFabric::new(Arc::new(comm), health.clone(), Ranks::Processes)))
+    meet(world, membership, &all, &call)?;
+    let comm = duplicate(&all, membership, &call)?;
+    lifecycle::register(membership, world.options().timeout);
+    Ok(Arc::new(MpiFabric::new(Arc::new(comm), membership.clone(), Ranks::Processes)))
 }
 
 /// Fails unless MPI and the world agree on this process's rank and on their number.
@@ -106,13 +106,13 @@ fn check_place(world: &World, all: &Comm) -> Result<()> {
 /// Bytes of a process's name: its number, and the end of its host's name.
 const NAME_BYTES: usize = 64;
 
-/// Waits for all ranks, and checks that MPI's ranks are those of the world. An error names missing ranks, which MPI could
-/// not do.
-fn meet(world: &World, health: &Arc<Health>, all: &Arc<Comm>, call: &Call) -> Result<()> {
+/// Waits for all ranks, and checks that MPI's ranks are those of the world. An error names missing ranks, which MPI
+/// could not do.
+fn meet(world: &World, membership: &Arc<Membership>, all: &Arc<Comm>, call: &Call) -> Result<()> {
     let tag = all.tag_max();
     let route = |rank: usize| Route { process: rank as std::ffi::c_int, send: tag, receive: tag };
     let routes = (0..world.world_size()).map(route).collect();
-    let transport = MpiTransport::new(world.rank(), routes, all.clone(), health.clone(), false)?;
+    let transport = MpiTransport::new(world.rank(), routes, all.clone(), membership.clone(), false)?;
     let mut names = vec![[0; NAME_BYTES]; world.world_size()];
     let mut outputs: Vec<&mut [u8]> = names.iter_mut().map(|name| name.as_mut_slice()).collect();
     let peers = world.peers();
@@ -136,14 +136,14 @@ fn name(peer: &PeerInfo) -> [u8; NAME_BYTES] {
 }
 
 /// Makes a communicator of the world's own, which keeps its messages apart from the program's.
-fn duplicate(all: &Comm, health: &Arc<Health>, call: &Call) -> Result<Comm> {
-    let mut backoff = backoff(health);
+fn duplicate(all: &Comm, membership: &Arc<Membership>, call: &Call) -> Result<Comm> {
+    let mut backoff = backoff(membership);
     let mut duplication = all.duplicate().map_err(call_failed)?;
     loop {
         if let Some(comm) = duplication.test().map_err(call_failed)? {
             return Ok(comm);
         }
-        health.check()?;
+        membership.check()?;
         if Instant::now() >= call.deadline() {
             return Err(call.timed_out((0..call.members.count()).filter(|rank| *rank != call.rank).collect()));
         }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Error, Result};
 
 use crate::error::environment;
@@ -30,7 +30,7 @@ struct State {
     /// Number of transports.
     in_use: usize,
     /// Ranks that used MPI, with their longest wait for others.
-    ranks: Vec<(Arc<Health>, Duration)>,
+    ranks: Vec<(Arc<Membership>, Duration)>,
     /// Messages under way by which closed groups say goodbye to their peers, and the peers to them.
     closing: Vec<Requests<()>>,
 }
@@ -158,8 +158,8 @@ pub(crate) fn one_at_a_time() -> MutexGuard<'static, ()> {
 }
 
 /// Registers a rank of this process that uses MPI: MPI is finalized only if the rank leaves well.
-pub(crate) fn register(health: &Arc<Health>, timeout: Duration) {
-    state().ranks.push((health.clone(), timeout));
+pub(crate) fn register(membership: &Arc<Membership>, timeout: Duration) {
+    state().ranks.push((membership.clone(), timeout));
 }
 
 /// Guard that keeps MPI from ending.
@@ -206,7 +206,9 @@ extern "C" fn at_exit() {
     if state.stage != (Stage::Ready { ours: true }) {
         return;
     }
-    let went_well = |(health, _): &(Arc<Health>, Duration)| health.check().is_ok() && health.has_left(health.rank());
+    let went_well = |(membership, _): &(Arc<Membership>, Duration)| {
+        membership.check().is_ok() && membership.has_left(membership.rank())
+    };
     let last_groups = Instant::now() + LAST_GROUPS;
     while state.in_use > 0 && state.ranks.iter().all(went_well) && Instant::now() < last_groups {
         state = wait(state, LOOK);

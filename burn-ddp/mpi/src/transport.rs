@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 
 use burn_ddp_comm::engine::{Incoming, Outgoing, Piece, Transport};
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Call, Error, Result};
 
 use crate::channel::{Channel, Receiving, Route, Sending};
@@ -16,14 +16,14 @@ use crate::wait::backoff;
 
 pub(crate) const NAME: &str = "mpi";
 
-/// Transport of one group on one rank. Its waits let MPI make progress again and again, and check the health and the
-/// deadline in between.
+/// Transport of one group on one rank. Its waits let MPI make progress again and again, and check the membership and
+/// the deadline in between.
 pub(crate) struct MpiTransport {
     /// This rank in the group.
     rank: usize,
     channel: Channel,
     fragments: Fragments,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     /// True after an exchange that ended by an error: messages may be under way that no later exchange expects.
     broken: bool,
     /// True if this side tells its peers when it closes.
@@ -37,13 +37,13 @@ impl MpiTransport {
         rank: usize,
         routes: Vec<Route>,
         comm: Arc<Comm>,
-        health: Arc<Health>,
+        membership: Arc<Membership>,
         says_goodbye: bool,
     ) -> Result<MpiTransport> {
         let in_use = lifecycle::in_use()?;
         let fragments = Fragments::of(routes.len());
-        let channel = Channel::new(routes, Requests::new(comm), backoff(&health));
-        Ok(MpiTransport { rank, channel, fragments, health, broken: false, says_goodbye, _in_use: in_use })
+        let channel = Channel::new(routes, Requests::new(comm), backoff(&membership));
+        Ok(MpiTransport { rank, channel, fragments, membership, broken: false, says_goodbye, _in_use: in_use })
     }
 
     fn run(
@@ -54,12 +54,13 @@ impl MpiTransport {
         take: Option<&mut dyn FnMut(Piece<'_>)>,
     ) -> Result<()> {
         if self.broken {
-            self.health.check()?;
+            self.membership.check()?;
             let message = format!("{} after an error on the same group", call.info);
             return Err(Error::Internal { message });
         }
         let sending = sends.iter().map(|send| Sending::new(send.peer, send.payload)).collect();
-        let result = Exchange::new(call, &self.health, self.fragments, sending, receiving).run(&mut self.channel, take);
+        let result =
+            Exchange::new(call, &self.membership, self.fragments, sending, receiving).run(&mut self.channel, take);
         self.broken = result.is_err();
         result
     }
@@ -114,7 +115,7 @@ impl Transport for MpiTransport {
 impl Drop for MpiTransport {
     fn drop(&mut self) {
         // Ranks that learn of an ended world need nothing else, and a rank that panics ends it.
-        if self.broken || !self.says_goodbye || thread::panicking() || self.health.check().is_err() {
+        if self.broken || !self.says_goodbye || thread::panicking() || self.membership.check().is_err() {
             return;
         }
         let mut requests = Requests::new(self.channel.requests.comm().clone());

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Backoff, core_per_rank};
 
 /// Time for which a wait keeps its core, if ranks do not outnumber cores.
@@ -11,8 +11,8 @@ const SPINS: Duration = Duration::from_micros(500);
 const YIELDS: Duration = Duration::from_millis(1);
 
 /// Pauses of the waits of one rank.
-pub(crate) fn backoff(health: &Health) -> Backoff {
-    let spins = core_per_rank(health.rank(), health.peers());
+pub(crate) fn backoff(membership: &Membership) -> Backoff {
+    let spins = core_per_rank(membership.rank(), membership.peers());
     Backoff::new(if spins { SPINS } else { Duration::ZERO }, YIELDS)
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Call, Error};
 
 /// Reason why a call on a device did not succeed.
@@ -31,22 +31,24 @@ const NEWS: Duration = Duration::from_millis(300);
 
 /// Error that ends the world after NCCL or the driver failed on this rank. Prefers a rank that died, which is known
 /// within [`NEWS`] and explains more.
-pub(crate) fn root_cause(health: &Health, why: &str) -> Error {
+pub(crate) fn root_cause(membership: &Membership, why: &str) -> Error {
     let until = Instant::now() + NEWS;
     while Instant::now() < until {
-        if let Err(cause) = health.check() {
+        if let Err(cause) = membership.check() {
             return cause;
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    own_failure(health, why)
+    own_failure(membership, why)
 }
 
 /// Error that names this rank as the one that failed.
-pub(crate) fn own_failure(health: &Health, why: &str) -> Error {
-    match health.peers().get(health.rank()) {
+pub(crate) fn own_failure(membership: &Membership, why: &str) -> Error {
+    match membership.peers().get(membership.rank()) {
         Some(peer) => Error::PeerFailed { peer: peer.clone(), cause: why.to_owned(), during: None },
-        None => Error::Internal { message: format!("rank {} of {}: {why}", health.rank(), health.peers().len()) },
+        None => {
+            Error::Internal { message: format!("rank {} of {}: {why}", membership.rank(), membership.peers().len()) }
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use burn_ddp_comm::engine::{Engine, Fabric};
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Call, Result};
 
 use crate::device::Device;
@@ -30,9 +30,14 @@ impl NcclFabric {
     /// # Errors
     /// [`Error::Environment`](burn_ddp_comm::Error::Environment) that names the package to install or the variable to
     /// set.
-    pub fn load(own: Arc<dyn Fabric>, health: Arc<Health>, ordinal: usize, memory: HostMemory) -> Result<NcclFabric> {
+    pub fn load(
+        own: Arc<dyn Fabric>,
+        membership: Arc<Membership>,
+        ordinal: usize,
+        memory: HostMemory,
+    ) -> Result<NcclFabric> {
         let device = Device::new(&Driver::load()?, ordinal)?;
-        NcclFabric::new(own, health, Nccl::load()?, device, memory)
+        NcclFabric::new(own, membership, Nccl::load()?, device, memory)
     }
 
     /// A fabric on `device`, with `nccl`.
@@ -41,12 +46,12 @@ impl NcclFabric {
     /// [`Error::PeerFailed`](burn_ddp_comm::Error::PeerFailed), naming this rank, if the device cannot be used.
     pub fn new(
         own: Arc<dyn Fabric>,
-        health: Arc<Health>,
+        membership: Arc<Membership>,
         nccl: Nccl,
         device: Device,
         memory: HostMemory,
     ) -> Result<NcclFabric> {
-        let rank_device = Arc::new(RankDevice::new(health, nccl, device)?);
+        let rank_device = Arc::new(RankDevice::new(membership, nccl, device)?);
         Ok(NcclFabric { own, rank_device, memory })
     }
 

@@ -112,7 +112,7 @@ fn number(row: &[u8]) -> u64 {
 /// In a world that has ended the other ranks will not end the communicator together with this rank.
 impl Drop for GroupLaunch {
     fn drop(&mut self) {
-        if self.rank_device.health.check().is_err() {
+        if self.rank_device.membership.check().is_err() {
             abort(&self.communicator);
         }
     }

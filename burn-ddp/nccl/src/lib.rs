@@ -6,14 +6,14 @@
 //!
 //! ```no_run
 //! use std::sync::Arc;
-//! use burn_ddp_comm::{LaunchEnv, Options, World};
+//! use burn_ddp_comm::{LaunchEnv, WorldOptions, World};
 //! use burn_ddp_nccl::{HostMemory, NcclFabric};
 //!
 //! let env = LaunchEnv::detect()?.expect("a launcher");
-//! let world = World::join(&env, Options::default())?;
+//! let world = World::join(&env, WorldOptions::default())?;
 //! let ordinal = world.local_rank();
-//! world.set_fabric(|own, health| {
-//!     NcclFabric::load(own, health, ordinal, HostMemory::ByHost).map(|fabric| Arc::new(fabric) as _)
+//! world.set_fabric(|own, membership| {
+//!     NcclFabric::load(own, membership, ordinal, HostMemory::ByHost).map(|fabric| Arc::new(fabric) as _)
 //! })?;
 //! let group = world.group()?; // reduces on the device
 //! # Ok::<(), burn_ddp_comm::Error>(())

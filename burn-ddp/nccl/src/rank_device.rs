@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Call, Error, Result};
 
 use crate::device::Device;
@@ -15,7 +15,7 @@ use crate::watchdog::Watchdog;
 
 /// A rank's device, the NCCL on it, and what keeps the launches of its groups in order.
 pub(crate) struct RankDevice {
-    pub(crate) health: Arc<Health>,
+    pub(crate) membership: Arc<Membership>,
     pub(crate) nccl: Nccl,
     pub(crate) device: Device,
     /// Stream of all communicators: each launch waits for an event of its own, so an order of launches is one of
@@ -28,15 +28,15 @@ pub(crate) struct RankDevice {
 impl RankDevice {
     /// # Errors
     /// [`Error::PeerFailed`], naming this rank, if the device cannot be used.
-    pub(crate) fn new(health: Arc<Health>, nccl: Nccl, device: Device) -> Result<RankDevice> {
-        let stream = device.stream().map_err(|why| own_failure(&health, &why))?;
-        let watchdog = Arc::new(Watchdog::new(health.clone(), device.clone()));
-        Ok(RankDevice { health, nccl, device, stream, launch_order: LaunchOrder::default(), watchdog })
+    pub(crate) fn new(membership: Arc<Membership>, nccl: Nccl, device: Device) -> Result<RankDevice> {
+        let stream = device.stream().map_err(|why| own_failure(&membership, &why))?;
+        let watchdog = Arc::new(Watchdog::new(membership.clone(), device.clone()));
+        Ok(RankDevice { membership, nccl, device, stream, launch_order: LaunchOrder::default(), watchdog })
     }
 
     /// Fails if `call` cannot succeed any more: the world has ended, or the deadline has passed.
     pub(crate) fn check(&self, call: &Call) -> Result<()> {
-        self.health.check()?;
+        self.membership.check()?;
         if Instant::now() >= call.deadline() {
             return Err(call.timed_out(awaited_ranks(call)));
         }
@@ -47,7 +47,7 @@ impl RankDevice {
     pub(crate) fn error(&self, error: DeviceError) -> Error {
         match error {
             DeviceError::World(error) => error,
-            DeviceError::Library(why) => root_cause(&self.health, &why),
+            DeviceError::Library(why) => root_cause(&self.membership, &why),
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Call, Error, Result};
 
 use crate::communicator::{Communicator, SharedCommunicator, abort};
@@ -23,7 +23,7 @@ pub(crate) struct Enqueued {
 /// One thread per fabric, started for the first collective that is not waited for. It ends when the fabric is dropped
 /// and every collective is done.
 pub(crate) struct Watchdog {
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     device: Device,
     list: Arc<List>,
     /// True once the thread was started.
@@ -42,19 +42,19 @@ struct List {
 const LOOK: Duration = Duration::from_millis(2);
 
 impl Watchdog {
-    pub(crate) fn new(health: Arc<Health>, device: Device) -> Watchdog {
-        Watchdog { health, device, list: Arc::default(), thread: Mutex::new(false) }
+    pub(crate) fn new(membership: Arc<Membership>, device: Device) -> Watchdog {
+        Watchdog { membership, device, list: Arc::default(), thread: Mutex::new(false) }
     }
 
     /// Watches `enqueued` until it is done. Aborts it and ends the world if it fails or is not done in time.
     pub(crate) fn watch(self: &Arc<Watchdog>, enqueued: Enqueued) -> Result<()> {
         let mut thread = lock(&self.thread);
         if !*thread {
-            let (health, device, list, owner) =
-                (self.health.clone(), self.device.clone(), self.list.clone(), Arc::downgrade(self));
-            let watch = move || keep_watch(&health, &device, &list, &owner);
+            let (membership, device, list, owner) =
+                (self.membership.clone(), self.device.clone(), self.list.clone(), Arc::downgrade(self));
+            let watch = move || keep_watch(&membership, &device, &list, &owner);
             let spawned = std::thread::Builder::new().name("nccl watchdog".to_owned()).spawn(watch);
-            spawned.map_err(|error| own_failure(&self.health, &format!("no thread can be started: {error}")))?;
+            spawned.map_err(|error| own_failure(&self.membership, &format!("no thread can be started: {error}")))?;
             *thread = true;
         }
         lock(&self.list.enqueued).push(enqueued);
@@ -69,9 +69,9 @@ impl Drop for Watchdog {
     }
 }
 
-fn keep_watch(health: &Health, device: &Device, list: &List, owner: &Weak<Watchdog>) {
+fn keep_watch(membership: &Membership, device: &Device, list: &List, owner: &Weak<Watchdog>) {
     if let Err(why) = device.bind() {
-        health.fail(own_failure(health, &why));
+        membership.fail(own_failure(membership, &why));
     }
     loop {
         let mut taken = {
@@ -85,14 +85,14 @@ fn keep_watch(health: &Health, device: &Device, list: &List, owner: &Weak<Watchd
             let waited = list.changed.wait_timeout(enqueued, patience);
             std::mem::take(&mut *waited.unwrap_or_else(PoisonError::into_inner).0)
         };
-        taken.retain(|enqueued| goes_on(health, enqueued));
+        taken.retain(|enqueued| goes_on(membership, enqueued));
         lock(&list.enqueued).append(&mut taken);
     }
 }
 
 /// True if the collective is still under way.
-fn goes_on(health: &Health, Enqueued { communicator, done, call }: &Enqueued) -> bool {
-    let failure = match (done.is_done(), health.check()) {
+fn goes_on(membership: &Membership, Enqueued { communicator, done, call }: &Enqueued) -> bool {
+    let failure = match (done.is_done(), membership.check()) {
         (Ok(true), _) => return false,
         (_, Err(_)) => None,
         (Err(why), _) => Some(why),
@@ -103,7 +103,7 @@ fn goes_on(health: &Health, Enqueued { communicator, done, call }: &Enqueued) ->
             match found {
                 Some((_, why)) => Some(why),
                 None if Instant::now() >= call.deadline() => {
-                    health.fail(late(call));
+                    membership.fail(late(call));
                     None
                 }
                 None => return true,
@@ -111,7 +111,7 @@ fn goes_on(health: &Health, Enqueued { communicator, done, call }: &Enqueued) ->
         }
     };
     if let Some(why) = failure {
-        health.fail(root_cause(health, &format!("{}: {why}", call.info)));
+        membership.fail(root_cause(membership, &format!("{}: {why}", call.info)));
     }
     abort(communicator);
     false

@@ -9,7 +9,7 @@ use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_ddp_nccl::fake::Machine;
 
-use super::fake::{self, Fault};
+use super::fake_device::{self, Fault};
 use super::fake_gpu;
 use crate::{Ddp, Error, Reduction, WrapConfig, param_hash};
 
@@ -72,7 +72,7 @@ fn small() -> WrapConfig {
 fn both<T: Send + PartialEq + Debug>(world: usize, f: impl Fn(&Ddp) -> anyhow::Result<T> + Sync) -> T {
     let run = |on_device: bool| {
         Ddp::spawn(world, |ddp| {
-            let count = on_device.then(|| fake::install(&ddp));
+            let count = on_device.then(|| fake_device::install(&ddp));
             let result = f(&ddp)?;
             assert!(count.is_none_or(|count| count.load(Ordering::Relaxed) > 0), "nothing was reduced on the device");
             Ok(result)
@@ -274,12 +274,12 @@ fn whatever_fails_on_one_rank_is_every_ranks_error_and_stays() {
     ];
     for (fault, says) in says {
         let errors = Ddp::spawn(2, |ddp| {
-            fake::install(&ddp);
+            fake_device::install(&ddp);
             let device = Device::flex().autodiff();
             let model = ddp.wrap_with(Model::new(&device, F32), &small())?;
             ddp.backward(&model.loss(ALL, 1.0), &model)?;
             if ddp.rank() == 1 {
-                fake::FAULT.set(Some(fault));
+                fake_device::FAULT.set(Some(fault));
             }
             let first = ddp.backward(&model.loss(ALL, 1.0), &model).map(drop);
             let again: Error = ddp.backward(&model.loss(ALL, 1.0), &model).map(drop).unwrap_err();

@@ -10,7 +10,7 @@ use burn::tensor::{Device, Tensor};
 use super::moments::{Moments, per_channel, wide};
 use super::ops::{SyncBatchNormBackend, SyncedBatch};
 use crate::Result;
-use crate::intercept::{Tap, Tapped, tell_peers};
+use crate::intercept::{Tap, WrappedModel, tell_peers};
 
 /// Batch normalisation whose mean and variance are those of the items of **all** ranks, as in `torch.nn.SyncBatchNorm`: N ranks
 /// with b items each train like one with N·b.
@@ -76,7 +76,7 @@ impl SyncBatchNorm {
     /// or called something else, since a forward cannot return an error; and if no rank has an item.
     #[track_caller]
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
-        let tapped = self.norm.gamma.reparameterization::<Tap>().map(Tap::tapped);
+        let tapped = self.norm.gamma.reparameterization::<Tap>().map(Tap::model);
         let training = input.device().is_autodiff() && self.norm.training.is_enabled();
         match tapped {
             Some(tapped) if training && tapped.ddp.world_size() > 1 => {
@@ -90,7 +90,7 @@ impl SyncBatchNorm {
     }
 
     #[track_caller]
-    fn forward_train<const D: usize>(&self, input: Tensor<D>, tapped: &Tapped) -> Result<Tensor<D>> {
+    fn forward_train<const D: usize>(&self, input: Tensor<D>, tapped: &WrappedModel) -> Result<Tensor<D>> {
         let [channels] = self.norm.gamma.dims();
         burn::tensor::assert_shape!(input, [_, channels, ..]);
         let device = input.device();

@@ -29,7 +29,7 @@ struct Here {
 #[track_caller]
 pub(crate) fn choose(ddp: &Ddp, device: &Device, reduces: bool) -> Result<bool> {
     #[cfg(all(test, feature = "flex"))]
-    if ddp.engine() == crate::intercept::fake::NAME || crate::intercept::fake_gpu::is_installed() {
+    if ddp.engine() == crate::intercept::fake_device::NAME || crate::intercept::fake_gpu::is_installed() {
         return Ok(reduces);
     }
     let wanted = ddp.world().options().engine;
@@ -111,7 +111,7 @@ mod tests {
     fn what_was_asked_for_and_is_not_there_is_everybodys_error() {
         use burn::nn::LinearConfig;
         for world in [1, 2] {
-            let options = burn_ddp_comm::Options { engine: Some(EngineChoice::Nccl), ..Default::default() };
+            let options = burn_ddp_comm::WorldOptions { engine: Some(EngineChoice::Nccl), ..Default::default() };
             let errors = Ddp::spawn_with(world, options, |ddp| {
                 let model = LinearConfig::new(1, 1).init(&Device::flex().autodiff());
                 Ok(ddp.wrap(model).map(drop).unwrap_err().to_string())

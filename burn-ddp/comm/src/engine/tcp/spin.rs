@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::Result;
 use crate::backoff::core_per_rank;
-use crate::health::Health;
+use crate::membership::Membership;
 
 /// About the cost of falling asleep and being woken: spinning longer would never pay.
 const MOST: Duration = Duration::from_micros(60);
@@ -20,8 +20,8 @@ pub(super) struct Spin {
 }
 
 impl Spin {
-    pub(super) fn new(health: &Health) -> Spin {
-        Spin { limit: MOST, allowed: core_per_rank(health.rank(), health.peers()) }
+    pub(super) fn new(membership: &Membership) -> Spin {
+        Spin { limit: MOST, allowed: core_per_rank(membership.rank(), membership.peers()) }
     }
 
     /// Calls `look` until it finds something; false if it has not in time.
