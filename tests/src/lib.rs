@@ -1,4 +1,5 @@
 //! Models, data and small tools that the system tests and the program `rank` share.
+#![forbid(unsafe_code)]
 
 pub mod awkward;
 pub mod job;
