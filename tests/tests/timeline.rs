@@ -93,7 +93,7 @@ fn train(ddp: &Ddp, overlap: bool) -> anyhow::Result<(String, Stats, Stats)> {
             model = optim.step(0.05, model, grads);
         }
     }
-    Ok((param_hash(&model)?, ddp.stats(), ddp.last_step()))
+    Ok((param_hash(&model)?, ddp.telemetry().stats(), ddp.telemetry().last_step()))
 }
 
 /// The same values in every run.
@@ -201,7 +201,7 @@ fn the_rank_that_the_others_wait_for_is_named_on_all() {
             ddp.mean(0.0)?; // here, and not in backward, the others wait
             model.forward(x).sum().backward();
         }
-        Ok(ddp.straggler())
+        Ok(ddp.telemetry().straggler())
     });
     let found = found.unwrap();
     let straggler = found[0].clone().expect("rank 1 sleeps");

@@ -1,7 +1,7 @@
 //! Fine-tuning with LoRA: only the small factors are trained, and only their gradients travel.
 //!
 //! ```sh
-//! cargo run --bin lora # two ranks
+//! cargo run --bin lora   # two ranks
 //! ```
 //!
 //! In torch: `DDP(get_peft_model(model, LoraConfig(r=4, lora_alpha=8)))`.
@@ -71,7 +71,7 @@ fn train(ddp: &Ddp) -> anyhow::Result<()> {
         }
     }
 
-    let stats = ddp.stats();
+    let stats = ddp.telemetry().stats();
     let per_step = stats.bytes / stats.steps;
     if ddp.is_main() {
         println!("{whole} parameters are frozen, {factors} are trained: {per_step} bytes of gradients per step");

@@ -15,7 +15,7 @@ pub(crate) use memory::shared_bytes;
 pub use memory::{GradientMemory, HostCopy};
 pub(crate) use piggyback::Piggyback;
 pub(crate) use readback::Unread;
-pub use reducer::Reduction;
+pub use reducer::GradientReduction;
 pub(crate) use reducer::{Reducer, Settings};
 pub use store::DeviceLoan;
 pub(crate) use store::device_store::Kept;

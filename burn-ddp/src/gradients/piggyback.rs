@@ -6,8 +6,8 @@ use super::accumulation::Buffer;
 use super::reducer::Reducer;
 use super::worker::{Done, Finished, Job, StatisticsSource};
 use crate::Result;
-use crate::meter::Communication;
-use crate::straggler::REPORT_LEN;
+use crate::telemetry::meter::Communication;
+use crate::telemetry::REPORT_LEN;
 
 /// What travels with the gradients of a step.
 #[derive(Debug, Default)]

@@ -15,15 +15,15 @@ use super::bucket_plan::{Bucket, Caps, Plan, Slot};
 use super::piggyback::{Piggyback, PiggybackResult};
 use super::store::{Contribution, Keeper};
 use super::worker::{Done, Fault, Finished, Job, Worker};
-use crate::meter::{Communication, Meter, StepMeter};
+use crate::telemetry::meter::{Communication, Meter, StepMeter};
 use crate::{Error, Result};
 
 /// How gradients of several ranks and micro-batches become one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Reduction {
+pub enum GradientReduction {
     /// `Σ nᵢ gᵢ / Σ nᵢ`: right when the loss is a mean over the items of a batch. `nᵢ` comes from the loader or from
-    /// [`Ddp::weight`](crate::Ddp::weight) and is 1 without either.
+    /// [`Ddp::set_batch_items`](crate::Ddp::set_batch_items) and is 1 without either.
     #[default]
     Mean,
     /// `Σ gᵢ`: right when the loss is a sum over items, and what `torch.nn.DataParallel` does. A batch of weight 0 counts nothing.
@@ -33,7 +33,7 @@ pub enum Reduction {
 /// What does not change while a model is wrapped.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Settings {
-    pub reduction: Reduction,
+    pub reduction: GradientReduction,
     /// Micro-batches per reduction.
     pub accumulation: usize,
     pub caps: Caps,
@@ -176,7 +176,7 @@ impl Reducer {
         self.settings.caps.bytes
     }
 
-    pub(crate) fn reduction(&self) -> Reduction {
+    pub(crate) fn reduction(&self) -> GradientReduction {
         self.settings.reduction
     }
 
@@ -255,8 +255,8 @@ impl Reducer {
             Contribution::Whole
         } else {
             Contribution::Added(match self.settings.reduction {
-                Reduction::Mean => self.weight,
-                Reduction::Sum => 1.0,
+                GradientReduction::Mean => self.weight,
+                GradientReduction::Sum => 1.0,
             })
         }
     }
@@ -478,8 +478,8 @@ impl Reducer {
         }
         let bytes = buffer.bytes_mut();
         let items = match self.settings.reduction {
-            Reduction::Mean => self.items,
-            Reduction::Sum => 1.0,
+            GradientReduction::Mean => self.items,
+            GradientReduction::Sum => 1.0,
         };
         for (nth, &slot) in bucket.slots.iter().enumerate() {
             let present = self.has(slot);
@@ -509,7 +509,7 @@ impl Reducer {
         };
         let bucket = &self.plan.buckets[index];
         self.meter.launched(bucket.reduced_bytes(), during_backward && self.worker.is_threaded());
-        let weight = (self.settings.reduction == Reduction::Mean).then_some(self.items);
+        let weight = (self.settings.reduction == GradientReduction::Mean).then_some(self.items);
         // 16 bits of discards, 28 of steps, 20 of buckets: enough to tell calls apart that could meet.
         let tag = (self.discards & 0xffff) << 48 | (self.step & 0xfff_ffff) << 20 | index as u64;
         self.submit(Job::Reduce { bucket: index, dtype: bucket.dtype, buffer, lent, weight, tag })?;

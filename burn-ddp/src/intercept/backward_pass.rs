@@ -13,10 +13,11 @@ use burn::tensor::{Bytes, Shape, read_sync};
 use super::nodes::{AutodiffTensor, DdpBackend, new_leaf, rung_above, untracked};
 use super::reparameterization::UNREAD;
 use super::wrapped_model::{CAPTURED, ENTERED, Erased, Read, SlotState, State, WrappedModel, fail, lost_tap, past_tap};
-use crate::buffers;
+use crate::model::digest;
+use crate::model::running_stats;
 use crate::convert::{burn_dtype, comm_dtype};
 use crate::gradients::{GradientMemory, Kept, Piggyback, Reducer, Unread, shared_bytes};
-use crate::{Error, Result, replicas};
+use crate::{Error, Result};
 
 /// Depth that each read of a parameter adds to the ladder: about what a layer adds to the graph.
 const RUNGS_PER_READ: usize = 4;
@@ -170,13 +171,11 @@ impl WrappedModel {
         let Some(settled) = state.reducer.finish()? else { return Ok(()) };
         if !settled.digests.is_empty() {
             let paths: Vec<&str> = state.reducer.slots().iter().map(|s| s.path.as_str()).collect();
-            if let Some(difference) = replicas::difference(&paths, &settled.digests) {
-                return Err(Error::ReplicasDiffer(format!("in what step {step} read, {difference}")));
-            }
+            digest::compare(&paths, &settled.digests, Some(step))?;
         }
         if let Some(shared) = &mut state.buffers {
             let sent = std::mem::take(&mut shared.sent);
-            shared.buffers.write(buffers::unpack(&sent, &settled.buffers));
+            shared.buffers.write(running_stats::unpack(&sent, &settled.buffers));
         }
         let device = state.device::<B>().ok_or_else(|| self.fault("the backend changed during backward".into()))?;
         let mut unused = Vec::new();
@@ -256,7 +255,7 @@ impl WrappedModel {
                 if let Some(Ok(value)) = value.take().map(|value| value.downcast::<AutodiffTensor<B>>()) {
                     let data = read_sync(B::float_into_data(value.primitive().clone()))
                         .map_err(|e| self.fault(format!("reading parameters failed: {e:?}")))?;
-                    *digest = replicas::digest(data.as_bytes());
+                    *digest = digest::digest(data.as_bytes());
                 }
             }
             piggyback.digests = Some(digests);
@@ -312,8 +311,8 @@ impl WrappedModel {
         if let Some(stale) = &state.stale {
             return Err(stale.clone());
         }
-        let batch = self.ddp.begin_backward().map_err(|e| match e {
-            Error::Use(reason) => self.fault(reason),
+        let batch = self.ddp.state().begin_backward().map_err(|e| match e {
+            Error::Invalid { reason, .. } => self.fault(reason),
             other => other,
         })?;
         if state.accumulation > 1 && batch.number > 0 && batch.number == state.last_batch {
@@ -325,7 +324,7 @@ impl WrappedModel {
         if state.reducer.holds_gradients() && epoch.is_some() && state.epoch.is_some_and(|held| Some(held) != epoch) {
             return Err(self.fault(format!(
                 "an epoch ended while gradients of micro-batches were held: the number of steps does not divide by the accumulation of {}; \
-                 call `ddp.discard(&model)` at the end of the epoch",
+                 call `ddp.discard_accumulated(&model)` at the end of the epoch",
                 state.accumulation
             )));
         }
@@ -418,7 +417,7 @@ impl State {
 
 /// Of the elements of a slot's average, wherever they are.
 fn digest<B: GradientMemory>(reducer: &Reducer, slot: usize, average: &FloatTensor<B>) -> Result<i64> {
-    B::with_bytes(average.clone(), |_, bytes| replicas::digest(bytes)).map_err(|e| {
+    B::with_bytes(average.clone(), |_, bytes| digest::digest(bytes)).map_err(|e| {
         let path = &reducer.slots()[slot].path;
         reducer.fault(format!("reading the average of {path}: {e}"))
     })

@@ -296,8 +296,8 @@ pub(crate) fn bypassed<M: Module>(
                 Some(_) if !self.tapped.notes_values() => Ok(Some(UNREAD)),
                 Some(gradient) => gradient
                     .try_into_data()
-                    .map(|data| Some(crate::replicas::digest(data.as_bytes())))
-                    .map_err(|e| Error::Use(format!("reading a gradient failed: {e:?}"))),
+                    .map(|data| Some(crate::model::digest::digest(data.as_bytes())))
+                    .map_err(|e| Error::invalid(format!("reading a gradient failed: {e:?}"))),
             };
             match on_leaf {
                 Ok(on_leaf) => self.last = Some((self.path.join("."), on_leaf)),

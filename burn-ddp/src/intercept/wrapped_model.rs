@@ -12,10 +12,10 @@ use burn::tensor::{Bytes, Device, TensorData};
 
 use super::nodes::AutodiffTensor;
 use super::stand_in::Waiting;
-use crate::buffers::{self, BufferPolicy, Buffers};
+use crate::model::running_stats::{self, BufferPolicy, Buffers};
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
-use crate::gradients::{Piggyback, Reducer, Reduction, Unread};
+use crate::gradients::{Piggyback, Reducer, GradientReduction, Unread};
 use crate::{Error, Result};
 
 pub(super) type Erased = Box<dyn Any + Send>;
@@ -247,7 +247,7 @@ impl WrappedModel {
 
     /// Whether a rank's gradients count by its items.
     pub(crate) fn weighs_items(&self) -> bool {
-        self.lock().reducer.reduction() == Reduction::Mean
+        self.lock().reducer.reduction() == GradientReduction::Mean
     }
 
     /// Whether the next reduction compares the ranks' parameters.
@@ -345,7 +345,7 @@ impl WrappedModel {
                 ));
             }
             shared.sent = shared.buffers.read()?;
-            piggyback.buffers = buffers::pack(&shared.sent);
+            piggyback.buffers = running_stats::pack(&shared.sent);
             piggyback.from_first = shared.policy == BufferPolicy::Broadcast;
         }
         Ok(piggyback)
