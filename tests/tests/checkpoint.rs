@@ -464,8 +464,8 @@ impl Drop for Victim {
     }
 }
 
-/// Kills a job `times` times at random moments; each start goes on from what was saved. Nothing that was saved is lost, and in the
-/// end the parameters are those of a run that nobody killed.
+/// Kills a job `times` times at random moments; each start goes on from what was saved. Nothing that was saved is lost,
+/// and in the end the parameters are those of a run that nobody killed.
 fn kill_and_go_on(times: usize, mode: &str) {
     let directory = tempfile::tempdir().unwrap();
     let mut saved = 0;
@@ -506,7 +506,7 @@ fn killed_a_thousand_times() {
 #[test]
 fn burnrun_restarts_a_job_that_goes_on_where_it_was() {
     let burnrun = PathBuf::from(RANK).with_file_name("burnrun");
-    assert!(burnrun.exists(), "build it with `cargo build --workspace --bins`");
+    assert!(burnrun.exists(), "build it with `cargo build --bins`");
     let (killed, whole) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let mut command = Command::new(burnrun);
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("BURN")) {

@@ -375,7 +375,8 @@ fn collectives_on_tensors_of_every_kind() {
     .unwrap();
 }
 
-/// One step of `Branches` where rank 0 goes left and rank 1 right, with `between` after the backward; parameters must stay equal.
+/// One step of `Branches` where rank 0 goes left and rank 1 right, with `between` after the backward; parameters must
+/// stay equal.
 fn stays_equal(between: impl Fn(&Ddp, &Branches, &Device) + Sync) {
     let plain = Branches::new(&device().autodiff());
     let hashes = Ddp::spawn_with(2, short(), |ddp| {

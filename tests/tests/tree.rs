@@ -44,7 +44,10 @@ fn files_with_unsafe_code_are_listed() {
     let allowed: BTreeSet<&str> = allowed.map(|(name, _)| name.as_str()).collect();
     let (missing, extra): (Vec<_>, Vec<_>) =
         (allowed.difference(&listed).collect(), listed.difference(&allowed).collect());
-    assert!(missing.is_empty() && extra.is_empty(), "docs/architecture.md lacks {missing:?}, and should not list {extra:?}");
+    assert!(
+        missing.is_empty() && extra.is_empty(),
+        "docs/architecture.md lacks {missing:?}, and should not list {extra:?}"
+    );
 }
 
 /// Without this in its root a crate's files could use unsafe code and not say so.
@@ -55,7 +58,8 @@ fn unsafe_code_is_denied_in_every_crate() {
         matches!(path[..], ["lib.rs" | "main.rs", "src", ..] | ["main.rs", _, "bin", "src", ..] | [_, "bin", "src", ..])
     };
     let denies = |text: &str| {
-        text.lines().any(|line| line.starts_with("#![deny(unsafe_code)]") || line.starts_with("#![forbid(unsafe_code)]"))
+        text.lines()
+            .any(|line| line.starts_with("#![deny(unsafe_code)]") || line.starts_with("#![forbid(unsafe_code)]"))
     };
     let open: Vec<String> =
         sources().into_iter().filter(|(name, text)| is_root(name) && !denies(text)).map(|(name, _)| name).collect();

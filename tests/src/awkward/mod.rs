@@ -1,5 +1,5 @@
-//! Models that are hard on the tap. Each case is one function that every rank of a job runs, threads and processes alike, and
-//! that also runs alone with the whole batch: what comes out must be the same.
+//! Models that are hard on the tap. Each case is one function that every rank of a job runs, threads and processes
+//! alike, and that also runs alone with the whole batch: what comes out must be the same.
 
 pub mod bomb;
 mod experts;

@@ -102,7 +102,8 @@ impl Run {
         rows((step * PARTS + parts.start) * ROWS, parts.len() * ROWS, COLUMNS, 1, self.dtype, &self.device)
     }
 
-    /// From a sum over items of this rank to a loss whose mean over ranks is the sum over all items / 8, in exact arithmetic.
+    /// From a sum over items of this rank to a loss whose mean over ranks is the sum over all items / 8, in exact
+    /// arithmetic.
     pub fn scale(&self, sum: Tensor<1>) -> Tensor<1> {
         sum * (self.ddp.world_size() as f64 / 8.0)
     }
@@ -113,8 +114,8 @@ impl Run {
         self.scale(sum.expect("every rank has a part"))
     }
 
-    /// Gives every trainable parameter values that depend on its place alone, in this run's dtype, frozen ones the dtype. On ranks
-    /// other than 0 they are wrong: `wrap` has to replace them.
+    /// Gives every trainable parameter values that depend on its place alone, in this run's dtype, frozen ones the
+    /// dtype. On ranks other than 0 they are wrong: `wrap` has to replace them.
     pub fn fill<M: Module>(&self, model: M) -> M {
         self.fill_as(model, Some(self.dtype))
     }
