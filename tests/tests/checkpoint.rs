@@ -1,4 +1,4 @@
-//! Checkpoints: what is saved comes back, whoever is killed and whatever is damaged.
+//! Checkpoints: a job restores what it saved, after any rank is killed and any file is damaged.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};

@@ -1,4 +1,4 @@
-//! Loaders of the user's own that end at different steps: `ddp.join`, against one rank that sees everything.
+//! `ddp.join`: loaders of the user's own that end at different steps, against one rank with all data.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! What ranks record of their steps: everything is there, in order, and changes nothing.
+//! The timeline of a job: complete, in order, and without effect on the training.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,8 +1,8 @@
 //! Models that are hard on the tap. Each case is one function that every rank of a job runs, threads and processes
 //! alike, and that also runs alone with the whole batch: what comes out must be the same.
 
-pub mod bomb;
 mod experts;
+pub mod failing_backward;
 mod frozen;
 mod gan;
 mod lora;
@@ -16,7 +16,7 @@ mod shapes;
 mod shared;
 mod statistics;
 mod structure;
-mod two;
+mod two_models;
 mod unused;
 
 pub use run::{Outcome, PARTS, Run, adam, sgd};
@@ -45,7 +45,7 @@ macro_rules! awkward_cases {
             records: clone_goes_on, fork_goes_on, valid_and_train, moved_to_its_device, from_wrapped_to_wrapped, loaded_behind_the_taps_back, from_plain_to_wrapped,
                 from_wrapped_to_plain, unwrap_and_wrap, optimizer_record, a_copy_is_kept_aside;
             statistics: batch_norm, batch_norm_of_rank_0;
-            two: one_after_the_other, both_in_one_loss, with_accumulation, wrapped_twice;
+            two_models: one_after_the_other, both_in_one_loss, with_accumulation, wrapped_twice;
         }
     };
 }

@@ -1,4 +1,4 @@
-//! What happens to a model between steps: copies, moves, records. Afterwards each rank uses another part of it.
+//! Copies, moves and records of a model between steps. Afterwards each rank uses another part of it.
 
 use anyhow::Result;
 use burn::module::Module;

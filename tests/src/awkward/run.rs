@@ -1,4 +1,4 @@
-//! One rank's run of a case: its data, its model's values, what comes out.
+//! One rank's run of a case: its data, its model's values, its outcome.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -27,16 +27,16 @@ pub struct Run {
     pub ddp: Ddp,
     /// With autodiff.
     pub device: Device,
-    /// What parameters and data are made of.
+    /// Type of parameters and data.
     pub dtype: DType,
-    /// What models started with, to see that training moved them.
+    /// Initial values of the models, to check that training moved them.
     started: RefCell<Vec<Vec<f64>>>,
 }
 
-/// What a case leaves on a rank.
+/// Outcome of a case on a rank.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Outcome {
-    /// Of all models of the case.
+    /// Hash of all models of the case.
     pub hash: String,
     /// All parameters and buffers; empty if there is nothing to compare with the oracle.
     pub values: Vec<Vec<f64>>,

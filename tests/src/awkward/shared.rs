@@ -1,4 +1,4 @@
-//! One parameter in several places.
+//! One parameter in several places of a model.
 
 use anyhow::Result;
 use burn::module::Param;

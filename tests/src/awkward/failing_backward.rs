@@ -18,7 +18,7 @@ use burn::tensor::Tensor;
 
 thread_local!(static ARMED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
 
-/// Runs `f` with bombs that go off.
+/// Runs `f` with failing backwards.
 pub fn armed<T>(f: impl FnOnce() -> T) -> T {
     struct Disarm;
     impl Drop for Disarm {
