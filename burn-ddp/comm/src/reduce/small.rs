@@ -2,8 +2,8 @@
 
 use half::bf16;
 
-use super::Source;
 use super::element::{Float, Number, Stored};
+use super::source::Source;
 use crate::{DType, ReduceOp};
 
 /// Bytes of an output at most.

@@ -8,10 +8,11 @@
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
-use super::Source;
 use super::element::{NAN_F32, Stored};
-use super::kernel::{Fold, Weights, floats, pairs};
+use super::fold::{Fold, Weights};
+use super::portable::{floats, pairs};
 use super::simd::{Simd, SimdElement, f32s};
+use super::source::Source;
 
 /// Proof that there are AVX2 and F16C.
 #[derive(Clone, Copy, Debug)]
