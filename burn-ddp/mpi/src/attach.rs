@@ -1,4 +1,4 @@
-//! Joining an MPI job: after [`attach`] the groups of a world use MPI.
+//! Joining an MPI job: after [`attach()`] the groups of a world use MPI.
 
 use std::panic::Location;
 use std::sync::Arc;

@@ -100,8 +100,8 @@ pub(crate) struct Receiving<'a> {
     /// Number of fragments requested, and number of those that were taken.
     pub(crate) begun: usize,
     pub(crate) taken: usize,
-    /// Fragments that wait to be taken, by their number modulo their count.
-    held: [Option<Held>; WINDOW],
+    /// Fragments that wait to be taken, by their number modulo [`WINDOW`].
+    pub(crate) waiting: [Option<Waiting>; WINDOW],
 }
 
 /// A fragment that waits to be taken.

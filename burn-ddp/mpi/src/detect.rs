@@ -30,7 +30,8 @@ pub(crate) fn is_taken() -> bool {
     std::env::var_os(PMI_FD).is_some()
 }
 
-/// [`LaunchEnv::detect`] for programs that [`attach`](crate::attach): the launcher of this process, if there is one.
+/// [`LaunchEnv::detect`] for programs that call [`attach`](crate::attach()): the launcher of this process, if there is
+/// one.
 ///
 /// Under MPICH's `mpirun` it begins MPI, and lets the ranks agree where to meet. On several machines they have to be
 /// told: `BURN_DDP_MASTER=host:port` and `BURN_DDP_SECRET_FILE`.

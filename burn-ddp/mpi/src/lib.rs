@@ -1,7 +1,7 @@
 //! The collectives of burn-ddp over an installed MPI, for clusters whose network MPI supports best.
 //!
-//! [`attach`] has a world's groups use MPI from then on. Everything else stays as it is: the same calls, errors and
-//! deadlines, and the same bits.
+//! After [`attach()`] a world's groups use MPI. Everything else stays as it is: the same calls, errors and deadlines,
+//! and the same bits.
 //!
 //! ```no_run
 //! use burn_ddp_comm::{WorldOptions, ReduceOp, World};
@@ -18,16 +18,17 @@
 //! # Ok::<(), burn_ddp_comm::Error>(())
 //! ```
 //!
-//! MPI carries messages from rank to rank, no more: the algorithms are those of [`HostEngine`], which the `tcp` engine
-//! has too. So sums have the same bits as over threads, shared memory and tcp, under every MPI and on any number of
-//! machines; every rank's call is compared with every other's; and a wait ends at its deadline, or as soon as a rank is
-//! known to be lost. No call that MPI blocks in is made while a group lives.
+//! MPI carries messages from rank to rank, no more: the algorithms are those of
+//! [`HostEngine`](burn_ddp_comm::engine::HostEngine), which the `tcp` engine has too. So sums have the same bits as
+//! over threads, shared memory and tcp, under every MPI and on any number of machines; every rank's call is compared
+//! with every other's; and a wait ends at its deadline, or as soon as a rank is known to be lost. No call that MPI
+//! blocks in is made while a group lives.
 //!
 //! # Map
 //!
 //! | what | where |
 //! |---|---|
-//! | joining an MPI job | [`detect`], [`attach`] |
+//! | joining an MPI job | [`detect()`], [`attach()`] |
 //! | groups: one communicator per world, tags of its own for each group | `fabric.rs` |
 //! | frames: the transport, one exchange, and the requests behind it | `transport.rs`, `exchange.rs`, `channel.rs` |
 //! | how frames are cut into messages | `fragments.rs` |
