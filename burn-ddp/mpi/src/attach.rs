@@ -96,8 +96,8 @@ fn check_place(world: &World, all: &Comm) -> Result<()> {
         )
     } else {
         format!(
-            "to {library} this process is rank {mpi_rank} of {mpi_size}, but here it is rank {rank} of {size}: start the \
-             ranks by its mpirun, and set no variables that say otherwise"
+            "to {library} this process is rank {mpi_rank} of {mpi_size}, but here it is rank {rank} of {size}: start \
+             the ranks by its mpirun, and set no variables that say otherwise"
         )
     };
     Err(environment(message))

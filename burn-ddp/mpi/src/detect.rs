@@ -18,9 +18,8 @@ use crate::wait::backoff_alone;
 /// Variable of MPICH's launchers: the number of the socket to the process manager.
 const PMI_FD: &str = "PMI_FD";
 
-pub(crate) const TOO_LATE: &str = "MPICH's mpirun speaks with each process once, and the world has met that way, so MPI \
-                                    cannot begin: call burn_ddp_mpi::detect() in place of LaunchEnv::detect(), before \
-                                    World::join";
+pub(crate) const TOO_LATE: &str = "MPICH's mpirun speaks with each process once, and the world has met that way, so \
+    MPI cannot begin: call burn_ddp_mpi::detect() in place of LaunchEnv::detect(), before World::join";
 
 /// Bytes of the name under which the ranks meet.
 const NAME_BYTES: usize = 128;

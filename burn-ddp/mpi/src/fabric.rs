@@ -58,8 +58,8 @@ fn routes(ranks: Ranks, call: &Call, world_size: usize, tag_max: c_int) -> Resul
     let too_many = || {
         let (group, groups) = (GroupId(call.info.group), tag_max as usize / width / (world_size + 1));
         environment(format!(
-            "group {group} is one more than this MPI can tell apart: its tags end at {tag_max}, and {world_size} ranks can \
-             make {groups} groups each"
+            "group {group} is one more than this MPI can tell apart: its tags end at {tag_max}, and {world_size} ranks \
+             can make {groups} groups each"
         ))
     };
     let tag = |place: usize| {

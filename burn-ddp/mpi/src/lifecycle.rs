@@ -141,8 +141,8 @@ fn usable(ours: bool) -> Stage {
             let why = if ours {
                 "its build does not support that: install one that does, or use another engine"
             } else {
-                "this program initialised it for less: use mpi::initialize_with_threading(Threading::Serialized), or leave \
-                 it to burn-ddp"
+                "this program initialised it for less: use mpi::initialize_with_threading(Threading::Serialized), or \
+                 leave it to burn-ddp"
             };
             Stage::Failed(format!("{library} does not let threads call it by turns (MPI_THREAD_SERIALIZED); {why}"))
         }
