@@ -113,7 +113,8 @@ fn check(setup: &Setup) -> Result<(), String> {
                     });
                     if bytes != expected {
                         return Err(format!(
-                            "rank {rank}: the {op} of {len} {dtype} is wrong at element {index}: {bytes:?} instead of {expected:?}"
+                            "rank {rank}: the {op} of {len} {dtype} is wrong at element {index}: {bytes:?} instead of \
+                             {expected:?}"
                         ));
                     }
                 }
@@ -205,7 +206,8 @@ fn time(setup: &Setup, host: &ProcessGroup, rounds: usize) -> Result<(), String>
             let [ours, theirs, call, bare_call] =
                 [ours, theirs, call, bare_call].map(|times| median(times).as_secs_f64() * 1e6);
             println!(
-                "{:>4} MiB: burn-ddp {ours:.0} us, bare NCCL {theirs:.0} us, ratio {:.3}; the call keeps the host {call:.0} us, the bare one {bare_call:.0} us",
+                "{:>4} MiB: burn-ddp {ours:.0} us, bare NCCL {theirs:.0} us, ratio {:.3}; the call keeps the \
+                 host {call:.0} us, the bare one {bare_call:.0} us",
                 bytes / MIB,
                 ours / theirs
             );

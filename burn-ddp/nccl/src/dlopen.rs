@@ -23,7 +23,7 @@ macro_rules! foreign {
         ///
         /// # Safety
         /// That of the C functions: arguments are what their documentation asks for.
-        #[allow(missing_docs, clippy::missing_safety_doc, clippy::too_many_arguments, reason = "they are C's functions")]
+        #[allow(missing_docs, clippy::missing_safety_doc, clippy::too_many_arguments, reason = "C's functions")]
         pub trait $calls: Send + Sync {
             $( $(#[$doc])* unsafe fn $name(&self, $($arg: $ty),*) -> $ret; )*
         }

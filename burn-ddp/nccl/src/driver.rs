@@ -99,8 +99,8 @@ impl Driver {
         // The driver reads CUDA_VISIBLE_DEVICES itself.
         // SAFETY: this only tries to load libcuda, whose initialisers have no conditions.
         if !unsafe { sys::is_culib_present() } {
-            let message = "no NVIDIA driver on this machine (no libcuda): install it (nvidia-smi then lists the GPUs); in a \
-                           container, start that with access to the GPUs (docker: --gpus all)";
+            let message = "no NVIDIA driver on this machine (no libcuda): install it (nvidia-smi then lists the GPUs); \
+                           in a container, start that with access to the GPUs (docker: --gpus all)";
             return Err(environment(message.to_owned()));
         }
         Driver::of(Arc::new(Cudarc))
@@ -116,7 +116,8 @@ impl Driver {
         let code = unsafe { driver.calls.init(0) };
         driver.check("cuInit", code).map_err(|why| {
             environment(format!(
-                "the NVIDIA driver cannot be used: {why}; does nvidia-smi list a GPU, and does CUDA_VISIBLE_DEVICES leave one?"
+                "the NVIDIA driver cannot be used: {why}; does nvidia-smi list a GPU, and does \
+                 CUDA_VISIBLE_DEVICES leave one?"
             ))
         })?;
         let mut version = 0;
