@@ -11,7 +11,8 @@ const MIN_BLOCK: usize = 64;
 /// Bytes of a block that is copied while it is in the first cache level.
 const DIRECT_BLOCK: usize = 8192;
 
-/// Memory for blocks, on the stack. Its size is what clearing it costs a small reduction against how often a large one starts anew.
+/// Memory for blocks, on the stack. Its size is what clearing it costs a small reduction against how often a large one
+/// starts anew.
 #[repr(align(64))]
 struct Scratch<const BYTES: usize>([u8; BYTES]);
 

@@ -13,7 +13,8 @@ pub(super) enum Fold {
 }
 
 impl Fold {
-    /// Number of sources of `dtype` that a pass takes. The sums that training lives on get loops for any number of them.
+    /// Number of sources of `dtype` that a pass takes. The sums that training lives on get loops for any number of
+    /// them.
     pub(super) fn arity(self, dtype: DType) -> usize {
         if self == Fold::Sum && dtype.is_float() { MAX_SOURCES } else { 2 }
     }

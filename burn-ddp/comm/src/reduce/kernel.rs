@@ -46,8 +46,8 @@ pub(super) struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Reduces `sources`, in order and as many as [`Fold::arity`] at most, into `out`; all have the same number of whole elements.
-    /// [`Source::Output`] only if `from` is `to`.
+    /// Reduces `sources`, in order and as many as [`Fold::arity`] at most, into `out`; all have the same number of
+    /// whole elements. [`Source::Output`] only if `from` is `to`.
     pub(super) fn run(&self, sources: &[Source<'_>], out: &mut [u8]) -> Result<()> {
         use DType::*;
         match (self.from, self.to) {

@@ -3,8 +3,8 @@
 //! Per element, a balanced binary tree over the ranks in order: (0,1), (2,3), …, an odd last one carried up, then the
 //! same over the results. Sums of floats are left + right in the accumulator type (f32 for f16, bf16 and f32; f64 for
 //! f64) without fused multiply-add, then at most one division, then one rounding. Integers wrap. min and max yield NaN
-//! if either side is NaN. A NaN in a result is always the same one, quiet, positive and without payload, because which NaN
-//! comes out of a sum of two is the compiler's choice. So the bits depend on nothing but the inputs.
+//! if either side is NaN. A NaN in a result is always the same one, quiet, positive and without payload, because which
+//! NaN comes out of a sum of two is the compiler's choice. So the bits depend on nothing but the inputs.
 //!
 //! | part | file |
 //! |---|---|
@@ -116,8 +116,8 @@ fn reduce_with(
     }
 }
 
-/// The weighted mean over the ranks with a weight, as if the others were not there: they are left out of `present`, which has room for
-/// all.
+/// The weighted mean over the ranks with a weight, as if the others were not there: they are left out of `present`,
+/// which has room for all.
 fn weighted<'a>(plan: Plan<'a>, weights: &[f64], present: (&'a mut [Source<'a>], &'a mut [f64])) -> Plan<'a> {
     let (sources, factors) = present;
     let mut count = 0;

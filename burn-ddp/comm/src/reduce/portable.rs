@@ -9,7 +9,8 @@ use super::fold::{Fold, Weights};
 use super::source::Source;
 use super::tree::{MAX_SOURCES, fold_tree, with_array};
 
-/// The sum, minimum, maximum or product of floats, element by element; the definition that vector instructions are held to.
+/// The sum, minimum, maximum or product of floats, element by element; the definition that vector instructions are held
+/// to.
 #[inline(always)]
 pub(super) fn floats<In: Stored<Acc: Float>, Out: Stored<Acc = In::Acc>>(
     fold: Fold,
@@ -27,7 +28,7 @@ pub(super) fn floats<In: Stored<Acc: Float>, Out: Stored<Acc = In::Acc>>(
     });
 }
 
-/// Those that are accumulated in f32, with what every processor has.
+/// [`floats`] of types that accumulate in f32, by instructions that every processor has.
 #[inline(never)]
 pub(super) fn portable_f32s<In: Stored<Acc = f32>, Out: Stored<Acc = f32>>(
     fold: Fold,
@@ -59,8 +60,8 @@ pub(super) fn pairs<In: Stored, Out: Stored<Acc = In::Acc>>(fold: Fold, sources:
     }
 }
 
-/// The loop of all that is done element by element. What is in the output waits aside, a little at a time, so that the compiler sees a
-/// loop from memory to other memory.
+/// The loop over elements, for all operations. Elements of the output are copied aside, a little at a time, so that the
+/// compiler sees a loop from memory to other memory.
 #[inline(always)]
 fn elements<In: Stored, Out: Stored<Acc = In::Acc>, const K: usize>(
     sources: &[Source<'_>; K],

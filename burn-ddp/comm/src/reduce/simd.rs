@@ -1,8 +1,8 @@
 //! Thirty-two elements at a time, in vector registers.
 //!
-//! Those of a [`Chunk`](SimdElement::Chunk) are held as two vectors: the first and the second half, but for bf16 those at even and at odd places,
-//! since a pair of them is the two halves of a 32-bit word. A pass from or to accumulators in memory leaves or finds them in that order;
-//! passes between accumulators do not mind.
+//! A [`Chunk`](SimdElement::Chunk) is held as two vectors: its first and second half; for bf16 the elements at even and
+//! at odd places, since a pair of them is the two halves of a 32-bit word. A pass from or to accumulators in memory
+//! leaves or finds them in that order; for passes between accumulators it makes no difference.
 
 // Counting over arrays of known length compiles to straight vector code.
 #![allow(clippy::needless_range_loop)]
@@ -20,7 +20,8 @@ const LANES: usize = 32;
 
 /// Vector instructions of this processor: a value of this type is the proof that it has them.
 ///
-/// Each operation yields the bits that [`Number`](super::element::Number) yields for each element, apart from which NaN a NaN is.
+/// Each operation yields the bits that [`Number`](super::element::Number) yields for each element, apart from which NaN
+/// a NaN is.
 pub(super) trait Simd: Copy {
     /// Sixteen f32.
     type V: Copy;
@@ -108,7 +109,8 @@ pub(super) fn f32s<S: Simd, In: SimdElement, Out: SimdElement>(
     }
 }
 
-/// The operation on one vector of each source. Not a closure: it must be part of the loop that has the vector instructions.
+/// The operation on one vector of each source. Not a closure: it must be part of the loop that has the vector
+/// instructions.
 trait Combine<S: Simd, const K: usize>: Copy {
     fn combine(self, simd: S, x: [S::V; K]) -> S::V;
 }

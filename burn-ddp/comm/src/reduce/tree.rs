@@ -1,8 +1,8 @@
-//! The balanced tree over the sources, in rank order: neighbours pair up, an odd last one is carried up, and the same again
-//! over the results, until one is left.
+//! The balanced tree over the sources, in rank order: neighbours pair up, an odd last one is carried up, and the same
+//! again over the results, until one is left.
 //!
-//! A pass over memory folds the tree of up to [`MAX_SOURCES`] sources at once, so its groups are whole subtrees: their size
-//! is a power of two.
+//! A pass over memory folds the tree of up to [`MAX_SOURCES`] sources at once, so its groups are whole subtrees: their
+//! size is a power of two.
 
 use std::ops::Range;
 
@@ -15,8 +15,8 @@ pub(super) fn subtree(nth: usize, arity: usize, count: usize) -> Range<usize> {
     nth * arity..count.min((nth + 1) * arity)
 }
 
-/// Folds the array `$x` of `$len` elements along the tree, and yields what is left. A macro, so that `$fold` is part of the
-/// loop that has the vector instructions.
+/// Folds the array `$x` of `$len` elements along the tree, and yields what is left. A macro, so that `$fold` is part of
+/// the loop that has the vector instructions.
 macro_rules! fold_tree {
     ($x:ident, $len:expr, |$left:ident, $right:ident| $fold:expr) => {{
         let mut len = $len;
