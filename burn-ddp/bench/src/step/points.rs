@@ -50,7 +50,7 @@ pub(super) struct Point {
     base_us: f64,
     /// Microseconds that data parallelism adds to the base.
     added_us: f64,
-    /// The same as a share of the base.
+    /// `added_us` as a percentage of the base.
     added_percent: f64,
     /// Microseconds beyond a step whose parameters are read through nodes that do nothing.
     beyond_nodes_us: Option<f64>,
@@ -65,7 +65,7 @@ struct Growth {
     growth: f64,
     /// Nanoseconds that each further tensor adds to what data parallelism adds.
     marginal_ns: f64,
-    /// The same beyond nodes that do nothing.
+    /// `marginal_ns` beyond nodes that do nothing.
     own_marginal_ns: Option<f64>,
 }
 
