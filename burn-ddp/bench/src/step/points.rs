@@ -173,7 +173,7 @@ pub(super) fn table(model: Model, points: &[Point]) -> Table {
         columns.extend::<[Column; 3]>([
             ("of fewest's step", |point, points| ratio(point.beside_fewest(points).growth)),
             ("added ns a tensor more", |point, points| format!("{:.0}", point.beside_fewest(points).marginal_ns)),
-            ("beyond two nodes", |point, points| {
+            ("ns beyond two nodes", |point, points| {
                 point.beside_fewest(points).own_marginal_ns.map_or(String::new(), |ns| format!("{ns:.0}"))
             }),
         ]);
