@@ -12,7 +12,7 @@ use image::{Rgb, RgbImage};
 const RESNET: &str = env!("CARGO_BIN_EXE_resnet");
 const MNIST: &str = env!("CARGO_BIN_EXE_mnist");
 
-/// With `cache` as the user's cache folder, and a network that answers nobody.
+/// With `cache` as the user's cache folder, and a network that does not answer.
 fn run(cache: &Path, program: &str, arguments: &str) -> Output {
     let mut command = Command::new(program);
     command.args(arguments.split_whitespace()).env("XDG_CACHE_HOME", cache).env("HTTPS_PROXY", "http://127.0.0.1:9");

@@ -84,7 +84,7 @@ fn a_run_that_is_resumed_is_the_run_that_was_not_interrupted() {
     let whole = shown(program, &path("whole"));
     assert!(whole.contains("750 steps"), "{whole}");
 
-    // What a run leaves that was killed after step 700: its newest checkpoint but one.
+    // The state of a run that was killed after step 700: its newest checkpoint but one.
     std::fs::remove_dir_all(dir.path().join("whole/step-00000750")).unwrap();
     let resumed = shown(program, &path("whole"));
     assert!(resumed.starts_with("going on after step 700\n"), "{resumed}");

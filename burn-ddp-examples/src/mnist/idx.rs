@@ -21,7 +21,7 @@ const UNSIGNED_BYTE: u8 = 0x08;
 pub struct Idx {
     /// Size of each dimension; the first counts the items.
     pub dims: Vec<usize>,
-    /// As many bytes as the product of `dims`.
+    /// Elements; their number is the product of `dims`.
     pub data: Vec<u8>,
 }
 
@@ -29,7 +29,7 @@ pub struct Idx {
 ///
 /// # Errors
 ///
-/// What [`parse`] refuses, and a file that cannot be read.
+/// Content that [`parse`] refuses, a file that cannot be read.
 pub fn read(path: &Path, rank: usize) -> Result<Idx> {
     let name = path.display().to_string();
     let file = File::open(path).with_context(|| format!("cannot open {name}"))?;

@@ -17,7 +17,7 @@ use super::measure::{Losses, accuracy};
 use super::options::{LoopOptions, Options};
 use super::summary::{Epoch, RankReport, Summary, Work};
 
-/// What a trainer trains: the batches of its loaders through its model.
+/// Loss and answers of a trainer's model on the batches of its loaders.
 pub(crate) trait Task {
     /// The network.
     type Model: Module + 'static;
@@ -40,7 +40,7 @@ pub(crate) struct Training<'a, T: Task> {
     /// The model, not yet wrapped.
     pub(crate) model: T::Model,
     pub(crate) optimizer: ModuleOptimizer,
-    /// From [`loaders`], as `test`.
+    /// Made by [`loaders`], as is `test`.
     pub(crate) train: ShardedLoader<T::Batch>,
     pub(crate) test: EvalLoader<T::Batch>,
     pub(crate) peak_lr: f64,

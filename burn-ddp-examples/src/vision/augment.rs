@@ -5,7 +5,7 @@
 
 use super::picture::Picture;
 
-/// What CIFAR-10's pictures are padded by, in shares of their side: 4 of 32 pixels.
+/// Padding as a share of a picture's side: 4 of 32 pixels for CIFAR-10.
 const PADDING: usize = 8;
 
 /// The augmentation of one epoch: each picture is padded with black, cropped to its size at a random place, and
@@ -29,7 +29,7 @@ impl Augment {
         let mut pixels = Vec::with_capacity(picture.pixels.len());
         for plane in picture.pixels.chunks_exact(side * side) {
             for row in 0..side {
-                // Where the crop lies in the picture; what is outside is black.
+                // Place of the crop in the picture; outside is black.
                 let row = (row + down).checked_sub(padding).filter(|&row| row < side);
                 pixels.extend((0..side).map(|column| {
                     let column = if mirrored { side - 1 - column } else { column };

@@ -10,18 +10,18 @@ use image::imageops::FilterType;
 
 use super::picture::Picture;
 
-/// Every how many pictures of a class one is for the test, where there are no folders that say so.
+/// One of so many pictures of a class is for the test, where no folders separate them.
 const TESTED: usize = 5;
 
 /// Pictures in files; each is read when it is asked for.
 #[derive(Clone, Debug)]
 pub struct Folder {
-    /// With their classes.
+    /// Paths and classes.
     files: Vec<(PathBuf, usize)>,
     side: usize,
 }
 
-/// What a folder holds.
+/// Content of a folder.
 #[derive(Clone, Debug)]
 pub struct Halves {
     /// To learn from.
@@ -41,7 +41,7 @@ impl Halves {
     ///
     /// # Errors
     ///
-    /// Whatever else lies in these folders, by its path; classes without pictures; fewer than two classes; classes that
+    /// Any other file in these folders, by its path; classes without pictures; fewer than two classes; classes that
     /// occur in the test alone.
     pub fn open(root: &Path, side: usize) -> Result<Self> {
         let train = root.join("train");
@@ -97,7 +97,7 @@ impl Folder {
     }
 
     fn read(&self, path: &Path) -> image::ImageResult<image::RgbImage> {
-        // What the file is, whatever its name says.
+        // The format is that of the content, whatever the name.
         let image = ImageReader::open(path)?.with_guessed_format()?.decode()?;
         let side = self.side as u32;
         Ok(image.resize_to_fill(side, side, FilterType::Triangle).into_rgb8())
@@ -153,7 +153,7 @@ fn pictures(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// What lies in `dir`, sorted by name, but for hidden files.
+/// Entries of `dir` but for hidden files, sorted by name.
 fn entries(dir: &Path) -> Result<Vec<PathBuf>> {
     let read = || -> io::Result<Vec<PathBuf>> { std::fs::read_dir(dir)?.map(|entry| Ok(entry?.path())).collect() };
     let mut paths = read().with_context(|| format!("cannot read the folder {}", dir.display()))?;

@@ -35,7 +35,7 @@ impl Depth {
         }
     }
 
-    /// How many times as wide as its inner layers a block's result is.
+    /// Width of a block's result as a multiple of its inner layers'.
     fn expansion(self) -> usize {
         match self {
             Self::D18 | Self::D34 => 1,

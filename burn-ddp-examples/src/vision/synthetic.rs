@@ -10,9 +10,9 @@ use super::picture::Picture;
 /// Computed pictures. Their number, the seed and the index of a picture say all about it.
 #[derive(Clone, Copy, Debug)]
 pub struct Synthetic {
-    /// How many there are.
+    /// Number of pictures.
     pub len: usize,
-    /// How many classes; they take turns.
+    /// Number of classes; they take turns.
     pub classes: usize,
     /// Rows and columns.
     pub side: usize,

@@ -1,4 +1,4 @@
-//! How programs are run as a user runs them.
+//! Runs programs as a user runs them.
 #![allow(dead_code)] // each test uses its part
 
 #[path = "../../../burn-ddp/comm/tests/common/free_port.rs"]
@@ -25,7 +25,7 @@ fn is_launch_variable(name: &str) -> bool {
             .contains(&name)
 }
 
-/// What it shows when all goes well.
+/// Standard output of a run that succeeds.
 #[track_caller]
 pub(crate) fn shown(program: &str, arguments: &str) -> String {
     let output = run(program, arguments);

@@ -73,8 +73,9 @@ impl Curves {
             let differs = curve.loss.iter().zip(&first.loss).map(|(a, b)| (a - b).abs() / b.abs()).fold(0.0, f64::max);
             let (speed, speedup) = (median(&curve.speeds), median(&curve.speeds) / median(&first.speeds));
             if self.json {
-                let row = json!({"bench": "curves", "world": world, "global_batch": self.global_batch, "loss": curve.loss,
-                    "relative_difference": differs, "test_accuracy": curve.accuracy, "samples_per_second": speed, "speedup": speedup});
+                let row = json!({"bench": "curves", "world": world, "global_batch": self.global_batch,
+                    "loss": curve.loss, "relative_difference": differs, "test_accuracy": curve.accuracy,
+                    "samples_per_second": speed, "speedup": speedup});
                 println!("{row}");
             }
             let ends = [curve.loss.first(), curve.loss.last()]

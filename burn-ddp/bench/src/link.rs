@@ -6,18 +6,18 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use burn_ddp_comm::{LaunchEnv, Meeting};
 
-/// What the cable is called on either machine.
+/// Name of the cable on either machine.
 pub(crate) const CABLE: &str = "cable";
 /// Bytes that may pass at once: what a timer tick lets through at a few Gbit/s.
 const BURST: &str = "512kb";
-/// From here on ports are free in namespaces of our own.
+/// First port of the meetings; all ports above are free in namespaces of our own.
 const FIRST_PORT: u16 = 29_400;
 
 /// Rank 0 on one machine and rank 1 on the other. Gone when dropped.
 pub(crate) struct Link {
     /// The namespaces.
     machines: [String; 2],
-    /// Where the next ranks meet: those of several contenders live side by side.
+    /// Port of the next meeting: ranks of several contenders live side by side.
     port: Cell<u16>,
 }
 
@@ -31,7 +31,7 @@ impl Link {
         for name in &names {
             run("ip", &["netns", "add", name])?;
         }
-        // From here on, dropping it cleans up.
+        // From here on, dropping the link cleans up.
         let link = Link { machines: names, port: Cell::new(FIRST_PORT) };
         let [one, other] = &link.machines;
         run("ip", &["-n", one, "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", other])?;
@@ -46,7 +46,7 @@ impl Link {
         Ok(link)
     }
 
-    /// The same command on the machine of `rank`.
+    /// `command`, run on the machine of `rank`.
     pub(crate) fn place(&self, rank: usize, command: &Command) -> Command {
         let mut placed = Command::new("ip");
         placed.args(["netns", "exec", &self.machines[rank % 2]]).arg(command.get_program()).args(command.get_args());
@@ -56,7 +56,7 @@ impl Link {
         placed
     }
 
-    /// What two ranks are told, who meet nobody else.
+    /// Variables of two ranks that meet each other alone.
     pub(crate) fn envs(&self, job: &str) -> Vec<LaunchEnv> {
         let port = self.port.replace(self.port.get() + 1);
         let meeting = Meeting::Rank0 { host: host(0), port };

@@ -1,9 +1,9 @@
-//! What the numbers were measured on.
+//! The machine: cores, caches, programs, CPU time and memory of processes.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// How many cores this process may use.
+/// Number of cores that this process may use.
 pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
@@ -17,7 +17,7 @@ pub(crate) fn last_level_cache_bytes() -> usize {
     (0..8).filter_map(size).max().unwrap_or(32 << 20)
 }
 
-/// One line: processor, cores, cache.
+/// Processor, cores and cache in one line.
 pub(crate) fn describe() -> String {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": ").map(|(_, name)| name));
@@ -54,7 +54,7 @@ pub(crate) fn cpu_ns(of: Cpu) -> u64 {
     }
 }
 
-/// Whose CPU time.
+/// Owner of a CPU time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Cpu {
     /// The calling thread.
@@ -63,7 +63,7 @@ pub(crate) enum Cpu {
     Process,
 }
 
-/// What a process has used.
+/// Resources that a process has used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
     /// Memory it sees.
@@ -89,12 +89,12 @@ impl Usage {
         Usage { rss_bytes: kib("Rss:") * 1024, pss_bytes: kib("Pss:") * 1024, faults }
     }
 
-    /// As an answer of [`protocol`](crate::protocol).
+    /// Answer of [`protocol`](crate::protocol).
     pub(crate) fn line(&self) -> String {
         format!("ok {} {} {}", self.rss_bytes, self.pss_bytes, self.faults)
     }
 
-    /// Back from [`line`](Self::line).
+    /// Parses [`line`](Self::line).
     pub(crate) fn parse(answer: &str) -> Option<Usage> {
         let mut numbers = answer.split_whitespace().skip(1).map(|number| number.parse().ok());
         let mut next = || numbers.next().flatten();

@@ -1,6 +1,5 @@
-//! What the driver says to the ranks of a contender, and what they answer: lines over a local socket, the same for
-//! ours, the Python and the C ones. A rank blocks in a read between rounds, so that who is not being measured uses no
-//! CPU.
+//! Conversation between the driver and the ranks of a contender: lines over a local socket, the same for ranks in Rust,
+//! Python and C. A rank blocks in a read between rounds, so that it uses no CPU while others are measured.
 //!
 //! | driver | rank | |
 //! |---|---|---|
@@ -12,7 +11,7 @@
 //! | `quit` | | |
 //!
 //! Buffer `b` is filled with `1 + (5 (i mod 1021) + 3 rank + seed + b) mod 8` at element `i`, and used by steps `b`, `b
-//! + COUNT`, … Before each sample LATE_RANK (-1: nobody) sleeps LATE_US. A rank may answer `error MESSAGE` instead.
+//! + COUNT`, … Before each sample LATE_RANK (-1: none) sleeps LATE_US. A rank may answer `error MESSAGE` instead.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -35,18 +34,18 @@ pub(crate) struct RankTimes {
     pub(crate) ns: Vec<f64>,
 }
 
-/// What to do in a round.
+/// Plan of a round.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RoundPlan {
-    /// Of the inputs.
+    /// Seed of the inputs.
     pub(crate) seed: u64,
-    /// How many times are taken.
+    /// Number of times that are taken.
     pub(crate) samples: usize,
     /// Steps between two readings of the clock.
     pub(crate) per_sample: usize,
     /// Steps before the first.
     pub(crate) warmup: usize,
-    /// Who comes late to each sample, and by how much.
+    /// Rank that comes late to each sample, and its delay.
     pub(crate) late: Option<(usize, Duration)>,
 }
 
@@ -62,7 +61,7 @@ impl Lines {
         Ok(Lines::new(stream))
     }
 
-    /// How long [`hear`](Self::hear) waits.
+    /// Sets the time that [`hear`](Self::hear) waits.
     pub(crate) fn set_patience(&self, patience: Duration) -> Result<()> {
         Ok(self.stream.get_ref().set_read_timeout(Some(patience))?)
     }
@@ -85,7 +84,7 @@ impl RoundPlan {
         format!("round {} {} {} {} {late_rank} {late_us}", self.seed, self.samples, self.per_sample, self.warmup)
     }
 
-    /// From the words behind `round`.
+    /// Parses the words behind `round`.
     pub(crate) fn parse(words: &[&str]) -> Result<RoundPlan> {
         let numbers: Vec<i64> = words.iter().map(|word| word.parse()).collect::<Result<_, _>>()?;
         let [seed, samples, per_sample, warmup, late_rank, late_us] = numbers[..] else {

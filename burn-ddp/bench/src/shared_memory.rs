@@ -17,7 +17,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 const LINE_BYTES: usize = 128;
 /// Looks before giving way, where every rank has a core.
 const SPINS: u32 = 100_000;
-/// The same where ranks outnumber cores.
+/// Looks before giving way, where ranks outnumber cores.
 const SPINS_CROWDED: u32 = 50;
 
 /// Counters in a mapping of anonymous memory, each in a line of its own.
@@ -41,7 +41,7 @@ impl SharedLines {
         SharedLines::map(file, lines)
     }
 
-    /// Those that the parent of this process made.
+    /// Maps the lines that the parent of this process made.
     pub(crate) fn inherited(fd: i32) -> Result<SharedLines> {
         let file = File::options().read(true).write(true).open(format!("/proc/self/fd/{fd}"));
         let file = file.context("the driver's shared memory is not there")?;
@@ -52,13 +52,13 @@ impl SharedLines {
     fn map(file: OwnedFd, lines: usize) -> Result<SharedLines> {
         let (len, access) = (lines * LINE_BYTES, ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours. The file has `len`
-        // bytes: `create` has set them, `inherited` has asked, and nobody shrinks it.
+        // bytes: `create` has set them, `inherited` has asked, and nothing shrinks it.
         let start = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0)? };
         let start = NonNull::new(start.cast()).context("mapped at 0")?;
         Ok(SharedLines { start, lines, file })
     }
 
-    /// By which children find it.
+    /// Number under which children find the lines.
     pub(crate) fn fd(&self) -> i32 {
         self.file.as_raw_fd()
     }
@@ -82,7 +82,7 @@ impl Drop for SharedLines {
     }
 }
 
-/// Where the ranks of a contender meet: each writes its own line and reads the others'.
+/// Meeting point of the ranks of a contender: each writes its own line and reads the others'.
 pub(crate) struct Meeting {
     lines: SharedLines,
     rank: usize,

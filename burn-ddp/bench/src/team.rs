@@ -15,14 +15,14 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::protocol::{Lines, RankTimes, RoundPlan};
 
-/// Until all have said hello: torch takes seconds to load, and more where processes outnumber cores.
+/// Time for all ranks to say hello: torch takes seconds to load, and more where processes outnumber cores.
 const START: Duration = Duration::from_secs(120);
-/// Until a round is over.
+/// Time for a round.
 const ROUND: Duration = Duration::from_secs(120);
-/// How long processes get to end by themselves.
+/// Time for processes to end by themselves.
 const FAREWELL: Duration = Duration::from_secs(3);
 
-/// And then to obey.
+/// Time for them to obey a signal after that.
 const GRACE: Duration = Duration::from_millis(300);
 
 /// The ranks of one contender, alive and waiting for orders.
@@ -31,7 +31,7 @@ pub(crate) struct Team {
     members: Vec<Lines>,
     children: Vec<Child>,
     scratch: Scratch,
-    /// What must live as long as they do: a store, shared memory.
+    /// Values that must live as long as the ranks: a store, shared memory.
     _keep: Vec<Box<dyn Any>>,
 }
 
@@ -62,7 +62,7 @@ impl Scratch {
         &self.path
     }
 
-    /// The socket on which ranks are told what to do.
+    /// Socket of the driver.
     pub(crate) fn socket(&self) -> PathBuf {
         self.path.join("control")
     }
@@ -135,7 +135,7 @@ impl Team {
         self.tell(&format!("prepare {bytes} {count}")).map(drop)
     }
 
-    /// One round on all ranks.
+    /// Runs a round on all ranks.
     pub(crate) fn round(&mut self, plan: &RoundPlan) -> Result<Round> {
         let answers = self.tell(&plan.line())?;
         let ranks: Vec<RankTimes> = answers.iter().map(|answer| RankTimes::parse(answer)).collect::<Result<_>>()?;
@@ -152,12 +152,12 @@ impl Team {
         self.answers()
     }
 
-    /// How many ranks.
+    /// Number of ranks.
     pub(crate) fn world(&self) -> usize {
         self.members.len()
     }
 
-    /// Says `line` to some; [`answers`](Self::answers) waits for everybody's answer.
+    /// Says `line` to some ranks; [`answers`](Self::answers) waits for all answers.
     pub(crate) fn order(&mut self, ranks: Range<usize>, line: &str) -> Result<()> {
         self.members[ranks].iter_mut().try_for_each(|member| member.say(line))
     }
@@ -208,7 +208,7 @@ impl Drop for Team {
             thread::sleep(Duration::from_millis(10));
         }
         for child in &mut self.children {
-            // Launchers of others end their ranks when asked, and cannot when killed.
+            // Launchers end their ranks on SIGTERM, and cannot on SIGKILL.
             let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
             if child.try_wait().is_ok_and(|status| status.is_none())
                 && let Some(pid) = pid

@@ -17,7 +17,7 @@ pub(crate) struct Timeline {
     /// The first step to draw.
     #[arg(long, default_value_t = 10)]
     step: u64,
-    /// How many steps.
+    /// Number of steps.
     #[arg(long, default_value_t = 2)]
     steps: u64,
     /// The SVG file to draw into.
@@ -31,7 +31,7 @@ struct Trace {
     events: Vec<Event>,
 }
 
-/// Of Chrome's trace event format. Times in microseconds.
+/// An event of Chrome's trace event format; times in microseconds.
 #[derive(Deserialize)]
 struct Event {
     ph: String,
@@ -56,14 +56,14 @@ impl Event {
         self.name.strip_prefix("step ").and_then(|step| step.parse().ok()).is_some_and(|step| steps.contains(&step))
     }
 
-    /// What is drawn in one colour; `None` for what only frames others.
+    /// Index in [`KINDS`], which share a colour; `None` for spans that only frame others.
     fn kind(&self) -> Option<usize> {
         let kind = |(_, of, _): &(_, &[&str], _)| of.iter().any(|prefix| self.name.starts_with(prefix));
         (!self.name.starts_with("step ")).then(|| KINDS.iter().position(kind).unwrap_or(KINDS.len() - 1))
     }
 }
 
-/// What spans are called in the legend, how their names begin, and their colour. The last one is all the rest.
+/// Spans by kind: name in the legend, prefixes of the spans' names, colour. The last kind is all the rest.
 const KINDS: [(&str, &[&str], RGBColor); 6] = [
     ("forward, optimizer", &["outside"], RGBColor(200, 200, 200)),
     ("backward", &["backward"], RGBColor(31, 119, 180)),
@@ -122,7 +122,7 @@ impl Timeline {
             .draw()?;
         for (kind, (name, _, colour)) in KINDS.iter().enumerate() {
             let of_kind = spans.iter().filter(|event| event.kind() == Some(kind));
-            // What is inside another span is drawn over it, and lower.
+            // Spans inside others are drawn over them, and lower.
             let boxes = of_kind.filter_map(|event| {
                 let row = rows.iter().rev().position(|row| *row == (event.pid, event.tid))? as f64;
                 let inner = if kind == 2 { 0.3 } else { 0.12 };

@@ -13,7 +13,7 @@ pub(crate) struct Pattern {
     size_bytes: usize,
 }
 
-/// What rank `rank` puts in.
+/// Input of rank `rank`.
 pub(crate) fn input(dtype: DType, rank: usize, seed: u64) -> Pattern {
     Pattern::of(dtype, |i| value(i, rank, seed))
 }

@@ -48,7 +48,7 @@ pub(crate) struct AllReduce {
     /// Numbers of elements, instead of `--sizes`: to compare dtypes.
     #[arg(long, value_delimiter = ',', conflicts_with = "sizes")]
     elements: Vec<usize>,
-    /// Of f32, f16, bf16 and f64.
+    /// Types of the elements, of f32, f16, bf16 and f64.
     #[arg(long, alias = "dtypes", value_delimiter = ',', value_parser = values::parse_dtype, default_value = "f32")]
     dtype: Vec<DType>,
     /// Place of the ranks' buffers: memory of their own, or memory that the group reduces without copies.

@@ -9,7 +9,7 @@ use super::Programs;
 use crate::machine::find_program;
 use crate::team::Scratch;
 
-/// What all scripts import.
+/// Module that all scripts import.
 const CONTROL: &str = include_str!("../../peers/control.py");
 
 /// A script of `peers/`, ready to be run.
@@ -54,7 +54,7 @@ mod tests {
     use crate::protocol::RoundPlan;
     use crate::team::Team;
 
-    /// What torch's scripts do, without torch.
+    /// A script like torch's, without torch.
     const TEXT: &str = "
 import sys
 import control

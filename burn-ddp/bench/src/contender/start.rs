@@ -1,4 +1,4 @@
-//! How ranks of contenders are started.
+//! Starts the ranks of contenders.
 
 use std::any::Any;
 use std::process::Command;

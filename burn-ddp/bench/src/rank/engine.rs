@@ -26,7 +26,7 @@ struct Memory {
 
 enum Buffers {
     Slice(Vec<Vec<u64>>),
-    /// With the view of the last result.
+    /// Shared buffers, each with the view of its last result.
     Arena(Vec<(SharedBuffer, Option<SharedView>)>),
 }
 
@@ -34,7 +34,7 @@ enum Buffers {
 pub(super) fn join() -> Result<World> {
     let env = LaunchEnv::detect()?.context("no variables of a launcher")?;
     let world = World::join(&env, WorldOptions::from_env()?)?;
-    // Whether gradients can go over NCCL is known when a model is wrapped.
+    // NCCL is chosen when a model is wrapped.
     if let Some(wanted) = std::env::var(ENGINE).ok().filter(|wanted| wanted != "nccl") {
         ensure!(world.engine() == wanted, "the engine is {}, not {wanted}", world.engine());
     }
@@ -83,7 +83,7 @@ impl Workload for EngineRank {
             }
             Buffers::Arena(arenas) => {
                 let (buffer, view) = &mut arenas[nth];
-                // Who uses a buffer again has read the result of the last time.
+                // The result of the last use has been read.
                 *view = None;
                 *view = Some(memory.group.all_reduce_shared(self.dtype, buffer, ReduceOp::Sum, 0)?);
             }
@@ -98,7 +98,7 @@ impl Workload for EngineRank {
             Buffers::Slice(slices) => {
                 sum(uses).map_or(Ok(()), |sum| sum.check(&bytemuck::cast_slice(&slices[nth])[..memory.bytes]))
             }
-            // What is in the buffer after a reduction is not said, so only its first result is known.
+            // The content of the buffer after a reduction is unspecified, so only its first result is known.
             Buffers::Arena(arenas) => match (&arenas[nth].1, sum(uses)) {
                 (Some(view), Some(sum)) if uses == 1 => sum.check(view),
                 _ => Ok(()),

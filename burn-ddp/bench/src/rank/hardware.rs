@@ -1,4 +1,4 @@
-//! What the hardware can do, without any library: copies, a cache line, and the sums.
+//! Limits of the hardware, without any library: copies, a cache line, and the sums.
 
 use anyhow::{Result, ensure};
 
@@ -41,7 +41,7 @@ impl Workload for Memcpy {
     }
 }
 
-/// Each rank writes a cache line of its own and reads everybody's: the least that any collective does.
+/// Each rank writes a cache line of its own and reads all others: the least that any collective does.
 pub(super) struct Cacheline {
     meeting: Meeting,
 }
@@ -75,7 +75,7 @@ impl Workload for Cacheline {
 pub(super) struct Floor {
     meeting: Meeting,
     world: usize,
-    /// How many ranks' work this process does.
+    /// Number of ranks whose work this process does.
     shares: usize,
     kind: BufferKind,
     bytes: usize,

@@ -20,10 +20,10 @@ use crate::protocol::{Lines, RankTimes, RoundPlan};
 use crate::shared_memory::{Meeting, SharedLines};
 use crate::values;
 
-/// What the driver passes on.
+/// Arguments from the driver.
 #[derive(Args, Debug)]
 pub(crate) struct RankArgs {
-    /// What to be.
+    /// Kind of rank.
     #[arg(long)]
     what: What,
     /// The driver's socket.
@@ -40,11 +40,11 @@ pub(crate) struct RankArgs {
     /// The number of the driver's shared memory, for those that meet there.
     #[arg(long)]
     lines: Option<i32>,
-    /// What to train.
+    /// Model to train.
     #[cfg(feature = "burn")]
     #[arg(long, default_value = "tensors")]
     model: crate::contender::Model,
-    /// How.
+    /// Way of training.
     #[cfg(feature = "burn")]
     #[arg(long, default_value = "plain")]
     side: crate::contender::Side,
@@ -54,7 +54,7 @@ pub(crate) struct RankArgs {
     bucket_bytes: Option<usize>,
 }
 
-/// Where a rank keeps what is reduced.
+/// Place of a rank's buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum BufferKind {
     /// Memory of its own, reduced in place.
@@ -83,12 +83,12 @@ pub(crate) enum What {
     Train,
 }
 
-/// What a contender's rank can do. Steps are numbered from 0 in each round; step `n` uses buffer `n mod count`.
+/// Abilities of a contender's rank. Steps are numbered from 0 in each round; step `n` uses buffer `n mod count`.
 trait Workload {
     /// Room for `count` buffers of `bytes`; those before are gone.
     fn prepare(&mut self, bytes: usize, count: usize) -> Result<()>;
 
-    /// Into how many buffers [`prepare`](Self::prepare) made room, if it was asked for `count`.
+    /// Number of buffers that [`prepare`](Self::prepare) made, asked for `count`.
     fn buffers(&self, count: usize) -> usize {
         count
     }
@@ -99,10 +99,10 @@ trait Workload {
     /// The step that is measured.
     fn step(&mut self, nth: usize) -> Result<()>;
 
-    /// Whether buffer `nth`, filled with `seed`, holds what it should after `uses` steps.
+    /// Checks that buffer `nth`, filled with `seed`, holds the right values after `uses` steps.
     fn check(&mut self, nth: usize, seed: u64, uses: usize) -> Result<()>;
 
-    /// What `noise` compares.
+    /// Digest that `noise` compares.
     fn noise(&mut self, _run: u64, _pause_us: u64) -> Result<u64> {
         bail!("only engines make noise")
     }
@@ -208,7 +208,7 @@ fn round(workload: &mut dyn Workload, rank: usize, count: usize, plan: &RoundPla
     for nth in 0..count.min(steps) {
         workload.check(nth, seed(nth), (steps - nth).div_ceil(count))?;
     }
-    // Whatever the steps above leave to see, one with fresh inputs is seen in every round.
+    // A step with fresh inputs, whose result is known in every round.
     workload.fill(0, seed(count));
     workload.step(0)?;
     workload.check(0, seed(count), 1)?;

@@ -1,4 +1,4 @@
-//! What sockets can do: two ranks that send each other what an all-reduce sends, at the same time, and add once.
+//! Limit of sockets: two ranks that send each other the bytes of an all-reduce at the same time, and add once.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -17,7 +17,7 @@ const CHUNK: usize = 1 << 20;
 
 pub(super) struct Pump {
     stream: TcpStream,
-    /// What is sent, and where it goes.
+    /// Buffers to send from, and to receive into.
     buffers: Vec<[Vec<f32>; 2]>,
 }
 

@@ -28,7 +28,7 @@ pub(super) struct TrainRank {
     what: Model,
     side: Side,
     bucket_bytes: Option<usize>,
-    /// Where those meet that reduce nothing.
+    /// Barrier of the ranks that reduce nothing.
     meeting: Option<Meeting>,
     trainee: Option<Trainee>,
     /// The first element of the first gradient of the last step, or its loss.
@@ -36,7 +36,7 @@ pub(super) struct TrainRank {
 }
 
 enum Trainee {
-    /// With the gradients of the last step, which an optimizer would have by then.
+    /// Bare parameters, with the gradients of the last step, which an optimizer would hold by then.
     Tensors(Tensors, Option<GradientsParams>),
     Cnn(Box<(Cnn, ModuleOptimizer, Tensor<4>, Tensor<1, Int>)>),
     Mlp(Box<(Vec<Linear>, Tensor<2>)>),
@@ -99,7 +99,7 @@ impl Cnn {
     }
 }
 
-/// Whether ranks of this side do nothing together but meet.
+/// True if ranks of this side only meet, and reduce nothing.
 fn meets(side: Side) -> bool {
     matches!(side, Side::Barrier | Side::Nodes)
 }
@@ -131,7 +131,7 @@ impl TrainRank {
         Ok(self.ddp.wrap_with(model, &config)?)
     }
 
-    /// What this rank multiplies its loss of [`Tensors`] with.
+    /// Factor of this rank's loss of [`Tensors`].
     fn factor(&self) -> f32 {
         (self.ddp.rank() + 1) as f32
     }

@@ -18,7 +18,7 @@ use crate::plot::{self, Plot};
 use overlap::LinkOptions;
 use points::{Point, pairs};
 
-/// What data parallelism adds to a training step: forward and backward, and Adam for `cnn`, one thread per rank.
+/// Time that data parallelism adds to a training step: forward and backward, and Adam for `cnn`, one thread per rank.
 ///
 /// Wrapped models are measured against the same processes that meet at a bare barrier in each step; one rank with `cnn`
 /// against the plain step. Torch and its DDP likewise.

@@ -101,8 +101,8 @@ impl Step {
             let hidden = (comm_us - exposed_us) / hideable;
             let of_ideal = step.median_us() / (plain_us + comm_us - hideable);
             if self.json {
-                let row = json!({"bench": "overlap", "who": step.contender.to_string(), "world": 2, "dtype": "f32", "bytes": bytes,
-                    "gbit": gbit, "ratio": ratio, "plain_us": plain_us, "communication_us": comm_us,
+                let row = json!({"bench": "overlap", "who": step.contender.to_string(), "world": 2, "dtype": "f32",
+                    "bytes": bytes, "gbit": gbit, "ratio": ratio, "plain_us": plain_us, "communication_us": comm_us,
                     "median_us": step.median_us(), "p95_us": step.percentile_us(0.95), "of_ideal": of_ideal,
                     "hidden": hidden, "exposed_us": exposed_us});
                 println!("{row}");

@@ -50,7 +50,7 @@ pub(super) struct Point {
     base_us: f64,
     /// Microseconds that data parallelism adds to the base.
     added_us: f64,
-    /// The same as a share of the base.
+    /// `added_us` as a percentage of the base.
     added_percent: f64,
     /// Microseconds beyond a step whose parameters are read through nodes that do nothing.
     beyond_nodes_us: Option<f64>,
@@ -65,7 +65,7 @@ struct Growth {
     growth: f64,
     /// Nanoseconds that each further tensor adds to what data parallelism adds.
     marginal_ns: f64,
-    /// The same beyond nodes that do nothing.
+    /// `marginal_ns` beyond nodes that do nothing.
     own_marginal_ns: Option<f64>,
 }
 
@@ -173,7 +173,7 @@ pub(super) fn table(model: Model, points: &[Point]) -> Table {
         columns.extend::<[Column; 3]>([
             ("of fewest's step", |point, points| ratio(point.beside_fewest(points).growth)),
             ("added ns a tensor more", |point, points| format!("{:.0}", point.beside_fewest(points).marginal_ns)),
-            ("beyond two nodes", |point, points| {
+            ("ns beyond two nodes", |point, points| {
                 point.beside_fewest(points).own_marginal_ns.map_or(String::new(), |ns| format!("{ns:.0}"))
             }),
         ]);
