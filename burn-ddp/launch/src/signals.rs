@@ -15,7 +15,7 @@ use std::thread;
 
 use libc::c_int;
 
-use crate::supervise::Event;
+use crate::event::Event;
 
 const CAUGHT: [c_int; 5] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGTSTP, libc::SIGWINCH];
 

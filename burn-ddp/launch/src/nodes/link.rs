@@ -9,10 +9,9 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::Store;
 
-use super::message::{Stop, put_new, take};
-use crate::node::Trouble;
+use super::message::{put_new, take};
+use crate::event::{Event, Stop, Trouble};
 use crate::signals;
-use crate::supervise::Event;
 
 /// Between two signs of life.
 const BEAT: Duration = Duration::from_secs(1);

@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{Store, StoreServer};
 
-use super::message::{Node, Stop, put_new, take};
+use super::message::{Node, put_new, take};
 use super::{Interrupted, LOOK, Link, Nodes, Others, look};
-use crate::end::signal_name;
 use crate::error::LaunchError;
-use crate::outside::Notices;
-use crate::store::Trust;
-use crate::supervise::Event;
+use crate::event::{Event, Stop};
+use crate::exit::signal_name;
+use crate::report::notices::NoticeSink;
+use crate::trust::Trust;
 
 /// A meeting that takes longer is commented on, each time after twice as long.
 const COMMENT: Duration = Duration::from_secs(10);
@@ -39,7 +39,7 @@ pub(crate) struct Meet<'a> {
     /// What to do on the other machines, for node 0 to show.
     pub(crate) invitation: Option<&'a str>,
     pub(crate) trust: &'a Trust,
-    pub(crate) notices: Notices,
+    pub(crate) notices: NoticeSink,
 }
 
 /// Blocks until all launchers are there.

@@ -6,7 +6,7 @@
 //! | `beat/{k}` | launcher k, every second | a number that grows, or `paused` while it is stopped by Ctrl-Z |
 //! | `{g}/plan` | launcher 0 | [`Plan`] of generation g |
 //! | `{g}/stop` | the first that knows | [`Stop`]: the generation is over |
-//! | `{g}/done/{k}` | launcher k | its [`NodeOutcome`](crate::node::NodeOutcome): all its ranks are dead |
+//! | `{g}/done/{k}` | launcher k | its [`NodeOutcome`](crate::node_outcome::NodeOutcome): all its ranks are dead |
 //! | `{g}/post-mortem/{r}` | the launcher of rank r | what that rank wrote when its world ended |
 //! | `{g}/verdict` | launcher 0 | [`Verdict`]: how the generation ended, and whether there is another |
 //! | `bye/{k}` | launcher k | it has read the last verdict |
@@ -17,9 +17,9 @@ use burn_ddp_comm::Store;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::end::End;
-use crate::node::Trouble;
-use crate::outcome::Outcome;
+use crate::event::Trouble;
+use crate::exit::RankExit;
+use crate::report::outcome::Outcome;
 
 /// A launcher.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -68,14 +68,6 @@ impl Start {
     pub(crate) fn node_of(&self, rank: usize) -> Option<&Node> {
         (0..self.nodes.len()).rev().find(|&node| self.first_rank(node) <= rank).map(|node| &self.nodes[node])
     }
-}
-
-/// Why a generation is over, from whoever knew first.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Stop {
-    Failed { rank: usize, host: String, pid: u32, end: End },
-    Interrupted { host: String, signal: i32 },
-    Trouble(Trouble),
 }
 
 /// How a generation ended.

@@ -16,11 +16,11 @@ use burn_ddp_comm::{Store, StoreServer};
 
 pub(crate) use link::Link;
 pub(crate) use meet::{Meet, meet};
-pub(crate) use message::{Node, Plan, Start, Stop, Verdict};
+pub(crate) use message::{Node, Plan, Start, Verdict};
 
 use crate::error::LaunchError;
-use crate::node::{NodeOutcome, Trouble};
-use crate::supervise::Event;
+use crate::event::{Event, Stop, Trouble};
+use crate::node_outcome::NodeOutcome;
 use message::{put, take};
 
 /// Between two looks at the store and at the signals.

@@ -7,17 +7,17 @@ use std::path::{Path, PathBuf};
 use burn_ddp_comm::post_mortem::{Event, PostMortem};
 use serde::{Deserialize, Serialize};
 
-use crate::display::{ranks, seconds};
 use crate::error::LaunchError;
-use crate::logs::JobDir;
-use crate::markdown;
-use crate::node::NodeOutcome;
+use crate::node_outcome::NodeOutcome;
 use crate::nodes::Start;
-use crate::outcome::Outcome;
+use crate::output::log_dir::JobDir;
+use crate::report::markdown;
+use crate::report::outcome::Outcome;
+use crate::report::text::{ranks, seconds};
 
 /// How a generation ended, in the file `outcome.json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Kept {
+pub(crate) struct GenerationRecord {
     pub(crate) generation: u32,
     pub(crate) start: Start,
     pub(crate) seen: Vec<NodeOutcome>,
@@ -26,11 +26,11 @@ pub(crate) struct Kept {
 
 /// All that is known of a generation.
 #[derive(Debug)]
-pub(crate) struct Chapter {
+pub(crate) struct GenerationReport {
     pub(crate) generation: u32,
     pub(crate) dir: PathBuf,
     /// Missing if node 0's launcher was killed.
-    pub(crate) kept: Option<Kept>,
+    pub(crate) kept: Option<GenerationRecord>,
     pub(crate) reports: Vec<PostMortem>,
     pub(crate) events: Vec<Event>,
 }
@@ -62,7 +62,7 @@ fn waited_for(report: &PostMortem) -> Option<String> {
 }
 
 /// Writes what is known of a generation, and the report if something failed. What cannot be written is missed, but no reason to fail.
-pub(crate) fn keep(job_dir: &JobDir, kept: &Kept, reports: &[PostMortem]) -> Option<PathBuf> {
+pub(crate) fn keep(job_dir: &JobDir, kept: &GenerationRecord, reports: &[PostMortem]) -> Option<PathBuf> {
     let written = (|| {
         let dir = job_dir.generation(kept.generation)?;
         for report in reports.iter().filter(|report| !PostMortem::path(&dir, report.rank).exists()) {
@@ -116,7 +116,7 @@ fn write_report(job_dir: &Path) -> io::Result<Option<PathBuf>> {
     Ok(Some(path))
 }
 
-fn read_chapter(generation: u32, dir: PathBuf) -> io::Result<Chapter> {
+fn read_chapter(generation: u32, dir: PathBuf) -> io::Result<GenerationReport> {
     let (mut reports, mut events) = (Vec::new(), Vec::new());
     for entry in fs::read_dir(&dir)? {
         let path = entry?.path();
@@ -130,7 +130,7 @@ fn read_chapter(generation: u32, dir: PathBuf) -> io::Result<Chapter> {
     }
     reports.sort_by_key(|report| report.rank);
     let kept = fs::read(dir.join("outcome.json")).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    Ok(Chapter { generation, dir, kept, reports, events })
+    Ok(GenerationReport { generation, dir, kept, reports, events })
 }
 
 /// Readers see all of it or nothing.

@@ -10,7 +10,7 @@ const PANIC_LINES: usize = 6;
 
 /// The last lines of a stream. Blank lines and the frames of backtraces are left out: they would push out the message above them.
 #[derive(Default)]
-pub(crate) struct Tail {
+pub(crate) struct StderrTail {
     lines: VecDeque<String>,
     panics: VecDeque<Vec<String>>,
     state: State,
@@ -26,15 +26,15 @@ enum State {
     Frames,
 }
 
-/// What a [`Tail`] held at the end.
+/// What a [`StderrTail`] held at the end.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Remembered {
+pub(crate) struct StderrSummary {
     pub(crate) lines: Vec<String>,
     /// Each as `src/main.rs:5:9: message`.
     pub(crate) panics: Vec<String>,
 }
 
-impl Tail {
+impl StderrTail {
     pub(crate) fn push(&mut self, line: &[u8]) {
         let line = line.trim_ascii_end();
         let line = String::from_utf8_lossy(&line[..line.len().min(LINE_CAP_BYTES)]).into_owned();
@@ -58,12 +58,12 @@ impl Tail {
         keep(&mut self.lines, line, LINES);
     }
 
-    pub(crate) fn remembered(self) -> Remembered {
+    pub(crate) fn remembered(self) -> StderrSummary {
         let panics = self.panics.into_iter().map(|mut panic| {
             let place = panic.remove(0);
             format!("{place} {}", panic.join(" ")).trim_end().to_owned()
         });
-        Remembered { panics: panics.collect(), lines: self.lines.into() }
+        StderrSummary { panics: panics.collect(), lines: self.lines.into() }
     }
 }
 
@@ -91,8 +91,8 @@ fn is_frame(line: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn remember<'a>(lines: impl IntoIterator<Item = &'a str>) -> Remembered {
-        let mut tail = Tail::default();
+    fn remember<'a>(lines: impl IntoIterator<Item = &'a str>) -> StderrSummary {
+        let mut tail = StderrTail::default();
         lines.into_iter().for_each(|line| tail.push(line.as_bytes()));
         tail.remembered()
     }

@@ -16,11 +16,11 @@ use std::{io, mem};
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
-use crate::end::{End, signal_name};
-use crate::node::{NodeOutcome, RankEnd, Trouble};
-use crate::nodes::Stop;
-use crate::outside::Outside;
-use crate::relay::{Relay, Relayed};
+use crate::event::{Event, Relayed, Stop, Trouble};
+use crate::exit::{RankExit, signal_name};
+use crate::generation::GenerationContext;
+use crate::node_outcome::{NodeOutcome, RankOutcome};
+use crate::output::relay::Relay;
 use crate::signals;
 
 /// After a failure the others usually notice within a second, and say what they saw; no longer than this is it waited for.
@@ -37,25 +37,6 @@ const SUSPENDING: Duration = Duration::from_secs(1);
 const TURN: Duration = Duration::from_millis(200);
 /// The same while ranks have until a deadline to end: a wait that ends later than this shows that nobody here ran meanwhile.
 const SHORT_TURN: Duration = Duration::from_millis(20);
-
-/// What the supervisor waits for. Ranks are local ranks here.
-#[derive(Debug)]
-pub(crate) enum Event {
-    /// From a rank's waiter thread.
-    Ended { rank: usize, end: End, at: Instant },
-    /// From a rank's waiter thread: it does not run, but it is not dead.
-    Stopped { rank: usize, signal: i32 },
-    /// From a rank's waiter thread: it runs again.
-    Continued { rank: usize },
-    /// From the signal thread: this process was sent a signal.
-    Signal(i32),
-    /// From the relay: all output is passed on.
-    Relayed(Relayed),
-    /// From the link to the other launchers: somewhere the generation has ended.
-    Ordered { generation: u32, stop: Stop },
-    /// From the link to the other launchers: it is cut.
-    Cut(Trouble),
-}
 
 #[derive(Clone, Copy, Debug)]
 enum Phase {
@@ -87,7 +68,7 @@ impl Phase {
 struct Rank {
     child: Child,
     pid: Pid,
-    ended: Option<(End, Instant)>,
+    ended: Option<(RankExit, Instant)>,
     /// Stopped (SIGSTOP), by whomever.
     suspended: bool,
     log: Option<PathBuf>,
@@ -154,7 +135,7 @@ impl<'a> Job<'a> {
         let waiter = thread::Builder::new().name(format!("burn-ddp-rank-{rank}")).spawn(move || {
             // Without a receiver the job was given up, and nobody wants to know.
             let end = wait_for_end(pid, |change| drop(events.send(change.of(rank))));
-            let _ = events.send(Event::Ended { rank, end, at: Instant::now() });
+            let _ = events.send(Event::Exited { rank, exit: end, at: Instant::now() });
         });
         if let Err(error) = waiter {
             // Without its waiter the rank could not be supervised.
@@ -168,7 +149,7 @@ impl<'a> Job<'a> {
     }
 
     /// Waits for the end of all ranks here, stopping them where needed. Every wait but that for healthy ranks has a deadline.
-    pub(crate) fn supervise(mut self, relay: Option<Relay>, outside: &mut Outside<'_>) -> NodeOutcome {
+    pub(crate) fn supervise(mut self, relay: Option<Relay>, outside: &mut GenerationContext<'_>) -> NodeOutcome {
         if let Some(stop) = outside.stopped() {
             self.on_order(&stop);
         }
@@ -184,7 +165,7 @@ impl<'a> Job<'a> {
                 self.phase.put_off(late);
             }
             match event {
-                Some(Event::Ended { rank, end, at }) => self.on_end(rank, end, at, outside),
+                Some(Event::Exited { rank, exit: end, at }) => self.on_end(rank, end, at, outside),
                 Some(Event::Signal(signal)) => self.on_signal(signal, outside),
                 Some(Event::Relayed(relayed)) => self.relayed = Some(relayed),
                 Some(Event::Stopped { rank, signal }) => self.on_suspended(rank, signal, outside),
@@ -214,7 +195,7 @@ impl<'a> Job<'a> {
         self.kill();
         while self.is_running() {
             match self.next_event(self.phase.deadline()) {
-                Some(Event::Ended { rank, end, at }) => self.ranks[rank].ended = Some((end, at)),
+                Some(Event::Exited { rank, exit: end, at }) => self.ranks[rank].ended = Some((end, at)),
                 Some(_) => {}
                 None => break,
             }
@@ -247,7 +228,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    fn on_end(&mut self, rank: usize, end: End, at: Instant, outside: &Outside<'_>) {
+    fn on_end(&mut self, rank: usize, end: RankExit, at: Instant, outside: &GenerationContext<'_>) {
         tracing::debug!(rank, %end, "rank ended");
         self.ranks[rank].ended = Some((end, at));
         let told_to_stop = matches!(self.phase, Phase::Stopping { .. } | Phase::Killing { .. });
@@ -256,7 +237,7 @@ impl<'a> Job<'a> {
         }
         let number = self.first_rank + rank;
         outside.rank_ended(number, self.ranks[rank].child.id(), end);
-        if end == End::Exit(0) {
+        if end == RankExit::Code(0) {
             return;
         }
         self.settle();
@@ -270,7 +251,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    fn on_signal(&mut self, signal: i32, outside: &Outside<'_>) {
+    fn on_signal(&mut self, signal: i32, outside: &GenerationContext<'_>) {
         match signal {
             libc::SIGWINCH if self.first_rank_has_terminal => return self.send(0, Signal::WINCH),
             libc::SIGWINCH => return,
@@ -312,7 +293,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    fn on_suspended(&mut self, rank: usize, signal: i32, outside: &Outside<'_>) {
+    fn on_suspended(&mut self, rank: usize, signal: i32, outside: &GenerationContext<'_>) {
         let Rank { child, suspended, .. } = &mut self.ranks[rank];
         *suspended = true;
         let (number, pid, signal) = (self.first_rank + rank, child.id(), signal_name(signal));
@@ -321,14 +302,14 @@ impl<'a> Job<'a> {
         ));
     }
 
-    fn on_continued(&mut self, rank: usize, outside: &Outside<'_>) {
+    fn on_continued(&mut self, rank: usize, outside: &GenerationContext<'_>) {
         let Rank { child, suspended, .. } = &mut self.ranks[rank];
         *suspended = false;
         outside.notice(&format!("rank {} (pid {}) goes on", self.first_rank + rank, child.id()));
     }
 
     /// Ctrl-Z: stops the ranks, which the terminal does not reach, and this process, until `fg` or `bg`.
-    fn suspend(&mut self, outside: &Outside<'_>) {
+    fn suspend(&mut self, outside: &GenerationContext<'_>) {
         outside.pausing();
         let running: Vec<_> = self.running().into_iter().filter(|&rank| !self.ranks[rank].suspended).collect();
         running.iter().for_each(|&rank| self.send(rank, Signal::STOP));
@@ -353,7 +334,7 @@ impl<'a> Job<'a> {
                 Ok(Event::Stopped { rank, .. }) => self.ranks[rank].suspended = true,
                 Ok(Event::Continued { rank }) => self.ranks[rank].suspended = false,
                 Ok(event) => {
-                    if let Event::Ended { rank, .. } = event {
+                    if let Event::Exited { rank, .. } = event {
                         waiting.retain(|&other| other != rank);
                     }
                     self.deferred.push_back(event);
@@ -434,7 +415,7 @@ impl<'a> Job<'a> {
                 // The ranks are gone; what the others say is heard again when the outcome is told.
                 Some(Event::Ordered { .. } | Event::Cut(_)) => {}
                 // Of a rank that was given up as unkillable.
-                Some(Event::Ended { rank, end, at }) => self.ranks[rank].ended = Some((end, at)),
+                Some(Event::Exited { rank, exit: end, at }) => self.ranks[rank].ended = Some((end, at)),
                 None => return false,
             }
         }
@@ -448,7 +429,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    fn outcome(mut self, elapsed: Duration, outside: &Outside<'_>) -> NodeOutcome {
+    fn outcome(mut self, elapsed: Duration, outside: &GenerationContext<'_>) -> NodeOutcome {
         let mut relayed = mem::take(&mut self.relayed).unwrap_or_default();
         let ends = (0..self.ranks.len()).map(|local| {
             let rank = &self.ranks[local];
@@ -456,10 +437,10 @@ impl<'a> Job<'a> {
             let failed = self.failed.contains(&local);
             // What others wrote is in their logs; it need not travel.
             let remembered = relayed.tails.get_mut(local).filter(|_| failed).map(mem::take).unwrap_or_default();
-            RankEnd {
+            RankOutcome {
                 rank: self.first_rank + local,
                 pid: rank.child.id(),
-                end: rank.ended.map(|(end, _)| end),
+                exit: rank.ended.map(|(exit, _)| exit),
                 after: at,
                 failed,
                 stopped: self.stopped.contains(&local),
@@ -499,19 +480,19 @@ impl Change {
 }
 
 /// Waits for the end of a child but leaves it unreaped; meanwhile tells when it is stopped and continued.
-fn wait_for_end(pid: Pid, changed: impl Fn(Change)) -> End {
+fn wait_for_end(pid: Pid, changed: impl Fn(Change)) -> RankExit {
     let changes = WaitIdOptions::STOPPED | WaitIdOptions::CONTINUED;
     loop {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | changes;
         let status = match rustix::io::retry_on_intr(|| waitid(WaitId::Pid(pid), options)) {
             Ok(Some(status)) => status,
-            Ok(None) | Err(_) => return End::Unknown,
+            Ok(None) | Err(_) => return RankExit::Unknown,
         };
         if let Some(code) = status.exit_status() {
-            return End::Exit(code);
+            return RankExit::Code(code);
         }
         if let Some(signal) = status.terminating_signal() {
-            return End::Signal(signal);
+            return RankExit::Signal(signal);
         }
         // Seen, but still there: taken away, or it would be seen again. Its end is not taken by that.
         match rustix::io::retry_on_intr(|| waitid(WaitId::Pid(pid), changes | WaitIdOptions::NOHANG)) {
@@ -519,7 +500,7 @@ fn wait_for_end(pid: Pid, changed: impl Fn(Change)) -> End {
             Ok(Some(status)) => changed(Change::Stopped(status.stopping_signal().unwrap_or(libc::SIGSTOP))),
             // It ended, or changed, meanwhile.
             Ok(None) => {}
-            Err(_) => return End::Unknown,
+            Err(_) => return RankExit::Unknown,
         }
     }
 }

@@ -7,21 +7,22 @@ use serde::{Deserialize, Serialize};
 /// How one rank ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub enum End {
+pub enum RankExit {
     /// It exited with this code.
-    Exit(i32),
+    #[serde(rename = "Exit")]
+    Code(i32),
     /// This signal killed it.
     Signal(i32),
     /// It ended, but the system would not say how (someone else in this process collected its status).
     Unknown,
 }
 
-impl End {
+impl RankExit {
     /// The code by which a shell would report this end: 128 + the number for a signal.
     #[must_use]
     pub fn exit_code(self) -> i32 {
         match self {
-            Self::Exit(code) => code,
+            Self::Code(code) => code,
             Self::Signal(signal) => 128 + signal,
             Self::Unknown => 1,
         }
@@ -34,8 +35,8 @@ impl End {
 
     pub(crate) fn hint(self) -> Option<String> {
         let hint = match self {
-            Self::Exit(101) => "101 is how a Rust program ends that panicked",
-            Self::Exit(code @ 129..=159) => {
+            Self::Code(101) => "101 is how a Rust program ends that panicked",
+            Self::Code(code @ 129..=159) => {
                 return Some(format!(
                     "a shell ends with {code} when its program was killed by {}",
                     signal_name(code - 128)
@@ -51,10 +52,10 @@ impl End {
     }
 }
 
-impl fmt::Display for End {
+impl fmt::Display for RankExit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Exit(code) => write!(f, "exited with code {code}"),
+            Self::Code(code) => write!(f, "exited with code {code}"),
             Self::Signal(signal) => write!(f, "was killed by {}", signal_name(*signal)),
             Self::Unknown => f.write_str("ended in a way that could not be observed"),
         }

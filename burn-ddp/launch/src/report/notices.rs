@@ -5,22 +5,35 @@ use std::time::Duration;
 
 use burn_ddp_comm::post_mortem::Event;
 
-use crate::display::{ranks, seconds};
-use crate::node::Blame;
+use crate::node_outcome::Blame;
 use crate::nodes::Start;
+use crate::report::text::{ranks, seconds};
+
+/// Where remarks go while the job runs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct NoticeSink(pub(crate) Option<fn(&str)>);
+
+impl NoticeSink {
+    pub(crate) fn say(&self, text: &str) {
+        tracing::info!("{text}");
+        if let Some(show) = self.0 {
+            show(text);
+        }
+    }
+}
 
 /// Most causes that are kept: the first decides.
 const BLAMES: usize = 16;
 
 #[derive(Default)]
-pub(crate) struct Told {
+pub(crate) struct Notices {
     pub(crate) blames: Vec<Blame>,
     suspects: BTreeSet<usize>,
     /// For whom somebody waits, and how long had been waited when it was last told, in ms.
     stalls: BTreeMap<Vec<usize>, u64>,
 }
 
-impl Told {
+impl Notices {
     /// What to say about it, if it is news.
     pub(crate) fn take_in(&mut self, event: Event, start: &Start) -> Option<String> {
         match event {
@@ -61,7 +74,7 @@ mod tests {
 
     #[test]
     fn a_suspicion_of_many_is_told_once_until_it_is_over() {
-        let mut told = Told::default();
+        let mut told = Notices::default();
         let mut say = |event| told.take_in(event, &start());
         let suspect = |rank| Event::Suspect { rank, peer: 2, silent_ms: 2100, at: 0 };
         assert_eq!(say(suspect(0)).unwrap(), "rank 2 (host ?) is silent for 2.1 s, says rank 0");
@@ -73,7 +86,7 @@ mod tests {
 
     #[test]
     fn a_stall_is_told_again_when_it_took_twice_as_long() {
-        let mut told = Told::default();
+        let mut told = Notices::default();
         let mut say = |rank, since_ms| {
             let event = Event::Stall { rank, waiting_for: vec![1, 3], call: "barrier #7".into(), since_ms, at: 0 };
             told.take_in(event, &start())

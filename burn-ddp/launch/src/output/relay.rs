@@ -11,9 +11,9 @@ use std::thread;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::lines::Lines;
-use crate::supervise::Event;
-use crate::tail::{Remembered, Tail};
+use crate::event::{Event, Relayed};
+use crate::output::lines::Lines;
+use crate::report::stderr_tail::{StderrSummary, StderrTail};
 
 const READ_BYTES: usize = 64 * 1024;
 /// At the end, what a pipe already holds is still passed on: at most this much, the largest size a pipe can have by default.
@@ -36,15 +36,6 @@ pub(crate) struct Source {
     pub(crate) log: Option<File>,
 }
 
-/// What is known once all output is passed on.
-#[derive(Debug, Default)]
-pub(crate) struct Relayed {
-    /// What is remembered of each rank's stderr, by local rank.
-    pub(crate) tails: Vec<Remembered>,
-    /// Why output was lost, if it was.
-    pub(crate) lost: Option<String>,
-}
-
 /// Dropping it makes the thread pass on what the pipes hold and end, even where a stray process keeps them open.
 pub(crate) struct Relay {
     _wake: io::PipeWriter,
@@ -55,7 +46,7 @@ impl Relay {
     pub(crate) fn start(nproc: usize, sources: Vec<Source>, events: Sender<Event>) -> io::Result<Self> {
         let (wake, _wake) = io::pipe()?;
         let streams = sources.into_iter().map(Stream::new).collect();
-        let tails = (0..nproc).map(|_| Tail::default()).collect();
+        let tails = (0..nproc).map(|_| StderrTail::default()).collect();
         let mut pump = Pump { streams, tails, unread: Vec::new(), lost: None };
         thread::Builder::new().name("burn-ddp-output".into()).spawn(move || {
             pump.run(&wake);
@@ -91,7 +82,7 @@ impl Stream {
 
 struct Pump {
     streams: Vec<Stream>,
-    tails: Vec<Tail>,
+    tails: Vec<StderrTail>,
     /// Outputs of this process whose reader is gone.
     unread: Vec<Output>,
     lost: Option<String>,
@@ -203,7 +194,7 @@ impl Pump {
     }
 
     fn end(&mut self) -> Relayed {
-        let tails = self.tails.drain(..).map(Tail::remembered).collect();
+        let tails = self.tails.drain(..).map(StderrTail::remembered).collect();
         Relayed { tails, lost: self.lost.take() }
     }
 }

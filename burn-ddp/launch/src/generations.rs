@@ -9,33 +9,35 @@ use std::time::{Duration, SystemTime};
 use burn_ddp_comm::post_mortem::PostMortem;
 use burn_ddp_comm::{LaunchEnv, Meeting, timeline};
 
-use crate::child;
 use crate::error::LaunchError;
-use crate::events::EventsFile;
+use crate::event::{Event, Stop, Trouble};
+use crate::generation::GenerationContext;
 use crate::guardian::Guardian;
-use crate::kept::{self, Kept};
-use crate::launcher::{Launcher, Stdio};
-use crate::logs::{self, JobDir};
-use crate::node::{NodeOutcome, Trouble};
-use crate::nodes::{Interrupted, Meet, Node, Nodes, Plan, Start, Stop, Verdict, meet};
-use crate::outcome::Outcome;
-use crate::outside::Outside;
-use crate::relay::{Output, Relay, Source};
+use crate::node_outcome::NodeOutcome;
+use crate::nodes::{Interrupted, Meet, Node, Nodes, Plan, Start, Verdict, meet};
+use crate::output::log_dir::{self, JobDir};
+use crate::output::relay::{Output, Relay, Source};
+use crate::process_group;
+use crate::rank_store::{JoinAbort, RankStore};
+use crate::report::archive::{self, GenerationRecord};
+use crate::report::event_file::EventFile;
+use crate::report::notices::Notices;
+use crate::report::outcome::Outcome;
 use crate::signals;
-use crate::store::{self, Absence, RankStore, Trust};
-use crate::supervise::{self, Event};
-use crate::told::Told;
+use crate::spec::{JobSpec, Stdio};
+use crate::supervisor;
+use crate::trust::{self, Trust};
 
 /// A program that exits with this was called wrongly, and would be again.
 const WRONG_USAGE: i32 = 2;
 /// What launchers wait for each other at the end of a generation, beyond the grace time: others may have to kill, and to reap.
 const CONCLUDE: Duration = Duration::from_secs(45);
 
-pub(crate) fn run(launcher: &Launcher) -> Result<Outcome, LaunchError> {
+pub(crate) fn run(spec: &JobSpec) -> Result<Outcome, LaunchError> {
     let (sender, events) = mpsc::channel();
     let _signals = signals::listen(sender.clone())
         .map_err(|source| LaunchError::System { doing: "listen for signals", source })?;
-    let job = Job { launcher, trust: Trust::of(launcher)?, sender, events };
+    let job = Job { spec, trust: Trust::of(spec)?, sender, events };
     let mut nodes = match job.meet() {
         Ok(nodes) => nodes,
         Err(interrupted) => return interrupted.told(),
@@ -46,7 +48,7 @@ pub(crate) fn run(launcher: &Launcher) -> Result<Outcome, LaunchError> {
 }
 
 struct Job<'a> {
-    launcher: &'a Launcher,
+    spec: &'a JobSpec,
     trust: Trust,
     sender: Sender<Event>,
     events: Receiver<Event>,
@@ -59,35 +61,35 @@ struct Part {
     /// On node 0, for all.
     _store: Option<RankStore>,
     /// Its directory, in the log directory or for the time being.
-    dir: PartDir,
+    dir: ReportDir,
 }
 
 impl Job<'_> {
     fn meet(&self) -> Result<Nodes, Interrupted> {
-        let launcher = self.launcher;
+        let spec = self.spec;
         let own_host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        let Some((host, port)) = launcher.master.as_ref().filter(|_| launcher.nnodes > 1) else {
+        let Some((host, port)) = spec.master.as_ref().filter(|_| spec.nnodes > 1) else {
             return Ok(Nodes::alone(own_host));
         };
         let place = Meet {
-            nnodes: launcher.nnodes,
-            node: launcher.node_rank,
+            nnodes: spec.nnodes,
+            node: spec.node_rank,
             host,
             port: *port,
-            job: &launcher.meeting_id,
-            nproc: launcher.nproc,
+            job: &spec.meeting_id,
+            nproc: spec.nproc,
             own_host,
-            join_timeout: launcher.join_timeout,
-            patience: launcher.peer_timeout,
-            invitation: launcher.invitation.as_deref(),
+            join_timeout: spec.join_timeout,
+            patience: spec.peer_timeout,
+            invitation: spec.invitation.as_deref(),
             trust: &self.trust,
-            notices: launcher.notices,
+            notices: spec.notices,
         };
         meet(&place, &self.sender, &self.events)
     }
 
     fn run(&self, nodes: &mut Nodes) -> Result<Outcome, LaunchError> {
-        let launcher = self.launcher;
+        let spec = self.spec;
         let mut job_dir = None;
         for generation in 0.. {
             let part = match self.plan(nodes, generation, &mut job_dir) {
@@ -113,13 +115,13 @@ impl Job<'_> {
                 outcome.waiting = kept::waiting(&outcome, reports);
                 let restart = self.is_restarted(generation, seen, &outcome);
                 if let Some(dir) = &job_dir {
-                    let kept = Kept { generation, start: part.start.clone(), seen: seen.to_vec(), outcome };
+                    let kept = GenerationRecord { generation, start: part.start.clone(), seen: seen.to_vec(), outcome };
                     let report = kept::keep(dir, &kept, reports);
                     outcome = Outcome { report, ..kept.outcome };
                 }
                 Verdict { outcome, restart }
             };
-            let patience = launcher.grace + CONCLUDE;
+            let patience = spec.grace + CONCLUDE;
             let (verdict, signal) = nodes.conclude(generation, (own, reports), patience, &self.events, decide);
             if let Some(signal) = signal {
                 // For the next generation, which it prevents. The receiver lives as long as this.
@@ -131,14 +133,14 @@ impl Job<'_> {
             }
             let headline = verdict.outcome.to_string();
             let headline = headline.lines().next().unwrap_or_default();
-            launcher.notices.say(headline);
-            launcher.notices.say(&format!("restart {} of at most {}", generation + 1, launcher.max_restarts));
+            spec.notices.say(headline);
+            spec.notices.say(&format!("restart {} of at most {}", generation + 1, spec.max_restarts));
         }
         Err(LaunchError::Nodes("more restarts than can be counted".into()))
     }
 
     fn is_restarted(&self, generation: u32, seen: &[NodeOutcome], outcome: &Outcome) -> bool {
-        generation < self.launcher.max_restarts
+        generation < self.spec.max_restarts
             && outcome.exit_code != 0
             && outcome.exit_code != WRONG_USAGE
             && outcome.failure.is_some()
@@ -149,14 +151,14 @@ impl Job<'_> {
 
     /// Agrees with the other launchers on what to start.
     fn plan(&self, nodes: &Nodes, generation: u32, job_dir: &mut Option<JobDir>) -> Result<Part, Interrupted> {
-        let launcher = self.launcher;
+        let spec = self.spec;
         let (start, store) = if nodes.decides() {
             let job_id = store::random_id();
             let all = match nodes.all() {
                 [] => vec![self.itself(nodes)],
                 all => all.to_vec(),
             };
-            let host = launcher.master.as_ref().filter(|_| all.len() > 1).map_or("127.0.0.1", |(host, _)| host);
+            let host = spec.master.as_ref().filter(|_| all.len() > 1).map_or("127.0.0.1", |(host, _)| host);
             let rank_store = RankStore::open(host, &job_id, generation, &self.trust).map_err(Interrupted::Error)?;
             let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
             let job_name = logs::job_name(seconds, &job_id);
@@ -170,11 +172,11 @@ impl Job<'_> {
                 Plan::Over(trouble) => return Err(Interrupted::Error(LaunchError::Nodes(trouble.message))),
             }
         };
-        if let (None, Some(dir)) = (&job_dir, &launcher.output.dir) {
+        if let (None, Some(dir)) = (&job_dir, &spec.output.dir) {
             *job_dir = Some(JobDir::create(dir, &start.job_name).map_err(Interrupted::Error)?);
         }
         let dir =
-            PartDir::create(job_dir.as_ref(), generation, nodes.node, &start.job_id).map_err(Interrupted::Error)?;
+            ReportDir::create(job_dir.as_ref(), generation, nodes.node, &start.job_id).map_err(Interrupted::Error)?;
         Ok(Part { generation, start, _store: store, dir })
     }
 
@@ -183,7 +185,7 @@ impl Job<'_> {
             node: 0,
             host: nodes.host.clone(),
             pid: std::process::id(),
-            nproc: self.launcher.nproc,
+            nproc: self.spec.nproc,
             nnodes: 1,
             version: env!("CARGO_PKG_VERSION").into(),
         }
@@ -191,27 +193,26 @@ impl Job<'_> {
 
     /// Starts this machine's ranks and watches them to their end.
     fn start(&self, nodes: &Nodes, part: &Part) -> Result<NodeOutcome, LaunchError> {
-        let (launcher, Part { start, dir, .. }) = (self.launcher, part);
+        let (spec, Part { start, dir, .. }) = (self.spec, part);
         let first_rank = start.first_rank(nodes.node);
-        if let Some(file) = &launcher.timeline {
-            let cleared = timeline::clear(file, first_rank..first_rank + launcher.nproc);
+        if let Some(file) = &spec.timeline {
+            let cleared = timeline::clear(file, first_rank..first_rank + spec.nproc);
             cleared.map_err(|source| LaunchError::LogDir { path: file.clone(), source })?;
         }
-        let first_inherits = launcher.stdio == Stdio::FirstRankInherits;
-        let logs = launcher.output.dir.is_some().then(|| dir.path());
-        let events = EventsFile::create(logs, nodes.node, &start.job_id);
+        let first_inherits = spec.stdio == Stdio::FirstRankInherits;
+        let logs = spec.output.dir.is_some().then(|| dir.path());
+        let events = EventFile::create(logs, nodes.node, &start.job_id);
         let events = events.inspect_err(|error| tracing::warn!(%error, "ranks cannot report who failed first")).ok();
         let mut guardian = Guardian::start(dir.temporary());
-        let mut job =
-            supervise::Job::new(self.sender.clone(), &self.events, launcher.grace, first_rank, first_inherits);
+        let mut job = supervisor::Job::new(self.sender.clone(), &self.events, spec.grace, first_rank, first_inherits);
 
         let mut sources = Vec::new();
-        let mut start_rank = |local_rank: usize, job: &mut supervise::Job<'_>| {
+        let mut start_rank = |local_rank: usize, job: &mut supervisor::Job<'_>| {
             let rank = first_rank + local_rank;
             let keeps_terminal = local_rank == 0 && first_inherits;
             let variables = self.variables(nodes, part, local_rank, events.as_ref());
-            let mut command = launcher.program.command(launcher.nproc, variables, keeps_terminal);
-            let mut child = child::spawn(&mut command).map_err(|source| launcher.program.spawn_error(rank, source))?;
+            let mut command = spec.program.command(spec.nproc, variables, keeps_terminal);
+            let mut child = child::spawn(&mut command).map_err(|source| spec.program.spawn_error(rank, source))?;
             guardian.watch(child.id());
             let pipes = [
                 (Output::Stdout, child.stdout.take().map(Into::into)),
@@ -219,13 +220,13 @@ impl Job<'_> {
             ];
             // From here on the job owns the child, and ends it on any error.
             let stderr_log = logs.map(|dir| logs::log_path(dir, rank, Output::Stderr));
-            let kept = stderr_log.filter(|_| !keeps_terminal && launcher.output.to_file(local_rank, Output::Stderr));
+            let kept = stderr_log.filter(|_| !keeps_terminal && spec.output.to_file(local_rank, Output::Stderr));
             job.add(child, kept).map_err(|source| LaunchError::Spawn { rank, source })?;
             for (output, pipe) in pipes {
                 let Some(pipe) = pipe else { continue };
-                let shown = launcher.output.to_console(local_rank, output);
-                let prefix = if launcher.stdio == Stdio::Plain { String::new() } else { format!("[rank {rank}] ") };
-                let path = logs.filter(|_| launcher.output.to_file(local_rank, output));
+                let shown = spec.output.to_console(local_rank, output);
+                let prefix = if spec.stdio == Stdio::Plain { String::new() } else { format!("[rank {rank}] ") };
+                let path = logs.filter(|_| spec.output.to_file(local_rank, output));
                 let path = path.map(|dir| logs::log_path(dir, rank, output));
                 let log =
                     path.map(|path| logs::create_log(&path).map_err(|source| LaunchError::LogDir { path, source }));
@@ -239,12 +240,12 @@ impl Job<'_> {
             }
             Ok(())
         };
-        let started = (0..launcher.nproc).try_for_each(|local_rank| start_rank(local_rank, &mut job));
+        let started = (0..spec.nproc).try_for_each(|local_rank| start_rank(local_rank, &mut job));
         let relay = started.and_then(|()| {
             if sources.is_empty() {
                 return Ok(None);
             }
-            let relay = Relay::start(launcher.nproc, sources, self.sender.clone());
+            let relay = Relay::start(spec.nproc, sources, self.sender.clone());
             relay.map(Some).map_err(|source| LaunchError::System { doing: "pass on the ranks' output", source })
         });
         let relay = match relay {
@@ -255,14 +256,14 @@ impl Job<'_> {
                 return Err(error);
             }
         };
-        let mut outside = Outside {
+        let mut outside = GenerationContext {
             generation: part.generation,
-            notices: launcher.notices,
+            notices: spec.notices,
             nodes,
             start,
-            absence: Absence::new(&start.host, start.port, &start.job_id, part.generation, &self.trust),
+            absence: JoinAbort::new(&start.host, start.port, &start.job_id, part.generation, &self.trust),
             events,
-            told: Told::default(),
+            told: Notices::default(),
         };
         let outcome = job.supervise(relay, &mut outside);
         guardian.dismiss();
@@ -273,11 +274,11 @@ impl Job<'_> {
 impl Job<'_> {
     /// All ranks of this machine have ended, however: what they recorded is put together.
     fn conclude_timeline(&self, nodes: &Nodes, start: &Start) {
-        let Some(file) = &self.launcher.timeline else { return };
+        let Some(file) = &self.spec.timeline else { return };
         let first_rank = start.first_rank(nodes.node);
-        let local = first_rank..first_rank + self.launcher.nproc;
+        let local = first_rank..first_rank + self.spec.nproc;
         if let Err(error) = timeline::conclude(file, local, start.world_size()) {
-            self.launcher.notices.say(&format!("the timeline {} cannot be written: {error}", file.display()));
+            self.spec.notices.say(&format!("the timeline {} cannot be written: {error}", file.display()));
         }
     }
 
@@ -287,14 +288,14 @@ impl Job<'_> {
         nodes: &Nodes,
         part: &Part,
         local_rank: usize,
-        events: Option<&EventsFile>,
+        events: Option<&EventFile>,
     ) -> Vec<(String, String)> {
         let start = &part.start;
         let meeting = Meeting::Launcher { host: start.host.clone(), port: start.port };
         let rank = start.first_rank(nodes.node) + local_rank;
         let mut env = LaunchEnv::new(rank, start.world_size(), meeting, &start.job_id);
         env.local_rank = local_rank;
-        env.local_world_size = self.launcher.nproc;
+        env.local_world_size = self.spec.nproc;
         env.node_rank = nodes.node;
         env.restart_count = part.generation;
         env.events = events.map(|events| events.path().to_owned());
@@ -305,16 +306,18 @@ impl Job<'_> {
 }
 
 /// Where the ranks of a generation leave their reports. A temporary one is removed in the end, by whoever is left.
-enum PartDir {
-    Kept(PathBuf),
+enum ReportDir {
+    GenerationRecord(PathBuf),
     Temporary(PathBuf),
 }
 
-impl PartDir {
+impl ReportDir {
     fn create(job_dir: Option<&JobDir>, generation: u32, node: usize, job_id: &str) -> Result<Self, LaunchError> {
         if let Some(dir) = job_dir {
             let made = dir.generation(generation);
-            return made.map(Self::Kept).map_err(|source| LaunchError::LogDir { path: dir.path().to_owned(), source });
+            return made
+                .map(Self::GenerationRecord)
+                .map_err(|source| LaunchError::LogDir { path: dir.path().to_owned(), source });
         }
         let path = std::env::temp_dir().join(format!("burn-ddp-{job_id}-{node}"));
         let made = fs::DirBuilder::new().mode(0o700).create(&path);
@@ -323,20 +326,20 @@ impl PartDir {
 
     fn path(&self) -> &Path {
         match self {
-            Self::Kept(path) | Self::Temporary(path) => path,
+            Self::GenerationRecord(path) | Self::Temporary(path) => path,
         }
     }
 
     /// What is to be removed if this process cannot.
     fn temporary(&self) -> Option<&Path> {
         match self {
-            Self::Kept(_) => None,
+            Self::GenerationRecord(_) => None,
             Self::Temporary(path) => Some(path),
         }
     }
 }
 
-impl Drop for PartDir {
+impl Drop for ReportDir {
     fn drop(&mut self) {
         if let Some(path) = self.temporary()
             && let Err(error) = fs::remove_dir_all(path)

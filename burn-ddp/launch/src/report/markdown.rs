@@ -6,10 +6,10 @@ use std::fmt::Write;
 use burn_ddp_comm::GroupId;
 use burn_ddp_comm::post_mortem::{Event, PostMortem, Record};
 
-use crate::display::{ranks, seconds};
-use crate::kept::{Chapter, waiting};
-use crate::outcome::{Failure, Outcome};
-use crate::told::Told;
+use crate::report::archive::{GenerationReport, waiting};
+use crate::report::notices::Notices;
+use crate::report::outcome::{Failure, Outcome};
+use crate::report::text::{ranks, seconds};
 
 /// The last collectives that are shown.
 const COLLECTIVES: usize = 20;
@@ -17,7 +17,7 @@ const COLLECTIVES: usize = 20;
 const ROWS: usize = 200;
 
 /// `None` if nothing failed in any generation.
-pub(crate) fn report(chapters: &[Chapter]) -> Option<String> {
+pub(crate) fn report(chapters: &[GenerationReport]) -> Option<String> {
     let failed: Vec<_> = chapters.iter().filter(|chapter| cause(chapter).is_some()).collect();
     let last = failed.last()?;
     let mut text = format!("# {}\n", one_line(&cause(last)?));
@@ -35,7 +35,7 @@ pub(crate) fn report(chapters: &[Chapter]) -> Option<String> {
 }
 
 /// What brought a generation down.
-fn cause(chapter: &Chapter) -> Option<String> {
+fn cause(chapter: &GenerationReport) -> Option<String> {
     if let Some(kept) = &chapter.kept {
         return of_outcome(&kept.outcome);
     }
@@ -58,7 +58,7 @@ fn of_outcome(outcome: &Outcome) -> Option<String> {
     outcome.trouble.clone().or_else(|| outcome.interrupted_by.and_then(|_| interrupted()))
 }
 
-fn chapter(text: &mut String, chapter: &Chapter) {
+fn chapter(text: &mut String, chapter: &GenerationReport) {
     let outcome = chapter.kept.as_ref().map(|kept| &kept.outcome);
     let failure = outcome.and_then(|outcome| outcome.failure.as_ref());
     if let Some(cause) = failure.and_then(|failure| failure.cause.as_ref()) {
@@ -74,7 +74,7 @@ fn chapter(text: &mut String, chapter: &Chapter) {
     let _ = writeln!(text, "\n## Files\n\n`{}`: output, events and reports of the ranks.", chapter.dir.display());
 }
 
-fn waits(text: &mut String, chapter: &Chapter, outcome: Option<&Outcome>) {
+fn waits(text: &mut String, chapter: &GenerationReport, outcome: Option<&Outcome>) {
     let lines = waiting(outcome.unwrap_or(&Outcome::default()), &chapter.reports);
     if !lines.is_empty() {
         text.push_str("\n## What the others were waiting for\n\n");
@@ -100,13 +100,13 @@ fn last_lines(text: &mut String, failure: &Failure) {
     }
 }
 
-fn ends(text: &mut String, chapter: &Chapter) {
+fn ends(text: &mut String, chapter: &GenerationReport) {
     let Some(kept) = &chapter.kept else { return };
     let steps: BTreeMap<_, _> = chapter.reports.iter().filter_map(|report| Some((report.rank, report.step?))).collect();
     text.push_str("\n## The ranks\n\n| rank | host | pid | end | after | step |\n|---|---|---|---|---|---|\n");
     let rows = kept.seen.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank)));
     for (node, rank) in rows.take(ROWS) {
-        let end = rank.end.map_or("does not die".to_owned(), |end| end.to_string());
+        let end = rank.exit.map_or("does not die".to_owned(), |exit| exit.to_string());
         let told = match (rank.killed, rank.stopped) {
             (true, _) => " (was told to stop, and killed)",
             (_, true) => " (was told to stop)",
@@ -169,9 +169,9 @@ fn collectives(text: &mut String, reports: &[PostMortem]) {
 }
 
 /// What was remarked while it ran.
-fn remarks(text: &mut String, chapter: &Chapter) {
+fn remarks(text: &mut String, chapter: &GenerationReport) {
     let Some(kept) = &chapter.kept else { return };
-    let mut told = Told::default();
+    let mut told = Notices::default();
     let remarks: Vec<_> =
         chapter.events.iter().filter_map(|event| told.take_in(event.clone(), &kept.start)).take(ROWS).collect();
     if !remarks.is_empty() {
@@ -244,8 +244,13 @@ mod tests {
     fn the_first_line_is_the_cause_even_if_the_launcher_was_killed() {
         let history = || vec![record(1, "all_reduce (f32, sum, 8 elements)", Some(80)), record(2, "barrier", None)];
         let reports = vec![post_mortem(0, history()), post_mortem(2, history()[..1].to_vec())];
-        let chapter =
-            Chapter { generation: 0, dir: "logs/generation-0".into(), kept: None, reports, events: Vec::new() };
+        let chapter = GenerationReport {
+            generation: 0,
+            dir: "logs/generation-0".into(),
+            kept: None,
+            reports,
+            events: Vec::new(),
+        };
         let text = report(&[chapter]).unwrap();
         assert_eq!(text.lines().next().unwrap(), "# rank 1 (host h, pid 8) died: connection | reset");
         for line in [
@@ -272,8 +277,13 @@ mod tests {
             post_mortem(1, vec![record(1, "barrier", Some(3))]),
             post_mortem(2, vec![record(1, "barrier", Some(3))]),
         ];
-        let chapter =
-            Chapter { generation: 0, dir: "logs/generation-0".into(), kept: None, reports, events: Vec::new() };
+        let chapter = GenerationReport {
+            generation: 0,
+            dir: "logs/generation-0".into(),
+            kept: None,
+            reports,
+            events: Vec::new(),
+        };
         let text = report(&[chapter]).unwrap();
         for line in [
             "| 0.1 | 1 | rank 0 | barrier | `src/train.rs:9:5` | under way |",

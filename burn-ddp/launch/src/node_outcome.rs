@@ -5,14 +5,15 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::end::End;
+use crate::event::Trouble;
+use crate::exit::RankExit;
 
 /// One machine's part of a generation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct NodeOutcome {
     pub(crate) node: usize,
     pub(crate) host: String,
-    pub(crate) ranks: Vec<RankEnd>,
+    pub(crate) ranks: Vec<RankOutcome>,
     /// The signal to this machine's launcher that stopped the job.
     pub(crate) interrupted_by: Option<i32>,
     /// This machine's launcher was told to end, be it after something else had ended the job.
@@ -27,11 +28,12 @@ pub(crate) struct NodeOutcome {
 
 /// The end of one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct RankEnd {
+pub(crate) struct RankOutcome {
     pub(crate) rank: usize,
     pub(crate) pid: u32,
     /// `None` if it did not even die when killed.
-    pub(crate) end: Option<End>,
+    #[serde(rename = "end")]
+    pub(crate) exit: Option<RankExit>,
     pub(crate) after: Duration,
     /// It failed before it was told to stop.
     pub(crate) failed: bool,
@@ -53,11 +55,4 @@ pub(crate) struct Blame {
     pub(crate) cause: String,
     /// Milliseconds since 1970.
     pub(crate) at: u64,
-}
-
-/// Why a job ends that no rank ended.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Trouble {
-    pub(crate) message: String,
-    pub(crate) exit_code: i32,
 }

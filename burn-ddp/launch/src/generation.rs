@@ -1,38 +1,26 @@
 //! Who else hears what happens to the ranks of this machine while they run: the user, the other launchers, and the ranks that
 //! are still about to meet.
 
-use crate::end::End;
-use crate::events::EventsFile;
-use crate::node::Blame;
-use crate::nodes::{Nodes, Start, Stop};
-use crate::store::Absence;
-use crate::told::Told;
-
-/// Where remarks go while the job runs.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Notices(pub(crate) Option<fn(&str)>);
-
-impl Notices {
-    pub(crate) fn say(&self, text: &str) {
-        tracing::info!("{text}");
-        if let Some(show) = self.0 {
-            show(text);
-        }
-    }
-}
+use crate::event::Stop;
+use crate::exit::RankExit;
+use crate::node_outcome::Blame;
+use crate::nodes::{Nodes, Start};
+use crate::rank_store::JoinAbort;
+use crate::report::event_file::EventFile;
+use crate::report::notices::{NoticeSink, Notices};
 
 /// One generation's surroundings.
-pub(crate) struct Outside<'a> {
+pub(crate) struct GenerationContext<'a> {
     pub(crate) generation: u32,
-    pub(crate) notices: Notices,
+    pub(crate) notices: NoticeSink,
     pub(crate) nodes: &'a Nodes,
     pub(crate) start: &'a Start,
-    pub(crate) absence: Absence,
-    pub(crate) events: Option<EventsFile>,
-    pub(crate) told: Told,
+    pub(crate) absence: JoinAbort,
+    pub(crate) events: Option<EventFile>,
+    pub(crate) told: Notices,
 }
 
-impl Outside<'_> {
+impl GenerationContext<'_> {
     pub(crate) fn generation(&self) -> u32 {
         self.generation
     }
@@ -54,12 +42,12 @@ impl Outside<'_> {
     }
 
     /// A rank here has ended before anybody was told to stop.
-    pub(crate) fn rank_ended(&self, rank: usize, pid: u32, end: End) {
+    pub(crate) fn rank_ended(&self, rank: usize, pid: u32, end: RankExit) {
         let host = self.host().to_owned();
         let cause = format!("rank {rank} (host {host}, pid {pid}) {end} before all ranks had joined");
         self.absence.tell(rank, cause);
-        if let Some(link) = self.nodes.link().filter(|_| end != End::Exit(0)) {
-            link.stop(Stop::Failed { rank, host, pid, end });
+        if let Some(link) = self.nodes.link().filter(|_| end != RankExit::Code(0)) {
+            link.stop(Stop::Failed { rank, host, pid, exit: end });
         }
     }
 

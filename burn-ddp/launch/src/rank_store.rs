@@ -1,0 +1,63 @@
+//! The store of one generation: hosted for its ranks to join, and told when one of them cannot come.
+
+use std::cell::Cell;
+use std::thread;
+use std::time::Duration;
+
+use burn_ddp_comm::{JobKey, StoreClient, StoreServer, fail_join};
+
+use crate::error::LaunchError;
+use crate::trust::{Trust, address};
+
+/// Longest time to connect to the ranks' store.
+const REACH: Duration = Duration::from_secs(5);
+
+/// Where the ranks of one generation meet, on a port of its own: what is left of an earlier generation does not find it.
+pub(crate) struct RankStore {
+    /// Serves until it is dropped.
+    server: StoreServer,
+}
+
+impl RankStore {
+    /// On a free port of the address of `host`, which is this machine.
+    pub(crate) fn open(host: &str, job: &str, generation: u32, trust: &Trust) -> Result<Self, LaunchError> {
+        let server = StoreServer::bind((host, 0), &trust.key(job, generation));
+        Ok(Self { server: server.map_err(|error| LaunchError::Store(error.into()))? })
+    }
+
+    pub(crate) fn port(&self) -> u16 {
+        self.server.local_addr().port()
+    }
+}
+
+/// Ends the wait of the ranks that are about to meet, once one of them cannot come any more.
+pub(crate) struct JoinAbort {
+    address: String,
+    job: JobKey,
+    told: Cell<bool>,
+}
+
+impl JoinAbort {
+    /// For the ranks that meet at `host:port`.
+    pub(crate) fn new(host: &str, port: u16, job: &str, generation: u32, trust: &Trust) -> Self {
+        Self { address: address(host, port), job: trust.key(job, generation), told: Cell::new(false) }
+    }
+
+    /// Ranks that have met notice nothing. Does not block.
+    pub(crate) fn tell(&self, rank: usize, cause: String) {
+        // One that is missing is enough: the others cannot meet again either.
+        if self.told.replace(true) {
+            return;
+        }
+        let (address, job) = (self.address.clone(), self.job.clone());
+        let told = thread::Builder::new().name("burn-ddp-absence".into()).spawn(move || {
+            let store = StoreClient::connect(&address, &job, REACH);
+            if let Err(error) = store.and_then(|store| fail_join(&store, &job, &[rank], &cause)) {
+                tracing::debug!(%error, rank, "the ranks that are about to meet were not told that one is missing");
+            }
+        });
+        if let Err(error) = told {
+            tracing::warn!(%error, rank, "the ranks that are about to meet were not told that one is missing");
+        }
+    }
+}
