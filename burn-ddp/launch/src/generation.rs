@@ -1,85 +1,67 @@
-//! Who else hears what happens to the ranks of this machine while they run: the user, the other launchers, and the ranks that
-//! are still about to meet.
+//! Listeners of one generation on this machine: the user, the other launchers, and ranks that have yet to join.
 
 use crate::event::Stop;
 use crate::exit::RankExit;
 use crate::node_outcome::Blame;
-use crate::nodes::{Nodes, Start};
+use crate::nodes::{GenerationPlan, Nodes};
 use crate::rank_store::JoinAbort;
 use crate::report::event_file::EventFile;
 use crate::report::notices::{NoticeSink, Notices};
 
-/// One generation's surroundings.
+/// Everything that a generation's events are passed on to.
 pub(crate) struct GenerationContext<'a> {
     pub(crate) generation: u32,
-    pub(crate) notices: NoticeSink,
+    pub(crate) plan: &'a GenerationPlan,
     pub(crate) nodes: &'a Nodes,
-    pub(crate) start: &'a Start,
-    pub(crate) absence: JoinAbort,
-    pub(crate) events: Option<EventFile>,
-    pub(crate) told: Notices,
+    pub(crate) join_abort: JoinAbort,
+    /// File to which the ranks append their events; `None` where it could not be made.
+    pub(crate) event_file: Option<EventFile>,
+    pub(crate) notices: Notices,
+    pub(crate) sink: NoticeSink,
 }
 
 impl GenerationContext<'_> {
-    pub(crate) fn generation(&self) -> u32 {
-        self.generation
-    }
-
-    pub(crate) fn node(&self) -> usize {
-        self.nodes.node
-    }
-
-    pub(crate) fn host(&self) -> &str {
-        &self.nodes.host
-    }
-
-    pub(crate) fn notice(&self, text: &str) {
-        self.notices.say(text);
-    }
-
+    /// Causes of failure that ranks of this machine reported, oldest first.
     pub(crate) fn blames(&self) -> Vec<Blame> {
-        self.told.blames.clone()
+        self.notices.blames.clone()
     }
 
-    /// A rank here has ended before anybody was told to stop.
-    pub(crate) fn rank_ended(&self, rank: usize, pid: u32, end: RankExit) {
-        let host = self.host().to_owned();
-        let cause = format!("rank {rank} (host {host}, pid {pid}) {end} before all ranks had joined");
-        self.absence.tell(rank, cause);
-        if let Some(link) = self.nodes.link().filter(|_| end != RankExit::Code(0)) {
-            link.stop(Stop::Failed { rank, host, pid, exit: end });
+    /// A rank here exited before any rank was told to end: ranks that wait for it to join need not wait, and after a failure
+    /// the other launchers end their parts.
+    pub(crate) fn announce_exit(&self, rank: usize, pid: u32, exit: RankExit) {
+        let host = self.nodes.host.clone();
+        let cause = format!("rank {rank} (host {host}, pid {pid}) {exit} before all ranks had joined");
+        self.join_abort.announce(rank, cause);
+        if let Some(link) = self.nodes.link().filter(|_| exit != RankExit::Code(0)) {
+            link.stop(Stop::Failed { rank, host, pid, exit });
         }
     }
 
-    pub(crate) fn interrupted(&self, signal: i32) {
+    /// A signal to this launcher ends the job.
+    pub(crate) fn announce_interrupt(&self, signal: i32) {
         if let Some(link) = self.nodes.link() {
-            link.stop(Stop::Interrupted { host: self.host().to_owned(), signal });
+            link.stop(Stop::Interrupted { host: self.nodes.host.clone(), signal });
         }
     }
 
-    /// Why the generation is over already, if another launcher has said so.
-    pub(crate) fn stopped(&self) -> Option<Stop> {
+    /// This process is about to stop for a while, or goes on.
+    pub(crate) fn announce_pause(&self, paused: bool) {
+        if let Some(link) = self.nodes.link() {
+            link.pause(paused);
+        }
+    }
+
+    /// Reason for the end of the generation, if another launcher has already reported it.
+    pub(crate) fn stop_order(&self) -> Option<Stop> {
         self.nodes.link().and_then(|link| link.stopped(self.generation))
     }
 
-    pub(crate) fn pausing(&self) {
-        if let Some(link) = self.nodes.link() {
-            link.pause(true);
-        }
-    }
-
-    pub(crate) fn resumed(&self) {
-        if let Some(link) = self.nodes.link() {
-            link.pause(false);
-        }
-    }
-
-    /// Takes in, and passes on to the user, what the ranks here report.
-    pub(crate) fn read_events(&mut self) {
-        let Some(events) = &mut self.events else { return };
-        for event in events.read() {
-            if let Some(text) = self.told.take_in(event, self.start) {
-                self.notices.say(&text);
+    /// Reads the events that ranks here reported since the last call, and shows those that are news.
+    pub(crate) fn read_reports(&mut self) {
+        let Some(file) = &mut self.event_file else { return };
+        for event in file.read() {
+            if let Some(text) = self.notices.notice(event, self.plan) {
+                self.sink.show(&text);
             }
         }
     }

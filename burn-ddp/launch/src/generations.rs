@@ -1,38 +1,38 @@
-//! A job from its first generation to its last.
+//! A job from its first generation to its last: agree with the other launchers, start the ranks, watch them, conclude, and
+//! restart if that may help.
 
-use std::fs;
-use std::os::unix::fs::DirBuilderExt;
-use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, SystemTime};
 
 use burn_ddp_comm::post_mortem::PostMortem;
-use burn_ddp_comm::{LaunchEnv, Meeting, timeline};
+use burn_ddp_comm::timeline;
 
 use crate::error::LaunchError;
 use crate::event::{Event, Stop, Trouble};
 use crate::generation::GenerationContext;
 use crate::guardian::Guardian;
 use crate::node_outcome::NodeOutcome;
-use crate::nodes::{Interrupted, Meet, Node, Nodes, Plan, Start, Verdict, meet};
-use crate::output::log_dir::{self, JobDir};
-use crate::output::relay::{Output, Relay, Source};
-use crate::process_group;
+use crate::nodes::{Announcement, GenerationPlan, Interrupted, Meet, Node, Nodes, Verdict, meet};
+use crate::output::log_dir::{JobDir, job_name};
+use crate::processes::Processes;
+use crate::rank_start::RankStart;
 use crate::rank_store::{JoinAbort, RankStore};
 use crate::report::archive::{self, GenerationRecord};
 use crate::report::event_file::EventFile;
 use crate::report::notices::Notices;
 use crate::report::outcome::Outcome;
+use crate::report_dir::ReportDir;
 use crate::signals;
 use crate::spec::{JobSpec, Stdio};
-use crate::supervisor;
-use crate::trust::{self, Trust};
+use crate::supervisor::Settings;
+use crate::trust::{Trust, random_id};
 
-/// A program that exits with this was called wrongly, and would be again.
+/// Exit code of a program that was called wrongly, and would be again.
 const WRONG_USAGE: i32 = 2;
-/// What launchers wait for each other at the end of a generation, beyond the grace time: others may have to kill, and to reap.
+/// Time that launchers wait for each other at the end of a generation, beyond the grace time: others may have to kill and reap.
 const CONCLUDE: Duration = Duration::from_secs(45);
 
+/// Runs a job to its end. Blocks.
 pub(crate) fn run(spec: &JobSpec) -> Result<Outcome, LaunchError> {
     let (sender, events) = mpsc::channel();
     let _signals = signals::listen(sender.clone())
@@ -40,7 +40,7 @@ pub(crate) fn run(spec: &JobSpec) -> Result<Outcome, LaunchError> {
     let job = Job { spec, trust: Trust::of(spec)?, sender, events };
     let mut nodes = match job.meet() {
         Ok(nodes) => nodes,
-        Err(interrupted) => return interrupted.told(),
+        Err(interrupted) => return interrupted.into_result(),
     };
     let outcome = job.run(&mut nodes);
     nodes.part();
@@ -55,16 +55,16 @@ struct Job<'a> {
 }
 
 /// A generation as this machine is to start it.
-struct Part {
-    generation: u32,
-    start: Start,
-    /// On node 0, for all.
+struct Generation {
+    number: u32,
+    plan: GenerationPlan,
+    /// On node 0, for the ranks of all machines.
     _store: Option<RankStore>,
-    /// Its directory, in the log directory or for the time being.
     dir: ReportDir,
 }
 
 impl Job<'_> {
+    /// Meets the other launchers, if there are any.
     fn meet(&self) -> Result<Nodes, Interrupted> {
         let spec = self.spec;
         let own_host = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -91,96 +91,58 @@ impl Job<'_> {
     fn run(&self, nodes: &mut Nodes) -> Result<Outcome, LaunchError> {
         let spec = self.spec;
         let mut job_dir = None;
-        for generation in 0.. {
-            let part = match self.plan(nodes, generation, &mut job_dir) {
-                Ok(part) => part,
-                Err(interrupted) => return interrupted.told(),
+        for number in 0.. {
+            let generation = match self.plan(nodes, number, &mut job_dir) {
+                Ok(generation) => generation,
+                Err(interrupted) => return interrupted.into_result(),
             };
-            let seen = self.start(nodes, &part);
-            self.conclude_timeline(nodes, &part.start);
-            let own = match seen {
-                Ok(own) => own,
-                Err(error) => {
-                    let Some(link) = nodes.link() else { return Err(error) };
-                    let message = format!("node {} (host {}): {error}", nodes.node, nodes.host);
-                    let trouble = Trouble { message, exit_code: error.exit_code() };
-                    link.stop(Stop::Trouble(trouble.clone()));
-                    let host = nodes.host.clone();
-                    NodeOutcome { node: nodes.node, host, trouble: Some(trouble), ..NodeOutcome::default() }
-                }
-            };
-            let reports = kept::read_reports(part.dir.path(), &own);
-            let decide = |seen: &[NodeOutcome], reports: &[PostMortem]| {
-                let mut outcome = Outcome::of(seen, generation);
-                outcome.waiting = kept::waiting(&outcome, reports);
-                let restart = self.is_restarted(generation, seen, &outcome);
-                if let Some(dir) = &job_dir {
-                    let kept = GenerationRecord { generation, start: part.start.clone(), seen: seen.to_vec(), outcome };
-                    let report = kept::keep(dir, &kept, reports);
-                    outcome = Outcome { report, ..kept.outcome };
-                }
-                Verdict { outcome, restart }
-            };
-            let patience = spec.grace + CONCLUDE;
-            let (verdict, signal) = nodes.conclude(generation, (own, reports), patience, &self.events, decide);
-            if let Some(signal) = signal {
-                // For the next generation, which it prevents. The receiver lives as long as this.
-                let _ = self.sender.send(Event::Signal(signal));
-            }
+            let verdict = self.run_generation(nodes, &generation, job_dir.as_ref())?;
             if !verdict.restart {
                 let report = verdict.outcome.report.filter(|report| report.exists());
                 return Ok(Outcome { report, ..verdict.outcome });
             }
             let headline = verdict.outcome.to_string();
-            let headline = headline.lines().next().unwrap_or_default();
-            spec.notices.say(headline);
-            spec.notices.say(&format!("restart {} of at most {}", generation + 1, spec.max_restarts));
+            spec.notices.show(headline.lines().next().unwrap_or_default());
+            spec.notices.show(&format!("restart {} of at most {}", number + 1, spec.max_restarts));
         }
         Err(LaunchError::Nodes("more restarts than can be counted".into()))
     }
 
-    fn is_restarted(&self, generation: u32, seen: &[NodeOutcome], outcome: &Outcome) -> bool {
-        generation < self.spec.max_restarts
-            && outcome.exit_code != 0
-            && outcome.exit_code != WRONG_USAGE
-            && outcome.failure.is_some()
-            && outcome.trouble.is_none()
-            && outcome.left_over.is_empty()
-            && !seen.iter().any(|node| node.signalled)
-    }
-
     /// Agrees with the other launchers on what to start.
-    fn plan(&self, nodes: &Nodes, generation: u32, job_dir: &mut Option<JobDir>) -> Result<Part, Interrupted> {
-        let spec = self.spec;
-        let (start, store) = if nodes.decides() {
-            let job_id = store::random_id();
-            let all = match nodes.all() {
-                [] => vec![self.itself(nodes)],
-                all => all.to_vec(),
-            };
-            let host = spec.master.as_ref().filter(|_| all.len() > 1).map_or("127.0.0.1", |(host, _)| host);
-            let rank_store = RankStore::open(host, &job_id, generation, &self.trust).map_err(Interrupted::Error)?;
-            let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-            let job_name = logs::job_name(seconds, &job_id);
-            let port = rank_store.port();
-            let start = Start { job_id, job_name, host: host.to_owned(), port, nodes: all };
-            nodes.announce(generation, &Plan::Start(start.clone()))?;
-            (start, Some(rank_store))
+    fn plan(&self, nodes: &Nodes, number: u32, job_dir: &mut Option<JobDir>) -> Result<Generation, Interrupted> {
+        let (plan, store) = if nodes.decides() {
+            let (plan, store) = self.new_plan(nodes, number).map_err(Interrupted::Error)?;
+            nodes.announce(number, &Announcement::Start(plan.clone()))?;
+            (plan, Some(store))
         } else {
-            match nodes.await_plan(generation, &self.events)? {
-                Plan::Start(start) => (start, None),
-                Plan::Over(trouble) => return Err(Interrupted::Error(LaunchError::Nodes(trouble.message))),
+            match nodes.await_plan(number, &self.events)? {
+                Announcement::Start(plan) => (plan, None),
+                Announcement::Over(trouble) => return Err(Interrupted::Error(LaunchError::Nodes(trouble.message))),
             }
         };
-        if let (None, Some(dir)) = (&job_dir, &spec.output.dir) {
-            *job_dir = Some(JobDir::create(dir, &start.job_name).map_err(Interrupted::Error)?);
+        if let (None, Some(dir)) = (&job_dir, &self.spec.output.dir) {
+            *job_dir = Some(JobDir::create(dir, &plan.job_name).map_err(Interrupted::Error)?);
         }
-        let dir =
-            ReportDir::create(job_dir.as_ref(), generation, nodes.node, &start.job_id).map_err(Interrupted::Error)?;
-        Ok(Part { generation, start, _store: store, dir })
+        let dir = ReportDir::create(job_dir.as_ref(), number, nodes.node, &plan.job_id).map_err(Interrupted::Error)?;
+        Ok(Generation { number, plan, _store: store, dir })
     }
 
-    fn itself(&self, nodes: &Nodes) -> Node {
+    fn new_plan(&self, nodes: &Nodes, number: u32) -> Result<(GenerationPlan, RankStore), LaunchError> {
+        let spec = self.spec;
+        let job_id = random_id();
+        let all = match nodes.all() {
+            [] => vec![self.only_node(nodes)],
+            all => all.to_vec(),
+        };
+        let host = spec.master.as_ref().filter(|_| all.len() > 1).map_or("127.0.0.1", |(host, _)| host);
+        let store = RankStore::open(host, &job_id, number, &self.trust)?;
+        let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+        let job_name = job_name(seconds, &job_id);
+        let port = store.port();
+        Ok((GenerationPlan { job_id, job_name, host: host.to_owned(), port, nodes: all }, store))
+    }
+
+    fn only_node(&self, nodes: &Nodes) -> Node {
         Node {
             node: 0,
             host: nodes.host.clone(),
@@ -191,172 +153,170 @@ impl Job<'_> {
         }
     }
 
+    /// One generation, on all machines: from the start of its ranks to the verdict.
+    fn run_generation(
+        &self,
+        nodes: &mut Nodes,
+        generation: &Generation,
+        job_dir: Option<&JobDir>,
+    ) -> Result<Verdict, LaunchError> {
+        let Generation { number, plan, dir, .. } = generation;
+        let ended = self.run_ranks(nodes, generation);
+        self.conclude_timeline(nodes, plan);
+        let own = match ended {
+            Ok(own) => own,
+            Err(error) => {
+                let Some(link) = nodes.link() else { return Err(error) };
+                let message = format!("node {} (host {}): {error}", nodes.node, nodes.host);
+                let trouble = Trouble { message, exit_code: error.exit_code() };
+                link.stop(Stop::Trouble(trouble.clone()));
+                let host = nodes.host.clone();
+                NodeOutcome { node: nodes.node, host, trouble: Some(trouble), ..NodeOutcome::default() }
+            }
+        };
+        let reports = archive::read_reports(dir.path(), &own);
+        let decide = |all: &[NodeOutcome], reports: &[PostMortem]| {
+            let mut outcome = Outcome::of(all, *number);
+            outcome.waiting = archive::waiting(&outcome, reports);
+            let restart = *number < self.spec.max_restarts && may_help(all, &outcome);
+            if let Some(dir) = job_dir {
+                let record = GenerationRecord { generation: *number, plan: plan.clone(), nodes: all.to_vec(), outcome };
+                let report = archive::store(dir, &record, reports);
+                outcome = Outcome { report, ..record.outcome };
+            }
+            Verdict { outcome, restart }
+        };
+        let patience = self.spec.grace + CONCLUDE;
+        let (verdict, signal) = nodes.conclude(*number, (own, reports), patience, &self.events, decide);
+        if let Some(signal) = signal {
+            // For the next generation, which it prevents. The receiver lives as long as this.
+            let _ = self.sender.send(Event::Signal(signal));
+        }
+        Ok(verdict)
+    }
+
     /// Starts this machine's ranks and watches them to their end.
-    fn start(&self, nodes: &Nodes, part: &Part) -> Result<NodeOutcome, LaunchError> {
-        let (spec, Part { start, dir, .. }) = (self.spec, part);
-        let first_rank = start.first_rank(nodes.node);
+    fn run_ranks(&self, nodes: &Nodes, generation: &Generation) -> Result<NodeOutcome, LaunchError> {
+        let (spec, Generation { number, plan, dir, .. }) = (self.spec, generation);
+        let first_rank = plan.first_rank(nodes.node);
         if let Some(file) = &spec.timeline {
             let cleared = timeline::clear(file, first_rank..first_rank + spec.nproc);
             cleared.map_err(|source| LaunchError::LogDir { path: file.clone(), source })?;
         }
-        let first_inherits = spec.stdio == Stdio::FirstRankInherits;
         let logs = spec.output.dir.is_some().then(|| dir.path());
-        let events = EventFile::create(logs, nodes.node, &start.job_id);
-        let events = events.inspect_err(|error| tracing::warn!(%error, "ranks cannot report who failed first")).ok();
+        let event_file = EventFile::create(logs, nodes.node, &plan.job_id)
+            .inspect_err(|error| tracing::warn!(%error, "ranks cannot report which failed first"))
+            .ok();
         let mut guardian = Guardian::start(dir.temporary());
-        let mut job = supervisor::Job::new(self.sender.clone(), &self.events, spec.grace, first_rank, first_inherits);
-
-        let mut sources = Vec::new();
-        let mut start_rank = |local_rank: usize, job: &mut supervisor::Job<'_>| {
-            let rank = first_rank + local_rank;
-            let keeps_terminal = local_rank == 0 && first_inherits;
-            let variables = self.variables(nodes, part, local_rank, events.as_ref());
-            let mut command = spec.program.command(spec.nproc, variables, keeps_terminal);
-            let mut child = child::spawn(&mut command).map_err(|source| spec.program.spawn_error(rank, source))?;
-            guardian.watch(child.id());
-            let pipes = [
-                (Output::Stdout, child.stdout.take().map(Into::into)),
-                (Output::Stderr, child.stderr.take().map(Into::into)),
-            ];
-            // From here on the job owns the child, and ends it on any error.
-            let stderr_log = logs.map(|dir| logs::log_path(dir, rank, Output::Stderr));
-            let kept = stderr_log.filter(|_| !keeps_terminal && spec.output.to_file(local_rank, Output::Stderr));
-            job.add(child, kept).map_err(|source| LaunchError::Spawn { rank, source })?;
-            for (output, pipe) in pipes {
-                let Some(pipe) = pipe else { continue };
-                let shown = spec.output.to_console(local_rank, output);
-                let prefix = if spec.stdio == Stdio::Plain { String::new() } else { format!("[rank {rank}] ") };
-                let path = logs.filter(|_| spec.output.to_file(local_rank, output));
-                let path = path.map(|dir| logs::log_path(dir, rank, output));
-                let log =
-                    path.map(|path| logs::create_log(&path).map_err(|source| LaunchError::LogDir { path, source }));
-                sources.push(Source {
-                    local_rank,
-                    output,
-                    pipe,
-                    prefix: shown.then_some(prefix),
-                    log: log.transpose()?,
-                });
-            }
-            Ok(())
+        let settings = Settings {
+            generation: *number,
+            grace: spec.grace,
+            first_rank,
+            first_rank_has_terminal: spec.stdio == Stdio::FirstRankInherits,
         };
-        let started = (0..spec.nproc).try_for_each(|local_rank| start_rank(local_rank, &mut job));
-        let relay = started.and_then(|()| {
-            if sources.is_empty() {
-                return Ok(None);
-            }
-            let relay = Relay::start(spec.nproc, sources, self.sender.clone());
-            relay.map(Some).map_err(|source| LaunchError::System { doing: "pass on the ranks' output", source })
-        });
-        let relay = match relay {
+        let mut processes = Processes::new(settings, self.sender.clone(), &self.events);
+        let start = RankStart {
+            spec,
+            trust: &self.trust,
+            plan,
+            generation: *number,
+            node: nodes.node,
+            report_dir: dir.path(),
+            event_file: event_file.as_ref().map(EventFile::path),
+        };
+        let relay = match start.start_all(&mut processes, &mut guardian, self.sender.clone()) {
             Ok(relay) => relay,
             Err(error) => {
-                job.abort();
+                processes.abort();
                 guardian.dismiss();
                 return Err(error);
             }
         };
-        let mut outside = GenerationContext {
-            generation: part.generation,
-            notices: spec.notices,
+        let mut context = GenerationContext {
+            generation: *number,
+            plan,
             nodes,
-            start,
-            absence: JoinAbort::new(&start.host, start.port, &start.job_id, part.generation, &self.trust),
-            events,
-            told: Notices::default(),
+            join_abort: JoinAbort::new(&plan.host, plan.port, &plan.job_id, *number, &self.trust),
+            event_file,
+            notices: Notices::default(),
+            sink: spec.notices,
         };
-        let outcome = job.supervise(relay, &mut outside);
+        let outcome = processes.supervise(relay, &mut context);
         guardian.dismiss();
         Ok(outcome)
     }
-}
 
-impl Job<'_> {
-    /// All ranks of this machine have ended, however: what they recorded is put together.
-    fn conclude_timeline(&self, nodes: &Nodes, start: &Start) {
+    /// Puts together what the ranks of this machine recorded; all have ended.
+    fn conclude_timeline(&self, nodes: &Nodes, plan: &GenerationPlan) {
         let Some(file) = &self.spec.timeline else { return };
-        let first_rank = start.first_rank(nodes.node);
+        let first_rank = plan.first_rank(nodes.node);
         let local = first_rank..first_rank + self.spec.nproc;
-        if let Err(error) = timeline::conclude(file, local, start.world_size()) {
-            self.spec.notices.say(&format!("the timeline {} cannot be written: {error}", file.display()));
-        }
-    }
-
-    /// What tells a rank who it is and where the others are.
-    fn variables(
-        &self,
-        nodes: &Nodes,
-        part: &Part,
-        local_rank: usize,
-        events: Option<&EventFile>,
-    ) -> Vec<(String, String)> {
-        let start = &part.start;
-        let meeting = Meeting::Launcher { host: start.host.clone(), port: start.port };
-        let rank = start.first_rank(nodes.node) + local_rank;
-        let mut env = LaunchEnv::new(rank, start.world_size(), meeting, &start.job_id);
-        env.local_rank = local_rank;
-        env.local_world_size = self.spec.nproc;
-        env.node_rank = nodes.node;
-        env.restart_count = part.generation;
-        env.events = events.map(|events| events.path().to_owned());
-        env.report_dir = Some(part.dir.path().to_owned());
-        self.trust.describe(&mut env);
-        env.variables()
-    }
-}
-
-/// Where the ranks of a generation leave their reports. A temporary one is removed in the end, by whoever is left.
-enum ReportDir {
-    GenerationRecord(PathBuf),
-    Temporary(PathBuf),
-}
-
-impl ReportDir {
-    fn create(job_dir: Option<&JobDir>, generation: u32, node: usize, job_id: &str) -> Result<Self, LaunchError> {
-        if let Some(dir) = job_dir {
-            let made = dir.generation(generation);
-            return made
-                .map(Self::GenerationRecord)
-                .map_err(|source| LaunchError::LogDir { path: dir.path().to_owned(), source });
-        }
-        let path = std::env::temp_dir().join(format!("burn-ddp-{job_id}-{node}"));
-        let made = fs::DirBuilder::new().mode(0o700).create(&path);
-        made.map(|()| Self::Temporary(path.clone())).map_err(|source| LaunchError::LogDir { path, source })
-    }
-
-    fn path(&self) -> &Path {
-        match self {
-            Self::GenerationRecord(path) | Self::Temporary(path) => path,
-        }
-    }
-
-    /// What is to be removed if this process cannot.
-    fn temporary(&self) -> Option<&Path> {
-        match self {
-            Self::GenerationRecord(_) => None,
-            Self::Temporary(path) => Some(path),
+        if let Err(error) = timeline::conclude(file, local, plan.world_size()) {
+            self.spec.notices.show(&format!("the timeline {} cannot be written: {error}", file.display()));
         }
     }
 }
 
-impl Drop for ReportDir {
-    fn drop(&mut self) {
-        if let Some(path) = self.temporary()
-            && let Err(error) = fs::remove_dir_all(path)
-        {
-            tracing::warn!(%error, path = %path.display(), "a temporary directory stays behind");
-        }
-    }
+/// True if a restart may help: a rank failed, its program was called rightly, and neither a machine nor a user ended the job.
+fn may_help(all: &[NodeOutcome], outcome: &Outcome) -> bool {
+    outcome.exit_code != 0
+        && outcome.exit_code != WRONG_USAGE
+        && outcome.failure.is_some()
+        && outcome.trouble.is_none()
+        && outcome.left_over.is_empty()
+        && !all.iter().any(|node| node.signalled)
 }
 
 impl Interrupted {
-    /// Nothing was started.
-    fn told(self) -> Result<Outcome, LaunchError> {
+    /// Result of a job of which nothing was started.
+    fn into_result(self) -> Result<Outcome, LaunchError> {
         match self {
             Self::Signal(signal) => {
                 Ok(Outcome { exit_code: 128 + signal, interrupted_by: Some(signal), ..Outcome::default() })
             }
             Self::Error(error) => Err(error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::exit::RankExit;
+    use crate::node_outcome::RankOutcome;
+
+    fn node(exit: Option<RankExit>) -> NodeOutcome {
+        let rank = RankOutcome {
+            rank: 0,
+            pid: 7,
+            exit,
+            after: Duration::ZERO,
+            failed: exit != Some(RankExit::Code(0)),
+            stopped: false,
+            killed: false,
+            last_lines: Vec::new(),
+            panics: Vec::new(),
+            log: None,
+        };
+        NodeOutcome { ranks: vec![rank], ..NodeOutcome::default() }
+    }
+
+    fn restarts(node: NodeOutcome) -> bool {
+        may_help(&[node.clone()], &Outcome::of(&[node], 0))
+    }
+
+    #[test]
+    fn a_restart_follows_a_rank_s_failure_alone() {
+        let failed = || node(Some(RankExit::Code(9)));
+        let trouble = Trouble { message: "node 1 is lost".into(), exit_code: 1 };
+        assert!(restarts(failed()));
+        assert!(restarts(node(Some(RankExit::Signal(libc::SIGKILL)))));
+        assert!(!restarts(node(Some(RankExit::Code(0)))), "it succeeded");
+        assert!(!restarts(node(Some(RankExit::Code(WRONG_USAGE)))), "it would be called wrongly again");
+        assert!(!restarts(node(None)), "the rank still lives, stuck in the kernel");
+        assert!(!restarts(NodeOutcome { signalled: true, ..failed() }), "Ctrl-C while the others settled");
+        assert!(!restarts(NodeOutcome { trouble: Some(trouble), ..failed() }), "a machine is lost");
+        let interrupted = NodeOutcome { interrupted_by: Some(libc::SIGINT), signalled: true, ..failed() };
+        assert!(!restarts(interrupted));
     }
 }

@@ -216,7 +216,7 @@ impl Launcher {
     ///
     /// Only if the job could not be started; ranks started so far are killed. Whatever happens later is in the [`Outcome`].
     pub fn run(&self) -> Result<Outcome, LaunchError> {
-        self.check()?;
-        job::run(self)
+        self.spec.check()?;
+        generations::run(&self.spec)
     }
 }

@@ -34,19 +34,19 @@ impl RankStore {
 pub(crate) struct JoinAbort {
     address: String,
     job: JobKey,
-    told: Cell<bool>,
+    announced: Cell<bool>,
 }
 
 impl JoinAbort {
     /// For the ranks that meet at `host:port`.
     pub(crate) fn new(host: &str, port: u16, job: &str, generation: u32, trust: &Trust) -> Self {
-        Self { address: address(host, port), job: trust.key(job, generation), told: Cell::new(false) }
+        Self { address: address(host, port), job: trust.key(job, generation), announced: Cell::new(false) }
     }
 
     /// Ranks that have met notice nothing. Does not block.
-    pub(crate) fn tell(&self, rank: usize, cause: String) {
+    pub(crate) fn announce(&self, rank: usize, cause: String) {
         // One that is missing is enough: the others cannot meet again either.
-        if self.told.replace(true) {
+        if self.announced.replace(true) {
             return;
         }
         let (address, job) = (self.address.clone(), self.job.clone());

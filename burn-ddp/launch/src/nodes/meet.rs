@@ -47,7 +47,7 @@ pub(crate) fn meet(meet: &Meet<'_>, sender: &Sender<Event>, events: &Receiver<Ev
     let deadline = Instant::now() + meet.join_timeout;
     let server = meet.host_store()?;
     if let (Some(_), Some(invitation)) = (&server, meet.invitation) {
-        meet.notices.say(invitation);
+        meet.notices.show(invitation);
     }
     let store = meet.connect(deadline, events)?;
     let node = meet.take_seat(&*store, server.is_some(), deadline, events)?;
@@ -127,7 +127,7 @@ impl Meet<'_> {
                 ))));
             }
             if comment.is_due() {
-                self.notices.say(&format!("waiting for node 0's launcher at {place}: {failure}"));
+                self.notices.show(&format!("waiting for node 0's launcher at {place}: {failure}"));
             }
             interruption(events)?;
         }
@@ -217,10 +217,10 @@ impl Meet<'_> {
                 ))));
             }
             if own == 0 && comment.is_due() {
-                self.notices.say(&format!("still waiting for node {list} of {}", self.nnodes));
+                self.notices.show(&format!("still waiting for node {list} of {}", self.nnodes));
             }
             if let Some(Stop::Interrupted { host, signal }) = take(store, STOP, Duration::ZERO)? {
-                self.notices.say(&format!("burnrun on host {host} was stopped by {}", signal_name(signal)));
+                self.notices.show(&format!("burnrun on host {host} was stopped by {}", signal_name(signal)));
                 return Err(Interrupted::Signal(signal));
             }
             interruption(events).inspect_err(|interrupted| {

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `node/{k}` | launcher k, once | [`Node`]: it is there |
 //! | `beat/{k}` | launcher k, every second | a number that grows, or `paused` while it is stopped by Ctrl-Z |
-//! | `{g}/plan` | launcher 0 | [`Plan`] of generation g |
+//! | `{g}/plan` | launcher 0 | [`Announcement`] of generation g |
 //! | `{g}/stop` | the first that knows | [`Stop`]: the generation is over |
 //! | `{g}/done/{k}` | launcher k | its [`NodeOutcome`](crate::node_outcome::NodeOutcome): all its ranks are dead |
 //! | `{g}/post-mortem/{r}` | the launcher of rank r | what that rank wrote when its world ended |
@@ -18,7 +18,6 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::event::Trouble;
-use crate::exit::RankExit;
 use crate::report::outcome::Outcome;
 
 /// A launcher.
@@ -36,14 +35,14 @@ pub(crate) struct Node {
 
 /// What each launcher needs to start its ranks, or why there is nothing to start.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Plan {
-    Start(Start),
+pub(crate) enum Announcement {
+    Start(GenerationPlan),
     Over(Trouble),
 }
 
 /// A generation.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Start {
+pub(crate) struct GenerationPlan {
     pub(crate) job_id: String,
     /// Names the job's log directory.
     pub(crate) job_name: String,
@@ -54,7 +53,7 @@ pub(crate) struct Start {
     pub(crate) nodes: Vec<Node>,
 }
 
-impl Start {
+impl GenerationPlan {
     pub(crate) fn world_size(&self) -> usize {
         self.nodes.iter().map(|node| node.nproc).sum()
     }
@@ -116,7 +115,7 @@ mod tests {
     fn ranks_are_numbered_machine_by_machine() {
         let node = |node, nproc| Node { node, host: format!("h{node}"), pid: 1, nproc, nnodes: 3, version: "1".into() };
         let nodes = vec![node(0, 2), node(1, 1), node(2, 3)];
-        let start = Start { job_id: "j".into(), job_name: "n".into(), host: "h".into(), port: 1, nodes };
+        let start = GenerationPlan { job_id: "j".into(), job_name: "n".into(), host: "h".into(), port: 1, nodes };
         assert_eq!(start.world_size(), 6);
         assert_eq!([0, 1, 2].map(|node| start.first_rank(node)), [0, 2, 3]);
         let hosts: Vec<_> = (0..6).map(|rank| start.node_of(rank).unwrap().host.as_str()).collect();

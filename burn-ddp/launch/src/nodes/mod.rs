@@ -16,7 +16,7 @@ use burn_ddp_comm::{Store, StoreServer};
 
 pub(crate) use link::Link;
 pub(crate) use meet::{Meet, meet};
-pub(crate) use message::{Node, Plan, Start, Verdict};
+pub(crate) use message::{Announcement, GenerationPlan, Node, Verdict};
 
 use crate::error::LaunchError;
 use crate::event::{Event, Stop, Trouble};
@@ -75,14 +75,14 @@ impl Nodes {
     }
 
     /// Node 0 tells the others what to start, or that there is nothing to start.
-    pub(crate) fn announce(&self, generation: u32, plan: &Plan) -> Result<(), Interrupted> {
+    pub(crate) fn announce(&self, generation: u32, plan: &Announcement) -> Result<(), Interrupted> {
         let Some(others) = &self.others else { return Ok(()) };
         others.link.enter(generation);
         Ok(put(&*others.link.store(), &format!("{generation}/plan"), plan)?)
     }
 
     /// The others wait for what to start.
-    pub(crate) fn await_plan(&self, generation: u32, events: &Receiver<Event>) -> Result<Plan, Interrupted> {
+    pub(crate) fn await_plan(&self, generation: u32, events: &Receiver<Event>) -> Result<Announcement, Interrupted> {
         let Some(others) = &self.others else { return Err(Interrupted::Error(LaunchError::Nodes("alone".into()))) };
         others.link.enter(generation);
         let key = format!("{generation}/plan");

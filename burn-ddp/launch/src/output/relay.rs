@@ -13,7 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::event::{Event, Relayed};
 use crate::output::lines::Lines;
-use crate::report::stderr_tail::{StderrSummary, StderrTail};
+use crate::report::stderr_tail::StderrTail;
 
 const READ_BYTES: usize = 64 * 1024;
 /// At the end, what a pipe already holds is still passed on: at most this much, the largest size a pipe can have by default.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::LaunchError;
 use crate::node_outcome::NodeOutcome;
-use crate::nodes::Start;
+use crate::nodes::GenerationPlan;
 use crate::output::log_dir::JobDir;
 use crate::report::markdown;
 use crate::report::outcome::Outcome;
@@ -19,8 +19,10 @@ use crate::report::text::{ranks, seconds};
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct GenerationRecord {
     pub(crate) generation: u32,
-    pub(crate) start: Start,
-    pub(crate) seen: Vec<NodeOutcome>,
+    #[serde(rename = "start")]
+    pub(crate) plan: GenerationPlan,
+    #[serde(rename = "seen")]
+    pub(crate) nodes: Vec<NodeOutcome>,
     pub(crate) outcome: Outcome,
 }
 
@@ -30,7 +32,7 @@ pub(crate) struct GenerationReport {
     pub(crate) generation: u32,
     pub(crate) dir: PathBuf,
     /// Missing if node 0's launcher was killed.
-    pub(crate) kept: Option<GenerationRecord>,
+    pub(crate) record: Option<GenerationRecord>,
     pub(crate) reports: Vec<PostMortem>,
     pub(crate) events: Vec<Event>,
 }
@@ -62,13 +64,13 @@ fn waited_for(report: &PostMortem) -> Option<String> {
 }
 
 /// Writes what is known of a generation, and the report if something failed. What cannot be written is missed, but no reason to fail.
-pub(crate) fn keep(job_dir: &JobDir, kept: &GenerationRecord, reports: &[PostMortem]) -> Option<PathBuf> {
+pub(crate) fn store(job_dir: &JobDir, record: &GenerationRecord, reports: &[PostMortem]) -> Option<PathBuf> {
     let written = (|| {
-        let dir = job_dir.generation(kept.generation)?;
+        let dir = job_dir.generation(record.generation)?;
         for report in reports.iter().filter(|report| !PostMortem::path(&dir, report.rank).exists()) {
             report.write(&dir)?;
         }
-        write_whole(&dir.join("outcome.json"), &serde_json::to_vec_pretty(kept)?)?;
+        write_whole(&dir.join("outcome.json"), &serde_json::to_vec_pretty(record)?)?;
         write_report(job_dir.path())
     })();
     written.unwrap_or_else(|error: io::Error| {
@@ -129,8 +131,8 @@ fn read_chapter(generation: u32, dir: PathBuf) -> io::Result<GenerationReport> {
         }
     }
     reports.sort_by_key(|report| report.rank);
-    let kept = fs::read(dir.join("outcome.json")).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    Ok(GenerationReport { generation, dir, kept, reports, events })
+    let record = fs::read(dir.join("outcome.json")).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    Ok(GenerationReport { generation, dir, record, reports, events })
 }
 
 /// Readers see all of it or nothing.

@@ -36,8 +36,8 @@ pub(crate) fn report(chapters: &[GenerationReport]) -> Option<String> {
 
 /// What brought a generation down.
 fn cause(chapter: &GenerationReport) -> Option<String> {
-    if let Some(kept) = &chapter.kept {
-        return of_outcome(&kept.outcome);
+    if let Some(record) = &chapter.record {
+        return of_outcome(&record.outcome);
     }
     // The launcher did not live to say it.
     let first = chapter.events.iter().find_map(|event| match event {
@@ -59,7 +59,7 @@ fn of_outcome(outcome: &Outcome) -> Option<String> {
 }
 
 fn chapter(text: &mut String, chapter: &GenerationReport) {
-    let outcome = chapter.kept.as_ref().map(|kept| &kept.outcome);
+    let outcome = chapter.record.as_ref().map(|record| &record.outcome);
     let failure = outcome.and_then(|outcome| outcome.failure.as_ref());
     if let Some(cause) = failure.and_then(|failure| failure.cause.as_ref()) {
         let _ = writeln!(text, "\nWhat the ranks say: {}", one_line(cause));
@@ -101,10 +101,10 @@ fn last_lines(text: &mut String, failure: &Failure) {
 }
 
 fn ends(text: &mut String, chapter: &GenerationReport) {
-    let Some(kept) = &chapter.kept else { return };
+    let Some(record) = &chapter.record else { return };
     let steps: BTreeMap<_, _> = chapter.reports.iter().filter_map(|report| Some((report.rank, report.step?))).collect();
     text.push_str("\n## The ranks\n\n| rank | host | pid | end | after | step |\n|---|---|---|---|---|---|\n");
-    let rows = kept.seen.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank)));
+    let rows = record.nodes.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank)));
     for (node, rank) in rows.take(ROWS) {
         let end = rank.exit.map_or("does not die".to_owned(), |exit| exit.to_string());
         let told = match (rank.killed, rank.stopped) {
@@ -116,7 +116,7 @@ fn ends(text: &mut String, chapter: &GenerationReport) {
         let (number, pid, after) = (rank.rank, rank.pid, seconds(rank.after));
         let _ = writeln!(text, "| {number} | {} | {pid} | {end}{told} | {after} | {step} |", cell(&node.host));
     }
-    for trouble in kept.seen.iter().filter_map(|node| node.trouble.as_ref()) {
+    for trouble in record.nodes.iter().filter_map(|node| node.trouble.as_ref()) {
         let _ = writeln!(text, "\n{}", one_line(&trouble.message));
     }
 }
@@ -170,10 +170,10 @@ fn collectives(text: &mut String, reports: &[PostMortem]) {
 
 /// What was remarked while it ran.
 fn remarks(text: &mut String, chapter: &GenerationReport) {
-    let Some(kept) = &chapter.kept else { return };
+    let Some(record) = &chapter.record else { return };
     let mut told = Notices::default();
     let remarks: Vec<_> =
-        chapter.events.iter().filter_map(|event| told.take_in(event.clone(), &kept.start)).take(ROWS).collect();
+        chapter.events.iter().filter_map(|event| told.notice(event.clone(), &record.plan)).take(ROWS).collect();
     if !remarks.is_empty() {
         text.push_str("\n## What was remarked meanwhile\n\n");
         list(text, &remarks);
@@ -247,7 +247,7 @@ mod tests {
         let chapter = GenerationReport {
             generation: 0,
             dir: "logs/generation-0".into(),
-            kept: None,
+            record: None,
             reports,
             events: Vec::new(),
         };
@@ -280,7 +280,7 @@ mod tests {
         let chapter = GenerationReport {
             generation: 0,
             dir: "logs/generation-0".into(),
-            kept: None,
+            record: None,
             reports,
             events: Vec::new(),
         };

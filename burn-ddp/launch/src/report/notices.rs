@@ -6,7 +6,7 @@ use std::time::Duration;
 use burn_ddp_comm::post_mortem::Event;
 
 use crate::node_outcome::Blame;
-use crate::nodes::Start;
+use crate::nodes::GenerationPlan;
 use crate::report::text::{ranks, seconds};
 
 /// Where remarks go while the job runs.
@@ -14,7 +14,7 @@ use crate::report::text::{ranks, seconds};
 pub(crate) struct NoticeSink(pub(crate) Option<fn(&str)>);
 
 impl NoticeSink {
-    pub(crate) fn say(&self, text: &str) {
+    pub(crate) fn show(&self, text: &str) {
         tracing::info!("{text}");
         if let Some(show) = self.0 {
             show(text);
@@ -35,7 +35,7 @@ pub(crate) struct Notices {
 
 impl Notices {
     /// What to say about it, if it is news.
-    pub(crate) fn take_in(&mut self, event: Event, start: &Start) -> Option<String> {
+    pub(crate) fn notice(&mut self, event: Event, start: &GenerationPlan) -> Option<String> {
         match event {
             Event::Failed { rank, culprit, cause, at } => {
                 if self.blames.len() < BLAMES {
@@ -68,14 +68,14 @@ impl Notices {
 mod tests {
     use super::*;
 
-    fn start() -> Start {
-        Start { job_id: "j".into(), job_name: "n".into(), host: "h".into(), port: 1, nodes: Vec::new() }
+    fn start() -> GenerationPlan {
+        GenerationPlan { job_id: "j".into(), job_name: "n".into(), host: "h".into(), port: 1, nodes: Vec::new() }
     }
 
     #[test]
     fn a_suspicion_of_many_is_told_once_until_it_is_over() {
         let mut told = Notices::default();
-        let mut say = |event| told.take_in(event, &start());
+        let mut say = |event| told.notice(event, &start());
         let suspect = |rank| Event::Suspect { rank, peer: 2, silent_ms: 2100, at: 0 };
         assert_eq!(say(suspect(0)).unwrap(), "rank 2 (host ?) is silent for 2.1 s, says rank 0");
         assert_eq!(say(suspect(1)), None);
@@ -89,7 +89,7 @@ mod tests {
         let mut told = Notices::default();
         let mut say = |rank, since_ms| {
             let event = Event::Stall { rank, waiting_for: vec![1, 3], call: "barrier #7".into(), since_ms, at: 0 };
-            told.take_in(event, &start())
+            told.notice(event, &start())
         };
         assert_eq!(say(0, 30_000).unwrap(), "rank 0 has waited 30.0 s for ranks 1, 3 in barrier #7");
         assert_eq!(say(2, 30_500), None);

@@ -1,506 +1,451 @@
-//! One generation on this machine, from the first rank's start to the last one's end: who failed first, who is told to stop,
-//! who must be killed.
+//! Supervisor of the ranks of one machine during one generation: which rank failed first, when the others are told to end,
+//! and when they are killed.
+//!
+//! A pure state machine. It makes no system calls, starts no threads and reads no clock: the caller passes the time with each
+//! event, and carries out the [`Action`]s that come back ([`Processes`](crate::processes::Processes) does).
 //!
 //! ```text
-//! Running ──a rank fails, here or elsewhere──▶ Settling ──the others had their time──▶ Stopping ──grace over──▶ Killing ──▶ over
-//!    └────────a signal to this process, or to another launcher of the job──────────────▶┘   (SIGINT here kills at once)
+//! Running ──a rank fails, here or elsewhere──▶ Settling ──the others had their time──▶ Stopping ──grace over──▶ Killing
+//!    └────────a signal to this process, or to another launcher of the job──────────────▶┘ ──second Ctrl-C────────▶┘
+//! each of them ──all ranks have exited──▶ Draining ──▶ Terminating ──▶ Flushing ──▶ Over
+//!                                         leftover processes may print, are told to end, are killed
 //! ```
+//!
+//! Ctrl-Z suspends the machine in any of the first four phases ([`Suspension`]).
+
+mod suspension;
+#[cfg(test)]
+mod tests;
 
 use std::collections::VecDeque;
+use std::mem;
 use std::path::PathBuf;
-use std::process::Child;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
-use std::thread;
 use std::time::{Duration, Instant};
-use std::{io, mem};
-
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use crate::event::{Event, Relayed, Stop, Trouble};
 use crate::exit::{RankExit, signal_name};
-use crate::generation::GenerationContext;
 use crate::node_outcome::{NodeOutcome, RankOutcome};
-use crate::output::relay::Relay;
-use crate::signals;
+use suspension::Suspension;
 
-/// After a failure the others usually notice within a second, and say what they saw; no longer than this is it waited for.
+/// Longest time after a failure in which the other ranks may end by themselves. They usually notice within a second, and
+/// report what they saw.
 const SETTLE: Duration = Duration::from_secs(3);
-/// A killed process may take seconds to give back a device or much memory.
+/// Longest wait for a killed process, which may take seconds to give back a device or much memory.
 const KILL_PATIENCE: Duration = Duration::from_secs(30);
-/// How long processes that outlive their rank may still print, first undisturbed, then after SIGTERM.
-const STRAGGLERS: Duration = Duration::from_secs(1);
+/// Time that processes which outlive their rank have to finish their output, first undisturbed, then after SIGTERM.
+const LEFTOVERS: Duration = Duration::from_secs(1);
 
-/// How long a rank may take to be stopped.
-const SUSPENDING: Duration = Duration::from_secs(1);
-
-/// How often the ranks' own reports are looked at.
+/// Interval in which the ranks' reports are read.
 const TURN: Duration = Duration::from_millis(200);
-/// The same while ranks have until a deadline to end: a wait that ends later than this shows that nobody here ran meanwhile.
+/// The same while a deadline runs. A wake-up that is later than this shows that this machine stood still meanwhile.
 const SHORT_TURN: Duration = Duration::from_millis(20);
 
+/// Something for the caller to carry out. Ranks are local ranks unless said otherwise.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Action {
+    /// Send a signal to the process group of a rank.
+    Signal { rank: usize, signal: i32 },
+    /// Show a line to the user.
+    Notice(String),
+    /// Tell the ranks that have yet to join, and the other launchers, that a rank (of the job) has exited.
+    AnnounceExit { rank: usize, pid: u32, exit: RankExit },
+    /// Tell the other launchers that a signal ended the job.
+    AnnounceInterrupt(i32),
+    /// Tell the other launchers that this one pauses, then call [`Supervisor::pause_announced`].
+    AnnouncePause,
+    /// Stop this process; when it is continued, call [`Supervisor::launcher_continued`].
+    StopLauncher,
+    /// Tell the other launchers that this one goes on.
+    AnnounceResume,
+    /// Pass on what the pipes still hold, and close them.
+    CloseOutput,
+}
+
+/// Settings of a generation.
 #[derive(Clone, Copy, Debug)]
+pub(crate) struct Settings {
+    /// Number of the generation.
+    pub(crate) generation: u32,
+    /// Time between the signal to end and SIGKILL.
+    pub(crate) grace: Duration,
+    /// Rank of this machine's local rank 0 among all ranks of the job.
+    pub(crate) first_rank: usize,
+    /// True if local rank 0 keeps the terminal: it hears when its size changes.
+    pub(crate) first_rank_has_terminal: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
+    /// No rank has failed.
     Running,
+    /// A rank has failed; the others may end by themselves.
     Settling { until: Instant },
+    /// The ranks were told to end.
     Stopping { until: Instant },
+    /// The ranks were killed.
     Killing { until: Instant },
+    /// The ranks have exited; processes that they left behind may finish their output.
+    Draining { until: Instant },
+    /// These processes were told to end.
+    Terminating { until: Instant },
+    /// These processes were killed; the rest of the output is passed on.
+    Flushing,
+    /// Nothing is left.
+    Over,
 }
 
 impl Phase {
     fn deadline(self) -> Option<Instant> {
         match self {
-            Self::Running => None,
-            Self::Settling { until } | Self::Stopping { until } | Self::Killing { until } => Some(until),
+            Self::Running | Self::Flushing | Self::Over => None,
+            Self::Settling { until }
+            | Self::Stopping { until }
+            | Self::Killing { until }
+            | Self::Draining { until }
+            | Self::Terminating { until } => Some(until),
         }
     }
-}
 
-impl Phase {
-    /// Time in which this process did not run does not count.
+    /// True while the phases are about ranks and not about what they left behind.
+    fn has_ranks(self) -> bool {
+        matches!(self, Self::Running | Self::Settling { .. } | Self::Stopping { .. } | Self::Killing { .. })
+    }
+
+    /// True before ranks are told to end.
+    fn lets_run(self) -> bool {
+        matches!(self, Self::Running | Self::Settling { .. })
+    }
+
+    /// Moves the ranks' deadline by a time in which this process did not run.
     fn put_off(&mut self, by: Duration) {
-        match self {
-            Self::Running => {}
-            Self::Settling { until } | Self::Stopping { until } | Self::Killing { until } => *until += by,
+        if let Self::Settling { until } | Self::Stopping { until } | Self::Killing { until } = self {
+            *until += by;
         }
     }
 }
 
 struct Rank {
-    child: Child,
-    pid: Pid,
-    ended: Option<(RankExit, Instant)>,
-    /// Stopped (SIGSTOP), by whomever.
-    suspended: bool,
+    pid: u32,
     log: Option<PathBuf>,
+    exited: Option<(RankExit, Instant)>,
+    /// Stopped by a signal such as SIGSTOP, from this launcher or anyone else.
+    suspended: bool,
 }
 
-/// The ranks of a running job. Not reaped before the end, so that their pids, which name their groups, stay theirs.
-pub(crate) struct Job<'a> {
-    ranks: Vec<Rank>,
-    sender: Sender<Event>,
-    events: &'a Receiver<Event>,
-    /// Those that came while only some were waited for.
-    deferred: VecDeque<Event>,
-    grace: Duration,
-    /// Rank 0 has the terminal and hears when its size changes.
-    first_rank_has_terminal: bool,
-    /// The number, among all ranks of the job, of this machine's first.
-    first_rank: usize,
+/// State machine of one generation on this machine. See the [module](self).
+pub(crate) struct Supervisor {
+    settings: Settings,
     started: Instant,
     phase: Phase,
-    /// Ranks that failed before any rank was told to stop, in the order in which that was seen.
+    /// Set from Ctrl-Z until the ranks go on.
+    suspension: Option<Suspension>,
+    /// Events that came during a suspension.
+    deferred: VecDeque<Event>,
+    /// Actions decided in the current step.
+    actions: Vec<Action>,
+    /// Time for which the caller was asked to wake up.
+    wake: Option<Instant>,
+    ranks: Vec<Rank>,
+    /// Ranks that failed before any rank was told to end, in the order in which their exits were seen.
     failed: Vec<usize>,
-    interrupted_by: Option<i32>,
-    /// This process was told to end, before or after something else ended the job.
-    signalled: bool,
-    trouble: Option<Trouble>,
     stopped: Vec<usize>,
     killed: Vec<usize>,
+    interrupted_by: Option<i32>,
+    /// True if this process was sent a signal to end, before or after something else ended the job.
+    signalled: bool,
+    trouble: Option<Trouble>,
+    /// True if a relay passes on the ranks' output.
+    relays_output: bool,
     relayed: Option<Relayed>,
+    /// Time from the start to the last exit.
+    elapsed: Duration,
 }
 
-impl<'a> Job<'a> {
-    pub(crate) fn new(
-        sender: Sender<Event>,
-        events: &'a Receiver<Event>,
-        grace: Duration,
-        first_rank: usize,
-        first_rank_has_terminal: bool,
-    ) -> Self {
+impl Supervisor {
+    pub(crate) fn new(settings: Settings, started: Instant) -> Self {
         Self {
-            ranks: Vec::new(),
-            sender,
-            events,
-            deferred: VecDeque::new(),
-            grace,
-            first_rank_has_terminal,
-            first_rank,
-            started: Instant::now(),
+            settings,
+            started,
             phase: Phase::Running,
+            suspension: None,
+            deferred: VecDeque::new(),
+            actions: Vec::new(),
+            wake: None,
+            ranks: Vec::new(),
             failed: Vec::new(),
+            stopped: Vec::new(),
+            killed: Vec::new(),
             interrupted_by: None,
             signalled: false,
             trouble: None,
-            stopped: Vec::new(),
-            killed: Vec::new(),
+            relays_output: false,
             relayed: None,
+            elapsed: Duration::ZERO,
         }
     }
 
-    /// Takes over the next rank and starts waiting for its end.
-    pub(crate) fn add(&mut self, mut child: Child, log: Option<PathBuf>) -> io::Result<()> {
-        let rank = self.ranks.len();
-        let pid = Pid::from_child(&child);
-        let events = self.sender.clone();
-        let waiter = thread::Builder::new().name(format!("burn-ddp-rank-{rank}")).spawn(move || {
-            // Without a receiver the job was given up, and nobody wants to know.
-            let end = wait_for_end(pid, |change| drop(events.send(change.of(rank))));
-            let _ = events.send(Event::Exited { rank, exit: end, at: Instant::now() });
-        });
-        if let Err(error) = waiter {
-            // Without its waiter the rank could not be supervised.
-            child.kill()?;
-            child.wait()?;
-            return Err(error);
-        }
-        tracing::debug!(rank, pid = child.id(), "rank started");
-        self.ranks.push(Rank { child, pid, ended: None, suspended: false, log });
-        Ok(())
+    /// Adds the next local rank, which was just started. `log` is the file of its stderr.
+    pub(crate) fn add_rank(&mut self, pid: u32, log: Option<PathBuf>) {
+        self.ranks.push(Rank { pid, log, exited: None, suspended: false });
     }
 
-    /// Waits for the end of all ranks here, stopping them where needed. Every wait but that for healthy ranks has a deadline.
-    pub(crate) fn supervise(mut self, relay: Option<Relay>, outside: &mut GenerationContext<'_>) -> NodeOutcome {
-        if let Some(stop) = outside.stopped() {
-            self.on_order(&stop);
-        }
-        while self.is_running() {
-            outside.read_events();
-            let deadline = match self.phase.deadline() {
-                Some(until) => until.min(Instant::now() + SHORT_TURN),
-                None => Instant::now() + TURN,
-            };
-            let event = self.next_event(Some(deadline));
-            let late = deadline.elapsed();
-            if late > SHORT_TURN {
-                self.phase.put_off(late);
-            }
-            match event {
-                Some(Event::Exited { rank, exit: end, at }) => self.on_end(rank, end, at, outside),
-                Some(Event::Signal(signal)) => self.on_signal(signal, outside),
-                Some(Event::Relayed(relayed)) => self.relayed = Some(relayed),
-                Some(Event::Stopped { rank, signal }) => self.on_suspended(rank, signal, outside),
-                Some(Event::Continued { rank }) => self.on_continued(rank, outside),
-                Some(Event::Ordered { generation, stop }) if generation == outside.generation() => {
-                    self.on_order(&stop);
-                }
-                Some(Event::Ordered { .. }) => {}
-                Some(Event::Cut(trouble)) => {
-                    self.trouble.get_or_insert(trouble);
-                    self.settle();
-                }
-                None if self.phase.deadline().is_none_or(|until| Instant::now() < until) => {}
-                None if matches!(self.phase, Phase::Killing { .. }) => break,
-                None => self.on_deadline(),
-            }
-        }
-        let elapsed = self.started.elapsed();
-        self.end_stragglers(relay);
-        self.reap();
-        outside.read_events();
-        self.outcome(elapsed, outside)
+    /// A relay passes on the ranks' output: [`Event::Relayed`] will come.
+    pub(crate) fn relay_started(&mut self) {
+        self.relays_output = true;
     }
 
-    /// Gives the job up before it ran: kills what was started.
-    pub(crate) fn abort(mut self) {
-        self.kill();
-        while self.is_running() {
-            match self.next_event(self.phase.deadline()) {
-                Some(Event::Exited { rank, exit: end, at }) => self.ranks[rank].ended = Some((end, at)),
-                Some(_) => {}
-                None => break,
-            }
-        }
-        self.reap();
+    /// True when nothing is left to wait for.
+    pub(crate) fn is_over(&self) -> bool {
+        self.phase == Phase::Over
     }
 
-    fn is_running(&self) -> bool {
-        self.ranks.iter().any(|rank| rank.ended.is_none())
+    /// True if the rank's exit was seen.
+    pub(crate) fn has_exited(&self, rank: usize) -> bool {
+        self.ranks[rank].exited.is_some()
     }
 
-    fn running(&self) -> Vec<usize> {
-        (0..self.ranks.len()).filter(|&rank| self.ranks[rank].ended.is_none()).collect()
-    }
-
-    /// The next event, or `None` at the deadline.
-    fn next_event(&mut self, deadline: Option<Instant>) -> Option<Event> {
-        if let Some(event) = self.deferred.pop_front() {
-            return Some(event);
-        }
-        let result = match deadline {
-            None => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            Some(deadline) => self.events.recv_timeout(deadline.saturating_duration_since(Instant::now())),
+    /// Time at which [`step`](Self::step) must be called if no event comes before; `None` if only an event helps.
+    pub(crate) fn wake_at(&mut self, now: Instant) -> Option<Instant> {
+        let wake = match (&self.suspension, self.phase) {
+            (Some(suspension), _) => suspension.deadline(),
+            (None, Phase::Running) => Some(now + TURN),
+            (None, phase) if phase.has_ranks() => phase.deadline().map(|until| until.min(now + SHORT_TURN)),
+            (None, phase) => phase.deadline(),
         };
-        match result {
-            Ok(event) => Some(event),
-            Err(RecvTimeoutError::Timeout) => None,
-            // This job holds a sender itself.
-            Err(RecvTimeoutError::Disconnected) => None,
-        }
+        self.wake = wake;
+        wake
     }
 
-    fn on_end(&mut self, rank: usize, end: RankExit, at: Instant, outside: &GenerationContext<'_>) {
-        tracing::debug!(rank, %end, "rank ended");
-        self.ranks[rank].ended = Some((end, at));
-        let told_to_stop = matches!(self.phase, Phase::Stopping { .. } | Phase::Killing { .. });
-        if told_to_stop {
-            return;
+    /// Takes in an event, or, with `None`, that the time to wake up has come.
+    pub(crate) fn step(&mut self, now: Instant, event: Option<Event>) -> Vec<Action> {
+        let late = self.wake.take().map_or(Duration::ZERO, |wake| now.saturating_duration_since(wake));
+        if late > SHORT_TURN && self.suspension.is_none() {
+            self.phase.put_off(late);
         }
-        let number = self.first_rank + rank;
-        outside.rank_ended(number, self.ranks[rank].child.id(), end);
-        if end == RankExit::Code(0) {
-            return;
+        match event {
+            Some(event) if self.suspension.is_some() => self.on_event_while_suspended(now, event),
+            Some(event) => self.on_event(now, event),
+            None if self.suspension.is_some() => self.advance_suspension(now),
+            None if self.phase.deadline().is_some_and(|until| now >= until) => self.on_deadline(now),
+            None => {}
         }
-        self.settle();
-        self.failed.push(rank);
+        mem::take(&mut self.actions)
     }
 
-    /// The others may end by themselves, and say what they saw.
-    fn settle(&mut self) {
-        if matches!(self.phase, Phase::Running) {
-            self.phase = Phase::Settling { until: Instant::now() + self.grace.min(SETTLE) };
-        }
+    /// Gives the job up, since not all ranks could be started: kills those that were.
+    pub(crate) fn abort(&mut self, now: Instant) -> Vec<Action> {
+        self.kill(now);
+        self.check_exits(now);
+        mem::take(&mut self.actions)
     }
 
-    fn on_signal(&mut self, signal: i32, outside: &GenerationContext<'_>) {
-        match signal {
-            libc::SIGWINCH if self.first_rank_has_terminal => return self.send(0, Signal::WINCH),
-            libc::SIGWINCH => return,
-            libc::SIGTSTP => return self.suspend(outside),
-            _ => {}
-        }
-        self.signalled = true;
-        tracing::info!(signal = signal_name(signal), "passing a signal on to all ranks");
-        let impatient = signal == libc::SIGINT && matches!(self.phase, Phase::Stopping { .. });
-        if impatient {
-            return self.kill();
-        }
-        if matches!(self.phase, Phase::Running | Phase::Settling { .. }) {
-            if self.failed.is_empty() && self.trouble.is_none() {
-                self.interrupted_by = Some(signal);
-                outside.interrupted(signal);
-            }
-            self.interrupt(signal);
-        } else if let Some(signal) = Signal::from_named_raw(signal) {
-            self.send_all(signal);
-        }
-    }
-
-    fn interrupt(&mut self, signal: i32) {
-        if let Some(signal) = Signal::from_named_raw(signal) {
-            self.tell_to_end(signal);
-        }
-        self.start_stopping();
-    }
-
-    /// Another launcher says that the job is over.
-    fn on_order(&mut self, stop: &Stop) {
-        tracing::info!(?stop, "another launcher ends the job");
-        match stop {
-            Stop::Interrupted { signal, .. } if matches!(self.phase, Phase::Running | Phase::Settling { .. }) => {
-                self.interrupt(*signal);
-            }
-            Stop::Interrupted { .. } | Stop::Failed { .. } | Stop::Trouble(_) => self.settle(),
-        }
-    }
-
-    fn on_suspended(&mut self, rank: usize, signal: i32, outside: &GenerationContext<'_>) {
-        let Rank { child, suspended, .. } = &mut self.ranks[rank];
-        *suspended = true;
-        let (number, pid, signal) = (self.first_rank + rank, child.id(), signal_name(signal));
-        outside.notice(&format!(
-            "rank {number} (pid {pid}) is stopped ({signal}), the others wait for it; `kill -CONT {pid}` lets it go on"
-        ));
-    }
-
-    fn on_continued(&mut self, rank: usize, outside: &GenerationContext<'_>) {
-        let Rank { child, suspended, .. } = &mut self.ranks[rank];
-        *suspended = false;
-        outside.notice(&format!("rank {} (pid {}) goes on", self.first_rank + rank, child.id()));
-    }
-
-    /// Ctrl-Z: stops the ranks, which the terminal does not reach, and this process, until `fg` or `bg`.
-    fn suspend(&mut self, outside: &GenerationContext<'_>) {
-        outside.pausing();
-        let running: Vec<_> = self.running().into_iter().filter(|&rank| !self.ranks[rank].suspended).collect();
-        running.iter().for_each(|&rank| self.send(rank, Signal::STOP));
-        self.await_suspended(&running, true);
-        let before = Instant::now();
-        if let Err(error) = signals::stop_here() {
-            tracing::warn!(%error, "cannot stop this process");
-        }
-        self.phase.put_off(before.elapsed());
-        running.iter().for_each(|&rank| self.send(rank, Signal::CONT));
-        self.await_suspended(&running, false);
-        outside.resumed();
-    }
-
-    /// Waits until all of `ranks` are stopped, or until all go on, so that neither is news. Not for long: a process that hangs in
-    /// the kernel does neither.
-    fn await_suspended(&mut self, ranks: &[usize], suspended: bool) {
-        let deadline = Instant::now() + SUSPENDING;
-        let mut waiting = ranks.to_vec();
-        while !waiting.is_empty() {
-            match self.events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(Event::Stopped { rank, .. }) => self.ranks[rank].suspended = true,
-                Ok(Event::Continued { rank }) => self.ranks[rank].suspended = false,
-                Ok(event) => {
-                    if let Event::Exited { rank, .. } = event {
-                        waiting.retain(|&other| other != rank);
-                    }
-                    self.deferred.push_back(event);
-                }
-                Err(_) => return,
-            }
-            waiting.retain(|&rank| self.ranks[rank].suspended != suspended);
-        }
-    }
-
-    fn on_deadline(&mut self) {
-        if matches!(self.phase, Phase::Settling { .. }) {
-            self.tell_to_end(Signal::TERM);
-            self.start_stopping();
-        } else {
-            self.kill();
-        }
-    }
-
-    fn start_stopping(&mut self) {
-        self.stopped = self.running();
-        self.phase = Phase::Stopping { until: Instant::now() + self.grace };
-    }
-
-    fn kill(&mut self) {
-        self.killed = self.running();
-        self.send_all(Signal::KILL);
-        self.phase = Phase::Killing { until: Instant::now() + KILL_PATIENCE };
-    }
-
-    /// A stopped process hears of it too.
-    fn tell_to_end(&self, signal: Signal) {
-        self.send_all(signal);
-        for rank in self.running().into_iter().filter(|&rank| self.ranks[rank].suspended) {
-            self.send(rank, Signal::CONT);
-        }
-    }
-
-    /// Also to groups whose rank has ended: what it started may still run.
-    fn send_all(&self, signal: Signal) {
-        for rank in 0..self.ranks.len() {
-            self.send(rank, signal);
-        }
-    }
-
-    fn send(&self, rank: usize, signal: Signal) {
-        // The rank is not reaped yet, so its pid cannot belong to anybody else.
-        match kill_process_group(self.ranks[rank].pid, signal) {
-            Ok(()) | Err(rustix::io::Errno::SRCH) => {}
-            Err(error) => tracing::warn!(rank, ?signal, %error, "cannot signal a rank"),
-        }
-    }
-
-    /// The ranks are gone; what they left behind may finish its output, is then told to end, and then killed.
-    fn end_stragglers(&mut self, relay: Option<Relay>) {
-        if relay.is_some() && !self.await_output(Some(Instant::now() + STRAGGLERS)) {
-            self.send_all(Signal::TERM);
-            self.await_output(Some(Instant::now() + STRAGGLERS));
-        }
-        self.send_all(Signal::KILL);
-        if relay.is_some() {
-            drop(relay);
-            // No deadline: what is left to pass on is bounded, and only a reader who paused our output can delay it.
-            self.await_output(None);
-        }
-    }
-
-    /// Waits until all output is passed on, the deadline, or a signal (an impatient user does not wait for output).
-    fn await_output(&mut self, deadline: Option<Instant>) -> bool {
-        while self.relayed.is_none() {
-            match self.next_event(deadline) {
-                Some(Event::Relayed(relayed)) => self.relayed = Some(relayed),
-                Some(Event::Signal(signal)) if ![libc::SIGWINCH, libc::SIGTSTP].contains(&signal) => {
-                    let lost = Some("the rest of the output was dropped at a signal".into());
-                    self.relayed = Some(Relayed { tails: Vec::new(), lost });
-                }
-                Some(Event::Signal(_) | Event::Stopped { .. } | Event::Continued { .. }) => {}
-                // The ranks are gone; what the others say is heard again when the outcome is told.
-                Some(Event::Ordered { .. } | Event::Cut(_)) => {}
-                // Of a rank that was given up as unkillable.
-                Some(Event::Exited { rank, exit: end, at }) => self.ranks[rank].ended = Some((end, at)),
-                None => return false,
-            }
-        }
-        true
-    }
-
-    fn reap(&mut self) {
-        for rank in self.ranks.iter_mut().filter(|rank| rank.ended.is_some()) {
-            // Returns at once: the process has ended. If its status is gone, so is the process.
-            let _ = rank.child.wait();
-        }
-    }
-
-    fn outcome(mut self, elapsed: Duration, outside: &GenerationContext<'_>) -> NodeOutcome {
-        let mut relayed = mem::take(&mut self.relayed).unwrap_or_default();
-        let ends = (0..self.ranks.len()).map(|local| {
-            let rank = &self.ranks[local];
-            let at = rank.ended.map_or(elapsed, |(_, at)| at.saturating_duration_since(self.started));
+    /// This machine's part of the generation's outcome; the caller fills in the node, its host, and what the ranks reported.
+    pub(crate) fn into_outcome(mut self) -> NodeOutcome {
+        let mut relayed = self.relayed.take().unwrap_or_default();
+        let outcomes = self.ranks.iter().enumerate().map(|(local, rank)| {
             let failed = self.failed.contains(&local);
-            // What others wrote is in their logs; it need not travel.
-            let remembered = relayed.tails.get_mut(local).filter(|_| failed).map(mem::take).unwrap_or_default();
+            // The last lines of ranks that did not fail are in their logs; they need not travel.
+            let stderr = relayed.tails.get_mut(local).filter(|_| failed).map(mem::take).unwrap_or_default();
             RankOutcome {
-                rank: self.first_rank + local,
-                pid: rank.child.id(),
-                exit: rank.ended.map(|(exit, _)| exit),
-                after: at,
+                rank: self.settings.first_rank + local,
+                pid: rank.pid,
+                exit: rank.exited.map(|(exit, _)| exit),
+                after: rank.exited.map_or(self.elapsed, |(_, at)| at.saturating_duration_since(self.started)),
                 failed,
                 stopped: self.stopped.contains(&local),
                 killed: self.killed.contains(&local),
-                last_lines: remembered.lines,
-                panics: remembered.panics,
+                last_lines: stderr.lines,
+                panics: stderr.panics,
                 log: rank.log.clone(),
             }
         });
         NodeOutcome {
-            node: outside.node(),
-            host: outside.host().to_owned(),
-            ranks: ends.collect(),
+            ranks: outcomes.collect(),
             interrupted_by: self.interrupted_by,
             signalled: self.signalled,
             output_lost: relayed.lost,
-            trouble: self.trouble.take(),
-            blames: outside.blames(),
-            elapsed,
+            trouble: self.trouble,
+            elapsed: self.elapsed,
+            ..NodeOutcome::default()
         }
     }
-}
 
-/// A change of a rank that is not its end.
-enum Change {
-    Stopped(i32),
-    Continued,
-}
+    fn on_event(&mut self, now: Instant, event: Event) {
+        if !self.phase.has_ranks() {
+            return self.on_event_after_exits(event);
+        }
+        match event {
+            Event::Exited { rank, exit, at } => self.on_exit(now, rank, exit, at),
+            Event::Signal(signal) => self.on_signal(now, signal),
+            Event::Relayed(relayed) => self.relayed = Some(relayed),
+            Event::Stopped { rank, signal } => self.on_rank_stopped(rank, signal),
+            Event::Continued { rank } => self.on_rank_continued(rank),
+            Event::Ordered { generation, stop } if generation == self.settings.generation => self.on_order(now, &stop),
+            Event::Ordered { .. } => {}
+            Event::Cut(trouble) => {
+                self.trouble.get_or_insert(trouble);
+                self.settle(now);
+            }
+        }
+        self.check_exits(now);
+    }
 
-impl Change {
-    fn of(self, rank: usize) -> Event {
-        match self {
-            Self::Stopped(signal) => Event::Stopped { rank, signal },
-            Self::Continued => Event::Continued { rank },
+    fn on_exit(&mut self, now: Instant, rank: usize, exit: RankExit, at: Instant) {
+        self.ranks[rank].exited = Some((exit, at));
+        if !self.phase.lets_run() {
+            return;
+        }
+        let (number, pid) = (self.settings.first_rank + rank, self.ranks[rank].pid);
+        self.act(Action::AnnounceExit { rank: number, pid, exit });
+        if exit != RankExit::Code(0) {
+            self.settle(now);
+            self.failed.push(rank);
         }
     }
-}
 
-/// Waits for the end of a child but leaves it unreaped; meanwhile tells when it is stopped and continued.
-fn wait_for_end(pid: Pid, changed: impl Fn(Change)) -> RankExit {
-    let changes = WaitIdOptions::STOPPED | WaitIdOptions::CONTINUED;
-    loop {
-        let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | changes;
-        let status = match rustix::io::retry_on_intr(|| waitid(WaitId::Pid(pid), options)) {
-            Ok(Some(status)) => status,
-            Ok(None) | Err(_) => return RankExit::Unknown,
-        };
-        if let Some(code) = status.exit_status() {
-            return RankExit::Code(code);
+    fn on_signal(&mut self, now: Instant, signal: i32) {
+        match signal {
+            libc::SIGWINCH if self.settings.first_rank_has_terminal => return self.signal(0, libc::SIGWINCH),
+            libc::SIGWINCH => return,
+            libc::SIGTSTP => return self.suspend(),
+            _ => self.signalled = true,
         }
-        if let Some(signal) = status.terminating_signal() {
-            return RankExit::Signal(signal);
+        match self.phase {
+            Phase::Stopping { .. } if signal == libc::SIGINT => self.kill(now),
+            phase if phase.lets_run() => {
+                if self.failed.is_empty() && self.trouble.is_none() {
+                    self.interrupted_by = Some(signal);
+                    self.act(Action::AnnounceInterrupt(signal));
+                }
+                self.stop(now, signal);
+            }
+            _ => self.signal_all(signal),
         }
-        // Seen, but still there: taken away, or it would be seen again. Its end is not taken by that.
-        match rustix::io::retry_on_intr(|| waitid(WaitId::Pid(pid), changes | WaitIdOptions::NOHANG)) {
-            Ok(Some(status)) if status.continued() => changed(Change::Continued),
-            Ok(Some(status)) => changed(Change::Stopped(status.stopping_signal().unwrap_or(libc::SIGSTOP))),
-            // It ended, or changed, meanwhile.
-            Ok(None) => {}
-            Err(_) => return RankExit::Unknown,
+    }
+
+    /// Another launcher reports that the generation is over.
+    fn on_order(&mut self, now: Instant, stop: &Stop) {
+        match stop {
+            Stop::Interrupted { signal, .. } if self.phase.lets_run() => self.stop(now, *signal),
+            Stop::Interrupted { .. } | Stop::Failed { .. } | Stop::Trouble(_) => self.settle(now),
         }
+    }
+
+    fn on_rank_stopped(&mut self, rank: usize, signal: i32) {
+        self.ranks[rank].suspended = true;
+        let (number, pid, signal) = (self.settings.first_rank + rank, self.ranks[rank].pid, signal_name(signal));
+        self.act(Action::Notice(format!(
+            "rank {number} (pid {pid}) is stopped ({signal}), the others wait for it; `kill -CONT {pid}` lets it go on"
+        )));
+    }
+
+    fn on_rank_continued(&mut self, rank: usize) {
+        self.ranks[rank].suspended = false;
+        let (number, pid) = (self.settings.first_rank + rank, self.ranks[rank].pid);
+        self.act(Action::Notice(format!("rank {number} (pid {pid}) goes on")));
+    }
+
+    fn on_deadline(&mut self, now: Instant) {
+        match self.phase {
+            Phase::Settling { .. } => self.stop(now, libc::SIGTERM),
+            Phase::Stopping { .. } => self.kill(now),
+            // Processes that hang in the kernel: given up.
+            Phase::Killing { .. } => self.drain(now),
+            Phase::Draining { .. } => {
+                self.signal_all(libc::SIGTERM);
+                self.phase = Phase::Terminating { until: now + LEFTOVERS };
+            }
+            Phase::Terminating { .. } => self.flush(),
+            Phase::Running | Phase::Flushing | Phase::Over => {}
+        }
+    }
+
+    /// Gives the other ranks time to end by themselves, and to report what they saw.
+    fn settle(&mut self, now: Instant) {
+        if self.phase == Phase::Running {
+            self.phase = Phase::Settling { until: now + self.settings.grace.min(SETTLE) };
+        }
+    }
+
+    /// Tells all ranks to end. A suspended rank is continued, so that it hears of it.
+    fn stop(&mut self, now: Instant, signal: i32) {
+        self.signal_all(signal);
+        self.stopped = self.running();
+        let suspended: Vec<_> = self.stopped.iter().copied().filter(|&rank| self.ranks[rank].suspended).collect();
+        suspended.into_iter().for_each(|rank| self.signal(rank, libc::SIGCONT));
+        self.phase = Phase::Stopping { until: now + self.settings.grace };
+    }
+
+    fn kill(&mut self, now: Instant) {
+        self.killed = self.running();
+        self.signal_all(libc::SIGKILL);
+        self.phase = Phase::Killing { until: now + KILL_PATIENCE };
+    }
+
+    fn check_exits(&mut self, now: Instant) {
+        if self.phase.has_ranks() && self.suspension.is_none() && self.running().is_empty() {
+            self.drain(now);
+        }
+    }
+
+    /// The ranks are gone. Processes that they left behind may finish their output.
+    fn drain(&mut self, now: Instant) {
+        self.elapsed = now.saturating_duration_since(self.started);
+        if self.relays_output && self.relayed.is_none() {
+            self.phase = Phase::Draining { until: now + LEFTOVERS };
+        } else {
+            self.flush();
+        }
+    }
+
+    fn on_event_after_exits(&mut self, event: Event) {
+        match event {
+            Event::Relayed(relayed) => self.on_output_complete(relayed),
+            // An impatient user does not wait for output.
+            Event::Signal(signal) if ![libc::SIGWINCH, libc::SIGTSTP].contains(&signal) => {
+                let lost = Some("the rest of the output was dropped at a signal".into());
+                self.on_output_complete(Relayed { tails: Vec::new(), lost });
+            }
+            // Of a rank that was given up as unkillable.
+            Event::Exited { rank, exit, at } => self.ranks[rank].exited = Some((exit, at)),
+            // News of other launchers is asked for again when the outcome is agreed upon.
+            Event::Signal(_) | Event::Stopped { .. } | Event::Continued { .. } => {}
+            Event::Ordered { .. } | Event::Cut(_) => {}
+        }
+    }
+
+    fn on_output_complete(&mut self, relayed: Relayed) {
+        self.relayed.get_or_insert(relayed);
+        match self.phase {
+            Phase::Draining { .. } | Phase::Terminating { .. } => self.flush(),
+            _ => self.phase = Phase::Over,
+        }
+    }
+
+    /// Kills what the ranks left behind. The rest of the output has no deadline: it is bounded, and only a reader that paused
+    /// our output can delay it.
+    fn flush(&mut self) {
+        self.signal_all(libc::SIGKILL);
+        if self.relays_output {
+            self.act(Action::CloseOutput);
+        }
+        self.phase = if self.relays_output && self.relayed.is_none() { Phase::Flushing } else { Phase::Over };
+    }
+
+    fn running(&self) -> Vec<usize> {
+        (0..self.ranks.len()).filter(|&rank| self.ranks[rank].exited.is_none()).collect()
+    }
+
+    /// Also to groups whose rank has exited: processes that it started may still run.
+    fn signal_all(&mut self, signal: i32) {
+        (0..self.ranks.len()).for_each(|rank| self.signal(rank, signal));
+    }
+
+    fn signal(&mut self, rank: usize, signal: i32) {
+        self.act(Action::Signal { rank, signal });
+    }
+
+    fn act(&mut self, action: Action) {
+        self.actions.push(action);
     }
 }
