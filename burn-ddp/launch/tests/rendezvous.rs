@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use burn_ddp_comm::{LaunchEnv, Options, ReduceOp, World};
+use burn_ddp_comm::{LaunchEnv, ReduceOp, World, WorldOptions};
 use burn_ddp_launch::{Launcher, Outcome, RankExit};
 
 fn launch(nproc: usize, what: &str) -> Outcome {
@@ -23,8 +23,11 @@ fn launch(nproc: usize, what: &str) -> Outcome {
 fn as_a_rank() {
     let what = std::env::var("RANK_DOES").expect("this is no test of its own: run the others");
     let env = LaunchEnv::detect().unwrap().expect("the launcher's variables");
-    let options =
-        Options { timeout: Duration::from_secs(20), join_timeout: Duration::from_secs(20), ..Options::default() };
+    let options = WorldOptions {
+        timeout: Duration::from_secs(20),
+        join_timeout: Duration::from_secs(20),
+        ..WorldOptions::default()
+    };
     if let Some(code) = what.strip_prefix("miss ")
         && env.rank == 1
     {

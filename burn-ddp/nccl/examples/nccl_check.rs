@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::engine::OnDevice;
-use burn_ddp_comm::{DType, Error, LaunchEnv, Options, ProcessGroup, ReduceOp, World};
+use burn_ddp_comm::{DType, Error, LaunchEnv, WorldOptions, ProcessGroup, ReduceOp, World};
 use burn_ddp_nccl::{
     Communicator, Decision, Device, DeviceBuffer, DeviceReduce, Driver, Event, Fault, HostMemory, How, Nccl,
     NcclFabric, Piece, RankInfo, Stream, UniqueId, decide,
@@ -52,7 +52,7 @@ struct Setup {
 
 fn run(rounds: usize) -> Result<(), String> {
     let said = |error: Error| error.to_string();
-    let options = Options::from_env().map_err(said)?;
+    let options = WorldOptions::from_env().map_err(said)?;
     let world = match LaunchEnv::detect().map_err(said)? {
         Some(env) => World::join(&env, options).map_err(said)?,
         None => World::solo(options),
@@ -81,8 +81,8 @@ fn run(rounds: usize) -> Result<(), String> {
     }
     let (nccl, device) =
         (Nccl::load().map_err(said)?, Device::new(&Driver::load().map_err(said)?, world.local_rank()).map_err(said)?);
-    let fabric = |own, health| NcclFabric::new(own, health, nccl.clone(), device.clone(), HostMemory::ByHost);
-    world.set_fabric(|own, health| fabric(own, health).map(|fabric| Arc::new(fabric) as _)).map_err(said)?;
+    let fabric = |own, membership| NcclFabric::new(own, membership, nccl.clone(), device.clone(), HostMemory::ByHost);
+    world.set_fabric(|own, membership| fabric(own, membership).map(|fabric| Arc::new(fabric) as _)).map_err(said)?;
     let (group, stream) = (world.group().map_err(said)?, device.stream()?);
     let setup = Setup { world, group, nccl, device, stream };
     check(&setup)?;

@@ -35,20 +35,20 @@ mod values;
 
 use std::sync::Arc;
 
-use burn_ddp_comm::{Options, World};
+use burn_ddp_comm::{WorldOptions, World};
 use burn_ddp_nccl::fake::Machine;
 use burn_ddp_nccl::{Device, HostMemory, NcclFabric};
 use suite::conformance;
 
 /// Ranks in one process, each with a device of one machine.
-fn through_device(n: usize, options: Options) -> Vec<World> {
+fn through_device(n: usize, options: WorldOptions) -> Vec<World> {
     let machine = Machine::new(n);
     let worlds = World::threads(n, options);
     for (rank, world) in worlds.iter().enumerate() {
         world
-            .set_fabric(|own, health| {
+            .set_fabric(|own, membership| {
                 let device = Device::new(&machine.driver(), rank)?;
-                let fabric = NcclFabric::new(own, health, machine.nccl(), device, HostMemory::ThroughDevice)?;
+                let fabric = NcclFabric::new(own, membership, machine.nccl(), device, HostMemory::ThroughDevice)?;
                 Ok::<_, burn_ddp_comm::Error>(Arc::new(fabric) as _)
             })
             .expect("a fabric");

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::engine::OnDevice;
 use burn_ddp_comm::{DType, ProcessGroup, ReduceOp, SharedBuffer, SharedView};
 
-use super::on_device::Lent;
-use super::pack::Buffer;
+use super::accumulation::Buffer;
+use super::store::DeviceLoan;
 
 #[derive(Debug)]
 pub(crate) enum Job {
@@ -21,23 +21,23 @@ pub(crate) enum Job {
         dtype: DType,
         buffer: SharedBuffer,
         /// The gradients, if they are not in the buffer.
-        lent: Option<Box<dyn Lent>>,
+        lent: Option<Box<dyn DeviceLoan>>,
         /// Items this rank contributes to the mean; `None` sums.
         weight: Option<f64>,
         /// Names step and bucket; compared between the ranks.
         tag: u64,
     },
     /// Running statistics.
-    Buffers { dtype: DType, buffer: Buffer, whose: Whose },
+    Buffers { dtype: DType, buffer: Buffer, source: StatisticsSource },
     /// Everybody gets everybody's.
     Digests(Vec<i64>),
     /// Rank 0's value becomes everybody's.
     AgreeOrder(Vec<u32>),
 }
 
-/// Whose running statistics become everybody's.
+/// StatisticsSource running statistics become everybody's.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Whose {
+pub(crate) enum StatisticsSource {
     /// The mean, in which this rank's have this weight.
     All(f64),
     /// Those of the first rank that trains, which this one does or not.
@@ -47,8 +47,17 @@ pub(crate) enum Whose {
 #[derive(Debug)]
 pub(crate) enum Done {
     Allocated(burn_ddp_comm::Result<Vec<SharedBuffer>>),
-    Reduced { bucket: usize, buffer: SharedBuffer, lent: Option<Box<dyn Lent>>, result: Result<SharedView, Fault> },
-    Buffers { dtype: DType, buffer: Buffer, result: burn_ddp_comm::Result<()> },
+    Reduced {
+        bucket: usize,
+        buffer: SharedBuffer,
+        lent: Option<Box<dyn DeviceLoan>>,
+        result: Result<SharedView, Fault>,
+    },
+    Buffers {
+        dtype: DType,
+        buffer: Buffer,
+        result: burn_ddp_comm::Result<()>,
+    },
     Digests(burn_ddp_comm::Result<Vec<Vec<i64>>>),
     Order(burn_ddp_comm::Result<Vec<u32>>),
 }
@@ -78,7 +87,7 @@ pub(crate) struct Finished {
 #[derive(Debug)]
 pub(crate) enum Worker {
     /// A thread, which ends after the collective it is in when this is dropped.
-    Beside { jobs: Sender<Job>, done: Receiver<Finished>, patience: Duration },
+    Threaded { jobs: Sender<Job>, done: Receiver<Finished>, patience: Duration },
     /// Whoever [flushes](Worker::flush).
     Inline { group: ProcessGroup, todo: VecDeque<Job>, done: VecDeque<Finished> },
     /// Nobody any more.
@@ -87,7 +96,7 @@ pub(crate) enum Worker {
 
 impl Worker {
     /// A thread that works on `group`.
-    pub(crate) fn beside(group: ProcessGroup, timeout: Duration) -> std::io::Result<Self> {
+    pub(crate) fn threaded(group: ProcessGroup, timeout: Duration) -> std::io::Result<Self> {
         let (jobs, todo) = channel();
         let (finished, done) = channel();
         std::thread::Builder::new().name(format!("ddp-reduce-{}", group.rank())).spawn(move || {
@@ -107,7 +116,7 @@ impl Worker {
             }
         })?;
         // The group keeps its own deadline; the slack only guards against a lost thread.
-        Ok(Worker::Beside { jobs, done, patience: timeout.saturating_add(Duration::from_secs(30)) })
+        Ok(Worker::Threaded { jobs, done, patience: timeout.saturating_add(Duration::from_secs(30)) })
     }
 
     /// The thread that calls works on `group`.
@@ -116,14 +125,14 @@ impl Worker {
     }
 
     /// Whether jobs are done while the caller goes on.
-    pub(crate) fn is_beside(&self) -> bool {
-        matches!(self, Worker::Beside { .. })
+    pub(crate) fn is_threaded(&self) -> bool {
+        matches!(self, Worker::Threaded { .. })
     }
 
     /// Hands over one job. Never blocks.
     pub(crate) fn submit(&mut self, job: Job) -> Result<(), String> {
         let sent = match self {
-            Worker::Beside { jobs, .. } => jobs.send(job).is_ok(),
+            Worker::Threaded { jobs, .. } => jobs.send(job).is_ok(),
             Worker::Inline { todo, .. } => {
                 todo.push_back(job);
                 true
@@ -159,7 +168,7 @@ impl Worker {
     pub(crate) fn next(&mut self) -> Result<Finished, String> {
         self.flush();
         match self {
-            Worker::Beside { done, patience, .. } => done.recv_timeout(*patience).map_err(|e| match e {
+            Worker::Threaded { done, patience, .. } => done.recv_timeout(*patience).map_err(|e| match e {
                 RecvTimeoutError::Timeout => format!("the communication thread has not answered for {patience:?}"),
                 RecvTimeoutError::Disconnected => "the communication thread has ended".to_string(),
             }),
@@ -204,10 +213,10 @@ fn run(group: &ProcessGroup, job: Job, patience: Duration) -> Done {
             });
             Done::Reduced { bucket, buffer, lent, result }
         }
-        Job::Buffers { dtype, mut buffer, whose } => {
-            let result = match whose {
-                Whose::All(weight) => group.all_reduce_weighted_bytes(dtype, buffer.bytes_mut(), weight, 0),
-                Whose::First { trains } => broadcast_first(group, trains, dtype, &mut buffer),
+        Job::Buffers { dtype, mut buffer, source } => {
+            let result = match source {
+                StatisticsSource::All(weight) => group.all_reduce_weighted_bytes(dtype, buffer.bytes_mut(), weight, 0),
+                StatisticsSource::First { trains } => broadcast_first(group, trains, dtype, &mut buffer),
             };
             Done::Buffers { dtype, buffer, result }
         }
@@ -220,7 +229,7 @@ fn run(group: &ProcessGroup, job: Job, patience: Duration) -> Done {
 fn reduce_lent(
     group: &ProcessGroup,
     dtype: DType,
-    lent: &mut dyn Lent,
+    lent: &mut dyn DeviceLoan,
     weight: Option<f64>,
     tag: u64,
     patience: Duration,

@@ -15,8 +15,8 @@ use burn_ddp_comm::engine::Fabric;
 use burn_ddp_nccl::fake::Machine;
 use burn_ddp_nccl::{Device, DeviceBuffer, DeviceReduce, HostMemory, NcclFabric, Piece, Stream};
 
-use super::memory::{GradientMemory, Lent};
 use crate::Ddp;
+use crate::gradients::{DeviceLoan, GradientMemory};
 
 /// Where a rank computes.
 #[derive(Clone)]
@@ -42,21 +42,21 @@ pub(crate) fn install(ddp: &Ddp, machine: &Machine) {
     let stream = Arc::new(device.stream().expect("a stream"));
     GPU.set(Some(Gpu { machine: machine.clone(), device: device.clone(), stream }));
     ddp.world()
-        .set_fabric(|own, health| {
-            NcclFabric::new(own, health, machine.nccl(), device, HostMemory::ByHost)
+        .set_fabric(|own, membership| {
+            NcclFabric::new(own, membership, machine.nccl(), device, HostMemory::ByHost)
                 .map(|f| Arc::new(f) as Arc<dyn Fabric>)
         })
         .expect("a fabric");
 }
 
 #[derive(Debug)]
-struct GpuLent {
+struct GpuLoan {
     place: DeviceReduce,
     buffers: Vec<DeviceBuffer>,
     tensors: Vec<(Shape, DType)>,
 }
 
-impl Lent for GpuLent {
+impl DeviceLoan for GpuLoan {
     fn len_elems(&self) -> usize {
         self.tensors.iter().map(|(shape, _)| shape.num_elements()).sum()
     }
@@ -66,7 +66,7 @@ impl Lent for GpuLent {
     }
 }
 
-pub(in crate::intercept) fn lend(tensors: Vec<FlexTensor>) -> Result<Box<dyn Lent>, String> {
+pub(crate) fn lend(tensors: Vec<FlexTensor>) -> Result<Box<dyn DeviceLoan>, String> {
     let Gpu { machine, device, stream } = GPU.with_borrow(Clone::clone).ok_or("this rank has no GPU")?;
     let (mut buffers, mut shapes, mut pieces) = (Vec::new(), Vec::new(), Vec::new());
     for tensor in tensors {
@@ -90,13 +90,13 @@ pub(in crate::intercept) fn lend(tensors: Vec<FlexTensor>) -> Result<Box<dyn Len
     unsafe { ready.record_on(stream.raw()) }?;
     // SAFETY: on this machine what is not allocated is an error, and nothing else.
     let place = unsafe { DeviceReduce::new(device.ordinal(), pieces, Some(ready)) };
-    Ok(Box::new(GpuLent { place, buffers, tensors: shapes }))
+    Ok(Box::new(GpuLoan { place, buffers, tensors: shapes }))
 }
 
-pub(in crate::intercept) fn take_back(lent: Box<dyn Lent>) -> Result<Vec<FlexTensor>, String> {
+pub(crate) fn take_back(lent: Box<dyn DeviceLoan>) -> Result<Vec<FlexTensor>, String> {
     let Gpu { machine, stream, .. } = GPU.with_borrow(Clone::clone).ok_or("this rank has no GPU")?;
     let lent: Box<dyn Any> = lent;
-    let lent = lent.downcast::<GpuLent>().map_err(|_| "this was lent by another device")?;
+    let lent = lent.downcast::<GpuLoan>().map_err(|_| "this was lent by another device")?;
     let done = lent.place.done().ok_or("this was never reduced")?;
     // SAFETY: a stream of this device.
     unsafe { done.hold_up(stream.raw()) }?;

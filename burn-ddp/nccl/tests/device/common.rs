@@ -5,8 +5,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::engine::OnDevice;
-use burn_ddp_comm::health::Health;
-use burn_ddp_comm::{DType, Error, Options, ProcessGroup, ReduceOp, Result, World};
+use burn_ddp_comm::membership::Membership;
+use burn_ddp_comm::{DType, Error, WorldOptions, ProcessGroup, ReduceOp, Result, World};
 use burn_ddp_nccl::fake::Machine;
 use burn_ddp_nccl::{Device, DeviceBuffer, DeviceReduce, Event, HostMemory, NcclFabric, Piece, Stream};
 
@@ -17,24 +17,24 @@ pub struct Rank {
     pub machine: Machine,
     pub world: World,
     pub device: Device,
-    pub health: Arc<Health>,
+    pub membership: Arc<Membership>,
     /// Where this rank computes.
     pub stream: Stream,
 }
 
-pub fn patient() -> Options {
-    Options { timeout: Duration::from_secs(30), ..Options::default() }
+pub fn patient() -> WorldOptions {
+    WorldOptions { timeout: Duration::from_secs(30), ..WorldOptions::default() }
 }
 
-pub fn hasty(timeout_ms: u64) -> Options {
-    Options { timeout: Duration::from_millis(timeout_ms), ..Options::default() }
+pub fn hasty(timeout_ms: u64) -> WorldOptions {
+    WorldOptions { timeout: Duration::from_millis(timeout_ms), ..WorldOptions::default() }
 }
 
 /// Runs `n` ranks; yields what they return, in rank order.
 pub fn run<R: Send>(
     machine: &Machine,
     n: usize,
-    (options, memory): (Options, HostMemory),
+    (options, memory): (WorldOptions, HostMemory),
     rank_main: impl Fn(Rank) -> R + Sync,
 ) -> Vec<R> {
     let ranks: Vec<Rank> = World::threads(n, options).into_iter().map(|world| rank(machine, world, memory)).collect();
@@ -47,22 +47,22 @@ pub fn run<R: Send>(
 
 fn rank(machine: &Machine, world: World, memory: HostMemory) -> Rank {
     let device = Device::new(&machine.driver(), world.rank()).expect("a device");
-    let mut healths = None;
+    let mut memberships = None;
     world
-        .set_fabric(|own, health| {
-            healths = Some(health.clone());
-            let fabric = NcclFabric::new(own, health, machine.nccl(), device.clone(), memory)?;
+        .set_fabric(|own, membership| {
+            memberships = Some(membership.clone());
+            let fabric = NcclFabric::new(own, membership, machine.nccl(), device.clone(), memory)?;
             Ok::<_, Error>(Arc::new(fabric) as _)
         })
         .expect("a fabric");
     let stream = device.stream().expect("a stream");
-    Rank { machine: machine.clone(), world, device, health: healths.expect("a health"), stream }
+    Rank { machine: machine.clone(), world, device, membership: memberships.expect("a membership"), stream }
 }
 
 pub fn on_devices<R: Send>(
     machine: &Machine,
     n: usize,
-    options: Options,
+    options: WorldOptions,
     rank_main: impl Fn(Rank) -> R + Sync,
 ) -> Vec<R> {
     run(machine, n, (options, HostMemory::ByHost), rank_main)
@@ -75,9 +75,9 @@ impl Rank {
 
     /// This rank, for another of its threads.
     pub fn on_another_stream(&self) -> Rank {
-        let Rank { machine, world, device, health, .. } = self;
+        let Rank { machine, world, device, membership, .. } = self;
         let stream = device.stream().expect("a stream");
-        Rank { machine: machine.clone(), world: world.clone(), device: device.clone(), health: health.clone(), stream }
+        Rank { machine: machine.clone(), world: world.clone(), device: device.clone(), membership: membership.clone(), stream }
     }
 
     /// Room for some f32 on the device.

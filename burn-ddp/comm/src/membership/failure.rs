@@ -1,0 +1,87 @@
+//! The end of a world: the first cause stays, goes to all ranks, and is returned by every call from then on.
+
+use std::sync::atomic::Ordering;
+
+use super::{ControlMessage, Membership};
+use crate::Error;
+use crate::call::Call;
+use crate::post_mortem::{self, Event};
+use crate::sync::lock;
+
+impl Membership {
+    /// Ends the world with `cause`: on this rank at once, on all others as soon as they hear of it. Does nothing if it
+    /// has ended already. Never blocks.
+    pub fn fail(&self, cause: Error) {
+        self.end(cause, true);
+    }
+
+    /// Ends the world because this rank gave up.
+    pub(crate) fn fail_self(&self, cause: String) {
+        self.fail(Error::PeerFailed { peer: self.shared.peers[self.rank].clone(), cause: capped(cause), during: None });
+    }
+
+    /// Ends the world because the connection to `rank` broke without a goodbye.
+    pub fn peer_lost(&self, rank: usize, cause: impl Into<String>) {
+        self.fail(self.lost_error(rank, cause));
+    }
+
+    /// Error of a wait for `rank` after it left or closed its side of a group.
+    pub fn left_error(&self, rank: usize) -> Error {
+        Error::PeerLeft { peer: self.shared.peers[rank].clone(), during: None }
+    }
+
+    /// Error of a wait for `rank` after its connection broke.
+    pub fn lost_error(&self, rank: usize, cause: impl Into<String>) -> Error {
+        Error::PeerLost { peer: self.shared.peers[rank].clone(), cause: capped(cause.into()), during: None }
+    }
+
+    /// Turns `error` into what a collective returns: the root cause, with the first call of this rank that met it.
+    /// Ends the world unless the group stays usable.
+    pub(crate) fn conclude(&self, error: Error, call: &Call) -> Error {
+        if error.group_usable() {
+            return error.noticed_by(&call.info);
+        }
+        self.fail(self.explained(error.clone(), call));
+        self.report();
+        let cause = self.check().err().unwrap_or(error);
+        let first = self.noticed_by.get_or_init(|| Box::new(call.info.clone()));
+        cause.noticed_by(first)
+    }
+
+    /// Ends the world; sends the cause to the other ranks if `send`.
+    pub(super) fn end(&self, cause: Error, send: bool) {
+        let cause = cause.root_cause();
+        {
+            let mut state = lock(&self.shared.state);
+            if state.cause.is_some() {
+                return;
+            }
+            state.cause = Some(cause.clone());
+            self.shared.ended.store(true, Ordering::Release);
+        }
+        // Before the others hear of it, and so before any of them can end because of it.
+        self.append_event(&Event::Failed {
+            rank: self.rank,
+            culprit: cause.culprit(),
+            cause: cause.to_string(),
+            at: post_mortem::now_ms(),
+        });
+        tracing::error!(rank = self.rank, %cause, "the world ends");
+        if send {
+            self.send_all(&ControlMessage::Fail { cause });
+        }
+        self.report();
+        self.wake_all();
+    }
+}
+
+/// Shortens `text` to what a control message has room for.
+pub(super) fn capped(mut text: String) -> String {
+    const MAX_BYTES: usize = 4096;
+    if text.len() > MAX_BYTES {
+        let end = (0..=MAX_BYTES).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+        text.truncate(end);
+        text.push('…');
+    }
+    text
+}

@@ -1,0 +1,258 @@
+//! Signs of life of the other ranks: heard, silent, silent for too long.
+//!
+//! Every rank sends a heartbeat per period. A peer that misses two is suspected: its process may be stopped, its
+//! machine overloaded or cut off. A silent peer is lost only after the peer timeout, if the user set one: the kernel
+//! finds out by itself that a machine is gone, and a process that is merely stopped may go on.
+
+use std::time::{Duration, Instant};
+
+use super::messages::Heartbeat;
+use crate::WorldOptions;
+
+/// Longest pause between two heartbeats to a silent peer, in heartbeats.
+const SLOWEST_BEAT: u32 = 16;
+
+/// Signs of life of a rank's peers. Takes the time as an argument, reads no clock.
+#[derive(Debug)]
+pub(crate) struct Liveness {
+    heartbeat: Duration,
+    peer_timeout: Option<Duration>,
+    /// By rank; `None` for this rank and for those that left.
+    peers: Vec<Option<Heard>>,
+}
+
+#[derive(Debug)]
+struct Heard {
+    last: Instant,
+    suspected: bool,
+    /// True if it was given one heartbeat more since it was last heard.
+    excused: bool,
+    /// True once it was silent for longer than the peer timeout; stays so.
+    lost: bool,
+    /// Its last heartbeat.
+    beat: Option<Heartbeat>,
+    /// Time of this rank's next heartbeat to it.
+    next_beat: Instant,
+}
+
+/// Change of a peer's state.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Change {
+    Suspect { peer: usize, silent: Duration },
+    Recovered { peer: usize },
+    Lost { peer: usize, silent: Duration },
+}
+
+impl Liveness {
+    /// State of all of `world_size` ranks but `rank`, heard `now`.
+    pub(crate) fn new(rank: usize, world_size: usize, options: &WorldOptions, now: Instant) -> Liveness {
+        let heard = |peer| {
+            (peer != rank).then_some(Heard {
+                last: now,
+                suspected: false,
+                excused: false,
+                lost: false,
+                beat: None,
+                next_beat: now,
+            })
+        };
+        Liveness {
+            heartbeat: options.heartbeat,
+            peer_timeout: options.peer_timeout,
+            peers: (0..world_size).map(heard).collect(),
+        }
+    }
+
+    /// Notes a message of `peer`.
+    pub(crate) fn heard(&mut self, peer: usize, now: Instant) -> Option<Change> {
+        let heard = self.peers.get_mut(peer)?.as_mut()?;
+        heard.last = now;
+        heard.excused = false;
+        std::mem::take(&mut heard.suspected).then(|| {
+            heard.next_beat = now;
+            Change::Recovered { peer }
+        })
+    }
+
+    /// Notes the heartbeat of `peer`.
+    pub(crate) fn beat(&mut self, peer: usize, beat: Heartbeat) {
+        if let Some(Some(heard)) = self.peers.get_mut(peer) {
+            heard.beat = Some(beat);
+        }
+    }
+
+    /// Removes `peer`, which left.
+    pub(crate) fn forget(&mut self, peer: usize) {
+        if let Some(heard) = self.peers.get_mut(peer) {
+            *heard = None;
+        }
+    }
+
+    /// Gives all peers `time`, during which this process itself did not run, stopped or starved, and once one heartbeat
+    /// more, which peers that were stopped together with it may need.
+    pub(crate) fn excuse(&mut self, time: Duration, now: Instant) {
+        for heard in self.peers.iter_mut().flatten() {
+            let more = if std::mem::replace(&mut heard.excused, true) { Duration::ZERO } else { self.heartbeat };
+            heard.last = (heard.last + time + more).min(now);
+        }
+    }
+
+    /// Peers that became suspected or lost by `now`.
+    pub(crate) fn look(&mut self, now: Instant) -> Vec<Change> {
+        let suspect_after = self.suspect_after();
+        let mut changes = Vec::new();
+        for (peer, heard) in self.peers.iter_mut().enumerate() {
+            let Some(heard) = heard else { continue };
+            let silent = now.saturating_duration_since(heard.last);
+            if silent >= suspect_after && !heard.suspected {
+                heard.suspected = true;
+                changes.push(Change::Suspect { peer, silent });
+            }
+            if !heard.lost && self.peer_timeout.is_some_and(|timeout| silent >= timeout) {
+                heard.lost = true;
+                changes.push(Change::Lost { peer, silent });
+            }
+        }
+        changes
+    }
+
+    /// Peers to which a heartbeat is due. Silent peers get them ever more rarely, since they may not read them.
+    pub(crate) fn due(&mut self, now: Instant) -> Vec<usize> {
+        let mut due = Vec::new();
+        for (peer, heard) in self.peers.iter_mut().enumerate() {
+            let Some(heard) = heard.as_mut().filter(|heard| heard.next_beat <= now) else { continue };
+            let silent = now.saturating_duration_since(heard.last);
+            heard.next_beat = now + (silent / 4).clamp(self.heartbeat, self.heartbeat * SLOWEST_BEAT);
+            due.push(peer);
+        }
+        due
+    }
+
+    /// Time of the next heartbeat or check.
+    pub(crate) fn next_look(&self, now: Instant) -> Option<Instant> {
+        let next = self.peers.iter().flatten().flat_map(|heard| {
+            let suspect = (!heard.suspected).then(|| heard.last + self.suspect_after());
+            let lost = self.peer_timeout.filter(|_| !heard.lost).map(|timeout| heard.last + timeout);
+            [Some(heard.next_beat), suspect, lost]
+        });
+        // Never later than a heartbeat, so that it shows when this process itself was stopped.
+        next.flatten().chain([now + self.heartbeat]).min()
+    }
+
+    /// Delay of a check from which on this process must have been stopped.
+    pub(crate) fn late(&self) -> Duration {
+        self.heartbeat / 2
+    }
+
+    /// Time since `peer` was heard; `None` for this rank and those that left.
+    pub(crate) fn silence(&self, peer: usize, now: Instant) -> Option<Duration> {
+        Some(now.saturating_duration_since(self.peers.get(peer)?.as_ref()?.last))
+    }
+
+    /// True if `peer` is suspected.
+    pub(crate) fn suspects(&self, peer: usize) -> bool {
+        matches!(self.peers.get(peer), Some(Some(Heard { suspected: true, .. })))
+    }
+
+    /// Last heartbeat of `peer`.
+    pub(crate) fn last_beat(&self, peer: usize) -> Option<&Heartbeat> {
+        self.peers.get(peer)?.as_ref()?.beat.as_ref()
+    }
+
+    /// Two missed heartbeats, and some allowance.
+    fn suspect_after(&self) -> Duration {
+        self.heartbeat * 9 / 4
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BEAT: Duration = Duration::from_secs(1);
+
+    /// Rank 0 of three, and the time of its start.
+    fn rank_0(peer_timeout: Option<Duration>) -> (Liveness, Instant) {
+        let now = Instant::now();
+        (Liveness::new(0, 3, &WorldOptions { heartbeat: BEAT, peer_timeout, ..WorldOptions::default() }, now), now)
+    }
+
+    #[test]
+    fn two_missed_heartbeats_make_a_suspect_once() {
+        let (mut liveness, start) = rank_0(None);
+        assert_eq!(liveness.heard(2, start + BEAT), None);
+        assert_eq!(liveness.look(start + 2 * BEAT), []);
+        let silent = BEAT * 5 / 2;
+        assert_eq!(liveness.look(start + silent), [Change::Suspect { peer: 1, silent }]);
+        assert_eq!(liveness.look(start + 3 * BEAT), []);
+        assert_eq!(liveness.heard(1, start + 3 * BEAT), Some(Change::Recovered { peer: 1 }));
+        assert_eq!(liveness.heard(1, start + 3 * BEAT), None);
+    }
+
+    #[test]
+    fn silence_alone_loses_nobody_unless_the_user_says_after_what_time() {
+        let (mut liveness, start) = rank_0(None);
+        liveness.heard(2, start + 999 * BEAT);
+        let long = liveness.look(start + 1000 * BEAT);
+        assert!(matches!(long[..], [Change::Suspect { peer: 1, .. }]), "{long:?}");
+
+        let (mut liveness, start) = rank_0(Some(5 * BEAT));
+        liveness.heard(2, start + 4 * BEAT);
+        let silent = 5 * BEAT;
+        let lost = liveness.look(start + silent);
+        assert_eq!(lost, [Change::Suspect { peer: 1, silent }, Change::Lost { peer: 1, silent }]);
+        assert_eq!(liveness.look(start + 6 * BEAT), []);
+        liveness.due(start + 6 * BEAT);
+        assert!(liveness.next_look(start + 6 * BEAT).unwrap() > start + 6 * BEAT);
+    }
+
+    #[test]
+    fn those_who_left_and_this_rank_are_not_listened_to() {
+        let (mut liveness, start) = rank_0(Some(5 * BEAT));
+        liveness.forget(1);
+        liveness.forget(2);
+        assert_eq!(liveness.look(start + 10 * BEAT), []);
+        assert_eq!(liveness.due(start + 10 * BEAT), [0_usize; 0]);
+        assert_eq!(liveness.silence(0, start), None);
+    }
+
+    #[test]
+    fn who_was_stopped_itself_accuses_nobody() {
+        let (mut liveness, start) = rank_0(Some(5 * BEAT));
+        liveness.excuse(99 * BEAT, start + 100 * BEAT);
+        assert_eq!(liveness.look(start + 101 * BEAT), []);
+    }
+
+    #[test]
+    fn who_was_stopped_too_has_a_heartbeat_to_say_so_but_only_one() {
+        let (mut liveness, start) = rank_0(Some(5 * BEAT));
+        // Silent for nearly as long as it may be when both are stopped for three heartbeats.
+        liveness.excuse(3 * BEAT, start + 7 * BEAT);
+        assert_eq!(liveness.look(start + 7 * BEAT).iter().filter(|c| matches!(c, Change::Lost { .. })).count(), 0);
+        // A rank whose looks always come late accuses the dead all the same.
+        let lost = (1..20).any(|look| {
+            let now = start + 7 * BEAT + look * 2 * BEAT;
+            liveness.excuse(BEAT, now);
+            liveness.look(now).iter().any(|change| matches!(change, Change::Lost { .. }))
+        });
+        assert!(lost);
+    }
+
+    #[test]
+    fn heartbeats_are_due_once_per_period_and_rarely_for_the_silent() {
+        let (mut liveness, start) = rank_0(None);
+        let mut sent = [0; 3];
+        for tenth in 0..6000 {
+            let now = start + BEAT * tenth / 10;
+            liveness.heard(2, now);
+            liveness.look(now);
+            liveness.due(now).into_iter().for_each(|peer| sent[peer] += 1);
+            assert!(liveness.next_look(now).unwrap() > now);
+        }
+        assert_eq!((sent[0], sent[2]), (0, 600));
+        assert!((30..100).contains(&sent[1]), "{sent:?}");
+        let now = start + BEAT * 600;
+        assert_eq!(liveness.heard(1, now), Some(Change::Recovered { peer: 1 }));
+        assert!(liveness.due(now).contains(&1), "who is back is answered at once");
+    }
+}

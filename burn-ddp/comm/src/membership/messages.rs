@@ -1,0 +1,68 @@
+//! Messages between the ranks of a world besides data, and the traits of those that carry them and of those that wait.
+
+use serde::{Deserialize, Serialize};
+
+use super::progress::{Progress, Track};
+use crate::Error;
+use crate::call::CallInfo;
+
+/// A message from one rank to all others, besides data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum ControlMessage {
+    /// Something went wrong: this ends the world.
+    Fail {
+        /// The root cause.
+        cause: Error,
+    },
+    /// The sender is alive.
+    Heartbeat(Heartbeat),
+    /// The sender leaves in peace.
+    Goodbye,
+    /// The sender stopped on a track; see [`World::stop`](crate::World::stop).
+    Stop {
+        /// The track.
+        track: Track,
+        /// The sender's last step on it.
+        at: Progress,
+        /// The sender's name for the track.
+        what: String,
+    },
+}
+
+/// Activity of a rank, as it reports it at every heartbeat.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Heartbeat {
+    /// Training step, if the program sets it.
+    pub step: Option<u64>,
+    /// Collectives under way.
+    pub pending: Vec<PendingCall>,
+    /// Last collective that ended.
+    pub last: Option<CallInfo>,
+    /// Time since then, in milliseconds.
+    pub idle_ms: u64,
+}
+
+/// A collective under way on a rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PendingCall {
+    /// The call.
+    pub call: CallInfo,
+    /// Time since it began, in milliseconds.
+    pub since_ms: u64,
+    /// Ranks whose part has not arrived.
+    pub waiting_for: Vec<usize>,
+}
+
+/// The way to the other ranks.
+pub trait Outbox: Send + Sync {
+    /// Sends `message` to every other rank that can be reached, without blocking. Called from any thread, never with a
+    /// lock of [`Membership`](super::Membership) held. Messages of one rank arrive in the order they were sent.
+    fn send_all(&self, message: &ControlMessage);
+}
+
+/// A wait that must look at the membership again after each change.
+pub trait Wake: Send + Sync {
+    /// Called after each change, from any thread, never with a lock of [`Membership`](super::Membership) held. Must not
+    /// block.
+    fn wake(&self);
+}

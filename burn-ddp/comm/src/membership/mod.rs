@@ -1,0 +1,151 @@
+//! Who takes part in a world, who is alive, and the first thing that went wrong.
+//!
+//! | part of it | file |
+//! |---|---|
+//! | a rank as others see it | [`peer`] |
+//! | messages between ranks besides data; the traits of their carriers and of waits | [`messages`], applied in `dispatch` |
+//! | the connections that carry them between processes | [`control`] |
+//! | the first cause, which every call returns from then on | `failure`; panics in [`panics`] |
+//! | signs of life | [`heartbeats`], acted upon in `suspects` |
+//! | why a call waits | [`diagnosis`], asked in `stalls` |
+//! | stops on tracks that ranks walk together | [`progress`], [`tracks`] |
+//! | events and the report for the launcher | `report` |
+//!
+//! Every wait of a collective also waits for the membership: whatever ends the world wakes the wait and is returned by
+//! it. Ranks of one process share one [`Shared`] state; between processes the control connections carry
+//! [`ControlMessage`]s.
+
+pub(crate) mod control;
+mod diagnosis;
+mod dispatch;
+mod failure;
+mod heartbeats;
+mod messages;
+pub(crate) mod panics;
+mod peer;
+mod progress;
+mod report;
+mod stalls;
+mod state;
+mod suspects;
+#[cfg(test)]
+mod tests;
+mod tracks;
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Instant;
+
+use self::heartbeats::Liveness;
+use self::state::Shared;
+use crate::call::CallInfo;
+use crate::history::History;
+use crate::sync::lock;
+use crate::{LaunchEnv, Result, WorldOptions};
+
+pub use self::messages::{ControlMessage, Heartbeat, Outbox, PendingCall, Wake};
+pub use self::peer::PeerInfo;
+pub(crate) use self::peer::list_ranks;
+pub use self::progress::{Progress, Track};
+
+/// One rank's view of its world.
+pub struct Membership {
+    rank: usize,
+    shared: Arc<Shared>,
+    /// The first collective of this rank that returned the cause; all later ones repeat it.
+    noticed_by: OnceLock<Box<CallInfo>>,
+    /// Set when the report is written. Other threads wait for it, so that no rank ends before its report is there.
+    reported: OnceLock<()>,
+}
+
+impl Membership {
+    /// View of `rank`, the only rank of the world in this process.
+    pub fn new(rank: usize, peers: Vec<PeerInfo>, options: WorldOptions) -> Arc<Membership> {
+        let liveness = Liveness::new(rank, peers.len(), &options, Instant::now());
+        Arc::new(Membership::view(rank, Shared::new(peers, options, liveness, false)))
+    }
+
+    /// Views of all ranks of a world that lives in this process.
+    pub fn shared(peers: Vec<PeerInfo>, options: WorldOptions) -> Vec<Arc<Membership>> {
+        let world_size = peers.len();
+        // Threads of one process need no heartbeats.
+        let liveness = Liveness::new(0, 0, &options, Instant::now());
+        let shared = Shared::new(peers, options, liveness, true);
+        (0..world_size).map(|rank| Arc::new(Membership::view(rank, shared.clone()))).collect()
+    }
+
+    fn view(rank: usize, shared: Arc<Shared>) -> Membership {
+        Membership { rank, shared, noticed_by: OnceLock::new(), reported: OnceLock::new() }
+    }
+
+    /// The rank whose view this is.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// See [`World::set_step`](crate::World::set_step).
+    pub(crate) fn set_step(&self, step: u64) {
+        self.shared.local_ranks[self.rank].step.store(step, Ordering::Relaxed);
+    }
+
+    /// Training step, if the program sets it.
+    pub(crate) fn step(&self) -> Option<u64> {
+        self.shared.local_ranks[self.rank].step()
+    }
+
+    /// Calls of this rank.
+    pub(crate) fn history(&self) -> &History {
+        &self.shared.local_ranks[self.rank].history
+    }
+
+    /// Options of the world.
+    pub fn options(&self) -> &WorldOptions {
+        &self.shared.options
+    }
+
+    /// All ranks, in order.
+    pub fn peers(&self) -> &[PeerInfo] {
+        &self.shared.peers
+    }
+
+    /// Sets the way to the other ranks. Once, before the first collective.
+    pub fn set_outbox(&self, outbox: Weak<dyn Outbox>) {
+        // A second outbox would be a bug of the caller; the first one stays.
+        let _ = self.shared.outbox.set(outbox);
+    }
+
+    /// Writes events and the report to the files that `env` names.
+    pub(crate) fn report_to(&self, env: &LaunchEnv) {
+        // Set once, by the rendezvous.
+        let _ = self.shared.launch.set(env.clone());
+    }
+
+    /// Wakes `waker` at every change from now on, for as long as it lives.
+    pub fn add_waker(&self, waker: Weak<dyn Wake>) {
+        let mut wakers = lock(&self.shared.wakers);
+        wakers.retain(|waker| waker.strong_count() > 0);
+        wakers.push(waker);
+    }
+
+    /// Checks that the world goes on.
+    ///
+    /// # Errors
+    /// The root cause that ended it.
+    #[inline]
+    pub fn check(&self) -> Result<()> {
+        if self.shared.ended.load(Ordering::Acquire) { self.cause() } else { Ok(()) }
+    }
+
+    #[cold]
+    fn cause(&self) -> Result<()> {
+        match &lock(&self.shared.state).cause {
+            Some(cause) => Err(cause.clone()),
+            None => Ok(()),
+        }
+    }
+
+    /// True if `rank` said goodbye. What it sent before may still be on its way.
+    pub fn has_left(&self, rank: usize) -> bool {
+        self.shared.left[rank].load(Ordering::Acquire)
+    }
+}

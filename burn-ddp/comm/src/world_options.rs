@@ -1,0 +1,251 @@
+//! Options of a world: deadlines, heartbeats, engine, and records of what ranks do.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::{Error, Result};
+
+/// Options of a [`World`](crate::World). All ranks should use the same.
+///
+/// ```
+/// use burn_ddp_comm::WorldOptions;
+/// use std::time::Duration;
+///
+/// let options = WorldOptions { timeout: Duration::from_secs(30), ..WorldOptions::default() };
+/// assert_eq!(options.join_timeout, Duration::from_secs(300));
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorldOptions {
+    /// Deadline of a collective, from the call on. 10 minutes by default.
+    pub timeout: Duration,
+    /// Deadline for all ranks to come together. 5 minutes by default.
+    pub join_timeout: Duration,
+    /// Time between heartbeats to ranks of other processes. 1 second by default. A rank that misses two is reported,
+    /// not lost.
+    pub heartbeat: Duration,
+    /// Silence after which a rank is lost. `None`, the default: 30 seconds if its machine does not answer; if it does,
+    /// the deadline of the operation, since a process that is stopped or debugged may go on.
+    pub peer_timeout: Option<Duration>,
+    /// Time after which a waiting collective is reported; again after twice the time, and so on. 30 seconds by default.
+    pub stall: Duration,
+    /// Number of collectives that each rank keeps for its report. 128 by default.
+    pub history: usize,
+    /// Engine of all groups. `None`, the default: shm for groups whose ranks share a machine, tcp for others.
+    pub engine: Option<EngineChoice>,
+    /// File of the [timeline](crate::timeline), on each machine. `None`, the default: no timeline.
+    pub timeline: Option<PathBuf>,
+    /// Names and values of further settings that must be the same on all ranks, compared when they meet. Empty by
+    /// default.
+    pub config: Vec<(String, String)>,
+}
+
+/// An engine between processes. Engines outside this crate are installed by
+/// [`World::set_fabric`](crate::World::set_fabric).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum EngineChoice {
+    /// Shared memory, for ranks of one machine and user.
+    Shm,
+    /// Sockets.
+    Tcp,
+    /// An installed MPI, by the crate `burn-ddp-mpi`.
+    Mpi,
+    /// NCCL for data on NVIDIA GPUs, by the crate `burn-ddp-nccl`; host memory as without a choice.
+    Nccl,
+}
+
+impl EngineChoice {
+    /// Its name, as in `BURN_DDP_ENGINE` and as [`World::engine`](crate::World::engine) returns it.
+    pub fn name(self) -> &'static str {
+        match self {
+            EngineChoice::Shm => "shm",
+            EngineChoice::Tcp => "tcp",
+            EngineChoice::Mpi => "mpi",
+            EngineChoice::Nccl => "nccl",
+        }
+    }
+}
+
+impl FromStr for EngineChoice {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<EngineChoice> {
+        let named = |choice: &EngineChoice| choice.name() == text.trim();
+        [EngineChoice::Shm, EngineChoice::Tcp, EngineChoice::Mpi, EngineChoice::Nccl]
+            .into_iter()
+            .find(named)
+            .ok_or_else(|| {
+                Error::environment(format!("{text:?} is not an engine; shm, tcp, mpi and nccl are (BURN_DDP_ENGINE)"))
+            })
+    }
+}
+
+/// Time after which a machine that does not answer is given up, unless the user sets one.
+const MACHINE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Shortest heartbeat; shorter ones would only make work.
+const SHORTEST_HEARTBEAT: Duration = Duration::from_millis(10);
+/// Longest history, more than anybody reads.
+const MAX_HISTORY: usize = 1_000_000;
+
+impl Default for WorldOptions {
+    fn default() -> Self {
+        WorldOptions {
+            timeout: Duration::from_secs(600),
+            join_timeout: Duration::from_secs(300),
+            heartbeat: Duration::from_secs(1),
+            peer_timeout: None,
+            stall: Duration::from_secs(30),
+            history: 128,
+            engine: None,
+            timeline: None,
+            config: Vec::new(),
+        }
+    }
+}
+
+impl WorldOptions {
+    /// The defaults, changed by the environment variables `BURN_DDP_TIMEOUT`, `BURN_DDP_JOIN_TIMEOUT`,
+    /// `BURN_DDP_HEARTBEAT`, `BURN_DDP_PEER_TIMEOUT` and `BURN_DDP_STALL` (seconds, fractions allowed),
+    /// `BURN_DDP_HISTORY` (a number), `BURN_DDP_ENGINE` (`shm`, `tcp`, `mpi` or `nccl`) and `BURN_DDP_TIMELINE` (a
+    /// file).
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if a variable is set to something that is not a positive number, or a peer timeout is no
+    /// more than two heartbeats.
+    pub fn from_env() -> Result<WorldOptions> {
+        WorldOptions::from_lookup(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+
+    /// Like [`from_env`](WorldOptions::from_env), with the variables looked up by `lookup`.
+    ///
+    /// ```
+    /// use burn_ddp_comm::WorldOptions;
+    /// use std::time::Duration;
+    ///
+    /// let options = WorldOptions::from_lookup(&|name| (name == "BURN_DDP_TIMEOUT").then(|| "2.5".into()))?;
+    /// assert_eq!(options.timeout, Duration::from_millis(2500));
+    /// assert!(WorldOptions::from_lookup(&|_| Some("soon".into())).is_err());
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`from_env`](WorldOptions::from_env).
+    pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<String>) -> Result<WorldOptions> {
+        let mut options = WorldOptions::default();
+        if let Some(timeout) = seconds("BURN_DDP_TIMEOUT", lookup)? {
+            options.timeout = timeout;
+        }
+        if let Some(timeout) = seconds("BURN_DDP_JOIN_TIMEOUT", lookup)? {
+            options.join_timeout = timeout;
+        }
+        if let Some(heartbeat) = seconds("BURN_DDP_HEARTBEAT", lookup)? {
+            options.heartbeat = heartbeat;
+        }
+        options.peer_timeout = seconds("BURN_DDP_PEER_TIMEOUT", lookup)?;
+        if let Some(stall) = seconds("BURN_DDP_STALL", lookup)? {
+            options.stall = stall;
+        }
+        if let Some(text) = lookup("BURN_DDP_HISTORY") {
+            options.history = text.trim().parse().ok().filter(|n| *n <= MAX_HISTORY).ok_or_else(|| {
+                Error::environment(format!(
+                    "BURN_DDP_HISTORY={text:?} is not a number of collectives from 0 to \
+                                            {MAX_HISTORY}"
+                ))
+            })?;
+        }
+        options.engine = lookup("BURN_DDP_ENGINE").map(|text| text.parse()).transpose()?;
+        options.timeline = lookup("BURN_DDP_TIMELINE").map(PathBuf::from);
+        options.check()?;
+        Ok(options)
+    }
+
+    /// Checks that the options fit together.
+    pub(crate) fn check(&self) -> Result<()> {
+        let (heartbeat, timeout) = (self.heartbeat, self.peer_timeout);
+        if heartbeat < SHORTEST_HEARTBEAT {
+            return Err(Error::environment(format!(
+                "a heartbeat of {heartbeat:?}: the shortest is \
+                                                   {SHORTEST_HEARTBEAT:?}"
+            )));
+        }
+        match timeout {
+            Some(timeout) if timeout <= heartbeat.saturating_mul(2) => Err(Error::environment(format!(
+                "a peer timeout of {timeout:?} with a heartbeat of {heartbeat:?}: healthy ranks would be lost; \
+                 it must be more than two heartbeats (BURN_DDP_PEER_TIMEOUT, BURN_DDP_HEARTBEAT)"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Time after which a machine that does not answer is given up.
+    pub(crate) fn machine_timeout(&self) -> Duration {
+        self.peer_timeout.unwrap_or(MACHINE_TIMEOUT)
+    }
+}
+
+fn seconds(name: &str, lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option<Duration>> {
+    let Some(text) = lookup(name) else {
+        return Ok(None);
+    };
+    text.trim()
+        .parse::<f64>()
+        .ok()
+        .filter(|seconds| *seconds > 0.0)
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+        .map(Some)
+        .ok_or_else(|| {
+            Error::environment(format!("{name}={text:?} is not a positive number of seconds (for example {name}=60)"))
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn from(set: &[(&str, &str)]) -> Result<WorldOptions> {
+        WorldOptions::from_lookup(&|name| {
+            set.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string())
+        })
+    }
+
+    #[test]
+    fn each_variable_sets_its_option() {
+        let options = from(&[
+            ("BURN_DDP_TIMEOUT", "1"),
+            ("BURN_DDP_JOIN_TIMEOUT", "2"),
+            ("BURN_DDP_HEARTBEAT", "0.5"),
+            ("BURN_DDP_PEER_TIMEOUT", "4"),
+            ("BURN_DDP_STALL", "5"),
+            ("BURN_DDP_HISTORY", "6"),
+            ("BURN_DDP_ENGINE", "tcp"),
+            ("BURN_DDP_TIMELINE", "trace.json"),
+        ]);
+        let expected = WorldOptions {
+            timeout: Duration::from_secs(1),
+            join_timeout: Duration::from_secs(2),
+            heartbeat: Duration::from_millis(500),
+            peer_timeout: Some(Duration::from_secs(4)),
+            stall: Duration::from_secs(5),
+            history: 6,
+            engine: Some(EngineChoice::Tcp),
+            timeline: Some("trace.json".into()),
+            config: Vec::new(),
+        };
+        assert_eq!(options, Ok(expected));
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused_with_a_reason() {
+        for (set, reason) in [
+            (&[("BURN_DDP_HEARTBEAT", "0")][..], "positive number of seconds"),
+            (&[("BURN_DDP_HEARTBEAT", "0.001")], "the shortest is 10ms"),
+            (&[("BURN_DDP_HISTORY", "-1")], "from 0 to"),
+            (&[("BURN_DDP_ENGINE", "gloo")], "is not an engine"),
+            (&[("BURN_DDP_PEER_TIMEOUT", "2")], "more than two heartbeats"),
+        ] {
+            let error = from(set).unwrap_err().to_string();
+            assert!(error.contains(reason), "{error}");
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! Which gradient goes where: a pure function of inputs that all ranks share.
+
+use std::ops::Range;
+
+use burn_ddp_comm::DType;
+
+/// One parameter as the reducer sees it. The slot number is its index in traversal order, the same on every rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Slot {
+    /// Module path, `encoder.0.weight`.
+    pub path: String,
+    pub dims: Vec<usize>,
+    pub dtype: DType,
+    /// Required a gradient when the model was wrapped.
+    pub trainable: bool,
+    /// The first slot that was a clone of the same parameter when the model was wrapped; itself if there is none before.
+    pub first_clone: usize,
+}
+
+impl Slot {
+    pub(crate) fn len_elems(&self) -> usize {
+        self.dims.iter().product()
+    }
+
+    pub(crate) fn len_bytes(&self) -> usize {
+        self.len_elems() * self.dtype.size_bytes()
+    }
+}
+
+/// A run of gradients of one dtype that travel in one collective.
+///
+/// The buffer holds the gradients in the order of `slots`, unless they stay on their device, then one flag per slot (1 = some rank
+/// produced a gradient). The last awake bucket has one more element if anything is dormant: the *wake* flag, raised by a rank that has a gradient for
+/// a dormant bucket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Bucket {
+    pub dtype: DType,
+    pub slots: Vec<usize>,
+    /// Elements of all gradients, without flags.
+    pub len_elems: usize,
+    pub has_wake_flag: bool,
+    /// Holds only parameters that were frozen when the model was wrapped: reduced only in steps whose wake flag is up.
+    pub dormant: bool,
+    /// Its buffer has flags only: the gradients stay on their device.
+    pub on_device: bool,
+}
+
+impl Bucket {
+    /// Elements before the flags.
+    fn gradient_elems(&self) -> usize {
+        if self.on_device { 0 } else { self.len_elems }
+    }
+
+    fn flags(&self) -> usize {
+        self.slots.len() + usize::from(self.has_wake_flag)
+    }
+
+    /// Elements of its buffer.
+    pub(crate) fn total_elems(&self) -> usize {
+        self.gradient_elems() + self.flags()
+    }
+
+    /// Bytes of its buffer.
+    pub(crate) fn total_bytes(&self) -> usize {
+        self.total_elems() * self.dtype.size_bytes()
+    }
+
+    /// Bytes that are reduced, wherever they are.
+    pub(crate) fn reduced_bytes(&self) -> usize {
+        (self.len_elems + self.flags()) * self.dtype.size_bytes()
+    }
+
+    /// Element index of the flag of the `nth` slot of this bucket.
+    pub(crate) fn flag_elem(&self, nth: usize) -> usize {
+        self.gradient_elems() + nth
+    }
+
+    pub(crate) fn wake_elem(&self) -> Option<usize> {
+        self.has_wake_flag.then(|| self.flag_elem(self.slots.len()))
+    }
+}
+
+/// Where a slot lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BucketRange {
+    pub bucket: usize,
+    /// Position among the slots of the bucket.
+    pub nth: usize,
+    /// Its bytes in the bucket, where that holds them: where they begin, and how many there are.
+    pub start: usize,
+    pub len: usize,
+}
+
+impl BucketRange {
+    pub(crate) fn bytes(&self) -> Range<usize> {
+        self.start..self.start + self.len
+    }
+}
+
+/// The buckets in the order in which every rank reduces them; dormant ones last.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Plan {
+    pub buckets: Vec<Bucket>,
+    pub ranges: Vec<BucketRange>,
+    /// Buckets `0..awake` are reduced in every step.
+    pub awake: usize,
+}
+
+/// Size limits of buckets, in bytes of gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Caps {
+    /// The first bucket of each plan is small, so that communication starts early.
+    pub first_bytes: usize,
+    pub bytes: usize,
+}
+
+impl Plan {
+    /// Cuts `order` (slot numbers, expected order of arrival) into buckets. Slots that `order` leaves out follow in reverse
+    /// traversal order, which is the order in which a plain feed-forward model produces gradients.
+    pub(crate) fn new(slots: &[Slot], order: &[usize], caps: Caps, on_device: bool) -> Self {
+        let mut seen = vec![false; slots.len()];
+        let mut full: Vec<usize> = Vec::with_capacity(slots.len());
+        for slot in order.iter().copied().chain((0..slots.len()).rev()) {
+            if slot < slots.len() && !std::mem::replace(&mut seen[slot], true) {
+                full.push(slot);
+            }
+        }
+        let mut buckets: Vec<Bucket> = Vec::new();
+        for dormant in [false, true] {
+            let first = buckets.len();
+            for &slot in full.iter().filter(|&&s| slots[s].trainable != dormant) {
+                // Buckets of other dtypes stay open while this one fills: mixed precision must not shatter the plan.
+                let open = buckets[first..].iter().rposition(|b| b.dtype == slots[slot].dtype).map(|i| first + i);
+                match open {
+                    Some(i)
+                        if fits(&buckets[i], &slots[slot], if i == first { caps.first_bytes } else { caps.bytes }) =>
+                    {
+                        buckets[i].slots.push(slot);
+                        buckets[i].len_elems += slots[slot].len_elems();
+                    }
+                    _ => {
+                        buckets.push(Bucket {
+                            dtype: slots[slot].dtype,
+                            slots: vec![slot],
+                            len_elems: slots[slot].len_elems(),
+                            has_wake_flag: false,
+                            dormant,
+                            on_device,
+                        });
+                    }
+                }
+            }
+            if !dormant && buckets.is_empty() {
+                // Nothing is trainable yet: an empty bucket still carries the wake flag.
+                buckets.push(Bucket {
+                    dtype: DType::F32,
+                    slots: vec![],
+                    len_elems: 0,
+                    has_wake_flag: true,
+                    dormant: false,
+                    on_device,
+                });
+            }
+        }
+        let awake = buckets.iter().filter(|b| !b.dormant).count();
+        buckets[awake - 1].has_wake_flag |= awake < buckets.len();
+        let mut ranges = vec![BucketRange { bucket: 0, nth: 0, start: 0, len: 0 }; slots.len()];
+        for (bucket, b) in buckets.iter().enumerate() {
+            let mut start = 0;
+            for (nth, &slot) in b.slots.iter().enumerate() {
+                let len = slots[slot].len_bytes();
+                ranges[slot] = BucketRange { bucket, nth, start, len };
+                start += len;
+            }
+        }
+        Plan { buckets, ranges, awake }
+    }
+}
+
+fn fits(bucket: &Bucket, slot: &Slot, cap_bytes: usize) -> bool {
+    bucket.len_elems * bucket.dtype.size_bytes() + slot.len_bytes() <= cap_bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn slot(path: &str, n: usize, dtype: DType, trainable: bool) -> Slot {
+        Slot { path: path.into(), dims: vec![n], dtype, trainable, first_clone: 0 }
+    }
+
+    const CAPS: Caps = Caps { first_bytes: 40, bytes: 100 };
+
+    #[test]
+    fn reverse_order_small_first_bucket_cap() {
+        let slots: Vec<_> = (0..6).map(|i| slot(&i.to_string(), 10, DType::F32, true)).collect();
+        let plan = Plan::new(&slots, &[], CAPS, false);
+        let cut: Vec<_> = plan.buckets.iter().map(|b| b.slots.clone()).collect();
+        assert_eq!(cut, [vec![5], vec![4, 3], vec![2, 1], vec![0]]);
+        assert_eq!(plan.ranges[3], BucketRange { bucket: 1, nth: 1, start: 40, len: 40 });
+        assert_eq!(plan.buckets[0].total_elems(), 11);
+        assert_eq!(plan.buckets[1].total_elems(), 22);
+    }
+
+    #[test]
+    fn a_parameter_larger_than_the_cap_has_a_bucket_of_its_own() {
+        let slots =
+            [slot("a", 1, DType::F32, true), slot("big", 1000, DType::F32, true), slot("c", 1, DType::F32, true)];
+        let plan = Plan::new(&slots, &[0, 1, 2], CAPS, false);
+        assert_eq!(plan.buckets.iter().map(|b| b.slots.clone()).collect::<Vec<_>>(), [vec![0], vec![1], vec![2]]);
+    }
+
+    #[test]
+    fn dtypes_never_share_a_bucket_and_alternating_dtypes_do_not_shatter() {
+        let slots: Vec<_> =
+            (0..8).map(|i| slot("", 2, if i % 2 == 0 { DType::F32 } else { DType::F64 }, true)).collect();
+        let plan = Plan::new(&slots, &[], CAPS, false);
+        assert_eq!(
+            plan.buckets.iter().map(|b| b.slots.clone()).collect::<Vec<_>>(),
+            [vec![7, 5], vec![6, 4, 2, 0], vec![3, 1]]
+        );
+        assert!(plan.buckets.iter().all(|b| b.slots.iter().all(|&s| slots[s].dtype == b.dtype)));
+    }
+
+    #[test]
+    fn what_stays_on_its_device_is_cut_alike_and_has_flags_only() {
+        let slots: Vec<_> = (0..6).map(|i| slot(&i.to_string(), 10, DType::F32, i > 0)).collect();
+        let (host, device) = (Plan::new(&slots, &[], CAPS, false), Plan::new(&slots, &[], CAPS, true));
+        assert_eq!((host.awake, &host.ranges), (device.awake, &device.ranges));
+        for (host, device) in host.buckets.iter().zip(&device.buckets) {
+            assert_eq!(
+                (&host.slots, host.len_elems, host.reduced_bytes()),
+                (&device.slots, device.len_elems, device.reduced_bytes())
+            );
+            assert_eq!(device.total_elems(), host.total_elems() - host.len_elems);
+            assert_eq!(device.flag_elem(0), 0);
+            assert_eq!(device.wake_elem().is_some(), host.wake_elem().is_some());
+        }
+    }
+
+    #[test]
+    fn frozen_parameters_sleep_in_buckets_of_their_own() {
+        let slots = [slot("a", 4, DType::F32, true), slot("frozen", 4, DType::F32, false)];
+        let plan = Plan::new(&slots, &[], CAPS, false);
+        assert_eq!(plan.awake, 1);
+        assert!(plan.buckets[1].dormant && plan.buckets[1].slots == [1]);
+        let all_frozen = Plan::new(&[slot("frozen", 4, DType::F32, false)], &[], CAPS, false);
+        assert_eq!((all_frozen.awake, all_frozen.buckets[0].total_elems()), (1, 1));
+    }
+
+    proptest! {
+        #[test]
+        fn every_slot_has_exactly_one_place_and_no_two_overlap(
+            sizes in prop::collection::vec((0usize..50, 0u8..3, any::<bool>()), 0..40),
+            order in prop::collection::vec(0usize..40, 0..60),
+        ) {
+            let slots: Vec<_> = sizes.iter().map(|&(n, d, t)| slot("", n, [DType::F32, DType::F64, DType::F16][d as usize], t)).collect();
+            let plan = Plan::new(&slots, &order, CAPS, false);
+            prop_assert_eq!(plan.buckets.iter().map(|b| b.slots.len()).sum::<usize>(), slots.len());
+            for (s, place) in plan.ranges.iter().enumerate() {
+                let bucket = &plan.buckets[place.bucket];
+                prop_assert_eq!(bucket.slots[place.nth], s);
+                prop_assert_eq!(bucket.dtype, slots[s].dtype);
+                prop_assert_eq!(bucket.dormant, !slots[s].trainable);
+                let before: usize = bucket.slots[..place.nth].iter().map(|&o| slots[o].len_bytes()).sum();
+                prop_assert_eq!(place.bytes(), before..before + slots[s].len_bytes());
+            }
+            for (i, b) in plan.buckets.iter().enumerate() {
+                prop_assert!(!b.has_wake_flag || i + 1 == plan.awake);
+                prop_assert!(b.has_wake_flag || i + 1 != plan.awake || plan.awake == plan.buckets.len());
+            }
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! CUDA: NCCL reduces gradients where they are, on a stream of its own, between two events of cubecl's.
+//!
+//! What touches cubecl's streams runs as a task on the thread that serves the device, behind all that was launched before: one task says where the
+//! gradients are and records `ready`; one, after NCCL was launched, lets cubecl's stream wait for `done`. The host waits for tasks, never
+//! for the device. The pieces of a bucket go to NCCL as they are, since gathering them into one buffer and scattering them again would read and
+//! write every gradient twice more, and NCCL reduces several pieces in one launch.
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use burn::backend::TensorMetadata;
+use burn::backend::ir::{BackendIr, InitOperationIr, OperationIr, OperationOutput};
+use burn::backend::tensor::FloatTensor;
+use burn_cubecl::cubecl::__private::Runtime;
+use burn_cubecl::cubecl::cuda::CudaRuntime;
+use burn_cubecl::cubecl::device::DeviceId;
+use burn_cubecl::cubecl::device_handle::DeviceHandle;
+use burn_cubecl::cubecl::server::{BufferBinding, Handle, Server, ServerError, ServerStorage};
+use burn_cubecl::fusion::FusionCubeRuntime;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{Cube, CubeBackend, CubeDevice};
+use burn_ddp_nccl::{Device, DeviceReduce, Driver, Event, Piece};
+use burn_fusion::NoOp;
+use burn_fusion::client::GlobalFusionClient;
+use burn_fusion::stream::StreamId;
+use cubecl_server::memory_management::ManagedMemoryHandle;
+use cubecl_server::stream::{FailureStore, WriteScoped};
+
+use super::DeviceLoan;
+
+/// What serves a device, on a thread of its own.
+type CudaServer = <CudaRuntime as Runtime>::Server;
+
+/// What keeps memory from being freed, moved or used again. Dropped unreleased, when nobody knows whether NCCL still works there, it does so for
+/// as long as the process lives.
+#[derive(Default)]
+struct Pins(Vec<Box<dyn Any + Send>>);
+
+impl Pins {
+    fn release(mut self) {
+        self.0.clear();
+    }
+}
+
+impl Drop for Pins {
+    fn drop(&mut self) {
+        std::mem::forget(std::mem::take(&mut self.0));
+    }
+}
+
+impl std::fmt::Debug for Pins {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Pins({})", self.0.len())
+    }
+}
+
+/// One gradient: where it is, and where its average goes.
+struct Run {
+    input: BufferBinding,
+    output: BufferBinding,
+    /// Memory for the output that is still to be got, and its size.
+    fresh: Option<(ManagedMemoryHandle, u64)>,
+    len_elems: usize,
+    len_bytes: usize,
+}
+
+type Answer = Result<(DeviceReduce, Vec<Box<dyn Any + Send>>), String>;
+
+#[derive(Debug)]
+struct CudaLoan {
+    answer: Receiver<Answer>,
+    place: Option<DeviceReduce>,
+    pins: Pins,
+    /// Those that hold the averages.
+    outputs: Vec<CubeTensor>,
+    /// The stream on which they are used.
+    home: StreamId,
+    device: DeviceId,
+    len_elems: usize,
+}
+
+impl DeviceLoan for CudaLoan {
+    fn len_elems(&self) -> usize {
+        self.len_elems
+    }
+
+    fn place(&mut self, patience: Duration) -> Result<&mut dyn Any, String> {
+        let place = match self.place.take() {
+            Some(place) => place,
+            None => {
+                let answer = self.answer.recv_timeout(patience).map_err(|e| match e {
+                    RecvTimeoutError::Timeout => {
+                        format!("the thread that serves the GPU has not answered for {patience:?}")
+                    }
+                    RecvTimeoutError::Disconnected => {
+                        "the thread that serves the GPU has failed; it logs why".to_owned()
+                    }
+                });
+                let (place, pins) = answer??;
+                self.pins = Pins(pins);
+                place
+            }
+        };
+        Ok(self.place.insert(place))
+    }
+}
+
+pub(super) fn lend(tensors: Vec<FloatTensor<Cube>>) -> Result<Box<dyn DeviceLoan>, String> {
+    // The first one launches what fusion has held back; rows may be padded, or in an order that differs between ranks.
+    let resolve =
+        |tensor: FloatTensor<Cube>| into_contiguous(tensor.client.clone().resolve_tensor_float::<CubeBackend>(tensor));
+    let tensors: Vec<CubeTensor> = tensors.into_iter().map(resolve).collect();
+    let Some(first) = tensors.first() else { return Err("nothing was lent".to_owned()) };
+    let (client, device) = (first.client.clone(), first.device.clone());
+    let CubeDevice::Cuda(cuda) = &device else { return Err(format!("{device:?} is not a CUDA device")) };
+    let ordinal = cuda.index;
+    if client.is_capturing() {
+        return Err("a CUDA graph is being captured, which other streams may not take part in".to_owned());
+    }
+    let (ready, home, id) = (event(ordinal)?, StreamId::current(), client.service_id().device);
+    let (mut runs, mut outputs, mut total) = (Vec::new(), Vec::new(), 0);
+    for tensor in tensors {
+        if tensor.device != device {
+            return Err(format!("gradients of one model on {:?} and {device:?}", tensor.device));
+        }
+        if tensor.qparams.is_some() || tensor.meta.is_tiled() || !tensor.is_contiguous() {
+            return Err("a gradient that is quantized, tiled or not contiguous".to_owned());
+        }
+        let len_elems = tensor.meta.shape().num_elements();
+        let len_bytes = len_elems * tensor.dtype.size();
+        if len_elems == 0 {
+            outputs.push(tensor);
+            continue;
+        }
+        total += len_elems;
+        // Only what is this stream's own waits for it, and only what nobody else has may be written.
+        let in_place = tensor.handle.can_mut() && tensor.handle.stream == home;
+        let input = tensor.handle.clone().binding();
+        let (output, fresh) = if in_place {
+            outputs.push(tensor);
+            (input.clone(), None)
+        } else {
+            let handle = Handle::new(client.service_id(), home, len_bytes as u64);
+            let fresh = Some((handle.memory.clone(), len_bytes as u64));
+            let binding = handle.clone().binding();
+            outputs.push(CubeTensor::new_contiguous(
+                client.clone(),
+                device.clone(),
+                tensor.shape(),
+                handle,
+                tensor.dtype,
+            ));
+            (binding, fresh)
+        };
+        runs.push(Run { input, output, fresh, len_elems, len_bytes });
+    }
+    let (answers, answer) = channel();
+    let server = DeviceHandle::<CudaServer>::new(id);
+    server.submit(move |server: &mut CudaServer| {
+        let place = resolve_runs(server, &runs, home, ready, ordinal);
+        // Nobody hears it if the backward has ended: then nothing was given to NCCL.
+        let _ = answers.send(place);
+    });
+    server.flush_queue();
+    Ok(Box::new(CudaLoan { answer, place: None, pins: Pins::default(), outputs, home, device: id, len_elems: total }))
+}
+
+/// On the thread that serves the device, behind the launches that write the gradients.
+fn resolve_runs(server: &mut CudaServer, runs: &[Run], home: StreamId, ready: Event, ordinal: usize) -> Answer {
+    let mut pieces = Vec::with_capacity(runs.len());
+    let mut pins: Vec<Box<dyn Any + Send>> = Vec::with_capacity(2 * runs.len());
+    for run in runs {
+        if let Some((memory, len_bytes)) = &run.fresh {
+            server.initialize_memory(memory.clone(), *len_bytes, home).map_err(|e| format!("{e}"))?;
+        }
+        let mut pin = |binding: &BufferBinding| {
+            // On its own stream: to resolve it on another one takes a place in a queue of 8, which then waits for the device.
+            let resource = server.get_resource(binding.clone(), binding.stream).map_err(|e| format!("{e}"))?;
+            let (pointer, room) = (resource.resource().ptr, resource.resource().size);
+            pins.push(Box::new(resource));
+            if room < run.len_bytes as u64 {
+                return Err(format!("a gradient of {} bytes in memory of {room}", run.len_bytes));
+            }
+            Ok(pointer)
+        };
+        let (input, output) = (pin(&run.input)?, pin(&run.output)?);
+        pieces.push(Piece { input, output, len_elems: run.len_elems });
+    }
+    // Gradients of other streams than this one let it wait for them first.
+    let inputs = runs.iter().map(|run| &run.input);
+    let mut streams = server.write_streams().resolve(home, inputs).map_err(|e| format!("{e}"))?;
+    let stream = streams.current().sys;
+    // SAFETY: cubecl's stream, which lives as long as its server, whose thread this is, in the device's primary context.
+    unsafe { ready.record_on(stream.cast()) }?;
+    // SAFETY: each piece is memory of this device, pinned, of at least its length, checked above; each output is one that nobody else has, or
+    // fresh. cubecl uses it again only behind the wait of `take_back`, or never, see `Pins`.
+    let place = unsafe { DeviceReduce::new(ordinal, pieces, Some(ready)) };
+    Ok((place, pins))
+}
+
+pub(super) fn take_back(lent: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Cube>>, String> {
+    let lent: Box<dyn Any> = lent;
+    let lent = lent.downcast::<CudaLoan>().map_err(|_| "this was lent by another device")?;
+    let CudaLoan { place, pins, outputs, home, device, .. } = *lent;
+    let Some(done) = place.as_ref().and_then(DeviceReduce::done).cloned() else {
+        return Err("NCCL was not launched on this".to_owned());
+    };
+    let results: Vec<BufferBinding> = outputs.iter().map(|output| output.handle.clone().binding()).collect();
+    let server = DeviceHandle::<CudaServer>::new(device);
+    server.submit(move |server: &mut CudaServer| match wait_on(server, home, &done) {
+        // What uses the memory again from now on is behind NCCL.
+        Ok(()) => pins.release(),
+        Err(reason) => {
+            // Whoever reads an average gets this error; the memory is never used again.
+            let error = ServerError::Generic { reason, backtrace: Default::default() };
+            server.write_streams().taint(error, results.iter());
+            drop(pins);
+        }
+    });
+    server.flush_queue();
+    Ok(outputs.into_iter().map(from_cube).collect())
+}
+
+/// What is launched on `home` from now on waits for `done`.
+fn wait_on(server: &mut CudaServer, home: StreamId, done: &Event) -> Result<(), String> {
+    let mut streams = server.write_streams().resolve(home, [].into_iter()).map_err(|e| format!("{e}"))?;
+    let stream = streams.current().sys;
+    // SAFETY: as in `resolve_runs`.
+    unsafe { done.hold_up(stream.cast()) }
+}
+
+/// As Burn makes fused tensors of data.
+fn from_cube(tensor: CubeTensor) -> FloatTensor<Cube> {
+    let client = GlobalFusionClient::<FusionCubeRuntime>::load(&tensor.device);
+    let (shape, dtype) = (tensor.shape(), tensor.dtype());
+    let handle = CubeBackend::float_tensor_handle(tensor);
+    let operation = InitOperationIr::create(shape, dtype, || client.register_tensor_handle(handle));
+    client.register(StreamId::current(), OperationIr::Init(operation), NoOp::<CubeBackend>::new()).output()
+}
+
+/// An event of the device, from those that are spare: there are as many as are in use at a time.
+fn event(ordinal: usize) -> Result<Event, String> {
+    static DEVICES: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(device) = devices.iter().find(|device| device.ordinal() == ordinal) {
+        return device.event();
+    }
+    let device = Driver::load().and_then(|driver| Device::new(&driver, ordinal)).map_err(|e| e.to_string())?;
+    let event = device.event();
+    devices.push(device);
+    event
+}

@@ -1,0 +1,51 @@
+//! Flex: tensors look at the memory of the collectives.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::backend::Flex;
+use burn::backend::flex::{FlexTensor, Layout};
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::{Bytes, DType, Shape};
+
+use super::GradientMemory;
+
+impl GradientMemory for Flex {
+    fn with_bytes<R>(tensor: FloatTensor<Self>, read: impl FnOnce(DType, &[u8]) -> R) -> Result<R, String> {
+        let dtype = tensor.dtype();
+        if let Some((start, end)) = tensor.layout().contiguous_offsets() {
+            return Ok(read(dtype, &tensor.bytes()[start * dtype.size()..end * dtype.size()]));
+        }
+        let tensor = tensor.to_contiguous();
+        Ok(read(dtype, tensor.bytes()))
+    }
+
+    /// All tensors of a bucket look at the same bytes. Whoever made the bytes keeps them too, so that no operation takes a tensor for their
+    /// only owner and writes there: Flex would copy the whole bucket first.
+    fn from_shared(
+        bytes: &Arc<Bytes>,
+        range: Range<usize>,
+        shape: Shape,
+        dtype: DType,
+        _device: &Self::Device,
+    ) -> FloatTensor<Self> {
+        let strides = Layout::contiguous(shape.clone()).strides().to_vec();
+        FlexTensor::from_arc(bytes.clone(), Layout::new(shape, strides, range.start / dtype.size()), dtype)
+    }
+
+    #[cfg(test)]
+    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn super::DeviceLoan>, String> {
+        if crate::intercept::fake_gpu::is_installed() {
+            return crate::intercept::fake_gpu::lend(tensors);
+        }
+        crate::intercept::fake_device::lend(tensors)
+    }
+
+    #[cfg(test)]
+    fn take_back(lent: Box<dyn super::DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
+        if crate::intercept::fake_gpu::is_installed() {
+            return crate::intercept::fake_gpu::take_back(lent);
+        }
+        crate::intercept::fake_device::take_back(lent)
+    }
+}
