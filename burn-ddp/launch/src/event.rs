@@ -1,4 +1,5 @@
-//! What the threads of a launcher report to its main thread: ends of ranks, signals, output, news of other launchers.
+//! Events that the threads of a launcher send to its main thread: exits of ranks, signals, output, news of other
+//! launchers.
 
 use std::time::Instant;
 
@@ -7,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::exit::RankExit;
 use crate::report::stderr_tail::StderrSummary;
 
-/// What the supervisor waits for. Ranks are local ranks here.
+/// Event for the main thread. Ranks are local ranks here.
 #[derive(Debug)]
 pub(crate) enum Event {
     /// From a rank's waiter thread.
@@ -26,7 +27,7 @@ pub(crate) enum Event {
     Cut(Trouble),
 }
 
-/// Why a generation is over, from whoever knew first.
+/// Reason for the end of a generation, from the launcher that knew first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Stop {
     Failed {
@@ -43,18 +44,18 @@ pub(crate) enum Stop {
     Trouble(Trouble),
 }
 
-/// Why a job ends that no rank ended.
+/// Reason for the end of a job that no rank ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Trouble {
     pub(crate) message: String,
     pub(crate) exit_code: i32,
 }
 
-/// What is known once all output is passed on.
+/// Result of the relay, once all output is passed on.
 #[derive(Debug, Default)]
 pub(crate) struct Relayed {
-    /// What is remembered of each rank's stderr, by local rank.
+    /// End of each rank's stderr, by local rank.
     pub(crate) tails: Vec<StderrSummary>,
-    /// Why output was lost, if it was.
+    /// Reason why output was lost, if it was.
     pub(crate) lost: Option<String>,
 }

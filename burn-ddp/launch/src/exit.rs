@@ -1,24 +1,24 @@
-//! How one rank ended.
+//! Exit of a rank's process.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// How one rank ended.
+/// Exit of a rank's process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum RankExit {
-    /// It exited with this code.
+    /// Exit code.
     #[serde(rename = "Exit")]
     Code(i32),
-    /// This signal killed it.
+    /// Signal that killed the process.
     Signal(i32),
-    /// It ended, but the system would not say how (someone else in this process collected its status).
+    /// Exit whose status is not known, since other code in this process collected it.
     Unknown,
 }
 
 impl RankExit {
-    /// The code by which a shell would report this end: 128 + the number for a signal.
+    /// Code by which a shell reports this exit: 128 + the number for a signal.
     #[must_use]
     pub fn exit_code(self) -> i32 {
         match self {
@@ -28,7 +28,7 @@ impl RankExit {
         }
     }
 
-    /// A death that no program chooses, so it is a cause and hardly the reaction to another rank's failure.
+    /// True for a death that no program chooses: a cause, and hardly the reaction to another rank's failure.
     pub(crate) fn is_sudden(self) -> bool {
         matches!(self, Self::Signal(libc::SIGKILL | libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE))
     }

@@ -26,8 +26,8 @@ impl GenerationContext<'_> {
         self.notices.blames.clone()
     }
 
-    /// A rank here exited before any rank was told to end: ranks that wait for it to join need not wait, and after a failure
-    /// the other launchers end their parts.
+    /// A rank here exited before any rank was told to end: ranks that wait for it to join need not wait, and after a
+    /// failure the other launchers end their parts.
     pub(crate) fn announce_exit(&self, rank: usize, pid: u32, exit: RankExit) {
         let host = self.nodes.host.clone();
         let cause = format!("rank {rank} (host {host}, pid {pid}) {exit} before all ranks had joined");

@@ -1,5 +1,5 @@
-//! A job from its first generation to its last: agree with the other launchers, start the ranks, watch them, conclude, and
-//! restart if that may help.
+//! A job from its first generation to its last: agree with the other launchers, start the ranks, watch them, conclude,
+//! and restart if that may help.
 
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, SystemTime};
@@ -29,7 +29,8 @@ use crate::trust::{Trust, random_id};
 
 /// Exit code of a program that was called wrongly, and would be again.
 const WRONG_USAGE: i32 = 2;
-/// Time that launchers wait for each other at the end of a generation, beyond the grace time: others may have to kill and reap.
+/// Time that launchers wait for each other at the end of a generation, beyond the grace time: others may have to kill
+/// and reap.
 const CONCLUDE: Duration = Duration::from_secs(45);
 
 /// Runs a job to its end. Blocks.
@@ -58,7 +59,7 @@ struct Job<'a> {
 struct Generation {
     number: u32,
     plan: GenerationPlan,
-    /// On node 0, for the ranks of all machines.
+    /// Store of the ranks of all machines, on node 0.
     _store: Option<RankStore>,
     dir: ReportDir,
 }
@@ -257,7 +258,8 @@ impl Job<'_> {
     }
 }
 
-/// True if a restart may help: a rank failed, its program was called rightly, and neither a machine nor a user ended the job.
+/// True if a restart may help: a rank failed, its program was called rightly, and neither a machine nor a user ended
+/// the job.
 fn may_help(all: &[NodeOutcome], outcome: &Outcome) -> bool {
     outcome.exit_code != 0
         && outcome.exit_code != WRONG_USAGE

@@ -1,4 +1,4 @@
-//! The launcher: what to start, where, and how.
+//! [`Launcher`]: builder of a job.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use crate::report::notices::NoticeSink;
 use crate::report::outcome::Outcome;
 use crate::spec::{JobSpec, Stdio};
 
-/// A longer grace time is taken as this; some hundred years would overflow the clock.
+/// Longest grace time, which longer ones are cut to: some hundred years would overflow the clock.
 const MAX_GRACE: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// Starts the ranks of a job and watches them until the last one has ended.
@@ -75,14 +75,14 @@ impl Launcher {
         self
     }
 
-    /// Where the ranks' input and output lead.
+    /// Destination of the ranks' output, and source of their input.
     #[must_use]
     pub fn stdio(mut self, stdio: Stdio) -> Self {
         self.spec.stdio = stdio;
         self
     }
 
-    /// How long a rank that was told to stop (SIGTERM, or the signal sent to this process) may take before SIGKILL.
+    /// Time between the signal to end (SIGTERM, or the signal sent to this process) and SIGKILL.
     ///
     /// It also bounds, up to three seconds, the time that the others have after a failure to end by themselves.
     #[must_use]
@@ -98,8 +98,8 @@ impl Launcher {
         self
     }
 
-    /// How often the job is started anew after a rank has failed. A new generation starts when all ranks of the last one are dead;
-    /// `BURN_DDP_RESTART_COUNT` tells the ranks its number.
+    /// Number of times that the job is started anew after a rank has failed. A new generation starts when all ranks of
+    /// the last one are dead; `BURN_DDP_RESTART_COUNT` tells the ranks its number.
     ///
     /// A job that was interrupted, that lost a machine, or whose cause exited with 2 (wrong usage), is not restarted.
     #[must_use]
@@ -115,8 +115,8 @@ impl Launcher {
         self
     }
 
-    /// A file for a trace of what all ranks do, which Perfetto and Chrome open; see
-    /// [`burn_ddp_comm::timeline`]. Without this it is what `BURN_DDP_TIMELINE` says. Of several generations the last one is kept.
+    /// A file for a trace of what all ranks do, which Perfetto and Chrome open; see [`burn_ddp_comm::timeline`].
+    /// Without this it is what `BURN_DDP_TIMELINE` says. Of several generations the last one is kept.
     #[must_use]
     pub fn timeline(mut self, file: impl Into<PathBuf>) -> Self {
         let file = file.into();
@@ -124,14 +124,15 @@ impl Launcher {
         self.env("BURN_DDP_TIMELINE", file)
     }
 
-    /// What goes to the log directory instead of the console.
+    /// Output that goes to the log directory instead of the console.
     #[must_use]
     pub fn redirects(mut self, streams: Streams) -> Self {
         self.spec.output.redirects = Some(streams);
         self
     }
 
-    /// What goes to the log directory and the console. Without this and [`redirects`](Self::redirects) it is everything.
+    /// Output that goes to the log directory and the console. Without this and [`redirects`](Self::redirects) it is
+    /// everything.
     #[must_use]
     pub fn tee(mut self, streams: Streams) -> Self {
         self.spec.output.tee = Some(streams);
@@ -145,7 +146,8 @@ impl Launcher {
         self
     }
 
-    /// The job spans `nnodes` machines, each with a launcher of its own; they meet at `host:port`, where node 0 listens.
+    /// The job spans `nnodes` machines, each with a launcher of its own; they meet at `host:port`, where node 0
+    /// listens.
     ///
     /// All must have the same [secret](Self::secret_file).
     #[must_use]
@@ -155,8 +157,8 @@ impl Launcher {
         self
     }
 
-    /// The number of this machine. Without it, whoever can listen at the meeting's address is 0, and the others are numbered as they
-    /// come.
+    /// The number of this machine. Without it, the machine that can listen at the meeting's address is 0, and the
+    /// others are numbered as they come.
     #[must_use]
     pub fn node_rank(mut self, node: usize) -> Self {
         self.spec.node_rank = Some(node);
@@ -170,51 +172,53 @@ impl Launcher {
         self
     }
 
-    /// What node 0 says, through [`notices`](Self::notices), before it waits for the other machines.
+    /// Notice that node 0 shows, through [`notices`](Self::notices), before it waits for the other machines.
     #[must_use]
     pub fn invitation(mut self, text: impl Into<String>) -> Self {
         self.spec.invitation = Some(text.into());
         self
     }
 
-    /// The file with the job's secret. Needed for several machines; on one, each job has a new one that nobody sees.
+    /// The file with the job's secret. Needed for several machines; on one, each job makes a new one that only its
+    /// ranks see.
     #[must_use]
     pub fn secret_file(mut self, path: impl Into<PathBuf>) -> Self {
         self.spec.secret_file = Some(path.into());
         self
     }
 
-    /// How long launchers, and ranks, wait for each other in the beginning.
+    /// Longest time that launchers, and ranks, wait for each other in the beginning.
     #[must_use]
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
         self.spec.join_timeout = timeout.min(MAX_GRACE);
         self.env("BURN_DDP_JOIN_TIMEOUT", timeout.as_secs_f64().to_string())
     }
 
-    /// After how much silence another launcher, or a rank, is lost.
+    /// Silence after which another launcher, or a rank, is lost.
     #[must_use]
     pub fn peer_timeout(mut self, timeout: Duration) -> Self {
         self.spec.peer_timeout = timeout.min(MAX_GRACE);
         self.env("BURN_DDP_PEER_TIMEOUT", timeout.as_secs_f64().to_string())
     }
 
-    /// Shows remarks while the job runs: a rank that is stopped or silent, a restart, a machine that is waited for. Each is one
-    /// line without its end. Without this they only go to `tracing`.
+    /// Shows remarks while the job runs: a rank that is stopped or silent, a restart, a machine that is waited for.
+    /// Each is one line without its end. Without this they only go to `tracing`.
     #[must_use]
     pub fn notices(mut self, show: fn(&str)) -> Self {
         self.spec.notices = NoticeSink(Some(show));
         self
     }
 
-    /// Starts the ranks, waits until all have ended and tells how. Blocks.
+    /// Starts the ranks, waits until all have ended and returns the outcome. Blocks.
     ///
-    /// While it runs, SIGINT, SIGTERM and SIGHUP to this process go to all ranks instead (SIGHUP only if it was not ignored);
-    /// a second SIGINT kills them. SIGTSTP (Ctrl-Z) stops the ranks and this process until it is continued. The ranks die with the
-    /// calling thread, even if this process is killed.
+    /// While it runs, SIGINT, SIGTERM and SIGHUP to this process go to all ranks instead (SIGHUP only if it was not
+    /// ignored); a second SIGINT kills them. SIGTSTP (Ctrl-Z) stops the ranks and this process until it is continued.
+    /// The ranks die with the calling thread, even if this process is killed.
     ///
     /// # Errors
     ///
-    /// Only if the job could not be started; ranks started so far are killed. Whatever happens later is in the [`Outcome`].
+    /// Only if the job could not be started; ranks started so far are killed. Whatever happens later is in the
+    /// [`Outcome`].
     pub fn run(&self) -> Result<Outcome, LaunchError> {
         self.spec.check()?;
         generations::run(&self.spec)

@@ -1,21 +1,21 @@
-//! Starts the ranks of a data-parallel job on one machine, watches them and tells which one failed first.
+//! Starts the ranks of a data-parallel job on one machine, watches them and reports which one failed first.
 //!
 //! The library behind the `burnrun` program and behind a program that launches itself. It knows nothing of training.
 //!
 //! | | |
 //! |---|---|
-//! | [`Launcher`] | what to start, how often, and where the output goes |
-//! | [`Outcome`], [`Failure`], [`RankExit`] | how the job ended; `Display` gives the report for a person |
-//! | [`LaunchError`] | why it did not start |
+//! | [`Launcher`] | builder of a job: program, ranks, machines, output |
+//! | [`Outcome`], [`Failure`], [`RankExit`] | result of a job that ran; `Display` gives the report for a person |
+//! | [`LaunchError`] | reason why a job did not start |
 //!
-//! What a job can rely on:
+//! A job can rely on this:
 //!
-//! - The launcher hosts the rendezvous store on a free port of the loopback interface: nobody chooses a port, and jobs on
-//!   one machine never meet.
-//! - Each rank leads a process group (and session) of its own; when the job ends, so does everything in those groups. If the
-//!   launcher is killed, the ranks are too.
-//! - The first rank that fails decides the exit code. The others get up to three seconds to end with errors of their own, then
-//!   SIGTERM, then, after the grace time, SIGKILL.
+//! - The launcher hosts the rendezvous store on a free port of the loopback interface: no port is to be chosen, and
+//!   jobs on one machine never meet.
+//! - Each rank leads a process group (and session) of its own; when the job ends, so does everything in those groups.
+//!   If the launcher is killed, the ranks are too.
+//! - The first rank that fails decides the exit code. The others get up to three seconds to end with errors of their
+//!   own, then SIGTERM, then, after the grace time, SIGKILL.
 //! - Lines of different ranks are never mixed.
 //!
 //! # Example

@@ -1,5 +1,5 @@
-//! The processes of one machine's ranks: waits for them, signals them, stops this process with them, and reaps them, as the
-//! [`Supervisor`] decides.
+//! The processes of one machine's ranks: waits for them, signals them, stops this process with them, and reaps them, as
+//! the [`Supervisor`] decides.
 
 use std::io;
 use std::path::PathBuf;
@@ -18,7 +18,8 @@ use crate::output::relay::Relay;
 use crate::signals;
 use crate::supervisor::{Action, Settings, Supervisor};
 
-/// The ranks that run on this machine. Not reaped before the end, so that their pids, which name their groups, stay theirs.
+/// The ranks that run on this machine. Not reaped before the end, so that their pids, which name their groups, stay
+/// theirs.
 pub(crate) struct Processes<'a> {
     supervisor: Supervisor,
     /// By local rank.
@@ -54,7 +55,8 @@ impl<'a> Processes<'a> {
         Ok(())
     }
 
-    /// Waits for the exit of all ranks here, stopping them where needed. Every wait but that for healthy ranks has a deadline.
+    /// Waits for the exit of all ranks here, stopping them where needed. Every wait but that for healthy ranks has a
+    /// deadline.
     pub(crate) fn supervise(mut self, relay: Option<Relay>, context: &mut GenerationContext<'_>) -> NodeOutcome {
         let mut relay = relay;
         if relay.is_some() {

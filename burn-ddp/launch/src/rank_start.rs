@@ -31,8 +31,8 @@ pub(crate) struct RankStart<'a> {
 }
 
 impl RankStart<'_> {
-    /// Starts all ranks, and the relay of their output if any of it is relayed. After an error `processes` holds the ranks that
-    /// were started.
+    /// Starts all ranks, and the relay of their output if any of it is relayed. After an error `processes` holds the
+    /// ranks that were started.
     pub(crate) fn start_all(
         &self,
         processes: &mut Processes<'_>,

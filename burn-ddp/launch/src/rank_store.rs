@@ -1,4 +1,5 @@
-//! The store of one generation: hosted for its ranks to join, and told when one of them cannot come.
+//! The store in which the ranks of one generation meet: node 0's launcher hosts it, and any launcher can fail the
+//! meeting.
 
 use std::cell::Cell;
 use std::thread;
@@ -12,14 +13,14 @@ use crate::trust::{Trust, address};
 /// Longest time to connect to the ranks' store.
 const REACH: Duration = Duration::from_secs(5);
 
-/// Where the ranks of one generation meet, on a port of its own: what is left of an earlier generation does not find it.
+/// Store of one generation, on a port of its own: processes left over from an earlier generation do not find it.
 pub(crate) struct RankStore {
     /// Serves until it is dropped.
     server: StoreServer,
 }
 
 impl RankStore {
-    /// On a free port of the address of `host`, which is this machine.
+    /// Opens it on a free port of the address of `host`, which is this machine.
     pub(crate) fn open(host: &str, job: &str, generation: u32, trust: &Trust) -> Result<Self, LaunchError> {
         let server = StoreServer::bind((host, 0), &trust.key(job, generation));
         Ok(Self { server: server.map_err(|error| LaunchError::Store(error.into()))? })
@@ -30,7 +31,7 @@ impl RankStore {
     }
 }
 
-/// Ends the wait of the ranks that are about to meet, once one of them cannot come any more.
+/// Fails the meeting of the ranks once one of them cannot come any more.
 pub(crate) struct JoinAbort {
     address: String,
     job: JobKey,
@@ -38,26 +39,26 @@ pub(crate) struct JoinAbort {
 }
 
 impl JoinAbort {
-    /// For the ranks that meet at `host:port`.
+    /// Makes one for the ranks that meet at `host:port`.
     pub(crate) fn new(host: &str, port: u16, job: &str, generation: u32, trust: &Trust) -> Self {
         Self { address: address(host, port), job: trust.key(job, generation), announced: Cell::new(false) }
     }
 
-    /// Ranks that have met notice nothing. Does not block.
+    /// Reports that `rank` will not come, and why. Ranks that have met notice nothing. Does not block.
     pub(crate) fn announce(&self, rank: usize, cause: String) {
         // One that is missing is enough: the others cannot meet again either.
         if self.announced.replace(true) {
             return;
         }
         let (address, job) = (self.address.clone(), self.job.clone());
-        let told = thread::Builder::new().name("burn-ddp-absence".into()).spawn(move || {
+        let started = thread::Builder::new().name("burn-ddp-absence".into()).spawn(move || {
             let store = StoreClient::connect(&address, &job, REACH);
             if let Err(error) = store.and_then(|store| fail_join(&store, &job, &[rank], &cause)) {
-                tracing::debug!(%error, rank, "the ranks that are about to meet were not told that one is missing");
+                tracing::debug!(%error, rank, "cannot tell the joining ranks that one is missing");
             }
         });
-        if let Err(error) = told {
-            tracing::warn!(%error, rank, "the ranks that are about to meet were not told that one is missing");
+        if let Err(error) = started {
+            tracing::warn!(%error, rank, "cannot tell the joining ranks that one is missing");
         }
     }
 }

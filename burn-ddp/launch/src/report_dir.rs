@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::error::LaunchError;
 use crate::output::log_dir::JobDir;
 
-/// In the log directory, or a temporary one, which is removed in the end: by the drop, or else by the guardian.
+/// Directory for reports. A temporary one is removed by the drop, or else by the guardian.
 pub(crate) enum ReportDir {
     Permanent(PathBuf),
     Temporary(PathBuf),

@@ -8,22 +8,24 @@ use crate::error::LaunchError;
 use crate::output::settings::OutputSettings;
 use crate::report::notices::NoticeSink;
 
-/// More ranks on one machine are taken for a slip of the finger.
+/// Largest number of ranks on one machine; more are taken for a slip of the finger.
 const MAX_RANKS: usize = 4096;
-/// Where the ranks' stdin, stdout and stderr lead.
+
+/// Destination of the ranks' stdout and stderr, and source of their stdin.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stdio {
     /// Each line of each rank goes to this process's stdout or stderr, behind `[rank 0] `; stdin is `/dev/null`.
     #[default]
     Prefixed,
-    /// The same without the prefix.
+    /// As [`Prefixed`](Self::Prefixed), without the prefix.
     Plain,
-    /// This machine's first rank keeps this process's stdin, stdout and stderr, so that its progress bar works; the others are as
-    /// in [`Prefixed`](Self::Prefixed).
+    /// This machine's first rank keeps this process's stdin, stdout and stderr, so that its progress bar works; the
+    /// others are as in [`Prefixed`](Self::Prefixed).
     FirstRankInherits,
 }
 
+/// Settings of a job, as far as this machine's launcher needs them.
 #[derive(Clone, Debug)]
 pub(crate) struct JobSpec {
     pub(crate) program: Program,
@@ -35,7 +37,7 @@ pub(crate) struct JobSpec {
     pub(crate) timeline: Option<PathBuf>,
     pub(crate) nnodes: usize,
     pub(crate) node_rank: Option<usize>,
-    /// Where the launchers of several machines meet, and under which name.
+    /// Address at which the launchers of several machines meet.
     pub(crate) master: Option<(String, u16)>,
     pub(crate) meeting_id: String,
     pub(crate) invitation: Option<String>,

@@ -1,4 +1,4 @@
-//! Stores that the launcher hosts or visits, and who may come: where launchers meet, and where ranks meet.
+//! Proof that a process belongs to the job, by which stores of launchers and ranks let it in.
 
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -13,7 +13,7 @@ use crate::error::LaunchError;
 use crate::spec::JobSpec;
 use crate::unnamed_file::{name_of, unnamed};
 
-/// What proves that somebody belongs to the job.
+/// Proof that a process belongs to the job.
 pub(crate) enum Trust {
     /// A secret, in a file that ranks read.
     Secret {
@@ -22,7 +22,7 @@ pub(crate) enum Trust {
         /// Holds a secret of this job alone, which goes with this process.
         _own: Option<File>,
     },
-    /// Nothing: whoever reaches the job's ports may join.
+    /// None: every process that reaches the job's ports may join.
     Network,
 }
 
@@ -38,8 +38,8 @@ impl Trust {
             }
             None if spec.nnodes > 1 && trusted() => Ok(Self::Network),
             None if spec.nnodes > 1 => Err(LaunchError::Usage(
-                "a job on several machines needs a secret, or any stranger could join it: run `burnrun secret FILE` on one machine, \
-                 copy FILE to the others, and add --secret-file FILE on all; if nobody else can reach these machines, \
+                "a job on several machines needs a secret, or any stranger could join it: run `burnrun secret FILE` \
+                 on one machine, copy FILE to the others, and add --secret-file FILE on all; if nobody else can reach these machines, \
                  BURN_DDP_TRUST_NETWORK=1 does without"
                     .into(),
             )),
@@ -82,7 +82,7 @@ impl Trust {
         Ok(Arc::new(store.answer_within(answer_within)))
     }
 
-    /// Tells a rank what it needs to prove.
+    /// Sets the variables that a rank needs for its proof.
     pub(crate) fn describe(&self, env: &mut LaunchEnv) {
         match self {
             Self::Secret { path, .. } => env.secret_file = Some(path.clone()),
@@ -95,7 +95,7 @@ pub(crate) fn address(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// Sixteen digits that nobody else has; no secret.
+/// Sixteen random digits, to tell jobs apart; no secret.
 pub(crate) fn random_id() -> String {
     format!("{:016x}", RandomState::new().build_hasher().finish())
 }

@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// A file without a name, so that nothing stays behind however this process ends.
+/// Creates a file without a name, so that nothing stays behind however this process ends.
 pub(crate) fn unnamed(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(path)?;
     fs::remove_file(path)?;

@@ -1,6 +1,6 @@
-//! What launchers leave for each other in their store, as JSON.
+//! Messages between launchers: values in their store, as JSON.
 //!
-//! | key | who writes it | what |
+//! | key | writer | value |
 //! |---|---|---|
 //! | `node/{k}` | launcher k, once | [`Node`]: it is there |
 //! | `beat/{k}` | launcher k, every second | a number that grows, or `paused` while it is stopped by Ctrl-Z |
@@ -20,33 +20,33 @@ use serde::{Deserialize, Serialize};
 use crate::event::Trouble;
 use crate::report::outcome::Outcome;
 
-/// A launcher.
+/// One launcher of the job.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Node {
     pub(crate) node: usize,
     pub(crate) host: String,
     pub(crate) pid: u32,
-    /// How many ranks it starts.
+    /// Number of ranks that it starts.
     pub(crate) nproc: usize,
-    /// How many launchers it expects.
+    /// Number of launchers that it expects.
     pub(crate) nnodes: usize,
     pub(crate) version: String,
 }
 
-/// What each launcher needs to start its ranks, or why there is nothing to start.
+/// Node 0's word on a generation: the plan by which each launcher starts its ranks, or why there is nothing to start.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Announcement {
     Start(GenerationPlan),
     Over(Trouble),
 }
 
-/// A generation.
+/// Plan of a generation: its names, its meeting place, its machines.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct GenerationPlan {
     pub(crate) job_id: String,
     /// Names the job's log directory.
     pub(crate) job_name: String,
-    /// Where its ranks meet.
+    /// Address of the store in which its ranks meet.
     pub(crate) host: String,
     pub(crate) port: u16,
     /// All launchers, by node rank.
@@ -63,13 +63,13 @@ impl GenerationPlan {
         self.nodes[..node].iter().map(|node| node.nproc).sum()
     }
 
-    /// The machine of a rank.
+    /// Machine of a rank.
     pub(crate) fn node_of(&self, rank: usize) -> Option<&Node> {
         (0..self.nodes.len()).rev().find(|&node| self.first_rank(node) <= rank).map(|node| &self.nodes[node])
     }
 }
 
-/// How a generation ended.
+/// Node 0's decision at the end of a generation.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Verdict {
     pub(crate) outcome: Outcome,
@@ -80,12 +80,12 @@ pub(crate) fn put<T: Serialize>(store: &dyn Store, key: &str, value: &T) -> burn
     store.set(key, &encode(value))
 }
 
-/// `true` if nobody had set it before.
+/// True if the key was not set before.
 pub(crate) fn put_new<T: Serialize>(store: &dyn Store, key: &str, value: &T) -> burn_ddp_comm::Result<bool> {
     store.set_new(key, &encode(value)).map(|old| old.is_none())
 }
 
-/// `None` if nobody set the key in time.
+/// `None` if the key was not set in time.
 pub(crate) fn take<T: DeserializeOwned>(
     store: &dyn Store,
     key: &str,

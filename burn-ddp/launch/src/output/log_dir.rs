@@ -33,7 +33,7 @@ impl JobDir {
         &self.0
     }
 
-    /// Where the files of a generation lie.
+    /// Directory of a generation's files, created if needed.
     pub(crate) fn generation(&self, generation: u32) -> io::Result<PathBuf> {
         let dir = self.0.join(format!("generation-{generation}"));
         fs::create_dir_all(&dir)?;
@@ -41,7 +41,7 @@ impl JobDir {
     }
 }
 
-/// The file of one output of one rank.
+/// File of one output of one rank.
 pub(crate) fn log_path(dir: &Path, rank: usize, output: Output) -> PathBuf {
     let name = if output == Output::Stdout { "stdout" } else { "stderr" };
     dir.join(format!("rank-{rank}.{name}.log"))

@@ -1,4 +1,4 @@
-//! Which output of which rank goes to the console, and which to a file.
+//! Settings of the ranks' output: which of it goes to the console, and which to a file.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -55,13 +55,13 @@ impl FromStr for Streams {
     }
 }
 
-/// Where output goes, as the user settings.
+/// Destinations of the ranks' output.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct OutputSettings {
     pub(crate) dir: Option<PathBuf>,
-    /// To files, and not to the console.
+    /// Streams that go to files, and not to the console.
     pub(crate) redirects: Option<Streams>,
-    /// To files and the console.
+    /// Streams that go to files and the console.
     pub(crate) tee: Option<Streams>,
     /// Local ranks that the console shows; all if `None`.
     pub(crate) filter: Option<Vec<usize>>,

@@ -1,4 +1,4 @@
-//! What stays of a job in its log directory, and reading it again: `burnrun report` needs nothing else.
+//! Files of a job in its log directory, written and read again: `burnrun report` needs nothing else.
 
 use std::fs;
 use std::io;
@@ -15,7 +15,7 @@ use crate::report::markdown;
 use crate::report::outcome::Outcome;
 use crate::report::text::{ranks, seconds};
 
-/// How a generation ended, in the file `outcome.json`.
+/// Outcome of a generation, in the file `outcome.json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct GenerationRecord {
     pub(crate) generation: u32,
@@ -26,7 +26,7 @@ pub(crate) struct GenerationRecord {
     pub(crate) outcome: Outcome,
 }
 
-/// All that is known of a generation.
+/// All files of a generation, read.
 #[derive(Debug)]
 pub(crate) struct GenerationReport {
     pub(crate) generation: u32,
@@ -42,7 +42,7 @@ pub(crate) fn read_reports(dir: &Path, own: &NodeOutcome) -> Vec<PostMortem> {
     own.ranks.iter().filter_map(|rank| PostMortem::read(&PostMortem::path(dir, rank.rank)).ok()).collect()
 }
 
-/// What the survivors were waiting for, a line each.
+/// Waits of the surviving ranks, a line each.
 pub(crate) fn waiting(outcome: &Outcome, reports: &[PostMortem]) -> Vec<String> {
     const SHOWN: usize = 8;
     let culprit = outcome.failure.as_ref().map(|failure| failure.rank);
@@ -63,7 +63,8 @@ fn waited_for(report: &PostMortem) -> Option<String> {
     Some(format!("rank {} had waited {waited}{whom} in {}", report.rank, pending.call))
 }
 
-/// Writes what is known of a generation, and the report if something failed. What cannot be written is missed, but no reason to fail.
+/// Writes what is known of a generation, and the report if something failed. What cannot be written is missed, but no
+/// reason to fail.
 pub(crate) fn store(job_dir: &JobDir, record: &GenerationRecord, reports: &[PostMortem]) -> Option<PathBuf> {
     let written = (|| {
         let dir = job_dir.generation(record.generation)?;
@@ -79,8 +80,8 @@ pub(crate) fn store(job_dir: &JobDir, record: &GenerationRecord, reports: &[Post
     })
 }
 
-/// Builds the report of a job from what lies in its directory, or in that of its latest job. Writes it there as `report.md`; returns
-/// its place and text.
+/// Builds the report of a job from what lies in its directory, or in that of its latest job. Writes it there as
+/// `report.md`; returns its place and text.
 ///
 /// # Errors
 ///
@@ -124,7 +125,7 @@ fn read_chapter(generation: u32, dir: PathBuf) -> io::Result<GenerationReport> {
         let path = entry?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         if name.starts_with("rank-") && name.ends_with(".json") {
-            // What a rank did not write to its end, or somebody else wrote, is left out.
+            // Unfinished files, and those of other programs, are left out.
             reports.extend(PostMortem::read(&path).ok());
         } else if name.starts_with("events-") {
             events.extend(String::from_utf8_lossy(&fs::read(&path)?).lines().filter_map(Event::parse));

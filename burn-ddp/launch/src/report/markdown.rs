@@ -34,12 +34,12 @@ pub(crate) fn report(chapters: &[GenerationReport]) -> Option<String> {
     Some(text)
 }
 
-/// What brought a generation down.
+/// Cause of a generation's end.
 fn cause(chapter: &GenerationReport) -> Option<String> {
     if let Some(record) = &chapter.record {
         return of_outcome(&record.outcome);
     }
-    // The launcher did not live to say it.
+    // The launcher was killed before it could write the outcome.
     let first = chapter.events.iter().find_map(|event| match event {
         Event::Failed { cause, .. } => Some(cause.clone()),
         _ => None,
@@ -90,7 +90,7 @@ fn last_lines(text: &mut String, failure: &Failure) {
     }
     if !failure.last_lines.is_empty() {
         let _ = writeln!(text, "\n## The last lines of rank {rank}'s stderr\n");
-        // Indented: whatever they hold, they do not end the block.
+        // Indented: no content can end the block.
         for line in &failure.last_lines {
             let _ = writeln!(text, "    {line}");
         }
@@ -140,7 +140,10 @@ fn collectives(text: &mut String, reports: &[PostMortem]) {
     by_time.sort_by_key(|(_, records)| records.iter().map(|(_, record)| record.started).min());
     let shown = &by_time[by_time.len().saturating_sub(COLLECTIVES)..];
     text.push_str("\n## The last collectives, the latest last\n\n");
-    text.push_str("Only ranks whose world ended in an error left their calls.\n\n| group | number | ranks | call | where | state |\n|---|---|---|---|---|---|\n");
+    text.push_str(
+        "Only ranks whose world ended in an error left their calls.\n\n\
+         | group | number | ranks | call | where | state |\n|---|---|---|---|---|---|\n",
+    );
     for ((group, pair, sequence), records) in shown {
         let group = GroupId(*group);
         let mut same: BTreeMap<(&str, &str, &str), Vec<usize>> = BTreeMap::new();
@@ -168,12 +171,12 @@ fn collectives(text: &mut String, reports: &[PostMortem]) {
     }
 }
 
-/// What was remarked while it ran.
+/// Notices that were shown while it ran.
 fn remarks(text: &mut String, chapter: &GenerationReport) {
     let Some(record) = &chapter.record else { return };
-    let mut told = Notices::default();
+    let mut notices = Notices::default();
     let remarks: Vec<_> =
-        chapter.events.iter().filter_map(|event| told.notice(event.clone(), &record.plan)).take(ROWS).collect();
+        chapter.events.iter().filter_map(|event| notices.notice(event.clone(), &record.plan)).take(ROWS).collect();
     if !remarks.is_empty() {
         text.push_str("\n## What was remarked meanwhile\n\n");
         list(text, &remarks);

@@ -1,4 +1,4 @@
-//! What the ranks report, as the user is told: each thing once, though every rank says it.
+//! Turns events of the ranks into notices for the user, each printed once although every rank reports it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use crate::node_outcome::Blame;
 use crate::nodes::GenerationPlan;
 use crate::report::text::{ranks, seconds};
 
-/// Where remarks go while the job runs.
+/// Destination of notices while the job runs: `tracing`, and the caller's function if there is one.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct NoticeSink(pub(crate) Option<fn(&str)>);
 
@@ -22,19 +22,19 @@ impl NoticeSink {
     }
 }
 
-/// Most causes that are kept: the first decides.
+/// Number of blames that are stored; the first decides.
 const BLAMES: usize = 16;
 
 #[derive(Default)]
 pub(crate) struct Notices {
     pub(crate) blames: Vec<Blame>,
     suspects: BTreeSet<usize>,
-    /// For whom somebody waits, and how long had been waited when it was last told, in ms.
+    /// Ranks that are waited for, and the length of the wait in ms at its last notice.
     stalls: BTreeMap<Vec<usize>, u64>,
 }
 
 impl Notices {
-    /// What to say about it, if it is news.
+    /// Notice for an event, if it is news.
     pub(crate) fn notice(&mut self, event: Event, start: &GenerationPlan) -> Option<String> {
         match event {
             Event::Failed { rank, culprit, cause, at } => {
@@ -52,7 +52,7 @@ impl Notices {
             Event::Recovered { peer, .. } => self.suspects.remove(&peer).then(|| format!("rank {peer} is heard again")),
             Event::Stall { rank, waiting_for, call, since_ms, .. } => {
                 let last = self.stalls.entry(waiting_for.clone()).or_default();
-                // Every rank waits about as long; it is said again when it took twice as long.
+                // Every rank waits about as long; the notice is repeated after twice the time.
                 if since_ms < 2 * *last {
                     return None;
                 }

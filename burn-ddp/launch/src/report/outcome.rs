@@ -1,4 +1,4 @@
-//! How a job ended: what each machine saw, put together, with the rank that brought it down.
+//! Outcome of a job: the observations of all machines put together, and the rank that brought it down.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::exit::RankExit;
 use crate::node_outcome::{Blame, NodeOutcome, RankOutcome};
 
-/// How a started job ended. Its `Display` is the report that `burnrun` prints: nothing after a success.
+/// Outcome of a started job. Its `Display` is the report that `burnrun` prints; it is empty after a success.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Outcome {
@@ -16,30 +16,31 @@ pub struct Outcome {
     pub exit_code: i32,
     /// The rank that failed first, by itself and not because the job was being stopped.
     ///
-    /// A rank that reacts to a peer's failure may end a moment before that peer does; what the ranks themselves say about
-    /// the cause decides then.
+    /// A rank that reacts to a peer's failure may end a moment before that peer does; what the ranks themselves say
+    /// about the cause decides then.
     pub failure: Option<Failure>,
     /// The other ranks that failed by themselves, usually since they noticed, in the order in which they ended.
     pub also_failed: Vec<(usize, RankExit)>,
-    /// Why the job ended, where no rank was the cause: a machine that is lost, or could not start the program.
+    /// Reason for the end of the job where no rank was the cause: a machine that is lost, or could not start the
+    /// program.
     pub trouble: Option<String>,
     /// The signal to a launcher of the job that stopped it.
     pub interrupted_by: Option<i32>,
-    /// The ranks that still ran when the job was stopped, and so were told to end.
+    /// The ranks that still ran when the job was stopped, and so were sent a signal to end.
     pub stopped: Vec<usize>,
     /// The ranks among them that had to be killed, since they did not end within the grace time.
     pub killed: Vec<usize>,
     /// The ranks, with their pids, that did not even die when killed (a process stuck in the kernel).
     pub left_over: Vec<(usize, u32)>,
-    /// Why some of the ranks' output is missing, if it is.
+    /// Reason why some of the ranks' output is missing, if it is.
     pub output_lost: Option<String>,
-    /// What the surviving ranks were waiting for, a line each.
+    /// Waits of the surviving ranks, a line each.
     pub waiting: Vec<String>,
     /// The number of ranks.
     pub nproc: usize,
     /// The number of machines.
     pub nnodes: usize,
-    /// How often the job had been restarted before.
+    /// Number of restarts before this generation.
     pub restarts: u32,
     /// The readable report, if there is a log directory.
     pub report: Option<PathBuf>,
@@ -51,31 +52,31 @@ pub struct Outcome {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Failure {
-    /// Its rank.
+    /// Number of the rank.
     pub rank: usize,
     /// The name of its machine.
     pub host: String,
-    /// Its process id.
+    /// Process id.
     pub pid: u32,
-    /// How it ended.
+    /// Exit of the process.
     #[serde(rename = "end")]
     pub exit: RankExit,
-    /// When it ended, counted from the start of the job.
+    /// Time from the start of the job to the exit.
     pub after: Duration,
-    /// Its last panics, as `src/main.rs:5:9: message`, as far as they were seen on its stderr.
+    /// Last panics that it wrote to stderr, each as `src/main.rs:5:9: message`.
     pub panics: Vec<String>,
-    /// What ended the ranks' world, as they say, if that is more than is seen from outside.
+    /// Cause that the ranks report, if it says more than the exit and the panics.
     pub cause: Option<String>,
     /// The last lines that it wrote to stderr, at most ten, where its output was relayed.
     pub last_lines: Vec<String>,
-    /// Where all it wrote to stderr is kept, on its machine.
+    /// File with all of its stderr, on its machine.
     pub log: Option<PathBuf>,
-    /// How many other ranks were still running when it failed.
+    /// Number of other ranks that were still running when it failed.
     pub running: usize,
 }
 
 impl Outcome {
-    /// Puts together what the launchers of all machines saw of a generation.
+    /// Puts together the observations of all machines' launchers.
     pub(crate) fn of(nodes: &[NodeOutcome], restarts: u32) -> Self {
         let mut ranks: Vec<(&NodeOutcome, &RankOutcome)> =
             nodes.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank))).collect();
@@ -99,7 +100,7 @@ impl Outcome {
                 cause: blame.filter(|blame| says_more(blame, rank)).map(|blame| blame.cause.clone()),
                 last_lines: rank.last_lines.clone(),
                 log: rank.log.clone(),
-                // Who failed before it reacted to it.
+                // Ranks that failed earlier had merely reacted to this one.
                 running: ranks
                     .iter()
                     .filter(|(_, r)| r.rank != rank.rank && (r.failed || r.after >= rank.after))
@@ -138,15 +139,16 @@ impl Outcome {
     }
 }
 
-/// Whether what the ranks say is more than what was seen of the culprit: its signal, or its panic.
+/// True if the ranks' blame says more than what was seen of the culprit: its signal, or its panic.
 fn says_more(blame: &Blame, culprit: &RankOutcome) -> bool {
     let seen = !culprit.panics.is_empty() || matches!(culprit.exit, Some(RankExit::Signal(_)));
     !seen || blame.culprit != Some(culprit.rank)
 }
 
-/// The first rank that failed, unless another one died suddenly right after: giving back a large memory or a device takes
-/// a killed process so long that its peers may notice, and exit with an error about it, before its own end is seen. Otherwise
-/// the ranks know best: survivors may be gone before the rank that brought them down, which may even have exited with 0.
+/// The first rank that failed, unless another one died suddenly right after: giving back a large memory or a device
+/// takes a killed process so long that its peers may notice, and exit with an error about it, before its own end is
+/// seen. Otherwise the ranks know best: survivors may be gone before the rank that brought them down, which may even
+/// have exited with 0.
 fn root_cause<'a>(
     ranks: &[(&'a NodeOutcome, &'a RankOutcome)],
     failed: &[(&'a NodeOutcome, &'a RankOutcome)],

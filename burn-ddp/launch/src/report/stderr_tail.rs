@@ -1,4 +1,4 @@
-//! What is remembered of a rank's standard error for the report: the last lines, and the panics, wherever they stood.
+//! End of a rank's standard error, for the report: its last lines, and its panics wherever they stood.
 
 use std::collections::VecDeque;
 
@@ -8,7 +8,8 @@ const LINE_CAP_BYTES: usize = 500;
 const PANICS: usize = 3;
 const PANIC_LINES: usize = 6;
 
-/// The last lines of a stream. Blank lines and the frames of backtraces are left out: they would push out the message above them.
+/// The last lines of a stream. Blank lines and the frames of backtraces are left out: they would push out the message
+/// above them.
 #[derive(Default)]
 pub(crate) struct StderrTail {
     lines: VecDeque<String>,
@@ -20,13 +21,13 @@ pub(crate) struct StderrTail {
 enum State {
     #[default]
     Text,
-    /// After `thread 'main' panicked at …`: the message follows.
+    /// Inside a panic, after `thread 'main' panicked at …`: the message follows.
     Panic,
-    /// After `stack backtrace:`.
+    /// Inside a backtrace, after `stack backtrace:`.
     Frames,
 }
 
-/// What a [`StderrTail`] held at the end.
+/// Content of a [`StderrTail`] at the end of the stream.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct StderrSummary {
     pub(crate) lines: Vec<String>,
@@ -58,7 +59,7 @@ impl StderrTail {
         keep(&mut self.lines, line, LINES);
     }
 
-    pub(crate) fn remembered(self) -> StderrSummary {
+    pub(crate) fn summary(self) -> StderrSummary {
         let panics = self.panics.into_iter().map(|mut panic| {
             let place = panic.remove(0);
             format!("{place} {}", panic.join(" ")).trim_end().to_owned()
@@ -94,7 +95,7 @@ mod tests {
     fn remember<'a>(lines: impl IntoIterator<Item = &'a str>) -> StderrSummary {
         let mut tail = StderrTail::default();
         lines.into_iter().for_each(|line| tail.push(line.as_bytes()));
-        tail.remembered()
+        tail.summary()
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! How an [`Outcome`] is told: the cause first, then what helps to understand it.
+//! Text of an [`Outcome`]: the cause first, then details that help to understand it.
 
 use std::fmt;
 use std::time::Duration;

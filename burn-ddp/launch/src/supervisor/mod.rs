@@ -1,12 +1,12 @@
-//! Supervisor of the ranks of one machine during one generation: which rank failed first, when the others are told to end,
-//! and when they are killed.
+//! Supervisor of the ranks of one machine during one generation: which rank failed first, when the others are told to
+//! end, and when they are killed.
 //!
-//! A pure state machine. It makes no system calls, starts no threads and reads no clock: the caller passes the time with each
-//! event, and carries out the [`Action`]s that come back ([`Processes`](crate::processes::Processes) does).
+//! A pure state machine. It makes no system calls, starts no threads and reads no clock: the caller passes the time
+//! with each event, and carries out the [`Action`]s that come back ([`Processes`](crate::processes::Processes) does).
 //!
 //! ```text
-//! Running ──a rank fails, here or elsewhere──▶ Settling ──the others had their time──▶ Stopping ──grace over──▶ Killing
-//!    └────────a signal to this process, or to another launcher of the job──────────────▶┘ ──second Ctrl-C────────▶┘
+//! Running ──a rank fails, here or elsewhere──▶ Settling ──the others had time──▶ Stopping ──grace over──▶ Killing
+//!    └────────a signal to this process, or to another launcher of the job────────▶┘ ──second Ctrl-C────────▶┘
 //! each of them ──all ranks have exited──▶ Draining ──▶ Terminating ──▶ Flushing ──▶ Over
 //!                                         leftover processes may print, are told to end, are killed
 //! ```
@@ -27,8 +27,8 @@ use crate::exit::{RankExit, signal_name};
 use crate::node_outcome::{NodeOutcome, RankOutcome};
 use suspension::Suspension;
 
-/// Longest time after a failure in which the other ranks may end by themselves. They usually notice within a second, and
-/// report what they saw.
+/// Longest time after a failure in which the other ranks may end by themselves. They usually notice within a second,
+/// and report what they saw.
 const SETTLE: Duration = Duration::from_secs(3);
 /// Longest wait for a killed process, which may take seconds to give back a device or much memory.
 const KILL_PATIENCE: Duration = Duration::from_secs(30);
@@ -239,7 +239,8 @@ impl Supervisor {
         mem::take(&mut self.actions)
     }
 
-    /// This machine's part of the generation's outcome; the caller fills in the node, its host, and what the ranks reported.
+    /// This machine's part of the generation's outcome; the caller fills in the node, its host, and what the ranks
+    /// reported.
     pub(crate) fn into_outcome(mut self) -> NodeOutcome {
         let mut relayed = self.relayed.take().unwrap_or_default();
         let outcomes = self.ranks.iter().enumerate().map(|(local, rank)| {
@@ -422,8 +423,8 @@ impl Supervisor {
         }
     }
 
-    /// Kills what the ranks left behind. The rest of the output has no deadline: it is bounded, and only a reader that paused
-    /// our output can delay it.
+    /// Kills what the ranks left behind. The rest of the output has no deadline: it is bounded, and only a reader that
+    /// paused our output can delay it.
     fn flush(&mut self) {
         self.signal_all(libc::SIGKILL);
         if self.relays_output {

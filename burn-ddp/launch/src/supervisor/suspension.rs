@@ -11,7 +11,7 @@ const SUSPENDING: Duration = Duration::from_secs(1);
 
 /// Steps of a suspension, in their order. `ranks` are those that were running and go on afterwards.
 pub(super) enum Suspension {
-    /// The other launchers are being told.
+    /// The pause is being announced to the other launchers.
     Announcing,
     /// The ranks were sent SIGSTOP; `waiting` have not stopped yet.
     StoppingRanks { ranks: Vec<usize>, waiting: Vec<usize>, until: Instant },
