@@ -107,14 +107,14 @@ fn ends(text: &mut String, chapter: &GenerationReport) {
     let rows = record.nodes.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank)));
     for (node, rank) in rows.take(ROWS) {
         let end = rank.exit.map_or("does not die".to_owned(), |exit| exit.to_string());
-        let told = match (rank.killed, rank.stopped) {
+        let fate = match (rank.killed, rank.stopped) {
             (true, _) => " (was told to stop, and killed)",
             (_, true) => " (was told to stop)",
             _ => "",
         };
         let step = steps.get(&rank.rank).map_or(String::new(), u64::to_string);
         let (number, pid, after) = (rank.rank, rank.pid, seconds(rank.after));
-        let _ = writeln!(text, "| {number} | {} | {pid} | {end}{told} | {after} | {step} |", cell(&node.host));
+        let _ = writeln!(text, "| {number} | {} | {pid} | {end}{fate} | {after} | {step} |", cell(&node.host));
     }
     for trouble in record.nodes.iter().filter_map(|node| node.trouble.as_ref()) {
         let _ = writeln!(text, "\n{}", one_line(&trouble.message));

@@ -35,7 +35,7 @@ pub(crate) struct Notices {
 
 impl Notices {
     /// Notice for an event, if it is news.
-    pub(crate) fn notice(&mut self, event: Event, start: &GenerationPlan) -> Option<String> {
+    pub(crate) fn notice(&mut self, event: Event, plan: &GenerationPlan) -> Option<String> {
         match event {
             Event::Failed { rank, culprit, cause, at } => {
                 if self.blames.len() < BLAMES {
@@ -45,7 +45,7 @@ impl Notices {
             }
             Event::Suspect { rank, peer, silent_ms, .. } => {
                 let silent = seconds(Duration::from_millis(silent_ms));
-                let host = start.node_of(peer).map(|node| node.host.as_str()).unwrap_or("?");
+                let host = plan.node_of(peer).map(|node| node.host.as_str()).unwrap_or("?");
                 let text = || format!("rank {peer} (host {host}) is silent for {silent}, says rank {rank}");
                 self.suspects.insert(peer).then(text)
             }
@@ -68,14 +68,14 @@ impl Notices {
 mod tests {
     use super::*;
 
-    fn start() -> GenerationPlan {
+    fn plan() -> GenerationPlan {
         GenerationPlan { job_id: "j".into(), job_name: "n".into(), host: "h".into(), port: 1, nodes: Vec::new() }
     }
 
     #[test]
-    fn a_suspicion_of_many_is_told_once_until_it_is_over() {
-        let mut told = Notices::default();
-        let mut say = |event| told.notice(event, &start());
+    fn a_suspicion_of_many_is_shown_once_until_it_is_over() {
+        let mut notices = Notices::default();
+        let mut say = |event| notices.notice(event, &plan());
         let suspect = |rank| Event::Suspect { rank, peer: 2, silent_ms: 2100, at: 0 };
         assert_eq!(say(suspect(0)).unwrap(), "rank 2 (host ?) is silent for 2.1 s, says rank 0");
         assert_eq!(say(suspect(1)), None);
@@ -85,11 +85,11 @@ mod tests {
     }
 
     #[test]
-    fn a_stall_is_told_again_when_it_took_twice_as_long() {
-        let mut told = Notices::default();
+    fn a_stall_is_shown_again_when_it_took_twice_as_long() {
+        let mut notices = Notices::default();
         let mut say = |rank, since_ms| {
             let event = Event::Stall { rank, waiting_for: vec![1, 3], call: "barrier #7".into(), since_ms, at: 0 };
-            told.notice(event, &start())
+            notices.notice(event, &plan())
         };
         assert_eq!(say(0, 30_000).unwrap(), "rank 0 has waited 30.0 s for ranks 1, 3 in barrier #7");
         assert_eq!(say(2, 30_500), None);

@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_told_in_full() {
+    fn a_failure_is_reported_in_full() {
         assert_eq!(
             failed(3, vec![0, 2, 3]).to_string(),
             "rank 1 (host node7, pid 123) was killed by SIGKILL after 4.2 s; stopped the other 3 ranks\n\
