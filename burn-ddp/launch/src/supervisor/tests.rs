@@ -162,7 +162,8 @@ fn numbers(outcome: &NodeOutcome, wanted: fn(&RankOutcome) -> bool) -> Vec<usize
 
 /// Ranks that failed, were stopped, were killed.
 fn fates(outcome: &NodeOutcome) -> [Vec<usize>; 3] {
-    [|rank: &RankOutcome| rank.failed, |rank| rank.stopped, |rank| rank.killed].map(|wanted| numbers(outcome, wanted))
+    let (failed, stopped) = (numbers(outcome, |rank| rank.failed), numbers(outcome, |rank| rank.stopped));
+    [failed, stopped, numbers(outcome, |rank| rank.killed)]
 }
 
 #[test]
@@ -175,7 +176,7 @@ fn a_job_whose_ranks_all_succeed_is_left_alone() {
     // What the ranks left behind is killed in any case.
     assert_eq!(last, [vec![announce(0, RankExit::Code(0))], all(2, SIGKILL)].concat());
     let outcome = bench.outcome();
-    assert_eq!(fates(&outcome), [vec![], vec![], vec![]]);
+    assert_eq!(fates(&outcome), [const { Vec::<usize>::new() }; 3]);
     assert_eq!(outcome.elapsed, Duration::from_secs(120));
     assert_eq!(outcome.ranks[1].after, Duration::from_secs(60));
     assert_eq!((outcome.interrupted_by, outcome.signalled), (None, false));
