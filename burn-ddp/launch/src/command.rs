@@ -9,7 +9,7 @@ use std::process::Command;
 
 use crate::error::LaunchError;
 
-/// What every rank runs.
+/// Program that every rank runs, with its arguments and further variables.
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
     pub(crate) program: OsString,
@@ -18,7 +18,8 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// The command of a rank that shares this machine with `nproc - 1` others. `job` are the variables that describe the job.
+    /// The command of a rank that shares this machine with `nproc - 1` others. `job` are the variables that describe
+    /// the job.
     pub(crate) fn command(&self, nproc: usize, job: Vec<(String, String)>, keeps_terminal: bool) -> Command {
         let mut command = Command::new(&self.program);
         command.args(&self.args);
@@ -65,7 +66,7 @@ pub fn available_cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Ranks on one machine share its cores.
+/// Threads for each of the ranks that share a machine's cores.
 fn threads_per_rank(nproc: usize) -> usize {
     (available_cores() / nproc).max(1)
 }

@@ -1,4 +1,4 @@
-//! Why a job could not be started. How a started job ended is an [`Outcome`](crate::Outcome), not an error.
+//! Errors of a job that could not be started. The end of a started job is an [`Outcome`](crate::Outcome), not an error.
 
 use std::ffi::OsString;
 use std::io;
@@ -22,7 +22,7 @@ pub enum LaunchError {
     ProgramNotFound {
         /// The program as given.
         program: OsString,
-        /// What was looked for, and what may help.
+        /// Kind of file that is missing, and a hint.
         reason: String,
     },
 
@@ -31,7 +31,7 @@ pub enum LaunchError {
     ProgramNotExecutable {
         /// The program as given.
         program: OsString,
-        /// What is wrong with it, and what may help.
+        /// Fault of the file, and a hint.
         reason: String,
     },
 
@@ -40,7 +40,7 @@ pub enum LaunchError {
     Spawn {
         /// The rank that could not be started; lower ranks were stopped again.
         rank: usize,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
 
@@ -61,25 +61,25 @@ pub enum LaunchError {
     LogDir {
         /// The directory or file.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
 
-    /// There is nothing to report on.
+    /// The directory holds no failed job.
     #[error("{}: {reason}", path.display())]
     NoReport {
-        /// Where was looked.
+        /// Directory that was searched.
         path: PathBuf,
-        /// Why there is none.
+        /// Reason why there is none.
         reason: String,
     },
 
     /// The system refused something that the launcher itself needs.
     #[error("cannot {doing}: {source}{}", hint(source))]
     System {
-        /// What was attempted.
+        /// Action that failed.
         doing: &'static str,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
 }

@@ -1,8 +1,10 @@
-//! The last resort: a small helper process that kills the ranks' process groups when this process vanishes without a word.
+//! The last resort: a small helper process that kills the ranks' process groups when this process vanishes without a
+//! word.
 //!
-//! On Linux a rank dies with its launcher, but what the rank started does not (`sh train.sh` leaves the training behind), and
-//! elsewhere not even the rank does. The helper is a shell that waits on a pipe whose other end only this process holds. It
-//! knows the groups because each rank's pid is written to it; the pids stay valid as the ranks are not reaped before the end.
+//! On Linux a rank dies with its launcher, but what the rank started does not (`sh train.sh` leaves the training
+//! behind), and elsewhere not even the rank does. The helper is a shell that waits on a pipe whose other end only this
+//! process holds. It knows the groups because each rank's pid is written to it; the pids stay valid as the ranks are
+//! not reaped before the end.
 
 use std::io::Write;
 use std::os::unix::process::CommandExt;
@@ -33,11 +35,11 @@ impl Guardian {
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
-            // Not in our group: whoever kills that should not take the helper along.
+            // Not in our group: a signal to the group should not take the helper along.
             .process_group(0)
             .spawn();
         if let Err(error) = &helper {
-            tracing::warn!(%error, "no /bin/sh: if this launcher is killed, processes started by the ranks may survive");
+            tracing::warn!(%error, "no /bin/sh: processes started by the ranks may survive a killed launcher");
         }
         Self { helper: helper.ok() }
     }
@@ -45,7 +47,7 @@ impl Guardian {
     pub(crate) fn watch(&mut self, pid: u32) {
         let Some(pipe) = self.helper.as_mut().and_then(|helper| helper.stdin.as_mut()) else { return };
         if let Err(error) = writeln!(pipe, "{pid}") {
-            tracing::warn!(pid, %error, "the guardian does not listen: if this launcher is killed, it will miss this rank");
+            tracing::warn!(pid, %error, "the guardian is gone: this rank may survive a killed launcher");
         }
     }
 

@@ -1,4 +1,4 @@
-//! The launcher: what to start, where, and how.
+//! [`Launcher`]: builder of a job.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -6,29 +6,14 @@ use std::time::Duration;
 
 use crate::command::Program;
 use crate::error::LaunchError;
-use crate::job;
-use crate::logs::{Streams, Wishes};
-use crate::outcome::Outcome;
-use crate::outside::Notices;
+use crate::generations;
+use crate::output::settings::{OutputSettings, Streams};
+use crate::report::notices::NoticeSink;
+use crate::report::outcome::Outcome;
+use crate::spec::{JobSpec, Stdio};
 
-/// More ranks on one machine are taken for a slip of the finger.
-const MAX_RANKS: usize = 4096;
-/// A longer grace time is taken as this; some hundred years would overflow the clock.
+/// Longest grace time, which longer ones are cut to: some hundred years would overflow the clock.
 const MAX_GRACE: Duration = Duration::from_secs(30 * 24 * 3600);
-
-/// Where the ranks' stdin, stdout and stderr lead.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Stdio {
-    /// Each line of each rank goes to this process's stdout or stderr, behind `[rank 0] `; stdin is `/dev/null`.
-    #[default]
-    Prefixed,
-    /// The same without the prefix.
-    Plain,
-    /// This machine's first rank keeps this process's stdin, stdout and stderr, so that its progress bar works; the others are as
-    /// in [`Prefixed`](Self::Prefixed).
-    FirstRankInherits,
-}
 
 /// Starts the ranks of a job and watches them until the last one has ended.
 ///
@@ -48,23 +33,7 @@ pub enum Stdio {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Launcher {
-    pub(crate) program: Program,
-    pub(crate) nproc: usize,
-    pub(crate) stdio: Stdio,
-    pub(crate) grace: Duration,
-    pub(crate) max_restarts: u32,
-    pub(crate) output: Wishes,
-    pub(crate) timeline: Option<PathBuf>,
-    pub(crate) nnodes: usize,
-    pub(crate) node_rank: Option<usize>,
-    /// Where the launchers of several machines meet, and under which name.
-    pub(crate) master: Option<(String, u16)>,
-    pub(crate) meeting_id: String,
-    pub(crate) invitation: Option<String>,
-    pub(crate) secret_file: Option<PathBuf>,
-    pub(crate) join_timeout: Duration,
-    pub(crate) peer_timeout: Duration,
-    pub(crate) notices: Notices,
+    spec: JobSpec,
 }
 
 impl Launcher {
@@ -78,13 +47,13 @@ impl Launcher {
     /// One rank that runs `program` with `args`, its output prefixed. The program is looked up as by a shell.
     pub fn new<A: Into<OsString>>(program: impl Into<OsString>, args: impl IntoIterator<Item = A>) -> Self {
         let args = args.into_iter().map(Into::into).collect();
-        Self {
+        let spec = JobSpec {
             program: Program { program: program.into(), args, env: Vec::new() },
             nproc: 1,
             stdio: Stdio::default(),
             grace: Self::DEFAULT_GRACE,
             max_restarts: 0,
-            output: Wishes::default(),
+            output: OutputSettings::default(),
             timeline: std::env::var_os("BURN_DDP_TIMELINE").map(PathBuf::from),
             nnodes: 1,
             node_rank: None,
@@ -94,175 +63,164 @@ impl Launcher {
             secret_file: None,
             join_timeout: Self::DEFAULT_JOIN_TIMEOUT,
             peer_timeout: Self::DEFAULT_PEER_TIMEOUT,
-            notices: Notices::default(),
-        }
+            notices: NoticeSink::default(),
+        };
+        Self { spec }
     }
 
     /// The number of ranks on this machine.
     #[must_use]
     pub fn nproc(mut self, ranks: usize) -> Self {
-        self.nproc = ranks;
+        self.spec.nproc = ranks;
         self
     }
 
-    /// Where the ranks' input and output lead.
+    /// Destination of the ranks' output, and source of their input.
     #[must_use]
     pub fn stdio(mut self, stdio: Stdio) -> Self {
-        self.stdio = stdio;
+        self.spec.stdio = stdio;
         self
     }
 
-    /// How long a rank that was told to stop (SIGTERM, or the signal sent to this process) may take before SIGKILL.
+    /// Time between the signal to end (SIGTERM, or the signal sent to this process) and SIGKILL.
     ///
     /// It also bounds, up to three seconds, the time that the others have after a failure to end by themselves.
     #[must_use]
     pub fn grace(mut self, grace: Duration) -> Self {
-        self.grace = grace.min(MAX_GRACE);
+        self.spec.grace = grace.min(MAX_GRACE);
         self
     }
 
     /// A further variable for every rank. The variables that describe the job take precedence.
     #[must_use]
     pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
-        self.program.env.push((name.into(), value.into()));
+        self.spec.program.env.push((name.into(), value.into()));
         self
     }
 
-    /// How often the job is started anew after a rank has failed. A new generation starts when all ranks of the last one are dead;
-    /// `BURN_DDP_RESTART_COUNT` tells the ranks its number.
+    /// Number of times that the job is started anew after a rank has failed. A new generation starts when all ranks of
+    /// the last one are dead; `BURN_DDP_RESTART_COUNT` tells the ranks its number.
     ///
     /// A job that was interrupted, that lost a machine, or whose cause exited with 2 (wrong usage), is not restarted.
     #[must_use]
     pub fn max_restarts(mut self, times: u32) -> Self {
-        self.max_restarts = times;
+        self.spec.max_restarts = times;
         self
     }
 
     /// Keeps output, events and reports of this job in a directory of its own below `dir`; `dir/latest` leads to it.
     #[must_use]
     pub fn log_dir(mut self, dir: impl Into<PathBuf>) -> Self {
-        self.output.dir = Some(dir.into());
+        self.spec.output.dir = Some(dir.into());
         self
     }
 
-    /// A file for a trace of what all ranks do, which Perfetto and Chrome open; see
-    /// [`burn_ddp_comm::timeline`]. Without this it is what `BURN_DDP_TIMELINE` says. Of several generations the last one is kept.
+    /// A file for a trace of what all ranks do, which Perfetto and Chrome open; see [`burn_ddp_comm::timeline`].
+    /// Without this it is what `BURN_DDP_TIMELINE` says. Of several generations the last one is kept.
     #[must_use]
     pub fn timeline(mut self, file: impl Into<PathBuf>) -> Self {
         let file = file.into();
-        self.timeline = Some(file.clone());
+        self.spec.timeline = Some(file.clone());
         self.env("BURN_DDP_TIMELINE", file)
     }
 
-    /// What goes to the log directory instead of the console.
+    /// Output that goes to the log directory instead of the console.
     #[must_use]
     pub fn redirects(mut self, streams: Streams) -> Self {
-        self.output.redirects = Some(streams);
+        self.spec.output.redirects = Some(streams);
         self
     }
 
-    /// What goes to the log directory and the console. Without this and [`redirects`](Self::redirects) it is everything.
+    /// Output that goes to the log directory and the console. Without this and [`redirects`](Self::redirects) it is
+    /// everything.
     #[must_use]
     pub fn tee(mut self, streams: Streams) -> Self {
-        self.output.tee = Some(streams);
+        self.spec.output.tee = Some(streams);
         self
     }
 
     /// The local ranks that the console shows.
     #[must_use]
     pub fn local_ranks_filter(mut self, local_ranks: impl Into<Vec<usize>>) -> Self {
-        self.output.filter = Some(local_ranks.into());
+        self.spec.output.filter = Some(local_ranks.into());
         self
     }
 
-    /// The job spans `nnodes` machines, each with a launcher of its own; they meet at `host:port`, where node 0 listens.
+    /// The job spans `nnodes` machines, each with a launcher of its own; they meet at `host:port`, where node 0
+    /// listens.
     ///
     /// All must have the same [secret](Self::secret_file).
     #[must_use]
     pub fn nodes(mut self, nnodes: usize, host: impl Into<String>, port: u16) -> Self {
-        self.nnodes = nnodes;
-        self.master = Some((host.into(), port));
+        self.spec.nnodes = nnodes;
+        self.spec.master = Some((host.into(), port));
         self
     }
 
-    /// The number of this machine. Without it, whoever can listen at the meeting's address is 0, and the others are numbered as they
-    /// come.
+    /// The number of this machine. Without it, the machine that can listen at the meeting's address is 0, and the
+    /// others are numbered as they come.
     #[must_use]
     pub fn node_rank(mut self, node: usize) -> Self {
-        self.node_rank = Some(node);
+        self.spec.node_rank = Some(node);
         self
     }
 
     /// The name of a meeting of several machines, which all must give alike.
     #[must_use]
     pub fn meeting_id(mut self, name: impl Into<String>) -> Self {
-        self.meeting_id = name.into();
+        self.spec.meeting_id = name.into();
         self
     }
 
-    /// What node 0 says, through [`notices`](Self::notices), before it waits for the other machines.
+    /// Notice that node 0 shows, through [`notices`](Self::notices), before it waits for the other machines.
     #[must_use]
     pub fn invitation(mut self, text: impl Into<String>) -> Self {
-        self.invitation = Some(text.into());
+        self.spec.invitation = Some(text.into());
         self
     }
 
-    /// The file with the job's secret. Needed for several machines; on one, each job has a new one that nobody sees.
+    /// The file with the job's secret. Needed for several machines; on one, each job makes a new one that only its
+    /// ranks see.
     #[must_use]
     pub fn secret_file(mut self, path: impl Into<PathBuf>) -> Self {
-        self.secret_file = Some(path.into());
+        self.spec.secret_file = Some(path.into());
         self
     }
 
-    /// How long launchers, and ranks, wait for each other in the beginning.
+    /// Longest time that launchers, and ranks, wait for each other in the beginning.
     #[must_use]
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
-        self.join_timeout = timeout.min(MAX_GRACE);
+        self.spec.join_timeout = timeout.min(MAX_GRACE);
         self.env("BURN_DDP_JOIN_TIMEOUT", timeout.as_secs_f64().to_string())
     }
 
-    /// After how much silence another launcher, or a rank, is lost.
+    /// Silence after which another launcher, or a rank, is lost.
     #[must_use]
     pub fn peer_timeout(mut self, timeout: Duration) -> Self {
-        self.peer_timeout = timeout.min(MAX_GRACE);
+        self.spec.peer_timeout = timeout.min(MAX_GRACE);
         self.env("BURN_DDP_PEER_TIMEOUT", timeout.as_secs_f64().to_string())
     }
 
-    /// Shows remarks while the job runs: a rank that is stopped or silent, a restart, a machine that is waited for. Each is one
-    /// line without its end. Without this they only go to `tracing`.
+    /// Shows remarks while the job runs: a rank that is stopped or silent, a restart, a machine that is waited for.
+    /// Each is one line without its end. Without this they only go to `tracing`.
     #[must_use]
     pub fn notices(mut self, show: fn(&str)) -> Self {
-        self.notices = Notices(Some(show));
+        self.spec.notices = NoticeSink(Some(show));
         self
     }
 
-    /// Starts the ranks, waits until all have ended and tells how. Blocks.
+    /// Starts the ranks, waits until all have ended and returns the outcome. Blocks.
     ///
-    /// While it runs, SIGINT, SIGTERM and SIGHUP to this process go to all ranks instead (SIGHUP only if it was not ignored);
-    /// a second SIGINT kills them. SIGTSTP (Ctrl-Z) stops the ranks and this process until it is continued. The ranks die with the
-    /// calling thread, even if this process is killed.
+    /// While it runs, SIGINT, SIGTERM and SIGHUP to this process go to all ranks instead (SIGHUP only if it was not
+    /// ignored); a second SIGINT kills them. SIGTSTP (Ctrl-Z) stops the ranks and this process until it is continued.
+    /// The ranks die with the calling thread, even if this process is killed.
     ///
     /// # Errors
     ///
-    /// Only if the job could not be started; ranks started so far are killed. Whatever happens later is in the [`Outcome`].
+    /// Only if the job could not be started; ranks started so far are killed. Whatever happens later is in the
+    /// [`Outcome`].
     pub fn run(&self) -> Result<Outcome, LaunchError> {
-        self.check()?;
-        job::run(self)
-    }
-
-    fn check(&self) -> Result<(), LaunchError> {
-        if !(1..=MAX_RANKS).contains(&self.nproc) {
-            return Err(LaunchError::BadRankCount { nproc: self.nproc, max: MAX_RANKS });
-        }
-        self.output.check()?;
-        let usage = |message: String| Err(LaunchError::Usage(message));
-        if self.nnodes == 0 {
-            return usage("a job has at least one machine".into());
-        }
-        if let Some(node) = self.node_rank.filter(|node| *node >= self.nnodes) {
-            let last = self.nnodes - 1;
-            return usage(format!("node rank {node} of {} machines: they are numbered from 0 to {last}", self.nnodes));
-        }
-        Ok(())
+        self.spec.check()?;
+        generations::run(&self.spec)
     }
 }

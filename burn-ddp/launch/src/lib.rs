@@ -1,68 +1,68 @@
-//! Starts the ranks of a data-parallel job on one machine, watches them and tells which one failed first.
+//! Starts the ranks of a data-parallel job on one machine, watches them and reports which one failed first.
 //!
 //! The library behind the `burnrun` program and behind a program that launches itself. It knows nothing of training.
 //!
 //! | | |
 //! |---|---|
-//! | [`Launcher`] | what to start, how often, and where the output goes |
-//! | [`Outcome`], [`Failure`], [`End`] | how the job ended; `Display` gives the report for a person |
-//! | [`LaunchError`] | why it did not start |
+//! | [`Launcher`] | builder of a job: program, ranks, machines, output |
+//! | [`Outcome`], [`Failure`], [`RankExit`] | result of a job that ran; `Display` gives the report for a person |
+//! | [`LaunchError`] | reason why a job did not start |
 //!
-//! What a job can rely on:
+//! A job can rely on this:
 //!
-//! - The launcher hosts the rendezvous store on a free port of the loopback interface: nobody chooses a port, and jobs on
-//!   one machine never meet.
-//! - Each rank leads a process group (and session) of its own; when the job ends, so does everything in those groups. If the
-//!   launcher is killed, the ranks are too.
-//! - The first rank that fails decides the exit code. The others get up to three seconds to end with errors of their own, then
-//!   SIGTERM, then, after the grace time, SIGKILL.
+//! - The launcher hosts the rendezvous store on a free port of the loopback interface: no port is to be chosen, and
+//!   jobs on one machine never meet.
+//! - Each rank leads a process group (and session) of its own; when the job ends, so does everything in those groups.
+//!   If the launcher is killed, the ranks are too.
+//! - The first rank that fails decides the exit code. The others get up to three seconds to end with errors of their
+//!   own, then SIGTERM, then, after the grace time, SIGKILL.
 //! - Lines of different ranks are never mixed.
 //!
 //! # Example
 //!
 //! ```
-//! use burn_ddp_launch::{End, Launcher};
+//! use burn_ddp_launch::{RankExit, Launcher};
 //!
 //! let script = r#"if [ "$BURN_DDP_RANK" = 1 ]; then echo "no data" >&2; exit 7; fi; sleep 60"#;
 //! let outcome = Launcher::new("sh", ["-c", script]).nproc(3).grace(std::time::Duration::from_millis(100)).run()?;
 //!
 //! let failure = outcome.failure.as_ref().expect("rank 1 fails");
-//! assert_eq!((failure.rank, failure.end), (1, End::Exit(7)));
+//! assert_eq!((failure.rank, failure.exit), (1, RankExit::Code(7)));
 //! assert_eq!(failure.last_lines, ["no data"]);
 //! assert_eq!(outcome.stopped, [0, 2]);
 //! println!("{outcome}"); // rank 1 (pid 4711) exited with code 7 after 0.0 s; stopped the other 2 ranks …
 //! # Ok::<(), burn_ddp_launch::LaunchError>(())
 //! ```
-#![deny(unsafe_code)] // only child.rs (between fork and exec) and signals.rs (handlers)
+#![deny(unsafe_code)] // only process_group.rs (between fork and exec) and signals.rs (handlers)
 
-mod child;
 mod command;
-mod display;
-mod end;
 mod error;
-mod events;
+mod event;
+mod exit;
+mod generation;
+mod generations;
 mod guardian;
-mod job;
-mod kept;
 mod launcher;
-mod lines;
-mod logs;
-mod markdown;
-mod node;
+mod node_outcome;
 mod nodes;
-mod outcome;
-mod outside;
-mod relay;
+mod output;
+mod process_group;
+mod processes;
+mod rank_start;
+mod rank_store;
+mod report;
+mod report_dir;
 mod signals;
-mod store;
-mod supervise;
-mod tail;
-mod told;
+mod spec;
+mod supervisor;
+mod trust;
+mod unnamed_file;
 
 pub use command::available_cores;
-pub use end::End;
 pub use error::LaunchError;
-pub use kept::rebuild_report;
-pub use launcher::{Launcher, Stdio};
-pub use logs::Streams;
-pub use outcome::{Failure, Outcome};
+pub use exit::RankExit;
+pub use launcher::Launcher;
+pub use output::settings::Streams;
+pub use report::archive::rebuild_report;
+pub use report::outcome::{Failure, Outcome};
+pub use spec::Stdio;

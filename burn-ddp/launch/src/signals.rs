@@ -15,15 +15,15 @@ use std::thread;
 
 use libc::c_int;
 
-use crate::supervise::Event;
+use crate::event::Event;
 
 const CAUGHT: [c_int; 5] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGTSTP, libc::SIGWINCH];
 
-/// Where the handler writes signal numbers. Written once, before the first handler is installed, and never closed: a handler
-/// may still be running on another thread when the handlers are taken away.
+/// File descriptor to which the handler writes signal numbers. Written once, before the first handler is installed, and
+/// never closed: a handler may still be running on another thread when the handlers are taken away.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
-/// The process that the handler works for. A forked child that has not executed yet shares the pipe and must stay silent, or
-/// one Ctrl-C would count twice.
+/// The process that the handler works for. A forked child that has not executed yet shares the pipe and must stay
+/// silent, or one Ctrl-C would count twice.
 static OWNER: AtomicI32 = AtomicI32::new(0);
 static SHARED: Mutex<Shared> = Mutex::new(Shared { next: 0, listeners: Vec::new(), saved: Vec::new() });
 
@@ -31,7 +31,7 @@ struct Shared {
     next: u64,
     /// The running launchers of this process. Read by the reader thread for each signal.
     listeners: Vec<(u64, Sender<Event>)>,
-    /// What each changed signal did before.
+    /// Former action of each changed signal.
     saved: Vec<(c_int, libc::sigaction)>,
 }
 
@@ -119,7 +119,7 @@ pub(crate) fn stop_here() -> io::Result<()> {
 fn restore(shared: &mut Shared) {
     for (signal, old) in shared.saved.drain(..) {
         let ours = if signal == libc::SIGCHLD { libc::SIG_DFL } else { on_signal as *const () as libc::sighandler_t };
-        // Someone who installed a handler of their own meanwhile keeps it.
+        // A handler that other code has installed meanwhile stays.
         if current(signal).is_ok_and(|now| now.sa_sigaction == ours)
             && let Err(error) = set(signal, &old)
         {
@@ -129,7 +129,8 @@ fn restore(shared: &mut Shared) {
 }
 
 fn action(handler: libc::sighandler_t) -> libc::sigaction {
-    // SAFETY: `sigaction` is a C struct of integers, for which all-zero bytes are a valid value (an empty mask, no flags).
+    // SAFETY: `sigaction` is a C struct of integers, for which all-zero bytes are a valid value (an empty mask, no
+    // flags).
     let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
     action.sa_sigaction = handler;
     // Other threads' blocking calls go on as if nothing happened.
@@ -147,8 +148,8 @@ fn current(signal: c_int) -> io::Result<libc::sigaction> {
 }
 
 fn set(signal: c_int, new: &libc::sigaction) -> io::Result<()> {
-    // SAFETY: `new` is a live sigaction whose handler is SIG_DFL, `on_signal` (async-signal-safe, takes one int, as the flags
-    // say), or an action that `sigaction` itself returned; a null old action is allowed.
+    // SAFETY: `new` is a live sigaction whose handler is SIG_DFL, `on_signal` (async-signal-safe, takes one int, as the
+    // flags say), or an action that `sigaction` itself returned; a null old action is allowed.
     match unsafe { libc::sigaction(signal, new, std::ptr::null_mut()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -156,8 +157,8 @@ fn set(signal: c_int, new: &libc::sigaction) -> io::Result<()> {
 }
 
 extern "C" fn on_signal(signal: c_int) {
-    // SAFETY: only async-signal-safe calls (getpid, write) and atomics; `PIPE` is open for the rest of the process's life and
-    // non-blocking, the buffer is one byte on this stack, and errno, which `write` may change, is put back.
+    // SAFETY: only async-signal-safe calls (getpid, write) and atomics; `PIPE` is open for the rest of the process's
+    // life and non-blocking, the buffer is one byte on this stack, and errno, which `write` may change, is put back.
     unsafe {
         if libc::getpid() != OWNER.load(Ordering::Acquire) {
             return;
@@ -170,7 +171,7 @@ extern "C" fn on_signal(signal: c_int) {
     }
 }
 
-/// Where this thread's `errno` lies.
+/// Address of this thread's `errno`.
 fn errno() -> *mut c_int {
     // SAFETY: takes no argument and returns a pointer that is valid for this thread.
     #[cfg(not(target_vendor = "apple"))]

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use burn_ddp_launch::{End, LaunchError, Launcher, Stdio};
+use burn_ddp_launch::{LaunchError, Launcher, RankExit, Stdio};
 
 #[test]
 fn the_outcome_says_it_all() {
@@ -10,7 +10,7 @@ fn the_outcome_says_it_all() {
     let outcome = Launcher::new("sh", ["-c", script]).nproc(3).grace(Duration::from_secs(1)).run().unwrap();
     assert_eq!((outcome.exit_code, outcome.nproc), (6, 3));
     let failure = outcome.failure.as_ref().unwrap();
-    assert_eq!((failure.rank, failure.end, failure.running), (0, End::Exit(6), 2));
+    assert_eq!((failure.rank, failure.exit, failure.running), (0, RankExit::Code(6), 2));
     assert_eq!(failure.last_lines, ["why"]);
     assert_eq!((&outcome.stopped[..], &outcome.killed[..]), (&[1, 2][..], &[][..]));
     assert_eq!(outcome.interrupted_by, None);
@@ -45,7 +45,7 @@ fn several_launchers_run_in_one_process() {
 fn without_relayed_output_there_is_no_wait_for_it() {
     let outcome = Launcher::new("sh", ["-c", "exit 3"]).stdio(Stdio::FirstRankInherits).run().unwrap();
     let failure = outcome.failure.unwrap();
-    assert_eq!((failure.end, failure.last_lines.len()), (End::Exit(3), 0));
+    assert_eq!((failure.exit, failure.last_lines.len()), (RankExit::Code(3), 0));
 }
 
 #[test]

@@ -76,7 +76,9 @@ const PANIC: &str = r#"
     echo "thread 'main' (77) panicked at src/train.rs:88:13:"
     echo "index out of bounds"
     echo "stack backtrace:"
-    i=0; while [ $i -lt 40 ]; do echo "  $i: core::ops::function"; echo "             at /rustc/x.rs:1:2"; i=$((i + 1)); done
+    i=0; while [ $i -lt 40 ]; do
+        echo "  $i: core::ops::function"; echo "             at /rustc/x.rs:1:2"; i=$((i + 1))
+    done
     exit 101"#;
 
 #[test]

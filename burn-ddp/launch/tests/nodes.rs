@@ -11,8 +11,8 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use burn_ddp_comm::{LaunchEnv, WorldOptions, ReduceOp, Secret, World};
-use burn_ddp_launch::{End, LaunchError, Launcher, Outcome};
+use burn_ddp_comm::{LaunchEnv, ReduceOp, Secret, World, WorldOptions};
+use burn_ddp_launch::{LaunchError, Launcher, Outcome, RankExit};
 use common::{Finished, Job, assert_gone, burnrun};
 use free_port::FreePort;
 use rustix::process::Signal;
@@ -125,7 +125,7 @@ fn machines_without_a_number_are_numbered_as_they_come() {
     };
     for outcome in run_all([launcher(), launcher()]) {
         let failure = outcome.unwrap().failure.unwrap();
-        assert_eq!((failure.rank, failure.end), (1, End::Exit(1)));
+        assert_eq!((failure.rank, failure.exit), (1, RankExit::Code(1)));
     }
 }
 

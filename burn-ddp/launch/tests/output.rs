@@ -43,10 +43,12 @@ fn the_timeline_is_put_together_when_all_ranks_have_ended() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("trace.json");
     std::fs::write(dir.path().join("trace.json.rank-1"), "left by an earlier job\n").unwrap();
-    // What ranks leave that are killed: rank 1 dies in the middle of a line, and before it had written anything in the second job.
+    // What ranks leave that are killed: rank 1 dies in the middle of a line, and before it had written anything in the
+    // second job.
     let part = r#"
         [ "$BURN_DDP_TIMELINE" ] || exit 9
-        printf '{"rank":%s,"origin_ns":5000}\n{"ts":1.000,"ph":"i","pid":%s,"name":"a"}\n{"ts":2.0' $RANK $RANK > "$BURN_DDP_TIMELINE.rank-$RANK"
+        printf '{"rank":%s,"origin_ns":5000}\n{"ts":1.000,"ph":"i","pid":%s,"name":"a"}\n{"ts":2.0' \
+            $RANK $RANK > "$BURN_DDP_TIMELINE.rank-$RANK"
         kill -KILL $$"#;
     let finished = run(&mut script(2, &["--timeline", file.to_str().unwrap()], part));
     assert_eq!(finished.code(), 137, "{}", finished.stderr);

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use burn_ddp_comm::{LaunchEnv, WorldOptions, ReduceOp, World};
-use burn_ddp_launch::{End, Launcher, Outcome};
+use burn_ddp_comm::{LaunchEnv, ReduceOp, World, WorldOptions};
+use burn_ddp_launch::{Launcher, Outcome, RankExit};
 
 fn launch(nproc: usize, what: &str) -> Outcome {
     let program = std::env::current_exe().unwrap();
@@ -23,8 +23,11 @@ fn launch(nproc: usize, what: &str) -> Outcome {
 fn as_a_rank() {
     let what = std::env::var("RANK_DOES").expect("this is no test of its own: run the others");
     let env = LaunchEnv::detect().unwrap().expect("the launcher's variables");
-    let options =
-        WorldOptions { timeout: Duration::from_secs(20), join_timeout: Duration::from_secs(20), ..WorldOptions::default() };
+    let options = WorldOptions {
+        timeout: Duration::from_secs(20),
+        join_timeout: Duration::from_secs(20),
+        ..WorldOptions::default()
+    };
     if let Some(code) = what.strip_prefix("miss ")
         && env.rank == 1
     {
@@ -59,10 +62,10 @@ fn ranks_meet_at_the_launchers_store() {
 fn survivors_end_by_themselves_with_an_error_about_the_culprit() {
     let outcome = launch(3, "die");
     // A survivor may be gone before the system shows the end of the culprit.
-    let first = outcome.failure.as_ref().map(|failure| (failure.rank, failure.end));
+    let first = outcome.failure.as_ref().map(|failure| (failure.rank, failure.exit));
     let mut failed: Vec<_> = first.into_iter().chain(outcome.also_failed.clone()).collect();
     failed.sort_by_key(|&(rank, _)| rank);
-    assert_eq!(failed, [(0, End::Exit(3)), (1, End::Exit(42)), (2, End::Exit(3))], "{outcome}");
+    assert_eq!(failed, [(0, RankExit::Code(3)), (1, RankExit::Code(42)), (2, RankExit::Code(3))], "{outcome}");
     assert!(outcome.stopped.is_empty(), "nobody had to be told: {outcome}");
 }
 
@@ -72,7 +75,7 @@ fn ranks_that_are_about_to_meet_need_not_wait_for_one_that_ended() {
         let outcome = launch(3, &format!("miss {code}"));
         assert!(outcome.elapsed < Duration::from_secs(8), "far from the join timeout: {outcome}");
         let codes: Vec<_> = outcome.also_failed.iter().map(|(_, end)| *end).collect();
-        assert!(outcome.exit_code != 0 && codes.contains(&End::Exit(101)), "{outcome}");
+        assert!(outcome.exit_code != 0 && codes.contains(&RankExit::Code(101)), "{outcome}");
         assert!(outcome.stopped.is_empty(), "they ended with the error of their join: {outcome}");
     }
 }

@@ -46,7 +46,9 @@ fn the_old_generation_is_dead_before_the_new_one_starts() {
         if [ $BURN_DDP_RESTART_COUNT = 0 ]; then
             trap '' TERM; sleep 100 & echo "$$ $!" >"$DIR/pids"; while :; do sleep 0.05; done
         fi
-        for pid in $(cat "$DIR/pids"); do [ -d /proc/$pid ] && grep -q 'State:.[RSD]' /proc/$pid/status && echo $pid lives; done
+        for pid in $(cat "$DIR/pids"); do
+            [ -d /proc/$pid ] && grep -q 'State:.[RSD]' /proc/$pid/status && echo $pid lives
+        done
         exit 0"#;
     let finished = run(script(2, &["--max-restarts", "1", "--grace", "0.2"], program).env("DIR", dir.path()));
     assert_eq!((finished.code(), finished.stdout), (0, vec![]), "{}", finished.stderr);

@@ -61,7 +61,8 @@ fn a_stopped_rank_is_named_and_so_is_its_going_on() {
 
 #[test]
 fn ctrl_z_stops_the_whole_job_and_fg_lets_it_go_on() {
-    // A process group of its own, whose parent is in another group of the session, as under a shell: else the kernel would not stop it.
+    // A process group of its own, whose parent is in another group of the session, as under a shell: else the kernel
+    // would not stop it.
     let mut command = script(2, &["--grace", "1"], "echo $$; exec sleep 100");
     let job = Job::start(command.process_group(0));
     let pids: Vec<u32> = job.lines(2).iter().map(|line| pid_of(line)).collect();

@@ -17,7 +17,7 @@ struct Args {
     json: bool,
 }
 
-/// What the driver says.
+/// GPUs, as the driver lists them.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct Devices {
     /// The driver's version.
@@ -25,7 +25,7 @@ pub(super) struct Devices {
     /// The newest CUDA that the driver can run.
     pub(super) cuda: Option<String>,
     pub(super) devices: Vec<Device>,
-    /// Why there are none, or not all is known.
+    /// Reason why there are none, or not all is known.
     pub(super) note: Option<String>,
 }
 
@@ -36,7 +36,7 @@ pub(super) struct Device {
     uuid: Option<String>,
     memory_used_bytes: Option<u64>,
     memory_total_bytes: Option<u64>,
-    /// Of the last second or so.
+    /// Load in the last second or so.
     busy_percent: Option<u32>,
 }
 
@@ -83,7 +83,7 @@ pub(super) fn list() -> Devices {
     }
 }
 
-/// How many GPUs the ranks may use, as far as that can be known.
+/// Number of GPUs that the ranks may use, as far as it can be known.
 pub(super) fn visible_count() -> Option<usize> {
     let count = match query() {
         Ok(found) => found.devices.len(),

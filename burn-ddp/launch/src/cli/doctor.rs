@@ -1,4 +1,4 @@
-//! `burnrun doctor`: what a job needs on this machine.
+//! `burnrun doctor`: checks of this machine.
 
 use std::env;
 use std::ffi::OsString;
@@ -50,7 +50,7 @@ pub(super) fn main(words: &[OsString]) -> i32 {
     let text = if args.json {
         serde_json::to_string_pretty(&checks).map(|json| format!("{json}\n")).unwrap_or_default()
     } else {
-        checks.iter().map(Check::told).collect()
+        checks.iter().map(Check::line).collect()
     };
     // A pager that was closed early has seen enough.
     let _ = std::io::stdout().write_all(text.as_bytes());
@@ -66,7 +66,7 @@ impl Check {
         Self { what, state, found: found.into(), fix: Some(fix.into()) }
     }
 
-    fn told(&self) -> String {
+    fn line(&self) -> String {
         let state = match self.state {
             State::Ok => "ok  ",
             State::Warn => "warn",
@@ -226,7 +226,7 @@ fn nccl(has_gpus: bool) -> Check {
     }
 }
 
-/// Where the dynamic loader would find it.
+/// Path at which the dynamic loader would find a library.
 fn find_library(name: &str) -> Option<PathBuf> {
     let set = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let in_path = env::split_paths(&set).map(|dir| dir.join(name)).find(|path| path.exists());

@@ -1,9 +1,10 @@
-//! The command line of `burnrun`.
+//! The program `burnrun`: chooses the command, and launches a job by its options.
 
 mod devices;
 mod doctor;
 mod help;
 mod next_node;
+mod options;
 mod report;
 mod secret;
 
@@ -11,192 +12,13 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use burn_ddp_launch::{LaunchError, Launcher, Stdio, Streams, available_cores};
-use clap::builder::BoolishValueParser;
+use burn_ddp_launch::{LaunchError, Launcher, Stdio};
 use clap::error::{ContextKind, ContextValue};
-use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum};
+use clap::{CommandFactory, FromArgMatches, Parser};
 
-/// Starts the ranks of a data-parallel training program, watches them, and says which one failed and why.
-///
-/// The ranks find each other by themselves. On one machine no port is chosen, and any number of jobs can run side by side; on
-/// several, burnrun is started on each of them.
-#[derive(Debug, Parser)]
-#[command(name = "burnrun", version, styles = help::STYLES, max_term_width = 100, after_long_help = help::AFTER_HELP)]
-#[command(
-    after_help = "See --help for examples, other commands, the variables that each rank gets, and the exit codes."
-)]
-#[command(override_usage = help::USAGE, next_help_heading = "Ranks")]
-pub(crate) struct Cli {
-    /// How many ranks to start on this machine: a number, or `auto` for one per GPU, or else one per processor core
-    ///
-    /// `auto` counts the GPUs that CUDA_VISIBLE_DEVICES leaves, and the cores that this process may use (container limits
-    /// count). `gpu` and `cpu` insist on one or the other.
-    #[arg(short = 'n', long, alias = "nproc_per_node", value_name = "N|auto", env = "BURNRUN_NPROC_PER_NODE")]
-    #[arg(default_value = "1", value_parser = parse_nproc, allow_negative_numbers = true)]
-    nproc_per_node: usize,
+use options::{Cli, StdioMode};
 
-    /// How often to start all ranks anew after one has failed
-    ///
-    /// A new generation starts when all ranks of the last one are dead, on all machines; BURN_DDP_RESTART_COUNT tells the ranks
-    /// its number. Not after Ctrl-C, nor if a machine is lost, nor if the program exits with 2, which means wrong usage.
-    #[arg(long, alias = "max_restarts", value_name = "N", env = "BURNRUN_MAX_RESTARTS", default_value = "0")]
-    max_restarts: u32,
-
-    /// How long a rank that was told to stop may take before it is killed
-    ///
-    /// Counts from SIGTERM, after another rank has failed, or from the signal that burnrun was sent and passed on. A failed
-    /// job's other ranks first get the same time, at most 3 s, to end with errors of their own.
-    #[arg(long, value_name = "SECONDS", env = "BURNRUN_GRACE", default_value = "3", value_parser = parse_seconds)]
-    #[arg(allow_negative_numbers = true)]
-    grace: Duration,
-
-    /// How many machines the job has; start burnrun with the same value on each of them
-    ///
-    /// Node 0 prints the command for the others. They need the same secret: `burnrun secret FILE` makes one.
-    #[arg(long, value_name = "N", env = "BURNRUN_NNODES", default_value = "1", value_parser = parse_nnodes)]
-    #[arg(help_heading = "Several machines", allow_negative_numbers = true)]
-    nnodes: usize,
-
-    /// The number of this machine, from 0
-    ///
-    /// Without it, the machine that has the master's address is 0, and the others are numbered as they come.
-    #[arg(long, alias = "node_rank", value_name = "K", env = "BURNRUN_NODE_RANK", help_heading = "Several machines")]
-    node_rank: Option<usize>,
-
-    /// Name or address of node 0, as the other machines know it
-    #[arg(long, alias = "master_addr", value_name = "HOST", env = "BURNRUN_MASTER_ADDR")]
-    #[arg(help_heading = "Several machines")]
-    master_addr: Option<String>,
-
-    /// The port on which node 0's burnrun listens
-    #[arg(long, alias = "master_port", value_name = "PORT", env = "BURNRUN_MASTER_PORT", default_value = "29500")]
-    #[arg(help_heading = "Several machines", value_parser = clap::value_parser!(u16).range(1..))]
-    master_port: u16,
-
-    /// --master-addr and --master-port in one
-    #[arg(long, alias = "rdzv_endpoint", value_name = "HOST[:PORT]", env = "BURNRUN_RDZV_ENDPOINT")]
-    #[arg(help_heading = "Several machines", conflicts_with = "master_addr")]
-    rdzv_endpoint: Option<String>,
-
-    /// Name of the job, the same on all machines; tells jobs apart that use one address by mistake
-    #[arg(long, alias = "rdzv_id", value_name = "NAME", env = "BURNRUN_RDZV_ID", default_value = "burnrun")]
-    #[arg(help_heading = "Several machines")]
-    rdzv_id: String,
-
-    /// Accepted for torchrun's sake
-    #[arg(long, alias = "rdzv_backend", env = "BURNRUN_RDZV_BACKEND", value_parser = ["c10d", "static"], hide = true)]
-    #[allow(dead_code, reason = "there is one kind of meeting")]
-    rdzv_backend: Option<String>,
-
-    /// Run on this machine only, which is the default; refuses --nnodes
-    #[arg(long, env = "BURNRUN_STANDALONE", value_parser = BoolishValueParser::new())]
-    #[arg(help_heading = "Several machines")]
-    standalone: bool,
-
-    /// File with the job's secret, made by `burnrun secret FILE` and copied to every machine
-    ///
-    /// BURN_DDP_SECRET_FILE names it too. Without it a job on one machine makes a secret of its own that nobody sees, and a job on
-    /// several machines is refused. In a network of which you trust every user, BURN_DDP_TRUST_NETWORK=1 does without.
-    #[arg(long, alias = "secret_file", value_name = "FILE", env = "BURNRUN_SECRET_FILE")]
-    #[arg(help_heading = "Several machines")]
-    secret_file: Option<PathBuf>,
-
-    /// Network interface, by name or address, on which ranks listen and from which they connect
-    #[arg(long, value_name = "NAME", env = "BURNRUN_INTERFACE", help_heading = "Several machines")]
-    interface: Option<String>,
-
-    /// How long to wait for all machines, and then all ranks, to come together [default: 300]
-    #[arg(
-        long,
-        alias = "join_timeout",
-        value_name = "SECONDS",
-        env = "BURNRUN_JOIN_TIMEOUT",
-        help_heading = "Waiting"
-    )]
-    #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
-    join_timeout: Option<Duration>,
-
-    /// How long one collective may take [default: 600]
-    #[arg(long, value_name = "SECONDS", env = "BURNRUN_TIMEOUT", help_heading = "Waiting")]
-    #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
-    timeout: Option<Duration>,
-
-    /// After how much silence a rank or a machine is lost
-    ///
-    /// By default a machine that cannot be reached is lost after 30 s, and a process that is only silent (stopped, or in a debugger) is
-    /// not lost before its collective's time is over. With this value, both are.
-    #[arg(
-        long,
-        alias = "peer_timeout",
-        value_name = "SECONDS",
-        env = "BURNRUN_PEER_TIMEOUT",
-        help_heading = "Waiting"
-    )]
-    #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
-    peer_timeout: Option<Duration>,
-
-    /// Between two signs of life of a rank [default: 1]
-    #[arg(long, value_name = "SECONDS", env = "BURNRUN_HEARTBEAT", help_heading = "Waiting")]
-    #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
-    heartbeat: Option<Duration>,
-
-    /// Where the ranks' output goes on the console
-    #[arg(long, value_name = "MODE", env = "BURNRUN_STDIO", default_value = "prefixed", help_heading = "Output")]
-    stdio: StdioMode,
-
-    /// Keep output, events and, after a failure, a report in a new directory below this one
-    ///
-    /// DIR/latest leads to the directory of the latest job. In it, generation-0/rank-3.stderr.log is what rank 3 wrote to stderr
-    /// before the first restart, and report.md tells what went wrong. Output of a rank that keeps the terminal is not kept.
-    #[arg(long, alias = "log_dir", value_name = "DIR", env = "BURNRUN_LOG_DIR", help_heading = "Output")]
-    log_dir: Option<PathBuf>,
-
-    /// Record what all ranks do, and when, in FILE, which ui.perfetto.dev and chrome://tracing open
-    ///
-    /// Steps, backward, buckets, waiting, loading data, and collectives with their lines. On several machines each has the ranks
-    /// that run there, unless they share FILE's directory. BURN_DDP_TIMELINE says the same, also without burnrun.
-    #[arg(long, value_name = "FILE", env = "BURNRUN_TIMELINE", help_heading = "Output")]
-    timeline: Option<PathBuf>,
-
-    /// Output that goes to the log directory and not to the console: 0 none, 1 stdout, 2 stderr, 3 both
-    ///
-    /// For all ranks, or by local rank, such as 0:3,1:2.
-    #[arg(short = 'r', long, value_name = "STREAMS", env = "BURNRUN_REDIRECTS", help_heading = "Output")]
-    redirects: Option<Streams>,
-
-    /// Output that goes to the log directory and to the console, as for --redirects
-    ///
-    /// With --log-dir and neither of the two, everything goes to both.
-    #[arg(short = 't', long, value_name = "STREAMS", env = "BURNRUN_TEE", help_heading = "Output")]
-    tee: Option<Streams>,
-
-    /// The local ranks whose output the console shows, such as 0,2
-    #[arg(long, alias = "local_ranks_filter", value_name = "RANKS", env = "BURNRUN_LOCAL_RANKS_FILTER")]
-    #[arg(help_heading = "Output", value_delimiter = ',')]
-    local_ranks_filter: Option<Vec<usize>>,
-
-    /// Accepted for torchrun's sake: the program never is Python's
-    #[arg(long, alias = "no_python", hide = true)]
-    #[allow(dead_code, reason = "there is no other way")]
-    no_python: bool,
-
-    /// The program that each rank runs, looked up as in a shell, and its arguments, passed on untouched
-    // One list and not two arguments: between two, clap would look for options.
-    #[arg(value_name = "PROGRAM [ARGS]", required = true, trailing_var_arg = true)]
-    program: Vec<OsString>,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum StdioMode {
-    /// Every line to burnrun's stdout or stderr, behind `[rank 0] `
-    Prefixed,
-    /// Every line, without the prefix
-    Plain,
-    /// This machine's first rank keeps the terminal (progress bars, input); the others as in `prefixed`
-    FirstRankInherits,
-}
-
-/// Does what the command line says; the exit code.
+/// Runs the command that the command line names; returns the exit code.
 pub(crate) fn main() -> i32 {
     let words: Vec<OsString> = std::env::args_os().collect();
     match words.get(1).and_then(|word| word.to_str()) {
@@ -218,7 +40,7 @@ fn run(words: &[OsString]) -> i32 {
     code
 }
 
-/// Tells the user, line by line. Nobody may read stderr any more: then the exit code has to do.
+/// Prints to stderr, line by line. If its reader is gone, the exit code has to do.
 fn say(text: &str) {
     let lines: String = text.lines().map(|line| format!("burnrun: {line}\n")).collect();
     let _ = std::io::Write::write_all(&mut std::io::stderr(), lines.as_bytes());
@@ -246,7 +68,7 @@ impl Cli {
     }
 }
 
-/// A parsed command line, and what it was parsed from.
+/// A parsed command line, with clap's matches, which know where each value came from.
 struct Read {
     cli: Cli,
     matches: clap::ArgMatches,
@@ -294,47 +116,7 @@ impl Read {
     }
 }
 
-impl Cli {
-    /// Where the machines meet; `None` for one machine.
-    fn master(&self) -> Result<Option<(String, u16)>, LaunchError> {
-        let usage = |message: &str| Err(LaunchError::Usage(message.into()));
-        let given = match (&self.rdzv_endpoint, &self.master_addr) {
-            (Some(endpoint), _) => Some(split_endpoint(endpoint, self.master_port).map_err(LaunchError::Usage)?),
-            (None, Some(host)) => Some((host.clone(), self.master_port)),
-            (None, None) => None,
-        };
-        match (self.nnodes, given) {
-            (1, _) if self.node_rank.is_some_and(|node| node > 0) => {
-                usage("--node-rank of a job of one machine: say how many there are with --nnodes")
-            }
-            // One machine needs no meeting, as with torchrun's --standalone.
-            (1, _) => Ok(None),
-            _ if self.standalone => usage("--standalone is for one machine, and --nnodes says there are more"),
-            (_, None) => usage(
-                "several machines meet at node 0: say where with --master-addr HOST (or --rdzv-endpoint HOST:PORT), the same on all",
-            ),
-            (_, given) => Ok(given),
-        }
-    }
-}
-
-/// `host`, `host:port`, `[::1]:port`.
-fn split_endpoint(text: &str, default_port: u16) -> Result<(String, u16), String> {
-    let wrong = || format!("--rdzv-endpoint {text:?} is not of the form HOST or HOST:PORT, such as node0:29500");
-    let (host, port) = match text.strip_prefix('[') {
-        Some(rest) => {
-            let (host, port) = rest.split_once(']').ok_or_else(wrong)?;
-            (host, port.strip_prefix(':').or_else(|| port.is_empty().then_some("")).ok_or_else(wrong)?)
-        }
-        // An IPv6 address without brackets has more than one.
-        None if text.matches(':').count() > 1 => return Err(wrong()),
-        None => text.split_once(':').unwrap_or((text, "")),
-    };
-    let port = if port.is_empty() { default_port } else { port.parse().map_err(|_| wrong())? };
-    if host.is_empty() || port == 0 { Err(wrong()) } else { Ok((host.to_owned(), port)) }
-}
-
-/// The environment variable that a value was wrong in: clap's message names only the flag.
+/// The environment variable that holds a wrong value: clap's message names only the flag.
 fn culprit(error: &clap::Error) -> Option<(String, String)> {
     let (ContextValue::String(flag), ContextValue::String(value)) =
         (error.get(ContextKind::InvalidArg)?, error.get(ContextKind::InvalidValue)?)
@@ -352,129 +134,4 @@ fn culprit(error: &clap::Error) -> Option<(String, String)> {
             .is_some_and(|short| std::env::args().any(|given| given.starts_with(&format!("-{short}"))));
     (!on_command_line && std::env::var(variable).is_ok_and(|set| set == *value))
         .then(|| (variable.to_owned(), value.clone()))
-}
-
-fn parse_nproc(text: &str) -> Result<usize, String> {
-    match text {
-        "auto" => Ok(devices::visible_count().filter(|gpus| *gpus > 0).unwrap_or_else(available_cores)),
-        "cpu" => Ok(available_cores()),
-        "gpu" => devices::visible_count()
-            .filter(|gpus| *gpus > 0)
-            .ok_or_else(|| "there is no GPU here; see `burnrun devices`".to_owned()),
-        _ => match text.parse() {
-            Ok(0) => Err("a job has at least one rank".into()),
-            Ok(ranks) => Ok(ranks),
-            Err(_) => Err("expected a number, or `auto`".into()),
-        },
-    }
-}
-
-fn parse_nnodes(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(0) => Err("a job has at least one machine".into()),
-        Ok(nodes) => Ok(nodes),
-        Err(_) if text.contains(':') => {
-            Err("a number of machines that changes (MIN:MAX) is not supported yet; give one number".into())
-        }
-        Err(_) => Err("expected a number".into()),
-    }
-}
-
-fn parse_seconds(text: &str) -> Result<Duration, String> {
-    let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    seconds.ok_or_else(|| "expected a number of seconds, 0 or more, such as 10 or 0.5".to_owned())
-}
-
-fn parse_positive_seconds(text: &str) -> Result<Duration, String> {
-    let seconds = parse_seconds(text).ok().filter(|seconds| !seconds.is_zero());
-    seconds.ok_or_else(|| "expected a number of seconds above 0, such as 10 or 0.5".to_owned())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn parse(line: &str) -> Result<Cli, clap::Error> {
-        Cli::try_parse_from(line.split(' '))
-    }
-
-    #[test]
-    fn the_definition_is_consistent() {
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn every_flag_has_a_variable() {
-        let without: Vec<_> = Cli::command()
-            .get_arguments()
-            .filter(|argument| argument.get_long().is_some() && !argument.is_hide_set() && argument.get_env().is_none())
-            .map(|argument| argument.get_id().to_string())
-            .collect();
-        assert_eq!(without, [""; 0]);
-    }
-
-    #[test]
-    fn everything_after_the_program_is_passed_on_untouched() {
-        for (line, args) in [
-            ("burnrun -n 3 train -n 8 --grace x --help", "-n 8 --grace x --help"),
-            ("burnrun -n 3 -- train -- --standalone", "-- --standalone"),
-            ("burnrun -n 3 train -- -n 5", "-- -n 5"),
-            ("burnrun -n3 train x -- y -- z", "x -- y -- z"),
-        ] {
-            let cli = parse(line).unwrap();
-            assert_eq!(cli.nproc_per_node, 3, "{line}");
-            assert_eq!(cli.program[0], "train", "{line}");
-            assert_eq!(cli.program[1..].join(" ".as_ref()), args, "{line}");
-        }
-    }
-
-    #[test]
-    fn wrong_input_is_refused() {
-        for line in [
-            "burnrun",
-            "burnrun -n 0 train",
-            "burnrun -n -1 train",
-            "burnrun -n many train",
-            "burnrun --grace -1 train",
-            "burnrun --grace nan train",
-            "burnrun --stdio loud train",
-            "burnrun --no-such-flag train",
-            "burnrun --nnodes 0 train",
-            "burnrun --nnodes 1:4 train",
-            "burnrun --master-port 0 train",
-            "burnrun --master-addr a --rdzv-endpoint b train",
-            "burnrun --tee 4 train",
-            "burnrun --local-ranks-filter a train",
-            "burnrun --timeout 0 train",
-            "burnrun --max-restarts -1 train",
-        ] {
-            assert_eq!(parse(line).expect_err(line).exit_code(), 2, "{line}");
-        }
-    }
-
-    #[test]
-    fn machines_meet_where_one_says() {
-        for (line, expected) in [
-            ("burnrun train", Ok(None)),
-            ("burnrun --standalone --nnodes 1 train", Ok(None)),
-            ("burnrun --nnodes 2 --master-addr a train", Ok(Some(("a", 29500)))),
-            ("burnrun --nnodes 2 --master_addr a --master_port 7 train", Ok(Some(("a", 7)))),
-            ("burnrun --nnodes 2 --rdzv-endpoint a:8 train", Ok(Some(("a", 8)))),
-            ("burnrun --nnodes 2 --rdzv-endpoint a train", Ok(Some(("a", 29500)))),
-            ("burnrun --nnodes 2 --rdzv-endpoint [::1]:8 train", Ok(Some(("::1", 8)))),
-            ("burnrun --nnodes 2 --rdzv-endpoint ::1:8 train", Err("HOST:PORT")),
-            ("burnrun --nnodes 2 --rdzv-endpoint a:b train", Err("HOST:PORT")),
-            ("burnrun --nnodes 2 train", Err("--master-addr")),
-            ("burnrun --nnodes 2 --standalone --master-addr a train", Err("--standalone")),
-            ("burnrun --node-rank 1 train", Err("--nnodes")),
-        ] {
-            match (parse(line).unwrap().master(), expected) {
-                (Ok(found), Ok(expected)) => {
-                    assert_eq!(found.as_ref().map(|(host, port)| (&host[..], *port)), expected, "{line}");
-                }
-                (Err(error), Err(part)) => assert!(error.to_string().contains(part), "{line}: {error}"),
-                (found, _) => panic!("{line}: {found:?}"),
-            }
-        }
-    }
 }

@@ -1,13 +1,13 @@
-//! What to run on the other machines.
+//! The command line for the other machines of a job.
 
 use std::ffi::OsStr;
 
 use clap::parser::ValueSource;
 use clap::{ArgMatches, CommandFactory};
 
-use super::Cli;
+use super::options::Cli;
 
-/// What only concerns this machine.
+/// Arguments that concern this machine alone.
 const OWN: [&str; 2] = ["node_rank", "program"];
 
 /// The command for the other machines, as node 0 tells it.
@@ -27,7 +27,7 @@ pub(super) fn invitation(matches: &ArgMatches, cli: &Cli) -> String {
     }
 }
 
-/// All that was said here, on the command line or by variables, as one line for a shell.
+/// All arguments of this machine, from the command line or variables, as one line for a shell.
 fn command(matches: &ArgMatches, cli: &Cli, node: Option<usize>) -> String {
     let mut words = Vec::new();
     // What the other machines need to be let in.
@@ -73,7 +73,8 @@ mod tests {
         for (line, expected) in [
             (
                 "burnrun --nnodes 2 --node_rank=0 --master-addr h -n auto --local-ranks-filter 0,1 ./train --x it's",
-                "on the other machine run: burnrun --nproc-per-node auto --nnodes 2 --master-addr h --local-ranks-filter 0,1 --node-rank 1 ./train --x 'it'\\''s'",
+                "on the other machine run: burnrun --nproc-per-node auto --nnodes 2 --master-addr h --local-ranks-filter 0,1 \
+                 --node-rank 1 ./train --x 'it'\\''s'",
             ),
             (
                 "burnrun --nnodes 3 --rdzv-endpoint h:7 ./train",

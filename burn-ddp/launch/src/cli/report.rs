@@ -1,4 +1,4 @@
-//! `burnrun report`: what went wrong in a job, from its log directory.
+//! `burnrun report`: the report of a job, from its log directory.
 
 use std::ffi::OsString;
 use std::io::Write;

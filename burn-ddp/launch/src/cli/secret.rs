@@ -1,4 +1,4 @@
-//! `burnrun secret`: what the machines of one job share.
+//! `burnrun secret`: makes the secret that the machines of one job share.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -8,8 +8,8 @@ use clap::Parser;
 
 /// Makes a new secret for jobs on several machines
 ///
-/// Whoever can read the file can join the job, and train on what he likes: copy it over a channel that you trust, such as scp,
-/// and keep it readable by yourself alone.
+/// Anyone who can read the file can join the job and change its training: copy it over a channel that you trust, such
+/// as scp, and keep it readable by yourself alone.
 #[derive(Debug, Parser)]
 #[command(name = "burnrun secret")]
 struct Args {
@@ -23,7 +23,8 @@ pub(super) fn main(words: &[OsString]) -> i32 {
         Ok(()) => {
             let file = args.file.display();
             super::say(&format!(
-                "wrote {file}; copy it to every machine (scp -p {file} HOST:{file}) and start burnrun with --secret-file {file}"
+                "wrote {file}; copy it to every machine (scp -p {file} HOST:{file}) \
+                 and start burnrun with --secret-file {file}"
             ));
             0
         }

@@ -1,4 +1,5 @@
-//! The connection of a launcher to the others while a job runs: says that it lives, hears that the job is over.
+//! Link of a launcher to the others while a job runs: sends signs of life, watches theirs, and passes on that the job
+//! is over.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -9,19 +10,18 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::Store;
 
-use super::message::{Stop, put_new, take};
-use crate::node::Trouble;
+use super::message::{put_new, take};
+use crate::event::{Event, Stop, Trouble};
 use crate::signals;
-use crate::supervise::Event;
 
-/// Between two signs of life.
+/// Interval between two signs of life.
 const BEAT: Duration = Duration::from_secs(1);
-/// A store that refuses connections for so long is gone.
+/// Time after which a store that refuses connections is gone.
 const REFUSED: Duration = Duration::from_secs(5);
-/// How long Ctrl-Z waits until the others know.
+/// Longest time that Ctrl-Z waits until the others know.
 const PAUSE: Duration = Duration::from_secs(2);
 
-/// Ends with its threads when dropped; they never outlast a beat by much.
+/// Handle of the two threads of the link; dropping it ends them within about a beat.
 pub(crate) struct Link {
     shared: Arc<Shared>,
     posts: Sender<Post>,
@@ -32,7 +32,7 @@ struct Post {
     stop: Stop,
 }
 
-/// Between the launcher's main thread and the one that listens.
+/// State shared by the launcher's main thread and the threads of the link.
 struct Shared {
     store: Arc<dyn Store>,
     node: usize,
@@ -42,11 +42,11 @@ struct Shared {
     generation: AtomicU32,
     /// Set when the link is dropped.
     over: AtomicBool,
-    /// The machines that gave no sign of life for too long, and for how long. Written by node 0's listener.
+    /// Machines that gave no sign of life for too long, and the length of the silence. Written by node 0's listener.
     lost: Mutex<BTreeMap<usize, Duration>>,
-    /// The latest generation whose end was told, and why it ended. Written by the listener.
+    /// The latest generation whose end was published, and why it ended. Written by the listener.
     stopped: Mutex<Option<(u32, Stop)>>,
-    /// Why node 0 cannot be reached any more. Written by the listener of any other node.
+    /// Reason why node 0 cannot be reached any more. Written by the listener of any other node.
     cut: Mutex<Option<Trouble>>,
 }
 
@@ -81,14 +81,14 @@ impl Link {
         self.shared.generation.store(generation, Ordering::Release);
     }
 
-    /// Tells the others that the generation is over. Does not block.
+    /// Publishes that the generation is over. Does not block.
     pub(crate) fn stop(&self, stop: Stop) {
         let key = format!("{}/stop", self.shared.generation.load(Ordering::Acquire));
         // Its thread lives as long as this.
         let _ = self.posts.send(Post { key, stop });
     }
 
-    /// Ctrl-Z while there is no rank to stop.
+    /// Stops this process (Ctrl-Z) while there is no rank to stop.
     pub(crate) fn suspend(&self) {
         self.pause(true);
         if let Err(error) = signals::stop_here() {
@@ -97,15 +97,16 @@ impl Link {
         self.pause(false);
     }
 
-    /// This process is about to stop for a while, or goes on. Waits, for a moment, until the others can know.
+    /// Publishes that this process is about to stop for a while, or goes on. Waits for a moment until the others can
+    /// know.
     pub(crate) fn pause(&self, paused: bool) {
         let (shared, (done, heard)) = (self.shared.clone(), mpsc::channel());
-        let told = thread::Builder::new().spawn(move || {
+        let started = thread::Builder::new().spawn(move || {
             let set = shared.store.set(&beat_key(shared.node), if paused { b"paused" } else { b"0" });
-            // Nobody waits any more.
+            // Sending fails if the wait is over.
             let _ = done.send(set);
         });
-        let set = told.ok().and_then(|_| heard.recv_timeout(PAUSE).ok());
+        let set = started.ok().and_then(|_| heard.recv_timeout(PAUSE).ok());
         if !matches!(set, Some(Ok(()))) {
             tracing::warn!("the other launchers could not be told of the pause");
         } else if paused && self.shared.node == 0 {
@@ -122,7 +123,7 @@ impl Link {
         lock(&self.shared.lost).clone()
     }
 
-    /// Why the generation is over, if somebody said so, be it before it started here.
+    /// Reason for the end of the generation, if one was published, even before it started here.
     pub(crate) fn stopped(&self, generation: u32) -> Option<Stop> {
         lock(&self.shared.stopped).clone().filter(|(ended, _)| *ended == generation).map(|(_, stop)| stop)
     }
@@ -154,9 +155,9 @@ struct Listener {
     beat: u64,
     /// Each other's last beat, and when it came. Node 0 watches all, the others watch node 0.
     heard: BTreeMap<usize, (Vec<u8>, Instant)>,
-    /// The generation whose end was told.
-    told: Option<u32>,
-    /// Since when the store cannot be reached.
+    /// Generation whose end was passed on.
+    passed_on: Option<u32>,
+    /// Start of the time in which the store cannot be reached.
     failing: Option<Instant>,
 }
 
@@ -164,7 +165,7 @@ impl Listener {
     fn new(shared: Arc<Shared>, events: Sender<Event>) -> Self {
         let watched = if shared.node == 0 { 1..shared.nnodes } else { 0..1 };
         let heard = watched.map(|node| (node, (Vec::new(), Instant::now()))).collect();
-        Self { shared, events, beat: 0, heard, told: None, failing: None }
+        Self { shared, events, beat: 0, heard, passed_on: None, failing: None }
     }
 
     fn run(mut self) {
@@ -175,7 +176,7 @@ impl Listener {
                 Err(error) => self.on_error(&error.to_string(), start),
             }
             if start.elapsed() > self.shared.patience {
-                // This process did not run: nobody else is to blame for the silence.
+                // This process did not run, so the silence is its own.
                 let now = Instant::now();
                 self.heard.values_mut().for_each(|(_, at)| *at = now);
                 self.failing = None;
@@ -192,10 +193,10 @@ impl Listener {
         shared.store.set(&beat_key(shared.node), self.beat.to_string().as_bytes())?;
         self.listen_for_life()?;
         let generation = shared.generation.load(Ordering::Acquire);
-        if self.told == Some(generation) {
+        if self.passed_on == Some(generation) {
             thread::sleep(BEAT / 4);
         } else if let Some(stop) = take::<Stop>(&*shared.store, &format!("{generation}/stop"), BEAT)? {
-            self.told = Some(generation);
+            self.passed_on = Some(generation);
             *lock(&shared.stopped) = Some((generation, stop.clone()));
             // The main thread is gone, and so is the job.
             let _ = self.events.send(Event::Ordered { generation, stop });
@@ -238,11 +239,12 @@ impl Listener {
     }
 }
 
-/// What is said of a machine that is silent.
+/// Trouble of a machine that is silent.
 pub(crate) fn lost(node: usize, silent: Duration) -> Trouble {
     let silent = silent.as_secs_f64();
     let message = format!(
-        "node {node} is lost: its launcher has given no sign of life for {silent:.0} s; the machine, its network or burnrun there ended"
+        "node {node} is lost: its launcher has given no sign of life for {silent:.0} s; \
+         the machine, its network or burnrun there ended"
     );
     Trouble { message, exit_code: 1 }
 }

@@ -1,4 +1,4 @@
-//! The launchers of a job find each other.
+//! Meeting of the launchers of a job, in a store that node 0 hosts.
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
@@ -8,25 +8,25 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{Store, StoreServer};
 
-use super::message::{Node, Stop, put_new, take};
+use super::message::{Node, put_new, take};
 use super::{Interrupted, LOOK, Link, Nodes, Others, look};
-use crate::end::signal_name;
 use crate::error::LaunchError;
-use crate::outside::Notices;
-use crate::store::Trust;
-use crate::supervise::Event;
+use crate::event::{Event, Stop};
+use crate::exit::signal_name;
+use crate::report::notices::NoticeSink;
+use crate::trust::Trust;
 
-/// A meeting that takes longer is commented on, each time after twice as long.
+/// Time after which the user is told what is waited for; doubled each time.
 const COMMENT: Duration = Duration::from_secs(10);
-/// Where the first generation's end is told, also before it begins.
+/// Key of the first generation's end, which may come before it begins.
 const STOP: &str = "0/stop";
-/// One attempt to reach node 0.
+/// Longest attempt to reach node 0.
 const ATTEMPT: Duration = Duration::from_millis(500);
 
-/// Where and with whom to meet.
+/// Place and participants of the meeting.
 pub(crate) struct Meet<'a> {
     pub(crate) nnodes: usize,
-    /// `None`: whoever owns the address is 0, the others are numbered as they come.
+    /// `None`: the machine that owns the address is 0, the others are numbered as they come.
     pub(crate) node: Option<usize>,
     pub(crate) host: &'a str,
     pub(crate) port: u16,
@@ -34,12 +34,12 @@ pub(crate) struct Meet<'a> {
     pub(crate) nproc: usize,
     pub(crate) own_host: String,
     pub(crate) join_timeout: Duration,
-    /// After how much silence another launcher is lost.
+    /// Silence after which another launcher is lost.
     pub(crate) patience: Duration,
-    /// What to do on the other machines, for node 0 to show.
+    /// Instruction for the other machines, for node 0 to show.
     pub(crate) invitation: Option<&'a str>,
     pub(crate) trust: &'a Trust,
-    pub(crate) notices: Notices,
+    pub(crate) notices: NoticeSink,
 }
 
 /// Blocks until all launchers are there.
@@ -47,7 +47,7 @@ pub(crate) fn meet(meet: &Meet<'_>, sender: &Sender<Event>, events: &Receiver<Ev
     let deadline = Instant::now() + meet.join_timeout;
     let server = meet.host_store()?;
     if let (Some(_), Some(invitation)) = (&server, meet.invitation) {
-        meet.notices.say(invitation);
+        meet.notices.show(invitation);
     }
     let store = meet.connect(deadline, events)?;
     let node = meet.take_seat(&*store, server.is_some(), deadline, events)?;
@@ -58,7 +58,7 @@ pub(crate) fn meet(meet: &Meet<'_>, sender: &Sender<Event>, events: &Receiver<Ev
 }
 
 impl Meet<'_> {
-    /// On node 0.
+    /// Hosts the store, if this is node 0.
     fn host_store(&self) -> Result<Option<StoreServer>, Interrupted> {
         if self.node.is_some_and(|node| node > 0) {
             return Ok(None);
@@ -76,7 +76,7 @@ impl Meet<'_> {
                 let server = self.trust.serve(listener, self.job).map_err(|error| self.failed(&error.to_string()))?;
                 Ok(Some(server))
             }
-            // Somebody else's address, or, on one machine, another launcher of the job came first.
+            // The address of another machine, or, on one machine, another launcher of the job came first.
             Err(error)
                 if self.node.is_none()
                     && matches!(error.kind(), ErrorKind::AddrNotAvailable | ErrorKind::AddrInUse) =>
@@ -87,7 +87,8 @@ impl Meet<'_> {
                 let advice = match error.kind() {
                     ErrorKind::AddrInUse => "; another job listens there: end it, or choose another --master-port",
                     ErrorKind::AddrNotAvailable => {
-                        "; that is no address of this machine: --node-rank 0 belongs on the machine that --master-addr names"
+                        "; that is no address of this machine: \
+                         --node-rank 0 belongs on the machine that --master-addr names"
                     }
                     ErrorKind::PermissionDenied => "; ports below 1024 are reserved: choose another --master-port",
                     _ => "",
@@ -123,17 +124,18 @@ impl Meet<'_> {
             if Instant::now() >= deadline {
                 let waited = self.join_timeout.as_secs_f64();
                 return Err(Interrupted::Error(LaunchError::Nodes(format!(
-                    "node 0's launcher was not reached at {place} within {waited:.0} s ({failure}); does it run there, and is the port open?"
+                    "node 0's launcher was not reached at {place} within {waited:.0} s ({failure}); \
+                     does it run there, and is the port open?"
                 ))));
             }
             if comment.is_due() {
-                self.notices.say(&format!("waiting for node 0's launcher at {place}: {failure}"));
+                self.notices.show(&format!("waiting for node 0's launcher at {place}: {failure}"));
             }
             interruption(events)?;
         }
     }
 
-    /// Its node rank.
+    /// Registers this launcher and returns its node rank.
     fn take_seat(
         &self,
         store: &dyn Store,
@@ -217,10 +219,10 @@ impl Meet<'_> {
                 ))));
             }
             if own == 0 && comment.is_due() {
-                self.notices.say(&format!("still waiting for node {list} of {}", self.nnodes));
+                self.notices.show(&format!("still waiting for node {list} of {}", self.nnodes));
             }
             if let Some(Stop::Interrupted { host, signal }) = take(store, STOP, Duration::ZERO)? {
-                self.notices.say(&format!("burnrun on host {host} was stopped by {}", signal_name(signal)));
+                self.notices.show(&format!("burnrun on host {host} was stopped by {}", signal_name(signal)));
                 return Err(Interrupted::Signal(signal));
             }
             interruption(events).inspect_err(|interrupted| {
@@ -238,7 +240,7 @@ impl Meet<'_> {
     }
 }
 
-/// Signals end the meeting, except those that end nothing.
+/// Waits for a signal for a moment. Signals end the meeting, except SIGWINCH and SIGTSTP.
 fn interruption(events: &Receiver<Event>) -> Result<(), Interrupted> {
     match look(events, LOOK) {
         Some(Event::Signal(libc::SIGWINCH)) => Ok(()),
@@ -249,12 +251,12 @@ fn interruption(events: &Receiver<Event>) -> Result<(), Interrupted> {
     }
 }
 
-/// The store's host said no: trying again will not help.
+/// True if the store's host refused this process: trying again will not help.
 fn is_refusal(error: &burn_ddp_comm::Error) -> bool {
     error.to_string().contains("refused this process")
 }
 
-/// Whether `host` can only mean this machine.
+/// True if `host` can only mean this machine.
 pub(crate) fn is_loopback_name(host: &str) -> bool {
     host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }

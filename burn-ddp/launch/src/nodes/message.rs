@@ -1,12 +1,12 @@
-//! What launchers leave for each other in their store, as JSON.
+//! Messages between launchers: values in their store, as JSON.
 //!
-//! | key | who writes it | what |
+//! | key | writer | value |
 //! |---|---|---|
 //! | `node/{k}` | launcher k, once | [`Node`]: it is there |
 //! | `beat/{k}` | launcher k, every second | a number that grows, or `paused` while it is stopped by Ctrl-Z |
-//! | `{g}/plan` | launcher 0 | [`Plan`] of generation g |
+//! | `{g}/plan` | launcher 0 | [`Announcement`] of generation g |
 //! | `{g}/stop` | the first that knows | [`Stop`]: the generation is over |
-//! | `{g}/done/{k}` | launcher k | its [`NodeOutcome`](crate::node::NodeOutcome): all its ranks are dead |
+//! | `{g}/done/{k}` | launcher k | its [`NodeOutcome`](crate::node_outcome::NodeOutcome): all its ranks are dead |
 //! | `{g}/post-mortem/{r}` | the launcher of rank r | what that rank wrote when its world ended |
 //! | `{g}/verdict` | launcher 0 | [`Verdict`]: how the generation ended, and whether there is another |
 //! | `bye/{k}` | launcher k | it has read the last verdict |
@@ -17,44 +17,43 @@ use burn_ddp_comm::Store;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::end::End;
-use crate::node::Trouble;
-use crate::outcome::Outcome;
+use crate::event::Trouble;
+use crate::report::outcome::Outcome;
 
-/// A launcher.
+/// One launcher of the job.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Node {
     pub(crate) node: usize,
     pub(crate) host: String,
     pub(crate) pid: u32,
-    /// How many ranks it starts.
+    /// Number of ranks that it starts.
     pub(crate) nproc: usize,
-    /// How many launchers it expects.
+    /// Number of launchers that it expects.
     pub(crate) nnodes: usize,
     pub(crate) version: String,
 }
 
-/// What each launcher needs to start its ranks, or why there is nothing to start.
+/// Node 0's word on a generation: the plan by which each launcher starts its ranks, or why there is nothing to start.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Plan {
-    Start(Start),
+pub(crate) enum Announcement {
+    Start(GenerationPlan),
     Over(Trouble),
 }
 
-/// A generation.
+/// Plan of a generation: its names, its meeting place, its machines.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Start {
+pub(crate) struct GenerationPlan {
     pub(crate) job_id: String,
     /// Names the job's log directory.
     pub(crate) job_name: String,
-    /// Where its ranks meet.
+    /// Address of the store in which its ranks meet.
     pub(crate) host: String,
     pub(crate) port: u16,
     /// All launchers, by node rank.
     pub(crate) nodes: Vec<Node>,
 }
 
-impl Start {
+impl GenerationPlan {
     pub(crate) fn world_size(&self) -> usize {
         self.nodes.iter().map(|node| node.nproc).sum()
     }
@@ -64,21 +63,13 @@ impl Start {
         self.nodes[..node].iter().map(|node| node.nproc).sum()
     }
 
-    /// The machine of a rank.
+    /// Machine of a rank.
     pub(crate) fn node_of(&self, rank: usize) -> Option<&Node> {
         (0..self.nodes.len()).rev().find(|&node| self.first_rank(node) <= rank).map(|node| &self.nodes[node])
     }
 }
 
-/// Why a generation is over, from whoever knew first.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Stop {
-    Failed { rank: usize, host: String, pid: u32, end: End },
-    Interrupted { host: String, signal: i32 },
-    Trouble(Trouble),
-}
-
-/// How a generation ended.
+/// Node 0's decision at the end of a generation.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Verdict {
     pub(crate) outcome: Outcome,
@@ -89,12 +80,12 @@ pub(crate) fn put<T: Serialize>(store: &dyn Store, key: &str, value: &T) -> burn
     store.set(key, &encode(value))
 }
 
-/// `true` if nobody had set it before.
+/// True if the key was not set before.
 pub(crate) fn put_new<T: Serialize>(store: &dyn Store, key: &str, value: &T) -> burn_ddp_comm::Result<bool> {
     store.set_new(key, &encode(value)).map(|old| old.is_none())
 }
 
-/// `None` if nobody set the key in time.
+/// `None` if the key was not set in time.
 pub(crate) fn take<T: DeserializeOwned>(
     store: &dyn Store,
     key: &str,
@@ -124,7 +115,7 @@ mod tests {
     fn ranks_are_numbered_machine_by_machine() {
         let node = |node, nproc| Node { node, host: format!("h{node}"), pid: 1, nproc, nnodes: 3, version: "1".into() };
         let nodes = vec![node(0, 2), node(1, 1), node(2, 3)];
-        let start = Start { job_id: "j".into(), job_name: "n".into(), host: "h".into(), port: 1, nodes };
+        let start = GenerationPlan { job_id: "j".into(), job_name: "n".into(), host: "h".into(), port: 1, nodes };
         assert_eq!(start.world_size(), 6);
         assert_eq!([0, 1, 2].map(|node| start.first_rank(node)), [0, 2, 3]);
         let hosts: Vec<_> = (0..6).map(|rank| start.node_of(rank).unwrap().host.as_str()).collect();

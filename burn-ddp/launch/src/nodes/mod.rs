@@ -1,7 +1,7 @@
 //! Several machines: one launcher on each, which meet in a store that node 0's launcher hosts.
 //!
-//! Node 0 numbers the ranks, says where they meet, collects how they ended, and decides how the generation ended and whether
-//! there is another. A launcher that hears nothing from the others for too long ends its part of the job.
+//! Node 0 numbers the ranks, says where they meet, collects how they ended, and decides how the generation ended and
+//! whether there is another. A launcher that hears nothing from the others for too long ends its part of the job.
 
 mod link;
 mod meet;
@@ -16,16 +16,16 @@ use burn_ddp_comm::{Store, StoreServer};
 
 pub(crate) use link::Link;
 pub(crate) use meet::{Meet, meet};
-pub(crate) use message::{Node, Plan, Start, Stop, Verdict};
+pub(crate) use message::{Announcement, GenerationPlan, Node, Verdict};
 
 use crate::error::LaunchError;
-use crate::node::{NodeOutcome, Trouble};
-use crate::supervise::Event;
+use crate::event::{Event, Stop, Trouble};
+use crate::node_outcome::NodeOutcome;
 use message::{put, take};
 
-/// Between two looks at the store and at the signals.
+/// Interval between two looks at the store and at the signals.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long node 0 keeps the store for those who have not read the last verdict.
+/// Time for which node 0 keeps the store for launchers that have not read the last verdict.
 const FAREWELL: Duration = Duration::from_secs(5);
 
 /// This launcher among all of the job.
@@ -42,7 +42,7 @@ struct Others {
     server: Option<StoreServer>,
 }
 
-/// What was waited for did not come.
+/// Reason for the end of a wait before what was waited for came.
 pub(crate) enum Interrupted {
     /// This process was sent a signal.
     Signal(i32),
@@ -56,7 +56,7 @@ impl From<burn_ddp_comm::Error> for Interrupted {
 }
 
 impl Nodes {
-    /// The only one.
+    /// The only launcher of its job.
     pub(crate) fn alone(host: String) -> Self {
         Self { node: 0, host, others: None }
     }
@@ -69,20 +69,20 @@ impl Nodes {
         self.others.as_ref().map(|others| &others.link)
     }
 
-    /// Those who start ranks, by node rank; empty where there is only this one.
+    /// All launchers, by node rank; empty where there is only this one.
     pub(crate) fn all(&self) -> &[Node] {
         self.others.as_ref().map_or(&[], |others| &others.nodes)
     }
 
-    /// Node 0 tells the others what to start, or that there is nothing to start.
-    pub(crate) fn announce(&self, generation: u32, plan: &Plan) -> Result<(), Interrupted> {
+    /// Publishes, on node 0, what to start, or that there is nothing to start.
+    pub(crate) fn announce(&self, generation: u32, plan: &Announcement) -> Result<(), Interrupted> {
         let Some(others) = &self.others else { return Ok(()) };
         others.link.enter(generation);
         Ok(put(&*others.link.store(), &format!("{generation}/plan"), plan)?)
     }
 
-    /// The others wait for what to start.
-    pub(crate) fn await_plan(&self, generation: u32, events: &Receiver<Event>) -> Result<Plan, Interrupted> {
+    /// Waits, on the other nodes, for what to start.
+    pub(crate) fn await_plan(&self, generation: u32, events: &Receiver<Event>) -> Result<Announcement, Interrupted> {
         let Some(others) = &self.others else { return Err(Interrupted::Error(LaunchError::Nodes("alone".into()))) };
         others.link.enter(generation);
         let key = format!("{generation}/plan");
@@ -109,8 +109,8 @@ impl Nodes {
         }
     }
 
-    /// All ranks here are dead. Tells it, waits until that is so everywhere, and returns how the generation ended as `decide`,
-    /// on node 0, finds from what all saw; and a signal that came meanwhile.
+    /// Ends a generation whose ranks here are dead: publishes `own`, waits until all machines have, and returns the
+    /// verdict, which `decide` finds on node 0 from all outcomes; and a signal that came meanwhile.
     pub(crate) fn conclude(
         &mut self,
         generation: u32,
@@ -146,7 +146,7 @@ impl Nodes {
         (verdict, wait.signal)
     }
 
-    /// The job is over. Node 0 waits, for a moment, until the others know.
+    /// Leaves the meeting: the job is over. Node 0 waits for a moment until the others know.
     pub(crate) fn part(self) {
         let Some(others) = self.others else { return };
         let store = others.link.store();
@@ -158,28 +158,28 @@ impl Nodes {
         let until = Instant::now() + FAREWELL;
         let lost = others.link.lost();
         for node in (1..others.nodes.len()).filter(|node| !lost.contains_key(node)) {
-            // Who has not read it by then will say that node 0 is gone.
+            // A launcher that has not read it by then will report that node 0 is gone.
             let _ = store.get(&bye_key(node), until.saturating_duration_since(Instant::now()));
         }
     }
 }
 
-/// Waiting for the other launchers after the own ranks have ended.
+/// Wait for the other launchers after the own ranks have ended.
 struct Wait<'a> {
     others: &'a Others,
     host: &'a str,
     generation: u32,
-    /// Set once the generation is known to be over.
+    /// End of the wait; set once the generation is known to be over.
     until: Option<Instant>,
-    /// What this process was sent meanwhile.
+    /// Signal that this process was sent meanwhile.
     signal: Option<i32>,
-    /// It was sent more than one.
+    /// True if it was sent more than one.
     impatient: bool,
     events: &'a Receiver<Event>,
 }
 
 impl Wait<'_> {
-    /// What all launchers saw; who is lost or does not answer has a trouble instead.
+    /// Outcomes of all machines; one that is lost or does not answer has a trouble instead.
     fn collect(&mut self, generation: u32, own: NodeOutcome) -> Vec<NodeOutcome> {
         let store = self.others.link.store();
         let mut outcomes = BTreeMap::from([(0, own)]);
@@ -208,9 +208,9 @@ impl Wait<'_> {
 
     fn verdict(&mut self, generation: u32, node: usize, own: &NodeOutcome) -> Result<Verdict, Trouble> {
         let store = self.others.link.store();
-        let mut told = false;
+        let mut published = false;
         loop {
-            told = told || put(&*store, &format!("{generation}/done/{node}"), own).is_ok();
+            published = published || put(&*store, &format!("{generation}/done/{node}"), own).is_ok();
             match take::<Verdict>(&*store, &format!("{generation}/verdict"), LOOK) {
                 Ok(Some(verdict)) => return Ok(verdict),
                 Ok(None) => {}
@@ -226,7 +226,7 @@ impl Wait<'_> {
         }
     }
 
-    /// Takes in what happened meanwhile; whether to wait no longer.
+    /// Handles the events that came meanwhile; true if the wait is over.
     fn is_over(&mut self) -> bool {
         match look(self.events, LOOK / 10) {
             Some(Event::Signal(libc::SIGWINCH)) => {}
@@ -244,7 +244,7 @@ impl Wait<'_> {
     }
 }
 
-/// More than any launcher takes to end its ranks once it was told, at the default grace time.
+/// Longer than any launcher takes to end its ranks at the default grace time.
 const STOPPING: Duration = Duration::from_secs(60);
 
 fn missing(node: &Node, message: String) -> NodeOutcome {
@@ -256,7 +256,7 @@ fn look(events: &Receiver<Event>, wait: Duration) -> Option<Event> {
     events.recv_timeout(wait).ok()
 }
 
-/// What the ranks of all machines left behind.
+/// Reports of the ranks of all machines.
 fn collect_reports(store: &dyn Store, generation: u32, mut reports: Vec<PostMortem>) -> Vec<PostMortem> {
     let keys = store.keys(&report_key(generation, "")).unwrap_or_else(|error| {
         tracing::warn!(%error, "the reports of other machines cannot be read");

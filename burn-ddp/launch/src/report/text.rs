@@ -1,10 +1,10 @@
-//! How an [`Outcome`] is told: the cause first, then what helps to understand it.
+//! Text of an [`Outcome`]: the cause first, then details that help to understand it.
 
 use std::fmt;
 use std::time::Duration;
 
-use crate::end::{End, signal_name};
-use crate::outcome::{Failure, Outcome};
+use crate::exit::{RankExit, signal_name};
+use crate::report::outcome::{Failure, Outcome};
 
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -13,7 +13,7 @@ impl fmt::Display for Outcome {
             lines.push(format!("{failure}{}", self.fate_of_the_others(failure)));
             lines.extend(failure.panics.iter().map(|panic| format!("it panicked at {panic}")));
             lines.extend(failure.cause.iter().map(|cause| format!("what the ranks say: {cause}")));
-            lines.extend(failure.end.hint().filter(|_| failure.panics.is_empty()));
+            lines.extend(failure.exit.hint().filter(|_| failure.panics.is_empty()));
             lines.extend(self.followers());
         }
         if let Some(trouble) = &self.trouble {
@@ -80,9 +80,9 @@ impl Outcome {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rank, host, pid, end, after, .. } = self;
-        let too_early = if *end == End::Exit(0) { ", while others still needed it" } else { "" };
-        write!(f, "rank {rank} (host {host}, pid {pid}) {end} after {}{too_early}", seconds(*after))
+        let Self { rank, host, pid, exit, after, .. } = self;
+        let too_early = if *exit == RankExit::Code(0) { ", while others still needed it" } else { "" };
+        write!(f, "rank {rank} (host {host}, pid {pid}) {exit} after {}{too_early}", seconds(*after))
     }
 }
 
@@ -104,7 +104,7 @@ mod tests {
             rank: 1,
             host: "node7".into(),
             pid: 123,
-            end: End::Signal(libc::SIGKILL),
+            exit: RankExit::Signal(libc::SIGKILL),
             after: Duration::from_millis(4210),
             panics: Vec::new(),
             cause: None,
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_told_in_full() {
+    fn a_failure_is_reported_in_full() {
         assert_eq!(
             failed(3, vec![0, 2, 3]).to_string(),
             "rank 1 (host node7, pid 123) was killed by SIGKILL after 4.2 s; stopped the other 3 ranks\n\
@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn a_panic_is_shown_instead_of_guessed_from_the_exit_code() {
         let mut outcome = failed(0, vec![]);
-        outcome.failure = outcome.failure.map(|failure| Failure { end: End::Exit(101), ..failure });
+        outcome.failure = outcome.failure.map(|failure| Failure { exit: RankExit::Code(101), ..failure });
         assert!(outcome.to_string().contains("that panicked"));
         outcome.failure.as_mut().unwrap().panics = vec!["src/a.rs:1:2: no".into()];
         let report = outcome.to_string();
@@ -159,10 +159,12 @@ mod tests {
 
     #[test]
     fn others_that_failed_are_named_but_not_all_of_many() {
-        let mut outcome =
-            Outcome { also_failed: vec![(2, End::Exit(3)), (0, End::Signal(libc::SIGABRT))], ..failed(2, vec![]) };
+        let mut outcome = Outcome {
+            also_failed: vec![(2, RankExit::Code(3)), (0, RankExit::Signal(libc::SIGABRT))],
+            ..failed(2, vec![])
+        };
         assert!(outcome.to_string().contains("\nafter it rank 2 exited with code 3, rank 0 was killed by SIGABRT\n"));
-        outcome.also_failed = (0..20).map(|rank| (rank, End::Exit(1))).collect();
+        outcome.also_failed = (0..20).map(|rank| (rank, RankExit::Code(1))).collect();
         assert!(outcome.to_string().contains("rank 7 exited with code 1, 12 more failed\n"), "{outcome}");
     }
 

@@ -1,4 +1,4 @@
-//! What stays of a job in its log directory, and reading it again: `burnrun report` needs nothing else.
+//! Files of a job in its log directory, written and read again: `burnrun report` needs nothing else.
 
 use std::fs;
 use std::io;
@@ -7,30 +7,32 @@ use std::path::{Path, PathBuf};
 use burn_ddp_comm::post_mortem::{Event, PostMortem};
 use serde::{Deserialize, Serialize};
 
-use crate::display::{ranks, seconds};
 use crate::error::LaunchError;
-use crate::logs::JobDir;
-use crate::markdown;
-use crate::node::NodeOutcome;
-use crate::nodes::Start;
-use crate::outcome::Outcome;
+use crate::node_outcome::NodeOutcome;
+use crate::nodes::GenerationPlan;
+use crate::output::log_dir::JobDir;
+use crate::report::markdown;
+use crate::report::outcome::Outcome;
+use crate::report::text::{ranks, seconds};
 
-/// How a generation ended, in the file `outcome.json`.
+/// Outcome of a generation, in the file `outcome.json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Kept {
+pub(crate) struct GenerationRecord {
     pub(crate) generation: u32,
-    pub(crate) start: Start,
-    pub(crate) seen: Vec<NodeOutcome>,
+    #[serde(rename = "start")]
+    pub(crate) plan: GenerationPlan,
+    #[serde(rename = "seen")]
+    pub(crate) nodes: Vec<NodeOutcome>,
     pub(crate) outcome: Outcome,
 }
 
-/// All that is known of a generation.
+/// All files of a generation, read.
 #[derive(Debug)]
-pub(crate) struct Chapter {
+pub(crate) struct GenerationReport {
     pub(crate) generation: u32,
     pub(crate) dir: PathBuf,
     /// Missing if node 0's launcher was killed.
-    pub(crate) kept: Option<Kept>,
+    pub(crate) record: Option<GenerationRecord>,
     pub(crate) reports: Vec<PostMortem>,
     pub(crate) events: Vec<Event>,
 }
@@ -40,7 +42,7 @@ pub(crate) fn read_reports(dir: &Path, own: &NodeOutcome) -> Vec<PostMortem> {
     own.ranks.iter().filter_map(|rank| PostMortem::read(&PostMortem::path(dir, rank.rank)).ok()).collect()
 }
 
-/// What the survivors were waiting for, a line each.
+/// Waits of the surviving ranks, a line each.
 pub(crate) fn waiting(outcome: &Outcome, reports: &[PostMortem]) -> Vec<String> {
     const SHOWN: usize = 8;
     let culprit = outcome.failure.as_ref().map(|failure| failure.rank);
@@ -61,14 +63,15 @@ fn waited_for(report: &PostMortem) -> Option<String> {
     Some(format!("rank {} had waited {waited}{whom} in {}", report.rank, pending.call))
 }
 
-/// Writes what is known of a generation, and the report if something failed. What cannot be written is missed, but no reason to fail.
-pub(crate) fn keep(job_dir: &JobDir, kept: &Kept, reports: &[PostMortem]) -> Option<PathBuf> {
+/// Writes what is known of a generation, and the report if something failed. What cannot be written is missed, but no
+/// reason to fail.
+pub(crate) fn store(job_dir: &JobDir, record: &GenerationRecord, reports: &[PostMortem]) -> Option<PathBuf> {
     let written = (|| {
-        let dir = job_dir.generation(kept.generation)?;
+        let dir = job_dir.generation(record.generation)?;
         for report in reports.iter().filter(|report| !PostMortem::path(&dir, report.rank).exists()) {
             report.write(&dir)?;
         }
-        write_whole(&dir.join("outcome.json"), &serde_json::to_vec_pretty(kept)?)?;
+        write_whole(&dir.join("outcome.json"), &serde_json::to_vec_pretty(record)?)?;
         write_report(job_dir.path())
     })();
     written.unwrap_or_else(|error: io::Error| {
@@ -77,8 +80,8 @@ pub(crate) fn keep(job_dir: &JobDir, kept: &Kept, reports: &[PostMortem]) -> Opt
     })
 }
 
-/// Builds the report of a job from what lies in its directory, or in that of its latest job. Writes it there as `report.md`; returns
-/// its place and text.
+/// Builds the report of a job from what lies in its directory, or in that of its latest job. Writes it there as
+/// `report.md`; returns its place and text.
 ///
 /// # Errors
 ///
@@ -116,21 +119,21 @@ fn write_report(job_dir: &Path) -> io::Result<Option<PathBuf>> {
     Ok(Some(path))
 }
 
-fn read_chapter(generation: u32, dir: PathBuf) -> io::Result<Chapter> {
+fn read_chapter(generation: u32, dir: PathBuf) -> io::Result<GenerationReport> {
     let (mut reports, mut events) = (Vec::new(), Vec::new());
     for entry in fs::read_dir(&dir)? {
         let path = entry?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         if name.starts_with("rank-") && name.ends_with(".json") {
-            // What a rank did not write to its end, or somebody else wrote, is left out.
+            // Unfinished files, and those of other programs, are left out.
             reports.extend(PostMortem::read(&path).ok());
         } else if name.starts_with("events-") {
             events.extend(String::from_utf8_lossy(&fs::read(&path)?).lines().filter_map(Event::parse));
         }
     }
     reports.sort_by_key(|report| report.rank);
-    let kept = fs::read(dir.join("outcome.json")).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    Ok(Chapter { generation, dir, kept, reports, events })
+    let record = fs::read(dir.join("outcome.json")).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    Ok(GenerationReport { generation, dir, record, reports, events })
 }
 
 /// Readers see all of it or nothing.

@@ -1,28 +1,41 @@
-//! What the ranks report, as the user is told: each thing once, though every rank says it.
+//! Turns events of the ranks into notices for the user, each printed once although every rank reports it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use burn_ddp_comm::post_mortem::Event;
 
-use crate::display::{ranks, seconds};
-use crate::node::Blame;
-use crate::nodes::Start;
+use crate::node_outcome::Blame;
+use crate::nodes::GenerationPlan;
+use crate::report::text::{ranks, seconds};
 
-/// Most causes that are kept: the first decides.
+/// Destination of notices while the job runs: `tracing`, and the caller's function if there is one.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct NoticeSink(pub(crate) Option<fn(&str)>);
+
+impl NoticeSink {
+    pub(crate) fn show(&self, text: &str) {
+        tracing::info!("{text}");
+        if let Some(show) = self.0 {
+            show(text);
+        }
+    }
+}
+
+/// Number of blames that are stored; the first decides.
 const BLAMES: usize = 16;
 
 #[derive(Default)]
-pub(crate) struct Told {
+pub(crate) struct Notices {
     pub(crate) blames: Vec<Blame>,
     suspects: BTreeSet<usize>,
-    /// For whom somebody waits, and how long had been waited when it was last told, in ms.
+    /// Ranks that are waited for, and the length of the wait in ms at its last notice.
     stalls: BTreeMap<Vec<usize>, u64>,
 }
 
-impl Told {
-    /// What to say about it, if it is news.
-    pub(crate) fn take_in(&mut self, event: Event, start: &Start) -> Option<String> {
+impl Notices {
+    /// Notice for an event, if it is news.
+    pub(crate) fn notice(&mut self, event: Event, plan: &GenerationPlan) -> Option<String> {
         match event {
             Event::Failed { rank, culprit, cause, at } => {
                 if self.blames.len() < BLAMES {
@@ -32,14 +45,14 @@ impl Told {
             }
             Event::Suspect { rank, peer, silent_ms, .. } => {
                 let silent = seconds(Duration::from_millis(silent_ms));
-                let host = start.node_of(peer).map(|node| node.host.as_str()).unwrap_or("?");
+                let host = plan.node_of(peer).map(|node| node.host.as_str()).unwrap_or("?");
                 let text = || format!("rank {peer} (host {host}) is silent for {silent}, says rank {rank}");
                 self.suspects.insert(peer).then(text)
             }
             Event::Recovered { peer, .. } => self.suspects.remove(&peer).then(|| format!("rank {peer} is heard again")),
             Event::Stall { rank, waiting_for, call, since_ms, .. } => {
                 let last = self.stalls.entry(waiting_for.clone()).or_default();
-                // Every rank waits about as long; it is said again when it took twice as long.
+                // Every rank waits about as long; the notice is repeated after twice the time.
                 if since_ms < 2 * *last {
                     return None;
                 }
@@ -55,14 +68,14 @@ impl Told {
 mod tests {
     use super::*;
 
-    fn start() -> Start {
-        Start { job_id: "j".into(), job_name: "n".into(), host: "h".into(), port: 1, nodes: Vec::new() }
+    fn plan() -> GenerationPlan {
+        GenerationPlan { job_id: "j".into(), job_name: "n".into(), host: "h".into(), port: 1, nodes: Vec::new() }
     }
 
     #[test]
-    fn a_suspicion_of_many_is_told_once_until_it_is_over() {
-        let mut told = Told::default();
-        let mut say = |event| told.take_in(event, &start());
+    fn a_suspicion_of_many_is_shown_once_until_it_is_over() {
+        let mut notices = Notices::default();
+        let mut say = |event| notices.notice(event, &plan());
         let suspect = |rank| Event::Suspect { rank, peer: 2, silent_ms: 2100, at: 0 };
         assert_eq!(say(suspect(0)).unwrap(), "rank 2 (host ?) is silent for 2.1 s, says rank 0");
         assert_eq!(say(suspect(1)), None);
@@ -72,11 +85,11 @@ mod tests {
     }
 
     #[test]
-    fn a_stall_is_told_again_when_it_took_twice_as_long() {
-        let mut told = Told::default();
+    fn a_stall_is_shown_again_when_it_took_twice_as_long() {
+        let mut notices = Notices::default();
         let mut say = |rank, since_ms| {
             let event = Event::Stall { rank, waiting_for: vec![1, 3], call: "barrier #7".into(), since_ms, at: 0 };
-            told.take_in(event, &start())
+            notices.notice(event, &plan())
         };
         assert_eq!(say(0, 30_000).unwrap(), "rank 0 has waited 30.0 s for ranks 1, 3 in barrier #7");
         assert_eq!(say(2, 30_500), None);

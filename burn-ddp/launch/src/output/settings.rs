@@ -1,13 +1,10 @@
-//! Which output of which rank goes to the console, and which to a file.
+//! Settings of the ranks' output: which of it goes to the console, and which to a file.
 
-use std::fs::{self, File, OpenOptions};
-use std::io;
-use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use crate::error::LaunchError;
-use crate::relay::Output;
+use crate::output::relay::Output;
 
 /// A choice of output streams, for all ranks or per local rank: torchrun's `--redirects` and `--tee`.
 ///
@@ -58,19 +55,19 @@ impl FromStr for Streams {
     }
 }
 
-/// Where output goes, as the user wishes.
+/// Destinations of the ranks' output.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Wishes {
+pub(crate) struct OutputSettings {
     pub(crate) dir: Option<PathBuf>,
-    /// To files, and not to the console.
+    /// Streams that go to files, and not to the console.
     pub(crate) redirects: Option<Streams>,
-    /// To files and the console.
+    /// Streams that go to files and the console.
     pub(crate) tee: Option<Streams>,
     /// Local ranks that the console shows; all if `None`.
     pub(crate) filter: Option<Vec<usize>>,
 }
 
-impl Wishes {
+impl OutputSettings {
     pub(crate) fn check(&self) -> Result<(), LaunchError> {
         if self.dir.is_none() && (self.redirects.is_some() || self.tee.is_some()) {
             let message = "--redirects and --tee write files: say where with --log-dir DIR";
@@ -101,79 +98,14 @@ impl Wishes {
 
 static NONE: Streams = Streams { all: 0, by_local_rank: Vec::new() };
 
-/// The directory of one job: `{log dir}/{name}`, where `{log dir}/latest` leads to. Logs of earlier jobs stay.
-#[derive(Clone, Debug)]
-pub(crate) struct JobDir(PathBuf);
-
-impl JobDir {
-    pub(crate) fn create(log_dir: &Path, name: &str) -> Result<Self, LaunchError> {
-        let failed = |source| LaunchError::LogDir { path: log_dir.to_owned(), source };
-        // Ranks may run in another directory; what is printed should be found from any.
-        let log_dir = std::path::absolute(log_dir).map_err(failed)?;
-        let dir = log_dir.join(name);
-        fs::create_dir_all(&dir).map_err(failed)?;
-        // Replaced in one step, and by every machine that shares the directory: there is always one.
-        let link = log_dir.join(format!(".latest-{}-{}", name, std::process::id()));
-        let linked = symlink(name, &link).and_then(|()| fs::rename(&link, log_dir.join("latest")));
-        if let Err(error) = linked {
-            tracing::warn!(%error, dir = %log_dir.display(), "no link `latest`");
-            let _ = fs::remove_file(&link);
-        }
-        Ok(Self(dir))
-    }
-
-    pub(crate) fn path(&self) -> &Path {
-        &self.0
-    }
-
-    /// Where the files of a generation lie.
-    pub(crate) fn generation(&self, generation: u32) -> io::Result<PathBuf> {
-        let dir = self.0.join(format!("generation-{generation}"));
-        fs::create_dir_all(&dir)?;
-        Ok(dir)
-    }
-}
-
-/// The file of one output of one rank.
-pub(crate) fn log_path(dir: &Path, rank: usize, output: Output) -> PathBuf {
-    let name = if output == Output::Stdout { "stdout" } else { "stderr" };
-    dir.join(format!("rank-{rank}.{name}.log"))
-}
-
-pub(crate) fn create_log(path: &Path) -> io::Result<File> {
-    OpenOptions::new().write(true).create(true).truncate(true).open(path)
-}
-
-/// `20261121-181814-1f3a09c2`: sorts by time, tells jobs of one second apart.
-pub(crate) fn job_name(unix_seconds: u64, job_id: &str) -> String {
-    let (days, rest) = (unix_seconds / 86_400, unix_seconds % 86_400);
-    let (year, month, day) = civil_from_days(days as i64);
-    let (hour, minute, second) = (rest / 3600, rest / 60 % 60, rest % 60);
-    let short = job_id.get(..8).unwrap_or(job_id);
-    format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}-{short}")
-}
-
-/// Days since 1970 as year, month, day in UTC (Howard Hinnant's algorithm).
-fn civil_from_days(days: i64) -> (i64, i64, i64) {
-    let z = days + 719_468;
-    let era = z.div_euclid(146_097);
-    let day_of_era = z.rem_euclid(146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted = (5 * day_of_year + 2) / 153;
-    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
-    let year = year_of_era + era * 400 + i64::from(month <= 2);
-    (year, month, day_of_year - (153 * shifted + 2) / 5 + 1)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use Output::{Stderr, Stdout};
 
-    fn wishes(redirects: Option<&str>, tee: Option<&str>) -> Wishes {
+    fn settings(redirects: Option<&str>, tee: Option<&str>) -> OutputSettings {
         let streams = |text: Option<&str>| text.map(|text| text.parse().unwrap());
-        Wishes { dir: Some("logs".into()), redirects: streams(redirects), tee: streams(tee), filter: None }
+        OutputSettings { dir: Some("logs".into()), redirects: streams(redirects), tee: streams(tee), filter: None }
     }
 
     #[test]
@@ -191,16 +123,16 @@ mod tests {
             (Some("0:1,1:2"), None, 1, Stderr, (false, true)),
             (Some("0:1,1:2"), None, 2, Stderr, (true, false)),
         ] {
-            let wishes = wishes(redirects, tee);
-            let found = (wishes.to_console(rank, output), wishes.to_file(rank, output));
+            let settings = settings(redirects, tee);
+            let found = (settings.to_console(rank, output), settings.to_file(rank, output));
             assert_eq!(found, expected, "redirects {redirects:?}, tee {tee:?}, rank {rank}, {output:?}");
         }
     }
 
     #[test]
     fn a_filter_hides_from_the_console_alone() {
-        let wishes = Wishes { filter: Some(vec![1]), ..wishes(None, None) };
-        assert!(!wishes.to_console(0, Stdout) && wishes.to_file(0, Stdout) && wishes.to_console(1, Stdout));
+        let settings = OutputSettings { filter: Some(vec![1]), ..settings(None, None) };
+        assert!(!settings.to_console(0, Stdout) && settings.to_file(0, Stdout) && settings.to_console(1, Stdout));
     }
 
     #[test]
@@ -208,11 +140,5 @@ mod tests {
         for text in ["", "4", "-1", "both", "0:4", "x:1", "0:1,2", ","] {
             assert!(text.parse::<Streams>().is_err(), "{text:?}");
         }
-    }
-
-    #[test]
-    fn jobs_are_named_by_time() {
-        assert_eq!(job_name(0, "0123456789"), "19700101-000000-01234567");
-        assert_eq!(job_name(1_709_210_096, "0123"), "20240229-123456-0123");
     }
 }

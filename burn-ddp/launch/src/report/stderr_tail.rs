@@ -1,4 +1,4 @@
-//! What is remembered of a rank's standard error for the report: the last lines, and the panics, wherever they stood.
+//! End of a rank's standard error, for the report: its last lines, and its panics wherever they stood.
 
 use std::collections::VecDeque;
 
@@ -8,9 +8,10 @@ const LINE_CAP_BYTES: usize = 500;
 const PANICS: usize = 3;
 const PANIC_LINES: usize = 6;
 
-/// The last lines of a stream. Blank lines and the frames of backtraces are left out: they would push out the message above them.
+/// The last lines of a stream. Blank lines and the frames of backtraces are left out: they would push out the message
+/// above them.
 #[derive(Default)]
-pub(crate) struct Tail {
+pub(crate) struct StderrTail {
     lines: VecDeque<String>,
     panics: VecDeque<Vec<String>>,
     state: State,
@@ -20,21 +21,21 @@ pub(crate) struct Tail {
 enum State {
     #[default]
     Text,
-    /// After `thread 'main' panicked at …`: the message follows.
+    /// Inside a panic, after `thread 'main' panicked at …`: the message follows.
     Panic,
-    /// After `stack backtrace:`.
+    /// Inside a backtrace, after `stack backtrace:`.
     Frames,
 }
 
-/// What a [`Tail`] held at the end.
+/// Content of a [`StderrTail`] at the end of the stream.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Remembered {
+pub(crate) struct StderrSummary {
     pub(crate) lines: Vec<String>,
     /// Each as `src/main.rs:5:9: message`.
     pub(crate) panics: Vec<String>,
 }
 
-impl Tail {
+impl StderrTail {
     pub(crate) fn push(&mut self, line: &[u8]) {
         let line = line.trim_ascii_end();
         let line = String::from_utf8_lossy(&line[..line.len().min(LINE_CAP_BYTES)]).into_owned();
@@ -58,12 +59,12 @@ impl Tail {
         keep(&mut self.lines, line, LINES);
     }
 
-    pub(crate) fn remembered(self) -> Remembered {
+    pub(crate) fn summary(self) -> StderrSummary {
         let panics = self.panics.into_iter().map(|mut panic| {
             let place = panic.remove(0);
             format!("{place} {}", panic.join(" ")).trim_end().to_owned()
         });
-        Remembered { panics: panics.collect(), lines: self.lines.into() }
+        StderrSummary { panics: panics.collect(), lines: self.lines.into() }
     }
 }
 
@@ -91,10 +92,10 @@ fn is_frame(line: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn remember<'a>(lines: impl IntoIterator<Item = &'a str>) -> Remembered {
-        let mut tail = Tail::default();
+    fn remember<'a>(lines: impl IntoIterator<Item = &'a str>) -> StderrSummary {
+        let mut tail = StderrTail::default();
         lines.into_iter().for_each(|line| tail.push(line.as_bytes()));
-        tail.remembered()
+        tail.summary()
     }
 
     #[test]

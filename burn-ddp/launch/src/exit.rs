@@ -1,41 +1,42 @@
-//! How one rank ended.
+//! Exit of a rank's process.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// How one rank ended.
+/// Exit of a rank's process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub enum End {
-    /// It exited with this code.
-    Exit(i32),
-    /// This signal killed it.
+pub enum RankExit {
+    /// Exit code.
+    #[serde(rename = "Exit")]
+    Code(i32),
+    /// Signal that killed the process.
     Signal(i32),
-    /// It ended, but the system would not say how (someone else in this process collected its status).
+    /// Exit whose status is not known, since other code in this process collected it.
     Unknown,
 }
 
-impl End {
-    /// The code by which a shell would report this end: 128 + the number for a signal.
+impl RankExit {
+    /// Code by which a shell reports this exit: 128 + the number for a signal.
     #[must_use]
     pub fn exit_code(self) -> i32 {
         match self {
-            Self::Exit(code) => code,
+            Self::Code(code) => code,
             Self::Signal(signal) => 128 + signal,
             Self::Unknown => 1,
         }
     }
 
-    /// A death that no program chooses, so it is a cause and hardly the reaction to another rank's failure.
+    /// True for a death that no program chooses: a cause, and hardly the reaction to another rank's failure.
     pub(crate) fn is_sudden(self) -> bool {
         matches!(self, Self::Signal(libc::SIGKILL | libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE))
     }
 
     pub(crate) fn hint(self) -> Option<String> {
         let hint = match self {
-            Self::Exit(101) => "101 is how a Rust program ends that panicked",
-            Self::Exit(code @ 129..=159) => {
+            Self::Code(101) => "101 is how a Rust program ends that panicked",
+            Self::Code(code @ 129..=159) => {
                 return Some(format!(
                     "a shell ends with {code} when its program was killed by {}",
                     signal_name(code - 128)
@@ -51,10 +52,10 @@ impl End {
     }
 }
 
-impl fmt::Display for End {
+impl fmt::Display for RankExit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Exit(code) => write!(f, "exited with code {code}"),
+            Self::Code(code) => write!(f, "exited with code {code}"),
             Self::Signal(signal) => write!(f, "was killed by {}", signal_name(*signal)),
             Self::Unknown => f.write_str("ended in a way that could not be observed"),
         }

@@ -1,6 +1,6 @@
 //! Bytes in, whole lines out: the pure part of the output relay.
 
-use crate::tail::Tail;
+use crate::report::stderr_tail::StderrTail;
 
 /// A longer line is split, so that a stream without newlines costs bounded memory and still shows up.
 const LINE_CAP_BYTES: usize = 64 * 1024;
@@ -17,7 +17,7 @@ impl Lines {
     }
 
     /// Appends to `out` every line that `bytes` completes, each with the prefix and one newline, whatever its encoding.
-    pub(crate) fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>, tail: Option<&mut Tail>) {
+    pub(crate) fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>, tail: Option<&mut StderrTail>) {
         let mut tail = tail;
         for piece in bytes.split_inclusive(|&byte| byte == b'\n') {
             let mut rest = piece;
@@ -34,7 +34,7 @@ impl Lines {
     }
 
     /// Appends what waits for a newline that will not come.
-    pub(crate) fn flush(&mut self, out: &mut Vec<u8>, tail: Option<&mut Tail>) {
+    pub(crate) fn flush(&mut self, out: &mut Vec<u8>, tail: Option<&mut StderrTail>) {
         if self.pending.is_empty() {
             return;
         }

@@ -1,14 +1,14 @@
-//! How a job ended: what each machine saw, put together, with the rank that brought it down.
+//! Outcome of a job: the observations of all machines put together, and the rank that brought it down.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::end::End;
-use crate::node::{Blame, NodeOutcome, RankEnd};
+use crate::exit::RankExit;
+use crate::node_outcome::{Blame, NodeOutcome, RankOutcome};
 
-/// How a started job ended. Its `Display` is the report that `burnrun` prints: nothing after a success.
+/// Outcome of a started job. Its `Display` is the report that `burnrun` prints; it is empty after a success.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Outcome {
@@ -16,30 +16,31 @@ pub struct Outcome {
     pub exit_code: i32,
     /// The rank that failed first, by itself and not because the job was being stopped.
     ///
-    /// A rank that reacts to a peer's failure may end a moment before that peer does; what the ranks themselves say about
-    /// the cause decides then.
+    /// A rank that reacts to a peer's failure may end a moment before that peer does; what the ranks themselves say
+    /// about the cause decides then.
     pub failure: Option<Failure>,
     /// The other ranks that failed by themselves, usually since they noticed, in the order in which they ended.
-    pub also_failed: Vec<(usize, End)>,
-    /// Why the job ended, where no rank was the cause: a machine that is lost, or could not start the program.
+    pub also_failed: Vec<(usize, RankExit)>,
+    /// Reason for the end of the job where no rank was the cause: a machine that is lost, or could not start the
+    /// program.
     pub trouble: Option<String>,
     /// The signal to a launcher of the job that stopped it.
     pub interrupted_by: Option<i32>,
-    /// The ranks that still ran when the job was stopped, and so were told to end.
+    /// The ranks that still ran when the job was stopped, and so were sent a signal to end.
     pub stopped: Vec<usize>,
     /// The ranks among them that had to be killed, since they did not end within the grace time.
     pub killed: Vec<usize>,
     /// The ranks, with their pids, that did not even die when killed (a process stuck in the kernel).
     pub left_over: Vec<(usize, u32)>,
-    /// Why some of the ranks' output is missing, if it is.
+    /// Reason why some of the ranks' output is missing, if it is.
     pub output_lost: Option<String>,
-    /// What the surviving ranks were waiting for, a line each.
+    /// Waits of the surviving ranks, a line each.
     pub waiting: Vec<String>,
     /// The number of ranks.
     pub nproc: usize,
     /// The number of machines.
     pub nnodes: usize,
-    /// How often the job had been restarted before.
+    /// Number of restarts before this generation.
     pub restarts: u32,
     /// The readable report, if there is a log directory.
     pub report: Option<PathBuf>,
@@ -51,35 +52,36 @@ pub struct Outcome {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Failure {
-    /// Its rank.
+    /// Number of the rank.
     pub rank: usize,
     /// The name of its machine.
     pub host: String,
-    /// Its process id.
+    /// Process id.
     pub pid: u32,
-    /// How it ended.
-    pub end: End,
-    /// When it ended, counted from the start of the job.
+    /// Exit of the process.
+    #[serde(rename = "end")]
+    pub exit: RankExit,
+    /// Time from the start of the job to the exit.
     pub after: Duration,
-    /// Its last panics, as `src/main.rs:5:9: message`, as far as they were seen on its stderr.
+    /// Last panics that it wrote to stderr, each as `src/main.rs:5:9: message`.
     pub panics: Vec<String>,
-    /// What ended the ranks' world, as they say, if that is more than is seen from outside.
+    /// Cause that the ranks report, if it says more than the exit and the panics.
     pub cause: Option<String>,
     /// The last lines that it wrote to stderr, at most ten, where its output was relayed.
     pub last_lines: Vec<String>,
-    /// Where all it wrote to stderr is kept, on its machine.
+    /// File with all of its stderr, on its machine.
     pub log: Option<PathBuf>,
-    /// How many other ranks were still running when it failed.
+    /// Number of other ranks that were still running when it failed.
     pub running: usize,
 }
 
 impl Outcome {
-    /// Puts together what the launchers of all machines saw of a generation.
+    /// Puts together the observations of all machines' launchers.
     pub(crate) fn of(nodes: &[NodeOutcome], restarts: u32) -> Self {
-        let mut ranks: Vec<(&NodeOutcome, &RankEnd)> =
+        let mut ranks: Vec<(&NodeOutcome, &RankOutcome)> =
             nodes.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank))).collect();
         ranks.sort_by_key(|(_, rank)| rank.rank);
-        let chosen = |wanted: fn(&RankEnd) -> bool| {
+        let chosen = |wanted: fn(&RankOutcome) -> bool| {
             ranks.iter().map(|(_, r)| *r).filter(|r| wanted(r)).map(|r| r.rank).collect()
         };
 
@@ -92,13 +94,13 @@ impl Outcome {
                 rank: rank.rank,
                 host: node.host.clone(),
                 pid: rank.pid,
-                end: rank.end?,
+                exit: rank.exit?,
                 after: rank.after,
                 panics: rank.panics.clone(),
                 cause: blame.filter(|blame| says_more(blame, rank)).map(|blame| blame.cause.clone()),
                 last_lines: rank.last_lines.clone(),
                 log: rank.log.clone(),
-                // Who failed before it reacted to it.
+                // Ranks that failed earlier had merely reacted to this one.
                 running: ranks
                     .iter()
                     .filter(|(_, r)| r.rank != rank.rank && (r.failed || r.after >= rank.after))
@@ -108,8 +110,8 @@ impl Outcome {
         let trouble = nodes.iter().find_map(|node| node.trouble.as_ref());
         let interrupted_by = nodes.iter().find_map(|node| node.interrupted_by);
         // The culprit may have ended with 0, only too early; a job that failed does not.
-        let of_ranks = failure.as_ref().map(|failure| failure.end.exit_code()).filter(|code| *code != 0);
-        let of_first = failed.iter().find_map(|(_, rank)| rank.end).map(End::exit_code);
+        let of_ranks = failure.as_ref().map(|failure| failure.exit.exit_code()).filter(|code| *code != 0);
+        let of_first = failed.iter().find_map(|(_, rank)| rank.exit).map(RankExit::exit_code);
         let exit_code = match (of_ranks.or(of_first), trouble, interrupted_by) {
             (Some(code), ..) => code,
             (None, Some(trouble), _) => trouble.exit_code,
@@ -119,13 +121,13 @@ impl Outcome {
         let others = failed.iter().filter(|(_, rank)| failure.as_ref().is_some_and(|first| first.rank != rank.rank));
         Outcome {
             exit_code,
-            also_failed: others.filter_map(|(_, rank)| Some((rank.rank, rank.end?))).collect(),
+            also_failed: others.filter_map(|(_, rank)| Some((rank.rank, rank.exit?))).collect(),
             failure,
             trouble: trouble.map(|trouble| trouble.message.clone()),
             interrupted_by,
             stopped: chosen(|rank| rank.stopped),
             killed: chosen(|rank| rank.killed),
-            left_over: ranks.iter().filter(|(_, r)| r.end.is_none()).map(|(_, r)| (r.rank, r.pid)).collect(),
+            left_over: ranks.iter().filter(|(_, r)| r.exit.is_none()).map(|(_, r)| (r.rank, r.pid)).collect(),
             output_lost: nodes.iter().find_map(|node| node.output_lost.clone()),
             waiting: Vec::new(),
             nproc: ranks.len(),
@@ -137,24 +139,25 @@ impl Outcome {
     }
 }
 
-/// Whether what the ranks say is more than what was seen of the culprit: its signal, or its panic.
-fn says_more(blame: &Blame, culprit: &RankEnd) -> bool {
-    let seen = !culprit.panics.is_empty() || matches!(culprit.end, Some(End::Signal(_)));
+/// True if the ranks' blame says more than what was seen of the culprit: its signal, or its panic.
+fn says_more(blame: &Blame, culprit: &RankOutcome) -> bool {
+    let seen = !culprit.panics.is_empty() || matches!(culprit.exit, Some(RankExit::Signal(_)));
     !seen || blame.culprit != Some(culprit.rank)
 }
 
-/// The first rank that failed, unless another one died suddenly right after: giving back a large memory or a device takes
-/// a killed process so long that its peers may notice, and exit with an error about it, before its own end is seen. Otherwise
-/// the ranks know best: survivors may be gone before the rank that brought them down, which may even have exited with 0.
+/// The first rank that failed, unless another one died suddenly right after: giving back a large memory or a device
+/// takes a killed process so long that its peers may notice, and exit with an error about it, before its own end is
+/// seen. Otherwise the ranks know best: survivors may be gone before the rank that brought them down, which may even
+/// have exited with 0.
 fn root_cause<'a>(
-    ranks: &[(&'a NodeOutcome, &'a RankEnd)],
-    failed: &[(&'a NodeOutcome, &'a RankEnd)],
+    ranks: &[(&'a NodeOutcome, &'a RankOutcome)],
+    failed: &[(&'a NodeOutcome, &'a RankOutcome)],
     blame: Option<&Blame>,
-) -> Option<(&'a NodeOutcome, &'a RankEnd)> {
+) -> Option<(&'a NodeOutcome, &'a RankOutcome)> {
     let first = failed.first()?;
-    let sudden = failed.iter().find(|(_, rank)| rank.end.is_some_and(End::is_sudden));
+    let sudden = failed.iter().find(|(_, rank)| rank.exit.is_some_and(RankExit::is_sudden));
     let culprit = blame.and_then(|blame| blame.culprit);
-    let ended_alone = |rank: &RankEnd| rank.failed || (rank.end == Some(End::Exit(0)) && !rank.stopped);
+    let ended_alone = |rank: &RankOutcome| rank.failed || (rank.exit == Some(RankExit::Code(0)) && !rank.stopped);
     let blamed = || ranks.iter().find(|(_, rank)| Some(rank.rank) == culprit && ended_alone(rank));
     sudden.or_else(blamed).or(Some(first)).copied()
 }
@@ -163,13 +166,13 @@ fn root_cause<'a>(
 mod tests {
     use super::*;
 
-    fn rank(rank: usize, end: End, after_ms: u64) -> RankEnd {
-        RankEnd {
+    fn rank(rank: usize, exit: RankExit, after_ms: u64) -> RankOutcome {
+        RankOutcome {
             rank,
             pid: 100 + rank as u32,
-            end: Some(end),
+            exit: Some(exit),
             after: Duration::from_millis(after_ms),
-            failed: end != End::Exit(0),
+            failed: exit != RankExit::Code(0),
             stopped: false,
             killed: false,
             last_lines: Vec::new(),
@@ -178,7 +181,7 @@ mod tests {
         }
     }
 
-    fn node(node: usize, ranks: Vec<RankEnd>, blamed: Option<usize>) -> NodeOutcome {
+    fn node(node: usize, ranks: Vec<RankOutcome>, blamed: Option<usize>) -> NodeOutcome {
         let blame = |culprit| Blame { by: 0, culprit: Some(culprit), cause: "it died".into(), at: 5 };
         let blames = blamed.into_iter().map(blame).collect();
         NodeOutcome { node, host: format!("host{node}"), ranks, blames, ..NodeOutcome::default() }
@@ -192,7 +195,7 @@ mod tests {
 
     #[test]
     fn the_cause_is_the_sudden_death_then_whom_the_ranks_blame_then_the_first() {
-        let (kill, exit) = (End::Signal(libc::SIGKILL), End::Exit);
+        let (kill, exit) = (RankExit::Signal(libc::SIGKILL), RankExit::Code);
         for (ends, blamed, expected) in [
             ([exit(0), exit(0), exit(0)], None, (None, 0)),
             ([exit(3), exit(4), exit(0)], None, (Some(0), 3)),
@@ -207,17 +210,18 @@ mod tests {
 
     #[test]
     fn a_stopped_rank_is_not_the_cause_even_if_blamed() {
-        let late = RankEnd { stopped: true, failed: false, ..rank(1, End::Signal(libc::SIGTERM), 50) };
-        assert_eq!(cause(&[node(0, vec![rank(0, End::Exit(9), 10), late], Some(1))]), (Some(0), 9));
+        let late = RankOutcome { stopped: true, failed: false, ..rank(1, RankExit::Signal(libc::SIGTERM), 50) };
+        assert_eq!(cause(&[node(0, vec![rank(0, RankExit::Code(9), 10), late], Some(1))]), (Some(0), 9));
     }
 
     #[test]
     fn the_first_failure_may_be_on_another_machine() {
-        let nodes = [node(0, vec![rank(0, End::Exit(1), 30)], None), node(1, vec![rank(1, End::Exit(7), 20)], None)];
+        let nodes =
+            [node(0, vec![rank(0, RankExit::Code(1), 30)], None), node(1, vec![rank(1, RankExit::Code(7), 20)], None)];
         let outcome = Outcome::of(&nodes, 2);
         let failure = outcome.failure.unwrap();
         assert_eq!((failure.rank, &failure.host[..], failure.running), (1, "host1", 1));
-        assert_eq!((outcome.exit_code, outcome.also_failed), (7, vec![(0, End::Exit(1))]));
+        assert_eq!((outcome.exit_code, outcome.also_failed), (7, vec![(0, RankExit::Code(1))]));
         assert_eq!((outcome.nproc, outcome.nnodes, outcome.restarts), (2, 2, 2));
     }
 }

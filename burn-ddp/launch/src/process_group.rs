@@ -11,16 +11,16 @@ use rustix::process::{Pid, getpid, getppid, setsid};
 
 /// Spawns `command` as the leader of a session of its own.
 ///
-/// Its pid is then also the id of its process group, so one `kill` reaches its descendants. A session rather than a mere
-/// group: a process without a controlling terminal may read and configure the terminal it inherited, where a background
-/// group of the launcher's session would be stopped by SIGTTIN or SIGTTOU.
+/// Its pid is then also the id of its process group, so one `kill` reaches its descendants. A session rather than a
+/// mere group: a process without a controlling terminal may read and configure the terminal it inherited, where a
+/// background group of the launcher's session would be stopped by SIGTTIN or SIGTTOU.
 ///
 /// On Linux the child is killed when the *thread* that called this ends, so that thread must live as long as the job.
 pub(crate) fn spawn(command: &mut Command) -> io::Result<Child> {
     let launcher = getpid();
     // SAFETY: the closure runs in the forked child of a process that may have threads, so it may only do what is
-    // async-signal-safe: `before_exec` makes three system calls through rustix, which neither allocates nor locks there, and
-    // builds its errors from codes, without allocating.
+    // async-signal-safe: `before_exec` makes three system calls through rustix, which neither allocates nor locks
+    // there, and builds its errors from codes, without allocating.
     unsafe { command.pre_exec(move || before_exec(launcher)) };
     command.spawn()
 }

@@ -6,10 +6,10 @@ use std::fmt::Write;
 use burn_ddp_comm::GroupId;
 use burn_ddp_comm::post_mortem::{Event, PostMortem, Record};
 
-use crate::display::{ranks, seconds};
-use crate::kept::{Chapter, waiting};
-use crate::outcome::{Failure, Outcome};
-use crate::told::Told;
+use crate::report::archive::{GenerationReport, waiting};
+use crate::report::notices::Notices;
+use crate::report::outcome::{Failure, Outcome};
+use crate::report::text::{ranks, seconds};
 
 /// The last collectives that are shown.
 const COLLECTIVES: usize = 20;
@@ -17,7 +17,7 @@ const COLLECTIVES: usize = 20;
 const ROWS: usize = 200;
 
 /// `None` if nothing failed in any generation.
-pub(crate) fn report(chapters: &[Chapter]) -> Option<String> {
+pub(crate) fn report(chapters: &[GenerationReport]) -> Option<String> {
     let failed: Vec<_> = chapters.iter().filter(|chapter| cause(chapter).is_some()).collect();
     let last = failed.last()?;
     let mut text = format!("# {}\n", one_line(&cause(last)?));
@@ -34,12 +34,12 @@ pub(crate) fn report(chapters: &[Chapter]) -> Option<String> {
     Some(text)
 }
 
-/// What brought a generation down.
-fn cause(chapter: &Chapter) -> Option<String> {
-    if let Some(kept) = &chapter.kept {
-        return of_outcome(&kept.outcome);
+/// Cause of a generation's end.
+fn cause(chapter: &GenerationReport) -> Option<String> {
+    if let Some(record) = &chapter.record {
+        return of_outcome(&record.outcome);
     }
-    // The launcher did not live to say it.
+    // The launcher was killed before it could write the outcome.
     let first = chapter.events.iter().find_map(|event| match event {
         Event::Failed { cause, .. } => Some(cause.clone()),
         _ => None,
@@ -58,8 +58,8 @@ fn of_outcome(outcome: &Outcome) -> Option<String> {
     outcome.trouble.clone().or_else(|| outcome.interrupted_by.and_then(|_| interrupted()))
 }
 
-fn chapter(text: &mut String, chapter: &Chapter) {
-    let outcome = chapter.kept.as_ref().map(|kept| &kept.outcome);
+fn chapter(text: &mut String, chapter: &GenerationReport) {
+    let outcome = chapter.record.as_ref().map(|record| &record.outcome);
     let failure = outcome.and_then(|outcome| outcome.failure.as_ref());
     if let Some(cause) = failure.and_then(|failure| failure.cause.as_ref()) {
         let _ = writeln!(text, "\nWhat the ranks say: {}", one_line(cause));
@@ -74,7 +74,7 @@ fn chapter(text: &mut String, chapter: &Chapter) {
     let _ = writeln!(text, "\n## Files\n\n`{}`: output, events and reports of the ranks.", chapter.dir.display());
 }
 
-fn waits(text: &mut String, chapter: &Chapter, outcome: Option<&Outcome>) {
+fn waits(text: &mut String, chapter: &GenerationReport, outcome: Option<&Outcome>) {
     let lines = waiting(outcome.unwrap_or(&Outcome::default()), &chapter.reports);
     if !lines.is_empty() {
         text.push_str("\n## What the others were waiting for\n\n");
@@ -90,7 +90,7 @@ fn last_lines(text: &mut String, failure: &Failure) {
     }
     if !failure.last_lines.is_empty() {
         let _ = writeln!(text, "\n## The last lines of rank {rank}'s stderr\n");
-        // Indented: whatever they hold, they do not end the block.
+        // Indented: no content can end the block.
         for line in &failure.last_lines {
             let _ = writeln!(text, "    {line}");
         }
@@ -100,23 +100,23 @@ fn last_lines(text: &mut String, failure: &Failure) {
     }
 }
 
-fn ends(text: &mut String, chapter: &Chapter) {
-    let Some(kept) = &chapter.kept else { return };
+fn ends(text: &mut String, chapter: &GenerationReport) {
+    let Some(record) = &chapter.record else { return };
     let steps: BTreeMap<_, _> = chapter.reports.iter().filter_map(|report| Some((report.rank, report.step?))).collect();
     text.push_str("\n## The ranks\n\n| rank | host | pid | end | after | step |\n|---|---|---|---|---|---|\n");
-    let rows = kept.seen.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank)));
+    let rows = record.nodes.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank)));
     for (node, rank) in rows.take(ROWS) {
-        let end = rank.end.map_or("does not die".to_owned(), |end| end.to_string());
-        let told = match (rank.killed, rank.stopped) {
+        let end = rank.exit.map_or("does not die".to_owned(), |exit| exit.to_string());
+        let fate = match (rank.killed, rank.stopped) {
             (true, _) => " (was told to stop, and killed)",
             (_, true) => " (was told to stop)",
             _ => "",
         };
         let step = steps.get(&rank.rank).map_or(String::new(), u64::to_string);
         let (number, pid, after) = (rank.rank, rank.pid, seconds(rank.after));
-        let _ = writeln!(text, "| {number} | {} | {pid} | {end}{told} | {after} | {step} |", cell(&node.host));
+        let _ = writeln!(text, "| {number} | {} | {pid} | {end}{fate} | {after} | {step} |", cell(&node.host));
     }
-    for trouble in kept.seen.iter().filter_map(|node| node.trouble.as_ref()) {
+    for trouble in record.nodes.iter().filter_map(|node| node.trouble.as_ref()) {
         let _ = writeln!(text, "\n{}", one_line(&trouble.message));
     }
 }
@@ -140,7 +140,10 @@ fn collectives(text: &mut String, reports: &[PostMortem]) {
     by_time.sort_by_key(|(_, records)| records.iter().map(|(_, record)| record.started).min());
     let shown = &by_time[by_time.len().saturating_sub(COLLECTIVES)..];
     text.push_str("\n## The last collectives, the latest last\n\n");
-    text.push_str("Only ranks whose world ended in an error left their calls.\n\n| group | number | ranks | call | where | state |\n|---|---|---|---|---|---|\n");
+    text.push_str(
+        "Only ranks whose world ended in an error left their calls.\n\n\
+         | group | number | ranks | call | where | state |\n|---|---|---|---|---|---|\n",
+    );
     for ((group, pair, sequence), records) in shown {
         let group = GroupId(*group);
         let mut same: BTreeMap<(&str, &str, &str), Vec<usize>> = BTreeMap::new();
@@ -168,12 +171,12 @@ fn collectives(text: &mut String, reports: &[PostMortem]) {
     }
 }
 
-/// What was remarked while it ran.
-fn remarks(text: &mut String, chapter: &Chapter) {
-    let Some(kept) = &chapter.kept else { return };
-    let mut told = Told::default();
+/// Notices that were shown while it ran.
+fn remarks(text: &mut String, chapter: &GenerationReport) {
+    let Some(record) = &chapter.record else { return };
+    let mut notices = Notices::default();
     let remarks: Vec<_> =
-        chapter.events.iter().filter_map(|event| told.take_in(event.clone(), &kept.start)).take(ROWS).collect();
+        chapter.events.iter().filter_map(|event| notices.notice(event.clone(), &record.plan)).take(ROWS).collect();
     if !remarks.is_empty() {
         text.push_str("\n## What was remarked meanwhile\n\n");
         list(text, &remarks);
@@ -244,8 +247,13 @@ mod tests {
     fn the_first_line_is_the_cause_even_if_the_launcher_was_killed() {
         let history = || vec![record(1, "all_reduce (f32, sum, 8 elements)", Some(80)), record(2, "barrier", None)];
         let reports = vec![post_mortem(0, history()), post_mortem(2, history()[..1].to_vec())];
-        let chapter =
-            Chapter { generation: 0, dir: "logs/generation-0".into(), kept: None, reports, events: Vec::new() };
+        let chapter = GenerationReport {
+            generation: 0,
+            dir: "logs/generation-0".into(),
+            record: None,
+            reports,
+            events: Vec::new(),
+        };
         let text = report(&[chapter]).unwrap();
         assert_eq!(text.lines().next().unwrap(), "# rank 1 (host h, pid 8) died: connection | reset");
         for line in [
@@ -272,8 +280,13 @@ mod tests {
             post_mortem(1, vec![record(1, "barrier", Some(3))]),
             post_mortem(2, vec![record(1, "barrier", Some(3))]),
         ];
-        let chapter =
-            Chapter { generation: 0, dir: "logs/generation-0".into(), kept: None, reports, events: Vec::new() };
+        let chapter = GenerationReport {
+            generation: 0,
+            dir: "logs/generation-0".into(),
+            record: None,
+            reports,
+            events: Vec::new(),
+        };
         let text = report(&[chapter]).unwrap();
         for line in [
             "| 0.1 | 1 | rank 0 | barrier | `src/train.rs:9:5` | under way |",

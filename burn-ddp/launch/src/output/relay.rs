@@ -1,7 +1,7 @@
-//! What the ranks print, passed on line by line to this process's stdout and stderr, and as it is to files, by one thread.
+//! Relay of the ranks' output: line by line to this process's stdout and stderr, unchanged to files, by one thread.
 //!
-//! One thread writes, so lines of different ranks never mix. A rank that prints faster than the output takes waits, as it
-//! would when writing there itself; an output that nobody reads any more is closed for the ranks too.
+//! One thread writes, so lines of different ranks never mix. A rank that prints faster than the output takes waits, as
+//! it would when writing there itself; an output whose reader is gone is closed for the ranks too.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -11,15 +11,16 @@ use std::thread;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::lines::Lines;
-use crate::supervise::Event;
-use crate::tail::{Remembered, Tail};
+use crate::event::{Event, Relayed};
+use crate::output::lines::Lines;
+use crate::report::stderr_tail::StderrTail;
 
 const READ_BYTES: usize = 64 * 1024;
-/// At the end, what a pipe already holds is still passed on: at most this much, the largest size a pipe can have by default.
+/// At the end, what a pipe already holds is still passed on: at most this much, the largest size a pipe can have by
+/// default.
 const LAST_READ_BYTES: usize = 1024 * 1024;
 
-/// Which output of a rank, and of this process.
+/// One output of a rank, and the same of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Output {
     Stdout,
@@ -31,18 +32,9 @@ pub(crate) struct Source {
     pub(crate) local_rank: usize,
     pub(crate) output: Output,
     pub(crate) pipe: OwnedFd,
-    /// Stands before each line on the console; not shown there if `None`.
+    /// Prefix of each line on the console; `None` if the stream is not shown there.
     pub(crate) prefix: Option<String>,
     pub(crate) log: Option<File>,
-}
-
-/// What is known once all output is passed on.
-#[derive(Debug, Default)]
-pub(crate) struct Relayed {
-    /// What is remembered of each rank's stderr, by local rank.
-    pub(crate) tails: Vec<Remembered>,
-    /// Why output was lost, if it was.
-    pub(crate) lost: Option<String>,
 }
 
 /// Dropping it makes the thread pass on what the pipes hold and end, even where a stray process keeps them open.
@@ -55,11 +47,11 @@ impl Relay {
     pub(crate) fn start(nproc: usize, sources: Vec<Source>, events: Sender<Event>) -> io::Result<Self> {
         let (wake, _wake) = io::pipe()?;
         let streams = sources.into_iter().map(Stream::new).collect();
-        let tails = (0..nproc).map(|_| Tail::default()).collect();
+        let tails = (0..nproc).map(|_| StderrTail::default()).collect();
         let mut pump = Pump { streams, tails, unread: Vec::new(), lost: None };
         thread::Builder::new().name("burn-ddp-output".into()).spawn(move || {
             pump.run(&wake);
-            // Nobody listens any more when the user chose not to wait for the output.
+            // Sending fails when the user chose not to wait for the output.
             let _ = events.send(Event::Relayed(pump.end()));
         })?;
         Ok(Self { _wake })
@@ -81,7 +73,7 @@ impl Stream {
         Self { local_rank, output, pipe: pipe.into(), lines: Lines::new(prefix.unwrap_or_default()), shown, log }
     }
 
-    /// To the file, if there is one. After a failure no more is tried: a log with holes misleads.
+    /// Writes to the file, if there is one. The first failure is the last attempt: a log with holes misleads.
     fn log(&mut self, bytes: &[u8]) -> Option<String> {
         let error = self.log.as_mut()?.write_all(bytes).err()?;
         self.log = None;
@@ -91,7 +83,7 @@ impl Stream {
 
 struct Pump {
     streams: Vec<Stream>,
-    tails: Vec<Tail>,
+    tails: Vec<StderrTail>,
     /// Outputs of this process whose reader is gone.
     unread: Vec<Output>,
     lost: Option<String>,
@@ -112,7 +104,7 @@ impl Pump {
             for position in ready.into_iter().rev() {
                 self.pass_on(position, &mut buffer);
             }
-            self.close_what_nobody_reads();
+            self.close_unread();
             if woken {
                 return self.last_pass(&mut buffer);
             }
@@ -159,8 +151,9 @@ impl Pump {
         count
     }
 
-    /// The ranks then see what they would see had they written there themselves: a broken pipe. What is logged has a reader.
-    fn close_what_nobody_reads(&mut self) {
+    /// The ranks then see what they would see had they written there themselves: a broken pipe. What is logged has a
+    /// reader.
+    fn close_unread(&mut self) {
         let unread = &self.unread;
         self.streams.retain(|stream| stream.log.is_some() || !stream.shown || !unread.contains(&stream.output));
     }
@@ -203,7 +196,7 @@ impl Pump {
     }
 
     fn end(&mut self) -> Relayed {
-        let tails = self.tails.drain(..).map(Tail::remembered).collect();
+        let tails = self.tails.drain(..).map(StderrTail::summary).collect();
         Relayed { tails, lost: self.lost.take() }
     }
 }

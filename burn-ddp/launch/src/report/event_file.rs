@@ -1,4 +1,4 @@
-//! What the ranks of this machine report while they run: one file per generation, to which they append lines.
+//! File to which the ranks of this machine append their events, one line each; one file per generation.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 
 use burn_ddp_comm::post_mortem::Event;
 
-use crate::store::{name_of, unnamed};
+use crate::unnamed_file::{name_of, unnamed};
 
-/// Most that is looked at in one go, and of all: a program that writes there in a loop harms nobody.
+/// Limits of one read and of all together, so that a program that writes there in a loop does no harm.
 const READ_CAP_BYTES: u64 = 1024 * 1024;
 const TOTAL_CAP_BYTES: u64 = 64 * 1024 * 1024;
 
-pub(crate) struct EventsFile {
+pub(crate) struct EventFile {
     file: File,
     path: PathBuf,
     /// The beginning of a line whose end has not come.
@@ -21,8 +21,8 @@ pub(crate) struct EventsFile {
     read: u64,
 }
 
-impl EventsFile {
-    /// In `dir`, to be kept, or else without a name, so that nothing stays behind however this process ends.
+impl EventFile {
+    /// Creates it in `dir`, or else without a name, so that nothing stays behind however this process ends.
     pub(crate) fn create(dir: Option<&Path>, node: usize, job_id: &str) -> io::Result<Self> {
         let (file, path) = match dir {
             Some(dir) => {
@@ -38,12 +38,12 @@ impl EventsFile {
         Ok(Self { file, path, pending: Vec::new(), read: 0 })
     }
 
-    /// Its name for the ranks.
+    /// Path by which the ranks open it.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What came since the last time.
+    /// Returns the events that came since the last call.
     pub(crate) fn read(&mut self) -> Vec<Event> {
         let room = READ_CAP_BYTES.min(TOTAL_CAP_BYTES - self.read);
         match (&self.file).take(room).read_to_end(&mut self.pending) {
@@ -63,7 +63,7 @@ mod tests {
 
     #[test]
     fn events_are_read_once_and_only_when_complete() {
-        let mut events = EventsFile::create(None, 0, &format!("test-{}", std::process::id())).unwrap();
+        let mut events = EventFile::create(None, 0, &format!("test-{}", std::process::id())).unwrap();
         let mut rank = OpenOptions::new().append(true).open(events.path()).unwrap();
         let event = Event::Suspect { rank: 0, peer: 1, silent_ms: 2000, at: 3 };
         let line = event.to_line();

@@ -1,0 +1,61 @@
+//! Events that the threads of a launcher send to its main thread: exits of ranks, signals, output, news of other
+//! launchers.
+
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use crate::exit::RankExit;
+use crate::report::stderr_tail::StderrSummary;
+
+/// Event for the main thread. Ranks are local ranks here.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// From a rank's waiter thread.
+    Exited { rank: usize, exit: RankExit, at: Instant },
+    /// From a rank's waiter thread: it does not run, but it is not dead.
+    Stopped { rank: usize, signal: i32 },
+    /// From a rank's waiter thread: it runs again.
+    Continued { rank: usize },
+    /// From the signal thread: this process was sent a signal.
+    Signal(i32),
+    /// From the relay: all output is passed on.
+    Relayed(Relayed),
+    /// From the link to the other launchers: somewhere the generation has ended.
+    Ordered { generation: u32, stop: Stop },
+    /// From the link to the other launchers: it is cut.
+    Cut(Trouble),
+}
+
+/// Reason for the end of a generation, from the launcher that knew first.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Stop {
+    Failed {
+        rank: usize,
+        host: String,
+        pid: u32,
+        #[serde(rename = "end")]
+        exit: RankExit,
+    },
+    Interrupted {
+        host: String,
+        signal: i32,
+    },
+    Trouble(Trouble),
+}
+
+/// Reason for the end of a job that no rank ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Trouble {
+    pub(crate) message: String,
+    pub(crate) exit_code: i32,
+}
+
+/// Result of the relay, once all output is passed on.
+#[derive(Debug, Default)]
+pub(crate) struct Relayed {
+    /// End of each rank's stderr, by local rank.
+    pub(crate) tails: Vec<StderrSummary>,
+    /// Reason why output was lost, if it was.
+    pub(crate) lost: Option<String>,
+}

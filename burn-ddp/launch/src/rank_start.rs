@@ -1,0 +1,109 @@
+//! Starting the ranks of one machine: their commands, variables, pipes and log files.
+
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::sync::mpsc::Sender;
+
+use burn_ddp_comm::{LaunchEnv, Meeting};
+
+use crate::error::LaunchError;
+use crate::event::Event;
+use crate::guardian::Guardian;
+use crate::nodes::GenerationPlan;
+use crate::output::log_dir;
+use crate::output::relay::{Output, Relay, Source};
+use crate::process_group;
+use crate::processes::Processes;
+use crate::spec::{JobSpec, Stdio};
+use crate::trust::Trust;
+
+/// Everything that the ranks of this machine are started from.
+pub(crate) struct RankStart<'a> {
+    pub(crate) spec: &'a JobSpec,
+    pub(crate) trust: &'a Trust,
+    pub(crate) plan: &'a GenerationPlan,
+    pub(crate) generation: u32,
+    /// Number of this machine.
+    pub(crate) node: usize,
+    pub(crate) report_dir: &'a Path,
+    /// File for the ranks' events.
+    pub(crate) event_file: Option<&'a Path>,
+}
+
+impl RankStart<'_> {
+    /// Starts all ranks, and the relay of their output if any of it is relayed. After an error `processes` holds the
+    /// ranks that were started.
+    pub(crate) fn start_all(
+        &self,
+        processes: &mut Processes<'_>,
+        guardian: &mut Guardian,
+        sender: Sender<Event>,
+    ) -> Result<Option<Relay>, LaunchError> {
+        let mut sources = Vec::new();
+        for local_rank in 0..self.spec.nproc {
+            let rank = self.first_rank() + local_rank;
+            let mut child = self.spawn(local_rank)?;
+            guardian.watch(child.id());
+            let pipes = [
+                (Output::Stdout, child.stdout.take().map(Into::into)),
+                (Output::Stderr, child.stderr.take().map(Into::into)),
+            ];
+            // From here on `processes` owns the child, and ends it on any error.
+            let stderr_log = self.log_path(local_rank, Output::Stderr).filter(|_| !self.keeps_terminal(local_rank));
+            processes.add(child, stderr_log).map_err(|source| LaunchError::Spawn { rank, source })?;
+            for (output, pipe) in pipes {
+                let Some(pipe) = pipe else { continue };
+                let plain = self.spec.stdio == Stdio::Plain;
+                let prefix = if plain { String::new() } else { format!("[rank {rank}] ") };
+                let shown = self.spec.output.to_console(local_rank, output);
+                let log = self.log_path(local_rank, output);
+                let log =
+                    log.map(|path| log_dir::create_log(&path).map_err(|source| LaunchError::LogDir { path, source }));
+                let log = log.transpose()?;
+                sources.push(Source { local_rank, output, pipe, prefix: shown.then_some(prefix), log });
+            }
+        }
+        if sources.is_empty() {
+            return Ok(None);
+        }
+        let relay = Relay::start(self.spec.nproc, sources, sender);
+        relay.map(Some).map_err(|source| LaunchError::System { doing: "pass on the ranks' output", source })
+    }
+
+    fn spawn(&self, local_rank: usize) -> Result<Child, LaunchError> {
+        let (program, rank) = (&self.spec.program, self.first_rank() + local_rank);
+        let keeps_terminal = self.keeps_terminal(local_rank);
+        let mut command = program.command(self.spec.nproc, self.variables(local_rank), keeps_terminal);
+        process_group::spawn(&mut command).map_err(|source| program.spawn_error(rank, source))
+    }
+
+    fn first_rank(&self) -> usize {
+        self.plan.first_rank(self.node)
+    }
+
+    fn keeps_terminal(&self, local_rank: usize) -> bool {
+        local_rank == 0 && self.spec.stdio == Stdio::FirstRankInherits
+    }
+
+    /// File of one output of a rank; `None` if it is not logged.
+    fn log_path(&self, local_rank: usize, output: Output) -> Option<PathBuf> {
+        let rank = self.first_rank() + local_rank;
+        let logged = self.spec.output.to_file(local_rank, output);
+        logged.then(|| log_dir::log_path(self.report_dir, rank, output))
+    }
+
+    /// Environment variables that tell a rank its number and where the others are.
+    fn variables(&self, local_rank: usize) -> Vec<(String, String)> {
+        let plan = self.plan;
+        let meeting = Meeting::Launcher { host: plan.host.clone(), port: plan.port };
+        let mut env = LaunchEnv::new(self.first_rank() + local_rank, plan.world_size(), meeting, &plan.job_id);
+        env.local_rank = local_rank;
+        env.local_world_size = self.spec.nproc;
+        env.node_rank = self.node;
+        env.restart_count = self.generation;
+        env.events = self.event_file.map(Path::to_owned);
+        env.report_dir = Some(self.report_dir.to_owned());
+        self.trust.describe(&mut env);
+        env.variables()
+    }
+}

@@ -1,0 +1,67 @@
+//! The description of a job, as [`Launcher`](crate::Launcher) builds it.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::command::Program;
+use crate::error::LaunchError;
+use crate::output::settings::OutputSettings;
+use crate::report::notices::NoticeSink;
+
+/// Largest number of ranks on one machine; more are taken for a slip of the finger.
+const MAX_RANKS: usize = 4096;
+
+/// Destination of the ranks' stdout and stderr, and source of their stdin.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Stdio {
+    /// Each line of each rank goes to this process's stdout or stderr, behind `[rank 0] `; stdin is `/dev/null`.
+    #[default]
+    Prefixed,
+    /// As [`Prefixed`](Self::Prefixed), without the prefix.
+    Plain,
+    /// This machine's first rank keeps this process's stdin, stdout and stderr, so that its progress bar works; the
+    /// others are as in [`Prefixed`](Self::Prefixed).
+    FirstRankInherits,
+}
+
+/// Settings of a job, as far as this machine's launcher needs them.
+#[derive(Clone, Debug)]
+pub(crate) struct JobSpec {
+    pub(crate) program: Program,
+    pub(crate) nproc: usize,
+    pub(crate) stdio: Stdio,
+    pub(crate) grace: Duration,
+    pub(crate) max_restarts: u32,
+    pub(crate) output: OutputSettings,
+    pub(crate) timeline: Option<PathBuf>,
+    pub(crate) nnodes: usize,
+    pub(crate) node_rank: Option<usize>,
+    /// Address at which the launchers of several machines meet.
+    pub(crate) master: Option<(String, u16)>,
+    pub(crate) meeting_id: String,
+    pub(crate) invitation: Option<String>,
+    pub(crate) secret_file: Option<PathBuf>,
+    pub(crate) join_timeout: Duration,
+    pub(crate) peer_timeout: Duration,
+    pub(crate) notices: NoticeSink,
+}
+
+impl JobSpec {
+    /// Refuses settings that contradict each other.
+    pub(crate) fn check(&self) -> Result<(), LaunchError> {
+        if !(1..=MAX_RANKS).contains(&self.nproc) {
+            return Err(LaunchError::BadRankCount { nproc: self.nproc, max: MAX_RANKS });
+        }
+        self.output.check()?;
+        let usage = |message: String| Err(LaunchError::Usage(message));
+        if self.nnodes == 0 {
+            return usage("a job has at least one machine".into());
+        }
+        if let Some(node) = self.node_rank.filter(|node| *node >= self.nnodes) {
+            let last = self.nnodes - 1;
+            return usage(format!("node rank {node} of {} machines: they are numbered from 0 to {last}", self.nnodes));
+        }
+        Ok(())
+    }
+}

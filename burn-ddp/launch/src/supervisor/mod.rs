@@ -1,0 +1,452 @@
+//! Supervisor of the ranks of one machine during one generation: which rank failed first, when the others are told to
+//! end, and when they are killed.
+//!
+//! A pure state machine. It makes no system calls, starts no threads and reads no clock: the caller passes the time
+//! with each event, and carries out the [`Action`]s that come back ([`Processes`](crate::processes::Processes) does).
+//!
+//! ```text
+//! Running ──a rank fails, here or elsewhere──▶ Settling ──the others had time──▶ Stopping ──grace over──▶ Killing
+//!    └────────a signal to this process, or to another launcher of the job────────▶┘ ──second Ctrl-C────────▶┘
+//! each of them ──all ranks have exited──▶ Draining ──▶ Terminating ──▶ Flushing ──▶ Over
+//!                                         leftover processes may print, are told to end, are killed
+//! ```
+//!
+//! Ctrl-Z suspends the machine in any of the first four phases ([`Suspension`]).
+
+mod suspension;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::mem;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use crate::event::{Event, Relayed, Stop, Trouble};
+use crate::exit::{RankExit, signal_name};
+use crate::node_outcome::{NodeOutcome, RankOutcome};
+use suspension::Suspension;
+
+/// Longest time after a failure in which the other ranks may end by themselves. They usually notice within a second,
+/// and report what they saw.
+const SETTLE: Duration = Duration::from_secs(3);
+/// Longest wait for a killed process, which may take seconds to give back a device or much memory.
+const KILL_PATIENCE: Duration = Duration::from_secs(30);
+/// Time that processes which outlive their rank have to finish their output, first undisturbed, then after SIGTERM.
+const LEFTOVERS: Duration = Duration::from_secs(1);
+
+/// Interval in which the ranks' reports are read.
+const TURN: Duration = Duration::from_millis(200);
+/// The same while a deadline runs. A wake-up that is later than this shows that this machine stood still meanwhile.
+const SHORT_TURN: Duration = Duration::from_millis(20);
+
+/// Something for the caller to carry out. Ranks are local ranks unless said otherwise.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Action {
+    /// Send a signal to the process group of a rank.
+    Signal { rank: usize, signal: i32 },
+    /// Show a line to the user.
+    Notice(String),
+    /// Tell the ranks that have yet to join, and the other launchers, that a rank (of the job) has exited.
+    AnnounceExit { rank: usize, pid: u32, exit: RankExit },
+    /// Tell the other launchers that a signal ended the job.
+    AnnounceInterrupt(i32),
+    /// Tell the other launchers that this one pauses, then call [`Supervisor::pause_announced`].
+    AnnouncePause,
+    /// Stop this process; when it is continued, call [`Supervisor::launcher_continued`].
+    StopLauncher,
+    /// Tell the other launchers that this one goes on.
+    AnnounceResume,
+    /// Pass on what the pipes still hold, and close them.
+    CloseOutput,
+}
+
+/// Settings of a generation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Settings {
+    /// Number of the generation.
+    pub(crate) generation: u32,
+    /// Time between the signal to end and SIGKILL.
+    pub(crate) grace: Duration,
+    /// Rank of this machine's local rank 0 among all ranks of the job.
+    pub(crate) first_rank: usize,
+    /// True if local rank 0 keeps the terminal: it hears when its size changes.
+    pub(crate) first_rank_has_terminal: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// No rank has failed.
+    Running,
+    /// A rank has failed; the others may end by themselves.
+    Settling { until: Instant },
+    /// The ranks were told to end.
+    Stopping { until: Instant },
+    /// The ranks were killed.
+    Killing { until: Instant },
+    /// The ranks have exited; processes that they left behind may finish their output.
+    Draining { until: Instant },
+    /// These processes were told to end.
+    Terminating { until: Instant },
+    /// These processes were killed; the rest of the output is passed on.
+    Flushing,
+    /// Nothing is left.
+    Over,
+}
+
+impl Phase {
+    fn deadline(self) -> Option<Instant> {
+        match self {
+            Self::Running | Self::Flushing | Self::Over => None,
+            Self::Settling { until }
+            | Self::Stopping { until }
+            | Self::Killing { until }
+            | Self::Draining { until }
+            | Self::Terminating { until } => Some(until),
+        }
+    }
+
+    /// True while the phases are about ranks and not about what they left behind.
+    fn has_ranks(self) -> bool {
+        matches!(self, Self::Running | Self::Settling { .. } | Self::Stopping { .. } | Self::Killing { .. })
+    }
+
+    /// True before ranks are told to end.
+    fn lets_run(self) -> bool {
+        matches!(self, Self::Running | Self::Settling { .. })
+    }
+
+    /// Moves the ranks' deadline by a time in which this process did not run.
+    fn put_off(&mut self, by: Duration) {
+        if let Self::Settling { until } | Self::Stopping { until } | Self::Killing { until } = self {
+            *until += by;
+        }
+    }
+}
+
+struct Rank {
+    pid: u32,
+    log: Option<PathBuf>,
+    exited: Option<(RankExit, Instant)>,
+    /// Stopped by a signal such as SIGSTOP, from this launcher or anyone else.
+    suspended: bool,
+}
+
+/// State machine of one generation on this machine. See the [module](self).
+pub(crate) struct Supervisor {
+    settings: Settings,
+    started: Instant,
+    phase: Phase,
+    /// Set from Ctrl-Z until the ranks go on.
+    suspension: Option<Suspension>,
+    /// Events that came during a suspension.
+    deferred: VecDeque<Event>,
+    /// Actions decided in the current step.
+    actions: Vec<Action>,
+    /// Time for which the caller was asked to wake up.
+    wake: Option<Instant>,
+    ranks: Vec<Rank>,
+    /// Ranks that failed before any rank was told to end, in the order in which their exits were seen.
+    failed: Vec<usize>,
+    stopped: Vec<usize>,
+    killed: Vec<usize>,
+    interrupted_by: Option<i32>,
+    /// True if this process was sent a signal to end, before or after something else ended the job.
+    signalled: bool,
+    trouble: Option<Trouble>,
+    /// True if a relay passes on the ranks' output.
+    relays_output: bool,
+    relayed: Option<Relayed>,
+    /// Time from the start to the last exit.
+    elapsed: Duration,
+}
+
+impl Supervisor {
+    pub(crate) fn new(settings: Settings, started: Instant) -> Self {
+        Self {
+            settings,
+            started,
+            phase: Phase::Running,
+            suspension: None,
+            deferred: VecDeque::new(),
+            actions: Vec::new(),
+            wake: None,
+            ranks: Vec::new(),
+            failed: Vec::new(),
+            stopped: Vec::new(),
+            killed: Vec::new(),
+            interrupted_by: None,
+            signalled: false,
+            trouble: None,
+            relays_output: false,
+            relayed: None,
+            elapsed: Duration::ZERO,
+        }
+    }
+
+    /// Adds the next local rank, which was just started. `log` is the file of its stderr.
+    pub(crate) fn add_rank(&mut self, pid: u32, log: Option<PathBuf>) {
+        self.ranks.push(Rank { pid, log, exited: None, suspended: false });
+    }
+
+    /// A relay passes on the ranks' output: [`Event::Relayed`] will come.
+    pub(crate) fn relay_started(&mut self) {
+        self.relays_output = true;
+    }
+
+    /// True when nothing is left to wait for.
+    pub(crate) fn is_over(&self) -> bool {
+        self.phase == Phase::Over
+    }
+
+    /// True if the rank's exit was seen.
+    pub(crate) fn has_exited(&self, rank: usize) -> bool {
+        self.ranks[rank].exited.is_some()
+    }
+
+    /// Time at which [`step`](Self::step) must be called if no event comes before; `None` if only an event helps.
+    pub(crate) fn wake_at(&mut self, now: Instant) -> Option<Instant> {
+        let wake = match (&self.suspension, self.phase) {
+            (Some(suspension), _) => suspension.deadline(),
+            (None, Phase::Running) => Some(now + TURN),
+            (None, phase) if phase.has_ranks() => phase.deadline().map(|until| until.min(now + SHORT_TURN)),
+            (None, phase) => phase.deadline(),
+        };
+        self.wake = wake;
+        wake
+    }
+
+    /// Takes in an event, or, with `None`, that the time to wake up has come.
+    pub(crate) fn step(&mut self, now: Instant, event: Option<Event>) -> Vec<Action> {
+        let late = self.wake.take().map_or(Duration::ZERO, |wake| now.saturating_duration_since(wake));
+        if late > SHORT_TURN && self.suspension.is_none() {
+            self.phase.put_off(late);
+        }
+        match event {
+            Some(event) if self.suspension.is_some() => self.on_event_while_suspended(now, event),
+            Some(event) => self.on_event(now, event),
+            None if self.suspension.is_some() => self.advance_suspension(now),
+            None if self.phase.deadline().is_some_and(|until| now >= until) => self.on_deadline(now),
+            None => {}
+        }
+        mem::take(&mut self.actions)
+    }
+
+    /// Gives the job up, since not all ranks could be started: kills those that were.
+    pub(crate) fn abort(&mut self, now: Instant) -> Vec<Action> {
+        self.kill(now);
+        self.check_exits(now);
+        mem::take(&mut self.actions)
+    }
+
+    /// This machine's part of the generation's outcome; the caller fills in the node, its host, and what the ranks
+    /// reported.
+    pub(crate) fn into_outcome(mut self) -> NodeOutcome {
+        let mut relayed = self.relayed.take().unwrap_or_default();
+        let outcomes = self.ranks.iter().enumerate().map(|(local, rank)| {
+            let failed = self.failed.contains(&local);
+            // The last lines of ranks that did not fail are in their logs; they need not travel.
+            let stderr = relayed.tails.get_mut(local).filter(|_| failed).map(mem::take).unwrap_or_default();
+            RankOutcome {
+                rank: self.settings.first_rank + local,
+                pid: rank.pid,
+                exit: rank.exited.map(|(exit, _)| exit),
+                after: rank.exited.map_or(self.elapsed, |(_, at)| at.saturating_duration_since(self.started)),
+                failed,
+                stopped: self.stopped.contains(&local),
+                killed: self.killed.contains(&local),
+                last_lines: stderr.lines,
+                panics: stderr.panics,
+                log: rank.log.clone(),
+            }
+        });
+        NodeOutcome {
+            ranks: outcomes.collect(),
+            interrupted_by: self.interrupted_by,
+            signalled: self.signalled,
+            output_lost: relayed.lost,
+            trouble: self.trouble,
+            elapsed: self.elapsed,
+            ..NodeOutcome::default()
+        }
+    }
+
+    fn on_event(&mut self, now: Instant, event: Event) {
+        if !self.phase.has_ranks() {
+            return self.on_event_after_exits(event);
+        }
+        match event {
+            Event::Exited { rank, exit, at } => self.on_exit(now, rank, exit, at),
+            Event::Signal(signal) => self.on_signal(now, signal),
+            Event::Relayed(relayed) => self.relayed = Some(relayed),
+            Event::Stopped { rank, signal } => self.on_rank_stopped(rank, signal),
+            Event::Continued { rank } => self.on_rank_continued(rank),
+            Event::Ordered { generation, stop } if generation == self.settings.generation => self.on_order(now, &stop),
+            Event::Ordered { .. } => {}
+            Event::Cut(trouble) => {
+                self.trouble.get_or_insert(trouble);
+                self.settle(now);
+            }
+        }
+        self.check_exits(now);
+    }
+
+    fn on_exit(&mut self, now: Instant, rank: usize, exit: RankExit, at: Instant) {
+        self.ranks[rank].exited = Some((exit, at));
+        if !self.phase.lets_run() {
+            return;
+        }
+        let (number, pid) = (self.settings.first_rank + rank, self.ranks[rank].pid);
+        self.act(Action::AnnounceExit { rank: number, pid, exit });
+        if exit != RankExit::Code(0) {
+            self.settle(now);
+            self.failed.push(rank);
+        }
+    }
+
+    fn on_signal(&mut self, now: Instant, signal: i32) {
+        match signal {
+            libc::SIGWINCH if self.settings.first_rank_has_terminal => return self.signal(0, libc::SIGWINCH),
+            libc::SIGWINCH => return,
+            libc::SIGTSTP => return self.suspend(),
+            _ => self.signalled = true,
+        }
+        match self.phase {
+            Phase::Stopping { .. } if signal == libc::SIGINT => self.kill(now),
+            phase if phase.lets_run() => {
+                if self.failed.is_empty() && self.trouble.is_none() {
+                    self.interrupted_by = Some(signal);
+                    self.act(Action::AnnounceInterrupt(signal));
+                }
+                self.stop(now, signal);
+            }
+            _ => self.signal_all(signal),
+        }
+    }
+
+    /// Another launcher reports that the generation is over.
+    fn on_order(&mut self, now: Instant, stop: &Stop) {
+        match stop {
+            Stop::Interrupted { signal, .. } if self.phase.lets_run() => self.stop(now, *signal),
+            Stop::Interrupted { .. } | Stop::Failed { .. } | Stop::Trouble(_) => self.settle(now),
+        }
+    }
+
+    fn on_rank_stopped(&mut self, rank: usize, signal: i32) {
+        self.ranks[rank].suspended = true;
+        let (number, pid, signal) = (self.settings.first_rank + rank, self.ranks[rank].pid, signal_name(signal));
+        self.act(Action::Notice(format!(
+            "rank {number} (pid {pid}) is stopped ({signal}), the others wait for it; `kill -CONT {pid}` lets it go on"
+        )));
+    }
+
+    fn on_rank_continued(&mut self, rank: usize) {
+        self.ranks[rank].suspended = false;
+        let (number, pid) = (self.settings.first_rank + rank, self.ranks[rank].pid);
+        self.act(Action::Notice(format!("rank {number} (pid {pid}) goes on")));
+    }
+
+    fn on_deadline(&mut self, now: Instant) {
+        match self.phase {
+            Phase::Settling { .. } => self.stop(now, libc::SIGTERM),
+            Phase::Stopping { .. } => self.kill(now),
+            // Processes that hang in the kernel: given up.
+            Phase::Killing { .. } => self.drain(now),
+            Phase::Draining { .. } => {
+                self.signal_all(libc::SIGTERM);
+                self.phase = Phase::Terminating { until: now + LEFTOVERS };
+            }
+            Phase::Terminating { .. } => self.flush(),
+            Phase::Running | Phase::Flushing | Phase::Over => {}
+        }
+    }
+
+    /// Gives the other ranks time to end by themselves, and to report what they saw.
+    fn settle(&mut self, now: Instant) {
+        if self.phase == Phase::Running {
+            self.phase = Phase::Settling { until: now + self.settings.grace.min(SETTLE) };
+        }
+    }
+
+    /// Tells all ranks to end. A suspended rank is continued, so that it hears of it.
+    fn stop(&mut self, now: Instant, signal: i32) {
+        self.signal_all(signal);
+        self.stopped = self.running();
+        let suspended: Vec<_> = self.stopped.iter().copied().filter(|&rank| self.ranks[rank].suspended).collect();
+        suspended.into_iter().for_each(|rank| self.signal(rank, libc::SIGCONT));
+        self.phase = Phase::Stopping { until: now + self.settings.grace };
+    }
+
+    fn kill(&mut self, now: Instant) {
+        self.killed = self.running();
+        self.signal_all(libc::SIGKILL);
+        self.phase = Phase::Killing { until: now + KILL_PATIENCE };
+    }
+
+    fn check_exits(&mut self, now: Instant) {
+        if self.phase.has_ranks() && self.suspension.is_none() && self.running().is_empty() {
+            self.drain(now);
+        }
+    }
+
+    /// The ranks are gone. Processes that they left behind may finish their output.
+    fn drain(&mut self, now: Instant) {
+        self.elapsed = now.saturating_duration_since(self.started);
+        if self.relays_output && self.relayed.is_none() {
+            self.phase = Phase::Draining { until: now + LEFTOVERS };
+        } else {
+            self.flush();
+        }
+    }
+
+    fn on_event_after_exits(&mut self, event: Event) {
+        match event {
+            Event::Relayed(relayed) => self.on_output_complete(relayed),
+            // An impatient user does not wait for output.
+            Event::Signal(signal) if ![libc::SIGWINCH, libc::SIGTSTP].contains(&signal) => {
+                let lost = Some("the rest of the output was dropped at a signal".into());
+                self.on_output_complete(Relayed { tails: Vec::new(), lost });
+            }
+            // Of a rank that was given up as unkillable.
+            Event::Exited { rank, exit, at } => self.ranks[rank].exited = Some((exit, at)),
+            // News of other launchers is asked for again when the outcome is agreed upon.
+            Event::Signal(_) | Event::Stopped { .. } | Event::Continued { .. } => {}
+            Event::Ordered { .. } | Event::Cut(_) => {}
+        }
+    }
+
+    fn on_output_complete(&mut self, relayed: Relayed) {
+        self.relayed.get_or_insert(relayed);
+        match self.phase {
+            Phase::Draining { .. } | Phase::Terminating { .. } => self.flush(),
+            _ => self.phase = Phase::Over,
+        }
+    }
+
+    /// Kills what the ranks left behind. The rest of the output has no deadline: it is bounded, and only a reader that
+    /// paused our output can delay it.
+    fn flush(&mut self) {
+        self.signal_all(libc::SIGKILL);
+        if self.relays_output {
+            self.act(Action::CloseOutput);
+        }
+        self.phase = if self.relays_output && self.relayed.is_none() { Phase::Flushing } else { Phase::Over };
+    }
+
+    fn running(&self) -> Vec<usize> {
+        (0..self.ranks.len()).filter(|&rank| self.ranks[rank].exited.is_none()).collect()
+    }
+
+    /// Also to groups whose rank has exited: processes that it started may still run.
+    fn signal_all(&mut self, signal: i32) {
+        (0..self.ranks.len()).for_each(|rank| self.signal(rank, signal));
+    }
+
+    fn signal(&mut self, rank: usize, signal: i32) {
+        self.act(Action::Signal { rank, signal });
+    }
+
+    fn act(&mut self, action: Action) {
+        self.actions.push(action);
+    }
+}
