@@ -362,37 +362,7 @@ impl Ddp {
     /// [`Error::Comm`] if a peer failed, [`Error::Use`] if `model` is not wrapped, [`Error::Backward`] if the loss does not
     /// depend on it or the backward cannot deliver averages. After an error the ranks are no longer in step.
     pub fn backward<const D: usize, M: Module>(&self, loss: &Tensor<D>, model: &M) -> Result<Gradients> {
-        if !loss.is_tracked() {
-            let reason = "the loss depends on no parameter (a frozen model, or a loss computed from detached values)"
-                .to_string();
-            self.world().fail(format!("backward: {reason}"));
-            return Err(Error::Backward { rank: self.rank(), reason });
-        }
-        let tapped = intercept::find(model);
-        let [tapped] = tapped.as_slice() else {
-            if tapped.is_empty() && self.world_size() == 1 {
-                return Ok(loss.backward());
-            }
-            return Err(Error::Use(match tapped.len() {
-                0 => "the model is not wrapped: use what `ddp.wrap(model)` returned".into(),
-                n => format!("the model consists of {n} wrapped parts: wrap it as a whole"),
-            }));
-        };
-        if tapped.compares() {
-            intercept::note_values(model, tapped);
-        }
-        let (gradients, reached) = tapped.capture(|| loss.backward())?;
-        if !reached {
-            let reason =
-                "the loss depends on no parameter of the wrapped model, or on none that it tapped (frozen or replaced after `wrap`?)".to_string();
-            self.world().fail(format!("backward: {reason}"));
-            return Err(Error::Backward { rank: self.rank(), reason });
-        }
-        if let Some(reason) = intercept::bypassed(model, tapped, &gradients)? {
-            self.world().fail(format!("backward: {reason}"));
-            return Err(Error::Backward { rank: self.rank(), reason });
-        }
-        Ok(gradients)
+        intercept::checked_backward(self, loss, model)
     }
 
     /// Backwards inside `f` only sum up gradients in the reducer and return none; the next one outside reduces them all. For

@@ -103,7 +103,7 @@ pub use differentiable::{Adjoint, CollectiveBackend, Differentiable};
 pub use distributed_optimizer::DistributedOptimizer;
 pub use error::{Error, Result};
 pub use gradients::{DeviceLoan, GradientMemory, HostCopy, Reduction};
-pub use intercept::{DdpBackend, TapHandle};
+pub use intercept::{DdpBackend, ModelOpening, TapHandle};
 pub use save::param_hash;
 pub use stats::Stats;
 pub use straggler::Straggler;

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::buffers::{self, BufferPolicy};
 use crate::convert::comm_dtype;
 use crate::ddp::Ddp;
-use crate::gradients::{Caps, Reducer, Reduction, Settings, Slot};
+use crate::gradients::{Caps, Reduction, Settings, Slot};
 use crate::intercept::{MAX_RANK, SyncedStatistics, TAP_NAME, Tap, WrappedModel};
 use crate::schema::{Entry, Schema, difference, digest, unreadable};
 use crate::{Error, Result, intercept, placement};
@@ -223,10 +223,10 @@ impl Agreed {
             overlap: on_device || config.overlap.unwrap_or_else(|| overlap_pays(ddp, &device)),
             on_device,
         };
-        let reducer = Reducer::new(group, slots, settings, ddp.meter().clone())?;
         let buffers = (config.buffers != BufferPolicy::Local).then(|| buffers::handle(model, &is_buffer)).flatten();
-        let shared = buffers.map(|buffers| SyncedStatistics { buffers, policy: config.buffers, sent: Vec::new() });
-        let tapped = Arc::new(WrappedModel::new(ddp.without_presence(), device, reducer, accumulation, shared));
+        let statistics = buffers.map(|buffers| SyncedStatistics::new(buffers, config.buffers));
+        let tapped =
+            Arc::new(WrappedModel::new(ddp.without_presence(), device, group, slots, settings, statistics)?);
         tapped.count_holder(true);
         Ok(Some(Taps { ddp: ddp.clone(), tapped, slot_of }))
     }

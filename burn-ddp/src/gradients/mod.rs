@@ -1,7 +1,10 @@
 //! From gradients of one rank to averaged gradients. `README.md` beside this file has the states of a bucket.
 
 mod accumulation;
+mod aligned_bytes;
 mod bucket_plan;
+mod buffer_ring;
+mod flags;
 mod memory;
 mod piggyback;
 mod readback;
@@ -9,13 +12,11 @@ mod reducer;
 mod store;
 mod worker;
 
-pub(crate) use accumulation::Buffer;
+pub use accumulation::Reduction;
+pub(crate) use aligned_bytes::AlignedBytes;
 pub(crate) use bucket_plan::{Caps, Slot};
-pub(crate) use memory::shared_bytes;
 pub use memory::{GradientMemory, HostCopy};
-pub(crate) use piggyback::Piggyback;
-pub(crate) use readback::Unread;
-pub use reducer::Reduction;
+pub(crate) use piggyback::{Piggyback, PiggybackResult};
 pub(crate) use reducer::{Reducer, Settings};
 pub use store::DeviceLoan;
-pub(crate) use store::device_store::Kept;
+pub(crate) use store::{Outcome, open as open_store};

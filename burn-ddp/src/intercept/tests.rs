@@ -10,7 +10,6 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_ddp_nccl::fake::Machine;
 
 use super::fake_device::{self, Fault};
-use super::fake_gpu;
 use crate::{Ddp, Error, Reduction, WrapConfig, param_hash};
 
 /// Parameters of several types, each of which a step may use or not.
@@ -326,7 +325,7 @@ fn nccls_engine_reduces_what_was_lent() {
             let machine = Machine::new(world);
             machine.set_jitter(std::time::Duration::from_millis(1), 7);
             let gpus = Ddp::spawn(world, |ddp| {
-                fake_gpu::install(&ddp, &machine);
+                fake_device::install_gpu(&ddp, &machine);
                 train(&ddp, weights)
             });
             let gpus = gpus.unwrap();

@@ -9,7 +9,7 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::{Cube, CubeBackend, CubeDevice};
 
 #[cfg(feature = "nccl")]
-use super::cuda;
+use super::{DeviceLoan, cuda};
 use super::{GradientMemory, HostCopy};
 
 impl GradientMemory for Cube {
@@ -36,13 +36,13 @@ impl GradientMemory for Cube {
     }
 
     #[cfg(feature = "nccl")]
-    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn super::DeviceLoan>, String> {
+    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn DeviceLoan>, String> {
         cuda::lend(tensors)
     }
 
     #[cfg(feature = "nccl")]
-    fn take_back(lent: Box<dyn super::DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
-        cuda::take_back(lent)
+    fn take_back(loan: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
+        cuda::take_back(loan)
     }
 }
 
