@@ -28,7 +28,7 @@ pub fn log_to_stderr() {
     use tracing_subscriber::EnvFilter;
 
     // Why the job ended is what `main` returns; once is enough.
-    let default = "warn,burn_ddp_comm::health=off";
+    let default = "warn,burn_ddp_comm::membership=off";
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
     let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr).with_ansi(stderr().is_terminal());
     // Someone who has set up a subscriber already keeps it.

@@ -1,6 +1,8 @@
 //! What one rank finds out becomes what all ranks know, so that all go on alike.
 
-use burn_ddp_comm::ProcessGroup;
+use burn_ddp_comm::{self as comm, ProcessGroup};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::schema::{Entry, difference, digest};
 use crate::{Error, Result};
@@ -20,6 +22,30 @@ pub(crate) fn on_outcome<T>(group: &ProcessGroup, what: &str, mine: Result<T>) -
     }
 }
 
+/// Runs `f` on rank 0 alone, and returns its result on every rank. *Collective*.
+///
+/// # Errors
+///
+/// [`Error::File`] with rank 0's reason, on every rank.
+#[track_caller]
+pub(crate) fn on_main<T: Serialize + DeserializeOwned>(
+    group: &ProcessGroup,
+    f: impl FnOnce() -> Result<T, String>,
+) -> Result<T> {
+    let outcome = (group.rank() == 0).then(f);
+    let outcome: Result<T, String> = group.broadcast_object(outcome, 0)?;
+    outcome.map_err(|reason| Error::File(format!("rank 0 {reason}")))
+}
+
+/// Settings that must be the same on all ranks: names as users know them, and values.
+pub(crate) type Settings = Vec<(String, String)>;
+
+/// Compares `settings` over all ranks; returns what differs, the same text on every rank. *Collective*.
+#[track_caller]
+pub(crate) fn on_settings(group: &ProcessGroup, settings: &Settings) -> comm::Result<Option<String>> {
+    Ok(settings_difference(&group.all_gather_object(settings)?))
+}
+
 /// Whether the models of all ranks have the same parameters and buffers. *Collective*.
 ///
 /// # Errors
@@ -33,4 +59,73 @@ pub(crate) fn on_model(group: &ProcessGroup, entries: &[Entry]) -> Result<()> {
     }
     let models = group.all_gather_object(&entries.to_vec())?;
     Err(Error::ModelsDiffer(difference(&models).unwrap_or_else(|| "their digests differ".into())))
+}
+
+/// The settings that differ, each with its values and the ranks that have them.
+fn settings_difference(of_ranks: &[Settings]) -> Option<String> {
+    // Where the sets of names differ, too, the first rank's names suffice: a setting in common says why.
+    let names = of_ranks.first()?.iter().map(|(name, _)| name);
+    let differing: Vec<String> = names.filter_map(|name| differing_values(name, of_ranks)).collect();
+    (!differing.is_empty()).then(|| differing.join("; "))
+}
+
+fn differing_values(name: &str, of_ranks: &[Settings]) -> Option<String> {
+    let mut values: Vec<(&str, Vec<usize>)> = Vec::new();
+    for (rank, settings) in of_ranks.iter().enumerate() {
+        let value = settings.iter().find(|(other, _)| other == name).map_or("not set", |(_, value)| value);
+        match values.iter_mut().find(|(seen, _)| *seen == value) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => values.push((value, vec![rank])),
+        }
+    }
+    let shown = |(value, ranks): &(&str, Vec<usize>)| format!("{value} on {}", list_ranks(ranks));
+    (values.len() > 1).then(|| format!("{name} is {}", values.iter().map(shown).collect::<Vec<_>>().join(" and ")))
+}
+
+/// `rank 3` or `ranks 0, 1, 2`; after eight ranks, their number.
+fn list_ranks(ranks: &[usize]) -> String {
+    const SHOWN: usize = 8;
+    let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();
+    let more = match ranks.len().saturating_sub(SHOWN) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("rank{} {}{more}", if ranks.len() == 1 { "" } else { "s" }, shown.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(pairs: &[(&str, &str)]) -> Settings {
+        pairs.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect()
+    }
+
+    #[test]
+    fn names_every_value_and_its_ranks() {
+        let a = settings(&[("the dataset length", "100"), ("the batch size", "8 per rank"), ("the seed", "1")]);
+        let b = settings(&[("the dataset length", "99"), ("the batch size", "8 per rank"), ("the seed", "2")]);
+        assert_eq!(settings_difference(&[a.clone(), a.clone(), a.clone()]), None);
+        assert_eq!(
+            settings_difference(&[a.clone(), b, a]).unwrap(),
+            "the dataset length is 100 on ranks 0, 2 and 99 on rank 1; the seed is 1 on ranks 0, 2 and 2 on rank 1"
+        );
+    }
+
+    #[test]
+    fn another_kind_of_loader_is_a_difference() {
+        let training = settings(&[("the kind", "training"), ("the seed", "1")]);
+        let evaluation = settings(&[("the kind", "evaluation")]);
+        assert_eq!(
+            settings_difference(&[evaluation.clone(), training.clone()]).unwrap(),
+            "the kind is evaluation on rank 0 and training on rank 1"
+        );
+        let text = settings_difference(&[training, evaluation]).unwrap();
+        assert!(text.ends_with("the seed is 1 on rank 0 and not set on rank 1"), "{text}");
+    }
+
+    #[test]
+    fn long_lists_are_cut() {
+        assert_eq!(list_ranks(&(0..10).collect::<Vec<_>>()), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more");
+    }
 }

@@ -7,7 +7,7 @@ use burn::module::Module;
 use burn::tensor::{Device, Gradients, Tensor};
 use burn_ddp_comm::{LaunchEnv, Options, ProcessGroup, ReduceOp, World};
 
-use crate::checkpoint::Writing;
+use crate::checkpoint::background::BackgroundWrite;
 use crate::meter::Meter;
 use crate::seed::Seed;
 use crate::weight::{Batch, Weights};
@@ -69,7 +69,7 @@ struct Inner {
     loaders: AtomicU64,
     seed: Mutex<Option<Seed>>,
     /// Checkpoints that may be under way.
-    writings: Mutex<Vec<Arc<Writing>>>,
+    background_writes: Mutex<Vec<Arc<BackgroundWrite>>>,
     /// What carries the collectives on host memory.
     host_engine: &'static str,
     /// The CUDA device on which NCCL reduces, once it does.
@@ -155,7 +155,7 @@ impl Ddp {
                 weights: Weights::default(),
                 loaders: AtomicU64::new(0),
                 seed: Mutex::new(None),
-                writings: Mutex::new(Vec::new()),
+                background_writes: Mutex::new(Vec::new()),
                 #[cfg(feature = "train")]
                 metrics: std::sync::OnceLock::new(),
             }),
@@ -507,8 +507,8 @@ impl Ddp {
     }
 
     /// [`Ddp::finish`] waits for it.
-    pub(crate) fn note_writing(&self, writing: &Arc<Writing>) {
-        self.inner.writings.lock().unwrap_or_else(PoisonError::into_inner).push(writing.clone());
+    pub(crate) fn note_background_write(&self, write: &Arc<BackgroundWrite>) {
+        self.inner.background_writes.lock().unwrap_or_else(PoisonError::into_inner).push(write.clone());
     }
 
     /// Ends the job: checkpoints that are under way, the last barrier, then goodbye. *Collective*. Leaving without it is fine where nobody
@@ -519,9 +519,9 @@ impl Ddp {
     /// [`Error::Comm`] if a peer failed or does not come in time; [`Error::File`] if a checkpoint could not be written.
     #[track_caller]
     pub fn finish(self) -> Result<()> {
-        let writings = std::mem::take(&mut *self.inner.writings.lock().unwrap_or_else(PoisonError::into_inner));
-        for writing in writings {
-            writing.wait(self.group())?;
+        let background_writes = std::mem::take(&mut *self.inner.background_writes.lock().unwrap_or_else(PoisonError::into_inner));
+        for write in background_writes {
+            write.wait(self.group())?;
         }
         self.barrier()?;
         self.world().leave();

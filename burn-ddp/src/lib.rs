@@ -111,5 +111,7 @@ pub use wrap::WrapConfig;
 
 /// What a training program imports.
 pub mod prelude {
+    #[cfg(feature = "train")]
+    pub use crate::train::DdpTrainer;
     pub use crate::{BufferPolicy, Ddp, DdpConfig, DistributedOptimizer, ReduceOp, Reduction, WrapConfig, param_hash};
 }

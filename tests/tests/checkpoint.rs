@@ -34,7 +34,7 @@ fn names(directory: &Path) -> Vec<String> {
 
 /// Saves a value alone.
 fn save(ddp: &Ddp, directory: &Path, keep: usize, step: u64) -> burn_ddp::Result<()> {
-    ddp.checkpoints(directory)?.keep(keep).save(step, |c| c.value("step", &step))
+    ddp.checkpoints(directory)?.keep_last(keep).save(step, |c| c.value("step", &step))
 }
 
 fn latest(ddp: &Ddp, directory: &Path) -> Option<u64> {
@@ -279,7 +279,7 @@ fn the_newest_stay_and_what_a_crash_left_goes() {
             save(&ddp, path, 2, step)?;
         }
         let zero = save(&ddp, path, 0, 30).unwrap_err().to_string();
-        assert!(zero.contains("`keep(1)`"), "{zero}");
+        assert!(zero.contains("`keep_last(1)`"), "{zero}");
         let older = save(&ddp, path, 2, 7).unwrap_err().to_string();
         assert!(older.contains("holds a checkpoint of step 20; go on from that"), "{older}");
         Ok(())
@@ -328,7 +328,7 @@ fn calls_that_differ_between_ranks_are_errors_and_no_hang() {
         let checkpoints = ddp.checkpoints(path)?;
         let rank = ddp.rank() as u64;
         let steps = checkpoints.save(5 + rank, |_| Ok(())).unwrap_err().to_string();
-        let refused = |_: &mut burn_ddp::checkpoint::Draft<'_>| match rank {
+        let refused = |_: &mut burn_ddp::checkpoint::CheckpointWriter<'_>| match rank {
             1 => Err(burn_ddp::Error::Use("no config".into())),
             _ => Ok(()),
         };

@@ -28,7 +28,7 @@ fn main() -> anyhow::Result<()> {
     let digits = MnistDataset::sample(Split::Train)?;
     let train = ddp.loader(MnistBatcher).batch_size(16).shuffle(42).set_device(device.clone()).build(digits)?;
 
-    let checkpoints = ddp.checkpoints(&directory)?.keep(2);
+    let checkpoints = ddp.checkpoints(&directory)?.keep_last(2);
     let mut step = 0;
     if let Some(found) = checkpoints.latest()? {
         model = found.model(model)?;

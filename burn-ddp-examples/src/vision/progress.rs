@@ -57,7 +57,7 @@ impl Saves {
     /// A directory that cannot be made, a peer that failed.
     pub(super) fn new(ddp: &Ddp, args: &Args) -> Result<Saves> {
         let checkpoints = args.checkpoints.as_ref().map(|directory| ddp.checkpoints(directory)).transpose()?;
-        Ok(Saves { checkpoints: checkpoints.map(|checkpoints| checkpoints.keep(2)), every: args.checkpoint_every })
+        Ok(Saves { checkpoints: checkpoints.map(|checkpoints| checkpoints.keep_last(2)), every: args.checkpoint_every })
     }
 
     /// Goes on from the newest one; begins where there is none. *Collective*.

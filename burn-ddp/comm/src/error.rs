@@ -5,8 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::call::{CallInfo, RankCall};
-use crate::peer::{PeerInfo, list_ranks};
-use crate::track::show_position;
+use crate::membership::{PeerInfo, list_ranks, show_position};
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;

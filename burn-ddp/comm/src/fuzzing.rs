@@ -6,14 +6,14 @@ use std::os::unix::net::UnixStream;
 
 use crate::Secret;
 use crate::frame::{PREFIX_BYTES, Prefix};
-use crate::health::ControlMessage;
+use crate::membership::ControlMessage;
 use crate::net::wire::Wire;
 use crate::post_mortem::{Event, PostMortem};
 use crate::store::protocol::{MESSAGE_CAP, Request, Response};
 use crate::store::table::Table;
 
 pub fn handshake(bytes: &[u8]) {
-    crate::net::handshake::fuzz(bytes);
+    crate::auth::handshake::fuzz(bytes);
 }
 
 pub fn frame(bytes: &[u8]) {

@@ -34,7 +34,7 @@
 //! | the numerics contract | `reduce/`, told at [`ProcessGroup`] |
 //! | engines, the transports under them, and the algorithms they share | [`engine`] |
 //! | one call, compared between ranks; its form on the wire | [`call`], [`frame`] |
-//! | who is alive, and the one cause that ends a world | [`health`] |
+//! | who is alive, and the one cause that ends a world | [`membership`] |
 //! | what a rank tells its launcher, and leaves behind | [`post_mortem`] |
 //! | what ranks do and when, as a trace | [`timeline`] |
 //!
@@ -51,51 +51,46 @@ pub mod frame;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
-pub mod health;
+pub mod membership;
 pub mod post_mortem;
 pub mod timeline;
 
+mod auth;
+mod backoff;
 mod clock;
-mod control;
 #[cfg(test)]
 mod cost;
-mod diagnosis;
 mod dtype;
 mod env;
 mod error;
 mod group;
 mod history;
-mod job_key;
-mod liveness;
 mod net;
 mod object;
 mod op;
-mod options;
-mod panics;
-mod peer;
 mod plan;
 mod pmi;
 mod reduce;
 mod rendezvous;
-mod secret;
 mod shared;
 mod store;
-mod track;
+mod sync;
 mod world;
+mod world_options;
 
+pub use auth::{JobKey, Secret};
+pub use backoff::{Backoff, core_per_rank};
 pub use call::{Call, CallInfo, CallSite, Collective, GroupId, Members, RankCall};
 pub use dtype::{DType, Element};
 pub use env::{LaunchEnv, Meeting};
 pub use error::{Error, Result};
 pub use group::{Pending, ProcessGroup};
 pub use history::{Heartbeat, PendingCall};
-pub use job_key::JobKey;
+pub use membership::PeerInfo;
 pub use object::MAX_OBJECT_BYTES;
 pub use op::ReduceOp;
-pub use options::{EngineChoice, Options};
-pub use peer::PeerInfo;
 pub use rendezvous::fail_join;
-pub use secret::Secret;
 pub use shared::{SharedBuffer, SharedView};
 pub use store::{MemoryStore, Store, StoreClient, StoreServer};
 pub use world::{World, on_threads};
+pub use world_options::{EngineChoice, Options};

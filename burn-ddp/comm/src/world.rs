@@ -9,12 +9,13 @@ use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::engine::Fabric;
 use crate::engine::threads::ThreadsFabric;
 use crate::group::{Core, ProcessGroup};
-use crate::health::{Health, lock};
 use crate::history::Log;
-use crate::peer::PeerInfo;
+use crate::membership::Membership;
+use crate::membership::panics;
 use crate::plan::Site;
+use crate::sync::lock;
 use crate::timeline::Timeline;
-use crate::{Error, Options, Result, panics};
+use crate::{Error, Options, PeerInfo, Result};
 
 /// One rank's membership of a job: who it is, who its peers are, and the way to talk to them.
 ///
@@ -42,7 +43,7 @@ pub(crate) struct Seat {
     pub(crate) local_world_size: usize,
     /// All ranks in order; `peers[rank]` is this one.
     pub(crate) peers: Vec<PeerInfo>,
-    pub(crate) health: Arc<Health>,
+    pub(crate) membership: Arc<Membership>,
     pub(crate) fabric: Arc<dyn Fabric>,
     /// What lives as long as the membership: the control connections. Dropped after the goodbye; its `Drop` must not block.
     pub(crate) keep_alive: Option<Box<dyn Send + Sync>>,
@@ -83,21 +84,21 @@ impl World {
     /// `n` ranks in this process, in rank order. Each goes to a thread of its own; see also [`on_threads`].
     pub fn threads(n: usize, options: Options) -> Vec<World> {
         let peers: Vec<PeerInfo> = (0..n).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
-        let healths = Health::shared(peers.clone(), options.clone());
-        let fabrics = ThreadsFabric::all(&healths);
-        let seat = |(health, fabric): (Arc<Health>, ThreadsFabric)| Seat {
-            rank: health.rank(),
+        let memberships = Membership::shared(peers.clone(), options.clone());
+        let fabrics = ThreadsFabric::all(&memberships);
+        let seat = |(membership, fabric): (Arc<Membership>, ThreadsFabric)| Seat {
+            rank: membership.rank(),
             local_world_size: n,
             peers: peers.clone(),
-            health,
+            membership,
             fabric: Arc::new(fabric),
             keep_alive: None,
         };
-        healths.into_iter().zip(fabrics).map(|pair| World::from_seat(seat(pair), options.clone())).collect()
+        memberships.into_iter().zip(fabrics).map(|pair| World::from_seat(seat(pair), options.clone())).collect()
     }
 
     pub(crate) fn from_seat(seat: Seat, options: Options) -> World {
-        panics::watch(&seat.health);
+        panics::watch(&seat.membership);
         let member = Member {
             fabric: RwLock::new(seat.fabric.clone()),
             seat,
@@ -145,7 +146,7 @@ impl World {
         self.member.fabric().name()
     }
 
-    /// Lets later groups get their engines from what `make` makes of the world's own fabric and this rank's health.
+    /// Lets later groups get their engines from what `make` makes of the world's own fabric and this rank's membership.
     ///
     /// The way in for engines outside this crate. All ranks do it, between the same groups. What fails on one rank only is for the
     /// caller to tell the others, by [`fail`](Self::fail) or over a group made before.
@@ -163,10 +164,10 @@ impl World {
     /// Those of `make`; then nothing has changed.
     pub fn set_fabric<E>(
         &self,
-        make: impl FnOnce(Arc<dyn Fabric>, Arc<Health>) -> Result<Arc<dyn Fabric>, E>,
+        make: impl FnOnce(Arc<dyn Fabric>, Arc<Membership>) -> Result<Arc<dyn Fabric>, E>,
     ) -> Result<(), E> {
         let seat = &self.member.seat;
-        let fabric = make(seat.fabric.clone(), seat.health.clone())?;
+        let fabric = make(seat.fabric.clone(), seat.membership.clone())?;
         *self.member.fabric.write().unwrap_or_else(PoisonError::into_inner) = fabric;
         Ok(())
     }
@@ -199,10 +200,10 @@ impl World {
     /// A group of this rank alone that does its calls by `engine`.
     #[cfg(test)]
     pub(crate) fn group_with(&self, engine: Box<dyn crate::engine::Engine>) -> ProcessGroup {
-        let health = &self.member.seat.health;
+        let membership = &self.member.seat.membership;
         let members = Arc::new(Members::new([self.rank()]));
         let info = CallInfo::bare(Collective::NewGroup, 0, 0, Location::caller());
-        let log = health.history().open(0, members.clone());
+        let log = membership.history().open(0, members.clone());
         let call = Call::new(info, members, self.rank(), self.member.options.timeout);
         ProcessGroup::new(Core::new(self.member.clone(), 0, call, log, engine))
     }
@@ -212,7 +213,7 @@ impl World {
     /// # Errors
     /// The root cause that ended it, which is what every collective returns from then on.
     pub fn check(&self) -> Result<()> {
-        self.member.seat.health.check()
+        self.member.seat.membership.check()
     }
 
     /// This rank gives up: every pending and later collective, on every rank and group, returns this cause, naming this
@@ -235,12 +236,12 @@ impl World {
     /// }
     /// ```
     pub fn fail(&self, cause: impl Into<String>) {
-        self.member.seat.health.fail_self(cause.into());
+        self.member.seat.membership.fail_self(cause.into());
     }
 
     /// [`fail`](Self::fail) because this thread panics, with what the panic said and where. For destructors of what a rank holds.
     pub fn fail_panicked(&self) {
-        self.member.seat.health.fail_self(panics::describe());
+        self.member.seat.membership.fail_self(panics::describe());
         // Nobody may drop this any more.
         self.member.end_timeline();
     }
@@ -258,7 +259,7 @@ impl World {
     /// # Ok::<(), burn_ddp_comm::Error>(())
     /// ```
     pub fn set_step(&self, step: u64) {
-        self.member.seat.health.set_step(step);
+        self.member.seat.membership.set_step(step);
     }
 
     /// Says goodbye now, rather than when the last handle is dropped. Never blocks; once is enough.
@@ -275,7 +276,7 @@ impl World {
     /// [`Error::OutOfStep`](crate::Error::OutOfStep), on all ranks, if a peer [stopped](World::stop) before this position
     /// in the same epoch; otherwise what ended the world, if it has ended.
     pub fn advance(&self, track: u64, position: u64) -> Result<()> {
-        self.member.seat.health.advance(track, position)
+        self.member.seat.membership.advance(track, position)
     }
 
     /// "I stopped at `position` of `track` and never pass it in this epoch." Told to all ranks; never blocks.
@@ -304,7 +305,7 @@ impl World {
     /// assert!(error.contains("rank 0 went on to epoch 0, step 4"), "{error}");
     /// ```
     pub fn stop(&self, track: u64, position: u64, what: &str) {
-        self.member.seat.health.stop(track, position, what);
+        self.member.seat.membership.stop(track, position, what);
     }
 }
 
@@ -324,11 +325,11 @@ impl Member {
 
     /// Makes the group of number `group`, together with its other members.
     pub(crate) fn open_group(self: &Arc<Member>, group: u64, members: Members, site: Site) -> Result<ProcessGroup> {
-        let Seat { rank, health, .. } = &self.seat;
+        let Seat { rank, membership, .. } = &self.seat;
         let fabric = self.fabric();
-        let info = CallInfo { step: health.step(), ..CallInfo::bare(Collective::NewGroup, group, 0, site) };
+        let info = CallInfo { step: membership.step(), ..CallInfo::bare(Collective::NewGroup, group, 0, site) };
         let call = Call::new(info, Arc::new(members), *rank, self.options.timeout);
-        let log = health.history().open(group, call.members.clone());
+        let log = membership.history().open(group, call.members.clone());
         let opened = self.run(&log, &call, || {
             let group_rank = call.group_rank()?;
             // Before any rank can be through here, and so have ended: what lies there from earlier jobs is nobody's part then.
@@ -337,19 +338,19 @@ impl Member {
             engine.barrier(&call)?;
             Ok((group_rank, engine))
         });
-        let (group_rank, engine) = opened.inspect_err(|_| health.history().close(&log))?;
+        let (group_rank, engine) = opened.inspect_err(|_| membership.history().close(&log))?;
         tracing::debug!(rank, group = %GroupId(group), engine = engine.name(), "new group");
         Ok(ProcessGroup::new(Core::new(self.clone(), group_rank, call, log, engine)))
     }
 
     /// Runs one call: not at all if the world has ended, and what goes wrong ends it.
     pub(crate) fn run<R>(&self, log: &Log, call: &Call, body: impl FnOnce() -> Result<R>) -> Result<R> {
-        let health = &self.seat.health;
+        let membership = &self.seat.membership;
         if self.left.load(Ordering::Acquire) {
-            return Err(health.left_error(self.seat.rank).noticed_by(&call.info));
+            return Err(membership.left_error(self.seat.rank).noticed_by(&call.info));
         }
         log.begin(call);
-        let result = health.check().and_then(|()| body()).map_err(|error| health.conclude(error, call));
+        let result = membership.check().and_then(|()| body()).map_err(|error| membership.conclude(error, call));
         log.end(call, result.is_ok());
         result
     }
@@ -357,13 +358,13 @@ impl Member {
     /// Ends the world if this is a panic on its way up.
     pub(crate) fn fail_if_panicking(&self) {
         if std::thread::panicking() && !self.left.load(Ordering::Acquire) {
-            self.seat.health.fail_self(panics::describe());
+            self.seat.membership.fail_self(panics::describe());
         }
     }
 
     fn leave(&self) {
         if !self.left.swap(true, Ordering::AcqRel) {
-            self.seat.health.goodbye();
+            self.seat.membership.goodbye();
             self.end_timeline();
         }
     }
@@ -390,7 +391,7 @@ impl Member {
 
     fn end_timeline(&self) {
         if let Some(timeline) = self.timeline.get() {
-            timeline.end(self.seat.health.check().is_err());
+            timeline.end(self.seat.membership.check().is_err());
         }
     }
 }

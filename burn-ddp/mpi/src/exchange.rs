@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::engine::{Piece, Stall};
 use burn_ddp_comm::frame::{PREFIX_BYTES, Prefix};
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Call, Error, Result};
 
 use crate::ffi::{Failure, Flights, Landed};
 use crate::idle::Idle;
-use crate::pieces::{FIRST_ROOM, Pieces};
+use crate::fragments::{FIRST_ROOM, Pieces};
 
 /// How long after MPI or a goodbye says that nothing more comes the control connections may take to tell why, and messages to arrive
 /// that were sent before.
@@ -127,7 +127,7 @@ enum End {
 /// One exchange under way.
 pub(crate) struct Exchange<'a, 'b> {
     call: &'a Call,
-    health: &'a Health,
+    membership: &'a Membership,
     pieces: Pieces,
     sending: Vec<Sending<'a>>,
     receiving: &'a mut [Receiving<'b>],
@@ -140,14 +140,14 @@ pub(crate) struct Exchange<'a, 'b> {
 impl<'a, 'b> Exchange<'a, 'b> {
     pub(crate) fn new(
         call: &'a Call,
-        health: &'a Health,
+        membership: &'a Membership,
         pieces: Pieces,
         sending: Vec<Sending<'a>>,
         receiving: &'a mut [Receiving<'b>],
     ) -> Exchange<'a, 'b> {
         receiving.iter().for_each(|receive| call.expect(receive.peer));
-        let stall = Stall::new(call, health.options().stall);
-        Exchange { call, health, pieces, sending, receiving, ended: None, stall, landed: Vec::new() }
+        let stall = Stall::new(call, membership.options().stall);
+        Exchange { call, membership, pieces, sending, receiving, ended: None, stall, landed: Vec::new() }
     }
 
     /// Sends and receives all. If there is a `take`, it gets what came from all, piece by piece.
@@ -320,22 +320,22 @@ impl<'a, 'b> Exchange<'a, 'b> {
 
     /// Nothing has moved: ends by an error if nothing more will.
     fn wait(&mut self, wires: &mut Wires) -> Result<()> {
-        self.health.check()?;
+        self.membership.check()?;
         let needed = self.needed();
         if matches!(&self.ended, Some((peer, _, End::Left)) if !needed.contains(peer)) {
             self.ended = None; // All that was needed of it has come.
         }
-        let has_left = |peer: &usize| self.health.has_left(self.call.world_rank(*peer));
+        let has_left = |peer: &usize| self.membership.has_left(self.call.world_rank(*peer));
         if let Some(peer) = needed.into_iter().find(has_left) {
             end(&mut self.ended, peer, End::Left);
         }
         if let Some((peer, since, cause)) = &self.ended {
             let rank = self.call.world_rank(*peer);
-            let explained = matches!(cause, End::Closed) && self.health.has_left(rank);
+            let explained = matches!(cause, End::Closed) && self.membership.has_left(rank);
             if explained || since.elapsed() >= GRACE {
                 return Err(match cause {
-                    End::Closed | End::Left => self.health.left_error(rank),
-                    End::Broken(failure) => self.health.lost_error(rank, format!("MPI cannot reach it: {failure}")),
+                    End::Closed | End::Left => self.membership.left_error(rank),
+                    End::Broken(failure) => self.membership.lost_error(rank, format!("MPI cannot reach it: {failure}")),
                 });
             }
         }
@@ -343,7 +343,7 @@ impl<'a, 'b> Exchange<'a, 'b> {
             return Err(self.call.timed_out(self.waiting_for()));
         }
         if self.stall.is_due() {
-            self.health.stalled(self.call, self.waiting_for());
+            self.membership.stalled(self.call, self.waiting_for());
         }
         wires.idle.pause();
         Ok(())

@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::sync::Arc;
 
 use burn_ddp_comm::engine::{Engine, Fabric, HostEngine};
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Call, Error, GroupId, Result};
 
 use crate::exchange::Route;
@@ -23,13 +23,13 @@ pub(crate) enum Ranks {
 /// Makes the groups of one rank.
 pub(crate) struct MpiFabric {
     comm: Arc<Comm>,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     ranks: Ranks,
 }
 
 impl MpiFabric {
-    pub(crate) fn new(comm: Arc<Comm>, health: Arc<Health>, ranks: Ranks) -> MpiFabric {
-        MpiFabric { comm, health, ranks }
+    pub(crate) fn new(comm: Arc<Comm>, membership: Arc<Membership>, ranks: Ranks) -> MpiFabric {
+        MpiFabric { comm, membership, ranks }
     }
 }
 
@@ -40,10 +40,10 @@ impl Fabric for MpiFabric {
 
     /// Talks to nobody: the group's tags follow from its number.
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
-        self.health.check()?;
+        self.membership.check()?;
         let rank = call.group_rank()?;
-        let routes = routes(self.ranks, call, self.health.peers().len(), self.comm.tag_max())?;
-        let transport = MpiTransport::new(rank, routes, self.comm.clone(), self.health.clone(), true)?;
+        let routes = routes(self.ranks, call, self.membership.peers().len(), self.comm.tag_max())?;
+        let transport = MpiTransport::new(rank, routes, self.comm.clone(), self.membership.clone(), true)?;
         Ok(Box::new(HostEngine::new(transport)))
     }
 }

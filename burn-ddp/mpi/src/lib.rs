@@ -28,12 +28,12 @@
 //! | what | where |
 //! |---|---|
 //! | joining an MPI job | [`detect`], [`attach`] |
-//! | where ranks meet whose launcher MPI keeps busy | `meeting.rs` |
+//! | where ranks meet whose launcher MPI keeps busy | `detect.rs` |
 //! | groups: one communicator per world, tags of its own for each group | `fabric.rs` |
 //! | frames: the transport and the loop that waits | `transport.rs`, `exchange.rs` |
-//! | how frames are cut into messages | `pieces.rs` |
+//! | how frames are cut into messages | `fragments.rs` |
 //! | what a wait does when nothing moves | `idle.rs` |
-//! | beginning and ending MPI | `process.rs` |
+//! | beginning and ending MPI | `lifecycle.rs` |
 //! | the calls of MPI, and all `unsafe` | `ffi.rs` |
 //!
 //! # The end
@@ -49,9 +49,9 @@ mod exchange;
 mod fabric;
 mod ffi;
 mod idle;
-mod meeting;
-mod pieces;
-mod process;
+mod detect;
+mod fragments;
+mod lifecycle;
 mod transport;
 
 use std::panic::Location;
@@ -59,7 +59,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use burn_ddp_comm::engine::{Engine, Fabric, HostEngine};
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Call, CallInfo, CallSite, Collective, Error, Members, PeerInfo, Result, World};
 
 use self::exchange::Route;
@@ -68,7 +68,7 @@ use self::ffi::{Comm, Failure};
 use self::idle::Idle;
 use self::transport::MpiTransport;
 
-pub use self::meeting::detect;
+pub use self::detect::detect;
 
 /// Has all later groups of `world` use MPI. All ranks call it, between the same groups; it returns when all have.
 ///
@@ -83,12 +83,12 @@ pub use self::meeting::detect;
 #[track_caller]
 pub fn attach(world: &World) -> Result<()> {
     let site = CallSite::from(Location::caller());
-    world.set_fabric(|_, health| {
-        let attached = attached(world, &health, site);
+    world.set_fabric(|_, membership| {
+        let attached = attached(world, &membership, site);
         match &attached {
             // Others have to be told whose trouble it is.
             Err(error @ Error::Environment { .. }) => world.fail(format!("it cannot use MPI: {error}")),
-            Err(error) => health.fail(error.clone()),
+            Err(error) => membership.fail(error.clone()),
             Ok(_) => {}
         }
         attached
@@ -102,35 +102,35 @@ pub fn attach(world: &World) -> Result<()> {
 #[doc(hidden)]
 pub fn attach_threads(worlds: &[World]) -> Result<()> {
     let Some(first) = worlds.first() else { return Ok(()) };
-    process::begin(first.options().join_timeout, &|| first.check())?;
+    lifecycle::begin(first.options().join_timeout, &|| first.check())?;
     let comm = {
-        let _one = process::one_at_a_time();
+        let _one = lifecycle::one_at_a_time();
         Arc::new(Comm::of_this_process().map_err(refused)?)
     };
     for world in worlds {
-        world.set_fabric(|_, health| {
-            process::register(&health, world.options().timeout);
-            Ok::<_, Error>(Arc::new(MpiFabric::new(comm.clone(), health, Ranks::Threads)) as Arc<dyn Fabric>)
+        world.set_fabric(|_, membership| {
+            lifecycle::register(&membership, world.options().timeout);
+            Ok::<_, Error>(Arc::new(MpiFabric::new(comm.clone(), membership, Ranks::Threads)) as Arc<dyn Fabric>)
         })?;
     }
     Ok(())
 }
 
-fn attached(world: &World, health: &Arc<Health>, site: CallSite) -> Result<Arc<dyn Fabric>> {
-    if meeting::is_taken() && !process::has_begun() {
-        return Err(Error::Environment { message: meeting::TOO_LATE.to_owned() });
+fn attached(world: &World, membership: &Arc<Membership>, site: CallSite) -> Result<Arc<dyn Fabric>> {
+    if detect::is_taken() && !lifecycle::has_begun() {
+        return Err(Error::Environment { message: detect::TOO_LATE.to_owned() });
     }
-    process::begin(world.options().join_timeout, &|| world.check())?;
-    let _one = process::one_at_a_time();
+    lifecycle::begin(world.options().join_timeout, &|| world.check())?;
+    let _one = lifecycle::one_at_a_time();
     let all = Arc::new(Comm::world().map_err(refused)?);
     check_place(world, &all)?;
     let info = CallInfo::bare(Collective::NewGroup, 0, 0, site);
     let members = Arc::new(Members::all(world.world_size()));
     let call = Call::new(info, members, world.rank(), world.options().join_timeout);
-    meet(world, health, &all, &call)?;
-    let comm = duplicate(&all, health, &call)?;
-    process::register(health, world.options().timeout);
-    Ok(Arc::new(MpiFabric::new(Arc::new(comm), health.clone(), Ranks::Processes)))
+    meet(world, membership, &all, &call)?;
+    let comm = duplicate(&all, membership, &call)?;
+    lifecycle::register(membership, world.options().timeout);
+    Ok(Arc::new(MpiFabric::new(Arc::new(comm), membership.clone(), Ranks::Processes)))
 }
 
 /// Whether MPI and the world say the same about this process.
@@ -157,11 +157,11 @@ fn check_place(world: &World, all: &Comm) -> Result<()> {
 const NAME_BYTES: usize = 64;
 
 /// All ranks are here, and MPI's are those of the world. Missing ones are named, which MPI could not do.
-fn meet(world: &World, health: &Arc<Health>, all: &Arc<Comm>, call: &Call) -> Result<()> {
+fn meet(world: &World, membership: &Arc<Membership>, all: &Arc<Comm>, call: &Call) -> Result<()> {
     let tag = all.tag_max();
     let route = |rank: usize| Route { process: rank as std::ffi::c_int, send: tag, receive: tag };
     let routes = (0..world.world_size()).map(route).collect();
-    let transport = MpiTransport::new(world.rank(), routes, all.clone(), health.clone(), false)?;
+    let transport = MpiTransport::new(world.rank(), routes, all.clone(), membership.clone(), false)?;
     let mut names = vec![[0; NAME_BYTES]; world.world_size()];
     let mut outputs: Vec<&mut [u8]> = names.iter_mut().map(|name| name.as_mut_slice()).collect();
     let peers = world.peers();
@@ -184,14 +184,14 @@ fn name(peer: &PeerInfo) -> [u8; NAME_BYTES] {
 }
 
 /// A communicator of the world's own, so that its messages and the program's are kept apart.
-fn duplicate(all: &Comm, health: &Arc<Health>, call: &Call) -> Result<Comm> {
-    let mut idle = Idle::new(health.rank(), health.peers());
+fn duplicate(all: &Comm, membership: &Arc<Membership>, call: &Call) -> Result<Comm> {
+    let mut idle = Idle::new(membership.rank(), membership.peers());
     let mut duplication = all.duplicate().map_err(refused)?;
     loop {
         if let Some(comm) = duplication.test().map_err(refused)? {
             return Ok(comm);
         }
-        health.check()?;
+        membership.check()?;
         if Instant::now() >= call.deadline() {
             return Err(call.timed_out((0..call.members.count()).filter(|rank| *rank != call.rank).collect()));
         }

@@ -4,25 +4,25 @@ use std::sync::Arc;
 use std::thread;
 
 use burn_ddp_comm::engine::{Incoming, Outgoing, Piece, Transport};
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Call, Error, Result};
 
 use crate::exchange::{CLOSING, Exchange, Receiving, Route, Sending, Wires};
 use crate::ffi::{Comm, Flights};
 use crate::idle::Idle;
-use crate::pieces::{FIRST_ROOM, Pieces};
-use crate::process::{self, InUse};
+use crate::fragments::{FIRST_ROOM, Pieces};
+use crate::lifecycle::{self, InUse};
 
 pub(crate) const NAME: &str = "mpi";
 
-/// One group's messages on one rank. What waits lets MPI make progress again and again, and looks at the health and the deadline in
+/// One group's messages on one rank. What waits lets MPI make progress again and again, and looks at the membership and the deadline in
 /// between.
 pub(crate) struct MpiTransport {
     /// This rank in the group.
     rank: usize,
     wires: Wires,
     pieces: Pieces,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     /// An exchange ended by an error, so messages may be on their way that nobody expects.
     broken: bool,
     /// Whether peers are told when this side closes.
@@ -36,14 +36,14 @@ impl MpiTransport {
         rank: usize,
         routes: Vec<Route>,
         comm: Arc<Comm>,
-        health: Arc<Health>,
+        membership: Arc<Membership>,
         says_goodbye: bool,
     ) -> Result<MpiTransport> {
-        let in_use = process::in_use()?;
-        let idle = Idle::new(health.rank(), health.peers());
+        let in_use = lifecycle::in_use()?;
+        let idle = Idle::new(membership.rank(), membership.peers());
         let pieces = Pieces::of(routes.len());
         let wires = Wires::new(routes, Flights::new(comm), idle);
-        Ok(MpiTransport { rank, wires, pieces, health, broken: false, says_goodbye, _in_use: in_use })
+        Ok(MpiTransport { rank, wires, pieces, membership, broken: false, says_goodbye, _in_use: in_use })
     }
 
     fn run(
@@ -54,12 +54,12 @@ impl MpiTransport {
         take: Option<&mut dyn FnMut(Piece<'_>)>,
     ) -> Result<()> {
         if self.broken {
-            self.health.check()?;
+            self.membership.check()?;
             let message = format!("{} after an error on the same group", call.info);
             return Err(Error::Internal { message });
         }
         let sending = sends.iter().map(|send| Sending::new(send.peer, send.payload)).collect();
-        let result = Exchange::new(call, &self.health, self.pieces, sending, receiving).run(&mut self.wires, take);
+        let result = Exchange::new(call, &self.membership, self.pieces, sending, receiving).run(&mut self.wires, take);
         self.broken = result.is_err();
         result
     }
@@ -114,7 +114,7 @@ impl Transport for MpiTransport {
 impl Drop for MpiTransport {
     fn drop(&mut self) {
         // Whoever hears of an ended world needs nothing else, and a rank that panics ends it.
-        if self.broken || !self.says_goodbye || thread::panicking() || self.health.check().is_err() {
+        if self.broken || !self.says_goodbye || thread::panicking() || self.membership.check().is_err() {
             return;
         }
         let mut flights = Flights::new(self.wires.flights.comm().clone());
@@ -132,6 +132,6 @@ impl Drop for MpiTransport {
                 return;
             }
         }
-        process::close(flights);
+        lifecycle::close(flights);
     }
 }

@@ -81,8 +81,8 @@ fn run(rounds: usize) -> Result<(), String> {
     }
     let (nccl, device) =
         (Nccl::load().map_err(said)?, Device::new(&Driver::load().map_err(said)?, world.local_rank()).map_err(said)?);
-    let fabric = |own, health| NcclFabric::new(own, health, nccl.clone(), device.clone(), HostMemory::ByHost);
-    world.set_fabric(|own, health| fabric(own, health).map(|fabric| Arc::new(fabric) as _)).map_err(said)?;
+    let fabric = |own, membership| NcclFabric::new(own, membership, nccl.clone(), device.clone(), HostMemory::ByHost);
+    world.set_fabric(|own, membership| fabric(own, membership).map(|fabric| Arc::new(fabric) as _)).map_err(said)?;
     let (group, stream) = (world.group().map_err(said)?, device.stream()?);
     let setup = Setup { world, group, nccl, device, stream };
     check(&setup)?;

@@ -14,7 +14,7 @@ use crate::device::{Region, Stream};
 use crate::fabric::{HostMemory, Shared};
 use crate::nccl::{UNIQUE_ID_BYTES, UniqueId};
 use crate::pause::Pause;
-use crate::place::{DeviceReduce, refuse};
+use crate::device_reduce::{DeviceReduce, refuse};
 use crate::staging::Staging;
 use crate::watchdog::{Enqueued, Slot, abort, lock};
 
@@ -471,7 +471,7 @@ fn rows(region: Region, len: usize, count: usize) -> Result<Vec<(usize, Region)>
 /// In a world that has ended the others will not end the communicator together with this rank.
 impl Drop for NcclEngine {
     fn drop(&mut self) {
-        if self.shared.health.check().is_err() {
+        if self.shared.membership.check().is_err() {
             abort(&self.slot);
         }
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn_ddp_comm::call::Call;
 use burn_ddp_comm::engine::{Engine, Fabric};
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Error, Result};
 
 use crate::communicator::Fault;
@@ -13,7 +13,7 @@ use crate::device::{Device, Stream};
 use crate::driver::Driver;
 use crate::engine::NcclEngine;
 use crate::nccl::Nccl;
-use crate::order::Order;
+use crate::launch_order::Order;
 use crate::watchdog::{Watchdog, concluded, own_failure};
 
 /// How collectives on host memory are done.
@@ -29,7 +29,7 @@ pub enum HostMemory {
 
 /// What the engines of a rank share.
 pub(crate) struct Shared {
-    pub(crate) health: Arc<Health>,
+    pub(crate) membership: Arc<Membership>,
     pub(crate) nccl: Nccl,
     pub(crate) device: Device,
     /// For all communicators: an order of launches is one of execution only on one stream, since each waits for events of its own.
@@ -41,7 +41,7 @@ pub(crate) struct Shared {
 impl Shared {
     /// Whether `call` can still succeed.
     pub(crate) fn alive(&self, call: &Call) -> Result<()> {
-        self.health.check()?;
+        self.membership.check()?;
         if std::time::Instant::now() >= call.deadline() {
             return Err(call.timed_out(crate::watchdog::others(call)));
         }
@@ -52,7 +52,7 @@ impl Shared {
     pub(crate) fn error(&self, fault: Fault) -> Error {
         match fault {
             Fault::World(error) => error,
-            Fault::Device(why) => concluded(&self.health, &why),
+            Fault::Device(why) => concluded(&self.membership, &why),
         }
     }
 }
@@ -71,9 +71,9 @@ impl NcclFabric {
     ///
     /// # Errors
     /// [`Error::Environment`] that says what to install or set.
-    pub fn load(own: Arc<dyn Fabric>, health: Arc<Health>, ordinal: usize, memory: HostMemory) -> Result<NcclFabric> {
+    pub fn load(own: Arc<dyn Fabric>, membership: Arc<Membership>, ordinal: usize, memory: HostMemory) -> Result<NcclFabric> {
         let device = Device::new(&Driver::load()?, ordinal)?;
-        NcclFabric::new(own, health, Nccl::load()?, device, memory)
+        NcclFabric::new(own, membership, Nccl::load()?, device, memory)
     }
 
     /// On `device`, by `nccl`.
@@ -82,14 +82,14 @@ impl NcclFabric {
     /// [`Error::PeerFailed`], naming this rank, if the device cannot be used.
     pub fn new(
         own: Arc<dyn Fabric>,
-        health: Arc<Health>,
+        membership: Arc<Membership>,
         nccl: Nccl,
         device: Device,
         memory: HostMemory,
     ) -> Result<NcclFabric> {
-        let stream = device.stream().map_err(|why| own_failure(&health, &why))?;
-        let watchdog = Arc::new(Watchdog::new(health.clone(), device.clone()));
-        let shared = Shared { health, nccl, device, stream, order: Order::default(), watchdog };
+        let stream = device.stream().map_err(|why| own_failure(&membership, &why))?;
+        let watchdog = Arc::new(Watchdog::new(membership.clone(), device.clone()));
+        let shared = Shared { membership, nccl, device, stream, order: Order::default(), watchdog };
         Ok(NcclFabric { own, shared: Arc::new(shared), memory })
     }
 

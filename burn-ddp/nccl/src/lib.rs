@@ -11,8 +11,8 @@
 //! let env = LaunchEnv::detect()?.expect("a launcher");
 //! let world = World::join(&env, Options::default())?;
 //! let ordinal = world.local_rank();
-//! world.set_fabric(|own, health| {
-//!     NcclFabric::load(own, health, ordinal, HostMemory::ByHost).map(|fabric| Arc::new(fabric) as _)
+//! world.set_fabric(|own, membership| {
+//!     NcclFabric::load(own, membership, ordinal, HostMemory::ByHost).map(|fabric| Arc::new(fabric) as _)
 //! })?;
 //! let group = world.group()?; // reduces on the device
 //! # Ok::<(), burn_ddp_comm::Error>(())
@@ -27,8 +27,8 @@
 //! | can all ranks use NCCL? | [`capability()`], [`RankInfo`], [`decide`] |
 //! | devices, streams, events, memory | [`Device`], [`Stream`], [`Event`], [`DeviceBuffer`] |
 //! | communicators | [`Communicator`] |
-//! | the foreign functions, and how they are loaded | [`Driver`], [`Nccl`], `library.rs` |
-//! | an order of launches that all ranks agree on | `order.rs` |
+//! | the foreign functions, and how they are loaded | [`Driver`], [`Nccl`], `dlopen.rs` |
+//! | an order of launches that all ranks agree on | `launch_order.rs` |
 //! | what was enqueued and nobody waits for | `watchdog.rs` |
 //! | devices and NCCL in host memory, for tests | `fake/` |
 //!
@@ -40,10 +40,10 @@ mod communicator;
 mod device;
 mod engine;
 mod fabric;
-mod library;
-mod order;
+mod dlopen;
+mod launch_order;
 mod pause;
-mod place;
+mod device_reduce;
 mod staging;
 mod watchdog;
 
@@ -58,4 +58,4 @@ pub use device::{Device, DeviceBuffer, Event, HostBuffer, Region, Stream};
 pub use driver::Driver;
 pub use fabric::{HostMemory, NcclFabric};
 pub use nccl::{Nccl, UniqueId};
-pub use place::{DeviceReduce, Piece};
+pub use device_reduce::{DeviceReduce, Piece};

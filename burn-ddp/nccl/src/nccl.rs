@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use burn_ddp_comm::{DType, Error, ReduceOp, Result};
 
-use crate::library::{foreign, load};
+use crate::dlopen::{foreign, load};
 
 /// `ncclComm_t`.
 pub type RawComm = *mut c_void;

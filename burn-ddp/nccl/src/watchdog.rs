@@ -4,7 +4,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::call::Call;
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Error, Result};
 
 use crate::communicator::Communicator;
@@ -23,7 +23,7 @@ pub(crate) struct Enqueued {
 
 /// One thread per fabric, from the first collective on that is not waited for. It ends when the fabric is gone and nothing is left.
 pub(crate) struct Watchdog {
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     device: Device,
     /// Upgraded by the thread: gone when the fabric is.
     list: Arc<List>,
@@ -42,19 +42,19 @@ struct List {
 const LOOK: Duration = Duration::from_millis(2);
 
 impl Watchdog {
-    pub(crate) fn new(health: Arc<Health>, device: Device) -> Watchdog {
-        Watchdog { health, device, list: Arc::default(), thread: Mutex::new(false) }
+    pub(crate) fn new(membership: Arc<Membership>, device: Device) -> Watchdog {
+        Watchdog { membership, device, list: Arc::default(), thread: Mutex::new(false) }
     }
 
     /// Watches until it is done, aborts it when its time is over, and ends the world if that or anything else goes wrong.
     pub(crate) fn watch(self: &Arc<Watchdog>, enqueued: Enqueued) -> Result<()> {
         let mut thread = lock(&self.thread);
         if !*thread {
-            let (health, device, list, owner) =
-                (self.health.clone(), self.device.clone(), self.list.clone(), Arc::downgrade(self));
-            let watch = move || keep_watch(&health, &device, &list, &owner);
+            let (membership, device, list, owner) =
+                (self.membership.clone(), self.device.clone(), self.list.clone(), Arc::downgrade(self));
+            let watch = move || keep_watch(&membership, &device, &list, &owner);
             let spawned = std::thread::Builder::new().name("nccl watchdog".to_owned()).spawn(watch);
-            spawned.map_err(|error| own_failure(&self.health, &format!("no thread can be started: {error}")))?;
+            spawned.map_err(|error| own_failure(&self.membership, &format!("no thread can be started: {error}")))?;
             *thread = true;
         }
         lock(&self.list.enqueued).push(enqueued);
@@ -69,9 +69,9 @@ impl Drop for Watchdog {
     }
 }
 
-fn keep_watch(health: &Health, device: &Device, list: &List, owner: &Weak<Watchdog>) {
+fn keep_watch(membership: &Membership, device: &Device, list: &List, owner: &Weak<Watchdog>) {
     if let Err(why) = device.bind() {
-        health.fail(own_failure(health, &why));
+        membership.fail(own_failure(membership, &why));
     }
     loop {
         let mut taken = {
@@ -85,14 +85,14 @@ fn keep_watch(health: &Health, device: &Device, list: &List, owner: &Weak<Watchd
             let waited = list.changed.wait_timeout(enqueued, patience);
             std::mem::take(&mut *waited.unwrap_or_else(PoisonError::into_inner).0)
         };
-        taken.retain(|enqueued| goes_on(health, enqueued));
+        taken.retain(|enqueued| goes_on(membership, enqueued));
         lock(&list.enqueued).append(&mut taken);
     }
 }
 
 /// Whether it has to be looked at again.
-fn goes_on(health: &Health, Enqueued { slot, done, call }: &Enqueued) -> bool {
-    let failure = match (done.is_done(), health.check()) {
+fn goes_on(membership: &Membership, Enqueued { slot, done, call }: &Enqueued) -> bool {
+    let failure = match (done.is_done(), membership.check()) {
         (Ok(true), _) => return false,
         (_, Err(_)) => None,
         (Err(why), _) => Some(why),
@@ -102,7 +102,7 @@ fn goes_on(health: &Health, Enqueued { slot, done, call }: &Enqueued) -> bool {
             match found {
                 Some((_, why)) => Some(why),
                 None if Instant::now() >= call.deadline() => {
-                    health.fail(late(call));
+                    membership.fail(late(call));
                     None
                 }
                 None => return true,
@@ -110,7 +110,7 @@ fn goes_on(health: &Health, Enqueued { slot, done, call }: &Enqueued) -> bool {
         }
     };
     if let Some(why) = failure {
-        health.fail(concluded(health, &format!("{}: {why}", call.info)));
+        membership.fail(concluded(membership, &format!("{}: {why}", call.info)));
     }
     abort(slot);
     false
@@ -141,22 +141,22 @@ pub(crate) fn others(call: &Call) -> Vec<usize> {
 }
 
 /// What the world ends with when NCCL or the driver fails here: if that is because a rank died, that is known in a moment, and says more.
-pub(crate) fn concluded(health: &Health, why: &str) -> Error {
+pub(crate) fn concluded(membership: &Membership, why: &str) -> Error {
     let until = Instant::now() + Duration::from_millis(300);
     while Instant::now() < until {
-        if let Err(cause) = health.check() {
+        if let Err(cause) = membership.check() {
             return cause;
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    own_failure(health, why)
+    own_failure(membership, why)
 }
 
 /// This rank cannot go on.
-pub(crate) fn own_failure(health: &Health, why: &str) -> Error {
-    match health.peers().get(health.rank()) {
+pub(crate) fn own_failure(membership: &Membership, why: &str) -> Error {
+    match membership.peers().get(membership.rank()) {
         Some(peer) => Error::PeerFailed { peer: peer.clone(), cause: why.to_owned(), during: None },
-        None => Error::Internal { message: format!("rank {} of {}: {why}", health.rank(), health.peers().len()) },
+        None => Error::Internal { message: format!("rank {} of {}: {why}", membership.rank(), membership.peers().len()) },
     }
 }
 

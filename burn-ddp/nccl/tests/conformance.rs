@@ -46,9 +46,9 @@ fn through_device(n: usize, options: Options) -> Vec<World> {
     let worlds = World::threads(n, options);
     for (rank, world) in worlds.iter().enumerate() {
         world
-            .set_fabric(|own, health| {
+            .set_fabric(|own, membership| {
                 let device = Device::new(&machine.driver(), rank)?;
-                let fabric = NcclFabric::new(own, health, machine.nccl(), device, HostMemory::ThroughDevice)?;
+                let fabric = NcclFabric::new(own, membership, machine.nccl(), device, HostMemory::ThroughDevice)?;
                 Ok::<_, burn_ddp_comm::Error>(Arc::new(fabric) as _)
             })
             .expect("a fabric");

@@ -1,4 +1,4 @@
-//! The directory of checkpoints on rank 0's machine: what is in it, and how something gets there.
+//! The directory of checkpoints on rank 0's machine: its lock, its entries, and writing a new entry durably.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Write};
@@ -6,16 +6,20 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::draft::Contents;
-use super::manifest::{self, Unfit};
+use super::manifest::{self, VerifyError};
+use super::writer::Contents;
 
-/// Of what is not, or no longer, a checkpoint.
+/// Prefix of what is not yet, or no longer, a checkpoint.
 const TEMPORARY: &str = ".burn-ddp-";
 const LOCK: &str = ".lock";
 const PREFIX: &str = "step-";
 
-/// Where a checkpoint stands among the others: its step, and how often that step was saved before.
-type Place = (u64, u32);
+/// Name of a checkpoint: its step, and how often that step was saved before. Later checkpoints compare greater.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Name {
+    step: u64,
+    attempt: u32,
+}
 
 #[derive(Debug)]
 pub(super) struct Directory {
@@ -23,7 +27,7 @@ pub(super) struct Directory {
     owned: Mutex<Option<Owned>>,
 }
 
-/// What the one job that writes knows.
+/// State of the job that writes here.
 #[derive(Debug)]
 struct Owned {
     _lock: Lock,
@@ -31,13 +35,13 @@ struct Owned {
     newest: Option<u64>,
 }
 
-/// Held until it is dropped, or the process ends.
+/// A file lock, held until it is dropped or the process ends.
 #[derive(Debug)]
 struct Lock(File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Closing would not do: a program that another thread is about to start has the file open as well until it runs.
+        // Closing does not unlock: a child process between fork and exec has the file open, too.
         let _ = self.0.unlock();
     }
 }
@@ -58,7 +62,7 @@ impl Directory {
         make().map_err(|e: io::Error| format!("cannot make {}: {e}", self.path.display()))
     }
 
-    /// From now on only this job writes here. Removes what earlier ones left unfinished.
+    /// Locks the directory for this job, and removes what earlier jobs left unfinished.
     pub(super) fn own(&self) -> Result<(), String> {
         let mut owned = self.owned();
         if owned.is_some() {
@@ -73,26 +77,27 @@ impl Directory {
         })?;
         let lock = Lock(lock);
         let entries = fs::read_dir(&self.path).and_then(|entries| entries.collect::<io::Result<Vec<_>>>());
-        for entry in entries.map_err(|e| self.unreadable(&e))? {
+        for entry in entries.map_err(|e| self.read_error(&e))? {
             if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
                 tracing::info!(path = %entry.path().display(), "removing a checkpoint that was not finished");
                 fs::remove_dir_all(entry.path())
                     .map_err(|e| format!("cannot remove {}: {e}", entry.path().display()))?;
             }
         }
-        let newest = self.newest_place()?.map(|((step, _), _)| step);
+        let newest = self.newest_entry()?.map(|(name, _)| name.step);
         *owned = Some(Owned { _lock: lock, newest });
         Ok(())
     }
 
-    /// Makes a checkpoint of `contents`, then removes all but the `keep` newest. Called after [`own`](Directory::own).
+    /// Writes `contents` as a new checkpoint, then removes all but the `keep` newest. Needs [`own`](Directory::own).
     pub(super) fn write(&self, contents: Contents, keep: Option<usize>) -> Result<(), String> {
         let step = contents.manifest.step;
         let mut owned = self.owned();
         let Some(owned) = owned.as_mut() else { return Err("does not own the directory of checkpoints".into()) };
         if let Some(newest) = owned.newest.filter(|newest| step < *newest) {
             return Err(format!(
-                "cannot save step {step}: {} holds a checkpoint of step {newest}; go on from that (`latest`), or use another directory",
+                "cannot save step {step}: {} holds a checkpoint of step {newest}; \
+                 go on from that (`latest`), or use another directory",
                 self.path.display()
             ));
         }
@@ -107,38 +112,40 @@ impl Directory {
 
     /// Path and manifest of the newest complete checkpoint.
     pub(super) fn newest(&self) -> Result<Option<(PathBuf, String)>, String> {
-        let found = self.newest_place()?;
-        Ok(found.map(|(place, manifest)| (self.path.join(name(place)), manifest)))
+        let entry = self.newest_entry()?;
+        Ok(entry.map(|(name, manifest)| (self.path.join(name.to_string()), manifest)))
     }
 
-    fn newest_place(&self) -> Result<Option<(Place, String)>, String> {
-        for place in self.places().map_err(|e| self.unreadable(&e))? {
-            let path = self.path.join(name(place));
+    fn newest_entry(&self) -> Result<Option<(Name, String)>, String> {
+        for name in self.names().map_err(|e| self.read_error(&e))? {
+            let path = self.path.join(name.to_string());
             match manifest::verify(&path) {
-                Ok(manifest) => return Ok(Some((place, manifest))),
-                Err(Unfit::Damaged(reason)) => {
-                    tracing::warn!("passing over the checkpoint {}: {reason}", path.display())
+                Ok(manifest) => return Ok(Some((name, manifest))),
+                Err(VerifyError::Corrupt(reason)) => {
+                    tracing::warn!("skipping the corrupt checkpoint {}: {reason}", path.display())
                 }
-                Err(Unfit::Foreign(reason)) => return Err(format!("cannot load {}: {reason}", path.display())),
+                Err(VerifyError::Unsupported(reason)) => {
+                    return Err(format!("cannot load {}: {reason}", path.display()));
+                }
             }
         }
         Ok(None)
     }
 
-    /// All checkpoints, the newest first.
-    fn places(&self) -> io::Result<Vec<Place>> {
-        let mut places = Vec::new();
+    /// Names of all checkpoints, the newest first.
+    fn names(&self) -> io::Result<Vec<Name>> {
+        let mut names = Vec::new();
         for entry in fs::read_dir(&self.path)? {
-            places.extend(place(&entry?.file_name().to_string_lossy()));
+            names.extend(Name::parse(&entry?.file_name().to_string_lossy()));
         }
-        places.sort_unstable();
-        places.reverse();
-        Ok(places)
+        names.sort_unstable();
+        names.reverse();
+        Ok(names)
     }
 
     fn commit(&self, contents: Contents) -> io::Result<()> {
         let step = contents.manifest.step;
-        // Removes it all unless it was renamed.
+        // Removed on drop, unless it was renamed.
         let temporary = self.temporary()?;
         let manifest = contents.manifest.to_files().map_err(io::Error::other)?;
         let files = contents.files.iter().map(|(name, bytes)| (name.as_str(), bytes));
@@ -148,19 +155,19 @@ impl Directory {
             file.sync_all()?;
         }
         sync_dir(temporary.path())?;
-        let again = self.places()?.into_iter().find(|(other, _)| *other == step).map_or(0, |(_, again)| again + 1);
-        fs::rename(temporary.path(), self.path.join(name((step, again))))?;
+        let attempt = self.names()?.into_iter().find(|other| other.step == step).map_or(0, |other| other.attempt + 1);
+        fs::rename(temporary.path(), self.path.join(Name { step, attempt }.to_string()))?;
         let _renamed = temporary.keep();
         sync_dir(&self.path)
     }
 
-    /// The newest was complete a moment ago, and stays.
+    /// Removes all but the `keep` newest checkpoints. The newest, which was just written, always stays.
     fn prune(&self, keep: Option<usize>) -> io::Result<()> {
         let Some(keep) = keep else { return Ok(()) };
-        for place in self.places()?.into_iter().skip(keep.max(1)) {
-            // Its name is gone at once, its files one after another.
+        for name in self.names()?.into_iter().skip(keep.max(1)) {
+            // Renamed first: a checkpoint never shows with some of its files removed.
             let temporary = self.temporary()?;
-            fs::rename(self.path.join(name(place)), temporary.path().join("removed"))?;
+            fs::rename(self.path.join(name.to_string()), temporary.path().join("removed"))?;
             temporary.close()?;
         }
         Ok(())
@@ -168,11 +175,11 @@ impl Directory {
 
     fn temporary(&self) -> io::Result<tempfile::TempDir> {
         let mut builder = tempfile::Builder::new();
-        // As any directory: the umask decides, not the privacy of temporary files.
+        // The umask decides about permissions, as for any directory; temporary files are private by default.
         builder.prefix(TEMPORARY).permissions(fs::Permissions::from_mode(0o777)).tempdir_in(&self.path)
     }
 
-    fn unreadable(&self, e: &io::Error) -> String {
+    fn read_error(&self, e: &io::Error) -> String {
         format!("cannot read {}: {e}", self.path.display())
     }
 
@@ -181,18 +188,24 @@ impl Directory {
     }
 }
 
-fn name((step, again): Place) -> String {
-    match again {
-        0 => format!("{PREFIX}{step:08}"),
-        _ => format!("{PREFIX}{step:08}.{again}"),
+impl Name {
+    /// The inverse of `to_string`; `None` for anything else in the directory.
+    fn parse(text: &str) -> Option<Self> {
+        let numbers = text.strip_prefix(PREFIX)?;
+        let (step, attempt) = numbers.split_once('.').unwrap_or((numbers, "0"));
+        let name = Name { step: step.parse().ok()?, attempt: attempt.parse().ok()? };
+        (name.to_string() == text).then_some(name)
     }
 }
 
-/// The inverse of [`name`].
-fn place(text: &str) -> Option<Place> {
-    let (step, again) = text.strip_prefix(PREFIX)?.split_once('.').unwrap_or((text.strip_prefix(PREFIX)?, "0"));
-    let place = (step.parse().ok()?, again.parse().ok()?);
-    (name(place) == text).then_some(place)
+impl std::fmt::Display for Name {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Name { step, attempt } = self;
+        match attempt {
+            0 => write!(f, "{PREFIX}{step:08}"),
+            _ => write!(f, "{PREFIX}{step:08}.{attempt}"),
+        }
+    }
 }
 
 fn parent(path: &Path) -> PathBuf {
@@ -217,7 +230,7 @@ mod tests {
         first.own().unwrap();
         let second = Directory::new(dir.path());
         assert!(second.own().unwrap_err().contains("another job does"));
-        // What a child has between fork and exec.
+        // The file as a child process has it between fork and exec.
         let inherited = first.owned().as_ref().unwrap()._lock.0.try_clone().unwrap();
         drop(first);
         second.own().unwrap();
@@ -225,14 +238,15 @@ mod tests {
     }
 
     #[test]
-    fn names_and_places_go_together_and_nothing_else_is_a_checkpoint() {
-        for place_of in [(0, 0), (123, 0), (123, 2), (1_234_567_890_123, 0), (u64::MAX, 7)] {
-            assert_eq!(place(&name(place_of)), Some(place_of));
+    fn names_are_parsed_back_and_nothing_else_is_a_checkpoint() {
+        for (step, attempt) in [(0, 0), (123, 0), (123, 2), (1_234_567_890_123, 0), (u64::MAX, 7)] {
+            let name = Name { step, attempt };
+            assert_eq!(Name::parse(&name.to_string()), Some(name));
         }
-        assert_eq!(name((123, 0)), "step-00000123");
+        assert_eq!(Name { step: 123, attempt: 0 }.to_string(), "step-00000123");
         for other in ["step-", "step-123", "step-00000123.0", "step-00000123.x", "step-+0000012", ".lock", "model.bpk"]
         {
-            assert_eq!(place(other), None, "{other}");
+            assert_eq!(Name::parse(other), None, "{other}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What a checkpoint says about itself.
+//! The manifest of a checkpoint: contents, checksums, values; and the check of a directory against it.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -12,12 +12,12 @@ use sha2::{Digest, Sha256};
 use crate::optimizer_state::Ids;
 use crate::schema::Entry;
 
-/// Of the layout of a checkpoint's directory.
+/// Version of the layout of a checkpoint's directory.
 const FORMAT: u32 = 1;
 
 pub(super) const MANIFEST: &str = "manifest.json";
-/// As `sha256sum --check` reads it.
-pub(super) const MANIFEST_SUM: &str = "manifest.json.sha256";
+/// The manifest's checksum, in the format of `sha256sum --check`.
+pub(super) const MANIFEST_CHECKSUM: &str = "manifest.json.sha256";
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Manifest {
@@ -25,18 +25,18 @@ pub(super) struct Manifest {
     pub(super) burn_ddp: String,
     pub(super) step: u64,
     pub(super) world_size: usize,
-    pub(super) files: BTreeMap<String, Sum>,
-    /// By name of the file: parameters and buffers in traversal order.
+    pub(super) files: BTreeMap<String, Checksum>,
+    /// Parameters and buffers in traversal order, by name of the file.
     pub(super) models: BTreeMap<String, Vec<Entry>>,
-    /// By name of the file: under which id it holds the state of which parameter.
+    /// Paths of the parameters whose state the file holds, each with the id it is stored under; by name of the file.
     pub(super) optimizers: BTreeMap<String, Ids>,
-    /// By name.
+    /// Serde values, by name.
     pub(super) values: BTreeMap<String, Value>,
 }
 
-/// What is known of a file.
+/// Size and SHA-256 of a file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Sum {
+pub(super) struct Checksum {
     bytes: u64,
     sha256: String,
 }
@@ -55,43 +55,43 @@ impl Manifest {
         }
     }
 
-    /// The manifest in a text, if this version understands it.
-    pub(super) fn read(text: &str) -> Result<Self, String> {
+    /// Parses a manifest of this version's format.
+    pub(super) fn parse(text: &str) -> Result<Self, String> {
         #[derive(Deserialize)]
         struct Version {
             format: u32,
             burn_ddp: String,
         }
-        let unreadable = |e: serde_json::Error| format!("its {MANIFEST} cannot be read: {e}");
-        let Version { format, burn_ddp } = serde_json::from_str(text).map_err(unreadable)?;
+        let invalid = |e: serde_json::Error| format!("its {MANIFEST} cannot be read: {e}");
+        let Version { format, burn_ddp } = serde_json::from_str(text).map_err(invalid)?;
         if format != FORMAT {
             return Err(format!(
                 "it was written by burn-ddp {burn_ddp} in format {format}; this version reads format {FORMAT}"
             ));
         }
-        serde_json::from_str(text).map_err(unreadable)
+        serde_json::from_str(text).map_err(invalid)
     }
 
-    /// Both files that it is written to.
+    /// Names and contents of the manifest's two files.
     pub(super) fn to_files(&self) -> Result<[(&'static str, Vec<u8>); 2], String> {
         let mut text = serde_json::to_vec_pretty(self).map_err(|e| e.to_string())?;
         text.push(b'\n');
-        let sum = sum_line(&text);
-        Ok([(MANIFEST, text), (MANIFEST_SUM, sum.into_bytes())])
+        let checksum = checksum_line(&text);
+        Ok([(MANIFEST, text), (MANIFEST_CHECKSUM, checksum.into_bytes())])
     }
 }
 
-impl Sum {
+impl Checksum {
     pub(super) fn of(bytes: &[u8]) -> Self {
-        Sum { bytes: bytes.len() as u64, sha256: hex(Sha256::digest(bytes).as_slice()) }
+        Checksum { bytes: bytes.len() as u64, sha256: hex(Sha256::digest(bytes).as_slice()) }
     }
 
-    /// Reads a file piece by piece.
+    /// Checksum of a file, which is read in pieces.
     fn of_file(path: &Path) -> std::io::Result<Self> {
         let (mut file, mut sha, mut piece, mut bytes) = (File::open(path)?, Sha256::new(), vec![0; 1 << 20], 0);
         loop {
             match file.read(&mut piece)? {
-                0 => return Ok(Sum { bytes, sha256: hex(sha.finalize().as_slice()) }),
+                0 => return Ok(Checksum { bytes, sha256: hex(sha.finalize().as_slice()) }),
                 n => {
                     sha.update(&piece[..n]);
                     bytes += n as u64;
@@ -101,35 +101,36 @@ impl Sum {
     }
 }
 
-/// Why a checkpoint must not be used.
+/// Why a checkpoint cannot be loaded.
 #[derive(Debug)]
-pub(super) enum Unfit {
-    /// Torn or damaged.
-    Damaged(String),
-    /// Complete, but not for this version.
-    Foreign(String),
+pub(super) enum VerifyError {
+    /// Incomplete or changed since it was written.
+    Corrupt(String),
+    /// Complete, in a format that this version does not read.
+    Unsupported(String),
 }
 
-/// The text of the manifest of the checkpoint in `dir`, if every file is as it was written.
-pub(super) fn verify(dir: &Path) -> Result<String, Unfit> {
-    let damaged = |name: &str, e: &dyn std::fmt::Display| Unfit::Damaged(format!("{name}: {e}"));
-    let text = fs::read_to_string(dir.join(MANIFEST)).map_err(|e| damaged(MANIFEST, &e))?;
-    let sum = fs::read_to_string(dir.join(MANIFEST_SUM)).map_err(|e| damaged(MANIFEST_SUM, &e))?;
-    if sum != sum_line(text.as_bytes()) {
-        return Err(damaged(MANIFEST, &"its checksum is another one"));
+/// Compares every file of the checkpoint in `dir` with its checksum. Returns the text of the manifest.
+pub(super) fn verify(dir: &Path) -> Result<String, VerifyError> {
+    let corrupt = |name: &str, e: &dyn std::fmt::Display| VerifyError::Corrupt(format!("{name}: {e}"));
+    let text = fs::read_to_string(dir.join(MANIFEST)).map_err(|e| corrupt(MANIFEST, &e))?;
+    let checksum = fs::read_to_string(dir.join(MANIFEST_CHECKSUM)).map_err(|e| corrupt(MANIFEST_CHECKSUM, &e))?;
+    if checksum != checksum_line(text.as_bytes()) {
+        return Err(corrupt(MANIFEST, &"checksum mismatch"));
     }
-    let manifest = Manifest::read(&text).map_err(Unfit::Foreign)?;
-    for (name, known) in &manifest.files {
-        let sum = Sum::of_file(&dir.join(name)).map_err(|e| damaged(name, &e))?;
-        if sum != *known {
-            return Err(damaged(name, &format!("it has {} bytes of {}, or other ones", sum.bytes, known.bytes)));
+    let manifest = Manifest::parse(&text).map_err(VerifyError::Unsupported)?;
+    for (name, expected) in &manifest.files {
+        let actual = Checksum::of_file(&dir.join(name)).map_err(|e| corrupt(name, &e))?;
+        if actual != *expected {
+            let (expected, actual) = (expected.bytes, actual.bytes);
+            return Err(corrupt(name, &format!("checksum mismatch ({actual} bytes, {expected} expected)")));
         }
     }
     Ok(text)
 }
 
-fn sum_line(manifest: &[u8]) -> String {
-    format!("{}  {MANIFEST}\n", Sum::of(manifest).sha256)
+fn checksum_line(manifest: &[u8]) -> String {
+    format!("{}  {MANIFEST}\n", Checksum::of(manifest).sha256)
 }
 
 fn hex(bytes: &[u8]) -> String {

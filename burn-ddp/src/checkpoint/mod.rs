@@ -1,29 +1,37 @@
-//! One unit of everything that a run needs to go on: model, optimizers, schedules, and values such as a loader's position.
+//! Checkpoints: everything a run needs to go on, saved as one unit by [`Checkpoints`].
 //!
-//! Rank 0 writes and reads; what it reads travels to the others. So the directory needs to be on its machine only, and a
-//! checkpoint of any number of ranks is loaded by any other number. See [`Checkpoints`].
+//! Rank 0 writes and reads, and broadcasts what it read. So the directory needs to be on its machine only, and a
+//! checkpoint of any number of ranks is loaded by any other number.
+//!
+//! Three ways to save, and when to use which:
+//!
+//! | | saves | for |
+//! |---|---|---|
+//! | [`Ddp::save`] | one model, in a file that plain Burn reads | the trained model: inference, other programs |
+//! | [`Ddp::checkpoints`] | models, optimizers, schedules, values, as one unit | your own loop, to be resumed |
+//! | `DdpTrainer::checkpointer` | the records of Burn's `Learner`, each epoch | Burn's trainer without a shared disk |
 
+pub(crate) mod background;
 mod directory;
-mod draft;
-mod found;
 mod manifest;
-mod writing;
+mod saved;
+mod writer;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::ddp::Ddp;
 use crate::{Error, Result, agree};
+use background::BackgroundWrite;
 use directory::Directory;
-pub use draft::Draft;
-pub use found::Found;
-pub(crate) use writing::Writing;
+pub use saved::Checkpoint;
+pub use writer::CheckpointWriter;
 
-/// A directory of checkpoints, each of which is there complete or not at all. Made by [`Ddp::checkpoints`].
+/// A directory of checkpoints, each of which is complete or not there at all; from [`Ddp::checkpoints`].
 ///
 /// # Example
 ///
-/// Two ranks train, and three go on from what they saved.
+/// Two ranks train, and three go on from their last checkpoint.
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -37,11 +45,11 @@ pub(crate) use writing::Writing;
 ///     let mut model = ddp.wrap(LinearConfig::new(2, 1).init(&device))?;
 ///     let mut optim = AdamConfig::new().init();
 ///     let mut start = 0;
-///     let checkpoints = ddp.checkpoints(directory.path())?.keep(2);
-///     if let Some(found) = checkpoints.latest()? {
-///         model = found.model(model)?;
-///         optim = found.optimizer(optim, &model)?;
-///         start = found.step();
+///     let checkpoints = ddp.checkpoints(directory.path())?.keep_last(2);
+///     if let Some(saved) = checkpoints.latest()? {
+///         model = saved.model(model)?;
+///         optim = saved.optimizer(optim, &model)?;
+///         start = saved.step();
 ///     }
 ///     for step in start..start + 10 {
 ///         let grads = model.forward(Tensor::<2>::ones([4, 2], &device)).mean().backward();
@@ -67,66 +75,63 @@ pub struct Checkpoints {
     directory: Arc<Directory>,
     keep: Option<usize>,
     asynchronous: bool,
-    writing: Arc<Writing>,
+    background: Arc<BackgroundWrite>,
 }
 
 impl Ddp {
-    /// The checkpoints in `directory` on rank 0's machine, which is made if it is not there. *Collective*.
+    /// The checkpoints in `directory` on rank 0's machine, which is created if missing. *Collective*.
     ///
     /// # Errors
     ///
-    /// [`Error::File`] on every rank if rank 0 cannot make the directory.
+    /// [`Error::File`] on every rank if rank 0 cannot create the directory.
     #[track_caller]
     pub fn checkpoints(&self, directory: impl AsRef<Path>) -> Result<Checkpoints> {
         let directory = Directory::new(directory.as_ref());
-        self.on_main(|| directory.make())?;
-        let writing = Arc::new(Writing::default());
-        self.note_writing(&writing);
-        Ok(Checkpoints { ddp: self.clone(), directory: Arc::new(directory), keep: None, asynchronous: false, writing })
-    }
-
-    /// What `f` returns on rank 0, which alone runs it. *Collective*.
-    #[track_caller]
-    fn on_main<T: serde::Serialize + serde::de::DeserializeOwned>(
-        &self,
-        f: impl FnOnce() -> std::result::Result<T, String>,
-    ) -> Result<T> {
-        let told = self.is_main().then(f);
-        let told: std::result::Result<T, String> = self.group().broadcast_object(told, 0)?;
-        told.map_err(|reason| Error::File(format!("rank 0 {reason}")))
+        agree::on_main(self.group(), || directory.make())?;
+        let background = Arc::new(BackgroundWrite::default());
+        self.note_background_write(&background);
+        Ok(Checkpoints {
+            ddp: self.clone(),
+            directory: Arc::new(directory),
+            keep: None,
+            asynchronous: false,
+            background,
+        })
     }
 }
 
 impl Checkpoints {
-    /// After each new checkpoint only the `n` newest stay, 1 or more. Without this all do.
+    /// Removes all but the `n` newest checkpoints (at least 1) after each save. By default all stay.
     #[must_use]
-    pub fn keep(mut self, n: usize) -> Self {
+    pub fn keep_last(mut self, n: usize) -> Self {
         self.keep = Some(n);
         self
     }
 
-    /// Whether [`save`](Checkpoints::save) returns as soon as everything is copied to host memory, and a thread of rank 0 writes it.
-    /// The next `save`, [`wait`](Checkpoints::wait) or [`Ddp::finish`] waits for that thread and returns its error on every rank.
+    /// If true, [`save`](Checkpoints::save) returns when everything is copied to host memory, and a thread of rank 0
+    /// writes it. The next `save`, [`wait`](Checkpoints::wait) or [`Ddp::finish`] waits for that thread and returns its
+    /// error on every rank.
     #[must_use]
     pub fn asynchronous(mut self, asynchronous: bool) -> Self {
         self.asynchronous = asynchronous;
         self
     }
 
-    /// Saves what `fill` puts into the [`Draft`], as the state after `step` optimizer steps. *Collective*; `fill` runs on every
-    /// rank, and rank 0's contents are written.
+    /// Saves what `fill` writes, as the state after `step` optimizer steps. *Collective*; `fill` runs on every rank,
+    /// and rank 0's contents are written.
     ///
-    /// When it returns (asynchronously: when the wait for it does), the checkpoint is on the disk, durably. It appears complete or
-    /// not at all: files are written under a temporary name, synced, and renamed at last. Steps go up; saving a step again makes a
-    /// second checkpoint of it, and the second one counts.
+    /// When it returns (asynchronously: when the wait for it does), the checkpoint is durably on the disk. It appears
+    /// complete or not at all: files are written under a temporary name, synced, and renamed at last. Steps must not
+    /// decrease; saving a step again makes a second checkpoint of it, which [`latest`](Checkpoints::latest) then
+    /// returns.
     ///
     /// # Errors
     ///
-    /// On every rank, and all older checkpoints are still there: [`Error::File`] if rank 0 cannot write, another job writes to the
-    /// directory, or it holds a checkpoint of a later step; [`Error::Use`] if `fill` fails or the ranks save different steps;
-    /// [`Error::Comm`] if a rank does not call it.
+    /// On every rank, and all older checkpoints are still there: [`Error::File`] if rank 0 cannot write, another job
+    /// writes to the directory, or it holds a checkpoint of a later step; [`Error::Use`] if `fill` fails or the ranks
+    /// save different steps; [`Error::Comm`] if a rank does not call it.
     #[track_caller]
-    pub fn save(&self, step: u64, fill: impl FnOnce(&mut Draft<'_>) -> Result<()>) -> Result<()> {
+    pub fn save(&self, step: u64, fill: impl FnOnce(&mut CheckpointWriter<'_>) -> Result<()>) -> Result<()> {
         let group = self.ddp.group();
         let all = group.all_gather_object(&(step, self.asynchronous))?;
         if let Some((rank, other)) = all.iter().enumerate().find(|(_, other)| **other != all[0]) {
@@ -139,55 +144,51 @@ impl Checkpoints {
             )));
         }
         if self.keep == Some(0) {
-            return Err(Error::Use("checkpoints keep the newest one at least: `keep(1)`".into()));
+            return Err(Error::Use("the newest checkpoint always stays: use at least `keep_last(1)`".into()));
         }
         self.wait()?;
-        let mut contents = draft::Contents::new(step, self.ddp.world_size(), self.ddp.is_main());
-        let filled = fill(&mut Draft::new(&mut contents));
+        let mut contents = writer::Contents::new(step, self.ddp.world_size(), self.ddp.is_main());
+        let filled = fill(&mut CheckpointWriter::new(&mut contents));
         agree::on_outcome(group, "fill its checkpoint", filled)?;
-        self.ddp.on_main(|| self.directory.own())?;
+        agree::on_main(group, || self.directory.own())?;
         let (directory, keep) = (self.directory.clone(), self.keep);
         let write = move || directory.write(contents, keep);
-        if !self.asynchronous {
-            return self.ddp.on_main(write);
+        match self.asynchronous {
+            false => agree::on_main(group, write),
+            true => self.background.start(group, step, write),
         }
-        let started = if self.ddp.is_main() { Some(self.writing.start(step, write)) } else { None };
-        if !self.ddp.is_main() {
-            self.writing.expect();
-        }
-        let started: std::result::Result<(), String> = group.broadcast_object(started, 0)?;
-        started.map_err(|reason| Error::File(format!("rank 0 {reason}")))
     }
 
-    /// Waits until the last [asynchronous](Checkpoints::asynchronous) checkpoint is written. *Collective*.
+    /// Waits for the last [asynchronous](Checkpoints::asynchronous) save. *Collective*.
     ///
     /// # Errors
     ///
     /// [`Error::File`] on every rank if rank 0 could not write it.
     #[track_caller]
     pub fn wait(&self) -> Result<()> {
-        self.writing.wait(self.ddp.group())
+        self.background.wait(self.ddp.group())
     }
 
-    /// The newest complete checkpoint, the same one for all ranks, or `None` if there is none. *Collective*.
+    /// The newest complete checkpoint, the same one on all ranks; `None` if there is none. *Collective*.
     ///
-    /// Every file's checksum is compared. What is torn or damaged is passed over, with a warning in the log.
+    /// Compares the checksum of every file, and skips corrupt checkpoints with a warning in the log.
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::File`] if rank 0 cannot read the directory, or the newest one was written by a later version.
+    /// On every rank: [`Error::File`] if rank 0 cannot read the directory, or the newest checkpoint has a format that
+    /// this version does not read.
     #[track_caller]
-    pub fn latest(&self) -> Result<Option<Found>> {
+    pub fn latest(&self) -> Result<Option<Checkpoint>> {
         self.wait()?;
-        let found: Option<(PathBuf, String)> = self.ddp.on_main(|| self.directory.newest())?;
-        found.map(|(path, manifest)| Found::new(self.ddp.clone(), path, &manifest)).transpose()
+        let newest: Option<(PathBuf, String)> = agree::on_main(self.ddp.group(), || self.directory.newest())?;
+        newest.map(|(path, manifest)| Checkpoint::new(self.ddp.clone(), path, &manifest)).transpose()
     }
 }
 
 impl Drop for Checkpoints {
     fn drop(&mut self) {
-        if self.writing.is_under_way() {
-            tracing::warn!("a checkpoint is still being written: `ddp.finish()` waits for it, and so does `wait`");
+        if self.background.is_under_way() {
+            tracing::warn!("a checkpoint is still being written; `ddp.finish()` and `wait` wait for it");
         }
     }
 }

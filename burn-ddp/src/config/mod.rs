@@ -1,6 +1,6 @@
-//! One file for everything that can be set.
+//! One configuration file, TOML or JSON, for all settings.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use burn::data::dataloader::batcher::Batcher;
 use burn_ddp_comm::Options;
@@ -9,16 +9,18 @@ use serde::{Deserialize, Serialize};
 use crate::data::LoaderBuilder;
 use crate::{Ddp, Error, Result, WrapConfig};
 
-mod batch;
+mod batch_sizes;
+mod sections;
 #[cfg(test)]
 mod tests;
 
-pub use batch::BatchSizes;
+pub use batch_sizes::BatchSizes;
+pub use sections::{CheckpointSettings, DataSettings, JobSettings};
 
-/// What a job is to be like, from a TOML or JSON file: every setting of this crate by name. What a file does not say has the same default as
-/// in code; a name that does not exist is an error.
+/// All settings of a job, from a TOML or JSON file. A setting that is not in the file has the same default as in code;
+/// an unknown name is an error.
 ///
-/// A variable of the environment (`BURN_DDP_TIMEOUT`, …) wins over the file, and the file over the default.
+/// An environment variable (`BURN_DDP_TIMEOUT`, …) overrides the file, and the file the default.
 ///
 /// ```
 /// use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
@@ -73,81 +75,28 @@ pub struct DdpConfig {
     /// Items of one rank per backward.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub micro_batch: Option<usize>,
-    /// For [`Ddp::seed`].
+    /// Seed for [`Ddp::seed`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seed: Option<u64>,
-    /// How ranks talk.
-    pub job: Job,
-    /// How gradients are averaged. Its accumulation is the number of backwards per optimizer step.
+    /// Communication between ranks.
+    pub job: JobSettings,
+    /// Averaging of gradients. Its accumulation is the number of backwards per optimizer step.
     pub wrap: WrapConfig,
-    /// How training data are read.
-    pub data: Data,
-    /// Checkpoints, if there are to be any.
+    /// Loading of training data.
+    pub data: DataSettings,
+    /// Checkpoints; `None` to write none.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub checkpoint: Option<Checkpoint>,
-}
-
-/// The section `[job]` of a [`DdpConfig`]: the [`Options`] of the same names, times in seconds. For each there is a variable that wins, such as
-/// `BURN_DDP_TIMEOUT`.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Job {
-    /// `shm` or `tcp`; else what fits.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub engine: Option<String>,
-    /// How long one collective may take: [`Options::timeout`].
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub timeout: Option<f64>,
-    /// How long to wait for all ranks to come together: [`Options::join_timeout`].
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub join_timeout: Option<f64>,
-    /// Between two signs of life: [`Options::heartbeat`].
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub heartbeat: Option<f64>,
-    /// After how much silence a rank is lost: [`Options::peer_timeout`].
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub peer_timeout: Option<f64>,
-    /// After which time a collective that does not end is reported: [`Options::stall`].
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub stall: Option<f64>,
-    /// How many collectives are kept for a report: [`Options::history`].
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub history: Option<usize>,
-    /// Where ranks record what they do: [`Options::timeline`].
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub timeline: Option<PathBuf>,
-}
-
-/// The section `[data]` of a [`DdpConfig`].
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Data {
-    /// Threads that load batches ahead on each rank; 0, the default, for none.
-    pub workers: usize,
-    /// The seed of each epoch's order; without it, it is the dataset's.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub shuffle: Option<u64>,
-}
-
-/// The section `[checkpoint]` of a [`DdpConfig`]: what a program that writes checkpoints is to do.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Checkpoint {
-    /// The directory.
-    pub dir: PathBuf,
-    /// Every how many optimizer steps.
-    pub every: u64,
-    /// How many are kept; all of them if it does not say.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub keep: Option<usize>,
+    pub checkpoint: Option<CheckpointSettings>,
 }
 
 impl DdpConfig {
-    /// Reads a `.toml` or `.json` file. Not collective: each rank reads its own, and [`options`](Self::options) sees to it that they agree.
+    /// Loads a `.toml` or `.json` file. Not collective: each rank loads its own, and the ranks compare them when they
+    /// meet with its [`options`](Self::options).
     ///
     /// # Errors
     ///
-    /// [`Error::File`] if it cannot be read; [`Error::Use`] with the file, the line and, for a name that does not exist, those that do.
+    /// [`Error::File`] if it cannot be read; [`Error::Use`] with the file, the line and, for an unknown name, the known
+    /// ones.
     pub fn load(path: impl AsRef<Path>) -> Result<DdpConfig> {
         let path = path.as_ref();
         let file = path.display();
@@ -161,7 +110,7 @@ impl DdpConfig {
             })?,
             Some("json") => serde_json::from_str(&text).map_err(|e| {
                 let message = e.to_string();
-                // The place is said already.
+                // The line is in the message already.
                 at(e.line(), message.split(" at line ").next().unwrap_or(&message))
             })?,
             _ => return Err(Error::Use(format!("{file}: a config file is named .toml or .json"))),
@@ -179,12 +128,12 @@ impl DdpConfig {
         std::env::var_os("BURN_DDP_CONFIG").map_or_else(|| Ok(DdpConfig::default()), DdpConfig::load)
     }
 
-    /// For [`Ddp::init_with`]: what `[job]` says where the environment does not say otherwise. The ranks that meet compare their batch
-    /// sizes, seeds, `[wrap]` and `data.shuffle`, and whoever reads another file is told so.
+    /// Options for [`Ddp::init_with`]: `[job]`, overridden by the environment. The ranks that meet compare their batch
+    /// sizes, seeds, `[wrap]` and `data.shuffle`; a difference is an error that names the ranks and both values.
     ///
     /// # Errors
     ///
-    /// [`Error::Comm`] if a variable or a setting makes no sense.
+    /// [`Error::Comm`] if a variable or a setting is invalid.
     pub fn options(&self) -> Result<Options> {
         self.options_over(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
@@ -194,11 +143,12 @@ impl DdpConfig {
         Ok(Options { config: self.shared(), ..options })
     }
 
-    /// For [`Ddp::wrap_with`]: `[wrap]`, with the accumulation that the [batch sizes](Self::batch) lead to.
+    /// Settings for [`Ddp::wrap_with`]: `[wrap]`, with the accumulation that follows from the [batch
+    /// sizes](Self::batch).
     ///
     /// # Errors
     ///
-    /// Those of [`DdpConfig::batch`], if the file says anything about batch sizes.
+    /// Those of [`DdpConfig::batch`], if the file sets a batch size.
     pub fn wrap_config(&self, world_size: usize) -> Result<WrapConfig> {
         if self.train_batch.is_none() && self.micro_batch.is_none() {
             return Ok(self.wrap.clone());
@@ -206,7 +156,7 @@ impl DdpConfig {
         Ok(self.wrap.clone().with_accumulation(self.batch(world_size)?.accumulation))
     }
 
-    /// [`Ddp::loader`] with the micro-batch, the shuffling and the workers that the file says.
+    /// [`Ddp::loader`] with the micro-batch, the shuffling and the workers of the file.
     ///
     /// # Errors
     ///
@@ -222,7 +172,7 @@ impl DdpConfig {
         Ok(self.data.shuffle.into_iter().fold(loader, LoaderBuilder::shuffle))
     }
 
-    /// What can be checked without knowing the job.
+    /// Checks the values that make no sense in any job.
     fn check(&self) -> Result<()> {
         let zero = |name: &str| Err(Error::Use(format!("{name} is 0: it counts from 1")));
         for (name, value) in [("train_batch", self.train_batch), ("micro_batch", self.micro_batch)] {
@@ -237,7 +187,7 @@ impl DdpConfig {
         self.options_over(&|_| None).map(drop).map_err(|e| Error::Use(format!("[job] cannot be: {e}")))
     }
 
-    /// What must be the same on all ranks, by name.
+    /// Settings that must be the same on all ranks: names and values.
     fn shared(&self) -> Vec<(String, String)> {
         let value = serde_json::to_value(self).unwrap_or_default();
         let mut shared = Vec::new();
@@ -247,28 +197,10 @@ impl DdpConfig {
         let sections = [("wrap", value.get("wrap")), ("data", value.get("data"))];
         for (section, fields) in sections {
             let fields = fields.and_then(serde_json::Value::as_object).into_iter().flatten();
-            // How many workers it has is a rank's own business.
+            // Ranks may have different numbers of workers.
             let fields = fields.filter(|(field, value)| *field != "workers" && !value.is_null());
             shared.extend(fields.map(|(field, value)| (format!("{section}.{field}"), value.to_string())));
         }
         shared
-    }
-}
-
-impl Job {
-    /// What a variable would be set to.
-    fn variable(&self, name: &str) -> Option<String> {
-        let text = |number: Option<f64>| number.map(|number| number.to_string());
-        match name {
-            "BURN_DDP_ENGINE" => self.engine.clone(),
-            "BURN_DDP_TIMEOUT" => text(self.timeout),
-            "BURN_DDP_JOIN_TIMEOUT" => text(self.join_timeout),
-            "BURN_DDP_HEARTBEAT" => text(self.heartbeat),
-            "BURN_DDP_PEER_TIMEOUT" => text(self.peer_timeout),
-            "BURN_DDP_STALL" => text(self.stall),
-            "BURN_DDP_HISTORY" => self.history.map(|history| history.to_string()),
-            "BURN_DDP_TIMELINE" => self.timeline.as_ref().map(|file| file.to_string_lossy().into_owned()),
-            _ => None,
-        }
     }
 }

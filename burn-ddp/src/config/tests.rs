@@ -1,3 +1,5 @@
+use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -60,8 +62,8 @@ fn everything_has_a_name() {
         .with_overlap(true);
     assert_eq!(config.wrap, wrap);
     assert_eq!(config.batch(4).unwrap(), BatchSizes { train: 128, micro: 16, accumulation: 2 });
-    assert_eq!(config.data, Data { workers: 2, shuffle: Some(42) });
-    assert_eq!(config.checkpoint, Some(Checkpoint { dir: "out".into(), every: 1000, keep: Some(3) }));
+    assert_eq!(config.data, DataSettings { workers: 2, shuffle: Some(42) });
+    assert_eq!(config.checkpoint, Some(CheckpointSettings { dir: "out".into(), every: 1000, keep: Some(3) }));
     let options = config.options_over(&|_| None).unwrap();
     assert_eq!(options.timeout, Duration::from_secs(60));
     assert_eq!(options.join_timeout, Duration::from_millis(20500));
@@ -76,6 +78,40 @@ fn everything_has_a_name() {
         (Some("2"), Some("\"sum\""), Some("7"))
     );
     assert_eq!((shared("data.shuffle"), shared("data.workers"), shared("job.timeout")), (Some("42"), None, None));
+}
+
+/// Files written when the types had other names.
+#[test]
+fn files_with_every_key_load_as_ever() {
+    let toml = load("a.toml", include_str!("fixtures/every_key.toml")).unwrap();
+    let text = include_str!("fixtures/every_key.json");
+    assert_eq!(load("a.json", text).unwrap(), toml);
+    // The files have every key.
+    let keys = |value: &serde_json::Value| -> BTreeSet<String> {
+        let fields = value.as_object().into_iter().flatten();
+        let names = |(name, value): (&String, &serde_json::Value)| match value.as_object() {
+            Some(section) => section.keys().map(|field| format!("{name}.{field}")).collect(),
+            None => vec![name.clone()],
+        };
+        fields.flat_map(names).collect()
+    };
+    assert_eq!(keys(&serde_json::to_value(&toml).unwrap()), keys(&serde_json::from_str(text).unwrap()));
+    let job = JobSettings {
+        engine: Some("shm".into()),
+        timeout: Some(600.0),
+        join_timeout: Some(300.0),
+        heartbeat: Some(1.0),
+        peer_timeout: Some(30.0),
+        stall: Some(30.0),
+        history: Some(128),
+        timeline: Some("trace.json".into()),
+    };
+    let wrap = WrapConfig::new().with_accumulation(2).with_first_bucket_cap_bytes(262_144);
+    let wrap = wrap.with_bucket_cap_bytes(1_048_576).with_replica_check(100).with_overlap(true);
+    let data = DataSettings { workers: 2, shuffle: Some(42) };
+    let checkpoint = Some(CheckpointSettings { dir: "checkpoints".into(), every: 1000, keep: Some(3) });
+    let (train_batch, micro_batch, seed) = (Some(128), Some(16), Some(7));
+    assert_eq!(toml, DdpConfig { train_batch, micro_batch, seed, job, wrap, data, checkpoint });
 }
 
 #[test]
@@ -183,8 +219,8 @@ fn any_config() -> impl Strategy<Value = DdpConfig> {
     let number = || 0..=i64::MAX as u64; // TOML has no larger ones
     let waits = (seconds(), seconds(), seconds_of(10..1000), seconds_of(2500..100_000), seconds());
     let job = (proptest::option::of(prop_oneof!["shm", "tcp"]), waits, maybe(0_usize..1000), maybe(".{1,20}"));
-    let job =
-        job.prop_map(|(engine, (timeout, join_timeout, heartbeat, peer_timeout, stall), history, timeline)| Job {
+    let job = job.prop_map(|(engine, (timeout, join_timeout, heartbeat, peer_timeout, stall), history, timeline)| {
+        JobSettings {
             engine,
             timeout,
             join_timeout,
@@ -193,7 +229,8 @@ fn any_config() -> impl Strategy<Value = DdpConfig> {
             stall,
             history,
             timeline: timeline.map(PathBuf::from),
-        });
+        }
+    });
     let buffers = prop_oneof![Just(BufferPolicy::Average), Just(BufferPolicy::Broadcast), Just(BufferPolicy::Local)];
     let wrap = (count(), any::<bool>(), 1_usize..1 << 40, 0_usize..1000, buffers, maybe(any::<bool>()));
     let wrap = wrap.prop_map(|(accumulation, sum, cap, check, buffers, overlap)| {
@@ -202,9 +239,9 @@ fn any_config() -> impl Strategy<Value = DdpConfig> {
         let wrap = accumulation.into_iter().fold(wrap, WrapConfig::with_accumulation);
         overlap.into_iter().fold(wrap, WrapConfig::with_overlap)
     });
-    let data = (0_usize..64, maybe(number())).prop_map(|(workers, shuffle)| Data { workers, shuffle });
+    let data = (0_usize..64, maybe(number())).prop_map(|(workers, shuffle)| DataSettings { workers, shuffle });
     let checkpoint = ("[a-z/ \"\\\\]{1,12}", 1_u64..1000, count());
-    let checkpoint = checkpoint.prop_map(|(dir, every, keep)| Checkpoint { dir: dir.into(), every, keep });
+    let checkpoint = checkpoint.prop_map(|(dir, every, keep)| CheckpointSettings { dir: dir.into(), every, keep });
     let sizes = (count(), count(), maybe(number()));
     (sizes, job, wrap, data, maybe(checkpoint)).prop_map(
         |((train_batch, micro_batch, seed), job, wrap, data, checkpoint)| DdpConfig {

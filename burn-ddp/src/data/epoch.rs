@@ -1,16 +1,57 @@
-//! One reading of a training loader.
+//! One epoch of a training loader: batch after batch, and what the other ranks learn of it.
 
 use std::ops::Range;
 use std::time::Instant;
 
-use burn::data::dataloader::{DataLoaderIterator, Progress};
-use burn::data::dataset::DatasetError;
-
-use super::loader::ShardedLoader;
-use super::worker::{Failure, Pass};
-use super::{DataError, EpochPlan};
+use super::batch_stream::BatchStream;
+use super::epoch_cursor::EpochCursor;
+use super::{DataError, EpochPlan, ShardedLoader};
 use crate::ddp::backward_track;
 use crate::weight::Step;
+
+impl<O: Send + 'static> ShardedLoader<O> {
+    /// The epochs with these numbers, one after the other: `train.epochs(0..10)`. All ranks must pass the same numbers.
+    /// After a [`resume`](Self::resume), numbers before the interrupted epoch are skipped.
+    ///
+    /// ```
+    /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
+    /// # struct Together;
+    /// # impl Batcher<u32, Vec<u32>> for Together {
+    /// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
+    /// #         items
+    /// #     }
+    /// # }
+    /// # use burn_ddp::prelude::*;
+    /// Ddp::spawn(2, |ddp| {
+    ///     let train = ddp.loader(Together).batch_size(4).shuffle(42).build(InMemDataset::new((0..100).collect()))?;
+    ///     let mut orders = Vec::new();
+    ///     for epoch in train.epochs(0..2) {
+    ///         assert_eq!(epoch.len(), 13);
+    ///         orders.push(epoch.collect::<Result<Vec<_>, _>>()?.concat());
+    ///     }
+    ///     assert_ne!(orders[0], orders[1]); // no `set_epoch` to forget
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    pub fn epochs<E: IntoIterator<Item = usize>>(&self, epochs: E) -> Epochs<O, E::IntoIter> {
+        Epochs { loader: self.clone(), numbers: epochs.into_iter() }
+    }
+
+    /// The next epoch: the one after the last that was begun, or the one given to [`set_epoch`](Self::set_epoch).
+    ///
+    /// As Burn's `DataLoader::iter`, with our errors.
+    pub fn iter(&self) -> Epoch<O> {
+        let mut cursor = self.cursor();
+        let number = cursor.next();
+        self.begin(&mut cursor, number)
+    }
+
+    fn begin(&self, cursor: &mut EpochCursor, number: usize) -> Epoch<O> {
+        let plan = self.plan().after(cursor.begin(number));
+        Epoch::new(self.clone(), number, cursor.repeats(), plan)
+    }
+}
 
 /// The epochs of a [`ShardedLoader`], one after the other; from [`ShardedLoader::epochs`].
 pub struct Epochs<O, E> {
@@ -18,144 +59,127 @@ pub struct Epochs<O, E> {
     numbers: E,
 }
 
-impl<O, E> Epochs<O, E> {
-    pub(super) fn new(loader: ShardedLoader<O>, numbers: E) -> Self {
-        Self { loader, numbers }
-    }
-}
-
 impl<O: Send + 'static, E: Iterator<Item = usize>> Iterator for Epochs<O, E> {
     type Item = Epoch<O>;
 
     fn next(&mut self) -> Option<Epoch<O>> {
-        self.loader.begin_next(&mut self.numbers)
+        let mut cursor = self.loader.cursor();
+        let first = cursor.first();
+        let number = self.numbers.find(|number| *number >= first)?;
+        Some(self.loader.begin(&mut cursor, number))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        // After a resume earlier epochs are passed over.
+        // After a resume, earlier epochs are skipped.
         (0, self.numbers.size_hint().1)
     }
 }
 
 /// The batches of one epoch on this rank, in order.
 ///
-/// Yields an error in the place of a batch that could not be loaded. A program that returns it ends the job on all ranks
-/// with this cause. To go on instead, all ranks must agree to skip the step. After an error that concerns the whole job
-/// the epoch is over.
+/// Yields an error in the place of a batch that could not be loaded. A program that returns it ends the job on all
+/// ranks with this cause. To go on instead, all ranks must agree to skip the step. After an error that concerns the
+/// whole job the epoch is over.
 ///
 /// Take a batch when it is used: each sets the weight of the following backwards. Dropping an epoch before its end is
 /// announced to the other ranks, which must do the same.
-#[must_use = "an epoch that is dropped unread ends the job unless all ranks drop it"]
+#[must_use = "an epoch that is dropped before its end ends the job, unless all ranks drop it"]
 pub struct Epoch<O: Send + 'static> {
     loader: ShardedLoader<O>,
     number: usize,
-    /// What the world knows this reading of the loader as.
-    track: u64,
-    /// What this reading has to read: the whole epoch, or what an earlier run left of it.
+    /// The cursor's repeats when this epoch began.
+    repeats: u64,
+    /// The steps to take: those of the whole epoch, or those that an earlier run left.
     plan: EpochPlan,
-    /// Steps that an earlier run took, by the present size of steps.
+    /// Steps that an earlier run took, in steps of the present size.
     before: usize,
-    /// Begun with the first batch.
-    pass: Option<Pass<O>>,
-    /// Steps of `plan` that were asked for.
-    taken: usize,
-    /// Steps of `plan` whose batch was handed out, up to and including the last.
+    /// Steps of `plan` that were asked for, and their batches.
+    batches: BatchStream<O>,
+    /// Number of the last step of `plan` whose batch was handed out, from 1.
     reached: usize,
-    /// Why the step asked for last has no batch.
+    /// The error of the step that was asked for last.
     failure: Option<String>,
-    /// Nothing follows.
+    /// True if the iterator has ended.
     over: bool,
-    /// The job has ended: nothing is left to announce.
+    /// True if the job has ended, so that no announcement is due.
     job_over: bool,
 }
 
 impl<O: Send + 'static> Epoch<O> {
-    pub(super) fn new(loader: ShardedLoader<O>, number: usize, track: u64, plan: EpochPlan) -> Self {
-        let before = plan.read() / plan.global_batch();
-        let (taken, reached, failure, over, job_over) = (0, 0, None, false, false);
-        Self { loader, number, track, plan, before, pass: None, taken, reached, failure, over, job_over }
+    fn new(loader: ShardedLoader<O>, number: usize, repeats: u64, plan: EpochPlan) -> Self {
+        let (before, batches) = (plan.consumed() / plan.global_batch(), BatchStream::new(loader.pool().clone()));
+        let (reached, failure, over, job_over) = (0, None, false, false);
+        Self { loader, number, repeats, plan, before, batches, reached, failure, over, job_over }
     }
 
-    /// The epoch's number, which its order depends on.
+    /// The epoch's number, on which its order depends.
     pub fn number(&self) -> usize {
         self.number
     }
 
-    /// Steps of the whole epoch, the same on every rank. In an epoch that was [resumed](ShardedLoader::resume), those that
-    /// the items read before would have made at the present size of steps, and those that are left.
+    /// Steps of the whole epoch, the same on every rank. If the epoch was [resumed](ShardedLoader::resume): the steps
+    /// that are left, and those that the items consumed before would have made at the present size of steps.
     #[allow(clippy::len_without_is_empty)] // never empty
     pub fn len(&self) -> usize {
         self.before + self.plan.steps()
     }
 
-    /// Steps that were taken so far, those before a [resume](ShardedLoader::resume) included.
+    /// Steps that were taken so far, including those before a [resume](ShardedLoader::resume).
     pub fn step(&self) -> usize {
-        self.before + self.taken
+        self.before + self.batches.taken()
+    }
+
+    /// Items of this epoch that all ranks have taken, and all its items.
+    pub(super) fn progress_in_items(&self) -> (usize, usize) {
+        let processed = match self.batches.taken() {
+            0 => self.plan.consumed(),
+            taken => self.plan.step(taken - 1).end,
+        };
+        (processed, self.plan.items())
+    }
+
+    /// The name by which the world compares the steps of this epoch between ranks; repeats and id are far from 32 bits.
+    fn track(&self) -> u64 {
+        self.repeats << 32 | self.loader.id()
     }
 
     fn load(&mut self) -> Result<O, DataError> {
         let number = u32::try_from(self.number).map_err(|_| DataError::EpochTooLarge { epoch: self.number })?;
-        let step = self.taken;
-        self.taken += 1;
-        let pass = match &mut self.pass {
-            Some(pass) => pass,
-            None => {
-                let started = self.loader.pool().start(self.loader.reading(self.number, self.plan));
-                let pass =
-                    started.map_err(|(worker, error)| DataError::WorkerNotStarted { worker, source: error.into() })?;
-                self.pass.insert(pass)
-            }
-        };
-        let world = self.loader.ddp().world();
-        let timeout = world.options().timeout;
-        let loaded = match pass.next(timeout, || world.check()) {
-            Some(loaded) => loaded.map_err(|failure| self.explain(step, failure))?,
-            None => unreachable!("a pass has as many batches as its plan has steps"),
-        };
-        // Only now: a rank that could not load a step must not count as being there.
-        let position = position(number, self.before + step + 1);
-        world.advance(self.track, position)?;
-        let (ddp, id) = (self.loader.ddp(), self.loader.id());
-        let items = self.plan.share(step, ddp.rank()).len();
-        ddp.weights().batch_read(Step { loader: id, track: self.track, position }, items);
-        let Range { start, end } = self.plan.step(step);
-        self.loader.note_read(self.track, self.number, end);
+        let (loader, plan, step, steps) = (&self.loader, self.plan, self.batches.taken(), self.len());
+        let (ddp, id, nth) = (loader.ddp(), loader.id(), self.before + step + 1);
+        let list = || loader.batch_list(self.number, plan);
+        let name = || format!("step {nth} of {steps} in epoch {number} of loader {id} on rank {}", ddp.rank());
+        let batch = self.batches.load(ddp.world(), list, name)?;
+        // Only after loading: a rank that could not load a step must not count as having reached it.
+        let (track, position) = (self.track(), position(number, nth));
+        ddp.world().advance(track, position)?;
+        ddp.weights().batch_read(Step { loader: id, track, position }, plan.share(step, ddp.rank()).len());
+        let Range { start, end } = plan.step(step);
+        loader.cursor().consume(self.number, self.repeats, end, plan.items());
         ddp.seed_batch(id, self.number, start);
         self.reached = step + 1;
-        Ok(loaded)
+        Ok(batch)
     }
 
-    fn explain(&self, step: usize, failure: Failure<burn_ddp_comm::Error>) -> DataError {
-        let (steps, rank) = (self.len(), self.loader.ddp().rank());
-        let what = format!(
-            "step {} of {steps} in epoch {} of loader {} on rank {rank}",
-            self.before + step + 1,
-            self.number,
-            self.loader.id()
-        );
-        let timeout = self.loader.ddp().world().options().timeout;
-        DataError::from_failure(what, failure, timeout)
-    }
-
-    /// What other ranks hear if this one leaves now.
+    /// Tells the other ranks where this one leaves the epoch.
     fn announce(&self) {
         let Ok(number) = u32::try_from(self.number) else { return };
         let (id, steps) = (self.loader.id(), self.len());
-        let what = match &self.failure {
+        let name = match &self.failure {
             Some(failure) => format!("loader {id} ({failure})"),
             None => format!("loader {id} ({steps} steps)"),
         };
-        let ddp = self.loader.ddp();
-        // A batch that was read but never trained on: the others may be waiting in its backward.
+        let (ddp, track) = (self.loader.ddp(), self.track());
+        // The last batch may have had no backward here; then the others may be waiting in theirs.
         let begin = position(number, self.before);
-        let used = ddp.weights().used(id, self.track).unwrap_or(begin);
-        let unused = format!("{what}, with a batch read but no backward");
-        ddp.world().stop(backward_track(self.track), used.max(begin), &unused);
-        ddp.world().stop(self.track, position(number, self.before + self.reached), &what);
+        let used = ddp.weights().used(id, track).unwrap_or(begin);
+        let unused = format!("{name}, with a batch read but no backward");
+        ddp.world().stop(backward_track(track), used.max(begin), &unused);
+        ddp.world().stop(track, position(number, self.before + self.reached), &name);
     }
 }
 
-/// Steps count from 1 here: position 0 of an epoch is before its first step.
+/// A position of a track. Steps count from 1: step 0 of an epoch is before its first batch.
 fn position(epoch: u32, steps: usize) -> u64 {
     u64::from(epoch) << 32 | steps as u64
 }
@@ -167,11 +191,12 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
         if self.over {
             return None;
         }
-        if self.taken == self.plan.steps() {
+        if self.batches.taken() == self.plan.steps() {
             self.over = true;
-            self.failure = None; // The program went on, as all ranks must have agreed to.
-            self.loader.note_read(self.track, self.number, self.plan.items());
-            self.pass = None; // The workers are free for the next epoch.
+            self.failure = None; // The program went on after it, as all ranks must have agreed to.
+            let items = self.plan.items();
+            self.loader.cursor().consume(self.number, self.repeats, items, items);
+            self.batches.end();
             self.loader.ddp().weights().done(self.loader.id());
             return None;
         }
@@ -179,18 +204,17 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
         let loaded = self.load();
         self.loader.ddp().meter().batch(self.loader.id(), asked);
         self.failure = loaded.as_ref().err().map(ToString::to_string);
-        match &loaded {
-            Ok(_) | Err(DataError::Dataset { .. } | DataError::WorkerPanicked { .. }) => {}
-            Err(error) => {
-                self.over = true;
-                self.job_over = matches!(error, DataError::Comm(_));
-            }
+        if let Err(error) = &loaded
+            && !error.is_skippable()
+        {
+            self.over = true;
+            self.job_over = matches!(error, DataError::Comm(_));
         }
         Some(loaded)
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        let left = if self.over { 0 } else { self.plan.steps() - self.taken };
+        let left = if self.over { 0 } else { self.plan.steps() - self.batches.taken() };
         // An error that concerns the job ends the epoch early.
         (left.min(1), Some(left))
     }
@@ -198,30 +222,11 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
 
 impl<O: Send + 'static> Drop for Epoch<O> {
     fn drop(&mut self) {
-        let complete = self.taken == self.plan.steps() && self.failure.is_none();
+        let complete = self.batches.taken() == self.plan.steps() && self.failure.is_none();
         // A panic is announced by the world itself, with its cause.
         if !complete && !self.job_over && !std::thread::panicking() {
             self.announce();
         }
         self.loader.ddp().weights().done(self.loader.id());
-    }
-}
-
-/// For Burn's `DataLoader`: the same batches with errors as Burn's.
-pub(super) struct AsBurn<O: Send + 'static>(pub(super) Epoch<O>);
-
-impl<O: Send + 'static> Iterator for AsBurn<O> {
-    type Item = Result<O, DatasetError>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        self.0.next().map(|batch| batch.map_err(DataError::into_burn))
-    }
-}
-
-impl<O: Send + 'static> DataLoaderIterator<O> for AsBurn<O> {
-    fn progress(&self) -> Progress {
-        let Epoch { plan, taken, .. } = &self.0;
-        let processed = if *taken == 0 { plan.read() } else { plan.step(taken - 1).end };
-        Progress::new(processed, plan.items(), Some("items".to_string()))
     }
 }

@@ -2,41 +2,47 @@
 //!
 //! | | |
 //! |---|---|
-//! | [`Ddp::loader`](crate::Ddp::loader) → [`ShardedLoader`] | training: every rank equally many steps, every item once, a new order every epoch |
-//! | [`Ddp::eval_loader`](crate::Ddp::eval_loader) → [`EvalLoader`] | evaluation: every item once, in order, no padding |
-//! | [`Position`] | how far all ranks have read: what a checkpoint holds, for any world that goes on |
-//! | [`EpochPlan`], [`permutation`] | what the training loader reads, as pure functions |
+//! | [`ShardedLoader`] | training: equally many steps on every rank, every item once, a new order every epoch |
+//! | [`EvalLoader`] | evaluation: every item once, in order, no padding |
+//! | [`LoaderBuilder`] | builds either; from `Ddp::loader` and `Ddp::eval_loader` |
+//! | [`Position`] | the items all ranks have consumed: what a checkpoint holds, for any world that goes on |
+//! | [`EpochPlan`], [`permutation`] | the items of each step and rank, as pure functions |
 //! | [`ShardedDataset`] | a rank's share of any Burn `Dataset`, as a `Dataset` |
-//! | [`DistributedSampler`] | torch's arithmetic, for those who want exactly that |
+//! | [`DistributedSampler`] | torch's arithmetic, for programs that need exactly that |
 //!
-//! Words: an *epoch* is one reading of the dataset by all ranks together; a *step* is what all ranks read between two
-//! optimizer steps; a rank's *share* of it is its *batch*. Epochs count from 0. Steps count from 0 in arguments and from
-//! 1 in messages ("step 3 of 10").
+//! The way of a batch: `loader_builder` compares the settings of the ranks; `sharded_loader` makes an `epoch`, cut by
+//! `epoch_plan`; its `batch_stream` takes batches that `prefetch` loads, ahead of it on worker threads.
+//!
+//! Words: an *epoch* is one pass over the dataset by all ranks together; a *step* is what all ranks load between two
+//! optimizer steps; a rank's *share* of it is its *batch*. A batch is *loaded* by a worker, perhaps ahead of time, and
+//! *consumed* when the loop takes it. Epochs count from 0. Steps count from 0 in arguments and from 1 in messages
+//! ("step 3 of 10").
 
-mod agree;
-mod builder;
+mod batch_stream;
+mod burn_data_loader;
+mod data_error;
+mod distributed_sampler;
 mod epoch;
-mod error;
-mod eval;
-mod loader;
+mod epoch_cursor;
+mod epoch_plan;
+mod eval_loader;
+mod loader_builder;
 mod permutation;
-mod plan;
 mod position;
-mod sampler;
-mod sharded;
-mod unreadable;
-mod worker;
+mod prefetch;
+mod sharded_dataset;
+mod sharded_loader;
 
-pub use builder::{EvalLoaderBuilder, LoaderBuilder};
+pub use data_error::DataError;
+pub use distributed_sampler::DistributedSampler;
 pub use epoch::{Epoch, Epochs};
-pub use error::DataError;
-pub use eval::{EvalBatches, EvalLoader};
-pub use loader::ShardedLoader;
+pub use epoch_plan::EpochPlan;
+pub use eval_loader::{EvalBatches, EvalLoader};
+pub use loader_builder::{Evaluation, LoaderBuilder, Training};
 pub use permutation::permutation;
-pub use plan::EpochPlan;
 pub use position::Position;
-pub use sampler::DistributedSampler;
-pub use sharded::ShardedDataset;
+pub use sharded_dataset::ShardedDataset;
+pub use sharded_loader::ShardedLoader;
 
 #[cfg(test)]
 mod tests;

@@ -1,11 +1,12 @@
-//! Where a training loader is, as a checkpoint holds it.
+//! Position of a training loader, as a checkpoint holds it: taken, checked and resumed from.
 
 use serde::{Deserialize, Serialize};
 
 use super::DataError;
-use super::loader::ShardedLoader;
+use super::sharded_loader::ShardedLoader;
+use crate::agree;
 
-/// How far all ranks together have read: what a checkpoint holds of a [`ShardedLoader`].
+/// Items that all ranks together have consumed: what a checkpoint holds of a [`ShardedLoader`].
 ///
 /// It depends neither on the world size nor on the batch size, and is the same on every rank. Serialize it with serde.
 ///
@@ -24,7 +25,7 @@ use super::loader::ShardedLoader;
 ///     ddp.loader(Together).batch_size(2).shuffle(42).build(InMemDataset::new((0..11).collect()))
 /// }
 ///
-/// // Two ranks read two steps of 4 items, and save where they are.
+/// // Two ranks load two steps of 4 items, and save where they are.
 /// let saved = Ddp::spawn(2, |ddp| {
 ///     let train = loader(&ddp)?;
 ///     let read: Vec<_> = train.iter().take(2).collect::<Result<_, _>>()?;
@@ -46,17 +47,19 @@ use super::loader::ShardedLoader;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
     epoch: usize,
-    read: usize,
+    /// By the name it has in checkpoints since the first format.
+    #[serde(rename = "read")]
+    consumed: usize,
     items: usize,
     seed: Option<u64>,
 }
 
 impl Position {
-    pub(super) fn new(epoch: usize, read: usize, items: usize, seed: Option<u64>) -> Self {
-        Self { epoch, read, items, seed }
+    pub(super) fn new(epoch: usize, consumed: usize, items: usize, seed: Option<u64>) -> Self {
+        Self { epoch, consumed, items, seed }
     }
 
-    /// The epoch that is read, or, between two epochs, the next one.
+    /// The present epoch, or, between two epochs, the next one.
     #[must_use]
     pub fn epoch(&self) -> usize {
         self.epoch
@@ -64,8 +67,8 @@ impl Position {
 
     /// Items of that epoch that were handed out, over all ranks.
     #[must_use]
-    pub fn read(&self) -> usize {
-        self.read
+    pub fn consumed(&self) -> usize {
+        self.consumed
     }
 
     /// Items of the dataset.
@@ -80,7 +83,7 @@ impl Position {
         self.seed
     }
 
-    /// Whether a loader of `items` items with this `seed` can go on from here.
+    /// Checks that a loader of `items` items with this `seed` can go on from here.
     pub(super) fn check(&self, items: usize, seed: Option<u64>) -> Result<(), DataError> {
         let mut differs = Vec::new();
         if self.items != items {
@@ -89,8 +92,8 @@ impl Position {
         if self.seed != seed {
             differs.push(format!("it was {}, this one is {}", order(self.seed), order(seed)));
         }
-        if self.read >= self.items.max(1) {
-            differs.push(format!("it says that {} of {} item(s) were read", self.read, self.items));
+        if self.consumed >= self.items.max(1) {
+            differs.push(format!("{} of its {} item(s) were consumed", self.consumed, self.items));
         }
         match differs.is_empty() {
             true => Ok(()),
@@ -101,8 +104,8 @@ impl Position {
 
 impl std::fmt::Display for Position {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { epoch, read, items, seed } = self;
-        write!(f, "epoch {epoch}, {read} of {items} item(s) read, {}", order(*seed))
+        let Self { epoch, consumed, items, seed } = self;
+        write!(f, "epoch {epoch}, {consumed} of {items} item(s) consumed, {}", order(*seed))
     }
 }
 
@@ -111,36 +114,39 @@ fn order(seed: Option<u64>) -> String {
 }
 
 impl<O: Send + 'static> ShardedLoader<O> {
-    /// Where all ranks together are: what a checkpoint has to hold to [`resume`](Self::resume).
+    /// The position of all ranks together: what a checkpoint has to hold to [`resume`](Self::resume).
     ///
-    /// A step counts as read from the moment its batch is handed out, so save after the optimizer step; batches that
-    /// workers hold ready do not count. After the last batch of an epoch it is the beginning of the next one. If several
-    /// epochs of this loader are read at once, it is that of the one begun last. Not collective.
+    /// A step is consumed from the moment its batch is handed out, so save after the optimizer step; batches that
+    /// workers loaded ahead do not count. After the last batch of an epoch it is the beginning of the next one. If
+    /// several epochs of this loader are iterated at once, it is that of the one begun last. Not collective.
     #[must_use]
     pub fn position(&self) -> Position {
-        let (epoch, read) = self.count().at;
-        Position::new(epoch, read, self.plan().items(), self.seed())
+        let (epoch, consumed) = self.cursor().position();
+        Position::new(epoch, consumed, self.plan().items(), self.seed())
     }
 
-    /// Goes on from `position`, in any world and with any batch size: what is read next is the rest of the epoch that was
-    /// interrupted, then whole epochs. *Collective*: all ranks pass the same position.
+    /// Goes on from `position`, in any world and with any batch size: first comes the rest of the interrupted epoch,
+    /// then whole epochs. *Collective*: all ranks pass the same position.
     ///
-    /// The rest is the epoch's order from the first unread item on, cut anew as an [`EpochPlan`](super::EpochPlan) cuts it:
-    /// every item of the epoch is read once with its true weight. With the world and the batch size of before, the steps are
-    /// those of a run without interruption. [`epochs`](Self::epochs) passes over the numbers before the interrupted epoch, so
-    /// the same loop serves the first run and the resumed one.
+    /// The rest is the epoch's order from the first item that was not consumed, cut anew as an
+    /// [`EpochPlan`](super::EpochPlan) cuts it: every item of the epoch is loaded once with its true weight. With the
+    /// world and the batch size of before, the steps are those of a run without interruption. [`epochs`](Self::epochs)
+    /// skips the numbers before the interrupted epoch, so the same loop serves the first run and the resumed one.
     ///
     /// # Errors
     ///
-    /// On every rank alike, and the loader is as before: [`DataError::PositionMismatch`] if the position is of a dataset of
-    /// another length, or of another shuffle seed; [`DataError::LoadersDiffer`] if the ranks pass different positions.
-    /// [`DataError::Comm`] if a peer failed.
+    /// On every rank alike, and the loader is as before: [`DataError::PositionMismatch`] if the position is of a
+    /// dataset of another length, or of another shuffle seed; [`DataError::LoadersDiffer`] if the ranks pass different
+    /// positions. [`DataError::Comm`] if a peer failed.
     #[track_caller]
     pub fn resume(&self, position: &Position) -> crate::Result<()> {
-        let facts = [("the position", position.to_string())].map(|(name, value)| (name.to_string(), value));
-        super::agree::agree(self.ddp(), &format!("loader {} (resumed)", self.id()), &facts.to_vec())?;
+        let settings = vec![("the position".to_string(), position.to_string())];
+        if let Some(difference) = agree::on_settings(self.ddp().group(), &settings).map_err(DataError::from)? {
+            let loader = format!("loader {} (resumed)", self.id());
+            return Err(DataError::LoadersDiffer { loader, difference }.into());
+        }
         position.check(self.plan().items(), self.seed())?;
-        self.count().resume(position.epoch, position.read);
+        self.cursor().resume(position.epoch, position.consumed);
         Ok(())
     }
 }
@@ -168,5 +174,13 @@ mod tests {
             let text = serde_json::to_string(&position).unwrap();
             assert_eq!(serde_json::from_str::<Position>(&text).unwrap(), position);
         }
+    }
+
+    #[test]
+    fn checkpoints_keep_their_format() {
+        let text = r#"{"epoch":3,"read":40,"items":100,"seed":42}"#;
+        let position = Position::new(3, 40, 100, Some(42));
+        assert_eq!(serde_json::from_str::<Position>(text).unwrap(), position);
+        assert_eq!(serde_json::to_string(&position).unwrap(), text);
     }
 }

@@ -18,7 +18,7 @@ use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::{DType, Shape, TensorData};
 use burn_ddp_comm::call::Call;
 use burn_ddp_comm::engine::{Engine, Fabric, Incoming, OnDevice, Outgoing};
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{DType as CommDType, Error, ReduceOp, Result};
 use burn_ddp_nccl::fake::Machine;
 use burn_ddp_nccl::{Device, DeviceBuffer, DeviceReduce, HostMemory, NcclFabric, Piece, Stream};
@@ -80,8 +80,8 @@ pub(crate) fn install(ddp: &Ddp) -> Arc<AtomicUsize> {
     let count = Arc::new(AtomicUsize::new(0));
     let counted = count.clone();
     ddp.world()
-        .set_fabric(|own, health| {
-            Ok::<_, Error>(Arc::new(FakeFabric { own, health, count: counted }) as Arc<dyn Fabric>)
+        .set_fabric(|own, membership| {
+            Ok::<_, Error>(Arc::new(FakeFabric { own, membership, count: counted }) as Arc<dyn Fabric>)
         })
         .expect("this fabric is always made");
     count
@@ -93,8 +93,8 @@ pub(crate) fn install_gpu(ddp: &Ddp, machine: &Machine) {
     let stream = Arc::new(device.stream().expect("a stream"));
     MEMORY.set(Some(Memory::Gpu(Gpu { machine: machine.clone(), device: device.clone(), stream })));
     ddp.world()
-        .set_fabric(|own, health| {
-            NcclFabric::new(own, health, machine.nccl(), device, HostMemory::ByHost)
+        .set_fabric(|own, membership| {
+            NcclFabric::new(own, membership, machine.nccl(), device, HostMemory::ByHost)
                 .map(|f| Arc::new(f) as Arc<dyn Fabric>)
         })
         .expect("a fabric");
@@ -234,7 +234,7 @@ impl Gpu {
 
 struct FakeFabric {
     own: Arc<dyn Fabric>,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     count: Arc<AtomicUsize>,
 }
 
@@ -244,15 +244,15 @@ impl Fabric for FakeFabric {
     }
 
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
-        let (own, health, count) = (self.own.open(call)?, self.health.clone(), self.count.clone());
-        Ok(Box::new(FakeEngine { own, health, count }))
+        let (own, membership, count) = (self.own.open(call)?, self.membership.clone(), self.count.clone());
+        Ok(Box::new(FakeEngine { own, membership, count }))
     }
 }
 
 /// Adds as the world's own engine does, to which it leaves everything in host memory.
 struct FakeEngine {
     own: Box<dyn Engine>,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     count: Arc<AtomicUsize>,
 }
 
@@ -266,7 +266,7 @@ impl Engine for FakeEngine {
         let refuse = |message: &str| Error::Environment { message: message.into() };
         let place = place.downcast_mut::<Runs>().ok_or_else(|| refuse("this is not on the fake device"))?;
         if place.fails {
-            let peer = self.health.peers()[self.health.rank()].clone();
+            let peer = self.membership.peers()[self.membership.rank()].clone();
             return Err(Error::PeerFailed { peer, cause: "the fake device fell off the bus".into(), during: None });
         }
         let mut all = place.bytes.concat();

@@ -62,8 +62,8 @@ pub(super) fn agree(ddp: &Ddp, device: &Device, all: &[Here], reduces: bool) -> 
 #[track_caller]
 fn install(ddp: &Ddp, ordinal: usize) -> Result<Result<(), String>> {
     let world = ddp.world();
-    let set = world.set_fabric(|own, health| {
-        NcclFabric::load(own, health, ordinal, HostMemory::ByHost).map(|fabric| Arc::new(fabric) as Arc<dyn Fabric>)
+    let set = world.set_fabric(|own, membership| {
+        NcclFabric::load(own, membership, ordinal, HostMemory::ByHost).map(|fabric| Arc::new(fabric) as Arc<dyn Fabric>)
     });
     let mine = set.err().map(|error| error.to_string());
     let all = ddp.group().all_gather_object(&mine)?;

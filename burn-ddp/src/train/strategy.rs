@@ -1,4 +1,4 @@
-//! The training loop of Burn's `SingleDeviceTrainingStrategy`, walked by all ranks together.
+//! The data-parallel training strategy: the loop of Burn's `SingleDeviceTrainingStrategy` on all ranks together.
 
 use burn::tensor::Device;
 use burn::train::{
@@ -7,19 +7,19 @@ use burn::train::{
     TrainingComponents, TrainingItem, ValidLoader,
 };
 
-use super::accumulation::Accumulation;
-use super::agreement::{agree_to_stop, as_rank_0_says, fail, report};
+use super::micro_batches::MicroBatches;
+use super::stop::{agree_to_stop, decide_on_main, fail, report};
 use crate::data::ShardedLoader;
 use crate::wrap::{self, Taps};
 use crate::{Ddp, Error, Result, WrapConfig};
 
 type Output<M> = TrainOutput<<M as TrainStep>::Output>;
 
-/// Data-parallel training; from [`Ddp::training`].
+/// Data-parallel training; from [`DdpTrainer::training`](super::DdpTrainer::training).
 pub(super) struct DdpStrategy<M: LearnerModel> {
     ddp: Ddp,
     config: WrapConfig,
-    /// The training loader, of which Burn's trainer knows less.
+    /// The training loader by its own type; Burn's trainer has it as a `DataLoader`.
     train: ShardedLoader<<M as TrainStep>::Input>,
 }
 
@@ -28,7 +28,8 @@ impl<M: LearnerModel> DdpStrategy<M> {
         DdpStrategy { ddp, config, train }
     }
 
-    /// The same weights on all ranks, their device, and what taps them in each step: `None` where nothing is to be reduced.
+    /// Gives all ranks the same weights. Returns their device, and the taps for each step: `None` if nothing is
+    /// reduced.
     fn prepare(&self, learner: &mut Learner<M>) -> Result<(Option<Taps>, Device)> {
         if self.config.accumulation().is_some_and(|k| k != 1) {
             return Err(Error::Use(
@@ -38,12 +39,12 @@ impl<M: LearnerModel> DdpStrategy<M> {
         }
         self.ddp.make_metric_group()?;
         let (model, agreed) = wrap::share(&self.ddp, learner.model(), &self.config)?;
-        // The learner keeps its model to itself, but takes values.
+        // The learner does not give its model away, but loads values into it.
         learner.load_model(model.into_record());
         let device = agreed.device.clone();
         let taps = agreed.taps(&self.ddp, &learner.model())?;
         if let Some(taps) = &taps {
-            // Each parameter was loaded by itself: clones have parted.
+            // Each parameter was loaded separately, so clones no longer share one.
             taps.tapped.note_map();
         }
         Ok((taps, device))
@@ -59,7 +60,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DdpStrategy<M> {
         mut components: TrainingComponents<M>,
     ) -> LearningResult<M> {
         if !self.ddp.is_main() {
-            // It is made from files that rank 0 may still be writing.
+            // The summary is read from files that rank 0 may still be writing.
             components.summary = None;
         }
         Fit(self).train(learner, train, valid, components)
@@ -77,7 +78,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DdpStrategy<M> {
     }
 }
 
-/// The strategy within Burn's own `train`, which reports start and end.
+/// The strategy inside Burn's own `train`, which reports start and end.
 struct Fit<'a, M: LearnerModel>(&'a DdpStrategy<M>);
 
 impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
@@ -103,7 +104,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         let (taps, device) = match self.0.prepare(&mut learner) {
             Ok(prepared) => prepared,
             Err(error) => {
-                // All ranks see it alike.
+                // All ranks got the same error.
                 report(ddp, &interrupter, &error);
                 return (learner.model(), event_processor);
             }
@@ -136,19 +137,19 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
             }
             if let Some(early_stopping) = &mut early_stopping {
                 let own = ddp.is_main() && early_stopping.should_stop(epoch, &event_store);
-                if as_rank_0_says(ddp, &run.interrupter, own) {
+                if decide_on_main(ddp, &run.interrupter, own) {
                     break;
                 }
             }
         }
-        // Writes what is under way, which may fail.
+        // Finishes pending writes, which may fail.
         drop(checkpointer);
         agree_to_stop(ddp, &run.interrupter);
         (run.learner.model(), run.events)
     }
 }
 
-/// A training that is under way on this rank.
+/// The state of a running training on this rank.
 struct Run<'a, M: LearnerModel> {
     ddp: &'a Ddp,
     sharded: &'a ShardedLoader<<M as TrainStep>::Input>,
@@ -161,10 +162,10 @@ struct Run<'a, M: LearnerModel> {
 }
 
 impl<M: LearnerModel> Run<'_, M> {
-    /// One epoch over the training data. Whether it ended early, on all ranks.
+    /// Trains for one epoch. Returns true if it ended early, on all ranks.
     fn train(&mut self, loader: &TrainLoader<M>) -> bool {
         let mut batches = loader.iter();
-        let mut accumulation = Accumulation::new(self.accumulation);
+        let mut micro_batches = MicroBatches::new(self.accumulation);
         let mut iteration = 0;
         while let Some(batch) = batches.next() {
             let batch = match batch {
@@ -177,8 +178,8 @@ impl<M: LearnerModel> Run<'_, M> {
                 }
             };
             let progress = batches.progress();
-            let completes = accumulation.completes(progress.is_completed());
-            let output = self.weigh(iteration, &accumulation).and_then(|()| self.step(batch, !completes));
+            let completes = micro_batches.completes(progress.is_completed());
+            let output = self.weigh(iteration, &micro_batches).and_then(|()| self.step(batch, !completes));
             let TrainOutput { grads, item } = match output {
                 Ok(output) => output,
                 Err(error) => {
@@ -186,7 +187,7 @@ impl<M: LearnerModel> Run<'_, M> {
                     return true;
                 }
             };
-            let grads = accumulation.add(&self.learner.model(), grads, completes, self.taps.is_some());
+            let grads = micro_batches.add(&self.learner.model(), grads, completes, self.taps.is_some());
             if let Some(grads) = grads {
                 self.learner.lr_step();
                 self.learner.optimizer_step(grads);
@@ -201,9 +202,9 @@ impl<M: LearnerModel> Run<'_, M> {
         false
     }
 
-    /// Micro-batches count alike, as in Burn's trainer, whatever their number of items: each has weight 1 over all ranks.
-    fn weigh(&self, nth: usize, accumulation: &Accumulation<M>) -> Result<()> {
-        if !accumulation.is_on() || self.taps.is_none() {
+    /// Gives each micro-batch the weight 1 over all ranks, whatever its number of items, as Burn's trainer does.
+    fn weigh(&self, nth: usize, micro_batches: &MicroBatches<M>) -> Result<()> {
+        if !micro_batches.accumulates() || self.taps.is_none() {
             return Ok(());
         }
         let plan = self.sharded.plan();
@@ -211,7 +212,7 @@ impl<M: LearnerModel> Run<'_, M> {
         self.ddp.weight(own / plan.step(nth).len() as f64)
     }
 
-    /// Forward and backward; with `hold`, the reducer keeps the gradients for a later micro-batch.
+    /// Forward and backward; with `hold`, the reducer accumulates the gradients for a later micro-batch.
     fn step(&self, batch: <M as TrainStep>::Input, hold: bool) -> Result<Output<M>> {
         let Some(taps) = &self.taps else { return Ok(self.learner.train_step(batch)) };
         let model = taps.attach(self.learner.model());
@@ -224,7 +225,7 @@ impl<M: LearnerModel> Run<'_, M> {
         Ok(output)
     }
 
-    /// This rank's share of the validation data. Ranks have different numbers of batches, so what stops one is agreed on later.
+    /// Validates on this rank's share. Ranks have different numbers of batches, so they agree on stopping afterwards.
     fn validate(&mut self, loader: &ValidLoader<M>) {
         let model = self.learner.model().valid();
         let mut batches = loader.iter();

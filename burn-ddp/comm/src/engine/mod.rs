@@ -171,7 +171,7 @@ pub trait Transport: Send {
     /// come is delivered even if its sender has left since.
     ///
     /// # Errors
-    /// As soon as one is known: the cause in [`Health`](crate::health::Health), a peer that left or was lost and whose
+    /// As soon as one is known: the cause in [`Membership`](crate::membership::Membership), a peer that left or was lost and whose
     /// frame has not come, a header that does not fit, or [`Call::timed_out`] naming the peers that were waited for.
     fn exchange(&mut self, call: &Call, sends: &[Outgoing<'_>], receives: &mut [Incoming<'_>]) -> Result<()>;
 

@@ -8,7 +8,8 @@ use super::{Engine, Fabric, HostEngine, Incoming, Outgoing, Stall, Transport};
 use crate::Result;
 use crate::call::Call;
 use crate::frame::Header;
-use crate::health::{Health, Wake, lock};
+use crate::membership::{Membership, Wake};
+use crate::sync::lock;
 
 /// How long after a rank has closed a group its world may take to tell why.
 const GRACE: Duration = Duration::from_secs(1);
@@ -16,7 +17,7 @@ const GRACE: Duration = Duration::from_secs(1);
 /// Makes the groups of one rank among threads.
 pub(crate) struct ThreadsFabric {
     job: Arc<Job>,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
 }
 
 /// What the ranks of a world have in common.
@@ -35,7 +36,7 @@ struct Hub {
 /// Where the frames for one rank arrive.
 struct Inbox {
     arrivals: Mutex<Arrivals>,
-    /// Notified by senders, by ranks that close, and by changes of health. The owner waits.
+    /// Notified by senders, by ranks that close, and by changes of membership. The owner waits.
     changed: Condvar,
 }
 
@@ -53,10 +54,13 @@ struct Frame {
 }
 
 impl ThreadsFabric {
-    /// The fabrics of all ranks, one per health.
-    pub(crate) fn all(healths: &[Arc<Health>]) -> Vec<ThreadsFabric> {
+    /// The fabrics of all ranks, one per membership.
+    pub(crate) fn all(memberships: &[Arc<Membership>]) -> Vec<ThreadsFabric> {
         let job = Arc::new(Job { opening: Mutex::new(HashMap::new()) });
-        healths.iter().map(|health| ThreadsFabric { job: job.clone(), health: health.clone() }).collect()
+        memberships
+            .iter()
+            .map(|membership| ThreadsFabric { job: job.clone(), membership: membership.clone() })
+            .collect()
     }
 }
 
@@ -69,8 +73,8 @@ impl Fabric for ThreadsFabric {
         let rank = call.group_rank()?;
         let hub = self.job.hub(call.info.group, call.members.count());
         let inbox = Arc::downgrade(&hub.inboxes[rank]);
-        self.health.add_waker(inbox);
-        Ok(Box::new(HostEngine::new(Threads { rank, hub, health: self.health.clone() })))
+        self.membership.add_waker(inbox);
+        Ok(Box::new(HostEngine::new(Threads { rank, hub, membership: self.membership.clone() })))
     }
 }
 
@@ -116,7 +120,7 @@ struct Threads {
     /// This rank in the group.
     rank: usize,
     hub: Arc<Hub>,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
 }
 
 impl Transport for Threads {
@@ -136,7 +140,7 @@ impl Transport for Threads {
         receives.iter().for_each(|receive| call.expect(receive.peer));
         self.send(call, sends);
         let mut missing: Vec<&mut Incoming<'_>> = receives.iter_mut().collect();
-        let (deadline, mut stall) = (call.deadline(), Stall::new(call, self.health.options().stall));
+        let (deadline, mut stall) = (call.deadline(), Stall::new(call, self.membership.options().stall));
         while !missing.is_empty() {
             for (nth, frame) in self.wait(call, &missing, deadline, &mut stall)? {
                 let incoming = missing.swap_remove(nth);
@@ -185,17 +189,17 @@ impl Threads {
             if !arrived.is_empty() {
                 return Ok(arrived);
             }
-            self.health.check()?;
+            self.membership.check()?;
             let now = Instant::now();
             let peers = || missing.iter().map(|incoming| incoming.peer);
             let grace_end =
                 peers().filter_map(|peer| arrivals.closed[peer]).min().map(|since| deadline.min(since + GRACE));
             let gone = |peer: &usize| {
-                self.health.has_left(call.world_rank(*peer))
+                self.membership.has_left(call.world_rank(*peer))
                     || (arrivals.closed[*peer].is_some() && grace_end.is_some_and(|end| now >= end))
             };
             if let Some(peer) = peers().find(gone) {
-                return Err(self.health.left_error(call.world_rank(peer)));
+                return Err(self.membership.left_error(call.world_rank(peer)));
             }
             let left = deadline.saturating_duration_since(now);
             if left.is_zero() {
@@ -204,7 +208,7 @@ impl Threads {
             let until_stall = stall.at.saturating_duration_since(now);
             if until_stall.is_zero() && stall.is_due() {
                 drop(arrivals);
-                self.health.stalled(call, waiting_for(missing));
+                self.membership.stalled(call, waiting_for(missing));
                 arrivals = lock(&inbox.arrivals);
                 continue;
             }
@@ -232,7 +236,7 @@ impl Drop for Threads {
 }
 
 impl Wake for Inbox {
-    /// Takes the lock, so that no waiter is between its look at the health and its wait.
+    /// Takes the lock, so that no waiter is between its look at the membership and its wait.
     fn wake(&self) {
         drop(lock(&self.arrivals));
         self.changed.notify_all();

@@ -25,20 +25,21 @@
 //!   in an allocation of Slurm.
 //! - Ranks that are all on one machine meet at a unix socket of a name of the job's own; then no port is opened for it.
 
-mod place;
+mod meeting;
+mod parse;
 mod slurm;
 mod table;
-mod value;
 
 use std::path::PathBuf;
 
 use crate::Result;
 use crate::net::address;
-use crate::rendezvous::PORTS_ABOVE;
-use place::Place;
+use meeting::Place;
+use parse::Lookup;
 use table::Launcher;
-use value::Lookup;
 
+/// Number of ports above torchrun's that rank 0 may choose from.
+pub(crate) const PORTS_ABOVE: u16 = 64;
 /// Longest job id, in bytes.
 pub(crate) const JOB_ID_CAP: usize = 256;
 
@@ -207,11 +208,11 @@ impl LaunchEnv {
             Launcher::Slurm => table::SLURM_RESTARTS,
             _ => RESTART_COUNT,
         };
-        let restart_count = value::number(restart_count, lookup)?.unwrap_or(0);
+        let restart_count = parse::number(restart_count, lookup)?.unwrap_or(0);
         let place = Place::find(launcher, &who, restart_count, lookup)?;
         if place.job_id.is_empty() || place.job_id.len() > JOB_ID_CAP {
             let len = place.job_id.len();
-            return Err(value::environment(format!("the job id has {len} bytes; it must have 1 to {JOB_ID_CAP}")));
+            return Err(parse::environment(format!("the job id has {len} bytes; it must have 1 to {JOB_ID_CAP}")));
         }
         let (local_rank, local_world_size) = place.local;
         let path = |name| lookup(name).map(PathBuf::from);
@@ -227,8 +228,8 @@ impl LaunchEnv {
             launcher: place.launcher,
             restart_count,
             secret_file: path(SECRET_FILE),
-            trust_network: value::flag(TRUST_NETWORK, lookup)?,
-            interface: value::text(INTERFACE, lookup),
+            trust_network: parse::flag(TRUST_NETWORK, lookup)?,
+            interface: parse::text(INTERFACE, lookup),
             events: path(EVENTS),
             report_dir: path(REPORT_DIR),
         }))
@@ -247,7 +248,7 @@ impl LaunchEnv {
         variables.push((table::STORE, store.to_owned()));
         match &self.meeting {
             // Who knows only the plain variables cannot meet there.
-            Meeting::Local { name } => variables.push((table::MASTER, format!("{}{name}", place::LOCAL))),
+            Meeting::Local { name } => variables.push((table::MASTER, format!("{}{name}", meeting::LOCAL))),
             Meeting::Pmi { .. } => {}
             _ => variables.extend([
                 (table::MASTER, address::join(host, port)),

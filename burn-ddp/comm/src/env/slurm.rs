@@ -1,7 +1,7 @@
 //! The forms in which Slurm writes lists.
 
+use super::parse::{Lookup, environment, number};
 use super::table::SLURM_STEP;
-use super::value::{Lookup, environment, number};
 use crate::Result;
 
 /// Steps from this number on are no `srun`, but the batch script, an interactive shell and the like.

@@ -1,7 +1,7 @@
 //! The rows of the table: which variables each launcher sets, and whose they are that are set here.
 
+use super::parse::{Lookup, environment, listed, needed, number};
 use super::slurm;
-use super::value::{Lookup, environment, listed, needed, number};
 use crate::Result;
 
 /// In the order in which they are looked for.

@@ -8,9 +8,9 @@ use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::clock::{Ticks, nanos};
 use crate::dtype::{DType, Element};
 use crate::engine::{Engine, Incoming, OnDevice, Outgoing};
-use crate::health::lock;
 use crate::history::Log;
 use crate::plan::{Caller, Plan, check_op, check_rows, check_whole, refuse};
+use crate::sync::lock;
 use crate::timeline::Fact;
 use crate::world::Member;
 use crate::{ReduceOp, Result, SharedBuffer, SharedView};
@@ -437,6 +437,6 @@ impl Core {
 impl Drop for Core {
     fn drop(&mut self) {
         self.member.fail_if_panicking();
-        self.member.seat.health.history().close(&self.log);
+        self.member.seat.membership.history().close(&self.log);
     }
 }

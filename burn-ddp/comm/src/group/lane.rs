@@ -3,10 +3,10 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::{io, thread};
 
-use crate::health::lock;
+use crate::sync::{lock, wait};
 
 /// A call to do. When it has given its result away it says that it is [done](Lane::done).
 pub(super) type Job = Box<dyn FnOnce(&Lane) + Send>;
@@ -65,7 +65,7 @@ impl Lane {
         let mut queue = lock(&self.queue);
         let before = queue.added;
         while queue.done < before {
-            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            queue = wait(&self.changed, queue);
         }
     }
 
@@ -100,7 +100,7 @@ impl Lane {
             if queue.closed {
                 return None;
             }
-            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            queue = wait(&self.changed, queue);
         }
     }
 }

@@ -121,7 +121,7 @@ impl ProcessGroup {
 
     #[inline]
     fn caller(&self, site: Site) -> Caller {
-        Caller { site: self.site.unwrap_or(site), step: self.core.member.seat.health.step() }
+        Caller { site: self.site.unwrap_or(site), step: self.core.member.seat.membership.step() }
     }
 
     pub(crate) fn core(&self) -> &Core {

@@ -125,7 +125,7 @@ impl ProcessGroup {
         let Err(error) = self.lane.add(name, Box::new(job)) else { return result };
         // The other ranks wait for the call.
         let message = format!("it cannot have a thread for a collective that is not waited for: {error}");
-        self.core.member.seat.health.fail_self(message.clone());
+        self.core.member.seat.membership.fail_self(message.clone());
         let (result, promise) = pending();
         promise.keep(Err(Error::Environment { message }));
         result

@@ -1,9 +1,9 @@
 //! The result of a call that goes on elsewhere.
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 
-use crate::health::lock;
+use crate::sync::{lock, wait};
 use crate::{Error, Result};
 
 /// A collective that was started and goes on by itself; made by the methods of [`ProcessGroup`](crate::ProcessGroup) whose
@@ -67,7 +67,7 @@ impl<R> Pending<R> {
         loop {
             match result.take() {
                 Some(result) => return result,
-                None => result = self.outcome.done.wait(result).unwrap_or_else(PoisonError::into_inner),
+                None => result = wait(&self.outcome.done, result),
             }
         }
     }

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use self::log::Seen;
 use crate::call::{CallInfo, Members};
 use crate::clock::nanos;
-use crate::health::lock;
 use crate::post_mortem::{Pending, Record, since_1970};
+use crate::sync::lock;
 
 mod log;
 mod site;

@@ -1,14 +1,15 @@
 //! Ranks that MPICH's mpirun started agree where they meet, and on a secret, through its process manager.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Instant;
 
-use super::meet::job_key;
+use super::store_location::job_key;
 use super::{Agreed, environment};
 use crate::env::{LaunchEnv, Meeting};
 use crate::net::address;
 use crate::pmi::Pmi;
 use crate::store::Serving;
+use crate::sync::lock;
 use crate::{JobKey, Result, Secret};
 
 /// Under which rank 0 says `host:port`, or `secret@host:port` if no file has the secret.
@@ -26,7 +27,7 @@ struct Session {
 }
 
 pub(super) fn agree(env: &LaunchEnv, fd: i32, host: &str, deadline: Instant) -> Result<Agreed> {
-    let mut known = SESSION.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = lock(&SESSION);
     let mut server = None;
     let session = match &*known {
         Some(session) => session.clone(),

@@ -10,35 +10,33 @@
 //! A process that joins again, after it left, finds its own entry in a decided round and takes the next.
 
 mod by_pmi;
-mod config;
-mod meet;
 pub(crate) mod round;
+mod settings;
+mod store_location;
 
-use std::io::ErrorKind;
 use std::net::TcpStream;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use self::config::Config;
 pub use self::round::fail_join;
 use self::round::{Entry, Round};
-use crate::control::{self, Control};
+use self::settings::Settings;
+use crate::auth::handshake::Purpose;
+use crate::auth::job_key::LinkKey;
 use crate::engine::by_place::{self, ByPlace};
 #[cfg(target_os = "linux")]
 use crate::engine::shm::Shm;
 use crate::engine::tcp::{Reach, TcpFabric};
 use crate::env::{LaunchEnv, Meeting};
-use crate::health::{Health, Outbox, Wake};
-use crate::job_key::LinkKey;
+use crate::membership::control::{self, Control};
+use crate::membership::{Membership, Outbox, Wake};
 use crate::net::address;
-use crate::net::handshake::{HANDSHAKE_DEADLINE, Introduction, Purpose, Refusal, Role, introduce};
+use crate::net::dial::dial;
 use crate::net::interface::Interface;
 use crate::store::Serving;
 use crate::world::{Seat, World};
 use crate::{Error, JobKey, Options, PeerInfo, Result};
 
-/// How many ports above torchrun's rank 0 may choose from.
-pub(crate) const PORTS_ABOVE: u16 = 64;
 /// What connecting to the peers gets at least, and at most, once all are known to be there.
 const MESH_TIME: std::ops::RangeInclusive<Duration> = Duration::from_secs(10)..=Duration::from_secs(60);
 
@@ -100,8 +98,8 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
     let Agreed { meeting, job, mut server } = match &env.meeting {
         Meeting::Pmi { fd, host } => by_pmi::agree(env, *fd, host, deadline)?,
         _ => {
-            let meeting = meet::meeting(env);
-            Agreed { job: meet::job_key(env, &meeting)?, meeting, server: None }
+            let meeting = store_location::meeting(env);
+            Agreed { job: store_location::job_key(env, &meeting)?, meeting, server: None }
         }
     };
     // On one machine the kernel connects them, whatever else is there.
@@ -109,7 +107,7 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
         Some(name) if !matches!(meeting, Meeting::Local { .. }) => Interface::find(name)?,
         _ => Interface::default(),
     };
-    let (hosted, store) = meet::meet(env, &meeting, &job, &via, start, deadline)?;
+    let (hosted, store) = store_location::meet(env, &meeting, &job, &via, start, deadline)?;
     server = server.or(hosted);
     let local_ip = via.listens(store.local_ip()).unwrap_or(store.local_ip());
     let (listener, listens) = control::listen(local_ip)
@@ -120,7 +118,7 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
         host: listens.ip().to_string(),
         port: listens.port(),
         machine: by_place::machine(),
-        config: Config::of(options),
+        config: Settings::of(options),
     };
     let round = Round { store: &store, job: &job, me: &me, hosts: server.is_some(), start, deadline };
     let (token, entries) = round.attend()?;
@@ -133,21 +131,21 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
         Instant::now() + deadline.saturating_duration_since(Instant::now()).clamp(*MESH_TIME.start(), *MESH_TIME.end());
     let streams = connect_all(&control, &key, &via, env.rank, &entries, mesh_end)?;
     let peers: Vec<PeerInfo> = entries.iter().map(|entry| entry.peer.clone()).collect();
-    let health = Health::new(env.rank, peers.clone(), options.clone());
-    health.report_to(env);
+    let membership = Membership::new(env.rank, peers.clone(), options.clone());
+    membership.report_to(env);
     let control = Arc::new(control);
     let as_outbox: Arc<dyn Outbox> = control.clone();
-    health.set_outbox(Arc::downgrade(&as_outbox));
+    membership.set_outbox(Arc::downgrade(&as_outbox));
     let links: Weak<dyn Wake> = Arc::downgrade(control.links()) as Weak<dyn Wake>;
-    health.add_waker(links);
-    control.attach(streams, health.clone()).map_err(threads)?;
+    membership.add_waker(links);
+    control.attach(streams, membership.clone()).map_err(threads)?;
     tracing::debug!(rank = env.rank, world_size = env.world_size, elapsed = ?start.elapsed(), "joined");
 
     let machines: Vec<_> = entries.iter().map(|entry| entry.machine.clone()).collect();
     #[cfg(target_os = "linux")]
     let shm = {
         let local_ranks = machines.iter().filter(|machine| **machine == machines[env.rank]).count();
-        Shm::new(key.clone(), health.clone(), local_ranks)
+        Shm::new(key.clone(), membership.clone(), local_ranks)
     };
     let reach = Reach {
         rank: env.rank,
@@ -160,13 +158,13 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
         rank: env.rank,
         local_world_size: env.local_world_size,
         peers,
-        health: health.clone(),
+        membership: membership.clone(),
         fabric: Arc::new(ByPlace::new(
             machines,
             options.engine,
             #[cfg(target_os = "linux")]
             shm,
-            TcpFabric::new(reach, health),
+            TcpFabric::new(reach, membership),
         )),
         keep_alive: Some(Box::new((control, server))),
     })
@@ -237,30 +235,6 @@ fn connect_all(
         }
     }
     Ok(streams)
-}
-
-/// Connects to the listener of rank `peer` for `purpose`.
-pub(crate) fn dial(
-    to: (&str, u16),
-    via: &Interface,
-    key: &LinkKey,
-    peer: usize,
-    purpose: Purpose,
-    deadline: Instant,
-) -> Result<TcpStream, String> {
-    // Among many connections at a time the listener may drop one unheard; it hears the next.
-    let insist_until = deadline.min(Instant::now() + HANDSHAKE_DEADLINE);
-    let me = Introduction { key: &key.key, tag: key.tag, to: Role::Rank(peer as u32), purpose };
-    loop {
-        let socket = address::connect_once(to.0, to.1, via, deadline).map_err(|e| e.to_string())?;
-        match introduce(&socket, &me, deadline) {
-            Ok(()) => return Ok(socket.into()),
-            Err(Refusal::NotOurs(e)) if e.kind() != ErrorKind::TimedOut && Instant::now() < insist_until => {
-                std::thread::sleep(address::RETRY);
-            }
-            Err(refusal) => return Err(refusal.to_string()),
-        }
-    }
 }
 
 fn unreached(peer: &PeerInfo, how: &str) -> Error {

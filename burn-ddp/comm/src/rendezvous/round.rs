@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::config::{self, Config};
+use super::settings::{self, Settings};
 use super::{environment, threads};
-use crate::net::key::{KEY_BYTES, random};
+use crate::auth::key::{KEY_BYTES, random};
 use crate::store::{Store, StoreClient};
 use crate::{Error, JobKey, PeerInfo, Result};
 
@@ -26,7 +26,7 @@ pub(super) struct Entry {
     pub(super) port: u16,
     /// Equal for ranks that can share memory; not known everywhere.
     pub(super) machine: Option<String>,
-    pub(super) config: Config,
+    pub(super) config: Settings,
 }
 
 /// How a round ends.
@@ -128,10 +128,10 @@ impl Round<'_> {
                 message: format!("{size} ranks arrived, but not each of them: {entries:?}"),
             });
         }
-        if let Some(message) = config::difference(&entries) {
+        if let Some(message) = settings::difference(&entries) {
             return Ok(Verdict::Failed(Error::Rendezvous { message, came: Vec::new(), missing: Vec::new() }));
         }
-        if let Some((one, other)) = config::different_programs(&entries) {
+        if let Some((one, other)) = settings::different_programs(&entries) {
             tracing::warn!("{} and {} run different programs", one.peer, other.peer);
         }
         for entry in &mut entries {
@@ -242,6 +242,6 @@ pub(crate) fn fuzz(bytes: &[u8]) {
         assert!(encode(&entry).is_ok());
     }
     if let Ok(Verdict::Complete { entries, .. }) = decode(bytes) {
-        let _ = (config::difference(&entries), config::different_programs(&entries));
+        let _ = (settings::difference(&entries), settings::different_programs(&entries));
     }
 }

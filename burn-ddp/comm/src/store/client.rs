@@ -3,16 +3,17 @@
 use std::fmt;
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use super::Store;
 use super::protocol::{MESSAGE_CAP, Request, Response};
-use crate::net::handshake::{HANDSHAKE_DEADLINE, Introduction, Purpose, Refusal, Role, introduce};
+use crate::auth::handshake::{HANDSHAKE_DEADLINE, Introduction, Purpose, Refusal, Role, introduce};
 use crate::net::interface::Interface;
 use crate::net::wait::deadline_in;
 use crate::net::wire::Wire;
 use crate::net::{address, local};
+use crate::sync::lock;
 use crate::{Error, JobKey, Result};
 
 /// How long the server may take beyond the time a request asks it to wait.
@@ -167,7 +168,7 @@ impl StoreClient {
     }
 
     fn lock_idle(&self) -> std::sync::MutexGuard<'_, Vec<Wire>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.idle)
     }
 
     fn lost(&self, cause: &str) -> Error {

@@ -1,11 +1,12 @@
 //! The store of ranks within one process.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::Store;
 use super::table::Table;
 use crate::net::wait::deadline_in;
+use crate::sync::{lock, wait_timeout};
 use crate::{Error, Result};
 
 /// A [`Store`] within this process.
@@ -25,7 +26,7 @@ impl MemoryStore {
 
     fn lock(&self) -> MutexGuard<'_, Table> {
         // The table is consistent between any two statements, so a panic elsewhere does not spoil it.
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.table)
     }
 
     fn write<R>(&self, change: impl FnOnce(&mut Table) -> Result<R, String>) -> Result<R> {
@@ -51,7 +52,7 @@ impl Store for MemoryStore {
             if left.is_zero() {
                 return Err(Error::StoreTimeout { key: key.to_owned(), waited: timeout });
             }
-            table = self.written.wait_timeout(table, left).unwrap_or_else(PoisonError::into_inner).0;
+            table = wait_timeout(&self.written, table, left);
         }
     }
 

@@ -16,13 +16,13 @@ use socket2::Socket;
 
 use super::protocol::{MESSAGE_CAP, Request, Response};
 use super::table::Table;
-use crate::health::lock;
-use crate::job_key::JobTag;
-use crate::net::handshake::{Purpose, Role};
-use crate::net::strangers::{Introduced, Strangers};
+use crate::auth::handshake::{Purpose, Role};
+use crate::auth::job_key::JobTag;
+use crate::auth::unauthenticated::{Introduced, Strangers};
 use crate::net::wait::{Waker, deadline_in, wait};
 use crate::net::wire::Wire;
 use crate::net::{address, local};
+use crate::sync::lock;
 use crate::{Error, JobKey, Result};
 
 /// Most clients at a time.

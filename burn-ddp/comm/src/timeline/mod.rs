@@ -17,8 +17,8 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use crate::health::lock;
-use crate::peer::PeerInfo;
+use crate::membership::PeerInfo;
+use crate::sync::lock;
 
 mod merge;
 mod part;

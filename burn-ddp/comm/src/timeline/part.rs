@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Fact;
 use super::merge::part_of;
-use crate::peer::PeerInfo;
+use crate::membership::PeerInfo;
 use crate::post_mortem::since_1970;
 
 /// The last line of a part to which nothing comes any more.

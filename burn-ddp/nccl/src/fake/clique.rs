@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Condvar, Mutex, PoisonError};
 
-use super::driver::GLANCE;
-use super::reduce::{Kind, reduce};
+use super::fake_driver::GLANCE;
+use super::arithmetic::{Kind, reduce};
 use crate::watchdog::lock;
 
 pub(super) struct Clique {

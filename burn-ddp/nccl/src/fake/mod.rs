@@ -10,15 +10,15 @@
 //!
 //! | what | where |
 //! |---|---|
-//! | devices: contexts, streams, events, memory | `driver.rs` |
-//! | communicators | `nccl.rs`, `clique.rs` |
-//! | arithmetic | `reduce.rs` |
+//! | devices: contexts, streams, events, memory | `fake_driver.rs` |
+//! | communicators | `fake_nccl.rs`, `clique.rs` |
+//! | arithmetic | `arithmetic.rs` |
 #![allow(unsafe_code)]
 
 mod clique;
-mod driver;
-mod nccl;
-mod reduce;
+mod fake_driver;
+mod fake_nccl;
+mod arithmetic;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -26,8 +26,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use self::clique::Clique;
-use self::driver::{FakeEvent, FakeStream};
-use self::nccl::FakeComm;
+use self::fake_driver::{FakeEvent, FakeStream};
+use self::fake_nccl::FakeComm;
 use crate::driver::Driver;
 use crate::nccl::Nccl;
 use crate::watchdog::lock;
@@ -209,7 +209,7 @@ impl Machine {
     pub fn launch(&self, stream: &crate::Stream, kernel: impl FnOnce(&Machine) + Send + 'static) {
         let machine = self.clone();
         let stream = self.inner.stream(stream.raw()).expect("a stream");
-        stream.push(driver::Task::Run(Box::new(move || kernel(&machine))));
+        stream.push(fake_driver::Task::Run(Box::new(move || kernel(&machine))));
     }
 }
 

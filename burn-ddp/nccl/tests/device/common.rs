@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::engine::OnDevice;
-use burn_ddp_comm::health::Health;
+use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{DType, Error, Options, ProcessGroup, ReduceOp, Result, World};
 use burn_ddp_nccl::fake::Machine;
 use burn_ddp_nccl::{Device, DeviceBuffer, DeviceReduce, Event, HostMemory, NcclFabric, Piece, Stream};
@@ -17,7 +17,7 @@ pub struct Rank {
     pub machine: Machine,
     pub world: World,
     pub device: Device,
-    pub health: Arc<Health>,
+    pub membership: Arc<Membership>,
     /// Where this rank computes.
     pub stream: Stream,
 }
@@ -47,16 +47,16 @@ pub fn run<R: Send>(
 
 fn rank(machine: &Machine, world: World, memory: HostMemory) -> Rank {
     let device = Device::new(&machine.driver(), world.rank()).expect("a device");
-    let mut healths = None;
+    let mut memberships = None;
     world
-        .set_fabric(|own, health| {
-            healths = Some(health.clone());
-            let fabric = NcclFabric::new(own, health, machine.nccl(), device.clone(), memory)?;
+        .set_fabric(|own, membership| {
+            memberships = Some(membership.clone());
+            let fabric = NcclFabric::new(own, membership, machine.nccl(), device.clone(), memory)?;
             Ok::<_, Error>(Arc::new(fabric) as _)
         })
         .expect("a fabric");
     let stream = device.stream().expect("a stream");
-    Rank { machine: machine.clone(), world, device, health: healths.expect("a health"), stream }
+    Rank { machine: machine.clone(), world, device, membership: memberships.expect("a membership"), stream }
 }
 
 pub fn on_devices<R: Send>(
@@ -75,9 +75,9 @@ impl Rank {
 
     /// This rank, for another of its threads.
     pub fn on_another_stream(&self) -> Rank {
-        let Rank { machine, world, device, health, .. } = self;
+        let Rank { machine, world, device, membership, .. } = self;
         let stream = device.stream().expect("a stream");
-        Rank { machine: machine.clone(), world: world.clone(), device: device.clone(), health: health.clone(), stream }
+        Rank { machine: machine.clone(), world: world.clone(), device: device.clone(), membership: membership.clone(), stream }
     }
 
     /// Room for some f32 on the device.

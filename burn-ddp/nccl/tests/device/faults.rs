@@ -142,7 +142,7 @@ fn a_rank_that_dies_before_the_launch_is_named() {
         let group = rank.world.group().unwrap();
         if rank.rank() == 2 {
             thread::sleep(Duration::from_millis(100));
-            rank.health.peer_lost(2, "killed by signal 9");
+            rank.membership.peer_lost(2, "killed by signal 9");
             return timed(|| rank.world.check());
         }
         timed(|| once(&rank, &group))
@@ -169,7 +169,7 @@ fn a_rank_that_dies_after_the_launch_is_named() {
                 if rank.rank() == 1 {
                     scope.spawn(|| {
                         soon("no launch", || rank.machine.launched(0) == 2);
-                        rank.health.peer_lost(1, "killed by signal 9");
+                        rank.membership.peer_lost(1, "killed by signal 9");
                     });
                 }
                 timed(call)

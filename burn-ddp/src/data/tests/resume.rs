@@ -107,7 +107,7 @@ proptest! {
             read.extend(counted(this, &of_run));
             // As a checkpoint holds it.
             position = serde_json::from_str(&serde_json::to_string(&at).unwrap()).unwrap();
-            prop_assert_eq!(at.epoch() * items + at.read(), read.len());
+            prop_assert_eq!(at.epoch() * items + at.consumed(), read.len());
         }
         let order = |epoch| match seed {
             Some(seed) => permutation(items, seed, epoch as u64),
@@ -169,7 +169,7 @@ fn progress_goes_on_where_it_was() {
 fn a_position_counts_what_was_handed_out() {
     spawn(2, |ddp| {
         let train = loader(&ddp, &Run { world: 2, extra: 2, workers: 2, ..ALL }, 10, None)?;
-        let at = || (train.position().epoch(), train.position().read());
+        let at = || (train.position().epoch(), train.position().consumed());
         assert_eq!(at(), (0, 0));
         let mut epoch = train.iter();
         assert_eq!(at(), (0, 0));
@@ -214,7 +214,7 @@ fn what_cannot_go_on_is_an_error_on_every_rank() {
         let text = error(&Position::new(0, 4, 11, Some(2)));
         assert!(text.contains("had 11 item(s), this one has 10") && text.contains("seed 2, this one"), "{text}");
         let text = error(&Position::new(0, 2 * ddp.rank(), 10, Some(1)));
-        assert!(text.contains("0 of 10 item(s) read") && text.contains("on rank 1"), "{text}");
+        assert!(text.contains("0 of 10 item(s) consumed") && text.contains("on rank 1"), "{text}");
         assert_eq!(train.position(), Position::new(0, 0, 10, Some(1)));
         Ok(ddp.barrier()?)
     });

@@ -29,7 +29,7 @@ pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
     let schedule = CosineAnnealingLrSchedulerConfig::new(1e-2, 1000);
     let mut scheduler = schedule.init().map_err(anyhow::Error::msg)?;
     let mut start = 0;
-    let checkpoints = ddp.checkpoints(directory)?.keep(3).asynchronous(arg(3) == "later");
+    let checkpoints = ddp.checkpoints(directory)?.keep_last(3).asynchronous(arg(3) == "later");
     if let Some(found) = checkpoints.latest()? {
         model = found.model(model)?;
         optim = found.optimizer(optim, &model)?;

@@ -10,7 +10,7 @@ use super::segment::Segment;
 use crate::call::Call;
 use crate::engine::Stall;
 use crate::frame::{PREFIX_BYTES, Prefix};
-use crate::health::{Health, Wake};
+use crate::membership::{Membership, Wake};
 use crate::{Error, Result};
 
 /// How often to look before looking for sleepers: what is about to come comes within this.
@@ -54,14 +54,14 @@ pub(super) struct Board {
     size: usize,
     /// All ranks but this one.
     peers: Vec<usize>,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     /// Whether there is a core for every rank of this machine.
     spins: bool,
-    /// Known to the health for as long as this lives.
+    /// Known to the membership for as long as this lives.
     _alarm: Arc<Alarm>,
 }
 
-/// Rings this rank's doorbell when the health changes.
+/// Rings this rank's doorbell when the membership changes.
 struct Alarm {
     segment: Arc<Segment>,
     cell: usize,
@@ -74,14 +74,14 @@ impl Wake for Alarm {
 }
 
 impl Board {
-    pub(super) fn new(segment: Segment, size: usize, rank: usize, health: Arc<Health>, spins: bool) -> Board {
+    pub(super) fn new(segment: Segment, size: usize, rank: usize, membership: Arc<Membership>, spins: bool) -> Board {
         let segment = Arc::new(segment);
         let layout = Layout::new(size);
         let alarm = Arc::new(Alarm { segment: segment.clone(), cell: layout.cell(rank) });
         let weak: Weak<dyn Wake> = Arc::downgrade(&alarm) as Weak<dyn Wake>;
-        health.add_waker(weak);
+        membership.add_waker(weak);
         let peers = (0..size).filter(|peer| *peer != rank).collect();
-        Board { segment, layout, rank, size, peers, health, spins, _alarm: alarm }
+        Board { segment, layout, rank, size, peers, membership, spins, _alarm: alarm }
     }
 
     pub(super) fn rank(&self) -> usize {
@@ -96,8 +96,8 @@ impl Board {
         &self.peers
     }
 
-    pub(super) fn health(&self) -> &Health {
-        &self.health
+    pub(super) fn membership(&self) -> &Membership {
+        &self.membership
     }
 
     pub(super) fn segment(&self) -> &Segment {
@@ -144,7 +144,7 @@ impl Board {
         peers.iter().try_for_each(|peer| sign.arrived(*peer))
     }
 
-    /// The wait that takes longer: it spins or lets others run, then sleeps; and looks after deadline, health and stalls.
+    /// The wait that takes longer: it spins or lets others run, then sleeps; and looks after deadline, membership and stalls.
     #[cold]
     fn wait_long(&self, call: &Call, peers: &[usize], sign: &impl Sign) -> Result<()> {
         let mut wait = Wait {
@@ -152,7 +152,7 @@ impl Board {
             call,
             deadline: call.deadline(),
             missing: peers.to_vec(),
-            stall: Stall::new(call, self.health.options().stall),
+            stall: Stall::new(call, self.membership.options().stall),
             closed: Default::default(),
         };
         peers.iter().for_each(|peer| call.expect(*peer));
@@ -256,7 +256,7 @@ impl Wait<'_> {
             return if self.look(sign)? { Err(self.call.timed_out(std::mem::take(&mut self.missing))) } else { Ok(()) };
         }
         if self.stall.is_due() {
-            self.board.health.stalled(self.call, self.missing.clone());
+            self.board.membership.stalled(self.call, self.missing.clone());
         }
         let until_stall = self.stall.at.saturating_duration_since(now);
         let grace = self.closed.get().map_or(left, |since| GRACE.saturating_sub(since.elapsed()));
@@ -271,9 +271,9 @@ impl Wait<'_> {
     /// Whether it makes sense to wait on.
     fn check(&self, sign: &impl Sign) -> Result<()> {
         let board = self.board;
-        board.health.check()?;
+        board.membership.check()?;
         for &peer in &self.missing {
-            let left = board.health.has_left(self.call.world_rank(peer));
+            let left = board.membership.has_left(self.call.world_rank(peer));
             let closed = board.cell(peer).closed.has_reached(1);
             // What it said before it went counts.
             if sign.is_there(peer) {
@@ -286,7 +286,7 @@ impl Wait<'_> {
             let since = self.closed.get().unwrap_or_else(Instant::now);
             self.closed.set(Some(since));
             if left || since.elapsed() >= GRACE {
-                return Err(board.health.left_error(self.call.world_rank(peer)));
+                return Err(board.membership.left_error(self.call.world_rank(peer)));
             }
         }
         Ok(())

@@ -26,11 +26,11 @@ use serde::{Deserialize, Serialize};
 use socket2::Socket;
 
 use super::segment::Segment;
+use crate::auth::job_key::LinkKey;
+use crate::auth::key::KEY_BYTES;
 use crate::call::Call;
 use crate::engine::Stall;
-use crate::health::{Health, Wake};
-use crate::job_key::LinkKey;
-use crate::net::key::KEY_BYTES;
+use crate::membership::{Membership, Wake};
 use crate::net::local;
 use crate::net::wait::{Waker, wait};
 use crate::{Error, Result};
@@ -62,7 +62,7 @@ enum Note {
 /// One segment on its way.
 pub(super) struct Handover<'a> {
     pub(super) call: &'a Call,
-    pub(super) health: &'a Health,
+    pub(super) membership: &'a Membership,
     pub(super) key: &'a LinkKey,
     /// This rank in the group.
     pub(super) rank: usize,
@@ -70,7 +70,7 @@ pub(super) struct Handover<'a> {
     pub(super) number: u64,
 }
 
-/// Wakes a handover when the health changes.
+/// Wakes a handover when the membership changes.
 struct Bell(Waker);
 
 impl Wake for Bell {
@@ -100,8 +100,8 @@ impl Handover<'_> {
             .map_err(|e| Error::Environment { message: format!("this process cannot have another socket: {e}") })?;
         let bell = Arc::new(Bell(waker));
         let weak: Weak<dyn Wake> = Arc::downgrade(&bell) as Weak<dyn Wake>;
-        self.health.add_waker(weak);
-        let stall = Stall::new(self.call, self.health.options().stall);
+        self.membership.add_waker(weak);
+        let stall = Stall::new(self.call, self.membership.options().stall);
         let mut waits = Waits { handover: self, bell, deadline: self.call.deadline(), stall };
         if self.rank == 0 { self.lead(&mut waits, len) } else { self.follow(&mut waits, len) }
     }
@@ -297,16 +297,18 @@ impl Waits<'_> {
     /// Waits until one of `fds` is ready or `until` has passed. Ends by an error if the ranks `missing` cannot be waited
     /// for any longer.
     fn wait(&mut self, fds: Vec<PollFd<'_>>, missing: &[usize], until: Option<Instant>) -> Result<()> {
-        let Handover { call, health, .. } = self.handover;
+        let Handover { call, membership, .. } = self.handover;
         missing.iter().for_each(|rank| call.expect(*rank));
         let bell = self.bell.clone();
         let mut fds: Vec<PollFd<'_>> = fds;
         fds.push(PollFd::new(&bell.0, PollFlags::IN));
         loop {
             bell.0.clear();
-            health.check()?;
-            if let Some(gone) = missing.iter().map(|rank| call.world_rank(*rank)).find(|rank| health.has_left(*rank)) {
-                return Err(health.left_error(gone));
+            membership.check()?;
+            if let Some(gone) =
+                missing.iter().map(|rank| call.world_rank(*rank)).find(|rank| membership.has_left(*rank))
+            {
+                return Err(membership.left_error(gone));
             }
             let limit = self.deadline.min(self.stall.at);
             let limit = until.map_or(limit, |until| until.min(limit));
@@ -320,7 +322,7 @@ impl Waits<'_> {
                 return Err(call.timed_out(missing.to_vec()));
             }
             if !woken && self.stall.is_due() {
-                health.stalled(call, missing.to_vec());
+                membership.stalled(call, missing.to_vec());
             }
         }
     }
@@ -328,18 +330,18 @@ impl Waits<'_> {
     /// Why the connection to `rank` ended: the control connections know it, or will in a moment. If not, it may have given up
     /// waiting for those whom this rank waits for as well, the ranks `missing`.
     fn explain(&mut self, rank: usize, missing: &[usize], end: &io::Error) -> Error {
-        let Handover { call, health, .. } = self.handover;
+        let Handover { call, membership, .. } = self.handover;
         let peer = call.world_rank(rank);
         let grace = Instant::now() + GRACE;
         while Instant::now() < grace {
-            if health.has_left(peer) {
-                return health.left_error(peer);
+            if membership.has_left(peer) {
+                return membership.left_error(peer);
             }
             if let Err(cause) = self.wait(Vec::new(), missing, Some(Instant::now() + RETRY)) {
                 return cause;
             }
         }
-        health.lost_error(peer, format!("its local connection broke while memory was to be shared: {end}"))
+        membership.lost_error(peer, format!("its local connection broke while memory was to be shared: {end}"))
     }
 }
 

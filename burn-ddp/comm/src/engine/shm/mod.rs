@@ -30,9 +30,10 @@ use self::cell::{Announcement, LINE_BYTES, LINE_WORDS, Line};
 use self::handover::Handover;
 use self::layout::Layout;
 use super::{Engine, Incoming, Outgoing};
+use crate::auth::job_key::LinkKey;
+use crate::backoff::cores_suffice;
 use crate::call::Call;
-use crate::health::Health;
-use crate::job_key::LinkKey;
+use crate::membership::Membership;
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
 pub(crate) use self::arena::{ArenaBuffer, ArenaView};
@@ -42,14 +43,14 @@ pub(crate) const NAME: &str = "shm";
 /// Makes a rank's engines for groups whose ranks are on its machine.
 pub(crate) struct Shm {
     key: LinkKey,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     /// How many ranks of the world are on this machine.
     local_ranks: usize,
 }
 
 impl Shm {
-    pub(crate) fn new(key: LinkKey, health: Arc<Health>, local_ranks: usize) -> Shm {
-        Shm { key, health, local_ranks }
+    pub(crate) fn new(key: LinkKey, membership: Arc<Membership>, local_ranks: usize) -> Shm {
+        Shm { key, membership, local_ranks }
     }
 
     /// This rank's engine of the group that `call` makes; or, on all its ranks, why there can be none.
@@ -58,14 +59,14 @@ impl Shm {
     /// Those of a collective.
     pub(crate) fn open(&self, call: &Call) -> Result<Result<Box<dyn Engine>, String>> {
         let (size, rank) = (call.members.count(), call.group_rank()?);
-        let handover = Handover { call, health: &self.health, key: &self.key, rank, number: 0 };
+        let handover = Handover { call, membership: &self.membership, key: &self.key, rank, number: 0 };
         let segment = match handover.share(Layout::new(size).len())? {
             Ok(segment) => segment,
             Err(why) => return Ok(Err(why)),
         };
-        // Spinning where ranks share cores keeps those from running who are waited for.
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let board = Board::new(segment, size, rank, self.health.clone(), cores >= self.local_ranks);
+        // Where ranks share cores, a spinning rank keeps the peers it waits for from running.
+        let spins = cores_suffice(self.local_ranks);
+        let board = Board::new(segment, size, rank, self.membership.clone(), spins);
         Ok(Ok(Box::new(ShmEngine::new(board, self.key.clone()))))
     }
 }

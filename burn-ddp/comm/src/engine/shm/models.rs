@@ -213,7 +213,7 @@ fn loom_a_call_begins_when_the_one_before_is_over() {
     });
 }
 
-/// What rings without looking who sleeps, as the health does: who hears the ring sees what it is for.
+/// What rings without looking who sleeps, as the membership does: who hears the ring sees what it is for.
 #[test]
 fn loom_a_ring_tells_what_it_is_for() {
     both(3, |two, me| {

@@ -33,7 +33,7 @@ impl ShmEngine {
         let (ranks, rank) = (self.board.size(), self.board.rank());
         let number = self.segments;
         self.segments += 1;
-        let handover = Handover { call, health: self.board.health(), key: &self.key, rank, number };
+        let handover = Handover { call, membership: self.board.membership(), key: &self.key, rank, number };
         let made = match Regions::plan(lens, ranks) {
             Some((regions, len)) => handover.share(len)?.map(|segment| (regions, Arc::new(segment))),
             None => Err("they are larger than any memory".to_owned()),

@@ -9,7 +9,7 @@ use super::link::{End, Link, ReadError, Receiving, Sending};
 use super::spin::Spin;
 use crate::call::Call;
 use crate::engine::{Piece, Stall};
-use crate::health::Health;
+use crate::membership::Membership;
 use crate::net::wait::{Waker, wait};
 use crate::{Error, Result};
 
@@ -30,7 +30,7 @@ pub(super) fn piece_bytes(peers: usize) -> usize {
 /// One exchange under way.
 pub(super) struct Exchange<'a, 'b> {
     pub(super) call: &'a Call,
-    pub(super) health: &'a Health,
+    pub(super) membership: &'a Membership,
     pub(super) bell: &'a Waker,
     /// What is still to be written, and to whom.
     pub(super) sending: Vec<(usize, Sending<'a>)>,
@@ -166,7 +166,7 @@ impl Exchange<'_, '_> {
             return Err(self.call.timed_out(self.waiting_for()));
         }
         if self.stall.is_due() {
-            self.health.stalled(self.call, self.waiting_for());
+            self.membership.stalled(self.call, self.waiting_for());
         }
         Ok(())
     }
@@ -180,12 +180,12 @@ impl Exchange<'_, '_> {
         waiting
     }
 
-    /// The error, if the health knows one.
+    /// The error, if the membership knows one.
     fn explain(&self) -> Result<()> {
-        self.health.check()?;
+        self.membership.check()?;
         match &self.ended {
-            Some((peer, ..)) if self.health.has_left(self.call.world_rank(*peer)) => {
-                Err(self.health.left_error(self.call.world_rank(*peer)))
+            Some((peer, ..)) if self.membership.has_left(self.call.world_rank(*peer)) => {
+                Err(self.membership.left_error(self.call.world_rank(*peer)))
             }
             _ => Ok(()),
         }
@@ -195,8 +195,8 @@ impl Exchange<'_, '_> {
     fn unexplained(&self, peer: usize, end: &End) -> Error {
         let peer = self.call.world_rank(peer);
         match end {
-            End::Closed => self.health.left_error(peer),
-            End::Broken(cause) => self.health.lost_error(peer, format!("its data connection broke: {cause}")),
+            End::Closed => self.membership.left_error(peer),
+            End::Broken(cause) => self.membership.lost_error(peer, format!("its data connection broke: {cause}")),
         }
     }
 }

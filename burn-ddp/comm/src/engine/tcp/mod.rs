@@ -2,7 +2,7 @@
 //!
 //! Each group has a mesh of its own, one connection per pair of ranks, so no group waits behind another's bytes. An exchange makes
 //! progress on all peers at once, both ways, on the calling thread: what can be written or read now is, then `poll` waits for any of it,
-//! for the health, or for the deadline. Payloads are written from and read into the caller's memory. What is to be reduced is read in
+//! for the membership, or for the deadline. Payloads are written from and read into the caller's memory. What is to be reduced is read in
 //! pieces that stay in the cache until they are.
 
 mod exchange;
@@ -17,14 +17,14 @@ use self::exchange::{Exchange, GRACE};
 use self::link::{Link, Receiving, Sending};
 use self::spin::Spin;
 use super::{Engine, Fabric, HostEngine, Incoming, Outgoing, Piece, Stall, Transport};
+use crate::auth::handshake::Purpose;
+use crate::auth::job_key::LinkKey;
 use crate::call::Call;
-use crate::control::Links;
-use crate::health::{Health, Wake};
-use crate::job_key::LinkKey;
-use crate::net::handshake::Purpose;
+use crate::membership::control::Links;
+use crate::membership::{Membership, Wake};
+use crate::net::dial::dial;
 use crate::net::interface::Interface;
 use crate::net::wait::Waker;
-use crate::rendezvous::dial;
 use crate::{Error, Result};
 
 pub(crate) const NAME: &str = "tcp";
@@ -45,18 +45,18 @@ pub(crate) struct Reach {
 /// Makes a rank's transports.
 pub(crate) struct TcpFabric {
     reach: Reach,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
 }
 
 impl TcpFabric {
-    pub(crate) fn new(reach: Reach, health: Arc<Health>) -> Self {
-        Self { reach, health }
+    pub(crate) fn new(reach: Reach, membership: Arc<Membership>) -> Self {
+        Self { reach, membership }
     }
 
     /// Whether `peer` can still be waited for.
     fn check(&self, peer: usize) -> Result<()> {
-        self.health.check()?;
-        if self.health.has_left(peer) { Err(self.health.left_error(peer)) } else { Ok(()) }
+        self.membership.check()?;
+        if self.membership.has_left(peer) { Err(self.membership.left_error(peer)) } else { Ok(()) }
     }
 
     /// The connection to the peer at a group rank for the group that `call` makes. The higher rank of a pair connects.
@@ -65,7 +65,7 @@ impl TcpFabric {
         let (rank, peer, group) = (*rank, call.world_rank(at), call.info.group);
         if peer > rank {
             let purpose = Purpose::Data { rank: peer as u32, group };
-            let mut stall = Stall::new(call, self.health.options().stall);
+            let mut stall = Stall::new(call, self.membership.options().stall);
             loop {
                 if let Some(stream) = links.claim(purpose, stall.at.min(call.deadline()), || self.check(peer))? {
                     return Ok(stream);
@@ -74,7 +74,7 @@ impl TcpFabric {
                     return Err(call.timed_out(vec![at]));
                 }
                 if stall.is_due() {
-                    self.health.stalled(call, vec![at]);
+                    self.membership.stalled(call, vec![at]);
                 }
             }
         }
@@ -85,7 +85,7 @@ impl TcpFabric {
                 return Err(call.timed_out(vec![at]));
             }
             links.watch(call.deadline().min(Instant::now() + GRACE), || self.check(peer))?;
-            Err(self.health.lost_error(peer, format!("it could not be reached for a new group: {cause}")))
+            Err(self.membership.lost_error(peer, format!("it could not be reached for a new group: {cause}")))
         })
     }
 }
@@ -104,10 +104,10 @@ impl Fabric for TcpFabric {
                 None
             } else {
                 let stream = self.connect(call, at)?;
-                Some(Link::new(stream).map_err(|e| self.health.lost_error(call.world_rank(at), e.to_string()))?)
+                Some(Link::new(stream).map_err(|e| self.membership.lost_error(call.world_rank(at), e.to_string()))?)
             });
         }
-        let transport = TcpTransport::new(me, links, self.health.clone())?;
+        let transport = TcpTransport::new(me, links, self.membership.clone())?;
         Ok(Box::new(HostEngine::new(transport)))
     }
 }
@@ -118,14 +118,14 @@ pub(crate) struct TcpTransport {
     rank: usize,
     /// By group rank; `None` for this one.
     links: Vec<Option<Link>>,
-    health: Arc<Health>,
+    membership: Arc<Membership>,
     bell: Arc<Bell>,
     /// Memory for headers, kept.
     headers: Vec<u8>,
     spin: Spin,
 }
 
-/// Rung by the health, polled by the exchange.
+/// Rung by the membership, polled by the exchange.
 struct Bell(Waker);
 
 impl Wake for Bell {
@@ -135,14 +135,14 @@ impl Wake for Bell {
 }
 
 impl TcpTransport {
-    fn new(rank: usize, links: Vec<Option<Link>>, health: Arc<Health>) -> Result<Self> {
+    fn new(rank: usize, links: Vec<Option<Link>>, membership: Arc<Membership>) -> Result<Self> {
         let waker = Waker::new()
             .map_err(|e| Error::Environment { message: format!("this process cannot have another socket: {e}") })?;
         let bell = Arc::new(Bell(waker));
         let weak: Weak<dyn Wake> = Arc::downgrade(&bell) as Weak<dyn Wake>;
-        health.add_waker(weak);
-        let spin = Spin::new(&health);
-        Ok(Self { rank, links, health, bell, headers: Vec::new(), spin })
+        membership.add_waker(weak);
+        let spin = Spin::new(&membership);
+        Ok(Self { rank, links, membership, bell, headers: Vec::new(), spin })
     }
 }
 
@@ -214,9 +214,9 @@ impl TcpTransport {
             sending.push((send.peer, Sending::new(&self.headers[start..end], send.payload)));
             start = end;
         }
-        let stall = Stall::new(call, self.health.options().stall);
+        let stall = Stall::new(call, self.membership.options().stall);
         let exchange =
-            Exchange { call, health: &self.health, bell: &self.bell.0, sending, receiving, ended: None, stall };
+            Exchange { call, membership: &self.membership, bell: &self.bell.0, sending, receiving, ended: None, stall };
         exchange.run(&mut self.links, &mut self.spin, take)
     }
 }

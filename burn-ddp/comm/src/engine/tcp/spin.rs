@@ -1,33 +1,30 @@
-//! Looking again before sleeping.
+//! Spinning for a moment before a wait blocks.
 
 use std::hint::spin_loop;
-use std::num::NonZero;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::Result;
-use crate::health::Health;
+use crate::backoff::core_per_rank;
+use crate::membership::Membership;
 
-/// About what falling asleep and being woken costs: looking longer than that would never pay.
+/// About the cost of falling asleep and being woken: spinning longer would never pay.
 const MOST: Duration = Duration::from_micros(60);
-/// Enough to notice that messages come at once again.
+/// Enough to notice that messages arrive at once again.
 const LEAST: Duration = Duration::from_micros(5);
 
-/// How long a wait looks for what it waits for before it sleeps: as long as it tends to help, and not at all where ranks outnumber cores.
+/// Time that waits spin before they block: longer while spinning succeeds, shorter while it does not, and none where ranks
+/// outnumber cores.
 pub(super) struct Spin {
     limit: Duration,
     allowed: bool,
 }
 
 impl Spin {
-    pub(super) fn new(health: &Health) -> Spin {
-        let here = &health.peers()[health.rank()].host;
-        let local_ranks = health.peers().iter().filter(|peer| peer.host == *here).count();
-        let cores = thread::available_parallelism().map_or(1, NonZero::get);
-        Spin { limit: MOST, allowed: local_ranks <= cores }
+    pub(super) fn new(membership: &Membership) -> Spin {
+        Spin { limit: MOST, allowed: core_per_rank(membership.rank(), membership.peers()) }
     }
 
-    /// Calls `look` until it finds something; whether it did in time.
+    /// Calls `look` until it finds something; false if it has not in time.
     pub(super) fn until(&mut self, mut look: impl FnMut() -> Result<bool>) -> Result<bool> {
         if !self.allowed {
             return Ok(false);
@@ -52,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_does_not_help_is_done_less() {
+    fn spinning_that_fails_gets_shorter() {
         let mut spin = Spin { limit: MOST, allowed: true };
         for _ in 0..10 {
             assert_eq!(spin.until(|| Ok(false)), Ok(false));
@@ -65,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_core_to_spare_nothing_is_looked_at() {
+    fn ranks_that_outnumber_cores_do_not_spin() {
         let mut spin = Spin { limit: MOST, allowed: false };
         assert_eq!(spin.until(|| Ok(true)), Ok(false));
     }

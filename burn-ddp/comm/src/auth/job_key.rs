@@ -1,0 +1,122 @@
+//! What admits to a job.
+
+use std::fmt;
+
+use sha2::{Digest, Sha256};
+
+use crate::Secret;
+use crate::auth::key::Key;
+
+/// What a process must have to use the store of a job: its name, its generation, and the keys that follow from its secret.
+///
+/// ```
+/// use burn_ddp_comm::{JobKey, Secret, Store, StoreClient, StoreServer};
+/// use std::time::Duration;
+///
+/// let secret = Secret::generate()?;
+/// let server = StoreServer::bind("127.0.0.1:0", &JobKey::new(&secret, "job 7", 0))?;
+/// let address = server.local_addr().to_string();
+///
+/// let store = StoreClient::connect(&address, &JobKey::new(&secret, "job 7", 0), Duration::from_secs(10))?;
+/// store.set("key", b"value")?;
+///
+/// // A process of the generation before, or with another secret, is turned away.
+/// let stranger = JobKey::new(&Secret::generate()?, "job 7", 0);
+/// assert!(StoreClient::connect(&address, &stranger, Duration::from_secs(10)).is_err());
+/// # Ok::<(), burn_ddp_comm::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct JobKey {
+    name: String,
+    tag: JobTag,
+    store: Key,
+    links: Key,
+}
+
+/// What the ranks of one world prove to each other.
+#[derive(Clone, Debug)]
+pub(crate) struct LinkKey {
+    pub(crate) key: Key,
+    pub(crate) tag: JobTag,
+}
+
+/// Tells jobs apart, so that one that comes to the wrong door is told so. It proves nothing.
+pub(crate) type JobTag = [u8; 8];
+
+impl JobKey {
+    /// The key of generation `restart_count` of the job.
+    pub fn new(secret: &Secret, job_id: &str, restart_count: u32) -> JobKey {
+        Self::derive(secret.key(), job_id, restart_count)
+    }
+
+    /// The key of a job without a secret: whoever knows the job's name has it. For networks that one trusts, and for sockets that
+    /// nobody else can reach.
+    pub fn trusting_network(job_id: &str, restart_count: u32) -> JobKey {
+        Self::derive(&Key::new([0; 32]), job_id, restart_count)
+    }
+
+    fn derive(secret: &Key, job_id: &str, restart_count: u32) -> JobKey {
+        let restart = restart_count.to_le_bytes();
+        let key = |purpose: &[u8]| secret.derive(&[purpose, job_id.as_bytes(), &restart]);
+        let hash = Sha256::new().chain_update(restart).chain_update(job_id).finalize();
+        let mut tag = JobTag::default();
+        tag.copy_from_slice(&hash[..8]);
+        let name = match restart_count {
+            0 => job_id.to_owned(),
+            n => format!("{job_id}, restart {n}"),
+        };
+        JobKey { name, tag, store: key(b"store"), links: key(b"links") }
+    }
+
+    /// The job's id, and which restart of it, if it is one.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) fn tag(&self) -> JobTag {
+        self.tag
+    }
+
+    /// The key of connections to the store.
+    pub(crate) fn store(&self) -> &Key {
+        &self.store
+    }
+
+    /// The key of connections between ranks that met under `token`.
+    pub(crate) fn links(&self, token: &[u8]) -> LinkKey {
+        LinkKey { key: self.links.derive(&[token]), tag: self.tag }
+    }
+}
+
+impl fmt::Debug for JobKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "JobKey({:?})", self.name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_job_generation_and_use_has_a_key_of_its_own() {
+        let (secret, other) = (Secret::generate().unwrap(), Secret::generate().unwrap());
+        let keys = [
+            JobKey::new(&secret, "a", 0),
+            JobKey::new(&secret, "a", 1),
+            JobKey::new(&secret, "b", 0),
+            JobKey::new(&other, "a", 0),
+            JobKey::trusting_network("a", 0),
+        ];
+        let mut all: Vec<[u8; 32]> = keys
+            .iter()
+            .flat_map(|key| [key.store.clone(), key.links(b"1").key, key.links(b"2").key])
+            .map(|key| *key.bytes())
+            .collect();
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), 15);
+        assert_eq!(JobKey::new(&secret, "a", 1).store.bytes(), keys[1].store.bytes());
+        assert_eq!(format!("{:?}", keys[1]), "JobKey(\"a, restart 1\")");
+    }
+}

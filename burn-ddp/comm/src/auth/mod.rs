@@ -1,0 +1,16 @@
+//! Who is let in: the job's secret, the keys that follow from it, and the proof at the start of every connection.
+//!
+//! - [`secret`]: 32 random bytes in a file;
+//! - [`job_key`]: the keys of one job and restart, derived from it;
+//! - [`key`]: HMAC-SHA256;
+//! - [`handshake`]: both sides prove that they know the [`key`]; nothing else is parsed before;
+//! - [`unauthenticated`]: connections without a proof yet, and their limits.
+
+pub(crate) mod handshake;
+pub(crate) mod job_key;
+pub(crate) mod key;
+mod secret;
+pub(crate) mod unauthenticated;
+
+pub use job_key::JobKey;
+pub use secret::Secret;

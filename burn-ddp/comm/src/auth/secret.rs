@@ -1,0 +1,182 @@
+//! The secret of a job.
+
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+use crate::auth::key::{Key, random};
+use crate::{Error, Result};
+
+/// Longest secret file that is looked at, in bytes: one line and what editors add.
+const FILE_CAP: u64 = 256;
+
+/// What the ranks of a job know and nobody else does: 32 random bytes.
+///
+/// Every connection of the job begins with a proof of it, both ways. In a file it is one line of 64 hexadecimal digits.
+///
+/// ```
+/// use burn_ddp_comm::Secret;
+///
+/// let path = std::env::temp_dir().join(format!("burn-ddp-secret-{}", std::process::id()));
+/// Secret::generate()?.write_new(&path)?;
+/// let secret = Secret::read(&path)?;
+/// assert_eq!(format!("{secret:?}"), "Secret(..)");
+/// # std::fs::remove_file(path).unwrap();
+/// # Ok::<(), burn_ddp_comm::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Secret(Key);
+
+impl Secret {
+    /// A new one, from the operating system's random numbers.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if the system has none to give.
+    pub fn generate() -> Result<Secret> {
+        let bytes = random().map_err(|e| environment(format!("the system gives no random numbers: {e}")))?;
+        Ok(Secret(Key::new(bytes)))
+    }
+
+    /// The secret in the file at `path`.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if the file cannot be read, belongs to another user, is open to other users, or does not hold a secret.
+    pub fn read(path: &Path) -> Result<Secret> {
+        let shown = path.display();
+        let mut text = String::new();
+        let file = File::open(path).and_then(|file| Ok((file.metadata()?, file)));
+        let (about, file) = file.map_err(|e| environment(format!("cannot read the secret file {shown}: {e}")))?;
+        if !about.is_file() {
+            return Err(environment(format!("the secret file {shown} is not a regular file")));
+        }
+        if about.mode() & 0o077 != 0 {
+            return Err(environment(format!("other users may open the secret file {shown}; run: chmod 600 {shown}")));
+        }
+        let me = rustix::process::geteuid().as_raw();
+        if about.uid() != me && about.uid() != 0 {
+            let owner = about.uid();
+            return Err(environment(format!("the secret file {shown} belongs to user {owner}, this is user {me}")));
+        }
+        let junk = || environment(format!("{shown} does not hold a secret: one line of 64 hexadecimal digits"));
+        file.take(FILE_CAP).read_to_string(&mut text).map_err(|_| junk())?;
+        Secret::parse(&text).ok_or_else(junk)
+    }
+
+    /// Writes it to a new file that only this user can read.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if there is a file of this name already, or it cannot be written.
+    pub fn write_new(&self, path: &Path) -> Result<()> {
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+        let written = file.and_then(|file| self.write_to(file));
+        written.map_err(|e| match e.kind() {
+            io::ErrorKind::AlreadyExists => environment(format!("{} exists; it is not overwritten", path.display())),
+            _ => environment(format!("cannot write the secret file {}: {e}", path.display())),
+        })
+    }
+
+    /// Writes its line to `file`, which should be one that only this user can read.
+    ///
+    /// # Errors
+    /// Those of writing.
+    pub fn write_to(&self, mut file: File) -> io::Result<()> {
+        file.write_all(format!("{}\n", self.digits()).as_bytes())
+    }
+
+    /// What its file holds: for ways that are as safe as that.
+    pub(crate) fn digits(&self) -> String {
+        self.0.bytes().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// The secret in the text of a file.
+    pub(crate) fn parse(text: &str) -> Option<Secret> {
+        let digits = text.trim().as_bytes();
+        let mut bytes = [0; 32];
+        if digits.len() != 2 * bytes.len() {
+            return None;
+        }
+        let value = |digit: u8| char::from(digit).to_digit(16);
+        for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+            *byte = u8::try_from(16 * value(pair[0])? + value(pair[1])?).ok()?;
+        }
+        Some(Secret(Key::new(bytes)))
+    }
+
+    pub(crate) fn key(&self) -> &Key {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+fn environment(message: String) -> Error {
+    Error::Environment { message }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::PathBuf;
+
+    use super::*;
+
+    struct Temp(PathBuf);
+
+    impl Temp {
+        fn new(name: &str) -> Temp {
+            Temp(std::env::temp_dir().join(format!("burn-ddp-test-{}-{name}", std::process::id())))
+        }
+    }
+
+    impl Drop for Temp {
+        fn drop(&mut self) {
+            let _ = fs::remove_file(&self.0);
+        }
+    }
+
+    fn says(path: &Path, part: &str) {
+        let error = Secret::read(path).unwrap_err();
+        assert!(matches!(error, Error::Environment { .. }) && error.to_string().contains(part), "{error}");
+    }
+
+    #[test]
+    fn what_is_written_is_read_by_this_user_only() {
+        let temp = Temp::new("secret");
+        let secret = Secret::generate().unwrap();
+        secret.write_new(&temp.0).unwrap();
+        assert_eq!(fs::metadata(&temp.0).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(Secret::read(&temp.0).unwrap().0.bytes(), secret.0.bytes());
+        assert!(secret.write_new(&temp.0).unwrap_err().to_string().contains("not overwritten"));
+        fs::set_permissions(&temp.0, Permissions::from_mode(0o640)).unwrap();
+        says(&temp.0, &format!("chmod 600 {}", temp.0.display()));
+    }
+
+    #[test]
+    fn two_secrets_differ_and_none_is_shown() {
+        let (a, b) = (Secret::generate().unwrap(), Secret::generate().unwrap());
+        assert_ne!(a.0.bytes(), b.0.bytes());
+        assert_eq!(format!("{a:?}"), "Secret(..)");
+    }
+
+    #[test]
+    fn other_files_are_refused() {
+        let temp = Temp::new("junk");
+        says(&temp.0, "No such file");
+        says(Path::new("/dev/null"), "not a regular file");
+        for junk in ["", "abc", &"g".repeat(64), &"0".repeat(63), &"0".repeat(65), &"ü".repeat(32), &"0".repeat(4096)]
+        {
+            fs::write(&temp.0, junk).unwrap();
+            fs::set_permissions(&temp.0, Permissions::from_mode(0o600)).unwrap();
+            says(&temp.0, "64 hexadecimal digits");
+        }
+        fs::write(&temp.0, format!("  {}\r\n", "0aF1".repeat(16))).unwrap();
+        Secret::read(&temp.0).unwrap();
+    }
+}

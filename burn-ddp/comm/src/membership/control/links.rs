@@ -1,0 +1,123 @@
+//! Accepted connections, from their welcome until the one they are for picks them up.
+
+use std::collections::{HashMap, HashSet};
+use std::net::TcpStream;
+use std::sync::{Condvar, Mutex};
+use std::time::Instant;
+
+use crate::Result;
+use crate::auth::handshake::Purpose;
+use crate::membership::Wake;
+use crate::sync::{lock, wait_timeout};
+
+/// Most connections that wait. Peers connect for groups that this rank is about to make, so they are few.
+const WAITING_CAP: usize = 16 * 1024;
+
+/// Where the monitor leaves the connections it accepted.
+#[derive(Debug)]
+pub(crate) struct Links {
+    rank: usize,
+    world_size: usize,
+    board: Mutex<Board>,
+    /// Rung when a connection arrives, and when the membership changes.
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Board {
+    /// Put here by the monitor, taken by `claim`.
+    waiting: HashMap<Purpose, TcpStream>,
+    /// All that ever arrived: nobody arrives twice.
+    known: HashSet<Purpose>,
+    closed: bool,
+}
+
+impl Links {
+    pub(crate) fn new(rank: usize, world_size: usize) -> Self {
+        Self { rank, world_size, board: Mutex::default(), changed: Condvar::new() }
+    }
+
+    /// Whether a connection for `purpose` may be welcomed.
+    ///
+    /// # Errors
+    /// What to answer if not.
+    pub(crate) fn admit(&self, purpose: Purpose) -> Result<(), String> {
+        let (Purpose::Control { rank } | Purpose::Data { rank, .. }) = purpose else {
+            return Err("this is a rank, not the store".to_owned());
+        };
+        let (me, size) = (self.rank, self.world_size);
+        // Of two ranks the higher one connects.
+        if rank as usize <= me || rank as usize >= size {
+            return Err(format!("rank {me} of {size} expects no connection from rank {rank}"));
+        }
+        let board = lock(&self.board);
+        if board.closed {
+            return Err(format!("rank {me} has left"));
+        }
+        if board.known.contains(&purpose) {
+            return Err(format!("rank {rank} is already connected to rank {me}: is it running twice?"));
+        }
+        if board.waiting.len() >= WAITING_CAP {
+            return Err(format!("too many connections wait for rank {me}"));
+        }
+        Ok(())
+    }
+
+    /// Leaves a welcomed connection to whoever claims it.
+    pub(crate) fn put(&self, purpose: Purpose, stream: TcpStream) {
+        let mut board = lock(&self.board);
+        if !board.closed && board.known.insert(purpose) {
+            board.waiting.insert(purpose, stream);
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits for the connection for `purpose`; `None` at the deadline. `check` is asked after each change of the membership and ends the
+    /// wait by an error.
+    pub(crate) fn claim(
+        &self,
+        purpose: Purpose,
+        deadline: Instant,
+        check: impl Fn() -> Result<()>,
+    ) -> Result<Option<TcpStream>> {
+        self.wait(deadline, |board| match board.waiting.remove(&purpose) {
+            Some(stream) => Ok(Some(stream)),
+            None => check().map(|()| None),
+        })
+    }
+
+    /// Waits for nothing but an error of `check`, which is asked after each change of the membership; `Ok` at the deadline.
+    pub(crate) fn watch(&self, deadline: Instant, check: impl Fn() -> Result<()>) -> Result<()> {
+        self.wait(deadline, |_| check().map(|()| None::<()>)).map(drop)
+    }
+
+    /// Looks at the board at each change until `look` finds something; `None` at the deadline.
+    fn wait<T>(&self, deadline: Instant, mut look: impl FnMut(&mut Board) -> Result<Option<T>>) -> Result<Option<T>> {
+        let mut board = lock(&self.board);
+        loop {
+            if let Some(found) = look(&mut board)? {
+                return Ok(Some(found));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            board = wait_timeout(&self.changed, board, left);
+        }
+    }
+
+    /// Closes what waits, and lets nothing in any more.
+    pub(crate) fn close(&self) {
+        let mut board = lock(&self.board);
+        board.closed = true;
+        board.waiting.clear();
+    }
+}
+
+impl Wake for Links {
+    fn wake(&self) {
+        // Between a claimant's check and its wait the lock is held, so this cannot slip in between.
+        let _board = lock(&self.board);
+        self.changed.notify_all();
+    }
+}

@@ -1,0 +1,231 @@
+//! What keeps ranks of different processes aware of each other.
+//!
+//! Every pair of ranks shares one TCP connection for [`ControlMessage`]s, and every rank has one thread, the [monitor](monitor), that
+//! serves them and the rank's listener. So death is noticed at once, whatever the rank itself is doing: the kernel closes a dead
+//! process's sockets, and an end without a goodbye is a death.
+//!
+//! **A goodbye must not be lost**, or a clean exit would look like a death. It is written by the thread that leaves, not by the monitor,
+//! since the process may exit right after; what was written is delivered by the kernel. One thing could destroy it: a socket closed
+//! while it holds unread bytes is reset, and a reset discards what the network has not delivered yet. Unread bytes can only be a
+//! message that the peer sent at the very same time: its own goodbye, and then it no longer asks who died; or a failure, and then the
+//! world has ended anyway. In a process that lives on, the monitor keeps reading until the peers have closed (or
+//! [`LINGER`](monitor::LINGER) is over), so that nothing is reset.
+
+mod links;
+mod monitor;
+mod proc_exit;
+
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+pub(crate) use links::Links;
+
+use crate::Options;
+use crate::auth::job_key::LinkKey;
+use crate::membership::{ControlMessage, Membership, Outbox};
+use crate::net::address;
+use crate::net::wait::Waker;
+use crate::net::wire::Wire;
+use crate::sync::lock;
+
+/// Longest control message, in bytes; membership caps the texts in them.
+const MESSAGE_CAP: usize = 64 * 1024;
+/// A peer that leaves this many bytes of control messages unread is given up.
+const UNREAD_CAP: usize = 1024 * 1024;
+
+/// The control connections of one rank. Dropping it ends the monitor, without waiting for it.
+#[derive(Debug)]
+pub(crate) struct Control {
+    shared: Arc<Shared>,
+}
+
+/// What the rank's threads and its monitor share.
+#[derive(Debug)]
+struct Shared {
+    rank: usize,
+    /// What peers prove to know.
+    key: LinkKey,
+    /// The ways to the peers, by rank; set once, when the mesh stands. `None` for this rank.
+    senders: Mutex<Vec<Option<Sender>>>,
+    /// What the monitor gets when the mesh stands: the reading ends, by rank, and the membership they report to.
+    mesh: Mutex<Option<Mesh>>,
+    /// Written by this rank's threads, read by the monitor after a wake.
+    phase: AtomicU8,
+    links: Arc<Links>,
+    waker: Waker,
+}
+
+struct Mesh {
+    readers: Vec<Option<Wire>>,
+    membership: Arc<Membership>,
+}
+
+impl std::fmt::Debug for Mesh {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mesh").finish_non_exhaustive()
+    }
+}
+
+/// The rank takes part.
+const PRESENT: u8 = 0;
+/// It said goodbye: what happens to peers is no longer its concern.
+const LEFT: u8 = 1;
+/// The handle is gone: let peers close, then end.
+const CLOSED: u8 = 2;
+
+/// The writing end of a control connection.
+#[derive(Debug)]
+struct Sender {
+    wire: Wire,
+    /// Nothing follows: close this direction once everything is written.
+    last: bool,
+    /// Why nothing can be sent any more.
+    broken: Option<String>,
+}
+
+impl Control {
+    /// Starts the monitor on `listener`. Until [`attach`](Self::attach) it only accepts connections, which wait in
+    /// [`links`](Self::links).
+    pub(crate) fn start(listener: TcpListener, rank: usize, world_size: usize, key: LinkKey) -> io::Result<Control> {
+        let shared = Arc::new(Shared {
+            rank,
+            key,
+            senders: Mutex::new(Vec::new()),
+            mesh: Mutex::new(None),
+            phase: AtomicU8::new(PRESENT),
+            links: Arc::new(Links::new(rank, world_size)),
+            waker: Waker::new()?,
+        });
+        address::listener(&socket2::SockRef::from(&listener))?;
+        let monitor = monitor::Monitor::new(listener, shared.clone());
+        thread::Builder::new().name(format!("burn-ddp rank {rank}")).spawn(move || monitor.run())?;
+        Ok(Control { shared })
+    }
+
+    /// The connections that were accepted.
+    pub(crate) fn links(&self) -> &Arc<Links> {
+        &self.shared.links
+    }
+
+    /// Hands over the control connections to the peers, by rank: from now on they are watched for `membership`.
+    pub(crate) fn attach(&self, streams: Vec<Option<TcpStream>>, membership: Arc<Membership>) -> io::Result<()> {
+        let mut senders = Vec::with_capacity(streams.len());
+        let mut readers = Vec::with_capacity(streams.len());
+        for stream in streams {
+            let Some(stream) = stream else {
+                senders.push(None);
+                readers.push(None);
+                continue;
+            };
+            keep_alive(&stream, membership.options())?;
+            senders.push(Some(Sender {
+                wire: Wire::new(stream.try_clone()?, MESSAGE_CAP)?,
+                last: false,
+                broken: None,
+            }));
+            readers.push(Some(Wire::new(stream, MESSAGE_CAP)?));
+        }
+        *lock(&self.shared.senders) = senders;
+        *lock(&self.shared.mesh) = Some(Mesh { readers, membership });
+        self.shared.waker.wake();
+        Ok(())
+    }
+}
+
+impl Outbox for Control {
+    fn send_all(&self, message: &ControlMessage) {
+        let goodbye = matches!(message, ControlMessage::Goodbye);
+        let mut all_written = true;
+        for sender in lock(&self.shared.senders).iter_mut().flatten() {
+            all_written &= sender.send(message, goodbye);
+        }
+        if goodbye {
+            self.shared.phase.fetch_max(LEFT, Ordering::AcqRel);
+        }
+        if !all_written || goodbye {
+            self.shared.waker.wake();
+        }
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        self.shared.phase.store(CLOSED, Ordering::Release);
+        self.shared.waker.wake();
+    }
+}
+
+impl Sender {
+    /// Says that this rank lives, if there is room: who does not read needs no more of it.
+    fn beat(&mut self, message: &ControlMessage) {
+        if !self.wire.wants_write() {
+            self.send(message, false);
+        }
+    }
+
+    /// Writes what the socket takes; `false` if something remains for the monitor to write.
+    fn send(&mut self, message: &ControlMessage, last: bool) -> bool {
+        if self.broken.is_some() || self.last {
+            return true;
+        }
+        self.last = last;
+        if let Err(e) = self.wire.queue(message) {
+            self.give_up(format!("a control message could not be written: {e}"));
+        }
+        if self.wire.unsent_bytes() > UNREAD_CAP {
+            self.give_up("it does not read its control connection".to_owned());
+        }
+        self.flush()
+    }
+
+    /// As for [`send`](Self::send).
+    fn flush(&mut self) -> bool {
+        if self.broken.is_some() {
+            return true;
+        }
+        match self.wire.flush() {
+            Ok(true) => {
+                if self.last {
+                    // The peer sees the goodbye, then the end. An error means that it is gone already.
+                    let _ = self.wire.stream().shutdown(Shutdown::Write);
+                }
+                true
+            }
+            Ok(false) => false,
+            // The reading end tells what happened to the peer, after what the peer still had to say.
+            Err(e) => {
+                self.broken = Some(e.to_string());
+                true
+            }
+        }
+    }
+
+    fn give_up(&mut self, cause: String) {
+        self.broken = Some(cause);
+        // Ends the reading end, and so reports the cause.
+        let _ = self.wire.stream().shutdown(Shutdown::Both);
+    }
+}
+
+/// Lets the kernel find out that a peer's machine or the way to it is gone without a word: it gives the connection up if nothing
+/// that is sent, be it a probe, is acknowledged for as long as the options say. A process that is merely stopped does not matter,
+/// its machine still answers.
+fn keep_alive(stream: &TcpStream, options: &Options) -> io::Result<()> {
+    let socket = socket2::SockRef::from(stream);
+    // The kernel knows whole seconds, and at most some hours of them.
+    let timeout = options.machine_timeout().clamp(Duration::from_secs(1), Duration::from_secs(24 * 3600));
+    let probe = Duration::from_secs((timeout.as_secs() / 4).clamp(1, 30));
+    socket.set_tcp_keepalive(&socket2::TcpKeepalive::new().with_time(probe).with_interval(probe))?;
+    Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, timeout.as_millis() as u32)?)
+}
+
+/// Where ranks that are to reach this one through `local` listen: its interface, any port.
+pub(crate) fn listen(local: std::net::IpAddr) -> io::Result<(TcpListener, SocketAddr)> {
+    let listener = TcpListener::bind((local, 0))?;
+    let address = listener.local_addr()?;
+    Ok((listener, address))
+}

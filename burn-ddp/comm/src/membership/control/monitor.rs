@@ -1,0 +1,264 @@
+//! The thread that watches a rank's control connections and accepts connections for it.
+
+use std::io::{self, ErrorKind};
+use std::net::TcpListener;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::proc_exit::cause_of_exit;
+use super::{CLOSED, PRESENT, Shared};
+use crate::auth::handshake::Role;
+use crate::auth::job_key::LinkKey;
+use crate::auth::unauthenticated::{Introduced, Strangers};
+use crate::membership::{ControlMessage, Membership};
+use crate::net::address;
+use crate::net::wait::wait;
+use crate::net::wire::Wire;
+use crate::sync::lock;
+
+/// How long a monitor whose rank has left lets its peers close first.
+pub(super) const LINGER: Duration = Duration::from_secs(5);
+/// Most connections accepted before those that are there are heard.
+const ACCEPTS_PER_TURN: usize = 64;
+/// Pause after a failed accept, typically for want of file descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+pub(super) struct Monitor {
+    shared: Arc<Shared>,
+    /// Closed when the rank leaves.
+    listener: Option<TcpListener>,
+    accept_after: Option<Instant>,
+    strangers: Strangers,
+    /// The reading ends, by rank; `None` for this rank and for those that have closed. Empty until the mesh stands.
+    readers: Vec<Option<Wire>>,
+    /// Set with the readers.
+    membership: Option<Arc<Membership>>,
+    /// When to look at the silent, and to say something oneself. Set while the rank takes part.
+    look_at: Option<Instant>,
+    /// When to end although peers have not closed; set when the handle is gone.
+    end: Option<Instant>,
+}
+
+impl Monitor {
+    pub(super) fn new(listener: TcpListener, shared: Arc<Shared>) -> Self {
+        let listener = Some(listener);
+        let strangers = Strangers::new(Role::Rank(shared.rank as u32));
+        Self {
+            shared,
+            listener,
+            accept_after: None,
+            strangers,
+            readers: Vec::new(),
+            membership: None,
+            look_at: None,
+            end: None,
+        }
+    }
+
+    pub(super) fn run(mut self) {
+        loop {
+            match self.turn() {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(e) => {
+                    // Nobody would notice deaths any more, so this rank must not go on.
+                    if let Some(membership) = self.membership.take() {
+                        membership.fail(crate::Error::Internal {
+                            message: format!("the monitor of rank {} ended: {e}", self.shared.rank),
+                        });
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Waits for something to do, and does it; `false` when all is done.
+    fn turn(&mut self) -> io::Result<bool> {
+        let ready = self.wait()?;
+        let mut ready = ready.into_iter();
+        let listener_ready = ready.next().unwrap_or(false);
+
+        self.shared.waker.clear();
+        self.adopt_mesh();
+        // Peers first: what they have to say is older than what happens now.
+        for rank in ready
+            .by_ref()
+            .take(self.readers.len())
+            .enumerate()
+            .filter_map(|(rank, ready)| ready.then_some(rank))
+            .collect::<Vec<_>>()
+        {
+            self.flush(rank);
+            self.read(rank);
+        }
+        self.tend();
+        let strangers: Vec<bool> = ready.collect();
+        for stranger in self.strangers.hear(&strangers) {
+            self.meet(stranger);
+        }
+        if listener_ready {
+            self.accept();
+        }
+        Ok(!self.finished())
+    }
+
+    /// Whether the listener, each peer and each stranger is ready, in this order.
+    fn wait(&mut self) -> io::Result<Vec<bool>> {
+        let now = Instant::now();
+        if self.accept_after.is_some_and(|at| at <= now) {
+            self.accept_after = None;
+        }
+        let nothing = PollFd::new(&self.shared.waker, PollFlags::empty());
+        let mut fds = vec![PollFd::new(&self.shared.waker, PollFlags::IN)];
+        fds.push(match &self.listener {
+            Some(listener) if self.accept_after.is_none() => PollFd::new(listener, PollFlags::IN),
+            _ => nothing.clone(),
+        });
+        {
+            let senders = lock(&self.shared.senders);
+            for (rank, reader) in self.readers.iter().enumerate() {
+                let pending =
+                    senders[rank].as_ref().is_some_and(|sender| sender.broken.is_none() && sender.wire.wants_write());
+                fds.push(match reader {
+                    Some(wire) if pending => PollFd::from_borrowed_fd(wire.as_fd(), PollFlags::IN | PollFlags::OUT),
+                    Some(wire) => PollFd::from_borrowed_fd(wire.as_fd(), PollFlags::IN),
+                    None => nothing.clone(),
+                });
+            }
+        }
+        fds.extend(self.strangers.poll_fds());
+        let deadline =
+            self.strangers.deadline().into_iter().chain(self.accept_after).chain(self.look_at).chain(self.end).min();
+        wait(&mut fds, deadline)?;
+        Ok(fds[1..].iter().map(|fd| !fd.revents().is_empty()).collect())
+    }
+
+    /// Takes over the reading ends once they are there.
+    fn adopt_mesh(&mut self) {
+        if let Some(mesh) = lock(&self.shared.mesh).take() {
+            self.readers = mesh.readers;
+            self.membership = Some(mesh.membership);
+        }
+    }
+
+    /// Writes what a sender could not.
+    fn flush(&mut self, rank: usize) {
+        if let Some(sender) = &mut lock(&self.shared.senders)[rank] {
+            sender.flush();
+        }
+    }
+
+    /// Takes in what a peer says, until there is no more.
+    fn read(&mut self, rank: usize) {
+        let Some(membership) = &self.membership else { return };
+        while let Some(wire) = &mut self.readers[rank] {
+            let present = self.shared.phase.load(Ordering::Acquire) == PRESENT;
+            match wire.next::<ControlMessage>() {
+                Ok(None) => return,
+                Ok(Some(message)) if present => membership.receive(rank, message),
+                Ok(Some(_)) => {}
+                Err(e) => {
+                    self.readers[rank] = None;
+                    if present && !membership.has_left(rank) {
+                        let broken = lock(&self.shared.senders)[rank].as_ref().and_then(|sender| sender.broken.clone());
+                        membership.peer_lost(rank, describe(&e, broken, membership, rank));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Says that this rank lives, to those to whom that is due, and looks who is silent.
+    fn tend(&mut self) {
+        let Some(membership) =
+            self.membership.as_ref().filter(|_| self.shared.phase.load(Ordering::Acquire) == PRESENT)
+        else {
+            self.look_at = None;
+            return;
+        };
+        let now = Instant::now();
+        let late = self.look_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+        let due = membership.due(now);
+        if !due.is_empty() {
+            let message = membership.heartbeat();
+            let mut senders = lock(&self.shared.senders);
+            for peer in due {
+                if let Some(sender) = &mut senders[peer] {
+                    sender.beat(&message);
+                }
+            }
+        }
+        membership.look(now, late);
+        self.look_at = membership.next_look(now);
+    }
+
+    /// Lets a stranger in that knows the key and is expected.
+    fn meet(&self, stranger: Introduced) {
+        let LinkKey { key, tag } = &self.shared.key;
+        if !stranger.knows(key) {
+            let same_job = stranger.tag() == *tag;
+            return stranger.turn_away(same_job);
+        }
+        let purpose = stranger.purpose;
+        match self.shared.links.admit(purpose) {
+            Err(cause) => stranger.refuse(key, &cause),
+            Ok(()) => {
+                if let Some(socket) = stranger.welcome(key) {
+                    self.shared.links.put(purpose, socket.into());
+                }
+            }
+        }
+    }
+
+    fn accept(&mut self) {
+        let Some(listener) = &self.listener else { return };
+        for _ in 0..ACCEPTS_PER_TURN {
+            match listener.accept().and_then(|(stream, from)| Ok((address::ready(stream)?, from))) {
+                Ok((socket, from)) => self.strangers.receive(socket, Some(from.ip())),
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return,
+                Err(e) => {
+                    tracing::warn!("rank {} could not accept a connection: {e}", self.shared.rank);
+                    self.accept_after = Some(Instant::now() + ACCEPT_PAUSE);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// After the rank has left: lets nobody in, and waits for the peers to close, for a while.
+    fn finished(&mut self) -> bool {
+        if self.shared.phase.load(Ordering::Acquire) != CLOSED {
+            return false;
+        }
+        self.listener = None;
+        self.strangers.clear();
+        self.shared.links.close();
+        let end = *self.end.get_or_insert_with(|| Instant::now() + LINGER);
+        Instant::now() >= end || self.readers.iter().all(Option::is_none)
+    }
+}
+
+/// What became of `rank`, whose control connection ended.
+fn describe(error: &io::Error, broken: Option<String>, membership: &Membership, rank: usize) -> String {
+    match (error.kind(), broken) {
+        (ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset, None) => {
+            let (me, peer) = (&membership.peers()[membership.rank()], &membership.peers()[rank]);
+            let seen = (me.host == peer.host).then(|| cause_of_exit(peer.pid)).flatten();
+            let how = seen.unwrap_or_else(|| "was killed, crashed, or exited before its work was done".to_owned());
+            format!("its process ended without a goodbye: it {how}")
+        }
+        // What a router last said, or that nobody did.
+        (ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable, _) => {
+            let seconds = membership.options().machine_timeout().as_secs_f64();
+            format!("its machine has not answered for {seconds} s: it is down, or the network between is cut")
+        }
+        (ErrorKind::InvalidData, _) => format!("it broke the protocol of the control connection: {error}"),
+        (_, Some(broken)) => broken,
+        (_, None) => format!("its control connection broke: {error}"),
+    }
+}

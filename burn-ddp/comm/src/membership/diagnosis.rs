@@ -1,0 +1,219 @@
+//! Why a collective waits: from rank to rank, to the one that keeps all the others waiting.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::peer::list_ranks;
+use crate::call::{CallInfo, Collective};
+use crate::history::Heartbeat;
+
+/// Most ranks of whom something is said.
+const DESCRIBED: usize = 4;
+
+/// What is known of a rank.
+pub(crate) struct Known {
+    /// Whether it said goodbye.
+    pub(crate) left: bool,
+    /// For how long, if it is silent.
+    pub(crate) silent: Option<Duration>,
+    /// What it said last, if it ever did.
+    pub(crate) beat: Option<Heartbeat>,
+}
+
+/// Why a collective waits.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Diagnosis {
+    /// Who keeps the others waiting, if it is one.
+    pub(crate) culprit: Option<usize>,
+    /// What the ranks that are waited for do instead; empty if nothing is known.
+    pub(crate) text: String,
+}
+
+/// How surely a rank is the one that keeps the others waiting, surest last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Guilt {
+    Idle,
+    Left,
+    Silent,
+}
+
+/// Why `call`, which waits for `waiting_for`, goes on waiting.
+pub(crate) fn diagnose(call: &CallInfo, waiting_for: &[usize], known: impl Fn(usize) -> Option<Known>) -> Diagnosis {
+    let mut queue: VecDeque<usize> = waiting_for.iter().copied().collect();
+    let mut seen = Vec::new();
+    let mut guilty = Vec::new();
+    let mut said = Vec::new();
+    while let Some(rank) = queue.pop_front() {
+        if seen.contains(&rank) {
+            continue;
+        }
+        seen.push(rank);
+        let Some(Known { left, silent, beat }) = known(rank) else { continue };
+        if left {
+            guilty.push((Guilt::Left, rank));
+            said.push(format!("rank {rank} has left"));
+            continue;
+        }
+        if let Some(silent) = silent {
+            guilty.push((Guilt::Silent, rank));
+            said.push(format!(
+                "rank {rank} has been silent for {:.1} s: its process is stopped, or its machine is overloaded or cut off",
+                silent.as_secs_f64()
+            ));
+            continue;
+        }
+        let Some(beat) = beat else { continue };
+        if let Some(same) = beat.pending.iter().find(|pending| same_call(&pending.call, call)) {
+            queue.extend(&same.waiting_for);
+            continue;
+        }
+        if beat.pending.is_empty() {
+            guilty.push((Guilt::Idle, rank));
+            said.push(idle(rank, &beat));
+            continue;
+        }
+        // It cannot still be where this rank has been: what it does now it will say at its next heartbeat.
+        for pending in beat.pending.iter().filter(|pending| !earlier(&pending.call, call)) {
+            queue.extend(&pending.waiting_for);
+            let whom = if pending.waiting_for.is_empty() { "" } else { ", waiting for " };
+            let ranks = if whom.is_empty() { String::new() } else { list_ranks(&pending.waiting_for) };
+            let seconds = pending.since_ms as f64 / 1e3;
+            said.push(format!("rank {rank} is in {} for {seconds:.1} s{whom}{ranks}", pending.call));
+        }
+    }
+    let surest = guilty.iter().map(|(guilt, _)| *guilt).max();
+    let mut suspects = guilty.iter().filter(|(guilt, _)| Some(*guilt) == surest).map(|(_, rank)| *rank);
+    let culprit = suspects.next().filter(|_| suspects.next().is_none());
+    let more = said.len().saturating_sub(DESCRIBED);
+    said.truncate(DESCRIBED);
+    if more > 0 {
+        said.push(format!("{more} more"));
+    }
+    Diagnosis { culprit, text: said.join("; ") }
+}
+
+fn same_call(a: &CallInfo, b: &CallInfo) -> bool {
+    let same = a.collective.counterpart().unwrap_or(a.collective) == b.collective;
+    same && (a.group, a.sequence) == (b.group, b.sequence)
+}
+
+/// Whether `a` is over for whoever is in `b`.
+fn earlier(a: &CallInfo, b: &CallInfo) -> bool {
+    let order = |call: &CallInfo| (call.collective != Collective::NewGroup, call.sequence);
+    // Calls between two ranks are counted apart.
+    let between_two = |call: &CallInfo| call.collective.counterpart().is_some();
+    a.group == b.group && !between_two(a) && !between_two(b) && order(a) < order(b)
+}
+
+fn idle(rank: usize, beat: &Heartbeat) -> String {
+    let step = beat.step.map(|step| format!(" (step {step})")).unwrap_or_default();
+    match &beat.last {
+        Some(last) => {
+            let seconds = beat.idle_ms as f64 / 1e3;
+            format!("rank {rank}{step} is in no collective; the last it finished, {seconds:.1} s ago, was {last}")
+        }
+        None => format!("rank {rank}{step} is in no collective"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::history::PendingCall;
+
+    fn call(group: u64, sequence: u64) -> CallInfo {
+        CallInfo::bare(Collective::Barrier, group, sequence, format!("r.rs:{sequence}:1").as_str())
+    }
+
+    fn known(beat: Heartbeat) -> Option<Known> {
+        Some(Known { left: false, silent: None, beat: Some(beat) })
+    }
+
+    fn in_call(call: CallInfo, waiting_for: &[usize]) -> Heartbeat {
+        let pending = vec![PendingCall { call, since_ms: 3000, waiting_for: waiting_for.to_vec() }];
+        Heartbeat { pending, ..Heartbeat::default() }
+    }
+
+    fn idle_after(call: CallInfo) -> Heartbeat {
+        Heartbeat { last: Some(call), idle_ms: 31_000, step: Some(27), ..Heartbeat::default() }
+    }
+
+    #[test]
+    fn the_chain_is_followed_to_the_rank_that_is_in_no_collective() {
+        // 0 waits for 1 in group 1; 1 waits for 2 in group 2; 2 computes.
+        let diagnosis = diagnose(&call(1, 5), &[1], |rank| match rank {
+            1 => known(in_call(call(2, 8), &[2])),
+            2 => known(idle_after(call(2, 7))),
+            _ => None,
+        });
+        assert_eq!(diagnosis.culprit, Some(2));
+        for part in [
+            "rank 1 is in barrier #8 of group 2 called at r.rs:8:1 for 3.0 s, waiting for rank 2",
+            "rank 2 (step 27) is in no collective; the last it finished, 31.0 s ago, was barrier #7 of group 2",
+        ] {
+            assert!(diagnosis.text.contains(part), "{}", diagnosis.text);
+        }
+    }
+
+    #[test]
+    fn those_in_the_same_call_are_not_blamed() {
+        let diagnosis = diagnose(&call(1, 5), &[1, 2], |rank| match rank {
+            1 => known(in_call(call(1, 5), &[2])),
+            _ => known(idle_after(call(1, 4))),
+        });
+        assert_eq!(diagnosis.culprit, Some(2));
+        assert!(!diagnosis.text.contains("rank 1"), "{}", diagnosis.text);
+    }
+
+    #[test]
+    fn a_silent_rank_is_blamed_before_one_that_computes() {
+        let silent = Known { left: false, silent: Some(Duration::from_secs(9)), beat: Some(in_call(call(1, 5), &[])) };
+        let silent = std::cell::Cell::new(Some(silent));
+        let diagnosis = diagnose(&call(1, 5), &[1, 2], |rank| match rank {
+            1 => known(idle_after(call(1, 4))),
+            _ => silent.take(),
+        });
+        assert_eq!(diagnosis.culprit, Some(2));
+        assert!(diagnosis.text.contains("rank 2 has been silent for 9.0 s"), "{}", diagnosis.text);
+    }
+
+    #[test]
+    fn two_who_wait_for_each_other_are_both_shown_and_neither_blamed() {
+        let diagnosis = diagnose(&call(1, 5), &[1], |rank| match rank {
+            0 => known(in_call(call(1, 5), &[1])),
+            _ => known(in_call(call(2, 8), &[0])),
+        });
+        assert_eq!(diagnosis.culprit, None);
+        assert!(diagnosis.text.contains("rank 1 is in barrier #8 of group 2"), "{}", diagnosis.text);
+    }
+
+    #[test]
+    fn several_idle_ranks_are_described_but_none_alone_blamed() {
+        let diagnosis = diagnose(&call(1, 5), &[1, 2, 3, 4, 5, 6], |_| known(idle_after(call(1, 4))));
+        assert_eq!(diagnosis.culprit, None);
+        assert!(diagnosis.text.ends_with("; 2 more"), "{}", diagnosis.text);
+    }
+
+    #[test]
+    fn what_is_out_of_date_is_not_repeated() {
+        let diagnosis = diagnose(&call(1, 5), &[1], |_| known(in_call(call(1, 4), &[0])));
+        assert_eq!(diagnosis, Diagnosis::default());
+    }
+
+    #[test]
+    fn the_two_sides_of_a_transfer_are_one_call() {
+        let side = |collective, peer| CallInfo { collective, root: Some(peer), ..call(1, 5) };
+        // 2 waits for 1, which passes on what it first needs from 0.
+        let diagnosis = diagnose(&side(Collective::Recv, 1), &[1], |rank| match rank {
+            1 => known(in_call(side(Collective::Send, 2), &[0])),
+            _ => known(idle_after(call(1, 4))),
+        });
+        assert_eq!(diagnosis.culprit, Some(0));
+        assert!(diagnosis.text.starts_with("rank 0 (step 27) is in no collective"), "{}", diagnosis.text);
+    }
+
+    #[test]
+    fn nothing_known_is_nothing_said() {
+        assert_eq!(diagnose(&call(1, 5), &[1], |_| None), Diagnosis::default());
+    }
+}

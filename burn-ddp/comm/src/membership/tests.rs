@@ -1,0 +1,128 @@
+use std::sync::atomic::AtomicUsize;
+
+use std::sync::Mutex;
+
+use super::*;
+use crate::Error;
+use crate::call::{Call, Collective, Members};
+
+#[derive(Default)]
+struct Recorder {
+    sent: Mutex<Vec<ControlMessage>>,
+    wakes: AtomicUsize,
+}
+
+impl Outbox for Recorder {
+    fn send_all(&self, message: &ControlMessage) {
+        lock(&self.sent).push(message.clone());
+    }
+}
+
+impl Wake for Recorder {
+    fn wake(&self) {
+        self.wakes.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Rank 0 of three, as in a process of its own.
+fn rank_0() -> (Arc<Membership>, Arc<Recorder>) {
+    let membership = Membership::new(0, (0..3).map(|rank| PeerInfo::here(rank, rank, 0)).collect(), Options::default());
+    let recorder = Arc::new(Recorder::default());
+    let (outbox, waker) = (recorder.clone() as Arc<dyn Outbox>, recorder.clone() as Arc<dyn Wake>);
+    membership.set_outbox(Arc::downgrade(&outbox));
+    membership.add_waker(Arc::downgrade(&waker));
+    (membership, recorder)
+}
+
+fn call(sequence: u64) -> Call {
+    let info = CallInfo::bare(Collective::Barrier, 1, sequence, "a.rs:1:1");
+    Call::new(info, Arc::new(Members::all(3)), 0, std::time::Duration::from_secs(1))
+}
+
+#[test]
+fn the_first_cause_is_told_once_and_stays() {
+    let (membership, recorder) = rank_0();
+    membership.peer_lost(2, "connection reset");
+    membership.peer_lost(1, "connection reset");
+    membership.fail_self("me too".to_string());
+    let cause = membership.check().unwrap_err();
+    assert_eq!(cause.rank(), Some(2));
+    assert_eq!(*lock(&recorder.sent), [ControlMessage::Fail { cause }]);
+    assert_eq!(recorder.wakes.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn what_came_from_a_peer_is_not_passed_on() {
+    let (membership, recorder) = rank_0();
+    let cause = membership.lost_error(2, "connection reset");
+    membership.receive(1, ControlMessage::Fail { cause: cause.clone() });
+    assert_eq!(membership.check(), Err(cause));
+    assert_eq!(*lock(&recorder.sent), []);
+}
+
+#[test]
+fn a_goodbye_ends_nothing() {
+    let (membership, recorder) = rank_0();
+    membership.receive(1, ControlMessage::Goodbye);
+    assert_eq!(membership.check(), Ok(()));
+    assert!(membership.has_left(1) && !membership.has_left(2));
+    assert_eq!(recorder.wakes.load(Ordering::Relaxed), 1);
+    membership.goodbye();
+    assert_eq!(*lock(&recorder.sent), [ControlMessage::Goodbye]);
+}
+
+#[test]
+fn leaving_because_of_a_cause_repeats_it() {
+    let (membership, recorder) = rank_0();
+    let cause = membership.lost_error(2, "connection reset");
+    membership.receive(1, ControlMessage::Fail { cause: cause.clone() });
+    membership.goodbye();
+    assert_eq!(*lock(&recorder.sent), [ControlMessage::Fail { cause }, ControlMessage::Goodbye]);
+}
+
+#[test]
+fn a_rank_that_passes_a_stop_tells_the_others() {
+    let (membership, recorder) = rank_0();
+    membership.receive(1, ControlMessage::Stop { track: 4, position: 3, what: "loader".to_string() });
+    assert_eq!(membership.advance(4, 3), Ok(()));
+    let cause = membership.advance(4, 4).unwrap_err();
+    assert!(matches!(cause, Error::OutOfStep { ahead: 0, stopped_at: 3, position: 4, .. }), "{cause}");
+    assert_eq!(*lock(&recorder.sent), [ControlMessage::Fail { cause }]);
+}
+
+#[test]
+fn the_first_call_that_meets_the_cause_is_shown_from_then_on() {
+    let (membership, recorder) = rank_0();
+    let first = membership.conclude(membership.lost_error(2, "gone"), &call(5));
+    assert!(first.to_string().contains("died during barrier #5 of group 1 called at a.rs:1:1: gone"), "{first}");
+    assert_eq!(membership.conclude(membership.left_error(1), &call(6)), first);
+    let told = ControlMessage::Fail { cause: membership.lost_error(2, "gone") };
+    assert_eq!(*lock(&recorder.sent), [told], "peers show their own calls");
+}
+
+#[test]
+fn a_refusal_ends_nothing() {
+    let (membership, _recorder) = rank_0();
+    let refusal = Error::InvalidArgument { message: "no".to_string(), rank: None, during: None };
+    assert_eq!(membership.conclude(refusal, &call(1)).to_string(), "no in barrier #1 of group 1 called at a.rs:1:1");
+    assert_eq!(membership.check(), Ok(()));
+}
+
+#[test]
+fn messages_are_small() {
+    let (membership, recorder) = rank_0();
+    membership.fail_self("ü".repeat(100_000));
+    membership.stop(1, 1, &"x".repeat(100_000));
+    for message in lock(&recorder.sent).iter() {
+        assert!(postcard::to_stdvec(message).unwrap().len() < 16 * 1024);
+    }
+}
+
+#[test]
+fn ranks_of_one_process_share_the_cause() {
+    let memberships =
+        Membership::shared((0..2).map(|rank| PeerInfo::here(rank, rank, 0)).collect(), Options::default());
+    memberships[1].fail_self("tired".to_string());
+    assert_eq!(memberships[0].check(), memberships[1].check());
+    assert_eq!(memberships[0].check().unwrap_err().rank(), Some(1));
+}

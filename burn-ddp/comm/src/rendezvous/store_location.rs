@@ -1,0 +1,180 @@
+//! Where the store of a job is: hosting it, and finding it.
+
+use std::io::ErrorKind;
+use std::time::{Duration, Instant};
+
+use super::environment;
+use crate::auth::handshake::HANDSHAKE_DEADLINE;
+use crate::env::{LaunchEnv, Meeting, PORTS_ABOVE};
+use crate::net::interface::Interface;
+use crate::net::{address, local};
+use crate::store::{Place, Serving, StoreClient, Unreached};
+use crate::{Error, JobKey, Result, Secret};
+
+/// Where the ranks of `env` meet.
+///
+/// Ranks that all run here need no port. Without a secret a port would let strangers in, so it only names a local socket.
+pub(super) fn meeting(env: &LaunchEnv) -> Meeting {
+    let is_secret = env.secret_file.is_some() || env.trust_network;
+    let is_here = env.local_world_size == env.world_size && address::is_loopback(env.meeting.host());
+    match &env.meeting {
+        Meeting::Rank0 { port, .. } | Meeting::Rank0Above { port, .. } if is_here && !is_secret => {
+            Meeting::Local { name: format!("{}, port {port}", env.job_id) }
+        }
+        other => other.clone(),
+    }
+}
+
+/// What admits to the job whose ranks meet there.
+pub(super) fn job_key(env: &LaunchEnv, meeting: &Meeting) -> Result<JobKey> {
+    let trusting = JobKey::trusting_network(&env.job_id, env.restart_count);
+    match &env.secret_file {
+        Some(path) => Ok(JobKey::new(&Secret::read(path)?, &env.job_id, env.restart_count)),
+        None if env.trust_network => Ok(trusting),
+        // The local socket keeps others out; the key of the connections between ranks is random and passes through it.
+        None if matches!(meeting, Meeting::Local { .. }) => Ok(trusting),
+        None => Err(environment(format!(
+            "the ranks would meet at {meeting} without a secret, so that any stranger could join; run `burnrun secret FILE`, copy FILE to each machine and set BURN_DDP_SECRET_FILE=FILE there, or set BURN_DDP_TRUST_NETWORK=1 if nobody else can reach these machines"
+        ))),
+    }
+}
+
+/// Hosts the store, if that is this rank's part, and connects to it.
+pub(super) fn meet(
+    env: &LaunchEnv,
+    meeting: &Meeting,
+    job: &JobKey,
+    via: &Interface,
+    start: Instant,
+    deadline: Instant,
+) -> Result<(Option<Serving>, StoreClient)> {
+    let hosts = env.rank == 0;
+    let (host, port, above) = match meeting {
+        Meeting::Local { name } => {
+            let server = if hosts { Some(host_local(name, job)?) } else { None };
+            return Ok((server, find_store(&[Place::Local { name: name.clone() }], env, job, start, deadline)?));
+        }
+        Meeting::Pmi { .. } => {
+            return Err(Error::Internal { message: "a process manager's ranks agreed on no place".into() });
+        }
+        Meeting::Launcher { host, port } => {
+            let place = Place::Tcp { host: host.clone(), port: *port, via: via.clone() };
+            return Ok((None, find_store(&[place], env, job, start, deadline)?));
+        }
+        Meeting::Rank0 { host, port } => (host, port, false),
+        Meeting::Rank0Above { host, port } => (host, port, true),
+    };
+    let mut ports: Vec<u16> =
+        if above { (1..=PORTS_ABOVE).filter_map(|above| port.checked_add(above)).collect() } else { vec![*port] };
+    let mut server = None;
+    if hosts {
+        let (serving, port) = host_store(host, &ports, env, job)?;
+        server = Some(serving);
+        ports = vec![port];
+    }
+    let places: Vec<Place> =
+        ports.into_iter().map(|port| Place::Tcp { host: host.clone(), port, via: via.clone() }).collect();
+    Ok((server, find_store(&places, env, job, start, deadline)?))
+}
+
+/// Hosts the store where only processes of this user on this machine come.
+fn host_local(name: &str, job: &JobKey) -> Result<Serving> {
+    // The process that had the name may be just ending.
+    let give_up = Instant::now() + Duration::from_secs(1);
+    loop {
+        match local::bind(name).and_then(|listener| Serving::start(listener, job)) {
+            Ok(serving) => return Ok(serving),
+            Err(e) if e.kind() == ErrorKind::AddrInUse && Instant::now() < give_up => {
+                std::thread::sleep(address::RETRY)
+            }
+            Err(e) if e.kind() == ErrorKind::AddrInUse => {
+                return Err(environment(format!(
+                    "another process serves the local socket {name:?} already: is this job started twice, or does rank 0 of an earlier one still run?"
+                )));
+            }
+            Err(e) => return Err(environment(format!("rank 0 cannot host the store at local socket {name:?}: {e}"))),
+        }
+    }
+}
+
+/// Hosts the store on the first free one of `ports`.
+fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Result<(Serving, u16)> {
+    let far = env.local_world_size < env.world_size;
+    let mut addresses = address::resolve(host, 0).into_iter().flatten().peekable();
+    if far && addresses.peek().is_some() && addresses.all(|address| address.ip().is_loopback()) {
+        return Err(environment(format!(
+            "{host} means loopback on rank 0's machine, where ranks on other machines cannot come; give an address instead of the name"
+        )));
+    }
+    let mut failure = std::io::Error::other("there is no such port");
+    for port in ports {
+        // With one port it is worth waiting for the process that had it to end; with many the next one is.
+        let bound = if ports.len() == 1 { address::bind(host, *port) } else { address::bind_once(host, *port) };
+        match bound.and_then(|listener| Serving::start(listener, job)) {
+            Ok(server) => return Ok((server, *port)),
+            Err(e) => failure = e,
+        }
+    }
+    let place = match ports {
+        [port] => address::join(host, *port),
+        _ => format!("{host}, ports {}-{}", ports.first().unwrap_or(&0), ports.last().unwrap_or(&0)),
+    };
+    let advice = match failure.kind() {
+        ErrorKind::AddrInUse => {
+            "; another job, or what is left of an earlier one, listens there: end it, or choose another port for MASTER_PORT (or BURN_DDP_MASTER)"
+        }
+        ErrorKind::AddrNotAvailable => "; that is no address of this machine: rank 0 must run on the master",
+        ErrorKind::PermissionDenied => {
+            "; ports below 1024 are reserved: choose another for MASTER_PORT (or BURN_DDP_MASTER)"
+        }
+        _ => "",
+    };
+    Err(environment(format!("rank 0 cannot host the store at {place}: {failure}{advice}")))
+}
+
+/// Connects to this job's store at one of `places`; tries again until the deadline.
+fn find_store(
+    places: &[Place],
+    env: &LaunchEnv,
+    job: &JobKey,
+    start: Instant,
+    deadline: Instant,
+) -> Result<StoreClient> {
+    // Where there are several ports, whoever is silent on one of them should not keep us from the next for long.
+    let mut patience = if places.len() == 1 { HANDSHAKE_DEADLINE } else { HANDSHAKE_DEADLINE / 10 };
+    let mut failure = String::new();
+    loop {
+        for place in places {
+            match StoreClient::try_connect(place, job, deadline, patience) {
+                Ok(store) => return Ok(store),
+                Err(Unreached::Refused(cause)) if places.len() == 1 => {
+                    return Err(environment(format!(
+                        "the store at {place} refused rank {} of job {:?}: {cause}",
+                        env.rank,
+                        job.name()
+                    )));
+                }
+                // A neighbour's port may well be another job's.
+                Err(Unreached::Refused(cause) | Unreached::Absent(cause)) => {
+                    // What the deadline itself cut short says less than what came before.
+                    if failure.is_empty() || Instant::now() < deadline {
+                        failure = format!("{place}: {cause}");
+                    }
+                }
+            }
+        }
+        if Instant::now() + address::RETRY >= deadline {
+            let who = if matches!(env.meeting, Meeting::Launcher { .. }) { "the launcher" } else { "rank 0" };
+            let port = if matches!(env.meeting, Meeting::Local { .. }) { "" } else { ", and is the port open" };
+            let message = format!(
+                "rank {} could not reach the master at {} within {:.1} s (last attempt: {failure}); is {who} running there{port}?",
+                env.rank,
+                env.meeting,
+                start.elapsed().as_secs_f64()
+            );
+            return Err(environment(message));
+        }
+        patience = HANDSHAKE_DEADLINE.min(2 * patience);
+        std::thread::sleep(address::RETRY);
+    }
+}

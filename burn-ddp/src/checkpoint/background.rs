@@ -1,0 +1,76 @@
+//! Writing a checkpoint on a thread of rank 0 while training goes on.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use burn_ddp_comm::ProcessGroup;
+
+use crate::{Result, agree};
+
+type Outcome = std::result::Result<(), String>;
+
+/// The asynchronous write of one directory of checkpoints, if one is under way. All ranks know alike whether one is.
+#[derive(Debug, Default)]
+pub(crate) struct BackgroundWrite(Mutex<State>);
+
+#[derive(Debug, Default)]
+enum State {
+    #[default]
+    Idle,
+    /// Rank 0: the thread that writes.
+    Here(JoinHandle<Outcome>),
+    /// The other ranks: rank 0 writes.
+    OnMain,
+}
+
+impl BackgroundWrite {
+    /// Starts `write` on a thread of rank 0. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`](crate::Error::File) on every rank if rank 0 gets no thread; nothing is under way then.
+    #[track_caller]
+    pub(crate) fn start(
+        &self,
+        group: &ProcessGroup,
+        step: u64,
+        write: impl FnOnce() -> Outcome + Send + 'static,
+    ) -> Result<()> {
+        agree::on_main(group, || {
+            let thread = std::thread::Builder::new().name(format!("checkpoint {step}")).spawn(write);
+            *self.lock() = State::Here(thread.map_err(|e| format!("cannot start a thread to write checkpoints: {e}"))?);
+            Ok(())
+        })?;
+        if group.rank() != 0 {
+            *self.lock() = State::OnMain;
+        }
+        Ok(())
+    }
+
+    /// True on rank 0 while the thread has not ended.
+    pub(crate) fn is_under_way(&self) -> bool {
+        matches!(&*self.lock(), State::Here(thread) if !thread.is_finished())
+    }
+
+    /// Waits for the write that is under way, if any. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`](crate::Error::File) on every rank if rank 0 could not write.
+    #[track_caller]
+    pub(crate) fn wait(&self, group: &ProcessGroup) -> Result<()> {
+        let thread = match std::mem::take(&mut *self.lock()) {
+            State::Idle => return Ok(()),
+            State::Here(thread) => Some(thread),
+            State::OnMain => None,
+        };
+        let join = |thread: JoinHandle<Outcome>| {
+            thread.join().unwrap_or_else(|_| Err("panicked while it wrote a checkpoint".into()))
+        };
+        agree::on_main(group, || thread.map_or(Ok(()), join))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

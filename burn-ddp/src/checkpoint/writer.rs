@@ -1,0 +1,177 @@
+//! Filling a checkpoint: models, optimizers, schedules and values, encoded in memory.
+
+use burn::lr_scheduler::LrSchedulerRecord;
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::manifest::{Checksum, Manifest};
+use crate::schema::Schema;
+use crate::{Error, Result, intercept, optimizer_state};
+
+/// Takes the contents of a new checkpoint, in [`Checkpoints::save`](super::Checkpoints::save).
+///
+/// Only rank 0 copies them; on the other ranks its methods do nothing.
+#[derive(Debug)]
+pub struct CheckpointWriter<'a> {
+    contents: &'a mut Contents,
+    /// Prefix of names, such as `"generator-"`; empty without [`named`](Self::named).
+    prefix: String,
+}
+
+/// The encoded files of a checkpoint.
+#[derive(Debug)]
+pub(super) struct Contents {
+    pub(super) manifest: Manifest,
+    pub(super) files: Vec<(String, Vec<u8>)>,
+    /// True on rank 0; the other ranks collect nothing.
+    collect: bool,
+}
+
+impl Contents {
+    pub(super) fn new(step: u64, world_size: usize, collect: bool) -> Self {
+        Contents { manifest: Manifest::new(step, world_size), files: Vec::new(), collect }
+    }
+
+    fn add(&mut self, name: String, bytes: Vec<u8>) -> Result<()> {
+        if self.manifest.files.insert(name.clone(), Checksum::of(&bytes)).is_some() {
+            return Err(Error::Use(format!("{name} is in the checkpoint already: tell them apart with `named`")));
+        }
+        self.files.push((name, bytes));
+        Ok(())
+    }
+}
+
+impl<'a> CheckpointWriter<'a> {
+    pub(super) fn new(contents: &'a mut Contents) -> Self {
+        CheckpointWriter { contents, prefix: String::new() }
+    }
+
+    /// A writer for a further model, optimizer or schedule: `c.named("generator").model(&generator)?`. Load it by the
+    /// same name, see [`Checkpoint::named`](super::Checkpoint::named).
+    pub fn named(&mut self, name: &str) -> CheckpointWriter<'_> {
+        CheckpointWriter { prefix: format!("{}{name}-", self.prefix), contents: self.contents }
+    }
+
+    /// Saves parameters and buffers of `model`, wrapped or not. Plain Burn reads the file `model.bpk`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if the model cannot be read from its device, or a model of this name was saved already.
+    pub fn model<M: Module>(&mut self, model: &M) -> Result<()> {
+        if !self.contents.collect {
+            return Ok(());
+        }
+        let name = self.file("model.bpk")?;
+        let (schema, bytes) = intercept::bypass(|| {
+            // `valid` brings running statistics up to date.
+            Ok::<_, Error>((Schema::of(model)?, model.valid().into_record().into_bytes()))
+        })?;
+        let bytes = bytes.map_err(|e| Error::Use(format!("the model cannot be saved: {e}")))?;
+        self.contents.manifest.models.insert(name.clone(), schema.entries);
+        self.contents.add(name, bytes.to_vec())
+    }
+
+    /// Saves the state of the optimizer that trains `model`. Plain Burn reads the file `optimizer.bpk`, together with
+    /// `model.bpk`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if it has state of parameters that are not in `model`, or an optimizer of this name was saved
+    /// already.
+    pub fn optimizer<M: Module>(&mut self, optim: &ModuleOptimizer, model: &M) -> Result<()> {
+        if !self.contents.collect {
+            return Ok(());
+        }
+        let name = self.file("optimizer.bpk")?;
+        let ids = optimizer_state::ids(&intercept::bypass(|| Schema::of(model))?);
+        let bytes = optimizer_state::write(optim)?;
+        optimizer_state::check(&bytes, &ids)?;
+        self.contents.manifest.optimizers.insert(name.clone(), ids);
+        self.contents.add(name, bytes)
+    }
+
+    /// Saves the state of a learning-rate schedule of any type: `c.scheduler(scheduler.to_record())`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if a scheduler of this name was saved already.
+    pub fn scheduler(&mut self, record: LrSchedulerRecord) -> Result<()> {
+        if !self.contents.collect {
+            return Ok(());
+        }
+        let name = self.file("scheduler.bpk")?;
+        let bytes = record.into_bytes().map_err(|e| Error::Use(format!("the scheduler cannot be saved: {e}")))?;
+        self.contents.add(name, bytes.to_vec())
+    }
+
+    /// Saves rank 0's serde value: a loader's position, a configuration, the best loss so far. Floats keep their bits.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Use`] if JSON cannot hold the value exactly (NaN, infinities), or the name is taken.
+    pub fn value<V: Serialize + DeserializeOwned>(&mut self, name: &str, value: &V) -> Result<()> {
+        if !self.contents.collect {
+            return Ok(());
+        }
+        let name = format!("{}{name}", self.prefix);
+        let json = json_of(value).map_err(|e| Error::Use(format!("the value {name:?} cannot be saved: {e}")))?;
+        match self.contents.manifest.values.insert(name.clone(), json) {
+            None => Ok(()),
+            Some(_) => Err(Error::Use(format!("the value {name:?} is in the checkpoint already"))),
+        }
+    }
+
+    fn file(&self, name: &str) -> Result<String> {
+        let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        if self.prefix.chars().all(plain) {
+            return Ok(format!("{}{name}", self.prefix));
+        }
+        let named = self.prefix.trim_end_matches('-');
+        Err(Error::Use(format!("{named:?} becomes part of a file's name: use letters, digits, - and _")))
+    }
+}
+
+/// `value` as JSON.
+///
+/// # Errors
+///
+/// A value that does not survive the round trip: numbers that are not finite, keys that are not strings.
+fn json_of<V: Serialize + DeserializeOwned>(value: &V) -> std::result::Result<Value, String> {
+    let json = serde_json::to_value(value).map_err(|e| e.to_string())?;
+    let again: V = serde_json::from_str(&json.to_string()).map_err(|e| e.to_string())?;
+    match serde_json::to_value(&again) {
+        Ok(read) if read == json => Ok(json),
+        _ => Err("it does not survive a round trip through JSON".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// serde_json reads floats exactly only with its feature `float_roundtrip`.
+        #[test]
+        fn numbers_keep_their_bits(numbers in prop::collection::vec(any::<u64>(), 0..50), seconds in any::<f32>()) {
+            let numbers: Vec<f64> = numbers.into_iter().map(f64::from_bits).filter(|x| x.is_finite()).collect();
+            let value = (numbers, seconds, u64::MAX, i64::MIN, "text".to_string(), None::<u8>);
+            let text = json_of(&value).unwrap().to_string();
+            let read: (Vec<f64>, f32, u64, i64, String, Option<u8>) = serde_json::from_str(&text).unwrap();
+            let bits = |numbers: &[f64]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            prop_assert_eq!(bits(&read.0), bits(&value.0));
+            prop_assert_eq!(read.1.to_bits(), value.1.to_bits());
+            prop_assert_eq!((read.2, read.3, read.4, read.5), (value.2, value.3, value.4, value.5));
+        }
+    }
+
+    #[test]
+    fn what_json_cannot_hold_is_refused() {
+        assert!(json_of(&f64::NAN).is_err());
+        assert!(json_of(&vec![1.0, f64::INFINITY]).is_err());
+        assert_eq!(json_of(&Some(1.5)).unwrap(), serde_json::json!(1.5));
+    }
+}

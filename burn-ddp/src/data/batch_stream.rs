@@ -1,0 +1,61 @@
+//! The batches of one epoch or one evaluation: each from the pool, with an error that names the batch.
+
+use std::sync::Arc;
+
+use burn_ddp_comm::World;
+
+use super::DataError;
+use super::prefetch::{BatchList, Pass, Pool};
+
+/// One pass over a list of batches, which begins when the first is asked for.
+pub(super) struct BatchStream<O> {
+    pool: Arc<Pool<O>>,
+    /// `None` before the first batch and after `end`.
+    pass: Option<Pass<O>>,
+    /// Batches that were asked for.
+    taken: usize,
+}
+
+impl<O: Send + 'static> BatchStream<O> {
+    pub(super) fn new(pool: Arc<Pool<O>>) -> Self {
+        Self { pool, pass: None, taken: 0 }
+    }
+
+    /// Number of batches that were asked for, loaded or not.
+    pub(super) fn taken(&self) -> usize {
+        self.taken
+    }
+
+    /// Loads the next batch. `list` makes the list of all batches, the first time; `name` names the batch in an error.
+    ///
+    /// # Errors
+    ///
+    /// The dataset's, the workers', or that of a job that has ended.
+    pub(super) fn load(
+        &mut self,
+        world: &World,
+        list: impl FnOnce() -> BatchList,
+        name: impl FnOnce() -> String,
+    ) -> Result<O, DataError> {
+        self.taken += 1;
+        let pass = match &mut self.pass {
+            Some(pass) => pass,
+            None => {
+                let started = self.pool.start(list());
+                let not_started =
+                    |(worker, e): (usize, std::io::Error)| DataError::WorkerNotStarted { worker, source: e.into() };
+                self.pass.insert(started.map_err(not_started)?)
+            }
+        };
+        let timeout = world.options().timeout;
+        match pass.next(timeout, || world.check()) {
+            Some(loaded) => loaded.map_err(|failure| DataError::from_failure(name(), failure, timeout)),
+            None => unreachable!("a caller asks for as many batches as its list has"),
+        }
+    }
+
+    /// Frees the workers for the next pass.
+    pub(super) fn end(&mut self) {
+        self.pass = None;
+    }
+}

@@ -1,0 +1,67 @@
+//! Where a training loader is: the epoch that comes next, and how much of the present one was handed out.
+
+/// Epochs begun so far, and items consumed of the present one. Changes when an epoch begins, with each batch, and by
+/// `set_epoch` and `resume`.
+#[derive(Default)]
+pub(super) struct EpochCursor {
+    /// The epoch that `iter` begins next.
+    next: usize,
+    /// The present epoch, or, between two epochs, the next one.
+    epoch: usize,
+    /// Items of `epoch` that were handed out, over all ranks.
+    consumed: usize,
+    /// True after `resume`, until an epoch begins: `epoch` and `consumed` are those of an earlier run.
+    resumed: bool,
+    /// The epoch that was begun last.
+    begun: Option<usize>,
+    /// Number of times that an epoch began whose number was not larger than the one before: tells two passes over one
+    /// epoch apart.
+    repeats: u64,
+}
+
+impl EpochCursor {
+    /// The epoch that `iter` begins next.
+    pub(super) fn next(&self) -> usize {
+        self.next
+    }
+
+    /// The present epoch and its consumed items: what a checkpoint holds.
+    pub(super) fn position(&self) -> (usize, usize) {
+        (self.epoch, self.consumed)
+    }
+
+    /// The first epoch that `epochs` may begin: after a resume, the interrupted one.
+    pub(super) fn first(&self) -> usize {
+        if self.resumed { self.epoch } else { 0 }
+    }
+
+    pub(super) fn repeats(&self) -> u64 {
+        self.repeats
+    }
+
+    pub(super) fn resume(&mut self, epoch: usize, consumed: usize) {
+        *self = Self { next: epoch, epoch, consumed, resumed: true, ..*self };
+    }
+
+    /// `epoch` is next, from its beginning.
+    pub(super) fn set_epoch(&mut self, epoch: usize) {
+        *self = Self { next: epoch, epoch, consumed: 0, resumed: false, ..*self };
+    }
+
+    /// The epoch `number` begins. Returns the items of it that an earlier run consumed.
+    pub(super) fn begin(&mut self, number: usize) -> usize {
+        let consumed = if self.resumed && self.epoch == number { self.consumed } else { 0 };
+        let repeats = self.repeats + u64::from(self.begun.is_some_and(|begun| number <= begun));
+        let next = number.saturating_add(1);
+        *self = Self { next, epoch: number, consumed, resumed: false, begun: Some(number), repeats };
+        consumed
+    }
+
+    /// The first `consumed` of `items` items of the epoch `number` are handed out. Ignored unless that epoch was begun
+    /// last, with this number of `repeats`.
+    pub(super) fn consume(&mut self, number: usize, repeats: u64, consumed: usize, items: usize) {
+        if self.begun == Some(number) && self.repeats == repeats && !self.resumed {
+            (self.epoch, self.consumed) = if consumed < items { (number, consumed) } else { (self.next, 0) };
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! The evaluation loader: each rank loads its part of the dataset, once, in order.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::tensor::Device;
+
+use super::DataError;
+use super::batch_stream::BatchStream;
+use super::epoch_plan::share;
+use super::prefetch::{BatchList, Pool};
+use crate::Ddp;
+
+/// This rank's share of an evaluation dataset, batch by batch; from [`Ddp::eval_loader`].
+///
+/// Shares are contiguous and in rank order, so results gathered from all ranks are in the order of the dataset. No item
+/// is repeated; a rank may have fewer batches than another, or none. It is also Burn's
+/// [`DataLoader`](burn::data::dataloader::DataLoader). Clones are the same loader.
+pub struct EvalLoader<O> {
+    inner: Arc<Inner<O>>,
+}
+
+struct Inner<O> {
+    ddp: Ddp,
+    id: u64,
+    /// Items of the dataset that all ranks together load.
+    items: Range<usize>,
+    /// Items of the dataset that this rank loads.
+    own: Range<usize>,
+    batch_size: usize,
+    pool: Arc<Pool<O>>,
+}
+
+impl<O> Clone for EvalLoader<O> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone() }
+    }
+}
+
+impl<O> std::fmt::Debug for EvalLoader<O> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Inner { id, items, own, batch_size, .. } = &*self.inner;
+        let mut f = f.debug_struct("EvalLoader");
+        f.field("id", id)
+            .field("items", items)
+            .field("own", own)
+            .field("batch_size", batch_size)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<O: Send + 'static> EvalLoader<O> {
+    pub(super) fn new(ddp: Ddp, id: u64, items: Range<usize>, batch_size: usize, pool: Arc<Pool<O>>) -> Self {
+        let share = share(items.len(), ddp.rank(), ddp.world_size());
+        let own = items.start + share.start..items.start + share.end;
+        Self { inner: Arc::new(Inner { ddp, id, items, own, batch_size, pool }) }
+    }
+
+    /// This rank's batches, from the first on.
+    pub fn iter(&self) -> EvalBatches<O> {
+        EvalBatches { loader: self.clone(), batches: BatchStream::new(self.inner.pool.clone()), over: false }
+    }
+
+    /// Number of this rank's batches; may be 0.
+    pub fn len(&self) -> usize {
+        self.inner.own.len().div_ceil(self.inner.batch_size)
+    }
+
+    /// True if this rank has no batch.
+    pub fn is_empty(&self) -> bool {
+        self.inner.own.is_empty()
+    }
+
+    /// The items of the dataset that this rank loads.
+    pub fn share(&self) -> Range<usize> {
+        self.inner.own.clone()
+    }
+
+    fn batch_list(&self) -> BatchList {
+        let (own, batch_size) = (self.inner.own.clone(), self.inner.batch_size);
+        let indices = move |batch| batch_of(&own, batch_size, batch).collect();
+        BatchList { batches: self.len(), indices: Arc::new(indices) }
+    }
+
+    /// Number of items over all ranks.
+    pub(super) fn items(&self) -> usize {
+        self.inner.items.len()
+    }
+
+    /// The same loader with batches on `device`.
+    pub(super) fn on_device(&self, device: &Device) -> Self {
+        let Inner { ddp, id, items, batch_size, pool, .. } = &*self.inner;
+        Self::new(ddp.clone(), *id, items.clone(), *batch_size, pool.on_device(device))
+    }
+
+    /// A loader for the items `start..end`.
+    pub(super) fn sliced(&self, start: usize, end: usize) -> Result<Self, DataError> {
+        let Inner { ddp, id, items, batch_size, pool, .. } = &*self.inner;
+        if start > end || end > items.len() {
+            return Err(DataError::SliceOutOfRange { start, end, items: items.len() });
+        }
+        let items = items.start + start..items.start + end;
+        Ok(Self::new(ddp.clone(), *id, items, *batch_size, pool.clone()))
+    }
+}
+
+/// The items of a batch; past the last batch, the empty range at the end.
+fn batch_of(own: &Range<usize>, batch_size: usize, batch: usize) -> Range<usize> {
+    let at = |batch: usize| own.start.saturating_add(batch.saturating_mul(batch_size)).min(own.end);
+    at(batch)..at(batch + 1)
+}
+
+/// The batches of an [`EvalLoader`] on this rank, in order.
+///
+/// Yields an error in the place of a batch that could not be loaded.
+pub struct EvalBatches<O: Send + 'static> {
+    loader: EvalLoader<O>,
+    batches: BatchStream<O>,
+    /// True after an error that is not of one batch.
+    over: bool,
+}
+
+impl<O: Send + 'static> EvalBatches<O> {
+    fn load(&mut self) -> Result<O, DataError> {
+        let (loader, batches, nth) = (&self.loader, self.loader.len(), self.batches.taken() + 1);
+        let Inner { ddp, id, .. } = &*loader.inner;
+        let name = || format!("batch {nth} of {batches} of evaluation loader {id} on rank {}", ddp.rank());
+        self.batches.load(ddp.world(), || loader.batch_list(), name)
+    }
+
+    /// Items that all ranks have taken, as if the others were as far as this one; and all items.
+    pub(super) fn progress_in_items(&self) -> (usize, usize) {
+        let Inner { items, own, batch_size, .. } = &*self.loader.inner;
+        let done = batch_of(own, *batch_size, self.batches.taken()).start - own.start;
+        let (total, done) = (items.len() as u128, done as u128);
+        let processed = (total * done).checked_div(own.len() as u128).unwrap_or(total);
+        (processed as usize, items.len())
+    }
+}
+
+impl<O: Send + 'static> Iterator for EvalBatches<O> {
+    type Item = Result<O, DataError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.over || self.batches.taken() == self.loader.len() {
+            self.batches.end();
+            return None;
+        }
+        let loaded = self.load();
+        self.over = loaded.as_ref().is_err_and(|error| !error.is_skippable());
+        Some(loaded)
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let left = if self.over { 0 } else { self.loader.len() - self.batches.taken() };
+        (left.min(1), Some(left))
+    }
+}

@@ -1,0 +1,264 @@
+//! The builder of both loaders, as Burn's `DataLoaderBuilder` for all ranks together.
+
+use std::sync::Arc;
+
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataset::Dataset;
+use burn::tensor::Device;
+
+use super::prefetch::{Pool, Source};
+use super::{DataError, EpochPlan, EvalLoader, ShardedLoader};
+use crate::{Ddp, Result, agree};
+
+impl Ddp {
+    /// Begins a training loader: all ranks together load every item once per epoch, in equally many steps.
+    ///
+    /// It sets the weight of each backward to the items of this rank's batch, so that gradients are exact however the
+    /// items divide.
+    ///
+    /// ```
+    /// use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// use burn::tensor::Device;
+    /// use burn_ddp::prelude::*;
+    ///
+    /// struct Together;
+    ///
+    /// impl Batcher<u32, Vec<u32>> for Together {
+    ///     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> {
+    ///         items
+    ///     }
+    /// }
+    ///
+    /// let batches = Ddp::spawn(2, |ddp| {
+    ///     let dataset = InMemDataset::new(vec![10, 11, 12, 13, 14, 15, 16]);
+    ///     let train = ddp.loader(Together).batch_size(2).build(dataset)?;
+    ///     let mut batches = Vec::new();
+    ///     for epoch in train.epochs(0..1) {
+    ///         for batch in epoch {
+    ///             batches.push(batch?);
+    ///         }
+    ///     }
+    ///     Ok(batches)
+    /// })?;
+    /// assert_eq!(batches[0], [vec![10, 11], vec![14, 15]]); // rank 0
+    /// assert_eq!(batches[1], [vec![12, 13], vec![16]]); // rank 1: as many steps
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    pub fn loader<I, O, B>(&self, batcher: B) -> LoaderBuilder<I, O>
+    where
+        B: Batcher<I, O> + 'static,
+    {
+        LoaderBuilder::new(self, batcher, Training { seed: None })
+    }
+
+    /// Begins an evaluation loader: each rank loads its contiguous share, in order and without padding.
+    ///
+    /// Ranks may have different numbers of batches, or none: weight by items what is summed over ranks.
+    /// It leaves the weights of backwards alone, and ranks may leave it at any point.
+    ///
+    /// ```
+    /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
+    /// # struct Together;
+    /// # impl Batcher<u32, Vec<u32>> for Together {
+    /// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
+    /// #         items
+    /// #     }
+    /// # }
+    /// use burn_ddp::prelude::*;
+    ///
+    /// let means = Ddp::spawn(4, |ddp| {
+    ///     let test = ddp.eval_loader(Together).batch_size(2).build(InMemDataset::new(vec![1, 2, 6]))?;
+    ///     let (mut sum, mut items) = (0, 0);
+    ///     for batch in test.iter() {
+    ///         let batch = batch?;
+    ///         sum += batch.iter().sum::<u32>();
+    ///         items += batch.len() as u32;
+    ///     }
+    ///     Ok(ddp.sum(sum)? / ddp.sum(items)?) // rank 3 had no item
+    /// })?;
+    /// assert_eq!(means, [3.0; 4]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    pub fn eval_loader<I, O, B>(&self, batcher: B) -> LoaderBuilder<I, O, Evaluation>
+    where
+        B: Batcher<I, O> + 'static,
+    {
+        LoaderBuilder::new(self, batcher, Evaluation)
+    }
+}
+
+/// Builds a loader: a [`ShardedLoader`] for [`Training`], from [`Ddp::loader`]; an [`EvalLoader`] for [`Evaluation`],
+/// from [`Ddp::eval_loader`].
+#[must_use = "nothing is loaded before `build`"]
+pub struct LoaderBuilder<I, O, K = Training> {
+    ddp: Ddp,
+    batcher: Arc<dyn Batcher<I, O>>,
+    batch: BatchSize,
+    num_workers: usize,
+    device: Option<Device>,
+    kind: K,
+}
+
+/// The kind of loader that goes through a dataset epoch after epoch, in equally many steps on every rank.
+#[derive(Debug)]
+pub struct Training {
+    seed: Option<u64>,
+}
+
+/// The kind of loader that goes through each rank's share once, in order.
+#[derive(Debug)]
+pub struct Evaluation;
+
+/// Items of a step.
+#[derive(Debug, Clone, Copy)]
+enum BatchSize {
+    PerRank(usize),
+    Global(usize),
+}
+
+impl std::fmt::Display for BatchSize {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            BatchSize::PerRank(items) => write!(f, "{items} per rank"),
+            BatchSize::Global(items) => write!(f, "{items} over all ranks"),
+        }
+    }
+}
+
+impl<I, O, K> LoaderBuilder<I, O, K> {
+    fn new(ddp: &Ddp, batcher: impl Batcher<I, O> + 'static, kind: K) -> Self {
+        let (ddp, batcher, batch) = (ddp.clone(), Arc::new(batcher), BatchSize::PerRank(1));
+        LoaderBuilder { ddp, batcher, batch, num_workers: 0, device: None, kind }
+    }
+
+    /// Items of each rank's batches; 1 by default. In training a step has this many times the world size; in evaluation
+    /// a rank's last batch may have fewer.
+    pub fn batch_size(mut self, batch_size: usize) -> Self {
+        self.batch = BatchSize::PerRank(batch_size);
+        self
+    }
+
+    /// Threads that load batches ahead, in order; with 0, the default, each batch is loaded when it is asked for. A
+    /// worker holds up to three batches that were not yet taken.
+    pub fn num_workers(mut self, num_workers: usize) -> Self {
+        self.num_workers = num_workers;
+        self
+    }
+
+    /// The device of the batches; [`Ddp::device`] by default.
+    pub fn set_device(mut self, device: Device) -> Self {
+        self.device = Some(device);
+        self
+    }
+}
+
+impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
+    /// Compares the settings of all ranks, and returns the number of the loader. *Collective*.
+    #[track_caller]
+    fn agree(&self, kind: &str, loader: &str, items: usize, more: Option<(&str, String)>) -> Result<u64> {
+        let id = self.ddp.next_loader_id();
+        let common = [
+            ("the kind of loader", kind.to_string()),
+            ("the number of the loader", id.to_string()),
+            ("the dataset length", items.to_string()),
+            ("the world size", self.ddp.world_size().to_string()),
+            ("the batch size", self.batch.to_string()),
+        ];
+        let settings: Vec<_> = common.into_iter().chain(more).map(|(name, value)| (name.to_string(), value)).collect();
+        match agree::on_settings(self.ddp.group(), &settings).map_err(DataError::from)? {
+            None => Ok(id),
+            Some(difference) => Err(DataError::LoadersDiffer { loader: format!("{loader} {id}"), difference }.into()),
+        }
+    }
+
+    fn pool(self, dataset: Arc<dyn Dataset<I>>) -> Result<Arc<Pool<O>>> {
+        let device = self.device.map_or_else(|| self.ddp.device(), Ok)?;
+        let source = Source { dataset, batcher: self.batcher };
+        Ok(Pool::new(Arc::new(source), device, self.num_workers))
+    }
+}
+
+impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
+    /// Items of *all ranks together* per step, instead of [`batch_size`](Self::batch_size); the last of the two calls
+    /// counts. It need not divide by the world size. Steps then hold the same items at any world size.
+    pub fn global_batch_size(mut self, global_batch_size: usize) -> Self {
+        self.batch = BatchSize::Global(global_batch_size);
+        self
+    }
+
+    /// Gives every epoch an order of its own, over all ranks, that depends on `seed` and the epoch's number. By default
+    /// every epoch has the dataset's order.
+    pub fn shuffle(mut self, seed: u64) -> Self {
+        self.kind.seed = Some(seed);
+        self
+    }
+
+    /// Builds the loader. *Collective*: all ranks build the same loaders in the same order.
+    ///
+    /// Each rank passes the same dataset, or its own copy of it, and the same settings but for workers and device.
+    /// After it each has a loader for its share. One small all-gather; blocks until all ranks have called it.
+    ///
+    /// # Errors
+    ///
+    /// On every rank alike, and the job can go on: [`DataError::LoadersDiffer`] with the settings that differ;
+    /// [`DataError::EmptyDataset`], [`DataError::DatasetTooSmall`] and [`DataError::BatchTooSmall`] where a rank would
+    /// be without an item. [`DataError::Comm`] if a peer failed.
+    ///
+    /// ```
+    /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
+    /// # struct Together;
+    /// # impl Batcher<u32, Vec<u32>> for Together {
+    /// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
+    /// #         items
+    /// #     }
+    /// # }
+    /// # use burn_ddp::prelude::*;
+    /// let errors = Ddp::spawn(2, |ddp| {
+    ///     let items = vec![0; 10 + ddp.rank()]; // a bug: each rank has another dataset
+    ///     let error = ddp.loader(Together).batch_size(2).build(InMemDataset::new(items)).err();
+    ///     Ok(error.unwrap().to_string())
+    /// })?;
+    /// assert!(errors[0].contains("the dataset length is 10 on rank 0 and 11 on rank 1"));
+    /// assert_eq!(errors[0], errors[1]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn build<D: Dataset<I> + 'static>(self, dataset: D) -> Result<ShardedLoader<O>> {
+        let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
+        let (ddp, items, seed) = (self.ddp.clone(), dataset.len(), self.kind.seed);
+        let shuffling = seed.map_or("off".to_string(), |seed| format!("with seed {seed}"));
+        let id = self.agree("training", "loader", items, Some(("shuffling", shuffling)))?;
+
+        // All ranks have the same settings: from here on they get the same errors.
+        let global_batch = match self.batch {
+            BatchSize::PerRank(items) => items.saturating_mul(ddp.world_size()),
+            BatchSize::Global(items) => items,
+        };
+        let plan = EpochPlan::new(items, ddp.world_size(), global_batch)?;
+        Ok(ShardedLoader::new(ddp, id, plan, seed, self.pool(dataset)?))
+    }
+}
+
+impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Evaluation> {
+    /// Builds the loader. *Collective*: all ranks build the same loaders in the same order.
+    ///
+    /// Each rank passes the same dataset, or its own copy of it. After it each has a loader for its share, which may be
+    /// empty. One small all-gather; blocks until all ranks have called it.
+    ///
+    /// # Errors
+    ///
+    /// On every rank alike, and the job can go on: [`DataError::LoadersDiffer`] with the settings that differ;
+    /// [`DataError::BatchTooSmall`] for a batch size of 0. [`DataError::Comm`] if a peer failed.
+    #[track_caller]
+    pub fn build<D: Dataset<I> + 'static>(self, dataset: D) -> Result<EvalLoader<O>> {
+        let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
+        let (ddp, items) = (self.ddp.clone(), dataset.len());
+        let id = self.agree("evaluation", "evaluation loader", items, None)?;
+
+        let (BatchSize::PerRank(batch_size) | BatchSize::Global(batch_size)) = self.batch;
+        if batch_size == 0 {
+            return Err(DataError::BatchTooSmall { global_batch: 0, world: ddp.world_size() }.into());
+        }
+        Ok(EvalLoader::new(ddp, id, 0..items, batch_size, self.pool(dataset)?))
+    }
+}

@@ -1,0 +1,163 @@
+//! The training loader: one dataset, all ranks, epoch after epoch.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn::tensor::Device;
+
+use super::epoch_cursor::EpochCursor;
+use super::prefetch::{BatchList, Pool};
+use super::{DataError, EpochPlan, permutation};
+use crate::Ddp;
+
+/// This rank's share of a training dataset, batch by batch, epoch after epoch; from [`Ddp::loader`].
+///
+/// All ranks go through each epoch in the same steps, as an [`EpochPlan`] cuts it: every item once, equally many steps
+/// on every rank, batch sizes that differ by at most one. Each batch sets the weight of the following backwards to its
+/// number of items, which makes the averaged gradient that of all items of the step.
+///
+/// Ranks must leave an epoch at the same step. If one rank leaves alone, the job ends with an error that says so,
+/// instead of a hang of the others.
+///
+/// It is also Burn's [`DataLoader`](burn::data::dataloader::DataLoader): each `iter()` is the next epoch; items and
+/// progress are counted over all ranks. Clones are the same loader.
+///
+/// ```
+/// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
+/// # struct Together;
+/// # impl Batcher<u32, Vec<u32>> for Together {
+/// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
+/// #         items
+/// #     }
+/// # }
+/// # use burn_ddp::prelude::*;
+/// let error = Ddp::spawn(2, |ddp| {
+///     let train = ddp.loader(Together).batch_size(1).shuffle(42).build(InMemDataset::new(vec![0; 20]))?;
+///     for batch in train.iter() {
+///         let _loss = ddp.mean(batch?[0])?; // what backward does: all ranks must come here
+///         if ddp.rank() == 1 {
+///             break; // a bug
+///         }
+///     }
+///     Ok(ddp.finish()?)
+/// });
+/// let error = error.unwrap_err().to_string();
+/// assert!(error.contains("stopped loader 0 (10 steps) at epoch 0, step 1"), "{error}");
+/// ```
+pub struct ShardedLoader<O> {
+    inner: Arc<Inner<O>>,
+}
+
+struct Inner<O> {
+    ddp: Ddp,
+    id: u64,
+    plan: EpochPlan,
+    /// First item of the dataset: 0, but for a slice.
+    first: usize,
+    /// `None` for the dataset's order.
+    seed: Option<u64>,
+    pool: Arc<Pool<O>>,
+    /// Shared with the same loader on another device.
+    cursor: Arc<Mutex<EpochCursor>>,
+}
+
+impl<O> Clone for ShardedLoader<O> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone() }
+    }
+}
+
+impl<O> std::fmt::Debug for ShardedLoader<O> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Inner { id, plan, seed, .. } = &*self.inner;
+        f.debug_struct("ShardedLoader").field("id", id).field("plan", plan).field("seed", seed).finish_non_exhaustive()
+    }
+}
+
+impl<O: Send + 'static> ShardedLoader<O> {
+    pub(super) fn new(ddp: Ddp, id: u64, plan: EpochPlan, seed: Option<u64>, pool: Arc<Pool<O>>) -> Self {
+        Self { inner: Arc::new(Inner { ddp, id, plan, first: 0, seed, pool, cursor: Arc::default() }) }
+    }
+
+    /// The epoch that [`iter`](Self::iter) begins next.
+    pub fn epoch(&self) -> usize {
+        self.cursor().next()
+    }
+
+    /// Makes [`iter`](Self::iter) begin `epoch` next. On all ranks. See [`resume`](Self::resume) to go on within an
+    /// epoch.
+    pub fn set_epoch(&self, epoch: usize) {
+        self.cursor().set_epoch(epoch);
+    }
+
+    /// Steps of an epoch, the same on every rank and in every epoch.
+    pub fn steps_per_epoch(&self) -> usize {
+        self.inner.plan.steps()
+    }
+
+    /// Items of a full step over all ranks. The last step of an epoch may have fewer, or more by less than one per
+    /// rank.
+    pub fn items_per_step(&self) -> usize {
+        self.inner.plan.global_batch()
+    }
+
+    /// Steps and shares of an epoch.
+    pub fn plan(&self) -> &EpochPlan {
+        &self.inner.plan
+    }
+
+    /// This rank's batches of `epoch`, as `plan` cuts it.
+    pub(super) fn batch_list(&self, epoch: usize, plan: EpochPlan) -> BatchList {
+        let (rank, first) = (self.inner.ddp.rank(), self.inner.first);
+        let Some(seed) = self.inner.seed else {
+            let indices = move |step| plan.loads(step, rank).map(|position| first + position).collect();
+            return BatchList { batches: plan.steps(), indices: Arc::new(indices) };
+        };
+        // Keeps this rank's part of the order only.
+        let order = permutation(plan.items(), seed, epoch as u64);
+        let own: Vec<usize> =
+            (0..plan.steps()).flat_map(|step| plan.loads(step, rank)).map(|position| first + order[position]).collect();
+        // All steps but the last have as many items as the first.
+        let before = move |step: usize| step * plan.loads(0, rank).len();
+        let indices = move |step| own[before(step)..before(step) + plan.loads(step, rank).len()].to_vec();
+        BatchList { batches: plan.steps(), indices: Arc::new(indices) }
+    }
+
+    pub(super) fn ddp(&self) -> &Ddp {
+        &self.inner.ddp
+    }
+
+    pub(super) fn id(&self) -> u64 {
+        self.inner.id
+    }
+
+    pub(super) fn pool(&self) -> &Arc<Pool<O>> {
+        &self.inner.pool
+    }
+
+    pub(super) fn seed(&self) -> Option<u64> {
+        self.inner.seed
+    }
+
+    pub(super) fn cursor(&self) -> MutexGuard<'_, EpochCursor> {
+        self.inner.cursor.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same loader, counting the same epochs, with batches on `device`.
+    pub(super) fn on_device(&self, device: &Device) -> Self {
+        let Inner { ddp, id, plan, first, seed, pool, cursor } = &*self.inner;
+        let (ddp, id, plan, first, seed, cursor) = (ddp.clone(), *id, *plan, *first, *seed, cursor.clone());
+        Self { inner: Arc::new(Inner { ddp, id, plan, first, seed, pool: pool.on_device(device), cursor }) }
+    }
+
+    /// A loader of its own for the items `start..end`.
+    pub(super) fn sliced(&self, start: usize, end: usize) -> Result<Self, DataError> {
+        let Inner { ddp, plan, first, seed, pool, .. } = &*self.inner;
+        if start > end || end > plan.items() {
+            return Err(DataError::SliceOutOfRange { start, end, items: plan.items() });
+        }
+        let plan = EpochPlan::new(end - start, plan.world_size(), plan.global_batch())?;
+        let (ddp, id) = (ddp.clone(), ddp.next_loader_id());
+        let (first, seed, pool) = (first + start, *seed, pool.clone());
+        Ok(Self { inner: Arc::new(Inner { ddp, id, plan, first, seed, pool, cursor: Arc::default() }) })
+    }
+}

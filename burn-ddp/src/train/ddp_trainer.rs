@@ -1,0 +1,137 @@
+//! The entry to Burn's trainer: methods of [`Ddp`] that make its parts data-parallel.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use burn::train::metric::{Metric, Numeric};
+use burn::train::{InferenceStep, LearnerModel, SupervisedTraining, TrainStep, TrainingStrategy};
+
+use super::gathered_metric::{GatherInput, GatheredMetric};
+use super::mean_metric::{GlobalMetric, MeanMetric};
+use super::shared_checkpointer::SharedCheckpointer;
+use super::silent_ui::{SilentLogger, SilentRenderer};
+use super::strategy::DdpStrategy;
+use crate::data::{EvalLoader, ShardedLoader};
+use crate::{Ddp, WrapConfig};
+
+/// Burn's trainer on all ranks: methods of [`Ddp`], in the prelude with the feature `train`.
+///
+/// # Example
+///
+/// ```no_run
+/// # // Not run: a dataset and a model that implements Burn's steps take more lines than the trainer.
+/// # use burn::prelude::*;
+/// use burn::optim::AdamConfig;
+/// use burn::train::metric::{AccuracyMetric, LossMetric};
+/// use burn::train::{Learner, LearnerModel};
+/// use burn_ddp::data::{EvalLoader, ShardedLoader};
+/// use burn_ddp::prelude::*;
+/// # use burn::train::{ClassificationOutput, InferenceStep, TrainStep};
+///
+/// fn train<M, B>(ddp: &Ddp, model: M, train: ShardedLoader<B>, valid: EvalLoader<B>) -> anyhow::Result<M>
+/// where
+///     M: LearnerModel + TrainStep<Input = B, Output = ClassificationOutput>,
+///     M: InferenceStep<Input = B, Output = ClassificationOutput>,
+///     B: Send + 'static,
+/// {
+///     let result = ddp
+///         .training("artifacts", train, valid)
+///         .metrics((ddp.metric(AccuracyMetric::new()), ddp.metric(LossMetric::new())))
+///         .with_default_checkpointers()
+///         .num_epochs(10)
+///         .launch(Learner::new(model, AdamConfig::new().init().into(), 1e-3));
+///     match result.error {
+///         Some(error) => Err(error.into()),
+///         None => Ok(result.model),
+///     }
+/// }
+/// ```
+pub trait DdpTrainer {
+    /// Burn's `SupervisedTraining::new` for all ranks: each trains on its share of `train`, gradients are averaged, and
+    /// metrics made by [`metric`](Self::metric) are those of all ranks. Other settings and `launch` are as in Burn, and
+    /// the same on every rank.
+    ///
+    /// Rank 0 renders, and writes metrics, logs and checkpoints to `directory`; the others show and write nothing. The
+    /// model that is launched must not be wrapped: all ranks start with rank 0's weights. Early stopping is decided on
+    /// rank
+    /// 0. An interruption or an error on any rank ends training on all ranks after the same step, and all report it.
+    /// `launch` is *collective*, this call is not.
+    fn training<M: LearnerModel>(
+        &self,
+        directory: impl AsRef<Path>,
+        train: ShardedLoader<<M as TrainStep>::Input>,
+        valid: EvalLoader<<M as InferenceStep>::Input>,
+    ) -> SupervisedTraining<M> {
+        self.training_with(directory, train, valid, &WrapConfig::new())
+    }
+
+    /// [`training`](Self::training) with settings for the gradients, the same on every rank. Set accumulation by Burn's
+    /// `grads_accumulation`.
+    fn training_with<M: LearnerModel>(
+        &self,
+        directory: impl AsRef<Path>,
+        train: ShardedLoader<<M as TrainStep>::Input>,
+        valid: EvalLoader<<M as InferenceStep>::Input>,
+        config: &WrapConfig,
+    ) -> SupervisedTraining<M>;
+
+    /// `metric` over all ranks at the end of each split: the value for tables, early stopping and the choice of the
+    /// best checkpoint.
+    ///
+    /// For metrics that are means, see [`MeanMetric`]; for others, [`gathered_metric`](Self::gathered_metric). While a
+    /// split runs, rank 0 shows its own share. Register it on every rank, in the same order, on the result of
+    /// [`training`](Self::training).
+    fn metric<Me: MeanMetric>(&self, metric: Me) -> GlobalMetric<Me>;
+
+    /// `metric` computed from the items of all ranks, in rank order, at the end of each split: for AUROC, F-scores,
+    /// precision and the like.
+    ///
+    /// For that moment every rank holds the metric's inputs of a whole split in host memory. Register it on every rank,
+    /// in the same order, on the result of [`training`](Self::training).
+    fn gathered_metric<Me>(&self, metric: Me) -> GatheredMetric<Me>
+    where
+        Me: Metric + Numeric,
+        Me::Input: GatherInput;
+
+    /// A checkpointer for Burn's `with_custom_checkpointers` with files on rank 0's machine only: rank 0 writes and
+    /// reads them, and broadcasts what it read.
+    ///
+    /// Burn's `with_default_checkpointers` is enough where all ranks share a directory. `directory` and `name` are
+    /// those of Burn's `FileCheckpointer`, which reads the same files; the default ones are `checkpoint` in the
+    /// training's directory, and `model`, `optim` and `scheduler`.
+    fn checkpointer(&self, directory: impl AsRef<Path>, name: &str) -> SharedCheckpointer;
+}
+
+impl DdpTrainer for Ddp {
+    fn training_with<M: LearnerModel>(
+        &self,
+        directory: impl AsRef<Path>,
+        train: ShardedLoader<<M as TrainStep>::Input>,
+        valid: EvalLoader<<M as InferenceStep>::Input>,
+        config: &WrapConfig,
+    ) -> SupervisedTraining<M> {
+        let strategy = DdpStrategy::new(self.clone(), config.clone(), train.clone());
+        let training = SupervisedTraining::new(directory, Arc::new(train), Arc::new(valid))
+            .with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)));
+        if self.is_main() {
+            return training;
+        }
+        training.renderer(Box::new(SilentRenderer)).with_metric_logger(SilentLogger).with_application_logger(None)
+    }
+
+    fn metric<Me: MeanMetric>(&self, metric: Me) -> GlobalMetric<Me> {
+        GlobalMetric::new(self.clone(), metric)
+    }
+
+    fn gathered_metric<Me>(&self, metric: Me) -> GatheredMetric<Me>
+    where
+        Me: Metric + Numeric,
+        Me::Input: GatherInput,
+    {
+        GatheredMetric::new(self.clone(), metric)
+    }
+
+    fn checkpointer(&self, directory: impl AsRef<Path>, name: &str) -> SharedCheckpointer {
+        SharedCheckpointer::new(self.clone(), directory.as_ref(), name)
+    }
+}

@@ -1,0 +1,80 @@
+//! Accumulation of gradients over the micro-batches of an optimizer step.
+
+use std::collections::HashSet;
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::tensor::Tensor;
+
+/// Micro-batches since the last optimizer step, and their gradients.
+pub(super) struct MicroBatches<M> {
+    /// Micro-batches per step.
+    per_step: usize,
+    /// Micro-batches so far.
+    done: usize,
+    /// Their gradients, if the model has no reducer.
+    local: GradientsAccumulator<M>,
+}
+
+impl<M: Module> MicroBatches<M> {
+    pub(super) fn new(per_step: usize) -> Self {
+        MicroBatches { per_step, done: 0, local: GradientsAccumulator::new() }
+    }
+
+    /// True if a step has more than one micro-batch.
+    pub(super) fn accumulates(&self) -> bool {
+        self.per_step > 1
+    }
+
+    /// True if the next micro-batch is the last of its step.
+    pub(super) fn completes(&self, last_of_epoch: bool) -> bool {
+        last_of_epoch || self.done + 1 >= self.per_step
+    }
+
+    /// Adds the gradients of a micro-batch. If it `completes` the step, returns the step's gradients: the sum over its
+    /// micro-batches, as in Burn's trainer. With `reduced`, a reducer accumulated them and `grads` is their mean.
+    pub(super) fn add(
+        &mut self,
+        model: &M,
+        grads: GradientsParams,
+        completes: bool,
+        reduced: bool,
+    ) -> Option<GradientsParams> {
+        self.done += 1;
+        if !self.accumulates() {
+            self.done = 0;
+            return Some(grads);
+        }
+        if !reduced {
+            self.local.accumulate(model, grads);
+            return completes.then(|| {
+                self.done = 0;
+                self.local.grads()
+            });
+        }
+        completes.then(|| scaled(model, grads, std::mem::take(&mut self.done)))
+    }
+}
+
+/// `grads` of `model`, times `factor`.
+fn scaled<M: Module>(model: &M, mut grads: GradientsParams, factor: usize) -> GradientsParams {
+    struct Scale<'a> {
+        grads: &'a mut GradientsParams,
+        factor: f64,
+        /// Clones of a parameter share an id.
+        seen: HashSet<ParamId>,
+    }
+    impl ModuleVisitor for Scale<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if self.seen.insert(param.id)
+                && let Some(grad) = self.grads.remove::<D>(param.id)
+            {
+                self.grads.register(param.id, grad.mul_scalar(self.factor));
+            }
+        }
+    }
+    if factor > 1 {
+        model.visit(&mut Scale { grads: &mut grads, factor: factor as f64, seen: HashSet::new() });
+    }
+    grads
+}

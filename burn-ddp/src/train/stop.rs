@@ -1,0 +1,93 @@
+//! Stopping training on all ranks after the same step, with the same reason.
+
+use burn::tensor::TensorReadError;
+use burn::train::train::WorkerFailure;
+use burn::train::{Interrupter, TrainingError};
+use burn_ddp_comm::ReduceOp;
+use serde::{Deserialize, Serialize};
+
+use crate::{Ddp, Error, Result};
+
+/// A rank's reason to stop.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+enum Stop {
+    /// An interruption, with the message of `Interrupter::stop` if it has one.
+    Interrupted(Option<String>),
+    /// An error.
+    Failed(String),
+}
+
+/// True if training ends here because of any rank. *Collective*. All ranks get the reason; an error goes before an
+/// interruption.
+pub(super) fn agree_to_stop(ddp: &Ddp, interrupter: &Interrupter) -> bool {
+    match ask(ddp, interrupter) {
+        Ok(stop) => stop,
+        Err(error) => {
+            fail(ddp, interrupter, error);
+            true
+        }
+    }
+}
+
+#[track_caller]
+fn ask(ddp: &Ddp, interrupter: &Interrupter) -> Result<bool> {
+    if ddp.world_size() == 1 {
+        return Ok(interrupter.should_stop());
+    }
+    let mut stop = [u8::from(interrupter.should_stop())];
+    ddp.group().all_reduce(&mut stop, ReduceOp::Max)?;
+    if stop[0] == 0 {
+        return Ok(false);
+    }
+    let own = interrupter.error().map(|error| Stop::Failed(error.to_string()));
+    let own = own.or_else(|| interrupter.should_stop().then(|| Stop::Interrupted(interrupter.get_message())));
+    let all = ddp.group().all_gather_object(&own)?;
+    let failed = |(rank, stop): (usize, &Option<Stop>)| match stop {
+        Some(Stop::Failed(reason)) => Some((rank, reason.clone())),
+        _ => None,
+    };
+    if let Some((rank, reason)) = all.iter().enumerate().find_map(failed) {
+        if interrupter.error().is_none() {
+            interrupter.fail(failure(rank, Error::Rank { rank, reason }.to_string()));
+        }
+    } else if !interrupter.should_stop()
+        && let Some(Stop::Interrupted(reason)) = all.into_iter().flatten().next()
+    {
+        interrupter.stop(reason.as_deref());
+    }
+    Ok(true)
+}
+
+/// Rank 0's value of `own`. *Collective*; true after an error.
+pub(super) fn decide_on_main(ddp: &Ddp, interrupter: &Interrupter, own: bool) -> bool {
+    match ddp.group().broadcast_object(ddp.is_main().then_some(own), 0) {
+        Ok(verdict) => verdict,
+        Err(error) => {
+            fail(ddp, interrupter, error.into());
+            true
+        }
+    }
+}
+
+/// Stops this rank with `error`, and ends the world with it, so that the other ranks do not wait.
+pub(super) fn fail(ddp: &Ddp, interrupter: &Interrupter, error: Error) {
+    // An error from a peer is known to all ranks.
+    if !matches!(error, Error::Comm(_)) {
+        ddp.world().fail(error.to_string());
+    }
+    report(ddp, interrupter, &error);
+}
+
+/// Stops this rank's trainer with `error`.
+pub(super) fn report(ddp: &Ddp, interrupter: &Interrupter, error: &Error) {
+    interrupter.fail(failure(ddp.rank(), error.to_string()));
+}
+
+fn failure(rank: usize, message: String) -> TrainingError {
+    TrainingError::Workers(vec![WorkerFailure { device_id: rank, message }])
+}
+
+/// `error` in the type that metrics return.
+pub(super) fn metric_error(error: impl Into<Error>) -> TensorReadError {
+    burn::backend::ExecutionError::with_context(error.into().to_string()).into()
+}
