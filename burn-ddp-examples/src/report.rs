@@ -39,7 +39,7 @@ pub fn conclude<M: Module>(ddp: &Ddp, model: &M, display: &Display, run: Run<'_>
     let own = RankReport {
         items: run.work.items,
         seconds: run.work.time.as_secs_f64(),
-        wait_seconds: ddp.stats().wait.as_secs_f64(),
+        wait_seconds: ddp.telemetry().stats().wait.as_secs_f64(),
         param_hash: param_hash(model)?,
     };
     let ranks = ddp.group().all_gather_object(&own)?;

@@ -1,4 +1,4 @@
-//! The backends of Burn that burn-ddp knows, of which features choose.
+//! Burn backends that burn-ddp supports, each behind a feature.
 
 /// Implements a backend extension, by its default bodies, for all of them.
 macro_rules! extend_backends {

@@ -1,4 +1,4 @@
-//! Which device a rank computes on.
+//! Choice of the device on which a rank computes.
 
 use burn::backend::DispatchDevice;
 use burn::tensor::Device;
@@ -7,26 +7,26 @@ use burn::tensor::DeviceType;
 
 use crate::{Error, Result};
 
-/// Chooses a kind of device, as it does for Burn's default device.
+/// Variable that chooses a kind of device, as for Burn's default device.
 const KIND: &str = "BURN_DEVICE";
-/// Lets the ranks of a machine share its GPUs.
+/// Variable that lets the ranks of a machine share its GPUs.
 const SHARE: &str = "BURN_DDP_SHARE_DEVICES";
-/// What launchers set that give each rank a GPU of its own.
+/// Variables of launchers that give each rank a GPU of its own.
 const VISIBLE: [&str; 3] = ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"];
 
 /// A kind of device that is built in.
 struct Kind {
-    /// As [`KIND`] says it.
+    /// Its name in [`KIND`].
     name: &'static str,
-    /// Those that there are: one per rank; or the only one, which all ranks compute on.
+    /// Finds the devices of this kind.
     devices: fn() -> Devices,
 }
 
 enum Devices {
     #[cfg_attr(not(any(feature = "cube", feature = "tch")), allow(dead_code))]
-    /// GPUs, none of which were opened.
+    /// GPUs, one per rank. None is opened.
     Each(Vec<Device>),
-    /// The processor: what ranks share anyway.
+    /// The processor, on which all ranks compute.
     Shared(Device),
 }
 
@@ -83,7 +83,7 @@ fn gpus(kind: DeviceType) -> Devices {
     }
 }
 
-/// Whether this is the processor in disguise.
+/// True if the device is the processor, as a GPU driver emulates one.
 fn is_emulated(device: &Device) -> bool {
     match device.as_dispatch() {
         #[cfg(any(feature = "wgpu", feature = "vulkan", feature = "metal", feature = "webgpu"))]
@@ -94,20 +94,20 @@ fn is_emulated(device: &Device) -> bool {
     }
 }
 
-/// The device of the rank `local_rank` of its machine.
+/// Device of the rank `local_rank` of its machine.
 pub(crate) fn of_rank(local_rank: usize, local_world_size: usize) -> Result<Device> {
-    let place = Place { local_rank, local_world_size };
-    place.choose(kinds(), &|name| std::env::var(name).ok())
+    let rank = LocalRank { local_rank, local_world_size };
+    rank.choose(kinds(), &|name| std::env::var(name).ok())
 }
 
-/// A rank among those of its machine.
+/// Number of a rank among those of its machine.
 #[derive(Clone, Copy)]
-struct Place {
+struct LocalRank {
     local_rank: usize,
     local_world_size: usize,
 }
 
-impl Place {
+impl LocalRank {
     fn choose(self, kinds: Vec<Kind>, env: &dyn Fn(&str) -> Option<String>) -> Result<Device> {
         let Some(wanted) = env(KIND).map(|name| name.trim().to_lowercase()) else {
             let built_in: Vec<_> = kinds.iter().map(|kind| (kind.name, (kind.devices)())).collect();
@@ -121,8 +121,9 @@ impl Place {
             let any = gpu.or_else(processor).unwrap_or(0);
             return match built_in.into_iter().nth(any) {
                 Some((name, devices)) => self.one_of(name, devices, env),
-                None => Err(Error::Use(
-                    "burn-ddp was built without a backend: enable its feature `flex`, or one for GPUs such as `cuda` or `wgpu`".into(),
+                None => Err(Error::invalid(
+                    "burn-ddp was built without a backend: enable its feature `flex`, or one for GPUs such as `cuda` \
+                     or `wgpu`",
                 )),
             };
         };
@@ -130,8 +131,9 @@ impl Place {
             Some(kind) => self.one_of(kind.name, (kind.devices)(), env),
             None => {
                 let names: Vec<_> = kinds.iter().map(|kind| kind.name).collect();
-                Err(Error::Use(format!(
-                    "{KIND}={wanted}, but that is not built in; built in are: {}. Enable burn-ddp's feature of that name",
+                Err(Error::invalid(format!(
+                    "{KIND}={wanted}, but that is not built in; built in are: {}. Enable burn-ddp's feature of that \
+                     name",
                     names.join(", ")
                 )))
             }
@@ -139,7 +141,7 @@ impl Place {
     }
 
     fn one_of(self, kind: &str, devices: Devices, env: &dyn Fn(&str) -> Option<String>) -> Result<Device> {
-        let Place { local_rank, local_world_size } = self;
+        let LocalRank { local_rank, local_world_size } = self;
         let gpus = match devices {
             Devices::Shared(device) => return Ok(device),
             Devices::Each(gpus) => gpus,
@@ -149,7 +151,7 @@ impl Place {
         let shared = || env(SHARE).is_some_and(|text| text.trim() == "1");
         let index = match gpus.len() {
             0 => {
-                return Err(Error::Use(format!(
+                return Err(Error::invalid(format!(
                     "there is no {kind} device on this machine: {KIND} chooses another kind"
                 )));
             }
@@ -157,9 +159,10 @@ impl Place {
             _ if given() => 0,
             count if shared() => local_rank % count,
             count => {
-                return Err(Error::Use(format!(
-                    "local rank {local_rank} of {local_world_size} has no {kind} device: this machine has {count}. Start at most {count} \
-                     ranks on it, or set {SHARE}=1 to share them on purpose, or choose yourself: `ddp.device_of(|local_rank| …)`"
+                return Err(Error::invalid(format!(
+                    "local rank {local_rank} of {local_world_size} has no {kind} device: this machine has {count}. \
+                     Start at most {count} ranks on it, or set {SHARE}=1 to share them on purpose, or choose \
+                     yourself: `ddp.device_of(|local_rank| …)`"
                 )));
             }
         };
@@ -167,22 +170,22 @@ impl Place {
     }
 }
 
-/// What kind of device this is, as `BURN_DEVICE` says it where that has a name for it.
+/// Kind of a device, by its name in `BURN_DEVICE` if it has one.
 pub(crate) fn kind(device: &Device) -> String {
     supported(device).unwrap_or_else(|other| other)
 }
 
-/// Whether the taps work on this device, else what to do.
+/// Checks that gradients can be intercepted on this device.
 pub(crate) fn check_supported(device: &Device) -> Result<()> {
     supported(device).map(drop).map_err(|other| {
-        Error::Use(format!(
-            "burn-ddp has no support for {other} built in: enable the feature of burn-ddp that is named like its backend, as for Burn \
-             itself (flex, ndarray, tch, wgpu, vulkan, metal, webgpu, cuda, rocm, cpu)"
+        Error::invalid(format!(
+            "burn-ddp has no support for {other} built in: enable the feature of burn-ddp that is named like its \
+             backend, as for Burn itself (flex, ndarray, tch, wgpu, vulkan, metal, webgpu, cuda, rocm, cpu)"
         ))
     })
 }
 
-/// The kind of a device on which the taps work; of any other, what Burn calls it.
+/// Kind of a device on which gradients can be intercepted; the error is Burn's name of any other.
 fn supported(device: &Device) -> Result<String, String> {
     let plain = device.clone().without_autodiff();
     match plain.as_dispatch() {
@@ -209,7 +212,7 @@ pub(crate) fn cuda_ordinal(device: &Device) -> Option<usize> {
     }
 }
 
-/// Whether the device computes on its own while the host goes on.
+/// True if the device computes while the host goes on.
 pub(crate) fn is_asynchronous(device: &Device) -> bool {
     let plain = device.clone().without_autodiff();
     match plain.as_dispatch() {
@@ -223,14 +226,14 @@ pub(crate) fn is_asynchronous(device: &Device) -> bool {
 mod tests {
     use super::*;
 
-    /// Stands for `count` GPUs: what is chosen is told by its index.
+    /// Stands for `count` GPUs.
     fn gpus(count: usize) -> Devices {
         Devices::Each((0..count).map(|_| Device::flex()).collect())
     }
 
     fn one_of(local_rank: usize, count: usize, set: &[(&str, &str)]) -> Result<Device> {
         let env = |name: &str| set.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string());
-        Place { local_rank, local_world_size: 4 }.one_of("cuda", gpus(count), &env)
+        LocalRank { local_rank, local_world_size: 4 }.one_of("cuda", gpus(count), &env)
     }
 
     #[test]
@@ -257,7 +260,7 @@ mod tests {
                 Kind { name: "some", devices: || gpus(1) },
             ];
             let env = |name: &str| (name == KIND).then(|| kind.map(String::from)).flatten();
-            Place { local_rank: 1, local_world_size: 2 }.choose(kinds, &env)
+            LocalRank { local_rank: 1, local_world_size: 2 }.choose(kinds, &env)
         };
         assert!(chosen(Some("flex")).is_ok());
         assert!(chosen(Some("Flex ")).is_ok());
@@ -272,8 +275,8 @@ mod tests {
             Kind { name: "cuda", devices: || gpus(0) },
             Kind { name: "flex", devices: || Devices::Shared(Device::flex()) },
         ];
-        assert_eq!(Place { local_rank: 3, local_world_size: 4 }.choose(kinds, &|_| None).unwrap(), Device::flex());
-        let error = Place { local_rank: 0, local_world_size: 1 }.choose(Vec::new(), &|_| None).unwrap_err();
+        assert_eq!(LocalRank { local_rank: 3, local_world_size: 4 }.choose(kinds, &|_| None).unwrap(), Device::flex());
+        let error = LocalRank { local_rank: 0, local_world_size: 1 }.choose(Vec::new(), &|_| None).unwrap_err();
         assert!(error.to_string().contains("without a backend"), "{error}");
     }
 }

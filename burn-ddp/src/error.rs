@@ -1,4 +1,4 @@
-//! What can go wrong, sorted by who can act.
+//! Errors of this crate, sorted by their cause.
 
 use burn_ddp_comm as comm;
 
@@ -7,9 +7,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why an operation of burn-ddp failed.
 ///
-/// After [`Error::Backward`] and [`Error::ReplicasDiffer`] the ranks are no longer in step: start again from a checkpoint. After [`Error::Comm`] ask
-/// [`comm::Error::group_usable`]. What all ranks see alike ([`Error::Use`], [`Error::ModelsDiffer`], [`Error::File`]) leaves the
-/// job usable.
+/// After [`Error::Backward`] and [`Error::ReplicasDiffer`] the ranks are no longer in step: start again from a
+/// checkpoint. After [`Error::Comm`] ask [`comm::Error::group_usable`]. Errors that all ranks see alike
+/// ([`Error::Invalid`], [`Error::ModelsDiffer`], [`Error::File`]) leave the job usable.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -22,36 +22,64 @@ pub enum Error {
     /// Loading or sharding data failed.
     #[error(transparent)]
     Data(Box<crate::data::DataError>),
-    /// The models that the ranks hand to `wrap` are not the same model.
-    #[error("the ranks do not hold the same model: {0}")]
-    ModelsDiffer(String),
-    /// The call cannot work as it is written; nothing was sent and the job can go on.
-    #[error("{0}")]
-    Use(String),
+    /// A call, a setting or the machine does not allow what was asked for; nothing was sent and the job can go on.
+    #[error("{}{reason}", prefix(.rank))]
+    Invalid {
+        /// The rank that found it; `None` if it is this one, or all.
+        rank: Option<usize>,
+        /// The problem, and what to do.
+        reason: String,
+    },
+    /// The ranks hold models with different parameters or buffers.
+    #[error("the ranks do not hold the same model: {difference}")]
+    ModelsDiffer {
+        /// The first rank whose model differs from rank 0's.
+        rank: usize,
+        /// The first parameter or buffer that differs, on both ranks.
+        difference: String,
+    },
     /// The replicas have drifted apart: parameters differ between ranks that should be the same bits.
-    #[error("the replicas differ: {0}; something changed parameters on one rank only, or a gradient went past its tap")]
-    ReplicasDiffer(String),
+    #[error(
+        "the replicas differ{}: {difference}; something changed parameters on one rank only, or a gradient went past \
+         its tap",
+        in_step(.step)
+    )]
+    ReplicasDiffer {
+        /// The step whose forward read them; `None` outside of a step.
+        step: Option<u64>,
+        /// Path of the first parameter that differs.
+        parameter: String,
+        /// Ranks that differ from most others, or all that hold different values.
+        ranks: Vec<usize>,
+        /// Both in words.
+        difference: String,
+    },
     /// A backward could not deliver averaged gradients.
     #[error("backward on rank {rank}: {reason}")]
     Backward {
         /// The rank that failed first, as far as this rank knows.
         rank: usize,
-        /// What happened and what to do.
+        /// The problem, and what to do.
         reason: String,
     },
-    /// Reading or writing a file failed, on the rank that is named.
-    #[error("{0}")]
-    File(String),
+    /// Reading or writing a file failed.
+    #[error("{}{reason}", prefix(.rank))]
+    File {
+        /// The rank that failed; `None` if it is this one.
+        rank: Option<usize>,
+        /// The file and the problem.
+        reason: String,
+    },
     /// The job that `Ddp::launch` started did not succeed.
     #[error("{report}")]
     Job {
-        /// What a launcher would exit with: the code of the rank that failed first, 128 + signal if a signal killed it or
+        /// Exit code for a launcher: the code of the rank that failed first, 128 + signal if a signal killed it or
         /// stopped the job.
         exit_code: i32,
-        /// Which rank failed first and how, or which signal stopped the job.
+        /// The rank that failed first and how, or the signal that stopped the job.
         report: String,
     },
-    /// A rank's closure returned an error or panicked (`Ddp::spawn`), or rank 0's did (`Ddp::rank_zero_first`).
+    /// A rank's closure returned an error or panicked (`Ddp::spawn`), or rank 0's did (`Ddp::main_first`).
     #[error("rank {rank} failed: {reason}")]
     Rank {
         /// The rank that failed first.
@@ -71,4 +99,24 @@ impl From<crate::data::DataError> for Error {
     fn from(error: crate::data::DataError) -> Self {
         Error::Data(Box::new(error))
     }
+}
+
+impl Error {
+    /// [`Error::Invalid`] of this rank, or of all alike.
+    pub(crate) fn invalid(reason: impl Into<String>) -> Self {
+        Error::Invalid { rank: None, reason: reason.into() }
+    }
+
+    /// [`Error::File`] of this rank.
+    pub(crate) fn file(reason: impl Into<String>) -> Self {
+        Error::File { rank: None, reason: reason.into() }
+    }
+}
+
+fn prefix(rank: &Option<usize>) -> String {
+    rank.map_or_else(String::new, |rank| format!("rank {rank} "))
+}
+
+fn in_step(step: &Option<u64>) -> String {
+    step.map_or_else(String::new, |step| format!(" in step {step}"))
 }

@@ -1,23 +1,22 @@
-//! What Horovod offers beside the average of gradients: broadcasts of parameters and of optimizer state.
+//! Horovod's names for two broadcasts. Its `DistributedOptimizer` is [`crate::DistributedOptimizer`].
 
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
-use burn::tensor::Device;
 
 use crate::ddp::Ddp;
-use crate::schema::Schema;
-use crate::{Result, agree, buffers, intercept, optimizer_state, wrap};
+use crate::model::broadcast;
+use crate::{Result, optimizer};
 
 impl Ddp {
     /// `root`'s parameters and buffers on every rank, wrapped or not; parameter ids stay what they are. *Collective*.
     ///
-    /// Each rank passes a model of the same shape and holds the same values after. [`Ddp::wrap`] does this from rank 0 by itself. It is
-    /// Horovod's `broadcast_parameters`.
+    /// Each rank passes a model of the same shape and holds the same values after. [`Ddp::wrap`] does this from rank 0
+    /// by itself.
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::ModelsDiffer`](crate::Error::ModelsDiffer) naming the first parameter that differs and both shapes;
-    /// [`Error::Comm`](crate::Error::Comm) if a peer failed or `root` is no rank.
+    /// On every rank: [`Error::ModelsDiffer`](crate::Error::ModelsDiffer) naming the first parameter that differs and
+    /// both shapes; [`Error::Comm`](crate::Error::Comm) if a peer failed or `root` is no rank.
     ///
     /// # Example
     ///
@@ -33,32 +32,19 @@ impl Ddp {
     /// ```
     #[track_caller]
     pub fn broadcast_parameters<M: Module>(&self, model: M, root: usize) -> Result<M> {
-        let mine = intercept::bypass(|| {
-            // Running statistics lag one update behind what `visit` shows; `valid` brings them up to date.
-            drop(model.valid());
-            let schema = Schema::of(&model)?;
-            Ok((schema.first_clones(&model)?, schema))
-        });
-        let (first, schema) = agree::on_outcome(self.group(), "broadcast its model", mine)?;
-        agree::on_model(self.group(), &schema.entries)?;
-        let first = self.group().broadcast_object(Some(first), root)?;
-        let trains = model.devices().iter().any(Device::is_autodiff);
-        // Ranks that are threads may have started from one model, whose clones share running statistics.
-        let model = if trains && intercept::find(&model).is_empty() { buffers::unshared(model) } else { model };
-        let devices = wrap::devices(&model);
-        let shared_by = (self.world_size() > 1).then_some((self.group(), root));
-        intercept::bypass(|| wrap::share_values(model, shared_by, devices, &schema, first))
+        broadcast::model(self.group(), model, root)
     }
 
     /// Gives every rank the state of `root`'s optimizer (momentum, moments, step counts), bit by bit. *Collective*.
     ///
-    /// Each rank passes its optimizer, of the same kind everywhere, and the model that it trains. What it had before is replaced; a `root`
-    /// that has not stepped yet leaves none. It is Horovod's `broadcast_optimizer_state`.
+    /// Each rank passes its optimizer, of the same kind everywhere, and the model that it trains. The state that it had
+    /// is replaced; a `root` that has not stepped yet leaves none.
     ///
     /// # Errors
     ///
-    /// On every rank, and nothing has changed: [`Error::ModelsDiffer`](crate::Error::ModelsDiffer); [`Error::Use`](crate::Error::Use) if
-    /// the optimizers are of different kinds, or the state cannot be loaded without loss.
+    /// On every rank, and nothing has changed: [`Error::ModelsDiffer`](crate::Error::ModelsDiffer);
+    /// [`Error::Invalid`](crate::Error::Invalid) if the optimizers are of different kinds, or the state cannot be
+    /// loaded without loss.
     #[track_caller]
     pub fn broadcast_optimizer_state<M: Module>(
         &self,
@@ -66,6 +52,6 @@ impl Ddp {
         model: &M,
         root: usize,
     ) -> Result<()> {
-        optimizer_state::broadcast(self.group(), optim, model, root)
+        optimizer::state::broadcast(self.group(), optim, model, root)
     }
 }

@@ -1,33 +1,35 @@
-//! Ranks whose loaders, not ours, end at different steps.
+//! `join`: ranks whose own loaders end at different steps.
 
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 
 use crate::ddp::Ddp;
-use crate::{Error, Result, intercept};
+use crate::wrap::only;
+use crate::{Result, intercept};
 
 impl Ddp {
-    /// Waits for the ranks that still have data, and ends with the model and the optimizer of those that had most. *Collective*: every
-    /// rank calls it when its own data are used up, not at the same time.
+    /// Waits for the ranks that still have data, and ends with the model and the optimizer of those that had most.
+    /// *Collective*: every rank calls it when its own data are used up, not at the same time.
     ///
-    /// For loaders that give ranks different numbers of batches, which ours ([`Ddp::loader`]) never do. It is
-    /// torch's [`Join`](https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html). A rank that has called it takes
-    /// part in the reductions of the others with weight 0, so gradients are the mean over the ranks that still train, each backward
-    /// counting 1 or what [`Ddp::weight`] says. Micro-batches that this rank holds for
-    /// [accumulation](crate::WrapConfig::with_accumulation) count in the step that another rank completes; if none does, they are thrown
-    /// away. When every rank has called it, all have the parameters, running statistics and optimizer state of a rank that trained
-    /// to the end.
+    /// For loaders that give ranks different numbers of batches, which ours ([`Ddp::loader`]) never do. It is torch's
+    /// [`Join`](https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html). A rank that has called it takes
+    /// part in the reductions of the others with weight 0, so gradients are the mean over the ranks that still train,
+    /// each backward counting 1 or what [`Ddp::set_batch_items`] says. Micro-batches that this rank holds for
+    /// [accumulation](crate::WrapConfig::with_accumulation) count in the step that another rank completes; if none
+    /// does, they are thrown away. When every rank has called it, all have the parameters, running statistics and
+    /// optimizer state of a rank that trained to the end.
     ///
-    /// Returns how many optimizer steps this rank missed: a learning-rate schedule that counts steps must be moved on by as many.
+    /// Returns how many optimizer steps this rank missed: a learning-rate schedule that counts steps must be moved on
+    /// by as many.
     ///
     /// Until then the ranks that train may call no other collective that those which wait do not (`ddp.mean`), nor
-    /// [`Ddp::discard`]. `model` is all that is trained in the loop: wrap several models as one module. Alone it does nothing but discard
-    /// what is held.
+    /// [`Ddp::discard_accumulated`]. `model` is all that is trained in the loop: wrap several models as one module.
+    /// Alone it does nothing but discard what is held.
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if `model` is not one wrapped model; [`Error::Comm`] if a peer failed, or left without calling it;
-    /// [`Error::ReplicasDiffer`] as every backward.
+    /// [`Error::Invalid`] if `model` is not one wrapped model; [`Error::Comm`] if a peer failed, or left without
+    /// calling it; [`Error::ReplicasDiffer`] as every backward.
     ///
     /// # Example
     ///
@@ -55,19 +57,14 @@ impl Ddp {
     /// ```
     #[track_caller]
     pub fn join<M: Module + 'static>(&self, model: &mut M, optim: &mut ModuleOptimizer) -> Result<usize> {
-        let tapped = intercept::find(model);
+        let wrapped = intercept::find(model);
         if self.world_size() == 1 {
-            tapped.iter().for_each(|tapped| tapped.discard());
+            wrapped.iter().for_each(|wrapped| wrapped.discard());
             return Ok(0);
         }
-        let [tapped] = tapped.as_slice() else {
-            return Err(Error::Use(match tapped.len() {
-                0 => "the model is not wrapped: join with what `ddp.wrap(model)` returned".into(),
-                n => format!("the model consists of {n} wrapped parts: wrap it as a whole"),
-            }));
-        };
-        let mine = tapped.steps();
-        while tapped.shadow()? {}
+        let wrapped = only(&wrapped, "join with")?;
+        let mine = wrapped.steps();
+        while wrapped.shadow()? {}
 
         let steps = self.group().all_gather_object(&mine)?;
         let last = *steps.iter().max().expect("a world has ranks");
@@ -75,7 +72,7 @@ impl Ddp {
             let root = steps.iter().position(|steps| *steps == last).expect("one has most");
             *model = self.broadcast_parameters(model.clone(), root)?;
             // Clones of a parameter are as they are on the root, where an optimizer stepped.
-            tapped.note_map();
+            wrapped.note_map();
             self.broadcast_optimizer_state(optim, model, root)?;
         }
         Ok((last - mine) as usize)

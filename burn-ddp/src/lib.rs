@@ -1,12 +1,13 @@
 //! Data-parallel training for the [Burn](https://burn.dev) deep-learning framework.
 //!
-//! Each of several processes (*ranks*) holds the same model, sees its own share of the data, and computes gradients; burn-ddp
-//! averages them inside `loss.backward()` and Burn's own optimizers go on from there. What torch DDP and torchrun, Horovod and
-//! `MirroredStrategy` are to Python.
+//! Each of several processes (*ranks*) holds the same model, sees its own share of the data, and computes gradients;
+//! burn-ddp averages them inside `loss.backward()` and Burn's own optimizers go on from there. What torch DDP and
+//! torchrun, Horovod and `MirroredStrategy` are to Python.
 //!
 //! # Example
 //!
-//! The loop people write; `cargo run` runs it alone, `burnrun --nproc-per-node 8` on eight ranks. Here two ranks are threads:
+//! The loop people write; `cargo run` runs it alone, `burnrun --nproc-per-node 8` on eight ranks. Here two ranks are
+//! threads:
 //!
 //! ```
 //! use burn::nn::{Linear, LinearConfig};
@@ -38,80 +39,82 @@
 //!
 //! | | |
 //! |---|---|
-//! | [`Ddp`] | one rank: `init`, `launch`, `spawn`; `wrap`; `mean`, `save`, collectives on tensors |
-//! | [`WrapConfig`], [`Reduction`], [`BufferPolicy`] | accumulation, mean or sum, bucket sizes, running statistics |
-//! | [`nn`] | `SyncBatchNorm`: the batch of all ranks |
-//! | [`clip_grad_norm`], [`clip_grad_value`], [`grad_norm`] | on averaged gradients |
+//! | [`Ddp`] | one rank: `init`, `launch`, `spawn`; `wrap`; `mean`, `save` |
+//! | [`WrapConfig`], [`GradientReduction`], [`BufferPolicy`] | accumulation, mean or sum, bucket sizes, running statistics |
+//! | [`nn`] | `SyncBatchNorm`: statistics over the batches of all ranks |
+//! | [`clip_grad_norm`], [`clip_grad_value`], [`grad_norm`] | clipping of averaged gradients |
 //! | [`DdpConfig`] | all settings in one file |
-//! | [`checkpoint`] | one unit to go on from: model, optimizers, schedules, values; complete or not there |
-//! | [`data`] | this rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
+//! | [`checkpoint`] | model, optimizers, schedules and values as one unit, complete or not there |
+//! | [`data`] | each rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
+//! | [`Collectives`] | `all_reduce`, `broadcast`, … on tensors |
 //! | [`Differentiable`] | collectives that gradients go through |
 //! | `train` | with the feature `train`: Burn's `SupervisedTraining` on all ranks |
-//! | [`DdpBackend`], [`GradientMemory`] | the backend extension that intercepts gradients, and what a backend's memory can do; used by `wrap` |
-//! | [`Stats`], [`Straggler`] | where the time of steps goes |
-//! | [`comm`] | below: worlds, process groups, collectives on slices; knows nothing of Burn |
+//! | [`Telemetry`], [`Stats`], [`Straggler`] | where the time of steps goes |
+//! | [`DistributedOptimizer`] | Horovod's way: averages in front of the optimizer, for models that are not wrapped |
+//! | [`comm`] | the layer below: worlds, process groups, collectives on slices; knows nothing of Burn |
 //! | [`Error`] | what can go wrong |
 //!
 //! The repository's `docs/` has concepts, architecture, numerics and errors.
 #![deny(unsafe_code)]
-// Burn deprecates these backends; those who still use them are served.
+// Burn deprecates these backends; they are still supported.
 #![cfg_attr(any(feature = "ndarray", feature = "tch"), allow(deprecated))]
 
-mod agree;
+mod agreement;
 mod backends;
-mod buffers;
-mod burnpack;
+mod batch_weight;
 pub mod checkpoint;
-mod clip;
-mod collective;
+mod collectives;
 pub mod config;
 mod convert;
 pub mod data;
 mod ddp;
 mod device;
 mod differentiable;
-mod distributed_optimizer;
+mod engine_choice;
 mod error;
 mod gradients;
 mod horovod;
 mod intercept;
 mod join;
-mod meter;
+mod model;
+#[cfg(feature = "nccl")]
+mod nccl;
 pub mod nn;
-mod optimizer_state;
-mod placement;
-mod replicas;
-mod save;
-mod schema;
+mod optimizer;
 mod seed;
-mod spawn;
-mod stats;
-mod straggler;
+mod telemetry;
 #[cfg(feature = "train")]
 pub mod train;
-mod weight;
 mod wrap;
 
-pub use buffers::BufferPolicy;
-/// Ranks talking: the crate `burn-ddp-comm`.
+/// Communication between ranks: the crate `burn-ddp-comm`.
 pub use burn_ddp_comm as comm;
-pub use burn_ddp_comm::{Options, ReduceOp};
-pub use clip::{clip_grad_norm, clip_grad_value, grad_norm};
+pub use burn_ddp_comm::{ReduceOp, WorldOptions};
+pub use collectives::Collectives;
 pub use config::{BatchSizes, DdpConfig};
 pub use ddp::Ddp;
-pub use differentiable::{Adjoint, CollectiveBackend, Differentiable};
-pub use distributed_optimizer::DistributedOptimizer;
+pub use differentiable::Differentiable;
 pub use error::{Error, Result};
-pub use gradients::{DeviceLoan, GradientMemory, HostCopy, Reduction};
-pub use intercept::{DdpBackend, ModelOpening, TapHandle};
-pub use save::param_hash;
-pub use stats::Stats;
-pub use straggler::Straggler;
+pub use gradients::GradientReduction;
+pub use model::running_stats::BufferPolicy;
+pub use model::save::param_hash;
+pub use optimizer::clip::{clip_grad_norm, clip_grad_value, grad_norm};
+pub use optimizer::distributed::DistributedOptimizer;
+pub use telemetry::{Stats, Straggler, Telemetry};
 pub use wrap::WrapConfig;
 
-/// What a training program imports.
+/// Traits and types between burn-ddp and Burn's backends. Programs do not name them.
+#[doc(hidden)]
+pub mod backend {
+    pub use crate::differentiable::{Adjoint, CollectiveBackend};
+    pub use crate::gradients::{DeviceLoan, GradientMemory, HostCopy};
+    pub use crate::intercept::{DdpBackend, ModelOpening, TapHandle};
+    pub use crate::nn::sync_batch_norm_node::{SyncBatchNormBackend, SyncedBatch};
+}
+
+/// The imports of a training program.
 pub mod prelude {
     #[cfg(feature = "train")]
     pub use crate::train::DdpTrainer;
-    pub use crate::{BufferPolicy, Ddp, DdpConfig, DistributedOptimizer, ReduceOp, Reduction, WrapConfig, param_hash};
+    pub use crate::{BufferPolicy, Collectives, Ddp, DdpConfig, GradientReduction, ReduceOp, WrapConfig, param_hash};
 }

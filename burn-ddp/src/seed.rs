@@ -1,14 +1,14 @@
-//! Which random numbers a rank draws, as a pure function of the seed of [`Ddp::seed`](crate::Ddp::seed).
+//! Seeds of the random numbers that a rank draws, as a pure function of the seed of [`Ddp::seed`](crate::Ddp::seed).
 
 use burn::tensor::Device;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// What [`Ddp::seed`](crate::Ddp::seed) said.
+/// Seed that was set by [`Ddp::seed`](crate::Ddp::seed).
 #[derive(Debug)]
 pub(crate) struct Seed {
     device: Device,
     seed: u64,
-    /// Models wrapped since.
+    /// Number of models wrapped since.
     wraps: u64,
 }
 
@@ -17,20 +17,20 @@ impl Seed {
         Seed { device: device.clone(), seed, wraps: 0 }
     }
 
-    /// A model was wrapped: another seed each time, so that random streams do not begin anew.
+    /// Seed after the next `wrap`: another one each time, so that random streams do not begin anew.
     pub(crate) fn of_next_wrap(&mut self, rank: usize) -> u64 {
         self.wraps += 1;
         derive(self.seed, "wrap", [rank as u64, self.wraps])
     }
 
-    /// A training loader hands out a batch.
+    /// Seeds the device for a batch of a training loader.
     pub(crate) fn seed_batch(&self, rank: usize, loader: u64, epoch: usize, first: usize) {
         self.device.seed(of_batch(self.seed, rank, loader, epoch, first));
     }
 }
 
-/// The seed for what follows the batch of a step: `first` is the item of the epoch's order at which the step of all ranks begins, which
-/// is the same whether or not the epoch was interrupted before.
+/// Seed for the random numbers that follow the batch of a step: `first` is the item of the epoch's order at which the step of all
+/// ranks begins, which is the same whether or not the epoch was interrupted before.
 fn of_batch(seed: u64, rank: usize, loader: u64, epoch: usize, first: usize) -> u64 {
     derive(seed, "batch", [rank as u64, loader, epoch as u64, first as u64])
 }

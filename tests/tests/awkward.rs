@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use burn_ddp::{Ddp, Options};
+use burn_ddp::{Ddp, WorldOptions};
 use burn_ddp_tests::awkward::{self, Outcome};
 use burn_ddp_tests::job::{job, line, stderr, stdout};
 use burn_ddp_tests::{awkward_cases, distance};
@@ -40,7 +40,7 @@ fn is_flex() -> bool {
 
 fn threads(world: usize, case: &str) -> Result<Vec<Outcome>, String> {
     let options =
-        Options { timeout: Duration::from_secs(30), join_timeout: Duration::from_secs(30), ..Options::default() };
+        WorldOptions { timeout: Duration::from_secs(30), join_timeout: Duration::from_secs(30), ..WorldOptions::default() };
     Ddp::spawn_with(world, options, |ddp| awkward::run(case, &ddp).expect("the case is in the list"))
         .map_err(|e| e.to_string())
 }

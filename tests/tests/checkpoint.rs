@@ -329,7 +329,7 @@ fn calls_that_differ_between_ranks_are_errors_and_no_hang() {
         let rank = ddp.rank() as u64;
         let steps = checkpoints.save(5 + rank, |_| Ok(())).unwrap_err().to_string();
         let refused = |_: &mut burn_ddp::checkpoint::CheckpointWriter<'_>| match rank {
-            1 => Err(burn_ddp::Error::Use("no config".into())),
+            1 => Err(burn_ddp::Error::Invalid { rank: None, reason: "no config".into() }),
             _ => Ok(()),
         };
         let filled = checkpoints.save(5, refused).unwrap_err().to_string();

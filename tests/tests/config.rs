@@ -37,7 +37,7 @@ fn epoch(ddp: &Ddp, config: &DdpConfig) -> anyhow::Result<(u64, usize, usize)> {
         items.push(batch.dims()[0]);
         model.forward(batch).mean().backward();
     }
-    Ok((ddp.stats().steps, items.len(), items[0]))
+    Ok((ddp.telemetry().stats().steps, items.len(), items[0]))
 }
 
 #[test]

@@ -8,7 +8,7 @@ use burn_ddp::prelude::*;
 use burn_ddp_tests::*;
 
 /// Fixture F: `Linear(1→1)`, w = 1, rank r feeds `[2r, 2r+1]`, loss Σ y².
-fn fixture(reduction: Reduction) -> Vec<f32> {
+fn fixture(reduction: GradientReduction) -> Vec<f32> {
     Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
         let mut model = LinearConfig::new(1, 1).with_bias(false).init(&device);
@@ -25,8 +25,8 @@ fn fixture(reduction: Reduction) -> Vec<f32> {
 
 #[test]
 fn fixture_f_mean_is_14_and_sum_is_28() {
-    assert_eq!(fixture(Reduction::Mean), [14.0, 14.0]);
-    assert_eq!(fixture(Reduction::Sum), [28.0, 28.0]);
+    assert_eq!(fixture(GradientReduction::Mean), [14.0, 14.0]);
+    assert_eq!(fixture(GradientReduction::Sum), [28.0, 28.0]);
 }
 
 /// C3: `world` ranks with a part of the batch each follow one rank with the whole batch; bits equal between ranks.
@@ -89,7 +89,7 @@ fn one_collective_per_bucket_and_most_of_them_during_backward() {
         let config = WrapConfig::new().with_bucket_cap_bytes(600).with_first_bucket_cap_bytes(200).with_overlap(true);
         let model = train(&ddp, Mlp::new(&device), Optim::Sgd, 5, 8, &config)?;
         drop(model);
-        Ok(ddp.stats())
+        Ok(ddp.telemetry().stats())
     })
     .unwrap();
     for s in stats {
@@ -119,7 +119,7 @@ fn accumulation_is_one_big_batch_with_one_reduction() {
                 let mut start = ddp.rank() * 12;
                 let mut last = None;
                 for (i, n) in sizes.into_iter().enumerate() {
-                    ddp.weight(n as f64)?;
+                    ddp.set_batch_items(n as f64)?;
                     let grads = GradientsParams::from_grads(batch(start, n).backward(), &model);
                     assert_eq!(grads.len(), if i + 1 < K { 0 } else { 6 });
                     start += n;
@@ -130,7 +130,7 @@ fn accumulation_is_one_big_batch_with_one_reduction() {
                 GradientsParams::from_grads(batch(0, 24).backward(), &model)
             };
             let g = grads.get::<2>(model.b.weight.id).unwrap().into_data().try_to_vec::<f64>().unwrap();
-            Ok((g, ddp.stats().steps))
+            Ok((g, ddp.telemetry().stats().steps))
         })
         .unwrap()
     };
@@ -170,7 +170,7 @@ fn no_sync_holds_and_discard_forgets() {
         let get = |g: &GradientsParams| g.get::<2>(model.a.weight.id).unwrap().into_data().try_to_vec::<f32>().unwrap();
         let clean = get(&grads(0));
         assert_eq!(ddp.no_sync(&model, || grads(50).len())?, 0);
-        ddp.discard(&model);
+        ddp.discard_accumulated(&model);
         assert_eq!(get(&grads(0)), clean, "discarded gradients are gone");
         assert_eq!(ddp.no_sync(&model, || grads(50).len())?, 0);
         assert_ne!(get(&grads(0)), clean, "held gradients count");
@@ -189,7 +189,7 @@ fn weights_of_ranks_are_weights_of_items() {
         model.weight = model.weight.map(|w| w.ones_like().detach().require_grad());
         let model = ddp.wrap(model)?;
         let x: &[f32] = if ddp.rank() == 0 { &[1.0] } else { &[2.0, 3.0, 6.0] };
-        ddp.weight(x.len() as f64)?;
+        ddp.set_batch_items(x.len() as f64)?;
         let x = Tensor::<1>::from_floats(x, &device).unsqueeze_dim::<2>(1);
         let grads = model.forward(x).mean().backward();
         Ok(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>())

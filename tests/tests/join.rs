@@ -7,7 +7,7 @@ use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::{DType, TensorData};
 use burn_ddp::prelude::*;
-use burn_ddp::{Options, Result};
+use burn_ddp::{WorldOptions, Result};
 use burn_ddp_tests::{Normed, device, distance, number, rows, to_f64, values};
 
 /// Two heads, of which a micro-batch uses one.
@@ -43,7 +43,7 @@ struct Case {
     /// `[epoch][rank][micro-batch]`
     epochs: Vec<Vec<Vec<Batch>>>,
     accumulation: usize,
-    reduction: Reduction,
+    reduction: GradientReduction,
     /// Whether each rank says how many items a micro-batch has.
     weighted: bool,
     bucket_cap_bytes: usize,
@@ -79,7 +79,7 @@ impl Case {
         Case {
             epochs: (0..epochs).map(|_| of_epoch(&mut dice)).collect(),
             accumulation,
-            reduction: [Reduction::Mean, Reduction::Sum][dice.below(2)],
+            reduction: [GradientReduction::Mean, GradientReduction::Sum][dice.below(2)],
             weighted: dice.below(2) == 0,
             bucket_cap_bytes: [1, 100, 1 << 20][dice.below(3)],
             overlap: dice.below(2) == 0,
@@ -109,7 +109,7 @@ fn alone(case: &Case, model: Heads) -> Vec<Vec<f64>> {
             let batches: Vec<Batch> = ranks.iter().flat_map(of_step).collect();
             let total: f64 = batches.iter().map(|batch| case.weight(batch)).sum();
             let part = |batch: &Batch| {
-                let factor = if case.reduction == Reduction::Sum { 1.0 } else { case.weight(batch) / total };
+                let factor = if case.reduction == GradientReduction::Sum { 1.0 } else { case.weight(batch) / total };
                 model.loss(batch, &device) * f64_of(factor, &device)
             };
             let loss = batches.iter().map(part).reduce(|a, b| a + b).unwrap();
@@ -135,7 +135,7 @@ fn together(case: &Case, ddp: &Ddp, model: Heads) -> anyhow::Result<(Vec<Vec<f64
     for ranks in &case.epochs {
         for (nth, batch) in ranks[ddp.rank()].iter().enumerate() {
             if case.weighted {
-                ddp.weight(batch.items as f64)?;
+                ddp.set_batch_items(batch.items as f64)?;
             }
             let grads = ddp.backward(&model.loss(batch, &device), &model)?;
             if (nth + 1) % case.accumulation == 0 {
@@ -149,7 +149,7 @@ fn together(case: &Case, ddp: &Ddp, model: Heads) -> anyhow::Result<(Vec<Vec<f64
 }
 
 fn spawn<T: Send>(world: usize, f: impl Fn(Ddp) -> anyhow::Result<T> + Sync) -> Result<Vec<T>> {
-    let options = Options { timeout: Duration::from_secs(20), ..Options::default() };
+    let options = WorldOptions { timeout: Duration::from_secs(20), ..WorldOptions::default() };
     Ddp::spawn_with(world, options, f)
 }
 

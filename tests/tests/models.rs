@@ -5,14 +5,14 @@ use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
-use burn_ddp::{Error, Options};
+use burn_ddp::{Error, WorldOptions};
 use burn_ddp_tests::awkward::bomb;
 use burn_ddp_tests::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-fn short() -> Options {
-    Options { timeout: Duration::from_secs(5), join_timeout: Duration::from_secs(5), ..Options::default() }
+fn short() -> WorldOptions {
+    WorldOptions { timeout: Duration::from_secs(5), join_timeout: Duration::from_secs(5), ..WorldOptions::default() }
 }
 
 fn x(ddp: &Ddp, device: &Device) -> Tensor<2> {
@@ -42,7 +42,7 @@ fn models_that_differ_are_an_error_on_every_rank() {
         Ddp::spawn(3, |ddp| {
             let device = ddp.device()?.autodiff();
             let error = ddp.wrap(make(ddp.rank(), &device)).unwrap_err();
-            assert!(matches!(error, Error::ModelsDiffer(_)), "{error}");
+            assert!(matches!(error, Error::ModelsDiffer { .. }), "{error}");
             ddp.barrier()?; // the group survives
             Ok(error.to_string())
         })
@@ -89,12 +89,12 @@ fn wrapping_twice_is_an_error_and_unwrap_is_the_inverse() {
         let before = (param_hash(&model)?, model.a.weight.id);
         let plain = ddp.unwrap(model)?;
         assert_eq!((param_hash(&plain)?, plain.a.weight.id), before);
-        let steps = ddp.stats().steps;
+        let steps = ddp.telemetry().stats().steps;
         let grads = GradientsParams::from_grads(plain.forward(x(&ddp, &device)).sum().backward(), &plain);
-        assert_eq!((grads.len(), ddp.stats().steps), (6, steps), "a plain backward again");
+        assert_eq!((grads.len(), ddp.telemetry().stats().steps), (6, steps), "a plain backward again");
         let again = ddp.wrap(plain)?;
         let _ = again.forward(x(&ddp, &device)).sum().backward();
-        assert_eq!(ddp.stats().steps, steps + 1);
+        assert_eq!(ddp.telemetry().stats().steps, steps + 1);
         Ok(())
     })
     .unwrap();
@@ -157,12 +157,12 @@ fn frozen_parameters_sleep_until_they_are_unfrozen() {
         let model = ddp.wrap(model)?;
         let grads = GradientsParams::from_grads(model.forward(x(&ddp, &device)).sum().backward(), &model);
         assert_eq!(grads.len(), 4);
-        let slept = ddp.stats();
+        let slept = ddp.telemetry().stats();
         let mut model = model;
         model.a = model.a.unfreeze();
         let grads = GradientsParams::from_grads(model.forward(x(&ddp, &device)).sum().backward(), &model);
         assert_eq!(grads.len(), 6);
-        assert_eq!(ddp.stats().collectives, 2 * slept.collectives + 1, "one more bucket, for what woke up");
+        assert_eq!(ddp.telemetry().stats().collectives, 2 * slept.collectives + 1, "one more bucket, for what woke up");
         let g = grads.get::<2>(model.a.weight.id).unwrap();
         let same = ddp.broadcast(g.clone(), 0)?;
         assert_eq!(same.into_data(), g.into_data(), "and it is averaged");
@@ -322,7 +322,7 @@ fn a_world_of_one_is_plain_burn() {
         let loss = model.forward(x(&ddp, &device)).sum();
         let grads = ddp.backward(&loss, &model)?;
         assert_eq!(GradientsParams::from_grads(grads, &model).len(), 6);
-        assert_eq!(ddp.stats(), burn_ddp::Stats::default(), "no tap, no reduction");
+        assert_eq!(ddp.telemetry().stats(), burn_ddp::Stats::default(), "no tap, no reduction");
         Ok(())
     })
     .unwrap();
@@ -540,12 +540,12 @@ fn an_epoch_that_does_not_divide_by_the_accumulation_is_an_error() {
                 // The other rank may have found it first; then the loader says so.
                 let step = || anyhow::Ok(ddp.backward(&model.forward(batch?).sum(), &model)?);
                 if let Err(error) = step() {
-                    assert!(error.to_string().contains("ddp.discard(&model)"), "{error}");
-                    return Ok(ddp.stats().steps);
+                    assert!(error.to_string().contains("ddp.discard_accumulated(&model)"), "{error}");
+                    return Ok(ddp.telemetry().stats().steps);
                 }
             }
             if discard {
-                ddp.discard(&model);
+                ddp.discard_accumulated(&model);
                 discard = false;
             }
         }
@@ -578,10 +578,10 @@ fn a_world_of_1_has_no_taps_unless_they_are_asked_for() {
         let wrapped = ddp.wrap(plain.clone())?;
         assert_eq!(taps(&wrapped), 0);
         let expected = grad(&wrapped);
-        let tapped = ddp.wrap_with(plain, &WrapConfig::new().with_reduction_alone(true))?;
+        let tapped = ddp.wrap_with(plain, &WrapConfig::new().with_single_rank_reduction(true))?;
         assert_eq!(taps(&tapped), 6);
         assert_eq!(grad(&tapped), expected);
-        assert_eq!(ddp.stats().steps, 1);
+        assert_eq!(ddp.telemetry().stats().steps, 1);
         Ok(())
     })
     .unwrap();

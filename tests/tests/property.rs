@@ -14,7 +14,7 @@ use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
-use burn_ddp::Options;
+use burn_ddp::WorldOptions;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::awkward::sgd;
 use burn_ddp_tests::{device, distance, number, rows, to_f64, values};
@@ -70,7 +70,7 @@ struct Plan {
     /// Nodes that begin frozen.
     frozen: BTreeSet<usize>,
     optim: Optim,
-    reduction: Reduction,
+    reduction: GradientReduction,
     /// Micro-batches per step; `None`: as many as each rank likes, by `no_sync`.
     accumulation: Option<usize>,
     bucket_cap_bytes: usize,
@@ -208,7 +208,7 @@ impl Plan {
             seed,
             frozen,
             optim: [Optim::Sgd, Optim::Momentum, Optim::Adam][dice.below(3)],
-            reduction: if dice.one_in(4) { Reduction::Sum } else { Reduction::Mean },
+            reduction: if dice.one_in(4) { GradientReduction::Sum } else { GradientReduction::Mean },
             accumulation,
             bucket_cap_bytes: [1, 40, 200, 1 << 20][dice.below(4)],
             steps,
@@ -356,9 +356,9 @@ fn together(plan: &Plan, ddp: &Ddp) -> Result<(Vec<Vec<f64>>, String)> {
                 walk(&model, p.row, &p.path, &device)
             });
             let sum = parts.reduce(|a, b| a + b).expect("a micro-batch has parts");
-            let divisor = if plan.reduction == Reduction::Sum { all } else { micro.len() };
+            let divisor = if plan.reduction == GradientReduction::Sum { all } else { micro.len() };
             let loss = times(sum, 1.0 / divisor as f64, &device);
-            ddp.weight(micro.len() as f64)?;
+            ddp.set_batch_items(micro.len() as f64)?;
             let backward = || if step.fallible { ddp.backward(&loss, &model) } else { Ok(loss.backward()) };
             let last = i + 1 == mine.len();
             let of_this =
@@ -383,7 +383,7 @@ fn together(plan: &Plan, ddp: &Ddp) -> Result<(Vec<Vec<f64>>, String)> {
 fn follow(plan: &Plan) -> Result<()> {
     let oracle = alone(plan);
     let wait = Duration::from_secs(20);
-    let options = Options { timeout: wait, join_timeout: wait, ..Options::default() };
+    let options = WorldOptions { timeout: wait, join_timeout: wait, ..WorldOptions::default() };
     let ranks = Ddp::spawn_with(plan.world(), options, |ddp| together(plan, &ddp))?;
     for (rank, (_, hash)) in ranks.iter().enumerate() {
         ensure!(*hash == ranks[0].1, "rank {rank} differs from rank 0");

@@ -9,7 +9,7 @@ use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::nn::SyncBatchNorm;
 use burn_ddp::prelude::*;
-use burn_ddp::{Error, Options};
+use burn_ddp::{Error, WorldOptions};
 use burn_ddp_tests::{device, distance, number, rows, values};
 
 /// Linear, norm, linear, with either kind of norm.
@@ -108,7 +108,7 @@ fn any_split_follows_one_rank() {
             for step in 0..3 {
                 // A mean over the items of this rank, which counts by their number.
                 let n = mine.len() as f64;
-                ddp.weight(n)?;
+                ddp.set_batch_items(n)?;
                 let x = input(mine.clone(), step, &device).require_grad();
                 // Not divided: the backward of Burn's division by a number takes its reciprocal in f32.
                 let loss = model.loss(x.clone()) * (1.0 / n.max(1.0));
@@ -149,7 +149,7 @@ fn micro_batches_follow_one_rank() {
                 // Rank 0 has 3 items, rank 1 has 2; each micro-batch is normalised by itself.
                 let mine = if ddp.rank() == 0 { 0..3 } else { 3..5 };
                 let n = mine.len() as f64;
-                ddp.weight(n)?;
+                ddp.set_batch_items(n)?;
                 let salt = if own { micro as u64 } else { 0 };
                 let loss = model.loss(input(mine, salt, &device)) * (1.0 / n);
                 last = Some(GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model));
@@ -185,7 +185,7 @@ fn alone_it_is_burns_layer_bit_for_bit() {
 
     let of_one = Ddp::spawn(1, |ddp| {
         let device = ddp.device()?.autodiff();
-        let config = WrapConfig::new().with_reduction_alone(true);
+        let config = WrapConfig::new().with_single_rank_reduction(true);
         let model = ddp.wrap_with(Plain::new(7, &device).synced(), &config)?;
         let gradients = step(model.loss(input(0..5, 1, &device)));
         Ok((model.a.weight.base().grad(&gradients).unwrap().into_data(), flushed(&model)))
@@ -332,7 +332,7 @@ fn half_precision_is_computed_in_single() {
 
 #[test]
 fn a_rank_that_makes_another_pass_is_named() {
-    let options = Options { timeout: Duration::from_secs(1), ..Options::default() };
+    let options = WorldOptions { timeout: Duration::from_secs(1), ..WorldOptions::default() };
     for in_backward in [false, true] {
         let worlds = burn_ddp::comm::World::threads(2, options.clone());
         let errors: Vec<String> = std::thread::scope(|scope| {

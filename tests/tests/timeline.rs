@@ -10,7 +10,7 @@ use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
-use burn_ddp::{Options, Stats};
+use burn_ddp::{WorldOptions, Stats};
 use burn_ddp_examples::mnist::{CnnConfig, MnistBatch};
 use burn_ddp_tests::job::{FreePort, rank, stderr};
 use burn_ddp_tests::{Mlp, rows};
@@ -93,7 +93,7 @@ fn train(ddp: &Ddp, overlap: bool) -> anyhow::Result<(String, Stats, Stats)> {
             model = optim.step(0.05, model, grads);
         }
     }
-    Ok((param_hash(&model)?, ddp.stats(), ddp.last_step()))
+    Ok((param_hash(&model)?, ddp.telemetry().stats(), ddp.telemetry().last_step()))
 }
 
 /// The same values in every run.
@@ -115,8 +115,8 @@ fn constant(model: Mlp) -> Mlp {
     model.map(&mut Fill(0))
 }
 
-fn options(file: Option<&Path>) -> Options {
-    Options { timeline: file.map(Into::into), ..Options::default() }
+fn options(file: Option<&Path>) -> WorldOptions {
+    WorldOptions { timeline: file.map(Into::into), ..WorldOptions::default() }
 }
 
 #[test]
@@ -201,7 +201,7 @@ fn the_rank_that_the_others_wait_for_is_named_on_all() {
             ddp.mean(0.0)?; // here, and not in backward, the others wait
             model.forward(x).sum().backward();
         }
-        Ok(ddp.straggler())
+        Ok(ddp.telemetry().straggler())
     });
     let found = found.unwrap();
     let straggler = found[0].clone().expect("rank 1 sleeps");

@@ -326,7 +326,7 @@ fn accumulation_and_its_tail_are_burns() {
     }
     let steps = Ddp::spawn(2, |ddp| {
         job.on_rank(&ddp, model.clone(), Path::new("unused"), |t| t)?;
-        Ok(ddp.stats().steps)
+        Ok(ddp.telemetry().stats().steps)
     });
     assert_eq!(steps.unwrap(), [3 * 3; 2], "one reduction per optimizer step");
 }
@@ -410,7 +410,7 @@ fn an_interruption_on_one_rank_ends_all_after_the_same_step() {
         let training = job.configure(ddp.training("unused", train, valid), &recorder).with_interrupter(interrupter);
         let outcome = Outcome::new(&recorder, &training.launch(job.learner(model())));
         ddp.barrier()?; // the job is whole
-        Ok((outcome, ddp.stats().steps))
+        Ok((outcome, ddp.telemetry().stats().steps))
     });
     for (outcome, steps) in all.unwrap() {
         assert_eq!(outcome.error, None);

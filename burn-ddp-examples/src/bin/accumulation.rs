@@ -34,7 +34,7 @@ fn train(ddp: &Ddp, micro_batches: usize, batch_size: usize) -> anyhow::Result<f
     let digits = PartialDataset::new(MnistDataset::sample(Split::Train)?, 0, 1024);
     let train = ddp.loader(MnistBatcher).batch_size(batch_size).shuffle(42).set_device(device.clone()).build(digits)?;
 
-    let before = ddp.stats();
+    let before = ddp.telemetry().stats();
     let mut sum = 0.0;
     for (number, batch) in train.iter().enumerate() {
         let batch = batch?;
@@ -49,7 +49,7 @@ fn train(ddp: &Ddp, micro_batches: usize, batch_size: usize) -> anyhow::Result<f
     }
     let loss = ddp.mean(sum / train.steps_per_epoch() as f64)?; // all batches have the same size here
     if ddp.is_main() {
-        let (stats, backwards) = (ddp.stats(), train.steps_per_epoch());
+        let (stats, backwards) = (ddp.telemetry().stats(), train.steps_per_epoch());
         let (steps, collectives) = (stats.steps - before.steps, stats.collectives - before.collectives);
         println!("{backwards} backwards, {steps} steps, {collectives} collectives: loss {loss:.6}");
     }

@@ -71,7 +71,7 @@ fn train(ddp: &Ddp) -> anyhow::Result<()> {
         }
     }
 
-    let stats = ddp.stats();
+    let stats = ddp.telemetry().stats();
     let per_step = stats.bytes / stats.steps;
     if ddp.is_main() {
         println!("{whole} parameters are frozen, {factors} are trained: {per_step} bytes of gradients per step");

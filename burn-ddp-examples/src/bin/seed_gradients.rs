@@ -28,7 +28,7 @@ fn main() -> anyhow::Result<()> {
     println!("rank {rank}: gradient {:?}", gradient(&model, &ddp)?);
 
     // What torch's DataParallel does: right for a loss that is a sum over all items.
-    let model = ddp.wrap_with(linear(1.0, &ddp)?, &WrapConfig::new().with_reduction(Reduction::Sum))?;
+    let model = ddp.wrap_with(linear(1.0, &ddp)?, &WrapConfig::new().with_reduction(GradientReduction::Sum))?;
     println!("rank {rank}: gradient in sum mode {:?}", gradient(&model, &ddp)?);
 
     Ok(ddp.finish()?)

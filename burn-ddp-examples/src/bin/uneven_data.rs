@@ -36,7 +36,7 @@ fn train(ddp: &Ddp) -> anyhow::Result<()> {
     let mut steps = 0;
     for batch in train.iter() {
         let batch = batch?;
-        ddp.weight(batch.labels.dims()[0] as f64)?; // each item counts the same, in whatever batch it is
+        ddp.set_batch_items(batch.labels.dims()[0] as f64)?; // each item counts the same, in whatever batch it is
         let logits = model.forward(batch.images.flatten(1, 3));
         let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels);
         let grads = GradientsParams::from_grads(loss.backward(), &model);

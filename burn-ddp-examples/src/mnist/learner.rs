@@ -122,7 +122,7 @@ pub fn run(ddp: &Ddp, args: &LearnerArgs) -> Result<()> {
     let own = RankReport {
         items: (epochs_run * (0..train.steps_per_epoch()).map(share).sum::<usize>()) as u64,
         seconds: time.as_secs_f64(),
-        wait_seconds: ddp.stats().wait.as_secs_f64(),
+        wait_seconds: ddp.telemetry().stats().wait.as_secs_f64(),
         param_hash: param_hash(&result.model)?,
     };
     let ranks = ddp.group().all_gather_object(&own)?;

@@ -16,7 +16,7 @@ pub fn load(ddp: &Ddp, data: &Data) -> Result<(MnistDataset, MnistDataset)> {
         Data::Sample => both(MnistDataset::sample),
         Data::Dir(dir) => both(|split| MnistDataset::from_dir(dir, split)),
         Data::Full => ddp
-            .rank_zero_first(|| both(download::split))
+            .main_first(|| both(download::split))
             .context("--data full: MNIST could not be had through Burn's download"),
     }
 }

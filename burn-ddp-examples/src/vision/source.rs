@@ -48,7 +48,7 @@ pub fn load(ddp: &Ddp, args: &Args) -> Result<Source> {
             let (train, test) = (half(TRAIN, 0), half(TEST, 1));
             Source { train, test, classes, channels: Channels::IMAGENET }
         }
-        Data::Cifar10 => ddp.rank_zero_first(|| cifar10(limit))?,
+        Data::Cifar10 => ddp.main_first(|| cifar10(limit))?,
         Data::Folder(dir) => {
             let Halves { train, test, classes } = Halves::open(dir, args.side())?;
             let [train, test] = [train, test].map(|half| Arc::new(half.limited(limit)));

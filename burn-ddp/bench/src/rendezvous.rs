@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use burn_ddp_comm::{LaunchEnv, Options, StoreServer, World};
+use burn_ddp_comm::{LaunchEnv, WorldOptions, StoreServer, World};
 use clap::Args;
 use serde_json::json;
 
@@ -133,7 +133,7 @@ fn free_port() -> Result<u16> {
 /// What a rank of ours does.
 pub(crate) fn meet(args: &MeetArgs) -> Result<()> {
     let env = LaunchEnv::detect()?.context("no variables of a launcher")?;
-    let options = Options::from_env()?;
+    let options = WorldOptions::from_env()?;
     let mut lines = Lines::connect(&args.control)?;
     lines.say(&format!("hello {}", env.rank))?;
     let mut inside = None;

@@ -13,7 +13,7 @@ use std::io::{self, Write};
 use std::process::exit;
 use std::time::Duration;
 
-use burn_ddp_comm::{LaunchEnv, Options, ReduceOp, World};
+use burn_ddp_comm::{LaunchEnv, ReduceOp, World, WorldOptions};
 
 struct Args {
     steps: u64,
@@ -31,7 +31,7 @@ fn main() {
 
 fn run(args: &Args) -> Result<(), String> {
     let said = |error: burn_ddp_comm::Error| error.to_string();
-    let options = Options::from_env().map_err(said)?;
+    let options = WorldOptions::from_env().map_err(said)?;
     let env = LaunchEnv::detect().map_err(said)?;
     let (world, launcher) = match &env {
         Some(env) => (World::join(env, options).map_err(said)?, env.launcher),

@@ -1,7 +1,7 @@
-//! A clock that costs a few nanoseconds to read, for what happens at every call.
+//! A clock that takes a few nanoseconds to read, for use at every call.
 //!
-//! Where the kernel itself keeps time by the processor's time stamp counter, so does this clock; elsewhere it reads
-//! [`Instant`]. A reading is turned into an [`Instant`] only by who wants to know.
+//! If the kernel itself keeps time by the processor's time stamp counter, so does this clock; otherwise it reads
+//! [`Instant`]. A reading is turned into an [`Instant`] only where one is needed.
 #![allow(unsafe_code)]
 
 use std::sync::LazyLock;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 pub(crate) struct Ticks(pub(crate) u64);
 
 struct Clock {
-    /// Whether ticks are those of the time stamp counter; else they are nanoseconds since `start`.
+    /// True if ticks are those of the time stamp counter; otherwise they are nanoseconds since `start`.
     counter: bool,
     start: Instant,
     start_ticks: u64,
@@ -44,25 +44,25 @@ impl Ticks {
         Ticks(CLOCK.ticks())
     }
 
-    /// When that was. Never in the future.
+    /// The moment as an [`Instant`]. Never in the future.
     pub(crate) fn instant(self) -> Instant {
         CLOCK.start + nanos(self.0.saturating_sub(CLOCK.start_ticks))
     }
 
-    /// How long ago that was.
+    /// Time since then.
     pub(crate) fn elapsed(self) -> Duration {
         self.instant().elapsed()
     }
 }
 
-/// How long `ticks` ticks take, judged by all that have passed since the start, so with an error of no more than one reading.
-/// At most all of them.
+/// Duration of `ticks` ticks, measured by all that have passed since the start, so with an error of one reading at
+/// most. At most the time since the start.
 pub(crate) fn nanos(ticks: u64) -> Duration {
     let (nanos, span) = CLOCK.span();
     Duration::from_nanos((nanos * u128::from(ticks.min(span)) / u128::from(span)) as u64)
 }
 
-/// The kernel has found it to run at one speed, in all sleep states, alike on all cores.
+/// True if the kernel uses the counter, so it runs at one speed in all sleep states, alike on all cores.
 #[cfg(target_arch = "x86_64")]
 fn counter_keeps_time() -> bool {
     let source = std::fs::read_to_string("/sys/devices/system/clocksource/clocksource0/current_clocksource");

@@ -12,7 +12,7 @@ use crate::clock::Ticks;
 use crate::engine::{Engine, Incoming, Outgoing};
 use crate::frame::{PREFIX_BYTES, Prefix};
 use crate::history::History;
-use crate::{DType, JobKey, LaunchEnv, Meeting, Options, ReduceOp, Result, StoreServer, World};
+use crate::{DType, JobKey, LaunchEnv, Meeting, ReduceOp, Result, StoreServer, World, WorldOptions};
 
 const LEN: usize = 1024;
 
@@ -46,7 +46,7 @@ fn over_tcp() -> Vec<World> {
     let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port: store.local_addr().port() };
     let join = |rank| {
         let env = LaunchEnv { trust_network: true, ..LaunchEnv::new(rank, 2, meeting.clone(), "cost") };
-        thread::spawn(move || World::join(&env, Options::default()).unwrap())
+        thread::spawn(move || World::join(&env, WorldOptions::default()).unwrap())
     };
     let joining: Vec<_> = (0..2).map(join).collect();
     joining.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -66,7 +66,7 @@ fn call_info(sequence: u64) -> CallInfo {
 /// Seconds for all that a rank of two does per call to have it compared, shown and remembered. `on_wire` is what only the
 /// header's form on the wire costs.
 fn diagnosis(on_wire: bool) -> f64 {
-    let history = History::new(Options::default().history);
+    let history = History::new(WorldOptions::default().history);
     let members = Arc::new(Members::all(2));
     let log = history.open(1, members.clone());
     let mut bytes = Vec::new();
@@ -150,7 +150,7 @@ impl Engine for Nothing {
 
 /// Seconds per all-reduce of 8 bytes outside of the engine.
 fn outside_the_engine() -> f64 {
-    let world = World::solo(Options::default());
+    let world = World::solo(WorldOptions::default());
     world.set_step(28);
     let group = world.group_with(Box::new(Nothing));
     let mut buf = [0.0_f32; 2];
@@ -161,7 +161,7 @@ fn outside_the_engine() -> f64 {
 #[ignore = "a measurement, for a machine with nothing else to do"]
 fn what_diagnosis_costs() {
     for (name, whole, part) in [
-        ("threads", all_reduce(World::threads(2, Options::default())), diagnosis(false)),
+        ("threads", all_reduce(World::threads(2, WorldOptions::default())), diagnosis(false)),
         ("tcp", all_reduce(over_tcp()), diagnosis(true)),
     ] {
         let percent = 100.0 * part / whole;

@@ -43,7 +43,7 @@ impl DType {
         }
     }
 
-    /// Whether it is a floating point type.
+    /// True for floating point types.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F64 | DType::F32 | DType::F16 | DType::BF16)
     }

@@ -1,16 +1,16 @@
-//! What can go wrong, sorted by who can act on it.
+//! Errors, sorted by who can act on them: a peer, the caller, the environment, this crate.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use crate::call::{CallInfo, RankCall};
-use crate::membership::{PeerInfo, list_ranks, show_position};
+use crate::membership::{PeerInfo, Progress, Track, list_ranks};
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a collective, or joining a world, did not succeed.
+/// Error of a collective, or of joining a world.
 ///
 /// Errors of a collective name the operation, its sequence number in its group, and the line that called it. All but
 /// those for which [`group_usable`](Error::group_usable) holds end the world: pending and later collectives of all
@@ -22,9 +22,9 @@ pub enum Error {
     /// A rank's process ended or its connection broke, without a goodbye.
     #[error("{peer} died{}: {cause}", amid(.during))]
     PeerLost {
-        /// Who.
+        /// The rank.
         peer: PeerInfo,
-        /// How it was noticed.
+        /// Sign by which it was noticed.
         cause: String,
         /// The collective on this rank that noticed first.
         during: Option<Box<CallInfo>>,
@@ -32,7 +32,7 @@ pub enum Error {
     /// A rank dropped its world or group while others still needed it.
     #[error("{peer} left{}", needed(.during))]
     PeerLeft {
-        /// Who.
+        /// The rank.
         peer: PeerInfo,
         /// The collective on this rank that noticed first.
         during: Option<Box<CallInfo>>,
@@ -40,34 +40,38 @@ pub enum Error {
     /// A rank gave up: it panicked, or called [`World::fail`](crate::World::fail).
     #[error("{peer} failed: {cause}{}", noticed(.during))]
     PeerFailed {
-        /// Who.
+        /// The rank.
         peer: PeerInfo,
-        /// What it said.
+        /// Reason it gave.
         cause: String,
         /// The collective on this rank that noticed first.
         during: Option<Box<CallInfo>>,
     },
-    /// A collective did not complete within [`Options::timeout`](crate::Options::timeout).
-    #[error("rank {reporter} waited {} s for {} in {call}{}", .timeout.as_secs_f64(), list_ranks(.waiting_for), behind(.why))]
+    /// A collective did not complete within [`WorldOptions::timeout`](crate::WorldOptions::timeout).
+    #[error(
+        "rank {reporter} waited {} s for {} in {call}{}",
+        .timeout.as_secs_f64(), list_ranks(.waiting_for), behind(.why)
+    )]
     Timeout {
         /// The rank whose deadline passed first.
         reporter: usize,
-        /// The ranks whose part had not come.
+        /// The ranks whose part had not arrived.
         waiting_for: Vec<usize>,
-        /// The rank that keeps all others waiting, if that is one and known: it need not be one that the reporter waited for.
+        /// The rank that keeps all others waiting, if it is one and known; the reporter need not have waited for it.
         culprit: Option<usize>,
-        /// How long it waited.
+        /// Time that it waited.
         timeout: Duration,
-        /// What the reporter was calling.
+        /// The reporter's call.
         call: Box<CallInfo>,
-        /// What the ranks that were waited for did instead; empty if that is not known.
+        /// Description of what the awaited ranks did instead; empty if that is not known.
         why: String,
     },
 
     // The caller: fix the program.
     /// Two ranks called different collectives.
     #[error(
-        "ranks called different collectives ({} differ): rank {} called {}; rank {} called {}; all ranks of a group must call the same collectives in the same order",
+        "ranks called different collectives ({} differ): rank {} called {}; rank {} called {}; \
+         all ranks of a group must call the same collectives in the same order",
         .first.call.differences(&.second.call).join(", "), .first.rank, .first.call, .second.rank, .second.call
     )]
     Mismatch {
@@ -79,30 +83,30 @@ pub enum Error {
     /// A rank went on where another had stopped; see [`World::stop`](crate::World::stop).
     #[error(
         "{stopped} stopped {what} at {}, but rank {ahead} went on to {}{}; all ranks must stop at the same step",
-        show_position(*.stopped_at), show_position(*.position), noticed(.during)
+        .stopped_at, .reached, noticed(.during)
     )]
     OutOfStep {
-        /// The track both were on.
-        track: u64,
-        /// What the stopped rank calls it.
+        /// The track of both.
+        track: Track,
+        /// The stopped rank's name for it.
         what: String,
         /// The rank that stopped.
         stopped: PeerInfo,
-        /// Where it stopped.
-        stopped_at: u64,
+        /// The last step of the rank that stopped.
+        stopped_at: Progress,
         /// The rank that went on.
         ahead: usize,
-        /// Where it is.
-        position: u64,
+        /// The step that it reached.
+        reached: Progress,
         /// The collective on this rank that noticed first.
         during: Option<Box<CallInfo>>,
     },
     /// An argument that no rank can use. All ranks see it alike, so the group stays usable.
     #[error("{message}{}", within(.during))]
     InvalidArgument {
-        /// What is wrong, and what would be right.
+        /// What is wrong, and what to do.
         message: String,
-        /// The rank that passed it, if it is known to be one.
+        /// The rank that passed it, if a single one did.
         rank: Option<usize>,
         /// The call it was passed to.
         during: Option<Box<CallInfo>>,
@@ -114,7 +118,7 @@ pub enum Error {
         rank: usize,
         /// The rank that sent it.
         from: usize,
-        /// Why.
+        /// The reason.
         message: String,
         /// The call it came with.
         during: Option<Box<CallInfo>>,
@@ -124,7 +128,7 @@ pub enum Error {
     /// Variables, addresses or ports that cannot be used.
     #[error("{message}")]
     Environment {
-        /// What is wrong, and what would be right.
+        /// What is wrong, and what to do.
         message: String,
     },
     /// The rendezvous store refused or could not be reached.
@@ -138,15 +142,15 @@ pub enum Error {
     StoreTimeout {
         /// The key that was waited for.
         key: String,
-        /// How long.
+        /// Time that it was waited for.
         waited: Duration,
     },
     /// The ranks did not come together.
     #[error("{message}{}", attendance(.came, .missing))]
     Rendezvous {
-        /// What went wrong.
+        /// The reason.
         message: String,
-        /// Who came.
+        /// The ranks that came.
         came: Vec<PeerInfo>,
         /// The ranks that did not.
         missing: Vec<usize>,
@@ -154,9 +158,9 @@ pub enum Error {
     /// A peer sent something that is not this protocol, or another version of it.
     #[error("rank {peer} sent something unexpected{}: {message}", within(.during))]
     Protocol {
-        /// Who.
+        /// The rank.
         peer: usize,
-        /// What was expected, and what came.
+        /// Expected and received.
         message: String,
         /// The collective it was sent to.
         during: Option<Box<CallInfo>>,
@@ -166,18 +170,23 @@ pub enum Error {
     /// A bug in this crate. Please report it.
     #[error("internal error, please report it: {message}")]
     Internal {
-        /// What was found.
+        /// Description of the bug.
         message: String,
     },
 }
 
 impl Error {
-    /// Whether the group can be used further: true only for what all ranks are certain to see alike.
+    /// [`Error::Environment`] with this message.
+    pub(crate) fn environment(message: impl Into<String>) -> Error {
+        Error::Environment { message: message.into() }
+    }
+
+    /// True if the group can be used further: only after errors that all ranks are certain to see alike.
     pub fn group_usable(&self) -> bool {
         matches!(self, Error::InvalidArgument { .. })
     }
 
-    /// The rank to look at first, where there is one.
+    /// The rank to look at first, if there is one.
     pub fn rank(&self) -> Option<usize> {
         match self {
             Error::PeerLost { peer, .. } | Error::PeerLeft { peer, .. } | Error::PeerFailed { peer, .. } => {
@@ -197,7 +206,7 @@ impl Error {
         }
     }
 
-    /// The rank that caused it, where that is certain.
+    /// The rank that caused it, if that is certain.
     pub(crate) fn culprit(&self) -> Option<usize> {
         match self {
             Error::PeerLost { .. } | Error::PeerLeft { .. } | Error::PeerFailed { .. } | Error::OutOfStep { .. } => {
@@ -224,7 +233,7 @@ impl Error {
         self
     }
 
-    /// This error without this rank's call: what other ranks are told.
+    /// This error without this rank's call, as other ranks receive it.
     pub(crate) fn root_cause(mut self) -> Error {
         if let Some(during) = self.during_mut() {
             *during = None;

@@ -45,7 +45,7 @@ const NONE: u8 = u8::MAX;
 const NO_ROOT: u32 = u32::MAX;
 const NO_STEP: u64 = u64::MAX;
 
-/// What a frame says about itself and about the call it belongs to.
+/// Header of a frame: the call it belongs to, and the frame's place in it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Header {
     /// The sender's call.
@@ -159,12 +159,12 @@ impl Prefix {
     }
 }
 
-/// `Some(None)` for "none", `None` for an unknown code.
+/// Decodes a code; `Some(None)` for "none", `None` for an unknown code.
 fn optional<T>(code: u8, from_code: impl Fn(u8) -> Option<T>) -> Option<Option<T>> {
     if code == NONE { Some(None) } else { from_code(code).map(Some) }
 }
 
-/// Appends the end of `site`, which says more than its beginning; how many bytes.
+/// Appends the end of `site`, which says more than its beginning; returns the number of bytes.
 fn append_site(site: &CallSite, out: &mut Vec<u8>) -> usize {
     let start = out.len();
     // Writing to memory does not fail.

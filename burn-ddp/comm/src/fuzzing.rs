@@ -1,4 +1,5 @@
-//! The parsers of bytes from the network and from disk, for the targets in `fuzz/`. Each takes any bytes; a panic is a finding.
+//! Parsers of bytes from the network and from disk, for the targets in `fuzz/`. Each takes any bytes; a panic is a
+//! finding.
 #![allow(missing_docs)]
 
 use std::io::{ErrorKind, Write};

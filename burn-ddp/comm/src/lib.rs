@@ -1,10 +1,10 @@
-//! Ranks talking: process groups and collectives with deterministic numerics. Knows nothing of Burn or GPUs.
+//! Process groups and collectives between ranks, with deterministic numerics. Knows nothing of Burn or GPUs.
 //!
 //! ```
-//! use burn_ddp_comm::{Error, ReduceOp, on_threads};
+//! use burn_ddp_comm::{Error, ReduceOp, World};
 //!
 //! // Four ranks, here as threads; as processes they would come from `World::join`.
-//! let means = on_threads(4, |world| {
+//! let means = World::spawn(4, |world| {
 //!     let group = world.group()?;
 //!     let mut x = [world.rank() as f32, 1.0];
 //!     group.all_reduce(&mut x, ReduceOp::Mean)?;
@@ -13,7 +13,7 @@
 //! assert!(means.iter().all(|x| *x == Ok([1.5, 1.0])));
 //!
 //! // Ranks that call different things do not hang: all get an error that shows both calls.
-//! let results = on_threads(2, |world| {
+//! let results = World::spawn(2, |world| {
 //!     let group = world.group()?;
 //!     if world.rank() == 0 { group.barrier() } else { group.broadcast(&mut [0.0_f32], 0) }
 //! });
@@ -24,22 +24,22 @@
 //!
 //! # Map
 //!
-//! | what | where |
+//! | concept | items |
 //! |---|---|
-//! | joining: who am I, who are my peers | [`World`], [`LaunchEnv`], [`Options`], [`EngineChoice`], [`PeerInfo`], [`fail_join`] |
-//! | where processes find each other | [`Store`] and its implementations |
-//! | who is let in | [`Secret`], [`JobKey`] |
+//! | joining: this rank and its peers | [`World`], [`LaunchEnv`], [`WorldOptions`], [`EngineChoice`], [`PeerInfo`], [`fail_join`] |
+//! | the key-value store in which processes find each other | [`Store`] and its implementations |
+//! | authentication | [`Secret`], [`JobKey`] |
 //! | collectives | [`ProcessGroup`], [`Pending`], [`ReduceOp`], [`DType`], [`Element`], [`SharedBuffer`] |
-//! | what can go wrong | [`Error`] |
-//! | the numerics contract | `reduce/`, told at [`ProcessGroup`] |
+//! | errors | [`Error`] |
+//! | the numerics contract | `reduce/`, described at [`ProcessGroup`] |
 //! | engines, the transports under them, and the algorithms they share | [`engine`] |
 //! | one call, compared between ranks; its form on the wire | [`call`], [`frame`] |
-//! | who is alive, and the one cause that ends a world | [`membership`] |
-//! | what a rank tells its launcher, and leaves behind | [`post_mortem`] |
-//! | what ranks do and when, as a trace | [`timeline`] |
+//! | ranks that are alive, that stopped, and the one cause that ends a world | [`membership`], [`Track`], [`Progress`] |
+//! | events and reports for the launcher | [`post_mortem`] |
+//! | a trace of all ranks | [`timeline`] |
 //!
-//! There is no global state: a process can hold any number of worlds and ranks. Every wait has a deadline and names
-//! whom it waited for. Nothing blocks in `Drop`. The crate never prints; it emits `tracing` events.
+//! There is no global state: a process can hold any number of worlds and ranks. Every wait has a deadline and names the
+//! ranks it waited for. Nothing blocks in `Drop`. The crate never prints; it emits `tracing` events.
 #![deny(unsafe_code)]
 
 #[cfg(target_endian = "big")]
@@ -85,12 +85,11 @@ pub use dtype::{DType, Element};
 pub use env::{LaunchEnv, Meeting};
 pub use error::{Error, Result};
 pub use group::{Pending, ProcessGroup};
-pub use history::{Heartbeat, PendingCall};
-pub use membership::PeerInfo;
+pub use membership::{Heartbeat, PeerInfo, PendingCall, Progress, Track};
 pub use object::MAX_OBJECT_BYTES;
 pub use op::ReduceOp;
 pub use rendezvous::fail_join;
 pub use shared::{SharedBuffer, SharedView};
 pub use store::{MemoryStore, Store, StoreClient, StoreServer};
-pub use world::{World, on_threads};
-pub use world_options::{EngineChoice, Options};
+pub use world::World;
+pub use world_options::{EngineChoice, WorldOptions};

@@ -14,7 +14,7 @@ use crate::{Error, Result};
 /// Bytes of the largest value that travels, encoded.
 pub const MAX_OBJECT_BYTES: u64 = 256 * 1024 * 1024;
 
-/// In place of a size: the rank has no bytes to send.
+/// Size of a rank that has no bytes to send.
 const NO_VALUE: u64 = u64::MAX;
 
 impl ProcessGroup {
@@ -24,13 +24,13 @@ impl ProcessGroup {
     /// [`MAX_OBJECT_BYTES`] encoded. All ranks use the same type.
     ///
     /// # Errors
-    /// Those of all collectives. [`Error::InvalidArgument`], on all ranks and leaving the group usable, if the root passed
-    /// `None` or a value that cannot be encoded or is too large. [`Error::Object`] if the bytes are not a `V`.
+    /// Those of all collectives. [`Error::InvalidArgument`], on all ranks and leaving the group usable, if the root
+    /// passed `None` or a value that cannot be encoded or is too large. [`Error::Object`] if the bytes are not a `V`.
     ///
     /// ```
-    /// use burn_ddp_comm::on_threads;
+    /// use burn_ddp_comm::World;
     ///
-    /// on_threads(2, |world| {
+    /// World::spawn(2, |world| {
     ///     let group = world.group()?;
     ///     let name = (world.rank() == 0).then(|| "run-17".to_string());
     ///     assert_eq!(group.broadcast_object(name, 0)?, "run-17");
@@ -61,19 +61,19 @@ impl ProcessGroup {
         })
     }
 
-    /// Collects everybody's value on every rank.
+    /// Collects the values of all ranks on every rank.
     ///
     /// Each rank passes a value; each gets those of all ranks, in rank order. Sizes may differ, up to
     /// [`MAX_OBJECT_BYTES`] encoded. Two steps. All ranks use the same type.
     ///
     /// # Errors
-    /// Those of all collectives. [`Error::InvalidArgument`], on all ranks and leaving the group usable, if a value cannot
-    /// be encoded or is too large. [`Error::Object`] if a peer's bytes are not a `V`.
+    /// Those of all collectives. [`Error::InvalidArgument`], on all ranks and leaving the group usable, if a value
+    /// cannot be encoded or is too large. [`Error::Object`] if a peer's bytes are not a `V`.
     ///
     /// ```
-    /// use burn_ddp_comm::on_threads;
+    /// use burn_ddp_comm::World;
     ///
-    /// on_threads(3, |world| {
+    /// World::spawn(3, |world| {
     ///     let group = world.group()?;
     ///     let lists = group.all_gather_object(&vec![world.rank(); world.rank()])?;
     ///     assert_eq!(lists, [vec![], vec![1], vec![2, 2]]);
@@ -94,7 +94,7 @@ impl ProcessGroup {
         })
     }
 
-    /// Everybody's size in bytes. All ranks see the same sizes, so all refuse the same ones.
+    /// Sizes of all ranks' values in bytes. All ranks see the same sizes, so all refuse the same ones.
     fn exchange_sizes(
         &self,
         engine: &mut dyn Engine,
@@ -127,7 +127,7 @@ impl ProcessGroup {
     }
 }
 
-/// The value that `bytes` are, all of them.
+/// Decodes a value from all of `bytes`.
 pub(crate) fn decode<V: DeserializeOwned>(bytes: &[u8]) -> Result<V, String> {
     match postcard::take_from_bytes(bytes) {
         Ok((value, [])) => Ok(value),

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::DType;
 
-/// How the elements of all ranks become one.
+/// Operation that reduces the elements of all ranks to one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ReduceOp {
     /// The sum. Integers wrap.
@@ -25,7 +25,7 @@ impl ReduceOp {
     /// Every reduce op, in the order of their codes on the wire.
     pub const ALL: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
 
-    /// Whether this op is defined for `dtype`: a mean needs floats, and bool has only min (and) and max (or).
+    /// True if this op is defined for `dtype`: a mean needs floats, and bool has only min (and) and max (or).
     ///
     /// ```
     /// use burn_ddp_comm::{DType, ReduceOp};

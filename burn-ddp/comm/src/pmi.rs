@@ -1,10 +1,11 @@
 //! A client of MPICH's process manager: PMI version 1, as Hydra speaks it.
 //!
-//! Hydra's `mpirun` gives each rank a socket, whose number is in `PMI_FD`, and keeps names and values for the job. What a rank puts there, all
-//! ranks can get once all have been at the barrier. Lines of text go both ways: `cmd=get kvsname=K key=X` is answered by
-//! `cmd=get_result rc=0 value=V`.
+//! Hydra's `mpirun` gives each rank a socket, whose number is in `PMI_FD`, and keeps names and values for the job. All
+//! ranks can get what a rank puts once all have been at the barrier. Lines of text go both ways: `cmd=get kvsname=K
+//! key=X` is answered by `cmd=get_result rc=0 value=V`.
 //!
-//! There is one session per process. A process that ends amid its session counts as failed, whatever its exit code, and takes the others with it.
+//! There is one session per process. A process that ends amid its session counts as failed, whatever its exit code, and
+//! the others are ended with it.
 
 use std::io::ErrorKind;
 use std::os::fd::{OwnedFd, RawFd};
@@ -23,7 +24,7 @@ pub(crate) const VALUE_CAP: usize = 256;
 /// A session with the process manager.
 pub(crate) struct Pmi {
     socket: OwnedFd,
-    /// The name of the job's collection of values, which no other job of this process manager has.
+    /// Name of the job's collection of values, which no other job of this process manager has.
     job: String,
     deadline: Instant,
 }
@@ -32,7 +33,7 @@ impl Pmi {
     /// Begins a session over the socket `fd` of this process.
     pub(crate) fn begin(fd: RawFd, deadline: Instant) -> Result<Pmi> {
         let socket = duplicate(fd).and_then(|socket| {
-            // A closed number may be somebody else's by now.
+            // A closed number may have been reused by now.
             rustix::net::sockopt::socket_type(&socket).map(|_| socket)
         });
         let socket = socket.map_err(|e| match e {
@@ -40,7 +41,8 @@ impl Pmi {
                 "PMI_FD={fd} is not open in this process: a program between mpirun and this one has closed it"
             )),
             Errno::PERM | Errno::NOSYS => failure(&format!(
-                "the system does not let this process duplicate its socket PMI_FD={fd} ({e}); in a container, allow it with --cap-add SYS_PTRACE, or start the ranks by burnrun"
+                "the system does not let this process duplicate its socket PMI_FD={fd} ({e}); in a container, allow \
+                 it with --cap-add SYS_PTRACE, or start the ranks by burnrun"
             )),
             e => failure(&format!("cannot use PMI_FD={fd}: {e}")),
         })?;
@@ -141,7 +143,7 @@ impl Pmi {
     }
 }
 
-/// What of a question may be shown: a value may be a secret.
+/// The part of a question that may be shown: a value may be a secret.
 fn command(question: &str) -> &str {
     question.split(' ').next().unwrap_or_default()
 }
@@ -159,7 +161,7 @@ impl Answer {
     }
 }
 
-/// A number is not yet the right to use what it means; this is the way to it without `unsafe`.
+/// Turns a file descriptor's number into an owned descriptor, without `unsafe`.
 #[cfg(target_os = "linux")]
 fn duplicate(fd: RawFd) -> Result<OwnedFd, Errno> {
     use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};

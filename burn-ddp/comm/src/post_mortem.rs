@@ -1,4 +1,4 @@
-//! What a rank leaves behind for its launcher: events while it runs, and a report when its world ends in an error.
+//! Files that a rank writes for its launcher: events while it runs, and a report when its world ends in an error.
 //!
 //! Both are JSON: one [`Event`] per line in the file that `BURN_DDP_EVENTS` names, one [`PostMortem`] per rank in the
 //! directory that `BURN_DDP_REPORT_DIR` names. Times are since 1970.
@@ -24,46 +24,46 @@ use serde::{Deserialize, Serialize};
 pub enum Event {
     /// The world ended; the first line of this kind is the cause.
     Failed {
-        /// Who writes.
+        /// The rank that writes.
         rank: usize,
-        /// Who caused it, where that is certain.
+        /// The rank that caused it, if that is certain.
         culprit: Option<usize>,
         /// The root cause, as errors show it.
         cause: String,
-        /// When, in milliseconds.
+        /// Time of the event, in milliseconds.
         at: u64,
     },
     /// No sign of life from `peer`.
     Suspect {
-        /// Who writes.
+        /// The rank that writes.
         rank: usize,
-        /// Who is silent.
+        /// The silent rank.
         peer: usize,
-        /// For how long, in milliseconds.
+        /// Duration of its silence, in milliseconds.
         silent_ms: u64,
-        /// When, in milliseconds.
+        /// Time of the event, in milliseconds.
         at: u64,
     },
     /// A suspected `peer` is heard again.
     Recovered {
-        /// Who writes.
+        /// The rank that writes.
         rank: usize,
-        /// Who is back.
+        /// The rank that is back.
         peer: usize,
-        /// When, in milliseconds.
+        /// Time of the event, in milliseconds.
         at: u64,
     },
     /// A collective has taken long; not an error yet.
     Stall {
-        /// Who writes.
+        /// The rank that writes.
         rank: usize,
-        /// Whose part has not come.
+        /// Ranks whose part has not arrived.
         waiting_for: Vec<usize>,
-        /// The collective, and what the ranks waited for do instead.
+        /// The collective, and what the awaited ranks do instead.
         call: String,
-        /// For how long it has been pending, in milliseconds.
+        /// Time since it began, in milliseconds.
         since_ms: u64,
-        /// When, in milliseconds.
+        /// Time of the event, in milliseconds.
         at: u64,
     },
 }
@@ -71,50 +71,50 @@ pub enum Event {
 impl Event {
     /// This event as a line, its end included.
     pub fn to_line(&self) -> String {
-        // Numbers, texts and lists of them always are JSON.
+        // Numbers, texts and lists of them can always be encoded.
         let mut line = serde_json::to_string(self).unwrap_or_default();
         line.push('\n');
         line
     }
 
-    /// The event in a line; `None` if there is none, as in a line that is not written to its end yet.
+    /// The event in a line; `None` if there is none, as in a line that is not complete yet.
     pub fn parse(line: &str) -> Option<Event> {
         serde_json::from_str(line).ok()
     }
 }
 
-/// What a rank knew when its world ended in an error.
+/// Report of a rank whose world ended in an error.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PostMortem {
-    /// Whose report it is.
+    /// The rank that writes.
     pub rank: usize,
-    /// How many ranks there were.
+    /// Number of ranks.
     pub world_size: usize,
-    /// Its job.
+    /// Id of its job.
     pub job_id: String,
-    /// Which generation of the job, from 0.
+    /// Generation of the job, from 0.
     pub restart_count: u32,
-    /// The name of its machine.
+    /// Name of its machine.
     pub host: String,
-    /// Its process.
+    /// Id of its process.
     pub pid: u32,
-    /// When the world ended, in milliseconds.
+    /// Time of the end, in milliseconds.
     pub at: u64,
     /// The root cause, as errors show it.
     pub cause: String,
-    /// Who caused it, where that is certain.
+    /// The rank that caused it, if that is certain.
     pub culprit: Option<usize>,
-    /// Its step, if the program says; see [`World::set_step`](crate::World::set_step).
+    /// Its step, if the program sets it; see [`World::set_step`](crate::World::set_step).
     pub step: Option<u64>,
-    /// The collectives it was in.
+    /// Collectives it was in.
     pub pending: Vec<Pending>,
-    /// What it knew of the others.
+    /// State of the other ranks, as far as it knew.
     pub peers: Vec<PeerState>,
     /// Its last collectives, oldest first.
     pub history: Vec<Record>,
 }
 
-/// A collective that was not done.
+/// A collective that had not ended.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Pending {
     /// The call, as errors show it.
@@ -123,32 +123,32 @@ pub struct Pending {
     pub group: u64,
     /// Its number in the group.
     pub sequence: u64,
-    /// For how long it had been pending, in milliseconds.
+    /// Time since it began, in milliseconds.
     pub since_ms: u64,
-    /// Whose part had not come.
+    /// Ranks whose part had not arrived.
     pub waiting_for: Vec<usize>,
 }
 
-/// What a rank knew of another.
+/// State of another rank, as far as it is known.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PeerState {
-    /// Which rank.
+    /// The other rank.
     pub rank: usize,
-    /// The name of its machine.
+    /// Name of its machine.
     pub host: String,
-    /// Its process.
+    /// Id of its process.
     pub pid: u32,
-    /// How long ago it was last heard, in milliseconds; `None` if it lives in the same process or was never heard.
+    /// Time since it was last heard, in milliseconds; `None` if it lives in the same process or was never heard.
     pub last_heard_ms: Option<u64>,
-    /// Whether it had said goodbye.
+    /// True if it had said goodbye.
     pub left: bool,
-    /// The collectives it was in, by its last heartbeat.
+    /// Collectives it was in, by its last heartbeat.
     pub pending: Vec<String>,
     /// Its step, by its last heartbeat.
     pub step: Option<u64>,
 }
 
-/// A collective that was done, or is under way.
+/// A collective that has ended or is under way.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// Its group.
@@ -158,25 +158,25 @@ pub struct Record {
     /// The other rank of a call between two.
     #[serde(default)]
     pub peer: Option<usize>,
-    /// The ranks of its group; none if that is the whole world.
+    /// The ranks of its group; empty if that is the whole world.
     #[serde(default)]
     pub ranks: Vec<usize>,
-    /// What it is: operation, dtype, length, root.
+    /// Operation, dtype, length and root.
     pub call: String,
     /// `file:line:column` of the call.
     pub site: String,
-    /// The step it was in, if the program says.
+    /// Step it was in, if the program sets it.
     pub step: Option<u64>,
-    /// When it began, in microseconds.
+    /// Time at which it began, in microseconds.
     pub started: u64,
-    /// How long it took, in microseconds; `None` while it is under way.
+    /// Its duration, in microseconds; `None` while it is under way.
     pub took_us: Option<u64>,
-    /// Whether it was done without an error.
+    /// True if it ended without an error.
     pub ok: bool,
 }
 
 impl PostMortem {
-    /// Where the report of `rank` is in `dir`.
+    /// Path of the report of `rank` in `dir`.
     pub fn path(dir: &Path, rank: usize) -> PathBuf {
         dir.join(format!("rank-{rank}.json"))
     }
@@ -189,7 +189,8 @@ impl PostMortem {
         Ok(serde_json::from_slice(&fs::read(path)?)?)
     }
 
-    /// Writes the report to its [place](Self::path) in `dir`, which is made if it is not there. Readers see all of it or nothing.
+    /// Writes the report to its [path](Self::path) in `dir`, which is created if needed. Readers see all of it or
+    /// nothing.
     ///
     /// # Errors
     /// Those of writing the file.
@@ -212,9 +213,14 @@ pub(crate) fn now_ms() -> u64 {
     since_1970().as_millis() as u64
 }
 
-/// How long after 1970 it is; nothing if the clock is set to before.
+/// Time since 1970; zero if the clock is set to before.
 pub(crate) fn since_1970() -> Duration {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+}
+
+/// Whole milliseconds of `time`.
+pub(crate) fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

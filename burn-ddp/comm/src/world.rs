@@ -15,29 +15,20 @@ use crate::membership::panics;
 use crate::plan::Site;
 use crate::sync::lock;
 use crate::timeline::Timeline;
-use crate::{Error, Options, PeerInfo, Result};
+use crate::{Error, PeerInfo, Progress, Result, Track, WorldOptions};
 
-/// One rank's membership of a job: who it is, who its peers are, and the way to talk to them.
+/// One rank's membership of a job: its rank, its peers, and the way to talk to them.
 ///
 /// Clones are handles to the same membership. When the last handle and the last group of a rank are dropped, the rank
 /// says goodbye; if that happens while it panics, it says that instead. Neither blocks.
 ///
-/// ```
-/// use burn_ddp_comm::{ReduceOp, on_threads};
-///
-/// let sums = on_threads(4, |world| {
-///     let mut x = [world.rank() as f32];
-///     world.group()?.all_reduce(&mut x, ReduceOp::Sum)?;
-///     Ok::<_, burn_ddp_comm::Error>(x[0])
-/// });
-/// assert_eq!(sums, [Ok(6.0), Ok(6.0), Ok(6.0), Ok(6.0)]);
-/// ```
+/// A process joins by [`join`](World::join); tests and examples run ranks as threads by [`spawn`](World::spawn).
 #[derive(Clone, Debug)]
 pub struct World {
     member: Arc<Member>,
 }
 
-/// What joining yields: this rank's place among all ranks, and its ways to them.
+/// Result of joining: this rank's place among all ranks, and its ways to them.
 pub(crate) struct Seat {
     pub(crate) rank: usize,
     pub(crate) local_world_size: usize,
@@ -45,19 +36,20 @@ pub(crate) struct Seat {
     pub(crate) peers: Vec<PeerInfo>,
     pub(crate) membership: Arc<Membership>,
     pub(crate) fabric: Arc<dyn Fabric>,
-    /// What lives as long as the membership: the control connections. Dropped after the goodbye; its `Drop` must not block.
+    /// The control connections, which live as long as the membership. Dropped after the goodbye; its `Drop` must not
+    /// block.
     pub(crate) keep_alive: Option<Box<dyn Send + Sync>>,
 }
 
 /// Shared by all handles and groups of a rank. Its `Drop` is the goodbye.
 pub(crate) struct Member {
     pub(crate) seat: Seat,
-    pub(crate) options: Options,
-    /// Makes the engines of the next groups: that of the seat, unless another took its place.
+    pub(crate) options: WorldOptions,
+    /// Makes the engines of the next groups: the seat's fabric, unless another took its place.
     fabric: RwLock<Arc<dyn Fabric>>,
-    /// The number of the next group. Locked while a group is made, so that all ranks number them alike.
+    /// Number of the next group. Locked while a group is made, so that all ranks number them alike.
     next_group: Mutex<u64>,
-    /// The number of the next sub-group that this rank could lead.
+    /// Number of the next sub-group that this rank could lead.
     next_sub_group: AtomicU64,
     /// Begun with the first group, ended with the goodbye.
     timeline: OnceLock<Timeline>,
@@ -68,21 +60,22 @@ impl World {
     /// A world of one rank. Everything works and every check runs, as in a larger world.
     ///
     /// ```
-    /// use burn_ddp_comm::{Options, ReduceOp, World};
+    /// use burn_ddp_comm::{WorldOptions, ReduceOp, World};
     ///
-    /// let group = World::solo(Options::default()).group()?;
+    /// let group = World::solo(WorldOptions::default()).group()?;
     /// let mut x = [1.0, 2.0];
     /// group.all_reduce(&mut x, ReduceOp::Mean)?;
     /// assert_eq!(x, [1.0, 2.0]);
     /// assert!(group.all_reduce(&mut [1_i32], ReduceOp::Mean).is_err()); // as with many ranks
     /// # Ok::<(), burn_ddp_comm::Error>(())
     /// ```
-    pub fn solo(options: Options) -> World {
+    pub fn solo(options: WorldOptions) -> World {
         World::threads(1, options).remove(0)
     }
 
-    /// `n` ranks in this process, in rank order. Each goes to a thread of its own; see also [`on_threads`].
-    pub fn threads(n: usize, options: Options) -> Vec<World> {
+    /// A world of `n` ranks in this process, in rank order: one for each thread. [`spawn`](Self::spawn) starts the
+    /// threads, too.
+    pub fn threads(n: usize, options: WorldOptions) -> Vec<World> {
         let peers: Vec<PeerInfo> = (0..n).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
         let memberships = Membership::shared(peers.clone(), options.clone());
         let fabrics = ThreadsFabric::all(&memberships);
@@ -97,7 +90,35 @@ impl World {
         memberships.into_iter().zip(fabrics).map(|pair| World::from_seat(seat(pair), options.clone())).collect()
     }
 
-    pub(crate) fn from_seat(seat: Seat, options: Options) -> World {
+    /// Runs `rank_main` on `n` ranks, each on a thread of this process, with default [`WorldOptions`]. Returns their
+    /// results in rank order once all have ended.
+    ///
+    /// ```
+    /// use burn_ddp_comm::{ReduceOp, World};
+    ///
+    /// let sums = World::spawn(4, |world| {
+    ///     let mut x = [world.rank() as f32];
+    ///     world.group()?.all_reduce(&mut x, ReduceOp::Sum)?;
+    ///     Ok::<_, burn_ddp_comm::Error>(x[0])
+    /// });
+    /// assert_eq!(sums, [Ok(6.0), Ok(6.0), Ok(6.0), Ok(6.0)]);
+    /// ```
+    ///
+    /// # Panics
+    /// If a rank panicked.
+    pub fn spawn<R: Send>(n: usize, rank_main: impl Fn(World) -> R + Sync) -> Vec<R> {
+        std::thread::scope(|scope| {
+            let rank_main = &rank_main;
+            let ranks: Vec<_> = World::threads(n, WorldOptions::default())
+                .into_iter()
+                .map(|world| scope.spawn(move || rank_main(world)))
+                .collect();
+            let ended: Vec<_> = ranks.into_iter().map(|rank| rank.join()).collect();
+            ended.into_iter().map(|rank| rank.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        })
+    }
+
+    pub(crate) fn from_seat(seat: Seat, options: WorldOptions) -> World {
         panics::watch(&seat.membership);
         let member = Member {
             fabric: RwLock::new(seat.fabric.clone()),
@@ -111,27 +132,27 @@ impl World {
         World { member: Arc::new(member) }
     }
 
-    /// This rank.
+    /// Number of this rank.
     pub fn rank(&self) -> usize {
         self.member.seat.rank
     }
 
-    /// How many ranks there are.
+    /// Number of ranks.
     pub fn world_size(&self) -> usize {
         self.member.seat.peers.len()
     }
 
-    /// This rank among those of its machine.
+    /// Number of this rank among those of its machine.
     pub fn local_rank(&self) -> usize {
         self.member.me().local_rank
     }
 
-    /// How many ranks its machine has.
+    /// Number of ranks on its machine.
     pub fn local_world_size(&self) -> usize {
         self.member.seat.local_world_size
     }
 
-    /// The number of its machine.
+    /// Number of its machine.
     pub fn node_rank(&self) -> usize {
         self.member.me().node_rank
     }
@@ -141,21 +162,24 @@ impl World {
         &self.member.seat.peers
     }
 
-    /// How bytes travel in groups of all ranks: `threads`, `shm`, `tcp`, or the engine of [`set_fabric`](Self::set_fabric).
+    /// Name of the engine of groups of all ranks: `threads`, `shm`, `tcp`, or the engine of
+    /// [`set_fabric`](Self::set_fabric).
     pub fn engine(&self) -> &'static str {
         self.member.fabric().name()
     }
 
-    /// Lets later groups get their engines from what `make` makes of the world's own fabric and this rank's membership.
+    /// Makes later groups get their engines from the fabric that `make` returns, given the world's own fabric and this
+    /// rank's membership.
     ///
-    /// The way in for engines outside this crate. All ranks do it, between the same groups. What fails on one rank only is for the
-    /// caller to tell the others, by [`fail`](Self::fail) or over a group made before.
+    /// The way in for engines outside this crate. All ranks call it, between the same groups. If it fails on one rank
+    /// only, the caller tells the others, by [`fail`](Self::fail) or over a group made before.
     ///
     /// ```
-    /// use burn_ddp_comm::{Options, World};
+    /// use burn_ddp_comm::{WorldOptions, World};
     ///
-    /// let world = World::solo(Options::default());
-    /// world.set_fabric(|own, _health| Ok::<_, burn_ddp_comm::Error>(own))?; // an engine of one's own would wrap it, or take its place
+    /// let world = World::solo(WorldOptions::default());
+    /// // An engine of one's own would wrap `own`, or take its place.
+    /// world.set_fabric(|own, _membership| Ok::<_, burn_ddp_comm::Error>(own))?;
     /// assert_eq!(world.engine(), "threads");
     /// # Ok::<(), burn_ddp_comm::Error>(())
     /// ```
@@ -172,12 +196,12 @@ impl World {
         Ok(())
     }
 
-    /// The waits of this world.
-    pub fn options(&self) -> &Options {
+    /// Options of this world.
+    pub fn options(&self) -> &WorldOptions {
         &self.member.options
     }
 
-    /// Where this rank records what it does, if [`Options::timeline`] says so and a group was made.
+    /// Timeline of this rank; records nothing unless [`WorldOptions::timeline`] is set and a group was made.
     pub fn timeline(&self) -> Timeline {
         self.member.timeline().cloned().unwrap_or_default()
     }
@@ -187,7 +211,8 @@ impl World {
     /// All ranks call it, and make their groups in the same order. Blocks until all have.
     ///
     /// # Errors
-    /// Those of a [`barrier`](ProcessGroup::barrier) on the new group; [`Error::Environment`] if the timeline cannot be written.
+    /// Those of a [`barrier`](ProcessGroup::barrier) on the new group; [`Error::Environment`] if the timeline cannot be
+    /// written.
     #[track_caller]
     pub fn group(&self) -> Result<ProcessGroup> {
         let site = Location::caller();
@@ -208,7 +233,7 @@ impl World {
         ProcessGroup::new(Core::new(self.member.clone(), 0, call, log, engine))
     }
 
-    /// Whether the world is still whole.
+    /// Checks that the world goes on.
     ///
     /// # Errors
     /// The root cause that ended it, which is what every collective returns from then on.
@@ -216,13 +241,13 @@ impl World {
         self.member.seat.membership.check()
     }
 
-    /// This rank gives up: every pending and later collective, on every rank and group, returns this cause, naming this
-    /// rank. Never blocks. If the world has already ended, the first cause stays.
+    /// Gives up: every pending and later collective, on every rank and group, returns this cause, naming this rank.
+    /// Never blocks. If the world has already ended, the first cause stays.
     ///
     /// ```
-    /// use burn_ddp_comm::on_threads;
+    /// use burn_ddp_comm::World;
     ///
-    /// let results = on_threads(2, |world| {
+    /// let results = World::spawn(2, |world| {
     ///     let group = world.group()?;
     ///     if world.rank() == 1 {
     ///         world.fail("disk full");
@@ -239,19 +264,19 @@ impl World {
         self.member.seat.membership.fail_self(cause.into());
     }
 
-    /// [`fail`](Self::fail) because this thread panics, with what the panic said and where. For destructors of what a rank holds.
-    pub fn fail_panicked(&self) {
+    /// [`fail`](Self::fail)s with the message and line of this thread's panic. For destructors of what a rank holds.
+    pub fn fail_with_panic(&self) {
         self.member.seat.membership.fail_self(panics::describe());
-        // Nobody may drop this any more.
+        // The last handle may never be dropped.
         self.member.end_timeline();
     }
 
-    /// "I am in training step `step`." Shown in errors and reports of this rank's later collectives, never compared.
+    /// Sets this rank's training step. Shown in errors and reports of its later collectives, never compared.
     ///
     /// ```
-    /// use burn_ddp_comm::{Options, World};
+    /// use burn_ddp_comm::{WorldOptions, World};
     ///
-    /// let world = World::solo(Options::default());
+    /// let world = World::solo(WorldOptions::default());
     /// let group = world.group()?;
     /// world.set_step(28);
     /// let error = group.broadcast(&mut [0.0_f32], 7).unwrap_err().to_string();
@@ -269,31 +294,33 @@ impl World {
         self.member.leave();
     }
 
-    /// "I am now at `position` of `track`." A track is something that ranks walk together, such as a data loader; a
-    /// position is `epoch << 32 | step`. Does not talk to anybody.
+    /// Notes that this rank is `at` this step of `track`, such as the batches of a data loader. Sends nothing.
     ///
     /// # Errors
-    /// [`Error::OutOfStep`](crate::Error::OutOfStep), on all ranks, if a peer [stopped](World::stop) before this position
-    /// in the same epoch; otherwise what ended the world, if it has ended.
-    pub fn advance(&self, track: u64, position: u64) -> Result<()> {
-        self.member.seat.membership.advance(track, position)
+    /// [`Error::OutOfStep`](crate::Error::OutOfStep), on all ranks, if a peer [stopped](World::stop) before this step
+    /// of the same epoch; the root cause, if the world has ended.
+    pub fn advance(&self, track: impl Into<Track>, at: impl Into<Progress>) -> Result<()> {
+        self.member.seat.membership.advance(track.into(), at.into())
     }
 
-    /// "I stopped at `position` of `track` and never pass it in this epoch." Told to all ranks; never blocks.
+    /// Notes that this rank stopped `at` this step of `track` and will not pass it in this epoch. Sent to all ranks;
+    /// never blocks.
     ///
     /// A peer that is beyond it, or gets there, would wait for this rank in vain: so the world ends with
-    /// [`Error::OutOfStep`](crate::Error::OutOfStep), which names this rank, `what` and both positions. All ranks
-    /// stopping at the same position is fine, and so is going on to a later epoch.
+    /// [`Error::OutOfStep`](crate::Error::OutOfStep), which names this rank, `what` and both steps. All ranks may stop
+    /// at the same step, and go on to a later epoch.
     ///
     /// ```
-    /// use burn_ddp_comm::on_threads;
+    /// use burn_ddp_comm::{Progress, Track, World};
     ///
-    /// let results = on_threads(2, |world| {
+    /// let track = Track::Batches { loader: 0, run: 0 };
+    /// let results = World::spawn(2, |world| {
     ///     let group = world.group()?;
     ///     for step in 0..10 {
-    ///         world.advance(0, step)?;
+    ///         let at = Progress { epoch: 0, step };
+    ///         world.advance(track, at)?;
     ///         if world.rank() == 1 && step == 3 {
-    ///             world.stop(0, step, "the training loader");
+    ///             world.stop(track, at, "the training loader");
     ///             break;
     ///         }
     ///         group.barrier()?; // rank 0 would wait here forever
@@ -304,8 +331,8 @@ impl World {
     /// assert!(error.contains("stopped the training loader at epoch 0, step 3"), "{error}");
     /// assert!(error.contains("rank 0 went on to epoch 0, step 4"), "{error}");
     /// ```
-    pub fn stop(&self, track: u64, position: u64, what: &str) {
-        self.member.seat.membership.stop(track, position, what);
+    pub fn stop(&self, track: impl Into<Track>, at: impl Into<Progress>, what: &str) {
+        self.member.seat.membership.stop(track.into(), at.into(), what);
     }
 }
 
@@ -318,7 +345,7 @@ impl Member {
         self.fabric.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A number for a sub-group that this rank may come to lead, given to no other.
+    /// Number for a sub-group that this rank may come to lead, given to no other.
     pub(crate) fn sub_group_number(&self) -> u64 {
         self.next_sub_group.fetch_add(1, Ordering::Relaxed)
     }
@@ -332,7 +359,7 @@ impl Member {
         let log = membership.history().open(group, call.members.clone());
         let opened = self.run(&log, &call, || {
             let group_rank = call.group_rank()?;
-            // Before any rank can be through here, and so have ended: what lies there from earlier jobs is nobody's part then.
+            // Before any rank can have ended: parts that lie there from earlier jobs must not be taken for this job's.
             self.start_timeline()?;
             let mut engine = fabric.open(&call)?;
             engine.barrier(&call)?;
@@ -343,7 +370,7 @@ impl Member {
         Ok(ProcessGroup::new(Core::new(self.clone(), group_rank, call, log, engine)))
     }
 
-    /// Runs one call: not at all if the world has ended, and what goes wrong ends it.
+    /// Runs one call, unless the world has ended. An error of it ends the world.
     pub(crate) fn run<R>(&self, log: &Log, call: &Call, body: impl FnOnce() -> Result<R>) -> Result<R> {
         let membership = &self.seat.membership;
         if self.left.load(Ordering::Acquire) {
@@ -355,7 +382,7 @@ impl Member {
         result
     }
 
-    /// Ends the world if this is a panic on its way up.
+    /// Ends the world if this thread panics.
     pub(crate) fn fail_if_panicking(&self) {
         if std::thread::panicking() && !self.left.load(Ordering::Acquire) {
             self.seat.membership.fail_self(panics::describe());
@@ -385,7 +412,8 @@ impl Member {
                 file.display()
             ),
         })?;
-        let _ = self.timeline.set(timeline); // Groups of all ranks are made one after the other, and the first is one of these.
+        // Groups of all ranks are made one after the other, and the first is one of these.
+        let _ = self.timeline.set(timeline);
         Ok(())
     }
 
@@ -400,7 +428,7 @@ impl Drop for Member {
     fn drop(&mut self) {
         self.fail_if_panicking();
         self.leave();
-        // The goodbye is on its way; now its carrier may go.
+        // The goodbye is on its way; now the connections may go.
         self.seat.keep_alive = None;
     }
 }
@@ -413,21 +441,4 @@ impl fmt::Debug for Member {
             .field("engine", &self.fabric().name())
             .finish_non_exhaustive()
     }
-}
-
-/// Runs `rank_main` on `n` ranks, each on a thread of this process, with default [`Options`]. Yields their results in
-/// rank order once all have ended.
-///
-/// # Panics
-/// If a rank panicked.
-pub fn on_threads<R: Send>(n: usize, rank_main: impl Fn(World) -> R + Sync) -> Vec<R> {
-    std::thread::scope(|scope| {
-        let rank_main = &rank_main;
-        let ranks: Vec<_> = World::threads(n, Options::default())
-            .into_iter()
-            .map(|world| scope.spawn(move || rank_main(world)))
-            .collect();
-        let ended: Vec<_> = ranks.into_iter().map(|rank| rank.join()).collect();
-        ended.into_iter().map(|rank| rank.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-    })
 }

@@ -1,4 +1,4 @@
-//! How long to wait.
+//! Options of a world: deadlines, heartbeats, engine, and records of what ranks do.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -6,39 +6,42 @@ use std::time::Duration;
 
 use crate::{Error, Result};
 
-/// The waits of a [`World`](crate::World). All ranks should use the same.
+/// Options of a [`World`](crate::World). All ranks should use the same.
 ///
 /// ```
-/// use burn_ddp_comm::Options;
+/// use burn_ddp_comm::WorldOptions;
 /// use std::time::Duration;
 ///
-/// let options = Options { timeout: Duration::from_secs(30), ..Options::default() };
+/// let options = WorldOptions { timeout: Duration::from_secs(30), ..WorldOptions::default() };
 /// assert_eq!(options.join_timeout, Duration::from_secs(300));
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// How long one collective may take, from the call on. 10 minutes by default.
+pub struct WorldOptions {
+    /// Deadline of a collective, from the call on. 10 minutes by default.
     pub timeout: Duration,
-    /// How long to wait for all ranks to come together. 5 minutes by default.
+    /// Deadline for all ranks to come together. 5 minutes by default.
     pub join_timeout: Duration,
-    /// How often ranks of different processes tell each other what they do. 1 second by default. Who misses two is reported, not lost.
+    /// Time between heartbeats to ranks of other processes. 1 second by default. A rank that misses two is reported,
+    /// not lost.
     pub heartbeat: Duration,
-    /// How long a rank may be silent until it is lost. `None`, the default: 30 seconds if its machine does not answer, and until the
-    /// operation's own end if it does, since a process that is stopped or debugged may go on.
+    /// Silence after which a rank is lost. `None`, the default: 30 seconds if its machine does not answer; if it does,
+    /// the deadline of the operation, since a process that is stopped or debugged may go on.
     pub peer_timeout: Option<Duration>,
-    /// How long a collective may take until that is reported; again after twice the time, and so on. 30 seconds by default.
+    /// Time after which a waiting collective is reported; again after twice the time, and so on. 30 seconds by default.
     pub stall: Duration,
-    /// How many collectives each rank keeps in mind for its report. 128 by default.
+    /// Number of collectives that each rank keeps for its report. 128 by default.
     pub history: usize,
-    /// The engine of all groups. `None`, the default: shm for groups whose ranks share a machine, tcp for others.
+    /// Engine of all groups. `None`, the default: shm for groups whose ranks share a machine, tcp for others.
     pub engine: Option<EngineChoice>,
-    /// A file in which all ranks [record what they do](crate::timeline), on their machine. `None`, the default: nothing is recorded.
+    /// File of the [timeline](crate::timeline), on each machine. `None`, the default: no timeline.
     pub timeline: Option<PathBuf>,
-    /// What else must be the same on all ranks: names and values, compared when the ranks meet. Empty by default.
+    /// Names and values of further settings that must be the same on all ranks, compared when they meet. Empty by
+    /// default.
     pub config: Vec<(String, String)>,
 }
 
-/// An engine between processes. Those that are not in this crate have to be put in place by [`World::set_fabric`](crate::World::set_fabric).
+/// An engine between processes. Engines outside this crate are installed by
+/// [`World::set_fabric`](crate::World::set_fabric).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum EngineChoice {
@@ -48,12 +51,12 @@ pub enum EngineChoice {
     Tcp,
     /// An installed MPI, by the crate `burn-ddp-mpi`.
     Mpi,
-    /// NCCL for what is on NVIDIA GPUs, by the crate `burn-ddp-nccl`; host memory as without a choice.
+    /// NCCL for data on NVIDIA GPUs, by the crate `burn-ddp-nccl`; host memory as without a choice.
     Nccl,
 }
 
 impl EngineChoice {
-    /// As in `BURN_DDP_ENGINE`, and as [`World::engine`](crate::World::engine) says it.
+    /// Its name, as in `BURN_DDP_ENGINE` and as [`World::engine`](crate::World::engine) returns it.
     pub fn name(self) -> &'static str {
         match self {
             EngineChoice::Shm => "shm",
@@ -73,21 +76,21 @@ impl FromStr for EngineChoice {
             .into_iter()
             .find(named)
             .ok_or_else(|| {
-                environment(format!("{text:?} is not an engine; shm, tcp, mpi and nccl are (BURN_DDP_ENGINE)"))
+                Error::environment(format!("{text:?} is not an engine; shm, tcp, mpi and nccl are (BURN_DDP_ENGINE)"))
             })
     }
 }
 
-/// When a machine that does not answer is given up, unless the user says so.
+/// Time after which a machine that does not answer is given up, unless the user sets one.
 const MACHINE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Shorter ones would only make work.
+/// Shortest heartbeat; shorter ones would only make work.
 const SHORTEST_HEARTBEAT: Duration = Duration::from_millis(10);
-/// More collectives than anybody reads.
+/// Longest history, more than anybody reads.
 const MAX_HISTORY: usize = 1_000_000;
 
-impl Default for Options {
+impl Default for WorldOptions {
     fn default() -> Self {
-        Options {
+        WorldOptions {
             timeout: Duration::from_secs(600),
             join_timeout: Duration::from_secs(300),
             heartbeat: Duration::from_secs(1),
@@ -101,34 +104,35 @@ impl Default for Options {
     }
 }
 
-impl Options {
-    /// The defaults, changed by `BURN_DDP_TIMEOUT`, `BURN_DDP_JOIN_TIMEOUT`, `BURN_DDP_HEARTBEAT`, `BURN_DDP_PEER_TIMEOUT` and
-    /// `BURN_DDP_STALL` (seconds, fractions allowed), by `BURN_DDP_HISTORY` (a number), by `BURN_DDP_ENGINE` (`shm`, `tcp`, `mpi` or `nccl`), and by
-    /// `BURN_DDP_TIMELINE` (a file).
+impl WorldOptions {
+    /// The defaults, changed by the environment variables `BURN_DDP_TIMEOUT`, `BURN_DDP_JOIN_TIMEOUT`,
+    /// `BURN_DDP_HEARTBEAT`, `BURN_DDP_PEER_TIMEOUT` and `BURN_DDP_STALL` (seconds, fractions allowed),
+    /// `BURN_DDP_HISTORY` (a number), `BURN_DDP_ENGINE` (`shm`, `tcp`, `mpi` or `nccl`) and `BURN_DDP_TIMELINE` (a
+    /// file).
     ///
     /// # Errors
-    /// [`Error::Environment`] if a variable is set to something that is not a positive number, or a peer timeout is no more than two
-    /// heartbeats.
-    pub fn from_env() -> Result<Options> {
-        Options::from_lookup(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    /// [`Error::Environment`] if a variable is set to something that is not a positive number, or a peer timeout is no
+    /// more than two heartbeats.
+    pub fn from_env() -> Result<WorldOptions> {
+        WorldOptions::from_lookup(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 
-    /// Like [`from_env`](Options::from_env), with the variables looked up by `lookup`.
+    /// Like [`from_env`](WorldOptions::from_env), with the variables looked up by `lookup`.
     ///
     /// ```
-    /// use burn_ddp_comm::Options;
+    /// use burn_ddp_comm::WorldOptions;
     /// use std::time::Duration;
     ///
-    /// let options = Options::from_lookup(&|name| (name == "BURN_DDP_TIMEOUT").then(|| "2.5".into()))?;
+    /// let options = WorldOptions::from_lookup(&|name| (name == "BURN_DDP_TIMEOUT").then(|| "2.5".into()))?;
     /// assert_eq!(options.timeout, Duration::from_millis(2500));
-    /// assert!(Options::from_lookup(&|_| Some("soon".into())).is_err());
+    /// assert!(WorldOptions::from_lookup(&|_| Some("soon".into())).is_err());
     /// # Ok::<(), burn_ddp_comm::Error>(())
     /// ```
     ///
     /// # Errors
-    /// Those of [`from_env`](Options::from_env).
-    pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Options> {
-        let mut options = Options::default();
+    /// Those of [`from_env`](WorldOptions::from_env).
+    pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<String>) -> Result<WorldOptions> {
+        let mut options = WorldOptions::default();
         if let Some(timeout) = seconds("BURN_DDP_TIMEOUT", lookup)? {
             options.timeout = timeout;
         }
@@ -144,7 +148,10 @@ impl Options {
         }
         if let Some(text) = lookup("BURN_DDP_HISTORY") {
             options.history = text.trim().parse().ok().filter(|n| *n <= MAX_HISTORY).ok_or_else(|| {
-                environment(format!("BURN_DDP_HISTORY={text:?} is not a number of collectives from 0 to {MAX_HISTORY}"))
+                Error::environment(format!(
+                    "BURN_DDP_HISTORY={text:?} is not a number of collectives from 0 to \
+                                            {MAX_HISTORY}"
+                ))
             })?;
         }
         options.engine = lookup("BURN_DDP_ENGINE").map(|text| text.parse()).transpose()?;
@@ -153,21 +160,25 @@ impl Options {
         Ok(options)
     }
 
-    /// Whether these fit together.
+    /// Checks that the options fit together.
     pub(crate) fn check(&self) -> Result<()> {
         let (heartbeat, timeout) = (self.heartbeat, self.peer_timeout);
         if heartbeat < SHORTEST_HEARTBEAT {
-            return Err(environment(format!("a heartbeat of {heartbeat:?}: the shortest is {SHORTEST_HEARTBEAT:?}")));
+            return Err(Error::environment(format!(
+                "a heartbeat of {heartbeat:?}: the shortest is \
+                                                   {SHORTEST_HEARTBEAT:?}"
+            )));
         }
         match timeout {
-            Some(timeout) if timeout <= heartbeat.saturating_mul(2) => Err(environment(format!(
-                "a peer timeout of {timeout:?} with a heartbeat of {heartbeat:?}: healthy ranks would be lost; it must be more than two heartbeats (BURN_DDP_PEER_TIMEOUT, BURN_DDP_HEARTBEAT)"
+            Some(timeout) if timeout <= heartbeat.saturating_mul(2) => Err(Error::environment(format!(
+                "a peer timeout of {timeout:?} with a heartbeat of {heartbeat:?}: healthy ranks would be lost; \
+                 it must be more than two heartbeats (BURN_DDP_PEER_TIMEOUT, BURN_DDP_HEARTBEAT)"
             ))),
             _ => Ok(()),
         }
     }
 
-    /// How long a machine may leave what it was sent unanswered.
+    /// Time after which a machine that does not answer is given up.
     pub(crate) fn machine_timeout(&self) -> Duration {
         self.peer_timeout.unwrap_or(MACHINE_TIMEOUT)
     }
@@ -184,20 +195,18 @@ fn seconds(name: &str, lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option
         .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
         .map(Some)
         .ok_or_else(|| {
-            environment(format!("{name}={text:?} is not a positive number of seconds (for example {name}=60)"))
+            Error::environment(format!("{name}={text:?} is not a positive number of seconds (for example {name}=60)"))
         })
-}
-
-fn environment(message: String) -> Error {
-    Error::Environment { message }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn from(set: &[(&str, &str)]) -> Result<Options> {
-        Options::from_lookup(&|name| set.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string()))
+    fn from(set: &[(&str, &str)]) -> Result<WorldOptions> {
+        WorldOptions::from_lookup(&|name| {
+            set.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string())
+        })
     }
 
     #[test]
@@ -212,7 +221,7 @@ mod tests {
             ("BURN_DDP_ENGINE", "tcp"),
             ("BURN_DDP_TIMELINE", "trace.json"),
         ]);
-        let expected = Options {
+        let expected = WorldOptions {
             timeout: Duration::from_secs(1),
             join_timeout: Duration::from_secs(2),
             heartbeat: Duration::from_millis(500),

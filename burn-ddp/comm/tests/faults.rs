@@ -6,7 +6,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Error, Options, ReduceOp, StoreServer, World};
+use burn_ddp_comm::{Error, ReduceOp, StoreServer, World, WorldOptions};
 use common::{Process, await_go, launcher_store, options, rank_at, role, say};
 use rustix::process::Signal;
 
@@ -144,7 +144,7 @@ fn a_rank_that_panics_says_so_though_its_process_ends() {
 fn a_stopped_rank_is_named_at_the_deadline_and_not_called_dead() {
     const TEST: &str = "a_stopped_rank_is_named_at_the_deadline_and_not_called_dead";
     if let Some((_, env)) = role() {
-        let world = World::join(&env, Options { timeout: Duration::from_secs(2), ..options() }).unwrap();
+        let world = World::join(&env, WorldOptions { timeout: Duration::from_secs(2), ..options() }).unwrap();
         let group = world.group().unwrap();
         say("ready");
         await_go();
@@ -236,7 +236,7 @@ fn a_rank_that_dies_while_joining_costs_the_others_the_deadline_at_most() {
     const TEST: &str = "a_rank_that_dies_while_joining_costs_the_others_the_deadline_at_most";
     if let Some((_, env)) = role() {
         say("ready");
-        let options = Options { join_timeout: Duration::from_millis(1500), ..options() };
+        let options = WorldOptions { join_timeout: Duration::from_millis(1500), ..options() };
         return say(&report(&World::join(&env, options).unwrap_err()));
     }
     let store = launcher_store();

@@ -11,14 +11,14 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::post_mortem::{Event, PostMortem};
-use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, Options, ProcessGroup, ReduceOp, Result, StoreServer, World};
+use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, ProcessGroup, ReduceOp, Result, StoreServer, World, WorldOptions};
 use common::{JOB, PATIENCE, Process, await_go, launcher_store, options, rank_at, role, say};
 use rustix::process::Signal;
 
 const BEAT: Duration = Duration::from_millis(100);
 
-fn lively() -> Options {
-    Options { heartbeat: BEAT, ..options() }
+fn lively() -> WorldOptions {
+    WorldOptions { heartbeat: BEAT, ..options() }
 }
 
 /// A job whose ranks are processes, and the directory of their events and reports.
@@ -79,7 +79,7 @@ fn with_dir(env: LaunchEnv, dir: &Path) -> LaunchEnv {
 }
 
 /// In a child: its role, its world and a group.
-fn join(options: Options) -> Option<(String, World, ProcessGroup)> {
+fn join(options: WorldOptions) -> Option<(String, World, ProcessGroup)> {
     let (role, env) = role()?;
     let world = World::join(&env, options).unwrap();
     let group = world.group().unwrap();
@@ -125,7 +125,7 @@ fn a_stopped_rank_is_suspected_then_heard_again_and_the_job_goes_on() {
 fn a_stopped_rank_is_lost_once_the_user_says_when() {
     const TEST: &str = "a_stopped_rank_is_lost_once_the_user_says_when";
     let peer_timeout = Some(Duration::from_secs(1));
-    if let Some((_, _world, group)) = join(Options { peer_timeout, ..lively() }) {
+    if let Some((_, _world, group)) = join(WorldOptions { peer_timeout, ..lively() }) {
         say("ready");
         return tell(group.barrier().and_then(|()| group.barrier()));
     }
@@ -150,7 +150,7 @@ fn a_stopped_rank_is_lost_once_the_user_says_when() {
 fn a_job_that_is_stopped_as_a_whole_goes_on_when_it_is_continued() {
     const TEST: &str = "a_job_that_is_stopped_as_a_whole_goes_on_when_it_is_continued";
     let peer_timeout = Some(Duration::from_secs(1));
-    if let Some((_, _world, group)) = join(Options { peer_timeout, ..lively() }) {
+    if let Some((_, _world, group)) = join(WorldOptions { peer_timeout, ..lively() }) {
         say("ready");
         await_go();
         return tell(group.barrier());
@@ -170,7 +170,7 @@ fn a_job_that_is_stopped_as_a_whole_goes_on_when_it_is_continued() {
 #[test]
 fn a_stall_says_who_is_missing_and_what_it_does() {
     const TEST: &str = "a_stall_says_who_is_missing_and_what_it_does";
-    if let Some((role, world, group)) = join(Options { stall: Duration::from_millis(300), ..lively() }) {
+    if let Some((role, world, group)) = join(WorldOptions { stall: Duration::from_millis(300), ..lively() }) {
         say("ready");
         world.set_step(28);
         if role == "slow" {
@@ -203,7 +203,7 @@ fn a_stall_says_who_is_missing_and_what_it_does() {
 #[test]
 fn a_timeout_names_the_rank_that_keeps_all_others_waiting() {
     const TEST: &str = "a_timeout_names_the_rank_that_keeps_all_others_waiting";
-    if let Some((role, world, group)) = join(Options { timeout: Duration::from_secs(3), ..lively() }) {
+    if let Some((role, world, group)) = join(WorldOptions { timeout: Duration::from_secs(3), ..lively() }) {
         let other = world.group().unwrap();
         world.set_step(4);
         say("ready");
@@ -380,7 +380,7 @@ fn cut_off(test: &str, role: &str) -> Vec<(String, Duration)> {
 fn a_machine_that_is_cut_off_is_lost_after_the_peer_timeout() {
     const TEST: &str = "a_machine_that_is_cut_off_is_lost_after_the_peer_timeout";
     let peer_timeout = Some(Duration::from_secs(3));
-    if let Some((_, _world, group)) = join(Options { peer_timeout, ..lively() }) {
+    if let Some((_, _world, group)) = join(WorldOptions { peer_timeout, ..lively() }) {
         say("ready");
         await_go();
         return tell(group.barrier());

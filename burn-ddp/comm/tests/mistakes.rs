@@ -6,7 +6,7 @@ mod common;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{DType, Error, Options, ProcessGroup, ReduceOp, Result, World};
+use burn_ddp_comm::{DType, Error, ProcessGroup, ReduceOp, Result, World, WorldOptions};
 use common::options;
 
 /// What one rank of two does, with two groups.
@@ -323,7 +323,7 @@ fn has_left(world: &World, group: &ProcessGroup) -> bool {
 }
 
 /// How both ranks end; without an error only those that left.
-fn run(make: fn(usize, &Options) -> Vec<World>, options: &Options, parts: [Part; 2]) -> Vec<Option<Error>> {
+fn run(make: fn(usize, &WorldOptions) -> Vec<World>, options: &WorldOptions, parts: [Part; 2]) -> Vec<Option<Error>> {
     let ready = AtomicUsize::new(0);
     let ready = &ready;
     std::thread::scope(|scope| {
@@ -365,11 +365,11 @@ fn lines(text: &str) -> Vec<&str> {
     lines
 }
 
-fn check_table(make: fn(usize, &Options) -> Vec<World>) {
+fn check_table(make: fn(usize, &WorldOptions) -> Vec<World>) {
     for (name, rank_0, rank_1, sort) in TABLE {
         // Who misses a peer must wait for it; the others find out at once.
         let timeout = if matches!(sort, Missing(_)) { Duration::from_millis(800) } else { common::PATIENCE };
-        let options = Options { timeout, heartbeat: Duration::from_millis(50), ..options() };
+        let options = WorldOptions { timeout, heartbeat: Duration::from_millis(50), ..options() };
         let begin = Instant::now();
         let errors = run(make, &options, [*rank_0, *rank_1]);
         assert!(begin.elapsed() < Duration::from_secs(20), "{name}: {:?}", begin.elapsed());
@@ -426,7 +426,7 @@ fn every_mistake_is_explained_over_tcp() {
 #[test]
 #[expect(clippy::if_same_then_else, reason = "the lines differ, and that is the point")]
 fn calls_from_different_lines_are_no_mistake() {
-    for make in [|n, options: &Options| World::threads(n, options.clone()), common::world] {
+    for make in [|n, options: &WorldOptions| World::threads(n, options.clone()), common::world] {
         std::thread::scope(|scope| {
             for world in make(2, &options()) {
                 scope.spawn(move || {

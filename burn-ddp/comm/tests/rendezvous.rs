@@ -6,14 +6,14 @@ use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{
-    Error, JobKey, LaunchEnv, Meeting, Options, ReduceOp, Store, StoreClient, StoreServer, World, fail_join,
+    Error, JobKey, LaunchEnv, Meeting, ReduceOp, Store, StoreClient, StoreServer, World, WorldOptions, fail_join,
 };
 use common::{FreePort, JOB, SecretFile, join_all, launcher_store, meeting_at, options, rank_at, rank_of};
 
 const AT_ONCE: Duration = Duration::from_secs(5);
 
-fn join_within(seconds: f64) -> Options {
-    Options { join_timeout: Duration::from_secs_f64(seconds), ..options() }
+fn join_within(seconds: f64) -> WorldOptions {
+    WorldOptions { join_timeout: Duration::from_secs_f64(seconds), ..options() }
 }
 
 /// Each of the worlds works, and they are one world.
@@ -37,7 +37,7 @@ fn joined(envs: Vec<LaunchEnv>) -> Vec<World> {
     join_all(envs, &options()).into_iter().map(|world| world.unwrap()).collect()
 }
 
-fn errors(envs: Vec<LaunchEnv>, options: &Options) -> Vec<Error> {
+fn errors(envs: Vec<LaunchEnv>, options: &WorldOptions) -> Vec<Error> {
     join_all(envs, options).into_iter().map(|world| world.expect_err("no world")).collect()
 }
 
@@ -276,8 +276,8 @@ fn ranks_on_one_machine_need_no_port_and_no_secret() {
 
 #[test]
 fn ranks_with_other_settings_are_told_before_the_first_step() {
-    let config = |value: &str| Options { config: vec![("model".into(), value.into())], ..options() };
-    let with = |options: [Options; 3]| {
+    let config = |value: &str| WorldOptions { config: vec![("model".into(), value.into())], ..options() };
+    let with = |options: [WorldOptions; 3]| {
         let store = launcher_store();
         let begin = Instant::now();
         let errors: Vec<Error> = std::thread::scope(|s| {
@@ -297,7 +297,7 @@ fn ranks_with_other_settings_are_told_before_the_first_step() {
     };
     let error = with([config("resnet18"), config("resnet18"), config("resnet34")]);
     says(&error, &["disagree about model", "rank 0 (host", "has resnet18", "rank 2 (host", "has resnet34"]);
-    let error = with([options(), Options { timeout: Duration::from_secs(7), ..options() }, options()]);
+    let error = with([options(), WorldOptions { timeout: Duration::from_secs(7), ..options() }, options()]);
     says(&error, &["disagree about timeout", "rank 1 (host", "has 7s"]);
 }
 

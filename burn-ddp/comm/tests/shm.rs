@@ -4,18 +4,18 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{DType, EngineChoice, Error, Options, ProcessGroup, ReduceOp, SharedView, World};
+use burn_ddp_comm::{DType, EngineChoice, Error, ProcessGroup, ReduceOp, SharedView, World, WorldOptions};
 use common::{Process, join_all, launcher_store, options, rank_at, role, say};
 
 /// A death is known to all within this time.
 const SOON: Duration = Duration::from_secs(2);
 
-fn shm() -> Options {
-    Options { engine: Some(EngineChoice::Shm), ..options() }
+fn shm() -> WorldOptions {
+    WorldOptions { engine: Some(EngineChoice::Shm), ..options() }
 }
 
 /// Ranks of a world that joined with `options`, each on a thread; what they yield.
-fn on_ranks<R: Send>(n: usize, options: &Options, rank_main: impl Fn(World) -> R + Sync) -> Vec<R> {
+fn on_ranks<R: Send>(n: usize, options: &WorldOptions, rank_main: impl Fn(World) -> R + Sync) -> Vec<R> {
     let store = launcher_store();
     let envs = (0..n).map(|rank| rank_at(&store, rank, n)).collect();
     let worlds: Vec<_> = join_all(envs, options).into_iter().map(|world| world.unwrap()).collect();
@@ -165,7 +165,7 @@ fn buffers_of_different_kinds_are_reduced_all_the_same() {
 #[test]
 fn memory_is_shared_unless_told_otherwise() {
     for (engine, expected) in [(None, "shm"), (Some(EngineChoice::Shm), "shm"), (Some(EngineChoice::Tcp), "tcp")] {
-        on_ranks(2, &Options { engine, ..options() }, |world| {
+        on_ranks(2, &WorldOptions { engine, ..options() }, |world| {
             assert_eq!(world.engine(), expected);
             let mut x = [1.0_f32];
             world.group().unwrap().all_reduce(&mut x, ReduceOp::Sum).unwrap();
@@ -180,7 +180,7 @@ fn ranks_that_want_different_engines_do_not_meet() {
     std::thread::scope(|s| {
         let join = |rank, engine| {
             let env = rank_at(&store, rank, 2);
-            s.spawn(move || World::join(&env, Options { engine, ..options() }))
+            s.spawn(move || World::join(&env, WorldOptions { engine, ..options() }))
         };
         for rank in [join(0, None), join(1, Some(EngineChoice::Shm))] {
             let error = rank.join().unwrap().unwrap_err().to_string();
@@ -196,7 +196,7 @@ fn all_ranks_share_memory_or_none_does() {
     if let Some((role, env)) = role() {
         use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
         let engine = role.ends_with("forced").then_some(EngineChoice::Shm);
-        let world = World::join(&env, Options { engine, ..options() }).unwrap();
+        let world = World::join(&env, WorldOptions { engine, ..options() }).unwrap();
         let before = getrlimit(Resource::As);
         if role.starts_with("poor") {
             setrlimit(Resource::As, Rlimit { current: Some(1 << 20), ..before }).unwrap();

@@ -6,13 +6,13 @@ mod common;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{DType, EngineChoice, Options, ProcessGroup, ReduceOp, World};
+use burn_ddp_comm::{DType, EngineChoice, ProcessGroup, ReduceOp, World, WorldOptions};
 use common::{join_all, launcher_store, options, rank_at};
 
 fn worlds(n: usize) -> Vec<World> {
     let store = launcher_store();
     let envs = (0..n).map(|rank| rank_at(&store, rank, n)).collect();
-    let options = Options { engine: Some(EngineChoice::Shm), ..options() };
+    let options = WorldOptions { engine: Some(EngineChoice::Shm), ..options() };
     join_all(envs, &options).into_iter().map(|world| world.unwrap()).collect()
 }
 

@@ -4,7 +4,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Element, ProcessGroup, ReduceOp, on_threads};
+use burn_ddp_comm::{Element, ProcessGroup, ReduceOp, World};
 use common::on_tcp;
 
 /// Numbers whose sum depends on the order of the additions.
@@ -49,7 +49,7 @@ fn the_bits_are_those_of_ranks_in_one_process() {
     for n in [2, 3, 5] {
         for len in [1, 1000, 100_003] {
             let over_tcp = on_tcp(n, |world| results(&world.group().unwrap(), len));
-            let in_process = on_threads(n, |world| results(&world.group().unwrap(), len));
+            let in_process = World::spawn(n, |world| results(&world.group().unwrap(), len));
             assert!(over_tcp == in_process, "{n} ranks, {len} elements");
         }
     }

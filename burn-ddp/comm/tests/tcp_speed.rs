@@ -7,7 +7,9 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{EngineChoice, JobKey, LaunchEnv, Meeting, Options, ProcessGroup, ReduceOp, StoreServer, World};
+use burn_ddp_comm::{
+    EngineChoice, JobKey, LaunchEnv, Meeting, ProcessGroup, ReduceOp, StoreServer, World, WorldOptions,
+};
 use rustix::event::{PollFd, PollFlags, poll};
 
 const ROUNDS: usize = 15;
@@ -52,7 +54,7 @@ fn worlds() -> Vec<World> {
     let join = |rank| {
         let env = LaunchEnv { trust_network: true, ..LaunchEnv::new(rank, 2, meeting.clone(), "speed") };
         thread::spawn(move || {
-            World::join(&env, Options { engine: Some(EngineChoice::Tcp), ..Options::default() }).unwrap()
+            World::join(&env, WorldOptions { engine: Some(EngineChoice::Tcp), ..WorldOptions::default() }).unwrap()
         })
     };
     let joining: Vec<_> = (0..2).map(join).collect();

@@ -11,7 +11,7 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use burn_ddp_comm::{LaunchEnv, Options, ReduceOp, Secret, World};
+use burn_ddp_comm::{LaunchEnv, WorldOptions, ReduceOp, Secret, World};
 use burn_ddp_launch::{End, LaunchError, Launcher, Outcome};
 use common::{Finished, Job, assert_gone, burnrun};
 use free_port::FreePort;
@@ -70,7 +70,7 @@ fn run_all(launchers: impl IntoIterator<Item = Launcher>) -> Vec<Result<Outcome,
 #[ignore = "started by the other tests"]
 fn as_a_rank() {
     let env = LaunchEnv::detect().unwrap().expect("the launcher's variables");
-    let mut options = Options::from_env().unwrap();
+    let mut options = WorldOptions::from_env().unwrap();
     options.timeout = Duration::from_secs(20);
     let generation = env.restart_count;
     let world = World::join(&env, options).unwrap();

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use burn_ddp_comm::{LaunchEnv, Options, ReduceOp, World};
+use burn_ddp_comm::{LaunchEnv, WorldOptions, ReduceOp, World};
 use burn_ddp_launch::{End, Launcher, Outcome};
 
 fn launch(nproc: usize, what: &str) -> Outcome {
@@ -24,7 +24,7 @@ fn as_a_rank() {
     let what = std::env::var("RANK_DOES").expect("this is no test of its own: run the others");
     let env = LaunchEnv::detect().unwrap().expect("the launcher's variables");
     let options =
-        Options { timeout: Duration::from_secs(20), join_timeout: Duration::from_secs(20), ..Options::default() };
+        WorldOptions { timeout: Duration::from_secs(20), join_timeout: Duration::from_secs(20), ..WorldOptions::default() };
     if let Some(code) = what.strip_prefix("miss ")
         && env.rank == 1
     {

@@ -9,7 +9,7 @@
 
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Options, ProcessGroup, ReduceOp, World};
+use burn_ddp_comm::{WorldOptions, ProcessGroup, ReduceOp, World};
 use mpi::collective::SystemOperation;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives};
@@ -20,7 +20,7 @@ const SIZES: [(usize, usize); 4] = [(8, 400), (64 << 10, 200), (1 << 20, 60), (1
 fn main() -> Result<(), burn_ddp_comm::Error> {
     let env = burn_ddp_mpi::detect()?
         .ok_or_else(|| burn_ddp_comm::Error::Environment { message: "start it by mpirun -n 4".to_owned() })?;
-    let world = World::join(&env, Options::from_env()?)?;
+    let world = World::join(&env, WorldOptions::from_env()?)?;
     burn_ddp_mpi::attach(&world)?;
     let group = world.group()?;
     let native = SimpleCommunicator::world();

@@ -13,7 +13,7 @@ use std::process::exit;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Element, Error, Options, ProcessGroup, ReduceOp, Result, World, on_threads};
+use burn_ddp_comm::{Element, Error, ProcessGroup, ReduceOp, Result, World, WorldOptions};
 use bytemuck::NoUninit;
 use half::bf16;
 
@@ -33,8 +33,8 @@ fn main() {
 
 fn run(what: &str, rank: &mut usize) -> Result<()> {
     let world = match burn_ddp_mpi::detect()? {
-        Some(env) => World::join(&env, Options::from_env()?)?,
-        None => World::solo(Options::from_env()?),
+        Some(env) => World::join(&env, WorldOptions::from_env()?)?,
+        None => World::solo(WorldOptions::from_env()?),
     };
     *rank = world.rank();
     burn_ddp_mpi::attach(&world)?;
@@ -111,7 +111,7 @@ fn same(who: &str, told: &[(String, Vec<u8>)], expected: &[(String, Vec<u8>)]) {
 
 fn by_threads(size: usize, salt: u64) -> Vec<Vec<(String, Vec<u8>)>> {
     let work = |world: World| workout(&world.group()?, salt);
-    on_threads(size, work).into_iter().map(|told| told.expect("ranks as threads")).collect()
+    World::spawn(size, work).into_iter().map(|told| told.expect("ranks as threads")).collect()
 }
 
 /// Around the lengths at which frames are cut.

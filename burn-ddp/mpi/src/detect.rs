@@ -7,7 +7,7 @@ use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use burn_ddp_comm::{Error, LaunchEnv, Meeting, Options, PeerInfo, Result};
+use burn_ddp_comm::{Error, LaunchEnv, Meeting, WorldOptions, PeerInfo, Result};
 
 use crate::ffi::{Comm, Flights, Landed};
 use crate::idle::Idle;
@@ -32,14 +32,14 @@ pub(crate) fn is_taken() -> bool {
 /// `BURN_DDP_MASTER=host:port` and `BURN_DDP_SECRET_FILE`.
 ///
 /// # Errors
-/// Those of [`LaunchEnv::detect`] and [`Options::from_env`]; [`Error::Environment`] if MPI cannot be used, or the ranks do not agree in
+/// Those of [`LaunchEnv::detect`] and [`WorldOptions::from_env`]; [`Error::Environment`] if MPI cannot be used, or the ranks do not agree in
 /// time.
 pub fn detect() -> Result<Option<LaunchEnv>> {
     let Some(env) = LaunchEnv::detect()? else { return Ok(None) };
     if !is_taken() {
         return Ok(Some(env));
     }
-    let timeout = Options::from_env()?.join_timeout;
+    let timeout = WorldOptions::from_env()?.join_timeout;
     lifecycle::begin(timeout, &|| Ok(()))?;
     if !matches!(env.meeting, Meeting::Pmi { .. }) {
         return Ok(Some(env));

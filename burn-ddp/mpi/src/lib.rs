@@ -4,11 +4,11 @@
 //! the same bits.
 //!
 //! ```no_run
-//! use burn_ddp_comm::{Options, ReduceOp, World};
+//! use burn_ddp_comm::{WorldOptions, ReduceOp, World};
 //!
 //! // mpirun -n 4 target/release/program
 //! let env = burn_ddp_mpi::detect()?.expect("started by mpirun");
-//! let world = World::join(&env, Options::from_env()?)?;
+//! let world = World::join(&env, WorldOptions::from_env()?)?;
 //! burn_ddp_mpi::attach(&world)?;
 //! assert_eq!(world.engine(), "mpi");
 //!
@@ -39,10 +39,10 @@
 //! # The end
 //!
 //! MPI is finalized when the process ends by `exit` or by returning from `main`, and only if all its ranks left worlds that were whole,
-//! without groups still open. Finalizing waits for all ranks, for as long as a collective may take ([`Options::timeout`]). Otherwise MPI is
+//! without groups still open. Finalizing waits for all ranks, for as long as a collective may take ([`WorldOptions::timeout`]). Otherwise MPI is
 //! left as it is: then nothing can hang, and `mpirun` sees a rank that failed, as it should.
 //!
-//! [`Options::timeout`]: burn_ddp_comm::Options::timeout
+//! [`WorldOptions::timeout`]: burn_ddp_comm::WorldOptions::timeout
 #![deny(unsafe_code)]
 
 mod exchange;
@@ -77,9 +77,9 @@ pub use self::detect::detect;
 ///
 /// # Errors
 /// Whatever goes wrong on a rank ends the world, on all of them. [`Error::Environment`] if MPI cannot be used, or was not started with the
-/// ranks of this world; [`Error::Timeout`] naming the ranks that did not come within [`Options::join_timeout`].
+/// ranks of this world; [`Error::Timeout`] naming the ranks that did not come within [`WorldOptions::join_timeout`].
 ///
-/// [`Options::join_timeout`]: burn_ddp_comm::Options::join_timeout
+/// [`WorldOptions::join_timeout`]: burn_ddp_comm::WorldOptions::join_timeout
 #[track_caller]
 pub fn attach(world: &World) -> Result<()> {
     let site = CallSite::from(Location::caller());

@@ -34,12 +34,12 @@ mod weights;
 use suite::conformance;
 
 mod mpi {
-    use burn_ddp_comm::{Options, World};
+    use burn_ddp_comm::{WorldOptions, World};
 
     crate::conformance!(crate::mpi::over_mpi);
 
     /// Ranks that meet over TCP, each with control connections of its own, and talk over MPI.
-    fn over_mpi(n: usize, options: Options) -> Vec<World> {
+    fn over_mpi(n: usize, options: WorldOptions) -> Vec<World> {
         let worlds = crate::harness::over_tcp(n, options);
         burn_ddp_mpi::attach_threads(&worlds).expect("MPI");
         worlds

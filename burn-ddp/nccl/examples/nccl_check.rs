@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::engine::OnDevice;
-use burn_ddp_comm::{DType, Error, LaunchEnv, Options, ProcessGroup, ReduceOp, World};
+use burn_ddp_comm::{DType, Error, LaunchEnv, WorldOptions, ProcessGroup, ReduceOp, World};
 use burn_ddp_nccl::{
     Communicator, Decision, Device, DeviceBuffer, DeviceReduce, Driver, Event, Fault, HostMemory, How, Nccl,
     NcclFabric, Piece, RankInfo, Stream, UniqueId, decide,
@@ -52,7 +52,7 @@ struct Setup {
 
 fn run(rounds: usize) -> Result<(), String> {
     let said = |error: Error| error.to_string();
-    let options = Options::from_env().map_err(said)?;
+    let options = WorldOptions::from_env().map_err(said)?;
     let world = match LaunchEnv::detect().map_err(said)? {
         Some(env) => World::join(&env, options).map_err(said)?,
         None => World::solo(options),

@@ -5,11 +5,11 @@
 //!
 //! ```no_run
 //! use std::sync::Arc;
-//! use burn_ddp_comm::{LaunchEnv, Options, World};
+//! use burn_ddp_comm::{LaunchEnv, WorldOptions, World};
 //! use burn_ddp_nccl::{HostMemory, NcclFabric};
 //!
 //! let env = LaunchEnv::detect()?.expect("a launcher");
-//! let world = World::join(&env, Options::default())?;
+//! let world = World::join(&env, WorldOptions::default())?;
 //! let ordinal = world.local_rank();
 //! world.set_fabric(|own, membership| {
 //!     NcclFabric::load(own, membership, ordinal, HostMemory::ByHost).map(|fabric| Arc::new(fabric) as _)

@@ -35,13 +35,13 @@ mod values;
 
 use std::sync::Arc;
 
-use burn_ddp_comm::{Options, World};
+use burn_ddp_comm::{WorldOptions, World};
 use burn_ddp_nccl::fake::Machine;
 use burn_ddp_nccl::{Device, HostMemory, NcclFabric};
 use suite::conformance;
 
 /// Ranks in one process, each with a device of one machine.
-fn through_device(n: usize, options: Options) -> Vec<World> {
+fn through_device(n: usize, options: WorldOptions) -> Vec<World> {
     let machine = Machine::new(n);
     let worlds = World::threads(n, options);
     for (rank, world) in worlds.iter().enumerate() {

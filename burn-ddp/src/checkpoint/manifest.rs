@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::optimizer_state::Ids;
-use crate::schema::Entry;
+use crate::model::schema::Entry;
+use crate::optimizer::state::Ids;
 
 /// Version of the layout of a checkpoint's directory.
 const FORMAT: u32 = 1;

@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::ddp::Ddp;
-use crate::{Error, Result, agree};
+use crate::{Error, Result, agreement};
 use background::BackgroundWrite;
 use directory::Directory;
 pub use saved::Checkpoint;
@@ -87,9 +87,9 @@ impl Ddp {
     #[track_caller]
     pub fn checkpoints(&self, directory: impl AsRef<Path>) -> Result<Checkpoints> {
         let directory = Directory::new(directory.as_ref());
-        agree::on_main(self.group(), || directory.make())?;
+        agreement::on_main(self.group(), || directory.make())?;
         let background = Arc::new(BackgroundWrite::default());
-        self.note_background_write(&background);
+        self.state().add_background_write(&background);
         Ok(Checkpoints {
             ddp: self.clone(),
             directory: Arc::new(directory),
@@ -128,7 +128,7 @@ impl Checkpoints {
     /// # Errors
     ///
     /// On every rank, and all older checkpoints are still there: [`Error::File`] if rank 0 cannot write, another job
-    /// writes to the directory, or it holds a checkpoint of a later step; [`Error::Use`] if `fill` fails or the ranks
+    /// writes to the directory, or it holds a checkpoint of a later step; [`Error::Invalid`] if `fill` fails or the ranks
     /// save different steps; [`Error::Comm`] if a rank does not call it.
     #[track_caller]
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut CheckpointWriter<'_>) -> Result<()>) -> Result<()> {
@@ -137,24 +137,24 @@ impl Checkpoints {
         if let Some((rank, other)) = all.iter().enumerate().find(|(_, other)| **other != all[0]) {
             let say =
                 |(step, asynchronous)| format!("step {step}{}", if asynchronous { " asynchronously" } else { "" });
-            return Err(Error::Use(format!(
+            return Err(Error::invalid(format!(
                 "the ranks save different checkpoints: rank 0 {}, rank {rank} {}",
                 say(all[0]),
                 say(*other)
             )));
         }
         if self.keep == Some(0) {
-            return Err(Error::Use("the newest checkpoint always stays: use at least `keep_last(1)`".into()));
+            return Err(Error::invalid("the newest checkpoint always stays: use at least `keep_last(1)`"));
         }
         self.wait()?;
         let mut contents = writer::Contents::new(step, self.ddp.world_size(), self.ddp.is_main());
         let filled = fill(&mut CheckpointWriter::new(&mut contents));
-        agree::on_outcome(group, "fill its checkpoint", filled)?;
-        agree::on_main(group, || self.directory.own())?;
+        agreement::on_outcome(group, "fill its checkpoint", filled)?;
+        agreement::on_main(group, || self.directory.own())?;
         let (directory, keep) = (self.directory.clone(), self.keep);
         let write = move || directory.write(contents, keep);
         match self.asynchronous {
-            false => agree::on_main(group, write),
+            false => agreement::on_main(group, write),
             true => self.background.start(group, step, write),
         }
     }
@@ -180,7 +180,7 @@ impl Checkpoints {
     #[track_caller]
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
         self.wait()?;
-        let newest: Option<(PathBuf, String)> = agree::on_main(self.ddp.group(), || self.directory.newest())?;
+        let newest: Option<(PathBuf, String)> = agreement::on_main(self.ddp.group(), || self.directory.newest())?;
         newest.map(|(path, manifest)| Checkpoint::new(self.ddp.clone(), path, &manifest)).transpose()
     }
 }

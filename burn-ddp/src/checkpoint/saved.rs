@@ -15,8 +15,9 @@ use serde::de::DeserializeOwned;
 
 use super::manifest::{Checksum, Manifest};
 use crate::ddp::Ddp;
-use crate::schema::{Entry, Schema};
-use crate::{Error, Result, agree, intercept, optimizer_state};
+use crate::model::schema::{Entry, Schema};
+use crate::optimizer::state as optimizer_state;
+use crate::{Error, Result, agreement, intercept};
 
 /// A complete checkpoint, the same one on all ranks; from [`Checkpoints::latest`](super::Checkpoints::latest).
 ///
@@ -31,7 +32,7 @@ pub struct Checkpoint {
 
 impl Checkpoint {
     pub(super) fn new(ddp: Ddp, path: PathBuf, manifest: &str) -> Result<Self> {
-        let manifest = Manifest::parse(manifest).map_err(|e| Error::File(format!("{}: {e}", path.display())))?;
+        let manifest = Manifest::parse(manifest).map_err(|e| Error::file(format!("{}: {e}", path.display())))?;
         Ok(Checkpoint { ddp, path, manifest: Arc::new(manifest), prefix: String::new() })
     }
 
@@ -65,7 +66,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::Use`] naming the first parameter that differs from the checkpoint, with both shapes;
+    /// On every rank: [`Error::Invalid`] naming the first parameter that differs from the checkpoint, with both shapes;
     /// [`Error::File`] if rank 0 can no longer read the file.
     #[track_caller]
     pub fn model<M: Module>(&self, model: M) -> Result<M> {
@@ -73,7 +74,7 @@ impl Checkpoint {
         let entries = self.manifest.models.get(&name).ok_or_else(|| self.missing(&name))?;
         let load = |model: M| intercept::bypass(|| load_model(model, entries, self.read_file(&name)?));
         let model = if self.ddp.is_main() { load(model) } else { Ok(model) };
-        let model = agree::on_outcome(self.ddp.group(), &format!("load {name}"), model)?;
+        let model = agreement::on_outcome(self.ddp.group(), &format!("load {name}"), model)?;
         self.ddp.broadcast_parameters(model, 0)
     }
 
@@ -81,7 +82,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::Use`] if the state belongs to another kind of optimizer or to parameters that `model`
+    /// On every rank: [`Error::Invalid`] if the state belongs to another kind of optimizer or to parameters that `model`
     /// does not have; [`Error::File`] if rank 0 can no longer read the file.
     #[track_caller]
     pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
@@ -90,14 +91,14 @@ impl Checkpoint {
         let bytes = self.broadcast_file(&name)?;
         let ids = intercept::bypass(|| Schema::of(model)).map(|schema| optimizer_state::ids(&schema));
         let loaded = ids.and_then(|ids| optimizer_state::read(optim, &bytes, saved_ids, &ids));
-        agree::on_outcome(self.ddp.group(), &format!("load {name}"), loaded)
+        agreement::on_outcome(self.ddp.group(), &format!("load {name}"), loaded)
     }
 
     /// State of the learning-rate schedule: `scheduler = scheduler.load_record(checkpoint.scheduler()?)`. *Collective*.
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::Use`] if none was saved; [`Error::File`] if rank 0 can no longer read the file.
+    /// On every rank: [`Error::Invalid`] if none was saved; [`Error::File`] if rank 0 can no longer read the file.
     #[track_caller]
     pub fn scheduler(&self) -> Result<LrSchedulerRecord> {
         let name = format!("{}scheduler.bpk", self.prefix);
@@ -105,33 +106,33 @@ impl Checkpoint {
             return Err(self.missing(&name));
         }
         let bytes = self.broadcast_file(&name)?;
-        LrSchedulerRecord::from_bytes(Bytes::from_bytes_vec(bytes)).map_err(|e| Error::File(format!("{name}: {e}")))
+        LrSchedulerRecord::from_bytes(Bytes::from_bytes_vec(bytes)).map_err(|e| Error::file(format!("{name}: {e}")))
     }
 
     /// The value that was saved under `name`. Not collective.
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if there is none, or it is of another type.
+    /// [`Error::Invalid`] if there is none, or it is of another type.
     pub fn value<V: DeserializeOwned>(&self, name: &str) -> Result<V> {
         let name = format!("{}{name}", self.prefix);
         let value = self.manifest.values.get(&name).ok_or_else(|| self.missing(&format!("value {name:?}")))?;
         serde_json::from_value(value.clone())
-            .map_err(|e| Error::Use(format!("the value {name:?} of the checkpoint: {e}")))
+            .map_err(|e| Error::invalid(format!("the value {name:?} of the checkpoint: {e}")))
     }
 
     fn missing(&self, what: &str) -> Error {
         let held = self.manifest.files.keys().chain(self.manifest.values.keys()).cloned().collect::<Vec<_>>();
-        Error::Use(format!("the checkpoint of step {} has no {what}; it holds {}", self.step(), held.join(", ")))
+        Error::invalid(format!("the checkpoint of step {} has no {what}; it holds {}", self.step(), held.join(", ")))
     }
 
     /// Reads a file and compares its checksum with the manifest's.
     fn read_file(&self, name: &str) -> Result<Vec<u8>> {
         let path = self.path.join(name);
-        let bytes = fs::read(&path).map_err(|e| Error::File(format!("cannot read {}: {e}", path.display())))?;
+        let bytes = fs::read(&path).map_err(|e| Error::file(format!("cannot read {}: {e}", path.display())))?;
         match self.manifest.files.get(name) {
             Some(checksum) if *checksum == Checksum::of(&bytes) => Ok(bytes),
-            _ => Err(Error::File(format!("{} has changed since the checkpoint was chosen", path.display()))),
+            _ => Err(Error::file(format!("{} has changed since the checkpoint was chosen", path.display()))),
         }
     }
 
@@ -139,7 +140,7 @@ impl Checkpoint {
     #[track_caller]
     fn broadcast_file(&self, name: &str) -> Result<Vec<u8>> {
         let (group, mut bytes) = (self.ddp.group(), Vec::new());
-        let len = agree::on_main(group, || {
+        let len = agreement::on_main(group, || {
             bytes = self.read_file(name).map_err(|e| e.to_string())?;
             Ok(bytes.len())
         })?;
@@ -153,12 +154,12 @@ impl Checkpoint {
 fn load_model<M: Module>(model: M, saved: &[Entry], record: Vec<u8>) -> Result<M> {
     let schema = Schema::of(&model)?;
     if let Some(difference) = difference(saved, &schema.entries) {
-        return Err(Error::Use(format!("the checkpoint is of another model: {difference}")));
+        return Err(Error::invalid(format!("the checkpoint is of another model: {difference}")));
     }
     // Applies pending updates of running statistics now, so that they are not added to the loaded ones later.
     drop(model.valid());
-    let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(record)).map_err(|e| Error::File(e.to_string()))?;
-    let loaded = model.try_load_record(record).map_err(|e| Error::Use(e.to_string()))?;
+    let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(record)).map_err(|e| Error::file(e.to_string()))?;
+    let loaded = model.try_load_record(record).map_err(|e| Error::invalid(e.to_string()))?;
     Ok(loaded.map(&mut RestoreIds(schema.ids.into())))
 }
 

@@ -8,8 +8,9 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::manifest::{Checksum, Manifest};
-use crate::schema::Schema;
-use crate::{Error, Result, intercept, optimizer_state};
+use crate::model::schema::Schema;
+use crate::optimizer::state as optimizer_state;
+use crate::{Error, Result, intercept};
 
 /// Takes the contents of a new checkpoint, in [`Checkpoints::save`](super::Checkpoints::save).
 ///
@@ -37,7 +38,7 @@ impl Contents {
 
     fn add(&mut self, name: String, bytes: Vec<u8>) -> Result<()> {
         if self.manifest.files.insert(name.clone(), Checksum::of(&bytes)).is_some() {
-            return Err(Error::Use(format!("{name} is in the checkpoint already: tell them apart with `named`")));
+            return Err(Error::invalid(format!("{name} is in the checkpoint already: tell them apart with `named`")));
         }
         self.files.push((name, bytes));
         Ok(())
@@ -59,7 +60,7 @@ impl<'a> CheckpointWriter<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if the model cannot be read from its device, or a model of this name was saved already.
+    /// [`Error::Invalid`] if the model cannot be read from its device, or a model of this name was saved already.
     pub fn model<M: Module>(&mut self, model: &M) -> Result<()> {
         if !self.contents.collect {
             return Ok(());
@@ -69,7 +70,7 @@ impl<'a> CheckpointWriter<'a> {
             // `valid` brings running statistics up to date.
             Ok::<_, Error>((Schema::of(model)?, model.valid().into_record().into_bytes()))
         })?;
-        let bytes = bytes.map_err(|e| Error::Use(format!("the model cannot be saved: {e}")))?;
+        let bytes = bytes.map_err(|e| Error::invalid(format!("the model cannot be saved: {e}")))?;
         self.contents.manifest.models.insert(name.clone(), schema.entries);
         self.contents.add(name, bytes.to_vec())
     }
@@ -79,7 +80,7 @@ impl<'a> CheckpointWriter<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if it has state of parameters that are not in `model`, or an optimizer of this name was saved
+    /// [`Error::Invalid`] if it has state of parameters that are not in `model`, or an optimizer of this name was saved
     /// already.
     pub fn optimizer<M: Module>(&mut self, optim: &ModuleOptimizer, model: &M) -> Result<()> {
         if !self.contents.collect {
@@ -97,13 +98,13 @@ impl<'a> CheckpointWriter<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if a scheduler of this name was saved already.
+    /// [`Error::Invalid`] if a scheduler of this name was saved already.
     pub fn scheduler(&mut self, record: LrSchedulerRecord) -> Result<()> {
         if !self.contents.collect {
             return Ok(());
         }
         let name = self.file("scheduler.bpk")?;
-        let bytes = record.into_bytes().map_err(|e| Error::Use(format!("the scheduler cannot be saved: {e}")))?;
+        let bytes = record.into_bytes().map_err(|e| Error::invalid(format!("the scheduler cannot be saved: {e}")))?;
         self.contents.add(name, bytes.to_vec())
     }
 
@@ -111,16 +112,16 @@ impl<'a> CheckpointWriter<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] if JSON cannot hold the value exactly (NaN, infinities), or the name is taken.
+    /// [`Error::Invalid`] if JSON cannot hold the value exactly (NaN, infinities), or the name is taken.
     pub fn value<V: Serialize + DeserializeOwned>(&mut self, name: &str, value: &V) -> Result<()> {
         if !self.contents.collect {
             return Ok(());
         }
         let name = format!("{}{name}", self.prefix);
-        let json = json_of(value).map_err(|e| Error::Use(format!("the value {name:?} cannot be saved: {e}")))?;
+        let json = json_of(value).map_err(|e| Error::invalid(format!("the value {name:?} cannot be saved: {e}")))?;
         match self.contents.manifest.values.insert(name.clone(), json) {
             None => Ok(()),
-            Some(_) => Err(Error::Use(format!("the value {name:?} is in the checkpoint already"))),
+            Some(_) => Err(Error::invalid(format!("the value {name:?} is in the checkpoint already"))),
         }
     }
 
@@ -130,7 +131,7 @@ impl<'a> CheckpointWriter<'a> {
             return Ok(format!("{}{name}", self.prefix));
         }
         let named = self.prefix.trim_end_matches('-');
-        Err(Error::Use(format!("{named:?} becomes part of a file's name: use letters, digits, - and _")))
+        Err(Error::invalid(format!("{named:?} becomes part of a file's name: use letters, digits, - and _")))
     }
 }
 

@@ -20,7 +20,7 @@ impl DdpConfig {
     ///
     /// # Errors
     ///
-    /// [`Error::Use`] with the numbers if they do not fit, or if the file sets neither `train_batch` nor `micro_batch`.
+    /// [`Error::Invalid`] with the numbers if they do not fit, or if the file sets neither `train_batch` nor `micro_batch`.
     ///
     /// ```
     /// use burn_ddp::{BatchSizes, DdpConfig, WrapConfig};
@@ -38,7 +38,7 @@ impl DdpConfig {
         let product = |factors: &[usize]| {
             let product = factors.iter().try_fold(1_usize, |product, factor| product.checked_mul(*factor));
             product.filter(|product| *product > 0).ok_or_else(|| {
-                Error::Use(format!(
+                Error::invalid(format!(
                     "micro_batch × accumulation × world is a number of items, and {factors:?} multiply to none"
                 ))
             })
@@ -48,7 +48,7 @@ impl DdpConfig {
             if train > 0 && train.is_multiple_of(by) {
                 return Ok(train / by);
             }
-            Err(Error::Use(format!("train_batch {train} does not divide by {what} × world {world} = {by}")))
+            Err(Error::invalid(format!("train_batch {train} does not divide by {what} × world {world} = {by}")))
         };
         let (train, micro, accumulation) = match (self.train_batch, self.micro_batch, self.wrap.accumulation()) {
             (Some(train), Some(micro), Some(accumulation)) => (train, micro, accumulation),
@@ -63,11 +63,11 @@ impl DdpConfig {
                 let k = accumulation.unwrap_or(1);
                 (product(&[micro, k, world])?, micro, k)
             }
-            (None, None, _) => return Err(Error::Use("the config says neither train_batch nor micro_batch".into())),
+            (None, None, _) => return Err(Error::invalid("the config says neither train_batch nor micro_batch")),
         };
         let all = product(&[micro, accumulation, world])?;
         if train != all {
-            return Err(Error::Use(format!(
+            return Err(Error::invalid(format!(
                 "train_batch {train} ≠ micro_batch {micro} × accumulation {accumulation} × world {world} = {all}"
             )));
         }

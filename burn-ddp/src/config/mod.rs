@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use burn::data::dataloader::batcher::Batcher;
-use burn_ddp_comm::Options;
+use burn_ddp_comm::WorldOptions;
 use serde::{Deserialize, Serialize};
 
 use crate::data::LoaderBuilder;
@@ -61,7 +61,7 @@ pub use sections::{CheckpointSettings, DataSettings, JobSettings};
 ///     for batch in train.iter() {
 ///         model.forward(batch?).sum().backward();
 ///     }
-///     assert_eq!(ddp.stats().steps, 2); // of 2 micro-batches of 4 items on each of 2 ranks
+///     assert_eq!(ddp.telemetry().stats().steps, 2); // of 2 micro-batches of 4 items on each of 2 ranks
 ///     Ok(())
 /// })?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -95,14 +95,14 @@ impl DdpConfig {
     ///
     /// # Errors
     ///
-    /// [`Error::File`] if it cannot be read; [`Error::Use`] with the file, the line and, for an unknown name, the known
+    /// [`Error::File`] if it cannot be read; [`Error::Invalid`] with the file, the line and, for an unknown name, the known
     /// ones.
     pub fn load(path: impl AsRef<Path>) -> Result<DdpConfig> {
         let path = path.as_ref();
         let file = path.display();
         let text = std::fs::read_to_string(path)
-            .map_err(|e| Error::File(format!("the config file {file} cannot be read: {e}")))?;
-        let at = |line: usize, message: &str| Error::Use(format!("{file}:{line}: {message}"));
+            .map_err(|e| Error::file(format!("the config file {file} cannot be read: {e}")))?;
+        let at = |line: usize, message: &str| Error::invalid(format!("{file}:{line}: {message}"));
         let config: DdpConfig = match path.extension().and_then(|extension| extension.to_str()) {
             Some("toml") => toml::from_str(&text).map_err(|e| {
                 let begin = e.span().map_or(0, |span| span.start.min(text.len()));
@@ -113,9 +113,9 @@ impl DdpConfig {
                 // The line is in the message already.
                 at(e.line(), message.split(" at line ").next().unwrap_or(&message))
             })?,
-            _ => return Err(Error::Use(format!("{file}: a config file is named .toml or .json"))),
+            _ => return Err(Error::invalid(format!("{file}: a config file is named .toml or .json"))),
         };
-        config.check().map_err(|e| Error::Use(format!("{file}: {e}")))?;
+        config.check().map_err(|e| Error::invalid(format!("{file}: {e}")))?;
         Ok(config)
     }
 
@@ -128,19 +128,19 @@ impl DdpConfig {
         std::env::var_os("BURN_DDP_CONFIG").map_or_else(|| Ok(DdpConfig::default()), DdpConfig::load)
     }
 
-    /// Options for [`Ddp::init_with`]: `[job]`, overridden by the environment. The ranks that meet compare their batch
+    /// WorldOptions for [`Ddp::init_with`]: `[job]`, overridden by the environment. The ranks that meet compare their batch
     /// sizes, seeds, `[wrap]` and `data.shuffle`; a difference is an error that names the ranks and both values.
     ///
     /// # Errors
     ///
     /// [`Error::Comm`] if a variable or a setting is invalid.
-    pub fn options(&self) -> Result<Options> {
+    pub fn options(&self) -> Result<WorldOptions> {
         self.options_over(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 
-    fn options_over(&self, environment: &dyn Fn(&str) -> Option<String>) -> Result<Options> {
-        let options = Options::from_lookup(&|name| environment(name).or_else(|| self.job.variable(name)))?;
-        Ok(Options { config: self.shared(), ..options })
+    fn options_over(&self, environment: &dyn Fn(&str) -> Option<String>) -> Result<WorldOptions> {
+        let options = WorldOptions::from_lookup(&|name| environment(name).or_else(|| self.job.variable(name)))?;
+        Ok(WorldOptions { config: self.shared(), ..options })
     }
 
     /// Settings for [`Ddp::wrap_with`]: `[wrap]`, with the accumulation that follows from the [batch
@@ -174,7 +174,7 @@ impl DdpConfig {
 
     /// Checks the values that make no sense in any job.
     fn check(&self) -> Result<()> {
-        let zero = |name: &str| Err(Error::Use(format!("{name} is 0: it counts from 1")));
+        let zero = |name: &str| Err(Error::invalid(format!("{name} is 0: it counts from 1")));
         for (name, value) in [("train_batch", self.train_batch), ("micro_batch", self.micro_batch)] {
             if value == Some(0) {
                 return zero(name);
@@ -184,7 +184,7 @@ impl DdpConfig {
             return zero("checkpoint.every");
         }
         self.wrap.check()?;
-        self.options_over(&|_| None).map(drop).map_err(|e| Error::Use(format!("[job] cannot be: {e}")))
+        self.options_over(&|_| None).map(drop).map_err(|e| Error::invalid(format!("[job] cannot be: {e}")))
     }
 
     /// Settings that must be the same on all ranks: names and values.

@@ -5,36 +5,36 @@ use std::path::PathBuf;
 #[cfg(doc)]
 use super::DdpConfig;
 #[cfg(doc)]
-use burn_ddp_comm::Options;
+use burn_ddp_comm::WorldOptions;
 use serde::{Deserialize, Serialize};
 
-/// The section `[job]` of a [`DdpConfig`]: the [`Options`] of the same names, times in seconds. An environment variable
+/// The section `[job]` of a [`DdpConfig`]: the [`WorldOptions`] of the same names, times in seconds. An environment variable
 /// such as `BURN_DDP_TIMEOUT` overrides each.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct JobSettings {
-    /// The engine on host memory: [`Options::engine`]; chosen by where the ranks are if not set.
+    /// The engine on host memory: [`WorldOptions::engine`]; chosen by where the ranks are if not set.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub engine: Option<String>,
-    /// Limit of one collective: [`Options::timeout`].
+    /// Limit of one collective: [`WorldOptions::timeout`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout: Option<f64>,
-    /// Limit of the wait for all ranks at the start: [`Options::join_timeout`].
+    /// Limit of the wait for all ranks at the start: [`WorldOptions::join_timeout`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub join_timeout: Option<f64>,
-    /// Interval of heartbeats: [`Options::heartbeat`].
+    /// Interval of heartbeats: [`WorldOptions::heartbeat`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub heartbeat: Option<f64>,
-    /// Silence after which a rank counts as lost: [`Options::peer_timeout`].
+    /// Silence after which a rank counts as lost: [`WorldOptions::peer_timeout`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peer_timeout: Option<f64>,
-    /// Time after which a collective that has not ended is reported: [`Options::stall`].
+    /// Time after which a collective that has not ended is reported: [`WorldOptions::stall`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stall: Option<f64>,
-    /// Number of past collectives in a failure report: [`Options::history`].
+    /// Number of past collectives in a failure report: [`WorldOptions::history`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub history: Option<usize>,
-    /// File of the timeline: [`Options::timeline`].
+    /// File of the timeline: [`WorldOptions::timeline`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeline: Option<PathBuf>,
 }

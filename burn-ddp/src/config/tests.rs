@@ -5,7 +5,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{BufferPolicy, Reduction};
+use crate::{BufferPolicy, GradientReduction};
 
 fn load(name: &str, text: &str) -> Result<DdpConfig> {
     let dir = tempfile::tempdir().unwrap();
@@ -54,7 +54,7 @@ fn everything_has_a_name() {
         "#,
     );
     let config = config.unwrap();
-    let wrap = WrapConfig::new().with_accumulation(2).with_reduction(Reduction::Sum).with_first_bucket_cap_bytes(1000);
+    let wrap = WrapConfig::new().with_accumulation(2).with_reduction(GradientReduction::Sum).with_first_bucket_cap_bytes(1000);
     let wrap = wrap
         .with_bucket_cap_bytes(2000)
         .with_buffers(BufferPolicy::Broadcast)
@@ -119,7 +119,7 @@ fn an_empty_file_says_nothing() {
     assert_eq!(load("a.toml", "").unwrap(), DdpConfig::default());
     assert_eq!(load("a.json", "{}").unwrap(), DdpConfig::default());
     let options = DdpConfig::default().options_over(&|_| None).unwrap();
-    assert_eq!(Options { config: Vec::new(), ..options }, Options::default());
+    assert_eq!(WorldOptions { config: Vec::new(), ..options }, WorldOptions::default());
     assert_eq!(DdpConfig::default().wrap_config(3).unwrap(), WrapConfig::default());
 }
 
@@ -155,7 +155,7 @@ fn what_is_wrong_is_named_with_its_line_and_what_would_be_right() {
     }
     assert!(problem("a.yaml", "").contains("named .toml or .json"));
     assert!(
-        matches!(DdpConfig::load("no/such/file.toml"), Err(Error::File(text)) if text.contains("no/such/file.toml"))
+        matches!(DdpConfig::load("no/such/file.toml"), Err(Error::File { reason, .. }) if reason.contains("no/such/file.toml"))
     );
 }
 
@@ -235,7 +235,7 @@ fn any_config() -> impl Strategy<Value = DdpConfig> {
     let wrap = (count(), any::<bool>(), 1_usize..1 << 40, 0_usize..1000, buffers, maybe(any::<bool>()));
     let wrap = wrap.prop_map(|(accumulation, sum, cap, check, buffers, overlap)| {
         let wrap = WrapConfig::new().with_bucket_cap_bytes(cap).with_replica_check(check).with_buffers(buffers);
-        let wrap = if sum { wrap.with_reduction(Reduction::Sum) } else { wrap };
+        let wrap = if sum { wrap.with_reduction(GradientReduction::Sum) } else { wrap };
         let wrap = accumulation.into_iter().fold(wrap, WrapConfig::with_accumulation);
         overlap.into_iter().fold(wrap, WrapConfig::with_overlap)
     });

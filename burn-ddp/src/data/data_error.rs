@@ -117,7 +117,7 @@ pub enum DataError {
         /// The panic's message.
         message: String,
     },
-    /// A worker did not deliver a batch within [`Options::timeout`](comm::Options::timeout).
+    /// A worker did not deliver a batch within [`WorldOptions::timeout`](comm::WorldOptions::timeout).
     #[error("{what} did not arrive: worker {worker} has been loading it for {seconds} s; is its storage reachable?")]
     WorkerStalled {
         /// The batch: step, epoch, loader and rank.

@@ -6,8 +6,8 @@ use std::time::Instant;
 use super::batch_stream::BatchStream;
 use super::epoch_cursor::EpochCursor;
 use super::{DataError, EpochPlan, ShardedLoader};
-use crate::ddp::backward_track;
-use crate::weight::Step;
+use crate::batch_weight::backward_track;
+use crate::batch_weight::Step;
 
 impl<O: Send + 'static> ShardedLoader<O> {
     /// The epochs with these numbers, one after the other: `train.epochs(0..10)`. All ranks must pass the same numbers.
@@ -153,10 +153,10 @@ impl<O: Send + 'static> Epoch<O> {
         // Only after loading: a rank that could not load a step must not count as having reached it.
         let (track, position) = (self.track(), position(number, nth));
         ddp.world().advance(track, position)?;
-        ddp.weights().batch_read(Step { loader: id, track, position }, plan.share(step, ddp.rank()).len());
+        ddp.state().batch_weight.batch_read(Step { loader: id, track, position }, plan.share(step, ddp.rank()).len());
         let Range { start, end } = plan.step(step);
         loader.cursor().consume(self.number, self.repeats, end, plan.items());
-        ddp.seed_batch(id, self.number, start);
+        ddp.state().seed_batch(id, self.number, start);
         self.reached = step + 1;
         Ok(batch)
     }
@@ -172,7 +172,7 @@ impl<O: Send + 'static> Epoch<O> {
         let (ddp, track) = (self.loader.ddp(), self.track());
         // The last batch may have had no backward here; then the others may be waiting in theirs.
         let begin = position(number, self.before);
-        let used = ddp.weights().used(id, track).unwrap_or(begin);
+        let used = ddp.state().batch_weight.used(id, track).unwrap_or(begin);
         let unused = format!("{name}, with a batch read but no backward");
         ddp.world().stop(backward_track(track), used.max(begin), &unused);
         ddp.world().stop(track, position(number, self.before + self.reached), &name);
@@ -197,12 +197,12 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
             let items = self.plan.items();
             self.loader.cursor().consume(self.number, self.repeats, items, items);
             self.batches.end();
-            self.loader.ddp().weights().done(self.loader.id());
+            self.loader.ddp().state().batch_weight.done(self.loader.id());
             return None;
         }
         let asked = Instant::now();
         let loaded = self.load();
-        self.loader.ddp().meter().batch(self.loader.id(), asked);
+        self.loader.ddp().state().meter.batch(self.loader.id(), asked);
         self.failure = loaded.as_ref().err().map(ToString::to_string);
         if let Err(error) = &loaded
             && !error.is_skippable()
@@ -227,6 +227,6 @@ impl<O: Send + 'static> Drop for Epoch<O> {
         if !complete && !self.job_over && !std::thread::panicking() {
             self.announce();
         }
-        self.loader.ddp().weights().done(self.loader.id());
+        self.loader.ddp().state().batch_weight.done(self.loader.id());
     }
 }

@@ -8,7 +8,7 @@ use burn::tensor::Device;
 
 use super::prefetch::{Pool, Source};
 use super::{DataError, EpochPlan, EvalLoader, ShardedLoader};
-use crate::{Ddp, Result, agree};
+use crate::{Ddp, Result, agreement};
 
 impl Ddp {
     /// Begins a training loader: all ranks together load every item once per epoch, in equally many steps.
@@ -156,7 +156,7 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
     /// Compares the settings of all ranks, and returns the number of the loader. *Collective*.
     #[track_caller]
     fn agree(&self, kind: &str, loader: &str, items: usize, more: Option<(&str, String)>) -> Result<u64> {
-        let id = self.ddp.next_loader_id();
+        let id = self.ddp.state().next_loader_id();
         let common = [
             ("the kind of loader", kind.to_string()),
             ("the number of the loader", id.to_string()),
@@ -165,7 +165,7 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
             ("the batch size", self.batch.to_string()),
         ];
         let settings: Vec<_> = common.into_iter().chain(more).map(|(name, value)| (name.to_string(), value)).collect();
-        match agree::on_settings(self.ddp.group(), &settings).map_err(DataError::from)? {
+        match agreement::on_settings(self.ddp.group(), &settings).map_err(DataError::from)? {
             None => Ok(id),
             Some(difference) => Err(DataError::LoadersDiffer { loader: format!("{loader} {id}"), difference }.into()),
         }

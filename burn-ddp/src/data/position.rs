@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::DataError;
 use super::sharded_loader::ShardedLoader;
-use crate::agree;
+use crate::agreement;
 
 /// Items that all ranks together have consumed: what a checkpoint holds of a [`ShardedLoader`].
 ///
@@ -141,7 +141,7 @@ impl<O: Send + 'static> ShardedLoader<O> {
     #[track_caller]
     pub fn resume(&self, position: &Position) -> crate::Result<()> {
         let settings = vec![("the position".to_string(), position.to_string())];
-        if let Some(difference) = agree::on_settings(self.ddp().group(), &settings).map_err(DataError::from)? {
+        if let Some(difference) = agreement::on_settings(self.ddp().group(), &settings).map_err(DataError::from)? {
             let loader = format!("loader {} (resumed)", self.id());
             return Err(DataError::LoadersDiffer { loader, difference }.into());
         }

@@ -156,7 +156,7 @@ impl<O: Send + 'static> ShardedLoader<O> {
             return Err(DataError::SliceOutOfRange { start, end, items: plan.items() });
         }
         let plan = EpochPlan::new(end - start, plan.world_size(), plan.global_batch())?;
-        let (ddp, id) = (ddp.clone(), ddp.next_loader_id());
+        let (ddp, id) = (ddp.clone(), ddp.state().next_loader_id());
         let (first, seed, pool) = (first + start, *seed, pool.clone());
         Ok(Self { inner: Arc::new(Inner { ddp, id, plan, first, seed, pool, cursor: Arc::default() }) })
     }

@@ -1,4 +1,4 @@
-//! What a collective does to gradients.
+//! The adjoint of a collective: its effect on gradients.
 
 use std::sync::Arc;
 
@@ -6,10 +6,11 @@ use burn::tensor::TensorData;
 use burn_ddp_comm::{ProcessGroup, ReduceOp};
 
 use crate::Result;
-use crate::collective::{all_gather, all_reduce, reduce_scatter, with_dtype};
+use crate::collectives::{all_gather, all_reduce, reduce_scatter};
+use crate::convert::with_dtype;
 use crate::ddp::Ddp;
 
-/// The way back through a collective. Opaque: made by [`Differentiable`](super::Differentiable), passed through
+/// Backward of a collective. Opaque: made by [`Differentiable`](super::Differentiable), passed through
 /// [`CollectiveBackend`](super::CollectiveBackend).
 #[derive(Clone, Debug)]
 pub struct Adjoint {
@@ -19,7 +20,7 @@ pub struct Adjoint {
     pub(crate) kind: Kind,
 }
 
-/// Named by the collective whose adjoint it is.
+/// Collective whose adjoint it is.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
     AllReduce(ReduceOp),
@@ -38,7 +39,7 @@ impl Adjoint {
         }
     }
 
-    /// By how much [`apply`](Self::apply) is too large.
+    /// Factor by which [`apply`](Self::apply) is too large.
     pub(crate) fn excess(&self) -> Option<f64> {
         matches!(self.kind, Kind::ReduceScatter(ReduceOp::Mean)).then(|| self.group.world_size() as f64)
     }

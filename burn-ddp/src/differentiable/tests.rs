@@ -2,9 +2,9 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use crate::{Ddp, ReduceOp, Result};
 
-/// What the tests differentiate, with the `x` of all ranks.
+/// Function that the tests differentiate, with the `x` of all ranks.
 type Forward = fn(&Ddp, Tensor<2>) -> Result<Tensor<2>>;
-/// What it should be on each rank, computed in one process.
+/// Its expected value on each rank, computed in one process.
 type Oracle = fn(&[Tensor<2>]) -> Vec<Tensor<2>>;
 
 fn numbers(rows: usize, salt: usize, device: &Device) -> Tensor<2> {

@@ -6,9 +6,9 @@ use half::{bf16, f16};
 /// How gradients of several ranks and micro-batches become one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Reduction {
+pub enum GradientReduction {
     /// `Σ nᵢ gᵢ / Σ nᵢ`: right when the loss is a mean over the items of a batch. `nᵢ` comes from the loader or from
-    /// [`Ddp::weight`](crate::Ddp::weight) and is 1 without either.
+    /// [`Ddp::set_batch_items`](crate::Ddp::set_batch_items) and is 1 without either.
     #[default]
     Mean,
     /// `Σ gᵢ`: right when the loss is a sum over items, and what `torch.nn.DataParallel` does. A batch of weight 0 counts nothing.
@@ -29,7 +29,7 @@ pub(crate) enum Contribution {
 /// Micro-batches since the last reduction, the running one included.
 #[derive(Debug)]
 pub(super) struct MicroBatches {
-    reduction: Reduction,
+    reduction: GradientReduction,
     per_step: usize,
     count: usize,
     items: f64,
@@ -40,7 +40,7 @@ pub(super) struct MicroBatches {
 }
 
 impl MicroBatches {
-    pub(super) fn new(reduction: Reduction, per_step: usize) -> Self {
+    pub(super) fn new(reduction: GradientReduction, per_step: usize) -> Self {
         MicroBatches { reduction, per_step, count: 0, items: 0.0, weight: 1.0, reducing: true }
     }
 
@@ -75,8 +75,8 @@ impl MicroBatches {
             Contribution::Whole
         } else {
             Contribution::Added(match self.reduction {
-                Reduction::Mean => self.weight,
-                Reduction::Sum => 1.0,
+                GradientReduction::Mean => self.weight,
+                GradientReduction::Sum => 1.0,
             })
         }
     }
@@ -84,14 +84,14 @@ impl MicroBatches {
     /// Divisor of sums before they are reduced.
     pub(super) fn divisor(&self) -> f64 {
         match self.reduction {
-            Reduction::Mean => self.items,
-            Reduction::Sum => 1.0,
+            GradientReduction::Mean => self.items,
+            GradientReduction::Sum => 1.0,
         }
     }
 
     /// Items this rank contributes to the mean; `None` sums.
     pub(super) fn weight_of_mean(&self) -> Option<f64> {
-        (self.reduction == Reduction::Mean).then_some(self.items)
+        (self.reduction == GradientReduction::Mean).then_some(self.items)
     }
 }
 

@@ -4,8 +4,8 @@ use burn_ddp_comm::DType;
 
 use super::aligned_bytes::AlignedBytes;
 use super::worker::{Done, Finished, Job, StatisticsSource, Worker};
-use crate::meter::{Communication, StepMeter};
-use crate::straggler::REPORT_LEN;
+use crate::telemetry::REPORT_LEN;
+use crate::telemetry::meter::{Communication, StepMeter};
 use crate::{Error, Result};
 
 /// Payload of a step.
@@ -42,7 +42,7 @@ impl Piggyback {
     pub(super) fn submit(
         self,
         worker: &mut Worker,
-        meter: &StepMeter,
+        meter: &mut StepMeter,
         source: StatisticsSource,
         order: Option<Vec<u32>>,
     ) -> Result<Submitted, String> {

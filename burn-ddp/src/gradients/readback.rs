@@ -9,6 +9,9 @@ use burn::tensor::{Bytes, DType, read_sync};
 use super::accumulation::Contribution;
 use super::memory::{GradientMemory, HostCopy};
 
+/// A gradient that was read: its slot and treatment, its type and its elements.
+pub(super) type Read = (usize, Contribution, DType, Bytes);
+
 /// Gradients in the order in which backward came to them.
 ///
 /// Backward reaches its end long before the device does. Until then copies are only started, a portion at a time; they are waited for
@@ -70,7 +73,7 @@ impl<B: GradientMemory> Readback<B> {
     /// # Errors
     ///
     /// The device's error.
-    pub(super) fn next(&mut self) -> Result<Option<Vec<(usize, Contribution, DType, Bytes)>>, String> {
+    pub(super) fn next(&mut self) -> Result<Option<Vec<Read>>, String> {
         self.start();
         let Some(mut portion) = self.started.pop_front() else { return Ok(None) };
         let gradients = portion.wait()?;

@@ -5,36 +5,20 @@
 //! [`Reducer::finish`], [`Reducer::outcome`] of each slot, [`Reducer::end_step`].
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use burn_ddp_comm::{ProcessGroup, SharedView};
 
-use super::accumulation::{MicroBatches, Reduction};
-use super::bucket_plan::{Bucket, Caps, Plan, Slot};
+use super::accumulation::{GradientReduction, MicroBatches};
+use super::bucket_plan::{Bucket, Plan, Slot};
 use super::buffer_ring::BufferRing;
 use super::flags;
 use super::piggyback::{Piggyback, PiggybackResult, Submitted};
+use super::reducer_settings::Settings;
 use super::store::{Arrival, GradientStore, Outcome};
 use super::worker::{Done, Fault, Finished, Job, StatisticsSource, Worker};
-use crate::meter::{Communication, Meter, StepMeter};
+use crate::telemetry::meter::{Communication, Meter, StepMeter};
 use crate::{Error, Result};
-
-/// Settings that do not change while a model is wrapped.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Settings {
-    pub reduction: Reduction,
-    /// Micro-batches per reduction.
-    pub accumulation: usize,
-    pub caps: Caps,
-    /// Longest time one collective may take.
-    pub timeout: Duration,
-    /// Number of steps between comparisons of the ranks' parameters; 0 for never.
-    pub replica_check: u64,
-    /// A thread reduces buckets while backward goes on. If not, all are reduced at its end.
-    pub overlap: bool,
-    /// Gradients stay on their device, and the group's engine reduces them there. Needs `overlap`.
-    pub on_device: bool,
-}
 
 /// Schedules the reductions of one wrapped model whose gradients are tensors `T`.
 pub(crate) struct Reducer<T> {
@@ -201,7 +185,7 @@ impl<T> Reducer<T> {
             StatisticsSource::All(self.batches.items())
         };
         let order = (!self.order_agreed).then(|| self.arrived.clone());
-        let submitted = piggyback.submit(&mut self.worker, &self.meter, source, order);
+        let submitted = piggyback.submit(&mut self.worker, &mut self.meter, source, order);
         self.piggyback = submitted.map_err(|e| self.fault(e))?;
         if !self.worker.is_threaded() {
             let start = Instant::now();

@@ -10,7 +10,7 @@ use burn_ddp_comm::engine::OnDevice;
 use burn_ddp_comm::{DType, ProcessGroup, ReduceOp, SharedBuffer, SharedView};
 
 use super::aligned_bytes::AlignedBytes;
-use super::store::DeviceLoan;
+use super::device_loan::DeviceLoan;
 
 /// A collective.
 #[derive(Debug)]

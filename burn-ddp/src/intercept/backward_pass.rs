@@ -33,8 +33,8 @@ impl WrappedModel {
 
     fn begin<B: GradientMemory>(&self, state: &mut State<B>) -> Result<()> {
         self.refuse_stale()?;
-        let batch = self.ddp.begin_backward().map_err(|e| match e {
-            Error::Use(reason) => self.fault(reason),
+        let batch = self.ddp.state().begin_backward().map_err(|e| match e {
+            Error::Invalid { reason, .. } => self.fault(reason),
             other => other,
         })?;
         if state.accumulation > 1 && batch.number > 0 && batch.number == state.last_batch {
@@ -46,7 +46,7 @@ impl WrappedModel {
         if state.reducer.holds_gradients() && epoch.is_some() && state.epoch.is_some_and(|held| Some(held) != epoch) {
             return Err(self.fault(format!(
                 "an epoch ended while gradients of micro-batches were held: the number of steps does not divide by the accumulation of {}; \
-                 call `ddp.discard(&model)` at the end of the epoch",
+                 call `ddp.discard_accumulated(&model)` at the end of the epoch",
                 state.accumulation
             )));
         }

@@ -1,45 +1,39 @@
-//! `Ddp::backward`: a backward whose failures are errors, and after which every leaf is looked at.
+//! A backward whose failures are errors, and after which every leaf is looked at.
+
+use std::sync::Arc;
 
 use burn::module::Module;
 use burn::tensor::{Gradients, Tensor};
 
 use super::checks::bypassed;
-use super::model_walk::{find, note_values};
+use super::model_walk::note_values;
+use super::wrapped_model::WrappedModel;
 use crate::ddp::Ddp;
 use crate::{Error, Result};
 
-/// Runs `loss.backward()` for [`Ddp::backward`].
-pub(crate) fn checked_backward<const D: usize, M: Module>(ddp: &Ddp, loss: &Tensor<D>, model: &M) -> Result<Gradients> {
-    let fail = |reason: String| {
-        ddp.world().fail(format!("backward: {reason}"));
-        Err(Error::Backward { rank: ddp.rank(), reason })
-    };
-    if !loss.is_tracked() {
-        return fail(
-            "the loss depends on no parameter (a frozen model, or a loss computed from detached values)".to_string(),
-        );
-    }
-    let wrapped = find(model);
-    let [wrapped] = wrapped.as_slice() else {
-        if wrapped.is_empty() && ddp.world_size() == 1 {
-            return Ok(loss.backward());
-        }
-        return Err(Error::Use(match wrapped.len() {
-            0 => "the model is not wrapped: use what `ddp.wrap(model)` returned".into(),
-            n => format!("the model consists of {n} wrapped parts: wrap it as a whole"),
-        }));
-    };
+/// Runs `loss.backward()` for [`Ddp::backward`], where `model` is `wrapped`.
+pub(crate) fn checked_backward<const D: usize, M: Module>(
+    wrapped: &Arc<WrappedModel>,
+    loss: &Tensor<D>,
+    model: &M,
+) -> Result<Gradients> {
     if wrapped.compares() {
         note_values(model, wrapped);
     }
     let (gradients, reached) = wrapped.capture(|| loss.backward())?;
     if !reached {
-        return fail(
-            "the loss depends on no parameter of the wrapped model, or on none that it tapped (frozen or replaced after `wrap`?)".to_string(),
-        );
+        let reason = "the loss depends on no parameter of the wrapped model, or on none that it tapped (frozen or replaced \
+                      after `wrap`?)";
+        return Err(refused(&wrapped.ddp, reason.into()));
     }
     match bypassed(model, wrapped, &gradients)? {
-        Some(reason) => fail(reason),
         None => Ok(gradients),
+        Some(reason) => Err(refused(&wrapped.ddp, reason)),
     }
+}
+
+/// The error of a backward that cannot deliver averages, which the other ranks get, too.
+pub(crate) fn refused(ddp: &Ddp, reason: String) -> Error {
+    ddp.world().fail(format!("backward: {reason}"));
+    Error::Backward { rank: ddp.rank(), reason }
 }

@@ -8,11 +8,13 @@ use burn::backend::tensor::FloatTensor;
 use burn::module::{Module, Param};
 use burn::tensor::{Gradients, Tensor, read_sync};
 
+use super::ladder::AutodiffTensor;
 use super::model_state::State;
 use super::model_walk::{AtTap, walk};
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::gradients::GradientMemory;
-use crate::{Error, Result, replicas};
+use crate::model::digest;
+use crate::{Error, Result};
 
 /// Digest of a gradient in steps that compute none.
 pub(super) const UNREAD: i64 = 0;
@@ -75,27 +77,23 @@ impl WrappedModel {
             return Ok(());
         }
         let paths: Vec<&str> = self.slots.iter().map(|s| s.path.as_str()).collect();
-        match replicas::difference(&paths, digests) {
-            None => Ok(()),
-            Some(difference) => Err(Error::ReplicasDiffer(format!("in what step {step} read, {difference}"))),
-        }
+        digest::compare(&paths, digests, Some(step))
     }
 
     /// Digests of the values that the running backward's forward read; 0 for others.
     pub(super) fn digests<B: GradientMemory>(&self, state: &mut State<B>) -> Result<Vec<i64>> {
-        let digest = |value: &mut Option<_>| {
+        let take = |value: &mut Option<AutodiffTensor<B>>| -> Result<i64> {
             let Some(value) = value.take() else { return Ok(0) };
-            let value: super::ladder::AutodiffTensor<B> = value;
             let data = read_sync(B::float_into_data(value.primitive().clone()))
                 .map_err(|e| self.fault(format!("reading parameters failed: {e:?}")))?;
-            Ok(replicas::digest(data.as_bytes()))
+            Ok(digest::digest(data.as_bytes()))
         };
-        state.values.iter_mut().map(digest).collect()
+        state.values.iter_mut().map(take).collect()
     }
 
     /// Digest of the elements of a slot's average.
     pub(super) fn digest<B: GradientMemory>(&self, slot: usize, average: &FloatTensor<B>) -> Result<i64> {
-        B::with_bytes(average.clone(), |_, bytes| replicas::digest(bytes))
+        B::with_bytes(average.clone(), |_, bytes| digest::digest(bytes))
             .map_err(|e| self.fault(format!("reading the average of {}: {e}", self.slots[slot].path)))
     }
 
@@ -130,8 +128,8 @@ pub(super) fn bypassed<M: Module>(
                 Some(_) if !self.digested => Ok(Some(UNREAD)),
                 Some(gradient) => gradient
                     .try_into_data()
-                    .map(|data| Some(replicas::digest(data.as_bytes())))
-                    .map_err(|e| Error::Use(format!("reading a gradient failed: {e:?}"))),
+                    .map(|data| Some(digest::digest(data.as_bytes())))
+                    .map_err(|e| Error::invalid(format!("reading a gradient failed: {e:?}"))),
             };
             digest.map_err(|e| self.found = Err(e)).ok()
         }

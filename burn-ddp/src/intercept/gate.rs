@@ -2,7 +2,6 @@
 
 use std::sync::atomic::Ordering;
 
-use burn::backend::TensorMetadata;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::grads::Gradients;
 

@@ -2,20 +2,19 @@
 
 use std::sync::Arc;
 
+use burn::backend::TensorMetadata;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata};
 
 use super::failure::fail;
 use super::ladder::{AutodiffTensor, scalar, untracked};
+use super::model_state::State;
 use super::read::Read;
 use super::wrapped_model::WrappedModel;
 use crate::Result;
 use crate::gradients::GradientMemory;
-
-use super::model_state::State;
 
 impl WrappedModel {
     /// Remembers the leaf of a slot until the end of the next backward.

@@ -3,20 +3,18 @@
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn::backend::Dispatch;
 use burn::backend::autodiff::NodeId;
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::DType;
 use burn_ddp_comm::ProcessGroup;
 
 use super::ladder::{AutodiffTensor, Ladder, scalar, untracked};
-use super::nodes::DdpBackend;
 use super::shadow;
 use super::stand_in::StandIns;
 use super::synced_statistics::SyncedStatistics;
 use super::wrapped_model::WrappedModel;
 use crate::gradients::{GradientMemory, Reducer, Settings, Slot, open_store};
-use crate::meter::Meter;
+use crate::telemetry::meter::Meter;
 use crate::{Error, Result};
 
 /// State of a wrapped model for callers that do not know its backend.
@@ -207,21 +205,19 @@ impl ModelOpening {
             *opening = Opening::Open(state.map(|state| Box::new(state) as Box<dyn ModelState>));
         }
     }
+
+    /// The state, once; `None` if no backend has made it.
+    pub(super) fn take(&self) -> Option<Result<Box<dyn ModelState>>> {
+        let mut opening = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match std::mem::replace(&mut *opening, Opening::Taken) {
+            Opening::Open(state) => Some(state),
+            _ => None,
+        }
+    }
 }
 
 impl std::fmt::Debug for ModelOpening {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("ModelOpening")
-    }
-}
-
-/// Makes the state of a model on `device`. *Collective* over its group.
-pub(super) fn open(device: &Device, opening: ModelOpening) -> Result<Box<dyn ModelState>> {
-    let tensor = Tensor::<1>::zeros([1], device);
-    drop(Dispatch::open_model(tensor.into_dispatch(), opening.clone()));
-    let mut opening = opening.0.lock().unwrap_or_else(PoisonError::into_inner);
-    match std::mem::replace(&mut *opening, Opening::Taken) {
-        Opening::Open(state) => state,
-        _ => Err(Error::Use(format!("{device:?} has no autodiff: make the model on `device.autodiff()`"))),
     }
 }

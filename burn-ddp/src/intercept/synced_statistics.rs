@@ -3,8 +3,8 @@
 use burn::tensor::TensorData;
 
 use crate::Result;
-use crate::buffers::{self, BufferPolicy, Buffers};
 use crate::gradients::{Piggyback, PiggybackResult};
+use crate::model::running_stats::{self, BufferPolicy, Buffers};
 
 /// The model's running statistics, and how ranks agree on them.
 pub(crate) struct SyncedStatistics {
@@ -22,7 +22,7 @@ impl SyncedStatistics {
     /// Puts the values on their way to the other ranks.
     pub(super) fn send(&mut self, piggyback: &mut Piggyback) -> Result<()> {
         self.sent = self.buffers.read()?;
-        piggyback.statistics = buffers::pack(&self.sent);
+        piggyback.statistics = running_stats::pack(&self.sent);
         piggyback.from_first = self.policy == BufferPolicy::Broadcast;
         Ok(())
     }
@@ -30,6 +30,6 @@ impl SyncedStatistics {
     /// Sets the values that the ranks agreed on.
     pub(super) fn receive(&mut self, results: &PiggybackResult) {
         let sent = std::mem::take(&mut self.sent);
-        self.buffers.write(buffers::unpack(&sent, &results.statistics));
+        self.buffers.write(running_stats::unpack(&sent, &results.statistics));
     }
 }

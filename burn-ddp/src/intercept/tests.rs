@@ -10,7 +10,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_ddp_nccl::fake::Machine;
 
 use super::fake_device::{self, Fault};
-use crate::{Ddp, Error, Reduction, WrapConfig, param_hash};
+use crate::{Ddp, Error, GradientReduction, WrapConfig, param_hash};
 
 /// Parameters of several types, each of which a step may use or not.
 #[derive(Module, Debug)]
@@ -86,7 +86,7 @@ fn both<T: Send + PartialEq + Debug>(world: usize, f: impl Fn(&Ddp) -> anyhow::R
 
 #[test]
 fn fixture_f_mean_is_14_and_sum_is_28() {
-    for (reduction, gradient) in [(Reduction::Mean, 14.0), (Reduction::Sum, 28.0)] {
+    for (reduction, gradient) in [(GradientReduction::Mean, 14.0), (GradientReduction::Sum, 28.0)] {
         let grads = both(2, |ddp| {
             let device = Device::flex().autodiff();
             let mut model = LinearConfig::new(1, 1).with_bias(false).init(&device);
@@ -108,7 +108,7 @@ fn many_buckets_of_many_types_for_many_steps() {
         for world in [1, 2, 3] {
             both(world, |ddp| {
                 let device = Device::flex().autodiff();
-                let config = small().with_reduction_alone(true).with_replica_check(2);
+                let config = small().with_single_rank_reduction(true).with_replica_check(2);
                 let mut model = ddp.wrap_with(Model::new(&device, dtypes), &config)?;
                 let mut optim = SgdConfig::new().init();
                 for step in 0..5 {
@@ -144,7 +144,7 @@ fn what_ranks_use_changes() {
 
 #[test]
 fn micro_batches_are_weighed_and_summed_wide() {
-    for reduction in [Reduction::Mean, Reduction::Sum] {
+    for reduction in [GradientReduction::Mean, GradientReduction::Sum] {
         let steps = both(2, |ddp| {
             let device = Device::flex().autodiff();
             let config = small().with_accumulation(3).with_reduction(reduction);
@@ -154,7 +154,7 @@ fn micro_batches_are_weighed_and_summed_wide() {
                 // One micro-batch of one rank stands for nothing, and is nothing that can be summed.
                 let weights = [[3.0, 1.0, 2.0], [0.5, 0.0, 7.0]][ddp.rank()];
                 for (micro, weight) in weights.into_iter().enumerate() {
-                    ddp.weight(weight)?;
+                    ddp.set_batch_items(weight)?;
                     let x = if weight == 0.0 { f32::NAN } else { (micro + step + ddp.rank()) as f32 };
                     let used = [true, true, micro == 1, ddp.rank() == 1];
                     let grads = GradientsParams::from_grads(model.loss(used, x).backward(), &model);
@@ -173,7 +173,7 @@ fn a_rank_of_no_weight_is_absent() {
     let gradient = both(2, |ddp| {
         let device = Device::flex().autodiff();
         let model = ddp.wrap(Model::new(&device, F32))?;
-        ddp.weight(if ddp.rank() == 0 { 2.0 } else { 0.0 })?;
+        ddp.set_batch_items(if ddp.rank() == 0 { 2.0 } else { 0.0 })?;
         let x = if ddp.rank() == 0 { 1.0 } else { f32::NAN };
         let grads = GradientsParams::from_grads(model.loss(ALL, x).backward(), &model);
         Ok(model.gradients(&grads))
@@ -191,7 +191,7 @@ fn no_sync_and_discard() {
         let grads = |x: f32| GradientsParams::from_grads(model.loss(ALL, x).backward(), &model);
         let clean = model.gradients(&grads(1.0));
         assert_eq!(ddp.no_sync(&model, || grads(5.0).len())?, 0);
-        ddp.discard(&model);
+        ddp.discard_accumulated(&model);
         assert_eq!(model.gradients(&grads(1.0)), clean);
         assert_eq!(ddp.no_sync(&model, || grads(5.0).len())?, 0);
         let held = model.gradients(&grads(1.0));
@@ -307,7 +307,7 @@ fn nccls_engine_reduces_what_was_lent() {
         let mut steps = Vec::new();
         for step in 0..4 {
             for micro in 0..2 {
-                ddp.weight(weights[ddp.rank() % 2])?;
+                ddp.set_batch_items(weights[ddp.rank() % 2])?;
                 let used = [true, step != 1, step % 2 == ddp.rank(), false];
                 let loss = model.loss(used, (1 + step + 2 * micro + ddp.rank()) as f32);
                 let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);

@@ -4,15 +4,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use burn::tensor::{DType, Device};
-use burn_ddp_comm::ProcessGroup;
 
 use super::failure;
-use super::model_state::{ModelOpening, ModelState, open};
+use super::model_state::ModelState;
 use super::stand_in::WaitingAverages;
-use super::synced_statistics::SyncedStatistics;
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
-use crate::gradients::{Reduction, Settings, Slot};
+use crate::gradients::{GradientReduction, Slot};
 use crate::{Error, Result};
 
 /// A wrapped model, shared by all its taps and by the autodiff nodes that its reads leave in graphs.
@@ -23,7 +21,7 @@ pub(crate) struct WrappedModel {
     /// Orders the wrapped models of a rank in the same way on all ranks.
     pub(super) id: u64,
     pub(super) slots: Arc<[Slot]>,
-    reduction: Reduction,
+    reduction: GradientReduction,
     /// Reads of each slot whose hook may still fire. Written by forward (up) and by dropped hook states (down).
     pub(super) outstanding: Vec<AtomicUsize>,
     /// Number of taps of each slot, over all copies of the model.
@@ -67,25 +65,21 @@ impl std::fmt::Debug for WrappedModel {
 }
 
 impl WrappedModel {
-    /// A model on `device` whose gradients are reduced in `group`. *Collective* over the group.
-    pub(crate) fn new(
+    pub(super) fn new(
         ddp: Ddp,
         device: Device,
-        group: ProcessGroup,
-        slots: Vec<Slot>,
-        settings: Settings,
-        statistics: Option<SyncedStatistics>,
-    ) -> Result<Self> {
-        let (id, slots): (_, Arc<[Slot]>) = (group.id(), slots.into());
-        let opening = ModelOpening::new(group, slots.clone(), settings, ddp.meter().clone(), statistics);
-        let state = open(&device, opening)?;
+        id: u64,
+        slots: Arc<[Slot]>,
+        reduction: GradientReduction,
+        state: Box<dyn ModelState>,
+    ) -> Self {
         let mut clones = vec![0; slots.len()];
         slots.iter().for_each(|s| clones[s.first_clone] += 1);
-        Ok(WrappedModel {
+        WrappedModel {
             ddp,
             device,
             id,
-            reduction: settings.reduction,
+            reduction,
             outstanding: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
             taps: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
             holders: AtomicUsize::new(0),
@@ -100,7 +94,7 @@ impl WrappedModel {
             retrained: AtomicBool::new(false),
             mapped: AtomicBool::new(false),
             stale: OnceLock::new(),
-        })
+        }
     }
 
     /// Counts a tap of a slot that appears or goes.
@@ -133,7 +127,7 @@ impl WrappedModel {
 
     /// True if a rank's gradients count by its items.
     pub(crate) fn weighs_items(&self) -> bool {
-        self.reduction == Reduction::Mean
+        self.reduction == GradientReduction::Mean
     }
 
     /// True if the next reduction compares the ranks' parameters.

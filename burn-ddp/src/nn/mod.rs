@@ -1,8 +1,7 @@
-//! Layers that know of other ranks.
+//! Layers that communicate with other ranks.
 
 mod moments;
-mod ops;
 mod sync_batch_norm;
+pub(crate) mod sync_batch_norm_node;
 
-pub use ops::{SyncBatchNormBackend, SyncedBatch};
 pub use sync_batch_norm::SyncBatchNorm;

@@ -1,9 +1,9 @@
-//! Mean and variance of what several ranks hold.
+//! Mean and variance of elements that are spread over ranks.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_ddp_comm::ProcessGroup;
 
-use crate::{Error, Result, collective};
+use crate::{Error, Result, convert};
 
 /// Count, means and biased variances, one of each per channel, in f64.
 #[derive(Clone, Debug, PartialEq)]
@@ -15,8 +15,8 @@ pub(super) struct Moments {
 }
 
 impl Moments {
-    /// Those of this rank's `x`, `[items, channels, …]`: the mean first, then the mean of the squared deviations from it. Half
-    /// precision is computed in f32.
+    /// Moments of this rank's `x`, `[items, channels, …]`: the mean first, then the mean of the squared deviations from
+    /// it. Half precision is computed in f32.
     pub(super) fn of<const D: usize>(x: Tensor<D>) -> Result<Moments> {
         let dims = x.dims();
         let channels = dims[1];
@@ -29,13 +29,13 @@ impl Moments {
         let x: Tensor<2> = x.swap_dims(0, 1).reshape([channels, count]);
         let mean = x.clone().mean_dim(1);
         let variance = (x - mean.clone()).square().mean_dim(1);
-        let (_, data) = collective::read(Tensor::cat(vec![mean, variance], 0))?;
+        let (_, data) = convert::read(Tensor::cat(vec![mean, variance], 0))?;
         let mut means = values(data)?;
         let variances = means.split_off(channels);
         Ok(Moments { count: count as f64, means, variances })
     }
 
-    /// Those of all ranks' elements together. *Collective*: one all-gather.
+    /// Moments of all ranks' elements together. *Collective*: one all-gather.
     pub(super) fn gather(&self, group: &ProcessGroup) -> Result<Moments> {
         let row: Vec<f64> = [self.count].iter().chain(&self.means).chain(&self.variances).copied().collect();
         let rows = group.all_gather(&row)?;
@@ -48,12 +48,13 @@ impl Moments {
         Moments { count: row[0], means: means.into(), variances: variances.into() }
     }
 
-    /// Deviations from the common mean are added to each part's own (Chan, Golub and LeVeque, *Updating formulae and a pairwise
-    /// algorithm for computing sample variances*, 1979), so that nothing cancels. Parts without elements count as absent.
+    /// Deviations from the common mean are added to each part's own (Chan, Golub and LeVeque, *Updating formulae and a
+    /// pairwise algorithm for computing sample variances*, 1979), so that nothing cancels. Parts without elements count
+    /// as absent.
     fn merge(parts: &[Moments]) -> Result<Moments> {
         let count: f64 = parts.iter().map(|part| part.count).sum();
         if count == 0.0 {
-            return Err(Error::Use("batch normalisation in training: no rank has an item".into()));
+            return Err(Error::invalid("batch normalisation in training: no rank has an item"));
         }
         let channels = parts[0].means.len();
         let over_parts = |of: &dyn Fn(&Moments) -> f64| {
@@ -66,7 +67,7 @@ impl Moments {
     }
 }
 
-/// What is computed in for tensors of `dtype`: f32 for half precision.
+/// Element type of computations on tensors of `dtype`: f32 for half precision.
 pub(super) fn wide(dtype: DType) -> DType {
     match dtype {
         DType::F16 | DType::BF16 => DType::F32,
@@ -76,7 +77,7 @@ pub(super) fn wide(dtype: DType) -> DType {
 
 /// The elements in f64.
 pub(super) fn values(data: TensorData) -> Result<Vec<f64>> {
-    data.try_into_vec_as::<f64>().map_err(|e| Error::Use(format!("reading elements as f64: {e:?}")))
+    data.try_into_vec_as::<f64>().map_err(|e| Error::invalid(format!("reading elements as f64: {e:?}")))
 }
 
 /// One value per channel as a tensor.
@@ -116,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_has_an_item() {
+    fn no_rank_has_an_item() {
         assert!(Moments::merge(&[moments(&[]), moments(&[])]).unwrap_err().to_string().contains("no rank has an item"));
     }
 }

@@ -8,30 +8,31 @@ use burn::nn::BatchNorm;
 use burn::tensor::{Device, Tensor};
 
 use super::moments::{Moments, per_channel, wide};
-use super::ops::{SyncBatchNormBackend, SyncedBatch};
+use super::sync_batch_norm_node::{SyncBatchNormBackend, SyncedBatch};
 use crate::Result;
 use crate::intercept::{Tap, WrappedModel, tell_peers};
 
-/// Batch normalisation whose mean and variance are those of the items of **all** ranks, as in `torch.nn.SyncBatchNorm`: N ranks
-/// with b items each train like one with N·b.
+/// Batch normalisation whose mean and variance are those of the items of **all** ranks, as in `torch.nn.SyncBatchNorm`:
+/// N ranks with b items each train like one with N·b.
 ///
-/// A Burn [`BatchNorm`] in other clothes. It holds one, has the same parameters, running statistics and settings under the same
-/// names, and so loads the records of models with Burn's layer, and saves what they load. Declare the field of the model as
-/// `SyncBatchNorm` and make it by `BatchNormConfig::new(channels).init(device).into()`; [`Ddp::wrap`](crate::Ddp::wrap) does the
-/// rest, by which it learns of the ranks. Where there is nobody else it is Burn's layer, bit for bit: in a model that is not
-/// wrapped, in a world of 1, in evaluation (`valid()`, or frozen).
+/// A wrapper of Burn's [`BatchNorm`]: it has the same parameters, running statistics and settings under
+/// the same names, and so loads the records of models with Burn's layer, and saves what they load. Declare the field of
+/// the model as `SyncBatchNorm` and make it by `BatchNormConfig::new(channels).init(device).into()`;
+/// [`Ddp::wrap`](crate::Ddp::wrap) does the rest, by which it learns of the ranks. Where there is nobody else it is
+/// Burn's layer, bit for bit: in a model that is not wrapped, in a world of 1, in evaluation (`valid()`, or frozen).
 ///
-/// In training, each forward is a *collective* (an all-gather of count, mean and variance) and so is its backward (an all-reduce of
-/// two sums per channel), both small: what they cost is waiting for each other. All ranks must make the same passes through
-/// the layer, with any number of items each, also none on some, and run their backwards. That includes `no_sync` and accumulation: the
-/// same number of micro-batches everywhere.
+/// In training, each forward is a *collective* (an all-gather of count, mean and variance) and so is its backward (an
+/// all-reduce of two sums per channel), both small: what they cost is waiting for each other. All ranks must make the
+/// same passes through the layer, with any number of items each, also none on some, and run their backwards. That
+/// includes `no_sync` and accumulation: the same number of micro-batches everywhere.
 ///
-/// Ranks count by their items, in the average of gradients too: with the weights of [`Ddp::weight`](crate::Ddp::weight) or of
-/// the loader, as [`wrap`](crate::Ddp::wrap) uses them, gradients are those of the mean over all items, whatever the split.
+/// Ranks count by their items, in the average of gradients too: with the weights of
+/// [`Ddp::set_batch_items`](crate::Ddp::set_batch_items) or of the loader, as [`wrap`](crate::Ddp::wrap) uses them,
+/// gradients are those of the mean over all items, whatever the split.
 ///
-/// Running statistics are updated by the momentum as in Burn, with the biased variance (torch keeps the unbiased one), and are
-/// the same bits on all ranks: [`BufferPolicy::Local`](crate::BufferPolicy::Local) spares averaging them, if all layers are
-/// of this kind. Means and variances are merged in f64; with half precision everything inside is f32.
+/// Running statistics are updated by the momentum as in Burn, with the biased variance (torch keeps the unbiased one),
+/// and are the same bits on all ranks: [`BufferPolicy::Local`](crate::BufferPolicy::Local) spares averaging them, if
+/// all layers are of this kind. Means and variances are merged in f64; with half precision everything inside is f32.
 ///
 /// ```
 /// use burn::nn::BatchNormConfig;
@@ -72,8 +73,8 @@ impl SyncBatchNorm {
     ///
     /// # Panics
     ///
-    /// As Burn's layer, if the input has another number of channels. In training also with the full report if a peer failed
-    /// or called something else, since a forward cannot return an error; and if no rank has an item.
+    /// As Burn's layer, if the input has another number of channels. In training also with the full report if a peer
+    /// failed or called something else, since a forward cannot return an error; and if no rank has an item.
     #[track_caller]
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         let tapped = self.norm.gamma.reparameterization::<Tap>().map(Tap::model);
@@ -94,7 +95,7 @@ impl SyncBatchNorm {
         let [channels] = self.norm.gamma.dims();
         burn::tensor::assert_shape!(input, [_, channels, ..]);
         let device = input.device();
-        let group = tapped.ddp.graph_group()?;
+        let group = tapped.ddp.state().graph_group()?;
         let moments = Moments::of(input.clone().inner())?.gather(&group)?;
         let dtype = wide(input.dtype());
         let tensor = |values: &[f64]| per_channel(values, dtype, &device);

@@ -99,14 +99,14 @@ where
 
     /// *Collective*, in a group that only metrics use.
     fn compute(&mut self) -> Result<SerializedEntry, TensorReadError> {
-        let group = self.ddp.metric_group().map_err(metric_error)?;
+        let group = self.ddp.state().metric_group().map_err(metric_error)?;
         let all = group.all_gather_object(&self.batches).map_err(metric_error)?;
         let device = self.ddp.device().map_err(metric_error)?;
         let total = all.iter().map(Vec::len).sum();
         self.all.clear();
         for (nth, batch) in all.into_iter().flatten().enumerate() {
             let input = Me::Input::from_data(batch, &device).ok_or_else(|| {
-                metric_error(crate::Error::Use("a rank registered another metric in this place".into()))
+                metric_error(crate::Error::invalid("a rank registered another metric in this place"))
             })?;
             let progress = Progress::new(nth + 1, total, Some("batches".into()));
             self.all.update(&input, &MetricMetadata { progress, iteration: Some(nth + 1), lr: None })?;

@@ -108,7 +108,7 @@ impl<Me: MeanMetric> Metric for GlobalMetric<Me> {
 
     /// *Collective*, in a group that only metrics use.
     fn compute(&mut self) -> Result<SerializedEntry, TensorReadError> {
-        let group = self.ddp.metric_group().map_err(metric_error)?;
+        let group = self.ddp.state().metric_group().map_err(metric_error)?;
         // Counts are exact in f64 up to 2^53.
         let all = group.all_gather(&[self.sum, self.count as f64]).map_err(metric_error)?;
         let (sum, count) = all.chunks(2).fold((0.0, 0.0), |(sum, count), rank| (sum + rank[0], count + rank[1]));

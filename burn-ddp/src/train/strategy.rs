@@ -32,12 +32,11 @@ impl<M: LearnerModel> DdpStrategy<M> {
     /// reduced.
     fn prepare(&self, learner: &mut Learner<M>) -> Result<(Option<Taps>, Device)> {
         if self.config.accumulation().is_some_and(|k| k != 1) {
-            return Err(Error::Use(
+            return Err(Error::invalid(
                 "Burn's trainer accumulates by its own setting, `grads_accumulation(k)`: leave `with_accumulation` out"
-                    .into(),
             ));
         }
-        self.ddp.make_metric_group()?;
+        self.ddp.state().make_metric_group()?;
         let (model, agreed) = wrap::share(&self.ddp, learner.model(), &self.config)?;
         // The learner does not give its model away, but loads values into it.
         learner.load_model(model.into_record());
@@ -45,7 +44,7 @@ impl<M: LearnerModel> DdpStrategy<M> {
         let taps = agreed.taps(&self.ddp, &learner.model())?;
         if let Some(taps) = &taps {
             // Each parameter was loaded separately, so clones no longer share one.
-            taps.tapped.note_map();
+            taps.wrapped.note_map();
         }
         Ok((taps, device))
     }
@@ -209,7 +208,7 @@ impl<M: LearnerModel> Run<'_, M> {
         }
         let plan = self.sharded.plan();
         let own = plan.share(nth, self.ddp.rank()).len() as f64;
-        self.ddp.weight(own / plan.step(nth).len() as f64)
+        self.ddp.set_batch_items(own / plan.step(nth).len() as f64)
     }
 
     /// Forward and backward; with `hold`, the reducer accumulates the gradients for a later micro-batch.
@@ -217,7 +216,7 @@ impl<M: LearnerModel> Run<'_, M> {
         let Some(taps) = &self.taps else { return Ok(self.learner.train_step(batch)) };
         let model = taps.attach(self.learner.model());
         let step = || TrainStep::step(&model, batch);
-        let (output, reached) = taps.tapped.capture(|| if hold { taps.tapped.hold(step) } else { step() })?;
+        let (output, reached) = taps.wrapped.capture(|| if hold { taps.wrapped.hold(step) } else { step() })?;
         if !reached {
             let reason = "the model's `TrainStep` ran no backward that reaches its parameters".to_string();
             return Err(Error::Backward { rank: self.ddp.rank(), reason });

@@ -104,7 +104,7 @@ fn layer<const D: usize>(torch: &Layer, world_size: usize, dtype: DType, toleran
         norm.beta = norm.beta.map(|_| per_channel(-0.25, 0.125).require_grad());
         let norm = if dtype == DType::F64 { to_f64(norm) } else { norm };
         // The loss is a sum over items.
-        let config = WrapConfig::new().with_reduction(Reduction::Sum).with_buffers(BufferPolicy::Local);
+        let config = WrapConfig::new().with_reduction(GradientReduction::Sum).with_buffers(BufferPolicy::Local);
         let norm = ddp.wrap_with(SyncBatchNorm::from(norm), &config)?;
         let items = part(shape[0], &ddp);
         let mine = |salt| table(shape, salt, dtype, &device).slice_dim(0, items.clone());
@@ -202,7 +202,7 @@ fn train(torch: &Training, ddp: &Ddp, dtype: DType) -> Result<(Vec<f64>, Named, 
         let labels: Vec<i64> = items.clone().map(|i| ((step * torch.batch + i) * 7 % 3) as i64).collect();
         let labels = Tensor::<1, Int>::from_data(TensorData::new(labels, [items.len()]), &device);
         let loss = CrossEntropyLossConfig::new().init(&device).forward(net.forward(x), labels);
-        ddp.weight(items.len() as f64)?;
+        ddp.set_batch_items(items.len() as f64)?;
         let mine = loss.clone().into_data().iter::<f64>().sum::<f64>();
         losses.push(ddp.sum(mine * items.len() as f64)? / torch.batch as f64);
         let grads = GradientsParams::from_grads(ddp.backward(&loss, &net)?, &net);

@@ -1,7 +1,7 @@
 //! Ranks of this project's engines.
 
 use anyhow::{Context, Result, ensure};
-use burn_ddp_comm::{DType, LaunchEnv, Options, ProcessGroup, ReduceOp, SharedBuffer, SharedView, World};
+use burn_ddp_comm::{DType, LaunchEnv, WorldOptions, ProcessGroup, ReduceOp, SharedBuffer, SharedView, World};
 
 use super::{BufferKind, Workload, noise};
 use crate::values;
@@ -32,7 +32,7 @@ enum Buffers {
 /// Joins the world that the environment describes.
 pub(super) fn join() -> Result<World> {
     let env = LaunchEnv::detect()?.context("no variables of a launcher")?;
-    let world = World::join(&env, Options::from_env()?)?;
+    let world = World::join(&env, WorldOptions::from_env()?)?;
     // Whether gradients can go over NCCL is known when a model is wrapped.
     if let Some(wanted) = std::env::var(ENGINE).ok().filter(|wanted| wanted != "nccl") {
         ensure!(world.engine() == wanted, "the engine is {}, not {wanted}", world.engine());

@@ -135,7 +135,7 @@ pub(crate) fn run(args: &RankArgs) -> Result<()> {
 
 /// Each rank on a thread, with a conversation of its own.
 fn threads(control: &Path, world: usize, dtype: DType, buffers: BufferKind) -> Result<()> {
-    let worlds = World::threads(world, burn_ddp_comm::Options::default());
+    let worlds = World::threads(world, burn_ddp_comm::WorldOptions::default());
     thread::scope(|scope| {
         let ranks: Vec<_> = worlds
             .into_iter()

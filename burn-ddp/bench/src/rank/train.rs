@@ -123,7 +123,7 @@ impl TrainRank {
             return Ok(model);
         }
         // Bare tensors are there to see what reducing costs, also alone.
-        let config = WrapConfig::new().with_reduction_alone(self.what == Model::Tensors);
+        let config = WrapConfig::new().with_single_rank_reduction(self.what == Model::Tensors);
         let config = match self.bucket_bytes {
             Some(bytes) => config.with_bucket_cap_bytes(bytes),
             None => config,

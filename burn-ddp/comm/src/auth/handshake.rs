@@ -1,7 +1,7 @@
 //! The start of every connection: both sides prove that they know the key, before anything else is parsed.
 //!
-//! Three messages of fixed size, little endian. Magic and version stand first and keep their place in every version, so that two
-//! versions can tell each other which they are.
+//! Three messages of fixed size, little endian. Magic and version stand first and keep their place in every version, so
+//! that two versions can recognise each other.
 //!
 //! ```text
 //! challenge, by the one who accepts       proof, by the one who connects          answer, by the one who accepts
@@ -17,9 +17,9 @@
 //!                                         64 32  signature
 //! ```
 //!
-//! The proof signs the challenge and itself, the answer signs all three, each under a name of its own. So a signature is worth nothing
-//! on another connection (the nonces differ), in the other direction (the names differ), at another door (role and rank are
-//! in it) or for another purpose.
+//! The proof signs the challenge and itself, the answer signs all three, each under a name of its own. So a signature
+//! is worth nothing on another connection (the nonces differ), in the other direction (the names differ), at another
+//! listener (role and rank are in it) or for another purpose.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
@@ -32,7 +32,7 @@ use crate::auth::job_key::JobTag;
 use crate::frame::PROTOCOL_VERSION;
 use crate::net::wait::wait;
 
-/// How long a handshake may take.
+/// Deadline of a handshake.
 pub(crate) const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
 
 const MAGIC: [u8; 8] = *b"burn-ddp";
@@ -44,18 +44,18 @@ const ANSWER_BYTES: usize = 256;
 const ANSWER_SIGNED: usize = ANSWER_BYTES - KEY_BYTES;
 const TEXT: std::ops::Range<usize> = 12..ANSWER_SIGNED;
 
-/// Under which name each side signs.
+/// Names under which the two sides sign.
 const BY_CLIENT: &[u8] = b"burn-ddp client";
 const BY_LISTENER: &[u8] = b"burn-ddp listener";
 
-/// Who listens.
+/// The listening side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
     Store,
     Rank(u32),
 }
 
-/// What a connection is for.
+/// Purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Purpose {
     /// A client of the store.
@@ -66,19 +66,19 @@ pub(crate) enum Purpose {
     Data { rank: u32, group: u64 },
 }
 
-/// What the one who accepts says first.
+/// First message, by the listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Challenge(pub(super) [u8; CHALLENGE_BYTES]);
 
-/// What the one who connects says.
+/// Second message, by the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Proof(pub(super) [u8; PROOF_BYTES]);
 
-/// What the one who accepts says last.
+/// Last message, by the listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Answer(pub(super) [u8; ANSWER_BYTES]);
 
-/// How a handshake ends, for the one who connects.
+/// Outcome of a handshake for the client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Welcome,
@@ -132,10 +132,10 @@ impl Proof {
         Ok(Self(bytes))
     }
 
-    /// What it asks for.
+    /// Purpose that it asks for.
     ///
     /// # Errors
-    /// What is wrong with it, if it is none of ours.
+    /// What is wrong with it, if it is not of this protocol.
     pub(crate) fn purpose(&self) -> Result<Purpose, Foreign> {
         check(&self.0)?;
         let rank = u32::from_le_bytes(part(&self.0, 12));
@@ -152,14 +152,14 @@ impl Proof {
         part(&self.0, 24)
     }
 
-    /// Whether its sender knows the key.
+    /// True if its sender knows the key.
     pub(crate) fn is_signed_by(&self, key: &Key, challenge: &Challenge) -> bool {
         key.verify(&[BY_CLIENT, &challenge.0, &self.0[..PROOF_SIGNED]], &part(&self.0, PROOF_SIGNED))
     }
 }
 
 impl Answer {
-    /// The answer to a proof of `key`.
+    /// Answer to a proof of `key`.
     pub(crate) fn signed(key: &Key, verdict: Result<(), &str>, challenge: &Challenge, proof: &Proof) -> Self {
         let mut bytes = start::<ANSWER_BYTES>();
         if let Err(cause) = verdict {
@@ -172,21 +172,21 @@ impl Answer {
         Self(bytes)
     }
 
-    /// The answer to a proof of nothing that is known here.
+    /// Answer to a proof of another key.
     pub(crate) fn unsigned(same_job: bool) -> Self {
         let mut bytes = start::<ANSWER_BYTES>();
         bytes[10] = if same_job { 3 } else { 2 };
         Self(bytes)
     }
 
-    /// What it says, if it is the answer to this challenge and proof.
+    /// Its verdict, if it is the answer to this challenge and proof.
     pub(crate) fn verdict(&self, key: &Key, challenge: &Challenge, proof: &Proof) -> Result<Verdict, Foreign> {
         check(&self.0)?;
         let signed =
             key.verify(&[BY_LISTENER, &challenge.0, &proof.0, &self.0[..ANSWER_SIGNED]], &part(&self.0, ANSWER_SIGNED));
         match (self.0[10], signed) {
             (0, true) => Ok(Verdict::Welcome),
-            // It took our proof, or pretends to, but has none of its own.
+            // It accepted our proof, or pretends to, but gave none of its own.
             (0 | 3, false) => Ok(Verdict::OtherSecret),
             (1, true) => {
                 let text = &self.0[TEXT];
@@ -199,7 +199,7 @@ impl Answer {
     }
 }
 
-/// Why bytes are no message of this protocol.
+/// Reason that bytes are no message of this protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Foreign {
     NotOurs,
@@ -213,7 +213,7 @@ fn start<const N: usize>() -> [u8; N] {
     bytes
 }
 
-/// What every message of every version begins with.
+/// First bytes of every message of every version.
 fn check(bytes: &[u8]) -> Result<(), Foreign> {
     let Some((start, _)) = bytes.split_first_chunk::<10>() else { return Err(Foreign::NotOurs) };
     match u16::from_le_bytes(part(start, 8)) {
@@ -223,7 +223,7 @@ fn check(bytes: &[u8]) -> Result<(), Foreign> {
     }
 }
 
-/// Whether a message that begins like this can become one of this protocol.
+/// True if a message that begins like this can become one of this protocol.
 pub(super) fn begins_like_ours(bytes: &[u8]) -> bool {
     bytes.iter().zip(MAGIC).all(|(byte, ours)| *byte == ours)
 }
@@ -235,7 +235,7 @@ fn part<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     part
 }
 
-/// What the one who connects knows and wants.
+/// Key and purpose of a client.
 pub(crate) struct Introduction<'a> {
     pub(crate) key: &'a Key,
     pub(crate) tag: JobTag,
@@ -243,12 +243,12 @@ pub(crate) struct Introduction<'a> {
     pub(crate) purpose: Purpose,
 }
 
-/// Why a connection did not come about.
+/// Reason that a connection failed.
 #[derive(Debug)]
 pub(crate) enum Refusal {
-    /// No answer, or one that is not ours: perhaps later, perhaps elsewhere.
+    /// No answer, or one of another protocol: it may work later, or elsewhere.
     NotOurs(io::Error),
-    /// One of ours, which says no: another version, another job, a rank that is already there.
+    /// A refusal: another version, another job, a rank that is already connected.
     Refused(String),
 }
 
@@ -278,13 +278,14 @@ impl From<Foreign> for Refusal {
                 Self::NotOurs(io::Error::new(ErrorKind::InvalidData, "it does not speak burn-ddp's protocol"))
             }
             Foreign::Version(there) => Self::Refused(format!(
-                "protocol version {PROTOCOL_VERSION} here, {there} there: all ranks and the launcher must be built with the same burn-ddp"
+                "protocol version {PROTOCOL_VERSION} here, {there} there: all ranks and the launcher must be built \
+                 with the same burn-ddp"
             )),
         }
     }
 }
 
-/// The handshake on a fresh, non-blocking connection, by the one who connected.
+/// Performs the client's part of the handshake on a fresh, non-blocking connection.
 pub(crate) fn introduce(socket: &Socket, me: &Introduction<'_>, deadline: Instant) -> Result<(), Refusal> {
     let challenge = Challenge(read(socket, deadline)?);
     check(&challenge.0)?;

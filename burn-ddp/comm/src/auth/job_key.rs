@@ -1,4 +1,4 @@
-//! What admits to a job.
+//! Key of a job.
 
 use std::fmt;
 
@@ -7,7 +7,8 @@ use sha2::{Digest, Sha256};
 use crate::Secret;
 use crate::auth::key::Key;
 
-/// What a process must have to use the store of a job: its name, its generation, and the keys that follow from its secret.
+/// Key that a process needs to use the store of a job: the job's name, its generation, and the keys derived from its
+/// secret.
 ///
 /// ```
 /// use burn_ddp_comm::{JobKey, Secret, Store, StoreClient, StoreServer};
@@ -33,24 +34,24 @@ pub struct JobKey {
     links: Key,
 }
 
-/// What the ranks of one world prove to each other.
+/// Key that the ranks of one world prove to each other.
 #[derive(Clone, Debug)]
 pub(crate) struct LinkKey {
     pub(crate) key: Key,
     pub(crate) tag: JobTag,
 }
 
-/// Tells jobs apart, so that one that comes to the wrong door is told so. It proves nothing.
+/// Tag of a job, so that a process that reaches another job's listener gets a clear error. It proves nothing.
 pub(crate) type JobTag = [u8; 8];
 
 impl JobKey {
-    /// The key of generation `restart_count` of the job.
+    /// Key of generation `restart_count` of the job.
     pub fn new(secret: &Secret, job_id: &str, restart_count: u32) -> JobKey {
         Self::derive(secret.key(), job_id, restart_count)
     }
 
-    /// The key of a job without a secret: whoever knows the job's name has it. For networks that one trusts, and for sockets that
-    /// nobody else can reach.
+    /// Key of a job without a secret: anyone who knows the job's name can derive it. For trusted networks, and for
+    /// sockets that other users cannot reach.
     pub fn trusting_network(job_id: &str, restart_count: u32) -> JobKey {
         Self::derive(&Key::new([0; 32]), job_id, restart_count)
     }
@@ -68,7 +69,7 @@ impl JobKey {
         JobKey { name, tag, store: key(b"store"), links: key(b"links") }
     }
 
-    /// The job's id, and which restart of it, if it is one.
+    /// The job's id, and the number of the restart, if it is one.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -77,12 +78,12 @@ impl JobKey {
         self.tag
     }
 
-    /// The key of connections to the store.
+    /// Key of connections to the store.
     pub(crate) fn store(&self) -> &Key {
         &self.store
     }
 
-    /// The key of connections between ranks that met under `token`.
+    /// Key of connections between ranks that met under `token`.
     pub(crate) fn links(&self, token: &[u8]) -> LinkKey {
         LinkKey { key: self.links.derive(&[token]), tag: self.tag }
     }

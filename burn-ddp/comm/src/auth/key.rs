@@ -9,7 +9,7 @@ use sha2::Sha256;
 /// Bytes of a key, a signature and a nonce.
 pub(crate) const KEY_BYTES: usize = 32;
 
-/// 32 bytes that only one side of the world knows.
+/// A secret key of 32 bytes.
 #[derive(Clone)]
 pub(crate) struct Key([u8; KEY_BYTES]);
 
@@ -22,17 +22,17 @@ impl Key {
         &self.0
     }
 
-    /// The key for one use, which tells nothing about this one or about those for other uses.
+    /// Key for one use. It reveals nothing about this key or about those for other uses.
     pub(crate) fn derive(&self, parts: &[&[u8]]) -> Key {
         Key(self.sign(parts))
     }
 
-    /// The signature of `parts`. Where one part ends and the next begins is signed, too.
+    /// Signature of `parts` and of their lengths.
     pub(crate) fn sign(&self, parts: &[&[u8]]) -> [u8; KEY_BYTES] {
         self.mac(parts).finalize().into_bytes().into()
     }
 
-    /// Whether `signature` is that of `parts`, in a time that does not depend on where it is wrong.
+    /// True if `signature` is that of `parts`. Takes a time that does not depend on where it is wrong.
     pub(crate) fn verify(&self, parts: &[&[u8]], signature: &[u8; KEY_BYTES]) -> bool {
         self.mac(parts).verify_slice(signature).is_ok()
     }
@@ -56,7 +56,7 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Bytes that nobody can guess.
+/// Random bytes of the operating system.
 pub(crate) fn random() -> io::Result<[u8; KEY_BYTES]> {
     let mut bytes = [0; KEY_BYTES];
     getrandom::fill(&mut bytes).map_err(|e| io::Error::other(e.to_string()))?;

@@ -1,4 +1,4 @@
-//! Who is let in: the job's secret, the keys that follow from it, and the proof at the start of every connection.
+//! Authentication: the job's secret, the keys derived from it, and the proof at the start of every connection.
 //!
 //! - [`secret`]: 32 random bytes in a file;
 //! - [`job_key`]: the keys of one job and restart, derived from it;

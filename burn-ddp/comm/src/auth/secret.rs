@@ -12,7 +12,7 @@ use crate::{Error, Result};
 /// Longest secret file that is looked at, in bytes: one line and what editors add.
 const FILE_CAP: u64 = 256;
 
-/// What the ranks of a job know and nobody else does: 32 random bytes.
+/// The secret that only the ranks of a job know: 32 random bytes.
 ///
 /// Every connection of the job begins with a proof of it, both ways. In a file it is one line of 64 hexadecimal digits.
 ///
@@ -30,36 +30,44 @@ const FILE_CAP: u64 = 256;
 pub struct Secret(Key);
 
 impl Secret {
-    /// A new one, from the operating system's random numbers.
+    /// A new secret, from the operating system's random numbers.
     ///
     /// # Errors
-    /// [`Error::Environment`] if the system has none to give.
+    /// [`Error::Environment`] if the system gives no random numbers.
     pub fn generate() -> Result<Secret> {
-        let bytes = random().map_err(|e| environment(format!("the system gives no random numbers: {e}")))?;
+        let bytes = random().map_err(|e| Error::environment(format!("the system gives no random numbers: {e}")))?;
         Ok(Secret(Key::new(bytes)))
     }
 
     /// The secret in the file at `path`.
     ///
     /// # Errors
-    /// [`Error::Environment`] if the file cannot be read, belongs to another user, is open to other users, or does not hold a secret.
+    /// [`Error::Environment`] if the file cannot be read, belongs to another user, is open to other users, or does not
+    /// hold a secret.
     pub fn read(path: &Path) -> Result<Secret> {
         let shown = path.display();
         let mut text = String::new();
         let file = File::open(path).and_then(|file| Ok((file.metadata()?, file)));
-        let (about, file) = file.map_err(|e| environment(format!("cannot read the secret file {shown}: {e}")))?;
+        let (about, file) =
+            file.map_err(|e| Error::environment(format!("cannot read the secret file {shown}: {e}")))?;
         if !about.is_file() {
-            return Err(environment(format!("the secret file {shown} is not a regular file")));
+            return Err(Error::environment(format!("the secret file {shown} is not a regular file")));
         }
         if about.mode() & 0o077 != 0 {
-            return Err(environment(format!("other users may open the secret file {shown}; run: chmod 600 {shown}")));
+            return Err(Error::environment(format!(
+                "other users may open the secret file {shown}; run: chmod 600 \
+                                                   {shown}"
+            )));
         }
         let me = rustix::process::geteuid().as_raw();
         if about.uid() != me && about.uid() != 0 {
             let owner = about.uid();
-            return Err(environment(format!("the secret file {shown} belongs to user {owner}, this is user {me}")));
+            return Err(Error::environment(format!(
+                "the secret file {shown} belongs to user {owner}, this is user \
+                                                   {me}"
+            )));
         }
-        let junk = || environment(format!("{shown} does not hold a secret: one line of 64 hexadecimal digits"));
+        let junk = || Error::environment(format!("{shown} does not hold a secret: one line of 64 hexadecimal digits"));
         file.take(FILE_CAP).read_to_string(&mut text).map_err(|_| junk())?;
         Secret::parse(&text).ok_or_else(junk)
     }
@@ -72,8 +80,10 @@ impl Secret {
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
         let written = file.and_then(|file| self.write_to(file));
         written.map_err(|e| match e.kind() {
-            io::ErrorKind::AlreadyExists => environment(format!("{} exists; it is not overwritten", path.display())),
-            _ => environment(format!("cannot write the secret file {}: {e}", path.display())),
+            io::ErrorKind::AlreadyExists => {
+                Error::environment(format!("{} exists; it is not overwritten", path.display()))
+            }
+            _ => Error::environment(format!("cannot write the secret file {}: {e}", path.display())),
         })
     }
 
@@ -85,7 +95,7 @@ impl Secret {
         file.write_all(format!("{}\n", self.digits()).as_bytes())
     }
 
-    /// What its file holds: for ways that are as safe as that.
+    /// Content of its file, for channels that are as safe as the file.
     pub(crate) fn digits(&self) -> String {
         self.0.bytes().iter().map(|byte| format!("{byte:02x}")).collect()
     }
@@ -113,10 +123,6 @@ impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Secret(..)")
     }
-}
-
-fn environment(message: String) -> Error {
-    Error::Environment { message }
 }
 
 #[cfg(test)]

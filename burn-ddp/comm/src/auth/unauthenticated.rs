@@ -1,8 +1,9 @@
-//! Connections that have not proved anything yet, on the side that accepts them.
+//! Accepted connections without a proof yet, called strangers, and their limits.
 //!
 //! A stranger costs a socket and [`PROOF_BYTES`] bytes for at most [`HANDSHAKE_DEADLINE`], and there are at most
-//! [`STRANGERS_CAP`]. Where they are many, those who make it so lose their places first: no source has more than [`SOURCE_CAP`], and
-//! the oldest goes, but nobody before [`GRACE`], in which an honest peer is done. Who finds no place is closed and comes again.
+//! [`STRANGERS_CAP`]. If they are too many, the source with most of them loses its places first: no source has more
+//! than [`SOURCE_CAP`], and its oldest is closed, but none before [`GRACE`], in which an honest peer is done. A
+//! connection that finds no place is closed; the peer tries again.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::IpAddr;
@@ -17,9 +18,9 @@ use crate::auth::job_key::JobTag;
 
 /// Most strangers at a time.
 const STRANGERS_CAP: usize = 256;
-/// Most of them from one source.
+/// Most strangers from one source.
 const SOURCE_CAP: usize = 192;
-/// What every stranger that found a place may take.
+/// Time that every stranger gets.
 const GRACE: Duration = Duration::from_millis(200);
 
 /// The strangers of one listener.
@@ -38,7 +39,7 @@ struct Stranger {
     since: Instant,
 }
 
-/// A stranger that has said all it had to say; what it is worth is to be seen.
+/// A stranger that sent its whole proof, which is not checked yet.
 pub(crate) struct Introduced {
     socket: Socket,
     challenge: Challenge,
@@ -51,7 +52,7 @@ impl Strangers {
         Self { role, all: Vec::new() }
     }
 
-    /// Takes in a fresh connection, or closes it for want of places.
+    /// Adds a fresh connection, or closes it for want of places.
     pub(crate) fn receive(&mut self, socket: Socket, source: Option<IpAddr>) {
         let source = source.map(network);
         let now = Instant::now();
@@ -85,18 +86,18 @@ impl Strangers {
         self.all.iter().map(|stranger| stranger.source).max_by_key(|source| count(*source)).flatten()
     }
 
-    /// What to poll, one for each.
+    /// File descriptors to poll, one for each stranger.
     pub(crate) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
         self.all.iter().map(|stranger| PollFd::new(&stranger.socket, PollFlags::IN))
     }
 
-    /// When the next one's time is over.
+    /// Deadline of the oldest stranger.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.all.first().map(|oldest| oldest.since + HANDSHAKE_DEADLINE)
     }
 
-    /// Hears those that are ready (in the order of [`poll_fds`](Self::poll_fds)), parts with those that take too long, and yields those
-    /// that are done.
+    /// Reads from those that are ready (in the order of [`poll_fds`](Self::poll_fds)), closes those that take too long,
+    /// and returns those that are done.
     pub(crate) fn hear(&mut self, ready: &[bool]) -> Vec<Introduced> {
         let now = Instant::now();
         let mut done = Vec::new();
@@ -119,7 +120,7 @@ impl Strangers {
 }
 
 impl Stranger {
-    /// Says the challenge: the buffer of a fresh socket takes it.
+    /// Sends the challenge: the buffer of a fresh socket takes it.
     fn greet(socket: Socket, source: Option<IpAddr>, role: Role, since: Instant) -> io::Result<Self> {
         let challenge = Challenge::new(role)?;
         if (&socket).write(&challenge.0)? != challenge.0.len() {
@@ -128,7 +129,7 @@ impl Stranger {
         Ok(Self { socket, source, challenge, proof: [0; PROOF_BYTES], have: 0, since })
     }
 
-    /// Reads what is there, never more than the proof; whether it is whole.
+    /// Reads what is there, never more than the proof; true once it is complete.
     fn hear(&mut self) -> io::Result<bool> {
         while self.have < PROOF_BYTES {
             match (&self.socket).read(&mut self.proof[self.have..]) {
@@ -167,36 +168,36 @@ impl Introduced {
         self.proof.tag()
     }
 
-    /// Whether it proved that it knows `key`.
+    /// True if it proved that it knows `key`.
     pub(crate) fn knows(&self, key: &Key) -> bool {
         self.proof.is_signed_by(key, &self.challenge)
     }
 
-    /// Lets it in; `None` if it is gone.
+    /// Accepts it; `None` if it is gone.
     pub(crate) fn welcome(self, key: &Key) -> Option<Socket> {
         let answer = Answer::signed(key, Ok(()), &self.challenge, &self.proof);
         self.say(&answer).then_some(self.socket)
     }
 
-    /// Closes the connection of one that knows `key`, and tells it why.
+    /// Closes a connection that knows `key`, and sends the reason.
     pub(crate) fn refuse(self, key: &Key, cause: &str) {
         tracing::debug!(purpose = ?self.purpose, cause, "a connection was refused");
         self.say(&Answer::signed(key, Err(cause), &self.challenge, &self.proof));
     }
 
-    /// Closes the connection of one that knows no key of ours.
+    /// Closes a connection that does not know the key.
     pub(crate) fn turn_away(self, same_job: bool) {
         tracing::debug!(purpose = ?self.purpose, same_job, "a connection without the secret was refused");
         self.say(&Answer::unsigned(same_job));
     }
 
-    /// An answer fits into the buffer of a fresh socket; one that does not take it is not worth waiting for.
+    /// Sends without waiting: an answer fits into the buffer of a fresh socket.
     fn say(&self, answer: &Answer) -> bool {
         (&self.socket).write(&answer.0).is_ok_and(|n| n == answer.0.len())
     }
 }
 
-/// Machines own whole networks of IPv6 addresses.
+/// Source of an address: a machine owns a whole /64 network of IPv6 addresses.
 fn network(ip: IpAddr) -> IpAddr {
     match ip.to_canonical() {
         IpAddr::V6(ip) if !ip.is_loopback() => IpAddr::from((ip.to_bits() >> 64 << 64).to_be_bytes()),

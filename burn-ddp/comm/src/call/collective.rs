@@ -4,38 +4,38 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What a call does.
+/// Kind of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Collective {
     /// Making a group.
     NewGroup,
-    /// Everybody waits for everybody.
+    /// All ranks wait for each other.
     Barrier,
-    /// Everybody gets the reduction of everybody's buffer.
+    /// Each rank gets the reduction of all ranks' buffers.
     AllReduce,
-    /// Everybody gets the weighted mean of everybody's buffer.
+    /// Each rank gets the weighted mean of all ranks' buffers.
     AllReduceWeighted,
-    /// Everybody gets the root's buffer.
+    /// Each rank gets the root's buffer.
     Broadcast,
-    /// Everybody gets everybody's buffer.
+    /// Each rank gets all ranks' buffers.
     AllGather,
-    /// Everybody gets a slice of the reduction.
+    /// Each rank gets a slice of the reduction.
     ReduceScatter,
-    /// Everybody gets the root's value.
+    /// Each rank gets the root's value.
     BroadcastObject,
-    /// Everybody gets everybody's value.
+    /// Each rank gets all ranks' values.
     AllGatherObject,
     /// Making buffers to reduce in.
     SharedBuffers,
-    /// The root gets the reduction of everybody's buffer.
+    /// The root gets the reduction of all ranks' buffers.
     Reduce,
-    /// The root gets everybody's buffer.
+    /// The root gets all ranks' buffers.
     Gather,
-    /// Everybody gets a row of the root's buffer.
+    /// Each rank gets a row of the root's buffer.
     Scatter,
-    /// Everybody gets a row of everybody's buffer.
+    /// Each rank gets a row of each rank's buffer.
     AllToAll,
-    /// Everybody says to which sub-group it goes.
+    /// Each rank names the sub-group it goes to.
     Split,
     /// A buffer goes to one other rank.
     Send,
@@ -68,7 +68,7 @@ impl Collective {
         Collective::SendRecv,
     ];
 
-    /// What the other of two ranks calls; `None` for what all ranks of a group call alike.
+    /// Kind that the other of two ranks calls; `None` for calls that all ranks of a group make alike.
     pub fn counterpart(self) -> Option<Collective> {
         match self {
             Collective::Send => Some(Collective::Recv),

@@ -1,4 +1,4 @@
-//! What identifies a call.
+//! Identity of a call: what ranks compare.
 
 use std::fmt;
 
@@ -7,30 +7,30 @@ use serde::{Deserialize, Serialize};
 use super::{CallSite, Collective};
 use crate::{DType, ReduceOp};
 
-/// What identifies a call, the line it was made from and the step it was made in. All but line and step must be alike on all
-/// ranks; of a call between two ranks the two sides must fit together.
+/// Identity of a call, with its line and its step. All but line and step must be alike on all ranks; of a call between
+/// two ranks the two sides must fit together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallInfo {
-    /// What it does.
+    /// Kind of the call.
     pub collective: Collective,
-    /// How elements are reduced, for collectives that do.
+    /// Reduce op, for collectives that reduce.
     pub reduce: Option<ReduceOp>,
-    /// The type of the elements, for collectives that carry elements.
+    /// Type of the elements, for collectives that carry elements.
     pub dtype: Option<DType>,
-    /// The elements each rank passes (`reduce_scatter`, `scatter` and `recv`: gets).
+    /// Number of elements that each rank passes (`reduce_scatter`, `scatter` and `recv`: gets).
     pub len_elems: u64,
     /// The root's rank in the world, for collectives that have one; the other rank of a call between two.
     pub root: Option<usize>,
-    /// The caller's own mark, such as which bucket of which step; 0 if it has none. The elements that a `send_recv` between
-    /// two ranks has room for.
+    /// The caller's own tag, such as a bucket and step; 0 if it has none. For a `send_recv`, the number of elements
+    /// that it has room for.
     pub tag: u64,
     /// The group's number in its world, shown by [`GroupId`].
     pub group: u64,
-    /// How many calls on this group came before; of a call between two ranks, how many between them.
+    /// Number of earlier calls on this group; for a call between two ranks, of those between them.
     pub sequence: u64,
-    /// The line that called. Shown, never compared.
+    /// Line of the call. Shown, never compared.
     pub site: CallSite,
-    /// The training step, if the program says; see [`World::set_step`](crate::World::set_step). Shown, never compared.
+    /// Training step, if the program sets it; see [`World::set_step`](crate::World::set_step). Shown, never compared.
     pub step: Option<u64>,
 }
 
@@ -51,14 +51,14 @@ impl CallInfo {
         }
     }
 
-    /// Whether a peer's call fits to this one.
+    /// True if a peer's call fits this one.
     pub fn agrees(&self, other: &CallInfo) -> bool {
         let mut agrees = true;
         self.compare(other, |differs, _| agrees &= !differs);
         agrees
     }
 
-    /// The names of what differs from a peer's call.
+    /// Names of the fields that differ from a peer's call.
     pub fn differences(&self, other: &CallInfo) -> Vec<&'static str> {
         let mut names = Vec::new();
         self.compare(other, |differs, name| {
@@ -87,11 +87,11 @@ impl CallInfo {
         }
         report(self.len_elems != other.len_elems, "lengths");
         report(self.tag != other.tag, "tags");
-        // Of two ranks each names the other.
+        // Each of two ranks names the other.
         report(mine.is_none() && self.root != other.root, "roots");
     }
 
-    /// What it does to what, without where and when: `all_reduce (f32, sum, 10 elements)`.
+    /// The call without line and step: `all_reduce (f32, sum, 10 elements)`.
     pub fn operation(&self) -> String {
         format!("{}{}{}", self.collective, self.partner(), self.details())
     }
@@ -148,8 +148,8 @@ impl fmt::Display for CallInfo {
     }
 }
 
-/// A group's number as people read it: `3` is the third that all ranks of the world made, `2.1` is the first sub-group led
-/// by rank 2. No two groups of a world have the same.
+/// A group's number as people read it: `3` is the third that all ranks of the world made, `2.1` is the first sub-group
+/// led by rank 2. No two groups of a world have the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GroupId(pub u64);
 
@@ -159,7 +159,7 @@ impl GroupId {
         GroupId((leader as u64 + 1) << 32 | u64::from(number))
     }
 
-    /// Whether it is a part of another group.
+    /// True if the group is a part of another.
     pub fn is_sub_group(self) -> bool {
         self.0 >> 32 != 0
     }
@@ -177,9 +177,9 @@ impl fmt::Display for GroupId {
 /// A call and the rank that made it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankCall {
-    /// Who called, by its rank in the world.
+    /// The caller's rank in the world.
     pub rank: usize,
-    /// What it called.
+    /// Its call.
     pub call: CallInfo,
 }
 

@@ -1,20 +1,20 @@
-//! Who is in a group, and whom its call under way waits for.
+//! Members of a group, and those that its call under way waits for.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The ranks of a group, in its order. One per group and rank: `expect` and `arrived` are written by the exchange, read by
-/// whoever reports.
+/// The ranks of a group, in its order. One per group and rank: `expect` and `arrived` are written by the exchange, read
+/// for heartbeats and reports.
 ///
-/// A *group rank* is a place in this list, a *world rank* is what stands there.
+/// A *group rank* is a position in this list, a *world rank* the value at that position.
 #[derive(Debug)]
 pub struct Members {
     ranks: Box<[usize]>,
-    /// By group rank: whose part of the exchange has not come.
+    /// True for group ranks whose part of the exchange has not arrived.
     awaited: Box<[AtomicBool]>,
 }
 
 impl Members {
-    /// Of a group of these world ranks.
+    /// Members of a group of these world ranks.
     pub fn new(ranks: impl Into<Box<[usize]>>) -> Members {
         let ranks = ranks.into();
         Members { awaited: ranks.iter().map(|_| AtomicBool::new(false)).collect(), ranks }
@@ -30,27 +30,27 @@ impl Members {
         &self.ranks
     }
 
-    /// How many they are.
+    /// Number of members.
     pub fn count(&self) -> usize {
         self.ranks.len()
     }
 
-    /// The rank in the world of `group_rank`. What is no rank of the group stays what it is.
+    /// World rank of `group_rank`. A number that is no group rank is returned as it is.
     pub fn world_rank(&self, group_rank: usize) -> usize {
         self.ranks.get(group_rank).copied().unwrap_or(group_rank)
     }
 
-    /// The exchange waits for this group rank.
+    /// Notes that the exchange waits for this group rank.
     pub fn expect(&self, group_rank: usize) {
         self.set(group_rank, true);
     }
 
-    /// The part of this group rank has come.
+    /// Notes that the part of this group rank has arrived.
     pub fn arrived(&self, group_rank: usize) {
         self.set(group_rank, false);
     }
 
-    /// The world ranks that are waited for, ascending.
+    /// World ranks that the exchange waits for, ascending.
     pub fn awaited(&self) -> Vec<usize> {
         let awaited = self.awaited.iter().zip(&self.ranks).filter(|(awaited, _)| awaited.load(Ordering::Relaxed));
         let mut ranks: Vec<usize> = awaited.map(|(_, rank)| *rank).collect();

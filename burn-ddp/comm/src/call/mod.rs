@@ -1,7 +1,7 @@
-//! One call: what it is, until when it may take, and whether peers called the same.
+//! A call: its identity, its deadline, and its comparison with the calls of peers.
 //!
-//! Engines know the ranks of a group by their place in it, their *group ranks*. What is shown and what is compared between
-//! ranks are ranks in the world; a [`Call`] knows both.
+//! Engines know the ranks of a group by their position in it, their *group ranks*. Errors show world ranks, and calls
+//! are compared by them; a [`Call`] knows both.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,21 +23,22 @@ pub use site::CallSite;
 /// A call under way on this rank.
 #[derive(Clone, Debug)]
 pub struct Call {
-    /// What this rank called.
+    /// This rank's call.
     pub info: CallInfo,
-    /// The receiving half of a `send_recv` with two other ranks: from which group rank, and the call as that one must see it.
+    /// Receiving half of a `send_recv` with two other ranks: the group rank of the sender, and the call that fits the
+    /// sender's.
     pub receives: Option<Box<(usize, CallInfo)>>,
     /// This rank in the world.
     pub rank: usize,
     /// This rank's weight; 1 where weights have no meaning.
     pub weight: f64,
-    /// The number of this call's next exchange: each exchange of a call has its own.
+    /// Number of this call's next exchange: each exchange of a call has its own.
     pub stage: u8,
-    /// How long it may take.
+    /// Time that it may take.
     pub timeout: Duration,
-    /// When it began.
+    /// Time at which it began.
     started: Ticks,
-    /// Who takes part, and whom it waits for. Exchanges keep the latter up to date.
+    /// Members of its group, and those that it waits for, which exchanges keep up to date.
     pub members: Arc<Members>,
 }
 
@@ -47,7 +48,7 @@ impl Call {
         Call { info, receives: None, rank, weight: 1.0, stage: 0, timeout, started: Ticks::now(), members }
     }
 
-    /// What `info` says anew is another call of the same rank and group, made now.
+    /// Turns this into another call of the same rank and group, made now, whose `info` is set already.
     pub(crate) fn renew(&mut self, weight: f64) {
         self.receives = None;
         self.weight = weight;
@@ -55,12 +56,12 @@ impl Call {
         self.started = Ticks::now();
     }
 
-    /// When it began. Costs a look at the clock.
+    /// Time at which it began. Reads the clock.
     pub fn started(&self) -> Instant {
         self.started.instant()
     }
 
-    /// When it must be done. Costs a look at the clock.
+    /// Deadline. Reads the clock.
     pub fn deadline(&self) -> Instant {
         after(self.started(), self.timeout)
     }
@@ -74,7 +75,7 @@ impl Call {
         Call { stage: self.stage + 1, ..self.clone() }
     }
 
-    /// The call that the peer at a group rank must fit to.
+    /// The call that the call of the peer at a group rank must fit.
     pub fn info_for(&self, peer: usize) -> &CallInfo {
         match self.receives.as_deref() {
             Some((from, info)) if *from == peer => info,
@@ -103,7 +104,7 @@ impl Call {
         self.members.expect(peer);
     }
 
-    /// Notes that the part of the peer at a group rank has come.
+    /// Notes that the part of the peer at a group rank has arrived.
     pub fn arrived(&self, peer: usize) {
         self.members.arrived(peer);
     }
@@ -119,7 +120,7 @@ impl Call {
         }
     }
 
-    /// Checks that the peer at a group rank called what fits to this call.
+    /// Checks that the call of the peer at a group rank fits this one.
     ///
     /// # Errors
     /// [`Error::Mismatch`], which shows both.
@@ -157,7 +158,7 @@ impl Call {
         Ok(())
     }
 
-    /// The error when the deadline passes before the parts of the group ranks `waiting_for` have come.
+    /// Error when the deadline passes before the parts of the group ranks `waiting_for` have arrived.
     pub fn timed_out(&self, waiting_for: Vec<usize>) -> Error {
         Error::Timeout {
             reporter: self.rank,

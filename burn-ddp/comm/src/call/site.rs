@@ -1,4 +1,4 @@
-//! Where a call was made.
+//! Line from which a call was made.
 
 use std::fmt;
 use std::panic::Location;
@@ -6,15 +6,15 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-/// The line that called: shown, never compared when calls are.
+/// Line of a call. Shown, never compared.
 #[derive(Clone, Debug, Default)]
 pub enum CallSite {
-    /// Not known.
+    /// An unknown line.
     #[default]
     Unknown,
     /// A line of this program.
     Here(&'static Location<'static>),
-    /// What another rank said: `file:line:column`.
+    /// A line of another rank's program, as `file:line:column`.
     There(Arc<str>),
 }
 

@@ -1,4 +1,4 @@
-//! Which variables say who this process is: the one table. Launchers are looked for from left to right.
+//! Environment variables of all launchers: the one table. Launchers are looked for from left to right.
 //!
 //! | meaning | burnrun | torchrun, plain | Open MPI | MPICH | Slurm (`srun`) |
 //! |---|---|---|---|---|---|
@@ -12,38 +12,42 @@
 //! | which job | `BURN_DDP_JOB_ID` | `TORCHELASTIC_RUN_ID` | `PMIX_NAMESPACE` | by `PMI_FD` | `SLURM_JOB_ID`, `SLURM_STEP_ID` |
 //! | which attempt | `BURN_DDP_RESTART_COUNT` | `TORCHELASTIC_RESTART_COUNT` | | | `SLURM_RESTART_COUNT` |
 //!
-//! ¹ Needed only if the master may be another machine. ² Else counted, as if ranks were numbered machine by machine.
-//! ³ `BURN_DDP_MASTER`, else `MASTER_ADDR` and `MASTER_PORT`, says where the ranks of several machines meet.
+//! ¹ Needed only if the master may be another machine. ² Otherwise computed, as if ranks were numbered machine by
+//! machine. ³ `BURN_DDP_MASTER`, else `MASTER_ADDR` and `MASTER_PORT`, says where the ranks of several machines meet.
 //!
-//! With every launcher: `BURN_DDP_SECRET_FILE=file` (needed between machines, but for MPICH), `BURN_DDP_TRUST_NETWORK=1` (do without it),
-//! `BURN_DDP_INTERFACE=name or address`, `BURN_DDP_EVENTS=file`, `BURN_DDP_REPORT_DIR=dir`, `BURN_DDP_JOB_ID`. What [`Options`](crate::Options) reads says how
-//! long to wait and what to record.
+//! With every launcher: `BURN_DDP_SECRET_FILE=file` (needed between machines, except with MPICH),
+//! `BURN_DDP_TRUST_NETWORK=1` (instead of a secret), `BURN_DDP_INTERFACE=name or address`, `BURN_DDP_EVENTS=file`,
+//! `BURN_DDP_REPORT_DIR=dir`, `BURN_DDP_JOB_ID`. [`WorldOptions`](crate::WorldOptions) reads the variables for
+//! deadlines and records.
 //!
-//! - The first launcher whose set is complete says who this process is.
-//! - If something is set and nothing is complete, it is an error, never a world of 1 by accident. So is a part of `BURN_DDP_*`.
-//! - What the others set must agree, unless it is about something around this process: burnrun and torchrun in a task of mpirun or srun, mpirun
-//!   in an allocation of Slurm.
-//! - Ranks that are all on one machine meet at a unix socket of a name of the job's own; then no port is opened for it.
+//! - The first launcher whose variables are complete counts.
+//! - Incomplete variables, or a part of `BURN_DDP_*`, are an error, never a world of 1 by accident.
+//! - Variables of other launchers must agree, unless they describe a process around this one: burnrun and torchrun in a
+//!   task of mpirun or srun, mpirun in an allocation of Slurm.
+//! - Ranks that are all on one machine meet at a unix socket of the job's name; then no port is opened.
 
+mod launchers;
 mod meeting;
+mod names;
 mod parse;
 mod slurm;
-mod table;
 
 use std::path::PathBuf;
 
-use crate::Result;
 use crate::net::address;
-use meeting::Place;
+use crate::{Error, Result};
+use launchers::Launcher;
+use meeting::{JobMeeting, LOCAL};
+use names::*;
 use parse::Lookup;
-use table::Launcher;
 
-/// Number of ports above torchrun's that rank 0 may choose from.
-pub(crate) const PORTS_ABOVE: u16 = 64;
+pub use meeting::Meeting;
+pub(crate) use meeting::PORTS_ABOVE;
+
 /// Longest job id, in bytes.
 pub(crate) const JOB_ID_CAP: usize = 256;
 
-/// Who this process is within a job, and where the job meets, as its launcher said.
+/// Rank of this process in its job, and the job's meeting point, as the launcher set them.
 ///
 /// ```
 /// use burn_ddp_comm::{LaunchEnv, Meeting};
@@ -69,101 +73,26 @@ pub struct LaunchEnv {
     pub local_world_size: usize,
     /// The rank of its machine among the job's machines.
     pub node_rank: usize,
-    /// Where the ranks meet.
+    /// Meeting point of the ranks.
     pub meeting: Meeting,
-    /// Tells this job from others that may be met by mistake.
+    /// Id of the job, so that other jobs met by mistake are recognised.
     pub job_id: String,
-    /// Whose variables they are: "burnrun" (ours), "torchrun", "variables" (plain ones, set by hand or a script), "Open MPI",
-    /// "MPICH" or "Slurm".
+    /// Launcher that set the variables: "burnrun" (ours), "torchrun", "variables" (plain ones, set by hand or a
+    /// script), "Open MPI", "MPICH" or "Slurm".
     pub launcher: &'static str,
-    /// Which attempt at the job this is: 0 first, one more after each restart.
+    /// Number of restarts of the job so far.
     pub restart_count: u32,
     /// A file that holds the job's secret.
     pub secret_file: Option<PathBuf>,
-    /// Whoever reaches the job's ports may join: no secret is needed.
+    /// True if any process that reaches the job's ports may join, without a secret.
     pub trust_network: bool,
-    /// The network interface, or the address, on which this rank listens and from which it connects.
+    /// Network interface or address on which this rank listens and from which it connects.
     pub interface: Option<String>,
-    /// A file to which each process appends its [events](crate::post_mortem::Event), as lines of JSON.
+    /// File to which each process appends its [events](crate::post_mortem::Event), as lines of JSON.
     pub events: Option<PathBuf>,
-    /// A directory in which a rank whose world ends in an error leaves its [report](crate::post_mortem::PostMortem).
+    /// Directory in which a rank whose world ends in an error writes its [report](crate::post_mortem::PostMortem).
     pub report_dir: Option<PathBuf>,
 }
-
-/// Where ranks meet: who hosts the store, at which address. Shown as that.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Meeting {
-    /// The launcher hosts the store.
-    Launcher {
-        /// Name or address of its machine.
-        host: String,
-        /// The store's port.
-        port: u16,
-    },
-    /// Rank 0 hosts the store.
-    Rank0 {
-        /// Name or address of rank 0's machine.
-        host: String,
-        /// The store's port.
-        port: u16,
-    },
-    /// Rank 0 hosts the store on a port it finds free above the given one, which the launcher keeps for itself.
-    Rank0Above {
-        /// Name or address of rank 0's machine.
-        host: String,
-        /// The port below those to search.
-        port: u16,
-    },
-    /// All ranks run on one machine, as one user: rank 0 hosts the store on a socket of the system that nobody else can serve or
-    /// reach, so no secret is needed.
-    Local {
-        /// What the ranks of this job know it by, and no other job of this user.
-        name: String,
-    },
-    /// MPICH's process manager tells the ranks where they meet, and the secret.
-    Pmi {
-        /// The number of this process's socket to it.
-        fd: i32,
-        /// Name or address of this machine, as the others know it.
-        host: String,
-    },
-}
-
-impl std::fmt::Display for Meeting {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Launcher { host, port } | Self::Rank0 { host, port } => f.write_str(&address::join(host, *port)),
-            Self::Rank0Above { host, port } => write!(f, "{host}, one of the {PORTS_ABOVE} ports above {port}"),
-            Self::Local { name } => write!(f, "local socket {name:?}"),
-            Self::Pmi { .. } => f.write_str("MPICH's process manager"),
-        }
-    }
-}
-
-impl Meeting {
-    /// Name or address of the machine to meet on; "localhost" if that goes without saying.
-    pub fn host(&self) -> &str {
-        match self {
-            Self::Launcher { host, .. } | Self::Rank0 { host, .. } | Self::Rank0Above { host, .. } => host,
-            Self::Local { .. } | Self::Pmi { .. } => "localhost",
-        }
-    }
-
-    /// The port, as the variables give it; 0 if the meeting has none.
-    pub fn port(&self) -> u16 {
-        match self {
-            Self::Launcher { port, .. } | Self::Rank0 { port, .. } | Self::Rank0Above { port, .. } => *port,
-            Self::Local { .. } | Self::Pmi { .. } => 0,
-        }
-    }
-}
-
-const RESTART_COUNT: &str = "BURN_DDP_RESTART_COUNT";
-const SECRET_FILE: &str = "BURN_DDP_SECRET_FILE";
-const TRUST_NETWORK: &str = "BURN_DDP_TRUST_NETWORK";
-const INTERFACE: &str = "BURN_DDP_INTERFACE";
-const EVENTS: &str = "BURN_DDP_EVENTS";
-const REPORT_DIR: &str = "BURN_DDP_REPORT_DIR";
 
 impl LaunchEnv {
     /// Rank `rank` of `world_size`, all on this machine, as burnrun starts it; the rest is not set.
@@ -186,33 +115,34 @@ impl LaunchEnv {
         }
     }
 
-    /// Reads the process's environment. `None` if no launcher left a trace: run alone.
+    /// Reads the process's environment. `None` if no launcher set a variable: run alone.
     ///
     /// # Errors
     /// [`Error::Environment`](crate::Error::Environment) as for [`from_lookup`](Self::from_lookup).
     pub fn detect() -> Result<Option<LaunchEnv>> {
-        // A value that is no text becomes one that is no number either, and is shown.
+        // A value that is not UTF-8 becomes one that is no number either, and is shown.
         Self::from_lookup(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 
     /// Reads variables through `lookup`. `None` if none of the table is set.
     ///
     /// # Errors
-    /// [`Error::Environment`](crate::Error::Environment) if a launcher's variables are set in part (says which are, and which are missing), a
-    /// value is not what it should be, two launchers disagree, or the ranks have no place to meet.
+    /// [`Error::Environment`](crate::Error::Environment) if a launcher's variables are set in part (names those that
+    /// are set and those that are missing), a value cannot be parsed, two launchers disagree, or the ranks have no
+    /// place to meet.
     pub fn from_lookup(lookup: Lookup<'_>) -> Result<Option<LaunchEnv>> {
         let Some(launcher) = Launcher::choose(lookup)? else { return Ok(None) };
         let who = launcher.who(lookup)?;
         let restart_count = match launcher {
-            Launcher::Plain => table::TORCH_RESTARTS,
-            Launcher::Slurm => table::SLURM_RESTARTS,
+            Launcher::Plain => TORCH_RESTARTS,
+            Launcher::Slurm => SLURM_RESTARTS,
             _ => RESTART_COUNT,
         };
         let restart_count = parse::number(restart_count, lookup)?.unwrap_or(0);
-        let place = Place::find(launcher, &who, restart_count, lookup)?;
+        let place = JobMeeting::find(launcher, &who, restart_count, lookup)?;
         if place.job_id.is_empty() || place.job_id.len() > JOB_ID_CAP {
             let len = place.job_id.len();
-            return Err(parse::environment(format!("the job id has {len} bytes; it must have 1 to {JOB_ID_CAP}")));
+            return Err(Error::environment(format!("the job id has {len} bytes; it must have 1 to {JOB_ID_CAP}")));
         }
         let (local_rank, local_world_size) = place.local;
         let path = |name| lookup(name).map(PathBuf::from);
@@ -221,7 +151,7 @@ impl LaunchEnv {
             world_size: who.world_size,
             local_rank,
             local_world_size,
-            // As if machines were numbered in the order of their ranks, and had equally many.
+            // As if machines were numbered in the order of their ranks, with equally many ranks each.
             node_rank: who.node_rank.unwrap_or(who.rank.saturating_sub(local_rank) / local_world_size),
             meeting: place.meeting,
             job_id: place.job_id,
@@ -235,25 +165,26 @@ impl LaunchEnv {
         }))
     }
 
-    /// The variables that make a child process this rank: ours, and the plain ones for programs that know only those. Where MPICH's process
-    /// manager tells the ranks where to meet, they do not say it: there a child needs the variables, and the socket, of this process.
+    /// Variables that make a child process this rank: ours, and the plain ones for programs that know only those. If
+    /// MPICH's process manager gives the ranks their meeting point, they are not complete: a child then also needs the
+    /// variables and the socket of this process.
     pub fn variables(&self) -> Vec<(String, String)> {
-        let mut variables = vec![(table::JOB_ID, self.job_id.clone()), (RESTART_COUNT, self.restart_count.to_string())];
+        let mut variables = vec![(JOB_ID, self.job_id.clone()), (RESTART_COUNT, self.restart_count.to_string())];
         let (host, port) = (self.meeting.host(), self.meeting.port());
         let store = match &self.meeting {
             Meeting::Launcher { .. } => "launcher",
             Meeting::Rank0 { .. } | Meeting::Local { .. } | Meeting::Pmi { .. } => "rank0",
             Meeting::Rank0Above { .. } => "above",
         };
-        variables.push((table::STORE, store.to_owned()));
+        variables.push((STORE, store.to_owned()));
         match &self.meeting {
-            // Who knows only the plain variables cannot meet there.
-            Meeting::Local { name } => variables.push((table::MASTER, format!("{}{name}", meeting::LOCAL))),
+            // The plain variables cannot name it.
+            Meeting::Local { name } => variables.push((MASTER, format!("{}{name}", LOCAL))),
             Meeting::Pmi { .. } => {}
             _ => variables.extend([
-                (table::MASTER, address::join(host, port)),
-                (table::MASTER_ADDR, host.to_owned()),
-                (table::MASTER_PORT, port.to_string()),
+                (MASTER, address::join(host, port)),
+                (MASTER_ADDR, host.to_owned()),
+                (MASTER_PORT, port.to_string()),
             ]),
         }
         for row in [Launcher::Ours.row(), Launcher::Plain.row()] {

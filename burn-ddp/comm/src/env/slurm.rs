@@ -1,13 +1,13 @@
-//! The forms in which Slurm writes lists.
+//! Lists in Slurm's notation.
 
-use super::parse::{Lookup, environment, number};
-use super::table::SLURM_STEP;
-use crate::Result;
+use super::names::SLURM_STEP;
+use super::parse::{Lookup, number};
+use crate::{Error, Result};
 
-/// Steps from this number on are no `srun`, but the batch script, an interactive shell and the like.
+/// First number of steps that are no `srun`, but the batch script, an interactive shell and the like.
 const FIRST_SPECIAL_STEP: u64 = 0xffff_fff0;
 
-/// Whether `srun` started this process.
+/// True if `srun` started this process.
 pub(super) fn in_step(lookup: Lookup<'_>) -> bool {
     match number::<u64>(SLURM_STEP, lookup) {
         Ok(Some(step)) => step < FIRST_SPECIAL_STEP,
@@ -16,11 +16,11 @@ pub(super) fn in_step(lookup: Lookup<'_>) -> bool {
     }
 }
 
-/// How many tasks machine number `node` has: an entry of the list in variable `name`, such as `2(x3),1`.
+/// Number of tasks on machine number `node`: an entry of the list in variable `name`, such as `2(x3),1`.
 pub(super) fn tasks_on(node: usize, name: &str, lookup: Lookup<'_>) -> Result<Option<usize>> {
     let Some(list) = lookup(name) else { return Ok(None) };
     nth(&list, node).map(Some).ok_or_else(|| {
-        environment(format!(
+        Error::environment(format!(
             "{name}={list:?} does not say how many tasks run on machine {node} (a list such as 2(x3),1)"
         ))
     })
@@ -40,7 +40,7 @@ fn nth(list: &str, mut node: usize) -> Option<usize> {
     None
 }
 
-/// The first machine of a list such as `node[01-03,07],gpu5`.
+/// First machine of a list such as `node[01-03,07],gpu5`.
 pub(super) fn first_machine(list: &str) -> Option<String> {
     let mut name = String::new();
     let mut rest = list.trim();

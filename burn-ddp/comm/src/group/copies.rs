@@ -18,9 +18,9 @@ impl ProcessGroup {
     /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if there is no such root.
     ///
     /// ```
-    /// use burn_ddp_comm::on_threads;
+    /// use burn_ddp_comm::World;
     ///
-    /// on_threads(2, |world| {
+    /// World::spawn(2, |world| {
     ///     let group = world.group()?;
     ///     let mut x = [world.rank() as i64, 7];
     ///     group.broadcast(&mut x, 1)?;
@@ -55,9 +55,9 @@ impl ProcessGroup {
     /// Those of all collectives.
     ///
     /// ```
-    /// use burn_ddp_comm::on_threads;
+    /// use burn_ddp_comm::World;
     ///
-    /// on_threads(3, |world| {
+    /// World::spawn(3, |world| {
     ///     let group = world.group()?;
     ///     let rows = group.all_gather(&[world.rank() as u8, 9])?;
     ///     assert_eq!(rows, [0, 9, 1, 9, 2, 9]);
@@ -94,9 +94,9 @@ impl ProcessGroup {
     /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if there is no such root.
     ///
     /// ```
-    /// use burn_ddp_comm::on_threads;
+    /// use burn_ddp_comm::World;
     ///
-    /// on_threads(3, |world| {
+    /// World::spawn(3, |world| {
     ///     let group = world.group()?;
     ///     let rows = group.gather(&[world.rank() as u8, 9], 1)?;
     ///     assert_eq!(rows, (world.rank() == 1).then(|| vec![0, 9, 1, 9, 2, 9]));
@@ -133,9 +133,9 @@ impl ProcessGroup {
     /// the root if it passes no input or the lengths do not fit together.
     ///
     /// ```
-    /// use burn_ddp_comm::on_threads;
+    /// use burn_ddp_comm::World;
     ///
-    /// on_threads(2, |world| {
+    /// World::spawn(2, |world| {
     ///     let group = world.group()?;
     ///     let rows = (world.rank() == 0).then_some([1.0, 2.0, 3.0, 4.0]);
     ///     let mut mine = [0.0; 2];
@@ -171,9 +171,9 @@ impl ProcessGroup {
     /// not a whole number of rows.
     ///
     /// ```
-    /// use burn_ddp_comm::on_threads;
+    /// use burn_ddp_comm::World;
     ///
-    /// on_threads(3, |world| {
+    /// World::spawn(3, |world| {
     ///     let group = world.group()?;
     ///     let rank = world.rank() as i32;
     ///     let mut rows = [0; 3];

@@ -30,7 +30,7 @@ pub use self::pending::Pending;
 ///
 /// A collective is called by all ranks, with the same arguments where they must agree; calls are compared, and a
 /// difference is an error on all ranks that shows both calls. Calls from several threads of a rank are done one after
-/// the other. All of them block until done, at most for [`Options::timeout`](crate::Options::timeout); those whose names end
+/// the other. All of them block until done, at most for [`WorldOptions::timeout`](crate::WorldOptions::timeout); those whose names end
 /// in `_async` return at once what can be [waited for](Pending).
 ///
 /// Ranks are passed and returned by their place in the group; errors and reports show ranks of the world.
@@ -98,11 +98,11 @@ impl ProcessGroup {
     /// Those of all collectives.
     ///
     /// ```
-    /// use burn_ddp_comm::{Error, Options, World};
+    /// use burn_ddp_comm::{Error, WorldOptions, World};
     /// use std::time::Duration;
     ///
     /// // Rank 1 never comes: rank 0 does not hang, and says who.
-    /// let options = Options { timeout: Duration::from_millis(50), ..Options::default() };
+    /// let options = WorldOptions { timeout: Duration::from_millis(50), ..WorldOptions::default() };
     /// let worlds = World::threads(2, options);
     /// let error = worlds[0].group().unwrap_err();
     /// assert!(matches!(&error, Error::Timeout { waiting_for, .. } if *waiting_for == [1]));

@@ -14,9 +14,9 @@ use crate::{Error, Result};
 /// refusal. A process that ends does not wait for what is pending: wait for the handles first.
 ///
 /// ```
-/// use burn_ddp_comm::{ReduceOp, on_threads};
+/// use burn_ddp_comm::{ReduceOp, World};
 ///
-/// on_threads(2, |world| {
+/// World::spawn(2, |world| {
 ///     let group = world.group()?;
 ///     let sums: Vec<_> = (0..4)
 ///         .map(|nth| group.all_reduce_async(vec![nth as f32; 1000], ReduceOp::Sum))

@@ -19,9 +19,9 @@ impl ProcessGroup {
     /// [defined](ReduceOp::supports) for the type.
     ///
     /// ```
-    /// use burn_ddp_comm::{ReduceOp, on_threads};
+    /// use burn_ddp_comm::{ReduceOp, World};
     ///
-    /// on_threads(3, |world| {
+    /// World::spawn(3, |world| {
     ///     let group = world.group()?;
     ///     let mut x = [world.rank() as f32, 10.0];
     ///     group.all_reduce(&mut x, ReduceOp::Mean)?;
@@ -65,9 +65,9 @@ impl ProcessGroup {
     /// cannot be used, all are 0, or the type is not a float.
     ///
     /// ```
-    /// use burn_ddp_comm::on_threads;
+    /// use burn_ddp_comm::World;
     ///
-    /// on_threads(2, |world| {
+    /// World::spawn(2, |world| {
     ///     let group = world.group()?;
     ///     let (mut x, items) = if world.rank() == 0 { ([1.0], 3.0) } else { ([5.0], 1.0) };
     ///     group.all_reduce_weighted(&mut x, items)?;
@@ -106,9 +106,9 @@ impl ProcessGroup {
     /// Those of [`all_reduce`](Self::all_reduce). [`Error::InvalidArgument`] also if there is no such root.
     ///
     /// ```
-    /// use burn_ddp_comm::{ReduceOp, on_threads};
+    /// use burn_ddp_comm::{ReduceOp, World};
     ///
-    /// on_threads(3, |world| {
+    /// World::spawn(3, |world| {
     ///     let group = world.group()?;
     ///     let mut x = [world.rank() as i64, 1];
     ///     group.reduce(&mut x, ReduceOp::Sum, 2)?;
@@ -143,9 +143,9 @@ impl ProcessGroup {
     /// [defined](ReduceOp::supports) for the type or the lengths do not fit together.
     ///
     /// ```
-    /// use burn_ddp_comm::{ReduceOp, on_threads};
+    /// use burn_ddp_comm::{ReduceOp, World};
     ///
-    /// on_threads(2, |world| {
+    /// World::spawn(2, |world| {
     ///     let group = world.group()?;
     ///     let mut mine = [0.0];
     ///     group.reduce_scatter(&[1.0, 2.0], &mut mine, ReduceOp::Sum)?;

@@ -29,10 +29,10 @@ impl ProcessGroup {
     /// Those of all collectives.
     ///
     /// ```
-    /// use burn_ddp_comm::{ReduceOp, on_threads};
+    /// use burn_ddp_comm::{ReduceOp, World};
     ///
     /// // Even and odd ranks, the highest first; rank 4 goes its own way.
-    /// on_threads(5, |world| {
+    /// World::spawn(5, |world| {
     ///     let group = world.group()?;
     ///     let color = (world.rank() < 4).then_some(world.rank() as u64 % 2);
     ///     let Some(half) = group.split(color, -(world.rank() as i64))? else {

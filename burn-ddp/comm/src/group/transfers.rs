@@ -20,9 +20,9 @@ impl ProcessGroup {
     /// there is no such rank or it is this one.
     ///
     /// ```
-    /// use burn_ddp_comm::{Error, on_threads};
+    /// use burn_ddp_comm::{Error, World};
     ///
-    /// let results = on_threads(3, |world| {
+    /// let results = World::spawn(3, |world| {
     ///     let group = world.group()?;
     ///     match world.rank() {
     ///         0 => group.send(&[1.5, 2.5], 2)?,
@@ -60,9 +60,9 @@ impl ProcessGroup {
     /// Those of [`send`](Self::send).
     ///
     /// ```
-    /// use burn_ddp_comm::on_threads;
+    /// use burn_ddp_comm::World;
     ///
-    /// on_threads(2, |world| {
+    /// World::spawn(2, |world| {
     ///     let group = world.group()?;
     ///     let mut token = [world.rank() as i64];
     ///     if world.rank() == 0 { group.send(&[7_i64], 1)? } else { group.recv(&mut token, 0)? }
@@ -96,10 +96,10 @@ impl ProcessGroup {
     /// Those of [`send`](Self::send).
     ///
     /// ```
-    /// use burn_ddp_comm::on_threads;
+    /// use burn_ddp_comm::World;
     ///
     /// // Around a ring, of any number of ranks.
-    /// let got = on_threads(4, |world| {
+    /// let got = World::spawn(4, |world| {
     ///     let group = world.group()?;
     ///     let (rank, n) = (world.rank(), world.world_size());
     ///     let mut x = [0];

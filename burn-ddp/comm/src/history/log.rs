@@ -1,21 +1,21 @@
-//! The calls of one group on one rank: written at every call, so without a lock, and read now and then.
+//! Calls of one group on one rank: written at every call without a lock, read rarely.
 //!
-//! One thread at a time writes: the one whose turn it is in the group. Readers copy an entry and take it only if its version
-//! was the same, and even, before and after.
+//! One thread at a time writes, the one whose turn it is in the group. Readers copy an entry and use the copy only if
+//! the entry's version was the same, and even, before and after.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use super::site::SiteCell;
+use super::site_cell::SiteCell;
 use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::clock::Ticks;
 use crate::{DType, ReduceOp};
 
-/// In place of a reduce op or a dtype: none.
+/// Code for no reduce op or no dtype.
 const NO_CODE: u8 = u8::MAX;
-/// In place of a root or a step: none.
+/// Number for no root or no step.
 const NO_NUMBER: u64 = u64::MAX;
-/// How often an entry that is being written is looked at again.
+/// Attempts to read an entry that is being written.
 const LOOKS: usize = 1000;
 
 /// The last calls of a group.
@@ -23,11 +23,11 @@ const LOOKS: usize = 1000;
 pub(crate) struct Log {
     group: u64,
     members: Arc<Members>,
-    /// How many calls are kept.
+    /// Number of calls that are kept.
     cap: usize,
-    /// How many calls have begun. Call `n` is in entry `n % entries.len()`.
+    /// Number of calls that have begun. Call `n` is in entry `n % entries.len()`.
     begun: AtomicU64,
-    /// A power of two of them, since a division would cost more than all the rest of keeping a call.
+    /// Their number is a power of two: a division would cost more than all the rest of keeping a call.
     entries: Box<[Entry]>,
 }
 
@@ -43,7 +43,8 @@ struct Entry {
     sequence: AtomicU64,
     step: AtomicU64,
     started: AtomicU64,
-    /// 0 while it is pending; then the ticks that it took, shifted left by two, the bit 2 if it went well, and the bit 1.
+    /// 0 while it is pending; then its duration in ticks, shifted left by two, with bit 1 set if it succeeded, and bit
+    /// 0 set.
     ended: AtomicU64,
     site: SiteCell,
 }
@@ -53,7 +54,7 @@ struct Entry {
 pub(crate) struct Seen {
     pub(crate) info: CallInfo,
     pub(crate) started: Ticks,
-    /// `None` while it is pending; else how many ticks it took, and whether it went well.
+    /// `None` while it is pending; else its duration in ticks, and true if it succeeded.
     pub(crate) ended: Option<(u64, bool)>,
     /// The members of its group, if that is a sub-group.
     pub(crate) ranks: Vec<usize>,
@@ -67,7 +68,7 @@ impl Log {
         Log { group, members, cap, begun: AtomicU64::new(0), entries }
     }
 
-    /// A call begins. Only by the thread whose turn it is.
+    /// Notes that `call` begins. Only by the thread whose turn it is.
     #[inline]
     pub(crate) fn begin(&self, call: &Call) {
         let number = self.begun.load(Ordering::Relaxed);
@@ -98,7 +99,7 @@ impl Log {
         self.begun.store(number + 1, Ordering::Release);
     }
 
-    /// The call that began last has ended. Only by the thread whose turn it is.
+    /// Notes that the call that began last has ended. Only by the thread whose turn it is.
     #[inline]
     pub(crate) fn end(&self, call: &Call, ok: bool) {
         let Some(number) = self.begun.load(Ordering::Relaxed).checked_sub(1) else { return };
@@ -106,12 +107,12 @@ impl Log {
         self.entry(number).ended.store(took << 2 | u64::from(ok) << 1 | 1, Ordering::Relaxed);
     }
 
-    /// Whom the pending call waits for.
+    /// Ranks that the pending call waits for.
     pub(super) fn awaited(&self) -> Vec<usize> {
         self.members.awaited()
     }
 
-    /// The calls that are still known, oldest first.
+    /// Calls that are kept, oldest first.
     pub(super) fn seen(&self) -> Vec<Seen> {
         self.last(self.cap)
     }

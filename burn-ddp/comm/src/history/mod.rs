@@ -1,19 +1,18 @@
-//! What a rank is calling, and what it called last.
+//! Calls of a rank: those under way and the last that ended.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-
 use self::log::Seen;
-use crate::call::{CallInfo, Members};
+use crate::call::Members;
 use crate::clock::nanos;
-use crate::post_mortem::{Pending, Record, since_1970};
+use crate::membership::{Heartbeat, PendingCall};
+use crate::post_mortem::{Pending, Record, millis, since_1970};
 use crate::sync::lock;
 
 mod log;
-mod site;
+mod site_cell;
 
 pub(crate) use log::Log;
 
@@ -22,44 +21,20 @@ const BEAT_CALLS: usize = 8;
 /// Most ranks named in a heartbeat's call.
 const BEAT_RANKS: usize = 64;
 
-/// The calls of one rank. Its groups write their logs; whoever reports reads them all.
+/// Calls of one rank. Its groups write their logs; heartbeats and reports read them all.
 #[derive(Debug)]
 pub(crate) struct History {
-    /// How many that are done are kept.
+    /// Number of finished calls that are kept.
     cap: usize,
     groups: Mutex<Groups>,
 }
 
 #[derive(Debug, Default)]
 struct Groups {
-    /// Of the groups that there are.
+    /// Logs of the groups that exist.
     logs: Vec<Arc<Log>>,
-    /// The calls of those that are gone; no more than are kept.
+    /// Calls of groups that are gone; at most as many as are kept.
     past: VecDeque<Seen>,
-}
-
-/// What a rank tells the others of itself at every heartbeat.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Heartbeat {
-    /// The training step, if the program says.
-    pub step: Option<u64>,
-    /// The collectives it is in.
-    pub pending: Vec<PendingCall>,
-    /// The last collective it finished.
-    pub last: Option<CallInfo>,
-    /// How long ago that was, in milliseconds.
-    pub idle_ms: u64,
-}
-
-/// A collective that a rank is in.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct PendingCall {
-    /// What it called.
-    pub call: CallInfo,
-    /// How long ago, in milliseconds.
-    pub since_ms: u64,
-    /// Whose part has not come.
-    pub waiting_for: Vec<usize>,
 }
 
 impl History {
@@ -75,7 +50,7 @@ impl History {
         log
     }
 
-    /// Its group is gone; its calls are remembered.
+    /// Closes the log of a group that is gone; its calls are kept.
     pub(crate) fn close(&self, log: &Arc<Log>) {
         let mut groups = lock(&self.groups);
         groups.logs.retain(|other| !Arc::ptr_eq(other, log));
@@ -85,7 +60,7 @@ impl History {
         groups.past.drain(..surplus);
     }
 
-    /// What is to be told of this rank, which is in `step`.
+    /// Heartbeat of this rank, which is in `step`.
     pub(crate) fn heartbeat(&self, step: Option<u64>) -> Heartbeat {
         let groups = lock(&self.groups);
         let mut pending = Vec::new();
@@ -108,7 +83,7 @@ impl History {
         Heartbeat { step, pending, last: last.map(|last| last.info), idle_ms: millis(idle) }
     }
 
-    /// For a report: the calls under way.
+    /// Calls under way, for a report.
     pub(crate) fn pending(&self) -> Vec<Pending> {
         let groups = lock(&self.groups);
         let pending = |log: &Arc<Log>| {
@@ -124,7 +99,7 @@ impl History {
         groups.logs.iter().filter_map(pending).collect()
     }
 
-    /// For a report: all calls that are known, in the order in which they began; of those that are done the last ones.
+    /// Calls under way and the last that ended, in the order in which they began, for a report.
     pub(crate) fn records(&self) -> Vec<Record> {
         let mut calls: Vec<Seen> = {
             let groups = lock(&self.groups);
@@ -155,7 +130,7 @@ impl History {
 }
 
 impl Seen {
-    /// How long it took; nothing while it is pending.
+    /// Its duration; zero while it is pending.
     fn took(&self) -> Duration {
         self.ended.map_or(Duration::ZERO, |(ticks, _)| nanos(ticks))
     }
@@ -165,14 +140,10 @@ impl Seen {
     }
 }
 
-pub(crate) fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::{Call, Collective};
+    use crate::call::{Call, CallInfo, Collective};
 
     fn call(sequence: u64, members: &Arc<Members>) -> Call {
         let info = CallInfo { step: Some(9), ..CallInfo::bare(Collective::Barrier, 1, sequence, "a.rs:1:1") };

@@ -1,63 +1,64 @@
-//! Why a collective waits: from rank to rank, to the one that keeps all the others waiting.
+//! The reason that a collective waits: follows waits from rank to rank, to the one that keeps all the others waiting.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use super::messages::Heartbeat;
 use super::peer::list_ranks;
 use crate::call::{CallInfo, Collective};
-use crate::history::Heartbeat;
 
-/// Most ranks of whom something is said.
+/// Most ranks that a diagnosis describes.
 const DESCRIBED: usize = 4;
 
-/// What is known of a rank.
-pub(crate) struct Known {
-    /// Whether it said goodbye.
+/// Activity of a rank, as far as it is known.
+pub(crate) struct Activity {
+    /// True if it lines goodbye.
     pub(crate) left: bool,
-    /// For how long, if it is silent.
+    /// Duration of its silence, if it is suspected.
     pub(crate) silent: Option<Duration>,
-    /// What it said last, if it ever did.
+    /// Its last heartbeat, if there was one.
     pub(crate) beat: Option<Heartbeat>,
 }
 
-/// Why a collective waits.
+/// Reason that a collective waits.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Diagnosis {
-    /// Who keeps the others waiting, if it is one.
+    /// The rank that keeps the others waiting, if it is one.
     pub(crate) culprit: Option<usize>,
-    /// What the ranks that are waited for do instead; empty if nothing is known.
+    /// Description of what the awaited ranks do instead; empty if nothing is known.
     pub(crate) text: String,
 }
 
-/// How surely a rank is the one that keeps the others waiting, surest last.
+/// Sign that a rank keeps the others waiting, surest last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Guilt {
+enum Sign {
     Idle,
     Left,
     Silent,
 }
 
-/// Why `call`, which waits for `waiting_for`, goes on waiting.
-pub(crate) fn diagnose(call: &CallInfo, waiting_for: &[usize], known: impl Fn(usize) -> Option<Known>) -> Diagnosis {
+/// Finds the reason that `call` waits for the ranks `waiting_for`, from the `known` activity of each rank.
+pub(crate) fn diagnose(call: &CallInfo, waiting_for: &[usize], known: impl Fn(usize) -> Option<Activity>) -> Diagnosis {
     let mut queue: VecDeque<usize> = waiting_for.iter().copied().collect();
     let mut seen = Vec::new();
-    let mut guilty = Vec::new();
-    let mut said = Vec::new();
+    let mut signs = Vec::new();
+    let mut lines = Vec::new();
     while let Some(rank) = queue.pop_front() {
         if seen.contains(&rank) {
             continue;
         }
         seen.push(rank);
-        let Some(Known { left, silent, beat }) = known(rank) else { continue };
+        let Some(Activity { left, silent, beat }) = known(rank) else { continue };
         if left {
-            guilty.push((Guilt::Left, rank));
-            said.push(format!("rank {rank} has left"));
+            signs.push((Sign::Left, rank));
+            lines.push(format!("rank {rank} has left"));
             continue;
         }
         if let Some(silent) = silent {
-            guilty.push((Guilt::Silent, rank));
-            said.push(format!(
-                "rank {rank} has been silent for {:.1} s: its process is stopped, or its machine is overloaded or cut off",
+            signs.push((Sign::Silent, rank));
+            lines.push(format!(
+                "rank {rank} has been silent for {:.1} s: its process is stopped, or its machine is overloaded or \
+                 cut off",
                 silent.as_secs_f64()
             ));
             continue;
@@ -68,28 +69,28 @@ pub(crate) fn diagnose(call: &CallInfo, waiting_for: &[usize], known: impl Fn(us
             continue;
         }
         if beat.pending.is_empty() {
-            guilty.push((Guilt::Idle, rank));
-            said.push(idle(rank, &beat));
+            signs.push((Sign::Idle, rank));
+            lines.push(idle(rank, &beat));
             continue;
         }
-        // It cannot still be where this rank has been: what it does now it will say at its next heartbeat.
+        // Calls before this one are out of date: the rank cannot still be in them.
         for pending in beat.pending.iter().filter(|pending| !earlier(&pending.call, call)) {
             queue.extend(&pending.waiting_for);
             let whom = if pending.waiting_for.is_empty() { "" } else { ", waiting for " };
             let ranks = if whom.is_empty() { String::new() } else { list_ranks(&pending.waiting_for) };
             let seconds = pending.since_ms as f64 / 1e3;
-            said.push(format!("rank {rank} is in {} for {seconds:.1} s{whom}{ranks}", pending.call));
+            lines.push(format!("rank {rank} is in {} for {seconds:.1} s{whom}{ranks}", pending.call));
         }
     }
-    let surest = guilty.iter().map(|(guilt, _)| *guilt).max();
-    let mut suspects = guilty.iter().filter(|(guilt, _)| Some(*guilt) == surest).map(|(_, rank)| *rank);
+    let surest = signs.iter().map(|(sign, _)| *sign).max();
+    let mut suspects = signs.iter().filter(|(sign, _)| Some(*sign) == surest).map(|(_, rank)| *rank);
     let culprit = suspects.next().filter(|_| suspects.next().is_none());
-    let more = said.len().saturating_sub(DESCRIBED);
-    said.truncate(DESCRIBED);
+    let more = lines.len().saturating_sub(DESCRIBED);
+    lines.truncate(DESCRIBED);
     if more > 0 {
-        said.push(format!("{more} more"));
+        lines.push(format!("{more} more"));
     }
-    Diagnosis { culprit, text: said.join("; ") }
+    Diagnosis { culprit, text: lines.join("; ") }
 }
 
 fn same_call(a: &CallInfo, b: &CallInfo) -> bool {
@@ -97,7 +98,7 @@ fn same_call(a: &CallInfo, b: &CallInfo) -> bool {
     same && (a.group, a.sequence) == (b.group, b.sequence)
 }
 
-/// Whether `a` is over for whoever is in `b`.
+/// True if `a` is over for a rank that is in `b`.
 fn earlier(a: &CallInfo, b: &CallInfo) -> bool {
     let order = |call: &CallInfo| (call.collective != Collective::NewGroup, call.sequence);
     // Calls between two ranks are counted apart.
@@ -119,14 +120,14 @@ fn idle(rank: usize, beat: &Heartbeat) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::history::PendingCall;
+    use crate::membership::messages::PendingCall;
 
     fn call(group: u64, sequence: u64) -> CallInfo {
         CallInfo::bare(Collective::Barrier, group, sequence, format!("r.rs:{sequence}:1").as_str())
     }
 
-    fn known(beat: Heartbeat) -> Option<Known> {
-        Some(Known { left: false, silent: None, beat: Some(beat) })
+    fn known(beat: Heartbeat) -> Option<Activity> {
+        Some(Activity { left: false, silent: None, beat: Some(beat) })
     }
 
     fn in_call(call: CallInfo, waiting_for: &[usize]) -> Heartbeat {
@@ -167,7 +168,8 @@ mod tests {
 
     #[test]
     fn a_silent_rank_is_blamed_before_one_that_computes() {
-        let silent = Known { left: false, silent: Some(Duration::from_secs(9)), beat: Some(in_call(call(1, 5), &[])) };
+        let silent =
+            Activity { left: false, silent: Some(Duration::from_secs(9)), beat: Some(in_call(call(1, 5), &[])) };
         let silent = std::cell::Cell::new(Some(silent));
         let diagnosis = diagnose(&call(1, 5), &[1, 2], |rank| match rank {
             1 => known(idle_after(call(1, 4))),
@@ -213,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_known_is_nothing_said() {
+    fn nothing_known_is_nothing_lines() {
         assert_eq!(diagnose(&call(1, 5), &[1], |_| None), Diagnosis::default());
     }
 }

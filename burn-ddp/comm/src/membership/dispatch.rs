@@ -1,55 +1,56 @@
-//! What ranks hear from each other and say in turn: causes, goodbyes, stops.
+//! Control messages in and out: their effect on this rank's membership, and what this rank sends.
 
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::failure::capped;
+use super::progress::{Progress, Track};
 use super::{ControlMessage, Membership};
 use crate::Result;
 use crate::sync::lock;
 
 impl Membership {
-    /// Takes in what another process' rank says.
+    /// Applies a control message of a rank in another process.
     pub fn receive(&self, from: usize, message: ControlMessage) {
         let change = lock(&self.shared.liveness).heard(from, Instant::now());
         self.note_changes(change);
         match message {
             ControlMessage::Heartbeat(beat) => lock(&self.shared.liveness).beat(from, beat),
-            // Whoever ended the world told everybody; it is passed on only when leaving, see `goodbye`.
+            // The rank that ended the world has sent this to all; it is passed on only when leaving, see `goodbye`.
             ControlMessage::Fail { cause } => self.end(cause, false),
             ControlMessage::Goodbye => self.mark_left(from),
-            ControlMessage::Stop { track, position, what } => self.mark_stop(from, track, position, &what),
+            ControlMessage::Stop { track, at, what } => self.mark_stop(from, track, at, &what),
         }
     }
 
-    /// This rank leaves. If the world has ended, it repeats why first: else a peer that has not heard it from elsewhere
+    /// Leaves the world. If it has ended, this rank repeats the cause first: a peer that has not heard it otherwise
     /// would take the leaving for the cause.
     pub(crate) fn goodbye(&self) {
         if let Err(cause) = self.check() {
-            self.tell(&ControlMessage::Fail { cause });
+            self.send_all(&ControlMessage::Fail { cause });
         }
         self.mark_left(self.rank);
-        self.tell(&ControlMessage::Goodbye);
+        self.send_all(&ControlMessage::Goodbye);
     }
 
     /// See [`World::advance`](crate::World::advance).
-    pub(crate) fn advance(&self, track: u64, position: u64) -> Result<()> {
+    pub(crate) fn advance(&self, track: Track, at: Progress) -> Result<()> {
         let conflict = {
             let mut state = lock(&self.shared.state);
             if let Some(cause) = &state.cause {
                 return Err(cause.clone());
             }
-            state.tracks.advance(self.rank, track, position, &self.shared.peers)
+            state.tracks.advance(self.rank, track, at, &self.shared.peers)
         };
         conflict.into_iter().for_each(|cause| self.fail(cause));
         self.check()
     }
 
     /// See [`World::stop`](crate::World::stop).
-    pub(crate) fn stop(&self, track: u64, position: u64, what: &str) {
-        self.tell(&ControlMessage::Stop { track, position, what: capped(what.to_string()) });
-        self.mark_stop(self.rank, track, position, what);
+    pub(crate) fn stop(&self, track: Track, at: Progress, what: &str) {
+        self.send_all(&ControlMessage::Stop { track, at, what: capped(what.to_string()) });
+        self.mark_stop(self.rank, track, at, what);
     }
 
     fn mark_left(&self, rank: usize) {
@@ -58,12 +59,12 @@ impl Membership {
         self.wake_all();
     }
 
-    fn mark_stop(&self, rank: usize, track: u64, position: u64, what: &str) {
-        let conflict = lock(&self.shared.state).tracks.stop(rank, track, position, what, &self.shared.peers);
+    fn mark_stop(&self, rank: usize, track: Track, at: Progress, what: &str) {
+        let conflict = lock(&self.shared.state).tracks.stop(rank, track, at, what, &self.shared.peers);
         conflict.into_iter().for_each(|cause| self.fail(cause));
     }
 
-    pub(super) fn tell(&self, message: &ControlMessage) {
+    pub(super) fn send_all(&self, message: &ControlMessage) {
         if let Some(outbox) = self.shared.outbox.get().and_then(Weak::upgrade) {
             outbox.send_all(message);
         }

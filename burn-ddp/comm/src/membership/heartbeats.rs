@@ -1,23 +1,23 @@
-//! Who is heard, who is silent, and who has been silent for too long.
+//! Signs of life of the other ranks: heard, silent, silent for too long.
 //!
-//! Every rank says something at every heartbeat. A peer that misses two is suspected: its process may be stopped, its machine
-//! overloaded or cut off. Only a time that the user set makes a silent peer a lost one: whether its machine is gone the kernel
-//! finds out by itself, and a process that is merely stopped may go on.
+//! Every rank sends a heartbeat per period. A peer that misses two is suspected: its process may be stopped, its
+//! machine overloaded or cut off. A silent peer is lost only after the peer timeout, if the user set one: the kernel
+//! finds out by itself that a machine is gone, and a process that is merely stopped may go on.
 
 use std::time::{Duration, Instant};
 
-use crate::Options;
-use crate::history::Heartbeat;
+use super::messages::Heartbeat;
+use crate::WorldOptions;
 
-/// Between two looks at a silent peer's connection at most this many heartbeats pass.
+/// Longest pause between two heartbeats to a silent peer, in heartbeats.
 const SLOWEST_BEAT: u32 = 16;
 
-/// What one rank hears of the others. Knows the time only as it is told.
+/// Signs of life of a rank's peers. Takes the time as an argument, reads no clock.
 #[derive(Debug)]
 pub(crate) struct Liveness {
     heartbeat: Duration,
     peer_timeout: Option<Duration>,
-    /// By rank; `None` for those that are not listened to: this one, and those that left.
+    /// By rank; `None` for this rank and for those that left.
     peers: Vec<Option<Heard>>,
 }
 
@@ -25,17 +25,17 @@ pub(crate) struct Liveness {
 struct Heard {
     last: Instant,
     suspected: bool,
-    /// Since then it was given a heartbeat more, once.
+    /// True if it was given one heartbeat more since it was last heard.
     excused: bool,
-    /// It was silent for longer than it may be: for good.
+    /// True once it was silent for longer than the peer timeout; stays so.
     lost: bool,
-    /// What it said last.
+    /// Its last heartbeat.
     beat: Option<Heartbeat>,
-    /// When it is this rank's turn to say something.
+    /// Time of this rank's next heartbeat to it.
     next_beat: Instant,
 }
 
-/// What a look at the clock, or a word from a peer, brought.
+/// Change of a peer's state.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Change {
     Suspect { peer: usize, silent: Duration },
@@ -44,8 +44,8 @@ pub(crate) enum Change {
 }
 
 impl Liveness {
-    /// Listens to all of `world_size` ranks but `rank`, from `now` on.
-    pub(crate) fn new(rank: usize, world_size: usize, options: &Options, now: Instant) -> Liveness {
+    /// State of all of `world_size` ranks but `rank`, heard `now`.
+    pub(crate) fn new(rank: usize, world_size: usize, options: &WorldOptions, now: Instant) -> Liveness {
         let heard = |peer| {
             (peer != rank).then_some(Heard {
                 last: now,
@@ -63,7 +63,7 @@ impl Liveness {
         }
     }
 
-    /// `peer` said something.
+    /// Notes a message of `peer`.
     pub(crate) fn heard(&mut self, peer: usize, now: Instant) -> Option<Change> {
         let heard = self.peers.get_mut(peer)?.as_mut()?;
         heard.last = now;
@@ -74,22 +74,22 @@ impl Liveness {
         })
     }
 
-    /// `peer` said what it does.
+    /// Notes the heartbeat of `peer`.
     pub(crate) fn beat(&mut self, peer: usize, beat: Heartbeat) {
         if let Some(Some(heard)) = self.peers.get_mut(peer) {
             heard.beat = Some(beat);
         }
     }
 
-    /// `peer` will say no more.
+    /// Removes `peer`, which left.
     pub(crate) fn forget(&mut self, peer: usize) {
         if let Some(heard) = self.peers.get_mut(peer) {
             *heard = None;
         }
     }
 
-    /// This process itself did not run for `time`, be it stopped or starved: nobody can be blamed for having been silent meanwhile,
-    /// nor for one heartbeat more, which those that were stopped together with it may need.
+    /// Gives all peers `time`, during which this process itself did not run, stopped or starved, and once one heartbeat
+    /// more, which peers that were stopped together with it may need.
     pub(crate) fn excuse(&mut self, time: Duration, now: Instant) {
         for heard in self.peers.iter_mut().flatten() {
             let more = if std::mem::replace(&mut heard.excused, true) { Duration::ZERO } else { self.heartbeat };
@@ -97,7 +97,7 @@ impl Liveness {
         }
     }
 
-    /// Who is silent for how long now, as far as that is news.
+    /// Peers that became suspected or lost by `now`.
     pub(crate) fn look(&mut self, now: Instant) -> Vec<Change> {
         let suspect_after = self.suspect_after();
         let mut changes = Vec::new();
@@ -116,7 +116,7 @@ impl Liveness {
         changes
     }
 
-    /// To whom a heartbeat is due. Those who are silent get them ever more rarely, since they may not read them.
+    /// Peers to which a heartbeat is due. Silent peers get them ever more rarely, since they may not read them.
     pub(crate) fn due(&mut self, now: Instant) -> Vec<usize> {
         let mut due = Vec::new();
         for (peer, heard) in self.peers.iter_mut().enumerate() {
@@ -128,7 +128,7 @@ impl Liveness {
         due
     }
 
-    /// When to look again.
+    /// Time of the next heartbeat or check.
     pub(crate) fn next_look(&self, now: Instant) -> Option<Instant> {
         let next = self.peers.iter().flatten().flat_map(|heard| {
             let suspect = (!heard.suspected).then(|| heard.last + self.suspect_after());
@@ -139,27 +139,27 @@ impl Liveness {
         next.flatten().chain([now + self.heartbeat]).min()
     }
 
-    /// How late a look may come before this process must have been stopped.
+    /// Delay of a check from which on this process must have been stopped.
     pub(crate) fn late(&self) -> Duration {
         self.heartbeat / 2
     }
 
-    /// How long ago `peer` was heard; nothing for those that are not listened to.
+    /// Time since `peer` was heard; `None` for this rank and those that left.
     pub(crate) fn silence(&self, peer: usize, now: Instant) -> Option<Duration> {
         Some(now.saturating_duration_since(self.peers.get(peer)?.as_ref()?.last))
     }
 
-    /// Whether `peer` is suspected.
+    /// True if `peer` is suspected.
     pub(crate) fn suspects(&self, peer: usize) -> bool {
         matches!(self.peers.get(peer), Some(Some(Heard { suspected: true, .. })))
     }
 
-    /// What `peer` said last.
+    /// Last heartbeat of `peer`.
     pub(crate) fn last_beat(&self, peer: usize) -> Option<&Heartbeat> {
         self.peers.get(peer)?.as_ref()?.beat.as_ref()
     }
 
-    /// Two heartbeats were missed, and some allowance.
+    /// Two missed heartbeats, and some allowance.
     fn suspect_after(&self) -> Duration {
         self.heartbeat * 9 / 4
     }
@@ -171,10 +171,10 @@ mod tests {
 
     const BEAT: Duration = Duration::from_secs(1);
 
-    /// Rank 0 of three, and its birth.
+    /// Rank 0 of three, and the time of its start.
     fn rank_0(peer_timeout: Option<Duration>) -> (Liveness, Instant) {
         let now = Instant::now();
-        (Liveness::new(0, 3, &Options { heartbeat: BEAT, peer_timeout, ..Options::default() }, now), now)
+        (Liveness::new(0, 3, &WorldOptions { heartbeat: BEAT, peer_timeout, ..WorldOptions::default() }, now), now)
     }
 
     #[test]

@@ -1,11 +1,12 @@
-//! What the memberships of a world say to each other, and to whoever waits.
+//! Messages between the ranks of a world besides data, and the traits of those that carry them and of those that wait.
 
 use serde::{Deserialize, Serialize};
 
+use super::progress::{Progress, Track};
 use crate::Error;
-use crate::history::Heartbeat;
+use crate::call::CallInfo;
 
-/// What ranks tell each other besides data.
+/// A message from one rank to all others, besides data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ControlMessage {
     /// Something went wrong: this ends the world.
@@ -13,30 +14,55 @@ pub enum ControlMessage {
         /// The root cause.
         cause: Error,
     },
-    /// The sender lives, and this is what it does.
+    /// The sender is alive.
     Heartbeat(Heartbeat),
     /// The sender leaves in peace.
     Goodbye,
     /// The sender stopped on a track; see [`World::stop`](crate::World::stop).
     Stop {
-        /// Which track.
-        track: u64,
-        /// Where it stopped.
-        position: u64,
-        /// What the sender calls it.
+        /// The track.
+        track: Track,
+        /// The sender's last step on it.
+        at: Progress,
+        /// The sender's name for the track.
         what: String,
     },
 }
 
-/// The way to the memberships of the other ranks.
+/// Activity of a rank, as it reports it at every heartbeat.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Heartbeat {
+    /// Training step, if the program sets it.
+    pub step: Option<u64>,
+    /// Collectives under way.
+    pub pending: Vec<PendingCall>,
+    /// Last collective that ended.
+    pub last: Option<CallInfo>,
+    /// Time since then, in milliseconds.
+    pub idle_ms: u64,
+}
+
+/// A collective under way on a rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PendingCall {
+    /// The call.
+    pub call: CallInfo,
+    /// Time since it began, in milliseconds.
+    pub since_ms: u64,
+    /// Ranks whose part has not arrived.
+    pub waiting_for: Vec<usize>,
+}
+
+/// The way to the other ranks.
 pub trait Outbox: Send + Sync {
     /// Sends `message` to every other rank that can be reached, without blocking. Called from any thread, never with a
     /// lock of [`Membership`](super::Membership) held. Messages of one rank arrive in the order they were sent.
     fn send_all(&self, message: &ControlMessage);
 }
 
-/// Something that waits and wants to look at the membership again when it changes.
+/// A wait that must look at the membership again after each change.
 pub trait Wake: Send + Sync {
-    /// Called after each change, from any thread, never with a lock of [`Membership`](super::Membership) held. Must not block.
+    /// Called after each change, from any thread, never with a lock of [`Membership`](super::Membership) held. Must not
+    /// block.
     fn wake(&self);
 }

@@ -1,8 +1,19 @@
-//! What a rank knows about the others: who is there, who left, and the first thing that went wrong.
+//! Who takes part in a world, who is alive, and the first thing that went wrong.
 //!
-//! Every wait of a collective also waits for this: whatever ends the world wakes it and is returned by it. Ranks in one
-//! process share one [`Membership`] state; between processes the control connections carry [`ControlMessage`]s from one
-//! rank's membership to the others'.
+//! | part of it | file |
+//! |---|---|
+//! | a rank as others see it | [`peer`] |
+//! | messages between ranks besides data; the traits of their carriers and of waits | [`messages`], applied in `dispatch` |
+//! | the connections that carry them between processes | [`control`] |
+//! | the first cause, which every call returns from then on | `failure`; panics in [`panics`] |
+//! | signs of life | [`heartbeats`], acted upon in `suspects` |
+//! | why a call waits | [`diagnosis`], asked in `stalls` |
+//! | stops on tracks that ranks walk together | [`progress`], [`tracks`] |
+//! | events and the report for the launcher | `report` |
+//!
+//! Every wait of a collective also waits for the membership: whatever ends the world wakes the wait and is returned by
+//! it. Ranks of one process share one [`Shared`] state; between processes the control connections carry
+//! [`ControlMessage`]s.
 
 pub(crate) mod control;
 mod diagnosis;
@@ -13,10 +24,13 @@ mod messages;
 pub(crate) mod panics;
 mod peer;
 mod progress;
+mod report;
+mod stalls;
 mod state;
+mod suspects;
 #[cfg(test)]
 mod tests;
-mod watch;
+mod tracks;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
@@ -27,34 +41,34 @@ use self::state::Shared;
 use crate::call::CallInfo;
 use crate::history::History;
 use crate::sync::lock;
-use crate::{LaunchEnv, Options, Result};
+use crate::{LaunchEnv, Result, WorldOptions};
 
-pub use self::messages::{ControlMessage, Outbox, Wake};
+pub use self::messages::{ControlMessage, Heartbeat, Outbox, PendingCall, Wake};
 pub use self::peer::PeerInfo;
 pub(crate) use self::peer::list_ranks;
-pub(crate) use self::progress::show_position;
+pub use self::progress::{Progress, Track};
 
 /// One rank's view of its world.
 pub struct Membership {
     rank: usize,
     shared: Arc<Shared>,
-    /// The first collective on this rank that returned the cause; all later ones repeat it.
+    /// The first collective of this rank that returned the cause; all later ones repeat it.
     noticed_by: OnceLock<Box<CallInfo>>,
-    /// Done once, by the first who knows that the world has ended; others wait for it, so that no rank ends before its report is written.
+    /// Set when the report is written. Other threads wait for it, so that no rank ends before its report is there.
     reported: OnceLock<()>,
 }
 
 impl Membership {
-    /// The membership of `rank`, the only one in this process.
-    pub fn new(rank: usize, peers: Vec<PeerInfo>, options: Options) -> Arc<Membership> {
+    /// View of `rank`, the only rank of the world in this process.
+    pub fn new(rank: usize, peers: Vec<PeerInfo>, options: WorldOptions) -> Arc<Membership> {
         let liveness = Liveness::new(rank, peers.len(), &options, Instant::now());
         Arc::new(Membership::view(rank, Shared::new(peers, options, liveness, false)))
     }
 
-    /// The memberships of all ranks of a world that lives in this process.
-    pub fn shared(peers: Vec<PeerInfo>, options: Options) -> Vec<Arc<Membership>> {
+    /// Views of all ranks of a world that lives in this process.
+    pub fn shared(peers: Vec<PeerInfo>, options: WorldOptions) -> Vec<Arc<Membership>> {
         let world_size = peers.len();
-        // Nobody is listened to.
+        // Threads of one process need no heartbeats.
         let liveness = Liveness::new(0, 0, &options, Instant::now());
         let shared = Shared::new(peers, options, liveness, true);
         (0..world_size).map(|rank| Arc::new(Membership::view(rank, shared.clone()))).collect()
@@ -71,25 +85,25 @@ impl Membership {
 
     /// See [`World::set_step`](crate::World::set_step).
     pub(crate) fn set_step(&self, step: u64) {
-        self.shared.doing[self.rank].step.store(step, Ordering::Relaxed);
+        self.shared.local_ranks[self.rank].step.store(step, Ordering::Relaxed);
     }
 
-    /// The training step, if the program says.
+    /// Training step, if the program sets it.
     pub(crate) fn step(&self) -> Option<u64> {
-        self.shared.doing[self.rank].step()
+        self.shared.local_ranks[self.rank].step()
     }
 
-    /// This rank's calls.
+    /// Calls of this rank.
     pub(crate) fn history(&self) -> &History {
-        &self.shared.doing[self.rank].history
+        &self.shared.local_ranks[self.rank].history
     }
 
-    /// The waits of this world.
-    pub fn options(&self) -> &Options {
+    /// Options of the world.
+    pub fn options(&self) -> &WorldOptions {
         &self.shared.options
     }
 
-    /// All ranks.
+    /// All ranks, in order.
     pub fn peers(&self) -> &[PeerInfo] {
         &self.shared.peers
     }
@@ -100,7 +114,7 @@ impl Membership {
         let _ = self.shared.outbox.set(outbox);
     }
 
-    /// Tells what happens where `env` says.
+    /// Writes events and the report to the files that `env` names.
     pub(crate) fn report_to(&self, env: &LaunchEnv) {
         // Set once, by the rendezvous.
         let _ = self.shared.launch.set(env.clone());
@@ -113,10 +127,10 @@ impl Membership {
         wakers.push(waker);
     }
 
-    /// Whether the world has ended, and why.
+    /// Checks that the world goes on.
     ///
     /// # Errors
-    /// The root cause.
+    /// The root cause that ended it.
     #[inline]
     pub fn check(&self) -> Result<()> {
         if self.shared.ended.load(Ordering::Acquire) { self.cause() } else { Ok(()) }
@@ -130,7 +144,7 @@ impl Membership {
         }
     }
 
-    /// Whether `rank` said goodbye. What it sent before may still be on its way.
+    /// True if `rank` said goodbye. What it sent before may still be on its way.
     pub fn has_left(&self, rank: usize) -> bool {
         self.shared.left[rank].load(Ordering::Acquire)
     }

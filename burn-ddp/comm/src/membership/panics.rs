@@ -1,14 +1,14 @@
-//! What panics say, and where: a rank that panics tells its peers.
+//! Message and line of a rank's panic, for its peers.
 //!
-//! A panic's message and line are known only to the process's panic hook. So the first world of a process puts a hook before the
-//! one that is there: it notes what it is told, for its thread, and passes it on. Where a panic ends the process (`panic = "abort"`) no destructor
-//! runs, so the hook itself tells the peers of all ranks of the process.
+//! Only the process's panic hook knows them. So the first world of a process puts a hook before the one that is there:
+//! it notes them for its thread and calls the hook behind it. Where a panic ends the process (`panic = "abort"`) no
+//! destructor runs, so the hook itself sends the cause to the peers of all ranks of the process.
 
 use std::cell::RefCell;
 use std::panic::PanicHookInfo;
 use std::sync::{Arc, Mutex, Once, Weak};
 
-use crate::membership::Membership;
+use super::Membership;
 use crate::sync::lock;
 
 thread_local! {
@@ -21,7 +21,7 @@ static INSTALLED: Once = Once::new();
 /// The ranks of this process; needed only where panics abort.
 static RANKS: Mutex<Vec<Weak<Membership>>> = Mutex::new(Vec::new());
 
-/// From now on panics of this process are noted, and told if they end it.
+/// Notes panics of this process from now on; a panic that ends the process fails `membership`.
 pub(crate) fn watch(membership: &Arc<Membership>) {
     if cfg!(panic = "abort") {
         let mut ranks = lock(&RANKS);
@@ -41,20 +41,20 @@ pub(crate) fn watch(membership: &Arc<Membership>) {
     });
 }
 
-/// What this thread's panic said, as far as it was noted.
+/// Message and line of this thread's last panic, as far as they were noted.
 pub(crate) fn describe() -> String {
     let noted = LAST.try_with(|last| last.borrow().clone()).ok().flatten();
     noted.unwrap_or_else(|| format!("panicked in {}", thread()))
 }
 
 fn note(info: &PanicHookInfo<'_>) {
-    let message = info.payload_as_str().unwrap_or("a value that is no text");
+    let message = info.payload_as_str().unwrap_or("a non-string payload");
     let text = match info.location() {
         Some(location) => format!("panicked at {location} in {}: {message}", thread()),
         None => format!("panicked in {}: {message}", thread()),
     };
     if cfg!(panic = "abort") {
-        // Somebody may hold the lock; better an end without a word than none.
+        // Another thread may hold the lock; better an end without a word than a deadlock.
         let ranks = RANKS.try_lock().map(|ranks| ranks.clone()).unwrap_or_default();
         ranks.iter().filter_map(Weak::upgrade).for_each(|membership| membership.fail_self(text.clone()));
     }

@@ -1,21 +1,21 @@
-//! Who the ranks are.
+//! A rank as others see it.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// One rank, as others see it.
+/// A rank as others see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerInfo {
     /// Its rank in the world.
     pub rank: usize,
-    /// The name of its machine.
+    /// Name of its machine.
     pub host: String,
-    /// Its process.
+    /// Id of its process.
     pub pid: u32,
     /// Its rank among those of its machine.
     pub local_rank: usize,
-    /// The number of its machine.
+    /// Number of its machine.
     pub node_rank: usize,
 }
 

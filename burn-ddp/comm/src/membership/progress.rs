@@ -1,143 +1,103 @@
-//! How far ranks are on tracks they must walk together, such as the steps of a data loader.
+//! Positions of ranks on tracks that all ranks walk together.
 
-use std::collections::BTreeMap;
+use std::fmt;
 
-use super::peer::PeerInfo;
-use crate::Error;
+use serde::{Deserialize, Serialize};
 
-/// Epochs of one track that are remembered. Ranks are never this far apart without a collective in between.
-const MAX_EPOCHS: usize = 1024;
-
-/// Who is where and who stopped where, per track and epoch. An epoch is the high half of a position.
-#[derive(Debug, Default)]
-pub(crate) struct Tracks {
-    epochs: BTreeMap<(u64, u32), Epoch>,
+/// A step of an epoch. On the wire it is `epoch << 32 | step`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(from = "u64", into = "u64")]
+pub struct Progress {
+    /// Number of the epoch, from 0.
+    pub epoch: u32,
+    /// Steps done in it.
+    pub step: u32,
 }
 
-#[derive(Debug, Default)]
-struct Epoch {
-    /// The furthest position of each rank that this process knows of (over TCP: its own).
-    positions: BTreeMap<usize, u64>,
-    /// Where ranks stopped, and what they call it.
-    stops: BTreeMap<usize, (u64, String)>,
+/// A sequence of steps that all ranks do alike: what one of them does not reach, the others must not pass.
+///
+/// On the wire it is a number: the loader, its run from bit 32 on, and bit 63 for backwards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(from = "u64", into = "u64")]
+pub enum Track {
+    /// Batches read from a loader.
+    Batches {
+        /// Number of the loader.
+        loader: u32,
+        /// Number of the run of growing epochs, below 2³¹: a loader that begins an epoch again begins another run.
+        run: u32,
+    },
+    /// Backward passes for the batches of a loader.
+    Backwards {
+        /// Number of the loader.
+        loader: u32,
+        /// Number of the run, below 2³¹.
+        run: u32,
+    },
 }
 
-impl Tracks {
-    /// `rank` is at `position`. The error if that is beyond a peer's stop.
-    pub(crate) fn advance(&mut self, rank: usize, track: u64, position: u64, peers: &[PeerInfo]) -> Option<Error> {
-        let epoch = self.epoch(track, position);
-        let furthest = epoch.positions.entry(rank).or_insert(position);
-        *furthest = position.max(*furthest);
-        epoch.conflict(track, peers)
-    }
+const BACKWARDS: u64 = 1 << 63;
 
-    /// `rank` stopped at `position`. The error if a peer is already beyond it.
-    pub(crate) fn stop(
-        &mut self,
-        rank: usize,
-        track: u64,
-        position: u64,
-        what: &str,
-        peers: &[PeerInfo],
-    ) -> Option<Error> {
-        let epoch = self.epoch(track, position);
-        epoch.stops.entry(rank).or_insert_with(|| (position, what.to_string()));
-        epoch.conflict(track, peers)
+impl Track {
+    /// Track of the backward passes for the batches of this track.
+    pub fn backwards(self) -> Track {
+        let (Track::Batches { loader, run } | Track::Backwards { loader, run }) = self;
+        Track::Backwards { loader, run }
     }
+}
 
-    fn epoch(&mut self, track: u64, position: u64) -> &mut Epoch {
-        let key = (track, (position >> 32) as u32);
-        if !self.epochs.contains_key(&key) && self.epochs.range((track, 0)..=(track, u32::MAX)).count() >= MAX_EPOCHS {
-            let oldest = self.epochs.range((track, 0)..).next().map(|(key, _)| *key);
-            oldest.map(|oldest| self.epochs.remove(&oldest));
+impl From<u64> for Track {
+    fn from(number: u64) -> Track {
+        let (loader, run) = (number as u32, ((number & !BACKWARDS) >> 32) as u32);
+        if number & BACKWARDS == 0 { Track::Batches { loader, run } } else { Track::Backwards { loader, run } }
+    }
+}
+
+impl From<Track> for u64 {
+    fn from(track: Track) -> u64 {
+        match track {
+            Track::Batches { loader, run } => u64::from(run) << 32 | u64::from(loader),
+            Track::Backwards { loader, run } => BACKWARDS | u64::from(run) << 32 | u64::from(loader),
         }
-        self.epochs.entry(key).or_default()
     }
 }
 
-impl Epoch {
-    fn conflict(&self, track: u64, peers: &[PeerInfo]) -> Option<Error> {
-        for (stopped, (stopped_at, what)) in &self.stops {
-            for (ahead, position) in &self.positions {
-                if ahead != stopped && position > stopped_at {
-                    return Some(Error::OutOfStep {
-                        track,
-                        what: what.clone(),
-                        stopped: peers[*stopped].clone(),
-                        stopped_at: *stopped_at,
-                        ahead: *ahead,
-                        position: *position,
-                        during: None,
-                    });
-                }
-            }
-        }
-        None
+impl From<u64> for Progress {
+    fn from(number: u64) -> Progress {
+        Progress { epoch: (number >> 32) as u32, step: number as u32 }
     }
 }
 
-/// `epoch 1, step 20`.
-pub(crate) fn show_position(position: u64) -> String {
-    format!("epoch {}, step {}", position >> 32, position as u32)
+impl From<Progress> for u64 {
+    fn from(progress: Progress) -> u64 {
+        u64::from(progress.epoch) << 32 | u64::from(progress.step)
+    }
+}
+
+impl fmt::Display for Progress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "epoch {}, step {}", self.epoch, self.step)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn peers() -> Vec<PeerInfo> {
-        (0..3).map(|rank| PeerInfo::here(rank, rank, 0)).collect()
-    }
-
-    fn at(epoch: u64, step: u64) -> u64 {
-        epoch << 32 | step
-    }
-
     #[test]
-    fn going_on_is_found_in_both_orders() {
-        let peers = peers();
-        let mut stop_first = Tracks::default();
-        assert_eq!(stop_first.stop(1, 7, at(0, 3), "loader", &peers), None);
-        assert_eq!(stop_first.advance(0, 7, at(0, 3), &peers), None);
-        let a = stop_first.advance(0, 7, at(0, 4), &peers);
-
-        let mut advance_first = Tracks::default();
-        assert_eq!(advance_first.advance(0, 7, at(0, 4), &peers), None);
-        let b = advance_first.stop(1, 7, at(0, 3), "loader", &peers);
-
-        assert_eq!(a, b);
-        let text = a.unwrap().to_string();
-        assert!(text.contains("rank 1") && text.contains("stopped loader at epoch 0, step 3"), "{text}");
-        assert!(text.contains("rank 0 went on to epoch 0, step 4"), "{text}");
-    }
-
-    #[test]
-    fn all_stopping_at_one_step_is_fine() {
-        let peers = peers();
-        let mut tracks = Tracks::default();
-        for rank in 0..3 {
-            assert_eq!(tracks.advance(rank, 7, at(0, 3), &peers), None);
-            assert_eq!(tracks.stop(rank, 7, at(0, 3), "loader", &peers), None);
+    fn both_travel_as_one_number() {
+        let progress = Progress { epoch: 3, step: 40 };
+        assert_eq!(postcard::to_stdvec(&progress), postcard::to_stdvec(&(3_u64 << 32 | 40)));
+        for track in [Track::Batches { loader: 5, run: 2 }, Track::Backwards { loader: u32::MAX, run: 7 }] {
+            let bytes = postcard::to_stdvec(&track).unwrap();
+            assert_eq!(bytes, postcard::to_stdvec(&u64::from(track)).unwrap());
+            assert_eq!(postcard::from_bytes::<Track>(&bytes), Ok(track));
         }
-        assert_eq!(tracks.advance(0, 7, at(1, 9), &peers), None);
-        assert_eq!(tracks.advance(1, 8, at(0, 9), &peers), None);
+        assert_eq!(u64::from(Track::Batches { loader: 5, run: 2 }.backwards()), 1 << 63 | 2 << 32 | 5);
     }
 
     #[test]
-    fn a_late_stop_of_an_earlier_epoch_is_still_found() {
-        let peers = peers();
-        let mut tracks = Tracks::default();
-        tracks.advance(0, 7, at(0, 5), &peers);
-        tracks.advance(0, 7, at(1, 0), &peers);
-        assert!(tracks.stop(1, 7, at(0, 3), "loader", &peers).is_some());
-    }
-
-    #[test]
-    fn memory_is_bounded() {
-        let mut tracks = Tracks::default();
-        for epoch in 0..3000 {
-            tracks.advance(0, 7, at(epoch, 1), &peers());
-        }
-        assert_eq!(tracks.epochs.len(), MAX_EPOCHS);
+    fn later_is_greater() {
+        assert!(Progress { epoch: 1, step: 0 } > Progress { epoch: 0, step: u32::MAX });
     }
 }

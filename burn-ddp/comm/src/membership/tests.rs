@@ -6,6 +6,12 @@ use super::*;
 use crate::Error;
 use crate::call::{Call, Collective, Members};
 
+const TRACK: Track = Track::Batches { loader: 4, run: 0 };
+
+fn at(step: u32) -> Progress {
+    Progress { epoch: 0, step }
+}
+
 #[derive(Default)]
 struct Recorder {
     sent: Mutex<Vec<ControlMessage>>,
@@ -26,7 +32,8 @@ impl Wake for Recorder {
 
 /// Rank 0 of three, as in a process of its own.
 fn rank_0() -> (Arc<Membership>, Arc<Recorder>) {
-    let membership = Membership::new(0, (0..3).map(|rank| PeerInfo::here(rank, rank, 0)).collect(), Options::default());
+    let membership =
+        Membership::new(0, (0..3).map(|rank| PeerInfo::here(rank, rank, 0)).collect(), WorldOptions::default());
     let recorder = Arc::new(Recorder::default());
     let (outbox, waker) = (recorder.clone() as Arc<dyn Outbox>, recorder.clone() as Arc<dyn Wake>);
     membership.set_outbox(Arc::downgrade(&outbox));
@@ -83,10 +90,11 @@ fn leaving_because_of_a_cause_repeats_it() {
 #[test]
 fn a_rank_that_passes_a_stop_tells_the_others() {
     let (membership, recorder) = rank_0();
-    membership.receive(1, ControlMessage::Stop { track: 4, position: 3, what: "loader".to_string() });
-    assert_eq!(membership.advance(4, 3), Ok(()));
-    let cause = membership.advance(4, 4).unwrap_err();
-    assert!(matches!(cause, Error::OutOfStep { ahead: 0, stopped_at: 3, position: 4, .. }), "{cause}");
+    membership.receive(1, ControlMessage::Stop { track: TRACK, at: at(3), what: "loader".to_string() });
+    assert_eq!(membership.advance(TRACK, at(3)), Ok(()));
+    let cause = membership.advance(TRACK, at(4)).unwrap_err();
+    let Error::OutOfStep { ahead: 0, stopped_at, reached, .. } = &cause else { panic!("{cause}") };
+    assert_eq!((*stopped_at, *reached), (at(3), at(4)), "{cause}");
     assert_eq!(*lock(&recorder.sent), [ControlMessage::Fail { cause }]);
 }
 
@@ -112,7 +120,7 @@ fn a_refusal_ends_nothing() {
 fn messages_are_small() {
     let (membership, recorder) = rank_0();
     membership.fail_self("ü".repeat(100_000));
-    membership.stop(1, 1, &"x".repeat(100_000));
+    membership.stop(TRACK, at(1), &"x".repeat(100_000));
     for message in lock(&recorder.sent).iter() {
         assert!(postcard::to_stdvec(message).unwrap().len() < 16 * 1024);
     }
@@ -121,7 +129,7 @@ fn messages_are_small() {
 #[test]
 fn ranks_of_one_process_share_the_cause() {
     let memberships =
-        Membership::shared((0..2).map(|rank| PeerInfo::here(rank, rank, 0)).collect(), Options::default());
+        Membership::shared((0..2).map(|rank| PeerInfo::here(rank, rank, 0)).collect(), WorldOptions::default());
     memberships[1].fail_self("tired".to_string());
     assert_eq!(memberships[0].check(), memberships[1].check());
     assert_eq!(memberships[0].check().unwrap_err().rank(), Some(1));

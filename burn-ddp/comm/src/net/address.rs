@@ -9,12 +9,12 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use super::interface::Interface;
 
-/// Longest single attempt to connect, so that a name with several addresses gets each of them tried.
+/// Longest attempt to connect to one address, so that all addresses of a name are tried.
 const ATTEMPT: Duration = Duration::from_secs(5);
-/// Between two attempts, while the other side may not have started yet.
+/// Pause between two attempts, while the other side may not have started yet.
 pub(crate) const RETRY: Duration = Duration::from_millis(50);
 
-/// Whether `host` can only mean this machine, judged without looking anything up.
+/// True if `host` can only mean this machine, judged without a look-up.
 pub(crate) fn is_loopback(host: &str) -> bool {
     host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
@@ -36,7 +36,8 @@ pub(crate) fn join(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// The addresses of `host`. "localhost" is 127.0.0.1 here: both ends must mean the same address, whatever the resolver prefers.
+/// Addresses of `host`. "localhost" is 127.0.0.1 here: both ends must mean the same address, whatever the resolver
+/// prefers.
 pub(crate) fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     if host.eq_ignore_ascii_case("localhost") {
         return Ok(vec![SocketAddr::from(([127, 0, 0, 1], port))]);
@@ -48,17 +49,17 @@ pub(crate) fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     Ok(found)
 }
 
-/// Connections that the kernel keeps for a listener until they are accepted, if its own limit allows. Where they find no room, both
-/// sides wait for seconds, and a thousand ranks come at once.
+/// Connections that the kernel keeps for a listener until they are accepted, if its own limit allows. Without room,
+/// both sides wait for seconds, and a thousand ranks come at once.
 const BACKLOG: i32 = 4096;
 
-/// Makes a listener what all of ours are: non-blocking, with room for many who come at once.
+/// Sets up a listener: non-blocking, with room for many connections at once.
 pub(crate) fn listener(socket: &Socket) -> io::Result<()> {
     socket.listen(BACKLOG)?;
     socket.set_nonblocking(true)
 }
 
-/// Binds `host:port`. A port that is in use is tried for a second: the process that had it may be just ending.
+/// Binds `host:port`. Tries for a second while the port is in use: the process that had it may be just ending.
 pub(crate) fn bind(host: &str, port: u16) -> io::Result<TcpListener> {
     let give_up = Instant::now() + Duration::from_secs(1);
     loop {
@@ -101,7 +102,7 @@ fn connect_to(address: SocketAddr, via: &Interface, timeout: Duration) -> io::Re
     Ok(socket)
 }
 
-/// Makes a fresh connection what all of ours are: non-blocking, and sending at once.
+/// Sets up a fresh connection: non-blocking, and sending at once.
 pub(crate) fn ready(socket: impl Into<Socket>) -> io::Result<Socket> {
     let socket = socket.into();
     socket.set_nonblocking(true)?;
@@ -109,7 +110,8 @@ pub(crate) fn ready(socket: impl Into<Socket>) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// TCP lets a client that was given the very port it connects to meet itself, when nobody listens there.
+/// True if the socket is connected to itself: TCP does that if nothing listens at the port and the client was given the
+/// same port.
 fn is_itself(socket: &Socket) -> bool {
     matches!((socket.local_addr(), socket.peer_addr()), (Ok(a), Ok(b)) if a.as_socket() == b.as_socket())
 }

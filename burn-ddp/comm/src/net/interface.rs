@@ -1,24 +1,24 @@
-//! Which of this machine's addresses a rank listens on and connects from.
+//! Addresses of this machine on which a rank listens and from which it connects.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr};
 
 use crate::{Error, Result};
 
-/// The addresses to use, in the system's order; whatever the system chooses if there are none.
+/// The addresses to use, in the system's order; if there are none, the system chooses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Interface {
     addresses: Vec<IpAddr>,
 }
 
 impl Interface {
-    /// The interface that `text` means: its name, or one of this machine's addresses.
+    /// Finds an interface by its name or by one of this machine's addresses.
     ///
     /// # Errors
-    /// [`Error::Environment`] if this machine has none such; lists those it has.
+    /// [`Error::Environment`] if this machine has no such interface; lists those it has.
     pub(crate) fn find(text: &str) -> Result<Interface> {
         let all: Vec<(String, IpAddr)> = if_addrs::get_if_addrs()
-            .map_err(|e| environment(format!("cannot list this machine's network interfaces: {e}")))?
+            .map_err(|e| Error::environment(format!("cannot list this machine's network interfaces: {e}")))?
             .into_iter()
             .map(|interface| (interface.name.clone(), interface.ip()))
             .collect();
@@ -28,12 +28,12 @@ impl Interface {
                 Ok(_) => "is no address of this machine",
                 Err(_) => "is no network interface of this machine that is up and has an address",
             };
-            return Err(environment(format!("the interface {text:?} {what}; it has {}", listed(&all))));
+            return Err(Error::environment(format!("the interface {text:?} {what}; it has {}", listed(&all))));
         }
         Ok(Interface { addresses })
     }
 
-    /// From where to connect to `target`; `None` leaves it to the system.
+    /// Address from which to connect to `target`; `None` leaves it to the system.
     pub(crate) fn toward(&self, target: IpAddr) -> io::Result<Option<IpAddr>> {
         if self.addresses.is_empty() || target.is_loopback() {
             return Ok(None);
@@ -50,14 +50,14 @@ impl Interface {
         }
     }
 
-    /// Where to listen, if that was chosen; of the family of `like` where there is a choice.
+    /// Address on which to listen, if one was chosen; of the family of `like` where there is a choice.
     pub(crate) fn listens(&self, like: IpAddr) -> Option<IpAddr> {
         let same_family = |address: &&IpAddr| address.is_ipv4() == like.is_ipv4();
         self.addresses.iter().find(same_family).or(self.addresses.first()).copied()
     }
 }
 
-/// The addresses among `all` that `text` means.
+/// Addresses among `all` that `text` means.
 fn choose(text: &str, all: &[(String, IpAddr)]) -> Vec<IpAddr> {
     if let Ok(ip) = text.parse::<IpAddr>() {
         // All of 127.0.0.0/8 is this machine, though not all of it is listed.
@@ -72,10 +72,6 @@ fn choose(text: &str, all: &[(String, IpAddr)]) -> Vec<IpAddr> {
 fn listed(all: &[(String, IpAddr)]) -> String {
     let shown: Vec<String> = all.iter().map(|(name, ip)| format!("{name} ({ip})")).collect();
     if shown.is_empty() { "none".to_owned() } else { shown.join(", ") }
-}
-
-fn environment(message: String) -> Error {
-    Error::Environment { message }
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
-//! Sockets that no other user of the machine can serve or reach: abstract unix sockets whose peer is asked for its user.
+//! Sockets that no other user of the machine can serve or reach: abstract unix sockets whose peer is asked for its
+//! user.
 //!
-//! An abstract name needs no file and is gone with its owner, so nothing is left behind. Anybody on the machine may bind or connect to
-//! it, so both ends ask the kernel who the other is.
+//! An abstract name needs no file and is gone with its owner, so nothing is left behind. Any user of the machine may
+//! bind or connect to it, so both ends ask the kernel for the user of the other.
 
 use std::io;
 
@@ -52,7 +53,7 @@ pub(crate) fn connect_packets(name: &str) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// Whether the other end is a process of this user.
+/// Checks that the other end is a process of this user.
 ///
 /// # Errors
 /// `PermissionDenied`, with the user, if it is not.
@@ -70,7 +71,8 @@ pub(crate) fn check_peer(socket: &Socket) -> io::Result<()> {
     ))
 }
 
-/// Below a name of ours, so that nobody has it by chance; hashed, since a name may be longer than an address.
+/// Address of `name`: below a prefix of ours, so that no other program has it by chance; hashed, since a name may be
+/// longer than an address.
 #[cfg(target_os = "linux")]
 fn address(name: &str) -> io::Result<socket2::SockAddr> {
     use sha2::{Digest, Sha256};

@@ -1,4 +1,4 @@
-//! Waiting for sockets with a deadline, and waking who waits.
+//! Waits for sockets with a deadline, and a waker that ends them.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -32,12 +32,13 @@ pub(crate) fn wait(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Res
     }
 }
 
-/// Interrupts a [`wait`] from another thread: a byte in a socket pair. Waking never blocks, and waking twice is waking once.
+/// Interrupts a [`wait`] from another thread by a byte in a socket pair. Waking never blocks; waking twice is waking
+/// once.
 #[derive(Debug)]
 pub(crate) struct Waker {
-    /// Written by whoever wakes.
+    /// Written by the thread that wakes.
     ring: UnixStream,
-    /// Polled and emptied by the one who waits.
+    /// Polled and emptied by the thread that waits.
     bell: UnixStream,
 }
 
@@ -54,7 +55,7 @@ impl Waker {
         let _ = (&self.ring).write(&[1]);
     }
 
-    /// Forgets the wakes so far. Call it before looking at the state they announce, never after.
+    /// Forgets the wakes so far. Call it before looking at the state that they announce, never after.
     pub(crate) fn clear(&self) {
         let mut sink = [0; 64];
         while matches!((&self.bell).read(&mut sink), Ok(n) if n == sink.len()) {}

@@ -1,7 +1,8 @@
 //! Length-prefixed postcard messages over a non-blocking socket.
 //!
-//! A message is a little-endian `u32` length and that many bytes. The length is compared with the connection's cap before anything
-//! is allocated, memory grows only with bytes that arrived, and nothing is read beyond the message asked for.
+//! A message is a little-endian `u32` length and that many bytes. The length is compared with the connection's cap
+//! before anything is allocated, memory grows only with bytes that arrived, and nothing is read beyond the message
+//! asked for.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -14,11 +15,11 @@ use socket2::Socket;
 
 use super::wait::wait;
 
-/// How long the rest of a message may take once its first byte is there, and how long a peer may refuse to read an answer.
+/// Deadline for the rest of a message after its first byte, and for a peer to read an answer.
 pub(crate) const MESSAGE_DEADLINE: Duration = Duration::from_secs(10);
 
 const PREFIX: usize = 4;
-/// Upper bound for one read, so that a claimed length costs the claimant bytes before it costs us memory.
+/// Most bytes of one read, so that a claimed length costs the sender bytes before it costs us memory.
 const READ_STEP: usize = 64 * 1024;
 
 /// One connection that carries messages.
@@ -29,11 +30,11 @@ pub(crate) struct Wire {
     cap: usize,
     /// The incomplete incoming message, prefix included.
     incoming: Vec<u8>,
-    /// When the first byte of `incoming` arrived.
+    /// Time at which the first byte of `incoming` arrived.
     incoming_since: Option<Instant>,
-    /// What the socket did not take yet.
+    /// Bytes that the socket did not take yet.
     outgoing: Vec<u8>,
-    /// When `outgoing` began to wait.
+    /// Time at which `outgoing` began to wait.
     outgoing_since: Option<Instant>,
 }
 
@@ -49,7 +50,7 @@ impl Wire {
         &self.socket
     }
 
-    /// Appends a message to what is to be sent; [`flush`](Self::flush) sends.
+    /// Queues a message; [`flush`](Self::flush) sends.
     pub(crate) fn queue(&mut self, message: &impl Serialize) -> io::Result<()> {
         let body = postcard::to_stdvec(message).map_err(invalid)?;
         let len = u32::try_from(body.len()).map_err(invalid)?;
@@ -90,8 +91,8 @@ impl Wire {
         self.outgoing.len()
     }
 
-    /// The next whole message, if its bytes are there. Never blocks. The end of the stream is `UnexpectedEof`; a length over the cap
-    /// or bytes that are no `T` are `InvalidData`.
+    /// The next whole message, if its bytes are there. Never blocks. The end of the stream is `UnexpectedEof`; a length
+    /// over the cap or bytes that are no `T` are `InvalidData`.
     pub(crate) fn next<T: DeserializeOwned>(&mut self) -> io::Result<Option<T>> {
         if !self.read_message()? {
             return Ok(None);
@@ -106,7 +107,7 @@ impl Wire {
         Ok(Some(message))
     }
 
-    /// Whether `incoming` holds a whole message.
+    /// Reads on; true if `incoming` holds a whole message.
     fn read_message(&mut self) -> io::Result<bool> {
         loop {
             let have = self.incoming.len();
@@ -137,7 +138,7 @@ impl Wire {
         }
     }
 
-    /// When this connection is to be given up because the peer neither finishes its message nor reads ours.
+    /// Time at which this connection is given up because the peer neither finishes its message nor reads ours.
     pub(crate) fn stalled_at(&self) -> Option<Instant> {
         let since = match (self.incoming_since, self.outgoing_since) {
             (Some(a), Some(b)) => a.min(b),
@@ -146,7 +147,7 @@ impl Wire {
         Some(since + MESSAGE_DEADLINE)
     }
 
-    /// Sends a message and waits until the socket took it.
+    /// Sends a message and waits until the socket has taken it.
     pub(crate) fn send(&mut self, message: &impl Serialize, deadline: Instant) -> io::Result<()> {
         self.queue(message)?;
         while !self.flush()? {

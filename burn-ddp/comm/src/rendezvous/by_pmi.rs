@@ -1,22 +1,21 @@
-//! Ranks that MPICH's mpirun started agree where they meet, and on a secret, through its process manager.
+//! Meeting point and secret of ranks that MPICH's mpirun started, exchanged through its process manager.
 
 use std::sync::Mutex;
 use std::time::Instant;
 
-use super::store_location::job_key;
-use super::{Agreed, environment};
+use super::store_location::{Agreed, job_key};
 use crate::env::{LaunchEnv, Meeting};
 use crate::net::address;
 use crate::pmi::Pmi;
 use crate::store::Serving;
 use crate::sync::lock;
-use crate::{JobKey, Result, Secret};
+use crate::{Error, JobKey, Result, Secret};
 
-/// Under which rank 0 says `host:port`, or `secret@host:port` if no file has the secret.
+/// Key under which rank 0 puts `host:port`, or `secret@host:port` if no file has the secret.
 const KEY: &str = "burn-ddp";
 
-/// What the ranks of this process's job agreed on. Process-wide as is the session with the process manager: a second world of this process
-/// meets at the same place.
+/// Agreement of the ranks of this process's job. Process-wide as the session with the process manager: a second world
+/// of this process meets at the same place.
 static SESSION: Mutex<Option<Session>> = Mutex::new(None);
 
 #[derive(Clone)]
@@ -47,7 +46,7 @@ pub(super) fn agree(env: &LaunchEnv, fd: i32, host: &str, deadline: Instant) -> 
         return Ok(Agreed { job: job_key(&env, &meeting)?, meeting, server });
     };
     let job = JobKey::new(&secret, &job_id, env.restart_count);
-    // The first time rank 0 has the store already, and just goes there.
+    // The first time rank 0 hosts the store already.
     let meeting = match server {
         Some(_) => Meeting::Launcher { host, port },
         None => Meeting::Rank0 { host, port },
@@ -55,7 +54,7 @@ pub(super) fn agree(env: &LaunchEnv, fd: i32, host: &str, deadline: Instant) -> 
     Ok(Agreed { meeting, job, server })
 }
 
-/// Rank 0 hosts the store on a free port of `host`, and says so.
+/// Rank 0 hosts the store on a free port of `host` and publishes the address.
 fn exchange(
     pmi: &mut Pmi,
     env: &LaunchEnv,
@@ -86,9 +85,8 @@ fn exchange(
     match (secret, address::split(place)) {
         (Some(secret), Some((host, port))) => Ok((secret, host.to_owned(), port)),
         // Not shown, since it may hold the secret.
-        _ => Err(environment(
-            "rank 0 has said no place and secret to meet; is BURN_DDP_SECRET_FILE set for all ranks or for none?"
-                .into(),
+        _ => Err(Error::environment(
+            "rank 0 has published no address and secret; is BURN_DDP_SECRET_FILE set for all ranks or for none?",
         )),
     }
 }
@@ -102,8 +100,9 @@ fn host_store(host: &str, job: &JobKey) -> Result<(Serving, u16)> {
         Ok((Serving::start(listener, job)?, at.port()))
     });
     hosted.map_err(|e| {
-        environment(format!(
-            "rank 0 cannot host the store on {host}, as mpirun calls its machine: {e}; name another address of it by BURN_DDP_MASTER=host:port"
+        Error::environment(format!(
+            "rank 0 cannot host the store on {host}, as mpirun calls its machine: {e}; name another address of it by \
+             BURN_DDP_MASTER=host:port"
         ))
     })
 }

@@ -1,13 +1,17 @@
-//! Ranks of different processes find each other.
+//! Rendezvous: how ranks of different processes find each other.
 //!
-//! 1. Rank 0 (or the launcher) hosts the [store](crate::store); everybody connects to it, and proves to know the job's secret.
-//! 2. Each rank posts who it is and where it listens. The last one to come posts the verdict: the table of all ranks. A rank that
-//!    finds a fault, or whose time is over, posts that instead. Only the first verdict counts, so all ranks get the same.
-//! 3. Of each pair of ranks the higher one connects to the lower one's listener: that is the control connection. Its key follows from the
-//!    job's and a random token in the verdict, so that who merely saw the traffic cannot connect.
+//! 1. Rank 0 (or the launcher) hosts the [store](crate::store); all ranks connect to it, and prove to know the job's
+//!    secret.
+//! 2. Each rank posts its number and its address. The last one to come posts the verdict: the table of all ranks. A
+//!    rank that finds a fault, or whose deadline passes, posts that instead. The first verdict counts, so all ranks get
+//!    the same.
+//! 3. Of each pair of ranks the higher one connects to the lower one's listener: that is the control connection. Its
+//!    key is derived from the job's and a random token in the verdict, so that seeing the traffic is not enough to
+//!    connect.
 //!
-//! Keys, below the job id: `{round}/rank/{r}` is a rank's [`Entry`], `{round}/arrived` their number, `{round}/first` the first entry, `{round}/verdict` the [`Verdict`].
-//! A process that joins again, after it left, finds its own entry in a decided round and takes the next.
+//! Keys in the store, below the job id: `{round}/rank/{r}` is a rank's [`Entry`], `{round}/arrived` the number of
+//! entries, `{round}/first` the first entry, `{round}/verdict` the [`Verdict`](round).
+//! A process that joins again after it left finds its own entry in a decided round and takes the next round.
 
 mod by_pmi;
 pub(crate) mod round;
@@ -19,8 +23,9 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 pub use self::round::fail_join;
-use self::round::{Entry, Round};
+use self::round::{Entry, Round, threads};
 use self::settings::Settings;
+use self::store_location::Agreed;
 use crate::auth::handshake::Purpose;
 use crate::auth::job_key::LinkKey;
 use crate::engine::by_place::{self, ByPlace};
@@ -33,25 +38,25 @@ use crate::membership::{Membership, Outbox, Wake};
 use crate::net::address;
 use crate::net::dial::dial;
 use crate::net::interface::Interface;
-use crate::store::Serving;
 use crate::world::{Seat, World};
-use crate::{Error, JobKey, Options, PeerInfo, Result};
+use crate::{Error, PeerInfo, Result, WorldOptions};
 
-/// What connecting to the peers gets at least, and at most, once all are known to be there.
+/// Least and most time for connecting to the peers, once all are known to be there.
 const MESH_TIME: std::ops::RangeInclusive<Duration> = Duration::from_secs(10)..=Duration::from_secs(60);
 
 impl World {
     /// Joins the job that `env` describes, one process per rank (or one thread). Blocks until all ranks have come.
     ///
-    /// Groups of ranks that share a machine, and a user of it, talk through shared memory; others over TCP: each to each, over a
-    /// connection per pair and group. [`Options::engine`] demands one or the other. Ranks listen on [`LaunchEnv::interface`], or the
-    /// interface through which they reach the master; on loopback if the master is this machine by name. Whoever connects proves to know
-    /// the job's [`Secret`](crate::Secret); without one, ranks of one machine meet by a local socket.
+    /// Groups of ranks that share a machine, and a user of it, talk through shared memory; others over TCP: each to
+    /// each, over a connection per pair and group. [`WorldOptions::engine`] demands one or the other. Ranks listen on
+    /// [`LaunchEnv::interface`], or the interface through which they reach the master; on loopback if the master is
+    /// this machine by name. Whoever connects proves to know the job's [`Secret`](crate::Secret); without one, ranks of
+    /// one machine meet by a local socket.
     ///
     /// ```
-    /// use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, Options, ReduceOp, Secret, StoreServer, World};
+    /// use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, WorldOptions, ReduceOp, Secret, StoreServer, World};
     ///
-    /// // What the launcher does: it makes a secret, hosts the store, and tells each rank who it is.
+    /// // The launcher's part: it makes a secret, hosts the store, and tells each rank its number.
     /// let (job, secret) = ("example", Secret::generate()?);
     /// let secret_file = std::env::temp_dir().join(format!("burn-ddp-{}.secret", std::process::id()));
     /// secret.write_new(&secret_file)?;
@@ -61,12 +66,12 @@ impl World {
     ///     secret_file: Some(secret_file.clone()),
     ///     ..LaunchEnv::new(rank, 2, meeting.clone(), job)
     /// };
-    /// // What each rank does, here as threads.
+    /// // The ranks' part, here as threads.
     /// std::thread::scope(|s| {
     ///     for rank in 0..2 {
     ///         let env = env(rank);
     ///         s.spawn(move || {
-    ///             let world = World::join(&env, Options::default()).unwrap();
+    ///             let world = World::join(&env, WorldOptions::default()).unwrap();
     ///             let mut x = [rank as f32, 1.0];
     ///             world.group().unwrap().all_reduce(&mut x, ReduceOp::Sum).unwrap();
     ///             assert_eq!(x, [1.0, 2.0]);
@@ -78,19 +83,20 @@ impl World {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Environment`] if `env` contradicts itself, rank 0 cannot listen at the master's address, or the master cannot be reached
-    /// or refuses this process. [`Error::Rendezvous`], the same on all ranks, if within [`Options::join_timeout`] not all ranks came
-    /// (lists who did and who did not), a rank came twice, or ranks disagree about the world
-    /// size, burn-ddp's version, [`timeout`](Options::timeout), [`heartbeat`](Options::heartbeat),
-    /// [`peer_timeout`](Options::peer_timeout), [`engine`](Options::engine) or [`config`](Options::config).
-    pub fn join(env: &LaunchEnv, options: Options) -> Result<World> {
+    /// [`Error::Environment`] if `env` contradicts itself, rank 0 cannot listen at the master's address, or the master
+    /// cannot be reached or refuses this process. [`Error::Rendezvous`], the same on all ranks, if within
+    /// [`WorldOptions::join_timeout`] not all ranks came (lists who did and who did not), a rank came twice, or ranks
+    /// disagree about the world size, burn-ddp's version, [`timeout`](WorldOptions::timeout),
+    /// [`heartbeat`](WorldOptions::heartbeat), [`peer_timeout`](WorldOptions::peer_timeout),
+    /// [`engine`](WorldOptions::engine) or [`config`](WorldOptions::config).
+    pub fn join(env: &LaunchEnv, options: WorldOptions) -> Result<World> {
         let seat = join(env, &options)?;
         Ok(World::from_seat(seat, options))
     }
 }
 
 /// Joins the world that `env` describes.
-fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
+fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     check(env)?;
     options.check()?;
     let start = Instant::now();
@@ -102,7 +108,7 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
             Agreed { job: store_location::job_key(env, &meeting)?, meeting, server: None }
         }
     };
-    // On one machine the kernel connects them, whatever else is there.
+    // On one machine the kernel connects them, whatever interfaces there are.
     let via = match &env.interface {
         Some(name) if !matches!(meeting, Meeting::Local { .. }) => Interface::find(name)?,
         _ => Interface::default(),
@@ -110,8 +116,12 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
     let (hosted, store) = store_location::meet(env, &meeting, &job, &via, start, deadline)?;
     server = server.or(hosted);
     let local_ip = via.listens(store.local_ip()).unwrap_or(store.local_ip());
-    let (listener, listens) = control::listen(local_ip)
-        .map_err(|e| environment(format!("cannot listen on {local_ip}, from where the master is reached: {e}")))?;
+    let (listener, listens) = control::listen(local_ip).map_err(|e| {
+        Error::environment(format!(
+            "cannot listen on {local_ip}, from where the master is reached: \
+                                                 {e}"
+        ))
+    })?;
     let me = Entry {
         peer: PeerInfo::here(env.rank, env.local_rank, env.node_rank),
         world_size: env.world_size,
@@ -170,18 +180,10 @@ fn join(env: &LaunchEnv, options: &Options) -> Result<Seat> {
     })
 }
 
-/// Where the ranks meet, and what admits to it.
-struct Agreed {
-    meeting: Meeting,
-    job: JobKey,
-    /// The store, if this rank hosts it and it is there already.
-    server: Option<Serving>,
-}
-
 /// `LaunchEnv` can be made by hand.
 fn check(env: &LaunchEnv) -> Result<()> {
     if env.rank >= env.world_size || env.local_rank >= env.local_world_size || env.local_world_size > env.world_size {
-        return Err(environment(format!(
+        return Err(Error::environment(format!(
             "rank {} of {}, local rank {} of {} contradict each other",
             env.rank, env.world_size, env.local_rank, env.local_world_size
         )));
@@ -191,7 +193,7 @@ fn check(env: &LaunchEnv) -> Result<()> {
     if let Meeting::Local { name } = &env.meeting
         && far
     {
-        return Err(environment(format!(
+        return Err(Error::environment(format!(
             "the ranks meet at the local socket {name:?}, but {elsewhere} of {} run on other machines",
             env.world_size
         )));
@@ -200,8 +202,9 @@ fn check(env: &LaunchEnv) -> Result<()> {
     let reachable = matches!(env.meeting, Meeting::Launcher { .. } | Meeting::Pmi { .. });
     if far && !reachable && address::is_loopback(env.meeting.host()) {
         let host = env.meeting.host();
-        return Err(environment(format!(
-            "the master is {host}, which only ranks on its own machine can reach, but {} of {} ranks run elsewhere; give the name or address of rank 0's machine",
+        return Err(Error::environment(format!(
+            "the master is {host}, which only ranks on its own machine can reach, but {} of {} ranks run elsewhere; \
+             give the name or address of rank 0's machine",
             elsewhere, env.world_size
         )));
     }
@@ -245,12 +248,4 @@ fn unreached(peer: &PeerInfo, how: &str) -> Error {
         came: Vec::new(),
         missing: vec![peer.rank],
     }
-}
-
-fn threads(e: std::io::Error) -> Error {
-    environment(format!("this process cannot have another thread or socket: {e}"))
-}
-
-fn environment(message: String) -> Error {
-    Error::Environment { message }
 }

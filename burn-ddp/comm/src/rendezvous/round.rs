@@ -1,4 +1,4 @@
-//! Coming together, in the store: each rank posts itself, one verdict counts for all.
+//! One round of meeting in the store: each rank posts its entry, and one verdict counts for all.
 
 use std::time::{Duration, Instant};
 
@@ -6,68 +6,73 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::settings::{self, Settings};
-use super::{environment, threads};
 use crate::auth::key::{KEY_BYTES, random};
 use crate::store::{Store, StoreClient};
 use crate::{Error, JobKey, PeerInfo, Result};
 
 /// Rounds of one job in one store; more would be a program that joins in a loop.
 const ROUNDS_CAP: u32 = 10_000;
-/// How much longer the others wait than the rank that hosts the store.
+/// Time that the other ranks wait longer than the rank that hosts the store.
 const AFTER_THE_HOST: Duration = Duration::from_secs(1);
 
-/// One rank, as it posts itself.
+/// A rank's entry in the store.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Entry {
     pub(super) peer: PeerInfo,
     pub(super) world_size: usize,
-    /// Where it listens.
+    /// Address on which it listens.
     pub(super) host: String,
     pub(super) port: u16,
-    /// Equal for ranks that can share memory; not known everywhere.
+    /// Equal for ranks that can share memory; not known on all systems.
     pub(super) machine: Option<String>,
     pub(super) config: Settings,
 }
 
-/// How a round ends.
+impl Entry {
+    fn settings(&self) -> (&PeerInfo, &Settings) {
+        (&self.peer, &self.config)
+    }
+}
+
+/// Outcome of a round.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Verdict {
-    /// All are there.
+    /// All ranks came.
     Complete {
-        /// Random: with the job's key it yields that of this world's connections.
+        /// Random: with the job's key it yields the key of this world's connections.
         token: [u8; KEY_BYTES],
         entries: Vec<Entry>,
     },
-    /// They did not come together.
+    /// They did not all come, or do not fit together.
     Failed(Error),
 }
 
-/// One rank's part in coming together.
+/// A rank's part in a round.
 pub(super) struct Round<'a> {
     pub(super) store: &'a StoreClient,
     pub(super) job: &'a JobKey,
     pub(super) me: &'a Entry,
-    /// Whether the store lives in this process.
+    /// True if the store lives in this process.
     pub(super) hosts: bool,
     pub(super) start: Instant,
     pub(super) deadline: Instant,
 }
 
 impl Round<'_> {
-    /// Posts this rank, and waits for the verdict: the token and all entries, by rank.
+    /// Posts this rank and waits for the verdict: the token and all entries, by rank.
     pub(super) fn attend(&self) -> Result<([u8; KEY_BYTES], Vec<Entry>)> {
         let number = self.post()?;
         if self.store.add(&self.key(number, "arrived"), 1)? == self.me.world_size as i64 {
-            // What cannot be read here keeps the others waiting, too, unless they are told.
+            // Entries that cannot be read fail the others, too: they would wait in vain.
             let verdict = self.complete(number).unwrap_or_else(Verdict::Failed);
             self.decide(number, &verdict)?;
         }
-        // A rank that hosts the store gives up first: when it has, the store may be gone before a later verdict gets through.
+        // A rank that hosts the store gives up first: then the store may be gone before a later verdict arrives.
         let late = if self.hosts { Duration::ZERO } else { AFTER_THE_HOST };
         let left = (self.deadline + late).saturating_duration_since(Instant::now());
         let verdict = match self.store.get(&self.key(number, "verdict"), left) {
             Ok(bytes) => decode(&bytes)?,
-            // Somebody may have come at the last moment: what counts is the first verdict.
+            // The last rank may have come at the last moment: the first verdict counts.
             Err(Error::StoreTimeout { .. }) => self.decide(number, &Verdict::Failed(self.missed(number)?))?,
             Err(e) => return Err(e),
         };
@@ -77,7 +82,7 @@ impl Round<'_> {
         }
     }
 
-    /// Posts this rank in the first round that is open to it; the round's number.
+    /// Posts this rank in the first round that is open to it; returns the round's number.
     fn post(&self) -> Result<u32> {
         let mine = encode(self.me)?;
         for number in 0..ROUNDS_CAP {
@@ -99,10 +104,10 @@ impl Round<'_> {
                 return Err(error);
             }
         }
-        Err(environment(format!("this process has joined {ROUNDS_CAP} times")))
+        Err(Error::environment(format!("this process has joined {ROUNDS_CAP} times")))
     }
 
-    /// The first one to come says how many are to come.
+    /// Compares the world size with that of the first rank that came.
     fn agree_on_size(&self, number: u32, mine: &[u8]) -> Result<()> {
         let Some(first) = self.store.set_new(&self.key(number, "first"), mine)? else { return Ok(()) };
         let first: Entry = decode(&first)?;
@@ -118,7 +123,7 @@ impl Round<'_> {
         Err(error)
     }
 
-    /// The verdict, now that as many ranks have come as there are.
+    /// Verdict once all ranks have come.
     fn complete(&self, number: u32) -> Result<Verdict> {
         let mut entries = self.entries(number)?;
         entries.sort_by_key(|entry| entry.peer.rank);
@@ -128,11 +133,11 @@ impl Round<'_> {
                 message: format!("{size} ranks arrived, but not each of them: {entries:?}"),
             });
         }
-        if let Some(message) = settings::difference(&entries) {
+        if let Some(message) = settings::difference(entries.iter().map(Entry::settings)) {
             return Ok(Verdict::Failed(Error::Rendezvous { message, came: Vec::new(), missing: Vec::new() }));
         }
-        if let Some((one, other)) = settings::different_programs(&entries) {
-            tracing::warn!("{} and {} run different programs", one.peer, other.peer);
+        if let Some((one, other)) = settings::different_programs(entries.iter().map(Entry::settings)) {
+            tracing::warn!("{one} and {other} run different programs");
         }
         for entry in &mut entries {
             entry.config = std::mem::take(&mut entry.config).compared();
@@ -140,7 +145,7 @@ impl Round<'_> {
         Ok(Verdict::Complete { token: random().map_err(threads)?, entries })
     }
 
-    /// The error of a round whose time is over.
+    /// Error of a round that missed its deadline.
     fn missed(&self, number: u32) -> Result<Error> {
         let mut came: Vec<PeerInfo> = self.entries(number)?.into_iter().map(|entry| entry.peer).collect();
         came.sort_by_key(|peer| peer.rank);
@@ -169,13 +174,14 @@ impl Round<'_> {
     }
 }
 
-/// Tells the ranks of `job` that are joining, and those that still come, that they wait in vain: `missing` ended before they joined.
+/// Tells the ranks of `job` that are joining, and those that still come, that they wait in vain: `missing` ended before
+/// they joined.
 ///
 /// For the launcher, which sees that a process ended, and connects to the store as a rank does. Ranks that have joined
 /// already notice nothing. Several callers: the first one's `cause` is told.
 ///
 /// ```
-/// use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, Options, Secret, StoreClient, StoreServer, World, fail_join};
+/// use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, WorldOptions, Secret, StoreClient, StoreServer, World, fail_join};
 /// use std::time::Duration;
 ///
 /// let job = JobKey::trusting_network("example", 0);
@@ -186,7 +192,7 @@ impl Round<'_> {
 ///
 /// let meeting = Meeting::Launcher { host: address.ip().to_string(), port: address.port() };
 /// let env = LaunchEnv { trust_network: true, ..LaunchEnv::new(0, 2, meeting, "example") };
-/// let error = World::join(&env, Options::default()).unwrap_err().to_string();
+/// let error = World::join(&env, WorldOptions::default()).unwrap_err().to_string();
 /// assert!(error.contains("exit code 3") && error.contains("missing: rank 1"), "{error}");
 /// # Ok::<(), burn_ddp_comm::Error>(())
 /// ```
@@ -202,10 +208,10 @@ pub fn fail_join(store: &dyn Store, job: &JobKey, missing: &[usize], cause: &str
             return Ok(());
         }
     }
-    Err(environment(format!("job {:?} has joined {ROUNDS_CAP} times", job.name())))
+    Err(Error::environment(format!("job {:?} has joined {ROUNDS_CAP} times", job.name())))
 }
 
-/// Who has come so far.
+/// Entries of the ranks that have come so far.
 fn entries(store: &dyn Store, job: &JobKey, number: u32) -> Result<Vec<Entry>> {
     let keys = store.keys(&key(job, number, "rank/"))?;
     keys.iter().map(|key| decode(&store.get(key, Duration::ZERO)?)).collect()
@@ -217,6 +223,11 @@ fn decide(store: &dyn Store, job: &JobKey, number: u32, verdict: &Verdict) -> Re
         None => Ok(verdict.clone()),
         Some(first) => decode(&first),
     }
+}
+
+/// Error of a thread or socket that the system refuses.
+pub(super) fn threads(e: std::io::Error) -> Error {
+    Error::environment(format!("this process cannot have another thread or socket: {e}"))
 }
 
 fn key(job: &JobKey, number: u32, name: &str) -> String {
@@ -235,13 +246,14 @@ fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     })
 }
 
-/// What the store may hold, read the way ranks do.
+/// Parses any bytes from the store the way ranks do.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(bytes: &[u8]) {
     if let Ok(entry) = decode::<Entry>(bytes) {
         assert!(encode(&entry).is_ok());
     }
     if let Ok(Verdict::Complete { entries, .. }) = decode(bytes) {
-        let _ = (settings::difference(&entries), settings::different_programs(&entries));
+        let ranks = || entries.iter().map(Entry::settings);
+        let _ = (settings::difference(ranks()), settings::different_programs(ranks()));
     }
 }

@@ -1,4 +1,4 @@
-//! What must be the same on all ranks, compared before the first step.
+//! Settings that must be the same on all ranks, compared before the first step.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -7,24 +7,24 @@ use std::sync::OnceLock;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::round::Entry;
-use crate::Options;
+use crate::{PeerInfo, WorldOptions};
 
-/// How much of the program is looked at: this many blocks, evenly spread. A hash of all of it would cost a large program seconds.
+/// Blocks of the program's file that its fingerprint covers, evenly spread. A hash of all of it would take seconds for
+/// a large program.
 const BLOCKS: u64 = 64;
 const BLOCK_BYTES: usize = 4096;
 
-/// What a rank brings along.
+/// Settings of a rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Settings {
     /// Names and values that must be equal.
     settings: Vec<(String, String)>,
-    /// What tells programs apart. Different ones are legitimate (mixed devices), so this is only shown.
+    /// Fingerprint of the program. Different programs are legitimate (mixed devices), so a difference is only shown.
     program: Option<u64>,
 }
 
 impl Settings {
-    pub(super) fn of(options: &Options) -> Settings {
+    pub(super) fn of(options: &WorldOptions) -> Settings {
         let own = [
             ("burn-ddp's version", env!("CARGO_PKG_VERSION").to_owned()),
             ("timeout", format!("{:?}", options.timeout)),
@@ -39,17 +39,18 @@ impl Settings {
         Settings { settings: own.chain(options.config.iter().cloned()).collect(), program: fingerprint() }
     }
 
-    /// Without what was compared already.
+    /// The same without the settings that were compared already.
     pub(super) fn compared(self) -> Settings {
         Settings { settings: Vec::new(), ..self }
     }
 }
 
-/// The first difference in what must be equal, as a sentence.
-pub(super) fn difference(entries: &[Entry]) -> Option<String> {
-    let (first, others) = entries.split_first()?;
-    for entry in others {
-        let (ours, theirs) = (&first.config.settings, &entry.config.settings);
+/// The first difference in settings that must be equal, as a sentence.
+pub(super) fn difference<'a>(mut ranks: impl Iterator<Item = (&'a PeerInfo, &'a Settings)>) -> Option<String> {
+    let (first, ours) = ranks.next()?;
+    for (peer, theirs) in ranks {
+        let other_program = ours.program != theirs.program;
+        let (ours, theirs) = (&ours.settings, &theirs.settings);
         if ours == theirs {
             continue;
         }
@@ -69,12 +70,12 @@ pub(super) fn difference(entries: &[Entry]) -> Option<String> {
         };
         let mut text = format!(
             "ranks disagree about {what}: {} has {one}, {} has {other}; it must be the same everywhere",
-            first.peer, entry.peer
+            first, peer
         );
         if different.len() > 1 {
             text.push_str(&format!(" (they differ in {} settings)", different.len()));
         }
-        if first.config.program != entry.config.program {
+        if other_program {
             text.push_str("; they run different programs");
         }
         return Some(text);
@@ -83,12 +84,14 @@ pub(super) fn difference(entries: &[Entry]) -> Option<String> {
 }
 
 /// The first two ranks that run different programs.
-pub(super) fn different_programs(entries: &[Entry]) -> Option<(&Entry, &Entry)> {
-    let (first, others) = entries.split_first()?;
-    others.iter().find(|entry| entry.config.program != first.config.program).map(|other| (first, other))
+pub(super) fn different_programs<'a>(
+    mut ranks: impl Iterator<Item = (&'a PeerInfo, &'a Settings)>,
+) -> Option<(&'a PeerInfo, &'a PeerInfo)> {
+    let (first, ours) = ranks.next()?;
+    ranks.find(|(_, theirs)| theirs.program != ours.program).map(|(other, _)| (first, other))
 }
 
-/// What tells this program from others; `None` where it cannot be read. A process has but one program, so it is looked at once.
+/// Fingerprint of this program, computed once per process; `None` if its file cannot be read.
 fn fingerprint() -> Option<u64> {
     static FINGERPRINT: OnceLock<Option<u64>> = OnceLock::new();
     *FINGERPRINT.get_or_init(look)
@@ -109,37 +112,42 @@ fn look() -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::PeerInfo;
 
-    fn entry(rank: usize, settings: &[(&str, &str)], program: u64) -> Entry {
+    fn entry(rank: usize, settings: &[(&str, &str)], program: u64) -> (PeerInfo, Settings) {
         let settings = settings.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-        let config = Settings { settings, program: Some(program) };
-        Entry { peer: PeerInfo::here(rank, rank, 0), world_size: 3, host: "::1".into(), port: 1, machine: None, config }
+        (PeerInfo::here(rank, rank, 0), Settings { settings, program: Some(program) })
+    }
+
+    fn differ(ranks: &[(PeerInfo, Settings)]) -> Option<String> {
+        difference(ranks.iter().map(|(peer, settings)| (peer, settings)))
     }
 
     #[test]
     fn a_difference_names_both_ranks_and_values() {
         let same = entry(0, &[("a", "1"), ("b", "2")], 7);
-        assert_eq!(difference(&[same.clone(), entry(1, &[("a", "1"), ("b", "2")], 8)]), None);
-        let text = difference(&[same.clone(), same.clone(), entry(2, &[("a", "1"), ("b", "3")], 7)]).unwrap();
+        assert_eq!(differ(&[same.clone(), entry(1, &[("a", "1"), ("b", "2")], 8)]), None);
+        let text = differ(&[same.clone(), same.clone(), entry(2, &[("a", "1"), ("b", "3")], 7)]).unwrap();
         assert!(
             text.contains("about b: rank 0 (") && text.contains("has 2, rank 2 (") && text.contains("has 3;"),
             "{text}"
         );
-        let text = difference(&[same.clone(), entry(1, &[("a", "0")], 8)]).unwrap();
+        let text = differ(&[same.clone(), entry(1, &[("a", "0")], 8)]).unwrap();
         assert!(
             text.contains("about a") && text.contains("2 settings") && text.contains("different programs"),
             "{text}"
         );
-        let text = difference(&[same, entry(1, &[("a", "1")], 7)]).unwrap();
+        let text = differ(&[same, entry(1, &[("a", "1")], 7)]).unwrap();
         assert!(text.contains("about b") && text.contains("has nothing"), "{text}");
     }
 
     #[test]
     fn programs_are_told_apart() {
+        let programs = |ranks: &[(PeerInfo, Settings)]| {
+            different_programs(ranks.iter().map(|(peer, settings)| (peer, settings))).map(|(_, other)| other.rank)
+        };
         let (a, b) = (entry(0, &[], 7), entry(1, &[], 8));
-        assert!(different_programs(&[a.clone(), a.clone()]).is_none());
-        assert_eq!(different_programs(&[a, b]).unwrap().1.peer.rank, 1);
+        assert_eq!(programs(&[a.clone(), a.clone()]), None);
+        assert_eq!(programs(&[a, b]), Some(1));
         assert!(fingerprint().is_some());
         assert_eq!(look(), look());
     }

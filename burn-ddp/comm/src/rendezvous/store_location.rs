@@ -1,9 +1,8 @@
-//! Where the store of a job is: hosting it, and finding it.
+//! The store of a job: rank 0 hosts it, all ranks find it.
 
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
-use super::environment;
 use crate::auth::handshake::HANDSHAKE_DEADLINE;
 use crate::env::{LaunchEnv, Meeting, PORTS_ABOVE};
 use crate::net::interface::Interface;
@@ -11,9 +10,18 @@ use crate::net::{address, local};
 use crate::store::{Place, Serving, StoreClient, Unreached};
 use crate::{Error, JobKey, Result, Secret};
 
-/// Where the ranks of `env` meet.
+/// Meeting point and key of a job, as its ranks agreed.
+pub(super) struct Agreed {
+    pub(super) meeting: Meeting,
+    pub(super) job: JobKey,
+    /// The store, if this rank hosts it and it is there already.
+    pub(super) server: Option<Serving>,
+}
+
+/// Meeting point of the ranks of `env`.
 ///
-/// Ranks that all run here need no port. Without a secret a port would let strangers in, so it only names a local socket.
+/// Ranks that all run here need no port. Without a secret a port would let strangers in, so it only names a local
+/// socket.
 pub(super) fn meeting(env: &LaunchEnv) -> Meeting {
     let is_secret = env.secret_file.is_some() || env.trust_network;
     let is_here = env.local_world_size == env.world_size && address::is_loopback(env.meeting.host());
@@ -25,7 +33,7 @@ pub(super) fn meeting(env: &LaunchEnv) -> Meeting {
     }
 }
 
-/// What admits to the job whose ranks meet there.
+/// Key of the job whose ranks meet there.
 pub(super) fn job_key(env: &LaunchEnv, meeting: &Meeting) -> Result<JobKey> {
     let trusting = JobKey::trusting_network(&env.job_id, env.restart_count);
     match &env.secret_file {
@@ -33,13 +41,15 @@ pub(super) fn job_key(env: &LaunchEnv, meeting: &Meeting) -> Result<JobKey> {
         None if env.trust_network => Ok(trusting),
         // The local socket keeps others out; the key of the connections between ranks is random and passes through it.
         None if matches!(meeting, Meeting::Local { .. }) => Ok(trusting),
-        None => Err(environment(format!(
-            "the ranks would meet at {meeting} without a secret, so that any stranger could join; run `burnrun secret FILE`, copy FILE to each machine and set BURN_DDP_SECRET_FILE=FILE there, or set BURN_DDP_TRUST_NETWORK=1 if nobody else can reach these machines"
+        None => Err(Error::environment(format!(
+            "the ranks would meet at {meeting} without a secret, so that any stranger could join; run `burnrun \
+             secret FILE`, copy FILE to each machine and set BURN_DDP_SECRET_FILE=FILE there, or set \
+             BURN_DDP_TRUST_NETWORK=1 if nobody else can reach these machines"
         ))),
     }
 }
 
-/// Hosts the store, if that is this rank's part, and connects to it.
+/// Hosts the store, if this is rank 0 and the launcher does not, and connects to it.
 pub(super) fn meet(
     env: &LaunchEnv,
     meeting: &Meeting,
@@ -77,7 +87,7 @@ pub(super) fn meet(
     Ok((server, find_store(&places, env, job, start, deadline)?))
 }
 
-/// Hosts the store where only processes of this user on this machine come.
+/// Hosts the store on a local socket, for processes of this user on this machine only.
 fn host_local(name: &str, job: &JobKey) -> Result<Serving> {
     // The process that had the name may be just ending.
     let give_up = Instant::now() + Duration::from_secs(1);
@@ -88,11 +98,14 @@ fn host_local(name: &str, job: &JobKey) -> Result<Serving> {
                 std::thread::sleep(address::RETRY)
             }
             Err(e) if e.kind() == ErrorKind::AddrInUse => {
-                return Err(environment(format!(
-                    "another process serves the local socket {name:?} already: is this job started twice, or does rank 0 of an earlier one still run?"
+                return Err(Error::environment(format!(
+                    "another process serves the local socket {name:?} already: is this job started twice, or does \
+                     rank 0 of an earlier one still run?"
                 )));
             }
-            Err(e) => return Err(environment(format!("rank 0 cannot host the store at local socket {name:?}: {e}"))),
+            Err(e) => {
+                return Err(Error::environment(format!("rank 0 cannot host the store at local socket {name:?}: {e}")));
+            }
         }
     }
 }
@@ -102,13 +115,14 @@ fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Resul
     let far = env.local_world_size < env.world_size;
     let mut addresses = address::resolve(host, 0).into_iter().flatten().peekable();
     if far && addresses.peek().is_some() && addresses.all(|address| address.ip().is_loopback()) {
-        return Err(environment(format!(
-            "{host} means loopback on rank 0's machine, where ranks on other machines cannot come; give an address instead of the name"
+        return Err(Error::environment(format!(
+            "{host} means loopback on rank 0's machine, where ranks on other machines cannot come; give an address \
+             instead of the name"
         )));
     }
     let mut failure = std::io::Error::other("there is no such port");
     for port in ports {
-        // With one port it is worth waiting for the process that had it to end; with many the next one is.
+        // With one port, wait for the process that had it to end; with many, try the next.
         let bound = if ports.len() == 1 { address::bind(host, *port) } else { address::bind_once(host, *port) };
         match bound.and_then(|listener| Serving::start(listener, job)) {
             Ok(server) => return Ok((server, *port)),
@@ -121,7 +135,8 @@ fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Resul
     };
     let advice = match failure.kind() {
         ErrorKind::AddrInUse => {
-            "; another job, or what is left of an earlier one, listens there: end it, or choose another port for MASTER_PORT (or BURN_DDP_MASTER)"
+            "; another job, or what is left of an earlier one, listens there: end it, or choose another port for \
+             MASTER_PORT (or BURN_DDP_MASTER)"
         }
         ErrorKind::AddrNotAvailable => "; that is no address of this machine: rank 0 must run on the master",
         ErrorKind::PermissionDenied => {
@@ -129,7 +144,7 @@ fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Resul
         }
         _ => "",
     };
-    Err(environment(format!("rank 0 cannot host the store at {place}: {failure}{advice}")))
+    Err(Error::environment(format!("rank 0 cannot host the store at {place}: {failure}{advice}")))
 }
 
 /// Connects to this job's store at one of `places`; tries again until the deadline.
@@ -140,7 +155,7 @@ fn find_store(
     start: Instant,
     deadline: Instant,
 ) -> Result<StoreClient> {
-    // Where there are several ports, whoever is silent on one of them should not keep us from the next for long.
+    // With several ports, a silent program on one of them must not keep us from the next for long.
     let mut patience = if places.len() == 1 { HANDSHAKE_DEADLINE } else { HANDSHAKE_DEADLINE / 10 };
     let mut failure = String::new();
     loop {
@@ -148,7 +163,7 @@ fn find_store(
             match StoreClient::try_connect(place, job, deadline, patience) {
                 Ok(store) => return Ok(store),
                 Err(Unreached::Refused(cause)) if places.len() == 1 => {
-                    return Err(environment(format!(
+                    return Err(Error::environment(format!(
                         "the store at {place} refused rank {} of job {:?}: {cause}",
                         env.rank,
                         job.name()
@@ -156,7 +171,7 @@ fn find_store(
                 }
                 // A neighbour's port may well be another job's.
                 Err(Unreached::Refused(cause) | Unreached::Absent(cause)) => {
-                    // What the deadline itself cut short says less than what came before.
+                    // An attempt cut short by the deadline says less than the one before.
                     if failure.is_empty() || Instant::now() < deadline {
                         failure = format!("{place}: {cause}");
                     }
@@ -167,12 +182,13 @@ fn find_store(
             let who = if matches!(env.meeting, Meeting::Launcher { .. }) { "the launcher" } else { "rank 0" };
             let port = if matches!(env.meeting, Meeting::Local { .. }) { "" } else { ", and is the port open" };
             let message = format!(
-                "rank {} could not reach the master at {} within {:.1} s (last attempt: {failure}); is {who} running there{port}?",
+                "rank {} could not reach the master at {} within {:.1} s (last attempt: {failure}); is {who} running \
+                 there{port}?",
                 env.rank,
                 env.meeting,
                 start.elapsed().as_secs_f64()
             );
-            return Err(environment(message));
+            return Err(Error::environment(message));
         }
         patience = HANDSHAKE_DEADLINE.min(2 * patience);
         std::thread::sleep(address::RETRY);

@@ -1,4 +1,4 @@
-//! A rank's end of the store.
+//! Client of the store.
 
 use std::fmt;
 use std::io::ErrorKind;
@@ -16,12 +16,12 @@ use crate::net::{address, local};
 use crate::sync::lock;
 use crate::{Error, JobKey, Result};
 
-/// How long the server may take beyond the time a request asks it to wait.
+/// Time that the server may take beyond the wait that a request asks for.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(30);
 
 /// The client of a [`StoreServer`](crate::StoreServer).
 ///
-/// Calls from several threads do not wait for each other: each uses a connection of its own while it lasts.
+/// Calls from several threads do not wait for each other: each uses a connection of its own.
 ///
 /// ```
 /// use burn_ddp_comm::{JobKey, Secret, Store, StoreClient, StoreServer};
@@ -38,19 +38,19 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(30);
 pub struct StoreClient {
     place: Place,
     job: JobKey,
-    /// Connections that no call uses now.
+    /// Connections that no call uses.
     idle: Mutex<Vec<Wire>>,
     local_ip: IpAddr,
     answer_within: Duration,
 }
 
-/// Where a store is.
+/// Address of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     Tcp {
         host: String,
         port: u16,
-        /// From where to connect.
+        /// Interface from which to connect.
         via: Interface,
     },
     /// On this machine, among processes of this user.
@@ -66,19 +66,20 @@ impl fmt::Display for Place {
     }
 }
 
-/// Why an attempt to connect failed.
+/// Reason that an attempt to connect failed.
 pub(crate) enum Unreached {
-    /// Nobody of ours is there (yet).
+    /// No store of this protocol answers there (yet).
     Absent(String),
-    /// One of ours answered and said no.
+    /// A store answered and refused.
     Refused(String),
 }
 
 impl StoreClient {
-    /// Connects to the store of `job` at `address`, `host:port`; tries again until `timeout` while nobody listens there.
+    /// Connects to the store of `job` at `address`, `host:port`; tries again until `timeout` while no store answers
+    /// there.
     ///
     /// # Errors
-    /// [`Error::Environment`] if nobody of ours was there in time, or the store there is of another job, secret or protocol version.
+    /// [`Error::Environment`] if no store answered in time, or the store is of another job, secret or protocol version.
     pub fn connect(address: &str, job: &JobKey, timeout: Duration) -> Result<StoreClient> {
         let (host, port) = address::split(address).ok_or_else(|| Error::Environment {
             message: format!("the store's address {address:?} is not of the form host:port"),
@@ -97,7 +98,7 @@ impl StoreClient {
                         ),
                     });
                 }
-                // What the deadline itself cut short says less than what came before.
+                // An attempt cut short by the deadline says less than the one before.
                 Err(Unreached::Absent(cause)) if failure.is_empty() || Instant::now() < deadline => failure = cause,
                 Err(Unreached::Absent(_)) => {}
             }
@@ -111,7 +112,7 @@ impl StoreClient {
         }
     }
 
-    /// One attempt, in which whoever listens there gets `patience` to answer.
+    /// One attempt, in which the listener gets `patience` to answer.
     pub(crate) fn try_connect(
         place: &Place,
         job: &JobKey,
@@ -125,7 +126,7 @@ impl StoreClient {
         Ok(StoreClient { place: place.clone(), job: job.clone(), idle, local_ip, answer_within: ANSWER_DEADLINE })
     }
 
-    /// After how much silence of the server, beyond what a call waits for, it counts as lost. 30 s by default.
+    /// Sets the silence, beyond the wait of a call, after which the server counts as lost. 30 s by default.
     #[must_use]
     pub fn answer_within(mut self, time: Duration) -> StoreClient {
         self.answer_within = time;
@@ -137,7 +138,7 @@ impl StoreClient {
         self.local_ip
     }
 
-    /// Where the store is: `host:port`, or the name of a local socket.
+    /// Address of the store: `host:port`, or the name of a local socket.
     pub fn address(&self) -> String {
         self.place.to_string()
     }
@@ -191,7 +192,7 @@ fn open(place: &Place, job: &JobKey, deadline: Instant, patience: Duration) -> R
     let socket = match place {
         Place::Tcp { host, port, via } => address::connect_once(host, *port, via, deadline).map_err(absent)?,
         Place::Local { name } => local::connect(name).map_err(|e| match e.kind() {
-            // Another user has the name, and will not give it up for waiting.
+            // Another user has the name: waiting does not help.
             ErrorKind::PermissionDenied => Unreached::Refused(e.to_string()),
             _ => absent(e),
         })?,
@@ -215,7 +216,7 @@ impl Store for StoreClient {
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
         check(key, &[])?;
-        // Rounded up: the server must not give up before the caller's time is over.
+        // Rounded up: the server must not give up before the caller's deadline.
         let wait_ms = timeout.as_micros().div_ceil(1000).try_into().unwrap_or(u64::MAX);
         match self.ask(&Request::Get { key: key.into(), wait_ms }, timeout)? {
             Response::Value(value) => Ok(value),
@@ -250,7 +251,7 @@ impl Store for StoreClient {
     }
 }
 
-/// What the server would close the connection for.
+/// Refuses requests for which the server would close the connection.
 fn check(key: &str, value: &[u8]) -> Result<()> {
     super::table::check(key, value).map_err(|message| Error::Store { message })
 }

@@ -1,4 +1,4 @@
-//! The store of ranks within one process.
+//! The store of ranks in one process.
 
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::{Error, Result};
 pub struct MemoryStore {
     /// Read and written by every call.
     table: Mutex<Table>,
-    /// Rung by every write, awaited by `get`.
+    /// Notified by every write, awaited by `get`.
     written: Condvar,
 }
 
@@ -25,7 +25,7 @@ impl MemoryStore {
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
-        // The table is consistent between any two statements, so a panic elsewhere does not spoil it.
+        // The table is consistent between any two statements, so a panic elsewhere does no harm.
         lock(&self.table)
     }
 

@@ -1,7 +1,7 @@
-//! Where ranks meet: a small key-value store.
+//! The key-value store in which ranks meet.
 //!
-//! [`StoreServer`] is hosted by rank 0 or by the launcher, ranks are [`StoreClient`] clients, and [`MemoryStore`] serves ranks within one
-//! process. After the rendezvous no step of a training needs it.
+//! [`StoreServer`] is hosted by rank 0 or by the launcher, ranks are [`StoreClient`] clients, and [`MemoryStore`]
+//! serves ranks within one process. After the rendezvous no step of a training needs it.
 
 mod client;
 mod memory;
@@ -50,15 +50,15 @@ pub trait Store: Send + Sync {
     /// [`Error::Store`](crate::Error::Store): the store cannot be reached, is full, or key or value are too long.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
 
-    /// The value of `key`; waits until somebody sets it.
+    /// Returns the value of `key`; waits until it is set.
     ///
     /// # Errors
     /// [`Error::StoreTimeout`](crate::Error::StoreTimeout) if that did not happen within `timeout`;
     /// [`Error::Store`](crate::Error::Store) as for [`set`](Store::set).
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>>;
 
-    /// Sets `key` if nobody did so before. `None` if this call set it, else the value that is there, unchanged: of several callers
-    /// exactly one gets `None`.
+    /// Sets `key` if it is not set. `None` if this call set it, else the value that is there, unchanged: of several
+    /// callers exactly one gets `None`.
     ///
     /// # Errors
     /// As for [`set`](Store::set).
@@ -67,10 +67,11 @@ pub trait Store: Send + Sync {
     /// Adds `delta` to the number `key` holds, a decimal text, or 0 if it is not set; returns the sum.
     ///
     /// # Errors
-    /// As for [`set`](Store::set), and [`Error::Store`](crate::Error::Store) if `key` does not hold a number or the sum overflows.
+    /// As for [`set`](Store::set), and [`Error::Store`](crate::Error::Store) if `key` does not hold a number or the sum
+    /// overflows.
     fn add(&self, key: &str, delta: i64) -> Result<i64>;
 
-    /// The keys that begin with `prefix`, sorted.
+    /// Returns the keys that begin with `prefix`, sorted.
     ///
     /// # Errors
     /// As for [`set`](Store::set), and [`Error::Store`](crate::Error::Store) if their list is longer than 1 MiB.

@@ -1,4 +1,4 @@
-//! What a store's client and server say to each other, after the handshake.
+//! Messages between a store's client and server, after the handshake.
 
 use serde::{Deserialize, Serialize};
 
@@ -22,7 +22,7 @@ pub(crate) enum Request {
 pub(crate) enum Response {
     Done,
     Value(Vec<u8>),
-    /// To a get whose time is over, or a `set_new` that set.
+    /// No value: a get whose time is over, or a `set_new` that set.
     Absent,
     Number(i64),
     Keys(Vec<String>),

@@ -1,7 +1,7 @@
-//! The store's host: one thread, non-blocking sockets.
+//! Server of the store: one thread, non-blocking sockets.
 //!
-//! A client costs the others nothing: its handshake, the rest of a begun message and its reading of answers have deadlines, everything it
-//! sends is capped, and what it breaks is its own connection.
+//! A client cannot hold up the others: its handshake, the rest of a begun message and its reading of answers have
+//! deadlines, its messages are capped, and its errors close its own connection only.
 
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
@@ -27,19 +27,20 @@ use crate::{Error, JobKey, Result};
 
 /// Most clients at a time.
 const CLIENTS_CAP: usize = 4096;
-/// Most connections accepted before those that are there are heard.
+/// Most connections accepted before the existing ones are served.
 const ACCEPTS_PER_TURN: usize = 64;
 /// Pause after a failed accept, typically for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Hosts a [`Store`](crate::Store) for [`StoreClient`](crate::StoreClient)s that have the key of a job, until it is dropped.
+/// Hosts a [`Store`](crate::Store) for [`StoreClient`](crate::StoreClient)s that have the key of a job, until it is
+/// dropped.
 #[derive(Debug)]
 pub struct StoreServer {
     address: SocketAddr,
     serving: Serving,
 }
 
-/// A store that is served; until this is dropped.
+/// A store that is served until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Serving {
     shared: Arc<Shared>,
@@ -48,7 +49,8 @@ pub(crate) struct Serving {
 /// Shared by the handle and the server's thread.
 #[derive(Debug)]
 struct Shared {
-    /// Whose clients are let in. Written by the handle, read by the server for each stranger and after a wake.
+    /// Keys of the jobs whose clients are accepted. Written by the handle, read by the server for each stranger and
+    /// after a wake.
     jobs: Mutex<Vec<JobKey>>,
     /// Set by the handle, ends the thread.
     stopped: AtomicBool,
@@ -66,7 +68,7 @@ impl StoreServer {
             .map_err(|e| Error::Environment { message: format!("cannot host a store at {address:?}: {e}") })
     }
 
-    /// Serves where `listener` listens, for a caller who wants to know why it cannot.
+    /// Serves on `listener`, for a caller that must know why it cannot be bound.
     ///
     /// # Errors
     /// If the system refuses a thread.
@@ -75,17 +77,17 @@ impl StoreServer {
         Ok(StoreServer { address, serving: Serving::start(listener, job)? })
     }
 
-    /// Where it listens.
+    /// Address on which it listens.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// Lets the processes of another job, or of another generation, in as well.
+    /// Accepts the processes of another job, or of another generation, as well.
     pub fn admit(&self, job: &JobKey) {
         lock(&self.serving.shared.jobs).push(job.clone());
     }
 
-    /// Closes the connections of a job's processes, and lets no more of them in. What they stored stays.
+    /// Closes the connections of a job's processes and accepts no more of them. Their values stay.
     pub fn expel(&self, job: &JobKey) {
         lock(&self.serving.shared.jobs).retain(|other| other.tag() != job.tag());
         self.serving.shared.waker.wake();
@@ -118,7 +120,7 @@ impl Serving {
 }
 
 impl Drop for Serving {
-    /// Closes the port and all connections, soon; does not wait for it.
+    /// Closes the port and all connections soon, without waiting for it.
     fn drop(&mut self) {
         self.shared.stopped.store(true, Ordering::Release);
         self.shared.waker.wake();
@@ -144,11 +146,11 @@ struct Client {
 }
 
 enum State {
-    /// Has no request open.
+    /// No request is open.
     Idle,
-    /// Waits for a key to be set.
+    /// Its request waits for a key to be set.
     Waiting { key: String, until: Instant },
-    /// Is to be closed.
+    /// The connection is to be closed.
     Closed,
 }
 
@@ -193,7 +195,7 @@ impl Server {
         Ok(())
     }
 
-    /// Whether the waker, the listener, each client and each stranger is ready, in this order.
+    /// Waits; true for the waker, the listener, each client and each stranger that is ready, in this order.
     fn wait(&self) -> io::Result<Vec<bool>> {
         let accepting = self.accept_after.is_none();
         let mut fds = Vec::with_capacity(2 + self.clients.len());
@@ -237,7 +239,7 @@ impl Server {
         Ok(())
     }
 
-    /// Lets a stranger in that knows the key of a job.
+    /// Accepts a stranger that knows the key of a job.
     fn meet(&mut self, stranger: Introduced) {
         let jobs = lock(&self.shared.jobs);
         let tag = stranger.tag();
@@ -256,7 +258,7 @@ impl Server {
         }
     }
 
-    /// Reads what a client has to say, and answers.
+    /// Reads a client's request and answers it.
     fn serve_client(&mut self, i: usize) {
         let client = &mut self.clients[i];
         client.flush();
@@ -266,7 +268,7 @@ impl Server {
                 Ok(Some(request)) => self.answer(i, request),
                 Err(e) => client.close(&e),
             },
-            // Nothing is to be said while a request is open, but the end may come.
+            // No message may come while a request is open, but the end may.
             State::Waiting { .. } => match client.wire.next::<Request>() {
                 Ok(None) => {}
                 Ok(Some(_)) => client.close(&io::Error::other("a second request while the first is open")),
@@ -294,7 +296,8 @@ impl Server {
                 found => (found.map(|value| Response::Value(value.unwrap_or_default().to_vec())), None),
             },
         };
-        // Who waits for the key hears of it before the writer does: a writer that ends right after its call leaves nobody waiting.
+        // Clients that wait for the key are answered before the writer: a writer that ends right after its call leaves
+        // none waiting.
         if let Some(key) = written.filter(|_| response.is_ok()) {
             self.tell_waiting(&key);
         }

@@ -1,4 +1,4 @@
-//! What a store holds, and its limits. Plain data: who waits and who may ask is decided elsewhere.
+//! Keys and values of a store, and their limits. Plain data: waits and access are handled elsewhere.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use super::{KEY_CAP, VALUE_CAP};
 
 /// Most bytes of keys and values a store holds.
 const TOTAL_CAP: usize = 256 * 1024 * 1024;
-/// What an entry costs besides its bytes, roughly, so that empty values are not free.
+/// Rough cost of an entry besides its bytes, so that empty values are not free.
 const ENTRY_BYTES: usize = 64;
 
 /// Keys and values. The errors of its functions are sentences for the caller.
@@ -70,7 +70,7 @@ impl Table {
     }
 }
 
-/// Whether key and value are short enough.
+/// Checks that key and value are short enough.
 pub(crate) fn check(key: &str, value: &[u8]) -> Result<(), String> {
     if key.len() > KEY_CAP {
         return Err(format!("a key of {} bytes; at most {KEY_CAP} are accepted", key.len()));

@@ -1,6 +1,5 @@
-//! From the parts of all ranks to one file.
+//! Merges the parts of all ranks into one file.
 
-use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, BufWriter, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
@@ -8,28 +7,28 @@ use std::path::{Path, PathBuf};
 
 use serde::de::IgnoredAny;
 
-use super::part::{END, EVENT, Header, Micros};
+use super::part_file::{END, EVENT, Header, Micros, beside, part_of};
 
-/// For launchers, when `local`, the ranks that they started out of `world_size`, have all ended: what these recorded beside `file` is put
-/// together with what other machines' ranks have left there, if anything.
+/// Merges the parts beside `file` once the ranks `local` of `world_size`, which a launcher started, have all ended,
+/// with the parts that ranks of other machines have left there, if any.
 ///
 /// # Errors
-/// If that cannot be read or written. Nothing recorded is no error.
+/// Those of reading and writing files. Having no parts is no error.
 pub fn conclude(file: &Path, local: Range<usize>, world_size: usize) -> io::Result<()> {
     for rank in local {
         let path = part_of(file, rank);
         if path.exists() && !has_ended(&path)? {
-            // It may stand in the middle of a line.
+            // The part may end in the middle of a line.
             OpenOptions::new().append(true).open(path)?.write_all(format!("\n{END}").as_bytes())?;
         }
     }
     merge(file, world_size, true)
 }
 
-/// For launchers, before they start `ranks`: removes what earlier ones of these numbers may have left beside `file`.
+/// Removes parts that earlier ranks of these numbers may have left beside `file`, before a launcher starts `ranks`.
 ///
 /// # Errors
-/// If something is there that cannot be removed.
+/// If a part cannot be removed.
 pub fn clear(file: &Path, ranks: Range<usize>) -> io::Result<()> {
     for rank in ranks {
         match fs::remove_file(part_of(file, rank)) {
@@ -40,24 +39,14 @@ pub fn clear(file: &Path, ranks: Range<usize>) -> io::Result<()> {
     Ok(())
 }
 
-/// Where a rank records.
-pub(super) fn part_of(file: &Path, rank: usize) -> PathBuf {
-    beside(file, &format!(".rank-{rank}"))
-}
-
-fn beside(file: &Path, suffix: &str) -> PathBuf {
-    let mut name = OsString::from(file);
-    name.push(suffix);
-    name.into()
-}
-
-/// Puts the parts together and removes them, if all have ended. Otherwise puts together what there is, if that is wanted `now`.
+/// Merges the parts and removes them, if all are complete. Otherwise merges what there is, if `now`.
 pub(super) fn merge(file: &Path, world_size: usize, now: bool) -> io::Result<()> {
     let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    // One at a time: who comes last sees all. Gone with the handle.
+    // One process at a time: the last one sees all parts. The lock ends with the handle.
     let turn = File::open(dir)?;
     if let Err(error) = turn.lock() {
-        tracing::debug!(%error, dir = %dir.display(), "this filesystem has no locks: two ranks may put the timeline together at once");
+        tracing::debug!(%error, dir = %dir.display(), "this filesystem has no locks: two ranks may put the timeline \
+                                                       together at once");
     }
     let parts: Vec<PathBuf> = (0..world_size).map(|rank| part_of(file, rank)).filter(|path| path.exists()).collect();
     let ended = parts.iter().map(|path| has_ended(path)).collect::<io::Result<Vec<bool>>>()?;
@@ -71,7 +60,7 @@ pub(super) fn merge(file: &Path, world_size: usize, now: bool) -> io::Result<()>
     if all_ended { parts.iter().try_for_each(fs::remove_file) } else { Ok(()) }
 }
 
-/// Whether nothing comes to a part any more.
+/// True if a part is complete.
 fn has_ended(part: &Path) -> io::Result<bool> {
     let mut file = File::open(part)?;
     let mut tail = [0; END.len()];
@@ -112,7 +101,7 @@ fn write_all(parts: &[PathBuf], to: &Path) -> io::Result<()> {
     out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
 }
 
-/// The time of an event's line, and what follows it. `None` for other lines, and for one that a rank did not write to its end.
+/// Time of an event's line, and the rest of it. `None` for other lines, and for an incomplete one.
 fn event(line: &str) -> Option<(Micros, &str)> {
     let (time, rest) = line.strip_prefix(EVENT)?.split_once(',')?;
     let time = Micros::parse(time)?;

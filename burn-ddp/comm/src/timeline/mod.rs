@@ -1,14 +1,13 @@
-//! What each rank does and when, as a trace of all ranks that people look at: in <https://ui.perfetto.dev>, or in a browser's
-//! `chrome://tracing`.
+//! A trace of all ranks' activities over time, for <https://ui.perfetto.dev> or a browser's `chrome://tracing`.
 //!
-//! With [`Options::timeline`](crate::Options::timeline), each rank appends what it does to a part of its own beside the file,
-//! `FILE.rank-3`, while it runs. The rank that ends last puts the parts together and removes them; so does a
-//! [launcher](conclude), once all of its ranks have ended. A rank that is killed loses what it had not written: at most what it did in
-//! the 200 ms before its last span.
+//! With [`WorldOptions::timeline`](crate::WorldOptions::timeline), each rank appends its activities to a part of its
+//! own beside the file, `FILE.rank-3`, while it runs. The rank that ends last merges the parts and removes them; so
+//! does a [launcher](conclude), once all of its ranks have ended. A rank that is killed loses what it had not written:
+//! at most the 200 ms before its last span.
 //!
-//! The format is Chrome's *Trace Event Format*, as Horovod's timeline and torch's profiler write it: complete events (`ph: X`) with
-//! times in µs, whose `pid` is the rank and whose `tid` is a row of that rank. Ranks of several machines are put together by their
-//! machines' clocks, so as exactly as those agree.
+//! The format is Chrome's *Trace Event Format*, as Horovod's timeline and torch's profiler write it: complete events
+//! (`ph: X`) with times in µs, whose `pid` is the rank and whose `tid` is a row of that rank. Parts of several machines
+//! are merged by their machines' clocks, so as exactly as those agree.
 
 use std::fmt::Display;
 use std::io;
@@ -22,27 +21,30 @@ use crate::sync::lock;
 
 mod merge;
 mod part;
+mod part_file;
 
 use merge::merge;
-pub use merge::{clear, conclude};
 use part::Part;
 
-/// Most events that a rank records; a note in the trace says where it stopped.
+pub use merge::{clear, conclude};
+pub use part::Fact;
+
+/// Most events that a rank records; a note in the trace marks the end.
 const MAX_EVENTS: usize = 500_000;
 
-/// Where a rank records what it does; made by [`World::timeline`](crate::World::timeline). Does nothing unless it was asked for.
+/// Recorder of a rank's activities; made by [`World::timeline`](crate::World::timeline). Does nothing unless enabled.
 ///
 /// Clones record to the same place.
 ///
 /// ```
 /// use burn_ddp_comm::timeline::Fact;
-/// use burn_ddp_comm::{Options, World};
+/// use burn_ddp_comm::{WorldOptions, World};
 /// use std::time::Instant;
 ///
 /// let dir = std::env::temp_dir().join(format!("timeline-example-{}", std::process::id()));
 /// std::fs::create_dir_all(&dir)?;
 /// let file = dir.join("trace.json");
-/// let world = World::solo(Options { timeline: Some(file.clone()), ..Options::default() });
+/// let world = World::solo(WorldOptions { timeline: Some(file.clone()), ..WorldOptions::default() });
 /// world.group()?.barrier()?;
 /// let began = Instant::now();
 /// world.timeline().span("my own row", "thinking", began..Instant::now(), &[("thoughts", Fact::Number(3))]);
@@ -56,20 +58,11 @@ const MAX_EVENTS: usize = 500_000;
 #[derive(Clone, Debug, Default)]
 pub struct Timeline(Option<Arc<Recorder>>);
 
-/// Something to know about a span.
-#[derive(Clone, Copy, Debug)]
-pub enum Fact<'a> {
-    /// A count, a size in bytes, …
-    Number(u64),
-    /// A name, a line of the program, …
-    Text(&'a str),
-}
-
 #[derive(Debug)]
 struct Recorder {
     file: Box<Path>,
     world_size: usize,
-    /// `None` once it is closed.
+    /// `None` once the part is closed.
     part: Mutex<Option<Part>>,
 }
 
@@ -84,15 +77,15 @@ impl Timeline {
         Ok(Timeline(Some(Arc::new(Recorder { file: file.into(), world_size, part }))))
     }
 
-    /// Whether anything is recorded: who is not to spend time on what is not wanted asks first.
+    /// True if spans are recorded. Ask first where collecting the facts takes time.
     #[inline]
     pub fn is_on(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Records what went on in `time`, in the row of this name. Spans of a row are one after the other, or one inside the other.
+    /// Records an activity during `time` in the row of this name. Spans of a row are disjoint or nested.
     ///
-    /// Costs about a microsecond, and now and then a write of some 32 KiB.
+    /// Takes about a microsecond, and now and then a write of some 32 KiB.
     pub fn span(&self, row: &str, name: impl Display, time: Range<Instant>, facts: &[(&str, Fact<'_>)]) {
         let Some(recorder) = &self.0 else { return };
         if let Some(part) = &mut *lock(&recorder.part) {
@@ -100,8 +93,7 @@ impl Timeline {
         }
     }
 
-    /// Nothing more is recorded. If this was the last rank, or `failed` says that others may never come to this, the parts are put
-    /// together.
+    /// Ends the recording. Merges the parts if this was the last rank, or if `failed`: then others may never get here.
     pub(crate) fn end(&self, failed: bool) {
         let Some(recorder) = &self.0 else { return };
         let Some(part) = lock(&recorder.part).take() else { return };
@@ -197,15 +189,15 @@ mod tests {
         spans(&one, 1);
         std::thread::sleep(part::PATIENCE);
         spans(&killed, 1);
-        // What stands there when it is killed while it writes.
-        let name = merge::part_of(&dir.file(), 1);
+        // A line that was being written when the rank was killed.
+        let name = part_file::part_of(&dir.file(), 1);
         let mut half = std::fs::read(&name).unwrap();
         half.extend_from_slice(b"{\"ts\":1.000,\"dur\":2.000,\"ph\":\"X\",\"pid\":1,\"name\":\"ha");
         std::fs::write(&name, half).unwrap();
         one.end(true);
         assert_eq!(names_of(&dir.events(), 1, "X"), ["span 0"]);
         assert_eq!(dir.names(), ["trace.json", "trace.json.rank-0", "trace.json.rank-1"]);
-        // Its launcher knows that nobody writes any more.
+        // Its launcher knows that no rank writes any more.
         conclude(&dir.file(), 0..2, 2).unwrap();
         assert_eq!(names_of(&dir.events(), 1, "X"), ["span 0"]);
         assert_eq!(dir.names(), ["trace.json"]);
@@ -238,7 +230,7 @@ mod tests {
             let line = format!(
                 "{{\"rank\":{rank},\"origin_ns\":{origin}}}\n{{\"ts\":1.001,\"dur\":1.000,\"ph\":\"X\",\"pid\":{rank},\"tid\":1,\"name\":\"x\",\"args\":{{}}}}\n"
             );
-            std::fs::write(merge::part_of(&dir.file(), rank), line).unwrap();
+            std::fs::write(part_file::part_of(&dir.file(), rank), line).unwrap();
         }
         conclude(&dir.file(), 0..2, 2).unwrap();
         let times: Vec<f64> = dir.events().iter().map(|e| e["ts"].as_f64().unwrap()).collect();

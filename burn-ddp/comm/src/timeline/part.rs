@@ -1,4 +1,4 @@
-//! What one rank records, line by line: a header, then events whose times count from the header's origin, then [`END`].
+//! The part of one rank, line by line: a header, then events whose times count from the header's origin, then [`END`].
 
 use std::fmt::Display;
 use std::fs::File;
@@ -7,30 +7,24 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-
-use super::Fact;
-use super::merge::part_of;
+use super::part_file::{END, EVENT, Header, Micros, part_of};
 use crate::membership::PeerInfo;
 use crate::post_mortem::since_1970;
 
-/// The last line of a part to which nothing comes any more.
-pub(super) const END: &str = "end\n";
-/// How an event's line begins; the time follows.
-pub(super) const EVENT: &str = "{\"ts\":";
-/// Lines wait until there are so many bytes of them, or the first has waited for so long.
+/// Size of the buffered lines, and age of the oldest, at which they are written.
 const CHUNK_BYTES: usize = 32 << 10;
 pub(super) const PATIENCE: Duration = Duration::from_millis(200);
-/// Times are multiples of this: eighths of a microsecond are exact for viewers that read them as binary fractions, so that spans that end
-/// together still do.
+/// Times are multiples of this: viewers read eighths of a microsecond exactly as binary fractions, so that spans that
+/// end together still do.
 const GRID_NANOS: u64 = 125;
 
-/// The first line of a part.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Header {
-    pub(super) rank: usize,
-    /// What its events' times count from, in nanoseconds since 1970.
-    pub(super) origin_ns: u64,
+/// A fact about a span.
+#[derive(Clone, Copy, Debug)]
+pub enum Fact<'a> {
+    /// A count, a size in bytes, …
+    Number(u64),
+    /// A name, a line of the program, …
+    Text(&'a str),
 }
 
 #[derive(Debug)]
@@ -39,13 +33,13 @@ pub(super) struct Part {
     /// `None` once it could not be written to.
     file: Option<File>,
     origin: Instant,
-    /// Lines that are not written yet; its memory is used again and again.
+    /// Lines that are not written yet. The memory is reused.
     lines: Vec<u8>,
-    /// When they were written last.
+    /// Time of the last write.
     written: Instant,
-    /// By row number, from 1.
+    /// Names of the rows, by number from 1.
     rows: Vec<String>,
-    /// How many more events there may be.
+    /// Number of events that may still be recorded.
     room: usize,
     max_events: usize,
 }
@@ -119,7 +113,7 @@ impl Part {
         }
     }
 
-    /// Writes all there is, and that it is all.
+    /// Writes the rest and the end of the part.
     pub(super) fn close(mut self) -> io::Result<()> {
         self.lines.extend_from_slice(END.as_bytes());
         self.write()
@@ -154,7 +148,7 @@ impl Part {
         self.rows.len()
     }
 
-    /// Something about this rank or one of its rows.
+    /// Writes a note about this rank or one of its rows.
     fn note(&mut self, what: &str, row: usize, (key, value): (&str, &str)) {
         let lines = &mut self.lines;
         begin(lines, 0);
@@ -182,22 +176,4 @@ fn put(lines: &mut Vec<u8>, what: std::fmt::Arguments<'_>) {
 /// A JSON string.
 fn text(lines: &mut Vec<u8>, text: &str) {
     serde_json::to_writer(lines, text).expect("memory takes what is written to it");
-}
-
-/// Nanoseconds, shown as microseconds.
-pub(super) struct Micros(pub(super) u64);
-
-impl Display for Micros {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}.{:03}", self.0 / 1000, self.0 % 1000)
-    }
-}
-
-impl Micros {
-    /// The inverse.
-    pub(super) fn parse(text: &str) -> Option<Micros> {
-        let (whole, thousandths) = text.split_once('.')?;
-        let whole: u64 = whole.parse().ok()?;
-        Some(Micros(whole.checked_mul(1000)?.checked_add(thousandths.parse().ok()?)?))
-    }
 }

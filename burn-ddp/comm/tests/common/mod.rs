@@ -11,7 +11,7 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{EngineChoice, JobKey, LaunchEnv, Meeting, Options, Result, Secret, StoreServer, World};
+use burn_ddp_comm::{EngineChoice, JobKey, LaunchEnv, Meeting, Result, Secret, StoreServer, World, WorldOptions};
 pub use free_port::FreePort;
 
 /// Long enough never to pass in a test that goes well.
@@ -20,8 +20,13 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// The id of the jobs of these tests.
 pub const JOB: &str = "test";
 
-pub fn options() -> Options {
-    Options { timeout: PATIENCE, join_timeout: PATIENCE, engine: Some(EngineChoice::Tcp), ..Options::default() }
+pub fn options() -> WorldOptions {
+    WorldOptions {
+        timeout: PATIENCE,
+        join_timeout: PATIENCE,
+        engine: Some(EngineChoice::Tcp),
+        ..WorldOptions::default()
+    }
 }
 
 /// A rank on this machine, of a job that meets at `store`.
@@ -68,7 +73,7 @@ pub fn meeting_at(port: &FreePort) -> Meeting {
 }
 
 /// All of `envs` join at the same time, each on a thread; how it went, in order.
-pub fn join_all(envs: Vec<LaunchEnv>, options: &Options) -> Vec<Result<World>> {
+pub fn join_all(envs: Vec<LaunchEnv>, options: &WorldOptions) -> Vec<Result<World>> {
     thread::scope(|s| {
         let joining: Vec<_> = envs.into_iter().map(|env| s.spawn(move || World::join(&env, options.clone()))).collect();
         joining.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -76,7 +81,7 @@ pub fn join_all(envs: Vec<LaunchEnv>, options: &Options) -> Vec<Result<World>> {
 }
 
 /// A world over TCP.
-pub fn world(n: usize, options: &Options) -> Vec<World> {
+pub fn world(n: usize, options: &WorldOptions) -> Vec<World> {
     let store = launcher_store();
     let envs = (0..n).map(|rank| rank_at(&store, rank, n)).collect();
     join_all(envs, options).into_iter().map(|world| world.unwrap()).collect()

@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Error, Options, ReduceOp};
+use burn_ddp_comm::{Error, ReduceOp, WorldOptions};
 
 use crate::harness::{AT_ONCE, Make, Together, at_once, fatal, groups, lined_up, members, outcomes, patient};
 
@@ -66,7 +66,7 @@ pub fn giving_up_ends_own_calls_too(make: Make) {
 /// Rank 2 is alive but does something else.
 pub fn a_rank_that_never_comes_is_named_after_the_deadline(make: Make) {
     let timeout = Duration::from_secs(1);
-    let options = Options { timeout, heartbeat: Duration::from_millis(50), ..patient() };
+    let options = WorldOptions { timeout, heartbeat: Duration::from_millis(50), ..patient() };
     let others_done = Together::new(3);
     let results = lined_up(make, 3, options, |world, group| {
         let start = Instant::now();
@@ -95,7 +95,7 @@ pub fn a_rank_that_never_comes_is_named_after_the_deadline(make: Make) {
 
 /// Ranks that wait for it while connecting may be waited for in turn.
 pub fn a_rank_that_never_makes_the_group_is_named(make: Make) {
-    let options = Options { timeout: Duration::from_secs(1), ..patient() };
+    let options = WorldOptions { timeout: Duration::from_secs(1), ..patient() };
     let others_done = Together::new(3);
     let results = outcomes(make, 3, options, |world| {
         let result = if world.rank() == 1 { None } else { Some(world.group()) };

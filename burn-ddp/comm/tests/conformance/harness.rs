@@ -4,29 +4,30 @@ use std::sync::{Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{EngineChoice, Error, JobKey, LaunchEnv, Meeting, Options, ProcessGroup, StoreServer, World};
+use burn_ddp_comm::{EngineChoice, Error, JobKey, LaunchEnv, Meeting, ProcessGroup, StoreServer, World, WorldOptions};
 
 /// Makes the ranks of a world, in rank order.
-pub type Make = fn(usize, Options) -> Vec<World>;
+pub type Make = fn(usize, WorldOptions) -> Vec<World>;
 
 /// Ranks that meet and talk over TCP, though they live in one process.
-pub fn over_tcp(n: usize, options: Options) -> Vec<World> {
-    joined(n, Options { engine: Some(EngineChoice::Tcp), ..options })
+pub fn over_tcp(n: usize, options: WorldOptions) -> Vec<World> {
+    joined(n, WorldOptions { engine: Some(EngineChoice::Tcp), ..options })
 }
 
 /// Ranks that meet over TCP and talk through shared memory, each with a mapping of its own, though they live in one process.
-pub fn over_shm(n: usize, options: Options) -> Vec<World> {
-    joined(n, Options { engine: Some(EngineChoice::Shm), ..options })
+pub fn over_shm(n: usize, options: WorldOptions) -> Vec<World> {
+    joined(n, WorldOptions { engine: Some(EngineChoice::Shm), ..options })
 }
 
-fn joined(n: usize, options: Options) -> Vec<World> {
+fn joined(n: usize, options: WorldOptions) -> Vec<World> {
     let store = StoreServer::bind("127.0.0.1:0", &JobKey::trusting_network("conformance", 0)).expect("a store");
     let port = store.local_addr().port();
     thread::scope(|scope| {
         let join = |rank| {
             let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port };
             let env = LaunchEnv { trust_network: true, ..LaunchEnv::new(rank, n, meeting, "conformance") };
-            World::join(&env, Options { join_timeout: patient().join_timeout, ..options.clone() }).expect("a world")
+            World::join(&env, WorldOptions { join_timeout: patient().join_timeout, ..options.clone() })
+                .expect("a world")
         };
         let joining: Vec<_> = (0..n).map(|rank| scope.spawn(move || join(rank))).collect();
         joining.into_iter().map(|rank| rank.join().expect("a rank that joins")).collect()
@@ -37,8 +38,8 @@ fn joined(n: usize, options: Options) -> Vec<World> {
 pub const WORLDS: [usize; 5] = [1, 2, 3, 4, 7];
 
 /// Long enough never to pass in a test that goes well.
-pub fn patient() -> Options {
-    Options { timeout: Duration::from_secs(60), join_timeout: Duration::from_secs(60), ..Options::default() }
+pub fn patient() -> WorldOptions {
+    WorldOptions { timeout: Duration::from_secs(60), join_timeout: Duration::from_secs(60), ..WorldOptions::default() }
 }
 
 /// What must be immediate is done within this time, and not because a deadline passed.
@@ -48,7 +49,7 @@ pub const AT_ONCE: Duration = Duration::from_secs(10);
 pub fn outcomes<R: Send>(
     make: Make,
     n: usize,
-    options: Options,
+    options: WorldOptions,
     rank_main: impl Fn(World) -> R + Sync,
 ) -> Vec<thread::Result<R>> {
     thread::scope(|scope| {
@@ -68,7 +69,7 @@ pub fn ranks<R: Send>(make: Make, n: usize, rank_main: impl Fn(World) -> R + Syn
 pub fn lined_up<R: Send>(
     make: Make,
     n: usize,
-    options: Options,
+    options: WorldOptions,
     rank_main: impl Fn(World, ProcessGroup) -> R + Sync,
 ) -> Vec<thread::Result<R>> {
     let start = Together::new(n);

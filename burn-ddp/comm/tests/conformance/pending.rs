@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Error, Options, ReduceOp};
+use burn_ddp_comm::{Error, ReduceOp, WorldOptions};
 
 use crate::harness::{
     AT_ONCE, Make, Together, WORLDS, at_once, fatal, groups, lined_up, members, patient, refused, until_ended,
@@ -198,7 +198,7 @@ pub fn a_panic_with_pending_calls_is_told(make: Make) {
 }
 
 pub fn a_missing_rank_is_named(make: Make) {
-    let options = Options { timeout: Duration::from_secs(1), heartbeat: Duration::from_millis(50), ..patient() };
+    let options = WorldOptions { timeout: Duration::from_secs(1), heartbeat: Duration::from_millis(50), ..patient() };
     let done = Together::new(2);
     let errors = lined_up(make, 2, options, |world, group| {
         let error = (world.rank() == 0).then(|| fatal(group.all_reduce_async(vec![1_i64; 3], ReduceOp::Sum).wait()));

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::thread;
 use std::time::Duration;
 
-use burn_ddp_comm::{Error, GroupId, Options, ProcessGroup, ReduceOp};
+use burn_ddp_comm::{Error, GroupId, ProcessGroup, ReduceOp, WorldOptions};
 
 use crate::harness::{
     Make, Together, WORLDS, at_once, fatal, groups, lined_up, members, patient, ranks, refused, until_ended,
@@ -215,7 +215,7 @@ pub fn a_mismatch_in_a_part_names_ranks_of_the_world(make: Make) {
 }
 
 pub fn a_missing_member_is_named_by_its_rank_in_the_world(make: Make) {
-    let options = Options { timeout: Duration::from_secs(1), heartbeat: Duration::from_millis(50), ..patient() };
+    let options = WorldOptions { timeout: Duration::from_secs(1), heartbeat: Duration::from_millis(50), ..patient() };
     let (ready, done) = (Together::new(4), Together::new(4));
     let errors = lined_up(make, 4, options, |world, group| {
         let part = group.split((world.rank() != 0).then_some(0), 0).unwrap();

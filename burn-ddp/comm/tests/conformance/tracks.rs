@@ -1,21 +1,21 @@
 //! Ranks that stop early where others go on.
 
-use burn_ddp_comm::{Error, ReduceOp};
+use burn_ddp_comm::{Error, Progress, ReduceOp, Track};
 
 use crate::harness::{Make, Together, at_once, fatal, members, until_ended};
 
-const TRACK: u64 = 9;
+const TRACK: Track = Track::Batches { loader: 9, run: 0 };
 
-fn at(epoch: u64, step: u64) -> u64 {
-    epoch << 32 | step
+fn at(epoch: u32, step: u32) -> Progress {
+    Progress { epoch, step }
 }
 
-fn assert_out_of_step(error: &Error, ahead: usize, steps: (u64, u64)) {
-    let Error::OutOfStep { track: TRACK, what, stopped, stopped_at, ahead: got, position, .. } = error else {
+fn assert_out_of_step(error: &Error, ahead: usize, steps: (u32, u32)) {
+    let Error::OutOfStep { track: TRACK, what, stopped, stopped_at, ahead: got, reached, .. } = error else {
         panic!("not out of step: {error}")
     };
     assert_eq!((what.as_str(), stopped.rank, *got), ("loader \"train\"", 1, ahead), "{error}");
-    assert_eq!((*stopped_at, *position), (at(2, steps.0), at(2, steps.1)), "{error}");
+    assert_eq!((*stopped_at, *reached), (at(2, steps.0), at(2, steps.1)), "{error}");
 }
 
 pub fn stopping_before_a_peer_gets_there(make: Make) {
@@ -105,7 +105,7 @@ pub fn a_later_epoch_is_fine(make: Make) {
             }
             world.stop(TRACK, at(epoch, epoch), "loader");
         }
-        world.advance(TRACK + 1, at(0, 99)).unwrap();
+        world.advance(Track::Batches { loader: 10, run: 0 }, at(0, 99)).unwrap();
         group.barrier().unwrap();
     });
 }

@@ -1,6 +1,6 @@
 //! From one rank to one other.
 
-use burn_ddp_comm::{DType, Error, Options, ProcessGroup, ReduceOp};
+use burn_ddp_comm::{DType, Error, ProcessGroup, ReduceOp, WorldOptions};
 use std::time::Duration;
 
 use crate::harness::{Make, Together, WORLDS, at_once, fatal, groups, lined_up, members, patient, refused};
@@ -172,7 +172,7 @@ pub fn ranks_that_cannot_be_are_refused(make: Make) {
 
 pub fn a_rank_that_never_receives_is_named(make: Make) {
     let timeout = Duration::from_secs(1);
-    let options = Options { timeout, heartbeat: Duration::from_millis(50), ..patient() };
+    let options = WorldOptions { timeout, heartbeat: Duration::from_millis(50), ..patient() };
     let done = Together::new(3);
     let errors = lined_up(make, 3, options, |world, group| {
         let error = (world.rank() == 0).then(|| fatal(group.send(&vec![1.0_f32; LONG], 2)));

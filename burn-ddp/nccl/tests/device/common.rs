@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::engine::OnDevice;
 use burn_ddp_comm::membership::Membership;
-use burn_ddp_comm::{DType, Error, Options, ProcessGroup, ReduceOp, Result, World};
+use burn_ddp_comm::{DType, Error, WorldOptions, ProcessGroup, ReduceOp, Result, World};
 use burn_ddp_nccl::fake::Machine;
 use burn_ddp_nccl::{Device, DeviceBuffer, DeviceReduce, Event, HostMemory, NcclFabric, Piece, Stream};
 
@@ -22,19 +22,19 @@ pub struct Rank {
     pub stream: Stream,
 }
 
-pub fn patient() -> Options {
-    Options { timeout: Duration::from_secs(30), ..Options::default() }
+pub fn patient() -> WorldOptions {
+    WorldOptions { timeout: Duration::from_secs(30), ..WorldOptions::default() }
 }
 
-pub fn hasty(timeout_ms: u64) -> Options {
-    Options { timeout: Duration::from_millis(timeout_ms), ..Options::default() }
+pub fn hasty(timeout_ms: u64) -> WorldOptions {
+    WorldOptions { timeout: Duration::from_millis(timeout_ms), ..WorldOptions::default() }
 }
 
 /// Runs `n` ranks; yields what they return, in rank order.
 pub fn run<R: Send>(
     machine: &Machine,
     n: usize,
-    (options, memory): (Options, HostMemory),
+    (options, memory): (WorldOptions, HostMemory),
     rank_main: impl Fn(Rank) -> R + Sync,
 ) -> Vec<R> {
     let ranks: Vec<Rank> = World::threads(n, options).into_iter().map(|world| rank(machine, world, memory)).collect();
@@ -62,7 +62,7 @@ fn rank(machine: &Machine, world: World, memory: HostMemory) -> Rank {
 pub fn on_devices<R: Send>(
     machine: &Machine,
     n: usize,
-    options: Options,
+    options: WorldOptions,
     rank_main: impl Fn(Rank) -> R + Sync,
 ) -> Vec<R> {
     run(machine, n, (options, HostMemory::ByHost), rank_main)

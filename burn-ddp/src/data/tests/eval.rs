@@ -39,7 +39,7 @@ fn it_leaves_weights_and_peers_alone() {
             let batch = batch?;
             // One rank looks at less of it than the other.
             assert_eq!(test.iter().take(1 + ddp.rank()).count(), 1 + ddp.rank());
-            assert_eq!(ddp.weights().take()?.items, batch.len() as f64);
+            assert_eq!(ddp.state().batch_weight.take()?.items, batch.len() as f64);
             ddp.barrier()?;
         }
         Ok(ddp.barrier()?)

@@ -158,7 +158,7 @@ fn a_worker_that_panics_or_hangs_is_named() {
             items
         }
     }
-    let options = Options { timeout: Duration::from_secs(1), ..Options::default() };
+    let options = WorldOptions { timeout: Duration::from_secs(1), ..WorldOptions::default() };
     let errors = Ddp::spawn_with(1, options, |ddp| {
         let read = |kind| -> Vec<String> {
             let loader = ddp.loader(Bad(kind)).batch_size(2).num_workers(2).build(numbers(8)).unwrap();

@@ -11,7 +11,7 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::{Dataset, DatasetError, InMemDataset};
 use burn::tensor::Device;
 
-use crate::{Ddp, Options};
+use crate::{Ddp, WorldOptions};
 
 /// Items are batched as they are.
 struct Keep;
@@ -48,6 +48,6 @@ impl Dataset<usize> for Flaky {
 
 /// Long enough for any machine, short enough that a hang fails the test.
 fn spawn<T: Send>(world: usize, f: impl Fn(Ddp) -> anyhow::Result<T> + Sync) -> Vec<T> {
-    let options = Options { timeout: Duration::from_secs(60), ..Options::default() };
+    let options = WorldOptions { timeout: Duration::from_secs(60), ..WorldOptions::default() };
     Ddp::spawn_with(world, options, f).unwrap()
 }

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::data::{Position, ShardedLoader, permutation};
-use crate::{Reduction, WrapConfig};
+use crate::{GradientReduction, WrapConfig};
 
 /// A run of a job: what all ranks do alike until they stop.
 #[derive(Debug, Clone)]
@@ -48,7 +48,7 @@ fn run(
             let number = epoch.number();
             for batch in epoch {
                 let batch = batch?;
-                read.push((number, batch, ddp.weights().take()?.items));
+                read.push((number, batch, ddp.state().batch_weight.take()?.items));
                 ddp.barrier()?;
                 if read.len() == run.steps {
                     break 'steps;
@@ -249,7 +249,7 @@ fn a_rank_that_leaves_a_resumed_epoch_alone_is_an_error_everywhere() {
 #[test]
 fn ranks_without_an_item_count_nothing() {
     for (reduction, accumulation) in
-        [(Reduction::Mean, 1), (Reduction::Mean, 2), (Reduction::Sum, 1), (Reduction::Sum, 2)]
+        [(GradientReduction::Mean, 1), (GradientReduction::Mean, 2), (GradientReduction::Sum, 1), (GradientReduction::Sum, 2)]
     {
         let gradients = spawn(4, |ddp| {
             let device = ddp.device()?.autodiff();
@@ -264,18 +264,18 @@ fn ranks_without_an_item_count_nothing() {
             let mut gradient = None;
             for micro_batch in 0..accumulation {
                 if micro_batch > 0 {
-                    ddp.weight(train.plan().after(8).share(0, ddp.rank()).len() as f64)?;
+                    ddp.set_batch_items(train.plan().after(8).share(0, ddp.rank()).len() as f64)?;
                 }
                 let y = model.forward(x.clone());
-                let loss = if reduction == Reduction::Mean { y.mean() } else { y.sum() };
+                let loss = if reduction == GradientReduction::Mean { y.mean() } else { y.sum() };
                 let grads = ddp.backward(&loss, &model)?;
                 gradient = model.weight.base().grad(&grads).map(|g| g.into_scalar::<f32>());
             }
             Ok(gradient.unwrap())
         });
         let expected = match reduction {
-            Reduction::Mean => 8.5,
-            Reduction::Sum => 17.0 * accumulation as f32,
+            GradientReduction::Mean => 8.5,
+            GradientReduction::Sum => 17.0 * accumulation as f32,
         };
         assert_eq!(gradients, [expected; 4], "{reduction:?}, accumulation {accumulation}");
     }

@@ -97,7 +97,7 @@ fn without_shuffling_the_order_is_the_datasets() {
 #[test]
 fn each_batch_sets_the_weight() {
     spawn(2, |ddp| {
-        let weight = || ddp.weights().take().map(|batch| batch.items);
+        let weight = || ddp.state().batch_weight.take().map(|batch| batch.items);
         let train = ddp.loader(Keep).batch_size(4).build(numbers(11))?;
         let other = ddp.loader(Keep).batch_size(1).build(numbers(2))?;
         for batch in train.iter() {

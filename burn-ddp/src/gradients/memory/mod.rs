@@ -20,7 +20,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::{AllocationProperty, Bytes, DType, Shape, TensorData, read_sync};
 use burn_ddp_comm::SharedView;
 
-use super::store::DeviceLoan;
+use super::device_loan::DeviceLoan;
 
 /// Copies of tensors on their way to host memory.
 pub type HostCopy = Pin<Box<dyn Future<Output = Result<Vec<(DType, Bytes)>, String>> + Send>>;

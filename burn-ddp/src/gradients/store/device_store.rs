@@ -7,10 +7,11 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::{DType, FloatDType, Scalar, Shape};
 use burn_ddp_comm::SharedView;
 
-use super::{Arrival, DeviceLoan, GradientStore, Outcome};
+use super::{Arrival, GradientStore, Outcome};
 use crate::convert::burn_dtype;
 use crate::gradients::accumulation::Contribution;
 use crate::gradients::bucket_plan::{Bucket, BucketRange, Slot};
+use crate::gradients::device_loan::DeviceLoan;
 use crate::gradients::memory::GradientMemory;
 
 pub(super) struct DeviceStore<B: GradientMemory> {

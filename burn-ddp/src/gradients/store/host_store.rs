@@ -8,12 +8,13 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bytes, DType, Shape};
 use burn_ddp_comm::SharedView;
 
-use super::{Arrival, DeviceLoan, GradientStore, Outcome};
+use super::{Arrival, GradientStore, Outcome};
 use crate::convert::{burn_dtype, comm_dtype};
 use crate::gradients::accumulation::{Contribution, Sum};
 use crate::gradients::bucket_plan::{Bucket, BucketRange, Slot};
+use crate::gradients::device_loan::DeviceLoan;
 use crate::gradients::memory::{GradientMemory, shared_bytes};
-use crate::gradients::readback::Readback;
+use crate::gradients::readback::{Read, Readback};
 
 /// Buffers that buckets share in turn where averages are copied out of them: one is filled, one reduced, one read.
 const RING_LEN: usize = 3;
@@ -28,7 +29,7 @@ pub(super) struct HostStore<B: GradientMemory> {
     viewed: Vec<Arc<Bytes>>,
     readback: Readback<B>,
     /// Gradients that were read and not yet returned by `next_read`.
-    read: VecDeque<(usize, Contribution, DType, Bytes)>,
+    read: VecDeque<Read>,
 }
 
 enum Gradient<B: GradientMemory> {

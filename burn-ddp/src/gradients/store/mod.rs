@@ -3,16 +3,14 @@
 mod device_store;
 mod host_store;
 
-use std::any::Any;
-use std::fmt::Debug;
 use std::sync::Arc;
-use std::time::Duration;
 
 use burn::backend::tensor::FloatTensor;
 use burn_ddp_comm::SharedView;
 
 use super::accumulation::Contribution;
 use super::bucket_plan::{Bucket, BucketRange, Slot};
+use super::device_loan::DeviceLoan;
 use super::memory::GradientMemory;
 use device_store::DeviceStore;
 use host_store::HostStore;
@@ -85,21 +83,6 @@ pub(crate) trait GradientStore<T>: Send {
 
     /// Lets go of memory that averages of the last step look at. The next reduction may overwrite it.
     fn release(&mut self);
-}
-
-/// Elements of one bucket on loan to the group's engine.
-///
-/// If it is dropped without having been taken back, its memory must not be freed: the device may still be using it.
-pub trait DeviceLoan: Any + Send + Debug {
-    /// Number of elements.
-    fn len_elems(&self) -> usize;
-
-    /// Location of the elements, for the engine. Waits at most `patience` until it is known.
-    ///
-    /// # Errors
-    ///
-    /// The device's error, or that it did not answer.
-    fn place(&mut self, patience: Duration) -> Result<&mut dyn Any, String>;
 }
 
 /// A store for gradients on `device`, which are reduced there or through host memory. An asynchronous device is read in portions of

@@ -10,7 +10,7 @@ use burn::optim::GradientsParams;
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
-use burn_ddp::{Error, Options};
+use burn_ddp::{Error, WorldOptions};
 use burn_ddp_tests::{Mlp, Optim, awkward, rows, to_f64, train, values};
 
 fn main() -> anyhow::Result<()> {
@@ -25,7 +25,7 @@ fn main() -> anyhow::Result<()> {
         println!("timeout {timeout:?} stall {stall:?}");
         return Ok(());
     }
-    let mut options = Options::from_env()?;
+    let mut options = WorldOptions::from_env()?;
     options.timeout = Duration::from_secs(20);
     let ddp = Ddp::init_with(options)?;
     match scenario.as_str() {

@@ -1,4 +1,4 @@
-//! Accepted connections, from their welcome until the one they are for picks them up.
+//! Accepted connections, from their welcome until they are claimed.
 
 use std::collections::{HashMap, HashSet};
 use std::net::TcpStream;
@@ -13,21 +13,21 @@ use crate::sync::{lock, wait_timeout};
 /// Most connections that wait. Peers connect for groups that this rank is about to make, so they are few.
 const WAITING_CAP: usize = 16 * 1024;
 
-/// Where the monitor leaves the connections it accepted.
+/// Connections that the monitor accepted and that wait to be claimed.
 #[derive(Debug)]
 pub(crate) struct Links {
     rank: usize,
     world_size: usize,
     board: Mutex<Board>,
-    /// Rung when a connection arrives, and when the membership changes.
+    /// Notified when a connection arrives, and when the membership changes.
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct Board {
-    /// Put here by the monitor, taken by `claim`.
+    /// Added by the monitor, removed by `claim`.
     waiting: HashMap<Purpose, TcpStream>,
-    /// All that ever arrived: nobody arrives twice.
+    /// All that ever arrived: none may arrive twice.
     known: HashSet<Purpose>,
     closed: bool,
 }
@@ -37,16 +37,16 @@ impl Links {
         Self { rank, world_size, board: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Whether a connection for `purpose` may be welcomed.
+    /// Checks that a connection for `purpose` may be welcomed.
     ///
     /// # Errors
-    /// What to answer if not.
+    /// The answer if not.
     pub(crate) fn admit(&self, purpose: Purpose) -> Result<(), String> {
         let (Purpose::Control { rank } | Purpose::Data { rank, .. }) = purpose else {
             return Err("this is a rank, not the store".to_owned());
         };
         let (me, size) = (self.rank, self.world_size);
-        // Of two ranks the higher one connects.
+        // The higher of two ranks connects.
         if rank as usize <= me || rank as usize >= size {
             return Err(format!("rank {me} of {size} expects no connection from rank {rank}"));
         }
@@ -63,7 +63,7 @@ impl Links {
         Ok(())
     }
 
-    /// Leaves a welcomed connection to whoever claims it.
+    /// Adds a welcomed connection, to be claimed.
     pub(crate) fn put(&self, purpose: Purpose, stream: TcpStream) {
         let mut board = lock(&self.board);
         if !board.closed && board.known.insert(purpose) {
@@ -72,8 +72,8 @@ impl Links {
         }
     }
 
-    /// Waits for the connection for `purpose`; `None` at the deadline. `check` is asked after each change of the membership and ends the
-    /// wait by an error.
+    /// Waits for the connection for `purpose`; `None` at the deadline. `check` is called after each change of the
+    /// membership; its error ends the wait.
     pub(crate) fn claim(
         &self,
         purpose: Purpose,
@@ -86,12 +86,12 @@ impl Links {
         })
     }
 
-    /// Waits for nothing but an error of `check`, which is asked after each change of the membership; `Ok` at the deadline.
+    /// Waits for an error of `check`, which is called after each change of the membership; `Ok` at the deadline.
     pub(crate) fn watch(&self, deadline: Instant, check: impl Fn() -> Result<()>) -> Result<()> {
         self.wait(deadline, |_| check().map(|()| None::<()>)).map(drop)
     }
 
-    /// Looks at the board at each change until `look` finds something; `None` at the deadline.
+    /// Waits until `look` finds something on the board, which it sees at each change; `None` at the deadline.
     fn wait<T>(&self, deadline: Instant, mut look: impl FnMut(&mut Board) -> Result<Option<T>>) -> Result<Option<T>> {
         let mut board = lock(&self.board);
         loop {
@@ -106,7 +106,7 @@ impl Links {
         }
     }
 
-    /// Closes what waits, and lets nothing in any more.
+    /// Closes the connections that wait, and admits no more.
     pub(crate) fn close(&self) {
         let mut board = lock(&self.board);
         board.closed = true;

@@ -1,15 +1,15 @@
-//! What keeps ranks of different processes aware of each other.
+//! Control connections between ranks of different processes.
 //!
-//! Every pair of ranks shares one TCP connection for [`ControlMessage`]s, and every rank has one thread, the [monitor](monitor), that
-//! serves them and the rank's listener. So death is noticed at once, whatever the rank itself is doing: the kernel closes a dead
-//! process's sockets, and an end without a goodbye is a death.
+//! Every pair of ranks shares one TCP connection for [`ControlMessage`]s, and every rank has one thread, the
+//! [monitor](monitor), that serves them and the rank's listener. So a death is noticed at once, whatever the rank
+//! itself is doing: the kernel closes a dead process's sockets, and an end without a goodbye is a death.
 //!
-//! **A goodbye must not be lost**, or a clean exit would look like a death. It is written by the thread that leaves, not by the monitor,
-//! since the process may exit right after; what was written is delivered by the kernel. One thing could destroy it: a socket closed
-//! while it holds unread bytes is reset, and a reset discards what the network has not delivered yet. Unread bytes can only be a
-//! message that the peer sent at the very same time: its own goodbye, and then it no longer asks who died; or a failure, and then the
-//! world has ended anyway. In a process that lives on, the monitor keeps reading until the peers have closed (or
-//! [`LINGER`](monitor::LINGER) is over), so that nothing is reset.
+//! **A goodbye must not be lost**, or a clean exit would look like a death. It is written by the thread that leaves,
+//! not by the monitor, since the process may exit right after; the kernel delivers what was written. One thing could
+//! destroy it: a socket closed while it holds unread bytes is reset, and a reset discards what the network has not
+//! delivered yet. Unread bytes can only be a message that the peer sent at the very same time: its own goodbye, and
+//! then it no longer cares; or a failure, and then the world has ended anyway. In a process that lives on, the monitor
+//! keeps reading until the peers have closed (or [`LINGER`](monitor::LINGER) is over), so that nothing is reset.
 
 mod links;
 mod monitor;
@@ -24,7 +24,7 @@ use std::time::Duration;
 
 pub(crate) use links::Links;
 
-use crate::Options;
+use crate::WorldOptions;
 use crate::auth::job_key::LinkKey;
 use crate::membership::{ControlMessage, Membership, Outbox};
 use crate::net::address;
@@ -32,9 +32,9 @@ use crate::net::wait::Waker;
 use crate::net::wire::Wire;
 use crate::sync::lock;
 
-/// Longest control message, in bytes; membership caps the texts in them.
+/// Longest control message, in bytes; the membership caps the texts in them.
 const MESSAGE_CAP: usize = 64 * 1024;
-/// A peer that leaves this many bytes of control messages unread is given up.
+/// Bytes of unread control messages at which a peer is given up.
 const UNREAD_CAP: usize = 1024 * 1024;
 
 /// The control connections of one rank. Dropping it ends the monitor, without waiting for it.
@@ -43,15 +43,15 @@ pub(crate) struct Control {
     shared: Arc<Shared>,
 }
 
-/// What the rank's threads and its monitor share.
+/// State that the rank's threads and its monitor share.
 #[derive(Debug)]
 struct Shared {
     rank: usize,
-    /// What peers prove to know.
+    /// Key that peers must prove to know.
     key: LinkKey,
-    /// The ways to the peers, by rank; set once, when the mesh stands. `None` for this rank.
+    /// Writing ends, by rank; set once, when all ranks are connected. `None` for this rank.
     senders: Mutex<Vec<Option<Sender>>>,
-    /// What the monitor gets when the mesh stands: the reading ends, by rank, and the membership they report to.
+    /// Reading ends for the monitor, by rank, once all ranks are connected, and the membership that they report to.
     mesh: Mutex<Option<Mesh>>,
     /// Written by this rank's threads, read by the monitor after a wake.
     phase: AtomicU8,
@@ -72,7 +72,7 @@ impl std::fmt::Debug for Mesh {
 
 /// The rank takes part.
 const PRESENT: u8 = 0;
-/// It said goodbye: what happens to peers is no longer its concern.
+/// It said goodbye: the state of peers is no longer its concern.
 const LEFT: u8 = 1;
 /// The handle is gone: let peers close, then end.
 const CLOSED: u8 = 2;
@@ -81,9 +81,9 @@ const CLOSED: u8 = 2;
 #[derive(Debug)]
 struct Sender {
     wire: Wire,
-    /// Nothing follows: close this direction once everything is written.
+    /// True after the goodbye: this direction is closed once everything is written.
     last: bool,
-    /// Why nothing can be sent any more.
+    /// Reason that nothing can be sent any more.
     broken: Option<String>,
 }
 
@@ -160,7 +160,7 @@ impl Drop for Control {
 }
 
 impl Sender {
-    /// Says that this rank lives, if there is room: who does not read needs no more of it.
+    /// Sends a heartbeat if the socket has room: a peer that does not read needs no more of them.
     fn beat(&mut self, message: &ControlMessage) {
         if !self.wire.wants_write() {
             self.send(message, false);
@@ -196,7 +196,7 @@ impl Sender {
                 true
             }
             Ok(false) => false,
-            // The reading end tells what happened to the peer, after what the peer still had to say.
+            // The reading end finds out what happened to the peer, after the peer's last messages.
             Err(e) => {
                 self.broken = Some(e.to_string());
                 true
@@ -211,10 +211,10 @@ impl Sender {
     }
 }
 
-/// Lets the kernel find out that a peer's machine or the way to it is gone without a word: it gives the connection up if nothing
-/// that is sent, be it a probe, is acknowledged for as long as the options say. A process that is merely stopped does not matter,
-/// its machine still answers.
-fn keep_alive(stream: &TcpStream, options: &Options) -> io::Result<()> {
+/// Lets the kernel find out that a peer's machine or the way to it is gone: it gives the connection up if nothing that
+/// is sent, not even a probe, is acknowledged for as long as the options say. A process that is merely stopped does not
+/// matter, its machine still answers.
+fn keep_alive(stream: &TcpStream, options: &WorldOptions) -> io::Result<()> {
     let socket = socket2::SockRef::from(stream);
     // The kernel knows whole seconds, and at most some hours of them.
     let timeout = options.machine_timeout().clamp(Duration::from_secs(1), Duration::from_secs(24 * 3600));
@@ -223,7 +223,7 @@ fn keep_alive(stream: &TcpStream, options: &Options) -> io::Result<()> {
     Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, timeout.as_millis() as u32)?)
 }
 
-/// Where ranks that are to reach this one through `local` listen: its interface, any port.
+/// Listens on the address `local`, at any port, for connections of other ranks.
 pub(crate) fn listen(local: std::net::IpAddr) -> io::Result<(TcpListener, SocketAddr)> {
     let listener = TcpListener::bind((local, 0))?;
     let address = listener.local_addr()?;

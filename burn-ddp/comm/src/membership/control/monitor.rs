@@ -20,9 +20,9 @@ use crate::net::wait::wait;
 use crate::net::wire::Wire;
 use crate::sync::lock;
 
-/// How long a monitor whose rank has left lets its peers close first.
+/// Time that a monitor whose rank has left lets its peers close first.
 pub(super) const LINGER: Duration = Duration::from_secs(5);
-/// Most connections accepted before those that are there are heard.
+/// Most connections accepted before the existing ones are served.
 const ACCEPTS_PER_TURN: usize = 64;
 /// Pause after a failed accept, typically for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -33,13 +33,13 @@ pub(super) struct Monitor {
     listener: Option<TcpListener>,
     accept_after: Option<Instant>,
     strangers: Strangers,
-    /// The reading ends, by rank; `None` for this rank and for those that have closed. Empty until the mesh stands.
+    /// Reading ends, by rank; `None` for this rank and for those that have closed. Empty until all ranks are connected.
     readers: Vec<Option<Wire>>,
     /// Set with the readers.
     membership: Option<Arc<Membership>>,
-    /// When to look at the silent, and to say something oneself. Set while the rank takes part.
+    /// Time of the next heartbeat or check for silence. Set while the rank takes part.
     look_at: Option<Instant>,
-    /// When to end although peers have not closed; set when the handle is gone.
+    /// Time to end although peers have not closed; set when the handle is gone.
     end: Option<Instant>,
 }
 
@@ -65,7 +65,7 @@ impl Monitor {
                 Ok(true) => {}
                 Ok(false) => return,
                 Err(e) => {
-                    // Nobody would notice deaths any more, so this rank must not go on.
+                    // Deaths would go unnoticed, so this rank must not go on.
                     if let Some(membership) = self.membership.take() {
                         membership.fail(crate::Error::Internal {
                             message: format!("the monitor of rank {} ended: {e}", self.shared.rank),
@@ -77,7 +77,7 @@ impl Monitor {
         }
     }
 
-    /// Waits for something to do, and does it; `false` when all is done.
+    /// Waits for an event and handles it; `false` when all is done.
     fn turn(&mut self) -> io::Result<bool> {
         let ready = self.wait()?;
         let mut ready = ready.into_iter();
@@ -85,7 +85,7 @@ impl Monitor {
 
         self.shared.waker.clear();
         self.adopt_mesh();
-        // Peers first: what they have to say is older than what happens now.
+        // Peers first: their messages are older than what happens now.
         for rank in ready
             .by_ref()
             .take(self.readers.len())
@@ -107,7 +107,7 @@ impl Monitor {
         Ok(!self.finished())
     }
 
-    /// Whether the listener, each peer and each stranger is ready, in this order.
+    /// Waits; true for the listener, each peer and each stranger that is ready, in this order.
     fn wait(&mut self) -> io::Result<Vec<bool>> {
         let now = Instant::now();
         if self.accept_after.is_some_and(|at| at <= now) {
@@ -146,14 +146,14 @@ impl Monitor {
         }
     }
 
-    /// Writes what a sender could not.
+    /// Writes the rest of what a sender could not.
     fn flush(&mut self, rank: usize) {
         if let Some(sender) = &mut lock(&self.shared.senders)[rank] {
             sender.flush();
         }
     }
 
-    /// Takes in what a peer says, until there is no more.
+    /// Receives a peer's messages until there are no more.
     fn read(&mut self, rank: usize) {
         let Some(membership) = &self.membership else { return };
         while let Some(wire) = &mut self.readers[rank] {
@@ -173,7 +173,7 @@ impl Monitor {
         }
     }
 
-    /// Says that this rank lives, to those to whom that is due, and looks who is silent.
+    /// Sends due heartbeats and checks peers for silence.
     fn tend(&mut self) {
         let Some(membership) =
             self.membership.as_ref().filter(|_| self.shared.phase.load(Ordering::Acquire) == PRESENT)
@@ -197,7 +197,7 @@ impl Monitor {
         self.look_at = membership.next_look(now);
     }
 
-    /// Lets a stranger in that knows the key and is expected.
+    /// Accepts a stranger that knows the key and is expected.
     fn meet(&self, stranger: Introduced) {
         let LinkKey { key, tag } = &self.shared.key;
         if !stranger.knows(key) {
@@ -230,7 +230,7 @@ impl Monitor {
         }
     }
 
-    /// After the rank has left: lets nobody in, and waits for the peers to close, for a while.
+    /// After the rank has left: accepts no connections and waits for the peers to close, for a while; true when done.
     fn finished(&mut self) -> bool {
         if self.shared.phase.load(Ordering::Acquire) != CLOSED {
             return false;
@@ -243,7 +243,7 @@ impl Monitor {
     }
 }
 
-/// What became of `rank`, whose control connection ended.
+/// Description of what happened to `rank`, whose control connection ended.
 fn describe(error: &io::Error, broken: Option<String>, membership: &Membership, rank: usize) -> String {
     match (error.kind(), broken) {
         (ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset, None) => {
@@ -252,7 +252,7 @@ fn describe(error: &io::Error, broken: Option<String>, membership: &Membership, 
             let how = seen.unwrap_or_else(|| "was killed, crashed, or exited before its work was done".to_owned());
             format!("its process ended without a goodbye: it {how}")
         }
-        // What a router last said, or that nobody did.
+        // A router's answer, or none at all.
         (ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable, _) => {
             let seconds = membership.options().machine_timeout().as_secs_f64();
             format!("its machine has not answered for {seconds} s: it is down, or the network between is cut")

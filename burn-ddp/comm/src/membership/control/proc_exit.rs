@@ -1,11 +1,11 @@
-//! How a process of this machine ended, as long as its parent has not asked.
+//! Cause of a local process's exit, readable until its parent has waited for it.
 
 use std::time::{Duration, Instant};
 
-/// A process closes its sockets a little before it has ended.
+/// Time to wait for the exit: a process closes its sockets a little before it has ended.
 const PATIENCE: Duration = Duration::from_millis(300);
 
-/// What ended process `pid`, of which the sockets are closed, if that can still be seen.
+/// Cause of the exit of process `pid`, whose sockets are closed, if it can still be read.
 pub(super) fn cause_of_exit(pid: u32) -> Option<String> {
     let end = Instant::now() + PATIENCE;
     while pid != std::process::id() {
@@ -25,7 +25,7 @@ pub(super) fn cause_of_exit(pid: u32) -> Option<String> {
 fn read(stat: &str) -> Option<String> {
     let (_, fields) = stat.rsplit_once(')')?;
     let mut fields = fields.split_ascii_whitespace();
-    // A process that runs is not the one that ended.
+    // A running process is not the one that ended.
     fields.next().filter(|state| matches!(*state, "Z" | "X"))?;
     let status: i32 = fields.last()?.parse().ok()?;
     let (code, signal) = (status >> 8 & 0xff, status & 0x7f);

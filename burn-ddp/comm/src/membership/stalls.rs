@@ -1,0 +1,51 @@
+//! Explanations of calls that wait: what is known of the ranks they wait for.
+
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use super::Membership;
+use super::diagnosis::{Activity, Diagnosis, diagnose};
+use super::failure::capped;
+use crate::Error;
+use crate::call::Call;
+use crate::post_mortem::{self, Event, millis};
+use crate::sync::lock;
+
+impl Membership {
+    /// Reports that `call` has waited for long, now for these group ranks. No error yet.
+    pub fn stalled(&self, call: &Call, waiting_for: Vec<usize>) {
+        let waiting_for = call.world_ranks(&waiting_for);
+        let Diagnosis { text, .. } = self.diagnose(call, &waiting_for);
+        let described = if text.is_empty() { call.info.to_string() } else { format!("{}; {text}", call.info) };
+        let since = call.started().elapsed();
+        tracing::warn!(rank = self.rank, ?waiting_for, ?since, call = described, "a collective takes long");
+        let (since_ms, at) = (millis(since), post_mortem::now_ms());
+        self.append_event(&Event::Stall { rank: self.rank, waiting_for, call: described, since_ms, at });
+    }
+
+    /// `error` of `call`; a timeout with the reason that the ranks it waited for did not come.
+    pub(super) fn explained(&self, mut error: Error, call: &Call) -> Error {
+        if let Error::Timeout { waiting_for, culprit, why, .. } = &mut error {
+            let diagnosis = self.diagnose(call, waiting_for);
+            *culprit = diagnosis.culprit;
+            *why = capped(diagnosis.text);
+        }
+        error
+    }
+
+    fn diagnose(&self, call: &Call, waiting_for: &[usize]) -> Diagnosis {
+        diagnose(&call.info, waiting_for, |rank| self.activity(rank))
+    }
+
+    /// Activity of `rank`, as far as it is known. `None` for a rank that does not exist.
+    pub(super) fn activity(&self, rank: usize) -> Option<Activity> {
+        let left = self.shared.left.get(rank)?.load(Ordering::Acquire);
+        if rank == self.rank || self.shared.local {
+            let local = &self.shared.local_ranks[rank];
+            return Some(Activity { left, silent: None, beat: Some(local.history.heartbeat(local.step())) });
+        }
+        let liveness = lock(&self.shared.liveness);
+        let silent = liveness.suspects(rank).then(|| liveness.silence(rank, Instant::now())).flatten();
+        Some(Activity { left, silent, beat: liveness.last_beat(rank).cloned() })
+    }
+}

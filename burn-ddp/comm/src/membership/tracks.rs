@@ -1,0 +1,143 @@
+//! Positions of ranks on tracks that they walk together, such as the steps of a data loader: a rank that passes a
+//! peer's stop is out of step.
+
+use std::collections::BTreeMap;
+
+use super::peer::PeerInfo;
+use super::progress::{Progress, Track};
+use crate::Error;
+
+/// Number of epochs of one track that are remembered: ranks are never this far apart without a collective in between.
+const MAX_EPOCHS: usize = 1024;
+
+/// Positions and stops of the ranks, per track and epoch.
+#[derive(Debug, Default)]
+pub(crate) struct Tracks {
+    epochs: BTreeMap<(Track, u32), Epoch>,
+}
+
+#[derive(Debug, Default)]
+struct Epoch {
+    /// Steps of each rank of this process, as far as it got.
+    reached: BTreeMap<usize, u32>,
+    /// Steps at which ranks stopped, and what they call the track.
+    stops: BTreeMap<usize, (u32, String)>,
+}
+
+impl Tracks {
+    /// `rank` is `at` this step of `track`. The error if a peer stopped before it.
+    pub(crate) fn advance(&mut self, rank: usize, track: Track, at: Progress, peers: &[PeerInfo]) -> Option<Error> {
+        let epoch = self.epoch(track, at.epoch);
+        let furthest = epoch.reached.entry(rank).or_insert(at.step);
+        *furthest = at.step.max(*furthest);
+        epoch.conflict(track, at.epoch, peers)
+    }
+
+    /// `rank` stopped `at` this step of `track`, which it calls `what`. The error if a peer is already beyond it.
+    pub(crate) fn stop(
+        &mut self,
+        rank: usize,
+        track: Track,
+        at: Progress,
+        what: &str,
+        peers: &[PeerInfo],
+    ) -> Option<Error> {
+        let epoch = self.epoch(track, at.epoch);
+        epoch.stops.entry(rank).or_insert_with(|| (at.step, what.to_string()));
+        epoch.conflict(track, at.epoch, peers)
+    }
+
+    /// The epoch's entry; makes room for a new one by forgetting the oldest of the track.
+    fn epoch(&mut self, track: Track, number: u32) -> &mut Epoch {
+        let key = (track, number);
+        if !self.epochs.contains_key(&key) && self.epochs.range((track, 0)..=(track, u32::MAX)).count() >= MAX_EPOCHS {
+            let oldest = self.epochs.range((track, 0)..).next().map(|(key, _)| *key);
+            oldest.map(|oldest| self.epochs.remove(&oldest));
+        }
+        self.epochs.entry(key).or_default()
+    }
+}
+
+impl Epoch {
+    fn conflict(&self, track: Track, epoch: u32, peers: &[PeerInfo]) -> Option<Error> {
+        for (stopped, (stopped_at, what)) in &self.stops {
+            for (ahead, reached) in &self.reached {
+                if ahead != stopped && reached > stopped_at {
+                    return Some(Error::OutOfStep {
+                        track,
+                        what: what.clone(),
+                        stopped: peers[*stopped].clone(),
+                        stopped_at: Progress { epoch, step: *stopped_at },
+                        ahead: *ahead,
+                        reached: Progress { epoch, step: *reached },
+                        during: None,
+                    });
+                }
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn peers() -> Vec<PeerInfo> {
+        (0..3).map(|rank| PeerInfo::here(rank, rank, 0)).collect()
+    }
+
+    const TRACK: Track = Track::Batches { loader: 7, run: 0 };
+
+    fn at(epoch: u32, step: u32) -> Progress {
+        Progress { epoch, step }
+    }
+
+    #[test]
+    fn going_on_is_found_in_both_orders() {
+        let peers = peers();
+        let mut stop_first = Tracks::default();
+        assert_eq!(stop_first.stop(1, TRACK, at(0, 3), "loader", &peers), None);
+        assert_eq!(stop_first.advance(0, TRACK, at(0, 3), &peers), None);
+        let a = stop_first.advance(0, TRACK, at(0, 4), &peers);
+
+        let mut advance_first = Tracks::default();
+        assert_eq!(advance_first.advance(0, TRACK, at(0, 4), &peers), None);
+        let b = advance_first.stop(1, TRACK, at(0, 3), "loader", &peers);
+
+        assert_eq!(a, b);
+        let text = a.unwrap().to_string();
+        assert!(text.contains("rank 1") && text.contains("stopped loader at epoch 0, step 3"), "{text}");
+        assert!(text.contains("rank 0 went on to epoch 0, step 4"), "{text}");
+    }
+
+    #[test]
+    fn all_stopping_at_one_step_is_fine() {
+        let peers = peers();
+        let mut tracks = Tracks::default();
+        for rank in 0..3 {
+            assert_eq!(tracks.advance(rank, TRACK, at(0, 3), &peers), None);
+            assert_eq!(tracks.stop(rank, TRACK, at(0, 3), "loader", &peers), None);
+        }
+        assert_eq!(tracks.advance(0, TRACK, at(1, 9), &peers), None);
+        assert_eq!(tracks.advance(1, TRACK.backwards(), at(0, 9), &peers), None);
+    }
+
+    #[test]
+    fn a_late_stop_of_an_earlier_epoch_is_still_found() {
+        let peers = peers();
+        let mut tracks = Tracks::default();
+        tracks.advance(0, TRACK, at(0, 5), &peers);
+        tracks.advance(0, TRACK, at(1, 0), &peers);
+        assert!(tracks.stop(1, TRACK, at(0, 3), "loader", &peers).is_some());
+    }
+
+    #[test]
+    fn memory_is_bounded() {
+        let mut tracks = Tracks::default();
+        for epoch in 0..3000 {
+            tracks.advance(0, TRACK, at(epoch, 1), &peers());
+        }
+        assert_eq!(tracks.epochs.len(), MAX_EPOCHS);
+    }
+}

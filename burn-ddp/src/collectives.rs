@@ -1,0 +1,397 @@
+//! Collectives on Burn tensors of any kind and device, through host memory.
+
+use burn::tensor::kind::Basic;
+use burn::tensor::{Tensor, TensorData};
+use burn_ddp_comm::{DType, ProcessGroup, ReduceOp};
+
+use crate::convert::{back, read};
+use crate::ddp::Ddp;
+use crate::{Error, Result};
+
+/// Collectives on tensors, implemented by [`Ddp`].
+///
+/// Shapes and dtypes must agree between ranks. Tensors travel through host memory; results are on the device of the
+/// input, outside any autodiff graph: [`Ddp::differentiable`] has the collectives that gradients go through. All of
+/// them block until this rank's part is done, and all but [`send`](Self::send) and [`recv`](Self::recv) are
+/// *collective*: every rank calls them, in the same order.
+///
+/// The costs below are those of the engines `threads` and `tcp` for a tensor of `b` bytes on `n` ranks; `shm` reads the
+/// peers' memory in place of receiving. A step is one message to each peer and one from each.
+pub trait Collectives: sealed::Sealed {
+    /// Reduces element by element over all ranks.
+    ///
+    /// Each rank passes a tensor of the same shape and holds the same reduced tensor after. Two steps in which a rank
+    /// sends about `2 b` bytes; one step for small tensors.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]: a peer failed or called something else; integer mean, bool sum (the group stays usable).
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let all = Ddp::spawn(2, |ddp| {
+    ///     let x = Tensor::<1>::from_floats([1.0, ddp.rank() as f32], &ddp.device()?);
+    ///     Ok(ddp.all_reduce(x, ReduceOp::Sum)?.into_data().try_to_vec::<f32>()?)
+    /// })?;
+    /// assert_eq!(all, [[2.0, 1.0], [2.0, 1.0]]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    fn all_reduce<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, op: ReduceOp) -> Result<Tensor<D, K>>;
+
+    /// Copies `root`'s tensor to all ranks.
+    ///
+    /// Each rank passes a tensor of the same shape; the values on ranks other than `root` are replaced. One step in
+    /// which `root` sends `(n - 1) b` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]: a peer failed or called something else, `root` is no rank.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let all = Ddp::spawn(3, |ddp| {
+    ///     let x = Tensor::<1>::from_floats([ddp.rank() as f32], &ddp.device()?);
+    ///     Ok(ddp.broadcast(x, 2)?.into_scalar::<f32>())
+    /// })?;
+    /// assert_eq!(all, [2.0, 2.0, 2.0]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    fn broadcast<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, root: usize) -> Result<Tensor<D, K>>;
+
+    /// Concatenates the tensors of all ranks along dimension 0, in rank order.
+    ///
+    /// Each rank passes a tensor of the same shape `[r, …]` and holds `[n * r, …]` after. One step in which a rank
+    /// sends `(n - 1) b` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]: a peer failed or called something else.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let all = Ddp::spawn(2, |ddp| {
+    ///     let x = Tensor::<1>::from_floats([ddp.rank() as f32], &ddp.device()?);
+    ///     Ok(ddp.all_gather(x)?.into_data().try_to_vec::<f32>()?)
+    /// })?;
+    /// assert_eq!(all, [[0.0, 1.0], [0.0, 1.0]]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    fn all_gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>>;
+
+    /// Reduces over all ranks and leaves each rank its slice of dimension 0.
+    ///
+    /// Each rank passes a tensor of the same shape `[n * r, …]` and holds `[r, …]` after: rows `rank * r ..`. One step
+    /// in which a rank sends `(n - 1) / n · b` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if dimension 0 does not divide by the world size; [`Error::Comm`] as for
+    /// [`all_reduce`](Self::all_reduce).
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let all = Ddp::spawn(2, |ddp| {
+    ///     let x = Tensor::<1>::from_floats([1.0, 10.0], &ddp.device()?);
+    ///     Ok(ddp.reduce_scatter(x, ReduceOp::Sum)?.into_data().try_to_vec::<f32>()?)
+    /// })?;
+    /// assert_eq!(all, [[2.0], [20.0]]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    fn reduce_scatter<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, op: ReduceOp) -> Result<Tensor<D, K>>;
+
+    /// Reduces element by element onto `root`.
+    ///
+    /// Each rank passes a tensor of the same shape; `root` holds the reduced one after, the others what they passed.
+    /// Two steps in which a rank sends about `b` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`] as for [`all_reduce`](Self::all_reduce); `root` is no rank.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let all = Ddp::spawn(2, |ddp| {
+    ///     let x = Tensor::<1>::from_floats([1.0 + ddp.rank() as f32], &ddp.device()?);
+    ///     Ok(ddp.reduce(x, ReduceOp::Max, 0)?.into_scalar::<f32>())
+    /// })?;
+    /// assert_eq!(all, [2.0, 2.0]); // on rank 1 its own
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    fn reduce<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, op: ReduceOp, root: usize)
+    -> Result<Tensor<D, K>>;
+
+    /// Concatenates the tensors of all ranks along dimension 0 on `root`, in rank order.
+    ///
+    /// Each rank passes a tensor of the same shape `[r, …]`; `root` holds `[n * r, …]` after, the others `None`. One
+    /// step in which a rank sends `b` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]: a peer failed or called something else, `root` is no rank.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let all = Ddp::spawn(2, |ddp| {
+    ///     let x = Tensor::<1>::from_floats([ddp.rank() as f32], &ddp.device()?);
+    ///     Ok(ddp.gather(x, 0)?.map(|x| x.dims()))
+    /// })?;
+    /// assert_eq!(all, [Some([2]), None]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    fn gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, root: usize) -> Result<Option<Tensor<D, K>>>;
+
+    /// Hands each rank its slice of `root`'s tensor along dimension 0.
+    ///
+    /// `root` passes `Some` of shape `[n * r, …]`; what other ranks pass is dropped. Each rank passes a tensor `like`
+    /// its slice, `[r, …]`, of which only shape, dtype and device count, and holds rows `rank * r ..` after. One step
+    /// in which `root` sends `(n - 1) / n · b` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]: a peer failed or called something else, `root` is no rank, `root` passed `None` or another
+    /// number of elements.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let all = Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?;
+    ///     let whole = ddp.is_main().then(|| Tensor::<1>::from_floats([5.0, 6.0], &device));
+    ///     Ok(ddp.scatter(whole, Tensor::zeros([1], &device), 0)?.into_scalar::<f32>())
+    /// })?;
+    /// assert_eq!(all, [5.0, 6.0]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    fn scatter<const D: usize, K: Basic>(
+        &self,
+        tensor: Option<Tensor<D, K>>,
+        like: Tensor<D, K>,
+        root: usize,
+    ) -> Result<Tensor<D, K>>;
+
+    /// Sends slice *j* of dimension 0 to rank *j*, and gets one from each.
+    ///
+    /// Each rank passes a tensor of the same shape `[n * r, …]` and holds one of that shape after: rows `j * r ..` are
+    /// from rank *j*. One step in which a rank sends `(n - 1) / n · b` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if dimension 0 does not divide by the world size; [`Error::Comm`]: a peer failed or called
+    /// something else.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let all = Ddp::spawn(2, |ddp| {
+    ///     let r = ddp.rank() as f32;
+    ///     let x = Tensor::<1>::from_floats([10.0 * r, 10.0 * r + 1.0], &ddp.device()?);
+    ///     Ok(ddp.all_to_all(x)?.into_data().try_to_vec::<f32>()?)
+    /// })?;
+    /// assert_eq!(all, [[0.0, 10.0], [1.0, 11.0]]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    fn all_to_all<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>>;
+
+    /// Sends a tensor to rank `to`, which [receives](Self::recv) it. Blocks until it has. One message of `b` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]: the peer failed, called something else, or expects another number of elements or dtype.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// Ddp::spawn(2, |ddp| {
+    ///     let x = Tensor::<1>::from_floats([ddp.rank() as f32], &ddp.device()?);
+    ///     match ddp.rank() {
+    ///         0 => ddp.send(x, 1)?,
+    ///         _ => assert_eq!(ddp.recv(x, 0)?.into_scalar::<f32>(), 0.0),
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    fn send<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, to: usize) -> Result<()>;
+
+    /// The tensor that rank `from` [sends](Self::send). Blocks until it is here.
+    ///
+    /// `like` gives shape, dtype and device; its values do not count.
+    ///
+    /// # Errors
+    ///
+    /// As [`send`](Self::send).
+    #[track_caller]
+    fn recv<const D: usize, K: Basic>(&self, like: Tensor<D, K>, from: usize) -> Result<Tensor<D, K>>;
+}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for crate::Ddp {}
+}
+
+impl Collectives for Ddp {
+    #[track_caller]
+    fn all_reduce<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, op: ReduceOp) -> Result<Tensor<D, K>> {
+        let device = tensor.device();
+        Ok(back(all_reduce(self.group(), read(tensor)?, op)?, &device))
+    }
+
+    #[track_caller]
+    fn broadcast<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, root: usize) -> Result<Tensor<D, K>> {
+        let device = tensor.device();
+        let (dtype, mut data) = read(tensor)?;
+        in_place(&mut data, |bytes| self.group().broadcast_bytes(dtype, bytes, root))?;
+        Ok(back(data, &device))
+    }
+
+    #[track_caller]
+    fn all_gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
+        let device = tensor.device();
+        Ok(back(all_gather(self.group(), read(tensor)?)?, &device))
+    }
+
+    #[track_caller]
+    fn reduce_scatter<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, op: ReduceOp) -> Result<Tensor<D, K>> {
+        let device = tensor.device();
+        Ok(back(reduce_scatter(self.group(), read(tensor)?, op)?, &device))
+    }
+
+    #[track_caller]
+    fn reduce<const D: usize, K: Basic>(
+        &self,
+        tensor: Tensor<D, K>,
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<Tensor<D, K>> {
+        let device = tensor.device();
+        let (dtype, mut data) = read(tensor)?;
+        in_place(&mut data, |bytes| self.group().reduce_bytes(dtype, bytes, op, root))?;
+        Ok(back(data, &device))
+    }
+
+    #[track_caller]
+    fn gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, root: usize) -> Result<Option<Tensor<D, K>>> {
+        let device = tensor.device();
+        let (dtype, data) = read(tensor)?;
+        let mut shape = data.shape().clone();
+        shape[0] *= self.world_size();
+        let rows = self.group().gather_bytes(dtype, data.as_bytes(), root)?;
+        Ok(rows.map(|bytes| back(TensorData::from_bytes_vec(bytes, shape, data.dtype()), &device)))
+    }
+
+    #[track_caller]
+    fn scatter<const D: usize, K: Basic>(
+        &self,
+        tensor: Option<Tensor<D, K>>,
+        like: Tensor<D, K>,
+        root: usize,
+    ) -> Result<Tensor<D, K>> {
+        let device = like.device();
+        let (dtype, mut part) = read(like)?;
+        let whole = tensor.filter(|_| self.rank() == root).map(read).transpose()?;
+        if let Some((other, _)) = &whole
+            && *other != dtype
+        {
+            return Err(Error::invalid(format!("scatter of {other} elements into slices of {dtype}")));
+        }
+        let whole = whole.as_ref().map(|(_, data)| data.as_bytes());
+        in_place(&mut part, |bytes| self.group().scatter_bytes(dtype, whole, bytes, root))?;
+        Ok(back(part, &device))
+    }
+
+    #[track_caller]
+    fn all_to_all<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
+        let device = tensor.device();
+        let (dtype, data) = read(tensor)?;
+        check_rows("all_to_all", data.shape()[0], self.world_size())?;
+        let mut out = vec![0u8; data.as_bytes().len()];
+        self.group().all_to_all_bytes(dtype, data.as_bytes(), &mut out)?;
+        Ok(back(TensorData::from_bytes_vec(out, data.shape().clone(), data.dtype()), &device))
+    }
+
+    #[track_caller]
+    fn send<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, to: usize) -> Result<()> {
+        let (dtype, data) = read(tensor)?;
+        Ok(self.group().send_bytes(dtype, data.as_bytes(), to)?)
+    }
+
+    #[track_caller]
+    fn recv<const D: usize, K: Basic>(&self, like: Tensor<D, K>, from: usize) -> Result<Tensor<D, K>> {
+        let device = like.device();
+        let (dtype, mut data) = read(like)?;
+        in_place(&mut data, |bytes| self.group().recv_bytes(dtype, bytes, from))?;
+        Ok(back(data, &device))
+    }
+}
+
+#[track_caller]
+pub(crate) fn all_reduce(group: &ProcessGroup, elements: (DType, TensorData), op: ReduceOp) -> Result<TensorData> {
+    let (dtype, mut data) = elements;
+    in_place(&mut data, |bytes| group.all_reduce_bytes(dtype, bytes, op, 0))?;
+    Ok(data)
+}
+
+#[track_caller]
+pub(crate) fn all_gather(group: &ProcessGroup, elements: (DType, TensorData)) -> Result<TensorData> {
+    let (dtype, data) = elements;
+    let mut shape = data.shape().clone();
+    let bytes = group.all_gather_bytes(dtype, data.as_bytes())?;
+    shape[0] *= group.world_size();
+    Ok(TensorData::from_bytes_vec(bytes, shape, data.dtype()))
+}
+
+#[track_caller]
+pub(crate) fn reduce_scatter(group: &ProcessGroup, elements: (DType, TensorData), op: ReduceOp) -> Result<TensorData> {
+    let (dtype, data) = elements;
+    let mut shape = data.shape().clone();
+    check_rows("reduce_scatter", shape[0], group.world_size())?;
+    shape[0] /= group.world_size();
+    let mut out = vec![0u8; data.as_bytes().len() / group.world_size()];
+    group.reduce_scatter_bytes(dtype, data.as_bytes(), &mut out, op)?;
+    Ok(TensorData::from_bytes_vec(out, shape, data.dtype()))
+}
+
+fn check_rows(what: &str, rows: usize, ranks: usize) -> Result<()> {
+    if rows.is_multiple_of(ranks) {
+        return Ok(());
+    }
+    Err(Error::invalid(format!("{what} splits dimension 0 over the ranks: {rows} rows do not divide by {ranks} ranks")))
+}
+
+fn in_place(data: &mut TensorData, f: impl FnOnce(&mut [u8]) -> burn_ddp_comm::Result<()>) -> Result<()> {
+    TensorData::with_bytes_mut([data], |mut bytes| f(bytes[0]))?;
+    Ok(())
+}

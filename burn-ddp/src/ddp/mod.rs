@@ -1,0 +1,261 @@
+//! The handle of one rank.
+
+mod init;
+mod shared_state;
+mod spawn;
+
+use std::sync::Arc;
+
+use burn::tensor::Device;
+use burn_ddp_comm::{ProcessGroup, ReduceOp, World};
+
+use crate::telemetry::Telemetry;
+use crate::{Error, Result};
+use shared_state::SharedState;
+
+/// One rank's membership in a data-parallel job: its number, its peers, and everything they do together.
+///
+/// Cheap to clone, `Send` and `Sync`. Methods marked *collective* must be called by every rank, in the same order.
+///
+/// # Example
+///
+/// Two ranks as threads; each sees its own data, both get the same averaged gradient.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::prelude::*;
+/// use burn_ddp::prelude::*;
+///
+/// let gradients = Ddp::spawn(2, |ddp| {
+///     let device = ddp.device()?.autodiff();
+///     let model = ddp.wrap(LinearConfig::new(1, 1).with_bias(false).init(&device))?;
+///     let x = Tensor::<2>::from_floats([[2.0 * ddp.rank() as f32]], &device); // 0 on rank 0, 2 on rank 1
+///     let grads = model.forward(x).sum().backward();
+///     Ok(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>())
+/// })?;
+/// assert_eq!(gradients, [1.0, 1.0]);
+/// # Ok::<(), burn_ddp::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Ddp {
+    state: Arc<SharedState>,
+    /// Keeps this rank in the job: handles, wrapped models and loaders have it; nodes that Burn keeps in its graphs,
+    /// maybe for ever, do not.
+    _presence: Option<Arc<Presence>>,
+}
+
+/// Says goodbye when the last holder is gone.
+struct Presence(World);
+
+impl Drop for Presence {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.fail_with_panic();
+        } else {
+            self.0.leave();
+        }
+    }
+}
+
+impl std::fmt::Debug for Ddp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Ddp(rank {} of {}, engine {})", self.rank(), self.world_size(), self.engine())
+    }
+}
+
+impl Ddp {
+    fn new(world: World, group: ProcessGroup) -> Self {
+        let presence = Some(Arc::new(Presence(world.clone())));
+        Ddp { state: Arc::new(SharedState::new(world, group)), _presence: presence }
+    }
+
+    /// A handle that does not keep the rank in the job: for autodiff nodes, which Burn may hold for long.
+    pub(crate) fn without_presence(&self) -> Ddp {
+        Ddp { state: self.state.clone(), _presence: None }
+    }
+
+    /// State that all handles of this rank share.
+    pub(crate) fn state(&self) -> &SharedState {
+        &self.state
+    }
+
+    /// This rank's number, `0..world_size`.
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        self.state.world.rank()
+    }
+
+    /// Number of ranks in the job.
+    #[must_use]
+    pub fn world_size(&self) -> usize {
+        self.state.world.world_size()
+    }
+
+    /// This rank's number among those on its machine.
+    #[must_use]
+    pub fn local_rank(&self) -> usize {
+        self.state.world.local_rank()
+    }
+
+    /// Number of ranks on this machine.
+    #[must_use]
+    pub fn local_world_size(&self) -> usize {
+        self.state.world.local_world_size()
+    }
+
+    /// True on rank 0, which prints and writes files.
+    #[must_use]
+    pub fn is_main(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// Name of the engine that carries the collectives: `threads`, `shm`, `tcp` or `mpi`; `nccl` once NCCL reduces the
+    /// gradients of a [wrapped](Self::wrap) model, while the engine that was there before still carries what is in host
+    /// memory.
+    #[must_use]
+    pub fn engine(&self) -> &'static str {
+        self.state.world.engine()
+    }
+
+    /// The world below, for groups of your own and for [`World::fail`].
+    #[must_use]
+    pub fn world(&self) -> &World {
+        &self.state.world
+    }
+
+    /// The group of all ranks, for collectives on slices and serde values.
+    #[must_use]
+    pub fn group(&self) -> &ProcessGroup {
+        &self.state.group
+    }
+
+    /// This rank's device: the GPU with its local rank, if there are GPUs of a kind that is built in, else the
+    /// processor. Add `.autodiff()` for training.
+    ///
+    /// `BURN_DEVICE` (`cuda`, `wgpu`, `flex`, …) chooses the kind, as for Burn's default device. Which GPUs there are,
+    /// drivers decide, by `CUDA_VISIBLE_DEVICES` and its like.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if the machine has fewer GPUs than ranks, unless `BURN_DDP_SHARE_DEVICES=1` wants them
+    /// shared; if `BURN_DEVICE` names what is not built in; if burn-ddp was built without any backend.
+    pub fn device(&self) -> Result<Device> {
+        crate::device::of_rank(self.local_rank(), self.world().local_world_size())
+    }
+
+    /// This rank's device of a kind: `ddp.device_of(|local_rank| Device::cuda(local_rank))`.
+    pub fn device_of(&self, device: impl FnOnce(usize) -> Device) -> Device {
+        device(self.local_rank())
+    }
+
+    /// Seeds `device`: the same seed on every rank while the model is made, and another one for each rank after
+    /// [`Ddp::wrap`] and with each batch that a training loader hands out. So dropout differs between ranks, repeats
+    /// between runs, and goes on in a run that is [resumed](crate::data::ShardedLoader::resume) as if it had not been
+    /// interrupted.
+    ///
+    /// Burn's Flex backend has one generator per process, so with ranks as threads random numbers do not repeat.
+    pub fn seed(&self, device: &Device, seed: u64) {
+        self.state.set_seed(device, seed);
+    }
+
+    /// Sets the number of items that the following backwards stand for, until the next batch is read from a loader of
+    /// ours. Only needed with other loaders, or with two of ours in one step.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if `items` is negative or not finite.
+    pub fn set_batch_items(&self, items: f64) -> Result<()> {
+        self.state.batch_weight.set(items)
+    }
+
+    /// Counters of this rank's steps, and the slowest rank.
+    #[must_use]
+    pub fn telemetry(&self) -> Telemetry {
+        Telemetry::new(self.state.meter.clone())
+    }
+
+    /// The mean of a number over all ranks. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`] if a peer failed.
+    #[track_caller]
+    pub fn mean(&self, value: impl Into<f64>) -> Result<f64> {
+        self.reduce_scalar(value.into(), ReduceOp::Mean)
+    }
+
+    /// The sum of a number over all ranks. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`] if a peer failed.
+    #[track_caller]
+    pub fn sum(&self, value: impl Into<f64>) -> Result<f64> {
+        self.reduce_scalar(value.into(), ReduceOp::Sum)
+    }
+
+    #[track_caller]
+    fn reduce_scalar(&self, value: f64, op: ReduceOp) -> Result<f64> {
+        let mut value = [value];
+        self.group().all_reduce(&mut value, op)?;
+        Ok(value[0])
+    }
+
+    /// Waits until every rank has come here. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`] if a peer failed or does not come in time.
+    #[track_caller]
+    pub fn barrier(&self) -> Result<()> {
+        Ok(self.group().barrier()?)
+    }
+
+    /// Runs `f` on rank 0 first and then, if that went well, on the others: for downloads into a shared cache.
+    /// *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// Rank 0 gets the error of `f`; the others get [`Error::Rank`] with its text, and do not run `f`.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    /// let calls = AtomicUsize::new(0);
+    /// let order = Ddp::spawn(2, |ddp| ddp.main_first(|| Ok(calls.fetch_add(1, SeqCst))))?;
+    /// assert_eq!(order, [0, 1]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn main_first<T>(&self, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+        if self.is_main() {
+            let result = f();
+            let outcome: Result<(), String> = result.as_ref().map(|_| ()).map_err(|e| format!("{e:#}"));
+            let sent = self.group().broadcast_object(Some(outcome), 0);
+            // The others may be gone by then: the cause comes first.
+            let value = result?;
+            sent?.ok();
+            Ok(value)
+        } else {
+            let outcome: Result<(), String> = self.group().broadcast_object(None, 0)?;
+            outcome.map_err(|reason| Error::Rank { rank: 0, reason })?;
+            f()
+        }
+    }
+
+    /// Ends the job: waits for checkpoints under way and for all ranks, then says goodbye. *Collective*. A rank may
+    /// leave without it where no other rank waits for it any more.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`] if a peer failed or does not come in time; [`Error::File`] if a checkpoint could not be written.
+    #[track_caller]
+    pub fn finish(self) -> Result<()> {
+        self.state.finish_background_writes()?;
+        self.barrier()?;
+        self.world().leave();
+        Ok(())
+    }
+}

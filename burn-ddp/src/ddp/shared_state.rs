@@ -1,0 +1,156 @@
+//! State that all handles of one rank share: its groups, counters, seeds and checkpoints under way.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn::tensor::Device;
+use burn_ddp_comm::{ProcessGroup, World};
+
+use crate::batch_weight::{Batch, BatchWeight, backward_track};
+use crate::checkpoint::background::BackgroundWrite;
+use crate::seed::Seed;
+use crate::telemetry::meter::Meter;
+use crate::{Error, Result};
+
+/// State of one rank. Each field is written by this rank's own threads only.
+pub(crate) struct SharedState {
+    pub(crate) world: World,
+    /// Group of the user's calls and of `wrap`; each wrapped model has a group of its own.
+    pub(crate) group: Arc<ProcessGroup>,
+    /// Weight of the next backward: written by loaders and the user, taken by the first gradient of a backward.
+    pub(crate) batch_weight: BatchWeight,
+    /// Counters of steps: written by loaders and by the reducers of wrapped models.
+    pub(crate) meter: Meter,
+    /// Name of the engine that carries collectives on host memory.
+    pub(crate) host_engine: &'static str,
+    /// Group of the collectives whose backward is a collective, too. Made by the first of them.
+    graph_group: Mutex<Option<Arc<ProcessGroup>>>,
+    /// Number of loaders built so far.
+    loaders: AtomicU64,
+    seed: Mutex<Option<Seed>>,
+    /// Checkpoints that may be under way: [`Ddp::finish`](super::Ddp::finish) waits for them.
+    background_writes: Mutex<Vec<Arc<BackgroundWrite>>>,
+    /// The CUDA device on which NCCL reduces, once it does.
+    #[cfg(feature = "nccl")]
+    nccl_device: std::sync::OnceLock<usize>,
+    /// Group of the metrics of Burn's trainer, which reduces them on a thread of its own. Made when a training begins.
+    #[cfg(feature = "train")]
+    metric_group: std::sync::OnceLock<ProcessGroup>,
+}
+
+impl SharedState {
+    pub(super) fn new(world: World, group: ProcessGroup) -> Self {
+        let group = Arc::new(group);
+        SharedState {
+            meter: Meter::new(world.clone(), group.clone()),
+            host_engine: world.engine(),
+            world,
+            group,
+            batch_weight: BatchWeight::default(),
+            graph_group: Mutex::new(None),
+            loaders: AtomicU64::new(0),
+            seed: Mutex::new(None),
+            background_writes: Mutex::new(Vec::new()),
+            #[cfg(feature = "nccl")]
+            nccl_device: std::sync::OnceLock::new(),
+            #[cfg(feature = "train")]
+            metric_group: std::sync::OnceLock::new(),
+        }
+    }
+
+    /// Group of collectives in forwards and their backwards, which have one order on all ranks. *Collective* the first
+    /// time.
+    #[track_caller]
+    pub(crate) fn graph_group(&self) -> Result<Arc<ProcessGroup>> {
+        let mut group = lock(&self.graph_group);
+        match &*group {
+            Some(group) => Ok(group.clone()),
+            None => Ok(group.insert(Arc::new(self.world.group()?)).clone()),
+        }
+    }
+
+    /// Makes the group of metrics, unless there is one. *Collective* the first time.
+    #[cfg(feature = "train")]
+    pub(crate) fn make_metric_group(&self) -> Result<()> {
+        if self.metric_group.get().is_none() {
+            let group = self.world.group()?;
+            self.metric_group.get_or_init(|| group);
+        }
+        Ok(())
+    }
+
+    /// Group of metrics.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if no training has begun.
+    #[cfg(feature = "train")]
+    pub(crate) fn metric_group(&self) -> Result<&ProcessGroup> {
+        let missing = || Error::invalid("metrics of all ranks are for what `ddp.training(…)` returns");
+        self.metric_group.get().ok_or_else(missing)
+    }
+
+    /// Takes the weight of the backward of a wrapped model that begins. An error if a peer left its epoch before this
+    /// backward.
+    pub(crate) fn begin_backward(&self) -> Result<Batch> {
+        let batch = self.batch_weight.take()?;
+        if let Some(step) = batch.step {
+            self.world.advance(backward_track(step.track), step.position)?;
+        }
+        Ok(batch)
+    }
+
+    /// The CUDA device on which NCCL reduces, once it does.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn nccl_device(&self) -> Option<usize> {
+        self.nccl_device.get().copied()
+    }
+
+    /// Records that NCCL reduces on the CUDA device `ordinal` from now on.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn set_nccl_device(&self, ordinal: usize) {
+        self.nccl_device.get_or_init(|| ordinal);
+    }
+
+    /// Number of the next loader; the same on every rank, since loaders are built in the same order.
+    pub(crate) fn next_loader_id(&self) -> u64 {
+        self.loaders.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Seeds `device`, and from now on derives the seeds of this rank's wraps and batches from `seed`.
+    pub(super) fn set_seed(&self, device: &Device, seed: u64) {
+        device.seed(seed);
+        *lock(&self.seed) = Some(Seed::new(device, seed));
+    }
+
+    /// Seed of this rank after a `wrap`; `None` without [`Ddp::seed`](super::Ddp::seed).
+    pub(crate) fn next_seed_of_rank(&self) -> Option<u64> {
+        Some(lock(&self.seed).as_mut()?.of_next_wrap(self.world.rank()))
+    }
+
+    /// Seeds the random numbers that follow the batch of the step that begins at item `first` of an epoch's order.
+    pub(crate) fn seed_batch(&self, loader: u64, epoch: usize, first: usize) {
+        if let Some(seed) = &*lock(&self.seed) {
+            seed.seed_batch(self.world.rank(), loader, epoch, first);
+        }
+    }
+
+    /// Adds a write for which [`Ddp::finish`](super::Ddp::finish) waits.
+    pub(crate) fn add_background_write(&self, write: &Arc<BackgroundWrite>) {
+        lock(&self.background_writes).push(write.clone());
+    }
+
+    /// Waits for all checkpoints under way. *Collective*.
+    #[track_caller]
+    pub(super) fn finish_background_writes(&self) -> Result<()> {
+        let writes = std::mem::take(&mut *lock(&self.background_writes));
+        for write in writes {
+            write.wait(&self.group)?;
+        }
+        Ok(())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

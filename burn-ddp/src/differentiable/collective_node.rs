@@ -1,0 +1,80 @@
+//! The autodiff node of a collective: a tensor that is computed outside the graph, and the way of its gradient.
+
+use burn::backend::autodiff::Autodiff;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, TensorMetadata, backend_extension};
+use burn::tensor::{TensorData, read_sync};
+
+use super::adjoint::Adjoint;
+use crate::backends::extend_backends;
+use crate::intercept::{fail, rung_above, untracked};
+use crate::{Error, Result};
+
+/// Extension of a Burn backend for [`Ddp::differentiable`](crate::Ddp::differentiable), which calls it.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    LibTorch: cfg(feature = "tch"),
+    Cube: cfg(feature = "cube"),
+    Autodiff
+)]
+pub trait CollectiveBackend: Backend {
+    /// Returns `y`, which a collective made of the `x` of all ranks. With autodiff, its gradient goes to `x` through
+    /// the collective's adjoint.
+    fn collective(x: FloatTensor<Self>, y: FloatTensor<Self>, adjoint: Adjoint) -> FloatTensor<Self> {
+        let _ = (x, adjoint);
+        y
+    }
+}
+
+extend_backends!(CollectiveBackend);
+
+#[derive(Debug)]
+struct Collective;
+
+impl<B: Backend> Backward<B, 2> for Collective {
+    type State = Adjoint;
+
+    fn backward(self, ops: Ops<Adjoint, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let [Some(x), _] = ops.parents else { return };
+        let gradient = grads.consume::<B>(&ops.node);
+        let device = gradient.device();
+        let back = read::<B>(gradient).and_then(|data| ops.state.apply(data));
+        let back = back.unwrap_or_else(|error| abandon(&ops.state.ddp, error));
+        let back = B::float_from_data(back, &device);
+        let back = match ops.state.excess() {
+            Some(excess) => B::float_div_scalar(back, excess.into()),
+            None => back,
+        };
+        grads.register::<B>(x.id, back);
+    }
+}
+
+impl<B: CollectiveBackend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C> {
+    fn collective(x: FloatTensor<Self>, y: FloatTensor<Self>, adjoint: Adjoint) -> FloatTensor<Self> {
+        // Even on a leaf the node is deeper than the gates of wrapped models, of which the last one waits for its
+        // averages: all ranks come here first.
+        let rung = rung_above::<B, C>(untracked::<B>(y.primitive().clone()));
+        // Bound by computation, so that gradient checkpointing never repeats what takes all ranks.
+        match Backward::<B, 2>::prepare::<C>(Collective, [x.node(), rung.node()]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(adjoint, y.into_primitive()),
+            OpsKind::UnTracked(prep) => prep.finish(y.into_primitive()),
+        }
+    }
+}
+
+/// The elements of a tensor.
+pub(crate) fn read<B: Backend>(tensor: FloatTensor<B>) -> Result<TensorData> {
+    read_sync(B::float_into_data(tensor))
+        .map_err(|e| Error::invalid(format!("reading a gradient from its device failed: {e:?}")))
+}
+
+/// Ends a backward that cannot go on: with a panic, or silently where `Ddp::backward` waits for the error.
+pub(crate) fn abandon(ddp: &crate::Ddp, error: Error) -> ! {
+    fail(ddp, error);
+    std::panic::resume_unwind(Box::new("a backward was abandoned"))
+}

@@ -1,0 +1,153 @@
+//! One rank's parameters and buffers on every rank.
+
+use std::any::Any;
+use std::collections::{HashMap, VecDeque};
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::kind::Basic;
+use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
+use burn_ddp_comm::{DType, ProcessGroup};
+
+use super::running_stats;
+use super::schema::{Schema, unreadable};
+use crate::intercept::{bypass, find};
+use crate::{Error, Result, agreement};
+
+/// `root`'s parameters and buffers on every rank, in a model that is wrapped or not; parameter ids stay what they are.
+/// *Collective*.
+///
+/// # Errors
+///
+/// On every rank: [`Error::ModelsDiffer`]; [`Error::Comm`] if a peer failed or `root` is no rank.
+#[track_caller]
+pub(crate) fn model<M: Module>(group: &ProcessGroup, model: M, root: usize) -> Result<M> {
+    let mine = bypass(|| {
+        // Running statistics lag one update behind what `visit` shows; `valid` brings them up to date.
+        drop(model.valid());
+        let schema = Schema::of(&model)?;
+        Ok((schema.first_clones(&model)?, schema))
+    });
+    let (first_clone, schema) = agreement::on_outcome(group, "broadcast its model", mine)?;
+    agreement::on_model(group, &schema.entries)?;
+    let first_clone = group.broadcast_object(Some(first_clone), root)?;
+    let trains = model.devices().iter().any(Device::is_autodiff);
+    // Ranks that are threads may have started from one model, whose clones share running statistics.
+    let model = if trains && find(&model).is_empty() { running_stats::unshared(model) } else { model };
+    let devices = devices(&model);
+    let source = (group.world_size() > 1).then_some((group, root));
+    bypass(|| values(model, source, devices, &schema, first_clone))
+}
+
+/// Device of each parameter and buffer of `model`, in traversal order, with its checkpointing strategy.
+pub(crate) fn devices<M: Module>(model: &M) -> Vec<Device> {
+    struct Devices(Vec<Device>);
+    impl ModuleVisitor for Devices {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.0.push(param.base().device());
+        }
+
+        fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+            self.0.push(param.base().device());
+        }
+
+        fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+            self.0.push(param.base().device());
+        }
+    }
+    let mut devices = Devices(Vec::new());
+    bypass(|| model.visit(&mut devices));
+    devices.0
+}
+
+/// `model` with the root's values on `devices`, as fresh leaves; with its own where there is no `root`. *Collective*
+/// over the root's group.
+#[track_caller]
+pub(crate) fn values<M: Module>(
+    model: M,
+    root: Option<(&ProcessGroup, usize)>,
+    devices: Vec<Device>,
+    schema: &Schema,
+    first_clone: Vec<usize>,
+) -> Result<M> {
+    let paths = schema.entries.iter().map(|entry| entry.path.as_str()).collect();
+    let mut broadcast =
+        Broadcast { root, devices: devices.into(), paths, first_clone, leaves: HashMap::new(), next: 0, error: None };
+    let model = model.map(&mut broadcast);
+    broadcast.error.map_or(Ok(model), Err)
+}
+
+/// Replaces every value by the root's, as a fresh leaf: ranks that are threads must not share nodes. One at a time, in
+/// the memory of the old one if nothing else holds it, so that a model never needs its size again.
+struct Broadcast<'a> {
+    /// The group and its rank whose values all get; `None` in a world of 1.
+    root: Option<(&'a ProcessGroup, usize)>,
+    /// Device of each value, with the checkpointing strategy.
+    devices: VecDeque<Device>,
+    paths: Vec<&'a str>,
+    /// See [`Schema::first_clones`].
+    first_clone: Vec<usize>,
+    /// Leaves by entry, so that clones of a `Param` go on sharing theirs.
+    leaves: HashMap<usize, Box<dyn Any>>,
+    next: usize,
+    /// The first error; nothing is broadcast after it.
+    error: Option<Error>,
+}
+
+impl Broadcast<'_> {
+    fn value<const D: usize, K: Basic>(&mut self, old: Tensor<D, K>) -> Tensor<D, K> {
+        let device = self.devices.pop_front().expect("map and visit see the same parameters");
+        let path = self.paths[self.next];
+        self.next += 1;
+        if self.error.is_some() {
+            return old;
+        }
+        let dims = old.dims();
+        let values = old.try_into_data().map_err(|e| unreadable(path, &e)).and_then(|data| self.broadcast(data));
+        match values {
+            // Data of quantized values carry their scheme.
+            Ok(data) => match data.dtype() {
+                BurnDType::QFloat(_) => Tensor::from_data(data, &device),
+                dtype => Tensor::from_data(data, (&device, dtype)),
+            },
+            Err(e) => {
+                self.error = Some(e);
+                Tensor::empty(dims, &device)
+            }
+        }
+    }
+
+    /// The root's `data` on every rank.
+    fn broadcast(&self, data: TensorData) -> Result<TensorData> {
+        let Some((group, root)) = self.root else { return Ok(data) };
+        let mut bytes = data.as_bytes().to_vec();
+        if group.rank() == root {
+            group.broadcast_bytes(DType::U8, &mut bytes, root)?;
+            return Ok(data);
+        }
+        let (shape, dtype) = (data.shape().clone(), data.dtype());
+        drop(data);
+        group.broadcast_bytes(DType::U8, &mut bytes, root)?;
+        Ok(TensorData::from_bytes_vec(bytes, shape, dtype))
+    }
+}
+
+impl ModuleMapper for Broadcast<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let first = self.first_clone[self.next];
+        param.map(|old| {
+            let requires_grad = old.is_require_grad();
+            let fresh = self.value(old);
+            let fresh = if requires_grad { fresh.require_grad() } else { fresh };
+            let leaf = self.leaves.entry(first).or_insert_with(|| Box::new(fresh.clone()));
+            leaf.downcast_ref::<Tensor<D>>().cloned().unwrap_or(fresh)
+        })
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        param.map(|old| self.value(old))
+    }
+
+    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
+        param.map(|old| self.value(old))
+    }
+}

@@ -1,0 +1,175 @@
+//! Running statistics (BatchNorm's): kept alike on all ranks without being parameters.
+//!
+//! A Burn `RunningState` is one value that clones of a model share. So a clone, made when the model is wrapped and
+//! stripped of its trainable parameters, is a handle to the statistics of the model that trains: reading it and writing
+//! through it needs no model at hand.
+
+use std::collections::VecDeque;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::{Tensor, TensorData};
+use burn_ddp_comm::DType;
+
+use crate::convert::comm_dtype;
+use crate::gradients::AlignedBytes;
+use crate::{Error, Result, intercept};
+
+/// Policy for running statistics (BatchNorm's mean and variance), applied at every reduction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BufferPolicy {
+    /// All ranks get the mean over the ranks, weighted by items like the gradients. The default: all data count.
+    #[default]
+    Average,
+    /// All ranks get those of rank 0, or of the first rank that has not [joined](crate::Ddp::join), as with torch's
+    /// `broadcast_buffers=True`.
+    Broadcast,
+    /// Each rank keeps its own, as with torch's `broadcast_buffers=False`; `save` writes rank 0's.
+    Local,
+}
+
+/// Reads and writes the running statistics of a wrapped model of any type.
+pub(crate) trait Buffers: Send {
+    /// Current values, in traversal order.
+    fn read(&self) -> Result<Vec<TensorData>>;
+
+    /// Sets their values, in the same order.
+    fn write(&mut self, values: Vec<TensorData>);
+}
+
+/// For each float parameter and buffer in traversal order, true if it is a buffer: if it refuses to require a gradient.
+///
+/// Asks a clone of `model` that shares no running statistics with it.
+pub(crate) fn which<M: Module>(model: &M) -> Vec<bool> {
+    struct RequireGrad;
+    impl ModuleMapper for RequireGrad {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            // Quantized values take no gradient, and running statistics are never quantized.
+            param.map(|value| if value.dtype().is_float() { value.detach().require_grad() } else { value })
+        }
+    }
+    struct Refusals(Vec<bool>);
+    impl ModuleVisitor for Refusals {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let value = param.base();
+            self.0.push(value.dtype().is_float() && !value.is_require_grad());
+        }
+    }
+    let mut refusals = Refusals(Vec::new());
+    intercept::bypass(|| unshared(model.clone()).map(&mut RequireGrad).visit(&mut refusals));
+    refusals.0
+}
+
+/// The same model with running statistics of its own. Its parameters are new leaves.
+pub(crate) fn unshared<M: Module>(model: M) -> M {
+    model.valid().train()
+}
+
+/// A handle to the running statistics of `model`; `None` if it has none. `is_buffer` comes from [`which`].
+pub(crate) fn handle<M: Module + 'static>(model: &M, is_buffer: &[bool]) -> Option<Box<dyn Buffers>> {
+    if !is_buffer.contains(&true) {
+        return None;
+    }
+    let model = model.clone().map(&mut Strip { is_buffer: is_buffer.to_vec().into() });
+    Some(Box::new(Handle { model: Some(model), is_buffer: is_buffer.to_vec() }))
+}
+
+struct Handle<M> {
+    /// Always there, but for a moment in `write`.
+    model: Option<M>,
+    is_buffer: Vec<bool>,
+}
+
+impl<M: Module> Buffers for Handle<M> {
+    fn read(&self) -> Result<Vec<TensorData>> {
+        let Some(model) = &self.model else { return Ok(Vec::new()) };
+        // Moves what this thread's last forward computed into the value.
+        drop(model.valid());
+        let mut read = Read { is_buffer: &self.is_buffer, next: 0, values: Ok(Vec::new()) };
+        model.visit(&mut read);
+        read.values
+    }
+
+    fn write(&mut self, values: Vec<TensorData>) {
+        let mut write = Write { is_buffer: self.is_buffer.clone().into(), values: values.into() };
+        self.model = self.model.take().map(|model| model.map(&mut write));
+    }
+}
+
+/// The values back to back, one buffer per dtype in the order of first appearance.
+pub(crate) fn pack(values: &[TensorData]) -> Vec<(DType, AlignedBytes)> {
+    let mut runs: Vec<(DType, Vec<u8>)> = Vec::new();
+    for value in values {
+        let Some(dtype) = comm_dtype(value.dtype()) else { continue };
+        match runs.iter_mut().find(|(known, _)| *known == dtype) {
+            Some((_, bytes)) => bytes.extend_from_slice(value.as_bytes()),
+            None => runs.push((dtype, value.as_bytes().to_vec())),
+        }
+    }
+    runs.into_iter().map(|(dtype, bytes)| (dtype, AlignedBytes::of(&bytes))).collect()
+}
+
+/// The inverse of [`pack`]; shapes and dtypes come from `like`.
+pub(crate) fn unpack(like: &[TensorData], packed: &[(DType, AlignedBytes)]) -> Vec<TensorData> {
+    let mut rests: Vec<(DType, &[u8])> = packed.iter().map(|(dtype, buffer)| (*dtype, buffer.bytes())).collect();
+    let next = |value: &TensorData| {
+        let (_, rest) = rests.iter_mut().find(|(dtype, _)| Some(*dtype) == comm_dtype(value.dtype()))?;
+        let (bytes, tail) = rest.split_at_checked(value.as_bytes().len())?;
+        *rest = tail;
+        Some(TensorData::from_bytes_vec(bytes.to_vec(), value.shape().clone(), value.dtype()))
+    };
+    like.iter().filter_map(next).collect()
+}
+
+/// Frees the memory of parameters.
+struct Strip {
+    is_buffer: VecDeque<bool>,
+}
+
+impl ModuleMapper for Strip {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match self.is_buffer.pop_front() {
+            Some(false) => param.map(|value| Tensor::empty([0; D], &value.device())),
+            _ => param,
+        }
+    }
+}
+
+struct Read<'a> {
+    is_buffer: &'a [bool],
+    next: usize,
+    values: Result<Vec<TensorData>>,
+}
+
+impl ModuleVisitor for Read<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let is_buffer = self.is_buffer.get(self.next).copied().unwrap_or(false);
+        self.next += 1;
+        if let (true, Ok(values)) = (is_buffer, &mut self.values) {
+            match param.base().try_into_data() {
+                Ok(data) => values.push(data),
+                Err(e) => self.values = Err(Error::invalid(format!("reading running statistics failed: {e:?}"))),
+            }
+        }
+    }
+}
+
+struct Write {
+    is_buffer: VecDeque<bool>,
+    values: VecDeque<TensorData>,
+}
+
+impl ModuleMapper for Write {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match self.is_buffer.pop_front() {
+            Some(true) => match self.values.pop_front() {
+                Some(data) => param.map(|old| {
+                    let dtype = data.dtype();
+                    Tensor::from_data(data, (&old.device(), dtype))
+                }),
+                None => param,
+            },
+            _ => param,
+        }
+    }
+}

@@ -1,0 +1,6 @@
+//! Optimizers on several ranks: their state, averages in front of them, clipping.
+
+pub(crate) mod burnpack;
+pub(crate) mod clip;
+pub(crate) mod distributed;
+pub(crate) mod state;

@@ -1,0 +1,411 @@
+//! The state of an optimizer, carried from one process to another.
+//!
+//! Burn keys it by parameter id, and ids are random in each process. What two processes share is where a parameter is
+//! in the model: states travel under the ids of whoever wrote them, together with the path of each id.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use burn::module::{Module, Param};
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::{Bytes, Tensor};
+use burn_ddp_comm::{DType, ProcessGroup};
+
+use super::burnpack::{Item, Pack};
+use crate::model::schema::Schema;
+use crate::{Error, Result, agreement, intercept};
+
+/// The path and the id of each parameter of a model, in traversal order. Clones of a parameter have its id.
+pub(crate) type Ids = Vec<(String, u64)>;
+
+/// Name under which Burn writes the number of dimensions of each parameter.
+const DIMENSIONS: &str = "__rank";
+
+pub(crate) fn ids(schema: &Schema) -> Ids {
+    schema.entries.iter().zip(&schema.ids).map(|(entry, id)| (entry.path.clone(), id.val())).collect()
+}
+
+/// The state as plain Burn writes it.
+pub(crate) fn write(optim: &ModuleOptimizer) -> Result<Vec<u8>> {
+    optim.into_bytes().map(|bytes| bytes.to_vec()).map_err(|e| Error::invalid(format!("the optimizer's state: {e}")))
+}
+
+/// `optim` with the state in `bytes`, which the owner of `theirs` wrote; it is for the model with the ids `mine`.
+///
+/// # Errors
+///
+/// [`Error::Invalid`] if the state belongs to parameters that the model does not have, or to another optimizer.
+pub(crate) fn read(optim: ModuleOptimizer, bytes: &[u8], theirs: &Ids, mine: &Ids) -> Result<ModuleOptimizer> {
+    let unusable = |reason: String| Error::invalid(format!("the optimizer's state cannot be loaded: {reason}"));
+    let translated = translate(bytes, theirs, mine).map_err(unusable)?;
+    let loaded = optim.from_bytes(Bytes::from_bytes_vec(translated.clone())).map_err(|e| unusable(e.to_string()))?;
+    // Burn leaves out what the optimizer has no place for, and converts to the device's default dtype.
+    let kept = write(&loaded)?;
+    match first_change(&translated, &kept, mine).map_err(unusable)? {
+        None => Ok(loaded),
+        Some(change) => Err(unusable(change)),
+    }
+}
+
+/// Checks that all state in `bytes` belongs to parameters in `ids`.
+pub(crate) fn check(bytes: &[u8], ids: &Ids) -> Result<()> {
+    let checked = translate(bytes, ids, ids);
+    checked.map(drop).map_err(|reason| Error::invalid(format!("the optimizer's state cannot be saved: {reason}")))
+}
+
+/// Gives every rank the state of `root`'s optimizer, under its own parameter ids. *Collective* over `group`.
+///
+/// # Errors
+///
+/// On every rank, which keeps the state that it had: [`Error::ModelsDiffer`]; [`Error::Invalid`] if the ranks have
+/// different optimizers, or a state cannot be written or read.
+#[track_caller]
+pub(crate) fn broadcast<M: Module>(
+    group: &ProcessGroup,
+    optim: &mut ModuleOptimizer,
+    model: &M,
+    root: usize,
+) -> Result<()> {
+    let mine = intercept::bypass(|| Schema::of(model)).and_then(|schema| {
+        let state = if group.rank() == root { write(optim)? } else { Vec::new() };
+        Ok((schema, state, fields(optim, model)?))
+    });
+    let (schema, mut state, fields) = agreement::on_outcome(group, "share the optimizer's state", mine)?;
+    agreement::on_model(group, &schema.entries)?;
+    let all = group.all_gather_object(&fields)?;
+    if let Some((rank, other)) = all.iter().enumerate().find(|(_, fields)| **fields != all[0]) {
+        return Err(Error::invalid(format!(
+            "the ranks have different optimizers: rank 0's keeps {} for each parameter, rank {rank}'s {}",
+            listed(&all[0]),
+            listed(other)
+        )));
+    }
+    let mine = ids(&schema);
+    let (len, theirs) = group.broadcast_object(Some((state.len(), mine.clone())), root)?;
+    state.resize(len, 0);
+    group.broadcast_bytes(DType::U8, &mut state, root)?;
+    let loaded = if group.rank() == root { Ok(optim.clone()) } else { read(optim.clone(), &state, &theirs, &mine) };
+    *optim = agreement::on_outcome(group, "take the optimizer's state", loaded)?;
+    Ok(())
+}
+
+/// Names of the values that the optimizer keeps for each parameter, found by a step of a copy on a parameter of its own.
+fn fields<M: Module>(optim: &ModuleOptimizer, model: &M) -> Result<BTreeSet<String>> {
+    let device = model.devices().into_iter().next().unwrap_or_default().without_autodiff();
+    let param = Param::from_tensor(Tensor::<2>::ones([2, 2], &device.clone().autodiff()).require_grad());
+    let (id, mut optim, mut gradients) = (param.id, optim.clone(), GradientsParams::new());
+    gradients.register(id, Tensor::<2>::ones([2, 2], &device));
+    drop(optim.step(0.0, param, gradients));
+    let bytes = write(&optim)?;
+    let pack = Pack::read(&bytes).map_err(Error::invalid)?;
+    let of_id = |(name, _): &(Item, Item)| Some(split(name.text()?).filter(|(of, _)| *of == id.val())?.1.to_string());
+    let names = pack.entries("tensors").iter().chain(pack.entries("scalars")).filter_map(of_id);
+    Ok(names.filter(|name| name != DIMENSIONS).collect())
+}
+
+fn listed(fields: &BTreeSet<String>) -> String {
+    match fields.len() {
+        0 => "nothing".into(),
+        _ => fields.iter().map(String::as_str).collect::<Vec<_>>().join(", "),
+    }
+}
+
+/// The id and the field of a name in an optimizer's record: `<id>.<field>`, or `<id>` alone.
+fn split(name: &str) -> Option<(u64, &str)> {
+    let (id, field) = name.split_once('.').unwrap_or((name, ""));
+    Some((id.parse().ok()?, field))
+}
+
+/// The record `bytes` with ids of `theirs` replaced by those of `mine` at the same paths.
+fn translate(bytes: &[u8], theirs: &Ids, mine: &Ids) -> std::result::Result<Vec<u8>, String> {
+    let mut pack = Pack::read(bytes)?;
+    let path_of: BTreeMap<&str, u64> = mine.iter().map(|(path, id)| (path.as_str(), *id)).collect();
+    let mut mine_of: HashMap<u64, (u64, &str)> = HashMap::new();
+    for (path, id) in theirs {
+        let Some(&here) = path_of.get(path.as_str()) else { continue };
+        let (known, first) = *mine_of.entry(*id).or_insert((here, path));
+        if known != here {
+            return Err(format!("{first} and {path} were one parameter (tied) where it was written, and are two here"));
+        }
+    }
+    let mut owners: HashMap<u64, u64> = HashMap::new();
+    let mut rename = |id: u64| -> std::result::Result<u64, String> {
+        let Some(&(here, path)) = mine_of.get(&id) else {
+            return Err(match theirs.iter().find(|(_, known)| *known == id) {
+                Some((path, _)) => format!("it has state of {path}, which the model does not have"),
+                None => "it has state of a parameter that is not in the model it was saved with: was another model \
+                         trained, or a record loaded after the optimizer had stepped?"
+                    .into(),
+            });
+        };
+        match *owners.entry(here).or_insert(id) {
+            owner if owner == id => Ok(here),
+            _ => Err(format!("{path} is tied to another parameter here, but was not where the state was written")),
+        }
+    };
+    let Item::Map(sections) = &mut pack.header else { return Err("its header is no map".into()) };
+    for entries in sections.iter_mut().filter_map(|(_, section)| match section {
+        Item::Map(entries) => Some(entries),
+        _ => None,
+    }) {
+        for (name, value) in entries {
+            let (id, field) = name.text().and_then(split).ok_or("it is no state of an optimizer")?;
+            let id = rename(id)?;
+            *name = Item::Text(if field.is_empty() { id.to_string() } else { format!("{id}.{field}") });
+            if let Item::Map(descriptor) = value {
+                descriptor
+                    .iter_mut()
+                    .filter(|(key, _)| key.text() == Some("param_id"))
+                    .for_each(|(_, v)| *v = Item::Uint(id));
+            }
+        }
+    }
+    pack.to_bytes()
+}
+
+/// First difference between the record that was loaded and the record of the optimizer that loaded it.
+fn first_change(loaded: &[u8], kept: &[u8], ids: &Ids) -> std::result::Result<Option<String>, String> {
+    let (loaded, kept) = (Pack::read(loaded)?, Pack::read(kept)?);
+    let spoken = |name: &Item| {
+        let (id, field) = name.text().and_then(split).unwrap_or_default();
+        let path = ids.iter().find(|(_, known)| *known == id).map_or("?", |(path, _)| path);
+        format!("{field} of {path}")
+    };
+    for section in ["tensors", "scalars"] {
+        let kept: HashMap<&str, &Item> =
+            kept.entries(section).iter().filter_map(|(name, value)| Some((name.text()?, value))).collect();
+        for (name, was) in loaded.entries(section) {
+            let Some(is) = name.text().and_then(|name| kept.get(name)) else {
+                return Ok(Some(format!(
+                    "it has {}, for which this optimizer has no place: another optimizer?",
+                    spoken(name)
+                )));
+            };
+            if was.get("dtype") != is.get("dtype") {
+                let dtype = |item: &Item| format!("{:?}", item.get("dtype").and_then(Item::text).unwrap_or("unknown"));
+                return Ok(Some(format!(
+                    "{} is {}, but Burn loads it in the default dtype of its default device, which is {}: set that \
+                     with `Device::configure`",
+                    spoken(name),
+                    dtype(was),
+                    dtype(is)
+                )));
+            }
+        }
+        if kept.len() > loaded.entries(section).len() {
+            return Ok(Some("this optimizer keeps more than it holds: another optimizer?".into()));
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ddp::Ddp;
+    use crate::param_hash;
+    use burn::module::{Lora, ModuleVisitor};
+    use burn::nn::{Linear, LinearConfig};
+    use burn::optim::decay::WeightDecayConfig;
+    use burn::optim::momentum::MomentumConfig;
+    use burn::optim::*;
+    use burn::tensor::{DType as BurnDType, Device, FloatDType};
+
+    #[derive(burn::module::Module, Debug)]
+    struct Two {
+        a: Linear,
+        b: Linear,
+    }
+
+    impl Two {
+        fn new(device: &Device) -> Self {
+            let init = || LinearConfig::new(3, 3).init(device);
+            Two { a: init(), b: init() }
+        }
+    }
+
+    /// Gradients that differ between parameters and steps.
+    fn gradients<M: Module>(model: &M, step: usize) -> GradientsParams {
+        struct Make(GradientsParams, f32);
+        impl ModuleVisitor for Make {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                if !param.is_require_grad() {
+                    return;
+                }
+                let like = param.base().inner();
+                self.1 += 0.3;
+                let n = like.shape().num_elements() as i64;
+                let ramp = Tensor::<1, burn::tensor::Int>::arange(0..n, &like.device()).float();
+                let values = (ramp + self.1).sin().cast(like.dtype()).reshape(like.dims());
+                self.0.register(param.id, values);
+            }
+        }
+        let mut make = Make(GradientsParams::new(), step as f32);
+        model.visit(&mut make);
+        make.0
+    }
+
+    fn train<M: Module>(optim: &mut ModuleOptimizer, mut model: M, steps: std::ops::Range<usize>) -> M {
+        for step in steps {
+            let gradients = gradients(&model, step);
+            model = optim.step(0.01, model, gradients);
+        }
+        model
+    }
+
+    /// Every tensor of the state by path and field.
+    fn values<M: Module>(optim: &ModuleOptimizer, model: &M) -> BTreeMap<String, Vec<u8>> {
+        let bytes = write(optim).unwrap();
+        let ids = ids(&Schema::of(model).unwrap());
+        let pack = Pack::read(&bytes).unwrap();
+        let value = |(name, descriptor): &(Item, Item)| {
+            let (id, field) = split(name.text().unwrap()).unwrap();
+            let path = &ids.iter().find(|(_, known)| *known == id).unwrap().0;
+            let Some(Item::Array(range)) = descriptor.get("data_offsets") else { panic!("{descriptor:?}") };
+            let [Item::Uint(start), Item::Uint(end)] = range[..] else { panic!("{range:?}") };
+            (format!("{path} {field}"), pack.data()[start as usize..end as usize].to_vec())
+        };
+        pack.entries("tensors").iter().map(value).collect()
+    }
+
+    fn device() -> Device {
+        Device::flex().autodiff()
+    }
+
+    fn optimizers() -> Vec<(&'static str, ModuleOptimizer)> {
+        let sgd = SgdConfig::new();
+        vec![
+            ("sgd", sgd.clone().init()),
+            ("momentum", sgd.with_momentum(Some(MomentumConfig::new())).init()),
+            ("adam", AdamConfig::new().init()),
+            ("amsgrad", AdamConfig::new().with_amsgrad(true).init()),
+            ("adamw", AdamWConfig::new().init()),
+            ("adagrad", AdaGradConfig::new().init()),
+            ("adafactor", AdafactorConfig::new().init()),
+            ("adan", AdanConfig::new().init()),
+            ("lamb", LambConfig::new().init()),
+            ("lion", LionConfig::new().init()),
+            ("rmsprop", RmsPropConfig::new().with_weight_decay(Some(WeightDecayConfig::new(0.1))).init()),
+        ]
+    }
+
+    #[test]
+    fn every_optimizer_goes_on_as_the_roots_bit_by_bit() {
+        for (name, optim) in optimizers() {
+            for root in [0, 2] {
+                let ranks = Ddp::spawn(3, |ddp| {
+                    let (mut optim, mut model) = (optim.clone(), Two::new(&device()));
+                    // Ranks other than the root have done other steps, or none.
+                    let steps = if ddp.rank() == root { 0..3 } else { 5..5 + ddp.rank() };
+                    model = train(&mut optim, model, steps);
+                    model = ddp.broadcast_parameters(model, root)?;
+                    broadcast(ddp.group(), &mut optim, &model, root)?;
+                    let state = values(&optim, &model);
+                    model = train(&mut optim, model, 20..23);
+                    Ok((state, values(&optim, &model), param_hash(&model)?))
+                })
+                .unwrap_or_else(|e| panic!("{name}: {e}"));
+                assert!(ranks[0] == ranks[1] && ranks[0] == ranks[2], "{name} from {root}");
+                assert_eq!(ranks[0].0.is_empty(), name == "sgd");
+            }
+        }
+    }
+
+    #[test]
+    fn before_the_first_step_there_is_nothing_and_all_have_that() {
+        let ranks = Ddp::spawn(2, |ddp| {
+            let (mut optim, model) = (AdamConfig::new().init(), Two::new(&device()));
+            let model = train(&mut optim, model, 0..ddp.rank());
+            broadcast(ddp.group(), &mut optim, &model, 0)?;
+            Ok(optim.to_record().len())
+        });
+        assert_eq!(ranks.unwrap(), [0, 0]);
+    }
+
+    #[test]
+    fn different_optimizers_or_models_are_an_error_on_every_rank_and_change_nothing() {
+        let ranks = Ddp::spawn(3, |ddp| {
+            let mut optim = if ddp.rank() == 1 {
+                SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init()
+            } else {
+                AdamConfig::new().init()
+            };
+            let model = train(&mut optim, Two::new(&device()), 0..2);
+            let before = values(&optim, &model);
+            let error = broadcast(ddp.group(), &mut optim, &model, 0).unwrap_err();
+            assert_eq!(values(&optim, &model), before);
+            let rows = 3 + ddp.rank() / 2;
+            let other = LinearConfig::new(rows, 3).init(&device());
+            let mut adam = AdamConfig::new().init();
+            let models = broadcast(ddp.group(), &mut adam, &other, 0).unwrap_err();
+            Ok((error.to_string(), models.to_string()))
+        })
+        .unwrap();
+        for (optimizers, models) in ranks {
+            assert!(optimizers.contains("rank 0's keeps momentum.moment_1, momentum.moment_2"), "{optimizers}");
+            assert!(
+                optimizers.contains("rank 1's velocity") || optimizers.contains("rank 1's momentum.velocity"),
+                "{optimizers}"
+            );
+            assert!(models.contains("weight is [3, 3] f32 on rank 0, but [4, 3] f32 on rank 2"), "{models}");
+        }
+    }
+
+    #[test]
+    fn lora_and_tied_parameters_find_their_state() {
+        let ranks = Ddp::spawn(2, |ddp| {
+            let mut model = Two::new(&device());
+            model.b = model.a.clone();
+            let mut optim = AdamConfig::new().init();
+            model = train(&mut optim, model, 0..2 * (1 - ddp.rank()));
+            broadcast(ddp.group(), &mut optim, &model, 0)?;
+            let tied = values(&optim, &model);
+            let model = Two::new(&device()).apply_lora(Lora::new(2, 4.0));
+            let mut optim = AdamConfig::new().init();
+            let model = train(&mut optim, model, 0..2 * (1 - ddp.rank()));
+            broadcast(ddp.group(), &mut optim, &model, 0)?;
+            Ok((tied, values(&optim, &model)))
+        })
+        .unwrap();
+        assert_eq!(ranks[0], ranks[1]);
+        let (tied, lora) = &ranks[0];
+        assert!(tied.keys().any(|k| k.starts_with("a.weight")) && !tied.keys().any(|k| k.starts_with("b.")));
+        assert!(lora.keys().any(|k| k.starts_with("a.weight.lora")), "{:?}", lora.keys());
+    }
+
+    #[test]
+    fn a_state_for_another_model_or_optimizer_is_refused() {
+        let mut optim = AdamConfig::new().init();
+        let model = train(&mut optim, Two::new(&device()), 0..1);
+        let (bytes, theirs) = (write(&optim).unwrap(), ids(&Schema::of(&model).unwrap()));
+        let load = |optim: ModuleOptimizer, theirs: &Ids, mine: &Ids| {
+            read(optim, &bytes, theirs, mine).err().unwrap().to_string()
+        };
+        let without_b = theirs[..2].to_vec();
+        let e = load(AdamConfig::new().init(), &theirs, &without_b);
+        assert!(e.contains("state of b.") && e.contains("which the model does not have"), "{e}");
+        let e = load(AdamConfig::new().init(), &without_b, &theirs);
+        assert!(e.contains("not in the model it was saved with"), "{e}");
+        let e = load(SgdConfig::new().init(), &theirs, &theirs);
+        assert!(e.contains("another optimizer?"), "{e}");
+        let tied: Ids = theirs.iter().map(|(path, _)| (path.clone(), theirs[0].1)).collect();
+        let e = load(AdamConfig::new().init(), &theirs, &tied);
+        assert!(e.contains("is tied to another parameter here"), "{e}");
+        let e = load(AdamConfig::new().init(), &tied, &theirs);
+        assert!(e.contains("were one parameter (tied) where it was written"), "{e}");
+    }
+
+    #[test]
+    fn a_state_that_burn_would_round_is_refused() {
+        let weight = Tensor::<2>::ones([2, 2], (&device(), BurnDType::F64)).require_grad();
+        let model = Linear { weight: Param::from_tensor(weight), bias: None };
+        let mut optim = AdamConfig::new().init();
+        let model = train(&mut optim, model, 0..1);
+        let ids = ids(&Schema::of(&model).unwrap());
+        let loaded = read(AdamConfig::new().init(), &write(&optim).unwrap(), &ids, &ids);
+        // A test that trains in f64 may have made it the default of this process.
+        match Device::flex().settings().float_dtype {
+            FloatDType::F64 => drop(loaded.unwrap()),
+            _ => assert!(loaded.err().unwrap().to_string().contains("`Device::configure`")),
+        }
+    }
+}

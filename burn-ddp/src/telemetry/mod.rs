@@ -1,0 +1,46 @@
+//! Where the time of steps goes: counted on each rank, compared between ranks.
+
+pub(crate) mod meter;
+mod stats;
+mod straggler;
+
+pub use stats::Stats;
+pub(crate) use straggler::REPORT_LEN;
+pub use straggler::Straggler;
+
+use meter::Meter;
+
+/// Counters of one rank's steps, and the slowest rank; from [`Ddp::telemetry`](crate::Ddp::telemetry).
+///
+/// Cheap to clone; its methods return the values of the moment.
+#[derive(Clone, Debug)]
+pub struct Telemetry {
+    meter: Meter,
+}
+
+impl Telemetry {
+    pub(crate) fn new(meter: Meter) -> Self {
+        Telemetry { meter }
+    }
+
+    /// Counters since the rank joined its job, over all of its wrapped models.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.meter.total()
+    }
+
+    /// [`stats`](Self::stats) of the last step; zeros before the first step.
+    #[must_use]
+    pub fn last_step(&self) -> Stats {
+        self.meter.last_step()
+    }
+
+    /// The slowest rank, if one stands out; the same on all ranks.
+    ///
+    /// It is determined with the [replica check](crate::WrapConfig::with_replica_check), by default every 100 steps,
+    /// and logged once, on rank 0: a `tracing` warning of the target `burn_ddp::straggler`.
+    #[must_use]
+    pub fn straggler(&self) -> Option<Straggler> {
+        self.meter.straggler()
+    }
+}

@@ -1,0 +1,57 @@
+//! Taps on the parameters of a model that all ranks share.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use burn::module::{Module, Param, Reparameterizer};
+use burn::tensor::Tensor;
+
+use crate::ddp::Ddp;
+use crate::intercept::{Tap, WrappedModel};
+
+/// Attaches the taps of one shared model to it. While this lives the reducer stays, also when no tapped copy does.
+pub(crate) struct Taps {
+    ddp: Ddp,
+    pub(crate) wrapped: Arc<WrappedModel>,
+    /// Slot of each float parameter and buffer, in traversal order.
+    slot_of: VecDeque<Option<usize>>,
+}
+
+impl Taps {
+    pub(super) fn new(ddp: &Ddp, wrapped: Arc<WrappedModel>, slot_of: VecDeque<Option<usize>>) -> Self {
+        wrapped.count_holder(true);
+        Taps { ddp: ddp.clone(), wrapped, slot_of }
+    }
+
+    /// The same parameters, tapped: with the values that they had at first, or that an optimizer has given them since.
+    pub(crate) fn attach<M: Module>(&self, model: M) -> M {
+        let (ddp, wrapped, slot_of) = (self.ddp.clone(), self.wrapped.clone(), self.slot_of.clone());
+        let model = model.apply_reparameterization(Attach { ddp, wrapped, slot_of });
+        self.wrapped.taps_are_complete();
+        model
+    }
+}
+
+impl Drop for Taps {
+    fn drop(&mut self) {
+        self.wrapped.count_holder(false);
+    }
+}
+
+/// Puts a tap on every float parameter; the order of calls is the order of slots.
+struct Attach {
+    ddp: Ddp,
+    wrapped: Arc<WrappedModel>,
+    /// Slots of the floats to come.
+    slot_of: VecDeque<Option<usize>>,
+}
+
+impl Reparameterizer for Attach {
+    type Reparam = Tap;
+
+    fn reparameterize<const D: usize>(&mut self, _: &str, param: Param<Tensor<D>>) -> (Param<Tensor<D>>, Option<Tap>) {
+        let slot = self.slot_of.pop_front().expect("map and visit see the same parameters");
+        let tap = slot.map(|slot| Tap::new(self.ddp.clone(), self.wrapped.clone(), slot, &param));
+        (param, tap)
+    }
+}

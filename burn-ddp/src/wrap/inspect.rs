@@ -1,0 +1,110 @@
+//! Inspection of a model by one rank alone, before the ranks agree on it.
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::{Device, Tensor};
+
+use super::WrapConfig;
+use crate::intercept::{MAX_RANK, TAP_NAME, find};
+use crate::model::running_stats;
+use crate::model::schema::Schema;
+use crate::{Error, Result};
+
+/// Description of one rank's model.
+pub(super) struct Inspected {
+    /// Device of the float parameters.
+    pub(super) device: Device,
+    pub(super) schema: Schema,
+    /// See [`Schema::first_clones`].
+    pub(super) first_clone: Vec<usize>,
+    /// See [`running_stats::which`].
+    pub(super) is_buffer: Vec<bool>,
+}
+
+/// Checks that `model` can be wrapped with `config`, and describes it.
+pub(super) fn inspect<M: Module>(model: &M, config: &WrapConfig) -> Result<Inspected> {
+    config.check()?;
+    if !find(model).is_empty() {
+        return Err(Error::invalid("the model is wrapped already; `ddp.unwrap(model)` first to wrap it anew"));
+    }
+    let mut floats = FloatCheck::default();
+    model.visit(&mut floats);
+    if let Some(problem) = floats.problem {
+        return Err(Error::invalid(problem));
+    }
+    let Some(device) = floats.device else {
+        return Err(Error::invalid("the model has no float parameters: there is nothing to train"));
+    };
+    crate::device::check_supported(&device)?;
+    // Running statistics lag one update behind what `visit` shows; `valid` brings them up to date.
+    drop(model.valid());
+    let schema = Schema::of(model)?;
+    let first_clone = schema.first_clones(model)?;
+    Ok(Inspected { device, schema, first_clone, is_buffer: running_stats::which(model) })
+}
+
+/// Name of the first reparameterization of `model` that is not burn-ddp's.
+pub(super) fn foreign_reparameterization<M: Module>(model: &M) -> Option<String> {
+    struct Foreign(Option<String>);
+    impl ModuleVisitor for Foreign {
+        fn enter_module(&mut self, name: &str, container: &str) {
+            if container == "Reparameterization" && name != TAP_NAME {
+                self.0 = Some(name.to_string());
+            }
+        }
+    }
+    let mut foreign = Foreign(None);
+    model.visit(&mut foreign);
+    foreign.0
+}
+
+/// Checks float parameters before anything is read.
+#[derive(Default)]
+struct FloatCheck {
+    path: Vec<String>,
+    device: Option<Device>,
+    /// First problem found.
+    problem: Option<String>,
+    /// Path of the parameter visited last, if it requires a gradient.
+    trainable: Option<String>,
+}
+
+impl ModuleVisitor for FloatCheck {
+    fn enter_module(&mut self, name: &str, container: &str) {
+        if container == "Reparameterization"
+            && let Some(base) = self.trainable.take()
+        {
+            let problem = format!(
+                "{base} is trained itself and carries the reparameterization {name:?}: Burn keeps one per parameter, \
+                 so its gradients could not be averaged; freeze the base (as `apply_lora` does), or fold it in with \
+                 `materialize`"
+            );
+            self.problem = self.problem.take().or(Some(problem));
+        }
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = self.path.join(".");
+        let base = param.base();
+        let device = base.device();
+        let problem = if D == 0 || D > MAX_RANK {
+            Some(format!("{path} has {D} dimensions; burn-ddp handles 1 to {MAX_RANK}"))
+        } else if !base.is_autodiff() {
+            Some(format!("{path} is on a device without autodiff: make the model on `device.autodiff()`"))
+        } else if self.device.as_ref().is_some_and(|first| *first != device) {
+            Some(format!(
+                "{path} is on {device:?}, other parameters are on {:?}: a wrapped model lives on one device",
+                self.device
+            ))
+        } else {
+            None
+        };
+        self.problem = self.problem.take().or(problem);
+        self.trainable = param.is_require_grad().then_some(path);
+        self.device.get_or_insert(device);
+    }
+}

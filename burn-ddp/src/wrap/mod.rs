@@ -1,0 +1,152 @@
+//! `wrap` and `unwrap`, from a model to a data-parallel model and back; backward of a wrapped model.
+//!
+//! | | |
+//! |---|---|
+//! | `wrap_config` | settings |
+//! | `inspect` | checks that a rank makes alone |
+//! | `treatment` | which parameters and buffers have averaged gradients |
+//! | `shared_model` | agreement, rank 0's values, the reducer |
+//! | `attach` | taps on the parameters |
+
+mod attach;
+mod inspect;
+mod shared_model;
+mod treatment;
+mod wrap_config;
+
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::tensor::{Gradients, Tensor};
+
+pub(crate) use attach::Taps;
+pub(crate) use shared_model::share;
+pub use wrap_config::WrapConfig;
+
+use crate::ddp::Ddp;
+use crate::intercept::{self, WrappedModel};
+use crate::{Error, Result};
+
+impl Ddp {
+    /// Makes `model` data-parallel: the same type back, rank 0's weights and buffers on every rank, and gradients
+    /// averaged over all ranks inside `loss.backward()`. *Collective*.
+    ///
+    /// Freeze, load and apply LoRA before; see [`WrapConfig`] for accumulation, sums and bucket sizes. The optimizer
+    /// must be the same on every rank. Wrapping again is an error; [`Ddp::unwrap`] is the inverse.
+    ///
+    /// # Errors
+    ///
+    /// On every rank: [`Error::ModelsDiffer`] naming the first parameter that differs and both shapes;
+    /// [`Error::Invalid`] for a model that is wrapped already, spans devices, has no autodiff, or lives on a backend
+    /// without support.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// let errors = Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let features = 3 + ddp.rank(); // a bug: each rank makes another model
+    ///     Ok(ddp.wrap(LinearConfig::new(features, 1).init(&device)).unwrap_err().to_string())
+    /// })?;
+    /// assert_eq!(
+    ///     errors[0],
+    ///     "the ranks do not hold the same model: weight is [3, 1] f32 on rank 0, but [4, 1] f32 on rank 1"
+    /// );
+    /// assert_eq!(errors[0], errors[1]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn wrap<M: Module + 'static>(&self, model: M) -> Result<M> {
+        self.wrap_with(model, &WrapConfig::new())
+    }
+
+    /// [`Ddp::wrap`] with settings, which must be the same on every rank. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// As [`Ddp::wrap`].
+    #[track_caller]
+    pub fn wrap_with<M: Module + 'static>(&self, model: M, config: &WrapConfig) -> Result<M> {
+        let (model, shared) = share(self, model, config)?;
+        Ok(match shared.taps(self, &model)? {
+            Some(taps) => taps.attach(model),
+            None => model,
+        })
+    }
+
+    /// The plain model again: same parameters and ids, no taps. Gradients held for accumulation are discarded.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if the model carries other reparameterizations (LoRA), which Burn cannot keep while removing
+    /// one.
+    pub fn unwrap<M: Module>(&self, model: M) -> Result<M> {
+        if let Some(name) = inspect::foreign_reparameterization(&model) {
+            return Err(Error::invalid(format!(
+                "the model carries the reparameterization {name:?} beside burn-ddp's: removing one would fold the \
+                 other into the weights"
+            )));
+        }
+        for wrapped in intercept::find(&model) {
+            if wrapped.holds_gradients() {
+                tracing::warn!("unwrap discards gradients of micro-batches that were not reduced");
+                wrapped.discard();
+            }
+        }
+        // Burn removes a reparameterization by folding it in; ours is the identity.
+        Ok(intercept::bypass(|| model.materialize()))
+    }
+
+    /// `loss.backward()` with failures as errors instead of panics. *Collective* for the ranks that hold `model`.
+    ///
+    /// With accumulation, the first `k - 1` backwards of a step return gradients that are empty for `model`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`] if a peer failed, [`Error::Invalid`] if `model` is not wrapped, [`Error::Backward`] if the loss
+    /// does not depend on it or the backward cannot deliver averages. After an error the ranks are no longer in step.
+    pub fn backward<const D: usize, M: Module>(&self, loss: &Tensor<D>, model: &M) -> Result<Gradients> {
+        if !loss.is_tracked() {
+            let reason = "the loss depends on no parameter (a frozen model, or a loss computed from detached values)";
+            return Err(intercept::refused(self, reason.into()));
+        }
+        let wrapped = intercept::find(model);
+        if wrapped.is_empty() && self.world_size() == 1 {
+            return Ok(loss.backward());
+        }
+        let wrapped = only(&wrapped, "use")?;
+        intercept::checked_backward(wrapped, loss, model)
+    }
+
+    /// Runs `f`, in which backwards only sum up gradients and return none; the next backward outside reduces them all.
+    /// For accumulation with an irregular number of micro-batches; each rank may have another number of them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if the model is not wrapped.
+    pub fn no_sync<M: Module, T>(&self, model: &M, f: impl FnOnce() -> T) -> Result<T> {
+        match intercept::find(model).as_slice() {
+            [wrapped] => Ok(wrapped.hold(f)),
+            _ => Err(Error::invalid("no_sync needs one wrapped model; in a world of 1 wrap it with accumulation")),
+        }
+    }
+
+    /// Discards gradients of micro-batches that were not reduced yet. Every rank must do the same.
+    pub fn discard_accumulated<M: Module>(&self, model: &M) {
+        intercept::find(model).iter().for_each(|wrapped| wrapped.discard());
+    }
+}
+
+/// The one wrapped model of those that [`intercept::find`] found; otherwise an error that says what to `do_with` the
+/// model.
+pub(crate) fn only<'a>(wrapped: &'a [Arc<WrappedModel>], do_with: &str) -> Result<&'a Arc<WrappedModel>> {
+    match wrapped {
+        [wrapped] => Ok(wrapped),
+        [] => Err(Error::invalid(format!("the model is not wrapped: {do_with} what `ddp.wrap(model)` returned"))),
+        several => {
+            Err(Error::invalid(format!("the model consists of {} wrapped parts: wrap it as a whole", several.len())))
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! From a model of each rank to one model that all ranks share: agreement, rank 0's values, the reducer of its
+//! gradients.
+
+use std::collections::VecDeque;
+use std::panic::Location;
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::tensor::Device;
+use burn_ddp_comm::ProcessGroup;
+
+use super::attach::Taps;
+use super::inspect::{Inspected, inspect};
+use super::{WrapConfig, treatment};
+use crate::ddp::Ddp;
+use crate::gradients::{Settings, Slot};
+use crate::intercept::{SyncedStatistics, open_model};
+use crate::model::running_stats::BufferPolicy;
+use crate::model::{broadcast, running_stats};
+use crate::{Error, Result, agreement, engine_choice};
+
+/// Description of a model that all ranks hold.
+pub(crate) struct SharedModel {
+    pub(crate) device: Device,
+    /// Group of the gradients; `None` where nothing is to be reduced.
+    group: Option<ProcessGroup>,
+    /// True if gradients are reduced on their device.
+    on_device: bool,
+    slots: Vec<Slot>,
+    /// Slot of each float parameter and buffer, in traversal order.
+    slot_of: VecDeque<Option<usize>>,
+    is_buffer: Vec<bool>,
+    config: WrapConfig,
+}
+
+/// `model` with rank 0's values on every rank, and the description from which taps are made. *Collective*.
+#[track_caller]
+pub(crate) fn share<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig) -> Result<(M, SharedModel)> {
+    let world = ddp.group();
+    let inspected = agreement::on_outcome(world, "wrap its model", inspect(&model, config))?;
+    let Inspected { device, schema, first_clone, is_buffer } = inspected;
+    if let Some(difference) = agreement::on_settings(world, &config.settings())? {
+        return Err(Error::invalid(format!("the ranks wrap with different settings: {difference}")));
+    }
+    agreement::on_model(world, &schema.entries)?;
+    // Alone and without accumulation there is nothing to do in backward.
+    let reduces = ddp.world_size() > 1 || config.micro_batches() > 1 || config.single_rank_reduction;
+    let on_device = engine_choice::reduces_on_device(ddp, &device, reduces)?;
+    // All ranks get rank 0's values, so rank 0 knows which clones are still equal.
+    let first_clone = world.broadcast_object(ddp.is_main().then_some(first_clone), 0)?;
+    let (slots, slot_of) = treatment::slots(&schema, &first_clone, &is_buffer);
+    let group = if reduces {
+        let mut group = ddp.world().group()?;
+        // Errors in backward show the caller of `wrap`.
+        group.attribute_to(Location::caller());
+        Some(group)
+    } else {
+        None
+    };
+    let devices = broadcast::devices(&model);
+    // Ranks that are threads may have started from one model, whose clones share running statistics.
+    let model = if is_buffer.contains(&true) { running_stats::unshared(model) } else { model };
+    let source = group.as_ref().filter(|_| ddp.world_size() > 1).map(|group| (group, 0));
+    let model = broadcast::values(model, source, devices, &schema, first_clone)?;
+    if let Some(seed) = ddp.state().next_seed_of_rank() {
+        device.seed(seed);
+    }
+    Ok((model, SharedModel { device, group, on_device, slots, slot_of, is_buffer, config: config.clone() }))
+}
+
+impl SharedModel {
+    /// Taps of the shared model, whose running statistics are those of `model`; `None` where nothing is to be reduced.
+    /// *Collective*.
+    pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Option<Taps>> {
+        let SharedModel { device, group, on_device, slots, slot_of, is_buffer, config } = self;
+        let Some(group) = group else { return Ok(None) };
+        let settings = Settings {
+            reduction: config.reduction,
+            accumulation: config.micro_batches(),
+            caps: config.caps(on_device),
+            timeout: ddp.world().options().timeout,
+            replica_check: config.replica_check as u64,
+            // A backward that waited for a device's reductions at its end would hold up the device.
+            overlap: on_device || config.overlap.unwrap_or_else(|| overlap_pays(ddp, &device)),
+            on_device,
+        };
+        let policy = config.buffers;
+        let buffers = (policy != BufferPolicy::Local).then(|| running_stats::handle(model, &is_buffer)).flatten();
+        let statistics = buffers.map(|buffers| SyncedStatistics::new(buffers, policy));
+        let wrapped = open_model(ddp.without_presence(), device, group, slots, settings, statistics)?;
+        Ok(Some(Taps::new(ddp, Arc::new(wrapped), slot_of)))
+    }
+}
+
+/// True if communication waits for a network, or has a core of its own, or backward needs none.
+fn overlap_pays(ddp: &Ddp, device: &Device) -> bool {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let state = ddp.state();
+    state.host_engine == "tcp" || cores >= 2 * ddp.local_world_size() || crate::device::is_asynchronous(device)
+}

@@ -1,0 +1,114 @@
+//! How each parameter and buffer of a model is treated, as a pure function of its description.
+
+use std::collections::VecDeque;
+
+use burn::tensor::DType;
+
+use crate::convert::comm_dtype;
+use crate::gradients::Slot;
+use crate::model::schema::Schema;
+
+/// Treatment of one parameter or buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Treatment {
+    /// Its gradient is averaged over the ranks.
+    Averaged,
+    /// It has no gradient as long as it is frozen; the replica check compares its value.
+    Frozen,
+    /// It never has a gradient: running statistics, quantized values, integers and bools.
+    LeftOut,
+}
+
+/// Description of one parameter or buffer.
+#[derive(Clone, Copy, Debug)]
+struct Value {
+    dtype: DType,
+    /// True if it requires a gradient.
+    trainable: bool,
+    /// True if Burn's `visit_float` yields it.
+    is_float: bool,
+    /// True for running statistics.
+    is_buffer: bool,
+}
+
+fn treatment(value: Value) -> Treatment {
+    match value {
+        Value { is_float: false, .. } | Value { is_buffer: true, .. } => Treatment::LeftOut,
+        Value { dtype, .. } if !dtype.is_float() => Treatment::LeftOut,
+        Value { trainable: true, .. } => Treatment::Averaged,
+        Value { trainable: false, .. } => Treatment::Frozen,
+    }
+}
+
+/// The slots of a model's gradients, in traversal order, and the slot of each float parameter and buffer, if it has
+/// one.
+///
+/// Averaged and frozen parameters have slots. Clones of a parameter (tied weights) have slots of their own, which know
+/// the first one's: `first_clone` comes from [`Schema::first_clones`], `is_buffer` from
+/// [`running_stats::which`](crate::model::running_stats::which).
+pub(super) fn slots(
+    schema: &Schema,
+    first_clone: &[usize],
+    is_buffer: &[bool],
+) -> (Vec<Slot>, VecDeque<Option<usize>>) {
+    let floats: Vec<usize> = (0..schema.entries.len()).filter(|&entry| schema.is_float[entry]).collect();
+    let has_slot = |(&entry, &is_buffer): (&usize, &bool)| {
+        let (dtype, trainable) = (schema.dtypes[entry], schema.entries[entry].trainable);
+        let treatment = treatment(Value { dtype, trainable, is_float: schema.is_float[entry], is_buffer });
+        (treatment != Treatment::LeftOut).then_some(entry)
+    };
+    let params: Vec<usize> = floats.iter().zip(is_buffer).filter_map(has_slot).collect();
+    let slot = |&entry: &usize| Slot {
+        path: schema.entries[entry].path.clone(),
+        dims: schema.entries[entry].dims.clone(),
+        dtype: comm_dtype(schema.dtypes[entry]).expect("checked when the model was inspected"),
+        trainable: schema.entries[entry].trainable,
+        first_clone: params.binary_search(&first_clone[entry]).expect("clones are parameters too"),
+    };
+    let slot_of = floats.iter().map(|entry| params.binary_search(entry).ok()).collect();
+    (params.iter().map(slot).collect(), slot_of)
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::module::ParamId;
+    use burn::tensor::quantization::QuantScheme;
+
+    use super::*;
+    use crate::model::schema::Entry;
+
+    const WEIGHT: Value = Value { dtype: DType::F32, trainable: true, is_float: true, is_buffer: false };
+
+    #[test]
+    fn gradients_are_averaged_where_there_can_be_some() {
+        assert_eq!(treatment(WEIGHT), Treatment::Averaged);
+        assert_eq!(treatment(Value { dtype: DType::BF16, ..WEIGHT }), Treatment::Averaged);
+        assert_eq!(treatment(Value { trainable: false, ..WEIGHT }), Treatment::Frozen);
+        let quantized = DType::QFloat(QuantScheme::default());
+        for left_out in [
+            Value { is_buffer: true, trainable: false, ..WEIGHT },
+            Value { dtype: quantized, trainable: false, ..WEIGHT },
+            Value { dtype: DType::I64, trainable: false, is_float: false, ..WEIGHT },
+        ] {
+            assert_eq!(treatment(left_out), Treatment::LeftOut, "{left_out:?}");
+        }
+    }
+
+    #[test]
+    fn slots_skip_what_is_left_out_and_know_their_first_clone() {
+        let mut schema = Schema::default();
+        for (path, dtype, is_float) in
+            [("a", DType::F32, true), ("n", DType::I64, false), ("mean", DType::F32, true), ("tied", DType::F32, true)]
+        {
+            let trainable = path != "mean" && path != "n";
+            schema.entries.push(Entry { path: path.into(), dims: vec![2], dtype: format!("{dtype:?}"), trainable });
+            schema.dtypes.push(dtype);
+            schema.ids.push(ParamId::new());
+            schema.is_float.push(is_float);
+        }
+        let (slots, slot_of) = slots(&schema, &[0, 1, 2, 0], &[false, true, false]);
+        assert_eq!(slot_of, [Some(0), None, Some(1)]);
+        let described: Vec<_> = slots.iter().map(|slot| (slot.path.as_str(), slot.first_clone)).collect();
+        assert_eq!(described, [("a", 0), ("tied", 0)]);
+    }
+}

@@ -1,0 +1,158 @@
+//! Settings of `wrap`.
+
+use serde::{Deserialize, Serialize};
+
+use crate::agreement::Settings;
+use crate::gradients::{Caps, GradientReduction};
+use crate::model::running_stats::BufferPolicy;
+use crate::{Error, Result};
+
+/// Settings of [`Ddp::wrap_with`](crate::Ddp::wrap_with), the same on every rank.
+///
+/// ```
+/// use burn_ddp::{GradientReduction, WrapConfig};
+/// let config = WrapConfig::new().with_accumulation(4).with_reduction(GradientReduction::Mean);
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct WrapConfig {
+    /// Micro-batches per step; `None` means 1.
+    accumulation: Option<usize>,
+    pub(super) reduction: GradientReduction,
+    /// Size limits of buckets; `None` depends on where gradients are reduced.
+    first_bucket_cap_bytes: Option<usize>,
+    bucket_cap_bytes: Option<usize>,
+    pub(super) buffers: BufferPolicy,
+    pub(super) replica_check: usize,
+    /// `None` depends on the engine, the device and the number of cores.
+    pub(super) overlap: Option<bool>,
+    #[serde(alias = "alone")]
+    pub(super) single_rank_reduction: bool,
+}
+
+impl Default for WrapConfig {
+    fn default() -> Self {
+        WrapConfig {
+            accumulation: None,
+            reduction: GradientReduction::Mean,
+            first_bucket_cap_bytes: None,
+            bucket_cap_bytes: None,
+            buffers: BufferPolicy::default(),
+            replica_check: 100,
+            overlap: None,
+            single_rank_reduction: false,
+        }
+    }
+}
+
+impl WrapConfig {
+    /// One backward per step, mean, buckets of 1 MiB (25 MiB for NCCL), running statistics averaged, replicas compared
+    /// every 100 steps.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Reduces in every `k`-th backward, which returns the mean over the items of all `k` micro-batches and all ranks;
+    /// the other backwards return no gradients: call the optimizer after the `k`-th only. 1 by default.
+    #[must_use]
+    pub fn with_accumulation(mut self, k: usize) -> Self {
+        self.accumulation = Some(k);
+        self
+    }
+
+    /// Mean (the default) or sum of gradients.
+    #[must_use]
+    pub fn with_reduction(mut self, reduction: GradientReduction) -> Self {
+        self.reduction = reduction;
+        self
+    }
+
+    /// Size limit of a bucket: by default 1 MiB, and 25 MiB for gradients that NCCL reduces on their device, as in
+    /// torch (not measured here). Does not change results, except under NCCL.
+    #[must_use]
+    pub fn with_bucket_cap_bytes(mut self, bytes: usize) -> Self {
+        self.bucket_cap_bytes = Some(bytes);
+        self
+    }
+
+    /// Size limit of the first bucket: by default 256 KiB, and 1 MiB for NCCL. Small, so that communication starts
+    /// early.
+    #[must_use]
+    pub fn with_first_bucket_cap_bytes(mut self, bytes: usize) -> Self {
+        self.first_bucket_cap_bytes = Some(bytes);
+        self
+    }
+
+    /// Policy for running statistics such as BatchNorm's: averaged over the ranks by default.
+    #[must_use]
+    pub fn with_buffers(mut self, policy: BufferPolicy) -> Self {
+        self.buffers = policy;
+        self
+    }
+
+    /// Number of steps between comparisons of the ranks' parameters, by digests: 100 by default, 0 for never. The first
+    /// two steps after the first are compared too, since that is where mistakes show.
+    ///
+    /// A step compares what its forward read. Where values differ, the backward fails on every rank with
+    /// [`Error::ReplicasDiffer`], which names the parameter and the rank.
+    #[must_use]
+    pub fn with_replica_check(mut self, every_steps: usize) -> Self {
+        self.replica_check = every_steps;
+        self
+    }
+
+    /// If true, a thread reduces buckets while backward goes on; if false, the caller reduces all of them at its end.
+    /// By default it is a thread where communication waits for a network, where a GPU computes, or where each rank of
+    /// the machine has two cores; otherwise the thread would compete with backward for the same cores. Does not change
+    /// results.
+    #[must_use]
+    pub fn with_overlap(mut self, overlap: bool) -> Self {
+        self.overlap = Some(overlap);
+        self
+    }
+
+    /// If true, gradients are intercepted and reduced in a world of 1, too, where there is nothing to average: to
+    /// measure what that costs. By default they are not, unless they are accumulated.
+    #[must_use]
+    pub fn with_single_rank_reduction(mut self, reduce: bool) -> Self {
+        self.single_rank_reduction = reduce;
+        self
+    }
+
+    /// Micro-batches per step, if set.
+    pub(crate) fn accumulation(&self) -> Option<usize> {
+        self.accumulation
+    }
+
+    pub(super) fn micro_batches(&self) -> usize {
+        self.accumulation.unwrap_or(1)
+    }
+
+    /// Size limits of buckets of gradients that are reduced on their device, or in host memory.
+    pub(super) fn caps(&self, on_device: bool) -> Caps {
+        let (first_bytes, bytes) = if on_device { (1 << 20, 25 << 20) } else { (256 << 10, 1 << 20) };
+        Caps {
+            first_bytes: self.first_bucket_cap_bytes.unwrap_or(first_bytes),
+            bytes: self.bucket_cap_bytes.unwrap_or(bytes),
+        }
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.accumulation == Some(0) {
+            return Err(Error::invalid("accumulation counts micro-batches per step: 1 or more"));
+        }
+        if self.bucket_cap_bytes == Some(0) || self.first_bucket_cap_bytes == Some(0) {
+            return Err(Error::invalid("a bucket cap is a number of bytes: 1 or more"));
+        }
+        Ok(())
+    }
+
+    /// All settings by name, for the comparison between ranks.
+    pub(super) fn settings(&self) -> Settings {
+        let value = serde_json::to_value(self).unwrap_or_default();
+        let fields = value.as_object().into_iter().flatten();
+        let shown = |value: &serde_json::Value| if value.is_null() { "not set".to_owned() } else { value.to_string() };
+        fields.map(|(name, value)| (name.clone(), shown(value))).collect()
+    }
+}
