@@ -5,14 +5,14 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
+use crate::call::request::Site;
 use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::engine::Fabric;
 use crate::engine::threads::ThreadsFabric;
-use crate::group::{Core, ProcessGroup};
+use crate::group::{CallPath, ProcessGroup};
 use crate::history::Log;
 use crate::membership::Membership;
 use crate::membership::panics;
-use crate::plan::Site;
 use crate::sync::lock;
 use crate::timeline::Timeline;
 use crate::{Error, PeerInfo, Progress, Result, Track, WorldOptions};
@@ -222,17 +222,6 @@ impl World {
         self.member.open_group(group, Members::all(self.world_size()), site)
     }
 
-    /// A group of this rank alone that does its calls by `engine`.
-    #[cfg(test)]
-    pub(crate) fn group_with(&self, engine: Box<dyn crate::engine::Engine>) -> ProcessGroup {
-        let membership = &self.member.seat.membership;
-        let members = Arc::new(Members::new([self.rank()]));
-        let info = CallInfo::bare(Collective::NewGroup, 0, 0, Location::caller());
-        let log = membership.history().open(0, members.clone());
-        let call = Call::new(info, members, self.rank(), self.member.options.timeout);
-        ProcessGroup::new(Core::new(self.member.clone(), 0, call, log, engine))
-    }
-
     /// Checks that the world goes on.
     ///
     /// # Errors
@@ -367,7 +356,7 @@ impl Member {
         });
         let (group_rank, engine) = opened.inspect_err(|_| membership.history().close(&log))?;
         tracing::debug!(rank, group = %GroupId(group), engine = engine.name(), "new group");
-        Ok(ProcessGroup::new(Core::new(self.clone(), group_rank, call, log, engine)))
+        Ok(ProcessGroup::new(CallPath::new(self.clone(), group_rank, call, log, engine)))
     }
 
     /// Runs one call, unless the world has ended. An error of it ends the world.

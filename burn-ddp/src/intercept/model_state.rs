@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use burn::backend::autodiff::NodeId;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::DType;
-use burn_ddp_comm::ProcessGroup;
+use burn_ddp_comm::{ProcessGroup, Track};
 
 use super::ladder::{AutodiffTensor, Ladder, scalar, untracked};
 use super::shadow;
@@ -75,7 +75,7 @@ pub(super) struct State<B: GradientMemory> {
     /// Batches read from loaders when the last backward began.
     pub(super) last_batch: u64,
     /// Track and epoch of that batch, if it came from a loader.
-    pub(super) epoch: Option<(u64, u64)>,
+    pub(super) epoch: Option<(Track, u32)>,
 }
 
 /// State of a slot in the running backward.
