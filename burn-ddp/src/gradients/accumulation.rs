@@ -11,7 +11,8 @@ pub enum GradientReduction {
     /// [`Ddp::set_batch_items`](crate::Ddp::set_batch_items) and is 1 without either.
     #[default]
     Mean,
-    /// `Σ gᵢ`: right when the loss is a sum over items, and what `torch.nn.DataParallel` does. A batch of weight 0 counts nothing.
+    /// `Σ gᵢ`: right when the loss is a sum over items, and what `torch.nn.DataParallel` does. A batch of weight 0
+    /// counts nothing.
     Sum,
 }
 
@@ -95,7 +96,8 @@ impl MicroBatches {
     }
 }
 
-/// A gradient summed over micro-batches: in f64 for f64, in f32 for everything narrower; rounded once, when it is written.
+/// A gradient summed over micro-batches: in f64 for f64, in f32 for everything narrower; rounded once, when it is
+/// written.
 #[derive(Debug)]
 pub(crate) enum Sum {
     F32(Vec<f32>),
@@ -110,7 +112,8 @@ impl Sum {
         }
     }
 
-    /// Adds `weight * gradient`. A weight of 1 adds the gradient as it is; at weight 0 the gradient is ignored, even NaN.
+    /// Adds `weight * gradient`. A weight of 1 adds the gradient as it is; at weight 0 the gradient is ignored, even
+    /// NaN.
     pub(crate) fn add(&mut self, dtype: DType, gradient: &[u8], weight: f64) {
         if weight == 0.0 {
             return;

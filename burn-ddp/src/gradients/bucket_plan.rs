@@ -13,7 +13,8 @@ pub(crate) struct Slot {
     pub dtype: DType,
     /// True if it required a gradient when the model was wrapped.
     pub trainable: bool,
-    /// The first slot that was a clone of the same parameter when the model was wrapped; itself if there is none before.
+    /// The first slot that was a clone of the same parameter when the model was wrapped; itself if there is none
+    /// before.
     pub first_clone: usize,
 }
 
@@ -29,9 +30,9 @@ impl Slot {
 
 /// A run of gradients of one dtype that travel in one collective.
 ///
-/// Its buffer holds the gradients in the order of `slots` (if the bucket is `packed`), then one flag per slot (1 = some rank has a
-/// gradient). If any bucket is dormant, the last awake one has one element more: the *wake* flag, raised by a rank that has a
-/// gradient for a dormant bucket.
+/// Its buffer holds the gradients in the order of `slots` (if the bucket is `packed`), then one flag per slot (1 = some
+/// rank has a gradient). If any bucket is dormant, the last awake one has one element more: the *wake* flag, raised by
+/// a rank that has a gradient for a dormant bucket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bucket {
     pub dtype: DType,
@@ -118,8 +119,9 @@ pub(crate) struct Caps {
 }
 
 impl Plan {
-    /// Cuts `order` (slot numbers, expected order of arrival) into buckets. Slots that `order` leaves out follow in reverse
-    /// traversal order, which is the order in which a plain feed-forward model produces gradients. `packed` as in [`Bucket`].
+    /// Cuts `order` (slot numbers, expected order of arrival) into buckets. Slots that `order` leaves out follow in
+    /// reverse traversal order, which is the order in which a plain feed-forward model produces gradients. `packed` as
+    /// in [`Bucket`].
     pub(crate) fn new(slots: &[Slot], order: &[usize], caps: Caps, packed: bool) -> Self {
         let mut seen = vec![false; slots.len()];
         let mut full: Vec<usize> = Vec::with_capacity(slots.len());
@@ -258,7 +260,8 @@ mod tests {
             sizes in prop::collection::vec((0usize..50, 0u8..3, any::<bool>()), 0..40),
             order in prop::collection::vec(0usize..40, 0..60),
         ) {
-            let slots: Vec<_> = sizes.iter().map(|&(n, d, t)| slot("", n, [DType::F32, DType::F64, DType::F16][d as usize], t)).collect();
+            let dtypes = [DType::F32, DType::F64, DType::F16];
+            let slots: Vec<_> = sizes.iter().map(|&(n, d, t)| slot("", n, dtypes[d as usize], t)).collect();
             let plan = Plan::new(&slots, &order, CAPS, true);
             prop_assert_eq!(plan.buckets.iter().map(|b| b.slots.len()).sum::<usize>(), slots.len());
             for (s, range) in plan.ranges.iter().enumerate() {

@@ -1,4 +1,5 @@
-//! Flags behind the gradients of a bucket: which slots have a gradient on any rank. They are reduced with the gradients.
+//! Flags behind the gradients of a bucket: which slots have a gradient on any rank. They are reduced with the
+//! gradients.
 
 use burn_ddp_comm::DType;
 use half::{bf16, f16};

@@ -13,9 +13,11 @@ use crate::{Error, Result};
 pub(crate) struct Piggyback {
     /// Running statistics, one buffer per dtype.
     pub statistics: Vec<(DType, AlignedBytes)>,
-    /// All ranks get the statistics of the first rank that trains; if false, the mean over the ranks, weighted by items.
+    /// All ranks get the statistics of the first rank that trains; if false, the mean over the ranks, weighted by
+    /// items.
     pub from_first: bool,
-    /// Digests of the parameters, one per slot, in the steps for which [`Reducer::compares_replicas`](super::Reducer) holds.
+    /// Digests of the parameters, one per slot, in the steps for which [`Reducer::compares_replicas`](super::Reducer)
+    /// holds.
     pub digests: Option<Vec<i64>>,
 }
 
@@ -38,7 +40,8 @@ pub(super) struct Submitted {
 }
 
 impl Piggyback {
-    /// Submits the payload behind the buckets, with the `order` of this rank's gradients if the ranks have not agreed on one.
+    /// Submits the payload behind the buckets, with the `order` of this rank's gradients if the ranks have not agreed
+    /// on one.
     pub(super) fn submit(
         self,
         worker: &mut Worker,

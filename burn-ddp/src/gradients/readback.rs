@@ -14,8 +14,9 @@ pub(super) type Read = (usize, Contribution, DType, Bytes);
 
 /// Gradients in the order in which backward came to them.
 ///
-/// Backward reaches its end long before the device does. Until then copies are only started, a portion at a time; they are waited for
-/// at the end, one after the other, while the device still computes later ones and complete buckets are reduced.
+/// Backward reaches its end long before the device does. Until then copies are only started, a portion at a time; they
+/// are waited for at the end, one after the other, while the device still computes later ones and complete buckets are
+/// reduced.
 pub(super) struct Readback<B: GradientMemory> {
     /// Gradients whose copy has not been started.
     waiting: Vec<FloatTensor<B>>,
@@ -38,8 +39,8 @@ impl Portion {
     }
 }
 
-/// Waits for copies of a backward that ended half-way: CubeCL would use their staging buffer for something else while it is still
-/// mapped, which wgpu refuses.
+/// Waits for copies of a backward that ended half-way: CubeCL would use their staging buffer for something else while
+/// it is still mapped, which wgpu refuses.
 impl Drop for Portion {
     fn drop(&mut self) {
         let _ = self.wait();

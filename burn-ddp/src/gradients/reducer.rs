@@ -1,8 +1,8 @@
 //! From gradients of one rank to averaged gradients, bucket by bucket, while backward goes on.
 //!
-//! Knows slots, buckets and steps, but not what a gradient is made of: that is the [store](super::store)'s. The order of calls in
-//! one backward: [`Reducer::begin`], [`Reducer::put`] for each gradient as it becomes final, [`Reducer::submit_rest`],
-//! [`Reducer::finish`], [`Reducer::outcome`] of each slot, [`Reducer::end_step`].
+//! Knows slots, buckets and steps, but not what a gradient is made of: that is the [store](super::store)'s. The order
+//! of calls in one backward: [`Reducer::begin`], [`Reducer::put`] for each gradient as it becomes final,
+//! [`Reducer::submit_rest`], [`Reducer::finish`], [`Reducer::outcome`] of each slot, [`Reducer::end_step`].
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -63,7 +63,8 @@ pub(crate) struct Reducer<T> {
 }
 
 impl<T> Reducer<T> {
-    /// A reducer for `slots`, which are the same on all ranks, and the store of their gradients. *Collective* over `group`.
+    /// A reducer for `slots`, which are the same on all ranks, and the store of their gradients. *Collective* over
+    /// `group`.
     pub(crate) fn new(
         group: ProcessGroup,
         slots: Arc<[Slot]>,
@@ -122,8 +123,8 @@ impl<T> Reducer<T> {
         self.step
     }
 
-    /// Starts a backward that stands for `weight` items. With `hold`, its gradients are only summed up, like those of the
-    /// first `accumulation - 1` micro-batches.
+    /// Starts a backward that stands for `weight` items. With `hold`, its gradients are only summed up, like those of
+    /// the first `accumulation - 1` micro-batches.
     ///
     /// # Errors
     ///
@@ -155,8 +156,8 @@ impl<T> Reducer<T> {
         every > 0 && self.step > 0 && (self.step <= 2 || self.step.is_multiple_of(every))
     }
 
-    /// Waits for gradients that are still on their device, after the last [`put`](Self::put) of a backward. Buckets are submitted as
-    /// they become complete.
+    /// Waits for gradients that are still on their device, after the last [`put`](Self::put) of a backward. Buckets are
+    /// submitted as they become complete.
     pub(crate) fn receive_late(&mut self) -> Result<()> {
         while let Some(slot) = self.store.next_read().map_err(|e| self.fault(e))? {
             self.arrive(slot)?;
@@ -164,8 +165,8 @@ impl<T> Reducer<T> {
         Ok(())
     }
 
-    /// Submits all buckets that have not been submitted, complete or not, and `piggyback`; without a communication thread it also
-    /// reduces them. Reducers that meet in one backward do so in the order of their [`id`](Reducer::id).
+    /// Submits all buckets that have not been submitted, complete or not, and `piggyback`; without a communication
+    /// thread it also reduces them. Reducers that meet in one backward do so in the order of their [`id`](Reducer::id).
     pub(crate) fn submit_rest(&mut self, piggyback: Piggyback) -> Result<()> {
         if !self.batches.reducing {
             self.forget_arrivals();
@@ -195,7 +196,8 @@ impl<T> Reducer<T> {
         Ok(())
     }
 
-    /// Ends the backward after [`Reducer::submit_rest`]. `None` if it did not reduce; else [`Reducer::outcome`] has the results.
+    /// Ends the backward after [`Reducer::submit_rest`]. `None` if it did not reduce; else [`Reducer::outcome`] has the
+    /// results.
     pub(crate) fn finish(&mut self) -> Result<Option<PiggybackResult>> {
         if !self.batches.reducing {
             self.meter.end_backward();
@@ -236,8 +238,8 @@ impl<T> Reducer<T> {
         self.present[slot]
     }
 
-    /// Ends the step after the results were taken. After the first step the buckets are cut anew, in the order in which rank 0's
-    /// gradients came. *Collective*.
+    /// Ends the step after the results were taken. After the first step the buckets are cut anew, in the order in which
+    /// rank 0's gradients came. *Collective*.
     pub(crate) fn end_step(&mut self) -> Result<()> {
         self.step += 1;
         self.discard();
@@ -252,8 +254,8 @@ impl<T> Reducer<T> {
         Ok(())
     }
 
-    /// Takes part in a reduction of the other ranks without a backward: with gradients held of earlier micro-batches, else with
-    /// weight 0. Returns false if no rank had a gradient: all shadow. That is no step.
+    /// Takes part in a reduction of the other ranks without a backward: with gradients held of earlier micro-batches,
+    /// else with weight 0. Returns false if no rank had a gradient: all shadow. That is no step.
     pub(crate) fn shadow(&mut self, piggyback: Piggyback) -> Result<bool> {
         self.refuse_broken()?;
         self.batches.reducing = true;
@@ -289,7 +291,8 @@ impl<T> Reducer<T> {
         }
         if self.broken.is_none() && !self.ring.is_complete() {
             self.broken = Some(self.fault(
-                "an earlier backward ended half-way (an error or a panic) with buckets under way; the ranks cannot get back in step".into(),
+                "an earlier backward ended half-way (an error or a panic) with buckets under way; the ranks cannot \
+                get back in step".into(),
             ));
         }
         self.batches.clear();
@@ -313,7 +316,8 @@ impl<T> Reducer<T> {
         self.discard();
         if counted && self.broken.is_none() {
             self.broken = Some(self.fault(
-                "an earlier backward ended half-way (a panic?) and took the gradients held for accumulation with it; the ranks \
+                "an earlier backward ended half-way (a panic?) and took the gradients held for accumulation with it; \
+                the ranks \
                  cannot get back in step"
                     .into(),
             ));
@@ -356,7 +360,8 @@ impl<T> Reducer<T> {
         Ok(())
     }
 
-    /// Collects buckets that are reduced until the buffer of the next one is free. Returns false if it is not, without waiting.
+    /// Collects buckets that are reduced until the buffer of the next one is free. Returns false if it is not, without
+    /// waiting.
     fn make_room(&mut self) -> Result<bool> {
         while !self.ring.is_free(self.next) {
             match self.worker.try_next() {

@@ -1,5 +1,5 @@
-//! Runs the collectives of one wrapped model in the order in which they are submitted: on a communication thread, or, where no core is
-//! free for one, all together when backward is done.
+//! Runs the collectives of one wrapped model in the order in which they are submitted: on a communication thread, or,
+//! where no core is free for one, all together when backward is done.
 
 use std::collections::VecDeque;
 use std::ops::Range;

@@ -39,13 +39,16 @@ impl WrappedModel {
         })?;
         if state.accumulation > 1 && batch.number > 0 && batch.number == state.last_batch {
             return Err(self.fault(
-                "a second backward reached the wrapped model for one batch; with accumulation each micro-batch has one backward".into(),
+                "a second backward reached the wrapped model for one batch; with accumulation each micro-batch has \
+                one backward"
+                    .into(),
             ));
         }
         let epoch = batch.step.map(|s| (s.track, s.at.epoch));
         if state.reducer.holds_gradients() && epoch.is_some() && state.epoch.is_some_and(|held| Some(held) != epoch) {
             return Err(self.fault(format!(
-                "an epoch ended while gradients of micro-batches were held: the number of steps does not divide by the accumulation of {}; \
+                "an epoch ended while gradients of micro-batches were held: the number of steps does not divide by \
+                the accumulation of {}; \
                  call `ddp.discard_accumulated(&model)` at the end of the epoch",
                 state.accumulation
             )));
@@ -56,7 +59,8 @@ impl WrappedModel {
         state.reducer.begin(batch.items, self.holding.load(Ordering::Acquire) > 0)
     }
 
-    /// Submits what is left of the running backward: all hooks have fired, so gradients that wait for other reads go as they are.
+    /// Submits what is left of the running backward: all hooks have fired, so gradients that wait for other reads go as
+    /// they are.
     pub(super) fn submit_rest<B: GradientMemory>(&self, state: &mut State<B>) -> Result<()> {
         if std::mem::replace(&mut state.submitted, true) {
             return Ok(());
@@ -88,8 +92,8 @@ impl WrappedModel {
     }
 }
 
-/// Submits the buckets of every model that the backward of `grads` has reached, in an order that is the same on all ranks. The first gate
-/// of a backward does so before any waits: gates may come in another order on other ranks.
+/// Submits the buckets of every model that the backward of `grads` has reached, in an order that is the same on all
+/// ranks. The first gate of a backward does so before any waits: gates may come in another order on other ranks.
 pub(super) fn submit_all<B: GradientMemory>(grads: &Gradients) {
     let mut entered: Vec<_> = ENTERED.take().iter().filter_map(Weak::upgrade).collect();
     entered.sort_by_key(|model| model.id);

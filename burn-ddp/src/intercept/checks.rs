@@ -29,7 +29,8 @@ impl WrappedModel {
     pub(super) fn note_stale_id(&self, slot: usize) {
         let path = &self.slots[slot].path;
         let fault = self.fault(format!(
-            "the average of {path}, which this rank did not use, missed the optimizer: the parameter's id has changed since `wrap`, as \
+            "the average of {path}, which this rank did not use, missed the optimizer: the parameter's id has changed \
+            since `wrap`, as \
              `load_record` does. Load before `wrap`, or `ddp.wrap(ddp.unwrap(model)?)` again"
         ));
         self.ddp.world().fail(fault.to_string());
@@ -42,7 +43,8 @@ impl WrappedModel {
             return Ok(());
         }
         Err(self.fault(
-            "the wrapped model, or a copy, went through `valid().train()`, which gives it running statistics of its own: \
+            "the wrapped model, or a copy, went through `valid().train()`, which gives it running statistics of its \
+            own: \
              `ddp.wrap(ddp.unwrap(model)?)` it again, or keep the model that `valid()` was called on"
                 .into(),
         ))
@@ -58,8 +60,8 @@ impl WrappedModel {
         }
     }
 
-    /// Refuses a gradient that is on a leaf before any average was put there: it went past the tap. This sees what came before the last
-    /// gate; [`bypassed`] sees the rest.
+    /// Refuses a gradient that is on a leaf before any average was put there: it went past the tap. This sees what came
+    /// before the last gate; [`bypassed`] sees the rest.
     pub(super) fn refuse_bypass<B: GradientMemory>(&self, state: &State<B>, grads: &BackendGradients) -> Result<()> {
         let past = state
             .values
@@ -97,14 +99,15 @@ impl WrappedModel {
             .map_err(|e| self.fault(format!("reading the average of {}: {e}", self.slots[slot].path)))
     }
 
-    /// True if `on_leaf` is what the last backward put on the slot's leaf. Clones of a parameter may share theirs, and are not
-    /// compared.
+    /// True if `on_leaf` is what the last backward put on the slot's leaf. Clones of a parameter may share theirs, and
+    /// are not compared.
     fn was_delivered(&self, slot: usize, on_leaf: Option<i64>) -> bool {
         self.cloned[slot] || self.lock().delivered().digests[slot] == on_leaf
     }
 }
 
-/// Error text for the first parameter of `model` whose gradient is not what its tap put there, after a backward of `wrapped`.
+/// Error text for the first parameter of `model` whose gradient is not what its tap put there, after a backward of
+/// `wrapped`.
 pub(super) fn bypassed<M: Module>(
     model: &M,
     wrapped: &Arc<WrappedModel>,
@@ -152,7 +155,8 @@ pub(super) fn bypassed<M: Module>(
 /// Error text for a parameter whose gradient its tap did not see.
 fn past_tap(path: &str) -> String {
     format!(
-        "{path} was read past its tap, so its gradient is not averaged: read parameters through `val()`, not through `base()` or by \
+        "{path} was read past its tap, so its gradient is not averaged: read parameters through `val()`, not through \
+        `base()` or by \
          dereferencing the `Param`"
     )
 }
@@ -160,7 +164,8 @@ fn past_tap(path: &str) -> String {
 /// Error text for a parameter without a tap.
 fn lost_tap(path: &str) -> String {
     format!(
-        "{path} is no longer tapped, so its gradient is not averaged: it was replaced after `wrap` (`Param::map` makes a new parameter; \
+        "{path} is no longer tapped, so its gradient is not averaged: it was replaced after `wrap` (`Param::map` \
+        makes a new parameter; \
          `Module::map` keeps the tap). Change it before, or `ddp.wrap(ddp.unwrap(model)?)` again"
     )
 }

@@ -7,7 +7,8 @@ use crate::ddp::Ddp;
 use crate::{Error, Result};
 
 thread_local! {
-    /// The first error of the backward in [`capture`] on this thread, of whichever model; the outer `None` if there is no such backward.
+    /// The first error of the backward in [`capture`] on this thread, of whichever model; the outer `None` if there is
+    /// no such backward.
     static CAPTURED: RefCell<Option<Option<Error>>> = const { RefCell::new(None) };
 }
 
@@ -43,7 +44,8 @@ pub(crate) fn tell_peers(ddp: &Ddp, error: &Error) {
     }
 }
 
-/// Reports that a backward has failed: to the other ranks, and to `Ddp::backward` if it runs on this thread; else panics.
+/// Reports that a backward has failed: to the other ranks, and to `Ddp::backward` if it runs on this thread; else
+/// panics.
 pub(crate) fn fail(ddp: &Ddp, error: Error) {
     tell_peers(ddp, &error);
     let unheard = CAPTURED.with_borrow_mut(|captured| match captured {

@@ -1,9 +1,9 @@
-//! A device in host memory for tests without a GPU: Flex computes, and the gradients that it lends are where no engine between hosts
-//! looks, some time later. Faults can be injected.
+//! A device in host memory for tests without a GPU: Flex computes, and the gradients that it lends are where no engine
+//! between hosts looks, some time later. Faults can be injected.
 //!
-//! Its engine adds as those between hosts do, so results are those of host memory bit by bit ([`install`]); or it is NCCL's, on the GPU
-//! that the crate `burn-ddp-nccl` has for tests ([`install_gpu`]): gradients go the way that they go on CUDA, through events, launches
-//! and communicators, and missing synchronisation gives wrong numbers.
+//! Its engine adds as those between hosts do, so results are those of host memory bit by bit ([`install`]); or it is
+//! NCCL's, on the GPU that the crate `burn-ddp-nccl` has for tests ([`install_gpu`]): gradients go the way that they go
+//! on CUDA, through events, launches and communicators, and missing synchronisation gives wrong numbers.
 #![allow(unsafe_code)]
 
 use std::any::Any;

@@ -30,7 +30,11 @@ impl WrappedModel {
         let Some(state) = guard.of::<B>() else { return };
         if !parent_is_leaf {
             state.error.get_or_insert_with(|| {
-                self.fault("a parameter of the wrapped model is not a leaf of the graph: move models with `fork`, not `to_device`".into())
+                self.fault(
+                    "a parameter of the wrapped model is not a leaf of the graph: move models with `fork`, not \
+                `to_device`"
+                        .into(),
+                )
             });
         }
         state.gated += 1;
@@ -94,7 +98,8 @@ impl WrappedModel {
         Ok(())
     }
 
-    /// Place for the average of a slot that this rank did not use. Until an optimizer steps, clones of a parameter share a leaf.
+    /// Place for the average of a slot that this rank did not use. Until an optimizer steps, clones of a parameter
+    /// share a leaf.
     fn substitute<B: GradientMemory>(&self, state: &State<B>, slot: usize) -> Substitute {
         if !self.cloned[slot] || self.mapped.load(Ordering::Acquire) {
             return Substitute::StandIn(slot);

@@ -79,7 +79,8 @@ impl WrappedModel {
         if slot.leaf.is_some_and(|known| known != leaf) || slot.done {
             let path = &self.slots[read.slot].path;
             return Err(self.fault(format!(
-                "two copies of the wrapped model met in one backward, or {path} was read while backward ran: wrap the copy itself \
+                "two copies of the wrapped model met in one backward, or {path} was read while backward ran: wrap the \
+                copy itself \
                  (a target network, an EMA) or detach it"
             )));
         }

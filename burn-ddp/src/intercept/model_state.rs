@@ -1,4 +1,5 @@
-//! State of a wrapped model in tensors of its backend. The backend is erased here, and found again in [`ModelState::of`] alone.
+//! State of a wrapped model in tensors of its backend. The backend is erased here, and found again in
+//! [`ModelState::of`] alone.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -62,8 +63,8 @@ pub(super) struct State<B: GradientMemory> {
     /// All buckets of the running backward are submitted.
     pub(super) submitted: bool,
     pub(super) slots: Vec<SlotState<B>>,
-    /// The value of each slot that was read last, from its read to the end of the backward: the leaf of a gradient that went past
-    /// the tap, and what the replica check compares.
+    /// The value of each slot that was read last, from its read to the end of the backward: the leaf of a gradient that
+    /// went past the tap, and what the replica check compares.
     pub(super) values: Vec<Option<AutodiffTensor<B>>>,
     pub(super) stand_ins: StandIns<B>,
     pub(super) statistics: Option<SyncedStatistics>,

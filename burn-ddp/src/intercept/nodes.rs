@@ -46,8 +46,8 @@ pub trait DdpBackend: Backend {
         x
     }
 
-    /// Returns the leaf under which the last backward delivered the average of a parameter that this rank did not use, or
-    /// `x` if there is none.
+    /// Returns the leaf under which the last backward delivered the average of a parameter that this rank did not use,
+    /// or `x` if there is none.
     fn delivered(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         let _ = tap;
         x

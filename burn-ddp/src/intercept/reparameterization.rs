@@ -1,7 +1,7 @@
 //! The reparameterization that `wrap` attaches to each float parameter.
 //!
-//! Burn keeps one per parameter. Treatments of a parameter's value (gathering a shard, a cast to lower precision) are composed here,
-//! in [`Tap::apply`], in front of the hook.
+//! Burn keeps one per parameter. Treatments of a parameter's value (gathering a shard, a cast to lower precision) are
+//! composed here, in [`Tap::apply`], in front of the hook.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,7 +19,8 @@ use crate::ddp::Ddp;
 /// Largest number of dimensions of a parameter.
 pub(crate) const MAX_RANK: usize = 8;
 
-/// Runs an expression with the number of dimensions as a constant; the other one above [`MAX_RANK`], which `wrap` refuses.
+/// Runs an expression with the number of dimensions as a constant; the other one above [`MAX_RANK`], which `wrap`
+/// refuses.
 macro_rules! with_rank {
     ($rank:expr, $d:ident => $run:expr, else $other:expr) => {
         with_rank!($rank, $d => $run, else $other, 1 2 3 4 5 6 7 8)
@@ -48,7 +49,8 @@ pub(crate) struct Tap {
     rank: usize,
     /// Number of the waiting average that this copy of the model yielded to a visitor last.
     yielded: Number,
-    /// Number of the last one that is used up: it was yielded before this copy was mapped, which is how an optimizer steps.
+    /// Number of the last one that is used up: it was yielded before this copy was mapped, which is how an optimizer
+    /// steps.
     used: Number,
 }
 
@@ -120,8 +122,8 @@ impl Tap {
         &self.handle.model
     }
 
-    /// True if the mapping optimizer has used the average that was yielded: it then treats the parameter's id like any other, since
-    /// nothing more waits under it.
+    /// True if the mapping optimizer has used the average that was yielded: it then treats the parameter's id like any
+    /// other, since nothing more waits under it.
     fn was_taken<const D: usize>(&self, mapper: &mut impl ModuleMapper) -> bool {
         let (dims, dtype) = self.handle.model.shape(self.handle.slot);
         let Ok(dims) = <[usize; D]>::try_from(dims) else { return true };
@@ -164,8 +166,8 @@ impl Module for Tap {
         self
     }
 
-    /// Yields the average of a parameter that this rank did not use in the last backward, under the parameter's id: Burn's
-    /// `GradientsParams::from_grads` visits this after the parameter itself.
+    /// Yields the average of a parameter that this rank did not use in the last backward, under the parameter's id:
+    /// Burn's `GradientsParams::from_grads` visits this after the parameter itself.
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         // Loading a record gives parameters new ids.
         if let Some(id) = note_visit(&self.handle) {

@@ -9,7 +9,8 @@ use crate::Result;
 use crate::gradients::GradientMemory;
 
 impl WrappedModel {
-    /// Takes part in one reduction of the other ranks without a backward. Returns false if no rank has a gradient: all shadow.
+    /// Takes part in one reduction of the other ranks without a backward. Returns false if no rank has a gradient: all
+    /// shadow.
     pub(crate) fn shadow(&self) -> Result<bool> {
         self.lock().shadow(self)
     }

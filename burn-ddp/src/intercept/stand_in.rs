@@ -15,8 +15,8 @@ use super::ladder::{AutodiffTensor, new_leaf};
 /// Averages of one slot that may wait for their optimizer at a time.
 const CAP: usize = 8;
 
-/// Leaves under which averages are registered, one per slot, made when first needed and kept: gradients of several backwards may wait
-/// side by side.
+/// Leaves under which averages are registered, one per slot, made when first needed and kept: gradients of several
+/// backwards may wait side by side.
 pub(super) struct StandIns<B: Backend>(BTreeMap<usize, AutodiffTensor<B>>);
 
 impl<B: Backend> StandIns<B> {
@@ -29,7 +29,8 @@ impl<B: Backend> StandIns<B> {
         self.0.get(&slot).cloned()
     }
 
-    /// The leaf of a slot whose average is `average`. It has no elements, so that it counts as nothing where parameters are counted.
+    /// The leaf of a slot whose average is `average`. It has no elements, so that it counts as nothing where parameters
+    /// are counted.
     pub(super) fn leaf_of(&mut self, slot: usize, average: &FloatTensor<B>) -> NodeId {
         let empty = || B::float_zeros(Shape::from([0]), &average.device(), average.dtype().into());
         self.0.entry(slot).or_insert_with(|| new_leaf::<B>(empty())).id()
@@ -39,8 +40,8 @@ impl<B: Backend> StandIns<B> {
 /// Numbers of the averages that wait under stand-in leaves.
 #[derive(Default)]
 pub(super) struct WaitingAverages {
-    /// Numbers (counting reductions) of the averages put there lately, by slot. Each copy of the model counts for itself which of them
-    /// an optimizer took.
+    /// Numbers (counting reductions) of the averages put there lately, by slot. Each copy of the model counts for
+    /// itself which of them an optimizer took.
     numbers: Mutex<BTreeMap<usize, VecDeque<u64>>>,
     /// True if there are any.
     any: AtomicBool,

@@ -296,7 +296,8 @@ fn whatever_fails_on_one_rank_is_every_ranks_error_and_stays() {
     }
 }
 
-/// Through NCCL's engine, whose order of additions is here that of the others; but it multiplies by shares where weights differ.
+/// Through NCCL's engine, whose order of additions is here that of the others; but it multiplies by shares where
+/// weights differ.
 #[test]
 fn nccls_engine_reduces_what_was_lent() {
     let train = |ddp: &Ddp, weights: [f64; 2]| -> anyhow::Result<_> {

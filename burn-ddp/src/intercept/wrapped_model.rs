@@ -112,8 +112,8 @@ impl WrappedModel {
         if appears {
             self.holders.fetch_add(1, Ordering::AcqRel);
         } else if self.holders.fetch_sub(1, Ordering::AcqRel) == 1 {
-            // The model is gone. Nodes that it left in graphs may keep this for long, but need no thread. If the state is locked, a
-            // backward runs, which keeps the thread anyway.
+            // The model is gone. Nodes that it left in graphs may keep this for long, but need no thread. If the state
+            // is locked, a backward runs, which keeps the thread anyway.
             if let Ok(mut state) = self.state.try_lock() {
                 state.retire();
             }

@@ -24,8 +24,8 @@ impl GradientMemory for Flex {
         Ok(read(dtype, tensor.bytes()))
     }
 
-    /// All tensors of a bucket look at the same bytes. The store keeps them too, so that no operation takes a tensor for their only
-    /// owner and writes there: Flex would copy the whole bucket first.
+    /// All tensors of a bucket look at the same bytes. The store keeps them too, so that no operation takes a tensor
+    /// for their only owner and writes there: Flex would copy the whole bucket first.
     fn from_shared(
         bytes: &Arc<Bytes>,
         range: Range<usize>,

@@ -27,11 +27,11 @@ pub type HostCopy = Pin<Box<dyn Future<Output = Result<Vec<(DType, Bytes)>, Stri
 
 /// Access of engines to a backend's memory.
 ///
-/// Engines between hosts use the methods that read and write; as they are here, these work for every backend, copy, and wait for the
-/// device. Engines on devices use [`lend`](Self::lend).
+/// Engines between hosts use the methods that read and write; as they are here, these work for every backend, copy, and
+/// wait for the device. Engines on devices use [`lend`](Self::lend).
 pub trait GradientMemory: Backend {
-    /// True if the device goes on computing after an operation has returned, so that reading means waiting: gradients are then read
-    /// by [`begin_read`](Self::begin_read).
+    /// True if the device goes on computing after an operation has returned, so that reading means waiting: gradients
+    /// are then read by [`begin_read`](Self::begin_read).
     const ASYNCHRONOUS: bool = false;
 
     /// True if tensors of [`from_shared`](Self::from_shared) look at the shared bytes; false if they copy them.
@@ -46,8 +46,8 @@ pub trait GradientMemory: Backend {
         with_copy::<Self, R>(tensor, read)
     }
 
-    /// Starts to copy `tensors` to host memory, behind all operations launched before and ahead of all launched after. Does not wait;
-    /// the caller awaits the copies in the order of calls.
+    /// Starts to copy `tensors` to host memory, behind all operations launched before and ahead of all launched after.
+    /// Does not wait; the caller awaits the copies in the order of calls.
     fn begin_read(tensors: Vec<FloatTensor<Self>>) -> HostCopy {
         let copy = |tensor| Self::with_bytes(tensor, |dtype, bytes| (dtype, Bytes::from_bytes_vec(bytes.to_vec())));
         let copies = tensors.into_iter().map(copy).collect();
@@ -66,8 +66,8 @@ pub trait GradientMemory: Backend {
         Self::float_from_data(data, device)
     }
 
-    /// Lends the elements of `tensors`, which are on one device, to an engine that reduces them there. Operations launched before may
-    /// not have run yet; nothing waits for them.
+    /// Lends the elements of `tensors`, which are on one device, to an engine that reduces them there. Operations
+    /// launched before may not have run yet; nothing waits for them.
     ///
     /// # Errors
     ///
@@ -77,8 +77,8 @@ pub trait GradientMemory: Backend {
         Err(format!("no engine reaches the memory of {}", std::any::type_name::<Self>()))
     }
 
-    /// Returns the tensors after the engine has worked on their loan. Operations launched on them from now on run after the reduction,
-    /// for which nothing waits here.
+    /// Returns the tensors after the engine has worked on their loan. Operations launched on them from now on run after
+    /// the reduction, for which nothing waits here.
     ///
     /// # Errors
     ///

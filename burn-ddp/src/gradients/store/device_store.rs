@@ -50,7 +50,8 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         false
     }
 
-    /// Buffers hold flags only. Taking a bucket back before backward has ended would make the rest of it wait for the reduction.
+    /// Buffers hold flags only. Taking a bucket back before backward has ended would make the rest of it wait for the
+    /// reduction.
     fn ring_len(&self) -> Option<usize> {
         None
     }

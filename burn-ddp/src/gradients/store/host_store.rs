@@ -1,4 +1,5 @@
-//! Gradients that are reduced in host memory: kept as tensors until their bucket is complete, then packed into its buffer.
+//! Gradients that are reduced in host memory: kept as tensors until their bucket is complete, then packed into its
+//! buffer.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

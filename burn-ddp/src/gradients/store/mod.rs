@@ -25,8 +25,8 @@ pub(crate) enum Arrival {
 
 /// Result of a step for one slot.
 ///
-/// A bucket need not give each rank all that went into it: a store that shards would answer with a third case, the range of the
-/// slot that is this rank's.
+/// A bucket need not give each rank all that went into it: a store that shards would answer with a third case, the
+/// range of the slot that is this rank's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome<T> {
     /// The average of all its elements.
@@ -39,7 +39,8 @@ pub(crate) enum Outcome<T> {
 ///
 /// Errors are texts that name the parameter; the caller adds the rank.
 pub(crate) trait GradientStore<T>: Send {
-    /// True if [`fill`](Self::fill) packs gradients into the buffer of their bucket; false if they stay on their device.
+    /// True if [`fill`](Self::fill) packs gradients into the buffer of their bucket; false if they stay on their
+    /// device.
     fn packs(&self) -> bool;
 
     /// Number of buffers that all buckets share in turn; `None` if each bucket needs its own.
@@ -54,8 +55,9 @@ pub(crate) trait GradientStore<T>: Send {
     /// True if this rank has a gradient for the slot in the next reduction.
     fn holds(&self, slot: usize) -> bool;
 
-    /// Moves the gradients of a bucket into `buffer`, with zeros for slots without one; sums over micro-batches are divided by
-    /// `divisor`. Gradients that stay on their device are lent to the group's engine instead. Does not wait for a device.
+    /// Moves the gradients of a bucket into `buffer`, with zeros for slots without one; sums over micro-batches are
+    /// divided by `divisor`. Gradients that stay on their device are lent to the group's engine instead. Does not wait
+    /// for a device.
     fn fill(
         &mut self,
         bucket: &Bucket,
@@ -64,8 +66,8 @@ pub(crate) trait GradientStore<T>: Send {
         buffer: &mut [u8],
     ) -> Result<Option<Box<dyn DeviceLoan>>, String>;
 
-    /// Takes the averages of a bucket out of `reduced` or `loan`. Slots without a gradient on any rank are not `present`. Does not
-    /// wait for a device.
+    /// Takes the averages of a bucket out of `reduced` or `loan`. Slots without a gradient on any rank are not
+    /// `present`. Does not wait for a device.
     fn take_back(
         &mut self,
         bucket: &Bucket,
@@ -85,8 +87,8 @@ pub(crate) trait GradientStore<T>: Send {
     fn release(&mut self);
 }
 
-/// A store for gradients on `device`, which are reduced there or through host memory. An asynchronous device is read in portions of
-/// `read_bytes`.
+/// A store for gradients on `device`, which are reduced there or through host memory. An asynchronous device is read in
+/// portions of `read_bytes`.
 pub(crate) fn open<B: GradientMemory>(
     slots: Arc<[Slot]>,
     device: B::Device,
