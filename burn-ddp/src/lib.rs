@@ -108,7 +108,7 @@ pub use wrap::WrapConfig;
 pub mod backend {
     pub use crate::differentiable::{Adjoint, CollectiveBackend};
     pub use crate::gradients::{DeviceLoan, GradientMemory, HostCopy};
-    pub use crate::intercept::{DdpBackend, TapHandle};
+    pub use crate::intercept::{DdpBackend, ModelOpening, TapHandle};
     pub use crate::nn::sync_batch_norm_node::{SyncBatchNormBackend, SyncedBatch};
 }
 

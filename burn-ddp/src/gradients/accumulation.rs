@@ -1,55 +1,103 @@
-//! Gradients as bytes: buffers, flags, and sums over micro-batches.
+//! Several micro-batches and ranks as one gradient: weights, and sums until the reduction.
 
 use burn_ddp_comm::DType;
 use half::{bf16, f16};
 
-/// Bytes aligned for every dtype. Owned by whoever holds it: the reducer while filling, the worker while reducing.
-#[derive(Debug, Default)]
-pub(crate) struct Buffer {
-    words: Vec<u64>,
-    len_bytes: usize,
+/// How gradients of several ranks and micro-batches become one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GradientReduction {
+    /// `Σ nᵢ gᵢ / Σ nᵢ`: right when the loss is a mean over the items of a batch. `nᵢ` comes from the loader or from
+    /// [`Ddp::set_batch_items`](crate::Ddp::set_batch_items) and is 1 without either.
+    #[default]
+    Mean,
+    /// `Σ gᵢ`: right when the loss is a sum over items, and what `torch.nn.DataParallel` does. A batch of weight 0
+    /// counts nothing.
+    Sum,
 }
 
-impl Buffer {
-    pub(crate) fn zeroed(len_bytes: usize) -> Self {
-        Buffer { words: vec![0; len_bytes.div_ceil(8)], len_bytes }
+/// Treatment of the gradients of one backward.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Contribution {
+    /// The backward has weight 0: its gradients count as absent, even NaN.
+    Ignored,
+    /// The only gradient of the slot in this step.
+    Whole,
+    /// Added to the sum over micro-batches, multiplied by this.
+    Added(f64),
+}
+
+/// Micro-batches since the last reduction, the running one included.
+#[derive(Debug)]
+pub(super) struct MicroBatches {
+    reduction: GradientReduction,
+    per_step: usize,
+    count: usize,
+    items: f64,
+    /// Items of the running backward.
+    weight: f64,
+    /// The running backward ends with a reduction.
+    pub(super) reducing: bool,
+}
+
+impl MicroBatches {
+    pub(super) fn new(reduction: GradientReduction, per_step: usize) -> Self {
+        MicroBatches { reduction, per_step, count: 0, items: 0.0, weight: 1.0, reducing: true }
     }
 
-    pub(crate) fn of(bytes: &[u8]) -> Self {
-        let mut buffer = Buffer::zeroed(bytes.len());
-        buffer.bytes_mut().copy_from_slice(bytes);
-        buffer
+    /// Starts a micro-batch of `weight` items. With `hold` it does not end with a reduction.
+    pub(super) fn begin(&mut self, weight: f64, hold: bool) {
+        self.count += 1;
+        self.weight = weight;
+        self.items += weight;
+        self.reducing = !hold && self.count >= self.per_step;
     }
 
-    pub(crate) fn bytes(&self) -> &[u8] {
-        &bytemuck::cast_slice(&self.words)[..self.len_bytes]
+    pub(super) fn clear(&mut self) {
+        self.count = 0;
+        self.items = 0.0;
     }
 
-    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len_bytes]
+    /// Number of micro-batches since the last reduction.
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Items of all of them.
+    pub(super) fn items(&self) -> f64 {
+        self.items
+    }
+
+    /// Treatment of the gradients of the running backward.
+    pub(super) fn contribution(&self) -> Contribution {
+        if self.weight <= 0.0 {
+            Contribution::Ignored
+        } else if self.reducing && self.count == 1 {
+            Contribution::Whole
+        } else {
+            Contribution::Added(match self.reduction {
+                GradientReduction::Mean => self.weight,
+                GradientReduction::Sum => 1.0,
+            })
+        }
+    }
+
+    /// Divisor of sums before they are reduced.
+    pub(super) fn divisor(&self) -> f64 {
+        match self.reduction {
+            GradientReduction::Mean => self.items,
+            GradientReduction::Sum => 1.0,
+        }
+    }
+
+    /// Items this rank contributes to the mean; `None` sums.
+    pub(super) fn weight_of_mean(&self) -> Option<f64> {
+        (self.reduction == GradientReduction::Mean).then_some(self.items)
     }
 }
 
-/// Writes `value` (a flag: 0 or 1, exact in every dtype) at element `elem` of a buffer of floats.
-pub(crate) fn set_flag(dtype: DType, buffer: &mut [u8], elem: usize, up: bool) {
-    let value = if up { 1.0 } else { 0.0 };
-    let at = elem * dtype.size_bytes();
-    match dtype {
-        DType::F64 => buffer[at..at + 8].copy_from_slice(&f64::to_ne_bytes(value)),
-        DType::F32 => buffer[at..at + 4].copy_from_slice(&(value as f32).to_ne_bytes()),
-        DType::F16 => buffer[at..at + 2].copy_from_slice(&f16::from_f64(value).to_ne_bytes()),
-        DType::BF16 => buffer[at..at + 2].copy_from_slice(&bf16::from_f64(value).to_ne_bytes()),
-        other => unreachable!("gradients are floats, got {other}"),
-    }
-}
-
-/// Whether the flag at element `elem` was up on some rank: reduced flags are positive then, and zero otherwise.
-pub(crate) fn flag_is_up(dtype: DType, buffer: &[u8], elem: usize) -> bool {
-    let size = dtype.size_bytes();
-    buffer[elem * size..(elem + 1) * size].iter().any(|&b| b != 0)
-}
-
-/// A gradient summed over micro-batches, f64 for f64 and f32 for everything narrower, rounded once when it is written.
+/// A gradient summed over micro-batches: in f64 for f64, in f32 for everything narrower; rounded once, when it is
+/// written.
 #[derive(Debug)]
 pub(crate) enum Sum {
     F32(Vec<f32>),
@@ -64,7 +112,8 @@ impl Sum {
         }
     }
 
-    /// Adds `weight * gradient`. A weight of 1 adds the gradient as it is; at weight 0 the gradient is ignored, even NaN.
+    /// Adds `weight * gradient`. A weight of 1 adds the gradient as it is; at weight 0 the gradient is ignored, even
+    /// NaN.
     pub(crate) fn add(&mut self, dtype: DType, gradient: &[u8], weight: f64) {
         if weight == 0.0 {
             return;
@@ -115,17 +164,6 @@ fn fill<A: Copy, const N: usize>(out: &mut [u8], sum: &[A], value: impl Fn(A) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn flags_survive_every_float_type() {
-        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
-            let mut b = Buffer::zeroed(3 * dtype.size_bytes());
-            set_flag(dtype, b.bytes_mut(), 1, true);
-            assert_eq!([0, 1, 2].map(|e| flag_is_up(dtype, b.bytes(), e)), [false, true, false]);
-            set_flag(dtype, b.bytes_mut(), 1, false);
-            assert!(!flag_is_up(dtype, b.bytes(), 1));
-        }
-    }
 
     #[test]
     fn weighted_sums_round_once() {

@@ -1,19 +1,20 @@
-//! Which gradient goes where: a pure function of inputs that all ranks share.
+//! Plan of the buckets: a pure function of inputs that all ranks share.
 
 use std::ops::Range;
 
 use burn_ddp_comm::DType;
 
-/// One parameter as the reducer sees it. The slot number is its index in traversal order, the same on every rank.
+/// A parameter as the reducer sees it. The slot number is its index in traversal order, the same on every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Slot {
     /// Module path, `encoder.0.weight`.
     pub path: String,
     pub dims: Vec<usize>,
     pub dtype: DType,
-    /// Required a gradient when the model was wrapped.
+    /// True if it required a gradient when the model was wrapped.
     pub trainable: bool,
-    /// The first slot that was a clone of the same parameter when the model was wrapped; itself if there is none before.
+    /// The first slot that was a clone of the same parameter when the model was wrapped; itself if there is none
+    /// before.
     pub first_clone: usize,
 }
 
@@ -29,9 +30,9 @@ impl Slot {
 
 /// A run of gradients of one dtype that travel in one collective.
 ///
-/// The buffer holds the gradients in the order of `slots`, unless they stay on their device, then one flag per slot (1 = some rank
-/// produced a gradient). The last awake bucket has one more element if anything is dormant: the *wake* flag, raised by a rank that has a gradient for
-/// a dormant bucket.
+/// Its buffer holds the gradients in the order of `slots` (if the bucket is `packed`), then one flag per slot (1 = some
+/// rank has a gradient). If any bucket is dormant, the last awake one has one element more: the *wake* flag, raised by
+/// a rank that has a gradient for a dormant bucket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bucket {
     pub dtype: DType,
@@ -39,18 +40,19 @@ pub(crate) struct Bucket {
     /// Elements of all gradients, without flags.
     pub len_elems: usize,
     pub has_wake_flag: bool,
-    /// Holds only parameters that were frozen when the model was wrapped: reduced only in steps whose wake flag is up.
+    /// True if all its parameters were frozen when the model was wrapped: reduced only in steps whose wake flag is up.
     pub dormant: bool,
-    /// Its buffer has flags only: the gradients stay on their device.
-    pub on_device: bool,
+    /// The gradients are in the buffer. If not, they stay on their device, and the buffer has flags only.
+    pub packed: bool,
 }
 
 impl Bucket {
     /// Elements before the flags.
     fn gradient_elems(&self) -> usize {
-        if self.on_device { 0 } else { self.len_elems }
+        if self.packed { self.len_elems } else { 0 }
     }
 
+    /// Number of flags.
     fn flags(&self) -> usize {
         self.slots.len() + usize::from(self.has_wake_flag)
     }
@@ -65,7 +67,7 @@ impl Bucket {
         self.total_elems() * self.dtype.size_bytes()
     }
 
-    /// Bytes that are reduced, wherever they are.
+    /// Bytes that are reduced, in the buffer and on the device.
     pub(crate) fn reduced_bytes(&self) -> usize {
         (self.len_elems + self.flags()) * self.dtype.size_bytes()
     }
@@ -75,19 +77,21 @@ impl Bucket {
         self.gradient_elems() + nth
     }
 
+    /// Element index of the wake flag.
     pub(crate) fn wake_elem(&self) -> Option<usize> {
         self.has_wake_flag.then(|| self.flag_elem(self.slots.len()))
     }
 }
 
-/// Where a slot lives.
+/// Range of a slot in its bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BucketRange {
     pub bucket: usize,
     /// Position among the slots of the bucket.
     pub nth: usize,
-    /// Its bytes in the bucket, where that holds them: where they begin, and how many there are.
+    /// First byte in the buffer of a packed bucket.
     pub start: usize,
+    /// Length in bytes.
     pub len: usize,
 }
 
@@ -115,9 +119,10 @@ pub(crate) struct Caps {
 }
 
 impl Plan {
-    /// Cuts `order` (slot numbers, expected order of arrival) into buckets. Slots that `order` leaves out follow in reverse
-    /// traversal order, which is the order in which a plain feed-forward model produces gradients.
-    pub(crate) fn new(slots: &[Slot], order: &[usize], caps: Caps, on_device: bool) -> Self {
+    /// Cuts `order` (slot numbers, expected order of arrival) into buckets. Slots that `order` leaves out follow in
+    /// reverse traversal order, which is the order in which a plain feed-forward model produces gradients. `packed` as
+    /// in [`Bucket`].
+    pub(crate) fn new(slots: &[Slot], order: &[usize], caps: Caps, packed: bool) -> Self {
         let mut seen = vec![false; slots.len()];
         let mut full: Vec<usize> = Vec::with_capacity(slots.len());
         for slot in order.iter().copied().chain((0..slots.len()).rev()) {
@@ -145,7 +150,7 @@ impl Plan {
                             len_elems: slots[slot].len_elems(),
                             has_wake_flag: false,
                             dormant,
-                            on_device,
+                            packed,
                         });
                     }
                 }
@@ -158,7 +163,7 @@ impl Plan {
                     len_elems: 0,
                     has_wake_flag: true,
                     dormant: false,
-                    on_device,
+                    packed,
                 });
             }
         }
@@ -195,7 +200,7 @@ mod tests {
     #[test]
     fn reverse_order_small_first_bucket_cap() {
         let slots: Vec<_> = (0..6).map(|i| slot(&i.to_string(), 10, DType::F32, true)).collect();
-        let plan = Plan::new(&slots, &[], CAPS, false);
+        let plan = Plan::new(&slots, &[], CAPS, true);
         let cut: Vec<_> = plan.buckets.iter().map(|b| b.slots.clone()).collect();
         assert_eq!(cut, [vec![5], vec![4, 3], vec![2, 1], vec![0]]);
         assert_eq!(plan.ranges[3], BucketRange { bucket: 1, nth: 1, start: 40, len: 40 });
@@ -207,7 +212,7 @@ mod tests {
     fn a_parameter_larger_than_the_cap_has_a_bucket_of_its_own() {
         let slots =
             [slot("a", 1, DType::F32, true), slot("big", 1000, DType::F32, true), slot("c", 1, DType::F32, true)];
-        let plan = Plan::new(&slots, &[0, 1, 2], CAPS, false);
+        let plan = Plan::new(&slots, &[0, 1, 2], CAPS, true);
         assert_eq!(plan.buckets.iter().map(|b| b.slots.clone()).collect::<Vec<_>>(), [vec![0], vec![1], vec![2]]);
     }
 
@@ -215,7 +220,7 @@ mod tests {
     fn dtypes_never_share_a_bucket_and_alternating_dtypes_do_not_shatter() {
         let slots: Vec<_> =
             (0..8).map(|i| slot("", 2, if i % 2 == 0 { DType::F32 } else { DType::F64 }, true)).collect();
-        let plan = Plan::new(&slots, &[], CAPS, false);
+        let plan = Plan::new(&slots, &[], CAPS, true);
         assert_eq!(
             plan.buckets.iter().map(|b| b.slots.clone()).collect::<Vec<_>>(),
             [vec![7, 5], vec![6, 4, 2, 0], vec![3, 1]]
@@ -226,7 +231,7 @@ mod tests {
     #[test]
     fn what_stays_on_its_device_is_cut_alike_and_has_flags_only() {
         let slots: Vec<_> = (0..6).map(|i| slot(&i.to_string(), 10, DType::F32, i > 0)).collect();
-        let (host, device) = (Plan::new(&slots, &[], CAPS, false), Plan::new(&slots, &[], CAPS, true));
+        let (host, device) = (Plan::new(&slots, &[], CAPS, true), Plan::new(&slots, &[], CAPS, false));
         assert_eq!((host.awake, &host.ranges), (device.awake, &device.ranges));
         for (host, device) in host.buckets.iter().zip(&device.buckets) {
             assert_eq!(
@@ -242,29 +247,30 @@ mod tests {
     #[test]
     fn frozen_parameters_sleep_in_buckets_of_their_own() {
         let slots = [slot("a", 4, DType::F32, true), slot("frozen", 4, DType::F32, false)];
-        let plan = Plan::new(&slots, &[], CAPS, false);
+        let plan = Plan::new(&slots, &[], CAPS, true);
         assert_eq!(plan.awake, 1);
         assert!(plan.buckets[1].dormant && plan.buckets[1].slots == [1]);
-        let all_frozen = Plan::new(&[slot("frozen", 4, DType::F32, false)], &[], CAPS, false);
+        let all_frozen = Plan::new(&[slot("frozen", 4, DType::F32, false)], &[], CAPS, true);
         assert_eq!((all_frozen.awake, all_frozen.buckets[0].total_elems()), (1, 1));
     }
 
     proptest! {
         #[test]
-        fn every_slot_has_exactly_one_place_and_no_two_overlap(
+        fn every_slot_has_exactly_one_range_and_no_two_overlap(
             sizes in prop::collection::vec((0usize..50, 0u8..3, any::<bool>()), 0..40),
             order in prop::collection::vec(0usize..40, 0..60),
         ) {
-            let slots: Vec<_> = sizes.iter().map(|&(n, d, t)| slot("", n, [DType::F32, DType::F64, DType::F16][d as usize], t)).collect();
-            let plan = Plan::new(&slots, &order, CAPS, false);
+            let dtypes = [DType::F32, DType::F64, DType::F16];
+            let slots: Vec<_> = sizes.iter().map(|&(n, d, t)| slot("", n, dtypes[d as usize], t)).collect();
+            let plan = Plan::new(&slots, &order, CAPS, true);
             prop_assert_eq!(plan.buckets.iter().map(|b| b.slots.len()).sum::<usize>(), slots.len());
-            for (s, place) in plan.ranges.iter().enumerate() {
-                let bucket = &plan.buckets[place.bucket];
-                prop_assert_eq!(bucket.slots[place.nth], s);
+            for (s, range) in plan.ranges.iter().enumerate() {
+                let bucket = &plan.buckets[range.bucket];
+                prop_assert_eq!(bucket.slots[range.nth], s);
                 prop_assert_eq!(bucket.dtype, slots[s].dtype);
                 prop_assert_eq!(bucket.dormant, !slots[s].trainable);
-                let before: usize = bucket.slots[..place.nth].iter().map(|&o| slots[o].len_bytes()).sum();
-                prop_assert_eq!(place.bytes(), before..before + slots[s].len_bytes());
+                let before: usize = bucket.slots[..range.nth].iter().map(|&o| slots[o].len_bytes()).sum();
+                prop_assert_eq!(range.bytes(), before..before + slots[s].len_bytes());
             }
             for (i, b) in plan.buckets.iter().enumerate() {
                 prop_assert!(!b.has_wake_flag || i + 1 == plan.awake);

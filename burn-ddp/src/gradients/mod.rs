@@ -1,21 +1,25 @@
 //! From gradients of one rank to averaged gradients. `README.md` beside this file has the states of a bucket.
 
 mod accumulation;
+mod aligned_bytes;
 mod bucket_plan;
+mod buffer_ring;
+mod device_loan;
+mod flags;
 mod memory;
 mod piggyback;
 mod readback;
 mod reducer;
+mod reducer_settings;
 mod store;
 mod worker;
 
-pub(crate) use accumulation::Buffer;
+pub use accumulation::GradientReduction;
+pub(crate) use aligned_bytes::AlignedBytes;
 pub(crate) use bucket_plan::{Caps, Slot};
-pub(crate) use memory::shared_bytes;
+pub use device_loan::DeviceLoan;
 pub use memory::{GradientMemory, HostCopy};
-pub(crate) use piggyback::Piggyback;
-pub(crate) use readback::Unread;
-pub use reducer::GradientReduction;
-pub(crate) use reducer::{Reducer, Settings};
-pub use store::DeviceLoan;
-pub(crate) use store::device_store::Kept;
+pub(crate) use piggyback::{Piggyback, PiggybackResult};
+pub(crate) use reducer::Reducer;
+pub(crate) use reducer_settings::Settings;
+pub(crate) use store::{Outcome, open as open_store};

@@ -1,102 +1,119 @@
-//! What travels piggyback the buckets of a step: running statistics, digests of parameters, the order of the gradients.
+//! Small payloads behind the buckets of a step: running statistics, digests of parameters, the order of the gradients.
 
 use burn_ddp_comm::DType;
 
-use super::accumulation::Buffer;
-use super::reducer::Reducer;
-use super::worker::{Done, Finished, Job, StatisticsSource};
-use crate::Result;
-use crate::telemetry::meter::Communication;
+use super::aligned_bytes::AlignedBytes;
+use super::worker::{Done, Finished, Job, StatisticsSource, Worker};
 use crate::telemetry::REPORT_LEN;
+use crate::telemetry::meter::{Communication, StepMeter};
+use crate::{Error, Result};
 
-/// What travels with the gradients of a step.
+/// Payload of a step.
 #[derive(Debug, Default)]
 pub(crate) struct Piggyback {
     /// Running statistics, one buffer per dtype.
-    pub buffers: Vec<(DType, Buffer)>,
-    /// Replaced by those of the first rank that trains; else by the mean over the ranks, weighted by items.
+    pub statistics: Vec<(DType, AlignedBytes)>,
+    /// All ranks get the statistics of the first rank that trains; if false, the mean over the ranks, weighted by
+    /// items.
     pub from_first: bool,
-    /// Digests of the parameters, one per slot; sent in the steps for which [`Reducer::compares_replicas`] holds.
+    /// Digests of the parameters, one per slot, in the steps for which [`Reducer::compares_replicas`](super::Reducer)
+    /// holds.
     pub digests: Option<Vec<i64>>,
 }
 
-/// What came of [`Piggyback`].
+/// The payloads of all ranks after the collectives.
 #[derive(Debug, Default)]
 pub(crate) struct PiggybackResult {
-    pub buffers: Vec<(DType, Buffer)>,
-    /// By rank.
+    pub statistics: Vec<(DType, AlignedBytes)>,
+    /// Digests by rank.
     pub digests: Vec<Vec<i64>>,
+    /// Rank 0's order of gradients, if it was asked for.
+    pub(super) order: Option<Vec<usize>>,
 }
 
-impl Reducer {
-    /// Sends it off, behind the buckets.
-    pub(super) fn send_piggyback(&mut self, piggyback: Piggyback) -> Result<()> {
-        self.piggyback = (piggyback.buffers.len(), piggyback.digests.is_some());
-        let source = if piggyback.from_first {
-            StatisticsSource::First { trains: !self.shadowing }
-        } else {
-            StatisticsSource::All(self.items)
-        };
-        for (dtype, buffer) in piggyback.buffers {
-            self.submit(Job::Buffers { dtype, buffer, source })?;
-        }
-        if let Some(mut digests) = piggyback.digests {
-            // How the ranks get on travels with them.
-            digests.extend(self.meter.report());
-            self.submit(Job::Digests(digests))?;
-        }
-        if !self.order_agreed {
-            self.submit(Job::AgreeOrder(self.arrived.clone()))?;
-        }
-        Ok(())
-    }
+/// Results that the worker owes.
+#[derive(Debug, Default)]
+pub(super) struct Submitted {
+    statistics: usize,
+    digests: bool,
+    order: bool,
+}
 
-    /// What became of it, once the buckets before it were collected.
-    pub(super) fn receive_piggyback(&mut self) -> Result<PiggybackResult> {
-        let (buffers, digests) = self.piggyback;
-        let mut piggyback_result = PiggybackResult::default();
+impl Piggyback {
+    /// Submits the payload behind the buckets, with the `order` of this rank's gradients if the ranks have not agreed
+    /// on one.
+    pub(super) fn submit(
+        self,
+        worker: &mut Worker,
+        meter: &mut StepMeter,
+        source: StatisticsSource,
+        order: Option<Vec<u32>>,
+    ) -> Result<Submitted, String> {
+        let (statistics, digests) = (self.statistics.len(), self.digests.is_some());
+        let submitted = Submitted { statistics, digests, order: order.is_some() };
+        for (dtype, buffer) in self.statistics {
+            worker.submit(Job::Statistics { dtype, buffer, source })?;
+        }
+        if let Some(mut digests) = self.digests {
+            // The times of this rank's steps travel with them.
+            digests.extend(meter.report());
+            worker.submit(Job::Digests(digests))?;
+        }
+        if let Some(order) = order {
+            worker.submit(Job::AgreeOrder(order))?;
+        }
+        Ok(submitted)
+    }
+}
+
+impl Submitted {
+    /// Waits for the results, after all buckets were collected. `fault` makes an error of a text.
+    pub(super) fn receive(
+        self,
+        worker: &mut Worker,
+        meter: &mut StepMeter,
+        fault: impl Fn(String) -> Error,
+    ) -> Result<PiggybackResult> {
+        let mut results = PiggybackResult::default();
         let mut first_error = None;
-        for _ in 0..buffers {
-            match self.done("buffers") {
-                Ok(Done::Buffers { result: Err(e), .. }) => {
+        let mut next = |meter: &mut StepMeter, name| {
+            let Finished { done, time } = worker.next().map_err(&fault)?;
+            meter.done(Communication::Other(name), time);
+            Ok::<_, Error>(done)
+        };
+        // All of them are taken before an error is returned: the rest would be taken for results of the next step.
+        for _ in 0..self.statistics {
+            match next(meter, "buffers")? {
+                Done::Statistics { result: Err(e), .. } => {
                     first_error.get_or_insert(e);
                 }
-                Ok(Done::Buffers { dtype, buffer, .. }) => piggyback_result.buffers.push((dtype, buffer)),
-                other => return Err(self.out_of_order(other.err())),
+                Done::Statistics { dtype, buffer, .. } => results.statistics.push((dtype, buffer)),
+                _ => return Err(fault(Worker::out_of_order())),
             }
         }
-        if digests {
-            match self.done("replica check") {
-                Ok(Done::Digests(Err(e))) => {
+        if self.digests {
+            match next(meter, "replica check")? {
+                Done::Digests(Err(e)) => {
                     first_error.get_or_insert(e);
                 }
-                Ok(Done::Digests(Ok(mut all))) => {
+                Done::Digests(Ok(mut all)) => {
                     let reports = all.iter_mut().map(|row| row.split_off(row.len().saturating_sub(REPORT_LEN)));
                     let reports: Vec<Vec<i64>> = reports.collect();
-                    self.meter.compare(&reports);
-                    piggyback_result.digests = all;
+                    meter.compare(&reports);
+                    results.digests = all;
                 }
-                other => return Err(self.out_of_order(other.err())),
+                _ => return Err(fault(Worker::out_of_order())),
             }
         }
-        first_error.map_or(Ok(piggyback_result), |e| Err(e.into()))
-    }
-
-    /// What [`Job::AgreeOrder`] of this step yields, if there was one.
-    pub(super) fn agreed_order(&mut self) -> Result<Option<Vec<usize>>> {
-        if self.order_agreed {
-            return Ok(None);
+        if self.order {
+            match next(meter, "order of buckets")? {
+                Done::Order(Err(e)) => {
+                    first_error.get_or_insert(e);
+                }
+                Done::Order(Ok(order)) => results.order = Some(order.into_iter().map(|slot| slot as usize).collect()),
+                _ => return Err(fault(Worker::out_of_order())),
+            }
         }
-        match self.done("order of buckets") {
-            Ok(Done::Order(order)) => Ok(Some(order?.into_iter().map(|slot| slot as usize).collect())),
-            other => Err(self.out_of_order(other.err())),
-        }
-    }
-
-    /// The next finished job, which is not a reduction.
-    fn done(&mut self, what: &'static str) -> Result<Done, String> {
-        let Finished { done, time } = self.worker.next()?;
-        self.meter.done(Communication::Other(what), time);
-        Ok(done)
+        first_error.map_or(Ok(results), |e| Err(e.into()))
     }
 }

@@ -1,100 +1,112 @@
-//! Gradients of a backward that are still on their device.
+//! Gradients of an asynchronous device on their way to host memory.
 
-use std::any::Any;
+use std::collections::VecDeque;
 
+use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Bytes, DType, read_sync};
 
+use super::accumulation::Contribution;
 use super::memory::{GradientMemory, HostCopy};
 
-/// Gradients of an asynchronous device, in the order in which backward came to them. Backward reaches its end long before the device does:
-/// until then they are only launched to be read, a bucket's worth at a time, and waited for at the end, one after the other, while the
-/// device still computes later ones and buckets that are complete are reduced.
-#[derive(Default)]
-pub(crate) struct Unread {
-    /// Not launched yet: slots, and a `Vec<FloatTensor<B>>`.
-    slots: Vec<usize>,
-    tensors: Option<Box<dyn Any + Send>>,
-    len_bytes: usize,
-    launched: Vec<Launched>,
+/// A gradient that was read: its slot and treatment, its type and its elements.
+pub(super) type Read = (usize, Contribution, DType, Bytes);
+
+/// Gradients in the order in which backward came to them.
+///
+/// Backward reaches its end long before the device does. Until then copies are only started, a portion at a time; they
+/// are waited for at the end, one after the other, while the device still computes later ones and complete buckets are
+/// reduced.
+pub(super) struct Readback<B: GradientMemory> {
+    /// Gradients whose copy has not been started.
+    waiting: Vec<FloatTensor<B>>,
+    waiting_for: Vec<(usize, Contribution)>,
+    waiting_bytes: usize,
+    portion_bytes: usize,
+    started: VecDeque<Portion>,
 }
 
-/// Gradients on their way to host memory.
-struct Launched {
-    slots: Vec<usize>,
+/// Gradients whose copy has been started.
+struct Portion {
+    slots: Vec<(usize, Contribution)>,
     /// `None` once it was waited for.
-    reading: Option<HostCopy>,
+    copy: Option<HostCopy>,
 }
 
-impl Launched {
-    /// What the device holds for each slot.
+impl Portion {
     fn wait(&mut self) -> Result<Vec<(DType, Bytes)>, String> {
-        self.reading.take().map_or(Ok(Vec::new()), read_sync)
+        self.copy.take().map_or(Ok(Vec::new()), read_sync)
     }
 }
 
-/// Of a backward that ended half-way. Nobody wants them any more, but CubeCL would use their staging buffer for something else while it is
-/// still mapped, which wgpu refuses.
-impl Drop for Launched {
+/// Waits for copies of a backward that ended half-way: CubeCL would use their staging buffer for something else while
+/// it is still mapped, which wgpu refuses.
+impl Drop for Portion {
     fn drop(&mut self) {
         let _ = self.wait();
     }
 }
 
-/// What the device holds for a slot.
-pub(crate) type Read = (usize, DType, Bytes);
-
-impl Unread {
-    /// Takes the gradient of a slot. With `enough_bytes` of them, reading begins.
-    pub(crate) fn add<B: GradientMemory>(&mut self, slot: usize, gradient: FloatTensor<B>, enough_bytes: usize) {
-        self.len_bytes += gradient.shape().num_elements() * gradient.dtype().size();
-        self.slots.push(slot);
-        self.tensors::<B>().push(gradient);
-        if self.len_bytes >= enough_bytes {
-            self.begin::<B>();
+impl<B: GradientMemory> Readback<B> {
+    /// Copies are started for `portion_bytes` at a time.
+    pub(super) fn new(portion_bytes: usize) -> Self {
+        Readback {
+            waiting: Vec::new(),
+            waiting_for: Vec::new(),
+            waiting_bytes: 0,
+            portion_bytes,
+            started: VecDeque::new(),
         }
     }
 
-    /// Launches what was not launched yet.
-    pub(crate) fn begin<B: GradientMemory>(&mut self) {
-        if self.slots.is_empty() {
-            return;
+    /// Takes the gradient of a slot. Starts a copy when there are enough of them.
+    pub(super) fn add(&mut self, slot: usize, contribution: Contribution, gradient: FloatTensor<B>) {
+        self.waiting_bytes += gradient.shape().num_elements() * gradient.dtype().size();
+        self.waiting_for.push((slot, contribution));
+        self.waiting.push(gradient);
+        if self.waiting_bytes >= self.portion_bytes {
+            self.start();
         }
-        let tensors = std::mem::take(self.tensors::<B>());
-        let slots = std::mem::take(&mut self.slots);
-        self.launched.push(Launched { slots, reading: Some(B::begin_read(tensors)) });
-        self.len_bytes = 0;
     }
 
-    /// Waits for each in turn and hands it to `put`.
+    /// Starts what has not been started, and waits for the next portion; `None` if there is no more.
     ///
     /// # Errors
     ///
-    /// The first of `put`, or what the device says as an error of `fault`. Nothing is left then.
-    pub(crate) fn finish<E>(
-        &mut self,
-        fault: impl Fn(String) -> E,
-        mut put: impl FnMut(Read) -> Result<(), E>,
-    ) -> Result<(), E> {
-        for mut launched in std::mem::take(&mut self.launched) {
-            let gradients = launched.wait().map_err(&fault)?;
-            let slots = &launched.slots;
-            if gradients.len() != slots.len() {
-                return Err(fault(format!("the device returned {} gradients of {}", gradients.len(), slots.len())));
-            }
-            for (&slot, (dtype, bytes)) in slots.iter().zip(gradients) {
-                put((slot, dtype, bytes))?;
-            }
+    /// The device's error.
+    pub(super) fn next(&mut self) -> Result<Option<Vec<Read>>, String> {
+        self.start();
+        let Some(mut portion) = self.started.pop_front() else { return Ok(None) };
+        let gradients = portion.wait()?;
+        let (got, expected) = (gradients.len(), portion.slots.len());
+        if got != expected {
+            return Err(format!("the device returned {got} gradients of {expected}"));
         }
-        Ok(())
+        let slots = std::mem::take(&mut portion.slots).into_iter();
+        Ok(Some(
+            slots
+                .zip(gradients)
+                .map(|((slot, contribution), (dtype, bytes))| (slot, contribution, dtype, bytes))
+                .collect(),
+        ))
     }
 
-    /// Of another backend there is nothing: a backward has one.
-    fn tensors<B: Backend>(&mut self) -> &mut Vec<FloatTensor<B>> {
-        let known = self.tensors.take().and_then(|tensors| tensors.downcast::<Vec<FloatTensor<B>>>().ok());
-        let tensors = self.tensors.insert(known.unwrap_or_default());
-        tensors.downcast_mut().expect("it was made of this type")
+    /// Drops all gradients, after waiting for copies that have been started.
+    pub(super) fn clear(&mut self) {
+        self.waiting.clear();
+        self.waiting_for.clear();
+        self.waiting_bytes = 0;
+        self.started.clear();
+    }
+
+    fn start(&mut self) {
+        if self.waiting.is_empty() {
+            return;
+        }
+        let slots = std::mem::take(&mut self.waiting_for);
+        let copy = Some(B::begin_read(std::mem::take(&mut self.waiting)));
+        self.started.push_back(Portion { slots, copy });
+        self.waiting_bytes = 0;
     }
 }
 
@@ -108,16 +120,14 @@ mod tests {
     #[test]
     fn what_nobody_wants_any_more_is_waited_for() {
         let read = Arc::new(AtomicBool::new(false));
-        let reading = {
+        let copy = {
             let read = read.clone();
             async move {
                 read.store(true, Ordering::Relaxed);
                 Ok(Vec::new())
             }
         };
-        let mut unread = Unread::default();
-        unread.launched.push(Launched { slots: vec![0], reading: Some(Box::pin(reading)) });
-        drop(unread);
+        drop(Portion { slots: vec![(0, Contribution::Whole)], copy: Some(Box::pin(copy)) });
         assert!(read.load(Ordering::Relaxed));
     }
 }

@@ -1,106 +1,80 @@
 //! From gradients of one rank to averaged gradients, bucket by bucket, while backward goes on.
 //!
-//! Knows bytes, slots and steps; knows nothing of Burn. The order of calls in one backward:
-//! [`Reducer::begin`], then [`Reducer::put`] (or [`Reducer::put_on_device`]) for each gradient as it becomes final, then
-//! [`Reducer::submit_rest`] and [`Reducer::finish`].
+//! Knows slots, buckets and steps, but not what a gradient is made of: that is the [store](super::store)'s. The order
+//! of calls in one backward: [`Reducer::begin`], [`Reducer::put`] for each gradient as it becomes final,
+//! [`Reducer::submit_rest`], [`Reducer::finish`], [`Reducer::outcome`] of each slot, [`Reducer::end_step`].
 
-use std::any::Any;
-use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Instant;
 
-use burn_ddp_comm::{ProcessGroup, SharedBuffer, SharedView};
+use burn_ddp_comm::{ProcessGroup, SharedView};
 
-use super::accumulation::{self as pack, Sum};
-use super::bucket_plan::{Bucket, Caps, Plan, Slot};
-use super::piggyback::{Piggyback, PiggybackResult};
-use super::store::{Contribution, Keeper};
-use super::worker::{Done, Fault, Finished, Job, Worker};
+use super::accumulation::{GradientReduction, MicroBatches};
+use super::bucket_plan::{Bucket, Plan, Slot};
+use super::buffer_ring::BufferRing;
+use super::flags;
+use super::piggyback::{Piggyback, PiggybackResult, Submitted};
+use super::reducer_settings::Settings;
+use super::store::{Arrival, GradientStore, Outcome};
+use super::worker::{Done, Fault, Finished, Job, StatisticsSource, Worker};
 use crate::telemetry::meter::{Communication, Meter, StepMeter};
 use crate::{Error, Result};
 
-/// How gradients of several ranks and micro-batches become one.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum GradientReduction {
-    /// `Σ nᵢ gᵢ / Σ nᵢ`: right when the loss is a mean over the items of a batch. `nᵢ` comes from the loader or from
-    /// [`Ddp::set_batch_items`](crate::Ddp::set_batch_items) and is 1 without either.
-    #[default]
-    Mean,
-    /// `Σ gᵢ`: right when the loss is a sum over items, and what `torch.nn.DataParallel` does. A batch of weight 0 counts nothing.
-    Sum,
-}
-
-/// What does not change while a model is wrapped.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Settings {
-    pub reduction: GradientReduction,
-    /// Micro-batches per reduction.
-    pub accumulation: usize,
-    pub caps: Caps,
-    /// How long one collective may take.
-    pub timeout: Duration,
-    /// Every how many steps the ranks compare their parameters; 0 for never.
-    pub replica_check: u64,
-    /// Buckets are reduced on a thread piggyback backward; else all together at its end.
-    pub overlap: bool,
-    /// Gradients stay on their device, and the group's engine reduces them there. Needs `overlap`.
-    pub on_device: bool,
-}
-
-#[derive(Debug)]
-pub(crate) struct Reducer {
-    pub(super) rank: usize,
-    /// The number of the group: the same on all ranks.
-    pub(super) id: u64,
-    pub(super) settings: Settings,
-    pub(super) slots: Vec<Slot>,
-    pub(super) plan: Plan,
-    pub(super) worker: Worker,
-    pub(super) meter: StepMeter,
-    /// One per bucket; `None` while the worker holds it. Dormant ones are empty until they are first needed.
-    pub(super) buffers: Vec<Option<SharedBuffer>>,
-    /// The averages of the step that ends, one per bucket.
-    pub(super) averages: Vec<Option<SharedView>>,
-    /// Slots that were put in this backward, and count.
-    pub(super) put: Vec<bool>,
-    /// How many slots of each bucket were put in this backward.
-    pub(super) filled: Vec<usize>,
-    /// Order in which slots were put in this backward.
-    pub(super) arrived: Vec<u32>,
-    /// Next bucket to hand to the worker.
-    pub(super) next: usize,
-    /// How many buffers are under way piggyback the gradients, and whether digests are.
-    pub(super) piggyback: (usize, bool),
-    /// Sums over micro-batches, `None` where no gradient was seen since the last reduction.
-    pub(super) held: Vec<Option<Sum>>,
-    /// Has gradients and sums in place of `buffers` and `held`, if they stay on their device.
-    pub(super) keeper: Option<Box<dyn Keeper>>,
-    /// Micro-batches since the last reduction, the running one included.
-    pub(super) micro_batches: usize,
-    /// Items (weights) of those micro-batches.
-    pub(super) items: f64,
-    pub(super) weight: f64,
-    /// The running backward ends with a reduction.
-    pub(super) reducing: bool,
+/// Schedules the reductions of one wrapped model whose gradients are tensors `T`.
+pub(crate) struct Reducer<T> {
+    rank: usize,
+    /// Number of the group: the same on all ranks.
+    id: u64,
+    settings: Settings,
+    slots: Arc<[Slot]>,
+    plan: Plan,
+    store: Box<dyn GradientStore<T>>,
+    worker: Worker,
+    meter: StepMeter,
+    ring: BufferRing,
+    batches: MicroBatches,
+    /// Number of slots of each bucket that arrived in this backward.
+    filled: Vec<usize>,
+    /// Order in which slots arrived in this backward.
+    arrived: Vec<u32>,
+    /// Next bucket to submit.
+    next: usize,
+    /// Next bucket to collect.
+    collected: usize,
+    /// Slots for which any rank had a gradient in the step that ends.
+    present: Vec<bool>,
+    /// The wake flag of the step that ends.
+    wake: bool,
+    /// First error of a reduction of the step that ends.
+    failed: Option<Error>,
+    /// Results behind the buckets that the worker owes.
+    piggyback: Submitted,
     /// This rank has no backward, and takes part in the reduction of the others.
-    pub(super) shadowing: bool,
+    shadowing: bool,
     /// Reductions done; names collectives.
-    pub(super) step: u64,
-    pub(super) order_agreed: bool,
-    /// The agreed order, between the end of the first reduction and that of its step.
-    pub(super) order: Option<Vec<usize>>,
-    /// How often the user discarded held gradients: all ranks must do so alike.
-    pub(super) discards: u64,
+    step: u64,
+    order_agreed: bool,
+    /// The agreed order, from the end of the first reduction to that of its step.
+    order: Option<Vec<usize>>,
+    /// Number of times the user discarded held gradients: all ranks must do so alike.
+    discards: u64,
     /// Why no further step is possible: buckets of a step that never ended are with the worker.
-    pub(super) broken: Option<Error>,
+    broken: Option<Error>,
 }
 
-impl Reducer {
-    /// A reducer for `slots`, which are the same on all ranks. *Collective* over `group`.
-    pub(crate) fn new(group: ProcessGroup, slots: Vec<Slot>, settings: Settings, meter: Meter) -> Result<Self> {
+impl<T> Reducer<T> {
+    /// A reducer for `slots`, which are the same on all ranks, and the store of their gradients. *Collective* over
+    /// `group`.
+    pub(crate) fn new(
+        group: ProcessGroup,
+        slots: Arc<[Slot]>,
+        store: Box<dyn GradientStore<T>>,
+        settings: Settings,
+        meter: Meter,
+    ) -> Result<Self> {
         let (rank, id) = (group.rank(), group.id());
         group.hide_from_timeline();
-        let plan = Plan::new(&slots, &[], settings.caps, settings.on_device);
+        let plan = Plan::new(&slots, &[], settings.caps, store.packs());
         let worker = if settings.overlap {
             Worker::threaded(group, settings.timeout).map_err(|e| Error::Backward {
                 rank,
@@ -113,23 +87,21 @@ impl Reducer {
             rank,
             id,
             settings,
-            put: vec![false; slots.len()],
-            held: (0..slots.len()).map(|_| None).collect(),
-            keeper: None,
+            present: vec![false; slots.len()],
             slots,
             plan,
+            store,
             worker,
             meter: StepMeter::new(meter, id),
-            buffers: Vec::new(),
-            averages: Vec::new(),
+            ring: BufferRing::default(),
+            batches: MicroBatches::new(settings.reduction, settings.accumulation),
             filled: Vec::new(),
             arrived: Vec::new(),
             next: 0,
-            piggyback: (0, false),
-            micro_batches: 0,
-            items: 0.0,
-            weight: 1.0,
-            reducing: true,
+            collected: 0,
+            wake: false,
+            failed: None,
+            piggyback: Submitted::default(),
             shadowing: false,
             step: 0,
             order_agreed: false,
@@ -137,47 +109,13 @@ impl Reducer {
             discards: 0,
             broken: None,
         };
-        reducer.fit_buffers()?;
+        reducer.allocate()?;
         Ok(reducer)
     }
 
-    pub(crate) fn slots(&self) -> &[Slot] {
-        &self.slots
-    }
-
-    /// What orders the reducers of a rank in the same way on all ranks.
+    /// Number of the group. Orders the reducers of a rank in the same way on all ranks.
     pub(crate) fn id(&self) -> u64 {
         self.id
-    }
-
-    /// Whether gradients stay on their device.
-    pub(crate) fn is_on_device(&self) -> bool {
-        self.settings.on_device
-    }
-
-    /// Whether somebody keeps them there.
-    pub(crate) fn has_keeper(&self) -> bool {
-        self.keeper.is_some()
-    }
-
-    /// Who keeps them there; `None` if there is nobody yet, or it is not a `K`.
-    pub(crate) fn keeper<K: Keeper>(&mut self) -> Option<&mut K> {
-        let keeper: &mut dyn Any = self.keeper.as_deref_mut()?;
-        keeper.downcast_mut()
-    }
-
-    /// From now on `keeper` does, before the first backward.
-    pub(crate) fn keep_by(&mut self, keeper: Box<dyn Keeper>) {
-        self.keeper = Some(keeper);
-    }
-
-    /// About how large a bucket is.
-    pub(crate) fn bucket_bytes(&self) -> usize {
-        self.settings.caps.bytes
-    }
-
-    pub(crate) fn reduction(&self) -> GradientReduction {
-        self.settings.reduction
     }
 
     /// Reductions done so far.
@@ -185,132 +123,71 @@ impl Reducer {
         self.step
     }
 
-    /// Starts a backward that stands for `weight` items. With `hold`, its gradients are only summed up, like those of the
-    /// first `accumulation - 1` micro-batches.
+    /// Starts a backward that stands for `weight` items. With `hold`, its gradients are only summed up, like those of
+    /// the first `accumulation - 1` micro-batches.
     ///
     /// # Errors
     ///
     /// If an earlier step ended half-way.
     pub(crate) fn begin(&mut self, weight: f64, hold: bool) -> Result<()> {
-        if let Some(error) = &self.broken {
-            return Err(error.clone());
-        }
-        self.micro_batches += 1;
-        self.weight = weight;
-        self.items += weight;
-        self.reducing = !hold && self.micro_batches >= self.settings.accumulation;
-        self.forget_arrivals();
-        self.meter.begin();
+        self.refuse_broken()?;
+        self.batches.begin(weight, hold);
+        self.start();
         Ok(())
     }
 
-    /// Takes the final gradient of `slot` in this backward, and starts every bucket that is complete now.
-    pub(crate) fn put(&mut self, slot: usize, gradient: &[u8]) -> Result<()> {
-        let place = self.plan.ranges[slot];
-        if gradient.len() != place.len {
-            let Slot { path, dims, dtype, .. } = &self.slots[slot];
-            return Err(self.fault(format!(
-                "the gradient of {path} has {} bytes, but {dims:?} of {dtype} takes {}",
-                gradient.len(),
-                place.len
-            )));
-        }
-        match self.take() {
-            Contribution::Ignored => {}
-            Contribution::Added(weight) => {
-                let s = &self.slots[slot];
-                let held = self.held[slot].get_or_insert_with(|| Sum::zeros(s.dtype, s.len_elems()));
-                held.add(s.dtype, gradient, weight);
-            }
-            Contribution::Whole => {
-                let bucket = &self.plan.buckets[place.bucket];
-                let Some(buffer) = self.buffers[place.bucket].as_mut() else {
-                    return Err(self.fault(format!("the bucket of {} is under way already", self.slots[slot].path)));
-                };
-                if buffer.len_bytes() != bucket.total_bytes() {
-                    *buffer = SharedBuffer::plain(bucket.total_bytes());
-                }
-                buffer.bytes_mut()[place.bytes()].copy_from_slice(gradient);
-            }
-        }
-        self.arrive(slot)
-    }
-
-    /// [`put`](Self::put) of a gradient that stays where it is: `keep` lets the [keeper](Self::keeper) have it.
-    pub(crate) fn put_on_device(
-        &mut self,
-        slot: usize,
-        keep: impl FnOnce(&mut Self, Contribution) -> Result<()>,
-    ) -> Result<()> {
-        let take = self.take();
-        keep(self, take)?;
-        self.arrive(slot)
-    }
-
-    /// What becomes of the gradients of the running backward.
-    fn take(&self) -> Contribution {
-        if self.weight <= 0.0 {
-            Contribution::Ignored
-        } else if self.reducing && self.micro_batches == 1 {
-            Contribution::Whole
-        } else {
-            Contribution::Added(match self.settings.reduction {
-                GradientReduction::Mean => self.weight,
-                GradientReduction::Sum => 1.0,
-            })
+    /// Takes the final gradient of `slot` in this backward, and submits every bucket that is complete now.
+    pub(crate) fn put(&mut self, slot: usize, gradient: T) -> Result<()> {
+        let arrival = self.store.put(slot, gradient, self.batches.contribution());
+        match arrival.map_err(|e| self.fault(e))? {
+            Arrival::Now => self.arrive(slot),
+            Arrival::Later => Ok(()),
         }
     }
 
-    /// The gradient of `slot` was taken: starts every bucket that is complete now.
-    fn arrive(&mut self, slot: usize) -> Result<()> {
-        if !self.reducing {
-            return Ok(());
-        }
-        let bucket = self.plan.ranges[slot].bucket;
-        self.put[slot] = self.weight > 0.0;
-        self.arrived.push(slot as u32);
-        self.filled[bucket] += 1;
-        while self.next < self.plan.awake {
-            let bucket = &self.plan.buckets[self.next];
-            // The wake flag is known only when all gradients are: its bucket is left to `finish`.
-            if bucket.has_wake_flag || self.filled[self.next] < bucket.slots.len() {
-                break;
-            }
-            self.launch(self.next, true)?;
-        }
-        Ok(())
-    }
-
-    /// Whether this rank has something for `slot` in the reduction to come.
-    fn has(&self, slot: usize) -> bool {
-        match &self.keeper {
-            Some(keeper) => keeper.holds(slot),
-            None => self.put[slot] || self.held[slot].is_some(),
-        }
-    }
-
-    /// Whether the running backward ends with a reduction.
+    /// True if the running backward ends with a reduction.
     pub(crate) fn is_reducing(&self) -> bool {
-        self.reducing
+        self.batches.reducing
     }
 
-    /// Whether the next reduction compares the ranks' parameters. The same on all ranks.
+    /// True if the next reduction compares the ranks' parameters. The same on all ranks.
     pub(crate) fn compares_replicas(&self) -> bool {
         let every = self.settings.replica_check;
         every > 0 && self.step > 0 && (self.step <= 2 || self.step.is_multiple_of(every))
     }
 
-    /// All gradients of the backward were put: everything that is to be reduced is under way when it returns, or done if no thread does
-    /// it. Reducers that meet in one backward submit_rest in the order of their [`id`](Reducer::id).
+    /// Waits for gradients that are still on their device, after the last [`put`](Self::put) of a backward. Buckets are
+    /// submitted as they become complete.
+    pub(crate) fn receive_late(&mut self) -> Result<()> {
+        while let Some(slot) = self.store.next_read().map_err(|e| self.fault(e))? {
+            self.arrive(slot)?;
+        }
+        Ok(())
+    }
+
+    /// Submits all buckets that have not been submitted, complete or not, and `piggyback`; without a communication
+    /// thread it also reduces them. Reducers that meet in one backward do so in the order of their [`id`](Reducer::id).
     pub(crate) fn submit_rest(&mut self, piggyback: Piggyback) -> Result<()> {
-        if !self.reducing {
+        if !self.batches.reducing {
             self.forget_arrivals();
             return Ok(());
         }
         while self.next < self.plan.awake {
-            self.launch(self.next, false)?;
+            while !self.ring.is_free(self.next) {
+                let start = Instant::now();
+                self.collect_next()?;
+                self.meter.waits(start);
+            }
+            self.submit_bucket(self.next, false)?;
         }
-        self.send_piggyback(piggyback)?;
+        let source = if piggyback.from_first {
+            StatisticsSource::First { trains: !self.shadowing }
+        } else {
+            StatisticsSource::All(self.batches.items())
+        };
+        let order = (!self.order_agreed).then(|| self.arrived.clone());
+        let submitted = piggyback.submit(&mut self.worker, &mut self.meter, source, order);
+        self.piggyback = submitted.map_err(|e| self.fault(e))?;
         if !self.worker.is_threaded() {
             let start = Instant::now();
             self.worker.flush();
@@ -319,81 +196,77 @@ impl Reducer {
         Ok(())
     }
 
-    /// Ends the backward after [`Reducer::submit_rest`]. `None` if it did not reduce; else [`Reducer::gradient`] has the results.
+    /// Ends the backward after [`Reducer::submit_rest`]. `None` if it did not reduce; else [`Reducer::outcome`] has the
+    /// results.
     pub(crate) fn finish(&mut self) -> Result<Option<PiggybackResult>> {
-        if !self.reducing {
+        if !self.batches.reducing {
             self.meter.end_backward();
             return Ok(None);
         }
         let wait = Instant::now();
-        // All of it is taken before an error is returned: what stays would be taken for the next step's.
-        let collected = self.collect(0..self.plan.awake);
-        let piggyback_result = self.receive_piggyback();
-        let order = self.agreed_order();
-        collected?;
-        let piggyback_result = piggyback_result?;
-        self.order = order?;
-        let last = self.plan.awake - 1;
-        let bucket = &self.plan.buckets[last];
-        let reduced = self.average(last).map_or(&[][..], |average| average);
-        let wake = bucket.wake_elem().is_some_and(|e| pack::flag_is_up(bucket.dtype, reduced, e));
-        if wake {
+        // All results are taken before an error is returned: the rest would be taken for results of the next step.
+        while self.collected < self.plan.awake {
+            self.collect_next()?;
+        }
+        let rank = self.rank;
+        let fault = |reason| Error::Backward { rank, reason };
+        let results = std::mem::take(&mut self.piggyback).receive(&mut self.worker, &mut self.meter, fault);
+        self.refuse_failed()?;
+        let mut results = results?;
+        self.order = results.order.take();
+        if self.wake {
             for bucket in self.plan.awake..self.plan.buckets.len() {
-                self.launch(bucket, false)?;
+                self.submit_bucket(bucket, false)?;
             }
-            self.collect(self.plan.awake..self.plan.buckets.len())?;
+            while self.collected < self.plan.buckets.len() {
+                self.collect_next()?;
+            }
+            self.refuse_failed()?;
         }
         let now = self.meter.waits(wait);
         self.meter.end_step(self.step, now);
-        Ok(Some(piggyback_result))
+        Ok(Some(results))
     }
 
-    /// Where the reduced gradient of `slot` is after [`Reducer::finish`] reduced: the bucket and the bytes of its
-    /// [average](Reducer::average); `None` if no rank had one.
-    pub(crate) fn gradient(&self, slot: usize) -> Option<(usize, Range<usize>)> {
-        let place = self.plan.ranges[slot];
-        let bucket = &self.plan.buckets[place.bucket];
-        let average = self.average(place.bucket)?;
-        pack::flag_is_up(bucket.dtype, average, bucket.flag_elem(place.nth)).then(|| (place.bucket, place.bytes()))
+    /// The average of `slot` after [`Reducer::finish`] reduced, once.
+    pub(crate) fn outcome(&mut self, slot: usize) -> Outcome<T> {
+        self.store.outcome(slot)
     }
 
-    /// What the bucket was reduced to in the step that ends; `None` if it is dormant, and nobody woke it.
-    pub(crate) fn average(&self, bucket: usize) -> Option<&SharedView> {
-        self.averages.get(bucket)?.as_ref()
+    /// True if any rank had a gradient for `slot` in the step that ends.
+    pub(crate) fn is_present(&self, slot: usize) -> bool {
+        self.present[slot]
     }
 
-    /// Ends the step after the results were taken: all is ready for the next one. After the first step the buckets are cut anew,
-    /// in the order in which rank 0's gradients came. *Collective*.
+    /// Ends the step after the results were taken. After the first step the buckets are cut anew, in the order in which
+    /// rank 0's gradients came. *Collective*.
     pub(crate) fn end_step(&mut self) -> Result<()> {
         self.step += 1;
         self.discard();
         if let Some(order) = self.order.take() {
             self.order_agreed = true;
-            let plan = Plan::new(&self.slots, &order, self.settings.caps, self.settings.on_device);
+            let plan = Plan::new(&self.slots, &order, self.settings.caps, self.store.packs());
             if plan != self.plan {
                 self.plan = plan;
-                self.fit_buffers()?;
+                self.allocate()?;
             }
         }
         Ok(())
     }
 
-    /// Takes part in a reduction of the other ranks without a backward: with what is held of earlier micro-batches, else with weight 0.
-    /// `false` if no rank had anything to give: all stand in. That is no step.
+    /// Takes part in a reduction of the other ranks without a backward: with gradients held of earlier micro-batches,
+    /// else with weight 0. Returns false if no rank had a gradient: all shadow. That is no step.
     pub(crate) fn shadow(&mut self, piggyback: Piggyback) -> Result<bool> {
-        if let Some(error) = &self.broken {
-            return Err(error.clone());
-        }
-        self.reducing = true;
-        self.forget_arrivals();
-        self.meter.begin();
+        self.refuse_broken()?;
+        self.batches.reducing = true;
+        self.start();
         self.shadowing = true;
         let submitted = self.submit_rest(piggyback);
         self.shadowing = false;
         submitted?;
         let given = match self.finish() {
-            Ok(_) => self.has_gradients(),
-            // Weights that are all 0: what all ranks see alike, and the only thing here that they do.
+            Ok(_) => self.present.contains(&true) || self.wake,
+            // All weights are 0: the only error here that all ranks see alike.
             Err(Error::Comm(e)) if e.group_usable() => false,
             Err(e) => return Err(e),
         };
@@ -405,44 +278,32 @@ impl Reducer {
         Ok(given)
     }
 
-    /// Whether any rank had a gradient in the reduction that ends.
-    fn has_gradients(&self) -> bool {
-        self.plan.buckets.iter().enumerate().any(|(index, bucket)| {
-            let flags = bucket.flag_elem(0)..bucket.total_elems();
-            self.average(index)
-                .is_some_and(|average| flags.into_iter().any(|elem| pack::flag_is_up(bucket.dtype, average, elem)))
-        })
-    }
-
-    /// Forgets gradients of micro-batches that were not reduced yet, as all ranks do.
+    /// Drops gradients of micro-batches that were not reduced yet, as all ranks do.
     pub(crate) fn discard_held(&mut self) {
         self.discards += 1;
         self.discard();
     }
 
-    /// Forgets everything of the running step.
+    /// Drops everything of the running step.
     pub(crate) fn discard(&mut self) {
         for (bucket, buffer) in self.worker.recall() {
-            self.buffers[bucket] = Some(buffer);
+            self.ring.put_back(bucket, buffer);
         }
-        if self.broken.is_none() && self.buffers.iter().any(Option::is_none) {
+        if self.broken.is_none() && !self.ring.is_complete() {
             self.broken = Some(self.fault(
-                "an earlier backward ended half-way (an error or a panic) with buckets under way; the ranks cannot get back in step".into(),
+                "an earlier backward ended half-way (an error or a panic) with buckets under way; the ranks cannot \
+                get back in step".into(),
             ));
         }
-        self.averages.iter_mut().for_each(|average| *average = None);
-        self.micro_batches = 0;
-        self.items = 0.0;
-        self.held.iter_mut().for_each(|h| *h = None);
-        if let Some(keeper) = &mut self.keeper {
-            keeper.forget();
-        }
+        self.batches.clear();
+        self.store.clear();
+        self.failed = None;
         self.forget_arrivals();
     }
 
-    /// Whether gradients of micro-batches are waiting for their reduction.
+    /// True if gradients of micro-batches are waiting for their reduction.
     pub(crate) fn holds_gradients(&self) -> bool {
-        self.micro_batches > 0
+        self.batches.count() > 0
     }
 
     /// Gives up a backward that will not end.
@@ -451,137 +312,169 @@ impl Reducer {
     ///
     /// If peers already work on its buckets, or count its micro-batch.
     pub(crate) fn abandon(&mut self) -> Result<()> {
-        let counted = self.settings.accumulation > 1 || self.micro_batches > 1;
+        let counted = self.settings.accumulation > 1 || self.batches.count() > 1;
         self.discard();
         if counted && self.broken.is_none() {
             self.broken = Some(self.fault(
-                "an earlier backward ended half-way (a panic?) and took the gradients held for accumulation with it; the ranks \
+                "an earlier backward ended half-way (a panic?) and took the gradients held for accumulation with it; \
+                the ranks \
                  cannot get back in step"
                     .into(),
             ));
         }
-        self.broken.clone().map_or(Ok(()), Err)
+        self.refuse_broken()
     }
 
-    /// No further step comes: ends the communication thread.
+    /// Ends the communication thread: no further step comes.
     pub(crate) fn retire(&mut self) {
         self.worker.retire();
-    }
-
-    fn launch(&mut self, index: usize, during_backward: bool) -> Result<()> {
-        let bucket = &self.plan.buckets[index];
-        let Some(mut buffer) = self.buffers[index].take() else {
-            return Err(self.fault(format!("bucket {index} is under way already")));
-        };
-        if buffer.len_bytes() != bucket.total_bytes() {
-            buffer = SharedBuffer::plain(bucket.total_bytes());
-        }
-        let bytes = buffer.bytes_mut();
-        let items = match self.settings.reduction {
-            GradientReduction::Mean => self.items,
-            GradientReduction::Sum => 1.0,
-        };
-        for (nth, &slot) in bucket.slots.iter().enumerate() {
-            let present = self.has(slot);
-            if !bucket.on_device {
-                let out = &mut bytes[self.plan.ranges[slot].bytes()];
-                match &self.held[slot] {
-                    Some(sum) => sum.write(bucket.dtype, items, out),
-                    None if present => {} // packed by `put`
-                    None => out.fill(0),
-                }
-            }
-            pack::set_flag(bucket.dtype, bytes, bucket.flag_elem(nth), present);
-        }
-        if let Some(elem) = bucket.wake_elem() {
-            let sleeper = self.plan.buckets[self.plan.awake..].iter().flat_map(|b| &b.slots);
-            let up = sleeper.into_iter().any(|&s| self.has(s));
-            pack::set_flag(bucket.dtype, bytes, elem, up);
-        }
-        let lent = if bucket.on_device && bucket.len_elems > 0 {
-            let lent = match &mut self.keeper {
-                Some(keeper) => keeper.lend(&bucket.slots, items),
-                None => Err("nothing is known of it".to_owned()),
-            };
-            Some(lent.map_err(|e| self.fault(format!("gradients on their device: {e}")))?)
-        } else {
-            None
-        };
-        let bucket = &self.plan.buckets[index];
-        self.meter.launched(bucket.reduced_bytes(), during_backward && self.worker.is_threaded());
-        let weight = (self.settings.reduction == GradientReduction::Mean).then_some(self.items);
-        // 16 bits of discards, 28 of steps, 20 of buckets: enough to tell calls apart that could meet.
-        let tag = (self.discards & 0xffff) << 48 | (self.step & 0xfff_ffff) << 20 | index as u64;
-        self.submit(Job::Reduce { bucket: index, dtype: bucket.dtype, buffer, lent, weight, tag })?;
-        self.next = index + 1;
-        Ok(())
-    }
-
-    fn collect(&mut self, buckets: std::ops::Range<usize>) -> Result<()> {
-        let mut first_error = None;
-        for expected in buckets {
-            match self.worker.next() {
-                Ok(Finished { done: Done::Reduced { bucket, buffer, lent, result }, time }) if bucket == expected => {
-                    self.buffers[bucket] = Some(buffer);
-                    let Bucket { slots, .. } = &self.plan.buckets[bucket];
-                    let bytes = self.plan.buckets[bucket].reduced_bytes();
-                    self.meter.done(Communication::Bucket { bucket, bytes, step: self.step }, time);
-                    let back = match (&mut self.keeper, lent) {
-                        (Some(keeper), Some(lent)) if result.is_ok() => keeper.take_back(slots, lent),
-                        _ => Ok(()),
-                    };
-                    match (result, back) {
-                        (Ok(average), Ok(())) => self.averages[bucket] = Some(average),
-                        (Err(Fault::Comm(e)), _) => {
-                            first_error.get_or_insert(Error::from(e));
-                        }
-                        (Err(Fault::Device(e)), _) | (_, Err(e)) => {
-                            let error = self.fault(format!("gradients on their device: {e}"));
-                            first_error.get_or_insert(error);
-                        }
-                    }
-                }
-                other => return Err(self.out_of_order(other.err())),
-            }
-        }
-        first_error.map_or(Ok(()), Err)
-    }
-
-    pub(super) fn submit(&mut self, job: Job) -> Result<()> {
-        self.worker.submit(job).map_err(|e| self.fault(e))
-    }
-
-    fn forget_arrivals(&mut self) {
-        self.put.iter_mut().for_each(|p| *p = false);
-        self.filled.iter_mut().for_each(|f| *f = 0);
-        self.arrived.clear();
-        self.next = 0;
-    }
-
-    /// Gets buffers for the plan. *Collective*.
-    fn fit_buffers(&mut self) -> Result<()> {
-        self.buffers.clear();
-        let lens = self.plan.buckets[..self.plan.awake].iter().map(Bucket::total_bytes).collect();
-        self.submit(Job::Allocate(lens))?;
-        let awake = match self.worker.next().map(|finished| finished.done) {
-            Ok(Done::Allocated(Ok(buffers))) => Ok(buffers),
-            Ok(Done::Allocated(Err(e))) => Err(Error::from(e)),
-            other => Err(self.out_of_order(other.err())),
-        };
-        let awake = awake.inspect_err(|e| self.broken = Some(e.clone()))?;
-        self.buffers.extend(awake.into_iter().map(Some));
-        self.buffers.resize_with(self.plan.buckets.len(), || Some(SharedBuffer::plain(0)));
-        self.averages = vec![None; self.plan.buckets.len()];
-        self.filled = vec![0; self.plan.buckets.len()];
-        Ok(())
-    }
-
-    pub(super) fn out_of_order(&self, lost: Option<String>) -> Error {
-        self.fault(lost.unwrap_or_else(|| "the communication thread answered out of order".into()))
     }
 
     /// An error that names this rank.
     pub(crate) fn fault(&self, reason: String) -> Error {
         Error::Backward { rank: self.rank, reason }
     }
+
+    /// Starts a backward or a shadow of one.
+    fn start(&mut self) {
+        self.store.release();
+        self.forget_arrivals();
+        self.meter.begin();
+    }
+
+    /// The gradient of `slot` is in the store: submits every bucket that is complete now.
+    fn arrive(&mut self, slot: usize) -> Result<()> {
+        if !self.batches.reducing {
+            return Ok(());
+        }
+        self.arrived.push(slot as u32);
+        self.filled[self.plan.ranges[slot].bucket] += 1;
+        while self.next < self.plan.awake {
+            let bucket = &self.plan.buckets[self.next];
+            // The wake flag is known only when all gradients are: its bucket is left to `submit_rest`.
+            if bucket.has_wake_flag || self.filled[self.next] < bucket.slots.len() || !self.make_room()? {
+                break;
+            }
+            self.submit_bucket(self.next, true)?;
+        }
+        Ok(())
+    }
+
+    /// Collects buckets that are reduced until the buffer of the next one is free. Returns false if it is not, without
+    /// waiting.
+    fn make_room(&mut self) -> Result<bool> {
+        while !self.ring.is_free(self.next) {
+            match self.worker.try_next() {
+                Some(finished) => self.collect(finished)?,
+                None => return Ok(false),
+            }
+        }
+        Ok(true)
+    }
+
+    fn submit_bucket(&mut self, index: usize, during_backward: bool) -> Result<()> {
+        let bucket = &self.plan.buckets[index];
+        let Some(mut buffer) = self.ring.take(index, bucket.total_bytes()) else {
+            return Err(self.fault(format!("bucket {index} is under way already")));
+        };
+        let bytes = buffer.bytes_mut();
+        for (nth, &slot) in bucket.slots.iter().enumerate() {
+            flags::set_flag(bucket.dtype, bytes, bucket.flag_elem(nth), self.store.holds(slot));
+        }
+        if let Some(elem) = bucket.wake_elem() {
+            let mut dormant = self.plan.buckets[self.plan.awake..].iter().flat_map(|b| &b.slots);
+            flags::set_flag(bucket.dtype, bytes, elem, dormant.any(|&slot| self.store.holds(slot)));
+        }
+        let loan = match self.store.fill(bucket, &self.plan.ranges, self.batches.divisor(), bytes) {
+            Ok(loan) => loan,
+            Err(reason) => {
+                self.ring.put_back(index, buffer);
+                return Err(self.fault(reason));
+            }
+        };
+        self.meter.launched(bucket.reduced_bytes(), during_backward && self.worker.is_threaded());
+        let weight = self.batches.weight_of_mean();
+        // 16 bits of discards, 28 of steps, 20 of buckets: enough to tell calls apart that could meet.
+        let tag = (self.discards & 0xffff) << 48 | (self.step & 0xfff_ffff) << 20 | index as u64;
+        self.submit(Job::Reduce { bucket: index, dtype: bucket.dtype, buffer, loan, weight, tag })?;
+        self.next = index + 1;
+        Ok(())
+    }
+
+    /// Waits for the next bucket.
+    fn collect_next(&mut self) -> Result<()> {
+        let finished = self.worker.next().map_err(|e| self.fault(e))?;
+        self.collect(finished)
+    }
+
+    /// Takes the averages of the next bucket. Its error is kept for the end of the backward.
+    fn collect(&mut self, finished: Finished) -> Result<()> {
+        let Finished { done: Done::Reduced { bucket, buffer, loan, result }, time } = finished else {
+            return Err(self.fault(Worker::out_of_order()));
+        };
+        if bucket != self.collected {
+            return Err(self.fault(Worker::out_of_order()));
+        }
+        self.collected += 1;
+        self.ring.put_back(bucket, buffer);
+        let plan = &self.plan.buckets[bucket];
+        self.meter.done(Communication::Bucket { bucket, bytes: plan.reduced_bytes(), step: self.step }, time);
+        let taken = match result {
+            Ok(reduced) => {
+                read_flags(plan, &reduced, &mut self.present, &mut self.wake);
+                let taken = self.store.take_back(plan, &self.plan.ranges, &self.present, reduced, loan);
+                taken.map_err(|e| self.fault(e))
+            }
+            Err(Fault::Comm(e)) => Err(e.into()),
+            Err(Fault::Device(e)) => Err(self.fault(format!("gradients on their device: {e}"))),
+        };
+        if let Err(error) = taken {
+            self.failed.get_or_insert(error);
+        }
+        Ok(())
+    }
+
+    fn submit(&mut self, job: Job) -> Result<()> {
+        self.worker.submit(job).map_err(|e| self.fault(e))
+    }
+
+    fn refuse_broken(&self) -> Result<()> {
+        self.broken.clone().map_or(Ok(()), Err)
+    }
+
+    fn refuse_failed(&mut self) -> Result<()> {
+        self.failed.take().map_or(Ok(()), Err)
+    }
+
+    fn forget_arrivals(&mut self) {
+        self.filled.iter_mut().for_each(|f| *f = 0);
+        self.arrived.clear();
+        self.next = 0;
+        self.collected = 0;
+        self.present.iter_mut().for_each(|present| *present = false);
+        self.wake = false;
+    }
+
+    /// Makes buffers for the plan. *Collective*.
+    fn allocate(&mut self) -> Result<()> {
+        let lens_bytes = BufferRing::lens_bytes(&self.plan, self.store.ring_len());
+        self.ring = BufferRing::default();
+        self.submit(Job::Allocate(lens_bytes))?;
+        let allocated = match self.worker.next().map(|finished| finished.done) {
+            Ok(Done::Allocated(buffers)) => buffers.map_err(Error::from),
+            other => Err(self.fault(other.err().unwrap_or_else(Worker::out_of_order))),
+        };
+        let buffers = allocated.inspect_err(|e| self.broken = Some(e.clone()))?;
+        self.ring = BufferRing::new(&self.plan, buffers);
+        self.filled = vec![0; self.plan.buckets.len()];
+        Ok(())
+    }
+}
+
+/// Reads the reduced flags of a bucket.
+fn read_flags(bucket: &Bucket, reduced: &SharedView, present: &mut [bool], wake: &mut bool) {
+    for (nth, &slot) in bucket.slots.iter().enumerate() {
+        present[slot] = flags::flag_is_up(bucket.dtype, reduced, bucket.flag_elem(nth));
+    }
+    *wake |= bucket.wake_elem().is_some_and(|elem| flags::flag_is_up(bucket.dtype, reduced, elem));
 }

@@ -1,5 +1,5 @@
-//! Does the collectives of one wrapped model in the order in which they are handed over: on a thread beside backward, or, where no core
-//! is free for one, all together when backward is done.
+//! Runs the collectives of one wrapped model in the order in which they are submitted: on a communication thread, or,
+//! where no core is free for one, all together when backward is done.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -9,53 +9,56 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::engine::OnDevice;
 use burn_ddp_comm::{DType, ProcessGroup, ReduceOp, SharedBuffer, SharedView};
 
-use super::accumulation::Buffer;
-use super::store::DeviceLoan;
+use super::aligned_bytes::AlignedBytes;
+use super::device_loan::DeviceLoan;
 
+/// A collective.
 #[derive(Debug)]
 pub(crate) enum Job {
-    /// Buffers of these lengths in bytes, to reduce in.
+    /// Makes buffers of these lengths in bytes, to reduce in.
     Allocate(Vec<usize>),
+    /// Reduces a bucket.
     Reduce {
         bucket: usize,
         dtype: DType,
         buffer: SharedBuffer,
-        /// The gradients, if they are not in the buffer.
-        lent: Option<Box<dyn DeviceLoan>>,
+        /// The gradients, if they are not in the buffer but on their device.
+        loan: Option<Box<dyn DeviceLoan>>,
         /// Items this rank contributes to the mean; `None` sums.
         weight: Option<f64>,
         /// Names step and bucket; compared between the ranks.
         tag: u64,
     },
-    /// Running statistics.
-    Buffers { dtype: DType, buffer: Buffer, source: StatisticsSource },
-    /// Everybody gets everybody's.
+    /// Makes running statistics alike.
+    Statistics { dtype: DType, buffer: AlignedBytes, source: StatisticsSource },
+    /// Gathers digests of parameters.
     Digests(Vec<i64>),
-    /// Rank 0's value becomes everybody's.
+    /// Broadcasts rank 0's order of gradients.
     AgreeOrder(Vec<u32>),
 }
 
-/// StatisticsSource running statistics become everybody's.
+/// Source of the running statistics after the step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum StatisticsSource {
-    /// The mean, in which this rank's have this weight.
+    /// The mean over the ranks, in which this rank has this weight.
     All(f64),
-    /// Those of the first rank that trains, which this one does or not.
+    /// The first rank that trains.
     First { trains: bool },
 }
 
+/// Result of a [`Job`].
 #[derive(Debug)]
 pub(crate) enum Done {
     Allocated(burn_ddp_comm::Result<Vec<SharedBuffer>>),
     Reduced {
         bucket: usize,
         buffer: SharedBuffer,
-        lent: Option<Box<dyn DeviceLoan>>,
+        loan: Option<Box<dyn DeviceLoan>>,
         result: Result<SharedView, Fault>,
     },
-    Buffers {
+    Statistics {
         dtype: DType,
-        buffer: Buffer,
+        buffer: AlignedBytes,
         result: burn_ddp_comm::Result<()>,
     },
     Digests(burn_ddp_comm::Result<Vec<Vec<i64>>>),
@@ -66,7 +69,7 @@ pub(crate) enum Done {
 #[derive(Debug)]
 pub(crate) enum Fault {
     Comm(burn_ddp_comm::Error),
-    /// This rank's device did not say where its gradients are.
+    /// This rank's device did not answer, or with an error.
     Device(String),
 }
 
@@ -76,31 +79,31 @@ impl From<burn_ddp_comm::Error> for Fault {
     }
 }
 
-/// A job that was done, and when.
+/// A finished job, and when it ran.
 #[derive(Debug)]
 pub(crate) struct Finished {
     pub(crate) done: Done,
     pub(crate) time: Range<Instant>,
 }
 
-/// Who does the collectives.
+/// Executor of the collectives.
 #[derive(Debug)]
 pub(crate) enum Worker {
-    /// A thread, which ends after the collective it is in when this is dropped.
+    /// A thread. When this is dropped it ends after the running collective.
     Threaded { jobs: Sender<Job>, done: Receiver<Finished>, patience: Duration },
-    /// Whoever [flushes](Worker::flush).
+    /// The thread that calls [`flush`](Worker::flush).
     Inline { group: ProcessGroup, todo: VecDeque<Job>, done: VecDeque<Finished> },
-    /// Nobody any more.
+    /// The thread has ended.
     Retired,
 }
 
 impl Worker {
-    /// A thread that works on `group`.
+    /// A worker with a thread.
     pub(crate) fn threaded(group: ProcessGroup, timeout: Duration) -> std::io::Result<Self> {
         let (jobs, todo) = channel();
         let (finished, done) = channel();
         std::thread::Builder::new().name(format!("ddp-reduce-{}", group.rank())).spawn(move || {
-            // Once this rank's device failed it is out of step: nothing more may be called until the world has heard of it.
+            // After a failure of its device this rank is out of step: it must call nothing more until the world knows.
             let mut failed: Option<String> = None;
             while let Ok(job) = todo.recv() {
                 let done = match &failed {
@@ -119,17 +122,17 @@ impl Worker {
         Ok(Worker::Threaded { jobs, done, patience: timeout.saturating_add(Duration::from_secs(30)) })
     }
 
-    /// The thread that calls works on `group`.
+    /// A worker without a thread.
     pub(crate) fn inline(group: ProcessGroup) -> Self {
         Worker::Inline { group, todo: VecDeque::new(), done: VecDeque::new() }
     }
 
-    /// Whether jobs are done while the caller goes on.
+    /// True if jobs run while the caller goes on.
     pub(crate) fn is_threaded(&self) -> bool {
         matches!(self, Worker::Threaded { .. })
     }
 
-    /// Hands over one job. Never blocks.
+    /// Submits a job. Never blocks.
     pub(crate) fn submit(&mut self, job: Job) -> Result<(), String> {
         let sent = match self {
             Worker::Threaded { jobs, .. } => jobs.send(job).is_ok(),
@@ -142,14 +145,14 @@ impl Worker {
         if sent { Ok(()) } else { Err("the communication thread has ended: the wrapped model is gone".to_string()) }
     }
 
-    /// Does what was handed over, if nobody else does.
+    /// Runs submitted jobs on the calling thread; no-op with a thread.
     pub(crate) fn flush(&mut self) {
         if let Worker::Inline { group, todo, done } = self {
             done.extend(todo.drain(..).map(|job| timed(group, job, Duration::ZERO)));
         }
     }
 
-    /// The buffers, by bucket, of what was handed over and not begun.
+    /// Takes back reductions that have not begun: buckets and their buffers.
     pub(crate) fn recall(&mut self) -> Vec<(usize, SharedBuffer)> {
         let Worker::Inline { todo, .. } = self else { return Vec::new() };
         let reductions = todo.drain(..).filter_map(|job| match job {
@@ -159,9 +162,23 @@ impl Worker {
         reductions.collect()
     }
 
-    /// Ends the thread after what it was handed.
+    /// Ends the thread after the jobs submitted so far.
     pub(crate) fn retire(&mut self) {
         *self = Worker::Retired;
+    }
+
+    /// The next finished job in the order of submission, if it has finished already.
+    pub(crate) fn try_next(&mut self) -> Option<Finished> {
+        match self {
+            Worker::Threaded { done, .. } => done.try_recv().ok(),
+            Worker::Inline { done, .. } => done.pop_front(),
+            Worker::Retired => None,
+        }
+    }
+
+    /// Error for a result of another kind than the one that is due.
+    pub(crate) fn out_of_order() -> String {
+        "the communication thread answered out of order".to_owned()
     }
 
     /// The next finished job, in the order of submission.
@@ -184,41 +201,42 @@ fn timed(group: &ProcessGroup, job: Job, patience: Duration) -> Finished {
     Finished { done, time: start..Instant::now() }
 }
 
-/// `job`, not done because of `why`.
+/// The result of a `job` that does not run because of `why`.
 fn refuse(job: Job, why: &str) -> Done {
     let error = || burn_ddp_comm::Error::Internal { message: format!("an earlier reduction failed: {why}") };
     match job {
         Job::Allocate(_) => Done::Allocated(Err(error())),
-        Job::Reduce { bucket, buffer, lent, .. } => {
-            Done::Reduced { bucket, buffer, lent, result: Err(Fault::Device(why.to_owned())) }
+        Job::Reduce { bucket, buffer, loan, .. } => {
+            Done::Reduced { bucket, buffer, loan, result: Err(Fault::Device(why.to_owned())) }
         }
-        Job::Buffers { dtype, buffer, .. } => Done::Buffers { dtype, buffer, result: Err(error()) },
+        Job::Statistics { dtype, buffer, .. } => Done::Statistics { dtype, buffer, result: Err(error()) },
         Job::Digests(_) => Done::Digests(Err(error())),
         Job::AgreeOrder(_) => Done::Order(Err(error())),
     }
 }
 
-/// With `patience` for a device that has to say where gradients are.
+/// Runs a job. Waits at most `patience` for a device to say where its gradients are.
 fn run(group: &ProcessGroup, job: Job, patience: Duration) -> Done {
     match job {
         Job::Allocate(lens) => Done::Allocated(group.shared_buffers(&lens)),
-        Job::Reduce { bucket, dtype, mut buffer, mut lent, weight, tag } => {
+        Job::Reduce { bucket, dtype, mut buffer, mut loan, weight, tag } => {
             let result = match weight {
                 Some(w) => group.all_reduce_weighted_shared(dtype, &mut buffer, w, tag),
                 None => group.all_reduce_shared(dtype, &mut buffer, ReduceOp::Sum, tag),
             };
             let result = result.map_err(Fault::from).and_then(|view| {
-                lent.as_deref_mut().map_or(Ok(()), |lent| reduce_lent(group, dtype, lent, weight, tag, patience))?;
+                loan.as_deref_mut()
+                    .map_or(Ok(()), |loan| reduce_on_device(group, dtype, loan, weight, tag, patience))?;
                 Ok(view)
             });
-            Done::Reduced { bucket, buffer, lent, result }
+            Done::Reduced { bucket, buffer, loan, result }
         }
-        Job::Buffers { dtype, mut buffer, source } => {
+        Job::Statistics { dtype, mut buffer, source } => {
             let result = match source {
                 StatisticsSource::All(weight) => group.all_reduce_weighted_bytes(dtype, buffer.bytes_mut(), weight, 0),
                 StatisticsSource::First { trains } => broadcast_first(group, trains, dtype, &mut buffer),
             };
-            Done::Buffers { dtype, buffer, result }
+            Done::Statistics { dtype, buffer, result }
         }
         Job::Digests(digests) => Done::Digests(gather(group, &digests)),
         Job::AgreeOrder(order) => Done::Order(group.broadcast_object((group.rank() == 0).then_some(order), 0)),
@@ -226,16 +244,16 @@ fn run(group: &ProcessGroup, job: Job, patience: Duration) -> Done {
 }
 
 /// Returns when the reduction is enqueued on the device.
-fn reduce_lent(
+fn reduce_on_device(
     group: &ProcessGroup,
     dtype: DType,
-    lent: &mut dyn DeviceLoan,
+    loan: &mut dyn DeviceLoan,
     weight: Option<f64>,
     tag: u64,
     patience: Duration,
 ) -> Result<(), Fault> {
-    let len_elems = lent.len_elems();
-    let place = lent.place(patience).map_err(Fault::Device)?;
+    let len_elems = loan.len_elems();
+    let place = loan.place(patience).map_err(Fault::Device)?;
     let elements = OnDevice { dtype, len_elems, place };
     match weight {
         Some(w) => group.all_reduce_weighted_on_device(elements, w, tag)?,
@@ -244,8 +262,13 @@ fn reduce_lent(
     Ok(())
 }
 
-/// What the first rank that trains has; nothing changes if none does.
-fn broadcast_first(group: &ProcessGroup, trains: bool, dtype: DType, buffer: &mut Buffer) -> burn_ddp_comm::Result<()> {
+/// Broadcasts the statistics of the first rank that trains; changes nothing if none does.
+fn broadcast_first(
+    group: &ProcessGroup,
+    trains: bool,
+    dtype: DType,
+    buffer: &mut AlignedBytes,
+) -> burn_ddp_comm::Result<()> {
     let training = group.all_gather(&[u8::from(trains)])?;
     match training.iter().position(|trains| *trains == 1) {
         Some(first) => group.broadcast_bytes(dtype, buffer.bytes_mut(), first),
@@ -253,7 +276,7 @@ fn broadcast_first(group: &ProcessGroup, trains: bool, dtype: DType, buffer: &mu
     }
 }
 
-/// One row per rank.
+/// Gathers one row per rank.
 fn gather(group: &ProcessGroup, mine: &[i64]) -> burn_ddp_comm::Result<Vec<Vec<i64>>> {
     let all = group.all_gather(mine)?;
     Ok(all.chunks(mine.len().max(1)).map(<[i64]>::to_vec).collect())

@@ -1,9 +1,13 @@
-//! A device in host memory whose engine reduces there, for tests where there is no GPU: Flex computes, and the gradients that it lends are
-//! where no engine between hosts looks. What is lent is not there at once, and is nobody's until it was taken back. The engine adds as those
-//! between hosts do, so results are those of host memory bit by bit.
+//! A device in host memory for tests without a GPU: Flex computes, and the gradients that it lends are where no engine
+//! between hosts looks, some time later. Faults can be injected.
+//!
+//! Its engine adds as those between hosts do, so results are those of host memory bit by bit ([`install`]); or it is
+//! NCCL's, on the GPU that the crate `burn-ddp-nccl` has for tests ([`install_gpu`]): gradients go the way that they go
+//! on CUDA, through events, launches and communicators, and missing synchronisation gives wrong numbers.
+#![allow(unsafe_code)]
 
 use std::any::Any;
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -16,103 +20,63 @@ use burn_ddp_comm::call::Call;
 use burn_ddp_comm::engine::{Engine, Fabric, Incoming, OnDevice, Outgoing};
 use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{DType as CommDType, Error, ReduceOp, Result};
+use burn_ddp_nccl::fake::Machine;
+use burn_ddp_nccl::{Device, DeviceBuffer, DeviceReduce, HostMemory, NcclFabric, Piece, Stream};
 
 use crate::Ddp;
 use crate::gradients::{DeviceLoan, GradientMemory};
 
-/// Of its engine.
-pub(crate) const NAME: &str = "fake device";
+/// Name of the engine that adds as those between hosts do.
+const NAME: &str = "fake device";
 
-/// What goes wrong, once.
+/// A failure of the device, once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Fault {
     Lend,
-    /// The device says no, later.
+    /// The device answers with an error, later.
     Place,
-    /// The device says nothing.
+    /// The device does not answer.
     Silence,
+    /// The reduction fails; not on a [GPU](install_gpu), which has faults of its own.
     Reduce,
     TakeBack,
 }
 
+/// Memory of a rank's device.
+#[derive(Clone)]
+enum Memory {
+    /// Bytes that a thread copies some time later.
+    Late,
+    Gpu(Gpu),
+}
+
+/// A rank's GPU, and the stream on which it computes.
+#[derive(Clone)]
+struct Gpu {
+    machine: Machine,
+    device: Device,
+    stream: Arc<Stream>,
+}
+
 thread_local! {
-    /// What goes wrong on this rank, when next it can.
+    /// Fault of this rank's device when next it can happen.
     pub(crate) static FAULT: Cell<Option<Fault>> = const { Cell::new(None) };
+    /// This rank's device.
+    static MEMORY: RefCell<Option<Memory>> = const { RefCell::new(None) };
 }
 
 fn fails(fault: Fault) -> bool {
     FAULT.get() == Some(fault) && FAULT.take().is_some()
 }
 
-/// Runs of elements on the device.
-struct DeviceRuns {
-    runs: Vec<Vec<u8>>,
-    reduced: bool,
-    fault: Option<Fault>,
+/// True if gradients of this rank stay on its fake device.
+pub(crate) fn is_installed() -> bool {
+    MEMORY.with_borrow(Option::is_some)
 }
 
-#[derive(Debug)]
-struct FakeLoan {
-    answer: Receiver<std::result::Result<DeviceRuns, String>>,
-    place: Option<DeviceRuns>,
-    tensors: Vec<(Shape, DType)>,
-}
-
-impl std::fmt::Debug for DeviceRuns {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "DeviceRuns({} runs, reduced: {})", self.runs.len(), self.reduced)
-    }
-}
-
-impl DeviceLoan for FakeLoan {
-    fn len_elems(&self) -> usize {
-        self.tensors.iter().map(|(shape, _)| shape.num_elements()).sum()
-    }
-
-    fn place(&mut self, patience: Duration) -> std::result::Result<&mut dyn Any, String> {
-        let answer = self.answer.recv_timeout(patience).map_err(|e| format!("the fake device: {e}"))?;
-        Ok(self.place.insert(answer?))
-    }
-}
-
-pub(crate) fn lend(tensors: Vec<FlexTensor>) -> std::result::Result<Box<dyn DeviceLoan>, String> {
-    if fails(Fault::Lend) {
-        return Err("the fake device lends nothing".into());
-    }
-    let fault = [Fault::Place, Fault::Silence, Fault::Reduce, Fault::TakeBack].into_iter().find(|fault| fails(*fault));
-    let shapes = tensors.iter().map(|t| (t.shape(), t.dtype())).collect();
-    let (answers, answer) = channel();
-    std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_millis(1));
-        let bytes = |tensor| Flex::with_bytes(tensor, |_, bytes: &[u8]| bytes.to_vec());
-        let runs: std::result::Result<Vec<_>, _> = tensors.into_iter().map(bytes).collect();
-        let place = match fault {
-            Some(Fault::Place) => Err("the fake device has no such memory".into()),
-            Some(Fault::Silence) => return,
-            fault => runs.map(|runs| DeviceRuns { runs, reduced: false, fault }),
-        };
-        let _ = answers.send(place);
-    });
-    Ok(Box::new(FakeLoan { answer, place: None, tensors: shapes }))
-}
-
-pub(crate) fn take_back(lent: Box<dyn DeviceLoan>) -> std::result::Result<Vec<FlexTensor>, String> {
-    let lent: Box<dyn Any> = lent;
-    let mut lent = lent.downcast::<FakeLoan>().map_err(|_| "this was lent by another device")?;
-    let Some(DeviceRuns { runs, reduced: true, fault }) = lent.place.take() else {
-        return Err("this was never reduced".into());
-    };
-    if fault == Some(Fault::TakeBack) {
-        return Err("the fake device gives nothing back".into());
-    }
-    let tensor = |(bytes, (shape, dtype)): (Vec<u8>, (Shape, DType))| {
-        FlexTensor::from_data(TensorData::from_bytes_vec(bytes, shape, dtype))
-    };
-    Ok(runs.into_iter().zip(std::mem::take(&mut lent.tensors)).map(tensor).collect())
-}
-
-/// Gradients of models that are wrapped from now on are reduced on the fake device, which counts reductions.
+/// Gradients of models that this rank wraps from now on are reduced on the device, by an engine that counts reductions.
 pub(crate) fn install(ddp: &Ddp) -> Arc<AtomicUsize> {
+    MEMORY.set(Some(Memory::Late));
     let count = Arc::new(AtomicUsize::new(0));
     let counted = count.clone();
     ddp.world()
@@ -121,6 +85,151 @@ pub(crate) fn install(ddp: &Ddp) -> Arc<AtomicUsize> {
         })
         .expect("this fabric is always made");
     count
+}
+
+/// Gradients of models that this rank wraps from now on are reduced by NCCL's engine on the GPU of its number.
+pub(crate) fn install_gpu(ddp: &Ddp, machine: &Machine) {
+    let device = Device::new(&machine.driver(), ddp.rank()).expect("a device");
+    let stream = Arc::new(device.stream().expect("a stream"));
+    MEMORY.set(Some(Memory::Gpu(Gpu { machine: machine.clone(), device: device.clone(), stream })));
+    ddp.world()
+        .set_fabric(|own, membership| {
+            NcclFabric::new(own, membership, machine.nccl(), device, HostMemory::ByHost)
+                .map(|f| Arc::new(f) as Arc<dyn Fabric>)
+        })
+        .expect("a fabric");
+}
+
+#[derive(Debug)]
+struct FakeLoan {
+    place: Place,
+    fault: Option<Fault>,
+    tensors: Vec<(Shape, DType)>,
+}
+
+#[derive(Debug)]
+enum Place {
+    Late { answer: Receiver<std::result::Result<Vec<Vec<u8>>, String>>, runs: Option<Runs> },
+    Gpu { reduce: DeviceReduce, buffers: Vec<DeviceBuffer> },
+}
+
+/// Runs of elements in the memory of the [engine](FakeEngine).
+#[derive(Debug)]
+struct Runs {
+    bytes: Vec<Vec<u8>>,
+    reduced: bool,
+    fails: bool,
+}
+
+impl DeviceLoan for FakeLoan {
+    fn len_elems(&self) -> usize {
+        self.tensors.iter().map(|(shape, _)| shape.num_elements()).sum()
+    }
+
+    fn place(&mut self, patience: Duration) -> std::result::Result<&mut dyn Any, String> {
+        match self.fault {
+            Some(Fault::Place) => return Err("the fake device has no such memory".into()),
+            Some(Fault::Silence) => return Err("the fake device: it does not answer".into()),
+            _ => {}
+        }
+        match &mut self.place {
+            Place::Late { answer, runs } => {
+                let bytes = answer.recv_timeout(patience).map_err(|e| format!("the fake device: {e}"))??;
+                Ok(runs.insert(Runs { bytes, reduced: false, fails: self.fault == Some(Fault::Reduce) }))
+            }
+            Place::Gpu { reduce, .. } => Ok(reduce),
+        }
+    }
+}
+
+/// [`GradientMemory::lend`] of Flex in tests.
+pub(crate) fn lend(tensors: Vec<FlexTensor>) -> std::result::Result<Box<dyn DeviceLoan>, String> {
+    if fails(Fault::Lend) {
+        return Err("the fake device lends nothing".into());
+    }
+    let faults = [Fault::Place, Fault::Silence, Fault::Reduce, Fault::TakeBack];
+    let fault = faults.into_iter().find(|fault| fails(*fault));
+    let shapes = tensors.iter().map(|t| (t.shape(), t.dtype())).collect();
+    let place = match MEMORY.with_borrow(Clone::clone).ok_or("this rank has no fake device")? {
+        Memory::Late => copy_later(tensors),
+        Memory::Gpu(gpu) => gpu.copy(tensors)?,
+    };
+    Ok(Box::new(FakeLoan { place, fault, tensors: shapes }))
+}
+
+/// [`GradientMemory::take_back`] of Flex in tests.
+pub(crate) fn take_back(loan: Box<dyn DeviceLoan>) -> std::result::Result<Vec<FlexTensor>, String> {
+    let loan: Box<dyn Any> = loan;
+    let FakeLoan { place, fault, tensors } =
+        *loan.downcast::<FakeLoan>().map_err(|_| "this was lent by another device")?;
+    if fault == Some(Fault::TakeBack) {
+        return Err("the fake device gives nothing back".into());
+    }
+    let bytes = match (place, MEMORY.with_borrow(Clone::clone)) {
+        (Place::Late { runs: Some(Runs { bytes, reduced: true, .. }), .. }, _) => bytes,
+        (Place::Gpu { reduce, buffers }, Some(Memory::Gpu(gpu))) => gpu.read_reduced(&reduce, &buffers)?,
+        _ => return Err("this was never reduced".into()),
+    };
+    let tensor = |(bytes, (shape, dtype)): (Vec<u8>, (Shape, DType))| {
+        FlexTensor::from_data(TensorData::from_bytes_vec(bytes, shape, dtype))
+    };
+    Ok(bytes.into_iter().zip(tensors).map(tensor).collect())
+}
+
+fn copy_later(tensors: Vec<FlexTensor>) -> Place {
+    let (answers, answer) = channel();
+    std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(1));
+        let bytes = |tensor| Flex::with_bytes(tensor, |_, bytes: &[u8]| bytes.to_vec());
+        let _ = answers.send(tensors.into_iter().map(bytes).collect());
+    });
+    Place::Late { answer, runs: None }
+}
+
+impl Gpu {
+    /// Copies tensors to buffers of the GPU, by kernels that take their time.
+    fn copy(&self, tensors: Vec<FlexTensor>) -> std::result::Result<Place, String> {
+        let Gpu { machine, device, stream } = self;
+        let (mut buffers, mut pieces) = (Vec::new(), Vec::new());
+        for tensor in tensors {
+            let len_elems = tensor.shape().num_elements();
+            let bytes = Flex::with_bytes(tensor, |_, bytes: &[u8]| bytes.to_vec())?;
+            let (buffer, result) = (device.alloc(bytes.len())?, device.alloc(bytes.len())?);
+            let (input, other) = (buffer.pointer(), result.pointer());
+            // Each second one is not reduced in place.
+            let output = if pieces.len() % 2 == 0 { input } else { other };
+            pieces.push(Piece { input, output, len_elems });
+            machine.launch(stream, move |machine| {
+                std::thread::sleep(Duration::from_millis(1));
+                machine.write(input, &bytes);
+            });
+            // Of each two, the second has the result.
+            buffers.extend(if output == input { [result, buffer] } else { [buffer, result] });
+        }
+        let ready = device.event()?;
+        // SAFETY: a stream of this device.
+        unsafe { ready.record_on(stream.raw()) }?;
+        // SAFETY: on this machine access to what is not allocated is an error, and nothing else.
+        let reduce = unsafe { DeviceReduce::new(device.ordinal(), pieces, Some(ready)) };
+        Ok(Place::Gpu { reduce, buffers })
+    }
+
+    /// Reads results behind the reduction.
+    fn read_reduced(
+        &self,
+        reduce: &DeviceReduce,
+        buffers: &[DeviceBuffer],
+    ) -> std::result::Result<Vec<Vec<u8>>, String> {
+        let done = reduce.done().ok_or("this was never reduced")?;
+        // SAFETY: a stream of this device.
+        unsafe { done.hold_up(self.stream.raw()) }?;
+        let (sender, receiver) = channel();
+        let results: Vec<_> = buffers.iter().skip(1).step_by(2).map(|b| (b.pointer(), b.len_bytes())).collect();
+        self.machine.launch(&self.stream, move |machine| {
+            let _ = sender.send(results.iter().map(|(pointer, len)| machine.read(*pointer, *len)).collect());
+        });
+        receiver.recv_timeout(Duration::from_secs(20)).map_err(|e| format!("the GPU's stream: {e}"))
+    }
 }
 
 struct FakeFabric {
@@ -140,7 +249,7 @@ impl Fabric for FakeFabric {
     }
 }
 
-/// What is in host memory is left to the world's own engine.
+/// Adds as the world's own engine does, to which it leaves everything in host memory.
 struct FakeEngine {
     own: Box<dyn Engine>,
     membership: Arc<Membership>,
@@ -155,21 +264,21 @@ impl Engine for FakeEngine {
     fn all_reduce_on_device(&mut self, call: &Call, elements: OnDevice<'_>, op: Option<ReduceOp>) -> Result<()> {
         let OnDevice { dtype, len_elems, place } = elements;
         let refuse = |message: &str| Error::Environment { message: message.into() };
-        let place = place.downcast_mut::<DeviceRuns>().ok_or_else(|| refuse("this is not on the fake device"))?;
-        if place.fault == Some(Fault::Reduce) {
+        let place = place.downcast_mut::<Runs>().ok_or_else(|| refuse("this is not on the fake device"))?;
+        if place.fails {
             let peer = self.membership.peers()[self.membership.rank()].clone();
             return Err(Error::PeerFailed { peer, cause: "the fake device fell off the bus".into(), during: None });
         }
-        let mut all = place.runs.concat();
+        let mut all = place.bytes.concat();
         if all.len() != len_elems * dtype.size_bytes() {
-            return Err(refuse("these are not as many elements as was said"));
+            return Err(refuse("this is another number of elements"));
         }
         match op {
             Some(op) => self.own.all_reduce(call, dtype, &mut all, op)?,
             None => self.own.all_reduce_weighted(call, dtype, &mut all)?,
         }
         let mut rest = &all[..];
-        for run in &mut place.runs {
+        for run in &mut place.bytes {
             let (mine, others) = rest.split_at(run.len());
             run.copy_from_slice(mine);
             rest = others;

@@ -1,23 +1,26 @@
 //! The reparameterization that `wrap` attaches to each float parameter.
+//!
+//! Burn keeps one per parameter. Treatments of a parameter's value (gathering a shard, a cast to lower precision) are
+//! composed here, in [`Tap::apply`], in front of the hook.
 
-use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::backend::Dispatch;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization};
-use burn::tensor::{Device, Gradients, Tensor};
+use burn::tensor::{Device, Tensor};
 
-use super::bypass::{bypass, is_bypassed};
-use super::nodes::{DdpBackend, TapHandle};
-use super::wrapped_model::{WrappedModel, lost_tap, past_tap};
+use super::bypass::is_bypassed;
+use super::model_walk::{TAP_NAME, note_visit};
+use super::nodes::DdpBackend;
+use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::ddp::Ddp;
-use crate::{Error, Result};
 
-/// Name of the tap as a path component, where Burn shows reparameterizations.
-pub(crate) const TAP_NAME: &str = "ddp";
+/// Largest number of dimensions of a parameter.
+pub(crate) const MAX_RANK: usize = 8;
 
-/// Runs an expression with the number of dimensions as a constant; the other one beyond [`MAX_RANK`], which `wrap` refuses.
+/// Runs an expression with the number of dimensions as a constant; the other one above [`MAX_RANK`], which `wrap`
+/// refuses.
 macro_rules! with_rank {
     ($rank:expr, $d:ident => $run:expr, else $other:expr) => {
         with_rank!($rank, $d => $run, else $other, 1 2 3 4 5 6 7 8)
@@ -33,24 +36,25 @@ macro_rules! with_rank {
     };
 }
 
-/// The reparameterization that `wrap` attaches to each float parameter: an identity with ears.
+/// The tap of a parameter: an identity that also reports the gradient of the value that passes through.
 #[derive(Clone, Debug)]
 pub(crate) struct Tap {
     /// A rank that holds a wrapped model takes part in the job.
     _presence: Ddp,
     handle: TapHandle,
     _live: Live,
-    /// The parameter's id, as it was seen last. Shared by clones of the model.
+    /// The parameter's id as of the last visit by [`find`](super::find). Shared by clones of the model.
     id: Arc<AtomicU64>,
     /// Number of dimensions of the parameter.
     rank: usize,
-    /// The waiting average that this copy of the model yielded to a visitor last, by its number.
+    /// Number of the waiting average that this copy of the model yielded to a visitor last.
     yielded: Number,
-    /// The last one that was in the hands of whoever mapped this copy, and so is used up: an optimizer steps by mapping.
+    /// Number of the last one that is used up: it was yielded before this copy was mapped, which is how an optimizer
+    /// steps.
     used: Number,
 }
 
-/// Counts the taps of a slot that there are.
+/// Counts the taps of a slot.
 #[derive(Debug)]
 struct Live(TapHandle);
 
@@ -96,11 +100,11 @@ impl Clone for Number {
 impl Tap {
     pub(crate) fn new<const D: usize>(
         ddp: Ddp,
-        tapped: Arc<WrappedModel>,
+        model: Arc<WrappedModel>,
         slot: usize,
         param: &Param<Tensor<D>>,
     ) -> Self {
-        let handle = TapHandle { model: tapped, slot };
+        let handle = TapHandle { model, slot };
         Dispatch::note_leaf(param.base().into_dispatch(), handle.clone());
         Tap {
             _presence: ddp,
@@ -118,8 +122,8 @@ impl Tap {
         &self.handle.model
     }
 
-    /// Whether the optimizer that is mapping has used the average that was yielded: then it treats the parameter's id like any other,
-    /// since nothing more waits under it.
+    /// True if the mapping optimizer has used the average that was yielded: it then treats the parameter's id like any
+    /// other, since nothing more waits under it.
     fn was_taken<const D: usize>(&self, mapper: &mut impl ModuleMapper) -> bool {
         let (dims, dtype) = self.handle.model.shape(self.handle.slot);
         let Ok(dims) = <[usize; D]>::try_from(dims) else { return true };
@@ -162,19 +166,13 @@ impl Module for Tap {
         self
     }
 
-    /// Yields the average of a parameter that this rank did not use in the last backward, under the parameter's id: Burn's
-    /// `GradientsParams::from_grads` visits this after the parameter itself.
+    /// Yields the average of a parameter that this rank did not use in the last backward, under the parameter's id:
+    /// Burn's `GradientsParams::from_grads` visits this after the parameter itself.
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        SEEN.with_borrow_mut(|seen| *seen = Some(self.handle.clone()));
-        FOUND.with_borrow_mut(|found| {
-            if let Some(found) = found {
-                found.push(self.handle.model.clone());
-                // Loading a record gives parameters new ids.
-                if let Some(id) = BASE_ID.get() {
-                    self.id.store(id, Ordering::Relaxed);
-                }
-            }
-        });
+        // Loading a record gives parameters new ids.
+        if let Some(id) = note_visit(&self.handle) {
+            self.id.store(id, Ordering::Relaxed);
+        }
         if is_bypassed() {
             return;
         }
@@ -216,123 +214,4 @@ impl Module for Tap {
     fn materialize(self) -> Self {
         self
     }
-}
-
-/// Most dimensions a parameter may have.
-pub(crate) const MAX_RANK: usize = 8;
-
-thread_local! {
-    /// Taps seen by `visit` on this thread, while someone asks.
-    static FOUND: RefCell<Option<Vec<Arc<WrappedModel>>>> = const { RefCell::new(None) };
-    /// The tap that `visit` came to last on this thread.
-    static SEEN: RefCell<Option<TapHandle>> = const { RefCell::new(None) };
-    /// Id of the parameter that `find` visited last on this thread.
-    static BASE_ID: Cell<Option<u64>> = const { Cell::new(None) };
-}
-
-/// The wrapped models that `model` is made of: none, one, or several if wrapped parts were put together.
-pub(crate) fn find<M: Module>(model: &M) -> Vec<Arc<WrappedModel>> {
-    struct Ids;
-    impl ModuleVisitor for Ids {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            BASE_ID.set(Some(param.id.val()));
-        }
-    }
-    struct Forget;
-    impl Drop for Forget {
-        fn drop(&mut self) {
-            FOUND.set(None);
-            BASE_ID.set(None);
-        }
-    }
-    let _forget = Forget;
-    FOUND.set(Some(Vec::new()));
-    bypass(|| model.visit(&mut Ids));
-    let mut unique: Vec<Arc<WrappedModel>> = Vec::new();
-    for tapped in FOUND.take().unwrap_or_default() {
-        if !unique.iter().any(|u| Arc::ptr_eq(u, &tapped)) {
-            unique.push(tapped);
-        }
-    }
-    unique
-}
-
-/// What is wrong with the first parameter of `model` whose gradient is not what its tap put there, after a backward of `tapped`
-/// that noted what it delivered.
-pub(crate) fn bypassed<M: Module>(
-    model: &M,
-    tapped: &Arc<WrappedModel>,
-    gradients: &Gradients,
-) -> Result<Option<String>> {
-    struct Look<'a> {
-        tapped: &'a Arc<WrappedModel>,
-        gradients: &'a Gradients,
-        path: Vec<String>,
-        /// Path and gradient of the parameter visited last.
-        last: Option<(String, Option<i64>)>,
-        found: Result<Option<String>>,
-    }
-    impl ModuleVisitor for Look<'_> {
-        fn enter_module(&mut self, name: &str, _: &str) {
-            self.path.push(name.to_string());
-        }
-
-        fn exit_module(&mut self, name: &str, _: &str) {
-            self.path.pop();
-            let (Some((path, on_leaf)), Ok(None)) = (self.last.take(), &self.found) else { return };
-            let tap = (name == TAP_NAME).then(|| SEEN.take()).flatten();
-            match tap.filter(|tap| Arc::ptr_eq(&tap.model, self.tapped)) {
-                Some(tap) if !self.tapped.was_delivered(tap.slot, on_leaf) => self.found = Ok(Some(past_tap(&path))),
-                None if on_leaf.is_some() => self.found = Ok(Some(lost_tap(&path))),
-                _ => {}
-            }
-        }
-
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let base = param.base();
-            let gradient = if base.is_require_grad() { base.grad(self.gradients) } else { None };
-            let on_leaf = match gradient {
-                None => Ok(None),
-                Some(_) if !self.tapped.notes_values() => Ok(Some(UNREAD)),
-                Some(gradient) => gradient
-                    .try_into_data()
-                    .map(|data| Some(crate::model::digest::digest(data.as_bytes())))
-                    .map_err(|e| Error::invalid(format!("reading a gradient failed: {e:?}"))),
-            };
-            match on_leaf {
-                Ok(on_leaf) => self.last = Some((self.path.join("."), on_leaf)),
-                Err(e) => self.found = Err(e),
-            }
-        }
-    }
-    let mut look = Look { tapped, gradients, path: Vec::new(), last: None, found: Ok(None) };
-    bypass(|| model.visit(&mut look));
-    look.found
-}
-
-/// The digest of a gradient that nobody computed.
-pub(crate) const UNREAD: i64 = 0;
-
-/// Shows `tapped` the values of all parameters of `model`, also of those that the forward did not read.
-pub(crate) fn note_values<M: Module>(model: &M, tapped: &Arc<WrappedModel>) {
-    type Note = Box<dyn FnOnce(TapHandle)>;
-    struct Show<'a> {
-        tapped: &'a Arc<WrappedModel>,
-        last: Option<Note>,
-    }
-    impl ModuleVisitor for Show<'_> {
-        fn exit_module(&mut self, name: &str, _: &str) {
-            let note = self.last.take();
-            let tap = (name == TAP_NAME).then(|| SEEN.take()).flatten();
-            if let (Some(note), Some(tap)) = (note, tap.filter(|tap| Arc::ptr_eq(&tap.model, self.tapped))) {
-                note(tap);
-            }
-        }
-
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let base = param.base();
-            self.last = Some(Box::new(move |tap| drop(Dispatch::note_leaf(base.into_dispatch(), tap))));
-        }
-    }
-    bypass(|| model.visit(&mut Show { tapped, last: None }));
 }

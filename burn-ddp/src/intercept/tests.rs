@@ -10,7 +10,6 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_ddp_nccl::fake::Machine;
 
 use super::fake_device::{self, Fault};
-use super::fake_gpu;
 use crate::{Ddp, Error, GradientReduction, WrapConfig, param_hash};
 
 /// Parameters of several types, each of which a step may use or not.
@@ -297,7 +296,8 @@ fn whatever_fails_on_one_rank_is_every_ranks_error_and_stays() {
     }
 }
 
-/// Through NCCL's engine, whose order of additions is here that of the others; but it multiplies by shares where weights differ.
+/// Through NCCL's engine, whose order of additions is here that of the others; but it multiplies by shares where
+/// weights differ.
 #[test]
 fn nccls_engine_reduces_what_was_lent() {
     let train = |ddp: &Ddp, weights: [f64; 2]| -> anyhow::Result<_> {
@@ -326,7 +326,7 @@ fn nccls_engine_reduces_what_was_lent() {
             let machine = Machine::new(world);
             machine.set_jitter(std::time::Duration::from_millis(1), 7);
             let gpus = Ddp::spawn(world, |ddp| {
-                fake_gpu::install(&ddp, &machine);
+                fake_device::install_gpu(&ddp, &machine);
                 train(&ddp, weights)
             });
             let gpus = gpus.unwrap();

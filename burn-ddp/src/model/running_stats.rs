@@ -11,7 +11,7 @@ use burn::tensor::{Tensor, TensorData};
 use burn_ddp_comm::DType;
 
 use crate::convert::comm_dtype;
-use crate::gradients::Buffer;
+use crate::gradients::AlignedBytes;
 use crate::{Error, Result, intercept};
 
 /// Policy for running statistics (BatchNorm's mean and variance), applied at every reduction.
@@ -97,7 +97,7 @@ impl<M: Module> Buffers for Handle<M> {
 }
 
 /// The values back to back, one buffer per dtype in the order of first appearance.
-pub(crate) fn pack(values: &[TensorData]) -> Vec<(DType, Buffer)> {
+pub(crate) fn pack(values: &[TensorData]) -> Vec<(DType, AlignedBytes)> {
     let mut runs: Vec<(DType, Vec<u8>)> = Vec::new();
     for value in values {
         let Some(dtype) = comm_dtype(value.dtype()) else { continue };
@@ -106,11 +106,11 @@ pub(crate) fn pack(values: &[TensorData]) -> Vec<(DType, Buffer)> {
             None => runs.push((dtype, value.as_bytes().to_vec())),
         }
     }
-    runs.into_iter().map(|(dtype, bytes)| (dtype, Buffer::of(&bytes))).collect()
+    runs.into_iter().map(|(dtype, bytes)| (dtype, AlignedBytes::of(&bytes))).collect()
 }
 
 /// The inverse of [`pack`]; shapes and dtypes come from `like`.
-pub(crate) fn unpack(like: &[TensorData], packed: &[(DType, Buffer)]) -> Vec<TensorData> {
+pub(crate) fn unpack(like: &[TensorData], packed: &[(DType, AlignedBytes)]) -> Vec<TensorData> {
     let mut rests: Vec<(DType, &[u8])> = packed.iter().map(|(dtype, buffer)| (*dtype, buffer.bytes())).collect();
     let next = |value: &TensorData| {
         let (_, rest) = rests.iter_mut().find(|(dtype, _)| Some(*dtype) == comm_dtype(value.dtype()))?;

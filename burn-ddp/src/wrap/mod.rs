@@ -109,30 +109,15 @@ impl Ddp {
     /// does not depend on it or the backward cannot deliver averages. After an error the ranks are no longer in step.
     pub fn backward<const D: usize, M: Module>(&self, loss: &Tensor<D>, model: &M) -> Result<Gradients> {
         if !loss.is_tracked() {
-            return Err(self.fail_backward(
-                "the loss depends on no parameter (a frozen model, or a loss computed from detached values)".into(),
-            ));
+            let reason = "the loss depends on no parameter (a frozen model, or a loss computed from detached values)";
+            return Err(intercept::refused(self, reason.into()));
         }
         let wrapped = intercept::find(model);
         if wrapped.is_empty() && self.world_size() == 1 {
             return Ok(loss.backward());
         }
         let wrapped = only(&wrapped, "use")?;
-        if wrapped.compares() {
-            intercept::note_values(model, wrapped);
-        }
-        let (gradients, reached) = wrapped.capture(|| loss.backward())?;
-        if !reached {
-            return Err(self.fail_backward(
-                "the loss depends on no parameter of the wrapped model, or on none that it tapped (frozen or replaced \
-                 after `wrap`?)"
-                    .into(),
-            ));
-        }
-        match intercept::bypassed(model, wrapped, &gradients)? {
-            None => Ok(gradients),
-            Some(reason) => Err(self.fail_backward(reason)),
-        }
+        intercept::checked_backward(wrapped, loss, model)
     }
 
     /// Runs `f`, in which backwards only sum up gradients and return none; the next backward outside reduces them all.
@@ -151,12 +136,6 @@ impl Ddp {
     /// Discards gradients of micro-batches that were not reduced yet. Every rank must do the same.
     pub fn discard_accumulated<M: Module>(&self, model: &M) {
         intercept::find(model).iter().for_each(|wrapped| wrapped.discard());
-    }
-
-    /// The error of a backward that cannot deliver averages, which the other ranks get, too.
-    fn fail_backward(&self, reason: String) -> Error {
-        self.world().fail(format!("backward: {reason}"));
-        Error::Backward { rank: self.rank(), reason }
     }
 }
 

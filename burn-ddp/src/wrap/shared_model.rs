@@ -13,8 +13,8 @@ use super::attach::Taps;
 use super::inspect::{Inspected, inspect};
 use super::{WrapConfig, treatment};
 use crate::ddp::Ddp;
-use crate::gradients::{Reducer, Settings, Slot};
-use crate::intercept::{SyncedStatistics, WrappedModel};
+use crate::gradients::{Settings, Slot};
+use crate::intercept::{SyncedStatistics, open_model};
 use crate::model::running_stats::BufferPolicy;
 use crate::model::{broadcast, running_stats};
 use crate::{Error, Result, agreement, engine_choice};
@@ -74,10 +74,9 @@ impl SharedModel {
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Option<Taps>> {
         let SharedModel { device, group, on_device, slots, slot_of, is_buffer, config } = self;
         let Some(group) = group else { return Ok(None) };
-        let accumulation = config.micro_batches();
         let settings = Settings {
             reduction: config.reduction,
-            accumulation,
+            accumulation: config.micro_batches(),
             caps: config.caps(on_device),
             timeout: ddp.world().options().timeout,
             replica_check: config.replica_check as u64,
@@ -85,11 +84,10 @@ impl SharedModel {
             overlap: on_device || config.overlap.unwrap_or_else(|| overlap_pays(ddp, &device)),
             on_device,
         };
-        let reducer = Reducer::new(group, slots, settings, ddp.state().meter.clone())?;
         let policy = config.buffers;
         let buffers = (policy != BufferPolicy::Local).then(|| running_stats::handle(model, &is_buffer)).flatten();
-        let statistics = buffers.map(|buffers| SyncedStatistics { buffers, policy, sent: Vec::new() });
-        let wrapped = WrappedModel::new(ddp.without_presence(), device, reducer, accumulation, statistics);
+        let statistics = buffers.map(|buffers| SyncedStatistics::new(buffers, policy));
+        let wrapped = open_model(ddp.without_presence(), device, group, slots, settings, statistics)?;
         Ok(Some(Taps::new(ddp, Arc::new(wrapped), slot_of)))
     }
 }

@@ -54,6 +54,15 @@ impl Words {
     fn bytes_mut(&mut self) -> &mut [u8] {
         &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len_bytes]
     }
+
+    /// Returns false if it is too small.
+    fn set_len(&mut self, len_bytes: usize) -> bool {
+        let fits = len_bytes <= size_of_val(&self.words[..]);
+        if fits {
+            self.len_bytes = len_bytes;
+        }
+        fits
+    }
 }
 
 impl SharedBuffer {
@@ -68,6 +77,20 @@ impl SharedBuffer {
             Memory::Plain(words) => words.len_bytes,
             #[cfg(target_os = "linux")]
             Memory::Arena(arena) => arena.len(),
+        }
+    }
+
+    /// Makes it `len_bytes` long, with unspecified contents: in the same memory if that is large enough, otherwise in
+    /// plain memory. All ranks do so alike.
+    pub fn set_len(&mut self, len_bytes: usize) {
+        let fits = match &mut self.memory {
+            Memory::Plain(words) if words.len_bytes == len_bytes => true,
+            Memory::Plain(words) => Arc::get_mut(words).is_some_and(|words| words.set_len(len_bytes)),
+            #[cfg(target_os = "linux")]
+            Memory::Arena(arena) => arena.set_len(len_bytes),
+        };
+        if !fits {
+            *self = SharedBuffer::plain(len_bytes);
         }
     }
 
@@ -148,5 +171,25 @@ impl fmt::Debug for SharedBuffer {
 impl fmt::Debug for SharedView {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "SharedView({} bytes)", self.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plain_buffer_keeps_its_memory_while_it_is_large_enough() {
+        let mut buffer = SharedBuffer::plain(16);
+        let start = buffer.bytes_mut().as_ptr();
+        for len in [9, 0, 16] {
+            buffer.set_len(len);
+            assert_eq!((buffer.bytes_mut().as_ptr(), buffer.bytes_mut().len()), (start, len));
+        }
+        let view = buffer.view();
+        buffer.set_len(8);
+        assert_eq!((buffer.len_bytes(), view.len()), (8, 16), "what is viewed stays as it is");
+        buffer.set_len(17);
+        assert_eq!(buffer.bytes_mut(), [0; 17]);
     }
 }

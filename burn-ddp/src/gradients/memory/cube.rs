@@ -9,13 +9,14 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::{Cube, CubeBackend, CubeDevice};
 
 #[cfg(feature = "nccl")]
-use super::cuda;
+use super::{DeviceLoan, cuda};
 use super::{GradientMemory, HostCopy};
 
 impl GradientMemory for Cube {
     const ASYNCHRONOUS: bool = true;
 
-    /// Burn's own way to read, `float_into_data`, copies when the bytes are first looked at: behind the rest of the backward by then.
+    /// Burn's own way to read, `float_into_data`, copies when the bytes are first looked at: behind the rest of the
+    /// backward by then.
     fn begin_read(tensors: Vec<FloatTensor<Self>>) -> HostCopy {
         // The first one launches what fusion has held back; there is nothing left for the others.
         let resolve = |tensor: FloatTensor<Self>| {
@@ -36,13 +37,13 @@ impl GradientMemory for Cube {
     }
 
     #[cfg(feature = "nccl")]
-    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn super::DeviceLoan>, String> {
+    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn DeviceLoan>, String> {
         cuda::lend(tensors)
     }
 
     #[cfg(feature = "nccl")]
-    fn take_back(lent: Box<dyn super::DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
-        cuda::take_back(lent)
+    fn take_back(loan: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
+        cuda::take_back(loan)
     }
 }
 

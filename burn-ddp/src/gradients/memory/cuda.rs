@@ -1,9 +1,10 @@
 //! CUDA: NCCL reduces gradients where they are, on a stream of its own, between two events of cubecl's.
 //!
-//! What touches cubecl's streams runs as a task on the thread that serves the device, behind all that was launched before: one task says where the
-//! gradients are and records `ready`; one, after NCCL was launched, lets cubecl's stream wait for `done`. The host waits for tasks, never
-//! for the device. The pieces of a bucket go to NCCL as they are, since gathering them into one buffer and scattering them again would read and
-//! write every gradient twice more, and NCCL reduces several pieces in one launch.
+//! What touches cubecl's streams runs as a task on the thread that serves the device, behind all that was launched
+//! before: one task says where the gradients are and records `ready`; one, after NCCL was launched, lets cubecl's
+//! stream wait for `done`. The host waits for tasks, never for the device. The pieces of a bucket go to NCCL as they
+//! are, since gathering them into one buffer and scattering them again would read and write every gradient twice more,
+//! and NCCL reduces several pieces in one launch.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -35,8 +36,8 @@ use super::DeviceLoan;
 /// What serves a device, on a thread of its own.
 type CudaServer = <CudaRuntime as Runtime>::Server;
 
-/// What keeps memory from being freed, moved or used again. Dropped unreleased, when nobody knows whether NCCL still works there, it does so for
-/// as long as the process lives.
+/// What keeps memory from being freed, moved or used again. Dropped unreleased, when nobody knows whether NCCL still
+/// works there, it does so for as long as the process lives.
 #[derive(Default)]
 struct Pins(Vec<Box<dyn Any + Send>>);
 
@@ -178,7 +179,8 @@ fn resolve_runs(server: &mut CudaServer, runs: &[Run], home: StreamId, ready: Ev
             server.initialize_memory(memory.clone(), *len_bytes, home).map_err(|e| format!("{e}"))?;
         }
         let mut pin = |binding: &BufferBinding| {
-            // On its own stream: to resolve it on another one takes a place in a queue of 8, which then waits for the device.
+            // On its own stream: to resolve it on another one takes a place in a queue of 8, which then waits for the
+            // device.
             let resource = server.get_resource(binding.clone(), binding.stream).map_err(|e| format!("{e}"))?;
             let (pointer, room) = (resource.resource().ptr, resource.resource().size);
             pins.push(Box::new(resource));
@@ -194,10 +196,11 @@ fn resolve_runs(server: &mut CudaServer, runs: &[Run], home: StreamId, ready: Ev
     let inputs = runs.iter().map(|run| &run.input);
     let mut streams = server.write_streams().resolve(home, inputs).map_err(|e| format!("{e}"))?;
     let stream = streams.current().sys;
-    // SAFETY: cubecl's stream, which lives as long as its server, whose thread this is, in the device's primary context.
+    // SAFETY: cubecl's stream, which lives as long as its server, whose thread this is, in the device's primary
+    // context.
     unsafe { ready.record_on(stream.cast()) }?;
-    // SAFETY: each piece is memory of this device, pinned, of at least its length, checked above; each output is one that nobody else has, or
-    // fresh. cubecl uses it again only behind the wait of `take_back`, or never, see `Pins`.
+    // SAFETY: each piece is memory of this device, pinned, of at least its length, checked above; each output is one
+    // that nobody else has, or fresh. cubecl uses it again only behind the wait of `take_back`, or never, see `Pins`.
     let place = unsafe { DeviceReduce::new(ordinal, pieces, Some(ready)) };
     Ok((place, pins))
 }

@@ -1,4 +1,4 @@
-//! Flex: tensors look at the memory of the collectives.
+//! Flex: averages are views of the memory of the collectives.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,8 +9,12 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bytes, DType, Shape};
 
 use super::GradientMemory;
+#[cfg(test)]
+use crate::gradients::DeviceLoan;
 
 impl GradientMemory for Flex {
+    const VIEWS_AVERAGES: bool = true;
+
     fn with_bytes<R>(tensor: FloatTensor<Self>, read: impl FnOnce(DType, &[u8]) -> R) -> Result<R, String> {
         let dtype = tensor.dtype();
         if let Some((start, end)) = tensor.layout().contiguous_offsets() {
@@ -20,8 +24,8 @@ impl GradientMemory for Flex {
         Ok(read(dtype, tensor.bytes()))
     }
 
-    /// All tensors of a bucket look at the same bytes. Whoever made the bytes keeps them too, so that no operation takes a tensor for their
-    /// only owner and writes there: Flex would copy the whole bucket first.
+    /// All tensors of a bucket look at the same bytes. The store keeps them too, so that no operation takes a tensor
+    /// for their only owner and writes there: Flex would copy the whole bucket first.
     fn from_shared(
         bytes: &Arc<Bytes>,
         range: Range<usize>,
@@ -34,18 +38,12 @@ impl GradientMemory for Flex {
     }
 
     #[cfg(test)]
-    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn super::DeviceLoan>, String> {
-        if crate::intercept::fake_gpu::is_installed() {
-            return crate::intercept::fake_gpu::lend(tensors);
-        }
+    fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn DeviceLoan>, String> {
         crate::intercept::fake_device::lend(tensors)
     }
 
     #[cfg(test)]
-    fn take_back(lent: Box<dyn super::DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
-        if crate::intercept::fake_gpu::is_installed() {
-            return crate::intercept::fake_gpu::take_back(lent);
-        }
-        crate::intercept::fake_device::take_back(lent)
+    fn take_back(loan: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
+        crate::intercept::fake_device::take_back(loan)
     }
 }

@@ -20,36 +20,41 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::{AllocationProperty, Bytes, DType, Shape, TensorData, read_sync};
 use burn_ddp_comm::SharedView;
 
-use super::store::DeviceLoan;
+use super::device_loan::DeviceLoan;
 
-/// Tensors on their way to host memory: what they were made of when the way began.
+/// Copies of tensors on their way to host memory.
 pub type HostCopy = Pin<Box<dyn Future<Output = Result<Vec<(DType, Bytes)>, String>> + Send>>;
 
-/// How engines reach a backend's memory: those between hosts by methods that, as they are here, work for every backend, copy, and wait for
-/// the device; those on devices by [`lend`](Self::lend).
+/// Access of engines to a backend's memory.
+///
+/// Engines between hosts use the methods that read and write; as they are here, these work for every backend, copy, and
+/// wait for the device. Engines on devices use [`lend`](Self::lend).
 pub trait GradientMemory: Backend {
-    /// The device goes on computing after an operation has returned, so that to read is to wait: gradients are read by
-    /// [`begin_read`](Self::begin_read).
+    /// True if the device goes on computing after an operation has returned, so that reading means waiting: gradients
+    /// are then read by [`begin_read`](Self::begin_read).
     const ASYNCHRONOUS: bool = false;
 
-    /// Lets `read` see the elements of `tensor`, row by row.
+    /// True if tensors of [`from_shared`](Self::from_shared) look at the shared bytes; false if they copy them.
+    const VIEWS_AVERAGES: bool = false;
+
+    /// Calls `read` with the elements of `tensor`, row by row.
     ///
     /// # Errors
     ///
-    /// What the backend says when its device cannot be read.
+    /// The backend's error when its device cannot be read.
     fn with_bytes<R>(tensor: FloatTensor<Self>, read: impl FnOnce(DType, &[u8]) -> R) -> Result<R, String> {
         with_copy::<Self, R>(tensor, read)
     }
 
-    /// Starts to copy `tensors` to host memory, behind all that was launched before and before all that is launched after. Waiting
-    /// for the copies is left to whoever awaits what this returns, which is done in the order of calls.
+    /// Starts to copy `tensors` to host memory, behind all operations launched before and ahead of all launched after.
+    /// Does not wait; the caller awaits the copies in the order of calls.
     fn begin_read(tensors: Vec<FloatTensor<Self>>) -> HostCopy {
         let copy = |tensor| Self::with_bytes(tensor, |dtype, bytes| (dtype, Bytes::from_bytes_vec(bytes.to_vec())));
         let copies = tensors.into_iter().map(copy).collect();
         Box::pin(std::future::ready(copies))
     }
 
-    /// A tensor of the elements at `range` of `bytes`, which nobody changes.
+    /// A tensor of the elements at `range` of `bytes`, which never change.
     fn from_shared(
         bytes: &Arc<Bytes>,
         range: Range<usize>,
@@ -61,36 +66,36 @@ pub trait GradientMemory: Backend {
         Self::float_from_data(data, device)
     }
 
-    /// Gives the elements of `tensors`, which are on one device, to an engine that reduces them there. What was launched before is still to come,
-    /// and nothing waits for it.
+    /// Lends the elements of `tensors`, which are on one device, to an engine that reduces them there. Operations
+    /// launched before may not have run yet; nothing waits for them.
     ///
     /// # Errors
     ///
-    /// If no engine reaches this backend's memory, or this device's.
+    /// If no engine reaches the memory of this backend or device.
     fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn DeviceLoan>, String> {
         drop(tensors);
         Err(format!("no engine reaches the memory of {}", std::any::type_name::<Self>()))
     }
 
-    /// The tensors, after the engine has worked on what was lent of them: what is launched on them from now on comes after its reduction, for
-    /// which nothing waits here.
+    /// Returns the tensors after the engine has worked on their loan. Operations launched on them from now on run after
+    /// the reduction, for which nothing waits here.
     ///
     /// # Errors
     ///
-    /// What the device says, or that another backend lent this.
-    fn take_back(lent: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
-        Err(format!("{lent:?} is not of {}", std::any::type_name::<Self>()))
+    /// The device's error, or that another backend made the loan.
+    fn take_back(loan: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
+        Err(format!("{loan:?} is not of {}", std::any::type_name::<Self>()))
     }
 }
 
-/// [`GradientMemory::with_bytes`] of what cannot be read where it is.
+/// [`GradientMemory::with_bytes`] for tensors that cannot be read where they are.
 fn with_copy<B: Backend, R>(tensor: FloatTensor<B>, read: impl FnOnce(DType, &[u8]) -> R) -> Result<R, String> {
     let data = read_sync(B::float_into_data(tensor)).map_err(|e| format!("{e:?}"))?;
     Ok(read(data.dtype(), data.as_bytes()))
 }
 
 /// The bytes of `view`, for Burn. Writing to them copies them first.
-pub(crate) fn shared_bytes(view: &SharedView) -> Arc<Bytes> {
-    let bytes = bytes::Bytes::from_owner(view.clone());
+pub(super) fn shared_bytes(view: SharedView) -> Arc<Bytes> {
+    let bytes = bytes::Bytes::from_owner(view);
     Arc::new(Bytes::from_shared(bytes, AllocationProperty::Other))
 }

@@ -1,4 +1,5 @@
-//! NdArray: gradients are read where they are. Averages are copied: NdArray would copy borrowed memory in every operation.
+//! NdArray: gradients are read where they are. Averages are copied: NdArray would copy borrowed memory in every
+//! operation.
 
 use burn::backend::NdArray;
 use burn::backend::ndarray::NdArrayTensor;

@@ -1,56 +1,75 @@
-//! Gradients that never leave their device: summed there, lent to the engine there, averages there.
+//! Gradients that never leave their device: summed there, lent to the group's engine there, averages there.
 
-use std::fmt;
+use std::sync::Arc;
 
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{DType, FloatDType, Scalar, Shape};
+use burn_ddp_comm::SharedView;
 
-use super::{Contribution, DeviceLoan, Keeper};
+use super::{Arrival, GradientStore, Outcome};
 use crate::convert::burn_dtype;
-use crate::gradients::bucket_plan::Slot;
+use crate::gradients::accumulation::Contribution;
+use crate::gradients::bucket_plan::{Bucket, BucketRange, Slot};
+use crate::gradients::device_loan::DeviceLoan;
 use crate::gradients::memory::GradientMemory;
 
-/// The gradients and averages of a wrapped model on a device of `B`.
-pub(crate) struct Kept<B: GradientMemory> {
+pub(super) struct DeviceStore<B: GradientMemory> {
+    slots: Arc<[Slot]>,
     device: B::Device,
-    slots: Vec<(Shape, DType)>,
-    /// Of the running step, until they are lent.
+    /// Gradients of the running step, until they are lent.
     gradients: Vec<Option<Gradient<B>>>,
-    /// Of the step that ends.
+    /// Averages of the step that ends.
     averages: Vec<Option<FloatTensor<B>>>,
 }
 
 enum Gradient<B: GradientMemory> {
     Whole(FloatTensor<B>),
-    /// Over micro-batches, in f64 for f64 and in f32 for everything narrower, rounded once when it is lent.
+    /// Over micro-batches: in f64 for f64, in f32 for everything narrower; rounded once, when it is lent.
     Sum(FloatTensor<B>),
 }
 
-impl<B: GradientMemory> Kept<B> {
-    pub(crate) fn new(device: B::Device, slots: &[Slot]) -> Self {
-        let like = |slot: &Slot| (Shape::from(slot.dims.clone()), burn_dtype(slot.dtype));
-        let none = || 0..slots.len();
-        Kept {
+impl<B: GradientMemory> DeviceStore<B> {
+    pub(super) fn new(slots: Arc<[Slot]>, device: B::Device) -> Self {
+        DeviceStore {
             device,
-            slots: slots.iter().map(like).collect(),
-            gradients: none().map(|_| None).collect(),
-            averages: none().map(|_| None).collect(),
+            gradients: slots.iter().map(|_| None).collect(),
+            averages: slots.iter().map(|_| None).collect(),
+            slots,
         }
     }
 
-    /// Takes the gradient of a slot.
-    pub(crate) fn put(&mut self, slot: usize, gradient: FloatTensor<B>, take: Contribution) -> Result<(), String> {
-        let (shape, dtype) = &self.slots[slot];
-        if gradient.shape() != *shape || gradient.dtype() != *dtype {
+    fn zeros(&self, slot: usize) -> FloatTensor<B> {
+        let Slot { dims, dtype, .. } = &self.slots[slot];
+        B::float_zeros(Shape::from(dims.clone()), &self.device, burn_dtype(*dtype).into())
+    }
+}
+
+impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
+    fn packs(&self) -> bool {
+        false
+    }
+
+    /// Buffers hold flags only. Taking a bucket back before backward has ended would make the rest of it wait for the
+    /// reduction.
+    fn ring_len(&self) -> Option<usize> {
+        None
+    }
+
+    fn put(&mut self, slot: usize, gradient: FloatTensor<B>, contribution: Contribution) -> Result<Arrival, String> {
+        let Slot { path, dims, dtype, .. } = &self.slots[slot];
+        let (shape, dtype) = (Shape::from(dims.clone()), burn_dtype(*dtype));
+        if gradient.shape() != shape || gradient.dtype() != dtype {
             let (got, of) = (gradient.shape(), gradient.dtype());
-            return Err(format!("{got:?} of {of:?}, but the model was wrapped with {shape:?} of {dtype:?}"));
+            return Err(format!(
+                "the gradient of {path}: {got:?} of {of:?}, but the model was wrapped with {shape:?} of {dtype:?}"
+            ));
         }
-        let gradient = match take {
-            Contribution::Ignored => return Ok(()),
+        let gradient = match contribution {
+            Contribution::Ignored => return Ok(Arrival::Now),
             Contribution::Whole => Gradient::Whole(gradient),
             Contribution::Added(weight) => {
-                let gradient = if is_narrow(*dtype) { B::float_cast(gradient, FloatDType::F32) } else { gradient };
+                let gradient = if is_narrow(dtype) { B::float_cast(gradient, FloatDType::F32) } else { gradient };
                 let gradient =
                     if weight == 1.0 { gradient } else { B::float_mul_scalar(gradient, Scalar::Float(weight)) };
                 Gradient::Sum(match self.gradients[slot].take() {
@@ -60,56 +79,75 @@ impl<B: GradientMemory> Kept<B> {
             }
         };
         self.gradients[slot] = Some(gradient);
-        Ok(())
+        Ok(Arrival::Now)
     }
 
-    /// The average of a slot, once.
-    pub(crate) fn average(&mut self, slot: usize) -> Option<FloatTensor<B>> {
-        self.averages[slot].take()
+    fn next_read(&mut self) -> Result<Option<usize>, String> {
+        Ok(None)
     }
-}
 
-impl<B: GradientMemory> Keeper for Kept<B> {
     fn holds(&self, slot: usize) -> bool {
         self.gradients[slot].is_some()
     }
 
-    fn lend(&mut self, slots: &[usize], divisor: f64) -> Result<Box<dyn DeviceLoan>, String> {
-        let tensors = slots.iter().map(|&slot| {
-            let (shape, dtype) = &self.slots[slot];
-            match self.gradients[slot].take() {
+    fn fill(
+        &mut self,
+        bucket: &Bucket,
+        _: &[BucketRange],
+        divisor: f64,
+        _: &mut [u8],
+    ) -> Result<Option<Box<dyn DeviceLoan>>, String> {
+        if bucket.len_elems == 0 {
+            return Ok(None);
+        }
+        let dtype = burn_dtype(bucket.dtype);
+        let mut tensors = Vec::with_capacity(bucket.slots.len());
+        for &slot in &bucket.slots {
+            tensors.push(match self.gradients[slot].take() {
                 Some(Gradient::Whole(gradient)) => gradient,
                 Some(Gradient::Sum(sum)) => {
                     let mean = if divisor == 1.0 { sum } else { B::float_div_scalar(sum, Scalar::Float(divisor)) };
-                    if is_narrow(*dtype) { B::float_cast(mean, (*dtype).into()) } else { mean }
+                    if is_narrow(dtype) { B::float_cast(mean, dtype.into()) } else { mean }
                 }
-                None => B::float_zeros(shape.clone(), &self.device, (*dtype).into()),
-            }
-        });
-        B::lend(tensors.collect())
+                None => self.zeros(slot),
+            });
+        }
+        B::lend(tensors).map(Some).map_err(|e| format!("gradients on their device: {e}"))
     }
 
-    fn take_back(&mut self, slots: &[usize], lent: Box<dyn DeviceLoan>) -> Result<(), String> {
-        let averages = B::take_back(lent)?;
-        if averages.len() != slots.len() {
-            return Err(format!("{} averages of {}", averages.len(), slots.len()));
+    fn take_back(
+        &mut self,
+        bucket: &Bucket,
+        _: &[BucketRange],
+        present: &[bool],
+        _: SharedView,
+        loan: Option<Box<dyn DeviceLoan>>,
+    ) -> Result<(), String> {
+        let averages = match loan {
+            Some(loan) => B::take_back(loan).map_err(|e| format!("gradients on their device: {e}"))?,
+            // None of them has elements.
+            None => bucket.slots.iter().map(|&slot| self.zeros(slot)).collect(),
+        };
+        let (got, expected) = (averages.len(), bucket.slots.len());
+        if got != expected {
+            return Err(format!("gradients on their device: {got} averages of {expected}"));
         }
-        for (&slot, average) in slots.iter().zip(averages) {
+        for (&slot, average) in bucket.slots.iter().zip(averages).filter(|(slot, _)| present[**slot]) {
             self.averages[slot] = Some(average);
         }
         Ok(())
     }
 
-    fn forget(&mut self) {
+    fn outcome(&mut self, slot: usize) -> Outcome<FloatTensor<B>> {
+        self.averages[slot].take().map_or(Outcome::Absent, Outcome::Whole)
+    }
+
+    fn clear(&mut self) {
         self.gradients.iter_mut().for_each(|gradient| *gradient = None);
         self.averages.iter_mut().for_each(|average| *average = None);
     }
-}
 
-impl<B: GradientMemory> fmt::Debug for Kept<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Kept({} slots on {:?})", self.slots.len(), self.device)
-    }
+    fn release(&mut self) {}
 }
 
 fn is_narrow(dtype: DType) -> bool {

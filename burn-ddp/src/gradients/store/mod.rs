@@ -1,49 +1,103 @@
-//! Gradients that stay in the memory of their device. What they are is for others to know: here are slots, and when.
+//! Where gradients are from the backward to their reduction, and averages from the reduction to the optimizer.
 
-pub(crate) mod device_store;
+mod device_store;
+mod host_store;
 
-use std::any::Any;
-use std::fmt::Debug;
-use std::time::Duration;
+use std::sync::Arc;
 
-/// What becomes of a gradient that is put.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Contribution {
-    /// It stands for no items, and counts as absent, NaN or not.
-    Ignored,
-    /// It is the slot's only one in this step.
-    Whole,
-    /// It is added, times this, to the sum over micro-batches.
-    Added(f64),
+use burn::backend::tensor::FloatTensor;
+use burn_ddp_comm::SharedView;
+
+use super::accumulation::Contribution;
+use super::bucket_plan::{Bucket, BucketRange, Slot};
+use super::device_loan::DeviceLoan;
+use super::memory::GradientMemory;
+use device_store::DeviceStore;
+use host_store::HostStore;
+
+/// Time at which a gradient that was put is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Arrival {
+    Now,
+    /// When [`GradientStore::next_read`] says so: it is still on its device.
+    Later,
 }
 
-/// Elements of one bucket on the way to the group's engine and back.
+/// Result of a step for one slot.
 ///
-/// Whoever drops one that was not taken back must leave the memory alone: the device may still work on it.
-pub trait DeviceLoan: Any + Send + Debug {
-    /// How many elements.
-    fn len_elems(&self) -> usize;
-
-    /// Where they are, for the engine; waits no longer than `patience` until that is known.
-    ///
-    /// # Errors
-    ///
-    /// What the device says, or that it did not answer.
-    fn place(&mut self, patience: Duration) -> Result<&mut dyn Any, String>;
+/// A bucket need not give each rank all that went into it: a store that shards would answer with a third case, the
+/// range of the slot that is this rank's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome<T> {
+    /// The average of all its elements.
+    Whole(T),
+    /// No rank had a gradient.
+    Absent,
 }
 
-/// Keeps gradients and averages of all slots of a wrapped model on their device.
-pub(crate) trait Keeper: Any + Send + Debug {
-    /// Whether the step has a gradient for `slot`.
+/// Gradients and averages of all slots of a wrapped model, in tensors `T`.
+///
+/// Errors are texts that name the parameter; the caller adds the rank.
+pub(crate) trait GradientStore<T>: Send {
+    /// True if [`fill`](Self::fill) packs gradients into the buffer of their bucket; false if they stay on their
+    /// device.
+    fn packs(&self) -> bool;
+
+    /// Number of buffers that all buckets share in turn; `None` if each bucket needs its own.
+    fn ring_len(&self) -> Option<usize>;
+
+    /// Takes the final gradient of a slot in this backward.
+    fn put(&mut self, slot: usize, gradient: T, contribution: Contribution) -> Result<Arrival, String>;
+
+    /// Waits for the next gradient that [arrives later](Arrival::Later) and returns its slot; `None` when all have.
+    fn next_read(&mut self) -> Result<Option<usize>, String>;
+
+    /// True if this rank has a gradient for the slot in the next reduction.
     fn holds(&self, slot: usize) -> bool;
 
-    /// Gives away the gradients of `slots`, zeros for those without, in this order; sums are divided by `divisor` first. Nothing waits
-    /// for the device.
-    fn lend(&mut self, slots: &[usize], divisor: f64) -> Result<Box<dyn DeviceLoan>, String>;
+    /// Moves the gradients of a bucket into `buffer`, with zeros for slots without one; sums over micro-batches are
+    /// divided by `divisor`. Gradients that stay on their device are lent to the group's engine instead. Does not wait
+    /// for a device.
+    fn fill(
+        &mut self,
+        bucket: &Bucket,
+        ranges: &[BucketRange],
+        divisor: f64,
+        buffer: &mut [u8],
+    ) -> Result<Option<Box<dyn DeviceLoan>>, String>;
 
-    /// The averages of `slots` from what was lent of them. Nothing waits for the device.
-    fn take_back(&mut self, slots: &[usize], lent: Box<dyn DeviceLoan>) -> Result<(), String>;
+    /// Takes the averages of a bucket out of `reduced` or `loan`. Slots without a gradient on any rank are not
+    /// `present`. Does not wait for a device.
+    fn take_back(
+        &mut self,
+        bucket: &Bucket,
+        ranges: &[BucketRange],
+        present: &[bool],
+        reduced: SharedView,
+        loan: Option<Box<dyn DeviceLoan>>,
+    ) -> Result<(), String>;
 
-    /// Forgets gradients and averages.
-    fn forget(&mut self);
+    /// The result of a slot, once.
+    fn outcome(&mut self, slot: usize) -> Outcome<T>;
+
+    /// Drops gradients, and averages that were not asked for.
+    fn clear(&mut self);
+
+    /// Lets go of memory that averages of the last step look at. The next reduction may overwrite it.
+    fn release(&mut self);
+}
+
+/// A store for gradients on `device`, which are reduced there or through host memory. An asynchronous device is read in
+/// portions of `read_bytes`.
+pub(crate) fn open<B: GradientMemory>(
+    slots: Arc<[Slot]>,
+    device: B::Device,
+    on_device: bool,
+    read_bytes: usize,
+) -> Box<dyn GradientStore<FloatTensor<B>>> {
+    if on_device {
+        Box::new(DeviceStore::<B>::new(slots, device))
+    } else {
+        Box::new(HostStore::<B>::new(slots, device, read_bytes))
+    }
 }

@@ -81,6 +81,15 @@ impl ArenaBuffer {
         self.regions.len
     }
 
+    /// Makes it `len` bytes long. Returns false if its regions are smaller.
+    pub(crate) fn set_len(&mut self, len: usize) -> bool {
+        let fits = len <= self.regions.stride;
+        if fits {
+            self.regions.len = len;
+        }
+        fits
+    }
+
     /// This rank's input.
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: only this rank writes its input, through a mutable borrow of this value.

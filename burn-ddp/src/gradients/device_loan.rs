@@ -1,0 +1,20 @@
+//! Gradients that the group's engine reduces in the memory of their device.
+
+use std::any::Any;
+use std::fmt::Debug;
+use std::time::Duration;
+
+/// Elements of one bucket on loan to the group's engine.
+///
+/// If it is dropped without having been taken back, its memory must not be freed: the device may still be using it.
+pub trait DeviceLoan: Any + Send + Debug {
+    /// Number of elements.
+    fn len_elems(&self) -> usize;
+
+    /// Location of the elements, for the engine. Waits at most `patience` until it is known.
+    ///
+    /// # Errors
+    ///
+    /// The device's error, or that it did not answer.
+    fn place(&mut self, patience: Duration) -> Result<&mut dyn Any, String>;
+}

@@ -1,0 +1,23 @@
+//! Settings of a reducer.
+
+use std::time::Duration;
+
+use super::accumulation::GradientReduction;
+use super::bucket_plan::Caps;
+
+/// Settings that do not change while a model is wrapped.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Settings {
+    pub reduction: GradientReduction,
+    /// Micro-batches per reduction.
+    pub accumulation: usize,
+    pub caps: Caps,
+    /// Longest time one collective may take.
+    pub timeout: Duration,
+    /// Number of steps between comparisons of the ranks' parameters; 0 for never.
+    pub replica_check: u64,
+    /// A thread reduces buckets while backward goes on. If not, all are reduced at its end.
+    pub overlap: bool,
+    /// Gradients stay on their device, and the group's engine reduces them there. Needs `overlap`.
+    pub on_device: bool,
+}

@@ -1,0 +1,192 @@
+//! Gradients that are reduced in host memory: kept as tensors until their bucket is complete, then packed into its
+//! buffer.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use burn::backend::TensorMetadata;
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::{Bytes, DType, Shape};
+use burn_ddp_comm::SharedView;
+
+use super::{Arrival, GradientStore, Outcome};
+use crate::convert::{burn_dtype, comm_dtype};
+use crate::gradients::accumulation::{Contribution, Sum};
+use crate::gradients::bucket_plan::{Bucket, BucketRange, Slot};
+use crate::gradients::device_loan::DeviceLoan;
+use crate::gradients::memory::{GradientMemory, shared_bytes};
+use crate::gradients::readback::{Read, Readback};
+
+/// Buffers that buckets share in turn where averages are copied out of them: one is filled, one reduced, one read.
+const RING_LEN: usize = 3;
+
+pub(super) struct HostStore<B: GradientMemory> {
+    slots: Arc<[Slot]>,
+    /// Device of the last gradient, for averages.
+    device: B::Device,
+    gradients: Vec<Option<Gradient<B>>>,
+    averages: Vec<Option<FloatTensor<B>>>,
+    /// Bytes that averages of the last step look at.
+    viewed: Vec<Arc<Bytes>>,
+    readback: Readback<B>,
+    /// Gradients that were read and not yet returned by `next_read`.
+    read: VecDeque<Read>,
+}
+
+enum Gradient<B: GradientMemory> {
+    Tensor(FloatTensor<B>),
+    Bytes(Bytes),
+    /// Over micro-batches.
+    Sum(Sum),
+}
+
+impl<B: GradientMemory> HostStore<B> {
+    pub(super) fn new(slots: Arc<[Slot]>, device: B::Device, read_bytes: usize) -> Self {
+        HostStore {
+            device,
+            gradients: slots.iter().map(|_| None).collect(),
+            averages: slots.iter().map(|_| None).collect(),
+            viewed: Vec::new(),
+            readback: Readback::new(read_bytes),
+            read: VecDeque::new(),
+            slots,
+        }
+    }
+
+    /// An error unless a gradient of `slot` has this type and length.
+    fn check(&self, slot: usize, dtype: DType, len_bytes: usize) -> Result<(), String> {
+        let s = &self.slots[slot];
+        if comm_dtype(dtype) != Some(s.dtype) {
+            return Err(format!(
+                "the gradient of {} is {dtype:?}, but the model was wrapped with {}: wrap again after changing dtypes",
+                s.path, s.dtype
+            ));
+        }
+        if len_bytes != s.len_bytes() {
+            let Slot { path, dims, dtype, .. } = s;
+            let expected = s.len_bytes();
+            return Err(format!(
+                "the gradient of {path} has {len_bytes} bytes, but {dims:?} of {dtype} takes {expected}"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Adds `weight` times a gradient to the sum over micro-batches.
+    fn add(&mut self, slot: usize, gradient: &[u8], weight: f64) {
+        let s = &self.slots[slot];
+        let held = self.gradients[slot].get_or_insert_with(|| Gradient::Sum(Sum::zeros(s.dtype, s.len_elems())));
+        if let Gradient::Sum(sum) = held {
+            sum.add(s.dtype, gradient, weight);
+        }
+    }
+
+    fn unreadable(&self, slot: usize, reason: &str) -> String {
+        format!("reading the gradient of {}: {reason}", self.slots[slot].path)
+    }
+}
+
+impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
+    fn packs(&self) -> bool {
+        true
+    }
+
+    fn ring_len(&self) -> Option<usize> {
+        (!B::VIEWS_AVERAGES && !B::ASYNCHRONOUS).then_some(RING_LEN)
+    }
+
+    fn put(&mut self, slot: usize, gradient: FloatTensor<B>, contribution: Contribution) -> Result<Arrival, String> {
+        let dtype = gradient.dtype();
+        self.check(slot, dtype, gradient.shape().num_elements() * dtype.size())?;
+        self.device = gradient.device();
+        if B::ASYNCHRONOUS {
+            self.readback.add(slot, contribution, gradient);
+            return Ok(Arrival::Later);
+        }
+        match contribution {
+            Contribution::Ignored => {}
+            Contribution::Whole => self.gradients[slot] = Some(Gradient::Tensor(gradient)),
+            Contribution::Added(weight) => B::with_bytes(gradient, |_, bytes| self.add(slot, bytes, weight))
+                .map_err(|e| self.unreadable(slot, &e))?,
+        }
+        Ok(Arrival::Now)
+    }
+
+    fn next_read(&mut self) -> Result<Option<usize>, String> {
+        while self.read.is_empty() {
+            let portion = self.readback.next().map_err(|e| format!("reading gradients from the device: {e}"))?;
+            let Some(portion) = portion else { return Ok(None) };
+            self.read.extend(portion);
+        }
+        let Some((slot, contribution, dtype, bytes)) = self.read.pop_front() else { return Ok(None) };
+        self.check(slot, dtype, bytes.len())?;
+        match contribution {
+            Contribution::Ignored => {}
+            Contribution::Whole => self.gradients[slot] = Some(Gradient::Bytes(bytes)),
+            Contribution::Added(weight) => self.add(slot, &bytes, weight),
+        }
+        Ok(Some(slot))
+    }
+
+    fn holds(&self, slot: usize) -> bool {
+        self.gradients[slot].is_some()
+    }
+
+    fn fill(
+        &mut self,
+        bucket: &Bucket,
+        ranges: &[BucketRange],
+        divisor: f64,
+        buffer: &mut [u8],
+    ) -> Result<Option<Box<dyn DeviceLoan>>, String> {
+        for &slot in &bucket.slots {
+            let out = &mut buffer[ranges[slot].bytes()];
+            match self.gradients[slot].take() {
+                Some(Gradient::Tensor(gradient)) => {
+                    B::with_bytes(gradient, |_, bytes| out.copy_from_slice(bytes))
+                        .map_err(|e| self.unreadable(slot, &e))?;
+                }
+                Some(Gradient::Bytes(bytes)) => out.copy_from_slice(&bytes),
+                Some(Gradient::Sum(sum)) => sum.write(bucket.dtype, divisor, out),
+                None => out.fill(0),
+            }
+        }
+        Ok(None)
+    }
+
+    fn take_back(
+        &mut self,
+        bucket: &Bucket,
+        ranges: &[BucketRange],
+        present: &[bool],
+        reduced: SharedView,
+        _: Option<Box<dyn DeviceLoan>>,
+    ) -> Result<(), String> {
+        let bytes = shared_bytes(reduced);
+        for &slot in bucket.slots.iter().filter(|&&slot| present[slot]) {
+            let s = &self.slots[slot];
+            let shape = Shape::from(s.dims.clone());
+            let average = B::from_shared(&bytes, ranges[slot].bytes(), shape, burn_dtype(s.dtype), &self.device);
+            self.averages[slot] = Some(average);
+        }
+        if B::VIEWS_AVERAGES {
+            self.viewed.push(bytes);
+        }
+        Ok(())
+    }
+
+    fn outcome(&mut self, slot: usize) -> Outcome<FloatTensor<B>> {
+        self.averages[slot].take().map_or(Outcome::Absent, Outcome::Whole)
+    }
+
+    fn clear(&mut self) {
+        self.gradients.iter_mut().for_each(|gradient| *gradient = None);
+        self.averages.iter_mut().for_each(|average| *average = None);
+        self.readback.clear();
+        self.read.clear();
+    }
+
+    fn release(&mut self) {
+        self.viewed.clear();
+    }
+}

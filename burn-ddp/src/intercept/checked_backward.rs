@@ -1,0 +1,40 @@
+//! A backward whose failures are errors, and after which every leaf is looked at.
+
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::tensor::{Gradients, Tensor};
+
+use super::checks::bypassed;
+use super::model_walk::note_values;
+use super::wrapped_model::WrappedModel;
+use crate::ddp::Ddp;
+use crate::{Error, Result};
+
+/// Runs `loss.backward()` for [`Ddp::backward`], where `model` is `wrapped`.
+pub(crate) fn checked_backward<const D: usize, M: Module>(
+    wrapped: &Arc<WrappedModel>,
+    loss: &Tensor<D>,
+    model: &M,
+) -> Result<Gradients> {
+    if wrapped.compares() {
+        note_values(model, wrapped);
+    }
+    let (gradients, reached) = wrapped.capture(|| loss.backward())?;
+    if !reached {
+        let reason = "the loss depends on no parameter of the wrapped model, or on none that it tapped (frozen or \
+        replaced \
+                      after `wrap`?)";
+        return Err(refused(&wrapped.ddp, reason.into()));
+    }
+    match bypassed(model, wrapped, &gradients)? {
+        None => Ok(gradients),
+        Some(reason) => Err(refused(&wrapped.ddp, reason)),
+    }
+}
+
+/// The error of a backward that cannot deliver averages, which the other ranks get, too.
+pub(crate) fn refused(ddp: &Ddp, reason: String) -> Error {
+    ddp.world().fail(format!("backward: {reason}"));
+    Error::Backward { rank: ddp.rank(), reason }
+}

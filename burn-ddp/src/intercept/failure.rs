@@ -1,0 +1,63 @@
+//! Errors of a backward: to the other ranks, and to `Ddp::backward` or as a panic.
+
+use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use crate::ddp::Ddp;
+use crate::{Error, Result};
+
+thread_local! {
+    /// The first error of the backward in [`capture`] on this thread, of whichever model; the outer `None` if there is
+    /// no such backward.
+    static CAPTURED: RefCell<Option<Option<Error>>> = const { RefCell::new(None) };
+}
+
+/// Runs `backward` with errors of [`fail`] returned instead of panics.
+pub(super) fn capture<T>(backward: impl FnOnce() -> T) -> Result<T> {
+    struct Restore(Option<Option<Error>>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            CAPTURED.set(self.0.take());
+        }
+    }
+    let restore = Restore(CAPTURED.replace(Some(None)));
+    // An error leaves Burn's graph unfinished, so Burn may panic later; that panic is dropped in favour of our error.
+    let out = catch_unwind(AssertUnwindSafe(backward));
+    let captured = CAPTURED.take().flatten();
+    drop(restore);
+    match (captured, out) {
+        (Some(e), _) => Err(e),
+        (None, Ok(out)) => Ok(out),
+        (None, Err(panic)) => resume_unwind(panic),
+    }
+}
+
+/// True inside [`capture`] on this thread.
+pub(super) fn is_captured() -> bool {
+    CAPTURED.with_borrow(Option::is_some)
+}
+
+/// Ends the other ranks' waits with an error that only this rank knows.
+pub(crate) fn tell_peers(ddp: &Ddp, error: &Error) {
+    if !matches!(error, Error::Comm(_)) {
+        ddp.world().fail(error.to_string());
+    }
+}
+
+/// Reports that a backward has failed: to the other ranks, and to `Ddp::backward` if it runs on this thread; else
+/// panics.
+pub(crate) fn fail(ddp: &Ddp, error: Error) {
+    tell_peers(ddp, &error);
+    let unheard = CAPTURED.with_borrow_mut(|captured| match captured {
+        Some(first) => {
+            first.get_or_insert(error);
+            None
+        }
+        None => Some(error),
+    });
+    if let Some(error) = unheard {
+        panic!(
+            "{error}\nnote: `loss.backward()` cannot return an error; `ddp.backward(&loss, &model)` returns this one"
+        );
+    }
+}

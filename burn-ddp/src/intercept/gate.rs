@@ -1,0 +1,129 @@
+//! Gates: the last one of a backward waits for the averages and registers them on the leaves.
+
+use std::sync::atomic::Ordering;
+
+use burn::backend::autodiff::NodeId;
+use burn::backend::autodiff::grads::Gradients;
+
+use super::backward_pass::submit_all;
+use super::checks::UNREAD;
+use super::failure::{fail, is_captured};
+use super::model_state::State;
+use super::wrapped_model::WrappedModel;
+use crate::Result;
+use crate::gradients::{GradientMemory, Outcome};
+
+/// Place for the average of a slot that this rank did not use.
+enum Substitute {
+    /// The leaf of a clone.
+    Leaf(NodeId),
+    /// The stand-in leaf of this slot.
+    StandIn(usize),
+}
+
+impl WrappedModel {
+    /// Counts a gate. The last one of a backward waits for the averages and registers them.
+    pub(super) fn gate<B: GradientMemory>(&self, parent_is_leaf: bool, grads: &mut Gradients) {
+        submit_all::<B>(grads);
+        let mut guard = self.lock();
+        // The hooks of a model that changed its backend have failed.
+        let Some(state) = guard.of::<B>() else { return };
+        if !parent_is_leaf {
+            state.error.get_or_insert_with(|| {
+                self.fault(
+                    "a parameter of the wrapped model is not a leaf of the graph: move models with `fork`, not \
+                `to_device`"
+                        .into(),
+                )
+            });
+        }
+        state.gated += 1;
+        if state.gated < state.fired {
+            return;
+        }
+        let result = match state.error.take() {
+            Some(e) => Err(e),
+            None => self.deliver(state, grads),
+        };
+        state.reset();
+        state.values.iter_mut().for_each(|value| *value = None);
+        if result.is_err() {
+            state.reducer.discard();
+        }
+        drop(guard);
+        self.ended.fetch_add(1, Ordering::AcqRel);
+        if let Err(e) = result {
+            fail(&self.ddp, e);
+        }
+    }
+
+    /// Waits for the averages and registers them.
+    fn deliver<B: GradientMemory>(&self, state: &mut State<B>, grads: &mut Gradients) -> Result<()> {
+        self.submit_rest(state)?;
+        state.delivered.digests.fill(None);
+        let closely = state.reducer.step() <= 2 || state.reducer.compares_replicas();
+        state.delivered.digested = closely && is_captured();
+        self.refuse_lost_taps()?;
+        self.refuse_bypass(state, grads)?;
+        let step = state.reducer.step();
+        let Some(results) = state.reducer.finish()? else { return Ok(()) };
+        self.refuse_differences(step, &results.digests)?;
+        if let Some(statistics) = &mut state.statistics {
+            statistics.receive(&results);
+        }
+        let mut unused = Vec::new();
+        for slot in 0..state.slots.len() {
+            let Outcome::Whole(average) = state.reducer.outcome(slot) else { continue };
+            let leaf = match state.slots[slot].leaf {
+                Some(leaf) => {
+                    let digest = if state.delivered.digested { self.digest::<B>(slot, &average)? } else { UNREAD };
+                    state.delivered.digests[slot] = Some(digest);
+                    leaf
+                }
+                None => match self.substitute(state, slot) {
+                    Substitute::Leaf(leaf) => leaf,
+                    Substitute::StandIn(slot) => {
+                        unused.push(slot);
+                        state.stand_ins.leaf_of(slot, &average)
+                    }
+                },
+            };
+            grads.register::<B>(leaf, average);
+        }
+        unused.dedup();
+        self.tell_unused(state);
+        state.reducer.end_step()?;
+        self.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
+        self.waiting.note(&unused, state.reducer.step());
+        Ok(())
+    }
+
+    /// Place for the average of a slot that this rank did not use. Until an optimizer steps, clones of a parameter
+    /// share a leaf.
+    fn substitute<B: GradientMemory>(&self, state: &State<B>, slot: usize) -> Substitute {
+        if !self.cloned[slot] || self.mapped.load(Ordering::Acquire) {
+            return Substitute::StandIn(slot);
+        }
+        let first = self.slots[slot].first_clone;
+        let mut clones = (first..self.slots.len()).filter(|&other| self.slots[other].first_clone == first);
+        clones.find_map(|other| state.slots[other].leaf).map_or(Substitute::StandIn(first), Substitute::Leaf)
+    }
+
+    /// Says once which parameters no rank used.
+    fn tell_unused<B: GradientMemory>(&self, state: &mut State<B>) {
+        if std::mem::replace(&mut state.told_unused, true) || self.ddp.rank() != 0 {
+            return;
+        }
+        let slots = self.slots.iter().enumerate();
+        let unused: Vec<&str> = slots
+            .filter(|(slot, s)| s.trainable && !state.reducer.is_present(*slot))
+            .map(|(_, s)| s.path.as_str())
+            .collect();
+        if !unused.is_empty() {
+            tracing::warn!(
+                parameters = unused.join(", "),
+                "parameters that had no gradient on any rank in the first step: unused, or read past their taps"
+            );
+        }
+    }
+}

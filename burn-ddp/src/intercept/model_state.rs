@@ -1,0 +1,224 @@
+//! State of a wrapped model in tensors of its backend. The backend is erased here, and found again in
+//! [`ModelState::of`] alone.
+
+use std::any::Any;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn::backend::autodiff::NodeId;
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::DType;
+use burn_ddp_comm::{ProcessGroup, Track};
+
+use super::ladder::{AutodiffTensor, Ladder, scalar, untracked};
+use super::shadow;
+use super::stand_in::StandIns;
+use super::synced_statistics::SyncedStatistics;
+use super::wrapped_model::WrappedModel;
+use crate::gradients::{GradientMemory, Reducer, Settings, Slot, open_store};
+use crate::telemetry::meter::Meter;
+use crate::{Error, Result};
+
+/// State of a wrapped model for callers that do not know its backend.
+pub(super) trait ModelState: Any + Send {
+    /// Number of reductions so far.
+    fn steps(&self) -> u64;
+
+    /// True if gradients of micro-batches are waiting for their reduction.
+    fn holds_gradients(&self) -> bool;
+
+    /// Drops gradients of micro-batches that were not reduced yet.
+    fn discard(&mut self);
+
+    /// Ends the communication thread.
+    fn retire(&mut self);
+
+    /// See [`WrappedModel::shadow`].
+    fn shadow(&mut self, model: &WrappedModel) -> Result<bool>;
+
+    /// What the last backward put on the leaves.
+    fn delivered(&self) -> &Delivered;
+}
+
+impl dyn ModelState {
+    /// The state, if it is of this backend. It is not if the model was moved to another one after `wrap`.
+    pub(super) fn of<B: GradientMemory>(&mut self) -> Option<&mut State<B>> {
+        let state: &mut dyn Any = self;
+        state.downcast_mut()
+    }
+}
+
+/// State of a wrapped model on backend `B`.
+pub(super) struct State<B: GradientMemory> {
+    pub(super) reducer: Reducer<FloatTensor<B>>,
+    /// Micro-batches per reduction.
+    pub(super) accumulation: usize,
+    /// A tensor whose entry in a `Gradients` says that it belongs to the running backward.
+    pub(super) sentinel: AutodiffTensor<B>,
+    pub(super) ladder: Ladder<B>,
+    /// A backward has begun and not ended.
+    pub(super) running: bool,
+    /// Hooks and gates that the running backward came to.
+    pub(super) fired: usize,
+    pub(super) gated: usize,
+    /// All buckets of the running backward are submitted.
+    pub(super) submitted: bool,
+    pub(super) slots: Vec<SlotState<B>>,
+    /// The value of each slot that was read last, from its read to the end of the backward: the leaf of a gradient that
+    /// went past the tap, and what the replica check compares.
+    pub(super) values: Vec<Option<AutodiffTensor<B>>>,
+    pub(super) stand_ins: StandIns<B>,
+    pub(super) statistics: Option<SyncedStatistics>,
+    pub(super) delivered: Delivered,
+    /// The user was told which parameters have no gradient.
+    pub(super) told_unused: bool,
+    /// First error of the running backward.
+    pub(super) error: Option<Error>,
+    /// Batches read from loaders when the last backward began.
+    pub(super) last_batch: u64,
+    /// Track and epoch of that batch, if it came from a loader.
+    pub(super) epoch: Option<(Track, u32)>,
+}
+
+/// State of a slot in the running backward.
+pub(super) struct SlotState<B: GradientMemory> {
+    pub(super) leaf: Option<NodeId>,
+    /// Sum of the gradients of earlier reads.
+    pub(super) partial: Option<FloatTensor<B>>,
+    /// The final gradient was put.
+    pub(super) done: bool,
+}
+
+impl<B: GradientMemory> Default for SlotState<B> {
+    fn default() -> Self {
+        SlotState { leaf: None, partial: None, done: false }
+    }
+}
+
+/// Gradients that the last backward put on leaves.
+pub(super) struct Delivered {
+    /// Digest for each slot that has one; 1 number for all unless `digested`.
+    pub(super) digests: Vec<Option<i64>>,
+    /// The digests were computed: in steps that look closely.
+    pub(super) digested: bool,
+}
+
+impl<B: GradientMemory> State<B> {
+    fn new(parts: Parts, device: B::Device, dtype: DType) -> Result<Self> {
+        let Parts { group, slots, settings, meter, statistics } = parts;
+        let sentinel = untracked::<B>(scalar::<B>(&device, dtype));
+        let store = open_store::<B>(slots.clone(), device, settings.on_device, settings.caps.bytes);
+        Ok(State {
+            reducer: Reducer::new(group, slots.clone(), store, settings, meter)?,
+            accumulation: settings.accumulation,
+            sentinel,
+            ladder: Ladder::new(),
+            running: false,
+            fired: 0,
+            gated: 0,
+            submitted: false,
+            slots: slots.iter().map(|_| SlotState::default()).collect(),
+            values: slots.iter().map(|_| None).collect(),
+            stand_ins: StandIns::new(),
+            statistics,
+            delivered: Delivered { digests: vec![None; slots.len()], digested: false },
+            told_unused: false,
+            error: None,
+            last_batch: 0,
+            epoch: None,
+        })
+    }
+
+    /// Forgets the running backward, but not its error.
+    pub(super) fn reset(&mut self) {
+        self.running = false;
+        self.fired = 0;
+        self.gated = 0;
+        self.submitted = false;
+        self.ladder.restart();
+        self.slots.iter_mut().for_each(|s| *s = SlotState::default());
+    }
+}
+
+impl<B: GradientMemory> ModelState for State<B> {
+    fn steps(&self) -> u64 {
+        self.reducer.step()
+    }
+
+    fn holds_gradients(&self) -> bool {
+        self.reducer.holds_gradients()
+    }
+
+    fn discard(&mut self) {
+        self.last_batch = 0;
+        self.epoch = None;
+        self.reducer.discard_held();
+    }
+
+    fn retire(&mut self) {
+        self.reducer.retire();
+    }
+
+    fn shadow(&mut self, model: &WrappedModel) -> Result<bool> {
+        shadow::run(model, self)
+    }
+
+    fn delivered(&self) -> &Delivered {
+        &self.delivered
+    }
+}
+
+/// Everything that a [`State`] is made of but its backend.
+struct Parts {
+    group: ProcessGroup,
+    slots: Arc<[Slot]>,
+    settings: Settings,
+    meter: Meter,
+    statistics: Option<SyncedStatistics>,
+}
+
+enum Opening {
+    Closed(Box<Parts>),
+    Open(Result<Box<dyn ModelState>>),
+    Taken,
+}
+
+/// The state of a wrapped model while its backend is asked for. Opaque: made by `wrap`, passed through [`DdpBackend`].
+#[derive(Clone)]
+pub struct ModelOpening(Arc<Mutex<Opening>>);
+
+impl ModelOpening {
+    pub(super) fn new(
+        group: ProcessGroup,
+        slots: Arc<[Slot]>,
+        settings: Settings,
+        meter: Meter,
+        statistics: Option<SyncedStatistics>,
+    ) -> Self {
+        let parts = Parts { group, slots, settings, meter, statistics };
+        ModelOpening(Arc::new(Mutex::new(Opening::Closed(Box::new(parts)))))
+    }
+
+    /// Makes the state on backend `B`. *Collective* over the group.
+    pub(super) fn open<B: GradientMemory>(&self, device: B::Device, dtype: DType) {
+        let mut opening = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Opening::Closed(parts) = std::mem::replace(&mut *opening, Opening::Taken) {
+            let state = State::<B>::new(*parts, device, dtype);
+            *opening = Opening::Open(state.map(|state| Box::new(state) as Box<dyn ModelState>));
+        }
+    }
+
+    /// The state, once; `None` if no backend has made it.
+    pub(super) fn take(&self) -> Option<Result<Box<dyn ModelState>>> {
+        let mut opening = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match std::mem::replace(&mut *opening, Opening::Taken) {
+            Opening::Open(state) => Some(state),
+            _ => None,
+        }
+    }
+}
+
+impl std::fmt::Debug for ModelOpening {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ModelOpening")
+    }
+}

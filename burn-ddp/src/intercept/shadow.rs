@@ -1,0 +1,45 @@
+//! A rank without data takes part in the reductions of the others, as torch's `Join` does with shadow collectives.
+
+use std::sync::atomic::Ordering;
+
+use super::failure::tell_peers;
+use super::model_state::State;
+use super::wrapped_model::WrappedModel;
+use crate::Result;
+use crate::gradients::GradientMemory;
+
+impl WrappedModel {
+    /// Takes part in one reduction of the other ranks without a backward. Returns false if no rank has a gradient: all
+    /// shadow.
+    pub(crate) fn shadow(&self) -> Result<bool> {
+        self.lock().shadow(self)
+    }
+}
+
+pub(super) fn run<B: GradientMemory>(model: &WrappedModel, state: &mut State<B>) -> Result<bool> {
+    let given = reduce(model, state);
+    if let Err(error) = &given {
+        state.reducer.discard();
+        tell_peers(&model.ddp, error);
+    }
+    given
+}
+
+fn reduce<B: GradientMemory>(model: &WrappedModel, state: &mut State<B>) -> Result<bool> {
+    model.refuse_stale()?;
+    if std::mem::take(&mut state.running) {
+        state.reset();
+        state.reducer.abandon()?;
+    }
+    state.last_batch = 0;
+    state.epoch = None;
+    model.ddp.world().set_step(state.reducer.step());
+    let mut piggyback = model.statistics(state)?;
+    if state.reducer.compares_replicas() {
+        // This rank's parameters are no longer those of the others: it has no say.
+        piggyback.digests = Some(vec![0; state.values.len()]);
+    }
+    let given = state.reducer.shadow(piggyback)?;
+    model.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
+    Ok(given)
+}
