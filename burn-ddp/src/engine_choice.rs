@@ -122,7 +122,8 @@ mod tests {
     fn a_missing_engine_that_was_asked_for_is_an_error_on_all_ranks() {
         use burn::nn::LinearConfig;
         for world in [1, 2] {
-            let options = burn_ddp_comm::WorldOptions { engine: Some(EngineChoice::External("nccl")), ..Default::default() };
+            let options =
+                burn_ddp_comm::WorldOptions { engine: Some(EngineChoice::External("nccl")), ..Default::default() };
             let errors = Ddp::spawn_with(world, options, |ddp| {
                 let model = LinearConfig::new(1, 1).init(&Device::flex().autodiff());
                 Ok(ddp.wrap(model).map(drop).unwrap_err().to_string())

@@ -29,8 +29,8 @@ impl Seed {
     }
 }
 
-/// Seed for the random numbers that follow the batch of a step: `first` is the item of the epoch's order at which the step of all
-/// ranks begins, which is the same whether or not the epoch was interrupted before.
+/// Seed for the random numbers that follow the batch of a step: `first` is the item of the epoch's order at which the
+/// step of all ranks begins, which is the same whether or not the epoch was interrupted before.
 fn of_batch(seed: u64, rank: usize, loader: u32, epoch: usize, first: usize) -> u64 {
     derive(seed, "batch", [rank as u64, loader.into(), epoch as u64, first as u64])
 }

@@ -1,5 +1,5 @@
-//! Common mistakes of programs, each on threads and over TCP: every rank gets an error that shows the calls of two ranks
-//! and their lines; never a hang, never a wrong number.
+//! Common mistakes of programs, each on threads and over TCP: every rank gets an error that shows the calls of two
+//! ranks and their lines; never a hang, never a wrong number.
 
 mod common;
 

@@ -1,6 +1,6 @@
 //! Joining a job: `init` from a launcher's environment, `from_world` from a world made by hand.
 
-use burn_ddp_comm::{LaunchEnv, WorldOptions, World};
+use burn_ddp_comm::{LaunchEnv, World, WorldOptions};
 
 use super::Ddp;
 use crate::Result;

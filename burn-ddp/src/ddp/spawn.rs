@@ -4,7 +4,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn_ddp_comm::{LaunchEnv, WorldOptions, World};
+use burn_ddp_comm::{LaunchEnv, World, WorldOptions};
 use burn_ddp_launch::{Launcher, Stdio};
 
 use super::Ddp;

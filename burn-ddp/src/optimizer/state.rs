@@ -88,7 +88,8 @@ pub(crate) fn broadcast<M: Module>(
     Ok(())
 }
 
-/// Names of the values that the optimizer keeps for each parameter, found by a step of a copy on a parameter of its own.
+/// Names of the values that the optimizer keeps for each parameter, found by a step of a copy on a parameter of its
+/// own.
 fn fields<M: Module>(optim: &ModuleOptimizer, model: &M) -> Result<BTreeSet<String>> {
     let device = model.devices().into_iter().next().unwrap_or_default().without_autodiff();
     let param = Param::from_tensor(Tensor::<2>::ones([2, 2], &device.clone().autodiff()).require_grad());

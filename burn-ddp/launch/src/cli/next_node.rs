@@ -73,7 +73,8 @@ mod tests {
         for (line, expected) in [
             (
                 "burnrun --nnodes 2 --node_rank=0 --master-addr h -n auto --local-ranks-filter 0,1 ./train --x it's",
-                "on the other machine run: burnrun --nproc-per-node auto --nnodes 2 --master-addr h --local-ranks-filter 0,1 \
+                "on the other machine run: burnrun --nproc-per-node auto --nnodes 2 --master-addr h \
+                --local-ranks-filter 0,1 \
                  --node-rank 1 ./train --x 'it'\\''s'",
             ),
             (

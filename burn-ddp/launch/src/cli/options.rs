@@ -211,7 +211,8 @@ impl Cli {
             (1, _) => Ok(None),
             _ if self.standalone => usage("--standalone is for one machine, and --nnodes says there are more"),
             (_, None) => usage(
-                "several machines meet at node 0: say where with --master-addr HOST (or --rdzv-endpoint HOST:PORT), the same on all",
+                "several machines meet at node 0: say where with --master-addr HOST (or --rdzv-endpoint HOST:PORT), \
+                the same on all",
             ),
             (_, given) => Ok(given),
         }
