@@ -6,16 +6,16 @@ use std::time::Duration;
 
 use anyhow::{Result, anyhow};
 
-/// Burn's downloader has none of its own.
+/// Deadline of a download; Burn's downloader has none.
 const DEADLINE: Duration = Duration::from_secs(300);
 
-/// What `download` returns. It panics when the network or the cache fails, so it runs on a thread of its own, whose end is awaited.
+/// Result of `download`. Burn panics if the network or the cache fails, so `download` runs on a thread of its own.
 pub(crate) fn guarded<T: Send + 'static>(download: impl FnOnce() -> T + Send + 'static) -> Result<T> {
     let (sender, done) = mpsc::channel();
     let quiet = QuietPanics::start();
     std::thread::Builder::new().name("download".into()).spawn(move || {
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(download));
-        // Nobody listens any more once the deadline has passed.
+        // The receiver is gone once the deadline has passed.
         let _ = sender.send(result);
     })?;
     let result = done.recv_timeout(DEADLINE);
@@ -33,7 +33,7 @@ fn message(panic: &(dyn Any + Send)) -> &str {
         .unwrap_or("Burn's download panicked")
 }
 
-/// While it lives, panics print nothing: the one that is expected here becomes an error.
+/// Guard under which panics print nothing: the panic expected here becomes an error.
 struct QuietPanics(Option<Box<dyn Fn(&std::panic::PanicHookInfo<'_>) + Sync + Send + 'static>>);
 
 impl QuietPanics {

@@ -9,28 +9,33 @@
 //! | `seed_gradients` | what averaging does, in numbers that can be checked by hand |
 //! | `existing_loop`, `accumulation`, `uneven_data`, `checkpoint_resume`, `early_stopping`, `custom_metric`, `lora`, `mixed_devices` | one thing each |
 //!
-//! Each file in `src/bin` opens with the lines that run it. What `mnist` is made of is in [`mnist`], the networks for pictures are in
-//! [`vision`]; [`cli`], [`measure`], [`report`] and [`schedule`] serve both.
+//! Each file in `src/bin` opens with the lines that run it. The trainers share [`trainer`]; [`mnist`] and [`vision`]
+//! are what each adds: data, networks, losses.
+//!
+//! | crate feature | adds |
+//! |---|---|
+//! | `train` | the programs that use Burn's trainer: `mnist_learner`, `custom_metric` |
+//! | `images` | pictures from folders: `resnet --data folder:DIR` |
+//! | `download` | datasets that Burn downloads: `mnist --data full`, `resnet --data cifar10` |
+//! | `ndarray`, `wgpu`, `cuda`, `tch` | devices, for `mixed_devices` and for `BURN_DEVICE` |
 #![forbid(unsafe_code)]
 
-pub mod cli;
 #[cfg(feature = "download")]
 mod download;
-pub mod measure;
 pub mod mnist;
-pub mod report;
-pub mod schedule;
+pub mod trainer;
 pub mod vision;
 
-/// Shows the library's warnings on standard error; `RUST_LOG=info` shows more.
+/// Shows the library's warnings on standard error; `RUST_LOG=info` shows more. Keeps a subscriber that is already set.
 pub fn log_to_stderr() {
     use std::io::{IsTerminal, stderr};
-    use tracing_subscriber::EnvFilter;
+    use tracing_subscriber::filter::Targets;
+    use tracing_subscriber::prelude::*;
 
-    // Why the job ended is what `main` returns; once is enough.
+    // The reason why the job ended is what `main` returns; once is enough.
     let default = "warn,burn_ddp_comm::membership=off";
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr).with_ansi(stderr().is_terminal());
-    // Someone who has set up a subscriber already keeps it.
-    let _ = lines.try_init();
+    let wanted = std::env::var("RUST_LOG").ok().and_then(|targets| targets.parse().ok());
+    let targets: Targets = wanted.unwrap_or_else(|| default.parse().unwrap_or_default());
+    let lines = tracing_subscriber::fmt::layer().with_writer(stderr).with_ansi(stderr().is_terminal());
+    let _ = tracing_subscriber::registry().with(targets).with(lines).try_init();
 }

@@ -1,12 +1,12 @@
-//! What Burn downloads, from a cache as Burn leaves it, and without one. `cargo test -p burn-ddp-examples --features download --test
-//! download`.
-#![cfg(feature = "download")]
+//! Datasets that Burn downloads, from a cache as Burn leaves it, and without one:
+//! `cargo test --features burn-ddp-examples/download --test download`.
+#![cfg(all(feature = "download", feature = "images"))]
 
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 
-use burn_ddp_examples::report::Summary;
+use burn_ddp_examples::trainer::summary::Summary;
 use image::{Rgb, RgbImage};
 
 const RESNET: &str = env!("CARGO_BIN_EXE_resnet");

@@ -65,6 +65,7 @@ fn ranks_with_uneven_data_end_equal() {
     assert!(hashes.len() == 2 && hashes[0] == hashes[1], "{shown}");
 }
 
+#[cfg(any(feature = "ndarray", feature = "wgpu"))]
 #[test]
 fn ranks_on_different_devices_hold_the_same_bits() {
     let shown = shown(env!("CARGO_BIN_EXE_mixed_devices"), "");
@@ -91,6 +92,7 @@ fn a_run_that_is_resumed_is_the_run_that_was_not_interrupted() {
     fails(program, "", "usage: checkpoint_resume DIRECTORY");
 }
 
+#[cfg(feature = "train")]
 #[test]
 fn a_metric_of_ones_own_counts_the_items_of_all_ranks() {
     let dir = tempfile::tempdir().unwrap();

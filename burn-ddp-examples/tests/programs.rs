@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use burn::data::dataset::Dataset;
 use burn_ddp_examples::mnist::{MnistDataset, Split};
-use burn_ddp_examples::report::Summary;
+use burn_ddp_examples::trainer::summary::Summary;
 use common::{fails, run, two_ranks};
 
 const MNIST: &str = env!("CARGO_BIN_EXE_mnist");
+#[cfg(feature = "train")]
 const LEARNER: &str = env!("CARGO_BIN_EXE_mnist_learner");
 
 /// MNIST's four files with the first digits of the sample.
@@ -79,6 +80,7 @@ fn one_rank_with_the_same_global_batch_follows_the_same_curve() {
     assert_eq!(one.test_accuracy, three.test_accuracy);
 }
 
+#[cfg(feature = "train")]
 /// Burn's trainer, with `artifacts` in the folder of the data.
 #[track_caller]
 fn learn(data: &Path, artifacts: &str, arguments: &str) -> (Summary, String) {
@@ -95,6 +97,7 @@ fn learn(data: &Path, artifacts: &str, arguments: &str) -> (Summary, String) {
     (serde_json::from_str(&fs::read_to_string(summary).unwrap()).unwrap(), shown)
 }
 
+#[cfg(feature = "train")]
 #[test]
 fn burns_trainer_on_two_ranks_follows_one_and_resumes() {
     let dir = tempfile::tempdir().unwrap();
@@ -154,7 +157,8 @@ fn two_processes_see_the_mean_and_the_sum_of_their_gradients() {
         assert_eq!(
             shown,
             format!(
-                "rank {rank}: weight {rank}.0 before wrap, 0.0 after\nrank {rank}: gradient 14.0\nrank {rank}: gradient in sum mode 28.0\n"
+                "rank {rank}: weight {rank}.0 before wrap, 0.0 after\nrank {rank}: gradient 14.0\n\
+                 rank {rank}: gradient in sum mode 28.0\n"
             )
         );
     }

@@ -3,11 +3,9 @@
 mod common;
 
 use std::fs;
-use std::path::Path;
 
-use burn_ddp_examples::report::Summary;
+use burn_ddp_examples::trainer::summary::Summary;
 use common::{fails, run};
-use image::{Rgb, RgbImage};
 
 const RESNET: &str = env!("CARGO_BIN_EXE_resnet");
 const ALEXNET: &str = env!("CARGO_BIN_EXE_alexnet");
@@ -28,7 +26,10 @@ fn train(program: &str, arguments: &str) -> (Summary, String) {
 }
 
 /// Red pictures and blue ones, of several sizes.
-fn pictures(root: &Path, each: u32) {
+#[cfg(feature = "images")]
+fn pictures(root: &std::path::Path, each: u32) {
+    use image::{Rgb, RgbImage};
+
     for (class, colour) in [("blue", [10, 20, 200]), ("red", [200, 20, 10])] {
         fs::create_dir_all(root.join(class)).unwrap();
         for number in 0..each {
@@ -58,8 +59,8 @@ fn a_resnet_learns_reports_and_repeats() {
 
 #[test]
 fn one_rank_and_two_follow_the_same_curve() {
-    // No normalisation over the batch in AlexNet, no dropout here: the ranks' number must not matter. Crops and mirroring are the
-    // same for every number of ranks.
+    // No normalisation over the batch in AlexNet, no dropout here: the ranks' number must not matter. Crops and
+    // mirroring are the same for every number of ranks.
     let arguments = format!("{TINY} --no-dropout --epochs 2 --lr 0.05");
     let (one, _) = train(ALEXNET, &format!("{arguments} --nproc 1 --batch-size 16 --limit 40"));
     let (two, _) = train(ALEXNET, &format!("{arguments} --nproc 2 --batch-size 8 --limit 40"));
@@ -89,6 +90,7 @@ fn synchronised_normalisation_follows_the_curve_of_one_rank() {
     assert!(difference(&apart) > 1e-2, "{:?} and {:?}", one.train_loss, apart.train_loss);
 }
 
+#[cfg(feature = "images")]
 #[test]
 fn a_folder_of_pictures_is_learned() {
     let dir = tempfile::tempdir().unwrap();
@@ -98,7 +100,8 @@ fn a_folder_of_pictures_is_learned() {
     let (summary, _) = train(
         RESNET,
         &format!(
-            "{data} --nproc 2 --batch-size 4 --epochs 8 --lr 0.05 --schedule step --label-smoothing 0.1 --num-workers 2 --save {}",
+            "{data} --nproc 2 --batch-size 4 --epochs 8 --lr 0.05 --schedule step --label-smoothing 0.1 \
+             --num-workers 2 --save {}",
             model.display()
         ),
     );
@@ -136,6 +139,8 @@ fn what_cannot_work_ends_at_once_with_its_reason() {
     fails(RESNET, &format!("{TINY} --limit 2 --nproc 3"), "3 ranks");
     #[cfg(not(feature = "download"))]
     fails(RESNET, "--data cifar10", "--features download");
+    #[cfg(not(feature = "images"))]
+    fails(RESNET, "--data folder:/", "--features images");
 }
 
 #[test]

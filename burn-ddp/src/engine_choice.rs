@@ -44,7 +44,7 @@ pub(crate) fn reduces_on_device(ddp: &Ddp, device: &Device, reduces: bool) -> Re
         return Ok(reduces);
     }
     let wanted = ddp.world().options().engine;
-    let required = wanted == Some(EngineChoice::Nccl);
+    let required = wanted == Some(EngineChoice::External("nccl"));
     let candidate = required || wanted.is_none() && reduces;
     let mine = RankReport { kind: device::kind(device), nccl: candidate.then(|| nccl_report(ddp, device)) };
     let reports = ddp.group().all_gather_object(&mine)?;
@@ -122,7 +122,7 @@ mod tests {
     fn a_missing_engine_that_was_asked_for_is_an_error_on_all_ranks() {
         use burn::nn::LinearConfig;
         for world in [1, 2] {
-            let options = burn_ddp_comm::WorldOptions { engine: Some(EngineChoice::Nccl), ..Default::default() };
+            let options = burn_ddp_comm::WorldOptions { engine: Some(EngineChoice::External("nccl")), ..Default::default() };
             let errors = Ddp::spawn_with(world, options, |ddp| {
                 let model = LinearConfig::new(1, 1).init(&Device::flex().autodiff());
                 Ok(ddp.wrap(model).map(drop).unwrap_err().to_string())

@@ -35,10 +35,10 @@ check resnet 300 ./burnrun -n "$ranks" ./resnet --data synthetic --epochs 2 --su
 # What intercepting and reducing costs: at world 1 and more, beside torch's DDP if python3 has torch; by number of tensors; and by size of buckets,
 # of which the last takes all gradients, so that nothing overlaps.
 worlds=$(echo 1 "$ranks" | xargs -n 1 | sort -nu | paste -sd ,)
-check step 300 ./burn-ddp-bench step --engine nccl --worlds "$worlds"
-check tensors 300 ./burn-ddp-bench tensors --engine nccl --world "$ranks" --counts 10,1000 --rounds 5 --alone
-check buckets 300 ./burn-ddp-bench buckets --engine nccl --world "$ranks" --model mlp --bytes 134217728 --count 512 \
-  --bucket-bytes 1048576,26214400,1073741824
+check step 300 ./burn-ddp-bench step --engine nccl --world "$worlds"
+check tensors 300 ./burn-ddp-bench step --model tensors --engine nccl --world "$ranks" --counts 10,1000 --rounds 5 --alone
+check buckets 300 ./burn-ddp-bench step --model mlp --engine nccl --world "$ranks" --bytes 134217728 --counts 512 \
+  --bucket-bytes 1048576,26214400,1073741824 --alone
 
 grep -hE "×|us|ratio" out/nccl-*.txt
 cat out/step.txt out/tensors.txt out/buckets.txt

@@ -1,11 +1,11 @@
 //! Gradient accumulation: four micro-batches per optimizer step, and one reduction for all of them.
 //!
 //! ```sh
-//! cargo run --bin accumulation # two ranks
+//! cargo run --bin accumulation   # two ranks
 //! ```
 //!
-//! Two ranks with four micro-batches of 8 each follow the curve of two ranks with one batch of 32, with the activations of 8 in memory.
-//! In torch: `with model.no_sync():` around all backwards but the last, and `loss / 4`.
+//! Two ranks with four micro-batches of 8 each follow the curve of two ranks with one batch of 32, with the activations
+//! of 8 in memory. In torch: `with model.no_sync():` around all backwards but the last, and `loss / 4`.
 #![forbid(unsafe_code)]
 
 use burn::data::dataset::transform::PartialDataset;
@@ -24,7 +24,7 @@ fn main() -> anyhow::Result<()> {
     })
 }
 
-/// The mean loss of an epoch.
+/// Mean loss of an epoch.
 fn train(ddp: &Ddp, micro_batches: usize, batch_size: usize) -> anyhow::Result<f64> {
     let device = ddp.device()?.autodiff();
     ddp.seed(&device, 42);
@@ -41,7 +41,7 @@ fn train(ddp: &Ddp, micro_batches: usize, batch_size: usize) -> anyhow::Result<f
         let logits = model.forward(batch.images.flatten(1, 3));
         let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels);
         sum += loss.clone().into_scalar::<f64>();
-        let grads = loss.backward(); // empty for all micro-batches but the last, which has the mean over all of their items
+        let grads = loss.backward(); // empty for all micro-batches but the last: the mean over all of their items
         if (number + 1) % micro_batches == 0 {
             let grads = GradientsParams::from_grads(grads, &model);
             model = optim.step(0.1, model, grads);

@@ -1,22 +1,23 @@
 //! Trains AlexNet on pictures.
 //!
 //! ```sh
-//! cargo run --bin alexnet -- --width 16                   # two ranks, computed pictures, a thin network
-//! cargo run --bin alexnet --features download -- --data cifar10 # CIFAR-10
-//! burnrun -n 2 target/debug/alexnet --data folder:DIR     # pictures of your own, 224 × 224
+//! cargo run --bin alexnet -- --width 16                           # two ranks, computed pictures, a thin network
+//! cargo run --bin alexnet --features download -- --data cifar10   # CIFAR-10
+//! cargo run --bin alexnet --features images -- --data folder:DIR  # pictures of your own, 224 × 224
 //! ```
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
-use burn_ddp_examples::vision::{AlexNetConfig, args, train};
-use burn_ddp_examples::{cli, log_to_stderr};
+use burn_ddp_examples::vision::{AlexNetConfig, PictureArgs, train_pictures};
+use burn_ddp_examples::{log_to_stderr, trainer};
 use clap::Parser;
 
 /// Trains AlexNet on pictures, data-parallel.
 ///
-/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job. `--lr` is 0.05 for steps of 256 pictures.
+/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job. `--lr` is 0.05 for steps of
+/// 256 pictures.
 #[derive(Parser, Debug)]
 #[command(version)]
 struct Cli {
@@ -29,20 +30,20 @@ struct Cli {
     no_dropout: bool,
 
     #[command(flatten)]
-    common: args::Args,
+    common: PictureArgs,
 }
 
 fn main() -> ExitCode {
     log_to_stderr();
-    cli::exit_code(run(&Cli::parse()))
+    trainer::exit_code(run(&Cli::parse()))
 }
 
 fn run(Cli { width, no_dropout, common }: &Cli) -> Result<()> {
     common.check()?;
     ensure!(*width > 0, "--width 0: a layer has at least one channel");
-    cli::launch(common.nproc, |ddp| {
-        train::run(ddp, common, 0.05, |classes, device| {
-            let config = AlexNetConfig { classes, side: common.side(), width: *width, dropout: !no_dropout };
+    trainer::launch(common.options.nproc, |ddp| {
+        train_pictures::run(ddp, common, 0.05, |classes, device| {
+            let config = AlexNetConfig { classes, side: common.pictures.side(), width: *width, dropout: !no_dropout };
             config.init(device)
         })
     })

@@ -1,12 +1,14 @@
 //! Checkpoints: kill it at any moment, start it again, on any number of ranks, and it goes on where it was.
 //!
 //! ```sh
-//! cargo run --bin checkpoint_resume -- /tmp/checkpoints                                             # one process
-//! cargo run --bin burnrun -- -n 2 --max-restarts 3 target/debug/checkpoint_resume /tmp/checkpoints  # two ranks, restarted when one dies
+//! cargo run --bin checkpoint_resume -- /tmp/checkpoints   # one process
+//!
+//! # two ranks, restarted when one dies
+//! burnrun -n 2 --max-restarts 3 target/debug/checkpoint_resume /tmp/checkpoints
 //! ```
 //!
-//! Each item of each epoch is read once, however often it was interrupted. In torch: `torch.save` of each state on rank 0, a rename by
-//! hand, and no position in the epoch.
+//! Each item of each epoch is read once, however often the run was interrupted. In torch: `torch.save` of each state on
+//! rank 0, a rename by hand, and no position in the epoch.
 #![forbid(unsafe_code)]
 
 use anyhow::Context;

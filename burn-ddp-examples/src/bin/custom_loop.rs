@@ -1,8 +1,8 @@
 //! The smallest complete training loop: copy it.
 //!
 //! ```sh
-//! cargo run -p burn-ddp-examples --bin custom_loop                                          # one process
-//! cargo run -p burn-ddp-launch --bin burnrun -- --nproc-per-node 2 target/debug/custom_loop # two ranks on this machine
+//! cargo run --bin custom_loop             # one process
+//! burnrun -n 2 target/debug/custom_loop   # two ranks on this machine
 //! ```
 #![forbid(unsafe_code)]
 
@@ -12,12 +12,12 @@ use burn_ddp::prelude::*;
 use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
 
 fn main() -> anyhow::Result<()> {
-    let ddp = Ddp::init()?; // who am I, who are my peers; a world of one if nobody launched us
+    let ddp = Ddp::init()?; // this rank and its peers; a world of one without a launcher
     let device = ddp.device()?.autodiff();
 
     ddp.seed(&device, 42); // the same weights in every run; after `wrap` each rank draws its own random numbers
-    let mut model = ddp.wrap(LinearConfig::new(28 * 28, 10).init(&device))?; // same type back, rank 0's weights everywhere
-    let mut optim = AdamConfig::new().init(); // as always: it sees averaged gradients and needs to know nothing
+    let mut model = ddp.wrap(LinearConfig::new(28 * 28, 10).init(&device))?; // same type, rank 0's weights everywhere
+    let mut optim = AdamConfig::new().init(); // as always: it sees averaged gradients
 
     let train = ddp
         .loader(MnistBatcher)
@@ -39,7 +39,7 @@ fn main() -> anyhow::Result<()> {
             let grads = GradientsParams::from_grads(grads, &model);
             model = optim.step(1e-3, model, grads); // the same step on every rank, so the weights stay the same
         }
-        // Every rank must call this, not only the one that prints: the others would be waited for.
+        // Every rank must call this, not only the one that prints: it would wait for the others.
         let loss = ddp.sum(sum)? / ddp.sum(items)?;
         if ddp.is_main() {
             println!("epoch {number}: loss {loss:.4}");
@@ -47,5 +47,5 @@ fn main() -> anyhow::Result<()> {
     }
 
     println!("rank {} of {}: parameters {}", ddp.rank(), ddp.world_size(), &param_hash(&model)?[..16]); // all the same
-    Ok(ddp.finish()?) // wait for everyone, then leave
+    Ok(ddp.finish()?) // waits for all ranks
 }

@@ -1,11 +1,12 @@
-//! A metric of your own in Burn's trainer, over all ranks: the share of items that the model is sure of and mistaken about.
+//! A metric of your own in Burn's trainer, over all ranks: the share of items that the model is sure of and mistaken
+//! about. Needs the crate feature `train`.
 //!
 //! ```sh
-//! cargo run --bin custom_metric -- DIRECTORY # two ranks; Burn's logs go to the directory
+//! cargo run --bin custom_metric --features train -- DIRECTORY   # two ranks; Burn's logs go to the directory
 //! ```
 //!
-//! A metric whose value is a mean over items needs one line more than in plain Burn: `impl MeanMetric`. Then `ddp.metric(…)` makes it
-//! exact over all ranks. In torch: a torchmetrics class with `dist_reduce_fx="sum"` states.
+//! A metric whose value is a mean over items needs one line more than in plain Burn: `impl MeanMetric`. Then
+//! `ddp.metric(…)` makes it exact over all ranks. In torch: a torchmetrics class with `dist_reduce_fx="sum"` states.
 #![forbid(unsafe_code)]
 
 use anyhow::Context;
@@ -26,7 +27,7 @@ use burn_ddp_examples::mnist::{MnistBatch, MnistBatcher, MnistDataset, Split};
 
 const NAME: &str = "Confident mistakes";
 
-/// What the metric looks at.
+/// Input of the metric.
 struct Answers {
     logits: Tensor<2>,
     targets: Tensor<1, Int>,
@@ -87,7 +88,7 @@ impl Numeric for ConfidentMistakes {
     }
 }
 
-/// Its value over several batches is their mean, weighted by items: that is all that `ddp.metric` has to know.
+/// The value over several batches is their mean, weighted by items: `ddp.metric` needs to know no more.
 impl MeanMetric for ConfidentMistakes {}
 
 #[derive(Module, Debug)]

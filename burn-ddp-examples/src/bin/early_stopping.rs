@@ -1,10 +1,10 @@
 //! Early stopping in a loop of your own: every rank must leave in the same epoch.
 //!
 //! ```sh
-//! cargo run --bin early_stopping # two ranks
+//! cargo run --bin early_stopping   # two ranks
 //! ```
 //!
-//! What the ranks decide by must be the same on all of them: a loss over all ranks, not each rank's own. A rank that stopped by itself
+//! The ranks must decide by the same number: a loss over all ranks, not each rank's own. A rank that stopped by itself
 //! would end the job with an error that says so. In torch: `dist.all_reduce` of a flag before the `break`.
 #![forbid(unsafe_code)]
 
@@ -63,7 +63,7 @@ fn loss(model: &Linear, batch: MnistBatch) -> Tensor<1> {
     CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, batch.labels)
 }
 
-/// The mean over all items of all ranks, each of which reads its share.
+/// Mean loss over all items; each rank reads its share.
 fn test_loss(ddp: &Ddp, model: &Linear, test: &EvalLoader<MnistBatch>) -> anyhow::Result<f64> {
     let model = model.valid();
     let (mut sum, mut items) = (0.0, 0.0);

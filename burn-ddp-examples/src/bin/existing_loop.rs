@@ -1,8 +1,8 @@
-//! A loop that exists already, with Burn's own data loader: what has to change, and nothing else. Look for `// +`.
+//! An existing loop with Burn's own data loader; the lines marked `// +` are all that changes.
 //!
 //! ```sh
-//! cargo run --bin existing_loop                          # as before: one process
-//! cargo run --bin burnrun -- -n 2 target/debug/existing_loop # two ranks
+//! cargo run --bin existing_loop             # as before: one process
+//! burnrun -n 2 target/debug/existing_loop   # two ranks
 //! ```
 //!
 //! In torch: `init_process_group`, `DDP(model)`, `DistributedSampler` with `drop_last=True`.

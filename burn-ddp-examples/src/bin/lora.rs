@@ -1,7 +1,7 @@
 //! Fine-tuning with LoRA: only the small factors are trained, and only their gradients travel.
 //!
 //! ```sh
-//! cargo run --bin lora # two ranks
+//! cargo run --bin lora   # two ranks
 //! ```
 //!
 //! In torch: `DDP(get_peft_model(model, LoraConfig(r=4, lora_alpha=8)))`.

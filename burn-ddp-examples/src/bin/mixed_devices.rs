@@ -1,13 +1,15 @@
-//! Ranks on different kinds of devices in one job: what fits together is the model, not the hardware.
+//! Ranks on different kinds of devices in one job: the ranks share the model, not the hardware. Needs the crate feature
+//! `ndarray` or `wgpu`.
 //!
 //! ```sh
-//! cargo run --bin mixed_devices                  # two ranks: Flex and NdArray
-//! cargo run --bin mixed_devices --features wgpu  # three: a GPU as well
+//! cargo run --bin mixed_devices --features ndarray        # two ranks: Flex and NdArray
+//! cargo run --bin mixed_devices --features ndarray,wgpu   # three: a GPU as well
 //! ```
 //!
-//! Gradients of every device meet in host memory. Kernels of different devices round differently, so the losses follow those of equal
-//! devices closely and not bit for bit; the ranks among each other hold the same bits, as always. The slowest rank sets the pace: give it
-//! smaller batches, each item still counts once. torch has no such thing: a process group's ranks use one backend.
+//! Gradients of every device meet in host memory. Kernels of different devices round differently, so the losses follow
+//! those of equal devices closely and not bit for bit; all ranks hold the same bits, as always. The slowest rank sets
+//! the pace: give it smaller batches, each item still counts once. torch has no such thing: a process group's ranks use
+//! one backend.
 #![forbid(unsafe_code)]
 
 use burn::nn::{LinearConfig, loss::CrossEntropyLossConfig};
@@ -16,9 +18,10 @@ use burn::prelude::*;
 use burn_ddp::prelude::*;
 use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
 
-/// The kinds that are built in, one for each rank.
+/// The kinds of devices that are built in, one for each rank.
 const KINDS: &[fn() -> Device] = &[
     Device::flex,
+    #[cfg(feature = "ndarray")]
     #[allow(deprecated)]
     Device::ndarray,
     #[cfg(feature = "wgpu")]
@@ -27,6 +30,10 @@ const KINDS: &[fn() -> Device] = &[
 
 fn main() -> anyhow::Result<()> {
     burn_ddp_examples::log_to_stderr();
+    anyhow::ensure!(
+        KINDS.len() > 1,
+        "a second kind of device needs a build with `--features ndarray` or `--features wgpu`"
+    );
     Ddp::launch(KINDS.len(), |ddp| {
         train(&ddp)?;
         Ok(ddp.finish()?)

@@ -1,20 +1,39 @@
 //! Trains a small convolutional network on handwritten digits.
 //!
 //! ```sh
-//! cargo run -p burn-ddp-examples --bin mnist -- --nproc 1                          # one process
-//! cargo run -p burn-ddp-examples --bin mnist                                       # two ranks, started by the program
-//! burnrun --nproc-per-node 2 target/debug/mnist --epochs 2 --summary summary.json  # two ranks, started by a launcher
+//! cargo run --bin mnist -- --nproc 1                                # one process
+//! cargo run --bin mnist                                             # two ranks, started by the program
+//! burnrun -n 2 target/debug/mnist --epochs 2 --summary summary.json # two ranks, started by a launcher
 //! ```
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
 
-use burn_ddp_examples::mnist::{args::Args, train};
-use burn_ddp_examples::{cli, log_to_stderr};
+use anyhow::Result;
+use burn_ddp_examples::mnist::train_digits::{self, DigitArgs};
+use burn_ddp_examples::{log_to_stderr, trainer};
 use clap::Parser;
+
+/// Trains a small convolutional network on handwritten digits, data-parallel.
+///
+/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job.
+#[derive(Parser, Debug)]
+#[command(version)]
+struct Cli {
+    #[command(flatten)]
+    digits: DigitArgs,
+
+    #[command(flatten)]
+    steps: trainer::LoopOptions,
+}
 
 fn main() -> ExitCode {
     log_to_stderr();
-    let args = Args::parse();
-    cli::exit_code(args.check().and_then(|()| cli::launch(args.nproc, |ddp| train::run(ddp, &args))))
+    trainer::exit_code(run(&Cli::parse()))
+}
+
+fn run(Cli { digits, steps }: &Cli) -> Result<()> {
+    digits.check()?;
+    steps.check()?;
+    trainer::launch(digits.options.nproc, |ddp| train_digits::run(ddp, digits, steps))
 }

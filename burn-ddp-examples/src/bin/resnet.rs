@@ -1,9 +1,10 @@
 //! Trains ResNet-18, 34 or 50 on pictures.
 //!
 //! ```sh
-//! cargo run --bin resnet -- --width 16                               # two ranks, computed pictures, a thin network
-//! cargo run --bin resnet --features download -- --data cifar10       # CIFAR-10
-//! burnrun -n 2 target/debug/resnet --data folder:DIR --image-size 64 # pictures of your own
+//! cargo run --bin resnet -- --width 16                           # two ranks, computed pictures, a thin network
+//! cargo run --bin resnet --features download -- --data cifar10   # CIFAR-10
+//! cargo run --bin resnet --features images -- --data folder:DIR  # pictures of your own, 224 × 224
+//! burnrun -n 2 target/debug/resnet --width 16                    # two ranks, started by a launcher
 //! ```
 #![forbid(unsafe_code)]
 
@@ -13,13 +14,14 @@ use anyhow::{Result, ensure};
 use burn::nn::BatchNorm;
 use burn_ddp::nn::SyncBatchNorm;
 use burn_ddp_examples::vision::resnet::Depth;
-use burn_ddp_examples::vision::{ResNetConfig, args, train};
-use burn_ddp_examples::{cli, log_to_stderr};
+use burn_ddp_examples::vision::{PictureArgs, ResNetConfig, train_pictures};
+use burn_ddp_examples::{log_to_stderr, trainer};
 use clap::Parser;
 
 /// Trains a residual network on pictures, data-parallel.
 ///
-/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job. `--lr` is 0.1 for steps of 256 pictures.
+/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job. `--lr` is 0.1 for steps of
+/// 256 pictures.
 #[derive(Parser, Debug)]
 #[command(version)]
 struct Cli {
@@ -40,12 +42,12 @@ struct Cli {
     sync_bn: bool,
 
     #[command(flatten)]
-    common: args::Args,
+    common: PictureArgs,
 }
 
 fn main() -> ExitCode {
     log_to_stderr();
-    cli::exit_code(run(&Cli::parse()))
+    trainer::exit_code(run(&Cli::parse()))
 }
 
 fn run(Cli { depth, width, zero_init_residual, sync_bn, common }: &Cli) -> Result<()> {
@@ -54,12 +56,12 @@ fn run(Cli { depth, width, zero_init_residual, sync_bn, common }: &Cli) -> Resul
     let config = |classes| ResNetConfig {
         depth: *depth,
         classes,
-        side: common.side(),
+        side: common.pictures.side(),
         width: *width,
         zero_init_residual: *zero_init_residual,
     };
-    cli::launch(common.nproc, |ddp| match sync_bn {
-        false => train::run(ddp, common, 0.1, |classes, device| config(classes).init::<BatchNorm>(device)),
-        true => train::run(ddp, common, 0.1, |classes, device| config(classes).init::<SyncBatchNorm>(device)),
+    trainer::launch(common.options.nproc, |ddp| match sync_bn {
+        false => train_pictures::run(ddp, common, 0.1, |classes, device| config(classes).init::<BatchNorm>(device)),
+        true => train_pictures::run(ddp, common, 0.1, |classes, device| config(classes).init::<SyncBatchNorm>(device)),
     })
 }

@@ -1,12 +1,12 @@
-//! What averaging does, in numbers that can be checked by hand: one weight, one gradient.
+//! Averaging in numbers that can be checked by hand: one weight, one gradient.
 //!
 //! ```sh
-//! cargo run -p burn-ddp-examples --bin seed_gradients                                          # one process: gradient 2.0
-//! cargo run -p burn-ddp-launch --bin burnrun -- --nproc-per-node 2 target/debug/seed_gradients # two ranks: gradient 14.0
+//! cargo run --bin seed_gradients             # one process: gradient 2.0
+//! burnrun -n 2 target/debug/seed_gradients   # two ranks: gradient 14.0
 //! ```
 //!
-//! The model is y = w·x. Rank r feeds x = 2r and 2r + 1, and its loss is the sum of y². With w = 1 that makes a gradient of
-//! 2·(0² + 1²) = 2 on rank 0 and 2·(2² + 3²) = 26 on rank 1: 14 on average, 28 in total.
+//! The model is y = w·x. Rank r feeds x = 2r and 2r + 1, and its loss is the sum of y². With w = 1 that makes a
+//! gradient of 2·(0² + 1²) = 2 on rank 0 and 2·(2² + 3²) = 26 on rank 1: 14 on average, 28 in total.
 #![forbid(unsafe_code)]
 
 use burn::module::Param;
@@ -42,7 +42,7 @@ fn linear(w: f32, ddp: &Ddp) -> anyhow::Result<Linear> {
     Ok(model)
 }
 
-/// The weight's gradient after this rank's backward.
+/// Gradient of the weight after this rank's backward.
 fn gradient(model: &Linear, ddp: &Ddp) -> anyhow::Result<f32> {
     let first = 2.0 * ddp.rank() as f32;
     let x = Tensor::<2>::from_floats([[first], [first + 1.0]], &ddp.device()?.autodiff());

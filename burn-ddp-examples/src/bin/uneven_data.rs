@@ -1,11 +1,11 @@
-//! Data that do not divide, with loaders that are not ours: one rank has more batches than the other.
+//! Uneven shards with Burn's own loaders: one rank has more batches than the other.
 //!
 //! ```sh
-//! cargo run --bin uneven_data # two ranks
+//! cargo run --bin uneven_data   # two ranks
 //! ```
 //!
-//! `ddp.loader` needs none of this: it cuts each step so that every rank has a batch and every item counts once. `join` is for shards that
-//! are what they are, such as a file per rank. In torch: `with Join([model]):`.
+//! `ddp.loader` needs none of this: it cuts each step so that every rank has a batch and every item counts once. `join`
+//! is for shards of given sizes, such as a file per rank. In torch: `with Join([model]):`.
 #![forbid(unsafe_code)]
 
 use burn::data::dataloader::DataLoaderBuilder;
@@ -43,7 +43,7 @@ fn train(ddp: &Ddp) -> anyhow::Result<()> {
         model = optim.step(1e-3, model, grads);
         steps += 1;
     }
-    // Who is done first takes part in the others' reductions with weight 0, and gets their model in the end.
+    // A rank that is done takes part in the reductions of the others with weight 0, and gets their model in the end.
     let missed = ddp.join(&mut model, &mut optim)?;
     println!("rank {}: {steps} steps, {missed} missed, parameters {}", ddp.rank(), &param_hash(&model)?[..16]);
     Ok(())

@@ -1,4 +1,4 @@
-//! The same training through Burn's `SupervisedTraining`.
+//! Training of the MNIST network through Burn's `SupervisedTraining`.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -13,19 +13,19 @@ use burn::train::{ClassificationOutput, InferenceStep, Learner, LearnerSummary, 
 use burn_ddp::prelude::*;
 use clap::Parser;
 
-use super::args::Args;
-use super::{Cnn, CnnConfig, MnistBatch, MnistBatcher, source};
-use crate::report::{Epoch, RankReport, Summary};
+use super::train_digits::DigitArgs;
+use super::{Cnn, MnistBatch};
+use crate::trainer::summary::{Epoch, RankReport, Summary, Work};
 
 /// Trains a small convolutional network on handwritten digits with Burn's trainer, data-parallel.
 ///
 /// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job.
 #[derive(Parser, Debug, Clone)]
-#[command(version, allow_negative_numbers = true)]
+#[command(version)]
 pub struct LearnerArgs {
-    /// What `mnist` takes.
+    /// Options of both MNIST trainers.
     #[command(flatten)]
-    pub mnist: Args,
+    pub digits: DigitArgs,
 
     /// Folder for metrics, logs and checkpoints; rank 0 writes it
     #[arg(long, default_value = "mnist-artifacts", value_name = "DIR")]
@@ -38,6 +38,14 @@ pub struct LearnerArgs {
     /// Go on after this epoch, from its checkpoint
     #[arg(long, value_name = "EPOCH")]
     pub resume: Option<usize>,
+}
+
+impl LearnerArgs {
+    /// Refuses values that cannot work, before any rank is started.
+    pub fn check(&self) -> Result<()> {
+        ensure!(self.accumulate > 0, "--accumulate 0: a step needs at least one micro-batch");
+        self.digits.check()
+    }
 }
 
 impl Cnn {
@@ -73,31 +81,24 @@ impl InferenceStep for Cnn {
 ///
 /// Data that cannot be had, a peer that failed, a file that cannot be written; an interruption.
 pub fn run(ddp: &Ddp, args: &LearnerArgs) -> Result<()> {
-    let LearnerArgs { mnist, artifacts, accumulate, resume } = args;
-    ensure!(*accumulate > 0, "--accumulate 0: a step needs at least one micro-batch");
-    let (train_data, test_data) = source::load(ddp, &mnist.data)?;
+    let LearnerArgs { digits, artifacts, accumulate, resume } = args;
+    let options = &digits.options;
+    let device = ddp.device()?;
+    let (train, test) = digits.loaders(ddp, &device)?;
 
-    let device = ddp.device()?.autodiff();
-    ddp.seed(&device, mnist.seed);
-    let model = CnnConfig::new().with_dropout(!mnist.no_dropout).init(&device);
-    let train = ddp
-        .loader(MnistBatcher)
-        .batch_size(mnist.batch_size)
-        .shuffle(mnist.seed)
-        .num_workers(mnist.num_workers)
-        .build(train_data)?;
-    let test =
-        ddp.eval_loader(MnistBatcher).batch_size(mnist.batch_size).num_workers(mnist.num_workers).build(test_data)?;
-    let steps = mnist.epochs * train.steps_per_epoch().div_ceil(*accumulate);
-    let schedule = CosineAnnealingLrSchedulerConfig::new(mnist.lr, steps).init();
-    let schedule = schedule.map_err(|reason| anyhow::anyhow!("--lr {}: {reason}", mnist.lr))?;
+    let device = device.autodiff();
+    ddp.seed(&device, options.seed);
+    let model = digits.model(&device);
+    let steps = options.epochs * train.steps_per_epoch().div_ceil(*accumulate);
+    let schedule = CosineAnnealingLrSchedulerConfig::new(digits.lr(), steps).init();
+    let schedule = schedule.map_err(|reason| anyhow::anyhow!("--lr {}: {reason}", digits.lr()))?;
 
     let start = Instant::now();
     let mut training = ddp
         .training(artifacts, train.clone(), test)
         .metrics((ddp.metric(AccuracyMetric::new()), ddp.metric(LossMetric::new())))
         .with_default_checkpointers()
-        .num_epochs(mnist.epochs)
+        .num_epochs(options.epochs)
         .summary();
     if *accumulate > 1 {
         training = training.grads_accumulation(*accumulate);
@@ -113,32 +114,23 @@ pub fn run(ddp: &Ddp, args: &LearnerArgs) -> Result<()> {
         bail!("interrupted: {}", interruption.reason.as_deref().unwrap_or("no reason was given"));
     }
 
-    if let Some(file) = &mnist.save {
+    if let Some(file) = &options.save {
         ddp.save(&result.model.clone().train(), file)?;
     }
     let time = start.elapsed();
-    let epochs_run = mnist.epochs - resume.unwrap_or(0);
+    let epochs_run = options.epochs - resume.unwrap_or(0);
     let share = |step| train.plan().share(step, ddp.rank()).len();
-    let own = RankReport {
-        items: (epochs_run * (0..train.steps_per_epoch()).map(share).sum::<usize>()) as u64,
-        seconds: time.as_secs_f64(),
-        wait_seconds: ddp.telemetry().stats().wait.as_secs_f64(),
-        param_hash: param_hash(&result.model)?,
-    };
-    let ranks = ddp.group().all_gather_object(&own)?;
-    if let Some(file) = mnist.summary.as_ref().filter(|_| ddp.is_main()) {
-        let epochs = epochs(args, time)?;
-        Summary::new(ddp.engine(), train.items_per_step(), &epochs, &ranks).write(file)?;
-    }
-    ensure!(
-        ranks.iter().all(|rank| rank.param_hash == own.param_hash),
-        "the ranks ended with different parameters: {:?}",
-        ranks.iter().map(|rank| &rank.param_hash).collect::<Vec<_>>()
-    );
-    Ok(())
+    let items = epochs_run * (0..train.steps_per_epoch()).map(share).sum::<usize>();
+    let ranks = RankReport::gather(ddp, &result.model, Work { items: items as u64, time })?;
+    // Burn's logs are on rank 0.
+    let written = options.summary.is_some() && ddp.is_main();
+    let epochs = if written { epochs(args, time)? } else { Vec::new() };
+    let summary = Summary::new(ddp.engine(), train.items_per_step(), &epochs, &ranks);
+    summary.conclude(ddp, options.summary.as_deref())
 }
 
-/// What Burn wrote of all epochs, those before a resume too. `time` is that of this run, with its evaluations.
+/// Results of all epochs from Burn's logs, also of those before a resume. `time`: duration of this run with its
+/// evaluations.
 fn epochs(args: &LearnerArgs, time: Duration) -> Result<Vec<Epoch>> {
     let summary = LearnerSummary::new(&args.artifacts, &["Accuracy", "Loss"]).map_err(anyhow::Error::msg)?;
     let curve = |splits: &[burn::train::MetricSummary], name: &str| -> Result<Vec<f64>> {
@@ -151,7 +143,7 @@ fn epochs(args: &LearnerArgs, time: Duration) -> Result<Vec<Epoch>> {
     let epoch = |(train_loss, percent): (f64, f64)| Epoch {
         train_loss,
         test_accuracy: percent / 100.0,
-        train_time: time / args.mnist.epochs as u32,
+        train_time: time / args.digits.options.epochs as u32,
     };
     Ok(losses.into_iter().zip(accuracies).map(epoch).collect())
 }

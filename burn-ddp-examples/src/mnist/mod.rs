@@ -1,22 +1,21 @@
-//! The parts of the MNIST trainer.
+//! The MNIST trainers, `mnist` and `mnist_learner`.
 //!
 //! | | |
 //! |---|---|
-//! | [`args`] | the command line |
 //! | [`idx`] | reader of the database's file format |
 //! | [`dataset`] | digits, and how they become a batch |
-//! | [`source`] | where the digits come from: carried along, a folder, Burn's download |
+//! | `digit_source` | sources of the digits: the sample in this crate, a folder, Burn's download |
 //! | [`model`] | the network |
-//! | [`train`] | training and evaluation over all ranks |
-//! | [`learner`] | the same through Burn's trainer |
+//! | [`train_digits`] | `mnist`: options, data and loss for the [trainer](crate::trainer) |
+//! | `learner` | `mnist_learner`: the same through Burn's trainer (crate feature `train`) |
 
-pub mod args;
 pub mod dataset;
+mod digit_source;
 pub mod idx;
+#[cfg(feature = "train")]
 pub mod learner;
 pub mod model;
-pub mod source;
-pub mod train;
+pub mod train_digits;
 
 pub use dataset::{MnistBatch, MnistBatcher, MnistDataset, MnistItem, Split};
 pub use model::{Cnn, CnnConfig};

@@ -9,12 +9,12 @@ use burn::prelude::*;
 use burn::tensor::activation::relu;
 
 use super::dataset::{CLASSES, MnistBatch};
-use crate::measure::recognised;
+use crate::trainer::measure::recognised;
 
-/// What the model is made of.
+/// Configuration of [`Cnn`].
 #[derive(Config, Debug)]
 pub struct CnnConfig {
-    /// Whether activations are dropped at random while training.
+    /// True to drop activations at random while training.
     #[config(default = true)]
     pub dropout: bool,
 }
@@ -32,7 +32,7 @@ pub struct Cnn {
 }
 
 impl CnnConfig {
-    /// A model with random weights. They come from the device's generator: `device.seed(…)` first makes them repeat.
+    /// A model with random weights from the device's generator; call `device.seed(…)` first to make them repeat.
     pub fn init(&self, device: &Device) -> Cnn {
         let dropout = |probability| DropoutConfig::new(if self.dropout { probability } else { 0.0 }).init();
         Cnn {
@@ -65,7 +65,7 @@ impl Cnn {
         CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels)
     }
 
-    /// How many items of a batch are classified correctly.
+    /// Number of items of a batch that are classified correctly.
     pub fn correct(&self, batch: MnistBatch) -> Tensor<1, Int> {
         recognised(self.forward(batch.images), batch.labels)
     }

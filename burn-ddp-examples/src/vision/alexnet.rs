@@ -1,4 +1,5 @@
-//! AlexNet: Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks", in torchvision's layout.
+//! AlexNet: Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks", in torchvision's
+//! layout.
 
 use burn::module::Module;
 use burn::nn::conv::{Conv2d, Conv2dConfig};
@@ -7,22 +8,22 @@ use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig, PaddingConfig2d};
 use burn::prelude::*;
 use burn::tensor::activation::relu;
 
-use super::train::Classifier;
+use super::train_pictures::Classifier;
 
 /// Pictures of at least so many pixels go through the paper's layers; smaller ones would not survive its strides.
 pub const LARGE: usize = 64;
 
-/// What the model is made of.
+/// Configuration of the network.
 #[derive(Debug, Clone)]
 pub struct AlexNetConfig {
     /// Number of classes.
     pub classes: usize,
-    /// Rows and columns of a picture. From [`LARGE`] on the first convolution is 11 × 11 with stride 4 and pools are 3 × 3; below,
-    /// 3 × 3 with stride 2 and 2 × 2, as is usual for CIFAR-10.
+    /// Rows and columns of a picture. From [`LARGE`] on the first convolution is 11 × 11 with stride 4 and pools are 3
+    /// × 3; below, 3 × 3 with stride 2 and 2 × 2, as is usual for CIFAR-10.
     pub side: usize,
     /// Channels of the first convolution, 64 in the paper; all other layers follow in proportion.
     pub width: usize,
-    /// Whether activations are dropped at random while training.
+    /// True to drop activations at random while training.
     pub dropout: bool,
 }
 
@@ -37,7 +38,7 @@ pub struct AlexNet {
 }
 
 impl AlexNetConfig {
-    /// A model with random weights. They come from the device's generator: `device.seed(…)` first makes them repeat.
+    /// A network with random weights from the device's generator; call `device.seed(…)` first to make them repeat.
     pub fn init(&self, device: &Device) -> AlexNet {
         let large = self.side >= LARGE;
         let conv = |channels, kernel: usize, stride: usize, padding| {

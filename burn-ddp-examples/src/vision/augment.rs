@@ -1,14 +1,16 @@
 //! Random crops and flips that depend on the seed, the epoch and the picture, and on nothing else.
 //!
-//! So a run repeats whatever its number of ranks, workers and interruptions are: 1 × 32 sees the same pictures as 2 × 16.
+//! So a run repeats whatever its number of ranks, workers and interruptions are: 1 × 32 sees the same pictures as 2 ×
+//! 16.
 
 use super::picture::Picture;
 
 /// What CIFAR-10's pictures are padded by, in shares of their side: 4 of 32 pixels.
 const PADDING: usize = 8;
 
-/// The augmentation of one epoch: each picture is padded with black, cropped to its size at a random place, and mirrored in half
-/// of the cases (He et al. 2015, 4.2; torchvision's `RandomCrop(32, padding=4)` and `RandomHorizontalFlip`).
+/// The augmentation of one epoch: each picture is padded with black, cropped to its size at a random place, and
+/// mirrored in half of the cases (He et al. 2015, 4.2; torchvision's `RandomCrop(32, padding=4)` and
+/// `RandomHorizontalFlip`).
 #[derive(Clone, Copy, Debug)]
 pub struct Augment {
     /// The training's seed.

@@ -6,23 +6,22 @@ use anyhow::{Context, Result, ensure};
 use burn::data::dataset::{Dataset, DatasetError};
 use burn_dataset::vision::{Annotation, CifarDataset, CifarType, ImageFolderDataset, PixelData};
 
-use super::picture::Picture;
-use super::source::CIFAR10_SIDE as SIDE;
+use super::picture::{CIFAR10_SIDE as SIDE, Picture};
 
 /// Number of classes.
 pub(super) const CLASSES: usize = 10;
-/// Pictures to learn from.
+/// Training pictures.
 const TRAIN: usize = 50_000;
-/// Pictures to be tested with.
+/// Test pictures.
 const TEST: usize = 10_000;
 
-/// One half of the database, in the files that Burn keeps.
+/// Training or test half of the database, in Burn's cache.
 pub(super) struct Cifar10 {
     files: ImageFolderDataset,
     len: usize,
 }
 
-/// At most `limit` of the pictures to learn from, and as many of those to be tested with, spread evenly over the classes.
+/// At most `limit` training pictures and as many test pictures, spread evenly over the classes.
 ///
 /// # Errors
 ///
@@ -32,12 +31,15 @@ pub(super) fn load(limit: usize) -> Result<[Cifar10; 2]> {
         let cifar10 = CifarDataset::new(CifarType::Cifar10);
         [cifar10.train(), cifar10.test()]
     })
-    .context("CIFAR-10 could not be had through Burn's download; a folder with its pictures can be given as `--data folder:DIR`")?;
+    .context(
+        "CIFAR-10 could not be had through Burn's download; a folder with its pictures can be given as \
+         `--data folder:DIR`",
+    )?;
     for (half, expected) in halves.iter().zip([TRAIN, TEST]) {
         ensure!(
             half.len() == expected,
-            "CIFAR-10 has {} pictures instead of {expected} in a half: an earlier download was cut off; delete burn-dataset/cifar10 \
-             in the cache folder (~/.cache)",
+            "CIFAR-10 has {} pictures instead of {expected} in a half: an earlier download was cut off; delete \
+             burn-dataset/cifar10 in the cache folder (~/.cache)",
             half.len()
         );
     }

@@ -35,14 +35,14 @@ pub struct Halves {
 impl Halves {
     /// Finds the pictures under `root`, which are resized and cropped to `side` × `side` pixels when they are read.
     ///
-    /// Either `root/train/CLASS/*` and `root/test/CLASS/*` (or `root/val/…`), as torchvision has it, or `root/CLASS/*`; then every
-    /// fifth picture of a class, in the order of names, is for the test. Pictures are `.png`, `.jpg` and `.jpeg`; files whose
-    /// names begin with a dot are passed over.
+    /// Either `root/train/CLASS/*` and `root/test/CLASS/*` (or `root/val/…`), as torchvision has it, or `root/CLASS/*`;
+    /// then every fifth picture of a class, in the order of names, is for the test. Pictures are `.png`, `.jpg` and
+    /// `.jpeg`; files whose names begin with a dot are passed over.
     ///
     /// # Errors
     ///
-    /// Whatever else lies in these folders, by its path; classes without pictures; fewer than two classes; classes that occur in
-    /// the test alone.
+    /// Whatever else lies in these folders, by its path; classes without pictures; fewer than two classes; classes that
+    /// occur in the test alone.
     pub fn open(root: &Path, side: usize) -> Result<Self> {
         let train = root.join("train");
         let (train, test, classes) = if train.is_dir() {
@@ -74,7 +74,8 @@ impl Halves {
             }
             ensure!(
                 !test.is_empty(),
-                "{}: every fifth picture of a class is for the test, and no class has five; or make folders train and test",
+                "{}: every fifth picture of a class is for the test, and no class has five; or make folders train and \
+                 test",
                 root.display()
             );
             (train, test, classes)

@@ -1,30 +1,27 @@
-//! The parts of the trainers for pictures, `resnet` and `alexnet`.
+//! The trainers for pictures, `resnet` and `alexnet`.
 //!
 //! | | |
 //! |---|---|
-//! | [`args`] | what their command lines have in common |
 //! | [`picture`] | a picture, and how pictures become a batch |
 //! | [`augment`] | random crops and flips that every run repeats |
-//! | `progress` | where a training is, as its checkpoints hold it |
-//! | [`source`] | where the pictures come from: [`synthetic`], [`folder`], CIFAR-10 through Burn's dataset |
-//! | [`resnet`], [`alexnet`] | the networks; [`norm`] is what the former is made of |
-//! | [`train`] | training and evaluation over all ranks |
+//! | `picture_source` | sources of the pictures: [`synthetic`], a `folder` (crate feature `images`), `cifar10` (`download`) |
+//! | [`resnet`], [`alexnet`] | the networks; [`norm`] is the part of which the former is made |
+//! | [`train_pictures`] | options, data and loss for the [trainer](crate::trainer) |
 
 pub mod alexnet;
-pub mod args;
 pub mod augment;
 #[cfg(feature = "download")]
 mod cifar10;
+#[cfg(feature = "images")]
 pub mod folder;
 pub mod norm;
 pub mod picture;
-mod progress;
+mod picture_source;
 pub mod resnet;
-pub mod source;
 pub mod synthetic;
-pub mod train;
+pub mod train_pictures;
 
 pub use alexnet::{AlexNet, AlexNetConfig};
 pub use picture::{Batch, Channels, Picture};
 pub use resnet::{ResNet, ResNetConfig};
-pub use train::Classifier;
+pub use train_pictures::{Classifier, PictureArgs};

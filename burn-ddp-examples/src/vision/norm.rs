@@ -32,8 +32,9 @@ pub struct ConvNorm<N: Module> {
 }
 
 impl<N: Norm> ConvNorm<N> {
-    /// Square kernels of `kernel` (odd) pixels, padded so that stride 1 keeps the size. Weights as He et al. 2015 ("Delving Deep
-    /// into Rectifiers") draw them, by the fan out. With `zeroed` it yields zeros until it has learned better.
+    /// Square kernels of `kernel` (odd) pixels, padded so that stride 1 keeps the size. Weights as He et al. 2015
+    /// ("Delving Deep into Rectifiers") draw them, by the fan out. With `zeroed` it yields zeros until it has learned
+    /// better.
     pub fn new(channels: [usize; 2], kernel: usize, stride: usize, zeroed: bool, device: &Device) -> Self {
         let padding = kernel / 2;
         let conv = Conv2dConfig::new(channels, [kernel; 2])

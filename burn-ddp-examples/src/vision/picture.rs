@@ -5,7 +5,10 @@ use burn::prelude::*;
 
 use super::augment::Augment;
 
-/// A picture with what is on it.
+/// Rows and columns of CIFAR-10's pictures.
+pub const CIFAR10_SIDE: usize = 32;
+
+/// A picture with its class.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
     /// Its number in the dataset.
@@ -17,7 +20,7 @@ pub struct Picture {
 }
 
 impl Picture {
-    /// From pixels as image files hold them, `[side, side, 3]`.
+    /// A picture from the pixels of an image file, `[side, side, 3]`.
     pub fn interleaved(index: usize, pixels: &[u8], label: usize) -> Self {
         let channel = |channel: usize| pixels.iter().skip(channel).step_by(3).copied();
         Self { index, pixels: (0..3).flat_map(channel).collect(), label }
@@ -34,9 +37,9 @@ pub struct Channels {
 }
 
 impl Channels {
-    /// Of ImageNet, which torchvision takes for all photographs.
+    /// Values of ImageNet, which torchvision takes for all photographs.
     pub const IMAGENET: Self = Self { mean: [0.485, 0.456, 0.406], deviation: [0.229, 0.224, 0.225] };
-    /// Of CIFAR-10's training set.
+    /// Values of CIFAR-10's training set.
     pub const CIFAR10: Self = Self { mean: [0.4914, 0.4822, 0.4465], deviation: [0.2470, 0.2435, 0.2616] };
 
     /// The normalised values of a channel's 256 intensities.
@@ -45,7 +48,7 @@ impl Channels {
     }
 }
 
-/// The pictures of a step on this rank, as bytes: how they are augmented depends on the epoch, which a batcher does not know.
+/// Pictures of a step on this rank, as bytes: their augmentation depends on the epoch, which a batcher does not know.
 #[derive(Clone, Debug)]
 pub struct Batch {
     /// All of the same size.
@@ -53,18 +56,18 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// How many pictures it has.
+    /// Number of pictures.
     pub fn items(&self) -> usize {
         self.pictures.len()
     }
 
-    /// `[items]`
+    /// Labels, `[items]`.
     pub fn labels(&self, device: &Device) -> Tensor<1, Int> {
         let labels: Vec<i64> = self.pictures.iter().map(|picture| picture.label as i64).collect();
         Tensor::from_data(TensorData::new(labels, [self.items()]), device)
     }
 
-    /// `[items, 3, side, side]`, normalised by `channels`, after what `augment` does to each.
+    /// Pixels, `[items, 3, side, side]`: augmented, then normalised by `channels`.
     pub fn images(&self, side: usize, channels: &Channels, augment: Option<&Augment>, device: &Device) -> Tensor<4> {
         let tables = [0, 1, 2].map(|channel| channels.table(channel));
         let mut values = Vec::with_capacity(self.items() * 3 * side * side);

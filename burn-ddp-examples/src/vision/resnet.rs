@@ -7,7 +7,7 @@ use burn::prelude::*;
 use burn::tensor::activation::relu;
 
 use super::norm::{ConvNorm, Norm};
-use super::train::Classifier;
+use super::train_pictures::Classifier;
 
 /// Pictures of at least so many pixels are made smaller before the first block, as ImageNet's are.
 pub const LARGE: usize = 64;
@@ -44,23 +44,24 @@ impl Depth {
     }
 }
 
-/// What the model is made of.
+/// Configuration of the network.
 #[derive(Debug, Clone)]
 pub struct ResNetConfig {
     /// Layers with weights.
     pub depth: Depth,
     /// Number of classes.
     pub classes: usize,
-    /// Rows and columns of a picture: from [`LARGE`] on a 7 × 7 convolution and a pool of stride 2 each come first, below a 3 × 3
-    /// convolution of stride 1.
+    /// Rows and columns of a picture: from [`LARGE`] on a 7 × 7 convolution and a pool of stride 2 each come first,
+    /// below a 3 × 3 convolution of stride 1.
     pub side: usize,
     /// Channels of the first stage, 64 in the paper; each stage has twice as many as the one before.
     pub width: usize,
-    /// Whether blocks begin as the identity (Goyal et al. 2017, 5.1; torchvision's `zero_init_residual`).
+    /// True to let blocks begin as the identity (Goyal et al. 2017, 5.1; torchvision's `zero_init_residual`).
     pub zero_init_residual: bool,
 }
 
-/// A residual network. Whatever the normalisation, parameters have the same names: a file of one is a file of the other.
+/// A residual network. Whatever the normalisation, parameters have the same names: a file of one is a file of the
+/// other.
 #[derive(Module, Debug)]
 pub struct ResNet<N: Module = BatchNorm> {
     stem: ConvNorm<N>,
@@ -79,7 +80,7 @@ pub struct Block<N: Module> {
 }
 
 impl ResNetConfig {
-    /// A model with random weights. They come from the device's generator: `device.seed(…)` first makes them repeat.
+    /// A network with random weights from the device's generator; call `device.seed(…)` first to make them repeat.
     pub fn init<N: Norm>(&self, device: &Device) -> ResNet<N> {
         let large = self.side >= LARGE;
         let (kernel, stride) = if large { (7, 2) } else { (3, 1) };
@@ -109,7 +110,8 @@ impl ResNetConfig {
         let last = |channels, kernel| ConvNorm::new(channels, kernel, 1, self.zero_init_residual, device);
         let layers = match self.depth {
             Depth::D18 | Depth::D34 => vec![conv([channels, inner], 3, stride), last([inner, out], 3)],
-            // The stride is in the 3 × 3 convolution (version 1.5), as torchvision has it, and not in the paper's 1 × 1.
+            // The stride is in the 3 × 3 convolution (version 1.5), as torchvision has it, and not in the paper's 1 ×
+            // 1.
             Depth::D50 => vec![conv([channels, inner], 1, 1), conv([inner, inner], 3, stride), last([inner, out], 1)],
         };
         Block { layers, downsample: (stride != 1 || channels != out).then(|| conv([channels, out], 1, stride)) }

@@ -1,11 +1,12 @@
-//! Rounds of several contenders, interleaved: each round, each contender in turn does one size, so that what disturbs the machine
-//! disturbs them alike. Ratios are medians over rounds of the quotient within a round.
+//! Rounds of several contenders, interleaved: in each round each contender does one size in turn, so that a disturbance
+//! hits all alike. Ratios are medians over rounds of the quotient within a round.
 
 use std::time::Instant;
 
 use anyhow::Result;
+use burn_ddp_comm::DType;
 
-use crate::contender::{Contender, Setting, start};
+use crate::contender::{Contender, Setting, Trainer, start};
 use crate::protocol::RoundPlan;
 use crate::team::{Round, Team};
 use crate::{machine, stats};
@@ -15,28 +16,29 @@ const SAMPLE_NS: f64 = 20_000.0;
 /// More samples of a round say nothing new.
 const MAX_SAMPLES: usize = 400;
 
-/// How much to measure.
+/// Extent of a measurement.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Effort {
     pub(crate) rounds: usize,
-    /// About how long a contender is measured in a round.
+    /// Approximate duration of a contender's turn, in milliseconds.
     pub(crate) round_ms: f64,
-    /// Steps between two readings of the clock, if they are not to be chosen: 1 for percentiles of single steps.
+    /// Steps between two readings of the clock, `None` to choose: 1 for percentiles of single steps.
     pub(crate) per_sample: Option<usize>,
 }
 
 /// The contenders that could be started.
 pub(crate) struct Field {
     pub(crate) world: usize,
+    pub(crate) dtype: DType,
     entrants: Vec<(Contender, Team)>,
-    /// Who could not, and why.
-    pub(crate) absent: Vec<(Contender, String)>,
+    /// Rounds so far: the first contender of a round changes from round to round.
+    rounds: usize,
 }
 
-/// One contender's times of one size.
+/// Times of one contender and one size.
 #[derive(Clone, Debug)]
 pub(crate) struct Timing {
-    pub(crate) who: Contender,
+    pub(crate) contender: Contender,
     /// Per round, the median of its samples in nanoseconds.
     pub(crate) medians: Vec<f64>,
     /// All samples.
@@ -46,115 +48,133 @@ pub(crate) struct Timing {
 }
 
 impl Field {
-    /// Starts them; who does not start is absent, but not this project's.
-    pub(crate) fn gather(who: &[Contender], setting: &Setting<'_>) -> Result<Field> {
-        let mut field = Field { world: setting.world, entrants: Vec::new(), absent: Vec::new() };
-        for &who in who {
-            match start(who, setting) {
-                Ok(team) => field.entrants.push((who, team)),
-                Err(error) if who.is_ours() => return Err(error),
-                Err(error) => {
-                    eprintln!("{who} is not there: {error:#}");
-                    field.absent.push((who, format!("{error:#}")));
-                }
+    /// Starts `contenders`, and leaves out the peers that do not start.
+    ///
+    /// # Errors
+    /// If one of this project's contenders does not start.
+    pub(crate) fn gather(contenders: &[Contender], setting: &Setting<'_>) -> Result<Field> {
+        let mut field = Field { world: setting.world, dtype: setting.dtype, entrants: Vec::new(), rounds: 0 };
+        for &contender in contenders {
+            match start(contender, setting) {
+                Ok(team) => field.entrants.push((contender, team)),
+                Err(error) if contender.is_ours() => return Err(error),
+                Err(error) => eprintln!("left out: {contender}: {error:#}"),
             }
         }
         Ok(field)
     }
 
-    /// All rounds of one size. A peer that fails is absent from then on.
+    /// All rounds of one size. A peer that fails is left out from then on.
     ///
     /// # Errors
-    /// If one of this project's fails.
+    /// If one of this project's contenders fails.
     pub(crate) fn measure(&mut self, bytes: usize, effort: &Effort) -> Result<Vec<Timing>> {
         self.measure_of(bytes, buffers(bytes, self.world), effort)
     }
 
-    /// The same with `count` buffers, tensors, or items: whatever the contenders count.
+    /// All rounds of one size with `count` buffers, tensors, or items: whatever the contenders count.
     pub(crate) fn measure_of(&mut self, bytes: usize, count: usize, effort: &Effort) -> Result<Vec<Timing>> {
-        let names: Vec<Contender> = self.entrants.iter().map(|(who, _)| *who).collect();
-        self.measure_these(&names, (bytes, count), effort)
+        let contenders: Vec<Contender> = self.entrants.iter().map(|(contender, _)| *contender).collect();
+        self.measure_these(&contenders, (bytes, count), effort)
     }
 
-    /// The same of one contender by itself; `None` if it is absent.
+    /// All rounds of one contender by itself; `None` if it was left out.
     pub(crate) fn measure_only(
         &mut self,
-        who: Contender,
+        contender: Contender,
         bytes: usize,
         count: usize,
         effort: &Effort,
     ) -> Result<Option<Timing>> {
-        Ok(self.measure_these(&[who], (bytes, count), effort)?.pop())
+        Ok(self.measure_these(&[contender], (bytes, count), effort)?.pop())
     }
 
     fn measure_these(
         &mut self,
-        names: &[Contender],
+        contenders: &[Contender],
         (bytes, count): (usize, usize),
         effort: &Effort,
     ) -> Result<Vec<Timing>> {
         let mut running: Vec<(RoundPlan, Timing)> = Vec::new();
         let world = self.world;
-        for who in names.iter().copied().filter(|who| who.applies(bytes, world)) {
-            let Some(team) = self.team(who) else { continue };
+        for contender in contenders.iter().copied().filter(|contender| contender.applies(bytes, world)) {
+            let Some(team) = self.team(contender) else { continue };
             match team.prepare(bytes, count).and_then(|()| calibrate(team, effort)) {
-                Ok(plan) => {
-                    running.push((plan, Timing { who, medians: Vec::new(), samples: Vec::new(), cpu: Vec::new() }));
-                }
-                Err(error) => self.excuse(who, error)?,
+                Ok(plan) => running.push((plan, Timing::new(contender))),
+                Err(error) => self.leave_out(contender, error)?,
             }
         }
-        for round in 0..effort.rounds {
-            let turns = running.len();
+        for round in 1..=effort.rounds {
+            let (turns, first) = (running.len(), self.rounds);
             for turn in 0..turns {
-                // Everybody is first, and follows another, equally often.
-                let (plan, timing) = &mut running[(round + turn) % turns];
-                plan.seed = (round * 100) as u64;
-                let who = timing.who;
-                let Some(team) = self.team(who) else { continue };
+                // Each contender is first, and follows another, equally often.
+                let (plan, timing) = &mut running[(first + turn) % turns];
+                plan.seed = (first * 100) as u64;
+                let contender = timing.contender;
+                let Some(team) = self.team(contender) else { continue };
                 match team.round(plan) {
                     Ok(round) => timing.add(&round, plan),
-                    Err(error) => self.excuse(who, error)?,
+                    Err(error) => self.leave_out(contender, error)?,
                 }
             }
-            running.retain(|(_, timing)| timing.medians.len() > round);
+            self.rounds += 1;
+            running.retain(|(_, timing)| timing.medians.len() == round);
         }
         for (_, timing) in &running {
-            // Nobody keeps memory for a size that is done.
-            self.team(timing.who).map_or(Ok(()), |team| team.prepare(64, 1))?;
+            // Frees the memory of this size.
+            self.team(timing.contender).map_or(Ok(()), |team| team.prepare(64, 1))?;
         }
         Ok(running.into_iter().map(|(_, timing)| timing).collect())
     }
 
-    /// Goes on without `who`, unless it is this project's.
-    fn excuse(&mut self, who: Contender, error: anyhow::Error) -> Result<()> {
-        if who.is_ours() {
+    /// Goes on without `contender`, unless it is this project's.
+    fn leave_out(&mut self, contender: Contender, error: anyhow::Error) -> Result<()> {
+        if contender.is_ours() {
             return Err(error);
         }
-        eprintln!("goes on without {who}: {error:#}");
-        self.absent.push((who, format!("{error:#}")));
-        self.entrants.retain(|(entrant, _)| *entrant != who);
+        eprintln!("goes on without {contender}: {error:#}");
+        self.dismiss(contender);
         Ok(())
     }
 
-    /// Ends the processes of `who`.
-    pub(crate) fn dismiss(&mut self, who: Contender) {
-        self.entrants.retain(|(entrant, _)| *entrant != who);
+    /// Ends the processes of `contender`.
+    pub(crate) fn dismiss(&mut self, contender: Contender) {
+        self.entrants.retain(|(entrant, _)| *entrant != contender);
     }
 
-    /// The processes of `who`.
-    pub(crate) fn team(&mut self, who: Contender) -> Option<&mut Team> {
-        self.entrants.iter_mut().find(|(entrant, _)| *entrant == who).map(|(_, team)| team)
+    /// Processes of `contender`.
+    pub(crate) fn team(&mut self, contender: Contender) -> Option<&mut Team> {
+        self.entrants.iter_mut().find(|(entrant, _)| *entrant == contender).map(|(_, team)| team)
     }
 }
 
-/// How many buffers a rank uses in turn: together they are more than twice the last cache, where the buffers are not tiny.
+/// All rounds of one size of several fields, interleaved too: they take turns, a round at a time. `bytes` by field.
+pub(crate) fn interleave(fields: &mut [Field], bytes: &[usize], effort: &Effort) -> Result<Vec<Vec<Timing>>> {
+    if let [field] = fields {
+        return Ok(vec![field.measure(bytes[0], effort)?]);
+    }
+    let one_round = Effort { rounds: 1, ..*effort };
+    let mut all: Vec<Vec<Timing>> = fields.iter().map(|_| Vec::new()).collect();
+    for _ in 0..effort.rounds {
+        for ((field, bytes), timings) in fields.iter_mut().zip(bytes).zip(&mut all) {
+            for later in field.measure(*bytes, &one_round)? {
+                match timings.iter_mut().find(|timing| timing.contender == later.contender) {
+                    Some(timing) => timing.extend(later),
+                    None => timings.push(later),
+                }
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// Number of buffers that a rank uses in turn: together they are more than twice the last cache, unless they are tiny.
 fn buffers(bytes: usize, world: usize) -> usize {
     let least = if bytes > 64 << 20 { 2 } else { 4 };
     (2 * machine::last_level_cache_bytes()).div_ceil(bytes.max(1) * world).clamp(least, 64)
 }
 
-/// How many steps fit into a round, from a few that are tried.
+/// Plan of a round: as many steps as fit, judged by a few.
 fn calibrate(team: &mut Team, effort: &Effort) -> Result<RoundPlan> {
     let mut plan = RoundPlan { seed: 0, samples: 1, per_sample: 1, warmup: 2, late: None };
     let mut step_ns = f64::INFINITY;
@@ -174,14 +194,26 @@ fn calibrate(team: &mut Team, effort: &Effort) -> Result<RoundPlan> {
 }
 
 impl Timing {
+    fn new(contender: Contender) -> Timing {
+        Timing { contender, medians: Vec::new(), samples: Vec::new(), cpu: Vec::new() }
+    }
+
+    /// The contender, if it trains.
+    pub(crate) fn trainer(&self) -> Option<Trainer> {
+        match self.contender {
+            Contender::Training(trainer) => Some(trainer),
+            _ => None,
+        }
+    }
+
     fn add(&mut self, round: &Round, plan: &RoundPlan) {
         self.medians.push(stats::median(&round.ns));
         self.samples.extend(&round.ns);
         self.cpu.push(round.cpu_ns.iter().sum::<f64>() / (plan.samples * plan.per_sample) as f64);
     }
 
-    /// The rounds of `later`, behind these.
-    pub(crate) fn extend(&mut self, later: Timing) {
+    /// Appends the rounds of `later`.
+    fn extend(&mut self, later: Timing) {
         self.medians.extend(later.medians);
         self.samples.extend(later.samples);
         self.cpu.extend(later.cpu);
@@ -192,7 +224,7 @@ impl Timing {
         stats::median(&self.medians) / 1e3
     }
 
-    /// Microseconds of a step in the round that went best: on a machine with other work, what it can do without.
+    /// Microseconds of a step in the best round: about the time on a machine without other work.
     pub(crate) fn best_us(&self) -> f64 {
         stats::percentile(&self.medians, 0.0) / 1e3
     }
@@ -207,7 +239,7 @@ impl Timing {
         stats::difference(&self.medians, &other.medians) / 1e3
     }
 
-    /// How many times longer than `other` this took.
+    /// Time as a multiple of `other`'s, the median over rounds.
     pub(crate) fn times_longer_than(&self, other: &Timing) -> f64 {
         stats::ratio(&self.medians, &other.medians)
     }

@@ -1,4 +1,4 @@
-//! `curves`: the same training on one rank and on several.
+//! `curves`: losses and speed of the same training on one rank and on several.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -8,12 +8,13 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use crate::machine::describe;
-use crate::plot::{Line, Plot};
+use crate::plot::{self, Line, Plot};
 use crate::stats::median;
 use crate::table::{Table, ratio};
 use crate::team::Scratch;
 
-/// The MNIST trainer on several numbers of ranks with the same global batch, seed and no dropout: the losses must be the same curve.
+/// Trains the MNIST network on several numbers of ranks with the same global batch, the same seed and no dropout: the
+/// losses must be the same curve.
 #[derive(Args, Debug)]
 pub(crate) struct Curves {
     /// Numbers of ranks; each must divide the global batch.
@@ -25,10 +26,11 @@ pub(crate) struct Curves {
     /// Passes over the training data.
     #[arg(long, default_value_t = 6)]
     epochs: usize,
-    /// How often everybody has a turn. Losses are the same in each; speeds are medians.
+    /// Number of rounds, in each of which every number of ranks has a turn; losses are the same in each, speeds are
+    /// medians.
     #[arg(long, default_value_t = 3)]
     rounds: usize,
-    /// The trainer; by default the one beside this program.
+    /// Trainer program [default: the `mnist` beside this program].
     #[arg(long, value_name = "FILE")]
     mnist: Option<PathBuf>,
     /// Draws loss by epoch into this SVG file.
@@ -39,7 +41,7 @@ pub(crate) struct Curves {
     json: bool,
 }
 
-/// What one number of ranks yielded.
+/// Results of one number of ranks.
 #[derive(Default)]
 struct Curve {
     loss: Vec<f64>,
@@ -49,6 +51,7 @@ struct Curve {
 
 impl Curves {
     pub(crate) fn run(&self) -> Result<()> {
+        plot::check(self.plot.as_deref())?;
         let mut curves: Vec<Curve> = self.worlds.iter().map(|_| Curve::default()).collect();
         for _ in 0..self.rounds {
             for (&world, curve) in self.worlds.iter().zip(&mut curves) {

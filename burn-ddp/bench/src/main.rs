@@ -1,40 +1,32 @@
 //! Measures burn-ddp next to its peers and to the hardware's limits: see README.md, or `burn-ddp-bench --help`.
 
 mod all_reduce;
-mod buckets;
 mod comparison;
 mod contender;
 mod curves;
-mod dtypes;
 mod link;
 mod machine;
-mod memory;
 mod noise;
-mod options;
-mod overlap;
-mod oversubscribe;
 mod plot;
 mod protocol;
 mod rank;
 mod rendezvous;
-mod report;
-mod scaling;
 mod shared_memory;
 mod stats;
 mod step;
 mod table;
 mod team;
-mod tensors;
+#[cfg(feature = "plot")]
 mod timeline;
-mod training;
 mod values;
 
 use clap::{Parser, Subcommand};
 
 /// Measures burn-ddp next to its peers and to the hardware's limits.
 ///
-/// Contenders are real processes that take turns in interleaved rounds, so that noise hits all alike; results are checked in every
-/// round. Trust ratios within one run: absolute times differ from run to run by up to two times on shared machines.
+/// Contenders are real processes that take turns in interleaved rounds, so that noise hits all alike; results are
+/// checked in every round. Trust ratios within one run: absolute times differ from run to run by up to two times on
+/// shared machines.
 #[derive(Parser)]
 #[command(version, propagate_version = false)]
 struct Cli {
@@ -45,19 +37,18 @@ struct Cli {
 #[derive(Subcommand)]
 enum Bench {
     AllReduce(all_reduce::AllReduce),
-    #[command(name = "dtypes")]
-    DTypes(dtypes::DTypes),
-    Oversubscribe(oversubscribe::Oversubscribe),
-    Scaling(scaling::Scaling),
+    Step(step::Step),
+    Curves(curves::Curves),
     Rendezvous(rendezvous::Rendezvous),
     Noise(noise::Noise),
-    Tensors(tensors::Tensors),
-    Step(step::Step),
-    Memory(memory::Memory),
-    Buckets(buckets::Buckets),
-    Overlap(overlap::Overlap),
-    Curves(curves::Curves),
+    #[cfg(feature = "plot")]
     Timeline(timeline::Timeline),
+    /// Draws steps of a trace that `burnrun --timeline` wrote; needs a build with `--features plot`.
+    #[cfg(not(feature = "plot"))]
+    Timeline {
+        #[arg(hide = true, allow_hyphen_values = true, trailing_var_arg = true)]
+        _words: Vec<String>,
+    },
     /// A rank of a contender, started by the other sub-commands.
     #[command(hide = true)]
     Rank(rank::RankArgs),
@@ -69,18 +60,14 @@ enum Bench {
 fn main() -> anyhow::Result<()> {
     match Cli::parse().bench {
         Bench::AllReduce(bench) => bench.run(),
-        Bench::DTypes(bench) => bench.run(),
-        Bench::Oversubscribe(bench) => bench.run(),
-        Bench::Scaling(bench) => bench.run(),
+        Bench::Step(bench) => bench.run(),
+        Bench::Curves(bench) => bench.run(),
         Bench::Rendezvous(bench) => bench.run(),
         Bench::Noise(bench) => bench.run(),
-        Bench::Tensors(bench) => bench.run(),
-        Bench::Step(bench) => bench.run(),
-        Bench::Memory(bench) => bench.run(),
-        Bench::Buckets(bench) => bench.run(),
-        Bench::Overlap(bench) => bench.run(),
-        Bench::Curves(bench) => bench.run(),
+        #[cfg(feature = "plot")]
         Bench::Timeline(bench) => bench.run(),
+        #[cfg(not(feature = "plot"))]
+        Bench::Timeline { .. } => anyhow::bail!("timeline needs a build with `--features plot`"),
         Bench::Rank(args) => rank::run(&args),
         Bench::Meet(args) => rendezvous::meet(&args),
     }

@@ -1,4 +1,4 @@
-//! `noise`: the same bits, whatever the order of arrival.
+//! `noise`: comparison of bits under random arrival.
 
 use std::collections::BTreeMap;
 
@@ -7,14 +7,15 @@ use burn_ddp_comm::DType;
 use clap::Args;
 use serde_json::json;
 
-use crate::contender::{Engine, Setting, ours, start};
+use crate::contender::{Engine, Programs, Setting, ours, start};
 use crate::machine::describe;
-use crate::options::Output;
 use crate::rank::BufferKind;
 use crate::table::Table;
 
-/// Random arrival, same bits: sums, means and weighted means of random floats, in buckets of six sizes, each call after a random
-/// pause on each rank; compares the results of all ranks, runs, engines, kinds of buffers and bucket sizes. Fails if any differ.
+/// Checks that results have the same bits whatever the order of arrival.
+///
+/// Computes sums, means and weighted means of random floats in buckets of six sizes, each after a random pause on each
+/// rank, and compares the results of all ranks, runs, engines, kinds of buffers and bucket sizes. Fails if any differ.
 #[derive(Args, Debug)]
 pub(crate) struct Noise {
     /// Engines to compare.
@@ -23,14 +24,17 @@ pub(crate) struct Noise {
     /// Numbers of ranks.
     #[arg(long, value_delimiter = ',', default_value = "2,3,5,8")]
     worlds: Vec<usize>,
-    /// Runs of each; each with other pauses.
+    /// Runs of each engine and kind of buffers, each with other pauses.
     #[arg(long, default_value_t = 100)]
     runs: usize,
-    /// The longest pause, in microseconds.
+    /// Longest pause, in microseconds.
     #[arg(long, default_value_t = 300)]
     pause_us: u64,
+    /// Prints one JSON object a line instead of a table.
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
-    output: Output,
+    programs: Programs,
 }
 
 impl Noise {
@@ -42,7 +46,7 @@ impl Noise {
                 let found = self.digests(world, dtype)?;
                 let (results, different) = (found.values().sum::<usize>(), found.len() - 1);
                 all_same &= different == 0;
-                if self.output.json {
+                if self.json {
                     let engines: Vec<String> = self.engine.iter().map(Engine::to_string).collect();
                     let row = json!({"bench": "noise", "engines": engines, "world": world, "dtype": dtype.to_string(),
                         "results": results, "different": different});
@@ -51,18 +55,18 @@ impl Noise {
                 table.add(vec![world.to_string(), dtype.to_string(), results.to_string(), different.to_string()]);
             }
         }
-        if !self.output.json {
+        if !self.json {
             println!("bits under random arrival, {} runs, on {}\n\n{table}", self.runs, describe());
         }
         ensure!(all_same, "results differ");
         Ok(())
     }
 
-    /// How often each result came.
+    /// Number of occurrences of each result.
     fn digests(&self, world: usize, dtype: DType) -> Result<BTreeMap<String, usize>> {
         let mut found = BTreeMap::new();
-        for who in ours(&self.engine, &[BufferKind::Slice, BufferKind::Arena]) {
-            let mut team = start(who, &Setting::here(world, dtype, &self.output.programs))?;
+        for contender in ours(&self.engine, &[BufferKind::Slice, BufferKind::Arena]) {
+            let mut team = start(contender, &Setting::here(world, dtype, &self.programs))?;
             for run in 0..self.runs {
                 for answer in team.tell(&format!("noise {run} {}", self.pause_us))? {
                     *found.entry(answer).or_default() += 1;

@@ -1,5 +1,6 @@
-//! What the driver says to the ranks of a contender, and what they answer: lines over a local socket, the same for ours, the Python and
-//! the C ones. A rank blocks in a read between rounds, so that who is not being measured uses no CPU.
+//! What the driver says to the ranks of a contender, and what they answer: lines over a local socket, the same for
+//! ours, the Python and the C ones. A rank blocks in a read between rounds, so that who is not being measured uses no
+//! CPU.
 //!
 //! | driver | rank | |
 //! |---|---|---|
@@ -10,8 +11,8 @@
 //! | `noise RUN PAUSE_US` | `ok DIGEST` | of our engines' results |
 //! | `quit` | | |
 //!
-//! Buffer `b` is filled with `1 + (5 (i mod 1021) + 3 rank + seed + b) mod 8` at element `i`, and used by steps `b`, `b + COUNT`, …
-//! Before each sample LATE_RANK (-1: nobody) sleeps LATE_US. A rank may answer `error MESSAGE` instead.
+//! Buffer `b` is filled with `1 + (5 (i mod 1021) + 3 rank + seed + b) mod 8` at element `i`, and used by steps `b`, `b
+//! + COUNT`, … Before each sample LATE_RANK (-1: nobody) sleeps LATE_US. A rank may answer `error MESSAGE` instead.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,4 @@
-//! `rendezvous`: how long ranks take to come together, once the last is there.
+//! `rendezvous`: time until all ranks have joined, from the last rank's arrival.
 
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -7,42 +7,44 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use burn_ddp_comm::{LaunchEnv, WorldOptions, StoreServer, World};
+use burn_ddp_comm::{LaunchEnv, StoreServer, World, WorldOptions};
 use clap::Args;
 use serde_json::json;
 
-use crate::contender::{Engine, Script, envs};
+use crate::contender::{Engine, Programs, Script, envs};
 use crate::machine::describe;
-use crate::options::Output;
 use crate::protocol::Lines;
 use crate::stats::{median, percentile, ratio};
 use crate::table::{self, Table, time_us};
 use crate::team::{Scratch, Team};
 
-/// How long ranks take to meet, counted from the moment the last one begins to join: world and first group, against torch's
+/// Time until all ranks have joined and have a group, from the moment the last one begins to join; against torch's
 /// `init_process_group` with its TCPStore.
 #[derive(Args, Debug)]
 pub(crate) struct Rendezvous {
-    /// The engine of the group.
+    /// Engine of the group.
     #[arg(long, default_value = "shm")]
     engine: Engine,
     /// Numbers of ranks.
     #[arg(long, value_delimiter = ',', default_value = "2,8,32")]
     worlds: Vec<usize>,
-    /// How often each meets.
+    /// Number of times each world meets.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// How long the others wait for the last one, in milliseconds: until all are well inside.
+    /// Delay of the last rank, in milliseconds: until all others have joined.
     #[arg(long, default_value_t = 700)]
     settle_ms: u64,
     /// Leaves torch out.
     #[arg(long)]
     alone: bool,
+    /// Prints one JSON object a line instead of a table.
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
-    output: Output,
+    programs: Programs,
 }
 
-/// A rank that joins and leaves as told.
+/// A rank that joins and leaves at the driver's command.
 #[derive(Args, Debug)]
 pub(crate) struct MeetArgs {
     #[arg(long)]
@@ -51,7 +53,7 @@ pub(crate) struct MeetArgs {
 
 impl Rendezvous {
     pub(crate) fn run(&self) -> Result<()> {
-        let mut table = Table::new(["ranks", "who", "median", "longest", "ours is"]);
+        let mut table = Table::new(["ranks", "contender", "median", "longest", "ours is"]);
         for &world in &self.worlds {
             let (mut ours, store) = self.ours(world)?;
             drop(store);
@@ -65,20 +67,21 @@ impl Rendezvous {
                 }
             }
             let faster = ratio(&torch_ns, &own_ns);
-            if self.output.json {
+            if self.json {
                 let row = json!({"bench": "rendezvous", "engine": self.engine.to_string(), "world": world,
                     "median_us": median(&own_ns) / 1e3, "p95_us": percentile(&own_ns, 0.95) / 1e3,
                     "torch_median_us": median(&torch_ns) / 1e3, "times_faster_than": {"torch": faster}});
                 println!("{row}");
             }
             let both = [(self.engine.to_string(), &own_ns), ("torch".to_owned(), &torch_ns)];
-            for (who, ns) in both.into_iter().filter(|(_, ns)| !ns.is_empty()) {
-                let against = if who == "torch" { format!("{} faster", table::ratio(faster)) } else { String::new() };
+            for (contender, ns) in both.into_iter().filter(|(_, ns)| !ns.is_empty()) {
+                let against =
+                    if contender == "torch" { format!("{} faster", table::ratio(faster)) } else { String::new() };
                 let (median, longest) = (time_us(median(ns) / 1e3), time_us(percentile(ns, 1.0) / 1e3));
-                table.add(vec![world.to_string(), who, median, longest, against]);
+                table.add(vec![world.to_string(), contender, median, longest, against]);
             }
         }
-        if !self.output.json {
+        if !self.json {
             println!("meeting, from the last rank's join on, {} rounds, on {}\n\n{table}", self.rounds, describe());
         }
         Ok(())
@@ -100,7 +103,7 @@ impl Rendezvous {
     fn torch(&self, world: usize) -> Option<Team> {
         let start = || {
             let scratch = Scratch::new()?;
-            let script = Script::new("meet.py", include_str!("../peers/meet.py"), &self.output.programs, &scratch)?;
+            let script = Script::new("meet.py", include_str!("../peers/meet.py"), &self.programs, &scratch)?;
             let command = |rank: usize| {
                 let mut command = script.command("lo");
                 command.args([rank.to_string(), world.to_string()]);
@@ -109,10 +112,10 @@ impl Rendezvous {
             let commands = (0..world).map(command).collect();
             Team::start("torch", world, scratch, commands, Vec::new())
         };
-        start().inspect_err(|error: &anyhow::Error| eprintln!("torch is not there: {error:#}")).ok()
+        start().inspect_err(|error: &anyhow::Error| eprintln!("left out: torch: {error:#}")).ok()
     }
 
-    /// Nanoseconds from the last rank's order to join until all have.
+    /// Nanoseconds from the last rank's order to join until all ranks have joined.
     fn meet(&self, team: &mut Team, port: u16) -> Result<f64> {
         let line = format!("join {port}");
         team.order(0..team.world() - 1, &line)?;
@@ -130,7 +133,7 @@ fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
-/// What a rank of ours does.
+/// A rank of ours: serves the driver until it says quit.
 pub(crate) fn meet(args: &MeetArgs) -> Result<()> {
     let env = LaunchEnv::detect()?.context("no variables of a launcher")?;
     let options = WorldOptions::from_env()?;

@@ -51,8 +51,8 @@ impl SharedLines {
 
     fn map(file: OwnedFd, lines: usize) -> Result<SharedLines> {
         let (len, access) = (lines * LINE_BYTES, ProtFlags::READ | ProtFlags::WRITE);
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours. The file has `len` bytes: `create` has
-        // set them, `inherited` has asked, and nobody shrinks it.
+        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours. The file has `len`
+        // bytes: `create` has set them, `inherited` has asked, and nobody shrinks it.
         let start = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0)? };
         let start = NonNull::new(start.cast()).context("mapped at 0")?;
         Ok(SharedLines { start, lines, file })
@@ -69,8 +69,8 @@ impl SharedLines {
     /// If there are not that many.
     pub(crate) fn line(&self, index: usize) -> &AtomicU64 {
         assert!(index < self.lines, "line {index} of {}", self.lines);
-        // SAFETY: inside the mapping, by the line above; aligned, since mappings begin at a page; every bit pattern is a number; all
-        // processes reach it as an atomic; the mapping lives as long as `self`.
+        // SAFETY: inside the mapping, by the line above; aligned, since mappings begin at a page; every bit pattern is
+        // a number; all processes reach it as an atomic; the mapping lives as long as `self`.
         unsafe { self.start.byte_add(index * LINE_BYTES).as_ref() }
     }
 }

@@ -32,8 +32,8 @@ fn an_all_reduce_has_times_and_ratios_to_the_limits() {
 #[test]
 fn more_ranks_than_cores_have_a_floor() {
     let rows = rows(
-        "oversubscribe --engine tcp --buffers slice --worlds 4 --sizes 65536 --late-ms 2 --peers floor --rounds 1 \
-         --round-ms 1 --json",
+        "all-reduce --oversubscribe --engine tcp --buffers slice --world 4 --sizes 65536 --late-ms 2 --peers floor \
+         --rounds 1 --round-ms 1 --json",
     );
     assert!(rows[0]["times_of_limit"]["floor/slice"].is_f64(), "{}", rows[0]);
     assert_eq!(rows[1]["bench"], "oversubscribe-wait");
@@ -54,9 +54,31 @@ fn ranks_meet_and_part() {
 
 #[test]
 fn halves_and_worlds() {
-    let dtypes =
-        rows("dtypes --engine threads --dtypes f32,bf16,f16,f64 --elements 1000 --rounds 1 --round-ms 1 --json");
+    let dtypes = rows(
+        "all-reduce --engine threads --dtype f32,bf16,f16,f64 --elements 1000 --rounds 1 --round-ms 1 --alone --json",
+    );
     assert_eq!(dtypes.len(), 4);
-    let worlds = rows("scaling --engine tcp --worlds 2,3 --bytes 8192 --rounds 1 --round-ms 1 --alone --json");
+    for row in &dtypes {
+        assert_eq!(row["elements"], 1000, "{row}");
+        assert!(row["of_first"].as_f64().unwrap() > 0.0, "{row}");
+    }
+    let worlds =
+        rows("all-reduce --scaling --engine tcp --world 2,3 --sizes 8192 --rounds 1 --round-ms 1 --alone --json");
     assert_eq!(worlds[1]["world"], 3);
+    assert!(worlds[1]["cpu_ns_per_rank_byte"].is_f64() && worlds[1]["of_smallest_world"].is_f64(), "{}", worlds[1]);
+}
+
+#[test]
+fn steps_have_what_data_parallelism_adds() {
+    let rows = rows("step --model tensors --bytes 65536 --counts 4,8 --rounds 2 --round-ms 1 --alone --json");
+    assert_eq!(rows.len(), 2);
+    for row in &rows {
+        assert_eq!(
+            (&row["bench"], &row["who"], &row["model"]),
+            (&"step".into(), &"burn-ddp/shm".into(), &"tensors".into())
+        );
+        for number in ["median_us", "base_us", "added_us", "beyond_nodes_us", "marginal_ns_per_tensor"] {
+            assert!(row[number].is_f64(), "{number}: {row}");
+        }
+    }
 }

@@ -93,7 +93,7 @@ pub fn secret(bytes: &[u8]) {
 
 pub fn object(bytes: &[u8]) {
     type Object = (Vec<String>, Option<Vec<f32>>, std::collections::BTreeMap<u64, (bool, String)>);
-    if let Ok(object) = crate::object::decode::<Object>(bytes) {
+    if let Ok(object) = crate::group::decode::<Object>(bytes) {
         assert!(postcard::to_stdvec(&object).is_ok());
     }
 }

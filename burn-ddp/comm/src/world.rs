@@ -5,14 +5,14 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
+use crate::call::request::Site;
 use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::engine::Fabric;
 use crate::engine::threads::ThreadsFabric;
-use crate::group::{Core, ProcessGroup};
+use crate::group::{CallPath, ProcessGroup};
 use crate::history::Log;
 use crate::membership::Membership;
 use crate::membership::panics;
-use crate::plan::Site;
 use crate::sync::lock;
 use crate::timeline::Timeline;
 use crate::{Error, PeerInfo, Progress, Result, Track, WorldOptions};
@@ -230,7 +230,7 @@ impl World {
         let info = CallInfo::bare(Collective::NewGroup, 0, 0, Location::caller());
         let log = membership.history().open(0, members.clone());
         let call = Call::new(info, members, self.rank(), self.member.options.timeout);
-        ProcessGroup::new(Core::new(self.member.clone(), 0, call, log, engine))
+        ProcessGroup::new(CallPath::new(self.member.clone(), 0, call, log, engine))
     }
 
     /// Checks that the world goes on.
@@ -367,7 +367,7 @@ impl Member {
         });
         let (group_rank, engine) = opened.inspect_err(|_| membership.history().close(&log))?;
         tracing::debug!(rank, group = %GroupId(group), engine = engine.name(), "new group");
-        Ok(ProcessGroup::new(Core::new(self.clone(), group_rank, call, log, engine)))
+        Ok(ProcessGroup::new(CallPath::new(self.clone(), group_rank, call, log, engine)))
     }
 
     /// Runs one call, unless the world has ended. An error of it ends the world.

@@ -1,10 +1,9 @@
 //! Options of a world: deadlines, heartbeats, engine, and records of what ranks do.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::time::Duration;
 
-use crate::{Error, Result};
+use crate::{EngineChoice, Error, Result};
 
 /// Options of a [`World`](crate::World). All ranks should use the same.
 ///
@@ -38,47 +37,6 @@ pub struct WorldOptions {
     /// Names and values of further settings that must be the same on all ranks, compared when they meet. Empty by
     /// default.
     pub config: Vec<(String, String)>,
-}
-
-/// An engine between processes. Engines outside this crate are installed by
-/// [`World::set_fabric`](crate::World::set_fabric).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum EngineChoice {
-    /// Shared memory, for ranks of one machine and user.
-    Shm,
-    /// Sockets.
-    Tcp,
-    /// An installed MPI, by the crate `burn-ddp-mpi`.
-    Mpi,
-    /// NCCL for data on NVIDIA GPUs, by the crate `burn-ddp-nccl`; host memory as without a choice.
-    Nccl,
-}
-
-impl EngineChoice {
-    /// Its name, as in `BURN_DDP_ENGINE` and as [`World::engine`](crate::World::engine) returns it.
-    pub fn name(self) -> &'static str {
-        match self {
-            EngineChoice::Shm => "shm",
-            EngineChoice::Tcp => "tcp",
-            EngineChoice::Mpi => "mpi",
-            EngineChoice::Nccl => "nccl",
-        }
-    }
-}
-
-impl FromStr for EngineChoice {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<EngineChoice> {
-        let named = |choice: &EngineChoice| choice.name() == text.trim();
-        [EngineChoice::Shm, EngineChoice::Tcp, EngineChoice::Mpi, EngineChoice::Nccl]
-            .into_iter()
-            .find(named)
-            .ok_or_else(|| {
-                Error::environment(format!("{text:?} is not an engine; shm, tcp, mpi and nccl are (BURN_DDP_ENGINE)"))
-            })
-    }
 }
 
 /// Time after which a machine that does not answer is given up, unless the user sets one.

@@ -28,7 +28,7 @@ impl Ddp {
     #[track_caller]
     pub fn init_with(options: WorldOptions) -> Result<Self> {
         #[cfg(feature = "mpi")]
-        if options.engine == Some(burn_ddp_comm::EngineChoice::Mpi) {
+        if options.engine == Some(burn_ddp_comm::EngineChoice::External("mpi")) {
             return Self::from_world(over_mpi(options)?);
         }
         let world = match LaunchEnv::detect()? {

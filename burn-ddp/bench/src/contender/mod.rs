@@ -1,4 +1,4 @@
-//! Who is compared: our engines, the peers that are installed, and the hardware's limits.
+//! Contenders of a comparison: our engines, the peers that are installed, and the hardware's limits.
 
 mod script;
 mod start;
@@ -22,11 +22,11 @@ pub(crate) enum Engine {
     Tcp,
     /// Ranks as threads of one process.
     Threads,
-    /// GPUs, of what trains with `BURN_DEVICE=cuda`.
+    /// GPUs, for training with `BURN_DEVICE=cuda`.
     Nccl,
 }
 
-/// Somebody to compare with.
+/// A peer or a limit to compare with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum Peer {
     /// torch.distributed's gloo.
@@ -43,10 +43,10 @@ pub(crate) enum Peer {
     Floor,
 }
 
-/// What is trained.
+/// Model to train.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum Model {
-    /// So many bytes in so many tensors, and a loss that is their sum.
+    /// Bare parameters: so many bytes in so many tensors, and a loss that is their sum.
     Tensors,
     /// The network of PyTorch's MNIST example, with Adam.
     Cnn,
@@ -54,21 +54,21 @@ pub(crate) enum Model {
     Mlp,
 }
 
-/// How it is trained.
+/// Way of training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum Side {
     /// Each rank for itself.
     Plain,
     /// Each rank for itself, but they meet at a bare barrier after each step.
     Barrier,
-    /// The same, and each parameter is read through two nodes of autodiff that do nothing: the least that intercepting its gradient
-    /// takes. Of [`Model::Tensors`], in Burn.
+    /// As `Barrier`, and each parameter is read through two nodes of autodiff that do nothing: the least that
+    /// intercepting its gradient takes. For [`Model::Tensors`], in Burn.
     Nodes,
     /// With `Ddp::wrap`, or torch's `DistributedDataParallel`.
     Wrapped,
 }
 
-/// What trains.
+/// Framework that trains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Framework {
     /// Burn, over this engine.
@@ -82,9 +82,9 @@ pub(crate) struct Trainer {
     pub(crate) framework: Framework,
     pub(crate) model: Model,
     pub(crate) side: Side,
-    /// The size of buckets, if not the framework's own.
+    /// Size of buckets; `None` for the framework's own.
     pub(crate) bucket_bytes: Option<usize>,
-    /// The allocator gives nothing back between steps.
+    /// True if the allocator returns no memory to the system between steps.
     pub(crate) keeps_memory: bool,
 }
 
@@ -98,14 +98,14 @@ pub(crate) enum Contender {
     Training(Trainer),
 }
 
-/// What all contenders of a comparison have in common.
+/// Setting that all contenders of a comparison share.
 #[derive(Clone, Copy)]
 pub(crate) struct Setting<'a> {
     /// Ranks.
     pub(crate) world: usize,
     pub(crate) dtype: DType,
     pub(crate) programs: &'a Programs,
-    /// Two machines, if the ranks are not to be on this one.
+    /// Two machines for the ranks; `None` for this one.
     pub(crate) link: Option<&'a Link>,
 }
 
@@ -116,16 +116,16 @@ impl<'a> Setting<'a> {
     }
 }
 
-/// Where the peers' programs are.
+/// Programs of the peers.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Programs {
-    /// A Python that can import torch, for gloo; found in PATH otherwise.
+    /// A Python that can import torch, for gloo and DDP.
     #[arg(long, default_value = "python3", value_name = "PROGRAM")]
     pub(crate) python: String,
 }
 
 impl Contender {
-    /// Whether it is this project's, and must not fail.
+    /// True for this project's, which must not fail.
     pub(crate) fn is_ours(self) -> bool {
         match self {
             Contender::Ours(..) => true,
@@ -134,7 +134,7 @@ impl Contender {
         }
     }
 
-    /// Whether it says something about messages of this size between so many ranks.
+    /// True if it says something about messages of this size between so many ranks.
     pub(crate) fn applies(self, bytes: usize, world: usize) -> bool {
         match self {
             Contender::Ours(..) | Contender::Training(_) => true,
@@ -143,7 +143,7 @@ impl Contender {
         }
     }
 
-    /// Whether it stands for the hardware, rather than for somebody else's library.
+    /// True for a limit of the hardware, false for a library.
     pub(crate) fn is_limit(self) -> bool {
         match self {
             Contender::Ours(..) | Contender::Training(_) => false,
@@ -179,39 +179,17 @@ impl Peer {
     }
 }
 
-impl fmt::Display for Engine {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Engine::Shm => "shm",
-            Engine::Tcp => "tcp",
-            Engine::Threads => "threads",
-            Engine::Nccl => "nccl",
-        })
-    }
+/// Shown as the options' values.
+macro_rules! shown_as_value {
+    ($($kind:ty),*) => {$(
+        impl fmt::Display for $kind {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.to_possible_value().map_or(Ok(()), |value| f.write_str(value.get_name()))
+            }
+        }
+    )*};
 }
-
-impl fmt::Display for BufferKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            BufferKind::Slice => "slice",
-            BufferKind::Arena => "arena",
-        })
-    }
-}
-
-impl fmt::Display for Peer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Peer::Gloo => "gloo",
-            Peer::Mpich => "mpich",
-            Peer::Openmpi => "openmpi",
-            Peer::Memcpy => "memcpy",
-            Peer::Cacheline => "cacheline",
-            Peer::Pump => "pump",
-            Peer::Floor => "floor",
-        })
-    }
-}
+shown_as_value!(Engine, Peer, BufferKind, Model, Side);
 
 impl fmt::Display for Trainer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

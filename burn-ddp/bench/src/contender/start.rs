@@ -5,7 +5,6 @@ use std::process::Command;
 
 use anyhow::{Result, bail, ensure};
 use burn_ddp_comm::{DType, JobKey, LaunchEnv, Meeting, StoreServer};
-use clap::ValueEnum;
 
 use super::{Contender, Engine, Framework, Peer, Script, Setting, Trainer};
 use crate::link::CABLE;
@@ -14,16 +13,16 @@ use crate::rank::BufferKind;
 use crate::shared_memory::SharedLines;
 use crate::team::{Scratch, Team};
 
-/// Starts the ranks of `who`.
+/// Starts the ranks of `contender`.
 ///
 /// # Errors
 /// If it is not installed, does not know the dtype, or does not start.
-pub(crate) fn start(who: Contender, setting: &Setting<'_>) -> Result<Team> {
+pub(crate) fn start(contender: Contender, setting: &Setting<'_>) -> Result<Team> {
     let &Setting { world, dtype, .. } = setting;
     let scratch = Scratch::new()?;
     let own = |what: &str, kind: BufferKind| OwnRank { what: what.to_owned(), kind, world, dtype };
-    let name = who.to_string();
-    let (mut commands, keep): Started = match who {
+    let name = contender.to_string();
+    let (mut commands, keep): Started = match contender {
         Contender::Ours(Engine::Nccl, _) => bail!("nccl reduces what is on GPUs, such as the gradients of `step`"),
         Contender::Ours(Engine::Threads, kind) => (vec![own("threads", kind).command(&scratch, 0)?], Vec::new()),
         Contender::Ours(engine, kind) => {
@@ -45,35 +44,35 @@ pub(crate) fn start(who: Contender, setting: &Setting<'_>) -> Result<Team> {
     if let Some(link) = setting.link {
         commands = commands.iter().enumerate().map(|(rank, command)| link.place(rank, command)).collect();
     }
-    let ranks = if matches!(who, Contender::Floor(_)) { world.min(cores()) } else { world };
+    let ranks = if matches!(contender, Contender::Floor(_)) { world.min(cores()) } else { world };
     Team::start(&name, ranks, scratch, commands, keep)
 }
 
-/// What starts the ranks, and what must live as long as they do.
+/// Commands that start the ranks, and values that must live as long as they do.
 type Started = (Vec<Command>, Vec<Box<dyn Any>>);
 
-/// What ranks are told, and what must live as long as they do.
-type Told = (Vec<LaunchEnv>, Vec<Box<dyn Any>>);
+/// Variables of each rank, and values that must live as long as the ranks do.
+type Envs = (Vec<LaunchEnv>, Vec<Box<dyn Any>>);
 
 /// The job's name.
 const JOB: &str = "burn-ddp-bench";
 
 impl Setting<'_> {
-    /// What each rank is told, and the store where they meet if they do not host it.
-    fn envs(&self) -> Result<Told> {
+    /// Variables of each rank, and the store where they meet unless rank 0 hosts it.
+    fn envs(&self) -> Result<Envs> {
         match self.link {
             Some(link) => Ok((link.envs(JOB), Vec::new())),
             None => envs(self.world).map(|(envs, store)| (envs, vec![Box::new(store) as Box<dyn Any>])),
         }
     }
 
-    /// The interface over which gloo talks.
+    /// Network interface of gloo.
     fn interface(&self) -> &'static str {
         if self.link.is_some() { CABLE } else { "lo" }
     }
 }
 
-/// What `world` ranks on this machine are told, and the store where they meet.
+/// Variables of `world` ranks on this machine, and the store where they meet.
 pub(crate) fn envs(world: usize) -> Result<(Vec<LaunchEnv>, StoreServer)> {
     let store = StoreServer::bind("127.0.0.1:0", &JobKey::trusting_network(JOB, 0))?;
     let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port: store.local_addr().port() };
@@ -100,7 +99,7 @@ impl OwnRank {
     }
 }
 
-/// What makes an allocator give nothing back: else steps of few large tensors are all page faults, in which what is to be seen is lost.
+/// Makes the allocator return no memory to the system: else steps of few large tensors are all page faults.
 const KEEP_MEMORY: [(&str, &str); 2] =
     [("MALLOC_MMAP_THRESHOLD_", "1073741824"), ("MALLOC_TRIM_THRESHOLD_", "4294967296")];
 
@@ -109,8 +108,7 @@ fn training(trainer: Trainer, setting: &Setting<'_>, own: &OwnRank, scratch: &Sc
     let world = setting.world;
     let lines = SharedLines::create(world)?;
     let fd = lines.fd().to_string();
-    let value = |value: Option<clap::builder::PossibleValue>| value.map_or(String::new(), |v| v.get_name().to_owned());
-    let (model, side) = (value(trainer.model.to_possible_value()), value(trainer.side.to_possible_value()));
+    let (model, side) = (trainer.model.to_string(), trainer.side.to_string());
     let allocator: &[(&str, &str)] = if trainer.keeps_memory { &KEEP_MEMORY } else { &[] };
     let Framework::Burn(engine) = trainer.framework else {
         let script = Script::new("train.py", include_str!("../../peers/train.py"), setting.programs, scratch)?;

@@ -1,9 +1,9 @@
 //! Ranks of this project's engines.
 
 use anyhow::{Context, Result, ensure};
-use burn_ddp_comm::{DType, LaunchEnv, WorldOptions, ProcessGroup, ReduceOp, SharedBuffer, SharedView, World};
+use burn_ddp_comm::{DType, LaunchEnv, ProcessGroup, ReduceOp, SharedBuffer, SharedView, World, WorldOptions};
 
-use super::{BufferKind, Workload, noise};
+use super::{BufferKind, Workload, random_sums};
 use crate::values;
 
 /// The variable that forces an engine.
@@ -16,7 +16,8 @@ pub(super) struct EngineRank {
     memory: Option<Memory>,
 }
 
-/// The buffers, and the group that reduces them: a new one for each size, so that what it keeps for them goes with them.
+/// The buffers, and the group that reduces them: a new one for each size, so that what it keeps for them goes with
+/// them.
 struct Memory {
     group: ProcessGroup,
     bytes: usize,
@@ -107,6 +108,6 @@ impl Workload for EngineRank {
 
     fn noise(&mut self, run: u64, pause_us: u64) -> Result<u64> {
         let group = self.world.group()?;
-        noise::digest(&group, self.dtype, self.kind, run, pause_us)
+        random_sums::digest(&group, self.dtype, self.kind, run, pause_us)
     }
 }

@@ -70,8 +70,8 @@ impl Workload for Cacheline {
     }
 }
 
-/// The work of a whole all-reduce through shared memory, evenly spread over the cores, without anybody waiting: per rank the sum of its
-/// slice over all inputs, and for buffers outside the arena a copy in and a copy out.
+/// The work of a whole all-reduce through shared memory, evenly spread over the cores, without anybody waiting: per
+/// rank the sum of its slice over all inputs, and for buffers outside the arena a copy in and a copy out.
 pub(super) struct Floor {
     meeting: Meeting,
     world: usize,

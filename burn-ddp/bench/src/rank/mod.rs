@@ -2,8 +2,8 @@
 
 mod engine;
 mod hardware;
-mod noise;
 mod pump;
+mod random_sums;
 #[cfg(feature = "burn")]
 mod train;
 

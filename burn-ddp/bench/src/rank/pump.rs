@@ -89,7 +89,8 @@ impl Workload for Pump {
         self.buffers[nth][0].fill(seed as u8 as f32);
     }
 
-    /// Half the buffer each way, a sum of that half, then the other half: what each of two ranks sends, receives and adds.
+    /// Half the buffer each way, a sum of that half, then the other half: what each of two ranks sends, receives and
+    /// adds.
     fn step(&mut self, nth: usize) -> Result<()> {
         let [out, into] = self.buffers.get_mut(nth).context("not prepared")?;
         let half = out.len() / 2;

@@ -13,6 +13,7 @@ use crate::{Error, Result};
 mod collective;
 mod info;
 mod members;
+pub(crate) mod request;
 mod site;
 
 pub use collective::Collective;

@@ -4,20 +4,26 @@
 //! algorithms: they are [`HostEngine`]s over a [`Transport`], which knows one primitive, the exchange of frames.
 
 use std::any::Any;
-use std::time::{Duration, Instant};
 
 use crate::call::Call;
-use crate::net::wait::deadline_in;
-use crate::{DType, Error, ReduceOp, Result, SharedBuffer, SharedView};
+use crate::{DType, Error, ReduceOp, Result};
 
-pub(crate) mod by_place;
-mod host;
+pub(crate) mod auto_fabric;
+mod choice;
+mod host_engine;
+mod shared_buffer;
 #[cfg(target_os = "linux")]
 pub(crate) mod shm;
+mod stall;
 pub(crate) mod tcp;
 pub(crate) mod threads;
+mod unavailable;
 
-pub use host::{HostEngine, checked as checked_weights};
+pub use self::choice::EngineChoice;
+pub use self::host_engine::{HostEngine, checked_weights};
+pub use self::shared_buffer::{SharedBuffer, SharedView};
+pub use self::stall::Stall;
+pub use self::unavailable::Unavailable;
 
 /// The collectives of one group on one rank, on raw bytes. Ranks are group ranks: places in the group.
 ///
@@ -220,29 +226,13 @@ pub trait Fabric: Send + Sync {
     /// # Errors
     /// Like [`Transport::exchange`].
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>>;
-}
 
-/// When a wait is to be reported as taking long: after a time, then after twice that time, and so on.
-#[derive(Debug)]
-pub struct Stall {
-    pub(crate) at: Instant,
-    interval: Duration,
-}
-
-impl Stall {
-    /// For a wait of `call`.
-    pub fn new(call: &Call, after: Duration) -> Stall {
-        // What is never due is due at the deadline, which comes first.
-        Stall { at: call.started().checked_add(after).unwrap_or_else(|| call.deadline()), interval: after }
-    }
-
-    /// Whether it is time; then the next time is later.
-    pub fn is_due(&mut self) -> bool {
-        let due = Instant::now() >= self.at;
-        if due {
-            self.at = deadline_in(self.interval);
-            self.interval = self.interval.saturating_mul(2);
-        }
-        due
+    /// Like [`open`](Self::open), but yields a reason, on all ranks of the group alike, where the fabric cannot serve the
+    /// group and another one may.
+    ///
+    /// # Errors
+    /// Like [`Transport::exchange`].
+    fn try_open(&self, call: &Call) -> Result<Result<Box<dyn Engine>, Unavailable>> {
+        self.open(call).map(Ok)
     }
 }

@@ -9,21 +9,26 @@ use std::time::Duration;
 use crate::Error;
 use crate::Result;
 use crate::call::GroupId;
-use crate::plan::{Caller, Site};
+use crate::call::request::{Caller, Site};
 
-mod copies;
-mod core;
-mod lane;
-mod non_blocking;
+mod async_calls;
+mod call_path;
+mod checked_calls;
+mod data_movement;
+mod objects;
 mod pending;
+mod point_to_point;
+mod queue;
 mod reductions;
-mod shared;
+mod shared_buffers;
 mod split;
-mod transfers;
 
-pub(crate) use self::core::Core;
-use self::lane::Lane;
+pub(crate) use self::call_path::CallPath;
+pub use self::objects::MAX_OBJECT_BYTES;
+#[cfg(feature = "fuzzing")]
+pub(crate) use self::objects::decode;
 pub use self::pending::Pending;
+use self::queue::CallQueue;
 
 /// Ranks that do collectives together, in one order. Made by [`World::group`](crate::World::group), of all ranks, and by
 /// [`split`](Self::split), of some.
@@ -45,36 +50,36 @@ pub use self::pending::Pending;
 /// in every run, on every engine between hosts. f16, bf16 and f32 are accumulated in f32, f64 in f64, integers in their
 /// own width, wrapping. A mean is one division at the end, before the one rounding.
 pub struct ProcessGroup {
-    core: Arc<Core>,
-    /// The calls that were started and not waited for.
-    lane: Arc<Lane>,
+    calls: Arc<CallPath>,
+    /// Calls that were started and not waited for.
+    queue: Arc<CallQueue>,
     /// The line that errors show instead of the caller's.
     site: Option<Site>,
 }
 
 impl ProcessGroup {
-    pub(crate) fn new(core: Core) -> ProcessGroup {
-        ProcessGroup { core: Arc::new(core), lane: Arc::default(), site: None }
+    pub(crate) fn new(calls: CallPath) -> ProcessGroup {
+        ProcessGroup { calls: Arc::new(calls), queue: Arc::default(), site: None }
     }
 
     /// This rank in the group.
     pub fn rank(&self) -> usize {
-        self.core.rank
+        self.calls.rank
     }
 
     /// How many ranks the group has.
     pub fn world_size(&self) -> usize {
-        self.core.size()
+        self.calls.size()
     }
 
     /// The ranks of the group as ranks of the world, in the order of the group.
     pub fn ranks(&self) -> &[usize] {
-        self.core.members.ranks()
+        self.calls.members.ranks()
     }
 
     /// The number of the group in its world, the same on all its ranks; [`GroupId`] shows it as errors do.
     pub fn id(&self) -> u64 {
-        self.core.id
+        self.calls.id
     }
 
     /// From now on errors and reports show `site` as the caller: for code that calls on behalf of another.
@@ -84,12 +89,12 @@ impl ProcessGroup {
 
     /// The [timeline](crate::timeline) does not show the calls of this group: for code that shows them under names of its own.
     pub fn hide_from_timeline(&self) {
-        self.core.hide();
+        self.calls.hide();
     }
 
     /// How long this rank has been in calls of this group so far: mostly waiting for others.
     pub fn time_in_calls(&self) -> Duration {
-        self.core.time_in_calls()
+        self.calls.time_in_calls()
     }
 
     /// Waits until all ranks are here. One step, no bytes but the call itself.
@@ -109,37 +114,33 @@ impl ProcessGroup {
     /// ```
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
-        self.core.barrier(self.in_turn(Location::caller()))
+        self.calls.barrier(self.in_turn(Location::caller()))
     }
 
     /// Who calls, for a call that is to be done here and now: what was started before is done first.
     #[inline]
     pub(crate) fn in_turn(&self, site: Site) -> Caller {
-        self.lane.settle();
+        self.queue.settle();
         self.caller(site)
     }
 
     #[inline]
     fn caller(&self, site: Site) -> Caller {
-        Caller { site: self.site.unwrap_or(site), step: self.core.member.seat.membership.step() }
-    }
-
-    pub(crate) fn core(&self) -> &Core {
-        &self.core
+        Caller { site: self.site.unwrap_or(site), step: self.calls.member.seat.membership.step() }
     }
 }
 
 /// What was started is still done. A group that goes while its rank panics will never do what the others wait for.
 impl Drop for ProcessGroup {
     fn drop(&mut self) {
-        self.core.member.fail_if_panicking();
-        self.lane.close();
+        self.calls.member.fail_if_panicking();
+        self.queue.close();
     }
 }
 
 impl fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let id = GroupId(self.id()).to_string();
-        f.debug_struct("ProcessGroup").field("id", &id).field("member", &self.core.member).finish_non_exhaustive()
+        f.debug_struct("ProcessGroup").field("id", &id).field("member", &self.calls.member).finish_non_exhaustive()
     }
 }

@@ -38,7 +38,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn all_reduce<T: Element>(&self, buf: &mut [T], op: ReduceOp) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        T::edit(buf, |bytes| self.core.all_reduce(caller, T::DTYPE, bytes, op, 0))
+        T::edit(buf, |bytes| self.calls.all_reduce(caller, T::DTYPE, bytes, op, 0))
     }
 
     /// [`all_reduce`](Self::all_reduce) on the bytes of `dtype` elements, which need not be aligned.
@@ -50,7 +50,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn all_reduce_bytes(&self, dtype: DType, buf: &mut [u8], op: ReduceOp, tag: u64) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        self.core.all_reduce(caller, dtype, buf, op, tag)
+        self.calls.all_reduce(caller, dtype, buf, op, tag)
     }
 
     /// Averages a buffer over all ranks, each with its own weight: Σ wᵣxᵣ / Σ wᵣ.
@@ -80,7 +80,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn all_reduce_weighted<T: Element>(&self, buf: &mut [T], weight: f64) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        T::edit(buf, |bytes| self.core.all_reduce_weighted(caller, T::DTYPE, bytes, weight, 0))
+        T::edit(buf, |bytes| self.calls.all_reduce_weighted(caller, T::DTYPE, bytes, weight, 0))
     }
 
     /// [`all_reduce_weighted`](Self::all_reduce_weighted) on the bytes of `dtype` elements, which need not be aligned.
@@ -93,7 +93,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn all_reduce_weighted_bytes(&self, dtype: DType, buf: &mut [u8], weight: f64, tag: u64) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        self.core.all_reduce_weighted(caller, dtype, buf, weight, tag)
+        self.calls.all_reduce_weighted(caller, dtype, buf, weight, tag)
     }
 
     /// Reduces a buffer over all ranks, for one of them.
@@ -121,7 +121,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn reduce<T: Element>(&self, buf: &mut [T], op: ReduceOp, root: usize) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        T::edit(buf, |bytes| self.core.reduce(caller, T::DTYPE, bytes, op, root))
+        T::edit(buf, |bytes| self.calls.reduce(caller, T::DTYPE, bytes, op, root))
     }
 
     /// [`reduce`](Self::reduce) on the bytes of `dtype` elements, which need not be aligned.
@@ -130,7 +130,7 @@ impl ProcessGroup {
     /// Those of [`reduce`](Self::reduce); [`Error::InvalidArgument`] also for a part of an element.
     #[track_caller]
     pub fn reduce_bytes(&self, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()> {
-        self.core.reduce(self.in_turn(Location::caller()), dtype, buf, op, root)
+        self.calls.reduce(self.in_turn(Location::caller()), dtype, buf, op, root)
     }
 
     /// Reduces a buffer over all ranks and leaves each rank a part of the result.
@@ -158,7 +158,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn reduce_scatter<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        T::edit(output, |output| self.core.reduce_scatter(caller, T::DTYPE, T::bytes(input), output, op))
+        T::edit(output, |output| self.calls.reduce_scatter(caller, T::DTYPE, T::bytes(input), output, op))
     }
 
     /// [`reduce_scatter`](Self::reduce_scatter) on the bytes of `dtype` elements, which need not be aligned.
@@ -168,6 +168,6 @@ impl ProcessGroup {
     #[track_caller]
     pub fn reduce_scatter_bytes(&self, dtype: DType, input: &[u8], output: &mut [u8], op: ReduceOp) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        self.core.reduce_scatter(caller, dtype, input, output, op)
+        self.calls.reduce_scatter(caller, dtype, input, output, op)
     }
 }

@@ -3,8 +3,8 @@
 use std::panic::Location;
 
 use super::ProcessGroup;
+use crate::call::request::Request;
 use crate::call::{Collective, GroupId, Members};
-use crate::plan::Plan;
 use crate::{Error, Result};
 
 /// What a rank says when a group is split: whether it wants a group, which, at which place, and the number that a group gets
@@ -51,8 +51,8 @@ impl ProcessGroup {
     #[track_caller]
     pub fn split(&self, color: Option<u64>, key: i64) -> Result<Option<ProcessGroup>> {
         let caller = self.in_turn(Location::caller());
-        let mine = Wish { color, key, number: self.core.member.sub_group_number() };
-        let wishes = self.core.call(Plan::bare(Collective::Split, caller), |engine, call| {
+        let mine = Wish { color, key, number: self.calls.member.sub_group_number() };
+        let wishes = self.calls.call(Request::bare(Collective::Split, caller), |engine, call| {
             let mut told = vec![[0; WISH_BYTES]; self.world_size()];
             let mut outputs: Vec<&mut [u8]> = told.iter_mut().map(|wish| wish.as_mut_slice()).collect();
             engine.all_gather(call, &mine.encode(), &mut outputs)?;
@@ -61,22 +61,22 @@ impl ProcessGroup {
         })?;
         let Some(ranks) = members(&wishes, color) else { return Ok(None) };
         let first = ranks[0];
-        let leader = self.core.members.world_rank(first);
+        let leader = self.calls.members.world_rank(first);
         let number = u32::try_from(wishes[first].number).map_err(|_| Error::InvalidArgument {
             message: format!("rank {leader} has led as many groups as it can"),
             rank: Some(leader),
             during: None,
         })?;
-        let ranks: Vec<usize> = ranks.into_iter().map(|rank| self.core.members.world_rank(rank)).collect();
+        let ranks: Vec<usize> = ranks.into_iter().map(|rank| self.calls.members.world_rank(rank)).collect();
         let id = GroupId::led_by(leader, number);
-        let mut group = self.core.member.open_group(id.0, Members::new(ranks), caller.site)?;
+        let mut group = self.calls.member.open_group(id.0, Members::new(ranks), caller.site)?;
         group.site = self.site;
         Ok(Some(group))
     }
 
     fn unreadable(&self, rank: usize) -> Error {
         let message = "what it says is no wish for a sub-group".to_string();
-        Error::Protocol { peer: self.core.members.world_rank(rank), message, during: None }
+        Error::Protocol { peer: self.calls.members.world_rank(rank), message, during: None }
     }
 }
 

@@ -1,7 +1,7 @@
 //! A reduction, cut in blocks where something has to wait in the first cache level.
 
 use super::Source;
-use super::pass::{Fold, Isa, MAX_SOURCES, Pass, Weights};
+use super::kernel::{Fold, Isa, MAX_SOURCES, Pass, Weights};
 use crate::{DType, Result};
 
 /// Elements of a block at least, if there are as many.

@@ -3,7 +3,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use super::pass::Isa;
+use super::kernel::Isa;
 use super::*;
 
 /// The median time of a few runs.

@@ -10,25 +10,25 @@
 //! |---|---|
 //! | which sources take part, and with which factor | here |
 //! | buffers cut in blocks, trees over many sources | `blocks.rs` |
-//! | one pass over memory, and the definition of each operation | `pass.rs`, `lane.rs` |
-//! | the same with vector instructions, for what is accumulated in f32 | `wide.rs`, `x86.rs` |
-//! | two ranks and a few elements | `tiny.rs` |
+//! | one pass over memory, and the definition of each operation | `kernel.rs`, `element.rs` |
+//! | the same with vector instructions, for what is accumulated in f32 | `simd.rs`, `x86.rs` |
+//! | two ranks and a few elements | `small.rs` |
 
 use std::sync::OnceLock;
 
 use self::blocks::Plan;
-use self::pass::{Fold, Isa};
+use self::kernel::{Fold, Isa};
 use crate::{DType, Error, ReduceOp, Result};
 
 mod blocks;
-mod lane;
+mod element;
+mod kernel;
 #[cfg(test)]
 mod measure;
-mod pass;
+mod simd;
+mod small;
 #[cfg(test)]
 mod tests;
-mod tiny;
-mod wide;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -98,7 +98,7 @@ fn reduce_with(
         return internal(format!("an undefined reduction of {dtype} reached the kernels"));
     }
     match reduction {
-        Reduction::Op(op) if also.is_none() && tiny::two(dtype, op, sources, out) => Ok(()),
+        Reduction::Op(op) if also.is_none() && small::two(dtype, op, sources, out) => Ok(()),
         Reduction::Op(ReduceOp::Sum) => plan(Fold::Sum).run(out, also),
         Reduction::Op(ReduceOp::Mean) => Plan { total: sources.len() as f64, ..plan(Fold::Sum) }.run(out, also),
         Reduction::Op(ReduceOp::Min) => plan(Fold::Min).run(out, also),

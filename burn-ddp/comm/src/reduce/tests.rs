@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::pass::Isa;
+use super::kernel::Isa;
 use super::*;
 
 /// Random numbers that are the same in every run.

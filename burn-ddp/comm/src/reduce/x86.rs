@@ -9,9 +9,9 @@ use std::arch::x86_64::*;
 use std::mem::transmute;
 
 use super::Source;
-use super::lane::{Lane, NAN_F32};
-use super::pass::{Fold, Weights, floats, pairs};
-use super::wide::{Simd, Wide, f32s};
+use super::element::{NAN_F32, Stored};
+use super::kernel::{Fold, Weights, floats, pairs};
+use super::simd::{Simd, SimdElement, f32s};
 
 /// Proof that there are AVX2 and F16C.
 #[derive(Clone, Copy, Debug)]
@@ -29,7 +29,7 @@ impl Avx2 {
         (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c")).then_some(Avx2(()))
     }
 
-    pub(super) fn f32s<In: Wide, Out: Wide>(
+    pub(super) fn f32s<In: SimdElement, Out: SimdElement>(
         self,
         fold: Fold,
         weights: &Weights,
@@ -45,7 +45,7 @@ impl Avx2 {
         unsafe { f64s_avx2(fold, weights, sources, out) }
     }
 
-    pub(super) fn integers<L: Lane>(self, fold: Fold, sources: &[Source<'_>], out: &mut [u8]) {
+    pub(super) fn integers<L: Stored>(self, fold: Fold, sources: &[Source<'_>], out: &mut [u8]) {
         // SAFETY: `self` was made where this feature was detected.
         unsafe { integers_avx2::<L>(fold, sources, out) }
     }
@@ -57,7 +57,7 @@ impl Avx512 {
         is_x86_feature_detected!("avx512f").then_some(Avx512 { avx2, _private: () })
     }
 
-    pub(super) fn f32s<In: Wide, Out: Wide>(
+    pub(super) fn f32s<In: SimdElement, Out: SimdElement>(
         self,
         fold: Fold,
         weights: &Weights,
@@ -70,12 +70,18 @@ impl Avx512 {
 }
 
 #[target_feature(enable = "avx2,f16c")]
-fn f32s_avx2<In: Wide, Out: Wide>(simd: Avx2, fold: Fold, weights: &Weights, sources: &[Source<'_>], out: &mut [u8]) {
+fn f32s_avx2<In: SimdElement, Out: SimdElement>(
+    simd: Avx2,
+    fold: Fold,
+    weights: &Weights,
+    sources: &[Source<'_>],
+    out: &mut [u8],
+) {
     f32s::<Avx2, In, Out>(simd, fold, weights, sources, out);
 }
 
 #[target_feature(enable = "avx512f,avx2,f16c")]
-fn f32s_avx512<In: Wide, Out: Wide>(
+fn f32s_avx512<In: SimdElement, Out: SimdElement>(
     simd: Avx512,
     fold: Fold,
     weights: &Weights,
@@ -91,7 +97,7 @@ fn f64s_avx2(fold: Fold, weights: &Weights, sources: &[Source<'_>], out: &mut [u
 }
 
 #[target_feature(enable = "avx2")]
-fn integers_avx2<L: Lane>(fold: Fold, sources: &[Source<'_>], out: &mut [u8]) {
+fn integers_avx2<L: Stored>(fold: Fold, sources: &[Source<'_>], out: &mut [u8]) {
     pairs::<L, L>(fold, sources, out);
 }
 
@@ -339,21 +345,21 @@ fn round_to_bf16(x: __m256) -> __m256i {
     _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), even)
 }
 
-/// See [`Number::min`](super::lane::Number::min).
+/// See [`Number::min`](super::element::Number::min).
 #[target_feature(enable = "avx2")]
 #[inline]
 fn min(left: __m256, right: __m256) -> __m256 {
     _mm256_blendv_ps(_mm256_min_ps(left, right), left, _mm256_cmp_ps::<_CMP_UNORD_Q>(left, left))
 }
 
-/// See [`Number::max`](super::lane::Number::max).
+/// See [`Number::max`](super::element::Number::max).
 #[target_feature(enable = "avx2")]
 #[inline]
 fn max(left: __m256, right: __m256) -> __m256 {
     _mm256_blendv_ps(_mm256_max_ps(left, right), left, _mm256_cmp_ps::<_CMP_UNORD_Q>(left, left))
 }
 
-/// See [`Number::canonical`](super::lane::Number::canonical).
+/// See [`Number::canonical`](super::element::Number::canonical).
 #[target_feature(enable = "avx2")]
 #[inline]
 fn canonical(x: __m256) -> __m256 {

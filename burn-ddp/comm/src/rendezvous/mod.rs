@@ -28,9 +28,10 @@ use self::settings::Settings;
 use self::store_location::Agreed;
 use crate::auth::handshake::Purpose;
 use crate::auth::job_key::LinkKey;
-use crate::engine::by_place::{self, ByPlace};
+use crate::engine::Fabric;
+use crate::engine::auto_fabric::{self, AutoFabric};
 #[cfg(target_os = "linux")]
-use crate::engine::shm::Shm;
+use crate::engine::shm::ShmFabric;
 use crate::engine::tcp::{Reach, TcpFabric};
 use crate::env::{LaunchEnv, Meeting};
 use crate::membership::control::{self, Control};
@@ -127,13 +128,13 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
         world_size: env.world_size,
         host: listens.ip().to_string(),
         port: listens.port(),
-        machine: by_place::machine(),
+        machine: auto_fabric::machine(),
         config: Settings::of(options),
     };
     let round = Round { store: &store, job: &job, me: &me, hosts: server.is_some(), start, deadline };
     let (token, entries) = round.attend()?;
     let places: Vec<_> = entries.iter().map(|entry| (&entry.peer, entry.machine.as_deref())).collect();
-    by_place::check(options.engine, &places)?;
+    auto_fabric::check(options.engine, &places)?;
 
     let key = job.links(&token);
     let control = Control::start(listener, env.rank, env.world_size, key.clone()).map_err(threads)?;
@@ -153,10 +154,12 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
 
     let machines: Vec<_> = entries.iter().map(|entry| entry.machine.clone()).collect();
     #[cfg(target_os = "linux")]
-    let shm = {
+    let shm: Option<Box<dyn Fabric>> = {
         let local_ranks = machines.iter().filter(|machine| **machine == machines[env.rank]).count();
-        Shm::new(key.clone(), membership.clone(), local_ranks)
+        Some(Box::new(ShmFabric::new(key.clone(), membership.clone(), local_ranks)))
     };
+    #[cfg(not(target_os = "linux"))]
+    let shm: Option<Box<dyn Fabric>> = None;
     let reach = Reach {
         rank: env.rank,
         addresses: entries.into_iter().map(|entry| (entry.host, entry.port)).collect(),
@@ -169,13 +172,7 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
         local_world_size: env.local_world_size,
         peers,
         membership: membership.clone(),
-        fabric: Arc::new(ByPlace::new(
-            machines,
-            options.engine,
-            #[cfg(target_os = "linux")]
-            shm,
-            TcpFabric::new(reach, membership),
-        )),
+        fabric: Arc::new(AutoFabric::new(machines, options.engine, shm, Box::new(TcpFabric::new(reach, membership)))),
         keep_alive: Some(Box::new((control, server))),
     })
 }

@@ -2,8 +2,8 @@
 //!
 //! Each word has one writer. Everything but the first word of a struct is valid once that has been read as published.
 
+use super::atomics::{AtomicU32, AtomicU64, Ordering};
 use super::doorbell::Doorbell;
-use super::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::frame::MAX_HEADER_BYTES;
 
 /// Words of a payload that travel in a line itself.

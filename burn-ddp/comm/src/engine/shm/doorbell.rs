@@ -5,8 +5,8 @@
 
 use std::time::Duration;
 
+use super::atomics::{AtomicU32, Ordering, fence};
 use super::futex;
-use super::sync::{AtomicU32, Ordering, fence};
 
 /// The owner is awake.
 const AWAKE: u32 = 0;

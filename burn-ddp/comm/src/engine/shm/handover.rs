@@ -29,7 +29,7 @@ use super::segment::Segment;
 use crate::auth::job_key::LinkKey;
 use crate::auth::key::KEY_BYTES;
 use crate::call::Call;
-use crate::engine::Stall;
+use crate::engine::{Stall, Unavailable};
 use crate::membership::{Membership, Wake};
 use crate::net::local;
 use crate::net::wait::{Waker, wait};
@@ -92,9 +92,9 @@ impl Handover<'_> {
     ///
     /// # Errors
     /// Those of a collective.
-    pub(super) fn share(&self, len: usize) -> Result<Result<Segment, String>> {
+    pub(super) fn share(&self, len: usize) -> Result<Result<Segment, Unavailable>> {
         if self.size() == 1 {
-            return Ok(Segment::create(len).map(|(segment, _)| segment).map_err(|e| self.reason("create", len, &e)));
+            return Ok(Segment::create(len).map(|(segment, _)| segment).map_err(|e| self.not_created(len, &e)));
         }
         let waker = Waker::new()
             .map_err(|e| Error::Environment { message: format!("this process cannot have another socket: {e}") })?;
@@ -114,13 +114,13 @@ impl Handover<'_> {
         (0..self.size()).filter(|rank| *rank != self.rank).collect()
     }
 
-    fn lead(&self, waits: &mut Waits<'_>, len: usize) -> Result<Result<Segment, String>> {
+    fn lead(&self, waits: &mut Waits<'_>, len: usize) -> Result<Result<Segment, Unavailable>> {
         let listener = local::bind_packets(&self.name()).map_err(|e| Error::Environment {
             message: format!("cannot listen on a local socket to share memory with the other ranks: {e}"),
         })?;
         let links = self.gather(waits, &listener)?;
         drop(listener);
-        let made = Segment::create(len).map_err(|e| self.reason("create", len, &e));
+        let made = Segment::create(len).map_err(|e| self.not_created(len, &e));
         let (segment, fd) = match made {
             Ok((segment, fd)) => (Ok(segment), Some(fd)),
             Err(why) => (Err(why), None),
@@ -137,9 +137,9 @@ impl Handover<'_> {
                 (Note::Mapped(Err(why)), _) => why,
                 (other, _) => return Err(self.unexpected(*rank, &other)),
             };
-            verdict = verdict.and(Err(why));
+            verdict = verdict.and(Err(Unavailable::OnPeer(why)));
         }
-        let told = Note::Verdict(verdict.as_ref().map(drop).map_err(String::clone));
+        let told = Note::Verdict(verdict.as_ref().map(drop).map_err(Unavailable::to_string));
         for (rank, link) in &links {
             self.send(waits, *rank, link, &told, None)?;
         }
@@ -197,7 +197,7 @@ impl Handover<'_> {
         }
     }
 
-    fn follow(&self, waits: &mut Waits<'_>, len: usize) -> Result<Result<Segment, String>> {
+    fn follow(&self, waits: &mut Waits<'_>, len: usize) -> Result<Result<Segment, Unavailable>> {
         let link = self.connect(waits)?;
         let rank = self.rank as u32;
         let proof = self.key.key.sign(&[HELLO, &rank.to_le_bytes()]);
@@ -213,20 +213,20 @@ impl Handover<'_> {
                     }
                 }
                 (Note::Offer { len }, Some(fd)) => break (len, fd),
-                (Note::Verdict(Err(why)), _) => return Ok(Err(why)),
+                (Note::Verdict(Err(why)), _) => return Ok(Err(Unavailable::OnPeer(why))),
                 (other, _) => return Err(self.unexpected(0, &other)),
             }
         };
         let mapped = if theirs == len as u64 {
-            Segment::map(fd.as_fd(), len).map_err(|e| self.reason("map", len, &e))
+            Segment::map(fd.as_fd(), len).map_err(|e| self.not_mapped(len, &e))
         } else {
-            Err(format!("rank {} needs {len} bytes of shared memory, not {theirs}", self.call.rank))
+            Err(Unavailable::SizesDiffer { rank: self.call.rank, own: len as u64, offered: theirs })
         };
-        let told = Note::Mapped(mapped.as_ref().map(drop).map_err(String::clone));
+        let told = Note::Mapped(mapped.as_ref().map(drop).map_err(Unavailable::to_string));
         self.send(waits, 0, &link, &told, None)?;
         match self.receive(waits, &[0], &link)? {
             (Note::Verdict(Ok(())), _) => Ok(mapped),
-            (Note::Verdict(Err(why)), _) => Ok(Err(why)),
+            (Note::Verdict(Err(why)), _) => Ok(Err(Unavailable::OnPeer(why))),
             (other, _) => Err(self.unexpected(0, &other)),
         }
     }
@@ -283,8 +283,12 @@ impl Handover<'_> {
         key.bytes().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    fn reason(&self, verb: &str, len: usize, e: &io::Error) -> String {
-        format!("rank {} cannot {verb} {len} bytes of shared memory: {e}", self.call.rank)
+    fn not_created(&self, len_bytes: usize, e: &io::Error) -> Unavailable {
+        Unavailable::NotCreated { rank: self.call.rank, len_bytes, cause: e.to_string() }
+    }
+
+    fn not_mapped(&self, len_bytes: usize, e: &io::Error) -> Unavailable {
+        Unavailable::NotMapped { rank: self.call.rank, len_bytes, cause: e.to_string() }
     }
 
     fn unexpected(&self, rank: usize, note: &Note) -> Error {

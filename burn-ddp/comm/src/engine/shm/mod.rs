@@ -1,242 +1,32 @@
 //! The shm engine: between ranks of one machine, through memory that all of them map.
 //!
-//! A group has one [segment](segment). In it each rank has a [cell](cell) that only it writes: the others read there what it
-//! calls, with a small payload beside it, and how far it is. Whoever waits spins for a moment if there is a core for every
-//! rank, then sleeps until the one it waits for [rings](doorbell). Large messages go through [slots](pipeline) that stay in
-//! the caches; [shared buffers](shared) are reduced where they are. `README.md` beside the parts tells the protocol.
+//! A group has one [segment](segment). In it each rank has a [cell](cell) that only it writes: its peers read there its
+//! current call, with a small payload, and its progress. A waiting rank spins for a moment if there is a core for every
+//! rank, then sleeps until the rank that it waits for [rings](doorbell). Large messages go through [slots](pipeline) that
+//! stay in the caches; [shared buffers](in_place) are reduced where they are. `README.md` beside the parts describes the
+//! protocol.
 
+mod announce;
 mod arena;
+mod atomics;
 mod board;
 mod cell;
 mod chunks;
 mod doorbell;
+mod engine;
+mod fabric;
 mod futex;
 mod handover;
+mod in_place;
 mod layout;
 #[cfg(all(test, loom))]
-mod models;
+mod loom_models;
 mod pair;
-mod pass;
 mod pipeline;
 mod segment;
-mod shared;
-mod small;
-mod sync;
-
-use std::sync::Arc;
-
-use self::board::Board;
-use self::cell::{Announcement, LINE_BYTES, LINE_WORDS, Line};
-use self::handover::Handover;
-use self::layout::Layout;
-use super::{Engine, Incoming, Outgoing};
-use crate::auth::job_key::LinkKey;
-use crate::backoff::cores_suffice;
-use crate::call::Call;
-use crate::membership::Membership;
-use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
+mod streams;
 
 pub(crate) use self::arena::{ArenaBuffer, ArenaView};
+pub(crate) use self::fabric::ShmFabric;
 
 pub(crate) const NAME: &str = "shm";
-
-/// Makes a rank's engines for groups whose ranks are on its machine.
-pub(crate) struct Shm {
-    key: LinkKey,
-    membership: Arc<Membership>,
-    /// How many ranks of the world are on this machine.
-    local_ranks: usize,
-}
-
-impl Shm {
-    pub(crate) fn new(key: LinkKey, membership: Arc<Membership>, local_ranks: usize) -> Shm {
-        Shm { key, membership, local_ranks }
-    }
-
-    /// This rank's engine of the group that `call` makes; or, on all its ranks, why there can be none.
-    ///
-    /// # Errors
-    /// Those of a collective.
-    pub(crate) fn open(&self, call: &Call) -> Result<Result<Box<dyn Engine>, String>> {
-        let (size, rank) = (call.members.count(), call.group_rank()?);
-        let handover = Handover { call, membership: &self.membership, key: &self.key, rank, number: 0 };
-        let segment = match handover.share(Layout::new(size).len())? {
-            Ok(segment) => segment,
-            Err(why) => return Ok(Err(why)),
-        };
-        // Where ranks share cores, a spinning rank keeps the peers it waits for from running.
-        let spins = cores_suffice(self.local_ranks);
-        let board = Board::new(segment, size, rank, self.membership.clone(), spins);
-        Ok(Ok(Box::new(ShmEngine::new(board, self.key.clone()))))
-    }
-}
-
-/// One rank's side of a group.
-struct ShmEngine {
-    board: Board,
-    key: LinkKey,
-    /// How many calls the group has announced; the same on all ranks.
-    round: u64,
-    /// The hash of what this rank announced last.
-    fingerprint: u64,
-    /// What each rank announced last; of this one, nothing.
-    heard: Vec<Announcement>,
-    /// Everybody's weight.
-    weights: Vec<f64>,
-    /// How many calls there were between this rank and each other alone; the same on both.
-    pair_rounds: Vec<u64>,
-    /// Tells this group's shared buffers from others'.
-    token: Arc<()>,
-    /// How many shared buffers were made; the same on all ranks.
-    buffers: u64,
-    /// How many segments were made; the same on all ranks.
-    segments: u64,
-}
-
-impl ShmEngine {
-    fn new(board: Board, key: LinkKey) -> ShmEngine {
-        let n = board.size();
-        ShmEngine {
-            board,
-            key,
-            round: 0,
-            fingerprint: 0,
-            heard: vec![Announcement::default(); n],
-            weights: vec![1.0; n],
-            pair_rounds: vec![0; n],
-            token: Arc::new(()),
-            buffers: 0,
-            segments: 1,
-        }
-    }
-}
-
-impl Engine for ShmEngine {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn barrier(&mut self, call: &Call) -> Result<()> {
-        self.announce(call, 0)
-    }
-
-    fn all_reduce(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: ReduceOp) -> Result<()> {
-        self.reduce_all(call, dtype, buf, Some(op))
-    }
-
-    fn all_reduce_weighted(&mut self, call: &Call, dtype: DType, buf: &mut [u8]) -> Result<()> {
-        self.reduce_all(call, dtype, buf, None)
-    }
-
-    fn broadcast(&mut self, call: &Call, buf: &mut [u8], root: usize) -> Result<()> {
-        if let Some(carrier) = self.carrier(buf.len()) {
-            let payload = if self.board.rank() == root { &*buf } else { &[] };
-            self.say(call, carrier, payload)?;
-            if self.board.rank() != root {
-                buf.copy_from_slice(self.said(carrier, root, 0..buf.len()));
-            }
-            return Ok(());
-        }
-        self.broadcast_chunks(call, buf, root)
-    }
-
-    fn all_gather(&mut self, call: &Call, input: &[u8], outputs: &mut [&mut [u8]]) -> Result<()> {
-        let longest = outputs.iter().map(|output| output.len()).max().unwrap_or(0);
-        outputs[self.board.rank()].copy_from_slice(input);
-        if let Some(carrier) = self.carrier(longest) {
-            self.say(call, carrier, input)?;
-            for &peer in self.board.peers() {
-                let len = outputs[peer].len();
-                outputs[peer].copy_from_slice(self.said(carrier, peer, 0..len));
-            }
-            return Ok(());
-        }
-        self.all_gather_chunks(call, input, longest, outputs)
-    }
-
-    fn reduce_scatter(
-        &mut self,
-        call: &Call,
-        dtype: DType,
-        input: &[u8],
-        output: &mut [u8],
-        op: ReduceOp,
-    ) -> Result<()> {
-        let row = self.board.rank() * output.len()..(self.board.rank() + 1) * output.len();
-        if let Some(carrier) = self.carrier(input.len()) {
-            self.say(call, carrier, input)?;
-            output.copy_from_slice(&input[row.clone()]);
-            return self.reduce_said(carrier, dtype, Some(op), row, output);
-        }
-        self.reduce_scatter_chunks(call, dtype, input, output, op)
-    }
-
-    fn reduce(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()> {
-        let Some(carrier) = self.carrier(buf.len()) else {
-            return self.reduce_chunks_to(call, dtype, buf, op, root);
-        };
-        let is_root = self.board.rank() == root;
-        self.say(call, carrier, if is_root { &[] } else { buf })?;
-        if is_root { self.reduce_said(carrier, dtype, Some(op), 0..buf.len(), buf) } else { Ok(()) }
-    }
-
-    fn gather(&mut self, call: &Call, input: &[u8], mut outputs: Option<&mut [&mut [u8]]>, root: usize) -> Result<()> {
-        if let Some(outputs) = &mut outputs {
-            outputs[root].copy_from_slice(input);
-        }
-        let Some(carrier) = self.carrier(input.len()) else { return self.gather_chunks(call, input, outputs, root) };
-        self.say(call, carrier, if outputs.is_some() { &[] } else { input })?;
-        if let Some(outputs) = outputs {
-            for &peer in self.board.peers() {
-                outputs[peer].copy_from_slice(self.said(carrier, peer, 0..input.len()));
-            }
-        }
-        Ok(())
-    }
-
-    fn scatter(&mut self, call: &Call, inputs: Option<&[&[u8]]>, output: &mut [u8], root: usize) -> Result<()> {
-        if let Some(inputs) = inputs {
-            output.copy_from_slice(inputs[root]);
-        }
-        let len = output.len();
-        let Some(carrier) = self.carrier(len * self.board.size()) else {
-            return self.scatter_chunks(call, inputs, output, root);
-        };
-        let rows = inputs.map(|inputs| inputs.concat()).unwrap_or_default();
-        self.say(call, carrier, &rows)?;
-        if inputs.is_none() {
-            let row = self.board.rank() * len;
-            output.copy_from_slice(self.said(carrier, root, row..row + len));
-        }
-        Ok(())
-    }
-
-    fn all_to_all(&mut self, call: &Call, input: &[u8], output: &mut [u8]) -> Result<()> {
-        let (me, len) = (self.board.rank(), input.len() / self.board.size());
-        output[me * len..][..len].copy_from_slice(&input[me * len..][..len]);
-        let Some(carrier) = self.carrier(input.len()) else { return self.all_to_all_chunks(call, input, output, len) };
-        self.say(call, carrier, input)?;
-        for &peer in self.board.peers() {
-            output[peer * len..][..len].copy_from_slice(self.said(carrier, peer, me * len..(me + 1) * len));
-        }
-        Ok(())
-    }
-
-    fn send_recv(&mut self, call: &Call, send: Option<Outgoing<'_>>, receive: Option<&mut Incoming<'_>>) -> Result<()> {
-        self.transfer(call, send, receive)
-    }
-
-    fn shared_buffers(&mut self, call: &Call, lens: &[usize]) -> Result<Vec<SharedBuffer>> {
-        self.make_shared(call, lens)
-    }
-
-    fn all_reduce_shared(
-        &mut self,
-        call: &Call,
-        dtype: DType,
-        buffer: &mut SharedBuffer,
-        op: Option<ReduceOp>,
-    ) -> Result<SharedView> {
-        self.reduce_shared(call, dtype, buffer, op)
-    }
-}

@@ -5,13 +5,13 @@
 //! for any receiver.
 #![allow(unsafe_code)]
 
-use super::ShmEngine;
+use super::announce::hash;
 use super::board::{Board, Sign};
 use super::cell::{Announcement, LINE_BYTES, LINE_WORDS};
 use super::chunks::Chunks;
+use super::engine::ShmEngine;
 use super::layout::SLOTS;
 use super::pipeline::ticket;
-use super::small::hash;
 use crate::call::{Call, CallInfo, Collective};
 use crate::engine::{Incoming, Outgoing};
 use crate::{DType, Result};

@@ -12,8 +12,8 @@
 
 use std::ops::Range;
 
-use super::ShmEngine;
 use super::chunks::{Chunks, within};
+use super::engine::ShmEngine;
 use crate::call::Call;
 use crate::reduce::Source;
 use crate::{DType, ReduceOp, Result};

@@ -193,7 +193,7 @@ fn reserve(len: usize) -> io::Result<(NonNull<u8>, usize)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::shm::sync::{AtomicU64, Ordering};
+    use crate::engine::shm::atomics::{AtomicU64, Ordering};
 
     // SAFETY: an atomic.
     unsafe impl Shared for AtomicU64 {}

@@ -1,0 +1,104 @@
+//! Progress of a training, and the checkpoints that hold it.
+
+use anyhow::{Result, ensure};
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+use burn_ddp::Ddp;
+use burn_ddp::checkpoint::Checkpoints;
+use burn_ddp::data::ShardedLoader;
+use serde::{Deserialize, Serialize};
+
+use super::measure::Losses;
+use super::options::LoopOptions;
+use super::summary::Epoch;
+
+/// Progress of all ranks together.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Progress {
+    /// Steps of the optimizer so far.
+    pub(super) step: usize,
+    /// The epochs that have ended.
+    pub(super) epochs: Vec<Epoch>,
+    /// Sum of the losses of the epoch under way.
+    loss_sum: f64,
+    /// Items in `loss_sum`.
+    items: f64,
+}
+
+impl Progress {
+    /// Adds this rank's losses since the last call, and returns the number of its items. *Collective*.
+    pub(super) fn add(&mut self, ddp: &Ddp, losses: &mut Losses) -> Result<u64> {
+        let (loss_sum, items) = std::mem::take(losses).total();
+        self.loss_sum += ddp.sum(loss_sum)?;
+        self.items += ddp.sum(items as f64)?;
+        Ok(items)
+    }
+
+    /// Mean loss of the epoch under way, which ends here.
+    pub(super) fn take_loss(&mut self) -> f64 {
+        std::mem::take(&mut self.loss_sum) / std::mem::take(&mut self.items)
+    }
+}
+
+/// The checkpoints of a training, if it has any.
+pub(super) struct Saves {
+    checkpoints: Option<Checkpoints>,
+    every: usize,
+}
+
+impl Saves {
+    /// The checkpoints of `--checkpoints`. *Collective*.
+    pub(super) fn new(ddp: &Ddp, options: &LoopOptions) -> Result<Saves> {
+        let checkpoints = options.checkpoints.as_ref().map(|directory| ddp.checkpoints(directory)).transpose()?;
+        Ok(Saves {
+            checkpoints: checkpoints.map(|checkpoints| checkpoints.keep_last(2)),
+            every: options.checkpoint_every,
+        })
+    }
+
+    /// Loads the newest checkpoint, or begins at the start where there is none. *Collective*.
+    pub(super) fn load<M: Module, O: Send + 'static>(
+        &self,
+        model: &mut M,
+        optim: &mut ModuleOptimizer,
+        train: &ShardedLoader<O>,
+        epochs: usize,
+    ) -> Result<Progress> {
+        let Some(found) = self.checkpoints.as_ref().map(Checkpoints::latest).transpose()?.flatten() else {
+            return Ok(Progress::default());
+        };
+        *model = found.model(model.clone())?;
+        *optim = found.optimizer(optim.clone(), model)?;
+        train.resume(&found.value("loader")?)?;
+        let progress: Progress = found.value("progress")?;
+        ensure!(
+            progress.epochs.len() < epochs,
+            "{} is of the end of a training: ask for more --epochs",
+            found.path().display()
+        );
+        Ok(progress)
+    }
+
+    /// True if a checkpoint is due after this step within an epoch.
+    pub(super) fn is_due(&self, step: usize) -> bool {
+        self.checkpoints.is_some() && step.is_multiple_of(self.every)
+    }
+
+    /// Saves everything; it is on the disk when this returns. *Collective*.
+    pub(super) fn save<M: Module, O: Send + 'static>(
+        &self,
+        progress: &Progress,
+        model: &M,
+        optim: &ModuleOptimizer,
+        train: &ShardedLoader<O>,
+    ) -> Result<()> {
+        let Some(checkpoints) = &self.checkpoints else { return Ok(()) };
+        checkpoints.save(progress.step as u64, |c| {
+            c.model(model)?;
+            c.optimizer(optim, model)?;
+            c.value("loader", &train.position())?;
+            c.value("progress", progress)
+        })?;
+        Ok(())
+    }
+}

@@ -1,0 +1,52 @@
+//! Losses and accuracies over all ranks.
+
+use anyhow::Result;
+use burn::prelude::*;
+use burn_ddp::data::EvalLoader;
+use burn_ddp::{Ddp, ReduceOp};
+
+/// Losses of an epoch's steps on this rank. They are read when the epoch is over, so that no step waits for the device.
+#[derive(Debug, Default)]
+pub(crate) struct Losses {
+    /// Mean loss of a step, `[1]`, and its items.
+    steps: Vec<(Tensor<1>, usize)>,
+}
+
+impl Losses {
+    /// Adds a step: the mean loss of its `items`.
+    pub(crate) fn push(&mut self, loss: &Tensor<1>, items: usize) {
+        self.steps.push((loss.clone().inner(), items));
+    }
+
+    /// Sum of the losses of all items, and their number. Waits for the device.
+    pub(crate) fn total(self) -> (f64, u64) {
+        let add = |(sum, count), (mean, items): (Tensor<1>, usize)| {
+            (sum + mean.into_scalar::<f64>() * items as f64, count + items as u64)
+        };
+        self.steps.into_iter().fold((0.0, 0), add)
+    }
+}
+
+/// Share of the test items that are recognised, over all ranks, 0–1. Each rank reads its own share, so every item
+/// counts once. `correct` returns the number of recognised items of a batch and the number of all its items.
+/// *Collective*.
+pub(crate) fn accuracy<B: Send + 'static>(
+    ddp: &Ddp,
+    test: &EvalLoader<B>,
+    mut correct: impl FnMut(B) -> (Tensor<1, Int>, usize),
+) -> Result<f64> {
+    let mut counts = [0, 0];
+    for batch in test.iter() {
+        let (recognised, items) = correct(batch?);
+        counts[0] += recognised.into_scalar::<i64>();
+        counts[1] += items as i64;
+    }
+    ddp.group().all_reduce(&mut counts, ReduceOp::Sum)?;
+    Ok(counts[0] as f64 / counts[1] as f64)
+}
+
+/// Number of items whose label, in `labels` `[items]`, has the highest of its `logits` `[items, classes]`.
+pub(crate) fn recognised(logits: Tensor<2>, labels: Tensor<1, Int>) -> Tensor<1, Int> {
+    let [items] = labels.dims();
+    logits.argmax(1).reshape([items]).equal(labels).int().sum()
+}

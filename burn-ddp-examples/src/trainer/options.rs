@@ -1,0 +1,105 @@
+//! Command lines of the trainers.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Error, Result, anyhow, ensure};
+use clap::Args;
+
+use super::schedule::Schedule;
+
+/// Options of all trainers.
+#[derive(Args, Debug, Clone)]
+#[command(allow_negative_numbers = true)]
+pub struct Options {
+    /// Ranks to start on this machine; under a launcher the launcher decides [default: 2]
+    #[arg(long, value_name = "N")]
+    pub nproc: Option<usize>,
+
+    /// Passes over the training data
+    #[arg(long, default_value_t = 5, value_name = "N")]
+    pub epochs: usize,
+
+    /// Items per backward of each rank
+    #[arg(long, default_value_t = 16, value_name = "ITEMS")]
+    pub batch_size: usize,
+
+    /// Highest learning rate
+    #[arg(long, value_name = "RATE")]
+    pub lr: Option<f64>,
+
+    /// Seed of the weights, of the order of the data and of all random changes; the same seed gives the same run
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+
+    /// Threads per rank that prepare batches
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub num_workers: usize,
+
+    /// Write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    pub summary: Option<PathBuf>,
+
+    /// Save the trained model; plain Burn reads the file
+    #[arg(long, value_name = "FILE")]
+    pub save: Option<PathBuf>,
+}
+
+/// Options of the trainers with a loop of their own, [`Training`](super::Training).
+#[derive(Args, Debug, Clone)]
+pub struct LoopOptions {
+    /// Backwards per step of the optimizer; those that make no whole step at the end of an epoch are left out
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub accumulate: usize,
+
+    /// Course of the learning rate after it has risen during the first tenth of all steps
+    #[arg(long, value_enum, default_value = "cosine")]
+    pub schedule: Schedule,
+
+    /// Save checkpoints in this directory after each epoch, and go on from the newest one there, on any number of ranks
+    #[arg(long, value_name = "DIR")]
+    pub checkpoints: Option<PathBuf>,
+
+    /// Also save a checkpoint after so many steps of an epoch [default: after epochs only]
+    #[arg(long, default_value_t = 0, value_name = "STEPS", hide_default_value = true, requires = "checkpoints")]
+    pub checkpoint_every: usize,
+}
+
+impl Options {
+    /// Refuses values that cannot work, naming the first option that has one.
+    pub fn check(&self) -> Result<()> {
+        ensure!(self.nproc != Some(0), "--nproc 0: a job has at least one rank");
+        ensure!(self.epochs > 0, "--epochs 0: there is nothing to train");
+        ensure!(self.batch_size > 0, "--batch-size 0: a step needs at least one item");
+        if let Some(lr) = self.lr {
+            ensure!(lr.is_finite() && lr > 0.0, "--lr {lr}: a learning rate is a positive number");
+        }
+        for (option, file) in [("--summary", &self.summary), ("--save", &self.save)] {
+            if let Some(file) = file {
+                check_writable(option, file)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl LoopOptions {
+    /// Refuses values that cannot work.
+    pub fn check(&self) -> Result<()> {
+        ensure!(self.accumulate > 0, "--accumulate 0: a step needs at least one backward");
+        Ok(())
+    }
+}
+
+/// The error of `option`, which needs the crate feature `feature`, in a program built without it.
+pub(crate) fn not_built(option: &str, feature: &str) -> Error {
+    anyhow!("{option} needs a build with `--features {feature}`")
+}
+
+/// Refuses a file that could not be written, before the training rather than after it.
+fn check_writable(option: &str, file: &Path) -> Result<()> {
+    let shown = file.display();
+    ensure!(!file.is_dir(), "{option} {shown}: this is a folder, not a file");
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    ensure!(folder.is_dir(), "{option} {shown}: the folder {} does not exist", folder.display());
+    Ok(())
+}

@@ -1,0 +1,129 @@
+//! Training and evaluation over all ranks.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataset::Dataset;
+use burn::module::Module;
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::prelude::*;
+use burn_ddp::data::{EvalLoader, ShardedLoader};
+use burn_ddp::prelude::*;
+
+use super::checkpoints::Saves;
+use super::display::Display;
+use super::measure::{Losses, accuracy};
+use super::options::{LoopOptions, Options};
+use super::summary::{Epoch, RankReport, Summary, Work};
+
+/// What a trainer trains: the batches of its loaders through its model.
+pub(crate) trait Task {
+    /// The network.
+    type Model: Module + 'static;
+    /// The items of a backward on one rank.
+    type Batch: Send + 'static;
+
+    /// Mean loss of `batch` in `epoch`, counted from 0, as `[1]`, and the number of its items.
+    fn loss(&self, model: &Self::Model, batch: Self::Batch, epoch: usize) -> (Tensor<1>, usize);
+
+    /// Number of items of `batch` that `model` classifies correctly, as `[1]`, and the number of all its items.
+    fn correct(&self, model: &Self::Model, batch: Self::Batch) -> (Tensor<1, Int>, usize);
+}
+
+/// A training, ready to be run.
+pub(crate) struct Training<'a, T: Task> {
+    pub(crate) ddp: &'a Ddp,
+    pub(crate) options: &'a Options,
+    pub(crate) steps: &'a LoopOptions,
+    pub(crate) task: T,
+    /// The model, not yet wrapped.
+    pub(crate) model: T::Model,
+    pub(crate) optimizer: ModuleOptimizer,
+    /// From [`loaders`], as `test`.
+    pub(crate) train: ShardedLoader<T::Batch>,
+    pub(crate) test: EvalLoader<T::Batch>,
+    pub(crate) peak_lr: f64,
+}
+
+/// Loaders of the training data, whose batches are made on `device`, and of the test data. *Collective*.
+pub(crate) fn loaders<I: 'static, O: Send + 'static>(
+    ddp: &Ddp,
+    options: &Options,
+    batcher: impl Batcher<I, O> + Clone + 'static,
+    device: &Device,
+    data: [impl Dataset<I> + 'static; 2],
+) -> Result<(ShardedLoader<O>, EvalLoader<O>)> {
+    let &Options { batch_size, seed, num_workers, .. } = options;
+    let [train, test] = data;
+    let sharded = ddp.loader(batcher.clone()).batch_size(batch_size).shuffle(seed).num_workers(num_workers);
+    let eval = ddp.eval_loader(batcher).batch_size(batch_size).num_workers(num_workers);
+    Ok((sharded.set_device(device.clone()).build(train)?, eval.build(test)?))
+}
+
+impl<T: Task> Training<'_, T> {
+    /// Trains, evaluates after each epoch and reports. *Collective*: every rank calls it with the same options.
+    pub(crate) fn run(self) -> Result<()> {
+        let Training { ddp, options, task, mut optimizer, train, test, .. } = self;
+        let &LoopOptions { accumulate, schedule, .. } = self.steps;
+        let mut model = ddp.wrap_with(self.model, &WrapConfig::new().with_accumulation(accumulate))?;
+
+        let steps_per_epoch = train.steps_per_epoch() / accumulate;
+        ensure!(
+            steps_per_epoch > 0,
+            "--accumulate {accumulate}: an epoch has {} backward(s), so no step would be made",
+            train.steps_per_epoch()
+        );
+        let (steps, backwards) = (options.epochs * steps_per_epoch, steps_per_epoch * accumulate);
+
+        let display = Display::new(ddp.is_main(), options.epochs, backwards);
+        let mut work = Work::default();
+        let saves = Saves::new(ddp, self.steps)?;
+        let mut progress = saves.load(&mut model, &mut optimizer, &train, options.epochs)?;
+        for epoch in train.epochs(0..options.epochs) {
+            let number = epoch.number();
+            // A checkpoint at the end of an epoch may leave some batches of it: those that accumulation leaves out.
+            if number < progress.epochs.len() {
+                continue;
+            }
+            let left = (epoch.len() - epoch.step()) / accumulate * accumulate;
+            display.begin(number);
+            let start = Instant::now();
+            let mut losses = Losses::default();
+            for (backward, batch) in epoch.take(left).enumerate() {
+                let (loss, items) = task.loss(&model, batch?, number);
+                losses.push(&loss, items);
+                let grads = ddp.backward(&loss, &model)?; // a step's last: averaged over all its items
+                if (backward + 1) % accumulate == 0 {
+                    let grads = GradientsParams::from_grads(grads, &model);
+                    model = optimizer.step(schedule.rate(self.peak_lr, progress.step, steps), model, grads);
+                    progress.step += 1;
+                    if backward + 1 < left && saves.is_due(progress.step) {
+                        work.items += progress.add(ddp, &mut losses)?;
+                        saves.save(&progress, &model, &optimizer, &train)?;
+                    }
+                }
+                display.step();
+            }
+            work.items += progress.add(ddp, &mut losses)?;
+            let train_loss = progress.take_loss();
+            let train_time = start.elapsed();
+            work.time += train_time;
+
+            let valid = model.valid(); // no dropout, running statistics, no gradients
+            let test_accuracy = accuracy(ddp, &test, |batch| task.correct(&valid, batch))?;
+            let epoch = Epoch { train_loss, test_accuracy, train_time };
+            display.end(number, &epoch);
+            progress.epochs.push(epoch);
+            saves.save(&progress, &model, &optimizer, &train)?;
+        }
+
+        if let Some(file) = &options.save {
+            ddp.save(&model, file)?;
+        }
+        let ranks = RankReport::gather(ddp, &model, work)?;
+        let summary = Summary::new(ddp.engine(), train.items_per_step() * accumulate, &progress.epochs, &ranks);
+        display.finish(&summary.speed());
+        summary.conclude(ddp, options.summary.as_deref())
+    }
+}

@@ -1,0 +1,52 @@
+//! Memory and page faults of training steps.
+
+use anyhow::{Context, Result};
+
+use super::points::Pair;
+use crate::comparison::{Field, Timing};
+use crate::machine::Usage;
+use crate::protocol::RoundPlan;
+use crate::team::Team;
+
+/// Steps over which page faults are counted.
+const STEPS: usize = 5;
+
+/// Memory of a wrapped step beyond the step without data parallelism, and page faults of both.
+pub(super) struct Memory {
+    pub(super) pss_bytes: f64,
+    pub(super) rss_bytes: f64,
+    pub(super) faults: f64,
+    pub(super) base_faults: f64,
+}
+
+/// Measures both steps of `pair`, whose model has so many bytes in so many tensors.
+pub(super) fn extra(field: &mut Field, pair: &Pair<'_>, size: (usize, usize)) -> Result<Memory> {
+    let (base, base_faults) = usage(field, pair.base, size)?;
+    let (wrapped, faults) = usage(field, pair.wrapped, size)?;
+    Ok(Memory {
+        pss_bytes: wrapped.pss_bytes as f64 - base.pss_bytes as f64,
+        rss_bytes: wrapped.rss_bytes as f64 - base.rss_bytes as f64,
+        faults,
+        base_faults,
+    })
+}
+
+/// Size of the largest rank after some steps, and page faults of a step.
+fn usage(field: &mut Field, timing: &Timing, (bytes, tensors): (usize, usize)) -> Result<(Usage, f64)> {
+    let team = field.team(timing.contender).context("the contender has failed")?;
+    let usages = |team: &mut Team| -> Result<Vec<Usage>> {
+        let answers = team.tell("usage")?;
+        answers.iter().map(|answer| Usage::parse(answer).context("no usage")).collect()
+    };
+    team.prepare(bytes, tensors)?;
+    let warm_up = RoundPlan { seed: 0, samples: 1, per_sample: 1, warmup: 3, late: None };
+    team.round(&warm_up)?;
+    let before = usages(team)?;
+    // One less, since each round ends with a step that is checked.
+    team.round(&RoundPlan { samples: STEPS - 1, warmup: 0, ..warm_up })?;
+    let after = usages(team)?;
+    let faults = after.iter().zip(&before).map(|(a, b)| a.faults - b.faults).max().unwrap_or(0);
+    let largest = after.iter().copied().max_by_key(|usage| usage.pss_bytes).unwrap_or_default();
+    team.prepare(64, 1)?;
+    Ok((largest, faults as f64 / STEPS as f64))
+}

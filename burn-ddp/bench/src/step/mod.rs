@@ -1,0 +1,212 @@
+//! `step`: training steps with and without data parallelism, by model, size, number of tensors and of ranks.
+
+mod memory;
+mod overlap;
+mod points;
+
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+use burn_ddp_comm::DType;
+use clap::Args;
+use clap::builder::ArgPredicate::IsPresent;
+
+use crate::comparison::{Effort, Field};
+use crate::contender::{Contender, Engine, Framework, Model, Programs, Setting, Side, Trainer};
+use crate::machine::describe;
+use crate::plot::{self, Plot};
+use overlap::LinkOptions;
+use points::{Point, pairs};
+
+/// What data parallelism adds to a training step: forward and backward, and Adam for `cnn`, one thread per rank.
+///
+/// Wrapped models are measured against the same processes that meet at a bare barrier in each step; one rank with `cnn`
+/// against the plain step. Torch and its DDP likewise.
+#[derive(Args, Debug)]
+pub(crate) struct Step {
+    /// Model to train [default: cnn; with --memory tensors, with --link mlp].
+    #[arg(
+        long,
+        default_value = "cnn",
+        default_value_ifs = [("memory", "true".into(), "tensors"), ("link", IsPresent, "mlp")],
+        hide_default_value = true
+    )]
+    model: Model,
+    /// Engines under `Ddp::wrap`.
+    #[arg(long, value_delimiter = ',', default_value = "shm")]
+    engine: Vec<Engine>,
+    /// Numbers of ranks [default: 1,2 for cnn, otherwise 2].
+    #[arg(
+        long,
+        alias = "worlds",
+        value_delimiter = ',',
+        default_value = "2",
+        default_value_if("model", "cnn", "1,2"),
+        hide_default_value = true
+    )]
+    world: Vec<usize>,
+    /// Bytes of all parameters; `cnn` has its own [default: 16 MiB; with --memory 64 MiB to 1 GiB, with --link 8 MiB].
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "16777216",
+        default_value_ifs = [
+            ("memory", "true".into(), "67108864,134217728,268435456,536870912,1073741824"),
+            ("link", IsPresent, "8388608"),
+        ],
+        hide_default_value = true
+    )]
+    bytes: Vec<usize>,
+    /// Numbers of tensors of `tensors`, or of items in a batch of `mlp` [default: 10 to 10,000; with --memory 64, with
+    /// --bucket-bytes and for mlp 256].
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "10,100,1000,10000",
+        default_value_ifs = [
+            ("memory", "true".into(), "64"),
+            ("bucket_bytes", IsPresent, "256"),
+            ("model", "mlp".into(), "256"),
+            ("model", "cnn".into(), "1"),
+        ],
+        hide_default_value = true
+    )]
+    counts: Vec<usize>,
+    /// Limits of the reducer's buckets, in bytes, beside its own; the first bucket of a step keeps its own size.
+    #[arg(long, value_delimiter = ',')]
+    bucket_bytes: Vec<usize>,
+    /// Also measures memory and page faults while a step's gradients are there: the difference of the processes' sizes.
+    /// RSS counts shared pages in each rank, PSS divides them.
+    #[arg(long)]
+    memory: bool,
+    #[command(flatten)]
+    overlap: LinkOptions,
+    /// Leaves torch out.
+    #[arg(long)]
+    alone: bool,
+    /// Number of rounds, in each of which every contender has a turn.
+    #[arg(long, default_value = "10", default_value_if("link", IsPresent, "6"))]
+    rounds: usize,
+    /// Approximate duration of a turn, in milliseconds.
+    #[arg(long, default_value = "400", default_value_if("link", IsPresent, "500"))]
+    round_ms: f64,
+    /// Prints one JSON object a line instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// Draws what data parallelism adds by number of tensors into this SVG file.
+    #[arg(long, value_name = "FILE.svg")]
+    plot: Option<PathBuf>,
+    #[command(flatten)]
+    programs: Programs,
+}
+
+impl Step {
+    pub(crate) fn run(&self) -> Result<()> {
+        ensure!(!self.engine.is_empty() && !self.counts.contains(&0), "at least one engine, and one tensor or item");
+        plot::check(self.plot.as_deref())?;
+        if !self.overlap.link.is_empty() {
+            return self.run_overlap();
+        }
+        let mut points: Vec<Point> = Vec::new();
+        for &world in &self.world {
+            let setting = Setting::here(world, DType::F32, &self.programs);
+            let mut field = Field::gather(&self.contenders(world), &setting)?;
+            for &bytes in if self.model == Model::Cnn { &[0][..] } else { &self.bytes } {
+                for &count in &self.counts {
+                    let timings = field.measure_of(bytes, count, &self.effort())?;
+                    for pair in pairs(&timings) {
+                        let mut point = Point::new(&pair, (world, bytes, count));
+                        if self.memory {
+                            point.memory = Some(memory::extra(&mut field, &pair, (bytes, count))?);
+                        }
+                        points.push(point);
+                    }
+                }
+            }
+        }
+        if self.json {
+            points.iter().for_each(|point| println!("{}", point.row(self.model, &points)));
+        } else {
+            let table = points::table(self.model, &points);
+            println!("a step of {}, {} rounds, on {}\n\n{table}", self.model, self.rounds, describe());
+        }
+        let Some(path) = &self.plot else { return Ok(()) };
+        let lines = points::lines(&points);
+        Plot::new("what data parallelism adds to a step").panel("tensors", "added, ms", lines).write(path)
+    }
+
+    fn effort(&self) -> Effort {
+        Effort { rounds: self.rounds, round_ms: self.round_ms, per_sample: Some(1) }
+    }
+
+    /// For each framework the step without data parallelism, then the wrapped one; ours for each engine and bucket
+    /// size.
+    fn contenders(&self, world: usize) -> Vec<Contender> {
+        // Steps of few large tensors would be all page faults; with --memory, page faults are what is measured.
+        let keeps_memory = self.model != Model::Cnn && !self.memory;
+        let trainer = |framework, side, bucket_bytes| {
+            Contender::Training(Trainer { framework, model: self.model, side, bucket_bytes, keeps_memory })
+        };
+        let base = if world == 1 && self.model == Model::Cnn { Side::Plain } else { Side::Barrier };
+        let ours = Framework::Burn(self.engine[0]);
+        let mut all = vec![trainer(ours, base, None)];
+        if self.model == Model::Tensors && !self.memory && self.bucket_bytes.is_empty() {
+            all.push(trainer(ours, Side::Nodes, None));
+        }
+        for engine in &self.engine {
+            let sizes = [None].into_iter().chain(self.bucket_bytes.iter().copied().map(Some));
+            all.extend(sizes.map(|size| trainer(Framework::Burn(*engine), Side::Wrapped, size)));
+        }
+        if !self.alone {
+            all.extend([base, Side::Wrapped].map(|side| trainer(Framework::Torch, side, None)));
+        }
+        all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        step: Step,
+    }
+
+    fn parse(line: &str) -> Step {
+        Cli::parse_from(std::iter::once("step").chain(line.split_whitespace())).step
+    }
+
+    #[test]
+    fn each_engine_has_its_own_size_and_all_others() {
+        let step = parse("--model tensors --engine shm,tcp --bucket-bytes 1024,2097152 --alone");
+        let names: Vec<String> = step.contenders(2).iter().map(Contender::to_string).collect();
+        let expected = [
+            "burn + barrier",
+            "burn-ddp/shm",
+            "burn-ddp/shm (1 KiB)",
+            "burn-ddp/shm (2 MiB)",
+            "burn-ddp/tcp",
+            "burn-ddp/tcp (1 KiB)",
+            "burn-ddp/tcp (2 MiB)",
+        ];
+        assert_eq!(names, expected);
+    }
+
+    #[test]
+    fn defaults_follow_what_is_measured() {
+        let defaults = |line| {
+            let Step { model, world, bytes, counts, .. } = parse(line);
+            (model, world, bytes.len(), counts)
+        };
+        assert_eq!(defaults(""), (Model::Cnn, vec![1, 2], 1, vec![1]));
+        assert_eq!(defaults("--model tensors"), (Model::Tensors, vec![2], 1, vec![10, 100, 1000, 10_000]));
+        assert_eq!(defaults("--memory"), (Model::Tensors, vec![2], 5, vec![64]));
+        assert_eq!(defaults("--model tensors --bucket-bytes 1024"), (Model::Tensors, vec![2], 1, vec![256]));
+        let step = parse("--link 1,2");
+        assert_eq!((step.model, step.bytes), (Model::Mlp, vec![8 << 20]));
+    }
+}

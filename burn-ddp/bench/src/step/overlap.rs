@@ -1,0 +1,139 @@
+//! `step --link`: the share of the communication that is hidden behind the backward pass, on a link of known speed.
+
+use anyhow::{Context, Result, ensure};
+use burn_ddp_comm::DType;
+use clap::Args;
+use serde_json::json;
+
+use super::Step;
+use crate::comparison::{Effort, Field, Timing};
+use crate::contender::{Contender, Engine, Framework, Model, Setting, Side, Trainer};
+use crate::link::Link;
+use crate::machine::describe;
+use crate::rank::BufferKind;
+use crate::table::{Table, time_us};
+
+/// Options of the measurement on a link of limited speed.
+#[derive(Args, Debug)]
+pub(super) struct LinkOptions {
+    /// Instead: how much of the communication is hidden behind backward, of two ranks over tcp on links of these
+    /// speeds, in Gbit/s, between two network namespaces (needs root, ip and tc). The model is a stack of linear layers
+    /// whose batch makes backward as long as the communication, half of it, or twice. The ideal is the plain step plus
+    /// the part of the communication (an all-reduce of the same bytes by itself) that is longer than backward, two
+    /// thirds of the plain step.
+    #[arg(long, value_delimiter = ',', value_name = "GBIT")]
+    pub(super) link: Vec<f64>,
+    /// Communication as a multiple of backward.
+    #[arg(long, value_delimiter = ',', default_value = "0.5,1,2", requires = "link")]
+    ratios: Vec<f64>,
+    /// Bucket sizes of torch DDP to try on the link, in MiB.
+    #[arg(long, value_delimiter = ',', default_value = "1,4,25", requires = "link")]
+    torch_buckets: Vec<usize>,
+}
+
+/// Share of a plain step that is backward: two matrix products of three.
+const BACKWARD: f64 = 2.0 / 3.0;
+/// Batches from whose times the others are predicted.
+const TRIED: [usize; 2] = [32, 128];
+
+/// The all-reduce by itself.
+const ALONE: Contender = Contender::Ours(Engine::Tcp, BufferKind::Slice);
+
+impl Step {
+    pub(super) fn run_overlap(&self) -> Result<()> {
+        ensure!(self.model == Model::Mlp, "--link measures the model mlp");
+        let header =
+            ["Gbit/s", "comm / backward", "contender", "plain", "comm", "step", "of ideal", "hidden", "exposed"];
+        let mut table = Table::new(header);
+        for &gbit in &self.overlap.link {
+            ensure!(gbit > 0.0, "a link has a speed");
+            let link = Link::new(gbit)?;
+            for framework in [Framework::Burn(Engine::Tcp), Framework::Torch] {
+                if framework == Framework::Torch && self.alone {
+                    continue;
+                }
+                let setting = Setting { world: 2, dtype: DType::F32, programs: &self.programs, link: Some(&link) };
+                let mut field = Field::gather(&self.overlapping(framework), &setting)?;
+                let communication = self.bytes.iter().map(|bytes| self.communication(&mut field, *bytes));
+                let communication: Vec<f64> = communication.collect::<Result<_>>()?;
+                // Takes no part in the rounds that follow.
+                field.dismiss(ALONE);
+                for (&bytes, comm_us) in self.bytes.iter().zip(communication) {
+                    let Some(batch) = batches(&mut field, bytes)? else { continue };
+                    for &ratio in &self.overlap.ratios {
+                        let timings = field.measure_of(bytes, batch(comm_us / ratio / BACKWARD), &self.effort())?;
+                        self.show(&mut table, (gbit, ratio, comm_us, bytes), &timings);
+                    }
+                }
+            }
+        }
+        if !self.json {
+            println!("gradients over tcp on a link, {} rounds, on {}\n\n{table}", self.rounds, describe());
+        }
+        Ok(())
+    }
+
+    fn overlapping(&self, framework: Framework) -> Vec<Contender> {
+        let trainer = |side, bucket_bytes| {
+            Contender::Training(Trainer { framework, model: Model::Mlp, side, bucket_bytes, keeps_memory: false })
+        };
+        let buckets = match framework {
+            Framework::Burn(_) if self.bucket_bytes.is_empty() => vec![None],
+            Framework::Burn(_) => self.bucket_bytes.iter().copied().map(Some).collect(),
+            Framework::Torch => self.overlap.torch_buckets.iter().map(|mib| Some(mib << 20)).collect(),
+        };
+        let wrapped = buckets.into_iter().map(|bucket| trainer(Side::Wrapped, bucket));
+        [ALONE, trainer(Side::Plain, None)].into_iter().chain(wrapped).collect()
+    }
+
+    /// Microseconds of an all-reduce of all gradients by itself.
+    fn communication(&self, field: &mut Field, bytes: usize) -> Result<f64> {
+        let timing = field.measure_only(ALONE, bytes, 4, &Effort { rounds: 3, ..self.effort() })?;
+        Ok(timing.context("nothing was measured")?.median_us())
+    }
+
+    fn show(&self, table: &mut Table, (gbit, ratio, comm_us, bytes): (f64, f64, f64, usize), timings: &[Timing]) {
+        let side = |timing: &Timing| timing.trainer().map(|trainer| trainer.side);
+        let Some(plain) = timings.iter().find(|timing| side(timing) == Some(Side::Plain)) else { return };
+        for step in timings.iter().filter(|timing| side(timing) == Some(Side::Wrapped)) {
+            let (plain_us, exposed_us) = (plain.median_us(), step.longer_than_us(plain));
+            let hideable = comm_us.min(plain_us * BACKWARD);
+            let hidden = (comm_us - exposed_us) / hideable;
+            let of_ideal = step.median_us() / (plain_us + comm_us - hideable);
+            if self.json {
+                let row = json!({"bench": "overlap", "who": step.contender.to_string(), "world": 2, "dtype": "f32", "bytes": bytes,
+                    "gbit": gbit, "ratio": ratio, "plain_us": plain_us, "communication_us": comm_us,
+                    "median_us": step.median_us(), "p95_us": step.percentile_us(0.95), "of_ideal": of_ideal,
+                    "hidden": hidden, "exposed_us": exposed_us});
+                println!("{row}");
+            }
+            table.add(vec![
+                gbit.to_string(),
+                ratio.to_string(),
+                step.contender.to_string(),
+                time_us(plain_us),
+                time_us(comm_us),
+                time_us(step.median_us()),
+                format!("{of_ideal:.2}"),
+                format!("{:.0} %", 100.0 * hidden),
+                time_us(exposed_us),
+            ]);
+        }
+    }
+}
+
+/// Function from the duration of a plain step, in microseconds, to the items of its batch; `None` if no contender
+/// trains.
+fn batches(field: &mut Field, bytes: usize) -> Result<Option<impl Fn(f64) -> usize + use<>>> {
+    let quick = Effort { rounds: 3, round_ms: 100.0, per_sample: Some(1) };
+    let mut plain = Vec::new();
+    for items in TRIED {
+        let timings = field.measure_of(bytes, items, &quick)?;
+        let is_plain = |timing: &&Timing| timing.trainer().is_some_and(|one| one.side == Side::Plain);
+        plain.extend(timings.iter().find(is_plain).map(Timing::median_us));
+    }
+    let [few, many] = plain[..] else { return Ok(None) };
+    let per_item = ((many - few) / (TRIED[1] - TRIED[0]) as f64).max(1.0);
+    let fixed = few - per_item * TRIED[0] as f64;
+    Ok(Some(move |us: f64| ((us - fixed) / per_item).clamp(1.0, 4096.0) as usize))
+}

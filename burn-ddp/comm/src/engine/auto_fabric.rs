@@ -1,0 +1,125 @@
+//! The fabric without an engine of its own: each group gets the fastest engine that its ranks can use, shm on one machine,
+//! tcp between several.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::{Engine, Fabric};
+use crate::call::Call;
+use crate::{EngineChoice, Error, PeerInfo, Result};
+
+/// Opens a rank's groups by the engine that the user chose, or that fits the group.
+pub(crate) struct AutoFabric {
+    /// [Machine](machine) of each rank; `None` if it is unknown.
+    machines: Vec<Option<String>>,
+    choice: Option<EngineChoice>,
+    /// `None` on systems without it.
+    shm: Option<Box<dyn Fabric>>,
+    tcp: Box<dyn Fabric>,
+    /// Set once memory could not be shared.
+    shm_failed: AtomicBool,
+}
+
+impl AutoFabric {
+    pub(crate) fn new(
+        machines: Vec<Option<String>>,
+        choice: Option<EngineChoice>,
+        shm: Option<Box<dyn Fabric>>,
+        tcp: Box<dyn Fabric>,
+    ) -> AutoFabric {
+        AutoFabric { machines, choice, shm, tcp, shm_failed: AtomicBool::new(false) }
+    }
+
+    /// The shm fabric, if `ranks` are all on one machine.
+    fn shm_for(&self, ranks: impl IntoIterator<Item = usize>) -> Option<&dyn Fabric> {
+        let mut machines = ranks.into_iter().map(|rank| self.machines.get(rank).and_then(Option::as_ref));
+        let first = machines.next().flatten();
+        let one_machine = first.is_some() && machines.all(|machine| machine == first);
+        self.shm.as_deref().filter(|_| one_machine)
+    }
+}
+
+impl Fabric for AutoFabric {
+    fn name(&self) -> &'static str {
+        let shm = self.shm_for(0..self.machines.len()).filter(|_| !self.shm_failed.load(Ordering::Relaxed));
+        match self.choice {
+            Some(choice @ (EngineChoice::Shm | EngineChoice::Tcp)) => choice.name(),
+            _ => shm.unwrap_or(&*self.tcp).name(),
+        }
+    }
+
+    fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
+        if let Some(choice @ EngineChoice::External(name)) = self.choice
+            && choice.takes_host_memory()
+        {
+            let message = format!(
+                "BURN_DDP_ENGINE={name}, but this program does not have that engine: build it with burn-ddp's feature `{name}`"
+            );
+            return Err(Error::Environment { message });
+        }
+        let shm = match self.shm_for(call.members.ranks().iter().copied()) {
+            Some(shm) if self.choice != Some(EngineChoice::Tcp) => shm,
+            _ => return self.tcp.open(call),
+        };
+        if self.choice == Some(EngineChoice::Shm) {
+            return shm.open(call);
+        }
+        match shm.try_open(call)? {
+            Ok(engine) => Ok(engine),
+            Err(reason) => {
+                tracing::warn!(rank = call.rank, why = %reason, "the ranks cannot share memory; tcp takes its place");
+                self.shm_failed.store(true, Ordering::Relaxed);
+                self.tcp.open(call)
+            }
+        }
+    }
+}
+
+/// The identity of this rank's machine, the same for ranks that can share memory: the running kernel, the network namespace
+/// in which they hand it over, and the user. `None` if the system does not say.
+pub(crate) fn machine() -> Option<String> {
+    use std::os::unix::fs::MetadataExt;
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let network = std::fs::metadata("/proc/self/ns/net").ok()?.ino();
+    Some(format!("{} {network} {}", boot.trim(), rustix::process::geteuid().as_raw()))
+}
+
+/// Fails if the user chose shm and ranks are on different machines.
+pub(crate) fn check(choice: Option<EngineChoice>, ranks: &[(&PeerInfo, Option<&str>)]) -> Result<()> {
+    let Some(((first, machine), others)) = ranks.split_first() else { return Ok(()) };
+    if choice != Some(EngineChoice::Shm) {
+        return Ok(());
+    }
+    if !cfg!(target_os = "linux") || machine.is_none() {
+        let message = "BURN_DDP_ENGINE=shm needs Linux with /proc".to_owned();
+        return Err(Error::Environment { message });
+    }
+    match others.iter().find(|(_, other)| other != machine) {
+        None => Ok(()),
+        Some((other, _)) => Err(Error::Environment {
+            message: format!(
+                "BURN_DDP_ENGINE=shm, but {first} and {other} cannot share memory: they are on different machines, in different network namespaces or of different users; without it each group gets the fastest engine it can use"
+            ),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shm_is_refused_where_memory_cannot_be_shared() {
+        let peers: Vec<PeerInfo> = (0..3).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
+        let here = machine();
+        let with = |machines: [Option<&str>; 3]| {
+            let ranks: Vec<_> = peers.iter().zip(machines).collect();
+            check(Some(EngineChoice::Shm), &ranks)
+        };
+        let here = here.as_deref();
+        assert_eq!(with([here; 3]), Ok(()));
+        let error = with([here, here, Some("elsewhere")]).unwrap_err().to_string();
+        assert!(error.contains("rank 0 (") && error.contains("and rank 2 ("), "{error}");
+        assert!(with([None; 3]).is_err());
+        assert_eq!(check(None, &[(&peers[0], here), (&peers[1], None)]), Ok(()));
+    }
+}

@@ -1,0 +1,151 @@
+//! Memory that a group reduces without copying it to another place first.
+
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+
+#[cfg(target_os = "linux")]
+use super::shm::{ArenaBuffer, ArenaView};
+
+/// One rank's buffer in memory that its group can reduce without copies, made by
+/// [`ProcessGroup::shared_buffers`](crate::ProcessGroup::shared_buffers).
+///
+/// Holds what this rank puts in. Results do not replace it: they are [`SharedView`]s.
+pub struct SharedBuffer {
+    memory: Memory,
+}
+
+/// The result of a reduction of [`SharedBuffer`]s, the same on all ranks. Read where the engine left it.
+///
+/// Clones look at the same bytes. They never change; while a view of a rank is alive, reductions of its buffer cost a copy.
+#[derive(Clone)]
+pub struct SharedView {
+    memory: Viewed,
+}
+
+enum Memory {
+    /// Of this process.
+    Plain(Arc<Words>),
+    /// Of all ranks of the group.
+    #[cfg(target_os = "linux")]
+    Arena(ArenaBuffer),
+}
+
+#[derive(Clone)]
+enum Viewed {
+    Plain(Arc<Words>),
+    #[cfg(target_os = "linux")]
+    Arena(ArenaView),
+}
+
+/// Bytes aligned for every dtype.
+#[derive(Clone)]
+struct Words {
+    words: Vec<u64>,
+    len_bytes: usize,
+}
+
+impl Words {
+    fn bytes(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.words)[..self.len_bytes]
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len_bytes]
+    }
+}
+
+impl SharedBuffer {
+    /// A buffer in memory of this process, for engines that have no other.
+    pub fn plain(len_bytes: usize) -> SharedBuffer {
+        SharedBuffer { memory: Memory::Plain(Arc::new(Words { words: vec![0; len_bytes.div_ceil(8)], len_bytes })) }
+    }
+
+    /// How many bytes.
+    pub fn len_bytes(&self) -> usize {
+        match &self.memory {
+            Memory::Plain(words) => words.len_bytes,
+            #[cfg(target_os = "linux")]
+            Memory::Arena(arena) => arena.len(),
+        }
+    }
+
+    /// What is to be reduced, aligned for every dtype. Unspecified after a reduction.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        if let Memory::Plain(words) = &mut self.memory
+            && Arc::get_mut(words).is_none()
+        {
+            *self = SharedBuffer::plain(self.len_bytes());
+        }
+        match &mut self.memory {
+            Memory::Plain(words) => Arc::make_mut(words).bytes_mut(),
+            #[cfg(target_os = "linux")]
+            Memory::Arena(arena) => arena.bytes_mut(),
+        }
+    }
+
+    /// The bytes as they are now, for reading only.
+    pub fn view(&self) -> SharedView {
+        match &self.memory {
+            Memory::Plain(words) => SharedView { memory: Viewed::Plain(words.clone()) },
+            #[cfg(target_os = "linux")]
+            Memory::Arena(arena) => {
+                let mut copy = SharedBuffer::plain(arena.len());
+                copy.bytes_mut().copy_from_slice(arena.bytes());
+                copy.view()
+            }
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+impl SharedBuffer {
+    pub(crate) fn arena(arena: ArenaBuffer) -> SharedBuffer {
+        SharedBuffer { memory: Memory::Arena(arena) }
+    }
+
+    /// The memory of all ranks, if that is where it is.
+    pub(crate) fn as_arena(&mut self) -> Option<&mut ArenaBuffer> {
+        match &mut self.memory {
+            Memory::Plain(_) => None,
+            Memory::Arena(arena) => Some(arena),
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+impl SharedView {
+    pub(crate) fn arena(view: ArenaView) -> SharedView {
+        SharedView { memory: Viewed::Arena(view) }
+    }
+}
+
+impl Deref for SharedView {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match &self.memory {
+            Viewed::Plain(words) => words.bytes(),
+            #[cfg(target_os = "linux")]
+            Viewed::Arena(view) => view.bytes(),
+        }
+    }
+}
+
+impl AsRef<[u8]> for SharedView {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl fmt::Debug for SharedBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SharedBuffer({} bytes)", self.len_bytes())
+    }
+}
+
+impl fmt::Debug for SharedView {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SharedView({} bytes)", self.len())
+    }
+}

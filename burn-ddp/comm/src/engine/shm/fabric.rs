@@ -1,0 +1,54 @@
+//! The shm fabric: shares memory between the ranks of a new group.
+
+use std::sync::Arc;
+
+use super::NAME;
+use super::board::Board;
+use super::engine::ShmEngine;
+use super::handover::Handover;
+use super::layout::Layout;
+use crate::auth::job_key::LinkKey;
+use crate::backoff::cores_suffice;
+use crate::call::Call;
+use crate::engine::{Engine, Fabric, Unavailable};
+use crate::membership::Membership;
+use crate::{Error, Result};
+
+/// Opens a rank's groups in shared memory, if all their ranks are on its machine.
+pub(crate) struct ShmFabric {
+    key: LinkKey,
+    membership: Arc<Membership>,
+    /// Number of the world's ranks on this machine.
+    local_ranks: usize,
+}
+
+impl ShmFabric {
+    pub(crate) fn new(key: LinkKey, membership: Arc<Membership>, local_ranks: usize) -> ShmFabric {
+        ShmFabric { key, membership, local_ranks }
+    }
+}
+
+impl Fabric for ShmFabric {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
+        self.try_open(call)?.map_err(|reason| Error::Environment {
+            message: format!("BURN_DDP_ENGINE=shm, but the ranks cannot share memory: {reason}"),
+        })
+    }
+
+    fn try_open(&self, call: &Call) -> Result<Result<Box<dyn Engine>, Unavailable>> {
+        let (size, rank) = (call.members.count(), call.group_rank()?);
+        let handover = Handover { call, membership: &self.membership, key: &self.key, rank, number: 0 };
+        let segment = match handover.share(Layout::new(size).len())? {
+            Ok(segment) => segment,
+            Err(reason) => return Ok(Err(reason)),
+        };
+        // Where ranks share cores, a spinning rank keeps the peers it waits for from running.
+        let spins = cores_suffice(self.local_ranks);
+        let board = Board::new(segment, size, rank, self.membership.clone(), spins);
+        Ok(Ok(Box::new(ShmEngine::new(board, self.key.clone()))))
+    }
+}

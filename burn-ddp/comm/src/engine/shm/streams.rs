@@ -1,0 +1,215 @@
+//! Large messages that are passed on as they are, and those of which each rank gets a row: chunk by chunk, through the slots
+//! of [`pipeline`](super::pipeline).
+//!
+//! Each rank puts its chunk into its slot (*ready*); when it has taken what it wants from the others' slots it is *done*. A
+//! slot is used again when all its readers are done with what was in it.
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+
+use super::chunks::{Chunks, within};
+use super::engine::ShmEngine;
+use super::layout::SLOTS;
+use crate::call::Call;
+use crate::reduce::Source;
+use crate::{DType, ReduceOp, Result};
+
+/// Who reads this rank's slots, and whose slots it reads.
+struct Route<'a> {
+    readers: &'a [usize],
+    sources: &'a [usize],
+}
+
+impl ShmEngine {
+    /// Puts and takes `count` chunks.
+    fn stream(
+        &self,
+        call: &Call,
+        route: &Route<'_>,
+        count: usize,
+        put: impl Fn(usize),
+        mut take: impl FnMut(usize) -> Result<()>,
+    ) -> Result<()> {
+        for step in 0..=count {
+            if step < count && !route.readers.is_empty() {
+                if step >= SLOTS {
+                    self.await_done(call, route.readers, step - SLOTS)?;
+                }
+                put(step);
+                self.ready(step);
+            }
+            if step > 0 && !route.sources.is_empty() {
+                self.await_ready(call, route.sources, step - 1)?;
+                take(step - 1)?;
+                self.done(step - 1);
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies `part` of the slot of `peer` to `out`.
+    fn take(&self, peer: usize, chunk: usize, part: Range<usize>, out: &mut [u8]) {
+        // SAFETY: chunks are taken between ready and done, see `stream`.
+        out.copy_from_slice(unsafe { self.slot(peer, chunk, part) });
+    }
+
+    /// How `len` bytes are passed on.
+    fn whole(&self, len: usize) -> Chunks {
+        Chunks::new(len, 1, self.board.layout().slot_bytes())
+    }
+
+    /// How rows of `len` bytes are passed on, `n` at a time; and where the row of a rank is in a slot.
+    fn rows(&self, len: usize, size: usize) -> (Chunks, impl Fn(usize, usize) -> Range<usize> + use<>) {
+        let room = self.board.layout().slot_bytes() / self.board.size() / size * size;
+        (Chunks::new(len, size, room), move |rank: usize, len: usize| rank * room..rank * room + len)
+    }
+
+    pub(super) fn broadcast_chunks(&mut self, call: &Call, buf: &mut [u8], root: usize) -> Result<()> {
+        self.announce(call, 0)?;
+        let chunks = self.whole(buf.len());
+        if self.board.rank() == root {
+            let route = Route { readers: self.board.peers(), sources: &[] };
+            let put = |chunk| self.put(chunk, 0..chunks.range(chunk).len(), &buf[chunks.range(chunk)]);
+            return self.stream(call, &route, chunks.count(), put, |_| Ok(()));
+        }
+        let route = Route { readers: &[], sources: &[root] };
+        let take = |chunk| {
+            let range: Range<usize> = chunks.range(chunk);
+            self.take(root, chunk, 0..range.len(), &mut buf[range]);
+            Ok(())
+        };
+        self.stream(call, &route, chunks.count(), |_| (), take)
+    }
+
+    /// Everybody's `input` to the root, which passes `outputs`.
+    pub(super) fn gather_chunks(
+        &mut self,
+        call: &Call,
+        input: &[u8],
+        outputs: Option<&mut [&mut [u8]]>,
+        root: usize,
+    ) -> Result<()> {
+        self.announce(call, 0)?;
+        let chunks = self.whole(input.len());
+        let Some(outputs) = outputs else {
+            let route = Route { readers: &[root], sources: &[] };
+            let put = |chunk| self.put(chunk, 0..chunks.range(chunk).len(), &input[chunks.range(chunk)]);
+            return self.stream(call, &route, chunks.count(), put, |_| Ok(()));
+        };
+        let route = Route { readers: &[], sources: self.board.peers() };
+        let take = |chunk| {
+            let range: Range<usize> = chunks.range(chunk);
+            for &peer in self.board.peers() {
+                self.take(peer, chunk, 0..range.len(), &mut outputs[peer][range.clone()]);
+            }
+            Ok(())
+        };
+        self.stream(call, &route, chunks.count(), |_| (), take)
+    }
+
+    /// A row of `inputs`, which the root passes, to everybody else.
+    pub(super) fn scatter_chunks(
+        &mut self,
+        call: &Call,
+        inputs: Option<&[&[u8]]>,
+        output: &mut [u8],
+        root: usize,
+    ) -> Result<()> {
+        self.announce(call, 0)?;
+        let (chunks, place) = self.rows(output.len(), 1);
+        if let Some(inputs) = inputs {
+            let route = Route { readers: self.board.peers(), sources: &[] };
+            let put = |chunk| {
+                let range: Range<usize> = chunks.range(chunk);
+                for &peer in self.board.peers() {
+                    self.put(chunk, place(peer, range.len()), &inputs[peer][range.clone()]);
+                }
+            };
+            return self.stream(call, &route, chunks.count(), put, |_| Ok(()));
+        }
+        let route = Route { readers: &[], sources: &[root] };
+        let take = |chunk| {
+            let range = chunks.range(chunk);
+            self.take(root, chunk, place(self.board.rank(), range.len()), &mut output[range]);
+            Ok(())
+        };
+        self.stream(call, &route, chunks.count(), |_| (), take)
+    }
+
+    /// Row `j` of `input` to rank `j`; rows of `len` bytes.
+    pub(super) fn all_to_all_chunks(&mut self, call: &Call, input: &[u8], output: &mut [u8], len: usize) -> Result<()> {
+        self.announce(call, 0)?;
+        let (chunks, place) = self.rows(len, 1);
+        let route = Route { readers: self.board.peers(), sources: self.board.peers() };
+        let put = |chunk| {
+            let range = chunks.range(chunk);
+            for &peer in self.board.peers() {
+                self.put(chunk, place(peer, range.len()), &input[within(peer * len, &range)]);
+            }
+        };
+        let take = |chunk| {
+            let range = chunks.range(chunk);
+            for &peer in self.board.peers() {
+                let place = place(self.board.rank(), range.len());
+                self.take(peer, chunk, place, &mut output[within(peer * len, &range)]);
+            }
+            Ok(())
+        };
+        self.stream(call, &route, chunks.count(), put, take)
+    }
+
+    /// Everybody's `input`, of at most `longest` bytes, to everybody.
+    pub(super) fn all_gather_chunks(
+        &mut self,
+        call: &Call,
+        input: &[u8],
+        longest: usize,
+        outputs: &mut [&mut [u8]],
+    ) -> Result<()> {
+        self.announce(call, 0)?;
+        let route = Route { readers: self.board.peers(), sources: self.board.peers() };
+        let mine = self.whole(input.len());
+        let put = |chunk| self.put(chunk, 0..mine.range(chunk).len(), &input[mine.range(chunk)]);
+        let take = |chunk| {
+            for &peer in self.board.peers() {
+                let range = self.whole(outputs[peer].len()).range(chunk);
+                self.take(peer, chunk, 0..range.len(), &mut outputs[peer][range]);
+            }
+            Ok(())
+        };
+        self.stream(call, &route, self.whole(longest).count(), put, take)
+    }
+
+    pub(super) fn reduce_scatter_chunks(
+        &mut self,
+        call: &Call,
+        dtype: DType,
+        input: &[u8],
+        output: &mut [u8],
+        op: ReduceOp,
+    ) -> Result<()> {
+        self.announce(call, 0)?;
+        let (me, len) = (self.board.rank(), output.len());
+        if self.board.peers().is_empty() {
+            return self.reduce(dtype, Some(op), |_| Source::Bytes(input), output);
+        }
+        let (chunks, place) = self.rows(len, dtype.size_bytes());
+        let route = Route { readers: self.board.peers(), sources: self.board.peers() };
+        let put = |chunk| {
+            let range = chunks.range(chunk);
+            for &peer in self.board.peers() {
+                self.put(chunk, place(peer, range.len()), &input[within(peer * len, &range)]);
+            }
+        };
+        let fold = |chunk| {
+            let range = chunks.range(chunk);
+            let source = |rank| match rank == me {
+                true => Source::Bytes(&input[within(me * len, &range)]),
+                // SAFETY: between ready and done, see `stream`.
+                false => Source::Bytes(unsafe { self.slot(rank, chunk, place(me, range.len())) }),
+            };
+            self.reduce(dtype, Some(op), source, &mut output[range.clone()])
+        };
+        self.stream(call, &route, chunks.count(), put, fold)
+    }
+}

@@ -1,0 +1,102 @@
+//! The tcp fabric: connects the ranks of a new group.
+
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::NAME;
+use super::exchange::GRACE;
+use super::link::Link;
+use super::transport::TcpTransport;
+use crate::Result;
+use crate::auth::handshake::Purpose;
+use crate::auth::job_key::LinkKey;
+use crate::call::Call;
+use crate::engine::{Engine, Fabric, HostEngine, Stall};
+use crate::membership::Membership;
+use crate::membership::control::Links;
+use crate::net::dial::dial;
+use crate::net::interface::Interface;
+
+/// Addresses and keys by which a rank and its peers reach each other.
+pub(crate) struct Reach {
+    pub(crate) rank: usize,
+    /// Each rank's listening address, by rank.
+    pub(crate) addresses: Vec<(String, u16)>,
+    /// Secret that both ends of a connection prove to know.
+    pub(crate) key: LinkKey,
+    /// Local interface of outgoing connections.
+    pub(crate) via: Interface,
+    /// Connections that arrive from higher ranks.
+    pub(crate) links: Arc<Links>,
+}
+
+/// Opens a rank's groups over sockets.
+pub(crate) struct TcpFabric {
+    reach: Reach,
+    membership: Arc<Membership>,
+}
+
+impl TcpFabric {
+    pub(crate) fn new(reach: Reach, membership: Arc<Membership>) -> Self {
+        Self { reach, membership }
+    }
+
+    /// Fails if waiting for `peer` is in vain.
+    fn check(&self, peer: usize) -> Result<()> {
+        self.membership.check()?;
+        if self.membership.has_left(peer) { Err(self.membership.left_error(peer)) } else { Ok(()) }
+    }
+
+    /// The connection to the peer at a group rank for the group that `call` makes. The higher rank of a pair connects.
+    fn connect(&self, call: &Call, at: usize) -> Result<TcpStream> {
+        let Reach { rank, addresses, key, via, links } = &self.reach;
+        let (rank, peer, group) = (*rank, call.world_rank(at), call.info.group);
+        if peer > rank {
+            let purpose = Purpose::Data { rank: peer as u32, group };
+            let mut stall = Stall::new(call, self.membership.options().stall);
+            loop {
+                if let Some(stream) = links.claim(purpose, stall.at.min(call.deadline()), || self.check(peer))? {
+                    return Ok(stream);
+                }
+                if Instant::now() >= call.deadline() {
+                    return Err(call.timed_out(vec![at]));
+                }
+                if stall.is_due() {
+                    self.membership.stalled(call, vec![at]);
+                }
+            }
+        }
+        let (host, port) = &addresses[peer];
+        let purpose = Purpose::Data { rank: rank as u32, group };
+        dial((host, *port), via, key, peer, purpose, call.deadline()).or_else(|cause| {
+            if Instant::now() >= call.deadline() {
+                return Err(call.timed_out(vec![at]));
+            }
+            links.watch(call.deadline().min(Instant::now() + GRACE), || self.check(peer))?;
+            Err(self.membership.lost_error(peer, format!("it could not be reached for a new group: {cause}")))
+        })
+    }
+}
+
+impl Fabric for TcpFabric {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
+        let me = call.group_rank()?;
+        let mut links = Vec::with_capacity(call.members.count());
+        (0..call.members.count()).filter(|at| *at != me).for_each(|at| call.expect(at));
+        for at in 0..call.members.count() {
+            links.push(if at == me {
+                None
+            } else {
+                let stream = self.connect(call, at)?;
+                Some(Link::new(stream).map_err(|e| self.membership.lost_error(call.world_rank(at), e.to_string()))?)
+            });
+        }
+        let transport = TcpTransport::new(me, links, self.membership.clone())?;
+        Ok(Box::new(HostEngine::new(transport)))
+    }
+}

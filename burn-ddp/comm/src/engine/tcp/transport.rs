@@ -1,0 +1,123 @@
+//! Exchanges of frames over one group's connections.
+
+use std::sync::{Arc, Weak};
+
+use super::NAME;
+use super::exchange::{Exchange, piece_bytes};
+use super::link::{Link, Receiving, Sending};
+use super::spin::Spin;
+use crate::call::Call;
+use crate::engine::{Incoming, Outgoing, Piece, Stall, Transport};
+use crate::membership::{Membership, Wake};
+use crate::net::wait::Waker;
+use crate::{Error, Result};
+
+/// One group's connections on one rank.
+pub(super) struct TcpTransport {
+    /// This rank in the group.
+    rank: usize,
+    /// By group rank; `None` for this one.
+    links: Vec<Option<Link>>,
+    membership: Arc<Membership>,
+    bell: Arc<Bell>,
+    /// Memory for headers, reused.
+    headers: Vec<u8>,
+    spin: Spin,
+}
+
+/// Rung by the membership, polled by the exchange.
+struct Bell(Waker);
+
+impl Wake for Bell {
+    fn wake(&self) {
+        self.0.wake();
+    }
+}
+
+impl TcpTransport {
+    pub(super) fn new(rank: usize, links: Vec<Option<Link>>, membership: Arc<Membership>) -> Result<Self> {
+        let waker = Waker::new()
+            .map_err(|e| Error::Environment { message: format!("this process cannot have another socket: {e}") })?;
+        let bell = Arc::new(Bell(waker));
+        let weak: Weak<dyn Wake> = Arc::downgrade(&bell) as Weak<dyn Wake>;
+        membership.add_waker(weak);
+        let spin = Spin::new(&membership);
+        Ok(Self { rank, links, membership, bell, headers: Vec::new(), spin })
+    }
+}
+
+impl Transport for TcpTransport {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.links.len()
+    }
+
+    fn exchange(&mut self, call: &Call, sends: &[Outgoing<'_>], receives: &mut [Incoming<'_>]) -> Result<()> {
+        let receive = |incoming| {
+            let Incoming { peer, payload, .. }: &mut Incoming<'_> = incoming;
+            Receiving::new(*peer, payload.len(), payload)
+        };
+        let mut receiving: Vec<_> = receives.iter_mut().map(receive).collect();
+        self.run(call, sends, &mut receiving, None)?;
+        let weights: Vec<f64> = receiving.iter().map(Receiving::weight).collect();
+        receives.iter_mut().zip(weights).for_each(|(incoming, weight)| incoming.weight = weight);
+        Ok(())
+    }
+
+    fn collect(
+        &mut self,
+        call: &Call,
+        sends: &[Outgoing<'_>],
+        len: usize,
+        scratch: &mut Vec<u8>,
+        take: &mut dyn FnMut(Piece<'_>),
+    ) -> Result<()> {
+        let (rank, count) = (self.rank, self.links.len());
+        let room = piece_bytes(count - 1).min(len);
+        scratch.resize(room * (count - 1), 0);
+        let mut receiving = Vec::with_capacity(count - 1);
+        let mut rest = &mut scratch[..];
+        for peer in (0..count).filter(|peer| *peer != rank) {
+            let (row, behind) = rest.split_at_mut(room);
+            receiving.push(Receiving::new(peer, len, row));
+            rest = behind;
+        }
+        self.run(call, sends, &mut receiving, Some(take))
+    }
+}
+
+impl TcpTransport {
+    /// Runs an exchange; `take` gets the payloads piece by piece, if given.
+    fn run(
+        &mut self,
+        call: &Call,
+        sends: &[Outgoing<'_>],
+        receiving: &mut [Receiving<'_>],
+        take: Option<&mut dyn FnMut(Piece<'_>)>,
+    ) -> Result<()> {
+        self.headers.clear();
+        let mut ends = Vec::with_capacity(sends.len());
+        for send in sends {
+            call.header(send.peer, send.payload.len()).encode(&mut self.headers);
+            ends.push(self.headers.len());
+        }
+        receiving.iter().for_each(|receive| call.expect(receive.peer()));
+        let mut sending = Vec::with_capacity(sends.len());
+        let mut start = 0;
+        for (send, end) in sends.iter().zip(ends) {
+            sending.push((send.peer, Sending::new(&self.headers[start..end], send.payload)));
+            start = end;
+        }
+        let stall = Stall::new(call, self.membership.options().stall);
+        let exchange =
+            Exchange { call, membership: &self.membership, bell: &self.bell.0, sending, receiving, ended: None, stall };
+        exchange.run(&mut self.links, &mut self.spin, take)
+    }
+}

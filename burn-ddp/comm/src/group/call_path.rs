@@ -1,0 +1,221 @@
+//! Where all calls of a group meet: one after the other, checked, remembered, then the engine.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use crate::Result;
+use crate::call::request::{Caller, Request, check_whole, refuse};
+use crate::call::{Call, CallInfo, Collective, GroupId, Members};
+use crate::clock::{Ticks, nanos};
+use crate::dtype::DType;
+use crate::engine::{Engine, Incoming, Outgoing};
+use crate::history::Log;
+use crate::sync::lock;
+use crate::timeline::Fact;
+use crate::world::Member;
+
+/// One rank's side of a group, as the threads that call on it share it.
+pub(crate) struct CallPath {
+    pub(crate) member: Arc<Member>,
+    /// The number of the group in its world.
+    pub(crate) id: u64,
+    /// This rank in the group.
+    pub(crate) rank: usize,
+    pub(crate) members: Arc<Members>,
+    /// What was called; written by whose turn it is.
+    log: Arc<Log>,
+    /// Whether the timeline shows its calls.
+    shown: AtomicBool,
+    /// How long its calls have taken so far, in ticks. Written by whose turn it is.
+    ticks_in_calls: AtomicU64,
+    /// Locked for the whole of a call: the next one waits.
+    turn: Mutex<Turn>,
+}
+
+struct Turn {
+    engine: Box<dyn Engine>,
+    /// The call under way, or the last one: what is the same in all of them stays.
+    call: Call,
+    /// The number of the next call. Calls that are refused count too: so a rank that was refused what others were not
+    /// is noticed at its next call.
+    sequence: u64,
+    /// By group rank, the number of the next call with that rank alone. Empty until the first.
+    pair_sequences: Vec<u64>,
+}
+
+/// One direction of a call between two ranks: the other one by group rank, and the bytes.
+pub(crate) type Outbound<'a> = (usize, &'a [u8]);
+/// See [`Outbound`].
+pub(crate) type Inbound<'a> = (usize, &'a mut [u8]);
+
+impl CallPath {
+    /// The group that `call` made.
+    pub(crate) fn new(
+        member: Arc<Member>,
+        rank: usize,
+        call: Call,
+        log: Arc<Log>,
+        engine: Box<dyn Engine>,
+    ) -> CallPath {
+        let (id, members) = (call.info.group, call.members.clone());
+        let turn = Mutex::new(Turn { engine, call, sequence: 0, pair_sequences: Vec::new() });
+        let (shown, ticks_in_calls) = (AtomicBool::new(true), AtomicU64::new(0));
+        CallPath { member, id, rank, members, log, shown, ticks_in_calls, turn }
+    }
+
+    /// The timeline does not show its calls.
+    pub(crate) fn hide(&self) {
+        self.shown.store(false, Ordering::Relaxed);
+    }
+
+    pub(crate) fn time_in_calls(&self) -> Duration {
+        nanos(self.ticks_in_calls.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn size(&self) -> usize {
+        self.members.count()
+    }
+
+    /// Does one call when its turn has come.
+    pub(crate) fn call<R>(
+        &self,
+        request: Request,
+        body: impl FnOnce(&mut dyn Engine, &Call) -> Result<R>,
+    ) -> Result<R> {
+        let mut turn = lock(&self.turn);
+        let Turn { engine, call, sequence, .. } = &mut *turn;
+        // In place, field by field: every call passes here.
+        let CallInfo { collective, reduce, dtype, len_elems, root, tag, group: _, sequence: number, site, step } =
+            &mut call.info;
+        *collective = request.collective;
+        *reduce = request.reduce;
+        *dtype = request.dtype;
+        *len_elems = request.len_elems as u64;
+        *root = request.root.map(|root| self.members.world_rank(root));
+        *tag = request.tag;
+        *number = *sequence;
+        *site = request.caller.site.into();
+        *step = request.caller.step;
+        *sequence += 1;
+        call.renew(request.weight);
+        self.run(call, || body(&mut **engine, call))
+    }
+
+    /// Runs the call whose turn it is.
+    fn run<R>(&self, call: &Call, body: impl FnOnce() -> Result<R>) -> Result<R> {
+        let recorded = self.member.timeline().filter(|_| self.shown.load(Ordering::Relaxed));
+        let began = recorded.map(|_| Instant::now());
+        let result = self.member.run(&self.log, call, body);
+        let took = Ticks::now().0.saturating_sub(call.started_ticks().0);
+        self.ticks_in_calls.fetch_add(took, Ordering::Relaxed);
+        if let (Some(timeline), Some(began)) = (recorded, began) {
+            let time = began..Instant::now();
+            let (info, site) = (&call.info, call.info.site.to_string());
+            let bytes = info.dtype.map_or(0, |dtype| info.len_elems * dtype.size_bytes() as u64);
+            let error = result.as_ref().err().map(ToString::to_string);
+            let facts = [
+                ("bytes", Fact::Number(bytes)),
+                ("number", Fact::Number(info.sequence)),
+                ("site", Fact::Text(&site)),
+                ("error", Fact::Text(error.as_deref().unwrap_or_default())),
+            ];
+            let facts = &facts[..facts.len() - usize::from(error.is_none())];
+            timeline.span(&format!("collectives of group {}", GroupId(self.id)), info.collective, time, facts);
+        }
+        result
+    }
+
+    /// A transfer to one rank and from one, at least one of both.
+    pub(crate) fn transfer(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        send: Option<Outbound<'_>>,
+        receive: Option<Inbound<'_>>,
+    ) -> Result<()> {
+        let mut turn = lock(&self.turn);
+        let Turn { engine, call, pair_sequences, .. } = &mut *turn;
+        pair_sequences.resize(self.size(), 0);
+        let elements = |len_bytes: usize| (len_bytes / dtype.size_bytes()) as u64;
+        let mut side = |collective, peer: usize, len_bytes: usize| {
+            let mut info = CallInfo {
+                dtype: Some(dtype),
+                len_elems: elements(len_bytes),
+                root: Some(self.members.world_rank(peer)),
+                step: caller.step,
+                ..CallInfo::bare(collective, self.id, 0, caller.site)
+            };
+            // Who does not exist is refused below, and has no number.
+            if let Some(sequence) = pair_sequences.get_mut(peer) {
+                info.sequence = *sequence;
+                *sequence += 1;
+            }
+            info
+        };
+        let (to, from) = (send.map(|(to, _)| to), receive.as_ref().map(|(from, _)| *from));
+        let (out_bytes, in_bytes) =
+            (send.map_or(0, |(_, out)| out.len()), receive.as_ref().map_or(0, |(_, r)| r.len()));
+        let (info, receives) = match (to, from) {
+            (Some(to), Some(from)) if to == from => {
+                let swap = side(Collective::SendRecv, to, out_bytes);
+                (CallInfo { tag: elements(in_bytes), ..swap }, None)
+            }
+            (Some(to), Some(from)) => {
+                let receives = Box::new((from, side(Collective::Recv, from, in_bytes)));
+                (side(Collective::Send, to, out_bytes), Some(receives))
+            }
+            (Some(to), None) => (side(Collective::Send, to, out_bytes), None),
+            (None, Some(from)) => (side(Collective::Recv, from, in_bytes), None),
+            (None, None) => return Ok(()),
+        };
+        call.info = info;
+        call.renew(1.0);
+        call.receives = receives;
+        self.run(call, || {
+            [out_bytes, in_bytes].into_iter().try_for_each(|len_bytes| check_whole(dtype, len_bytes))?;
+            for peer in [to, from].into_iter().flatten() {
+                self.check_rank("rank", peer)?;
+            }
+            match (send, receive) {
+                (Some((to, out)), Some((from, room))) if to == self.rank && from == self.rank => {
+                    if out.len() != room.len() {
+                        let (out, room) = (elements(out.len()), elements(room.len()));
+                        return refuse(format!("{out} elements to this rank itself, with room for {room}"));
+                    }
+                    room.copy_from_slice(out);
+                    Ok(())
+                }
+                _ if [to, from].contains(&Some(self.rank)) => {
+                    let rank = self.member.seat.rank;
+                    refuse(format!("rank {rank} and itself: only send_recv to and from it does something"))
+                }
+                (send, receive) => {
+                    let send = send.map(|(peer, payload)| Outgoing { peer, payload });
+                    let mut receive = receive.map(|(peer, payload)| Incoming::new(peer, payload));
+                    engine.send_recv(call, send, receive.as_mut())
+                }
+            }
+        })
+    }
+
+    pub(crate) fn check_root(&self, root: usize) -> Result<()> {
+        self.check_rank("root", root)
+    }
+
+    fn check_rank(&self, what: &str, rank: usize) -> Result<()> {
+        if rank < self.size() {
+            return Ok(());
+        }
+        let of = if self.size() == self.member.seat.peers.len() { "world" } else { "group" };
+        refuse(format!("{what} {rank} is not a rank of a {of} of {}", self.size()))
+    }
+}
+
+/// What was called is remembered. A group that goes while its rank panics will never do what the others wait for.
+impl Drop for CallPath {
+    fn drop(&mut self) {
+        self.member.fail_if_panicking();
+        self.member.seat.membership.history().close(&self.log);
+    }
+}

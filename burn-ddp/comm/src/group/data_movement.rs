@@ -1,0 +1,201 @@
+//! Collectives that move elements and leave them as they are.
+
+use std::panic::Location;
+
+use super::ProcessGroup;
+#[cfg(doc)]
+use crate::Error;
+use crate::dtype::Element;
+use crate::{DType, Result};
+
+impl ProcessGroup {
+    /// Copies the root's buffer to all ranks.
+    ///
+    /// Each rank passes a buffer of the same length; afterwards each holds the root's. The root sends its buffer once
+    /// to each rank; one step.
+    ///
+    /// # Errors
+    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if there is no such root.
+    ///
+    /// ```
+    /// use burn_ddp_comm::World;
+    ///
+    /// World::spawn(2, |world| {
+    ///     let group = world.group()?;
+    ///     let mut x = [world.rank() as i64, 7];
+    ///     group.broadcast(&mut x, 1)?;
+    ///     assert_eq!(x, [1, 7]);
+    ///     assert!(group.broadcast(&mut x, 2).is_err()); // there is no rank 2
+    ///     Ok::<_, burn_ddp_comm::Error>(())
+    /// }).into_iter().collect::<Result<(), _>>()?;
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn broadcast<T: Element>(&self, buf: &mut [T], root: usize) -> Result<()> {
+        let caller = self.in_turn(Location::caller());
+        T::edit(buf, |bytes| self.calls.broadcast(caller, T::DTYPE, bytes, root))
+    }
+
+    /// [`broadcast`](Self::broadcast) on the bytes of `dtype` elements.
+    ///
+    /// # Errors
+    /// Those of [`broadcast`](Self::broadcast); [`Error::InvalidArgument`] also for a part of an element.
+    #[track_caller]
+    pub fn broadcast_bytes(&self, dtype: DType, buf: &mut [u8], root: usize) -> Result<()> {
+        let caller = self.in_turn(Location::caller());
+        self.calls.broadcast(caller, dtype, buf, root)
+    }
+
+    /// Collects everybody's buffer on every rank.
+    ///
+    /// Each rank passes `n` elements and gets `[world, n]`: row `r` is from rank `r`. Each rank sends its buffer once to
+    /// each other; one step.
+    ///
+    /// # Errors
+    /// Those of all collectives.
+    ///
+    /// ```
+    /// use burn_ddp_comm::World;
+    ///
+    /// World::spawn(3, |world| {
+    ///     let group = world.group()?;
+    ///     let rows = group.all_gather(&[world.rank() as u8, 9])?;
+    ///     assert_eq!(rows, [0, 9, 1, 9, 2, 9]);
+    ///     Ok::<_, burn_ddp_comm::Error>(())
+    /// }).into_iter().collect::<Result<(), _>>()?;
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn all_gather<T: Element>(&self, input: &[T]) -> Result<Vec<T>> {
+        let mut rows = T::zeros(input.len() * self.world_size());
+        let caller = self.in_turn(Location::caller());
+        T::edit(&mut rows, |rows| self.calls.all_gather(caller, T::DTYPE, T::bytes(input), rows))?;
+        Ok(rows)
+    }
+
+    /// [`all_gather`](Self::all_gather) on the bytes of `dtype` elements.
+    ///
+    /// # Errors
+    /// Those of all collectives; [`Error::InvalidArgument`] for a part of an element.
+    #[track_caller]
+    pub fn all_gather_bytes(&self, dtype: DType, input: &[u8]) -> Result<Vec<u8>> {
+        let mut rows = vec![0; input.len() * self.world_size()];
+        let caller = self.in_turn(Location::caller());
+        self.calls.all_gather(caller, dtype, input, &mut rows)?;
+        Ok(rows)
+    }
+
+    /// Collects everybody's buffer on one rank.
+    ///
+    /// Each rank passes `n` elements; the root gets `[world, n]`, where row `r` is from rank `r`, the others `None`. Each rank
+    /// sends its buffer once; one step.
+    ///
+    /// # Errors
+    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if there is no such root.
+    ///
+    /// ```
+    /// use burn_ddp_comm::World;
+    ///
+    /// World::spawn(3, |world| {
+    ///     let group = world.group()?;
+    ///     let rows = group.gather(&[world.rank() as u8, 9], 1)?;
+    ///     assert_eq!(rows, (world.rank() == 1).then(|| vec![0, 9, 1, 9, 2, 9]));
+    ///     assert!(group.gather(&[0_u8], 3).unwrap_err().group_usable()); // there is no rank 3
+    ///     Ok::<_, burn_ddp_comm::Error>(())
+    /// }).into_iter().collect::<Result<(), _>>()?;
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn gather<T: Element>(&self, input: &[T], root: usize) -> Result<Option<Vec<T>>> {
+        let caller = self.in_turn(Location::caller());
+        self.calls.gather_elements(caller, input, root)
+    }
+
+    /// [`gather`](Self::gather) on the bytes of `dtype` elements.
+    ///
+    /// # Errors
+    /// Those of [`gather`](Self::gather); [`Error::InvalidArgument`] also for a part of an element.
+    #[track_caller]
+    pub fn gather_bytes(&self, dtype: DType, input: &[u8], root: usize) -> Result<Option<Vec<u8>>> {
+        let caller = self.in_turn(Location::caller());
+        let mut rows = (self.rank() == root).then(|| vec![0; input.len() * self.world_size()]);
+        self.calls.gather(caller, dtype, input, rows.as_deref_mut(), root)?;
+        Ok(rows)
+    }
+
+    /// Gives each rank a row of the root's buffer.
+    ///
+    /// The root passes `[world, n]` and each rank room for `n`; afterwards rank `r` holds row `r`. What others than the root
+    /// pass as input is not looked at. The root sends each row once; one step.
+    ///
+    /// # Errors
+    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if there is no such root, or on
+    /// the root if it passes no input or the lengths do not fit together.
+    ///
+    /// ```
+    /// use burn_ddp_comm::World;
+    ///
+    /// World::spawn(2, |world| {
+    ///     let group = world.group()?;
+    ///     let rows = (world.rank() == 0).then_some([1.0, 2.0, 3.0, 4.0]);
+    ///     let mut mine = [0.0; 2];
+    ///     group.scatter(rows.as_ref().map(|rows| &rows[..]), &mut mine, 0)?;
+    ///     assert_eq!(mine, if world.rank() == 0 { [1.0, 2.0] } else { [3.0, 4.0] });
+    ///     assert!(group.scatter(None, &mut mine, 2).unwrap_err().group_usable()); // there is no rank 2
+    ///     Ok::<_, burn_ddp_comm::Error>(())
+    /// }).into_iter().collect::<Result<(), _>>()?;
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn scatter<T: Element>(&self, input: Option<&[T]>, output: &mut [T], root: usize) -> Result<()> {
+        let caller = self.in_turn(Location::caller());
+        T::edit(output, |output| self.calls.scatter(caller, T::DTYPE, input.map(T::bytes), output, root))
+    }
+
+    /// [`scatter`](Self::scatter) on the bytes of `dtype` elements.
+    ///
+    /// # Errors
+    /// Those of [`scatter`](Self::scatter); [`Error::InvalidArgument`] also for a part of an element.
+    #[track_caller]
+    pub fn scatter_bytes(&self, dtype: DType, input: Option<&[u8]>, output: &mut [u8], root: usize) -> Result<()> {
+        self.calls.scatter(self.in_turn(Location::caller()), dtype, input, output, root)
+    }
+
+    /// Gives each rank a row of everybody's buffer.
+    ///
+    /// Each rank passes `[world, n]` and room for as much; afterwards row `r` of rank `j` is what was row `j` of rank `r`.
+    /// Each rank sends one row to each other; one step.
+    ///
+    /// # Errors
+    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if the lengths are not alike or
+    /// not a whole number of rows.
+    ///
+    /// ```
+    /// use burn_ddp_comm::World;
+    ///
+    /// World::spawn(3, |world| {
+    ///     let group = world.group()?;
+    ///     let rank = world.rank() as i32;
+    ///     let mut rows = [0; 3];
+    ///     group.all_to_all(&[10 * rank, 10 * rank + 1, 10 * rank + 2], &mut rows)?;
+    ///     assert_eq!(rows, [rank, 10 + rank, 20 + rank]);
+    ///     assert!(group.all_to_all(&[0; 4], &mut [0; 4]).unwrap_err().group_usable()); // 4 is not 3 × n
+    ///     Ok::<_, burn_ddp_comm::Error>(())
+    /// }).into_iter().collect::<Result<(), _>>()?;
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
+        let caller = self.in_turn(Location::caller());
+        T::edit(output, |output| self.calls.all_to_all(caller, T::DTYPE, T::bytes(input), output))
+    }
+
+    /// [`all_to_all`](Self::all_to_all) on the bytes of `dtype` elements.
+    ///
+    /// # Errors
+    /// Those of [`all_to_all`](Self::all_to_all); [`Error::InvalidArgument`] also for a part of an element.
+    #[track_caller]
+    pub fn all_to_all_bytes(&self, dtype: DType, input: &[u8], output: &mut [u8]) -> Result<()> {
+        self.calls.all_to_all(self.in_turn(Location::caller()), dtype, input, output)
+    }
+}

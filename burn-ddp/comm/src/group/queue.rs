@@ -1,0 +1,186 @@
+//! The calls of a group that were started and not waited for: done one after the other, in the order in which they were
+//! started, by one thread that is there from the first one on.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::{io, thread};
+
+use crate::sync::{lock, wait};
+
+/// A call to do. When it has given its result away it says that it is [done](CallQueue::done).
+pub(super) type Job = Box<dyn FnOnce(&CallQueue) + Send>;
+
+/// Owned by the group, by its thread, and by nothing that a call needs: a group without calls goes when it is dropped.
+#[derive(Default)]
+pub(super) struct CallQueue {
+    /// Whether jobs are waiting or under way. Written under the lock, read by every blocking call.
+    busy: AtomicBool,
+    jobs: Mutex<Jobs>,
+    /// Notified when a job is added, when one is done, and when the queue is closed.
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Jobs {
+    waiting: VecDeque<Job>,
+    /// How many jobs were ever added, and how many of them are done.
+    added: u64,
+    done: u64,
+    /// Whether there is a thread, which may have ended by a panic.
+    running: bool,
+    /// No more jobs come.
+    closed: bool,
+}
+
+impl CallQueue {
+    /// Has `job` done after those before it.
+    ///
+    /// # Errors
+    /// If there can be no thread; then the job is dropped.
+    pub(super) fn add(self: &Arc<CallQueue>, name: impl FnOnce() -> String, job: Job) -> io::Result<()> {
+        let mut jobs = lock(&self.jobs);
+        if !jobs.running {
+            let queue = self.clone();
+            thread::Builder::new().name(name()).spawn(move || queue.work())?;
+            jobs.running = true;
+        }
+        jobs.waiting.push_back(job);
+        jobs.added += 1;
+        self.busy.store(true, Ordering::Release);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Waits until all jobs that were added before are done. Each of them has its deadline.
+    #[inline]
+    pub(super) fn settle(&self) {
+        if self.busy.load(Ordering::Acquire) {
+            self.wait();
+        }
+    }
+
+    #[cold]
+    fn wait(&self) {
+        let mut jobs = lock(&self.jobs);
+        let before = jobs.added;
+        while jobs.done < before {
+            jobs = wait(&self.changed, jobs);
+        }
+    }
+
+    /// No more jobs come; those that are there are done. Does not block.
+    pub(super) fn close(&self) {
+        lock(&self.jobs).closed = true;
+        self.changed.notify_all();
+    }
+
+    /// The job under way is done.
+    pub(super) fn done(&self) {
+        let mut jobs = lock(&self.jobs);
+        jobs.done += 1;
+        self.busy.store(jobs.done < jobs.added, Ordering::Release);
+        self.changed.notify_all();
+    }
+
+    fn work(self: Arc<CallQueue>) {
+        let queue = Running(self);
+        while let Some(job) = queue.0.next() {
+            job(&queue.0);
+        }
+    }
+
+    /// The next job; `None` when there will be none.
+    fn next(&self) -> Option<Job> {
+        let mut jobs = lock(&self.jobs);
+        loop {
+            if let Some(job) = jobs.waiting.pop_front() {
+                return Some(job);
+            }
+            if jobs.closed {
+                return None;
+            }
+            jobs = wait(&self.changed, jobs);
+        }
+    }
+}
+
+/// The thread of a queue. If it ends by a panic nobody waits for it in vain: the jobs that are left are dropped, which breaks
+/// their promises.
+struct Running(Arc<CallQueue>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let queue = &*self.0;
+        let dropped = {
+            let mut jobs = lock(&queue.jobs);
+            jobs.running = false;
+            jobs.done = jobs.added;
+            queue.busy.store(false, Ordering::Release);
+            std::mem::take(&mut jobs.waiting)
+        };
+        queue.changed.notify_all();
+        drop(dropped);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(10);
+
+    fn add(queue: &Arc<CallQueue>, job: impl FnOnce() + Send + 'static) {
+        let job = move |queue: &CallQueue| {
+            job();
+            queue.done();
+        };
+        queue.add(|| "test".to_string(), Box::new(job)).unwrap();
+    }
+
+    #[test]
+    fn jobs_are_done_in_order_also_after_the_end() {
+        let queue = Arc::new(CallQueue::default());
+        let (tell, told) = mpsc::channel();
+        for nth in 0..100 {
+            let tell = tell.clone();
+            add(&queue, move || tell.send(nth).unwrap());
+        }
+        queue.close();
+        drop(tell);
+        assert_eq!(told.iter().collect::<Vec<_>>(), (0..100).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn settling_waits_for_what_was_added() {
+        let queue = Arc::new(CallQueue::default());
+        queue.settle();
+        let (tell, told) = mpsc::channel();
+        add(&queue, move || told.recv_timeout(PATIENCE).unwrap());
+        thread::scope(|scope| {
+            let settled = scope.spawn(|| queue.settle());
+            assert!(!settled.is_finished());
+            tell.send(()).unwrap();
+        });
+        assert!(!queue.busy.load(Ordering::Relaxed));
+    }
+
+    #[test]
+    fn a_panic_leaves_nobody_waiting() {
+        let queue = Arc::new(CallQueue::default());
+        let (go, gone) = mpsc::channel::<()>();
+        let (tell, told) = mpsc::channel::<()>();
+        add(&queue, move || panic!("meant to panic, {:?}", gone.recv_timeout(PATIENCE)));
+        add(&queue, move || tell.send(()).unwrap());
+        go.send(()).unwrap();
+        queue.settle();
+        assert!(told.recv_timeout(PATIENCE).is_err(), "the job was dropped");
+        // The next one has a thread again.
+        let (tell, told) = mpsc::channel();
+        add(&queue, move || tell.send(()).unwrap());
+        assert!(told.recv_timeout(PATIENCE).is_ok());
+    }
+}
