@@ -3,34 +3,36 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
 
+use burn_ddp_comm::{Progress, Track};
+
 use crate::{Error, Result};
 
-/// Weight of the next backward: items of the batch that was read last, or what the user set.
+/// Weight of the next backward: items of the last batch that a loader handed out, or what the user set.
 #[derive(Debug, Default)]
 pub(crate) struct BatchWeight(Mutex<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// Set by the user since the last batch was read.
+    /// Set by the user since the last batch.
     explicit: Option<f64>,
-    /// Items of the batch that was read last.
+    /// Items of the last batch.
     items: Option<usize>,
-    /// Loaders that were read since the last backward and have not ended their epoch.
-    read: BTreeSet<u64>,
-    /// Batches read so far, over all loaders.
+    /// Loaders that handed out a batch since the last backward and have not ended their epoch.
+    loaders: BTreeSet<u32>,
+    /// Batches so far, over all loaders.
     batches: u64,
-    /// The step whose batch was read last and has had no backward yet.
+    /// The step of the last batch, if it has had no backward yet.
     unused: Option<Step>,
     /// By loader: the last step whose batch had a backward.
-    used: BTreeMap<u64, Step>,
+    used: BTreeMap<u32, Step>,
 }
 
 /// A step of a loader, as the world's tracks know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Step {
-    pub(crate) loader: u64,
-    pub(crate) track: u64,
-    pub(crate) position: u64,
+    pub(crate) loader: u32,
+    pub(crate) track: Track,
+    pub(crate) at: Progress,
 }
 
 /// Batch of one backward.
@@ -38,7 +40,7 @@ pub(crate) struct Step {
 pub(crate) struct Batch {
     /// Weight of the backward.
     pub(crate) items: f64,
-    /// Batches read so far, over all loaders.
+    /// Batches so far, over all loaders.
     pub(crate) number: u64,
     /// The step that has its first backward now.
     pub(crate) step: Option<Step>,
@@ -52,23 +54,23 @@ impl Inner {
 
 impl BatchWeight {
     /// Records that a loader hands out a batch of `items`.
-    pub(crate) fn batch_read(&self, step: Step, items: usize) {
+    pub(crate) fn note_batch(&self, step: Step, items: usize) {
         let mut w = self.lock();
         w.explicit = None;
         w.items = Some(items);
-        w.read.insert(step.loader);
+        w.loaders.insert(step.loader);
         w.batches += 1;
         w.unused = Some(step);
     }
 
     /// The last step of `track` whose batch had a backward.
-    pub(crate) fn used(&self, loader: u64, track: u64) -> Option<u64> {
-        self.lock().used.get(&loader).filter(|s| s.track == track).map(|s| s.position)
+    pub(crate) fn used(&self, loader: u32, track: Track) -> Option<Progress> {
+        self.lock().used.get(&loader).filter(|s| s.track == track).map(|s| s.at)
     }
 
     /// Records that a loader has ended its epoch: its batches no longer compete with those of others.
-    pub(crate) fn done(&self, loader: u64) {
-        self.lock().read.remove(&loader);
+    pub(crate) fn done(&self, loader: u32) {
+        self.lock().loaders.remove(&loader);
     }
 
     /// Sets the weight of the following backwards, until a loader hands out its next batch.
@@ -83,7 +85,7 @@ impl BatchWeight {
         }
         let mut w = self.lock();
         w.explicit = Some(items);
-        w.read.clear();
+        w.loaders.clear();
         // What follows counts as a batch of its own.
         w.batches += 1;
         Ok(())
@@ -98,17 +100,17 @@ impl BatchWeight {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if several loaders were read for it and the user did not set the items.
+    /// [`Error::Invalid`] if several loaders handed out a batch for it and the user did not set the items.
     pub(crate) fn take(&self) -> Result<Batch> {
         let mut w = self.lock();
-        if w.explicit.is_none() && w.read.len() > 1 {
+        if w.explicit.is_none() && w.loaders.len() > 1 {
             return Err(Error::invalid(format!(
                 "{} training loaders were read for one backward, so its number of items is ambiguous: call \
                  `ddp.set_batch_items(items)` before the backward, or read evaluation data through `ddp.eval_loader`",
-                w.read.len()
+                w.loaders.len()
             )));
         }
-        w.read.clear();
+        w.loaders.clear();
         let step = w.unused.take();
         if let Some(step) = step {
             w.used.insert(step.loader, step);
@@ -121,44 +123,45 @@ impl BatchWeight {
     }
 }
 
-/// Track of the backwards on a loader's steps, beside the `track` of its batches.
-pub(crate) fn backward_track(track: u64) -> u64 {
-    track | 1 << 63
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn step(loader: u64) -> Step {
-        Step { loader, track: 5, position: 3 }
+    const AT: Progress = Progress { epoch: 0, step: 3 };
+
+    fn track(loader: u32) -> Track {
+        Track::Batches { loader, run: 1 }
+    }
+
+    fn step(loader: u32) -> Step {
+        Step { loader, track: track(loader), at: AT }
     }
 
     #[test]
     fn one_without_anything_items_of_the_last_batch_with_a_loader() {
         let w = BatchWeight::default();
         assert_eq!(w.take().unwrap().items, 1.0);
-        w.batch_read(step(0), 7);
+        w.note_batch(step(0), 7);
         assert_eq!(w.items(), 7.0, "and looking takes nothing");
         assert_eq!(w.take().unwrap(), Batch { items: 7.0, number: 1, step: Some(step(0)) });
-        assert_eq!(w.used(0, 5), Some(3));
+        assert_eq!((w.used(0, track(0)), w.used(0, track(1))), (Some(AT), None));
         assert_eq!(w.take().unwrap().items, 7.0, "a second backward on the same batch has the same weight");
     }
 
     #[test]
     fn two_loaders_are_ambiguous_until_said() {
         let w = BatchWeight::default();
-        w.batch_read(step(0), 7);
-        w.batch_read(step(1), 3);
+        w.note_batch(step(0), 7);
+        w.note_batch(step(1), 3);
         let e = w.take().unwrap_err().to_string();
         assert!(e.contains("ddp.set_batch_items(items)"), "{e}");
         w.set(10.0).unwrap();
         assert_eq!(w.take().unwrap().items, 10.0);
-        w.batch_read(step(0), 7);
+        w.note_batch(step(0), 7);
         assert_eq!(w.take().unwrap().items, 7.0);
-        w.batch_read(step(1), 3);
+        w.note_batch(step(1), 3);
         w.done(1);
-        w.batch_read(step(0), 5);
+        w.note_batch(step(0), 5);
         assert_eq!(w.take().unwrap().items, 5.0);
     }
 

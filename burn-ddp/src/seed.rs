@@ -24,15 +24,15 @@ impl Seed {
     }
 
     /// Seeds the device for a batch of a training loader.
-    pub(crate) fn seed_batch(&self, rank: usize, loader: u64, epoch: usize, first: usize) {
+    pub(crate) fn seed_batch(&self, rank: usize, loader: u32, epoch: usize, first: usize) {
         self.device.seed(of_batch(self.seed, rank, loader, epoch, first));
     }
 }
 
 /// Seed for the random numbers that follow the batch of a step: `first` is the item of the epoch's order at which the step of all
 /// ranks begins, which is the same whether or not the epoch was interrupted before.
-fn of_batch(seed: u64, rank: usize, loader: u64, epoch: usize, first: usize) -> u64 {
-    derive(seed, "batch", [rank as u64, loader, epoch as u64, first as u64])
+fn of_batch(seed: u64, rank: usize, loader: u32, epoch: usize, first: usize) -> u64 {
+    derive(seed, "batch", [rank as u64, loader.into(), epoch as u64, first as u64])
 }
 
 /// XXH3 of the numbers and of what they are for; the same in every process and release.

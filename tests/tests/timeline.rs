@@ -119,6 +119,31 @@ fn options(file: Option<&Path>) -> WorldOptions {
     WorldOptions { timeline: file.map(Into::into), ..WorldOptions::default() }
 }
 
+/// See `tests/fixtures/formats/README.md`.
+#[test]
+fn files_of_an_earlier_version_are_merged_and_read() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/formats");
+    let dir = tempfile::tempdir().unwrap();
+    for part in ["killed.json.rank-0", "killed.json.rank-1"] {
+        std::fs::copy(fixture.join(part), dir.path().join(part)).unwrap();
+    }
+    let killed = dir.path().join("killed.json");
+    burn_ddp::comm::timeline::conclude(&killed, 0..2, 2).unwrap();
+    // The parts were copied shortly before the job ended.
+    let (killed, whole) = (read(&killed), read(&fixture.join("timeline.json")));
+    assert!(killed.len() < whole.len());
+    for rank in 0..2 {
+        let names = |spans: &[Span]| -> Vec<(String, String)> {
+            let mut spans: Vec<&Span> = spans.iter().filter(|span| span.rank == rank).collect();
+            spans.sort_by(|a, b| (&a.row, a.begin, b.end).cmp(&(&b.row, b.begin, a.end)));
+            spans.iter().map(|span| (span.row.clone(), span.name.clone())).collect()
+        };
+        let (killed, whole) = (names(&killed), names(&whole));
+        assert_eq!(killed.iter().filter(|(_, name)| name == "batch").count(), 7, "{killed:?}");
+        assert!(killed.iter().all(|span| whole.contains(span)), "{killed:?} of {whole:?}");
+    }
+}
+
 #[test]
 fn everything_of_every_step_on_every_rank_is_there_and_nothing_changes() {
     let dir = tempfile::tempdir().unwrap();

@@ -37,8 +37,9 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Spins for the first `spin` of a wait, yields to other threads until `yields`, then sleeps. Both count from the first
-    /// pause. A `spin` of zero never spins: for waits on machines whose ranks [outnumber](core_per_rank) the cores.
+    /// Spins for the first `spin` of a wait, yields to other threads until `yields`, then sleeps. Both count from the
+    /// first pause. A `spin` of zero never spins: for waits on machines whose ranks [outnumber](core_per_rank) the
+    /// cores.
     pub fn new(spin: Duration, yields: Duration) -> Backoff {
         Backoff { spin, yields, since: None }
     }
@@ -61,8 +62,8 @@ impl Backoff {
     }
 }
 
-/// True if the machine of `rank`, one of `peers`, has a core for each rank on it. Otherwise a spinning rank keeps its peers
-/// from running.
+/// True if the machine of `rank`, one of `peers`, has a core for each rank on it. Otherwise a spinning rank keeps its
+/// peers from running.
 pub fn core_per_rank(rank: usize, peers: &[PeerInfo]) -> bool {
     let here = peers.get(rank).map(|peer| &peer.host);
     cores_suffice(peers.iter().filter(|peer| Some(&peer.host) == here).count())

@@ -58,8 +58,6 @@ pub mod timeline;
 mod auth;
 mod backoff;
 mod clock;
-#[cfg(test)]
-mod cost;
 mod dtype;
 mod env;
 mod error;

@@ -222,17 +222,6 @@ impl World {
         self.member.open_group(group, Members::all(self.world_size()), site)
     }
 
-    /// A group of this rank alone that does its calls by `engine`.
-    #[cfg(test)]
-    pub(crate) fn group_with(&self, engine: Box<dyn crate::engine::Engine>) -> ProcessGroup {
-        let membership = &self.member.seat.membership;
-        let members = Arc::new(Members::new([self.rank()]));
-        let info = CallInfo::bare(Collective::NewGroup, 0, 0, Location::caller());
-        let log = membership.history().open(0, members.clone());
-        let call = Call::new(info, members, self.rank(), self.member.options.timeout);
-        ProcessGroup::new(CallPath::new(self.member.clone(), 0, call, log, engine))
-    }
-
     /// Checks that the world goes on.
     ///
     /// # Errors

@@ -128,8 +128,8 @@ impl Checkpoints {
     /// # Errors
     ///
     /// On every rank, and all older checkpoints are still there: [`Error::File`] if rank 0 cannot write, another job
-    /// writes to the directory, or it holds a checkpoint of a later step; [`Error::Invalid`] if `fill` fails or the ranks
-    /// save different steps; [`Error::Comm`] if a rank does not call it.
+    /// writes to the directory, or it holds a checkpoint of a later step; [`Error::Invalid`] if `fill` fails or the
+    /// ranks save different steps; [`Error::Comm`] if a rank does not call it.
     #[track_caller]
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut CheckpointWriter<'_>) -> Result<()>) -> Result<()> {
         let group = self.ddp.group();

@@ -82,8 +82,8 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::Invalid`] if the state belongs to another kind of optimizer or to parameters that `model`
-    /// does not have; [`Error::File`] if rank 0 can no longer read the file.
+    /// On every rank: [`Error::Invalid`] if the state belongs to another kind of optimizer or to parameters that
+    /// `model` does not have; [`Error::File`] if rank 0 can no longer read the file.
     #[track_caller]
     pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
         let name = format!("{}optimizer.bpk", self.prefix);

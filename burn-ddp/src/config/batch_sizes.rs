@@ -20,7 +20,8 @@ impl DdpConfig {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] with the numbers if they do not fit, or if the file sets neither `train_batch` nor `micro_batch`.
+    /// [`Error::Invalid`] with the numbers if they do not fit, or if the file sets neither `train_batch` nor
+    /// `micro_batch`.
     ///
     /// ```
     /// use burn_ddp::{BatchSizes, DdpConfig, WrapConfig};

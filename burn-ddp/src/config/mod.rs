@@ -95,8 +95,8 @@ impl DdpConfig {
     ///
     /// # Errors
     ///
-    /// [`Error::File`] if it cannot be read; [`Error::Invalid`] with the file, the line and, for an unknown name, the known
-    /// ones.
+    /// [`Error::File`] if it cannot be read; [`Error::Invalid`] with the file, the line and, for an unknown name, the
+    /// known ones.
     pub fn load(path: impl AsRef<Path>) -> Result<DdpConfig> {
         let path = path.as_ref();
         let file = path.display();
@@ -128,7 +128,7 @@ impl DdpConfig {
         std::env::var_os("BURN_DDP_CONFIG").map_or_else(|| Ok(DdpConfig::default()), DdpConfig::load)
     }
 
-    /// WorldOptions for [`Ddp::init_with`]: `[job]`, overridden by the environment. The ranks that meet compare their batch
+    /// Options for [`Ddp::init_with`]: `[job]`, overridden by the environment. The ranks that meet compare their batch
     /// sizes, seeds, `[wrap]` and `data.shuffle`; a difference is an error that names the ranks and both values.
     ///
     /// # Errors

@@ -8,8 +8,8 @@ use super::DdpConfig;
 use burn_ddp_comm::WorldOptions;
 use serde::{Deserialize, Serialize};
 
-/// The section `[job]` of a [`DdpConfig`]: the [`WorldOptions`] of the same names, times in seconds. An environment variable
-/// such as `BURN_DDP_TIMEOUT` overrides each.
+/// The section `[job]` of a [`DdpConfig`]: the [`WorldOptions`] of the same names, times in seconds. An environment
+/// variable such as `BURN_DDP_TIMEOUT` overrides each.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct JobSettings {

@@ -54,7 +54,8 @@ fn everything_has_a_name() {
         "#,
     );
     let config = config.unwrap();
-    let wrap = WrapConfig::new().with_accumulation(2).with_reduction(GradientReduction::Sum).with_first_bucket_cap_bytes(1000);
+    let wrap =
+        WrapConfig::new().with_accumulation(2).with_reduction(GradientReduction::Sum).with_first_bucket_cap_bytes(1000);
     let wrap = wrap
         .with_bucket_cap_bytes(2000)
         .with_buffers(BufferPolicy::Broadcast)
@@ -154,9 +155,8 @@ fn what_is_wrong_is_named_with_its_line_and_what_would_be_right() {
         assert!(found.contains(reason), "{text}: {found}");
     }
     assert!(problem("a.yaml", "").contains("named .toml or .json"));
-    assert!(
-        matches!(DdpConfig::load("no/such/file.toml"), Err(Error::File { reason, .. }) if reason.contains("no/such/file.toml"))
-    );
+    let missing = DdpConfig::load("no/such/file.toml");
+    assert!(matches!(missing, Err(Error::File { reason, .. }) if reason.contains("no/such/file.toml")));
 }
 
 #[test]

@@ -3,10 +3,11 @@
 use std::ops::Range;
 use std::time::Instant;
 
+use burn_ddp_comm::{Progress, Track};
+
 use super::batch_stream::BatchStream;
 use super::epoch_cursor::EpochCursor;
 use super::{DataError, EpochPlan, ShardedLoader};
-use crate::batch_weight::backward_track;
 use crate::batch_weight::Step;
 
 impl<O: Send + 'static> ShardedLoader<O> {
@@ -88,7 +89,7 @@ pub struct Epoch<O: Send + 'static> {
     loader: ShardedLoader<O>,
     number: usize,
     /// The cursor's repeats when this epoch began.
-    repeats: u64,
+    repeats: u32,
     /// The steps to take: those of the whole epoch, or those that an earlier run left.
     plan: EpochPlan,
     /// Steps that an earlier run took, in steps of the present size.
@@ -106,7 +107,7 @@ pub struct Epoch<O: Send + 'static> {
 }
 
 impl<O: Send + 'static> Epoch<O> {
-    fn new(loader: ShardedLoader<O>, number: usize, repeats: u64, plan: EpochPlan) -> Self {
+    fn new(loader: ShardedLoader<O>, number: usize, repeats: u32, plan: EpochPlan) -> Self {
         let (before, batches) = (plan.consumed() / plan.global_batch(), BatchStream::new(loader.pool().clone()));
         let (reached, failure, over, job_over) = (0, None, false, false);
         Self { loader, number, repeats, plan, before, batches, reached, failure, over, job_over }
@@ -138,32 +139,38 @@ impl<O: Send + 'static> Epoch<O> {
         (processed, self.plan.items())
     }
 
-    /// The name by which the world compares the steps of this epoch between ranks; repeats and id are far from 32 bits.
-    fn track(&self) -> u64 {
-        self.repeats << 32 | self.loader.id()
+    /// The track on which the world compares the steps of this epoch between ranks.
+    fn track(&self) -> Track {
+        Track::Batches { loader: self.loader.id(), run: self.repeats }
+    }
+
+    /// After `steps` steps of the whole epoch.
+    fn at(&self, steps: usize) -> Result<Progress, DataError> {
+        let epoch = u32::try_from(self.number).map_err(|_| DataError::EpochTooLarge { epoch: self.number })?;
+        let step = u32::try_from(steps).map_err(|_| DataError::TooManySteps { steps })?;
+        Ok(Progress { epoch, step })
     }
 
     fn load(&mut self) -> Result<O, DataError> {
-        let number = u32::try_from(self.number).map_err(|_| DataError::EpochTooLarge { epoch: self.number })?;
-        let (loader, plan, step, steps) = (&self.loader, self.plan, self.batches.taken(), self.len());
-        let (ddp, id, nth) = (loader.ddp(), loader.id(), self.before + step + 1);
-        let list = || loader.batch_list(self.number, plan);
+        let (loader, number, plan, step) = (&self.loader, self.number, self.plan, self.batches.taken());
+        let (ddp, id, nth, steps) = (loader.ddp(), loader.id(), self.before + step + 1, self.len());
+        let (track, at) = (self.track(), self.at(nth)?);
+        let list = || loader.batch_list(number, plan);
         let name = || format!("step {nth} of {steps} in epoch {number} of loader {id} on rank {}", ddp.rank());
         let batch = self.batches.load(ddp.world(), list, name)?;
         // Only after loading: a rank that could not load a step must not count as having reached it.
-        let (track, position) = (self.track(), position(number, nth));
-        ddp.world().advance(track, position)?;
-        ddp.state().batch_weight.batch_read(Step { loader: id, track, position }, plan.share(step, ddp.rank()).len());
+        ddp.world().advance(track, at)?;
+        ddp.state().batch_weight.note_batch(Step { loader: id, track, at }, plan.share(step, ddp.rank()).len());
         let Range { start, end } = plan.step(step);
-        loader.cursor().consume(self.number, self.repeats, end, plan.items());
-        ddp.state().seed_batch(id, self.number, start);
+        loader.cursor().consume(number, self.repeats, end, plan.items());
+        ddp.state().seed_batch(id, number, start);
         self.reached = step + 1;
         Ok(batch)
     }
 
     /// Tells the other ranks where this one leaves the epoch.
     fn announce(&self) {
-        let Ok(number) = u32::try_from(self.number) else { return };
+        let (Ok(begin), Ok(reached)) = (self.at(self.before), self.at(self.before + self.reached)) else { return };
         let (id, steps) = (self.loader.id(), self.len());
         let name = match &self.failure {
             Some(failure) => format!("loader {id} ({failure})"),
@@ -171,17 +178,11 @@ impl<O: Send + 'static> Epoch<O> {
         };
         let (ddp, track) = (self.loader.ddp(), self.track());
         // The last batch may have had no backward here; then the others may be waiting in theirs.
-        let begin = position(number, self.before);
         let used = ddp.state().batch_weight.used(id, track).unwrap_or(begin);
         let unused = format!("{name}, with a batch read but no backward");
-        ddp.world().stop(backward_track(track), used.max(begin), &unused);
-        ddp.world().stop(track, position(number, self.before + self.reached), &name);
+        ddp.world().stop(track.backwards(), used.max(begin), &unused);
+        ddp.world().stop(track, reached, &name);
     }
-}
-
-/// A position of a track. Steps count from 1: step 0 of an epoch is before its first batch.
-fn position(epoch: u32, steps: usize) -> u64 {
-    u64::from(epoch) << 32 | steps as u64
 }
 
 impl<O: Send + 'static> Iterator for Epoch<O> {

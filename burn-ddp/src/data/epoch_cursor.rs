@@ -16,7 +16,7 @@ pub(super) struct EpochCursor {
     begun: Option<usize>,
     /// Number of times that an epoch began whose number was not larger than the one before: tells two passes over one
     /// epoch apart.
-    repeats: u64,
+    repeats: u32,
 }
 
 impl EpochCursor {
@@ -35,7 +35,7 @@ impl EpochCursor {
         if self.resumed { self.epoch } else { 0 }
     }
 
-    pub(super) fn repeats(&self) -> u64 {
+    pub(super) fn repeats(&self) -> u32 {
         self.repeats
     }
 
@@ -51,7 +51,7 @@ impl EpochCursor {
     /// The epoch `number` begins. Returns the items of it that an earlier run consumed.
     pub(super) fn begin(&mut self, number: usize) -> usize {
         let consumed = if self.resumed && self.epoch == number { self.consumed } else { 0 };
-        let repeats = self.repeats + u64::from(self.begun.is_some_and(|begun| number <= begun));
+        let repeats = self.repeats + u32::from(self.begun.is_some_and(|begun| number <= begun));
         let next = number.saturating_add(1);
         *self = Self { next, epoch: number, consumed, resumed: false, begun: Some(number), repeats };
         consumed
@@ -59,7 +59,7 @@ impl EpochCursor {
 
     /// The first `consumed` of `items` items of the epoch `number` are handed out. Ignored unless that epoch was begun
     /// last, with this number of `repeats`.
-    pub(super) fn consume(&mut self, number: usize, repeats: u64, consumed: usize, items: usize) {
+    pub(super) fn consume(&mut self, number: usize, repeats: u32, consumed: usize, items: usize) {
         if self.begun == Some(number) && self.repeats == repeats && !self.resumed {
             (self.epoch, self.consumed) = if consumed < items { (number, consumed) } else { (self.next, 0) };
         }

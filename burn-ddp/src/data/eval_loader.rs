@@ -22,7 +22,7 @@ pub struct EvalLoader<O> {
 
 struct Inner<O> {
     ddp: Ddp,
-    id: u64,
+    id: u32,
     /// Items of the dataset that all ranks together load.
     items: Range<usize>,
     /// Items of the dataset that this rank loads.
@@ -50,7 +50,7 @@ impl<O> std::fmt::Debug for EvalLoader<O> {
 }
 
 impl<O: Send + 'static> EvalLoader<O> {
-    pub(super) fn new(ddp: Ddp, id: u64, items: Range<usize>, batch_size: usize, pool: Arc<Pool<O>>) -> Self {
+    pub(super) fn new(ddp: Ddp, id: u32, items: Range<usize>, batch_size: usize, pool: Arc<Pool<O>>) -> Self {
         let share = share(items.len(), ddp.rank(), ddp.world_size());
         let own = items.start + share.start..items.start + share.end;
         Self { inner: Arc::new(Inner { ddp, id, items, own, batch_size, pool }) }

@@ -155,7 +155,7 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
 impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
     /// Compares the settings of all ranks, and returns the number of the loader. *Collective*.
     #[track_caller]
-    fn agree(&self, kind: &str, loader: &str, items: usize, more: Option<(&str, String)>) -> Result<u64> {
+    fn agree(&self, kind: &str, loader: &str, items: usize, more: Option<(&str, String)>) -> Result<u32> {
         let id = self.ddp.state().next_loader_id();
         let common = [
             ("the kind of loader", kind.to_string()),

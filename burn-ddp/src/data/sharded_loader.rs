@@ -49,7 +49,7 @@ pub struct ShardedLoader<O> {
 
 struct Inner<O> {
     ddp: Ddp,
-    id: u64,
+    id: u32,
     plan: EpochPlan,
     /// First item of the dataset: 0, but for a slice.
     first: usize,
@@ -74,7 +74,7 @@ impl<O> std::fmt::Debug for ShardedLoader<O> {
 }
 
 impl<O: Send + 'static> ShardedLoader<O> {
-    pub(super) fn new(ddp: Ddp, id: u64, plan: EpochPlan, seed: Option<u64>, pool: Arc<Pool<O>>) -> Self {
+    pub(super) fn new(ddp: Ddp, id: u32, plan: EpochPlan, seed: Option<u64>, pool: Arc<Pool<O>>) -> Self {
         Self { inner: Arc::new(Inner { ddp, id, plan, first: 0, seed, pool, cursor: Arc::default() }) }
     }
 
@@ -126,7 +126,7 @@ impl<O: Send + 'static> ShardedLoader<O> {
         &self.inner.ddp
     }
 
-    pub(super) fn id(&self) -> u64 {
+    pub(super) fn id(&self) -> u32 {
         self.inner.id
     }
 

@@ -1,12 +1,12 @@
 //! State that all handles of one rank share: its groups, counters, seeds and checkpoints under way.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::tensor::Device;
 use burn_ddp_comm::{ProcessGroup, World};
 
-use crate::batch_weight::{Batch, BatchWeight, backward_track};
+use crate::batch_weight::{Batch, BatchWeight};
 use crate::checkpoint::background::BackgroundWrite;
 use crate::seed::Seed;
 use crate::telemetry::meter::Meter;
@@ -26,7 +26,7 @@ pub(crate) struct SharedState {
     /// Group of the collectives whose backward is a collective, too. Made by the first of them.
     graph_group: Mutex<Option<Arc<ProcessGroup>>>,
     /// Number of loaders built so far.
-    loaders: AtomicU64,
+    loaders: AtomicU32,
     seed: Mutex<Option<Seed>>,
     /// Checkpoints that may be under way: [`Ddp::finish`](super::Ddp::finish) waits for them.
     background_writes: Mutex<Vec<Arc<BackgroundWrite>>>,
@@ -48,7 +48,7 @@ impl SharedState {
             group,
             batch_weight: BatchWeight::default(),
             graph_group: Mutex::new(None),
-            loaders: AtomicU64::new(0),
+            loaders: AtomicU32::new(0),
             seed: Mutex::new(None),
             background_writes: Mutex::new(Vec::new()),
             #[cfg(feature = "nccl")]
@@ -95,7 +95,7 @@ impl SharedState {
     pub(crate) fn begin_backward(&self) -> Result<Batch> {
         let batch = self.batch_weight.take()?;
         if let Some(step) = batch.step {
-            self.world.advance(backward_track(step.track), step.position)?;
+            self.world.advance(step.track.backwards(), step.at)?;
         }
         Ok(batch)
     }
@@ -113,7 +113,7 @@ impl SharedState {
     }
 
     /// Number of the next loader; the same on every rank, since loaders are built in the same order.
-    pub(crate) fn next_loader_id(&self) -> u64 {
+    pub(crate) fn next_loader_id(&self) -> u32 {
         self.loaders.fetch_add(1, Ordering::Relaxed)
     }
 
@@ -129,7 +129,7 @@ impl SharedState {
     }
 
     /// Seeds the random numbers that follow the batch of the step that begins at item `first` of an epoch's order.
-    pub(crate) fn seed_batch(&self, loader: u64, epoch: usize, first: usize) {
+    pub(crate) fn seed_batch(&self, loader: u32, epoch: usize, first: usize) {
         if let Some(seed) = &*lock(&self.seed) {
             seed.seed_batch(self.world.rank(), loader, epoch, first);
         }

@@ -320,7 +320,7 @@ impl WrappedModel {
                 "a second backward reached the wrapped model for one batch; with accumulation each micro-batch has one backward".into(),
             ));
         }
-        let epoch = batch.step.map(|s| (s.track, s.position >> 32));
+        let epoch = batch.step.map(|s| (s.track, s.at.epoch));
         if state.reducer.holds_gradients() && epoch.is_some() && state.epoch.is_some_and(|held| Some(held) != epoch) {
             return Err(self.fault(format!(
                 "an epoch ended while gradients of micro-batches were held: the number of steps does not divide by the accumulation of {}; \

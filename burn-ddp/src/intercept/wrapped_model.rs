@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use burn::backend::Backend;
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Bytes, Device, TensorData};
+use burn_ddp_comm::Track;
 
 use super::nodes::AutodiffTensor;
 use super::stand_in::Waiting;
@@ -103,7 +104,7 @@ pub(super) struct State {
     /// Batches read from loaders when the last backward began.
     pub(super) last_batch: u64,
     /// Track and epoch of that batch, if it came from a loader.
-    pub(super) epoch: Option<(u64, u64)>,
+    pub(super) epoch: Option<(Track, u32)>,
 }
 
 #[derive(Default)]

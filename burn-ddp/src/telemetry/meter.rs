@@ -55,7 +55,7 @@ impl Meter {
     }
 
     /// Records a batch of a loader that was asked for at `asked` and is there now.
-    pub(crate) fn batch(&self, loader: u64, asked: Instant) {
+    pub(crate) fn batch(&self, loader: u32, asked: Instant) {
         let time = asked..Instant::now();
         {
             let mut counts = self.counts();

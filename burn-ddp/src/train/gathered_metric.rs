@@ -105,9 +105,8 @@ where
         let total = all.iter().map(Vec::len).sum();
         self.all.clear();
         for (nth, batch) in all.into_iter().flatten().enumerate() {
-            let input = Me::Input::from_data(batch, &device).ok_or_else(|| {
-                metric_error(crate::Error::invalid("a rank registered another metric in this place"))
-            })?;
+            let input = Me::Input::from_data(batch, &device)
+                .ok_or_else(|| metric_error(crate::Error::invalid("a rank registered another metric in this place")))?;
             let progress = Progress::new(nth + 1, total, Some("batches".into()));
             self.all.update(&input, &MetricMetadata { progress, iteration: Some(nth + 1), lr: None })?;
         }

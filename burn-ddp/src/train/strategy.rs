@@ -33,7 +33,7 @@ impl<M: LearnerModel> DdpStrategy<M> {
     fn prepare(&self, learner: &mut Learner<M>) -> Result<(Option<Taps>, Device)> {
         if self.config.accumulation().is_some_and(|k| k != 1) {
             return Err(Error::invalid(
-                "Burn's trainer accumulates by its own setting, `grads_accumulation(k)`: leave `with_accumulation` out"
+                "Burn's trainer accumulates by its own setting, `grads_accumulation(k)`: leave `with_accumulation` out",
             ));
         }
         self.ddp.state().make_metric_group()?;

@@ -1,5 +1,5 @@
-//! The fabric without an engine of its own: each group gets the fastest engine that its ranks can use, shm on one machine,
-//! tcp between several.
+//! The fabric without an engine of its own: each group gets the fastest engine that its ranks can use, shm on one
+//! machine, tcp between several.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -52,7 +52,8 @@ impl Fabric for AutoFabric {
             && choice.takes_host_memory()
         {
             let message = format!(
-                "BURN_DDP_ENGINE={name}, but this program does not have that engine: build it with burn-ddp's feature `{name}`"
+                "BURN_DDP_ENGINE={name}, but this program does not have that engine: \
+                 build it with burn-ddp's feature `{name}`"
             );
             return Err(Error::Environment { message });
         }
@@ -74,8 +75,8 @@ impl Fabric for AutoFabric {
     }
 }
 
-/// The identity of this rank's machine, the same for ranks that can share memory: the running kernel, the network namespace
-/// in which they hand it over, and the user. `None` if the system does not say.
+/// The identity of this rank's machine, the same for ranks that can share memory: the running kernel, the network
+/// namespace in which they hand it over, and the user. `None` if the system does not say.
 pub(crate) fn machine() -> Option<String> {
     use std::os::unix::fs::MetadataExt;
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
@@ -97,7 +98,9 @@ pub(crate) fn check(choice: Option<EngineChoice>, ranks: &[(&PeerInfo, Option<&s
         None => Ok(()),
         Some((other, _)) => Err(Error::Environment {
             message: format!(
-                "BURN_DDP_ENGINE=shm, but {first} and {other} cannot share memory: they are on different machines, in different network namespaces or of different users; without it each group gets the fastest engine it can use"
+                "BURN_DDP_ENGINE=shm, but {first} and {other} cannot share memory: they are on different \
+                 machines, in different network namespaces or of different users; without it each group gets the \
+                 fastest engine it can use"
             ),
         }),
     }

@@ -24,8 +24,8 @@ pub enum EngineChoice {
     External(&'static str),
 }
 
-/// Names of engines in other crates, each with true if it takes all groups. Otherwise it takes what is in device memory,
-/// and host memory goes as without a choice.
+/// Names of engines in other crates, each with true if it takes all groups. Otherwise it takes what is in device
+/// memory, and host memory goes as without a choice.
 const EXTERNAL: [(&str, bool); 2] = [("mpi", true), ("nccl", false)];
 
 impl EngineChoice {

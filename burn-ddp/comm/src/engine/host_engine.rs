@@ -1,14 +1,14 @@
 //! The algorithms of engines between hosts, once for all transports.
 //!
-//! Every collective of a group begins with a frame from everybody to everybody, even where only the header has something to say.
-//! So every rank compares its call with every other's, and nobody is ever more than one collective ahead.
+//! Every collective of a group begins with a frame from each rank to each other, even if it is a header alone. So each
+//! rank compares its call with every other's, and no rank is ever more than one collective ahead.
 
 use super::{Engine, Incoming, Outgoing, Piece, Transport};
 use crate::call::Call;
 use crate::reduce::{Reduction, Source, reduce};
 use crate::{DType, Error, ReduceOp, Result};
 
-/// Up to this many bytes from all ranks together, everybody sends everything to everybody and reduces all of it: half
+/// Most bytes, of all ranks together, that go in one exchange: each rank sends all to each other and reduces all. Half
 /// the latency, more bytes, the same bits.
 const ONE_EXCHANGE_MAX_BYTES: usize = 64 * 1024;
 
@@ -16,7 +16,7 @@ const ONE_EXCHANGE_MAX_BYTES: usize = 64 * 1024;
 #[derive(Debug)]
 pub struct HostEngine<T> {
     transport: T,
-    /// What came from peers and waits to be reduced. Kept, since fresh memory costs page faults.
+    /// Bytes from peers that are to be reduced. Kept between calls, since fresh memory costs page faults.
     scratch: Vec<u8>,
     /// This rank's slice of a reduction that another rank gets. Kept for the same reason.
     slice: Vec<u8>,
@@ -43,7 +43,7 @@ impl<T: Transport> HostEngine<T> {
         self.reduce_by_slices(call, dtype, buf, op)
     }
 
-    /// Slice `j` of everybody goes straight to rank `j`, which reduces it and sends the result to everybody.
+    /// Slice `j` of each rank goes straight to rank `j`, which reduces it and sends the result to all.
     fn reduce_by_slices(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: Option<ReduceOp>) -> Result<()> {
         let rank = self.transport.rank();
         let mut slices = slices(buf, dtype, self.transport.world_size());
@@ -56,7 +56,7 @@ impl<T: Transport> HostEngine<T> {
         self.transport.exchange(&call.next_stage(), &sends, &mut receives)
     }
 
-    /// [`Engine::reduce`] of little: everybody sends everything to the root.
+    /// [`Engine::reduce`] of small buffers: each rank sends its whole buffer to the root.
     fn reduce_whole(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()> {
         if self.transport.rank() != root {
             return self.tell_root(call, buf, root);
@@ -66,8 +66,8 @@ impl<T: Transport> HostEngine<T> {
         self.reduce_scratch(call, dtype, Some(op), &weights, buf)
     }
 
-    /// [`Engine::reduce`] of much: slice `j` of everybody goes to rank `j`, which reduces it aside and sends the result to the
-    /// root.
+    /// [`Engine::reduce`] of large buffers: slice `j` of each rank goes to rank `j`, which reduces it aside and sends
+    /// the result to the root.
     fn reduce_sliced(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()> {
         let rank = self.transport.rank();
         let mut slices = slices(buf, dtype, self.transport.world_size());
@@ -87,7 +87,7 @@ impl<T: Transport> HostEngine<T> {
         self.transport.exchange(&call.next_stage(), &[], &mut receives)
     }
 
-    /// An exchange in which this rank has something for the root alone, and nobody anything for it.
+    /// An exchange in which this rank sends a payload to the root alone, and receives headers only.
     fn tell_root(&mut self, call: &Call, payload: &[u8], root: usize) -> Result<()> {
         let payload = |peer: usize| if peer == root { payload } else { &[] };
         let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, payload: payload(peer) }).collect();
@@ -95,7 +95,8 @@ impl<T: Transport> HostEngine<T> {
         self.transport.exchange(call, &sends, &mut receives)
     }
 
-    /// Exchanges `sends` for `len` bytes from each peer, which go to `scratch` in rank order. Yields everybody's weight.
+    /// Exchanges `sends` for `len` bytes from each peer, which go to `scratch` in rank order. Yields the weights of all
+    /// ranks.
     fn collect(&mut self, call: &Call, sends: &[Outgoing<'_>], len: usize) -> Result<Vec<f64>> {
         let world_size = self.transport.world_size();
         let peers = self.peers();
@@ -110,8 +111,8 @@ impl<T: Transport> HostEngine<T> {
         Ok(weights)
     }
 
-    /// Exchanges `sends` for as many bytes as `out` has from each peer, and reduces them and `out` into `out` as they arrive. `op` is
-    /// `None` for the weighted mean.
+    /// Exchanges `sends` for as many bytes as `out` has from each peer, and reduces them and `out` into `out` as they
+    /// arrive. `op` is `None` for the weighted mean.
     fn reduce_arriving(
         &mut self,
         call: &Call,
@@ -258,7 +259,8 @@ impl<T: Transport> Engine for HostEngine<T> {
         self.transport.exchange(call, &sends, &mut receives)
     }
 
-    /// What is sent goes with this rank's call, what is received is answered with it; then the receiver says that it has it.
+    /// The payload travels with this rank's call and is answered with the peer's; then the receiver confirms that it
+    /// has it.
     fn send_recv(&mut self, call: &Call, send: Option<Outgoing<'_>>, receive: Option<&mut Incoming<'_>>) -> Result<()> {
         let (to, from) = (send.map(|send| send.peer), receive.as_ref().map(|receive| receive.peer));
         let mut sends: Vec<Outgoing<'_>> = send.into_iter().collect();

@@ -31,10 +31,10 @@ pub use self::unavailable::Unavailable;
 /// together, the reduce op supports the dtype. The engine compares `call` with the peers' calls. On an error the
 /// buffers hold unspecified bytes.
 pub trait Engine: Send {
-    /// Its name: `threads`, `shm`, `tcp`, …
+    /// Name of the engine: `threads`, `shm`, `tcp`, …
     fn name(&self) -> &'static str;
 
-    /// Waits until all ranks are here.
+    /// Waits until all ranks have called it.
     fn barrier(&mut self, call: &Call) -> Result<()>;
 
     /// Reduces `buf` over all ranks into `buf`.
@@ -71,9 +71,9 @@ pub trait Engine: Send {
     /// Copies row `j` of `input` to row `rank` of `output` of rank `j`. Both are `[world, n]`.
     fn all_to_all(&mut self, call: &Call, input: &[u8], output: &mut [u8]) -> Result<()>;
 
-    /// Sends to one rank and receives from one, which may be the same; at least one of both, never this rank. Only the ranks
-    /// named take part, and each compares its part of `call`, [`Call::info_for`] the other. Returns when what was sent has
-    /// been received.
+    /// Sends to one rank and receives from one, which may be the same; at least one of both, never this rank. Only the
+    /// ranks named take part, and each compares its part of `call`, [`Call::info_for`] the other. Returns when what was
+    /// sent has been received.
     fn send_recv(&mut self, call: &Call, send: Option<Outgoing<'_>>, receive: Option<&mut Incoming<'_>>) -> Result<()>;
 
     /// Buffers of these sizes for [`all_reduce_shared`](Self::all_reduce_shared), the same on all ranks.
@@ -113,16 +113,16 @@ pub trait Engine: Send {
 pub struct OnDevice<'a> {
     /// Their type.
     pub dtype: DType,
-    /// How many there are.
+    /// Number of elements.
     pub len_elems: usize,
-    /// Where they are, in a type of the engine's own.
+    /// Address of the elements, in a type of the engine's own.
     pub place: &'a mut dyn Any,
 }
 
 /// A frame to a peer.
 #[derive(Clone, Copy, Debug)]
 pub struct Outgoing<'a> {
-    /// To whom, by group rank.
+    /// Group rank of the receiver.
     pub peer: usize,
     /// The bytes behind the header; may be empty.
     pub payload: &'a [u8],
@@ -131,9 +131,9 @@ pub struct Outgoing<'a> {
 /// A frame from a peer.
 #[derive(Debug)]
 pub struct Incoming<'a> {
-    /// From whom, by group rank.
+    /// Group rank of the sender.
     pub peer: usize,
-    /// Where the payload goes; its length is what must come. May be empty: then only the header comes.
+    /// Room for the payload, exactly as long as it. If empty, only the header comes.
     pub payload: &'a mut [u8],
     /// The weight in the header, filled in by the exchange.
     pub weight: f64,
@@ -149,40 +149,42 @@ impl<'a> Incoming<'a> {
 /// Bytes that came from all other ranks, at the same place in their frames.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece<'a> {
-    /// How many bytes of each frame came before.
+    /// Bytes of each frame that came before.
     pub start: usize,
     /// The bytes of each other rank, in rank order, all of one length.
     pub rows: &'a [&'a [u8]],
-    /// Everybody's weight, by group rank.
+    /// Weights of all ranks, by group rank.
     pub weights: &'a [f64],
 }
 
 /// The one primitive of engines between hosts.
 pub trait Transport: Send {
-    /// Its name, which is the engine's.
+    /// Name of the engine over it.
     fn name(&self) -> &'static str;
 
     /// This rank in the group.
     fn rank(&self) -> usize;
 
-    /// How many ranks the group has.
+    /// Number of ranks in the group.
     fn world_size(&self) -> usize;
 
     /// Sends at most one frame to each peer and receives at most one from each, all at the same time; returns when all
     /// that is to be received has come and all that is to be sent is out of the caller's memory. Each frame starts with
-    /// [`call.header(peer, payload.len())`](Call::header); each header that comes is passed to [`Call::check_header`] before
-    /// room is made for what follows it.
+    /// [`call.header(peer, payload.len())`](Call::header); each header that comes is passed to [`Call::check_header`]
+    /// before room is made for what follows it.
     ///
     /// Frames between two ranks arrive in the order they were sent. A peer may be an exchange ahead. A frame that has
     /// come is delivered even if its sender has left since.
     ///
     /// # Errors
-    /// As soon as one is known: the cause in [`Membership`](crate::membership::Membership), a peer that left or was lost and whose
-    /// frame has not come, a header that does not fit, or [`Call::timed_out`] naming the peers that were waited for.
+    /// As soon as one is known: the cause in [`Membership`](crate::membership::Membership), a peer that left or was
+    /// lost and whose frame has not come, a header that does not fit, or [`Call::timed_out`] naming the peers that were
+    /// waited for.
     fn exchange(&mut self, call: &Call, sends: &[Outgoing<'_>], receives: &mut [Incoming<'_>]) -> Result<()>;
 
-    /// An [`exchange`](Self::exchange) that receives a frame of `len` bytes from every other rank, of which only a part need be in
-    /// memory at a time: `take` gets them piece by piece, in order, and at least once. `scratch` is memory to use, kept by the caller.
+    /// An [`exchange`](Self::exchange) that receives a frame of `len` bytes from every other rank, of which only a part
+    /// need be in memory at a time: `take` gets them piece by piece, in order, and at least once. `scratch` is memory
+    /// to use, kept by the caller.
     ///
     /// # Errors
     /// Like `exchange`; `take` may have been called before.
@@ -219,16 +221,16 @@ pub trait Fabric: Send + Sync {
     /// The name of its engines.
     fn name(&self) -> &'static str;
 
-    /// This rank's engine of a new group of the ranks `call.members`, one of which this rank is; the ranks' engines may still
-    /// be on their way to each other when it returns. `call.info.group` is the group's number, the same on all its ranks;
-    /// no two groups of a world have the same.
+    /// This rank's engine of a new group of the ranks `call.members`, one of which this rank is; the ranks' engines may
+    /// still be on their way to each other when it returns. `call.info.group` is the group's number, the same on all
+    /// its ranks; no two groups of a world have the same.
     ///
     /// # Errors
     /// Like [`Transport::exchange`].
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>>;
 
-    /// Like [`open`](Self::open), but yields a reason, on all ranks of the group alike, where the fabric cannot serve the
-    /// group and another one may.
+    /// Like [`open`](Self::open), but yields a reason, on all ranks of the group alike, where the fabric cannot serve
+    /// the group and another one may.
     ///
     /// # Errors
     /// Like [`Transport::exchange`].

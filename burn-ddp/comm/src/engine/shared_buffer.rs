@@ -10,23 +10,24 @@ use super::shm::{ArenaBuffer, ArenaView};
 /// One rank's buffer in memory that its group can reduce without copies, made by
 /// [`ProcessGroup::shared_buffers`](crate::ProcessGroup::shared_buffers).
 ///
-/// Holds what this rank puts in. Results do not replace it: they are [`SharedView`]s.
+/// Holds this rank's input. Results do not replace it: they are [`SharedView`]s.
 pub struct SharedBuffer {
     memory: Memory,
 }
 
 /// The result of a reduction of [`SharedBuffer`]s, the same on all ranks. Read where the engine left it.
 ///
-/// Clones look at the same bytes. They never change; while a view of a rank is alive, reductions of its buffer cost a copy.
+/// Clones look at the same bytes. They never change; while a view of a rank is alive, reductions of its buffer cost a
+/// copy.
 #[derive(Clone)]
 pub struct SharedView {
     memory: Viewed,
 }
 
 enum Memory {
-    /// Of this process.
+    /// Memory of this process.
     Plain(Arc<Words>),
-    /// Of all ranks of the group.
+    /// Memory that all ranks of the group map.
     #[cfg(target_os = "linux")]
     Arena(ArenaBuffer),
 }
@@ -61,7 +62,7 @@ impl SharedBuffer {
         SharedBuffer { memory: Memory::Plain(Arc::new(Words { words: vec![0; len_bytes.div_ceil(8)], len_bytes })) }
     }
 
-    /// How many bytes.
+    /// Length in bytes.
     pub fn len_bytes(&self) -> usize {
         match &self.memory {
             Memory::Plain(words) => words.len_bytes,
@@ -70,7 +71,7 @@ impl SharedBuffer {
         }
     }
 
-    /// What is to be reduced, aligned for every dtype. Unspecified after a reduction.
+    /// This rank's input, to be written; aligned for every dtype. Unspecified after a reduction.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         if let Memory::Plain(words) = &mut self.memory
             && Arc::get_mut(words).is_none()

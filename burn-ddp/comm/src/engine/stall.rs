@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use crate::call::Call;
 use crate::net::wait::deadline_in;
 
-/// The next time at which a wait is reported as taking long: after an interval, then after twice that interval, and so on.
+/// The next time at which a wait is reported as taking long: after an interval, then after twice that interval, and so
+/// on.
 #[derive(Debug)]
 pub struct Stall {
     pub(crate) at: Instant,

@@ -13,9 +13,9 @@ use crate::{Error, ReduceOp, Result};
 
 /// The collectives of the same names, started and not waited for.
 ///
-/// They are done by a thread of the group, in the order in which they were started; blocking calls on the group come after
-/// what was started before them. Their deadlines count from when their turn comes. Transfers between two ranks have no such
-/// form: their order is that of the program on both.
+/// They are done by a thread of the group, in the order in which they were started; blocking calls on the group come
+/// after what was started before them. Their deadlines count from when their turn comes. Transfers between two ranks
+/// have no such form: their order is that of the program on both.
 impl ProcessGroup {
     /// [`barrier`](Self::barrier).
     #[track_caller]
@@ -116,7 +116,7 @@ impl ProcessGroup {
         let calls = Working(self.calls.clone());
         let job = move |queue: &CallQueue| {
             let result = call(&calls.0, caller);
-            // Before anybody hears of it: who then drops the group drops the last that holds it.
+            // Before the result is known: a caller that then drops the group drops the last reference to it.
             drop(calls);
             promise.keep(result);
             queue.done();

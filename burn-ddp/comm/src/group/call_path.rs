@@ -1,4 +1,4 @@
-//! Where all calls of a group meet: one after the other, checked, remembered, then the engine.
+//! The way of every call of a group: it waits for its turn, is recorded, and goes to the engine.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -23,11 +23,11 @@ pub(crate) struct CallPath {
     /// This rank in the group.
     pub(crate) rank: usize,
     pub(crate) members: Arc<Members>,
-    /// What was called; written by whose turn it is.
+    /// The calls so far; written by the thread whose turn it is.
     log: Arc<Log>,
-    /// Whether the timeline shows its calls.
+    /// True if the timeline shows its calls.
     shown: AtomicBool,
-    /// How long its calls have taken so far, in ticks. Written by whose turn it is.
+    /// Time that its calls have taken so far, in ticks. Written by the thread whose turn it is.
     ticks_in_calls: AtomicU64,
     /// Locked for the whole of a call: the next one waits.
     turn: Mutex<Turn>,
@@ -44,7 +44,7 @@ struct Turn {
     pair_sequences: Vec<u64>,
 }
 
-/// One direction of a call between two ranks: the other one by group rank, and the bytes.
+/// One direction of a call between two ranks: the peer's group rank, and the bytes.
 pub(crate) type Outbound<'a> = (usize, &'a [u8]);
 /// See [`Outbound`].
 pub(crate) type Inbound<'a> = (usize, &'a mut [u8]);
@@ -146,7 +146,7 @@ impl CallPath {
                 step: caller.step,
                 ..CallInfo::bare(collective, self.id, 0, caller.site)
             };
-            // Who does not exist is refused below, and has no number.
+            // A peer that does not exist is refused below, and has no number.
             if let Some(sequence) = pair_sequences.get_mut(peer) {
                 info.sequence = *sequence;
                 *sequence += 1;
@@ -212,7 +212,7 @@ impl CallPath {
     }
 }
 
-/// What was called is remembered. A group that goes while its rank panics will never do what the others wait for.
+/// Keeps the record of the calls. Ends the world if the rank panics: the peers would wait for this group in vain.
 impl Drop for CallPath {
     fn drop(&mut self) {
         self.member.fail_if_panicking();

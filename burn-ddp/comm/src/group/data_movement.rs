@@ -1,4 +1,4 @@
-//! Collectives that move elements and leave them as they are.
+//! Collectives that move elements without changing them.
 
 use std::panic::Location;
 
@@ -46,10 +46,10 @@ impl ProcessGroup {
         self.calls.broadcast(caller, dtype, buf, root)
     }
 
-    /// Collects everybody's buffer on every rank.
+    /// Collects all ranks' buffers on every rank.
     ///
-    /// Each rank passes `n` elements and gets `[world, n]`: row `r` is from rank `r`. Each rank sends its buffer once to
-    /// each other; one step.
+    /// Each rank passes `n` elements and gets `[world, n]`: row `r` is from rank `r`. Each rank sends its buffer once
+    /// to each other; one step.
     ///
     /// # Errors
     /// Those of all collectives.
@@ -85,10 +85,10 @@ impl ProcessGroup {
         Ok(rows)
     }
 
-    /// Collects everybody's buffer on one rank.
+    /// Collects all ranks' buffers on one rank.
     ///
-    /// Each rank passes `n` elements; the root gets `[world, n]`, where row `r` is from rank `r`, the others `None`. Each rank
-    /// sends its buffer once; one step.
+    /// Each rank passes `n` elements; the root gets `[world, n]`, where row `r` is from rank `r`, the others `None`.
+    /// Each rank sends its buffer once; one step.
     ///
     /// # Errors
     /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if there is no such root.
@@ -125,12 +125,12 @@ impl ProcessGroup {
 
     /// Gives each rank a row of the root's buffer.
     ///
-    /// The root passes `[world, n]` and each rank room for `n`; afterwards rank `r` holds row `r`. What others than the root
-    /// pass as input is not looked at. The root sends each row once; one step.
+    /// The root passes `[world, n]` and each rank room for `n`; afterwards rank `r` holds row `r`. What others than the
+    /// root pass as input is not looked at. The root sends each row once; one step.
     ///
     /// # Errors
-    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if there is no such root, or on
-    /// the root if it passes no input or the lengths do not fit together.
+    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if there is no such root,
+    /// or on the root if it passes no input or the lengths do not fit together.
     ///
     /// ```
     /// use burn_ddp_comm::World;
@@ -161,14 +161,14 @@ impl ProcessGroup {
         self.calls.scatter(self.in_turn(Location::caller()), dtype, input, output, root)
     }
 
-    /// Gives each rank a row of everybody's buffer.
+    /// Gives each rank a row of every rank's buffer.
     ///
-    /// Each rank passes `[world, n]` and room for as much; afterwards row `r` of rank `j` is what was row `j` of rank `r`.
-    /// Each rank sends one row to each other; one step.
+    /// Each rank passes `[world, n]` and room for as much; afterwards row `r` of rank `j` is what was row `j` of rank
+    /// `r`. Each rank sends one row to each other; one step.
     ///
     /// # Errors
-    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if the lengths are not alike or
-    /// not a whole number of rows.
+    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if the lengths are not
+    /// alike or not a whole number of rows.
     ///
     /// ```
     /// use burn_ddp_comm::World;

@@ -30,20 +30,20 @@ pub(crate) use self::objects::decode;
 pub use self::pending::Pending;
 use self::queue::CallQueue;
 
-/// Ranks that do collectives together, in one order. Made by [`World::group`](crate::World::group), of all ranks, and by
-/// [`split`](Self::split), of some.
+/// Ranks that do collectives together, in one order. Made by [`World::group`](crate::World::group), of all ranks, and
+/// by [`split`](Self::split), of some.
 ///
 /// A collective is called by all ranks, with the same arguments where they must agree; calls are compared, and a
 /// difference is an error on all ranks that shows both calls. Calls from several threads of a rank are done one after
-/// the other. All of them block until done, at most for [`WorldOptions::timeout`](crate::WorldOptions::timeout); those whose names end
-/// in `_async` return at once what can be [waited for](Pending).
+/// the other. All of them block until done, at most for [`WorldOptions::timeout`](crate::WorldOptions::timeout); those
+/// whose names end in `_async` return at once what can be [waited for](Pending).
 ///
 /// Ranks are passed and returned by their place in the group; errors and reports show ranks of the world.
 ///
 /// # Errors
 /// Common to all collectives, and the end of the world unless said otherwise: [`Error::Mismatch`], [`Error::Timeout`],
-/// [`Error::PeerLost`], [`Error::PeerLeft`], [`Error::PeerFailed`], [`Error::OutOfStep`]. [`Error::InvalidArgument`] leaves
-/// the group usable. After an error buffers hold unspecified values.
+/// [`Error::PeerLost`], [`Error::PeerLeft`], [`Error::PeerFailed`], [`Error::OutOfStep`]. [`Error::InvalidArgument`]
+/// leaves the group usable. After an error buffers hold unspecified values.
 ///
 /// # Numerics
 /// Reductions are a balanced binary tree over the ranks for each element, so results have the same bits on every rank,
@@ -62,12 +62,12 @@ impl ProcessGroup {
         ProcessGroup { calls: Arc::new(calls), queue: Arc::default(), site: None }
     }
 
-    /// This rank in the group.
+    /// Group rank of this rank.
     pub fn rank(&self) -> usize {
         self.calls.rank
     }
 
-    /// How many ranks the group has.
+    /// Number of ranks in the group.
     pub fn world_size(&self) -> usize {
         self.calls.size()
     }
@@ -87,12 +87,13 @@ impl ProcessGroup {
         self.site = Some(site);
     }
 
-    /// The [timeline](crate::timeline) does not show the calls of this group: for code that shows them under names of its own.
+    /// The [timeline](crate::timeline) does not show the calls of this group: for code that shows them under names of
+    /// its own.
     pub fn hide_from_timeline(&self) {
         self.calls.hide();
     }
 
-    /// How long this rank has been in calls of this group so far: mostly waiting for others.
+    /// Time that this rank has spent in calls of this group so far: mostly waiting for peers.
     pub fn time_in_calls(&self) -> Duration {
         self.calls.time_in_calls()
     }
@@ -117,7 +118,7 @@ impl ProcessGroup {
         self.calls.barrier(self.in_turn(Location::caller()))
     }
 
-    /// Who calls, for a call that is to be done here and now: what was started before is done first.
+    /// The origin of a blocking call, once the calls that were started before are done.
     #[inline]
     pub(crate) fn in_turn(&self, site: Site) -> Caller {
         self.queue.settle();
@@ -130,7 +131,7 @@ impl ProcessGroup {
     }
 }
 
-/// What was started is still done. A group that goes while its rank panics will never do what the others wait for.
+/// Leaves started calls to be done. Ends the world if the rank panics: the peers would wait for this group in vain.
 impl Drop for ProcessGroup {
     fn drop(&mut self) {
         self.calls.member.fail_if_panicking();

@@ -1,4 +1,4 @@
-//! The result of a call that goes on elsewhere.
+//! The result of a call that was started and not waited for.
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex};
@@ -6,12 +6,12 @@ use std::sync::{Arc, Condvar, Mutex};
 use crate::sync::{lock, wait};
 use crate::{Error, Result};
 
-/// A collective that was started and goes on by itself; made by the methods of [`ProcessGroup`](crate::ProcessGroup) whose
-/// names end in `_async`.
+/// A collective that was started and goes on by itself; made by the methods of [`ProcessGroup`](crate::ProcessGroup)
+/// whose names end in `_async`.
 ///
-/// It owns the buffers, and gives them back when it is [waited for](Self::wait). Dropping it does not stop the collective,
-/// which is still done in its turn, and does not block; what goes wrong then shows at the next call, unless it was a mere
-/// refusal. A process that ends does not wait for what is pending: wait for the handles first.
+/// It owns the buffers, and gives them back when it is [waited for](Self::wait). Dropping it does not stop the
+/// collective, which is still done in its turn, and does not block; what goes wrong then shows at the next call, unless
+/// it was a mere refusal. A process that ends does not wait for what is pending: wait for the handles first.
 ///
 /// ```
 /// use burn_ddp_comm::{ReduceOp, World};
@@ -58,7 +58,8 @@ pub(super) fn pending<R>() -> (Pending<R>, Promise<R>) {
 }
 
 impl<R> Pending<R> {
-    /// Waits until the collective is done; at most for the deadlines of this one and of those that were started before it.
+    /// Waits until the collective is done; at most for the deadlines of this one and of those that were started before
+    /// it.
     ///
     /// # Errors
     /// Those of the collective.
@@ -72,7 +73,7 @@ impl<R> Pending<R> {
         }
     }
 
-    /// Whether [`wait`](Self::wait) would return at once.
+    /// True if [`wait`](Self::wait) would return at once.
     pub fn is_done(&self) -> bool {
         lock(&self.outcome.result).is_some()
     }
@@ -94,7 +95,7 @@ impl<R> Promise<R> {
     }
 }
 
-/// Whoever waits is told.
+/// Breaks the promise: the waiting thread gets an error.
 impl<R> Drop for Promise<R> {
     fn drop(&mut self) {
         if !self.kept {

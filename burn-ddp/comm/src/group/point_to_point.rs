@@ -11,9 +11,9 @@ use crate::{DType, Result};
 impl ProcessGroup {
     /// Sends a buffer to one other rank, which calls [`recv`](Self::recv).
     ///
-    /// Returns when the other has it. Only the two take part, and their calls are compared like those of a collective: type
-    /// and length must be alike, and between two ranks everything happens in one order, so that a `send` that meets a
-    /// collective, or another `send`, is an error that shows both calls.
+    /// Returns when the other has it. Only the two take part, and their calls are compared like those of a collective:
+    /// type and length must be alike, and between two ranks everything happens in one order, so that a `send` that
+    /// meets a collective, or another `send`, is an error that shows both calls.
     ///
     /// # Errors
     /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if
@@ -89,8 +89,9 @@ impl ProcessGroup {
 
     /// Sends to one rank and receives from one, at the same time.
     ///
-    /// With two different ranks it fits to a [`send`](Self::send), a [`recv`](Self::recv) and a `send_recv` of theirs; with
-    /// one, that one calls `send_recv` too. A rank may pass itself as both: then it is a copy. Returns when all has arrived.
+    /// With two different ranks it fits to a [`send`](Self::send), a [`recv`](Self::recv) and a `send_recv` of theirs;
+    /// with one, that one calls `send_recv` too. A rank may pass itself as both: then it is a copy. Returns when all
+    /// has arrived.
     ///
     /// # Errors
     /// Those of [`send`](Self::send).

@@ -1,5 +1,4 @@
-//! The calls of a group that were started and not waited for: done one after the other, in the order in which they were
-//! started, by one thread that is there from the first one on.
+//! Calls of a group that were started and not waited for. One thread, started with the first, does them in their order.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +13,7 @@ pub(super) type Job = Box<dyn FnOnce(&CallQueue) + Send>;
 /// Owned by the group, by its thread, and by nothing that a call needs: a group without calls goes when it is dropped.
 #[derive(Default)]
 pub(super) struct CallQueue {
-    /// Whether jobs are waiting or under way. Written under the lock, read by every blocking call.
+    /// True if jobs are waiting or under way. Written under the lock, read by every blocking call.
     busy: AtomicBool,
     jobs: Mutex<Jobs>,
     /// Notified when a job is added, when one is done, and when the queue is closed.
@@ -24,17 +23,17 @@ pub(super) struct CallQueue {
 #[derive(Default)]
 struct Jobs {
     waiting: VecDeque<Job>,
-    /// How many jobs were ever added, and how many of them are done.
+    /// Number of jobs ever added, and of those done.
     added: u64,
     done: u64,
-    /// Whether there is a thread, which may have ended by a panic.
+    /// True if there is a thread; it may have ended by a panic.
     running: bool,
-    /// No more jobs come.
+    /// True if no more jobs come.
     closed: bool,
 }
 
 impl CallQueue {
-    /// Has `job` done after those before it.
+    /// Adds `job` behind those before it.
     ///
     /// # Errors
     /// If there can be no thread; then the job is dropped.
@@ -105,7 +104,7 @@ impl CallQueue {
     }
 }
 
-/// The thread of a queue. If it ends by a panic nobody waits for it in vain: the jobs that are left are dropped, which breaks
+/// The thread of a queue. If it ends by a panic the jobs that are left are dropped, which breaks
 /// their promises.
 struct Running(Arc<CallQueue>);
 

@@ -1,4 +1,4 @@
-//! Collectives that compute.
+//! Collectives that reduce elements.
 
 use std::panic::Location;
 
@@ -99,8 +99,8 @@ impl ProcessGroup {
     /// Reduces a buffer over all ranks, for one of them.
     ///
     /// Each rank passes a buffer of the same length; afterwards the root's holds the reduction, the same bits as
-    /// [`all_reduce`](Self::all_reduce), and the others' are as they were. Each rank sends about its buffer in two steps,
-    /// small buffers in one.
+    /// [`all_reduce`](Self::all_reduce), and the others' are as they were. Each rank sends about its buffer in two
+    /// steps, small buffers in one.
     ///
     /// # Errors
     /// Those of [`all_reduce`](Self::all_reduce). [`Error::InvalidArgument`] also if there is no such root.
@@ -135,7 +135,7 @@ impl ProcessGroup {
 
     /// Reduces a buffer over all ranks and leaves each rank a part of the result.
     ///
-    /// Each rank passes `[world, n]` and room for `n`; afterwards rank `r` holds the reduction of everybody's row `r`.
+    /// Each rank passes `[world, n]` and room for `n`; afterwards rank `r` holds the reduction of all ranks' rows `r`.
     /// Each rank sends one row to each other; one step.
     ///
     /// # Errors

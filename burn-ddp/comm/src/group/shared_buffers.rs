@@ -7,7 +7,8 @@ use crate::engine::OnDevice;
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
 impl ProcessGroup {
-    /// Makes buffers of these lengths in bytes for [`all_reduce_shared`](Self::all_reduce_shared). All ranks ask for the same.
+    /// Makes buffers of these lengths in bytes for [`all_reduce_shared`](Self::all_reduce_shared). All ranks ask for
+    /// the same.
     ///
     /// # Errors
     /// Those of all collectives.
@@ -57,8 +58,8 @@ impl ProcessGroup {
     /// `tag` is compared between ranks like the other arguments; 0 if there is nothing to compare.
     ///
     /// # Errors
-    /// Those of [`all_reduce_bytes`](Self::all_reduce_bytes); [`Error::Environment`](crate::Error::Environment) if the group's engine
-    /// reduces in host memory only, as all engines of this crate do.
+    /// Those of [`all_reduce_bytes`](Self::all_reduce_bytes); [`Error::Environment`](crate::Error::Environment) if the
+    /// group's engine reduces in host memory only, as all engines of this crate do.
     #[track_caller]
     pub fn all_reduce_on_device(&self, elements: OnDevice<'_>, op: ReduceOp, tag: u64) -> Result<()> {
         self.calls.all_reduce_on_device(self.in_turn(Location::caller()), elements, Some(op), 1.0, tag)

@@ -7,8 +7,8 @@ use crate::call::request::Request;
 use crate::call::{Collective, GroupId, Members};
 use crate::{Error, Result};
 
-/// What a rank says when a group is split: whether it wants a group, which, at which place, and the number that a group gets
-/// if this rank is its first.
+/// A rank's wish when a group is split: its color, its place by key, and the number of the new group if this rank leads
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Wish {
     color: Option<u64>,
@@ -21,9 +21,9 @@ const WISH_BYTES: usize = 32;
 impl ProcessGroup {
     /// Divides the group: ranks that pass the same color get a group of their own, those that pass `None` get none.
     ///
-    /// All ranks of this group call it. The ranks of a new group are in the order of their keys, those with equal keys in
-    /// the order of this group. All groups are used independently, also at the same time by several threads: nothing on one
-    /// waits for another. A rank that fails ends them all, as it ends the world.
+    /// All ranks of this group call it. The ranks of a new group are in the order of their keys, those with equal keys
+    /// in the order of this group. All groups are used independently, also at the same time by several threads: nothing
+    /// on one waits for another. A rank that fails ends them all, as it ends the world.
     ///
     /// # Errors
     /// Those of all collectives.

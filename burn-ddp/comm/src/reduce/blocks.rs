@@ -1,32 +1,35 @@
-//! A reduction, cut in blocks where something has to wait in the first cache level.
+//! A reduction, cut in blocks where intermediate results wait in the first cache level.
 
-use super::Source;
-use super::kernel::{Fold, Isa, MAX_SOURCES, Pass, Weights};
+use super::fold::{Fold, Weights};
+use super::kernel::{Isa, Pass};
+use super::source::Source;
+use super::tree::{MAX_SOURCES, subtree};
 use crate::{DType, Result};
 
-/// Elements of a block at least, if there are as many.
+/// Least elements of a block, unless there are fewer in all.
 const MIN_BLOCK: usize = 64;
 /// Bytes of a block that is copied while it is in the first cache level.
 const DIRECT_BLOCK: usize = 8192;
 
-/// Memory for blocks, on the stack. Its size is what clearing it costs a small reduction against how often a large one starts anew.
+/// Memory for blocks, on the stack. Its size is what clearing it costs a small reduction against how often a large one
+/// starts anew.
 #[repr(align(64))]
 struct Scratch<const BYTES: usize>([u8; BYTES]);
 
-/// All that a reduction is, apart from where its result goes.
+/// A reduction, but for the place of its result.
 #[derive(Clone, Copy)]
 pub(super) struct Plan<'a> {
     pub(super) isa: Isa,
     pub(super) fold: Fold,
     pub(super) dtype: DType,
     pub(super) sources: &'a [Source<'a>],
-    /// What each source is multiplied by, for a sum of floats.
+    /// Factor of each source, for a sum of floats.
     pub(super) factors: Option<&'a [f64]>,
-    /// What a sum of floats is divided by.
+    /// Divisor of a sum of floats.
     pub(super) total: f64,
 }
 
-/// What accumulators of `dtype` are.
+/// Type in which elements of `dtype` are accumulated.
 fn accumulator(dtype: DType) -> DType {
     match dtype {
         DType::F16 | DType::BF16 => DType::F32,
@@ -50,7 +53,7 @@ impl Plan<'_> {
         }
     }
 
-    /// Where passes can write to `out`: only the copy to `also` wants blocks that are still in the cache.
+    /// Reduces in one pass that writes to `out`. Blocks serve the copy to `also`, while they are in the cache.
     fn direct(&self, out: &mut [u8], also: Option<&mut [u8]>) -> Result<()> {
         let Some(also) = also else { return self.one_pass(0, out) };
         for (nth, (block, copy)) in out.chunks_mut(DIRECT_BLOCK).zip(also.chunks_mut(DIRECT_BLOCK)).enumerate() {
@@ -60,6 +63,7 @@ impl Plan<'_> {
         Ok(())
     }
 
+    /// Reduces block by block, with intermediate results in `scratch`.
     fn in_blocks(
         &self,
         scratch: &mut [u8],
@@ -89,7 +93,7 @@ impl Plan<'_> {
         let mut count = self.sources.len().div_ceil(arity);
         let (mut from, mut to) = slots.split_at_mut(count * slot);
         for (nth, room) in from.chunks_exact_mut(slot).enumerate() {
-            let group = nth * arity..self.sources.len().min((nth + 1) * arity);
+            let group = subtree(nth, arity, self.sources.len());
             let weights = Weights { factors: self.factors_of(group.clone()), total: 1.0 };
             let mut sources = [Source::Output; MAX_SOURCES];
             for (part, source) in sources.iter_mut().zip(&self.sources[group.clone()]) {
@@ -146,7 +150,7 @@ impl Plan<'_> {
         factors
     }
 
-    /// Of the bytes of an element, the logarithm: dividing takes longer than a small reduction.
+    /// Logarithm of the bytes of an element: dividing takes longer than a small reduction.
     fn shift(&self) -> u32 {
         self.dtype.size_bytes().trailing_zeros()
     }
@@ -159,7 +163,7 @@ impl Plan<'_> {
         self.fold.arity(self.dtype)
     }
 
-    /// Whether all sources go into one pass.
+    /// True if all sources go into one pass.
     fn is_one_pass(&self) -> bool {
         self.sources.len() <= self.arity()
     }
@@ -168,15 +172,5 @@ impl Plan<'_> {
     fn slots(&self) -> usize {
         let first = self.sources.len().div_ceil(self.arity());
         first + if first > self.arity() { first.div_ceil(self.arity()) } else { 0 }
-    }
-}
-
-impl<'a> Source<'a> {
-    /// `len` bytes from `start` on.
-    fn part(self, start: usize, len: usize) -> Source<'a> {
-        match self {
-            Source::Bytes(bytes) => Source::Bytes(&bytes[start..start + len]),
-            Source::Output => Source::Output,
-        }
     }
 }

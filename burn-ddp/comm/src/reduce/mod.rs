@@ -3,50 +3,48 @@
 //! Per element, a balanced binary tree over the ranks in order: (0,1), (2,3), …, an odd last one carried up, then the
 //! same over the results. Sums of floats are left + right in the accumulator type (f32 for f16, bf16 and f32; f64 for
 //! f64) without fused multiply-add, then at most one division, then one rounding. Integers wrap. min and max yield NaN
-//! if either side is NaN. A NaN in a result is always the same one, quiet, positive and without payload, because which NaN
-//! comes out of a sum of two is the compiler's choice. So the bits depend on nothing but the inputs.
+//! if either side is NaN. A NaN in a result is always the same one, quiet, positive and without payload, because which
+//! NaN comes out of a sum of two is the compiler's choice. So the bits depend on nothing but the inputs.
 //!
-//! | what | where |
+//! | part | file |
 //! |---|---|
-//! | which sources take part, and with which factor | here |
-//! | buffers cut in blocks, trees over many sources | `blocks.rs` |
-//! | one pass over memory, and the definition of each operation | `kernel.rs`, `element.rs` |
-//! | the same with vector instructions, for what is accumulated in f32 | `simd.rs`, `x86.rs` |
+//! | choice of the sources that take part, and their factors | here |
+//! | one pass over memory, and its instructions | `kernel.rs` |
+//! | buffers cut in blocks, passes over the results of passes | `blocks.rs` |
+//! | the tree | `tree.rs` |
+//! | operations and element types, the definition of their bits | `fold.rs`, `element.rs` |
+//! | loops over elements; the same with vector instructions, where f32 accumulates | `portable.rs`; `simd.rs`, `x86.rs` |
 //! | two ranks and a few elements | `small.rs` |
 
 use std::sync::OnceLock;
 
 use self::blocks::Plan;
-use self::kernel::{Fold, Isa};
+use self::fold::Fold;
+use self::kernel::Isa;
+pub(crate) use self::source::Source;
 use crate::{DType, Error, ReduceOp, Result};
 
 mod blocks;
 mod element;
+mod fold;
 mod kernel;
-#[cfg(test)]
-mod measure;
+mod portable;
 mod simd;
 mod small;
+mod source;
 #[cfg(test)]
 mod tests;
+mod tree;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-/// Up to this many ranks, weights are sorted out on the stack.
+/// Most ranks whose weights are sorted out on the stack.
 const FEW: usize = 32;
 
-/// Where the elements of one rank are.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Source<'a> {
-    /// Came from a peer.
-    Bytes(&'a [u8]),
-    /// Are in the output buffer, to be replaced.
-    Output,
-}
-
-/// How the sources, one per rank in rank order, become one.
+/// The operation that makes one of the sources, one per rank in rank order.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Reduction<'a> {
+    /// All sources alike.
     Op(ReduceOp),
     /// Σ wᵣxᵣ / Σ wᵣ with these weights, which are finite, not negative, and not all zero.
     Weighted(&'a [f64]),
@@ -118,8 +116,8 @@ fn reduce_with(
     }
 }
 
-/// The weighted mean over the ranks with a weight, as if the others were not there: they are left out of `present`, which has room for
-/// all.
+/// The weighted mean over the ranks with a weight, as if the others were not there: they are left out of `present`,
+/// which has room for all.
 fn weighted<'a>(plan: Plan<'a>, weights: &[f64], present: (&'a mut [Source<'a>], &'a mut [f64])) -> Plan<'a> {
     let (sources, factors) = present;
     let mut count = 0;
@@ -136,22 +134,4 @@ fn weighted<'a>(plan: Plan<'a>, weights: &[f64], present: (&'a mut [Source<'a>],
     let scale = f64::powi(2.0, -(largest.log2().floor() as i32).clamp(-1000, 1000));
     factors.iter_mut().for_each(|factor| *factor *= scale);
     Plan { sources, total: factors.iter().sum(), factors: Some(factors), ..plan }
-}
-
-impl<'a> Source<'a> {
-    /// What is left of it from byte `start` on.
-    #[inline(always)]
-    fn from(self, start: usize) -> Source<'a> {
-        match self {
-            Source::Bytes(bytes) => Source::Bytes(&bytes[start..]),
-            Source::Output => Source::Output,
-        }
-    }
-
-    fn len(&self) -> Option<usize> {
-        match self {
-            Source::Bytes(bytes) => Some(bytes.len()),
-            Source::Output => None,
-        }
-    }
 }

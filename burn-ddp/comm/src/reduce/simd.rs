@@ -1,24 +1,27 @@
 //! Thirty-two elements at a time, in vector registers.
 //!
-//! Those of a [`Chunk`](SimdElement::Chunk) are held as two vectors: the first and the second half, but for bf16 those at even and at odd places,
-//! since a pair of them is the two halves of a 32-bit word. A pass from or to accumulators in memory leaves or finds them in that order;
-//! passes between accumulators do not mind.
+//! A [`Chunk`](SimdElement::Chunk) is held as two vectors: its first and second half; for bf16 the elements at even and
+//! at odd places, since a pair of them is the two halves of a 32-bit word. A pass from or to accumulators in memory
+//! leaves or finds them in that order; for passes between accumulators it makes no difference.
 
-// Counting over arrays of known length is what becomes straight vector code.
+// Counting over arrays of known length compiles to straight vector code.
 #![allow(clippy::needless_range_loop)]
 
 use half::{bf16, f16};
 
-use super::Source;
 use super::element::Stored;
-use super::kernel::{Fold, MAX_SOURCES, Scale, Weights, portable_f32s, with_array};
+use super::fold::{Fold, Scale, Weights};
+use super::portable::portable_f32s;
+use super::source::Source;
+use super::tree::{MAX_SOURCES, fold_tree, with_array};
 
 /// Elements in two [`Simd::V`].
 const LANES: usize = 32;
 
-/// Vector instructions that this processor has, as whoever holds a value of this type can be sure of.
+/// Vector instructions of this processor: a value of this type is the proof that it has them.
 ///
-/// Each operation yields the bits that [`Number`](super::element::Number) yields for each element, apart from which NaN a NaN is.
+/// Each operation yields the bits that [`Number`](super::element::Number) yields for each element, apart from which NaN
+/// a NaN is.
 pub(super) trait Simd: Copy {
     /// Sixteen f32.
     type V: Copy;
@@ -106,7 +109,8 @@ pub(super) fn f32s<S: Simd, In: SimdElement, Out: SimdElement>(
     }
 }
 
-/// What happens to one vector of each source. Not a closure: this must be part of the loop that has the vector instructions.
+/// The operation on one vector of each source. Not a closure: it must be part of the loop that has the vector
+/// instructions.
 trait Combine<S: Simd, const K: usize>: Copy {
     fn combine(self, simd: S, x: [S::V; K]) -> S::V;
 }
@@ -157,20 +161,10 @@ impl<V> Sum<V> {
 }
 
 impl<S: Simd, const K: usize> Combine<S, K> for Sum<S::V> {
-    /// Neighbours pair up until one is left, as in `kernel.rs`.
     #[inline(always)]
     fn combine(self, simd: S, mut x: [S::V; K]) -> S::V {
-        let mut len = K;
-        while len > 1 {
-            for nth in 0..len / 2 {
-                x[nth] = simd.add(x[2 * nth], x[2 * nth + 1]);
-            }
-            if len % 2 == 1 {
-                x[len / 2] = x[len - 1];
-            }
-            len = len.div_ceil(2);
-        }
-        if self.divides { simd.div(x[0], self.by) } else { simd.mul(x[0], self.by) }
+        let sum = fold_tree!(x, K, |left, right| simd.add(left, right));
+        if self.divides { simd.div(sum, self.by) } else { simd.mul(sum, self.by) }
     }
 }
 
@@ -201,7 +195,7 @@ impl<S: Simd, const K: usize> Combine<S, K> for WeightedSum<S::V> {
     }
 }
 
-/// The loop of all that is done in chunks.
+/// The loop over chunks, for all operations.
 #[inline(always)]
 fn chunks<S: Simd, In: SimdElement, Out: SimdElement, C: Combine<S, K>, const K: usize>(
     simd: S,

@@ -1,15 +1,17 @@
-//! Two ranks and a few elements: a loss, a flag, a count. What is done for large buffers would take longer than the reduction.
+//! Two ranks and a few elements: a loss, a flag, a count. The way of large buffers would take longer than the
+//! reduction.
 
 use half::bf16;
 
-use super::Source;
 use super::element::{Float, Number, Stored};
+use super::source::Source;
 use crate::{DType, ReduceOp};
 
 /// Bytes of an output at most.
 const MAX_BYTES: usize = 64;
 
-/// Reduces two sources into `out`, which they fit, if that is as little as this is for; whether it is. `op` is defined for `dtype`.
+/// Reduces two sources into `out`, which they fit; false, without a result, if `out` is too large or the type too rare.
+/// `op` is defined for `dtype`.
 #[inline]
 pub(super) fn two(dtype: DType, op: ReduceOp, sources: &[Source<'_>], out: &mut [u8]) -> bool {
     let [a, b] = sources else { return false };

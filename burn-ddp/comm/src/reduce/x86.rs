@@ -1,17 +1,18 @@
 //! The vector instructions of x86-64.
 //!
-//! A value of [`Avx2`] or [`Avx512`] exists only where the processor was asked and has the instructions, which is all that the calls
-//! of intrinsics below need to be sound.
+//! A value of [`Avx2`] or [`Avx512`] exists only where the processor was asked and has the instructions, which is all
+//! that the calls of intrinsics below need to be sound.
 
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
-use super::Source;
 use super::element::{NAN_F32, Stored};
-use super::kernel::{Fold, Weights, floats, pairs};
+use super::fold::{Fold, Weights};
+use super::portable::{floats, pairs};
 use super::simd::{Simd, SimdElement, f32s};
+use super::source::Source;
 
 /// Proof that there are AVX2 and F16C.
 #[derive(Clone, Copy, Debug)]
@@ -102,7 +103,7 @@ fn integers_avx2<L: Stored>(fold: Fold, sources: &[Source<'_>], out: &mut [u8]) 
 }
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-/// Where the second of two bf16 in 32 bits is.
+/// Mask of the second of two bf16 in 32 bits.
 const UPPER_HALF: i32 = 0xffff_0000_u32 as i32;
 
 /// `self` is the proof that the intrinsics may be called.

@@ -14,7 +14,8 @@ pub fn over_tcp(n: usize, options: WorldOptions) -> Vec<World> {
     joined(n, WorldOptions { engine: Some(EngineChoice::Tcp), ..options })
 }
 
-/// Ranks that meet over TCP and talk through shared memory, each with a mapping of its own, though they live in one process.
+/// Ranks that meet over TCP and talk through shared memory, each with a mapping of its own, though they live in one
+/// process.
 pub fn over_shm(n: usize, options: WorldOptions) -> Vec<World> {
     joined(n, WorldOptions { engine: Some(EngineChoice::Shm), ..options })
 }

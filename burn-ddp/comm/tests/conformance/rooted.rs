@@ -1,4 +1,5 @@
-//! Collectives with a root, and rows from everybody to everybody: the right numbers in the right places, and nothing elsewhere.
+//! Collectives with a root, and rows from everybody to everybody: the right numbers in the right places, and nothing
+//! elsewhere.
 
 use burn_ddp_comm::{DType, Error, ProcessGroup, ReduceOp};
 

@@ -113,7 +113,8 @@ proptest! {
             Some(seed) => permutation(items, seed, epoch as u64),
             None => (0..items).collect(),
         };
-        let expected: Vec<_> = (0..EPOCHS).flat_map(|epoch| order(epoch).into_iter().map(move |item| (epoch, item))).collect();
+        let items_of = |epoch| order(epoch).into_iter().map(move |item| (epoch, item));
+        let expected: Vec<_> = (0..EPOCHS).flat_map(items_of).collect();
         prop_assert_eq!(read, expected);
     }
 }
@@ -248,9 +249,12 @@ fn a_rank_that_leaves_a_resumed_epoch_alone_is_an_error_everywhere() {
 /// 2 items are left for 4 ranks: gradients are those of the two, alone and within an accumulation.
 #[test]
 fn ranks_without_an_item_count_nothing() {
-    for (reduction, accumulation) in
-        [(GradientReduction::Mean, 1), (GradientReduction::Mean, 2), (GradientReduction::Sum, 1), (GradientReduction::Sum, 2)]
-    {
+    for (reduction, accumulation) in [
+        (GradientReduction::Mean, 1),
+        (GradientReduction::Mean, 2),
+        (GradientReduction::Sum, 1),
+        (GradientReduction::Sum, 2),
+    ] {
         let gradients = spawn(4, |ddp| {
             let device = ddp.device()?.autodiff();
             let config = WrapConfig::new().with_reduction(reduction).with_accumulation(accumulation);

@@ -11,7 +11,7 @@ use crate::engine::checked_weights;
 use crate::reduce::{Reduction, Source, reduce_to};
 use crate::{DType, ReduceOp, Result};
 
-/// Where a small payload travels. All ranks choose by the longest payload of the call.
+/// The carrier of a small payload. All ranks choose it by the longest payload of the call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Carrier {
     /// In the line itself, in this many words.
@@ -26,12 +26,12 @@ struct Announced<'a> {
     call: &'a Call,
     round: u64,
     fingerprint: u64,
-    /// How many calls there were between this rank and each other alone.
+    /// Number of calls between this rank and each peer alone, by group rank.
     pair_rounds: &'a [u64],
 }
 
 impl ShmEngine {
-    /// How payloads of at most `longest` bytes travel, if they are small.
+    /// The carrier of payloads of at most `longest` bytes, if they are small.
     pub(super) fn carrier(&self, longest: usize) -> Option<Carrier> {
         if longest <= LINE_BYTES {
             return Some(Carrier::Line(longest.div_ceil(8)));
@@ -54,9 +54,9 @@ impl ShmEngine {
             }
             Carrier::Eager => {
                 let room = self.board.layout().eager(self.board.rank(), self.round + 1, payload.len());
-                // SAFETY: of this buffer's last round, two rounds ago, all ranks have read what they need: else they would
-                // not have announced the round in between, which this rank has heard of all. They read it again after
-                // the publication below.
+                // SAFETY: of this buffer's last round, two rounds ago, all ranks have read what they need: else they
+                // would not have announced the round in between, which this rank has heard of all. They read it again
+                // after the publication below.
                 unsafe { self.board.segment().bytes_mut(room) }.copy_from_slice(payload);
                 self.publish(call, 0, &[], 0);
                 self.hear(call, 0)
@@ -64,7 +64,7 @@ impl ShmEngine {
         }
     }
 
-    /// The bytes `range` of what `peer` said by `carrier` in this round.
+    /// The bytes `range` of the payload of `peer`, by `carrier`, in this round.
     pub(super) fn said(&self, carrier: Carrier, peer: usize, range: Range<usize>) -> &[u8] {
         match carrier {
             Carrier::Line(_) => &bytemuck::cast_slice(&self.heard[peer].payload)[range],
@@ -78,7 +78,7 @@ impl ShmEngine {
         }
     }
 
-    /// Reduces the bytes `range` of what everybody said and `out`, which holds this rank's, into `out`. `op` is `None`
+    /// Reduces the bytes `range` of all peers' payloads and `out`, which holds this rank's, into `out`. `op` is `None`
     /// for the weighted mean.
     pub(super) fn reduce_said(
         &self,
@@ -159,7 +159,7 @@ impl ShmEngine {
         self.line(self.board.rank()).publish(self.round, &line, words);
     }
 
-    /// Waits for everybody's line of the round that was [published](Self::publish).
+    /// Waits for all peers' lines of the round that was [published](Self::publish).
     #[inline]
     pub(super) fn hear(&mut self, call: &Call, words: usize) -> Result<()> {
         let sign = Announced {
@@ -197,7 +197,7 @@ impl Sign for Announced<'_> {
         Err(self.board.mismatch(self.call, peer))
     }
 
-    /// It calls with this rank alone: neither call can be done before the other.
+    /// Fails if the peer is in a call with this rank alone: neither call can be done before the other.
     fn instead(&self, peer: usize) -> Result<()> {
         let pair = self.board.pair(peer, self.board.rank());
         if pair.is_there(self.pair_rounds[peer] + 1) && !self.is_there(peer) {
@@ -213,7 +213,7 @@ impl Announced<'_> {
     }
 }
 
-/// A hash of what all ranks must call alike in `round`.
+/// A hash of the arguments that must be alike on all ranks in `round`.
 pub(super) fn fingerprint(info: &CallInfo, stage: u8, round: u64) -> u64 {
     let root = info.root.map_or(0, |root| root as u64 + 1);
     let kind = u64::from(info.collective.code())

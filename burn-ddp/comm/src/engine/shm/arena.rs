@@ -9,7 +9,7 @@ use super::segment::Segment;
 /// Regions begin at multiples of this.
 const ALIGN: usize = 4096;
 
-/// Where the regions of one buffer are in its segment.
+/// Places of one buffer's regions in its segment.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Regions {
     start: usize,
@@ -18,8 +18,8 @@ pub(super) struct Regions {
 }
 
 impl Regions {
-    /// The regions of buffers of `lens` bytes between `ranks` ranks, and the bytes of the segment; `None` if no segment is
-    /// as large.
+    /// The regions of buffers of `lens` bytes between `ranks` ranks, and the bytes of the segment; `None` if no segment
+    /// is as large.
     pub(super) fn plan(lens: &[usize], ranks: usize) -> Option<(Vec<Regions>, usize)> {
         let mut end = 0_usize;
         let mut all = Vec::with_capacity(lens.len());
@@ -32,14 +32,14 @@ impl Regions {
         Some((all, end.max(ALIGN)))
     }
 
-    /// What `rank` puts in.
+    /// The input of `rank`.
     pub(super) fn input(&self, rank: usize) -> Range<usize> {
         // The result is in front.
         let start = self.start + (rank + 1) * self.stride;
         start..start + self.len
     }
 
-    /// What comes out.
+    /// The result.
     pub(super) fn result(&self) -> Range<usize> {
         self.start..self.start + self.len
     }
@@ -50,15 +50,15 @@ pub(crate) struct ArenaBuffer {
     segment: Arc<Segment>,
     regions: Regions,
     rank: usize,
-    /// Of the group that made it.
+    /// Identity of the group that made it.
     token: Arc<()>,
     /// Which buffer of the group it is; the same on all ranks.
     number: u64,
-    /// One more reference for each view of the result that is alive on this rank.
+    /// Referenced once here and once by each view of the result that is alive on this rank.
     views: Arc<()>,
 }
 
-/// A rank's look at the result, which nobody changes while it is alive.
+/// A rank's view of the result, which no rank changes while it is alive.
 #[derive(Clone)]
 pub(crate) struct ArenaView {
     segment: Arc<Segment>,
@@ -90,17 +90,17 @@ impl ArenaBuffer {
     /// This rank's input, to be written.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: the others read it only within a reduction, from when this rank announces it until this rank returns
-        // from it, for which it borrows this value. If a reduction fails, this value is not used again: others may still
-        // be reading.
+        // from it, for which it borrows this value. If a reduction fails, this value is not used again: others may
+        // still be reading.
         unsafe { self.segment.bytes_mut(self.regions.input(self.rank)) }
     }
 
-    /// Which buffer it is, if it is one of the group with `token`.
+    /// Number of the buffer, if it is one of the group with `token`.
     pub(super) fn number(&self, token: &Arc<()>) -> Option<u64> {
         Arc::ptr_eq(&self.token, token).then_some(self.number)
     }
 
-    /// Whether a view of the last result is alive. Once it is not, nobody reads the result any more on this rank.
+    /// True if a view of the last result is alive. If not, this rank no longer reads the result.
     pub(super) fn is_viewed(&mut self) -> bool {
         Arc::get_mut(&mut self.views).is_none()
     }
@@ -123,7 +123,7 @@ impl ArenaBuffer {
     /// The bytes `part` of this rank's input, to be written.
     ///
     /// # Safety
-    /// Nobody else reads or writes these bytes.
+    /// No other thread or rank reads or writes these bytes.
     #[expect(clippy::mut_from_ref, reason = "who may write what is a matter between processes")]
     pub(super) unsafe fn own_input(&self, part: &Range<usize>) -> &mut [u8] {
         let start = self.regions.input(self.rank).start;
@@ -145,7 +145,7 @@ impl ArenaBuffer {
 
 impl ArenaView {
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: all ranks are told that this view is alive before they write the result again, and then do not.
+        // SAFETY: all ranks learn that this view is alive before they would write the result again, and then do not.
         unsafe { self.segment.bytes(self.range.clone()) }
     }
 }

@@ -1,4 +1,4 @@
-//! One rank's place in a group's segment: what it says, whom it waits for.
+//! One rank's place in a group's segment: its own cell, its view of the peers' cells, and its waits.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -13,28 +13,28 @@ use crate::frame::{PREFIX_BYTES, Prefix};
 use crate::membership::{Membership, Wake};
 use crate::{Error, Result};
 
-/// How often to look before looking for sleepers: what is about to come comes within this.
+/// Looks before sleeping peers are woken: a sign that is due soon comes within them.
 const FIRST_LOOKS: u32 = 300;
-/// How long to spin, where there is a core for every rank.
+/// Time to spin, where there is a core for every rank.
 const SPIN: Duration = Duration::from_micros(100);
 /// Looks between two looks at the clock.
 const LOOKS: u32 = 32;
-/// How often to let others run before sleeping, where there is not.
+/// Times to yield before sleeping, where ranks share cores.
 const YIELDS: u32 = 8;
-/// How long after a peer closed its side of the group the control connections may take to tell why.
+/// Time after a peer closed its side of the group within which the control connections may still report why.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// What is awaited of a peer.
+/// A sign awaited from a peer.
 pub(super) trait Sign {
-    /// Whether it is there.
+    /// True if it is there.
     fn is_there(&self, peer: usize) -> bool;
 
-    /// Called once when it is.
+    /// Called once when it is there.
     fn arrived(&self, _peer: usize) -> Result<()> {
         Ok(())
     }
 
-    /// Called now and then when it is not: whether the peer does something else, with which it will never come.
+    /// Called now and then while it is missing. Fails if the peer is in another call, so that it will never come.
     fn instead(&self, _peer: usize) -> Result<()> {
         Ok(())
     }
@@ -46,7 +46,7 @@ impl<F: Fn(usize) -> bool> Sign for F {
     }
 }
 
-/// One rank's view of its group. Ranks are those of the group unless they are said to be of the world.
+/// One rank's view of its group. Ranks are group ranks, unless named world ranks.
 pub(super) struct Board {
     segment: Arc<Segment>,
     layout: Layout,
@@ -55,7 +55,7 @@ pub(super) struct Board {
     /// All ranks but this one.
     peers: Vec<usize>,
     membership: Arc<Membership>,
-    /// Whether there is a core for every rank of this machine.
+    /// True if there is a core for every rank of this machine.
     spins: bool,
     /// Known to the membership for as long as this lives.
     _alarm: Arc<Alarm>,
@@ -108,22 +108,22 @@ impl Board {
         &self.layout
     }
 
-    /// What `rank` tells.
+    /// The cell of `rank`.
     pub(super) fn cell(&self, rank: usize) -> &Cell {
         self.segment.at(self.layout.cell(rank))
     }
 
-    /// What this rank tells.
+    /// The cell of this rank.
     pub(super) fn mine(&self) -> &Cell {
         self.cell(self.rank)
     }
 
-    /// What `from` tells `to` alone.
+    /// The words of `from` for `to` alone.
     pub(super) fn pair(&self, from: usize, to: usize) -> &Pair {
         self.segment.at(self.layout.pair(from, to))
     }
 
-    /// Wakes those who sleep for this rank, which has published something.
+    /// Wakes the peers that sleep for this rank, which has published something.
     pub(super) fn wake_sleepers(&self) {
         publication();
         for peer in &self.peers {
@@ -131,7 +131,7 @@ impl Board {
         }
     }
 
-    /// Waits for `sign` of all `peers`, having published something; wakes those who sleep for that.
+    /// Waits for `sign` of all `peers`, having published something; wakes the peers that sleep for that.
     #[inline]
     pub(super) fn wait(&self, call: &Call, peers: &[usize], sign: &impl Sign) -> Result<()> {
         let all_there = || peers.iter().all(|peer| sign.is_there(*peer));
@@ -144,7 +144,7 @@ impl Board {
         peers.iter().try_for_each(|peer| sign.arrived(*peer))
     }
 
-    /// The wait that takes longer: it spins or lets others run, then sleeps; and looks after deadline, membership and stalls.
+    /// The wait that takes longer: it spins or yields, then sleeps; and watches deadline, membership and stalls.
     #[cold]
     fn wait_long(&self, call: &Call, peers: &[usize], sign: &impl Sign) -> Result<()> {
         let mut wait = Wait {
@@ -209,7 +209,7 @@ impl Board {
     }
 }
 
-/// Peers that still need something from this rank on this group wait in vain from now on.
+/// Ends the waits of peers that still need something from this rank on this group.
 impl Drop for Board {
     fn drop(&mut self) {
         self.mine().closed.publish(1);
@@ -227,12 +227,12 @@ struct Wait<'a> {
     deadline: Instant,
     missing: Vec<usize>,
     stall: Stall,
-    /// When a peer was found to have closed its side.
+    /// Time at which a peer was found to have closed its side.
     closed: std::cell::Cell<Option<Instant>>,
 }
 
 impl Wait<'_> {
-    /// Looks who has come; whether anybody is still missing.
+    /// Notes the peers that have come; true if any is still missing.
     fn look(&mut self, sign: &impl Sign) -> Result<bool> {
         let mut nth = 0;
         while let Some(&peer) = self.missing.get(nth) {
@@ -247,7 +247,7 @@ impl Wait<'_> {
         Ok(!self.missing.is_empty())
     }
 
-    /// Sleeps for one of those who are missing, until something changes.
+    /// Sleeps for one of the missing peers, until something changes.
     fn sleep(&mut self, sign: &impl Sign) -> Result<()> {
         self.check(sign)?;
         let now = Instant::now();
@@ -263,12 +263,12 @@ impl Wait<'_> {
         let Some(&last) = self.missing.last() else { return Ok(()) };
         self.board.mine().bell.sleep(last, left.min(until_stall).min(grace), || {
             let came = self.missing.iter().any(|peer| sign.is_there(*peer));
-            // Nothing that happens from here on is slept over: whoever does it rings.
+            // No later change is slept over: the rank that makes it rings.
             if came { Ok(false) } else { self.check(sign).map(|()| true) }
         })
     }
 
-    /// Whether it makes sense to wait on.
+    /// Fails if waiting on is in vain.
     fn check(&self, sign: &impl Sign) -> Result<()> {
         let board = self.board;
         board.membership.check()?;

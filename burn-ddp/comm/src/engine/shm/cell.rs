@@ -1,4 +1,4 @@
-//! What ranks tell each other, as it lies in shared memory.
+//! The words that ranks publish for each other, as they lie in shared memory.
 //!
 //! Each word has one writer. Everything but the first word of a struct is valid once that has been read as published.
 
@@ -8,10 +8,11 @@ use crate::frame::MAX_HEADER_BYTES;
 
 /// Words of a payload that travel in a line itself.
 pub(super) const LINE_WORDS: usize = 4;
-/// The same in bytes.
+/// Bytes of a payload that travel in a line itself.
 pub(super) const LINE_BYTES: usize = LINE_WORDS * 8;
 
-/// One rank's announcement of a call: a cache line. Two of them take turns, since a rank may be a call ahead of another.
+/// One rank's announcement of a call: a cache line. Two of them take turns, since a rank may be a call ahead of
+/// another.
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub(super) struct Line {
@@ -21,12 +22,12 @@ pub(super) struct Line {
     fingerprint: AtomicU64,
     /// The bits of the rank's weight.
     weight: AtomicU64,
-    /// What the kind of call has to say besides.
+    /// A value whose meaning depends on the kind of call.
     note: AtomicU64,
     payload: [AtomicU64; LINE_WORDS],
 }
 
-/// What a line says.
+/// The content of a line.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Announcement {
     pub(super) fingerprint: u64,
@@ -36,7 +37,7 @@ pub(super) struct Announcement {
 }
 
 impl Line {
-    /// Says `what` in `round`. Rounds of a line grow.
+    /// Publishes `what` in `round`. Rounds of a line grow.
     pub(super) fn publish(&self, round: u64, what: &Announcement, words: usize) {
         self.fingerprint.store(what.fingerprint, Ordering::Relaxed);
         self.weight.store(what.weight.to_bits(), Ordering::Relaxed);
@@ -47,12 +48,12 @@ impl Line {
         self.round.store(round, Ordering::Release);
     }
 
-    /// Whether something was said in `round`.
+    /// True if the line of `round` is published.
     pub(super) fn is_there(&self, round: u64) -> bool {
         self.round.load(Ordering::Acquire) >= round
     }
 
-    /// What was said in the round that [is there](Self::is_there).
+    /// The announcement of the round that [is there](Self::is_there).
     pub(super) fn read(&self, words: usize) -> Announcement {
         let mut payload = [0; LINE_WORDS];
         for (value, word) in payload.iter_mut().zip(&self.payload).take(words) {
@@ -67,7 +68,7 @@ impl Line {
     }
 }
 
-/// How far a rank is, as a number that only grows.
+/// A rank's progress, as a number that only grows.
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub(super) struct Progress(AtomicU64);
@@ -115,7 +116,7 @@ impl Mailbox {
         self.len.load(Ordering::Acquire) != 0
     }
 
-    /// What [is there](Self::is_there).
+    /// The header that [is there](Self::is_there).
     pub(super) fn read(&self) -> Vec<u8> {
         let len = (self.len.load(Ordering::Acquire) as usize).min(MAX_HEADER_BYTES);
         let mut bytes: Vec<u8> =
@@ -125,17 +126,18 @@ impl Mailbox {
     }
 }
 
-/// All that one rank tells all others.
+/// The words of one rank for all others.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(super) struct Cell {
-    /// Where the rank sleeps. Rung by others.
+    /// The doorbell on which the rank sleeps. Rung by others.
     pub(super) bell: Doorbell,
     /// By parity of the round: it may be a call ahead. Written by the rank.
     lines: [Line; 2],
     /// Chunks of which others may read what this rank put in. Written by the rank.
     pub(super) ready: Progress,
-    /// Chunks with which this rank is done: their results are there, or what others put in was read. Written by the rank.
+    /// Chunks with which this rank is done: their results are there, or what others put in was read. Written by the
+    /// rank.
     pub(super) done: Progress,
     /// Not 0 once the rank takes part no more. Written by the rank.
     pub(super) closed: Progress,
@@ -150,11 +152,12 @@ impl Cell {
     }
 }
 
-/// All that one rank tells one other alone: what it sends to it, or takes from it. Written by the first of the two.
+/// The words of one rank for one other alone, about payloads sent to it or taken from it. Written by the first of the
+/// two.
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub(super) struct Pair {
-    /// What it calls with the other, by parity of the round: it may be a call ahead.
+    /// Its calls with the other, by parity of the round: it may be a call ahead.
     lines: [Line; 2],
     /// Chunks that are there for the other.
     pub(super) sent: Progress,
@@ -168,7 +171,7 @@ impl Pair {
         &self.lines[(round % 2) as usize]
     }
 
-    /// Whether something was said in `round`.
+    /// True if the line of `round` is published.
     pub(super) fn is_there(&self, round: u64) -> bool {
         self.line(round).is_there(round)
     }

@@ -1,4 +1,4 @@
-//! How a buffer is cut.
+//! Cuts of a buffer: parts for ranks, and chunks for slots.
 
 use std::ops::Range;
 
@@ -25,24 +25,24 @@ impl Chunks {
         Chunks { len, size, chunk: (most / size).max(1) * size }
     }
 
-    /// How many there are.
+    /// Number of chunks.
     pub(super) fn count(&self) -> usize {
         self.len.div_ceil(self.chunk)
     }
 
-    /// Where chunk `nth` is in the buffer; empty behind the last.
+    /// Place of chunk `nth` in the buffer; empty behind the last.
     pub(super) fn range(&self, nth: usize) -> Range<usize> {
         let start = (nth * self.chunk).min(self.len);
         start..(start + self.chunk).min(self.len)
     }
 
-    /// Where part `part` of `count` of chunk `nth` is, in the chunk.
+    /// Place of part `part` of `count` of chunk `nth`, in the chunk.
     pub(super) fn part(&self, nth: usize, count: usize, part: usize) -> Range<usize> {
         self::part(self.range(nth).len(), self.size, count, part)
     }
 }
 
-/// `part` of what begins at `start`.
+/// The place of `part` in an area that begins at `start`.
 pub(super) fn within(start: usize, part: &Range<usize>) -> Range<usize> {
     start + part.start..start + part.end
 }

@@ -1,6 +1,6 @@
-//! Sleeping until a certain rank has published something, and waking only those who sleep.
+//! Sleeping until a certain rank has published something, and waking only ranks that sleep.
 //!
-//! The one who sleeps says so, then looks; the one who publishes does that, then looks who sleeps. With a fence between
+//! The sleeper says that it sleeps, then looks; the publisher publishes, then looks for sleepers. With a fence between
 //! the two on both sides at least one of them sees the other, so no wake is lost; see README.md.
 
 use std::time::Duration;
@@ -11,18 +11,18 @@ use super::futex;
 /// The owner is awake.
 const AWAKE: u32 = 0;
 
-/// Where one rank sleeps.
+/// The place on which one rank sleeps.
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub(super) struct Doorbell {
-    /// Counts up with each ring; the kernel compares it before the owner sleeps. Written by whoever rings.
+    /// Counts up with each ring; the kernel compares it before the owner sleeps. Written by the ringing rank.
     rings: AtomicU32,
     /// [`AWAKE`], or one more than the rank for which the owner sleeps. Written by the owner, read by the others.
     awaits: AtomicU32,
 }
 
 impl Doorbell {
-    /// The owner sleeps until somebody rings, or for `timeout`; not at all if `may_sleep` says so, which is asked when
+    /// Puts the owner to sleep until a ring, or for `timeout`; not at all if `may_sleep` says so, which is asked when
     /// nothing that `rank` publishes from then on can be missed.
     pub(super) fn sleep<E>(
         &self,
@@ -55,7 +55,7 @@ impl Doorbell {
     }
 }
 
-/// Between publishing something and looking who sleeps for it.
+/// The fence between publishing something and looking for ranks that sleep for it.
 pub(super) fn publication() {
     fence(Ordering::SeqCst);
 }

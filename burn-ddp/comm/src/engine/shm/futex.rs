@@ -15,7 +15,7 @@ mod kernel {
         let _ = futex::wait(word, Flags::empty(), value, timeout.as_ref());
     }
 
-    /// Wakes who sleeps on `word`.
+    /// Wakes the sleeper on `word`.
     pub(in crate::engine::shm) fn wake(word: &AtomicU32) {
         // There is one sleeper per doorbell.
         let _ = futex::wake(word, Flags::empty(), 1);

@@ -3,7 +3,7 @@
 //! ```text
 //! member                         leader (rank 0 of the group)
 //! connects ─ Hello ───────────►  is it a process of this user, does it know the key?
-//!          ◄───────── Came ────  who has come; again whenever somebody has
+//!          ◄───────── Came ────  ranks still missing; again whenever one has come
 //!          ◄──── Offer + fd ───  all are there, and the segment is made      or Verdict(why not)
 //! maps it ── Mapped(how) ─────►
 //!          ◄────── Verdict ────  all have mapped it, or the first reason why one has not
@@ -35,27 +35,27 @@ use crate::net::local;
 use crate::net::wait::{Waker, wait};
 use crate::{Error, Result};
 
-/// How long after the end of a connection the control connections may take to tell why.
+/// Time after the end of a connection within which the control connections may still report why.
 const GRACE: Duration = Duration::from_secs(1);
-/// Between two looks at what tells of no change: a leader that does not listen yet, a peer that said goodbye.
+/// Time between two looks at states that do not announce changes: a leader that does not listen yet, a peer's goodbye.
 const RETRY: Duration = Duration::from_millis(1);
 /// Longest note: reasons are cut to fit.
 const NOTE_BYTES: usize = 2048;
-/// What a member signs, with its rank.
+/// Text that a member signs, with its rank.
 const HELLO: &[u8] = b"shm hello";
 
-/// What travels.
+/// A message between leader and member.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Note {
-    /// Who connects, by rank in the group, and the proof that it belongs to it.
+    /// Group rank of the member that connects, and the proof that it belongs to the group.
     Hello { rank: u32, proof: [u8; KEY_BYTES] },
-    /// Who has not come yet.
+    /// Group ranks that have not come yet.
     Came { missing: Vec<u32> },
     /// The segment is here, this large.
     Offer { len: u64 },
-    /// Whether the sender has mapped it.
+    /// The sender has mapped it, or could not.
     Mapped(Result<(), String>),
-    /// Whether all have.
+    /// All have mapped it, or one could not.
     Verdict(Result<(), String>),
 }
 
@@ -79,7 +79,7 @@ impl Wake for Bell {
     }
 }
 
-/// What a handover waits with.
+/// The waits of a handover.
 struct Waits<'a> {
     handover: &'a Handover<'a>,
     bell: Arc<Bell>,
@@ -146,10 +146,10 @@ impl Handover<'_> {
         Ok(verdict)
     }
 
-    /// Waits until every member has connected and said who it is; their connections, by rank.
+    /// Waits until every member has connected and proved its rank; yields their connections, by rank.
     fn gather(&self, waits: &mut Waits<'_>, listener: &Socket) -> Result<Vec<(usize, Socket)>> {
         let mut missing: Vec<usize> = (1..self.size()).collect();
-        // Those who have connected, but have not said who they are.
+        // Connections that have not proved a rank yet.
         let mut strangers: Vec<Socket> = Vec::new();
         let mut links: Vec<(usize, Socket)> = Vec::new();
         while !missing.is_empty() {
@@ -170,7 +170,7 @@ impl Handover<'_> {
                         self.call.arrived(rank as usize);
                         links.push((rank as usize, strangers.swap_remove(nth)));
                     }
-                    // Not of this group, whoever it is.
+                    // Not a member of this group.
                     _ => drop(strangers.swap_remove(nth)),
                 }
             }
@@ -202,7 +202,7 @@ impl Handover<'_> {
         let rank = self.rank as u32;
         let proof = self.key.key.sign(&[HELLO, &rank.to_le_bytes()]);
         self.send(waits, 0, &link, &Note::Hello { rank, proof }, None)?;
-        // The leader says who else is missing as soon as it knows; before that it may be anybody.
+        // The leader says which ranks are missing as soon as it knows; before that it may be any.
         let mut missing = self.others();
         let (theirs, fd) = loop {
             match self.receive(waits, &missing, &link)? {
@@ -276,7 +276,7 @@ impl Handover<'_> {
         }
     }
 
-    /// Where the leader listens: nobody without the key can tell.
+    /// The leader's address, which only ranks with the key can derive.
     fn name(&self) -> String {
         let (group, number) = (self.call.info.group.to_le_bytes(), self.number.to_le_bytes());
         let key = self.key.key.derive(&[b"shm address", &group, &number]);
@@ -298,8 +298,8 @@ impl Handover<'_> {
 }
 
 impl Waits<'_> {
-    /// Waits until one of `fds` is ready or `until` has passed. Ends by an error if the ranks `missing` cannot be waited
-    /// for any longer.
+    /// Waits until one of `fds` is ready or `until` has passed. Ends by an error if the ranks `missing` cannot be
+    /// waited for any longer.
     fn wait(&mut self, fds: Vec<PollFd<'_>>, missing: &[usize], until: Option<Instant>) -> Result<()> {
         let Handover { call, membership, .. } = self.handover;
         missing.iter().for_each(|rank| call.expect(*rank));
@@ -331,8 +331,8 @@ impl Waits<'_> {
         }
     }
 
-    /// Why the connection to `rank` ended: the control connections know it, or will in a moment. If not, it may have given up
-    /// waiting for those whom this rank waits for as well, the ranks `missing`.
+    /// Why the connection to `rank` ended: the control connections know it, or will in a moment. If not, it may have
+    /// given up waiting for ranks that this rank waits for as well, the ranks `missing`.
     fn explain(&mut self, rank: usize, missing: &[usize], end: &io::Error) -> Error {
         let Handover { call, membership, .. } = self.handover;
         let peer = call.world_rank(rank);
@@ -384,8 +384,8 @@ fn read(from: &Socket) -> io::Result<(Note, Option<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    // Linux finds the queue empty first and looks whether the peer has closed then: a note that comes in between, followed by the
-    // close, is overlooked. The second time it is there.
+    // Linux finds the queue empty first and looks whether the peer has closed then: a note that comes in between,
+    // followed by the close, is overlooked. The second time it is there.
     let mut ended = false;
     let got = loop {
         match rustix::net::recvmsg(from, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags) {

@@ -1,9 +1,10 @@
-//! Reductions of shared buffers: rank `j` reduces slice `j` of everybody's input into the result, which everybody reads.
+//! Reductions of shared buffers where they are: rank `j` reduces slice `j` of all inputs into the result, which all
+//! read.
 //!
-//! Each rank announces which buffer it reduces, and whether it still looks at that buffer's last result. If nobody does, the
-//! result is overwritten; when all are *done* it is complete and the inputs are free. If somebody does, each rank leaves its
-//! slice in its own input instead (*done*), everybody copies the slices to memory of its own, and the inputs are free when
-//! everybody has (*done* again). Ranks that pass different kinds of buffers reduce them as plain slices.
+//! Each rank announces the buffer it reduces, and if it still holds a view of that buffer's last result. If no rank
+//! does, the result is overwritten; when all are *done* it is complete and the inputs are free. If one does, each rank
+//! leaves its slice in its own input instead (*done*), all copy the slices to memory of their own, and the inputs are
+//! free when all have (*done* again). Ranks that pass different kinds of buffers reduce them as plain slices.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -17,14 +18,14 @@ use crate::engine::Unavailable;
 use crate::reduce::Source;
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
-/// What the ranks passed to a reduction.
+/// The buffers that the ranks passed to a reduction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Passed {
-    /// The same buffer of the group, at whose last result nobody looks.
+    /// The same buffer of the group, without a view of its last result.
     Free,
-    /// The same buffer of the group, at whose last result somebody looks.
+    /// The same buffer of the group, with a view of its last result on some rank.
     Viewed,
-    /// Something else.
+    /// Different buffers, or plain memory.
     Plain,
 }
 
@@ -71,13 +72,13 @@ impl ShmEngine {
             _ => return self.reduce_plainly(call, dtype, buffer, op),
         };
         if outcome.is_err() {
-            // Others may still be reading the input.
+            // Peers may still be reading the input.
             *buffer = SharedBuffer::plain(buffer.len_bytes());
         }
         outcome
     }
 
-    /// What everybody announced, given what this rank did.
+    /// The buffers that all ranks announced; `mine` is this rank's note.
     fn passed(&self, mine: u64) -> Passed {
         let number = mine >> 1;
         let notes = || self.board.peers().iter().map(|peer| self.heard[*peer].note);
@@ -110,7 +111,7 @@ impl ShmEngine {
         let slice = part(arena.len(), dtype.size_bytes(), self.board.size(), self.board.rank());
         // SAFETY: all have announced; this rank is done below.
         let source = |rank| Source::Bytes(unsafe { arena.input(rank, &slice) });
-        // SAFETY: nobody looks at the result, and every rank writes a slice of its own.
+        // SAFETY: no rank has a view of the result, and every rank writes a slice of its own.
         let out = unsafe { arena.result(&slice) };
         self.reduce_to(dtype, op, source, (out, None))?;
         self.done(0);
@@ -126,7 +127,7 @@ impl ShmEngine {
         // SAFETY: all have announced; this rank is done below.
         let source = |rank| Source::Bytes(unsafe { arena.input(rank, &own) });
         self.reduce(dtype, op, source, &mut result.bytes_mut()[own.clone()])?;
-        // SAFETY: of this rank's input nobody else reads this slice before it is done.
+        // SAFETY: no other rank reads this slice of this rank's input before it is done.
         unsafe { arena.own_input(&own) }.copy_from_slice(&result.bytes_mut()[own.clone()]);
         self.done(0);
         self.await_done(call, self.board.peers(), 0)?;

@@ -1,8 +1,8 @@
-//! What is where in a group's segment.
+//! Places of all parts of a group's segment.
 //!
 //! ```text
-//! [cell; n]              what each rank tells the others: lines, progress, doorbell, mailbox
-//! [[pair; n]; n]         what rank i tells rank j alone: send and receive
+//! [cell; n]              each rank's words for all others: lines, progress, doorbell, mailbox
+//! [[pair; n]; n]         rank i's words for rank j alone: send and receive
 //! [[eager; 2]; n]        payloads that do not fit in a line, by parity of the round
 //! [[slot; SLOTS]; n]     chunks of large messages
 //! [[result; SLOTS]; n]   what each rank has made of its part of a chunk
@@ -16,7 +16,7 @@ use super::cell::{Cell, Pair};
 /// Chunks that a rank has under way at a time.
 pub(super) const SLOTS: usize = 2;
 
-/// Payloads of all ranks together up to this size go through the eager buffers: everybody reads everybody's.
+/// Payloads of all ranks together up to this size go through the eager buffers: each rank reads all of them.
 const EAGER_TOTAL_BYTES: usize = 64 << 10;
 /// Bytes of a slot: a chunk, what others add to it, and its way out stay in a core's cache.
 const SLOT_BYTES: usize = 256 << 10;
@@ -69,7 +69,7 @@ impl Layout {
         rank * size_of::<Cell>()
     }
 
-    /// What `from` tells `to`.
+    /// The words of `from` for `to`.
     pub(super) fn pair(&self, from: usize, to: usize) -> usize {
         self.pairs + (from * self.n + to) * size_of::<Pair>()
     }

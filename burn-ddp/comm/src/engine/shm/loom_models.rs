@@ -1,5 +1,5 @@
-//! The protocol under loom: every interleaving, every order of memory that the language allows. README.md tells which faults
-//! they find.
+//! The protocol under loom: every interleaving, every order of memory that the language allows. README.md lists the
+//! faults that they find.
 #![allow(unsafe_code)]
 
 use loom::cell::UnsafeCell;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::cell::{Announcement, LINE_WORDS, Line, Mailbox, Progress};
 use super::doorbell::{Doorbell, publication};
 
-/// What two ranks share here.
+/// The memory that two ranks share here.
 #[derive(Default)]
 struct Two {
     lines: [[Line; 2]; 2],
@@ -69,7 +69,8 @@ impl Two {
         said.payload[0]
     }
 
-    /// Announces a call and waits for the other one's. Here and below waits look and yield: how ranks sleep is modelled by itself.
+    /// Announces a call and waits for the other one's. Here and below waits look and yield: how ranks sleep is modelled
+    /// by itself.
     fn announce(&self, me: usize, round: u64) {
         let nth = (round % 2) as usize;
         self.lines[me][nth].publish(round, &Announcement::default(), 0);
@@ -81,7 +82,7 @@ impl Two {
         self.ready[me].publish(ticket(round, chunk));
     }
 
-    /// What the other one put.
+    /// The word that the other one put.
     fn slot(&self, me: usize, round: u64, chunk: u64) -> u64 {
         look(|| self.ready[1 - me].has_reached(ticket(round, chunk)));
         self.slots[1 - me][(chunk % 2) as usize].read()
@@ -203,7 +204,7 @@ fn loom_two_slots_in_turn_are_enough() {
     both(2, |two, me| two.reduce(me, 1, 3));
 }
 
-/// Who put something returns before it has been taken; its next call waits.
+/// A rank that put something returns before it has been taken; its next call waits.
 #[test]
 fn loom_a_call_begins_when_the_one_before_is_over() {
     both(2, |two, me| {
@@ -213,7 +214,7 @@ fn loom_a_call_begins_when_the_one_before_is_over() {
     });
 }
 
-/// What rings without looking who sleeps, as the membership does: who hears the ring sees what it is for.
+/// A ring without a look at the sleeper, as the membership does: the woken rank sees the change behind the ring.
 #[test]
 fn loom_a_ring_tells_what_it_is_for() {
     both(3, |two, me| {

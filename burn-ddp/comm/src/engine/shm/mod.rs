@@ -2,9 +2,9 @@
 //!
 //! A group has one [segment](segment). In it each rank has a [cell](cell) that only it writes: its peers read there its
 //! current call, with a small payload, and its progress. A waiting rank spins for a moment if there is a core for every
-//! rank, then sleeps until the rank that it waits for [rings](doorbell). Large messages go through [slots](pipeline) that
-//! stay in the caches; [shared buffers](in_place) are reduced where they are. `README.md` beside the parts describes the
-//! protocol.
+//! rank, then sleeps until the rank that it waits for [rings](doorbell). Large messages go through [slots](pipeline)
+//! that stay in the caches; [shared buffers](in_place) are reduced where they are. `README.md` beside the parts
+//! describes the protocol.
 
 mod announce;
 mod arena;

@@ -1,8 +1,8 @@
 //! Messages from one rank to one other.
 //!
-//! Both publish a line that only the other reads. What is sent follows in parcels; the receiver counts those it has taken,
-//! and the sender returns when it has taken the last one. So a rank sends one message at a time, and its parcels can be used
-//! for any receiver.
+//! Both publish a line that only the other reads. What is sent follows in parcels; the receiver counts those it has
+//! taken, and the sender returns when it has taken the last one. So a rank sends one message at a time, and its parcels
+//! can be used for any receiver.
 #![allow(unsafe_code)]
 
 use super::announce::hash;
@@ -16,11 +16,11 @@ use crate::call::{Call, CallInfo, Collective};
 use crate::engine::{Incoming, Outgoing};
 use crate::{DType, Result};
 
-/// What each of two ranks says to the other.
+/// The sign of a call between two ranks alone.
 struct Agreed<'a> {
     board: &'a Board,
     call: &'a Call,
-    /// How many calls there were between this rank and each other alone, this one included.
+    /// Number of calls between this rank and each peer alone, this one included.
     pair_rounds: &'a [u64],
     /// The round of all ranks that comes next.
     next_round: u64,
@@ -102,8 +102,8 @@ impl ShmEngine {
         }
         let (me, range) = (self.board.rank(), chunks.range(chunk));
         let room = self.board.layout().parcel(me, chunk, range.len());
-        // SAFETY: what was here before has been taken: within this message the sender has waited for that, and it returned
-        // from the message before when all of it was.
+        // SAFETY: what was here before has been taken: within this message the sender has waited for that, and it
+        // returned from the message before when all of it was.
         unsafe { self.board.segment().bytes_mut(room) }.copy_from_slice(&send.payload[range]);
         self.board.pair(me, send.peer).sent.publish(ticket(self.pair_rounds[send.peer], chunk));
         self.board.wake_sleepers();
@@ -123,7 +123,8 @@ impl ShmEngine {
         self.board.wait(call, &[peer], &|peer: usize| self.board.pair(peer, me).sent.has_reached(ticket))?;
         let range = chunks.range(chunk);
         let parcel = self.board.layout().parcel(peer, chunk, range.len());
-        // SAFETY: the sender has told that it is there, and writes here again when this rank tells that it has taken it.
+        // SAFETY: the sender has published it, and writes here again only after this rank has published that it took
+        // it.
         into.payload[range].copy_from_slice(unsafe { self.board.segment().bytes(parcel) });
         into.weight = self.board.pair(peer, me).line(self.pair_rounds[peer]).read(0).weight;
         Ok(())
@@ -159,7 +160,8 @@ impl Sign for Agreed<'_> {
     }
 }
 
-/// A hash of what two ranks must call alike, the same on both: a message is described by its sender, a swap by the lower rank.
+/// A hash of what two ranks must call alike, the same on both: a message is described by its sender, a swap by the
+/// lower rank.
 fn fingerprint(info: &CallInfo, me: usize, peer: usize, round: u64) -> u64 {
     let i_am_first = match info.collective {
         Collective::Send => true,

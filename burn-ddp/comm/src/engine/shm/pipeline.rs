@@ -1,13 +1,13 @@
 //! Large messages: chunk by chunk through slots that stay in the caches.
 //!
-//! A chunk has a part per rank. Each rank puts the other ranks' parts of its chunk into its slot (*ready*), folds its own
-//! part of all slots and leaves the result beside its slot (*done*), then takes the other results. It puts chunk `c + 1`
-//! before it folds chunk `c`, so that who is a little late keeps nobody waiting.
+//! A chunk has a part per rank. Each rank puts the other ranks' parts of its chunk into its slot (*ready*), folds its
+//! own part of all slots and leaves the result beside its slot (*done*), then takes the other results. It puts chunk `c
+//! + 1` before it folds chunk `c`, so that a rank that is a little late keeps no other waiting.
 //!
-//! Slots are used again two chunks later. What a rank put is overwritten by its `put(c + 2)`, which follows its `take(c)`,
-//! which has waited until all ranks are done with chunk `c`. A result is overwritten by `fold(c + 2)`, which waits for
-//! everybody's `put(c + 2)`, which follows everybody's `take(c)`. A call writes nothing before all ranks have announced it,
-//! and so have finished the one before.
+//! Slots are used again two chunks later. What a rank put is overwritten by its `put(c + 2)`, which follows its
+//! `take(c)`, which has waited until all ranks are done with chunk `c`. A result is overwritten by `fold(c + 2)`, which
+//! waits for all ranks' `put(c + 2)`, which follow their `take(c)`. A call writes nothing before all ranks have
+//! announced it, and so have finished the one before.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -21,31 +21,31 @@ use crate::{DType, ReduceOp, Result};
 /// Bits of a ticket that count chunks.
 const CHUNK_BITS: u32 = 24;
 
-/// The progress of who has finished chunk `chunk` of `round`: it grows with both.
+/// The progress of a rank that has finished chunk `chunk` of `round`: it grows with both.
 pub(super) fn ticket(round: u64, chunk: usize) -> u64 {
     round << CHUNK_BITS | (chunk as u64 + 1)
 }
 
 impl ShmEngine {
-    /// The progress of who has finished chunk `chunk` of this round.
+    /// The progress of a rank that has finished chunk `chunk` of this round.
     pub(super) fn ticket(&self, chunk: usize) -> u64 {
         ticket(self.round, chunk)
     }
 
-    /// How a buffer of `len` bytes is cut: small buffers finer, so that putting and folding overlap.
+    /// Chunks of a buffer of `len` bytes: shorter for small buffers, so that putting and folding overlap.
     fn chunks(&self, len: usize, dtype: DType) -> Chunks {
         const FINEST: usize = 64 << 10;
         let most = self.board.layout().slot_bytes();
         Chunks::new(len, dtype.size_bytes(), (len / 4).clamp(FINEST.min(most), most))
     }
 
-    /// Tells that this rank's part of chunk `chunk` is in its slot.
+    /// Publishes that this rank's part of chunk `chunk` is in its slot.
     pub(super) fn ready(&self, chunk: usize) {
         self.board.mine().ready.publish(self.ticket(chunk));
         self.board.wake_sleepers();
     }
 
-    /// Tells that this rank is done with what others put into chunk `chunk`.
+    /// Publishes that this rank is done with the others' parts of chunk `chunk`.
     pub(super) fn done(&self, chunk: usize) {
         self.board.mine().done.publish(self.ticket(chunk));
         self.board.wake_sleepers();
@@ -64,15 +64,15 @@ impl ShmEngine {
     /// Copies `bytes` to `part` of this rank's slot.
     pub(super) fn put(&self, chunk: usize, part: Range<usize>, bytes: &[u8]) {
         let room = self.board.layout().slot(self.board.rank(), chunk, part);
-        // SAFETY: nobody reads it: everybody is done with the chunk that was here before, see above, and does not know
+        // SAFETY: no rank reads it: all are done with the chunk that was here before, see above, and do not know
         // yet that this one is ready.
         unsafe { self.board.segment().bytes_mut(room) }.copy_from_slice(bytes);
     }
 
-    /// `part` of the slot of `rank`, which has told that it is ready.
+    /// `part` of the slot of `rank`, which has published that it is ready.
     ///
     /// # Safety
-    /// Until the slice is gone this rank does not tell that it is done with it.
+    /// Until the slice is gone this rank does not publish that it is done with it.
     pub(super) unsafe fn slot(&self, rank: usize, chunk: usize, part: Range<usize>) -> &[u8] {
         let range = self.board.layout().slot(rank, chunk, part);
         // SAFETY: as the caller vouches; the rank writes it again only when all are done with it, see above.
@@ -102,7 +102,7 @@ impl ShmEngine {
         self.take_parts(call, chunks, chunks.count() - 1, buf)
     }
 
-    /// The reduction of everybody's `buf` to the root's; the others' stay as they are. A result is overwritten when the root
+    /// Reduces all ranks' `buf` into the root's; the others' stay as they are. A result is overwritten when the root
     /// has taken it: it puts its next chunk but one after that.
     pub(super) fn reduce_chunks_to(
         &mut self,
@@ -151,11 +151,11 @@ impl ShmEngine {
         let me = self.board.rank();
         let part = chunks.part(chunk, self.board.size(), me);
         let room = self.board.layout().result(me, chunk, part.len());
-        // SAFETY: all are ready, so the root has taken what was here before; that this is done is told below.
+        // SAFETY: all are ready, so the root has taken what was here before; that this is done is published below.
         let out = unsafe { self.board.segment().bytes_mut(room) };
         let source = |rank| match rank == me {
             true => Source::Bytes(&buf[within(chunks.range(chunk).start, &part)]),
-            // SAFETY: ready; this rank tells below that it is done.
+            // SAFETY: ready; this rank publishes below that it is done.
             false => Source::Bytes(unsafe { self.slot(rank, chunk, part.clone()) }),
         };
         self.reduce(dtype, Some(op), source, out)?;
@@ -187,12 +187,12 @@ impl ShmEngine {
         let part = chunks.part(chunk, self.board.size(), me);
         let source = |rank| match rank == me {
             true => Source::Output,
-            // SAFETY: ready; this rank tells below that it is done.
+            // SAFETY: ready; this rank publishes below that it is done.
             false => Source::Bytes(unsafe { self.slot(rank, chunk, part.clone()) }),
         };
         let own = &mut buf[within(chunks.range(chunk).start, &part)];
         let room = self.board.layout().result(me, chunk, part.len());
-        // SAFETY: all are ready, so they have taken what was here before; that this is done is told below.
+        // SAFETY: all are ready, so they have taken what was here before; that this is done is published below.
         let also = unsafe { self.board.segment().bytes_mut(room) };
         self.reduce_to(dtype, op, source, (own, Some(also)))?;
         self.done(chunk);
@@ -210,7 +210,7 @@ impl ShmEngine {
         Ok(())
     }
 
-    /// The `len` bytes that `rank` has made of chunk `chunk`, which it has told to be done.
+    /// The `len` bytes that `rank` has made of chunk `chunk`, which it has published as done.
     fn result(&self, rank: usize, chunk: usize, len: usize) -> &[u8] {
         let range = self.board.layout().result(rank, chunk, len);
         // SAFETY: written again when this rank has put the next chunk but one, which needs the engine that the slice

@@ -1,8 +1,8 @@
 //! Memory that several processes map.
 //!
-//! A memfd: it has no name, so nothing is left behind whoever is killed when. Its size is sealed, so nobody can make
-//! another's access a SIGBUS by shrinking it, and all of its pages are there before it is used, so that missing memory is
-//! an error here.
+//! A memfd: it has no name, so nothing is left behind when processes are killed. Its size is sealed, so no process can
+//! make another's access a SIGBUS by shrinking it, and all of its pages are there before it is used, so that missing
+//! memory is an error here.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -20,7 +20,7 @@ use super::cell::{Cell, Pair};
 
 /// Bytes of a huge page, where there are any.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// What must be sealed before a segment of a peer is mapped.
+/// Seals that a peer's segment must have before it is mapped.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
 /// A mapping, for reading and writing.
@@ -49,10 +49,11 @@ unsafe impl Shared for Cell {}
 unsafe impl Shared for Pair {}
 
 impl Segment {
-    /// A new segment of `len` zeros, and what to give to those who shall map it too.
+    /// A new segment of `len` zeros, and the file descriptor by which other processes map it.
     ///
     /// # Errors
-    /// Those of the system; also if it has not as much memory to spare, since some systems grant it and then end a process.
+    /// Those of the system; also if it has not as much memory to spare, since some systems grant it and then end a
+    /// process.
     pub(super) fn create(len: usize) -> io::Result<(Segment, OwnedFd)> {
         if let Some(spare) = spare_bytes().filter(|spare| len as u64 > *spare) {
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, format!("the machine has {spare} bytes to spare")));
@@ -75,8 +76,8 @@ impl Segment {
         Ok((segment, fd))
     }
 
-    /// Maps what a peer created with `len` bytes. Pages that are there already are mapped as they are touched: all of them for all ranks
-    /// would be most of the time in which a large world meets.
+    /// Maps what a peer created with `len` bytes. Pages that are there already are mapped as they are touched: all of
+    /// them for all ranks would be most of the time in which a large world meets.
     pub(super) fn map(fd: BorrowedFd<'_>, len: usize) -> io::Result<Segment> {
         let (seals, size) = (rustix::fs::fcntl_get_seals(fd)?, rustix::fs::fstat(fd)?.st_size);
         if !seals.contains(SEALS) || u64::try_from(size).ok() != Some(len as u64) {
@@ -84,7 +85,7 @@ impl Segment {
         }
         let (base, reserved) = reserve(len)?;
         let segment = Segment { base, len, reserved };
-        // SAFETY: the range was reserved by this call and nobody else knows it.
+        // SAFETY: the range was reserved by this call and no other code knows it.
         unsafe {
             rustix::mm::mmap(
                 segment.pointer(),
@@ -131,7 +132,7 @@ impl Segment {
     /// The bytes in `range`, to be written.
     ///
     /// # Safety
-    /// Until the slice is gone nobody else, on any rank, reads or writes them.
+    /// Until the slice is gone no other code, on any rank, reads or writes them.
     #[expect(clippy::mut_from_ref, reason = "who may write what is a matter between processes")]
     pub(super) unsafe fn bytes_mut(&self, range: Range<usize>) -> &mut [u8] {
         self.check(&range);
@@ -150,7 +151,8 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's; references into it borrowed from it. Unmapping what is mapped does not fail.
+        // SAFETY: the mapping is this value's; references into it borrowed from it. Unmapping what is mapped does not
+        // fail.
         let _ = unsafe { rustix::mm::munmap(self.pointer(), self.reserved) };
     }
 }
@@ -161,7 +163,7 @@ impl fmt::Debug for Segment {
     }
 }
 
-/// Memory that the system can give without taking it from somebody; `None` where it does not say.
+/// Bytes of memory that the system has to spare; `None` if it does not say.
 fn spare_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;

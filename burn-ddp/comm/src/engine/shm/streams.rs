@@ -1,8 +1,8 @@
-//! Large messages that are passed on as they are, and those of which each rank gets a row: chunk by chunk, through the slots
-//! of [`pipeline`](super::pipeline).
+//! Large messages that are passed on as they are, and those of which each rank gets a row: chunk by chunk, through the
+//! slots of [`pipeline`](super::pipeline).
 //!
-//! Each rank puts its chunk into its slot (*ready*); when it has taken what it wants from the others' slots it is *done*. A
-//! slot is used again when all its readers are done with what was in it.
+//! Each rank puts its chunk into its slot (*ready*); when it has taken what it wants from the others' slots it is
+//! *done*. A slot is used again when all its readers are done with what was in it.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -14,7 +14,7 @@ use crate::call::Call;
 use crate::reduce::Source;
 use crate::{DType, ReduceOp, Result};
 
-/// Who reads this rank's slots, and whose slots it reads.
+/// The ranks that read this rank's slots, and those whose slots it reads.
 struct Route<'a> {
     readers: &'a [usize],
     sources: &'a [usize],
@@ -53,12 +53,12 @@ impl ShmEngine {
         out.copy_from_slice(unsafe { self.slot(peer, chunk, part) });
     }
 
-    /// How `len` bytes are passed on.
+    /// Chunks in which `len` bytes are passed on.
     fn whole(&self, len: usize) -> Chunks {
         Chunks::new(len, 1, self.board.layout().slot_bytes())
     }
 
-    /// How rows of `len` bytes are passed on, `n` at a time; and where the row of a rank is in a slot.
+    /// Chunks in which rows of `len` bytes are passed on, `n` at a time; and the place of a rank's row in a slot.
     fn rows(&self, len: usize, size: usize) -> (Chunks, impl Fn(usize, usize) -> Range<usize> + use<>) {
         let room = self.board.layout().slot_bytes() / self.board.size() / size * size;
         (Chunks::new(len, size, room), move |rank: usize, len: usize| rank * room..rank * room + len)
@@ -81,7 +81,7 @@ impl ShmEngine {
         self.stream(call, &route, chunks.count(), |_| (), take)
     }
 
-    /// Everybody's `input` to the root, which passes `outputs`.
+    /// Gathers all ranks' `input` on the root, which passes `outputs`.
     pub(super) fn gather_chunks(
         &mut self,
         call: &Call,
@@ -107,7 +107,7 @@ impl ShmEngine {
         self.stream(call, &route, chunks.count(), |_| (), take)
     }
 
-    /// A row of `inputs`, which the root passes, to everybody else.
+    /// Scatters the rows of `inputs`, which the root passes, to the other ranks.
     pub(super) fn scatter_chunks(
         &mut self,
         call: &Call,
@@ -136,7 +136,7 @@ impl ShmEngine {
         self.stream(call, &route, chunks.count(), |_| (), take)
     }
 
-    /// Row `j` of `input` to rank `j`; rows of `len` bytes.
+    /// Sends row `j` of `input` to rank `j`; rows of `len` bytes.
     pub(super) fn all_to_all_chunks(&mut self, call: &Call, input: &[u8], output: &mut [u8], len: usize) -> Result<()> {
         self.announce(call, 0)?;
         let (chunks, place) = self.rows(len, 1);
@@ -158,7 +158,7 @@ impl ShmEngine {
         self.stream(call, &route, chunks.count(), put, take)
     }
 
-    /// Everybody's `input`, of at most `longest` bytes, to everybody.
+    /// Gathers all ranks' `input`, of at most `longest` bytes, on all ranks.
     pub(super) fn all_gather_chunks(
         &mut self,
         call: &Call,

@@ -13,7 +13,7 @@ use crate::membership::Membership;
 use crate::net::wait::{Waker, wait};
 use crate::{Error, Result};
 
-/// How long after the end of a data connection the control connections may take to tell why.
+/// Time after the end of a data connection within which the control connections may still report why.
 pub(super) const GRACE: Duration = Duration::from_secs(1);
 
 /// Bytes of all peers' pieces together: what arrives is reduced while it is in the second cache level.
@@ -32,9 +32,9 @@ pub(super) struct Exchange<'a, 'b> {
     pub(super) call: &'a Call,
     pub(super) membership: &'a Membership,
     pub(super) bell: &'a Waker,
-    /// What is still to be written, and to whom.
+    /// Frames still to be written, with their receivers.
     pub(super) sending: Vec<(usize, Sending<'a>)>,
-    /// What has been read, and is still to be.
+    /// Frames read, and still to be read.
     pub(super) receiving: &'a mut [Receiving<'b>],
     /// The first peer whose connection ended too early, when, and how.
     pub(super) ended: Option<(usize, Instant, End)>,
@@ -42,7 +42,7 @@ pub(super) struct Exchange<'a, 'b> {
 }
 
 impl Exchange<'_, '_> {
-    /// Writes and reads all. If there is a `take`, it gets what came from all whenever it fills the room there is for it.
+    /// Writes and reads all frames. `take`, if given, gets a piece of all payloads whenever they fill their rooms.
     pub(super) fn run(
         mut self,
         links: &mut [Option<Link>],
@@ -180,7 +180,7 @@ impl Exchange<'_, '_> {
         waiting
     }
 
-    /// The error, if the membership knows one.
+    /// Fails if the membership knows the reason.
     fn explain(&self) -> Result<()> {
         self.membership.check()?;
         match &self.ended {

@@ -11,10 +11,10 @@ use crate::call::Call;
 use crate::frame::{PREFIX_BYTES, Prefix};
 use crate::{Error, Result};
 
-/// How much is read at a time while a header is expected: the header, and with it most small payloads.
+/// Bytes read at a time while a header is expected: the header, and with it most small payloads.
 const READ_AHEAD_BYTES: usize = 4096;
 
-/// How much is written or read before others get their turn: what one side writes is still in the cache when the other reads it.
+/// Bytes written or read before the next connection has its turn: still in the cache when the other side reads them.
 const CHUNK_BYTES: usize = 256 * 1024;
 
 /// A connection to a peer.
@@ -51,10 +51,10 @@ impl<'a> Sending<'a> {
 /// A frame on its way in.
 pub(super) struct Receiving<'a> {
     peer: usize,
-    /// Where the payload goes: all of it, or the part from `begin` on.
+    /// Room for the payload: all of it, or the part from `begin` on.
     room: &'a mut [u8],
     begin: usize,
-    /// How long the payload must be.
+    /// Length that the payload must have.
     len: usize,
     /// The weight in the header.
     weight: f64,
@@ -80,27 +80,27 @@ impl<'a> Receiving<'a> {
         self.filled == Some(self.len)
     }
 
-    /// Whether there is more to read, and room for it.
+    /// True if there is more to read, and room for it.
     pub(super) fn wants(&self) -> bool {
         self.filled.is_none_or(|filled| filled < self.len.min(self.begin + self.room.len()))
     }
 
-    /// Whether the header has come.
+    /// True if the header has come.
     pub(super) fn has_begun(&self) -> bool {
         self.filled.is_some()
     }
 
-    /// What is in the room, once nothing more is wanted.
+    /// The bytes in the room, once it is full.
     pub(super) fn piece(&self) -> &[u8] {
         &self.room[..self.filled.unwrap_or(0).saturating_sub(self.begin)]
     }
 
-    /// How many bytes of the payload came before the piece.
+    /// Bytes of the payload before the piece.
     pub(super) fn begin(&self) -> usize {
         self.begin
     }
 
-    /// Makes room for what comes after the piece.
+    /// Makes room for the next piece.
     pub(super) fn advance(&mut self) {
         self.begin = self.filled.unwrap_or(0);
     }
@@ -112,11 +112,11 @@ impl<'a> Receiving<'a> {
     }
 }
 
-/// How a connection ended.
+/// The end of a connection.
 pub(super) enum End {
     /// The peer closed it: it closed its group or world, or its process ended.
     Closed,
-    /// Something else did.
+    /// The connection broke.
     Broken(String),
 }
 
@@ -129,11 +129,11 @@ impl From<io::Error> for End {
     }
 }
 
-/// Why a frame cannot be read.
+/// The reason for which a frame cannot be read.
 pub(super) enum ReadError {
     /// The connection ended before it.
     Ended(End),
-    /// What came is wrong.
+    /// The header is wrong.
     Wrong(Error),
 }
 
@@ -153,7 +153,7 @@ impl Link {
         })
     }
 
-    /// What is worth polling for: a direction that has ended is always ready and never useful.
+    /// The part of `interest` worth polling for: a direction that has ended is always ready and never useful.
     pub(super) fn open(&self, mut interest: PollFlags) -> Option<PollFlags> {
         if self.read_ended {
             interest.remove(PollFlags::IN);
@@ -164,7 +164,7 @@ impl Link {
         (!interest.is_empty()).then_some(interest)
     }
 
-    /// Something may have come, or room been made.
+    /// Tries reads and writes again: bytes may have come, or room been made.
     pub(super) fn unblock(&mut self) {
         self.read_blocked = false;
         self.write_blocked = false;
@@ -219,8 +219,8 @@ impl Link {
         }
     }
 
-    /// Takes the header out of what was read ahead, checks it, and takes what is there of the payload; how much that is. `None` if the
-    /// header is incomplete.
+    /// Takes the header out of what was read ahead, checks it, and takes what is there of the payload; how much that
+    /// is. `None` if the header is incomplete.
     fn header(&mut self, frame: &mut Receiving<'_>, call: &Call) -> Result<Option<usize>, ReadError> {
         let peer = frame.peer;
         let Some((prefix, rest)) = self.ahead[self.consumed..].split_first_chunk::<PREFIX_BYTES>() else {

@@ -1,9 +1,9 @@
 //! The tcp engine: between processes, on one machine or several.
 //!
-//! Each group has a mesh of its own, one connection per pair of ranks, so no group waits behind another's bytes. An exchange
-//! makes progress with all peers at once, both ways, on the calling thread: it writes and reads what it can, then `poll`
-//! waits for a socket, a change of membership, or the deadline. Payloads are written from and read into the caller's memory.
-//! Elements to be reduced are read in pieces that stay in the cache until they are reduced.
+//! Each group has a mesh of its own, one connection per pair of ranks, so no group waits behind another's bytes. An
+//! exchange makes progress with all peers at once, both ways, on the calling thread: it writes and reads what it can,
+//! then `poll` waits for a socket, a change of membership, or the deadline. Payloads are written from and read into the
+//! caller's memory. Elements to be reduced are read in pieces that stay in the cache until they are reduced.
 
 mod exchange;
 mod fabric;

@@ -12,8 +12,8 @@ const MOST: Duration = Duration::from_micros(60);
 /// Enough to notice that messages arrive at once again.
 const LEAST: Duration = Duration::from_micros(5);
 
-/// Time that waits spin before they block: longer while spinning succeeds, shorter while it does not, and none where ranks
-/// outnumber cores.
+/// Time that waits spin before they block: longer while spinning succeeds, shorter while it does not, and none where
+/// ranks outnumber cores.
 pub(super) struct Spin {
     limit: Duration,
     allowed: bool,

@@ -1,0 +1,48 @@
+//! Operations of a reduction: what folds two elements, and the factors and the divisor of a sum.
+
+use super::tree::MAX_SOURCES;
+use crate::DType;
+
+/// The operation on two elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fold {
+    Sum,
+    Min,
+    Max,
+    Product,
+}
+
+impl Fold {
+    /// Number of sources of `dtype` that a pass takes. The sums that training lives on get loops for any number of
+    /// them.
+    pub(super) fn arity(self, dtype: DType) -> usize {
+        if self == Fold::Sum && dtype.is_float() { MAX_SOURCES } else { 2 }
+    }
+}
+
+/// Factors of the sources of a sum of floats, and the divisor of the sum. Ones change nothing.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Weights {
+    pub(super) factors: [f64; MAX_SOURCES],
+    pub(super) total: f64,
+}
+
+impl Weights {
+    pub(super) const ONE: Weights = Weights { factors: [1.0; MAX_SOURCES], total: 1.0 };
+}
+
+/// The division of a sum by its total. Multiplying by the inverse of a power of two rounds like dividing.
+#[derive(Clone, Copy)]
+pub(super) struct Scale<T> {
+    pub(super) divides: bool,
+    pub(super) by: T,
+}
+
+impl Scale<f32> {
+    #[inline(always)]
+    pub(super) fn f32(total: f64) -> Scale<f32> {
+        let total = total as f32;
+        let divides = total.to_bits().trailing_zeros() < f32::MANTISSA_DIGITS - 1;
+        Scale { divides, by: if divides { total } else { 1.0 / total } }
+    }
+}
