@@ -10,7 +10,7 @@ use crate::batch_weight::{Batch, BatchWeight};
 use crate::checkpoint::background::BackgroundWrite;
 use crate::seed::Seed;
 use crate::telemetry::meter::Meter;
-use crate::{Error, Result};
+use crate::Result;
 
 /// State of one rank. Each field is written by this rank's own threads only.
 pub(crate) struct SharedState {

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use burn_ddp_comm::{ProcessGroup, SharedView};
 
-use super::accumulation::{GradientReduction, MicroBatches};
+use super::accumulation::MicroBatches;
 use super::bucket_plan::{Bucket, Plan, Slot};
 use super::buffer_ring::BufferRing;
 use super::flags;
@@ -23,8 +23,6 @@ use crate::{Error, Result};
 /// Schedules the reductions of one wrapped model whose gradients are tensors `T`.
 pub(crate) struct Reducer<T> {
     rank: usize,
-    /// Number of the group: the same on all ranks.
-    id: u64,
     settings: Settings,
     slots: Arc<[Slot]>,
     plan: Plan,
@@ -85,7 +83,6 @@ impl<T> Reducer<T> {
         };
         let mut reducer = Reducer {
             rank,
-            id,
             settings,
             present: vec![false; slots.len()],
             slots,
@@ -111,11 +108,6 @@ impl<T> Reducer<T> {
         };
         reducer.allocate()?;
         Ok(reducer)
-    }
-
-    /// Number of the group. Orders the reducers of a rank in the same way on all ranks.
-    pub(crate) fn id(&self) -> u64 {
-        self.id
     }
 
     /// Reductions done so far.

@@ -19,7 +19,6 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{Gradients, Tensor};
 
-pub(crate) use attach::Taps;
 pub(crate) use shared_model::share;
 pub use wrap_config::WrapConfig;
 
