@@ -10,7 +10,7 @@ fi
 . "$(dirname "$0")/launchers/common.sh"
 burnrun=${2:-${BURNRUN:-}}
 if [ -z "$burnrun" ]; then
-    (cd "$root" && cargo build --quiet --offline --workspace --bin burnrun) || exit 1
+    (cd "$root" && cargo build --quiet --offline --bin burnrun) || exit 1
     burnrun=${CARGO_TARGET_DIR:-$root/target}/debug/burnrun
 fi
 machines_possible || { echo "needs root, ip and unshare" >&2; exit 1; }

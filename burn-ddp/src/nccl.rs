@@ -55,7 +55,7 @@ fn rank_infos(reports: &[RankReport]) -> Result<Vec<RankInfo>, String> {
         return Err(why);
     }
     let info = |report: &RankReport| match &report.nccl {
-        Some(Ok(text)) => serde_json::from_str(text)
+        Some(Ok(text)) => serde_json::from_str::<RankInfo>(text)
             .map_err(|e| format!("cannot parse a rank's NCCL report (different burn-ddp version?): {e}")),
         _ => Err("a rank sent no NCCL report (different burn-ddp version?)".to_owned()),
     };

@@ -5,7 +5,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 . "$root/tests/launchers/machines.sh"
 hello=${1:-}
 if [ -z "$hello" ]; then
-    (cd "$root" && cargo build --quiet --offline --workspace --example hello) || exit 1
+    (cd "$root" && cargo build --quiet --offline --example hello) || exit 1
     hello=${CARGO_TARGET_DIR:-$root/target}/debug/examples/hello
 fi
 # Long enough for a machine with other work; a job that hangs ends here.

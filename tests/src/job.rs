@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 pub use free_port::FreePort;
 
-/// Which device and engine is not the launcher's to say.
+/// Variables that are not a launcher's: device and engine.
 const KEPT: [&str; 3] = ["BURN_DDP_ENGINE", "BURN_DDP_NCCL", "BURN_DDP_SHARE_DEVICES"];
 
 /// A rank of `program` with torchrun's plain variables and nothing else of a launcher's.
@@ -72,12 +72,12 @@ fn read(mut pipe: impl std::io::Read + Send + 'static) -> std::thread::JoinHandl
     })
 }
 
-/// What a rank printed.
+/// Standard output of a rank.
 pub fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// What a rank complained.
+/// Standard error of a rank.
 pub fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }

@@ -1,4 +1,5 @@
 //! Models, data and small tools that the system tests and the program `rank` share.
+#![forbid(unsafe_code)]
 
 pub mod awkward;
 pub mod job;
@@ -45,7 +46,7 @@ impl Mlp {
 pub struct Normed {
     /// First.
     pub a: Linear,
-    /// Normalises what the first one makes.
+    /// Normalises the output of the first.
     pub norm: BatchNorm,
     /// Second.
     pub b: Linear,
@@ -58,12 +59,12 @@ impl Normed {
         Normed { a: init(6, 4), norm: BatchNormConfig::new(4).init(device), b: init(4, 3) }
     }
 
-    /// The mean square of what it makes of `[n, 6]`.
+    /// Mean square of the output for `[n, 6]`.
     pub fn loss(&self, x: Tensor<2>) -> Tensor<1> {
         self.b.forward(self.norm.forward(self.a.forward(x))).powf_scalar(2.0).mean()
     }
 
-    /// Mean and variance as they are, with the last forward in them.
+    /// Running mean and variance, the last forward included.
     pub fn statistics(&self) -> [Vec<f64>; 2] {
         let model = self.valid();
         [model.norm.running_mean.value(), model.norm.running_var.value()]
@@ -110,7 +111,7 @@ pub fn widest(device: &Device) -> DType {
     if device.supports_dtype(DType::F64) { DType::F64 } else { DType::F32 }
 }
 
-/// Whether gradients are read from the device when backward is at its end, so that no bucket is under way before.
+/// True if gradients are read from the device at the end of backward, so that no bucket is under way before.
 pub fn reads_at_the_end() -> bool {
     let is = |name, values: &[&str]| std::env::var(name).is_ok_and(|value| values.contains(&value.as_str()));
     // NCCL takes them where they are.

@@ -1,4 +1,5 @@
-//! Each case of `burn_ddp_tests::awkward` on two and three ranks, as threads and as processes, against one rank with the whole batch.
+//! Each case of `burn_ddp_tests::awkward` on two and three ranks, as threads and as processes, against one rank with
+//! the whole batch.
 
 use std::time::Duration;
 
@@ -39,8 +40,11 @@ fn is_flex() -> bool {
 }
 
 fn threads(world: usize, case: &str) -> Result<Vec<Outcome>, String> {
-    let options =
-        WorldOptions { timeout: Duration::from_secs(30), join_timeout: Duration::from_secs(30), ..WorldOptions::default() };
+    let options = WorldOptions {
+        timeout: Duration::from_secs(30),
+        join_timeout: Duration::from_secs(30),
+        ..WorldOptions::default()
+    };
     Ddp::spawn_with(world, options, |ddp| awkward::run(case, &ddp).expect("the case is in the list"))
         .map_err(|e| e.to_string())
 }

@@ -1,4 +1,4 @@
-//! Checkpoints: what is saved comes back, whoever is killed and whatever is damaged.
+//! Checkpoints: a job restores what it saved, after any rank is killed and any file is damaged.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -510,7 +510,7 @@ fn killed_a_thousand_times() {
 #[test]
 fn burnrun_restarts_a_job_that_goes_on_where_it_was() {
     let burnrun = PathBuf::from(RANK).with_file_name("burnrun");
-    assert!(burnrun.exists(), "build it with `cargo build --workspace --bins`");
+    assert!(burnrun.exists(), "build it with `cargo build --bins`");
     let (killed, whole) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let mut command = Command::new(burnrun);
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("BURN")) {

@@ -1,4 +1,4 @@
-//! A job as its config file says.
+//! Settings of a job from its configuration file.
 
 use std::path::Path;
 

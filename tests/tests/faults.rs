@@ -1,6 +1,8 @@
-//! Every fault in every phase, with real processes under a launcher: nobody hangs, the culprit is named in time, nothing stays behind.
+//! Every fault in every phase, with real processes under a launcher: nobody hangs, the culprit is named in time,
+//! nothing stays behind.
 //!
-//! `BURN_DDP_SOAK=SECONDS cargo test --test faults -- --ignored --nocapture soak` repeats it at random; `BURN_DDP_SOAK_SEED` repeats a run.
+//! `BURN_DDP_SOAK=SECONDS cargo test --test faults -- --ignored --nocapture soak` repeats it at random;
+//! `BURN_DDP_SOAK_SEED` repeats a run.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};

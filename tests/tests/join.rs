@@ -1,4 +1,4 @@
-//! Loaders of the user's own that end at different steps: `ddp.join`, against one rank that sees everything.
+//! `ddp.join`: loaders of the user's own that end at different steps, against one rank with all data.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::{DType, TensorData};
 use burn_ddp::prelude::*;
-use burn_ddp::{WorldOptions, Result};
+use burn_ddp::{Result, WorldOptions};
 use burn_ddp_tests::{Normed, device, distance, number, rows, to_f64, values};
 
 /// Two heads, of which a micro-batch uses one.
@@ -205,7 +205,8 @@ fn train_normed(
 fn statistics_and_moments_come_from_a_rank_that_trained_to_the_end() {
     for policy in [BufferPolicy::Average, BufferPolicy::Broadcast, BufferPolicy::Local] {
         let ranks = spawn(3, |ddp| {
-            // Rank 0 is the first to join, then the last; rank 2 alone ends the first epoch. Other moments would part the ranks.
+            // Rank 0 is the first to join, then the last; rank 2 alone ends the first epoch. Other moments would part
+            // the ranks.
             let (model, hash, last) = train_normed(&ddp, policy, &[vec![1, 2, 5]])?;
             assert_eq!(model.statistics(), ddp.group().broadcast_object(Some(last), 2)?, "{policy:?} on {ddp:?}");
             let (_, again, _) = train_normed(&ddp, policy, &[vec![1, 2, 5], vec![4, 4, 0], vec![3, 3, 3]])?;

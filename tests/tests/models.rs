@@ -1,4 +1,4 @@
-//! What models do to the tap: unused and frozen parameters, loops, copies, panics, records.
+//! Unusual models under data parallelism: unused and frozen parameters, loops, copies, panics, records.
 
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
@@ -6,7 +6,7 @@ use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
 use burn_ddp::{Error, WorldOptions};
-use burn_ddp_tests::awkward::bomb;
+use burn_ddp_tests::awkward::failing_backward;
 use burn_ddp_tests::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -209,7 +209,7 @@ fn a_copy_of_the_model_in_the_same_backward_is_an_error_that_says_what_to_do() {
 }
 
 fn with_bomb(model: &Mlp, x: Tensor<2>) -> Tensor<1> {
-    let h = bomb::trap(model.a.forward(x).tanh());
+    let h = failing_backward::trap(model.a.forward(x).tanh());
     model.c.forward(model.b.forward(h)).sum()
 }
 
@@ -224,7 +224,7 @@ fn panic_in_the_middle(config: &WrapConfig) -> burn_ddp::Result<Vec<()>> {
         };
         let clean = grad()?;
         if ddp.rank() == 1 {
-            assert!(bomb::armed(|| catch_unwind(AssertUnwindSafe(&grad))).is_err());
+            assert!(failing_backward::armed(|| catch_unwind(AssertUnwindSafe(&grad))).is_err());
         }
         assert_eq!(grad()?, clean);
         assert_eq!(grad()?, clean);
@@ -375,7 +375,8 @@ fn collectives_on_tensors_of_every_kind() {
     .unwrap();
 }
 
-/// One step of `Branches` where rank 0 goes left and rank 1 right, with `between` after the backward; parameters must stay equal.
+/// One step of `Branches` where rank 0 goes left and rank 1 right, with `between` after the backward; parameters must
+/// stay equal.
 fn stays_equal(between: impl Fn(&Ddp, &Branches, &Device) + Sync) {
     let plain = Branches::new(&device().autodiff());
     let hashes = Ddp::spawn_with(2, short(), |ddp| {

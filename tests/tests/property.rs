@@ -55,9 +55,7 @@ fn one() {
 fn check(seeds: std::ops::Range<u64>) {
     for seed in seeds {
         if let Err(e) = follow(&Plan::new(seed)) {
-            panic!(
-                "case {seed}: {e:#}\nagain: BURN_DDP_CASE={seed} cargo test -p burn-ddp-tests --test property -- --ignored one"
-            );
+            panic!("case {seed}: {e:#}\nagain: BURN_DDP_CASE={seed} cargo test --test property -- --ignored one");
         }
     }
 }

@@ -74,8 +74,8 @@ fn input(items: std::ops::Range<usize>, salt: u64, device: &Device) -> Tensor<2>
     rows(items.start, items.len(), 6, salt, DType::F64, device)
 }
 
-/// Random worlds, parts (some without any item) and models, trained for three steps; the weights, the running statistics and the
-/// gradient of the input follow one rank that sees all items.
+/// Random worlds, parts (some without any item) and models, trained for three steps; the weights, the running
+/// statistics and the gradient of the input follow one rank that sees all items.
 #[test]
 fn any_split_follows_one_rank() {
     for case in 0..40_u64 {

@@ -1,4 +1,4 @@
-//! What ranks record of their steps: everything is there, in order, and changes nothing.
+//! The timeline of a job: complete, in order, and without effect on the training.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,7 +10,7 @@ use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
-use burn_ddp::{WorldOptions, Stats};
+use burn_ddp::{Stats, WorldOptions};
 use burn_ddp_examples::mnist::{CnnConfig, MnistBatch};
 use burn_ddp_tests::job::{FreePort, rank, stderr};
 use burn_ddp_tests::{Mlp, rows};
@@ -76,7 +76,8 @@ impl Batcher<usize, Tensor<2>> for Together {
     }
 }
 
-/// Trains for [`STEPS`] steps of [`ACCUMULATION`] micro-batches; the parameters' hash, the counters, and those of the last step.
+/// Trains for [`STEPS`] steps of [`ACCUMULATION`] micro-batches; the parameters' hash, the counters, and those of the
+/// last step.
 fn train(ddp: &Ddp, overlap: bool) -> anyhow::Result<(String, Stats, Stats)> {
     let device = ddp.device()?.autodiff();
     let config = WrapConfig::new().with_accumulation(ACCUMULATION).with_overlap(overlap);

@@ -1,4 +1,5 @@
 //! Burn's trainer over several ranks: the same curves, counts and decisions as Burn's own on one device.
+#![cfg(feature = "train")]
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,4 +1,5 @@
 //! Measures burn-ddp next to its peers and to the hardware's limits: see README.md, or `burn-ddp-bench --help`.
+#![deny(unsafe_code)]
 
 mod all_reduce;
 mod comparison;

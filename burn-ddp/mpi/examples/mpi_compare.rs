@@ -9,7 +9,7 @@
 
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{WorldOptions, ProcessGroup, ReduceOp, World};
+use burn_ddp_comm::{ProcessGroup, ReduceOp, World, WorldOptions};
 use mpi::collective::SystemOperation;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives};

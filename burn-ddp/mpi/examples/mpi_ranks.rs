@@ -1,13 +1,14 @@
-//! Ranks over MPI, to try an installation: every collective, compared bit for bit with ranks that are threads; and what happens when one
-//! of them does not play along.
+//! Ranks over MPI, to try an installation: every collective, compared bit for bit with ranks that are threads; and what
+//! happens when one of them does not play along.
 //!
 //! ```text
 //! MPICC=mpicc.mpich cargo build -p burn-ddp-mpi --example mpi_ranks
 //! mpirun.mpich -n 4 target/debug/examples/mpi_ranks
 //! ```
 //!
-//! The argument says what to do: `all` (the default), `mismatch`, `leaves-early`, or `kill`, `exit`, `panic`, `leave`, `late`, which the last rank does
-//! in the middle of it, and then the others end with exit code 3 and `rank R: after N ms: ERROR`.
+//! The argument says what to do: `all` (the default), `mismatch`, `leaves-early`, or `kill`, `exit`, `panic`, `leave`,
+//! `late`, which the last rank does in the middle of it, and then the others end with exit code 3 and `rank R: after N
+//! ms: ERROR`.
 
 use std::process::exit;
 use std::thread;

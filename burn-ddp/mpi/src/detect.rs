@@ -1,39 +1,43 @@
-//! Where ranks meet whose launcher MPI keeps busy.
+//! Detection of the launcher for programs that use MPI.
 //!
-//! MPICH's `mpirun` lets each process have one session with its process manager. A world would meet through it, and MPI could not begin
-//! any more, and would end the process. So MPI begins first, and the ranks agree where to meet by its messages.
+//! MPICH's `mpirun` lets each process have one session with its process manager. A world would meet through it, and MPI
+//! could not begin any more, and would end the process. So MPI begins first, and the ranks agree where to meet by its
+//! messages.
 
 use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use burn_ddp_comm::{Error, LaunchEnv, Meeting, WorldOptions, PeerInfo, Result};
+use burn_ddp_comm::{LaunchEnv, Meeting, Result, WorldOptions};
 
-use crate::ffi::{Comm, Flights, Landed};
-use crate::idle::Idle;
-use crate::{lifecycle, refused};
+use crate::error::{call_failed, environment};
+use crate::ffi::{Comm, Completed, Requests};
+use crate::lifecycle;
+use crate::wait::backoff_alone;
 
-/// What MPICH's launchers set: the number of the socket to the process manager.
+/// Variable of MPICH's launchers: the number of the socket to the process manager.
 const PMI_FD: &str = "PMI_FD";
 
-pub(crate) const TOO_LATE: &str = "MPICH's mpirun speaks with each process once, and the world has met that way, so MPI cannot begin: call burn_ddp_mpi::detect() in place of LaunchEnv::detect(), before World::join";
+pub(crate) const TOO_LATE: &str = "MPICH's mpirun speaks with each process once, and the world has met that way, so \
+    MPI cannot begin: call burn_ddp_mpi::detect() in place of LaunchEnv::detect(), before World::join";
 
-/// Bytes of the name of a meeting.
+/// Bytes of the name under which the ranks meet.
 const NAME_BYTES: usize = 128;
 
-/// Whether MPI needs what the world would meet by.
+/// True if MPI needs the session with the process manager, by which the world would meet.
 pub(crate) fn is_taken() -> bool {
     std::env::var_os(PMI_FD).is_some()
 }
 
-/// [`LaunchEnv::detect`] for programs that [`attach`](crate::attach): what launched this process, if anything.
+/// [`LaunchEnv::detect`] for programs that call [`attach`](crate::attach()): the launcher of this process, if there is
+/// one.
 ///
-/// Under MPICH's `mpirun` it begins MPI, and has the ranks agree where to meet. On several machines they have to be told:
-/// `BURN_DDP_MASTER=host:port` and `BURN_DDP_SECRET_FILE`.
+/// Under MPICH's `mpirun` it begins MPI, and lets the ranks agree where to meet. On several machines they have to be
+/// told: `BURN_DDP_MASTER=host:port` and `BURN_DDP_SECRET_FILE`.
 ///
 /// # Errors
-/// Those of [`LaunchEnv::detect`] and [`WorldOptions::from_env`]; [`Error::Environment`] if MPI cannot be used, or the ranks do not agree in
-/// time.
+/// Those of [`LaunchEnv::detect`] and [`WorldOptions::from_env`];
+/// [`Error::Environment`](burn_ddp_comm::Error::Environment) if MPI cannot be used, or the ranks do not agree in time.
 pub fn detect() -> Result<Option<LaunchEnv>> {
     let Some(env) = LaunchEnv::detect()? else { return Ok(None) };
     if !is_taken() {
@@ -45,38 +49,39 @@ pub fn detect() -> Result<Option<LaunchEnv>> {
         return Ok(Some(env));
     }
     if env.local_world_size != env.world_size {
-        let message = "with MPI on several machines MPICH's ranks have to be told where to meet, and a secret: BURN_DDP_MASTER=host:port, where host is rank 0's, and BURN_DDP_SECRET_FILE (burnrun secret)";
-        return Err(Error::Environment { message: message.to_owned() });
+        let message = "with MPI on several machines MPICH's ranks have to be told where to meet, and a secret: \
+                       BURN_DDP_MASTER=host:port, where host is rank 0's, and BURN_DDP_SECRET_FILE (burnrun secret)";
+        return Err(environment(message.to_owned()));
     }
     let name = agree(timeout)?;
     Ok(Some(LaunchEnv { job_id: name.clone(), meeting: Meeting::Local { name }, ..env }))
 }
 
-/// Rank 0 makes a name, and tells the others.
+/// Agrees on a name under which the ranks meet: rank 0 makes it and sends it to the others.
 fn agree(timeout: Duration) -> Result<String> {
-    let all = Arc::new(Comm::world().map_err(refused)?);
+    let all = Arc::new(Comm::world().map_err(call_failed)?);
     let deadline = Instant::now().checked_add(timeout);
     // The last tag is for the meeting in `attach`.
     let tag = all.tag_max() - 1;
     let mut name = [b' '; NAME_BYTES];
-    let mut flights: Flights<()> = Flights::new(all.clone());
+    let mut requests: Requests<()> = Requests::new(all.clone());
     if all.rank() == 0 {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let made = format!("MPI job of process {} at {}", std::process::id(), since.as_nanos());
         name[..made.len()].copy_from_slice(made.as_bytes());
         for peer in 1..all.size() {
-            flights.send(peer, tag, name.to_vec(), NAME_BYTES, ()).map_err(refused)?;
+            requests.send(peer, tag, name.to_vec(), NAME_BYTES, ()).map_err(call_failed)?;
         }
     } else {
-        flights.receive(0, tag, vec![0; NAME_BYTES], NAME_BYTES, ()).map_err(refused)?;
+        requests.receive(0, tag, vec![0; NAME_BYTES], NAME_BYTES, ()).map_err(call_failed)?;
     }
     let messages = if all.rank() == 0 { all.size() - 1 } else { 1 };
-    let mut idle = Idle::new(0, &[PeerInfo::here(0, 0, 0)]);
-    let (mut landed, mut done): (Vec<Landed<()>>, c_int) = (Vec::new(), 0);
+    let mut backoff = backoff_alone();
+    let (mut completed, mut done): (Vec<Completed<()>>, c_int) = (Vec::new(), 0);
     while done < messages {
-        flights.land(&mut landed).map_err(refused)?;
-        for Landed { buffer, len, .. } in landed.drain(..) {
-            len.map_err(refused)?;
+        requests.poll(&mut completed).map_err(call_failed)?;
+        for Completed { buffer, len, .. } in completed.drain(..) {
+            len.map_err(call_failed)?;
             name.copy_from_slice(&buffer[..NAME_BYTES]);
             done += 1;
         }
@@ -84,9 +89,9 @@ fn agree(timeout: Duration) -> Result<String> {
             let waited = timeout.as_secs_f64();
             let message =
                 format!("the ranks have not agreed where to meet within {waited} s: do all of them get there?");
-            return Err(Error::Environment { message });
+            return Err(environment(message));
         }
-        idle.pause();
+        backoff.pause();
     }
     Ok(String::from_utf8_lossy(&name).trim().to_owned())
 }

@@ -1,6 +1,5 @@
-//! One exchange of frames with all peers at once.
+//! One exchange of frames with all peers at the same time.
 
-use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::engine::{Piece, Stall};
@@ -8,113 +7,17 @@ use burn_ddp_comm::frame::{PREFIX_BYTES, Prefix};
 use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Call, Error, Result};
 
-use crate::ffi::{Failure, Flights, Landed};
-use crate::idle::Idle;
-use crate::fragments::{FIRST_ROOM, Pieces};
+use crate::channel::{Channel, Key, Receiving, Sending, WINDOW, Waiting};
+use crate::ffi::{Completed, Failure};
+use crate::fragments::{FIRST_ROOM, Fragments};
 
-/// How long after MPI or a goodbye says that nothing more comes the control connections may take to tell why, and messages to arrive
-/// that were sent before.
+/// Time in which the control connections explain why a peer ended, and earlier messages of the peer arrive.
 const GRACE: Duration = Duration::from_secs(1);
-
-/// How many pieces of a frame are under way at a time: one that moves, and one that is filled or read.
-const WINDOW: usize = 2;
 
 /// Takes a frame's place when a rank closes its side of a group. Shorter than any frame.
 pub(crate) const CLOSING: &[u8] = b".";
 
-/// How a peer is reached.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Route {
-    /// Its process.
-    pub(crate) process: c_int,
-    /// The tag of what goes there.
-    pub(crate) send: c_int,
-    /// The tag of what comes from there.
-    pub(crate) receive: c_int,
-}
-
-/// A transport's way to MPI.
-pub(crate) struct Wires {
-    /// By group rank; that of this rank is not used.
-    pub(crate) routes: Vec<Route>,
-    /// By group rank: who has closed its side.
-    pub(crate) closed: Vec<bool>,
-    pub(crate) flights: Flights<Key>,
-    pub(crate) idle: Idle,
-    /// Memory for first messages and for those behind them, kept.
-    firsts: Vec<Vec<u8>>,
-    rest: Vec<Vec<u8>>,
-}
-
-impl Wires {
-    pub(crate) fn new(routes: Vec<Route>, flights: Flights<Key>, idle: Idle) -> Wires {
-        Wires { closed: vec![false; routes.len()], routes, flights, idle, firsts: Vec::new(), rest: Vec::new() }
-    }
-}
-
-/// A message under way, by its place in the exchange.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Key {
-    Sent(usize),
-    Received { from: usize, piece: usize },
-}
-
-/// A frame to a peer.
-pub(crate) struct Sending<'a> {
-    pub(crate) peer: usize,
-    pub(crate) payload: &'a [u8],
-    /// How many pieces have been given to MPI, and how many of them it still has.
-    begun: usize,
-    under_way: usize,
-}
-
-impl<'a> Sending<'a> {
-    pub(crate) fn new(peer: usize, payload: &'a [u8]) -> Sending<'a> {
-        Sending { peer, payload, begun: 0, under_way: 0 }
-    }
-
-    fn is_out(&self, pieces: Pieces) -> bool {
-        self.under_way == 0 && self.begun == pieces.count(self.payload.len())
-    }
-}
-
-/// A frame from a peer.
-pub(crate) struct Receiving<'a> {
-    pub(crate) peer: usize,
-    pub(crate) len: usize,
-    /// Where the payload goes; `None` if it is taken piece by piece.
-    room: Option<&'a mut [u8]>,
-    /// In the header, which has come if this is something.
-    weight: Option<f64>,
-    /// How many pieces have been asked for, and how many of them have been taken.
-    begun: usize,
-    taken: usize,
-    /// Pieces that wait to be taken, by their number modulo their count.
-    held: [Option<Held>; WINDOW],
-}
-
-struct Held {
-    buffer: Vec<u8>,
-    /// Bytes before the payload.
-    skip: usize,
-}
-
-impl<'a> Receiving<'a> {
-    pub(crate) fn new(peer: usize, len: usize, room: Option<&'a mut [u8]>) -> Receiving<'a> {
-        Receiving { peer, len, room, weight: None, begun: 0, taken: 0, held: [None, None] }
-    }
-
-    /// Once the exchange is done.
-    pub(crate) fn weight(&self) -> f64 {
-        self.weight.unwrap_or(f64::NAN)
-    }
-
-    fn is_complete(&self, pieces: Pieces) -> bool {
-        self.taken == pieces.count(self.len)
-    }
-}
-
-/// Why nothing more comes from a peer.
+/// Reason why nothing more comes from a peer.
 enum End {
     /// It closed its side of the group.
     Closed,
@@ -128,77 +31,77 @@ enum End {
 pub(crate) struct Exchange<'a, 'b> {
     call: &'a Call,
     membership: &'a Membership,
-    pieces: Pieces,
+    fragments: Fragments,
     sending: Vec<Sending<'a>>,
     receiving: &'a mut [Receiving<'b>],
-    /// The first peer from which nothing more comes, since when, and why.
+    /// First peer from which nothing more comes, with the time and the reason.
     ended: Option<(usize, Instant, End)>,
     stall: Stall,
-    landed: Vec<Landed<Key>>,
+    completed: Vec<Completed<Key>>,
 }
 
 impl<'a, 'b> Exchange<'a, 'b> {
     pub(crate) fn new(
         call: &'a Call,
         membership: &'a Membership,
-        pieces: Pieces,
+        fragments: Fragments,
         sending: Vec<Sending<'a>>,
         receiving: &'a mut [Receiving<'b>],
     ) -> Exchange<'a, 'b> {
         receiving.iter().for_each(|receive| call.expect(receive.peer));
         let stall = Stall::new(call, membership.options().stall);
-        Exchange { call, membership, pieces, sending, receiving, ended: None, stall, landed: Vec::new() }
+        Exchange { call, membership, fragments, sending, receiving, ended: None, stall, completed: Vec::new() }
     }
 
-    /// Sends and receives all. If there is a `take`, it gets what came from all, piece by piece.
-    pub(crate) fn run(mut self, wires: &mut Wires, mut take: Option<&mut dyn FnMut(Piece<'_>)>) -> Result<()> {
-        wires.idle.reset();
+    /// Sends and receives all frames. If there is a `take`, it gets the peers' frames, fragment by fragment.
+    pub(crate) fn run(mut self, channel: &mut Channel, mut take: Option<&mut dyn FnMut(Piece<'_>)>) -> Result<()> {
+        channel.backoff.reset();
         loop {
-            let mut moved = self.begin(wires)?;
-            moved |= self.land(wires)?;
+            let mut moved = self.begin(channel)?;
+            moved |= self.complete(channel)?;
             if let Some(take) = &mut take {
-                while self.hand_over(wires, take) {
+                while self.hand_over(channel, take) {
                     moved = true;
                 }
             }
-            let pieces = self.pieces;
-            if self.sending.iter().all(|send| send.is_out(pieces))
-                && self.receiving.iter().all(|receive| receive.is_complete(pieces))
+            let fragments = self.fragments;
+            if self.sending.iter().all(|send| send.is_out(fragments))
+                && self.receiving.iter().all(|receive| receive.is_complete(fragments))
             {
                 return Ok(());
             }
             if moved {
-                wires.idle.reset();
+                channel.backoff.reset();
                 continue;
             }
-            self.wait(wires)?;
+            self.wait(channel)?;
         }
     }
 
-    /// Gives MPI what it may have now; whether that was anything.
-    fn begin(&mut self, wires: &mut Wires) -> Result<bool> {
+    /// Begins as many sends and receives as MPI may have now; true if it began any.
+    fn begin(&mut self, channel: &mut Channel) -> Result<bool> {
         let mut moved = false;
         if matches!(self.ended, Some((.., End::Broken(_)))) {
             return Ok(false);
         }
         for (nth, send) in self.sending.iter_mut().enumerate() {
             let len = send.payload.len();
-            while send.begun < self.pieces.count(len) && send.under_way < WINDOW {
-                let bytes = &send.payload[self.pieces.range(send.begun, len)];
+            while send.begun < self.fragments.count(len) && send.under_way < WINDOW {
+                let bytes = &send.payload[self.fragments.range(send.begun, len)];
                 let buffer = if send.begun == 0 {
-                    let mut buffer = wires.firsts.pop().unwrap_or_default();
+                    let mut buffer = channel.first_buffer();
                     buffer.clear();
                     self.call.header(send.peer, len).encode(&mut buffer);
                     buffer.extend_from_slice(bytes);
                     buffer
                 } else {
-                    let mut buffer = wires.rest.pop().unwrap_or_else(|| vec![0; self.pieces.len]);
+                    let mut buffer = channel.buffer(self.fragments);
                     buffer[..bytes.len()].copy_from_slice(bytes);
                     buffer
                 };
                 let len = if send.begun == 0 { buffer.len() } else { bytes.len() };
-                let route = route(wires, send.peer)?;
-                if let Err(failure) = wires.flights.send(route.process, route.send, buffer, len, Key::Sent(nth)) {
+                let route = channel.route(send.peer)?;
+                if let Err(failure) = channel.requests.send(route.process, route.send, buffer, len, Key::Sent(nth)) {
                     end(&mut self.ended, send.peer, End::Broken(failure));
                     return Ok(moved);
                 }
@@ -208,19 +111,19 @@ impl<'a, 'b> Exchange<'a, 'b> {
             }
         }
         for (from, receive) in self.receiving.iter_mut().enumerate() {
-            let count = if receive.weight.is_some() { self.pieces.count(receive.len) } else { 1 };
-            while receive.begun < count && receive.begun - receive.taken < WINDOW && !wires.closed[receive.peer] {
-                let piece = receive.begun;
-                let (buffer, len) = if piece == 0 {
-                    let mut buffer = wires.firsts.pop().unwrap_or_default();
+            let count = if receive.weight.is_some() { self.fragments.count(receive.len) } else { 1 };
+            while receive.begun < count && receive.begun - receive.taken < WINDOW && !channel.closed[receive.peer] {
+                let nth = receive.begun;
+                let (buffer, len) = if nth == 0 {
+                    let mut buffer = channel.first_buffer();
                     buffer.resize(FIRST_ROOM, 0);
                     (buffer, FIRST_ROOM)
                 } else {
-                    let buffer = wires.rest.pop().unwrap_or_else(|| vec![0; self.pieces.len]);
-                    (buffer, self.pieces.range(piece, receive.len).len())
+                    let buffer = channel.buffer(self.fragments);
+                    (buffer, self.fragments.range(nth, receive.len).len())
                 };
-                let (route, key) = (route(wires, receive.peer)?, Key::Received { from, piece });
-                if let Err(failure) = wires.flights.receive(route.process, route.receive, buffer, len, key) {
+                let (route, key) = (channel.route(receive.peer)?, Key::Received { from, nth });
+                if let Err(failure) = channel.requests.receive(route.process, route.receive, buffer, len, key) {
                     end(&mut self.ended, receive.peer, End::Broken(failure));
                     return Ok(moved);
                 }
@@ -231,38 +134,45 @@ impl<'a, 'b> Exchange<'a, 'b> {
         Ok(moved)
     }
 
-    /// Takes from MPI what is done; whether anything was.
-    fn land(&mut self, wires: &mut Wires) -> Result<bool> {
-        let mut landed = std::mem::take(&mut self.landed);
-        if let Err(failure) = wires.flights.land(&mut landed) {
+    /// Takes completed messages from MPI; true if there were any.
+    fn complete(&mut self, channel: &mut Channel) -> Result<bool> {
+        let mut completed = std::mem::take(&mut self.completed);
+        if let Err(failure) = channel.requests.poll(&mut completed) {
             let peer = self.waiting_for().first().copied().unwrap_or_default();
             end(&mut self.ended, peer, End::Broken(failure));
         }
-        let moved = !landed.is_empty();
-        for Landed { key, buffer, len } in landed.drain(..) {
+        let moved = !completed.is_empty();
+        for Completed { key, buffer, len } in completed.drain(..) {
             match (key, len) {
                 (Key::Sent(nth), Ok(_)) => {
                     self.sending[nth].under_way -= 1;
-                    recycle(wires, self.pieces, buffer);
+                    channel.recycle(self.fragments, buffer);
                 }
-                (Key::Received { from, piece }, Ok(len)) => self.arrived(wires, from, piece, buffer, len)?,
+                (Key::Received { from, nth }, Ok(len)) => self.arrived(channel, (from, nth), buffer, len)?,
                 (Key::Sent(nth), Err(failure)) => end(&mut self.ended, self.sending[nth].peer, End::Broken(failure)),
                 (Key::Received { from, .. }, Err(failure)) => {
                     end(&mut self.ended, self.receiving[from].peer, End::Broken(failure));
                 }
             }
         }
-        self.landed = landed;
+        self.completed = completed;
         Ok(moved)
     }
 
-    fn arrived(&mut self, wires: &mut Wires, from: usize, piece: usize, buffer: Vec<u8>, len: usize) -> Result<()> {
+    /// Handles fragment `nth` of the peer number `from`, which are the first `len` bytes of `buffer`.
+    fn arrived(
+        &mut self,
+        channel: &mut Channel,
+        (from, nth): (usize, usize),
+        buffer: Vec<u8>,
+        len: usize,
+    ) -> Result<()> {
         let receive = &mut self.receiving[from];
         let peer = receive.peer;
         let mut skip = 0;
-        if piece == 0 {
+        if nth == 0 {
             if buffer[..len] == *CLOSING {
-                wires.closed[peer] = true;
+                channel.closed[peer] = true;
                 end(&mut self.ended, peer, End::Closed);
                 return Ok(());
             }
@@ -270,7 +180,7 @@ impl<'a, 'b> Exchange<'a, 'b> {
             receive.weight = Some(weight);
             skip = header_bytes;
         }
-        let range = self.pieces.range(piece, receive.len);
+        let range = self.fragments.range(nth, receive.len);
         if len != skip + range.len() {
             let message = format!("a message of {len} bytes, expected {}", skip + range.len());
             return Err(wrong(self.call, peer, message));
@@ -279,51 +189,51 @@ impl<'a, 'b> Exchange<'a, 'b> {
             Some(room) => {
                 room[range].copy_from_slice(&buffer[skip..len]);
                 receive.taken += 1;
-                recycle(wires, self.pieces, buffer);
-                if receive.is_complete(self.pieces) {
+                channel.recycle(self.fragments, buffer);
+                if receive.is_complete(self.fragments) {
                     self.call.arrived(peer);
                 }
             }
-            None => receive.held[piece % WINDOW] = Some(Held { buffer, skip }),
+            None => receive.waiting[nth % WINDOW] = Some(Waiting { buffer, skip }),
         }
         Ok(())
     }
 
-    /// Gives `take` the next piece of all, if it has come from all.
-    fn hand_over(&mut self, wires: &mut Wires, take: &mut dyn FnMut(Piece<'_>)) -> bool {
+    /// Passes the next fragment of all peers to `take`, if it has come from all.
+    fn hand_over(&mut self, channel: &mut Channel, take: &mut dyn FnMut(Piece<'_>)) -> bool {
         let (next, len) = self.receiving.first().map_or((0, 0), |receive| (receive.taken, receive.len));
-        if self.receiving.is_empty() || next == self.pieces.count(len) {
+        if self.receiving.is_empty() || next == self.fragments.count(len) {
             return false;
         }
-        let range = self.pieces.range(next, len);
-        let held = self.receiving.iter().map(|receive| receive.held[next % WINDOW].as_ref());
-        let Some(rows) = held
-            .map(|held| held.and_then(|held| held.buffer.get(held.skip..held.skip + range.len())))
+        let range = self.fragments.range(next, len);
+        let waiting = self.receiving.iter().map(|receive| receive.waiting[next % WINDOW].as_ref());
+        let Some(rows) = waiting
+            .map(|part| part.and_then(|part| part.buffer.get(part.skip..part.skip + range.len())))
             .collect::<Option<Vec<&[u8]>>>()
         else {
             return false;
         };
-        let mut weights = vec![self.call.weight; wires.routes.len()];
+        let mut weights = vec![self.call.weight; channel.routes.len()];
         self.receiving.iter().for_each(|receive| weights[receive.peer] = receive.weight());
         take(Piece { start: range.start, rows: &rows, weights: &weights });
         for receive in self.receiving.iter_mut() {
             receive.taken += 1;
-            if let Some(held) = receive.held[next % WINDOW].take() {
-                recycle(wires, self.pieces, held.buffer);
+            if let Some(waiting) = receive.waiting[next % WINDOW].take() {
+                channel.recycle(self.fragments, waiting.buffer);
             }
-            if receive.is_complete(self.pieces) {
+            if receive.is_complete(self.fragments) {
                 self.call.arrived(receive.peer);
             }
         }
         true
     }
 
-    /// Nothing has moved: ends by an error if nothing more will.
-    fn wait(&mut self, wires: &mut Wires) -> Result<()> {
+    /// Pauses after a look that found nothing new. Fails if no more will come.
+    fn wait(&mut self, channel: &mut Channel) -> Result<()> {
         self.membership.check()?;
         let needed = self.needed();
         if matches!(&self.ended, Some((peer, _, End::Left)) if !needed.contains(peer)) {
-            self.ended = None; // All that was needed of it has come.
+            self.ended = None; // All that is needed from it has come.
         }
         let has_left = |peer: &usize| self.membership.has_left(self.call.world_rank(*peer));
         if let Some(peer) = needed.into_iter().find(has_left) {
@@ -345,22 +255,24 @@ impl<'a, 'b> Exchange<'a, 'b> {
         if self.stall.is_due() {
             self.membership.stalled(self.call, self.waiting_for());
         }
-        wires.idle.pause();
+        channel.backoff.pause();
         Ok(())
     }
 
-    /// Whose part has not come; those who do not take theirs only if all have: they may be waiting for the same ranks.
+    /// Peers whose part has not come; if all have come, the peers that do not take theirs: these may be waiting for the
+    /// same ranks.
     fn waiting_for(&self) -> Vec<usize> {
-        let has_next = |receive: &Receiving<'_>| receive.held[receive.taken % WINDOW].is_some();
-        let missing = self.receiving.iter().filter(|receive| !receive.is_complete(self.pieces) && !has_next(receive));
+        let has_next = |receive: &Receiving<'_>| receive.waiting[receive.taken % WINDOW].is_some();
+        let missing =
+            self.receiving.iter().filter(|receive| !receive.is_complete(self.fragments) && !has_next(receive));
         let missing: Vec<usize> = missing.map(|receive| receive.peer).collect();
         if missing.is_empty() { self.needed() } else { sorted(missing) }
     }
 
-    /// Everybody without whom this cannot be done.
+    /// Peers without which this exchange cannot end.
     fn needed(&self) -> Vec<usize> {
-        let sending = self.sending.iter().filter(|send| !send.is_out(self.pieces)).map(|send| send.peer);
-        let missing = self.receiving.iter().filter(|receive| !receive.is_complete(self.pieces));
+        let sending = self.sending.iter().filter(|send| !send.is_out(self.fragments)).map(|send| send.peer);
+        let missing = self.receiving.iter().filter(|receive| !receive.is_complete(self.fragments));
         sorted(sending.chain(missing.map(|receive| receive.peer)).collect())
     }
 }
@@ -371,7 +283,7 @@ fn sorted(mut peers: Vec<usize>) -> Vec<usize> {
     peers
 }
 
-/// The bytes of the header at the beginning of `message`, and the weight in it.
+/// Length in bytes of the header at the beginning of `message`, and the weight in it.
 fn read_header(call: &Call, peer: usize, message: &[u8], payload_bytes: usize) -> Result<(usize, f64)> {
     let short = || wrong(call, peer, format!("a message of {} bytes, which is no frame", message.len()));
     let (prefix, behind) = message.split_first_chunk::<PREFIX_BYTES>().ok_or_else(short)?;
@@ -392,14 +304,4 @@ fn end(ended: &mut Option<(usize, Instant, End)>, peer: usize, cause: End) {
     if waits && !same {
         *ended = Some((peer, Instant::now(), cause));
     }
-}
-
-fn recycle(wires: &mut Wires, pieces: Pieces, buffer: Vec<u8>) {
-    // First messages are shorter than the others ever are.
-    if buffer.len() == pieces.len { wires.rest.push(buffer) } else { wires.firsts.push(buffer) }
-}
-
-fn route(wires: &Wires, peer: usize) -> Result<Route> {
-    let message = || format!("an exchange with rank {peer}, which is not in the group");
-    wires.routes.get(peer).copied().ok_or_else(|| Error::Internal { message: message() })
 }

@@ -5,22 +5,23 @@ use std::sync::Arc;
 
 use burn_ddp_comm::engine::{Engine, Fabric, HostEngine};
 use burn_ddp_comm::membership::Membership;
-use burn_ddp_comm::{Call, Error, GroupId, Result};
+use burn_ddp_comm::{Call, GroupId, Result};
 
-use crate::exchange::Route;
+use crate::channel::Route;
+use crate::error::environment;
 use crate::ffi::Comm;
 use crate::transport::{MpiTransport, NAME};
 
-/// Where the ranks of a world are.
+/// Processes of a world's ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ranks {
-    /// Each in the process of its number.
+    /// Each rank in the process of its number.
     Processes,
-    /// All in this process.
+    /// All ranks in this process.
     Threads,
 }
 
-/// Makes the groups of one rank.
+/// Opens the groups of one rank.
 pub(crate) struct MpiFabric {
     comm: Arc<Comm>,
     membership: Arc<Membership>,
@@ -38,7 +39,7 @@ impl Fabric for MpiFabric {
         NAME
     }
 
-    /// Talks to nobody: the group's tags follow from its number.
+    /// Sends nothing: the group's tags follow from its number.
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
         self.membership.check()?;
         let rank = call.group_rank()?;
@@ -48,22 +49,22 @@ impl Fabric for MpiFabric {
     }
 }
 
-/// The way to each rank of the group of `call`.
+/// Routes to the ranks of the group of `call`.
 fn routes(ranks: Ranks, call: &Call, world_size: usize, tag_max: c_int) -> Result<Vec<Route>> {
     let count = call.members.count();
-    // In one process the tag tells who sends to whom.
+    // Within one process the tag identifies sender and receiver.
     let width = if ranks == Ranks::Threads { world_size * world_size } else { 1 };
     let slot = slot(call.info.group, world_size);
-    let too_many = || Error::Environment {
-        message: format!(
-            "group {} is one more than this MPI can tell apart: its tags end at {tag_max}, and {world_size} ranks can make {} groups each",
-            GroupId(call.info.group),
-            tag_max as usize / width / (world_size + 1)
-        ),
+    let too_many = || {
+        let (group, groups) = (GroupId(call.info.group), tag_max as usize / width / (world_size + 1));
+        environment(format!(
+            "group {group} is one more than this MPI can tell apart: its tags end at {tag_max}, and {world_size} ranks \
+             can make {groups} groups each"
+        ))
     };
     let tag = |place: usize| {
         let tag = slot.checked_mul(width as u64).and_then(|tag| tag.checked_add(place as u64));
-        // The last one is for meeting.
+        // The last tag is the one of `attach`.
         tag.and_then(|tag| c_int::try_from(tag).ok()).filter(|tag| *tag < tag_max).ok_or_else(too_many)
     };
     let me = call.rank;
@@ -82,9 +83,9 @@ fn routes(ranks: Ranks, call: &Call, world_size: usize, tag_max: c_int) -> Resul
     (0..count).map(route).collect()
 }
 
-/// A number for a group that no other group of its world has, small as long as there are few groups.
+/// Number of a group that no other group of its world has, small as long as there are few groups.
 fn slot(group: u64, world_size: usize) -> u64 {
-    // Who numbered it: all ranks together, or one that led it.
+    // The group was numbered by all ranks together, or by one leader.
     let (leader, number) = (group >> 32, group & u64::from(u32::MAX));
     number.saturating_mul(world_size as u64 + 1).saturating_add(leader)
 }

@@ -1,8 +1,8 @@
 //! The calls of MPI, checked: all `unsafe` of this crate is here.
 //!
-//! MPI reads and writes memory behind a call's back until a request is done. So memory is given to it by ownership: [`Flights`] keeps
-//! every buffer until MPI is through with it, and leaks those of requests that never end. And threads take turns: `turn` is held in
-//! every call of a communicator or request, none of which waits.
+//! MPI reads and writes memory behind a call's back until a request is done. So memory is given to it by ownership:
+//! [`Requests`] keeps every buffer until MPI is through with it, and leaks those of requests that never end. And
+//! threads take turns: `turn` is held in every call of a communicator or request, none of which waits.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_void};
@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use mpi::ffi;
 
-/// What a call of MPI that failed said.
+/// Message of a call of MPI that failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure(String);
 
@@ -39,30 +39,30 @@ fn check(call: &str, code: c_int) -> Result<()> {
 fn text_of(code: c_int) -> String {
     let (mut text, mut len) = (vec![0_u8; ffi::MPI_MAX_ERROR_STRING as usize + 1], 0);
     // SAFETY: the buffer has the room that MPI asks for, and `len` outlives the call.
-    let told = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast::<c_char>(), &raw mut len) };
-    if told != SUCCESS {
+    let code_of_text = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast::<c_char>(), &raw mut len) };
+    if code_of_text != SUCCESS {
         return format!("error {code}");
     }
     text.truncate(usize::try_from(len).unwrap_or(0));
     String::from_utf8_lossy(&text).trim().to_owned()
 }
 
-/// Whether somebody has initialised MPI. May be called at any time.
+/// True if MPI was initialised, here or by the program. May be called at any time.
 pub(crate) fn is_initialized() -> bool {
     let mut flag = 0;
     // SAFETY: allowed at any time; `flag` outlives the call.
     unsafe { ffi::MPI_Initialized(&raw mut flag) == SUCCESS && flag != 0 }
 }
 
-/// Whether MPI has ended. May be called at any time.
+/// True if MPI was finalized. May be called at any time.
 pub(crate) fn is_finalized() -> bool {
     let mut flag = 0;
     // SAFETY: allowed at any time; `flag` outlives the call.
     unsafe { ffi::MPI_Finalized(&raw mut flag) == SUCCESS && flag != 0 }
 }
 
-/// Starts MPI, for as many threads as it can: the program may want to call it as well. May block until all ranks do. The caller has seen
-/// that nobody did it before.
+/// Starts MPI, for as many threads as it can: the program may want to call it as well. May block until all ranks do.
+/// The caller has checked that MPI was never initialised.
 pub(crate) fn init() -> Result<()> {
     let mut provided = 0;
     // SAFETY: MPI lets both arguments be null; the level is a constant of its own, and `provided` outlives the call.
@@ -70,7 +70,7 @@ pub(crate) fn init() -> Result<()> {
     check("MPI_Init_thread", code)
 }
 
-/// Whether threads may call MPI by turns. MPI is initialised.
+/// True if threads may call MPI by turns. MPI is initialised.
 pub(crate) fn is_for_threads() -> Result<bool> {
     let mut provided = 0;
     // SAFETY: MPI is initialised; `provided` outlives the call.
@@ -105,7 +105,8 @@ pub(crate) fn at_exit(f: extern "C" fn()) -> bool {
     unsafe extern "C" {
         fn atexit(f: extern "C" fn()) -> c_int;
     }
-    // SAFETY: the C library's function; `f` is a function of this program, which lives as long as it, and does not unwind.
+    // SAFETY: the C library's function; `f` is a function of this program, which lives as long as it, and does not
+    // unwind.
     unsafe { atexit(f) == 0 }
 }
 
@@ -116,7 +117,8 @@ pub(crate) struct Comm {
     rank: c_int,
     size: c_int,
     tag_max: c_int,
-    /// Whether it was made here, of this process alone. It is freed at the end; freeing others would wait for all their processes.
+    /// True if it was made here, of this process alone. It is freed at the end; freeing others would wait for all their
+    /// processes.
     is_own: bool,
 }
 
@@ -139,7 +141,7 @@ impl Comm {
         // SAFETY: a constant of the library.
         let own = Comm::new(unsafe { ffi::RSMPI_COMM_SELF })?;
         let mut raw = own.raw;
-        // SAFETY: a valid communicator of this process alone, so nobody is waited for; `raw` outlives the call.
+        // SAFETY: a valid communicator of this process alone, so this does not wait; `raw` outlives the call.
         check("MPI_Comm_dup", unsafe { ffi::MPI_Comm_dup(own.raw, &raw mut raw) })?;
         let mut comm = Comm::new(raw)?;
         comm.is_own = true;
@@ -157,12 +159,12 @@ impl Comm {
         Ok(Comm { raw, rank, size, tag_max: tag_max()?, is_own: false })
     }
 
-    /// This process in it.
+    /// Number of this process in it.
     pub(crate) fn rank(&self) -> c_int {
         self.rank
     }
 
-    /// How many processes it has.
+    /// Number of its processes.
     pub(crate) fn size(&self) -> c_int {
         self.size
     }
@@ -198,7 +200,7 @@ impl Drop for Comm {
         }
         let _turn = turn();
         if !is_finalized() {
-            // SAFETY: a valid communicator that nobody has any more. What is under way on it ends first.
+            // SAFETY: a valid communicator that is out of use. Messages under way on it end first.
             unsafe { ffi::MPI_Comm_free(&raw mut self.raw) };
         }
     }
@@ -234,44 +236,44 @@ impl Duplication {
     }
 }
 
-/// Messages under way, each with its memory and with a `K` that tells them apart.
-pub(crate) struct Flights<K> {
+/// Messages under way, each with its memory and with a key of type `K`.
+pub(crate) struct Requests<K> {
     comm: Arc<Comm>,
     requests: Vec<ffi::MPI_Request>,
     /// One for each request.
-    flights: Vec<Flight<K>>,
+    messages: Vec<Message<K>>,
     /// Memory for answers, kept.
     indices: Vec<c_int>,
     statuses: Vec<ffi::MPI_Status>,
 }
 
-struct Flight<K> {
+struct Message<K> {
     key: K,
     buffer: Vec<u8>,
     receives: bool,
 }
 
-/// A message that is no more under way.
-pub(crate) struct Landed<K> {
+/// A message that was sent or received.
+pub(crate) struct Completed<K> {
     pub(crate) key: K,
     pub(crate) buffer: Vec<u8>,
-    /// How many bytes have come, if it was to be received.
+    /// Number of bytes received; 0 for a message that was sent.
     pub(crate) len: Result<usize>,
 }
 
 // SAFETY: handles and owned memory; MPI lets threads use requests by turns, and they take them.
-unsafe impl<K: Send> Send for Flights<K> {}
+unsafe impl<K: Send> Send for Requests<K> {}
 
-impl<K> Flights<K> {
-    pub(crate) fn new(comm: Arc<Comm>) -> Flights<K> {
-        Flights { comm, requests: Vec::new(), flights: Vec::new(), indices: Vec::new(), statuses: Vec::new() }
+impl<K> Requests<K> {
+    pub(crate) fn new(comm: Arc<Comm>) -> Requests<K> {
+        Requests { comm, requests: Vec::new(), messages: Vec::new(), indices: Vec::new(), statuses: Vec::new() }
     }
 
     pub(crate) fn comm(&self) -> &Arc<Comm> {
         &self.comm
     }
 
-    /// Whether no message is under way.
+    /// True if no message is under way.
     pub(crate) fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }
@@ -281,13 +283,14 @@ impl<K> Flights<K> {
         self.comm.check_peer(to, tag)?;
         let _turn = turn();
         let (count, mut request) = (count(len.min(buffer.len()))?, null_request());
-        // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the request is done.
+        // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the
+        // request is done.
         let code = unsafe {
             let bytes = buffer.as_ptr().cast::<c_void>();
             ffi::MPI_Isend(bytes, count, ffi::RSMPI_UINT8_T, to, tag, self.comm.raw, &raw mut request)
         };
         check("MPI_Isend", code)?;
-        self.take_off(request, Flight { key, buffer, receives: false });
+        self.push(request, Message { key, buffer, receives: false });
         Ok(())
     }
 
@@ -296,23 +299,24 @@ impl<K> Flights<K> {
         self.comm.check_peer(from, tag)?;
         let _turn = turn();
         let (count, mut request) = (count(len.min(buffer.len()))?, null_request());
-        // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the request is done.
+        // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the
+        // request is done.
         let code = unsafe {
             let bytes = buffer.as_mut_ptr().cast::<c_void>();
             ffi::MPI_Irecv(bytes, count, ffi::RSMPI_UINT8_T, from, tag, self.comm.raw, &raw mut request)
         };
         check("MPI_Irecv", code)?;
-        self.take_off(request, Flight { key, buffer, receives: true });
+        self.push(request, Message { key, buffer, receives: true });
         Ok(())
     }
 
-    fn take_off(&mut self, request: ffi::MPI_Request, flight: Flight<K>) {
+    fn push(&mut self, request: ffi::MPI_Request, message: Message<K>) {
         self.requests.push(request);
-        self.flights.push(flight);
+        self.messages.push(message);
     }
 
-    /// Adds to `landed` what is done, in the order in which it was begun. Lets MPI make progress, never waits.
-    pub(crate) fn land(&mut self, landed: &mut Vec<Landed<K>>) -> Result<()> {
+    /// Adds to `completed` what is done, in the order in which it was begun. Lets MPI make progress, never waits.
+    pub(crate) fn poll(&mut self, completed: &mut Vec<Completed<K>>) -> Result<()> {
         let under_way = self.requests.len();
         if under_way == 0 {
             return Ok(());
@@ -344,13 +348,13 @@ impl<K> Flights<K> {
         let mut results = order.iter().map(|(nth, at)| (*nth, self.outcome(*nth, &self.statuses[*at], in_status)));
         let mut results: Vec<_> = results.by_ref().collect();
         // From the back, so that what is removed does not move what is to be.
-        let first = landed.len();
+        let first = completed.len();
         while let Some((nth, len)) = results.pop() {
             self.requests.remove(nth);
-            let Flight { key, buffer, .. } = self.flights.remove(nth);
-            landed.push(Landed { key, buffer, len });
+            let Message { key, buffer, .. } = self.messages.remove(nth);
+            completed.push(Completed { key, buffer, len });
         }
-        landed[first..].reverse();
+        completed[first..].reverse();
         Ok(())
     }
 
@@ -358,28 +362,28 @@ impl<K> Flights<K> {
         if in_status {
             check("MPI_Testsome", status.MPI_ERROR)?;
         }
-        if self.flights[nth].receives { length(status) } else { Ok(0) }
+        if self.messages[nth].receives { length(status) } else { Ok(0) }
     }
 }
 
 /// After an error. MPI may still touch the memory of what is under way.
-impl<K> Drop for Flights<K> {
+impl<K> Drop for Requests<K> {
     fn drop(&mut self) {
         let turn = turn();
-        for (request, _) in self.requests.iter_mut().zip(&self.flights).filter(|(_, flight)| flight.receives) {
+        for (request, _) in self.requests.iter_mut().zip(&self.messages).filter(|(_, message)| message.receives) {
             // SAFETY: a request of this object that is not done. It stays one, and ends now or by its message.
             unsafe { ffi::MPI_Cancel(request) };
         }
         drop(turn);
-        let mut landed = Vec::new();
-        // What can be cancelled is at once.
+        let mut completed = Vec::new();
+        // A request that can be cancelled ends at once.
         for _ in 0..3 {
-            if self.land(&mut landed).is_err() {
+            if self.poll(&mut completed).is_err() {
                 break;
             }
         }
-        // What is left may be written to or read from at any time, or never: nobody may have its memory again.
-        self.flights.drain(..).for_each(|flight| std::mem::forget(flight.buffer));
+        // MPI may use the memory of the other requests at any time: it is never freed.
+        self.messages.drain(..).for_each(|message| std::mem::forget(message.buffer));
     }
 }
 

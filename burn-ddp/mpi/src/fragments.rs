@@ -1,14 +1,14 @@
-//! How a frame is cut into messages.
+//! Fragmentation: how a frame is cut into messages.
 //!
-//! The first message has the header and the first bytes of the payload, and is short enough to travel at once. Each of those behind it has
-//! the next bytes of the payload. Sender and receiver cut alike.
+//! The first message has the header and the first bytes of the payload, and is short enough to travel at once. Each of
+//! those behind it has the next bytes of the payload. Sender and receiver cut alike.
 
 use std::ops::Range;
 
 use burn_ddp_comm::frame::MAX_HEADER_BYTES;
 
-/// Bytes of the payload in the first message: whole elements of any type, and together with the header no more than what MPIs
-/// send without asking the receiver.
+/// Bytes of the payload in the first message: whole elements of any type, and together with the header no more than
+/// what MPIs send without asking the receiver.
 const FIRST_BYTES: usize = 3712;
 
 /// Bytes of the longest first message.
@@ -19,26 +19,26 @@ const ALL_BYTES: usize = 1 << 20;
 const MIN_BYTES: usize = 64 * 1024;
 const MAX_BYTES: usize = 512 * 1024;
 
-/// How frames of a group are cut.
+/// Cut of the frames of a group.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Pieces {
-    /// Bytes of all but the first piece and the last: whole elements of any type.
+pub(crate) struct Fragments {
+    /// Bytes of all but the first fragment and the last: whole elements of any type.
     pub(crate) len: usize,
 }
 
-impl Pieces {
-    /// In a group of `world_size` ranks.
-    pub(crate) fn of(world_size: usize) -> Pieces {
+impl Fragments {
+    /// Cut for a group of `world_size` ranks.
+    pub(crate) fn of(world_size: usize) -> Fragments {
         let share = ALL_BYTES / world_size.saturating_sub(1).max(1);
-        Pieces { len: share.clamp(MIN_BYTES, MAX_BYTES) / 64 * 64 }
+        Fragments { len: share.clamp(MIN_BYTES, MAX_BYTES) / 64 * 64 }
     }
 
-    /// How many pieces a payload has; one at least.
+    /// Number of fragments of a payload, at least one.
     pub(crate) fn count(self, payload_bytes: usize) -> usize {
         1 + payload_bytes.saturating_sub(FIRST_BYTES).div_ceil(self.len)
     }
 
-    /// Where the `nth` piece is in the payload.
+    /// Bytes of the payload in the `nth` fragment.
     pub(crate) fn range(self, nth: usize, payload_bytes: usize) -> Range<usize> {
         let end_of = |nth: usize| (FIRST_BYTES + nth * self.len).min(payload_bytes);
         let start = if nth == 0 { 0 } else { end_of(nth - 1) };
@@ -53,21 +53,21 @@ mod tests {
     #[test]
     fn pieces_cover_the_payload_in_whole_elements() {
         for world_size in [1, 2, 3, 5, 17, 200] {
-            let pieces = Pieces::of(world_size);
-            let edges = [0, FIRST_BYTES, FIRST_BYTES + pieces.len, FIRST_BYTES + 7 * pieces.len];
+            let fragments = Fragments::of(world_size);
+            let edges = [0, FIRST_BYTES, FIRST_BYTES + fragments.len, FIRST_BYTES + 7 * fragments.len];
             for payload_bytes in edges.into_iter().flat_map(|edge| edge.saturating_sub(1)..=edge + 1) {
-                check(pieces, payload_bytes);
+                check(fragments, payload_bytes);
             }
         }
     }
 
-    fn check(pieces: Pieces, payload_bytes: usize) {
+    fn check(fragments: Fragments, payload_bytes: usize) {
         let mut end = 0;
-        for nth in 0..pieces.count(payload_bytes) {
-            let range = pieces.range(nth, payload_bytes);
+        for nth in 0..fragments.count(payload_bytes) {
+            let range = fragments.range(nth, payload_bytes);
             assert_eq!((range.start, range.start % 64), (end, 0));
             assert!(nth == 0 || !range.is_empty());
-            assert!(range.len() <= if nth == 0 { FIRST_BYTES } else { pieces.len });
+            assert!(range.len() <= if nth == 0 { FIRST_BYTES } else { fragments.len });
             end = range.end;
         }
         assert_eq!(end, payload_bytes);

@@ -1,8 +1,8 @@
 //! MPI in this process: begun once, ended once.
 //!
-//! MPI cannot be begun again once it has ended, and ending it waits for all ranks. So nothing that is dropped ends it: the process
-//! does, on its way out, and only if all went well. Beginning and ending it are done by one thread, as MPI wants, so that whoever waits
-//! for them has a deadline.
+//! MPI cannot begin again after its end, and ending it waits for all ranks. So no `drop` ends it, but the end of the
+//! process does, and only if all went well. One thread begins and ends MPI, as MPI requires; other threads wait for it
+//! with a deadline.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -11,11 +11,12 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Error, Result};
 
-use crate::ffi::{self, Flights};
+use crate::error::environment;
+use crate::ffi::{self, Requests};
 
-/// How often a wait looks whether the world has ended.
+/// Time between two checks of a wait whether the world has ended.
 const LOOK: Duration = Duration::from_millis(20);
-/// How long threads may take to drop the groups they had, once the process ends.
+/// Time for threads to drop their groups when the process ends.
 const LAST_GROUPS: Duration = Duration::from_secs(2);
 
 struct Process {
@@ -26,25 +27,25 @@ struct Process {
 
 struct State {
     stage: Stage,
-    /// How many transports there are.
+    /// Number of transports.
     in_use: usize,
-    /// Who used MPI, and how long a rank waits for others at most.
+    /// Ranks that used MPI, with their longest wait for others.
     ranks: Vec<(Arc<Membership>, Duration)>,
-    /// What ranks of groups that are closed here are still to be told and to tell: that they are closed.
-    closing: Vec<Flights<()>>,
+    /// Messages under way by which closed groups say goodbye to their peers, and the peers to them.
+    closing: Vec<Requests<()>>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 enum Stage {
-    /// Nobody needed MPI yet.
+    /// MPI was not needed yet.
     Fresh,
-    /// It is being begun.
+    /// MPI is being initialised.
     Beginning,
-    /// It can be used. `ours` if it was begun here, and so is ended here.
+    /// MPI can be used. `ours` if it was begun here, and so is ended here.
     Ready {
         ours: bool,
     },
-    /// It cannot be.
+    /// MPI cannot be used, for this reason.
     Failed(String),
     /// The process is on its way out.
     Ending,
@@ -69,15 +70,16 @@ fn wait<'a>(state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, Stat
     PROCESS.changed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
 }
 
-/// Whether MPI has been begun, here or by the program.
+/// True if MPI was begun, here or by the program.
 pub(crate) fn has_begun() -> bool {
     state().stage != Stage::Fresh || ffi::is_initialized()
 }
 
-/// Begins MPI, unless that has been done.
+/// Begins MPI, unless it was begun before.
 ///
 /// # Errors
-/// [`Error::Environment`] if it cannot be used by threads, or not at all; what ended the world; a time that was too short.
+/// [`Error::Environment`] if it cannot be used by threads, or not at all, or did not begin within `timeout`;
+/// errors of `check`.
 pub(crate) fn begin(timeout: Duration, check: &dyn Fn() -> Result<()>) -> Result<()> {
     let deadline = Instant::now().checked_add(timeout);
     let mut state = state();
@@ -139,7 +141,8 @@ fn usable(ours: bool) -> Stage {
             let why = if ours {
                 "its build does not support that: install one that does, or use another engine"
             } else {
-                "this program initialised it for less: use mpi::initialize_with_threading(Threading::Serialized), or leave it to burn-ddp"
+                "this program initialised it for less: use mpi::initialize_with_threading(Threading::Serialized), or \
+                 leave it to burn-ddp"
             };
             Stage::Failed(format!("{library} does not let threads call it by turns (MPI_THREAD_SERIALIZED); {why}"))
         }
@@ -147,18 +150,19 @@ fn usable(ours: bool) -> Stage {
     }
 }
 
-/// Held while something is done that MPI lets only one thread do on a communicator. Other worlds wait, each of its steps has a deadline.
+/// Lock for steps that MPI allows only one thread at a time on a communicator. Other worlds wait: each step has a
+/// deadline.
 pub(crate) fn one_at_a_time() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
     ONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A rank of this process uses MPI from now on: it ends well only if this one does.
+/// Registers a rank of this process that uses MPI: MPI is finalized only if the rank leaves well.
 pub(crate) fn register(membership: &Arc<Membership>, timeout: Duration) {
     state().ranks.push((membership.clone(), timeout));
 }
 
-/// As long as one of these lives MPI does not end.
+/// Guard that keeps MPI from ending.
 pub(crate) struct InUse(());
 
 /// # Errors
@@ -181,27 +185,30 @@ impl Drop for InUse {
     }
 }
 
-/// A group of this process is closed, and these messages about it are under way: MPI must have nothing left when it ends.
-pub(crate) fn close(flights: Flights<()>) {
+/// Keeps the last messages of a closed group until they are sent and received: MPI must have none under way at its end.
+pub(crate) fn close(requests: Requests<()>) {
     let mut state = state();
-    state.closing.push(flights);
-    land_closings(&mut state);
+    state.closing.push(requests);
+    poll_closing(&mut state);
 }
 
-fn land_closings(state: &mut State) {
-    let mut landed = Vec::new();
-    // If MPI fails, there is nothing to wait for.
-    state.closing.retain_mut(|flights| flights.land(&mut landed).is_ok() && !flights.is_empty());
+fn poll_closing(state: &mut State) {
+    let mut completed = Vec::new();
+    // After a failure of MPI no message will come.
+    state.closing.retain_mut(|requests| requests.poll(&mut completed).is_ok() && !requests.is_empty());
 }
 
-/// Finalizes MPI if every rank of this process has left a whole world and dropped its groups. Others may not be there yet: that is waited
-/// for, as long as a collective may take. A process that ends otherwise leaves MPI as it is, which its launcher takes as a failure.
+/// Finalizes MPI if every rank of this process has left a whole world and dropped its groups. Waits for the other
+/// ranks, as long as a collective may take. A process that ends otherwise leaves MPI as it is, which its launcher takes
+/// as a failure.
 extern "C" fn at_exit() {
     let mut state = state();
     if state.stage != (Stage::Ready { ours: true }) {
         return;
     }
-    let went_well = |(membership, _): &(Arc<Membership>, Duration)| membership.check().is_ok() && membership.has_left(membership.rank());
+    let went_well = |(membership, _): &(Arc<Membership>, Duration)| {
+        membership.check().is_ok() && membership.has_left(membership.rank())
+    };
     let last_groups = Instant::now() + LAST_GROUPS;
     while state.in_use > 0 && state.ranks.iter().all(went_well) && Instant::now() < last_groups {
         state = wait(state, LOOK);
@@ -213,7 +220,7 @@ extern "C" fn at_exit() {
     let deadline = Instant::now().checked_add(timeout);
     let is_late = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
     while !state.closing.is_empty() && !is_late() {
-        land_closings(&mut state);
+        poll_closing(&mut state);
         if !state.closing.is_empty() {
             state = wait(state, Duration::from_millis(1));
         }
@@ -227,8 +234,4 @@ extern "C" fn at_exit() {
 
 fn too_late() -> Error {
     environment("MPI has ended in this process".to_owned())
-}
-
-fn environment(message: String) -> Error {
-    Error::Environment { message }
 }

@@ -7,31 +7,32 @@ use burn_ddp_comm::engine::{Incoming, Outgoing, Piece, Transport};
 use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{Call, Error, Result};
 
-use crate::exchange::{CLOSING, Exchange, Receiving, Route, Sending, Wires};
-use crate::ffi::{Comm, Flights};
-use crate::idle::Idle;
-use crate::fragments::{FIRST_ROOM, Pieces};
+use crate::channel::{Channel, Receiving, Route, Sending};
+use crate::exchange::{CLOSING, Exchange};
+use crate::ffi::{Comm, Requests};
+use crate::fragments::{FIRST_ROOM, Fragments};
 use crate::lifecycle::{self, InUse};
+use crate::wait::backoff;
 
 pub(crate) const NAME: &str = "mpi";
 
-/// One group's messages on one rank. What waits lets MPI make progress again and again, and looks at the membership and the deadline in
-/// between.
+/// Transport of one group on one rank. Its waits let MPI make progress again and again, and check the membership and
+/// the deadline in between.
 pub(crate) struct MpiTransport {
     /// This rank in the group.
     rank: usize,
-    wires: Wires,
-    pieces: Pieces,
+    channel: Channel,
+    fragments: Fragments,
     membership: Arc<Membership>,
-    /// An exchange ended by an error, so messages may be on their way that nobody expects.
+    /// True after an exchange that ended by an error: messages may be under way that no later exchange expects.
     broken: bool,
-    /// Whether peers are told when this side closes.
+    /// True if this side tells its peers when it closes.
     says_goodbye: bool,
     _in_use: InUse,
 }
 
 impl MpiTransport {
-    /// Of the group rank `rank`; `routes` are those of all ranks of the group, in its order.
+    /// Transport of the group rank `rank`; `routes` are those of all ranks of the group, in its order.
     pub(crate) fn new(
         rank: usize,
         routes: Vec<Route>,
@@ -40,10 +41,9 @@ impl MpiTransport {
         says_goodbye: bool,
     ) -> Result<MpiTransport> {
         let in_use = lifecycle::in_use()?;
-        let idle = Idle::new(membership.rank(), membership.peers());
-        let pieces = Pieces::of(routes.len());
-        let wires = Wires::new(routes, Flights::new(comm), idle);
-        Ok(MpiTransport { rank, wires, pieces, membership, broken: false, says_goodbye, _in_use: in_use })
+        let fragments = Fragments::of(routes.len());
+        let channel = Channel::new(routes, Requests::new(comm), backoff(&membership));
+        Ok(MpiTransport { rank, channel, fragments, membership, broken: false, says_goodbye, _in_use: in_use })
     }
 
     fn run(
@@ -59,7 +59,8 @@ impl MpiTransport {
             return Err(Error::Internal { message });
         }
         let sending = sends.iter().map(|send| Sending::new(send.peer, send.payload)).collect();
-        let result = Exchange::new(call, &self.membership, self.pieces, sending, receiving).run(&mut self.wires, take);
+        let result =
+            Exchange::new(call, &self.membership, self.fragments, sending, receiving).run(&mut self.channel, take);
         self.broken = result.is_err();
         result
     }
@@ -75,7 +76,7 @@ impl Transport for MpiTransport {
     }
 
     fn world_size(&self) -> usize {
-        self.wires.routes.len()
+        self.channel.routes.len()
     }
 
     fn exchange(&mut self, call: &Call, sends: &[Outgoing<'_>], receives: &mut [Incoming<'_>]) -> Result<()> {
@@ -90,7 +91,7 @@ impl Transport for MpiTransport {
         Ok(())
     }
 
-    /// The pieces are reduced where MPI has put them.
+    /// Passes fragments to `take` in the buffers into which MPI received them.
     fn collect(
         &mut self,
         call: &Call,
@@ -110,20 +111,20 @@ impl Transport for MpiTransport {
     }
 }
 
-/// Peers that still need something from this rank on this group are told that they wait in vain. Does not wait.
+/// Tells peers that this rank sends no more on this group, for those that still wait for it. Does not wait.
 impl Drop for MpiTransport {
     fn drop(&mut self) {
-        // Whoever hears of an ended world needs nothing else, and a rank that panics ends it.
+        // Ranks that learn of an ended world need nothing else, and a rank that panics ends it.
         if self.broken || !self.says_goodbye || thread::panicking() || self.membership.check().is_err() {
             return;
         }
-        let mut flights = Flights::new(self.wires.flights.comm().clone());
-        for (peer, route) in self.wires.routes.iter().enumerate().filter(|(peer, _)| *peer != self.rank) {
-            let sent = flights.send(route.process, route.send, CLOSING.to_vec(), CLOSING.len(), ());
-            // Room for any first message: one that comes in place of the word is from a rank whose world ends.
+        let mut requests = Requests::new(self.channel.requests.comm().clone());
+        for (peer, route) in self.channel.routes.iter().enumerate().filter(|(peer, _)| *peer != self.rank) {
+            let sent = requests.send(route.process, route.send, CLOSING.to_vec(), CLOSING.len(), ());
+            // Room for any first message: one that comes in place of the goodbye is from a rank whose world ends.
             let received = match sent {
-                Ok(()) if !self.wires.closed[peer] => {
-                    flights.receive(route.process, route.receive, vec![0; FIRST_ROOM], FIRST_ROOM, ())
+                Ok(()) if !self.channel.closed[peer] => {
+                    requests.receive(route.process, route.receive, vec![0; FIRST_ROOM], FIRST_ROOM, ())
                 }
                 sent => sent,
             };
@@ -132,6 +133,6 @@ impl Drop for MpiTransport {
                 return;
             }
         }
-        lifecycle::close(flights);
+        lifecycle::close(requests);
     }
 }

@@ -1,4 +1,5 @@
-//! Checks driver, NCCL and this crate on the machine it runs on, and times them: what verifies the crate where there are GPUs.
+//! Checks driver, NCCL and this crate on the machine it runs on, and times them: what verifies the crate where there
+//! are GPUs.
 //!
 //! ```text
 //! cargo build --release -p burn-ddp-nccl --example nccl_check
@@ -7,8 +8,9 @@
 //! burnrun -n 8 target/release/examples/nccl_check --rounds 50
 //! ```
 //!
-//! Exit code 0: all reductions were right. 1: something is missing, and what to do about it. The times are medians: an all-reduce of burn-ddp
-//! until the device is through, over a bare ncclAllReduce on a blocking communicator, interleaved; and how long the call keeps the host.
+//! Exit code 0: all reductions were right. 1: something is missing, and what to do about it. The times are medians: an
+//! all-reduce of burn-ddp until the device is through, over a bare ncclAllReduce on a blocking communicator,
+//! interleaved; and how long the call keeps the host.
 
 use std::io::{self, Write};
 use std::process::exit;
@@ -16,10 +18,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::engine::OnDevice;
-use burn_ddp_comm::{DType, Error, LaunchEnv, WorldOptions, ProcessGroup, ReduceOp, World};
+use burn_ddp_comm::{DType, Error, LaunchEnv, ProcessGroup, ReduceOp, World, WorldOptions};
 use burn_ddp_nccl::{
-    Communicator, Decision, Device, DeviceBuffer, DeviceReduce, Driver, Event, Fault, HostMemory, How, Nccl,
-    NcclFabric, Piece, RankInfo, Stream, UniqueId, decide,
+    Communicator, Decision, Device, DeviceBuffer, DeviceError, DeviceReduce, Driver, Event, HostMemory, Nccl,
+    NcclFabric, NcclOp, Piece, RankInfo, Stream, UniqueId, decide,
 };
 
 const MIB: usize = 1024 * 1024;
@@ -111,7 +113,8 @@ fn check(setup: &Setup) -> Result<(), String> {
                     });
                     if bytes != expected {
                         return Err(format!(
-                            "rank {rank}: the {op} of {len} {dtype} is wrong at element {index}: {bytes:?} instead of {expected:?}"
+                            "rank {rank}: the {op} of {len} {dtype} is wrong at element {index}: {bytes:?} instead of \
+                             {expected:?}"
                         ));
                     }
                 }
@@ -166,7 +169,7 @@ fn time(setup: &Setup, host: &ProcessGroup, rounds: usize) -> Result<(), String>
     host.broadcast(&mut id, 0).map_err(said)?;
     let id = UniqueId(id.try_into().map_err(|_| "an id of another length")?);
     let alive = || setup.world.check();
-    let fault = |fault: Fault| format!("{fault:?}");
+    let fault = |fault: DeviceError| format!("{fault:?}");
     let bare = Communicator::init((&setup.nccl, &setup.device), id, (rank, setup.world.world_size()), true, &alive);
     let bare = Mutex::new(bare.map_err(fault)?);
     for bytes in [MIB, 8 * MIB, 32 * MIB, 128 * MIB] {
@@ -186,7 +189,7 @@ fn time(setup: &Setup, host: &ProcessGroup, rounds: usize) -> Result<(), String>
             // SAFETY: the buffer lives until the event is done.
             let region = unsafe { buffer.region() };
             let mut communicator = bare.lock().map_err(|_| "a panic elsewhere")?;
-            let what = (DType::F32, How::Op(ReduceOp::Sum));
+            let what = (DType::F32, NcclOp::Builtin(ReduceOp::Sum));
             communicator.all_reduce(&setup.stream, &[(region, region)], what, &alive).map_err(fault)?;
             let done = setup.device.event()?;
             setup.stream.record(&done)?;
@@ -203,7 +206,8 @@ fn time(setup: &Setup, host: &ProcessGroup, rounds: usize) -> Result<(), String>
             let [ours, theirs, call, bare_call] =
                 [ours, theirs, call, bare_call].map(|times| median(times).as_secs_f64() * 1e6);
             println!(
-                "{:>4} MiB: burn-ddp {ours:.0} us, bare NCCL {theirs:.0} us, ratio {:.3}; the call keeps the host {call:.0} us, the bare one {bare_call:.0} us",
+                "{:>4} MiB: burn-ddp {ours:.0} us, bare NCCL {theirs:.0} us, ratio {:.3}; the call keeps the \
+                 host {call:.0} us, the bare one {bare_call:.0} us",
                 bytes / MIB,
                 ours / theirs
             );

@@ -1,4 +1,4 @@
-//! What a rank has, and whether all ranks together can use NCCL.
+//! Devices and libraries of the ranks, and the decision whether all ranks together can use NCCL.
 
 use std::collections::HashMap;
 
@@ -11,56 +11,57 @@ use crate::nccl::{Nccl, version_text};
 /// A rank's device and libraries.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceInfo {
-    /// The device's number among those that the process sees.
+    /// Number of the device among those that the process sees.
     pub ordinal: usize,
-    /// How many it sees.
+    /// Number of devices that the process sees.
     pub device_count: usize,
-    /// Such as `NVIDIA H200`.
+    /// Name, such as `NVIDIA H200`.
     pub name: String,
-    /// Where it is on its machine.
+    /// Place of the device on its machine.
     pub pci_bus_id: String,
-    /// Which one it is in the world, in hexadecimal digits.
+    /// Unique number of the device, in hexadecimal digits.
     pub uuid: String,
-    /// The CUDA version of the driver: 12080 for 12.8.
+    /// CUDA version of the driver: 12080 for 12.8.
     pub cuda_version: i32,
-    /// 22907 for 2.29.7.
+    /// NCCL version: 22907 for 2.29.7.
     pub nccl_version: i32,
 }
 
-/// What the device `ordinal` of this process can do.
+/// Finds the device `ordinal` of this process, its driver and its NCCL.
 ///
 /// # Errors
-/// [`Error::Environment`](burn_ddp_comm::Error::Environment): no driver, no such device, no NCCL; says what to install or set.
+/// [`Error::Environment`](burn_ddp_comm::Error::Environment): no driver, no such device, no NCCL. Names the package or
+/// variable.
 pub fn capability(ordinal: usize) -> Result<DeviceInfo> {
     DeviceInfo::of(&Driver::load()?, &Nccl::load()?, ordinal)
 }
 
 impl DeviceInfo {
-    /// Of a device by a driver.
+    /// Information about the device `ordinal` of a driver.
     ///
     /// # Errors
     /// Those of [`capability`].
     pub fn of(driver: &Driver, nccl: &Nccl, ordinal: usize) -> Result<DeviceInfo> {
         let [name, pci_bus_id, uuid] = driver.describe(ordinal)?;
-        let device_count = driver.device_count().map_err(crate::nccl::environment)?;
+        let device_count = driver.device_count().map_err(crate::error::environment)?;
         let (cuda_version, nccl_version) = (driver.version(), nccl.version());
         Ok(DeviceInfo { ordinal, device_count, name, pci_bus_id, uuid, cuda_version, nccl_version })
     }
 }
 
-/// What a rank tells the others, to [`decide`].
+/// One rank's information for [`decide`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankInfo {
-    /// Who.
+    /// The rank.
     pub rank: usize,
-    /// Its device, or why it has none that can be used.
+    /// Its device, or the reason why it has none that can be used.
     pub device: Result<DeviceInfo, String>,
-    /// Whether its NCCL was told that ranks may share a GPU: `NCCL_MULTI_RANK_GPU_ENABLE=1`.
+    /// True if its NCCL lets ranks share a GPU: `NCCL_MULTI_RANK_GPU_ENABLE=1`.
     pub may_share: bool,
 }
 
 impl RankInfo {
-    /// What this process has, for its rank `rank` with the device `ordinal`.
+    /// Information about this process as rank `rank` with the device `ordinal`.
     pub fn here(rank: usize, ordinal: usize) -> RankInfo {
         let device = capability(ordinal).map_err(|error| error.to_string());
         let may_share = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
@@ -68,19 +69,19 @@ impl RankInfo {
     }
 }
 
-/// How a world reduces what is on its devices.
+/// How a world reduces elements on its devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
     /// By NCCL.
     Nccl,
-    /// By the engines between hosts, because of this.
+    /// By the engines between hosts, for this reason.
     Host(String),
 }
 
-/// The NCCL with which ranks may share a GPU: 2.30.
+/// Oldest NCCL that lets ranks share a GPU: 2.30.
 const SHARING: i32 = 23000;
 
-/// What all ranks do, who all pass the same: what everybody told everybody, in the order of ranks.
+/// Decides for all ranks, each of which passes the same: the information of all ranks, in their order.
 pub fn decide(ranks: &[RankInfo]) -> Decision {
     let mut devices = Vec::with_capacity(ranks.len());
     for info in ranks {
@@ -108,7 +109,8 @@ pub fn decide(ranks: &[RankInfo]) -> Decision {
         let shares = |info: &RankInfo| info.may_share && info.device.as_ref().is_ok_and(|d| d.nccl_version >= SHARING);
         if !(shares(owner) && shares(info)) {
             return Decision::Host(format!(
-                "ranks {} and {} share one GPU ({} at {}), which NCCL refuses: start one rank per GPU, or set NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30 or later",
+                "ranks {} and {} share one GPU ({} at {}), which NCCL refuses: start one rank per GPU, or set \
+                 NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30 or later",
                 owner.rank, info.rank, device.name, device.pci_bus_id
             ));
         }

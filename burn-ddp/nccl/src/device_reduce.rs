@@ -1,24 +1,25 @@
-//! What a reduction on a device works on.
+//! Elements on a device that are reduced where they are.
 #![allow(unsafe_code)]
 
 use burn_ddp_comm::{DType, Error, Result};
 
-use crate::device::{Event, Region};
+use crate::device_memory::Region;
 use crate::driver::DevicePtr;
+use crate::event::Event;
 
-/// A run of elements on a device, and where their reduction goes.
+/// A run of elements on a device, and the address for their reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Where they are.
+    /// Address of the elements.
     pub input: DevicePtr,
-    /// Where their reduction goes; may be where they are.
+    /// Address for their reduction; may be the same.
     pub output: DevicePtr,
-    /// How many they are.
+    /// Number of elements.
     pub len_elems: usize,
 }
 
-/// The place of [`OnDevice`](burn_ddp_comm::engine::OnDevice) for this crate's engine: runs of elements that are reduced as one, and the
-/// events between which that happens.
+/// Elements for [`OnDevice`](burn_ddp_comm::engine::OnDevice) as this crate's engine takes them: runs that are reduced
+/// as one, and the events between which that happens.
 #[derive(Debug)]
 pub struct DeviceReduce {
     ordinal: usize,
@@ -28,18 +29,19 @@ pub struct DeviceReduce {
 }
 
 impl DeviceReduce {
-    /// Of `pieces` on the device `ordinal`, whose elements are there when `ready` is; without it, they are there now.
+    /// A reduction of `pieces` on the device `ordinal`, whose elements are written when `ready` is reached, or already
+    /// are if it is `None`.
     ///
     /// # Safety
-    /// For each piece `input` and `output` are memory of that device for `len_elems` elements of the type that the collective is told. The
-    /// outputs overlap no other piece, and their own input not at all or wholly. From now until [`done`](Self::done) nobody else
-    /// writes the inputs or uses the outputs, but for what comes before `ready`, and the memory is not freed. If the
-    /// collective fails, that holds until `done`, or forever if there is none.
+    /// For each piece `input` and `output` are memory of that device for `len_elems` elements of the collective's type.
+    /// The outputs overlap no other piece, and their own input not at all or wholly. From now until
+    /// [`done`](Self::done) nothing else writes the inputs or uses the outputs, except work before `ready`, and the
+    /// memory is not freed. If the collective fails, that holds until `done`, or forever if there is none.
     pub unsafe fn new(ordinal: usize, pieces: Vec<Piece>, ready: Option<Event>) -> DeviceReduce {
         DeviceReduce { ordinal, pieces, ready, done: None }
     }
 
-    /// Recorded behind the reduction, when that has been enqueued. What uses the outputs has to wait for it, on the device.
+    /// Event behind the reduction, once that is enqueued. Users of the outputs have to wait for it, on the device.
     pub fn done(&self) -> Option<&Event> {
         self.done.as_ref()
     }
@@ -48,7 +50,7 @@ impl DeviceReduce {
         self.ready.as_ref()
     }
 
-    /// The memory, if it is `len_elems` elements of `dtype` on the device `ordinal`.
+    /// Regions of the inputs and outputs, if they are `len_elems` elements of `dtype` on the device `ordinal`.
     pub(crate) fn regions(&self, ordinal: usize, dtype: DType, len_elems: usize) -> Result<Vec<(Region, Region)>> {
         if self.ordinal != ordinal {
             return refuse(format!("elements on CUDA device {} for an engine on device {ordinal}", self.ordinal));
@@ -75,7 +77,7 @@ impl DeviceReduce {
             .collect()
     }
 
-    /// A number that tells other cuts of the same elements apart: all ranks must cut alike.
+    /// Hash of how the elements are cut into pieces: all ranks must cut alike.
     pub(crate) fn cut(&self) -> u64 {
         let pieces = self.pieces.iter().filter(|piece| piece.len_elems > 0);
         pieces.fold(0xcbf2_9ce4_8422_2325, |hash, piece| {
@@ -84,7 +86,7 @@ impl DeviceReduce {
     }
 }
 
-pub(crate) fn refuse<R>(message: String) -> Result<R> {
+fn refuse<R>(message: String) -> Result<R> {
     Err(Error::InvalidArgument { message, rank: None, during: None })
 }
 

@@ -1,15 +1,17 @@
-//! NCCL, loaded when it is asked for.
+//! Loading of a library at run time, and tables of its functions: how this crate reaches NCCL.
 //!
-//! Not by cudarc, which the driver is called through: it panics where the library or a symbol of a newer NCCL is missing, it never tries
-//! `libnccl.so.2`, which is what pip and Debian install, and its results and operators are Rust enums, while NCCL makes operators of its own.
+//! Without cudarc, which serves for the driver: it panics if the library or a symbol of a newer NCCL is missing, it
+//! never tries `libnccl.so.2`, which pip and Debian install, and its results and operators are Rust enums, while NCCL
+//! makes operators at run time.
 #![allow(unsafe_code)]
 
 use std::error::Error as _;
 
 use libloading::Library;
 
-/// The functions of a library: a trait of what is called, and its implementation by the symbols of a loaded library. Tests implement the
-/// trait themselves. All types are plain C types, since what a newer version returns must be representable.
+/// Declares functions of a library: a trait of the functions, and its implementation by the symbols of a loaded
+/// library. Tests implement the trait themselves. All types are plain C types: the results of newer versions must be
+/// representable.
 macro_rules! foreign {
     (
         $(#[$meta:meta])*
@@ -21,7 +23,7 @@ macro_rules! foreign {
         ///
         /// # Safety
         /// That of the C functions: arguments are what their documentation asks for.
-        #[allow(missing_docs, clippy::missing_safety_doc, clippy::too_many_arguments, reason = "they are C's functions")]
+        #[allow(missing_docs, clippy::missing_safety_doc, clippy::too_many_arguments, reason = "C's functions")]
         pub trait $calls: Send + Sync {
             $( $(#[$doc])* unsafe fn $name(&self, $($arg: $ty),*) -> $ret; )*
         }
@@ -31,10 +33,10 @@ macro_rules! foreign {
         }
 
         impl $table {
-            /// The functions of `library`, or the name of the first that it lacks.
+            /// Functions of `library`, or the name of the first function that it lacks.
             ///
             /// # Safety
-            /// The library is the one whose functions are listed here, and is never unloaded.
+            /// The library has functions of these types, and is never unloaded.
             pub(crate) unsafe fn of(library: &libloading::Library) -> Result<$table, &'static str> {
                 // SAFETY: the types are those of the library's header, by the contract of this function.
                 unsafe {
@@ -55,14 +57,15 @@ macro_rules! foreign {
 }
 pub(crate) use foreign;
 
-/// The first of `names` that can be loaded, with its name; else why none can. It is never unloaded: it has threads of its own.
+/// Loads the first of `names` that can be loaded, and returns it with its name, or the reason for each. It is never
+/// unloaded: it has threads of its own.
 pub(crate) fn load(names: &[String]) -> Result<(&'static Library, String), String> {
     let mut tried = Vec::new();
     for name in names {
-        // SAFETY: the names are those of NVIDIA's libraries, or what the user asked for; their initialisers have no conditions.
+        // SAFETY: names of NVIDIA's libraries, or a path that the user chose; their initialisers have no conditions.
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok((Box::leak(Box::new(library)), name.clone())),
-            // What the system says is behind what the loader says.
+            // The system's message is behind the loader's.
             Err(error) => tried.push(match error.source() {
                 Some(why) => format!("{name}: {why}"),
                 None => format!("{name}: {error}"),

@@ -1,4 +1,4 @@
-//! The functions of the CUDA driver, and their results as errors.
+//! The CUDA driver: its functions, and their results as errors.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use burn_ddp_comm::Result;
 use cudarc::driver::sys;
 
-use crate::nccl::environment;
+use crate::error::environment;
 
 /// `CUdeviceptr`: an address in a device's memory.
 pub type DevicePtr = u64;
@@ -17,17 +17,17 @@ pub type Raw = *mut c_void;
 
 /// `CUDA_SUCCESS`.
 pub const SUCCESS: c_int = 0;
-/// `CUDA_ERROR_NOT_READY`: not an error, but not done.
+/// `CUDA_ERROR_NOT_READY`: the work is not done yet.
 pub const NOT_READY: c_int = 600;
 /// `CU_STREAM_NON_BLOCKING`: does not wait for the legacy default stream.
 pub const STREAM_NON_BLOCKING: c_uint = 1;
 /// `CU_EVENT_DISABLE_TIMING`: cheaper.
 pub const EVENT_DISABLE_TIMING: c_uint = 2;
 
-/// The functions that are used of the driver: a trait, which tests implement themselves, and its implementation by cudarc.
+/// Declares functions of the driver: a trait, which tests implement themselves, and its implementation by cudarc.
 macro_rules! driver {
     ($(fn $name:ident($($arg:ident: $ty:ty),* $(,)?) = $call:expr;)*) => {
-        /// What is used of the CUDA driver.
+        /// Functions of the CUDA driver that this crate uses.
         ///
         /// # Safety
         /// That of the C functions: arguments are what their documentation asks for.
@@ -36,7 +36,7 @@ macro_rules! driver {
             $(unsafe fn $name(&self, $($arg: $ty),*) -> c_int;)*
         }
 
-        /// The driver of this machine. Made only where there is one: else cudarc panics.
+        /// The driver of this machine. Made only if there is one: else cudarc panics.
         struct Cudarc;
 
         impl DriverCalls for Cudarc {
@@ -65,7 +65,8 @@ driver! {
     fn ctx_set_current(context: Raw) = sys::cuCtxSetCurrent(context.cast());
     fn stream_create(stream: *mut Raw, flags: c_uint) = sys::cuStreamCreate(stream.cast(), flags);
     fn stream_destroy(stream: Raw) = sys::cuStreamDestroy_v2(stream.cast());
-    fn stream_wait_event(stream: Raw, event: Raw, flags: c_uint) = sys::cuStreamWaitEvent(stream.cast(), event.cast(), flags);
+    fn stream_wait_event(stream: Raw, event: Raw, flags: c_uint) =
+        sys::cuStreamWaitEvent(stream.cast(), event.cast(), flags);
     fn event_create(event: *mut Raw, flags: c_uint) = sys::cuEventCreate(event.cast(), flags);
     fn event_record(event: Raw, stream: Raw) = sys::cuEventRecord(event.cast(), stream.cast());
     fn event_query(event: Raw) = sys::cuEventQuery(event.cast());
@@ -95,17 +96,17 @@ impl Driver {
     /// # Errors
     /// [`Error::Environment`](burn_ddp_comm::Error::Environment) if there is none, or it cannot be used.
     pub fn load() -> Result<Driver> {
-        // Which GPUs it shows is the driver's business: it reads CUDA_VISIBLE_DEVICES.
+        // The driver reads CUDA_VISIBLE_DEVICES itself.
         // SAFETY: this only tries to load libcuda, whose initialisers have no conditions.
         if !unsafe { sys::is_culib_present() } {
-            let message = "no NVIDIA driver on this machine (no libcuda): install it (nvidia-smi then lists the GPUs); in a container, start \
-                           that with access to the GPUs (docker: --gpus all)";
+            let message = "no NVIDIA driver on this machine (no libcuda): install it (nvidia-smi then lists the GPUs); \
+                           in a container, start that with access to the GPUs (docker: --gpus all)";
             return Err(environment(message.to_owned()));
         }
         Driver::of(Arc::new(Cudarc))
     }
 
-    /// By these functions.
+    /// A driver made of these functions.
     ///
     /// # Errors
     /// [`Error::Environment`](burn_ddp_comm::Error::Environment) if they fail.
@@ -114,7 +115,10 @@ impl Driver {
         // SAFETY: no conditions.
         let code = unsafe { driver.calls.init(0) };
         driver.check("cuInit", code).map_err(|why| {
-            environment(format!("the NVIDIA driver cannot be used: {why}; does nvidia-smi list a GPU, and does CUDA_VISIBLE_DEVICES leave one?"))
+            environment(format!(
+                "the NVIDIA driver cannot be used: {why}; does nvidia-smi list a GPU, and does \
+                 CUDA_VISIBLE_DEVICES leave one?"
+            ))
         })?;
         let mut version = 0;
         // SAFETY: a place for an int.
@@ -124,7 +128,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// The CUDA version of the driver, as it counts: 12.8 is 12080.
+    /// CUDA version of the driver in its own encoding: 12.8 is 12080.
     pub fn version(&self) -> i32 {
         self.version
     }
@@ -133,10 +137,10 @@ impl Driver {
         &*self.calls
     }
 
-    /// How many devices there are for this process.
+    /// Number of devices that this process sees.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's message.
     pub fn device_count(&self) -> Result<usize, String> {
         let mut count = 0;
         // SAFETY: a place for an int.
@@ -183,7 +187,7 @@ impl Driver {
         Ok([text(&name), text(&bus), uuid])
     }
 
-    /// The result of `call` as text if it is an error.
+    /// Fails with the driver's message if `code`, the result of `call`, is an error.
     pub(crate) fn check(&self, call: &str, code: c_int) -> Result<(), String> {
         if code == SUCCESS {
             return Ok(());
@@ -210,7 +214,7 @@ impl fmt::Debug for Driver {
 mod tests {
     use super::*;
 
-    /// The one that tests run on; elsewhere there is nothing to see.
+    /// Checks something only on machines without a driver, such as those that run the tests.
     #[test]
     fn a_machine_without_a_driver_is_told_so() {
         if let Err(error) = Driver::load() {

@@ -1,23 +1,26 @@
-//! The order of the launches of several groups on one device, the same on all ranks, although nobody rules.
+//! The order in which several groups launch on one device: the same on all ranks, without a coordinator.
 //!
-//! Collectives of two communicators that meet on a device in another order than on the next device can wait for each other forever. So
-//! each launch gets a timestamp that its ranks agree on, and each rank launches by timestamp: the total order of Skeen, in
-//! K. Birman and T. Joseph, "Reliable communication in the presence of failures", ACM TOCS 5 (1), 1987.
+//! Collectives of two communicators that are launched in one order on one device and in another order on the next can
+//! wait for each other forever. So each launch gets a timestamp that its ranks agree on, and each rank launches by
+//! timestamp: the total order of Skeen, in K. Birman and T. Joseph, "Reliable communication in the presence of
+//! failures", ACM TOCS 5 (1), 1987.
 //!
-//! A call takes part when all its ranks have arrived in it, so nothing that a user does or leaves undone can hold up the others. Each rank
-//! then proposes its clock; the largest proposal becomes the timestamp, ties go to the smaller group number. A call is launched when no
-//! other call that is pending on this rank has a smaller key, or can still get one: a timestamp is never smaller than the rank's own
-//! proposal, and later proposals are larger than all earlier timestamps.
+//! A call takes part when all its ranks have met in it, so no group waits for calls that a program makes late or never.
+//! Each rank then proposes its clock; the largest proposal becomes the timestamp, ties go to the smaller group number.
+//! A call is launched when no other call that is pending on this rank has a smaller key, or can still get one: a
+//! timestamp is never smaller than the rank's own proposal, and later proposals are larger than all earlier timestamps.
 
 use std::collections::BTreeMap;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// The calls that wait for their launch on one device.
+use crate::sync::lock;
+
+/// Calls that wait for their launch on one device.
 #[derive(Debug, Default)]
-pub(crate) struct Order {
+pub(crate) struct LaunchOrder {
     state: Mutex<State>,
-    /// Notified when a call gets its timestamp and when one goes.
+    /// Notified when a call gets its timestamp, and when one leaves.
     changed: Condvar,
 }
 
@@ -25,7 +28,7 @@ pub(crate) struct Order {
 struct State {
     /// Not smaller than any proposal or timestamp so far.
     clock: u64,
-    /// By group, of which at most one call is here at a time.
+    /// By group, which has at most one call here at a time.
     pending: BTreeMap<u64, Stamp>,
 }
 
@@ -35,43 +38,39 @@ struct Stamp {
     agreed: bool,
 }
 
-/// A call's place in the order, given up when it is dropped.
+/// A call's turn in the order; dropped when the call is launched or has failed.
 #[derive(Debug)]
-pub(crate) struct Place<'a> {
-    order: &'a Order,
+pub(crate) struct Turn<'a> {
+    order: &'a LaunchOrder,
     group: u64,
-    /// What this rank proposes.
+    /// Timestamp that this rank proposes.
     pub(crate) proposal: u64,
 }
 
-impl Order {
-    /// A call of `group`, in which all its ranks have arrived.
-    pub(crate) fn propose(&self, group: u64) -> Place<'_> {
-        let mut state = self.lock();
+impl LaunchOrder {
+    /// Adds a call of `group`, in which all its ranks have met.
+    pub(crate) fn propose(&self, group: u64) -> Turn<'_> {
+        let mut state = lock(&self.state);
         state.clock += 1;
         let proposal = state.clock;
         state.pending.insert(group, Stamp { time: proposal, agreed: false });
-        Place { order: self, group, proposal }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        Turn { order: self, group, proposal }
     }
 }
 
-impl Place<'_> {
-    /// Everybody's proposals have come; the largest is `time`.
+impl Turn<'_> {
+    /// Sets the timestamp: the largest of all ranks' proposals.
     pub(crate) fn agree(&self, time: u64) {
-        let mut state = self.order.lock();
+        let mut state = lock(&self.order.state);
         state.clock = state.clock.max(time);
         state.pending.insert(self.group, Stamp { time, agreed: true });
         self.order.changed.notify_all();
     }
 
-    /// Waits for this call's turn, or for `patience`; yields whether it has come.
+    /// Waits for this call's turn, at most for `patience`; true if it has come.
     pub(crate) fn wait(&self, patience: Duration) -> bool {
         let waiting = |state: &mut State| !state.is_first(self.group);
-        let waited = self.order.changed.wait_timeout_while(self.order.lock(), patience, waiting);
+        let waited = self.order.changed.wait_timeout_while(lock(&self.order.state), patience, waiting);
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         state.is_first(self.group)
     }
@@ -84,9 +83,9 @@ impl State {
     }
 }
 
-impl Drop for Place<'_> {
+impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        self.order.lock().pending.remove(&self.group);
+        lock(&self.order.state).pending.remove(&self.group);
         self.order.changed.notify_all();
     }
 }
@@ -95,13 +94,13 @@ impl Drop for Place<'_> {
 mod tests {
     use super::*;
 
-    fn now(place: &Place<'_>) -> bool {
-        place.wait(Duration::ZERO)
+    fn now(turn: &Turn<'_>) -> bool {
+        turn.wait(Duration::ZERO)
     }
 
     #[test]
     fn a_call_waits_for_those_that_may_come_before_it() {
-        let order = Order::default();
+        let order = LaunchOrder::default();
         let (a, b) = (order.propose(1), order.propose(2));
         assert!(!now(&a), "not agreed");
         b.agree(b.proposal);
@@ -114,7 +113,7 @@ mod tests {
 
     #[test]
     fn later_proposals_are_behind_what_was_agreed() {
-        let order = Order::default();
+        let order = LaunchOrder::default();
         let a = order.propose(9);
         a.agree(100);
         let b = order.propose(1);
@@ -124,15 +123,15 @@ mod tests {
 
     #[test]
     fn ties_go_to_the_smaller_group() {
-        let order = Order::default();
+        let order = LaunchOrder::default();
         let (a, b) = (order.propose(3), order.propose(2));
         a.agree(5);
         b.agree(5);
         assert!(now(&b) && !now(&a));
     }
 
-    /// Every rank of every interleaving launches common groups in the same order: calls of overlapping groups, proposals
-    /// and agreements in a random order on each rank.
+    /// Every rank of every interleaving launches common groups in the same order: calls of overlapping groups,
+    /// proposals and agreements in a random order on each rank.
     #[test]
     fn ranks_agree_whatever_the_timing() {
         // Groups by their ranks.
@@ -143,35 +142,36 @@ mod tests {
             (seed >> 33) as usize % below
         };
         for _ in 0..300 {
-            let orders: Vec<Order> = (0..3).map(|_| Order::default()).collect();
+            let orders: Vec<LaunchOrder> = (0..3).map(|_| LaunchOrder::default()).collect();
             let mut launched: [Vec<(usize, u64)>; 3] = Default::default();
-            // Per group: its round, what it agreed on, and by rank its place, whether that was told the time, and whether it was launched.
+            // By group: its round and the agreed time; and by rank its turn, whether that knows the time, and whether
+            // it was launched.
             let mut rounds = [0_u64; 4];
             let mut times = [None; 4];
-            let mut places: [[Option<Place<'_>>; 3]; 4] = Default::default();
-            let (mut told, mut gone) = ([[false; 3]; 4], [[false; 3]; 4]);
+            let mut turns: [[Option<Turn<'_>>; 3]; 4] = Default::default();
+            let (mut knows, mut gone) = ([[false; 3]; 4], [[false; 3]; 4]);
             while rounds.iter().any(|round| *round < 5) {
                 let (group, rank) = (random(4), random(3));
                 let members = GROUPS[group];
                 if !members.contains(&rank) || rounds[group] == 5 || gone[group][rank] {
                     continue;
                 }
-                match (&places[group][rank], times[group]) {
+                match (&turns[group][rank], times[group]) {
                     (None, _) => {
-                        places[group][rank] = Some(orders[rank].propose(group as u64));
-                        let proposals = members.iter().map(|r| places[group][*r].as_ref().map(|place| place.proposal));
+                        turns[group][rank] = Some(orders[rank].propose(group as u64));
+                        let proposals = members.iter().map(|r| turns[group][*r].as_ref().map(|turn| turn.proposal));
                         times[group] = proposals.collect::<Option<Vec<u64>>>().and_then(|all| all.into_iter().max());
                     }
-                    (Some(place), Some(time)) if !told[group][rank] => {
-                        place.agree(time);
-                        told[group][rank] = true;
+                    (Some(turn), Some(time)) if !knows[group][rank] => {
+                        turn.agree(time);
+                        knows[group][rank] = true;
                     }
-                    (Some(place), Some(_)) if place.wait(Duration::ZERO) => {
+                    (Some(turn), Some(_)) if turn.wait(Duration::ZERO) => {
                         launched[rank].push((group, rounds[group]));
-                        places[group][rank] = None;
+                        turns[group][rank] = None;
                         gone[group][rank] = true;
                         if members.iter().all(|r| gone[group][*r]) {
-                            (gone[group], told[group], times[group]) = ([false; 3], [false; 3], None);
+                            (gone[group], knows[group], times[group]) = ([false; 3], [false; 3], None);
                             rounds[group] += 1;
                         }
                     }

@@ -1,7 +1,8 @@
-//! GPU collectives for burn-ddp on NCCL, which is loaded at run time. Knows nothing of Burn; builds and tests without CUDA.
+//! GPU collectives for burn-ddp on NCCL, which is loaded at run time. Independent of Burn; builds and tests without
+//! CUDA.
 //!
-//! The engines of [`NcclFabric`] reduce what is in a device's memory by NCCL, and leave what is in the host's memory to the world's own
-//! engines, unless [`HostMemory`] says otherwise.
+//! The engines of [`NcclFabric`] reduce elements in a device's memory by NCCL, and leave elements in the host's memory
+//! to the world's own engines, unless [`HostMemory`] says otherwise.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -22,29 +23,42 @@
 //!
 //! | what | where |
 //! |---|---|
-//! | the way in | [`NcclFabric`], [`HostMemory`] |
+//! | entry point: the fabric that makes the groups' engines | [`NcclFabric`], [`HostMemory`] |
 //! | elements on a device, and the events around their reduction | [`DeviceReduce`], [`Piece`] |
 //! | can all ranks use NCCL? | [`capability()`], [`RankInfo`], [`decide`] |
 //! | devices, streams, events, memory | [`Device`], [`Stream`], [`Event`], [`DeviceBuffer`] |
-//! | communicators | [`Communicator`] |
+//! | communicators and their collectives | [`Communicator`], `collectives.rs`, [`NcclOp`] |
 //! | the foreign functions, and how they are loaded | [`Driver`], [`Nccl`], `dlopen.rs` |
-//! | an order of launches that all ranks agree on | `launch_order.rs` |
-//! | what was enqueued and nobody waits for | `watchdog.rs` |
+//! | one rank's device, shared by the engines of its groups | `rank_device.rs` |
+//! | meeting and launching, in an order that all ranks agree on | `group_launch.rs`, `launch_order.rs` |
+//! | host memory through the device | `host_memory.rs`, `staging.rs` |
+//! | enqueued collectives that no thread waits for | `watchdog.rs` |
 //! | devices and NCCL in host memory, for tests | `fake/` |
 //!
 //! Install, failure, numerics, and what needs a GPU to be verified: the README.
 #![deny(unsafe_code)]
 
+mod blocking_copy;
 mod capability;
+mod collectives;
 mod communicator;
 mod device;
-mod engine;
-mod fabric;
-mod dlopen;
-mod launch_order;
-mod pause;
+mod device_memory;
 mod device_reduce;
+mod dlopen;
+mod engine;
+mod error;
+mod event;
+mod fabric;
+mod group_launch;
+mod host_memory;
+mod launch_order;
+mod nccl_op;
+mod rank_device;
 mod staging;
+mod stream;
+mod sync;
+mod wait;
 mod watchdog;
 
 pub mod driver;
@@ -53,9 +67,16 @@ pub mod fake;
 pub mod nccl;
 
 pub use capability::{Decision, DeviceInfo, RankInfo, capability, decide};
-pub use communicator::{Alive, Communicator, Fault, How};
-pub use device::{Device, DeviceBuffer, Event, HostBuffer, Region, Stream};
-pub use driver::Driver;
-pub use fabric::{HostMemory, NcclFabric};
-pub use nccl::{Nccl, UniqueId};
+pub use communicator::Communicator;
+pub use device::Device;
+pub use device_memory::{DeviceBuffer, HostBuffer, Region};
 pub use device_reduce::{DeviceReduce, Piece};
+pub use driver::Driver;
+pub use error::DeviceError;
+pub use event::Event;
+pub use fabric::NcclFabric;
+pub use host_memory::HostMemory;
+pub use nccl::{Nccl, UniqueId};
+pub use nccl_op::NcclOp;
+pub use stream::Stream;
+pub use wait::WaitCheck;

@@ -1,13 +1,14 @@
-//! NCCL's functions, and their results as errors.
+//! The NCCL library: its functions, and their results as errors.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
 use std::sync::Arc;
 
-use burn_ddp_comm::{DType, Error, ReduceOp, Result};
+use burn_ddp_comm::{DType, ReduceOp, Result};
 
 use crate::dlopen::{foreign, load};
+use crate::error::environment;
 
 /// `ncclComm_t`.
 pub type RawComm = *mut c_void;
@@ -21,38 +22,38 @@ pub struct UniqueId(pub [u8; UNIQUE_ID_BYTES]);
 pub const UNIQUE_ID_BYTES: usize = 128;
 
 impl fmt::Debug for UniqueId {
-    /// It is a secret: who knows it may join.
+    /// Hidden: a process that knows it may join.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("UniqueId(..)")
     }
 }
 
-/// `ncclConfig_t` as of NCCL 2.18. Its size says how much of it is there, so later versions take it as well.
+/// `ncclConfig_t` of NCCL 2.18. Later versions take it as well: its size tells them which fields it has.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
     size: usize,
     magic: u32,
     version: u32,
-    /// 0 if calls return before they are done, [`IN_PROGRESS`].
+    /// 0 if calls may return before they are done, with [`IN_PROGRESS`].
     pub blocking: c_int,
     cga_cluster_size: c_int,
     min_ctas: c_int,
     max_ctas: c_int,
     net_name: *const c_char,
     split_share: c_int,
-    /// What the layout ends with; a later one has a field here.
+    /// End of the layout; a later version has a field here.
     reserved: c_int,
 }
 
 impl Config {
-    /// All as NCCL chooses, except whether calls block.
+    /// NCCL's defaults, with calls that block or do not.
     pub fn new(blocking: bool) -> Config {
         const UNSET: c_int = c_int::MIN;
         Config {
             size: size_of::<Config>(),
             magic: 0xcafe_beef,
-            // Of this layout, not of the library.
+            // The version of this layout, not of the library.
             version: MIN_VERSION as u32,
             blocking: c_int::from(blocking),
             cga_cluster_size: UNSET,
@@ -65,24 +66,26 @@ impl Config {
     }
 }
 
-/// The oldest version with all that is used here: 2.18.
+/// Oldest version with all functions used here: 2.18.
 pub const MIN_VERSION: c_int = 21800;
 
 /// `ncclSuccess`.
 pub const SUCCESS: c_int = 0;
 /// `ncclRemoteError`: a peer is gone.
 pub const REMOTE_ERROR: c_int = 6;
-/// `ncclInProgress`: a call that has not returned its result yet.
+/// `ncclInProgress`: the call goes on in the background.
 pub const IN_PROGRESS: c_int = 7;
 /// `ncclScalarHostImmediate`: a scalar is read from host memory before the call returns.
 pub const SCALAR_HOST_IMMEDIATE: c_int = 1;
 
 foreign! {
-    /// What is used of NCCL, by the names of its functions.
+    /// Functions of NCCL that this crate uses.
     NcclCalls, Symbols {
         fn get_version(version: *mut c_int) -> c_int = "ncclGetVersion";
         fn get_unique_id(id: *mut UniqueId) -> c_int = "ncclGetUniqueId";
-        fn comm_init_rank_config(comm: *mut RawComm, size: c_int, id: UniqueId, rank: c_int, config: *mut Config) -> c_int = "ncclCommInitRankConfig";
+        fn comm_init_rank_config(
+            comm: *mut RawComm, size: c_int, id: UniqueId, rank: c_int, config: *mut Config,
+        ) -> c_int = "ncclCommInitRankConfig";
         fn comm_get_async_error(comm: RawComm, error: *mut c_int) -> c_int = "ncclCommGetAsyncError";
         fn comm_finalize(comm: RawComm) -> c_int = "ncclCommFinalize";
         fn comm_destroy(comm: RawComm) -> c_int = "ncclCommDestroy";
@@ -91,14 +94,34 @@ foreign! {
         fn get_last_error(comm: RawComm) -> *const c_char = "ncclGetLastError";
         fn group_start() -> c_int = "ncclGroupStart";
         fn group_end() -> c_int = "ncclGroupEnd";
-        fn all_reduce(input: *const c_void, output: *mut c_void, count: usize, dtype: c_int, op: c_int, comm: RawComm, stream: *mut c_void) -> c_int = "ncclAllReduce";
-        fn reduce(input: *const c_void, output: *mut c_void, count: usize, dtype: c_int, op: c_int, root: c_int, comm: RawComm, stream: *mut c_void) -> c_int = "ncclReduce";
-        fn broadcast(input: *const c_void, output: *mut c_void, count: usize, dtype: c_int, root: c_int, comm: RawComm, stream: *mut c_void) -> c_int = "ncclBroadcast";
-        fn all_gather(input: *const c_void, output: *mut c_void, count: usize, dtype: c_int, comm: RawComm, stream: *mut c_void) -> c_int = "ncclAllGather";
-        fn reduce_scatter(input: *const c_void, output: *mut c_void, count: usize, dtype: c_int, op: c_int, comm: RawComm, stream: *mut c_void) -> c_int = "ncclReduceScatter";
-        fn send(input: *const c_void, count: usize, dtype: c_int, peer: c_int, comm: RawComm, stream: *mut c_void) -> c_int = "ncclSend";
-        fn recv(output: *mut c_void, count: usize, dtype: c_int, peer: c_int, comm: RawComm, stream: *mut c_void) -> c_int = "ncclRecv";
-        fn red_op_create_pre_mul_sum(op: *mut c_int, scalar: *mut c_void, dtype: c_int, residence: c_int, comm: RawComm) -> c_int = "ncclRedOpCreatePreMulSum";
+        fn all_reduce(
+            input: *const c_void, output: *mut c_void, count: usize, dtype: c_int, op: c_int, comm: RawComm,
+            stream: *mut c_void,
+        ) -> c_int = "ncclAllReduce";
+        fn reduce(
+            input: *const c_void, output: *mut c_void, count: usize, dtype: c_int, op: c_int, root: c_int,
+            comm: RawComm, stream: *mut c_void,
+        ) -> c_int = "ncclReduce";
+        fn broadcast(
+            input: *const c_void, output: *mut c_void, count: usize, dtype: c_int, root: c_int, comm: RawComm,
+            stream: *mut c_void,
+        ) -> c_int = "ncclBroadcast";
+        fn all_gather(
+            input: *const c_void, output: *mut c_void, count: usize, dtype: c_int, comm: RawComm, stream: *mut c_void,
+        ) -> c_int = "ncclAllGather";
+        fn reduce_scatter(
+            input: *const c_void, output: *mut c_void, count: usize, dtype: c_int, op: c_int, comm: RawComm,
+            stream: *mut c_void,
+        ) -> c_int = "ncclReduceScatter";
+        fn send(
+            input: *const c_void, count: usize, dtype: c_int, peer: c_int, comm: RawComm, stream: *mut c_void,
+        ) -> c_int = "ncclSend";
+        fn recv(
+            output: *mut c_void, count: usize, dtype: c_int, peer: c_int, comm: RawComm, stream: *mut c_void,
+        ) -> c_int = "ncclRecv";
+        fn red_op_create_pre_mul_sum(
+            op: *mut c_int, scalar: *mut c_void, dtype: c_int, residence: c_int, comm: RawComm,
+        ) -> c_int = "ncclRedOpCreatePreMulSum";
         fn red_op_destroy(op: c_int, comm: RawComm) -> c_int = "ncclRedOpDestroy";
     }
 }
@@ -111,21 +134,22 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// Loads `$BURN_DDP_NCCL`, else `libnccl.so.2` or `libnccl.so` where the system looks for libraries.
+    /// Loads the library at `$BURN_DDP_NCCL`, or `libnccl.so.2` or `libnccl.so` from the system's library folders.
     ///
     /// # Errors
-    /// [`Error::Environment`] that says what to install or set, if there is none or it is older than 2.18.
+    /// [`Error::Environment`](burn_ddp_comm::Error::Environment) that names the package or variable, if there is none
+    /// or it is older than 2.18.
     pub fn load() -> Result<Nccl> {
         Nccl::load_from(std::env::var("BURN_DDP_NCCL").ok().filter(|path| !path.is_empty()).as_deref())
     }
 
-    /// [`load`](Self::load), from `path` alone if there is one.
+    /// [`load`](Self::load), but only from `path` if there is one.
     ///
     /// # Errors
     /// Those of `load`.
     pub fn load_from(path: Option<&str>) -> Result<Nccl> {
         let names = match path {
-            // What was asked for is what is used: another version in its place would be a surprise.
+            // No fallback: another version in its place would be a surprise.
             Some(path) => vec![path.to_owned()],
             None => vec!["libnccl.so.2".to_owned(), "libnccl.so".to_owned()],
         };
@@ -137,17 +161,17 @@ impl Nccl {
                 None => format!("NCCL was not found ({tried}). {INSTALL}"),
             })
         })?;
-        // SAFETY: what is called NCCL is NCCL; it stays loaded.
+        // SAFETY: a library of NCCL's name or of the user's choice; it stays loaded.
         let symbols = unsafe { Symbols::of(library) }.map_err(|symbol| {
             environment(format!("{name} has no {symbol}: it is not NCCL or older than 2.18. {INSTALL}"))
         })?;
         Nccl::of(Arc::new(symbols)).map_err(|error| environment(format!("{name}: {error}")))
     }
 
-    /// By these functions.
+    /// An NCCL made of these functions.
     ///
     /// # Errors
-    /// [`Error::Environment`] if they are older than 2.18, or fail.
+    /// [`Error::Environment`](burn_ddp_comm::Error::Environment) if they are older than 2.18, or fail.
     pub fn of(calls: Arc<dyn NcclCalls>) -> Result<Nccl> {
         let mut version = 0;
         // SAFETY: a place for an int.
@@ -163,12 +187,12 @@ impl Nccl {
         Ok(nccl)
     }
 
-    /// As NCCL counts: 2.18.3 is 21803.
+    /// Version in NCCL's encoding: 2.18.3 is 21803.
     pub fn version(&self) -> i32 {
         self.version
     }
 
-    /// `2.18.3`.
+    /// Version as text, like `2.18.3`.
     pub fn version_text(&self) -> String {
         version_text(self.version)
     }
@@ -177,10 +201,10 @@ impl Nccl {
         &*self.calls
     }
 
-    /// What a new communicator is known by.
+    /// Id of a new communicator.
     ///
     /// # Errors
-    /// What NCCL says.
+    /// NCCL's message.
     pub fn unique_id(&self) -> Result<UniqueId, String> {
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
         // SAFETY: a place for an id.
@@ -189,7 +213,7 @@ impl Nccl {
         Ok(id)
     }
 
-    /// The result of `call` as text if it is an error; `comm` is null or a communicator.
+    /// Fails with NCCL's message if `code`, the result of `call`, is an error. `comm` is null or a communicator.
     pub(crate) fn check(&self, call: &str, comm: RawComm, code: c_int) -> Result<(), String> {
         if code == SUCCESS || code == IN_PROGRESS {
             return Ok(());
@@ -212,11 +236,8 @@ impl fmt::Debug for Nccl {
     }
 }
 
-const INSTALL: &str = "Install it (pip: nvidia-nccl-cu12 or nvidia-nccl-cu13, whichever fits the driver; Debian and Ubuntu: libnccl2) where libraries are found, or set BURN_DDP_NCCL=/path/to/libnccl.so.2";
-
-pub(crate) fn environment(message: String) -> Error {
-    Error::Environment { message }
-}
+const INSTALL: &str = "Install it (pip: nvidia-nccl-cu12 or nvidia-nccl-cu13, whichever fits the driver; Debian and \
+                       Ubuntu: libnccl2) where libraries are found, or set BURN_DDP_NCCL=/path/to/libnccl.so.2";
 
 /// `2.18.3` for 21803.
 pub(crate) fn version_text(version: i32) -> String {
@@ -227,7 +248,7 @@ pub(crate) fn version_text(version: i32) -> String {
 pub(crate) fn dtype_code(dtype: DType) -> c_int {
     match dtype {
         DType::I8 => 0,
-        // Of bools there are min and max, which are and and or of 0 and 1.
+        // Bools have only min and max, which are `and` and `or` of 0 and 1.
         DType::U8 | DType::Bool => 1,
         DType::I32 => 2,
         DType::I64 => 4,

@@ -1,36 +1,40 @@
-//! Host memory on its way through a device.
+//! Buffers through which host memory goes to a device and back.
 
 use std::mem::ManuallyDrop;
 use std::time::{Duration, Instant};
 
-use crate::device::{Device, DeviceBuffer, Event, HostBuffer, Region, Stream};
+use crate::device::Device;
+use crate::device_memory::{DeviceBuffer, HostBuffer, Region};
+use crate::event::Event;
+use crate::stream::Stream;
 
-/// How long a device may take to end what was aborted. Nobody waits for that.
+/// Time for a device to end aborted work. Spent by a thread of its own.
 const RETIRE: Duration = Duration::from_secs(60);
 
-/// Room on the host and on the device, each for what goes in and what comes out. Kept, since making it is slow.
+/// One buffer on the host and one on the device, each for the input and the output. Reused, since allocating them is
+/// slow.
 ///
-/// What is copied by the device is only ever this room, never the memory of a caller: so a collective that fails can return at once, and
-/// the room goes when the device is through with it.
+/// The device copies only from and to these buffers, never the memory of a caller: so a collective that fails can
+/// return at once, and the buffers are freed when the device is through with them.
 #[derive(Debug)]
 pub(crate) struct Staging {
     pub(crate) host: HostBuffer,
     device: DeviceBuffer,
-    /// Recorded behind what is on its way.
+    /// Event behind the copies under way.
     pub(crate) done: Event,
 }
 
-/// Both parts begin on such a boundary, as the driver's own allocations do.
+/// Alignment of input and output on the device, in bytes: that of the driver's own allocations.
 const ALIGN: usize = 256;
 
 impl Staging {
-    /// Room for at least this much.
+    /// Buffers of at least `len_bytes`.
     pub(crate) fn new(device: &Device, len_bytes: usize) -> Result<Staging, String> {
         let len_bytes = len_bytes.next_power_of_two().max(64 * 1024);
         Ok(Staging { host: device.alloc_host(len_bytes)?, device: device.alloc(len_bytes)?, done: device.event()? })
     }
 
-    /// How much room an input and an output need.
+    /// Bytes that an input and an output need; `None` if that is more than there can be.
     pub(crate) fn needed(input_bytes: usize, output_bytes: usize) -> Option<usize> {
         input_bytes.checked_next_multiple_of(ALIGN)?.checked_add(output_bytes)
     }
@@ -39,13 +43,13 @@ impl Staging {
         len_bytes <= self.device.len_bytes()
     }
 
-    /// The parts on the device.
+    /// Regions of input and output on the device.
     pub(crate) fn regions(&self, input_bytes: usize, output_bytes: usize) -> Result<(Region, Region), String> {
         let all = self.device.all();
         Ok((all.part(0, input_bytes)?, all.part(input_bytes.next_multiple_of(ALIGN), output_bytes)?))
     }
 
-    /// Keeps it until the device is through with what failed on `stream`; if that is never, forever.
+    /// Frees the buffers when the device is through with the work that failed on `stream`, or never.
     pub(crate) fn retire(self, device: &Device, stream: &Stream) {
         let enqueued = stream.record(&self.done);
         let held = ManuallyDrop::new(self);

@@ -26,7 +26,7 @@ pub struct WrapConfig {
     pub(super) replica_check: usize,
     /// `None` depends on the engine, the device and the number of cores.
     pub(super) overlap: Option<bool>,
-    #[serde(alias = "alone")]
+    #[serde(rename = "alone", alias = "single_rank_reduction")]
     pub(super) single_rank_reduction: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Parameters that do not train, or not yet, or no more.
+//! Frozen parameters: from the start, for a while, or from some step on.
 
 use anyhow::Result;
 use burn::module::Module;

@@ -1,8 +1,8 @@
-//! Models that are hard on the tap. Each case is one function that every rank of a job runs, threads and processes alike, and
-//! that also runs alone with the whole batch: what comes out must be the same.
+//! Models that are hard on the tap. Each case is one function that every rank of a job runs, threads and processes
+//! alike, and that also runs alone with the whole batch: what comes out must be the same.
 
-pub mod bomb;
 mod experts;
+pub mod failing_backward;
 mod frozen;
 mod gan;
 mod lora;
@@ -16,7 +16,7 @@ mod shapes;
 mod shared;
 mod statistics;
 mod structure;
-mod two;
+mod two_models;
 mod unused;
 
 pub use run::{Outcome, PARTS, Run, adam, sgd};
@@ -26,26 +26,30 @@ pub use run::{Outcome, PARTS, Run, adam, sgd};
 macro_rules! awkward_cases {
     ($then:ident) => {
         $then! {
-            shared: weight_read_twice, one_read_used_twice, embedding_tied_to_the_output, layer_in_two_places, cloned_params;
-            repeated: once, three_times, fifty_times, another_count_in_each_step, another_count_on_each_rank, lstm_of_1, lstm_of_3,
-                lstm_of_50, gru;
+            shared: weight_read_twice, one_read_used_twice, embedding_tied_to_the_output, layer_in_two_places,
+                cloned_params;
+            repeated: once, three_times, fifty_times, another_count_in_each_step, another_count_on_each_rank,
+                lstm_of_1, lstm_of_3, lstm_of_50, gru;
             gan: detached_and_attached, discriminator_without_gradient, one_backward_for_both, wrapped_together;
             losses: one_backward_each, gradients_accumulator, sum_of_losses, two_backwards_over_one_read;
             panics: every_rank_goes_on, one_rank_goes_on;
             unused: everywhere, on_some_ranks, on_changing_ranks, by_all_but_one_rank, forward_without_backward,
                 graph_dropped_half_way, graph_alive_beside, checkpointing;
-            frozen: from_the_start, half_a_layer, unfrozen_midway, frozen_midway, thawing_layer_by_layer, everything_after_wrap;
+            frozen: from_the_start, half_a_layer, unfrozen_midway, frozen_midway, thawing_layer_by_layer,
+                everything_after_wrap;
             lora: adapters, adapters_unused_on_some_ranks, quantized_base;
             experts: routed_by_data, soft_mixture;
-            shapes: scalars, empty_tensors, ten_thousand_tiny, larger_than_any_bucket, five_dimensions, embedding_with_few_touched_rows,
-                convolution, in_f32, in_f16, in_bf16, in_mixed_dtypes;
+            shapes: scalars, empty_tensors, ten_thousand_tiny, larger_than_any_bucket, five_dimensions,
+                embedding_with_few_touched_rows, convolution, in_f32, in_f16, in_bf16, in_mixed_dtypes;
             structure: vectors, options, enums, nested, arrays_and_tuples;
-            optimizers: sgd_plain, sgd_decay_and_nesterov, adam_ams, adam_w, ada_grad, adafactor, adan, lamb, lion, muon, rms_prop,
-                learning_rates_per_group, optimizers_per_group, clipping_by_norm, clipping_by_value, lbfgs, lbfgs_with_unused;
-            records: clone_goes_on, fork_goes_on, valid_and_train, moved_to_its_device, from_wrapped_to_wrapped, loaded_behind_the_taps_back, from_plain_to_wrapped,
-                from_wrapped_to_plain, unwrap_and_wrap, optimizer_record, a_copy_is_kept_aside;
+            optimizers: sgd_plain, sgd_decay_and_nesterov, adam_ams, adam_w, ada_grad, adafactor, adan, lamb, lion,
+                muon, rms_prop, learning_rates_per_group, optimizers_per_group, clipping_by_norm, clipping_by_value,
+                lbfgs, lbfgs_with_unused;
+            records: clone_goes_on, fork_goes_on, valid_and_train, moved_to_its_device, from_wrapped_to_wrapped,
+                loaded_behind_the_taps_back, from_plain_to_wrapped, from_wrapped_to_plain, unwrap_and_wrap,
+                optimizer_record, a_copy_is_kept_aside;
             statistics: batch_norm, batch_norm_of_rank_0;
-            two: one_after_the_other, both_in_one_loss, with_accumulation, wrapped_twice;
+            two_models: one_after_the_other, both_in_one_loss, with_accumulation, wrapped_twice;
         }
     };
 }

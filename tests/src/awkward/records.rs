@@ -1,4 +1,4 @@
-//! What happens to a model between steps: copies, moves, records. Afterwards each rank uses another part of it.
+//! Copies, moves and records of a model between steps. Afterwards each rank uses another part of it.
 
 use anyhow::Result;
 use burn::module::Module;
@@ -44,7 +44,8 @@ pub(super) fn valid_and_train(run: &Run) -> Result<Outcome> {
     around(run, |model| Ok(model.valid().train()))
 }
 
-/// In plain Burn a moved parameter is no leaf any more, and its second backward fails. Here the first one says what to do.
+/// In plain Burn a moved parameter is no leaf any more, and its second backward fails. Here the first one says what to
+/// do.
 pub(super) fn moved_to_its_device(run: &Run) -> Result<Outcome> {
     if run.is_oracle() {
         return Ok(Outcome::nothing());
@@ -138,7 +139,8 @@ pub(super) fn optimizer_record(run: &Run) -> Result<Outcome> {
     Ok(run.outcome(&model)?.within(1e-4))
 }
 
-/// A copy is taken between backward and step (an EMA, a best model so far), moved, mapped, saved, and used for evaluation.
+/// A copy is taken between backward and step (an EMA, a best model so far), moved, mapped, saved, and used for
+/// evaluation.
 pub(super) fn a_copy_is_kept_aside(run: &Run) -> Result<Outcome> {
     let mut model = run.wrap(plain(run))?;
     let mut optim = adam();

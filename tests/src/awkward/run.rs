@@ -1,4 +1,4 @@
-//! One rank's run of a case: its data, its model's values, what comes out.
+//! One rank's run of a case: its data, its model's values, its outcome.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -27,16 +27,16 @@ pub struct Run {
     pub ddp: Ddp,
     /// With autodiff.
     pub device: Device,
-    /// What parameters and data are made of.
+    /// Type of parameters and data.
     pub dtype: DType,
-    /// What models started with, to see that training moved them.
+    /// Initial values of the models, to check that training moved them.
     started: RefCell<Vec<Vec<f64>>>,
 }
 
-/// What a case leaves on a rank.
+/// Outcome of a case on a rank.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Outcome {
-    /// Of all models of the case.
+    /// Hash of all models of the case.
     pub hash: String,
     /// All parameters and buffers; empty if there is nothing to compare with the oracle.
     pub values: Vec<Vec<f64>>,
@@ -102,7 +102,8 @@ impl Run {
         rows((step * PARTS + parts.start) * ROWS, parts.len() * ROWS, COLUMNS, 1, self.dtype, &self.device)
     }
 
-    /// From a sum over items of this rank to a loss whose mean over ranks is the sum over all items / 8, in exact arithmetic.
+    /// From a sum over items of this rank to a loss whose mean over ranks is the sum over all items / 8, in exact
+    /// arithmetic.
     pub fn scale(&self, sum: Tensor<1>) -> Tensor<1> {
         sum * (self.ddp.world_size() as f64 / 8.0)
     }
@@ -113,8 +114,8 @@ impl Run {
         self.scale(sum.expect("every rank has a part"))
     }
 
-    /// Gives every trainable parameter values that depend on its place alone, in this run's dtype, frozen ones the dtype. On ranks
-    /// other than 0 they are wrong: `wrap` has to replace them.
+    /// Gives every trainable parameter values that depend on its place alone, in this run's dtype, frozen ones the
+    /// dtype. On ranks other than 0 they are wrong: `wrap` has to replace them.
     pub fn fill<M: Module>(&self, model: M) -> M {
         self.fill_as(model, Some(self.dtype))
     }

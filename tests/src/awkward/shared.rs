@@ -1,4 +1,4 @@
-//! One parameter in several places.
+//! One parameter in several places of a model.
 
 use anyhow::Result;
 use burn::module::Param;
@@ -90,8 +90,8 @@ pub(super) fn layer_in_two_places(run: &Run) -> Result<Outcome> {
     run.outcome(&model)
 }
 
-/// Two clones of one `Param`: Burn lets them share a leaf until the first optimizer step, which moves only one of them. Which of
-/// them a part of the batch reads changes.
+/// Two clones of one `Param`: Burn lets them share a leaf until the first optimizer step, which moves only one of them.
+/// Which of them a part of the batch reads changes.
 pub(super) fn cloned_params(run: &Run) -> Result<Outcome> {
     let one: Linear = run.fill(LinearConfig::new(6, 6).init(&run.device));
     let mut model = run.wrap(vec![one.clone(), one])?;

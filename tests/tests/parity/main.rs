@@ -1,4 +1,5 @@
-//! Two ranks follow torch's `DistributedDataParallel`, with the numbers in `parity/` (its README says how they were made).
+//! Two ranks follow torch's `DistributedDataParallel`, with the numbers in `parity/` (its README says how they were
+//! made).
 
 mod mlp;
 mod models;

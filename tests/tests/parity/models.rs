@@ -1,5 +1,5 @@
-//! Models that are hard on torch's DDP and on ours, in f64: the MNIST CNN, tied weights, `find_unused_parameters`, `no_sync`,
-//! an LSTM.
+//! Models that are hard on torch's DDP and on ours, in f64: the MNIST CNN, tied weights, `find_unused_parameters`,
+//! `no_sync`, an LSTM.
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;

@@ -1,4 +1,5 @@
 //! The CNN of `mnist` on plain Burn, trained on random digits: what building Burn alone costs.
+#![forbid(unsafe_code)]
 
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::CrossEntropyLossConfig;

@@ -1,10 +1,10 @@
 //! Authentication: the job's secret, the keys derived from it, and the proof at the start of every connection.
 //!
-//! - [`secret`]: 32 random bytes in a file;
-//! - [`job_key`]: the keys of one job and restart, derived from it;
-//! - [`key`]: HMAC-SHA256;
-//! - [`handshake`]: both sides prove that they know the [`key`]; nothing else is parsed before;
-//! - [`unauthenticated`]: connections without a proof yet, and their limits.
+//! - `secret`: 32 random bytes in a file;
+//! - `job_key`: the keys of one job and restart, derived from it;
+//! - `key`: HMAC-SHA256;
+//! - `handshake`: both sides prove that they know the [`key`]; nothing else is parsed before;
+//! - `unauthenticated`: connections without a proof yet, and their limits.
 
 pub(crate) mod handshake;
 pub(crate) mod job_key;

@@ -2,17 +2,17 @@
 //!
 //! | part of it | file |
 //! |---|---|
-//! | a rank as others see it | [`peer`] |
-//! | messages between ranks besides data; the traits of their carriers and of waits | [`messages`], applied in `dispatch` |
-//! | the connections that carry them between processes | [`control`] |
-//! | the first cause, which every call returns from then on | `failure`; panics in [`panics`] |
-//! | signs of life | [`heartbeats`], acted upon in `suspects` |
-//! | why a call waits | [`diagnosis`], asked in `stalls` |
-//! | stops on tracks that ranks walk together | [`progress`], [`tracks`] |
+//! | a rank as others see it | `peer` |
+//! | messages between ranks besides data; the traits of their carriers and of waits | `messages`, applied in `dispatch` |
+//! | the connections that carry them between processes | `control` |
+//! | the first cause, which every call returns from then on | `failure`; panics in `panics` |
+//! | signs of life | `heartbeats`, acted upon in `suspects` |
+//! | why a call waits | `diagnosis`, asked in `stalls` |
+//! | stops on tracks that ranks walk together | `progress`, `tracks` |
 //! | events and the report for the launcher | `report` |
 //!
 //! Every wait of a collective also waits for the membership: whatever ends the world wakes the wait and is returned by
-//! it. Ranks of one process share one [`Shared`] state; between processes the control connections carry
+//! it. Ranks of one process share one `Shared` state; between processes the control connections carry
 //! [`ControlMessage`]s.
 
 pub(crate) mod control;

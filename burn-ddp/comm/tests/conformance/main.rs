@@ -1,25 +1,10 @@
-//! What every engine must do, run over each engine of this crate.
+//! The conformance suite of engines, run over each engine of this crate.
 //!
 //! A new engine gets all of it with one more module: `conformance!` with a function that makes the ranks of a world.
 
 #![allow(missing_docs, unreachable_pub)]
 
-mod agreement;
-mod failure;
-mod harness;
-mod numerics;
-mod objects;
-mod pending;
-mod rooted;
-mod sequence;
-mod splits;
-mod suite;
-mod tracks;
-mod transfers;
-mod values;
-mod weights;
-
-use suite::conformance;
+include!("topics.rs");
 
 mod threads {
     crate::conformance!(burn_ddp_comm::World::threads);

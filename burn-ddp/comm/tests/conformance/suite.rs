@@ -1,5 +1,5 @@
-//! The suite as tests, for this crate's engines and for those of other crates: these include the files of this folder
-//! by `#[path]` and say `conformance!` themselves.
+//! The suite as tests, for this crate's engines and for those of other crates: these include `topics.rs` and call
+//! `conformance!` themselves.
 
 /// The suite as tests of the surrounding module. `$make` is a [`harness::Make`].
 macro_rules! conformance {

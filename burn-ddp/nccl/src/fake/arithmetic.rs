@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-/// How the ranks' elements become one.
+/// Operator that combines the ranks' elements.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Kind {
     Sum,
@@ -10,7 +10,7 @@ pub(super) enum Kind {
     Max,
     Min,
     Mean,
-    /// Each rank's factor as an element.
+    /// Sum of scaled elements, with each rank's factor as an element.
     Scaled(Vec<[u8; 8]>),
 }
 

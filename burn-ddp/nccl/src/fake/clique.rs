@@ -1,28 +1,30 @@
-//! What the communicators of one unique id have in common: where their collectives meet.
+//! The meeting point of the communicators of one unique id, where the ranks' parts of a collective come together.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Condvar, Mutex, PoisonError};
 
-use super::fake_driver::GLANCE;
 use super::arithmetic::{Kind, reduce};
-use crate::watchdog::lock;
+use super::fake_stream::GLANCE;
+use crate::sync::lock;
 
+/// Communicators of one unique id.
 pub(super) struct Clique {
     pub(super) id: u64,
     pub(super) size: usize,
-    pub(super) state: Mutex<State>,
+    pub(super) state: Mutex<CliqueState>,
     pub(super) changed: Condvar,
 }
 
+/// State of a clique.
 #[derive(Default)]
-pub(super) struct State {
-    /// The devices of those that joined, by rank.
+pub(super) struct CliqueState {
+    /// Devices of the ranks that joined, by rank.
     pub(super) joined: BTreeMap<usize, usize>,
-    /// How many are ready to be destroyed, or gone.
+    /// Number of ranks that are ready to be destroyed, or gone.
     pub(super) finalized: usize,
     /// Collectives under way, by their number.
     rounds: HashMap<u64, Round>,
-    /// What was sent and not received, by sender and receiver.
+    /// Messages sent and not received, by sender and receiver.
     mail: HashMap<(usize, usize), VecDeque<Vec<u8>>>,
 }
 
@@ -38,11 +40,12 @@ pub(super) struct Part {
     pub(super) what: What,
     pub(super) count: usize,
     pub(super) dtype: i32,
-    /// For reductions; of a scaled sum this rank's factor alone.
+    /// Operator of a reduction; for a scaled sum with this rank's factor alone.
     pub(super) kind: Option<Kind>,
     pub(super) input: Vec<u8>,
 }
 
+/// Kind of a collective.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum What {
     AllReduce,
@@ -57,8 +60,8 @@ impl Clique {
         Clique { id, size, state: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Waits for the others' parts of collective `nth`; yields this rank's output, or `None` if it was aborted. What does not fit
-    /// together never ends, as on a device, and is told to `misused`.
+    /// Waits for the other ranks' parts of collective `nth`; returns this rank's output, or `None` if it was aborted.
+    /// Parts that do not fit together never end, as on a device, and are reported to `misused`.
     pub(super) fn meet(
         &self,
         rank: usize,
@@ -114,7 +117,7 @@ impl Clique {
         }
     }
 
-    fn glance<'a>(&self, state: std::sync::MutexGuard<'a, State>) -> std::sync::MutexGuard<'a, State> {
+    fn glance<'a>(&self, state: std::sync::MutexGuard<'a, CliqueState>) -> std::sync::MutexGuard<'a, CliqueState> {
         self.changed.wait_timeout(state, GLANCE).unwrap_or_else(PoisonError::into_inner).0
     }
 }

@@ -1,94 +1,27 @@
-//! The driver: contexts, streams that are threads, events, memory.
+//! The driver's functions: contexts, streams, events, memory.
+#![allow(unsafe_code)]
 
 use std::cell::Cell;
-use std::collections::VecDeque;
 use std::ffi::{c_char, c_int, c_uint, c_void};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 
-use super::{Allocation, Delays, Inner};
+use super::fake_stream::{FakeStream, Task};
+use super::state::{Allocation, State};
 use crate::driver::{DevicePtr, DriverCalls, NOT_READY, Raw, SUCCESS};
-use crate::watchdog::lock;
+use crate::sync::lock;
 
-pub(super) const INVALID_VALUE: c_int = 1;
+const INVALID_VALUE: c_int = 1;
 const INVALID_DEVICE: c_int = 101;
 const INVALID_CONTEXT: c_int = 201;
 const INVALID_HANDLE: c_int = 400;
 
 thread_local! {
-    /// The machine and device that this thread's calls go to.
+    /// Machine and device of this thread's calls.
     static CURRENT: Cell<Option<(usize, usize)>> = const { Cell::new(None) };
 }
 
-pub(super) enum Task {
-    /// Until the event was completed as often as it was recorded when this was enqueued.
-    Wait(Arc<FakeEvent>, u64),
-    Complete(Arc<FakeEvent>, u64),
-    Run(Box<dyn FnOnce() + Send>),
-}
-
-pub(super) struct FakeStream {
-    pub(super) ordinal: usize,
-    state: Mutex<StreamState>,
-    changed: Condvar,
-}
-
-struct StreamState {
-    tasks: VecDeque<Task>,
-    closed: bool,
-}
-
-#[derive(Default)]
-pub(super) struct FakeEvent {
-    /// How often it was recorded, and how many of those are completed.
-    counts: Mutex<(u64, u64)>,
-    changed: Condvar,
-}
-
-impl FakeStream {
-    pub(super) fn push(&self, task: Task) {
-        lock(&self.state).tasks.push_back(task);
-        self.changed.notify_all();
-    }
-
-    fn work(&self, delays: &Delays) {
-        loop {
-            let waiting = |state: &mut StreamState| state.tasks.is_empty() && !state.closed;
-            let mut state = self.changed.wait_while(lock(&self.state), waiting).unwrap_or_else(PoisonError::into_inner);
-            let Some(task) = state.tasks.pop_front() else { return };
-            drop(state);
-            delays.dawdle();
-            match task {
-                Task::Wait(event, count) => event.wait(count),
-                Task::Complete(event, count) => event.complete(count),
-                Task::Run(work) => work(),
-            }
-        }
-    }
-}
-
-impl FakeEvent {
-    fn wait(&self, count: u64) {
-        let waiting = |counts: &mut (u64, u64)| counts.1 < count;
-        drop(self.changed.wait_while(lock(&self.counts), waiting).unwrap_or_else(PoisonError::into_inner));
-    }
-
-    fn complete(&self, count: u64) {
-        let mut counts = lock(&self.counts);
-        counts.1 = counts.1.max(count);
-        self.changed.notify_all();
-    }
-}
-
-impl Inner {
-    pub(super) fn stream(&self, raw: Raw) -> Option<Arc<FakeStream>> {
-        lock(&self.streams).get(&(raw as u64)).cloned()
-    }
-
-    fn event(&self, raw: Raw) -> Option<Arc<FakeEvent>> {
-        lock(&self.events).get(&(raw as u64)).cloned()
-    }
-
+impl State {
     /// The device that is current on this thread.
     pub(super) fn current(&self) -> Option<usize> {
         CURRENT.get().filter(|(machine, _)| *machine == self.id).map(|(_, ordinal)| ordinal)
@@ -106,7 +39,7 @@ impl Inner {
     }
 }
 
-impl DriverCalls for Inner {
+impl DriverCalls for State {
     unsafe fn init(&self, _flags: c_uint) -> c_int {
         SUCCESS
     }
@@ -169,12 +102,8 @@ impl DriverCalls for Inner {
 
     unsafe fn stream_create(&self, stream: *mut Raw, _flags: c_uint) -> c_int {
         let Some(ordinal) = self.current() else { return INVALID_CONTEXT };
-        let state = Mutex::new(StreamState { tasks: VecDeque::new(), closed: false });
-        let new = Arc::new(FakeStream { ordinal, state, changed: Condvar::new() });
         let handle = self.handle();
-        lock(&self.streams).insert(handle, new.clone());
-        let delays = self.delays.clone();
-        std::thread::spawn(move || new.work(&delays));
+        lock(&self.streams).insert(handle, FakeStream::start(ordinal, self.delays.clone()));
         // SAFETY: the caller's place.
         unsafe { *stream = handle as Raw };
         SUCCESS
@@ -182,15 +111,14 @@ impl DriverCalls for Inner {
 
     unsafe fn stream_destroy(&self, stream: Raw) -> c_int {
         let Some(stream) = lock(&self.streams).remove(&(stream as u64)) else { return INVALID_HANDLE };
-        lock(&stream.state).closed = true;
-        stream.changed.notify_all();
+        stream.close();
         SUCCESS
     }
 
     unsafe fn stream_wait_event(&self, stream: Raw, event: Raw, _flags: c_uint) -> c_int {
         let (Some(stream), Some(event)) = (self.stream(stream), self.event(event)) else { return INVALID_HANDLE };
-        let count = lock(&event.counts).0;
-        stream.push(Task::Wait(event, count));
+        let (recorded, _) = event.counts();
+        stream.push(Task::Wait(event, recorded));
         SUCCESS
     }
 
@@ -207,17 +135,14 @@ impl DriverCalls for Inner {
 
     unsafe fn event_record(&self, event: Raw, stream: Raw) -> c_int {
         let (Some(stream), Some(event)) = (self.stream(stream), self.event(event)) else { return INVALID_HANDLE };
-        let mut counts = lock(&event.counts);
-        counts.0 += 1;
-        let count = counts.0;
-        drop(counts);
+        let count = event.record();
         stream.push(Task::Complete(event, count));
         SUCCESS
     }
 
     unsafe fn event_query(&self, event: Raw) -> c_int {
         let Some(event) = self.event(event) else { return INVALID_HANDLE };
-        let (recorded, completed) = *lock(&event.counts);
+        let (recorded, completed) = event.counts();
         if completed < recorded { NOT_READY } else { SUCCESS }
     }
 
@@ -230,10 +155,10 @@ impl DriverCalls for Inner {
         if bytes == 0 {
             return INVALID_VALUE;
         }
-        // Beyond what lies between two allocations nothing is allocated.
+        // With a gap behind it, so that access beyond its end is found.
         let room = (bytes as u64).next_multiple_of(0x100) + 0x100;
-        let address = self.next.fetch_add(room, std::sync::atomic::Ordering::Relaxed);
-        // What was there before is never zero on a real device.
+        let address = self.next.fetch_add(room, Ordering::Relaxed);
+        // Fresh memory of a real device is not zero either.
         let bytes = Arc::new(Mutex::new(vec![0xa5; bytes]));
         lock(&self.memory).insert(address, Allocation { ordinal, bytes });
         // SAFETY: the caller's place.
@@ -298,6 +223,3 @@ impl DriverCalls for Inner {
         SUCCESS
     }
 }
-
-/// How long a task looks the other way.
-pub(super) const GLANCE: Duration = Duration::from_millis(2);

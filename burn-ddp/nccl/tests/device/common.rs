@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::engine::OnDevice;
 use burn_ddp_comm::membership::Membership;
-use burn_ddp_comm::{DType, Error, WorldOptions, ProcessGroup, ReduceOp, Result, World};
+use burn_ddp_comm::{DType, Error, ProcessGroup, ReduceOp, Result, World, WorldOptions};
 use burn_ddp_nccl::fake::Machine;
 use burn_ddp_nccl::{Device, DeviceBuffer, DeviceReduce, Event, HostMemory, NcclFabric, Piece, Stream};
 
@@ -77,7 +77,13 @@ impl Rank {
     pub fn on_another_stream(&self) -> Rank {
         let Rank { machine, world, device, membership, .. } = self;
         let stream = device.stream().expect("a stream");
-        Rank { machine: machine.clone(), world: world.clone(), device: device.clone(), membership: membership.clone(), stream }
+        Rank {
+            machine: machine.clone(),
+            world: world.clone(),
+            device: device.clone(),
+            membership: membership.clone(),
+            stream,
+        }
     }
 
     /// Room for some f32 on the device.

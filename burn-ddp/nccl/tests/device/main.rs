@@ -1,5 +1,5 @@
-//! Reductions of what is on devices, of a machine that is a fake: the right numbers, the same order of launches everywhere, and what
-//! happens when something fails.
+//! Reductions of what is on devices, of a machine that is a fake: the right numbers, the same order of launches
+//! everywhere, and what happens when something fails.
 
 #![allow(missing_docs, unreachable_pub)]
 

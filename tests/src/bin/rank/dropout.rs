@@ -25,8 +25,8 @@ fn loss(model: &Mlp, dropout: &Dropout, x: Tensor<2>) -> Tensor<1> {
     model.c.forward(model.b.forward(h).tanh()).powf_scalar(2.0).mean()
 }
 
-/// `rank dropout DIR [STOP]`: two epochs of 4 steps, from where an earlier run in `DIR` stopped, or until `STOP` steps were taken. Prints
-/// the hash of the model, and what each step's loss was.
+/// `rank dropout DIR [STOP]`: two epochs of 4 steps, from where an earlier run in `DIR` stopped, or until `STOP` steps
+/// were taken. Prints the hash of the model, and what each step's loss was.
 pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
     let arg = |n: usize| std::env::args().nth(n);
     let dir = PathBuf::from(arg(2).unwrap_or_default());

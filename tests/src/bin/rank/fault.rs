@@ -1,7 +1,8 @@
-//! `rank fault WORLD VICTIM PHASE CAUSE`: launches itself; in the given phase the victim meets the cause, and the others tell when they
-//! hear of it and what.
+//! `rank fault WORLD VICTIM PHASE CAUSE`: launches itself; in the given phase the victim meets the cause, and the
+//! others tell when they hear of it and what.
 //!
-//! Each process prints `PID n` first, the victim `FAULT ms` and the others `ERROR ms text`; times are milliseconds since 1970.
+//! Each process prints `PID n` first, the victim `FAULT ms` and the others `ERROR ms text`; times are milliseconds
+//! since 1970.
 
 use std::time::{Duration, Instant, SystemTime};
 

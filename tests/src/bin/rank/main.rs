@@ -1,4 +1,5 @@
 //! One rank of a job under test: `rank SCENARIO`, started by the test files beside it.
+#![forbid(unsafe_code)]
 
 mod checkpoint;
 mod dropout;

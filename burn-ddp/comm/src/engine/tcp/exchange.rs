@@ -108,7 +108,7 @@ impl Exchange<'_, '_> {
             match link(links, peer)?.read(receive, call) {
                 Ok(read) => moved |= read,
                 Err(ReadError::Ended(cause)) => end(peer, cause),
-                Err(ReadError::Wrong(error)) => return Err(error),
+                Err(ReadError::Wrong(error)) => return Err(*error),
             }
             if receive.is_complete() {
                 call.arrived(peer);

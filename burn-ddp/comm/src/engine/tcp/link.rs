@@ -134,7 +134,13 @@ pub(super) enum ReadError {
     /// The connection ended before it.
     Ended(End),
     /// The header is wrong.
-    Wrong(Error),
+    Wrong(Box<Error>),
+}
+
+impl From<Error> for ReadError {
+    fn from(error: Error) -> Self {
+        Self::Wrong(Box::new(error))
+    }
 }
 
 impl Link {
@@ -226,14 +232,16 @@ impl Link {
         let Some((prefix, rest)) = self.ahead[self.consumed..].split_first_chunk::<PREFIX_BYTES>() else {
             return Ok(None);
         };
-        let prefix = Prefix::decode(prefix).map_err(|message| {
-            ReadError::Wrong(Error::Protocol { peer: call.world_rank(peer), message, during: None })
+        let prefix = Prefix::decode(prefix).map_err(|message| Error::Protocol {
+            peer: call.world_rank(peer),
+            message,
+            during: None,
         })?;
         let Some((site, rest)) = rest.split_at_checked(prefix.site_bytes()) else { return Ok(None) };
         let len = frame.len;
         if call.check_header(peer, prefix.header(), len).is_err() {
             // Only now does it matter where the peer called.
-            call.check_header(peer, &prefix.clone().finish(site), len).map_err(ReadError::Wrong)?;
+            call.check_header(peer, &prefix.clone().finish(site), len)?;
         }
         frame.weight = prefix.header().weight;
 

@@ -5,18 +5,20 @@
 use burn::backend::Cube;
 #[cfg(feature = "tch")]
 use burn::backend::LibTorch;
+#[cfg(feature = "ndarray")]
+use burn::backend::NdArray;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::{
     Autodiff,
     grads::Gradients,
     ops::{Backward, Ops, OpsKind},
 };
-use burn::backend::{Backend, Dispatch, Flex, NdArray, backend_extension, tensor::FloatTensor};
+use burn::backend::{Backend, Dispatch, Flex, backend_extension, tensor::FloatTensor};
 use burn::tensor::Tensor;
 
 thread_local!(static ARMED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
 
-/// Runs `f` with bombs that go off.
+/// Runs `f` with failing backwards.
 pub fn armed<T>(f: impl FnOnce() -> T) -> T {
     struct Disarm;
     impl Drop for Disarm {
@@ -37,7 +39,7 @@ pub fn trap<const D: usize>(x: Tensor<D>) -> Tensor<D> {
 /// The operation.
 #[backend_extension(
     Flex,
-    NdArray,
+    NdArray: cfg(feature = "ndarray"),
     LibTorch: cfg(feature = "tch"),
     Cube: cfg(any(feature = "wgpu", feature = "cuda")),
     Autodiff
@@ -50,6 +52,7 @@ pub trait Bomb: Backend {
 }
 
 impl Bomb for Flex {}
+#[cfg(feature = "ndarray")]
 impl Bomb for NdArray {}
 #[cfg(feature = "tch")]
 impl Bomb for LibTorch {}

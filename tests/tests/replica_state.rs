@@ -24,8 +24,8 @@ fn share(rank: usize) -> (usize, usize) {
     ((0..rank).map(|r| 4 + 2 * r).sum(), 4 + 2 * rank)
 }
 
-/// One wrapped step on every rank, from one model that all ranks start from; then the statistics of each rank, and those that
-/// each rank's part gives alone.
+/// One wrapped step on every rank, from one model that all ranks start from; then the statistics of each rank, and
+/// those that each rank's part gives alone.
 fn one_step(world: usize, policy: BufferPolicy) -> Vec<(Statistics, Statistics)> {
     let device = device().autodiff();
     let origin = Normed::new(&device);
@@ -119,7 +119,8 @@ fn statistics_that_left_the_wrapped_model_are_an_error() {
     assert!(error.iter().any(|e| e.contains("valid().train()") && e.contains("ddp.wrap")), "{error:?}");
 }
 
-/// Flips the lowest bit of the second number of a matrix. A mapper, since `Param::map` would make a parameter without a tap.
+/// Flips the lowest bit of the second number of a matrix. A mapper, since `Param::map` would make a parameter without a
+/// tap.
 struct Flip;
 
 impl ModuleMapper for Flip {
@@ -137,8 +138,8 @@ impl ModuleMapper for Flip {
     }
 }
 
-/// Trains two ranks and flips a low bit (the rounding of a step can undo the lowest) of one weight on rank 1 after `flip` steps; how many steps each rank did, and
-/// the error.
+/// Trains two ranks and flips a low bit (the rounding of a step can undo the lowest) of one weight on rank 1 after
+/// `flip` steps; how many steps each rank did, and the error.
 fn flipped(every: usize, flip: usize, frozen: bool) -> Vec<(usize, String)> {
     Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
@@ -194,10 +195,7 @@ fn save_tells_that_replicas_differ_and_keeps_the_file() {
         Ok(error.to_string())
     })
     .unwrap();
-    assert!(
-        errors.iter().all(|e| e.contains("a.weight on rank 2 differs from the other ranks")),
-        "{errors:?}"
-    );
+    assert!(errors.iter().all(|e| e.contains("a.weight on rank 2 differs from the other ranks")), "{errors:?}");
     assert!(path.with_extension("bpk").exists());
 }
 
@@ -228,7 +226,8 @@ struct Careless {
 }
 
 impl Careless {
-    /// `past`: where the second layer's weight is read: 0 through `val()`, 1 through `base()`, 2 through `Deref`, 3 both ways.
+    /// `past`: where the second layer's weight is read: 0 through `val()`, 1 through `base()`, 2 through `Deref`, 3
+    /// both ways.
     fn loss(&self, x: Tensor<2>, past: usize) -> Tensor<1> {
         let m = &self.inner;
         let b = match past {

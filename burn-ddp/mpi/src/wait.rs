@@ -1,0 +1,22 @@
+//! Waits for MPI, which wakes no thread: a wait looks again and again.
+
+use std::time::Duration;
+
+use burn_ddp_comm::membership::Membership;
+use burn_ddp_comm::{Backoff, core_per_rank};
+
+/// Time for which a wait keeps its core, if ranks do not outnumber cores.
+const SPINS: Duration = Duration::from_micros(500);
+/// Time after which a wait sleeps between two looks; until then it yields its core.
+const YIELDS: Duration = Duration::from_millis(1);
+
+/// Pauses of the waits of one rank.
+pub(crate) fn backoff(membership: &Membership) -> Backoff {
+    let spins = core_per_rank(membership.rank(), membership.peers());
+    Backoff::new(if spins { SPINS } else { Duration::ZERO }, YIELDS)
+}
+
+/// Pauses of waits before the ranks of a world know each other.
+pub(crate) fn backoff_alone() -> Backoff {
+    Backoff::new(SPINS, YIELDS)
+}

@@ -1,0 +1,65 @@
+//! Errors of a device or of NCCL, and the error that ends the world for them.
+
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::membership::Membership;
+use burn_ddp_comm::{Call, Error};
+
+/// Reason why a call on a device did not succeed.
+#[derive(Clone, Debug, PartialEq)]
+pub enum DeviceError {
+    /// Message of NCCL or of the CUDA driver.
+    Library(String),
+    /// The world has ended, or the deadline has passed.
+    World(Error),
+}
+
+impl From<String> for DeviceError {
+    fn from(text: String) -> DeviceError {
+        DeviceError::Library(text)
+    }
+}
+
+impl From<Error> for DeviceError {
+    fn from(error: Error) -> DeviceError {
+        DeviceError::World(error)
+    }
+}
+
+/// Longest time in which the death of a rank becomes known to the others.
+const NEWS: Duration = Duration::from_millis(300);
+
+/// Error that ends the world after NCCL or the driver failed on this rank. Prefers a rank that died, which is known
+/// within [`NEWS`] and explains more.
+pub(crate) fn root_cause(membership: &Membership, why: &str) -> Error {
+    let until = Instant::now() + NEWS;
+    while Instant::now() < until {
+        if let Err(cause) = membership.check() {
+            return cause;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    own_failure(membership, why)
+}
+
+/// Error that names this rank as the one that failed.
+pub(crate) fn own_failure(membership: &Membership, why: &str) -> Error {
+    match membership.peers().get(membership.rank()) {
+        Some(peer) => Error::PeerFailed { peer: peer.clone(), cause: why.to_owned(), during: None },
+        None => {
+            Error::Internal { message: format!("rank {} of {}: {why}", membership.rank(), membership.peers().len()) }
+        }
+    }
+}
+
+/// Group ranks that a call of this rank may be waiting for: all others, or this rank alone in a group of one.
+pub(crate) fn awaited_ranks(call: &Call) -> Vec<usize> {
+    let all = 0..call.members.count();
+    let others: Vec<usize> = all.clone().filter(|peer| call.world_rank(*peer) != call.rank).collect();
+    if others.is_empty() { all.collect() } else { others }
+}
+
+/// Error of the machine's installation.
+pub(crate) fn environment(message: String) -> Error {
+    Error::Environment { message }
+}

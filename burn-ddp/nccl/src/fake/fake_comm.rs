@@ -1,0 +1,63 @@
+//! Communicators, and the calls that wait in them until they are enqueued.
+
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use super::arithmetic::Kind;
+use super::clique::{Clique, What};
+use super::fake_stream::FakeStream;
+
+/// One rank's side of a communicator.
+pub(super) struct FakeComm {
+    pub(super) clique: Arc<Clique>,
+    pub(super) rank: usize,
+    pub(super) ordinal: usize,
+    pub(super) blocking: bool,
+    pub(super) aborted: AtomicBool,
+    pub(super) finalizing: AtomicBool,
+    /// Result of the next calls of `ncclCommGetAsyncError`.
+    pub(super) error: AtomicI32,
+    /// Number of looks until the launched calls are enqueued.
+    pub(super) looks: AtomicU32,
+    /// Launched calls that are not enqueued yet, and their stream.
+    pub(super) held: Mutex<Option<(Arc<FakeStream>, Vec<Op>)>>,
+    /// Number of collectives launched.
+    pub(super) launched: AtomicU64,
+}
+
+/// A call of a communicator.
+pub(super) enum Op {
+    Collective {
+        nth: u64,
+        part: PartOp,
+    },
+    Send {
+        peer: usize,
+        from: u64,
+        bytes: usize,
+    },
+    Receive {
+        peer: usize,
+        to: u64,
+        bytes: usize,
+    },
+    /// Never completes.
+    Never,
+}
+
+/// This rank's part in a collective, with addresses.
+pub(super) struct PartOp {
+    pub(super) what: What,
+    pub(super) count: usize,
+    pub(super) dtype: i32,
+    pub(super) kind: Option<Kind>,
+    pub(super) input: u64,
+    pub(super) input_bytes: usize,
+    pub(super) output: u64,
+}
+
+impl FakeComm {
+    pub(super) fn is_aborted(&self) -> bool {
+        self.aborted.load(Ordering::Acquire)
+    }
+}

@@ -1,0 +1,104 @@
+//! Streams: queues of work of a device.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::fmt;
+
+use crate::device::{Device, DriverHandle};
+use crate::device_memory::{HostBuffer, Region};
+use crate::driver::{Raw, STREAM_NON_BLOCKING};
+use crate::event::Event;
+
+impl Device {
+    /// Creates a stream that does not wait for the legacy default stream.
+    ///
+    /// # Errors
+    /// The driver's message.
+    pub fn stream(&self) -> Result<Stream, String> {
+        self.bind()?;
+        let mut stream: Raw = std::ptr::null_mut();
+        // SAFETY: a place for a handle, in a current context.
+        let code = unsafe { self.driver().calls().stream_create(&mut stream, STREAM_NON_BLOCKING) };
+        self.driver().check("cuStreamCreate", code)?;
+        Ok(Stream { device: self.clone(), handle: DriverHandle(stream) })
+    }
+}
+
+/// A queue of work of a device.
+pub struct Stream {
+    device: Device,
+    handle: DriverHandle,
+}
+
+impl Stream {
+    /// The `CUstream`.
+    pub fn raw(&self) -> *mut c_void {
+        self.handle.0
+    }
+
+    /// Makes the work enqueued from now on wait for the work that `event` was last recorded behind.
+    ///
+    /// # Errors
+    /// The driver's message.
+    pub fn wait(&self, event: &Event) -> Result<(), String> {
+        // SAFETY: both are alive; the flags are 0.
+        let code = unsafe { self.device.driver().calls().stream_wait_event(self.handle.0, event.raw(), 0) };
+        self.device.driver().check("cuStreamWaitEvent", code)
+    }
+
+    /// Records `event` behind the work enqueued so far.
+    ///
+    /// # Errors
+    /// The driver's message.
+    pub fn record(&self, event: &Event) -> Result<(), String> {
+        // SAFETY: both are alive.
+        let code = unsafe { self.device.driver().calls().event_record(event.raw(), self.handle.0) };
+        self.device.driver().check("cuEventRecord", code)
+    }
+
+    /// Copies the first bytes of `from` to `to`.
+    pub(crate) fn upload(&self, from: &HostBuffer, to: Region) -> Result<(), String> {
+        if to.len_bytes > from.len_bytes() {
+            return Err(format!("{} bytes from a buffer of {}", to.len_bytes, from.len_bytes()));
+        }
+        // SAFETY: the lengths were compared; both stay until the work is done, see `Staging`.
+        let code = unsafe {
+            self.device.driver().calls().memcpy_htod_async(to.pointer, from.raw(), to.len_bytes, self.handle.0)
+        };
+        self.device.driver().check("cuMemcpyHtoDAsync", code)
+    }
+
+    /// Copies `from` to the first bytes of `to`.
+    pub(crate) fn download(&self, from: Region, to: &HostBuffer) -> Result<(), String> {
+        if from.len_bytes > to.len_bytes() {
+            return Err(format!("{} bytes to a buffer of {}", from.len_bytes, to.len_bytes()));
+        }
+        // SAFETY: the lengths were compared; both stay until the work is done, see `Staging`.
+        let code = unsafe {
+            self.device.driver().calls().memcpy_dtoh_async(to.raw(), from.pointer, from.len_bytes, self.handle.0)
+        };
+        self.device.driver().check("cuMemcpyDtoHAsync", code)
+    }
+
+    /// Fills `region` with zeros.
+    pub(crate) fn clear(&self, region: Region) -> Result<(), String> {
+        // SAFETY: a region is as long as it says.
+        let code =
+            unsafe { self.device.driver().calls().memset_d8_async(region.pointer, 0, region.len_bytes, self.handle.0) };
+        self.device.driver().check("cuMemsetD8Async", code)
+    }
+}
+
+impl Drop for Stream {
+    /// Returns at once: the driver frees the stream when its work is done.
+    fn drop(&mut self) {
+        // SAFETY: a stream of ours that is out of use.
+        unsafe { self.device.driver().calls().stream_destroy(self.handle.0) };
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Stream({:?})", self.device)
+    }
+}

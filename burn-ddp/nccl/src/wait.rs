@@ -1,0 +1,32 @@
+//! Waits for a device or for NCCL, which wake no thread when something is done.
+
+use std::time::Duration;
+
+use burn_ddp_comm::{Backoff, Error};
+
+/// Check between two looks of a wait. An error ends the wait: the world has ended, or the deadline has passed.
+pub type WaitCheck<'a> = &'a dyn Fn() -> Result<(), Error>;
+
+/// Time for which a wait yields its core before it sleeps: most launches are enqueued within it.
+const YIELDS: Duration = Duration::from_micros(200);
+
+/// Pauses between two looks at a device. They never spin: the threads of a rank may share one core.
+pub(crate) fn backoff() -> Backoff {
+    Backoff::new(Duration::ZERO, YIELDS)
+}
+
+/// Looks until `is_done` returns true, with a `check` after each look that found otherwise.
+///
+/// # Errors
+/// The first error of either.
+pub(crate) fn wait_until<E: From<Error>>(
+    check: WaitCheck<'_>,
+    mut is_done: impl FnMut() -> Result<bool, E>,
+) -> Result<(), E> {
+    let mut backoff = backoff();
+    while !is_done()? {
+        check()?;
+        backoff.pause();
+    }
+    Ok(())
+}
