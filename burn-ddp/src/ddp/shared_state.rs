@@ -83,10 +83,10 @@ impl SharedState {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if no training has begun.
+    /// [`crate::Error::Invalid`] if no training has begun.
     #[cfg(feature = "train")]
     pub(crate) fn metric_group(&self) -> Result<&ProcessGroup> {
-        let missing = || Error::invalid("metrics of all ranks are for what `ddp.training(…)` returns");
+        let missing = || crate::Error::invalid("metrics of all ranks are for what `ddp.training(…)` returns");
         self.metric_group.get().ok_or_else(missing)
     }
 
