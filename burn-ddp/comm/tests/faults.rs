@@ -6,7 +6,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Error, ReduceOp, StoreServer, World, WorldOptions};
+use burn_ddp_comm::{Error, Progress, ReduceOp, StoreServer, Track, World, WorldOptions};
 use common::{Process, await_go, launcher_store, options, rank_at, role, say};
 use rustix::process::Signal;
 
@@ -179,7 +179,7 @@ fn a_rank_that_reads_nothing_blocks_nobody_and_is_given_up() {
         let mut slowest = Duration::ZERO;
         let told = (0..100_000).find(|_| {
             let begin = Instant::now();
-            world.stop(0, 0, &what);
+            world.stop(Track::Batches { loader: 0, run: 0 }, Progress::default(), &what);
             slowest = slowest.max(begin.elapsed());
             world.check().is_err()
         });

@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use burn::tensor::Device;
 use burn_ddp_comm::{ProcessGroup, World};
 
+use crate::Result;
 use crate::batch_weight::{Batch, BatchWeight};
 use crate::checkpoint::background::BackgroundWrite;
 use crate::seed::Seed;
 use crate::telemetry::meter::Meter;
-use crate::Result;
 
 /// State of one rank. Each field is written by this rank's own threads only.
 pub(crate) struct SharedState {

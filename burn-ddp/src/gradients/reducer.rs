@@ -158,7 +158,7 @@ impl<T> Reducer<T> {
     }
 
     /// Submits all buckets that have not been submitted, complete or not, and `piggyback`; without a communication
-    /// thread it also reduces them. Reducers that meet in one backward do so in the order of their [`id`](Reducer::id).
+    /// thread it also reduces them. Reducers that meet in one backward do so in the order of their groups.
     pub(crate) fn submit_rest(&mut self, piggyback: Piggyback) -> Result<()> {
         if !self.batches.reducing {
             self.forget_arrivals();

@@ -7,6 +7,9 @@ use burn_ddp_comm::{Error, Progress, ReduceOp, Track, WorldOptions};
 
 use crate::harness::{AT_ONCE, Make, Together, at_once, fatal, groups, lined_up, members, outcomes, patient};
 
+const TRACK: Track = Track::Batches { loader: 1, run: 0 };
+const FIRST_STEP: Progress = Progress { epoch: 0, step: 1 };
+
 pub fn a_panic_ends_pending_calls_everywhere(make: Make) {
     for n in [2, 4] {
         let outcomes = at_once(|| {
@@ -133,7 +136,7 @@ pub fn leaving_is_no_error_for_those_who_need_nothing(make: Make) {
                 return group.barrier();
             }
             left.wait();
-            world.advance(Track::Batches { loader: 0, run: 0 }, Progress { epoch: 0, step: 1 }).and_then(|()| world.check())
+            world.advance(TRACK, FIRST_STEP).and_then(|()| world.check())
         })
     });
     assert!(matches!(&results[0], Err(Error::PeerLeft { peer, .. }) if peer.rank == 0), "{results:?}");
@@ -172,7 +175,7 @@ pub fn the_first_cause_stays_for_all_groups(make: Make) {
             assert_eq!(fatal(second.all_gather_object(&1)), cause);
             assert_eq!(fatal(world.group()), cause);
             assert_eq!(fatal(world.check()), cause);
-            assert_eq!(fatal(world.advance(Track::Batches { loader: 1, run: 0 }, Progress { epoch: 0, step: 1 })), cause);
+            assert_eq!(fatal(world.advance(TRACK, FIRST_STEP)), cause);
             cause
         })
     });
