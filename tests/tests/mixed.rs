@@ -40,6 +40,12 @@ fn follows_equal_devices(kinds: &[Kind]) {
     assert!(d <= 1e-4, "{d:e}");
 }
 
+/// The reference of the tests below: it learns, and its ranks hold equal parameters.
+#[test]
+fn equal_devices() {
+    follows_equal_devices(&[Device::flex, Device::flex]);
+}
+
 #[test]
 #[cfg_attr(not(feature = "ndarray"), ignore = "built without `--features ndarray`")]
 fn two_processors() {
