@@ -31,6 +31,10 @@ impl Ddp {
     /// [`Error::Invalid`] if `model` is not one wrapped model; [`Error::Comm`] if a peer failed, or left without
     /// calling it; [`Error::ReplicasDiffer`] as every backward.
     ///
+    /// [`Error::Invalid`]: crate::Error::Invalid
+    /// [`Error::Comm`]: crate::Error::Comm
+    /// [`Error::ReplicasDiffer`]: crate::Error::ReplicasDiffer
+    ///
     /// # Example
     ///
     /// ```

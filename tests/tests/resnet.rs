@@ -95,7 +95,7 @@ fn train(ddp: &Ddp, initial: &[u8], dtype: DType) -> Result<Read> {
 fn two_ranks_of_8_are_one_rank_of_16_after_10_steps() -> Result<()> {
     // One initialisation: in f32 a rounding may decide a ReLU, and after that two runs part, whoever makes them.
     let device = device();
-    device.seed(1);
+    device.seed(4);
     let initial = network(&device).into_record().into_bytes().map_err(|e| anyhow::anyhow!("{e}"))?;
     for (dtype, tolerance) in [(DType::F64, 1e-9), (DType::F32, 1e-3)] {
         let one = Ddp::spawn(1, |ddp| train(&ddp, &initial, dtype))?;

@@ -304,7 +304,7 @@ mod tests {
     }
 
     fn restarts(node: NodeOutcome) -> bool {
-        may_help(&[node.clone()], &Outcome::of(&[node], 0))
+        may_help(std::slice::from_ref(&node), &Outcome::of(std::slice::from_ref(&node), 0))
     }
 
     #[test]

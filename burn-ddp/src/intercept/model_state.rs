@@ -182,7 +182,8 @@ enum Opening {
     Taken,
 }
 
-/// The state of a wrapped model while its backend is asked for. Opaque: made by `wrap`, passed through [`DdpBackend`].
+/// The state of a wrapped model while its backend is asked for. Opaque: made by `wrap`, passed through
+/// [`DdpBackend`](crate::backend::DdpBackend).
 #[derive(Clone)]
 pub struct ModelOpening(Arc<Mutex<Opening>>);
 
