@@ -62,11 +62,13 @@ fn halves_and_worlds() {
         assert_eq!(row["elements"], 1000, "{row}");
         assert!(row["of_first"].as_f64().unwrap() > 0.0, "{row}");
     }
-    // A turn long enough for the clock of processor time, which ticks in milliseconds on a busy machine.
     let worlds =
-        rows("all-reduce --scaling --engine tcp --world 2,3 --sizes 8192 --rounds 1 --round-ms 50 --alone --json");
+        rows("all-reduce --scaling --engine tcp --world 2,3 --sizes 8192 --rounds 1 --round-ms 1 --alone --json");
     assert_eq!(worlds[1]["world"], 3);
-    assert!(worlds[1]["cpu_ns_per_rank_byte"].is_f64() && worlds[1]["of_smallest_world"].is_f64(), "{}", worlds[1]);
+    // The clock of processor time may not tick in a turn of a millisecond; then there is no multiple of it.
+    let ticked = worlds[0]["cpu_ns_per_rank_byte"].as_f64().unwrap() > 0.0;
+    assert_eq!(worlds[1]["of_smallest_world"].is_f64(), ticked, "{worlds:?}");
+    assert!(worlds[1]["cpu_ns_per_rank_byte"].is_f64(), "{}", worlds[1]);
 }
 
 #[test]

@@ -69,11 +69,12 @@ impl Measured {
         Some(own.times_longer_than(first))
     }
 
-    /// CPU time of `own` per rank and byte as a multiple of the first world's.
+    /// CPU time of `own` per rank and byte as a multiple of the first world's; `None` if the clock did not tick there.
     fn of_smallest_world(&self, own: &Timing, of_size: &[Measured]) -> Option<f64> {
         let first = of_size.iter().filter(|one| one.dtype == self.dtype);
         let (first, timing) = first.filter_map(|one| Some((one, one.timing(own.contender)?))).next()?;
-        Some(self.cpu_ns_per_byte(own) / first.cpu_ns_per_byte(timing))
+        let first = first.cpu_ns_per_byte(timing);
+        (first > 0.0).then(|| self.cpu_ns_per_byte(own) / first)
     }
 
     /// Bytes of one rank's buffer by time, in GB/s.
