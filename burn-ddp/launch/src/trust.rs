@@ -38,10 +38,9 @@ impl Trust {
             }
             None if spec.nnodes > 1 && trusted() => Ok(Self::Network),
             None if spec.nnodes > 1 => Err(LaunchError::Usage(
-                "a job on several machines needs a secret, or any stranger could join it: run `burnrun secret FILE` \
-                 on one machine, copy FILE to the others, and add --secret-file FILE on all; if nobody else can reach \
-                 these machines, \
-                 BURN_DDP_TRUST_NETWORK=1 does without"
+                "a job on several machines needs a secret, or any stranger could join it: run `burnrun secret FILE` on \
+                 one machine, copy FILE to the others, and add --secret-file FILE on all; if nobody else can reach \
+                 these machines, BURN_DDP_TRUST_NETWORK=1 does without"
                     .into(),
             )),
             None => Self::for_this_job(),

@@ -309,8 +309,7 @@ impl<T> Reducer<T> {
         if counted && self.broken.is_none() {
             self.broken = Some(self.fault(
                 "an earlier backward ended half-way (a panic?) and took the gradients held for accumulation with it; \
-                the ranks \
-                 cannot get back in step"
+                the ranks cannot get back in step"
                     .into(),
             ));
         }

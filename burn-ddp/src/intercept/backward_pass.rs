@@ -47,9 +47,8 @@ impl WrappedModel {
         let epoch = batch.step.map(|s| (s.track, s.at.epoch));
         if state.reducer.holds_gradients() && epoch.is_some() && state.epoch.is_some_and(|held| Some(held) != epoch) {
             return Err(self.fault(format!(
-                "an epoch ended while gradients of micro-batches were held: the number of steps does not divide by \
-                the accumulation of {}; \
-                 call `ddp.discard_accumulated(&model)` at the end of the epoch",
+                "an epoch ended while gradients of micro-batches were held: the number of steps does not divide by the \
+                accumulation of {}; call `ddp.discard_accumulated(&model)` at the end of the epoch",
                 state.accumulation
             )));
         }

@@ -23,8 +23,7 @@ pub(crate) fn checked_backward<const D: usize, M: Module>(
     let (gradients, reached) = wrapped.capture(|| loss.backward())?;
     if !reached {
         let reason = "the loss depends on no parameter of the wrapped model, or on none that it tapped (frozen or \
-        replaced \
-                      after `wrap`?)";
+        replaced after `wrap`?)";
         return Err(refused(&wrapped.ddp, reason.into()));
     }
     match bypassed(model, wrapped, &gradients)? {

@@ -30,8 +30,7 @@ impl WrappedModel {
         let path = &self.slots[slot].path;
         let fault = self.fault(format!(
             "the average of {path}, which this rank did not use, missed the optimizer: the parameter's id has changed \
-            since `wrap`, as \
-             `load_record` does. Load before `wrap`, or `ddp.wrap(ddp.unwrap(model)?)` again"
+            since `wrap`, as `load_record` does. Load before `wrap`, or `ddp.wrap(ddp.unwrap(model)?)` again"
         ));
         self.ddp.world().fail(fault.to_string());
         self.stale.get_or_init(|| fault);
@@ -44,8 +43,7 @@ impl WrappedModel {
         }
         Err(self.fault(
             "the wrapped model, or a copy, went through `valid().train()`, which gives it running statistics of its \
-            own: \
-             `ddp.wrap(ddp.unwrap(model)?)` it again, or keep the model that `valid()` was called on"
+            own: `ddp.wrap(ddp.unwrap(model)?)` it again, or keep the model that `valid()` was called on"
                 .into(),
         ))
     }
@@ -156,16 +154,14 @@ pub(super) fn bypassed<M: Module>(
 fn past_tap(path: &str) -> String {
     format!(
         "{path} was read past its tap, so its gradient is not averaged: read parameters through `val()`, not through \
-        `base()` or by \
-         dereferencing the `Param`"
+        `base()` or by dereferencing the `Param`"
     )
 }
 
 /// Error text for a parameter without a tap.
 fn lost_tap(path: &str) -> String {
     format!(
-        "{path} is no longer tapped, so its gradient is not averaged: it was replaced after `wrap` (`Param::map` \
-        makes a new parameter; \
-         `Module::map` keeps the tap). Change it before, or `ddp.wrap(ddp.unwrap(model)?)` again"
+        "{path} is no longer tapped, so its gradient is not averaged: it was replaced after `wrap` (`Param::map` makes \
+        a new parameter; `Module::map` keeps the tap). Change it before, or `ddp.wrap(ddp.unwrap(model)?)` again"
     )
 }

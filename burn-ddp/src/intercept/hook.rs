@@ -80,8 +80,7 @@ impl WrappedModel {
             let path = &self.slots[read.slot].path;
             return Err(self.fault(format!(
                 "two copies of the wrapped model met in one backward, or {path} was read while backward ran: wrap the \
-                copy itself \
-                 (a target network, an EMA) or detach it"
+                copy itself (a target network, an EMA) or detach it"
             )));
         }
         slot.leaf = Some(leaf);

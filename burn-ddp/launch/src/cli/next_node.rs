@@ -74,8 +74,7 @@ mod tests {
             (
                 "burnrun --nnodes 2 --node_rank=0 --master-addr h -n auto --local-ranks-filter 0,1 ./train --x it's",
                 "on the other machine run: burnrun --nproc-per-node auto --nnodes 2 --master-addr h \
-                --local-ranks-filter 0,1 \
-                 --node-rank 1 ./train --x 'it'\\''s'",
+                --local-ranks-filter 0,1 --node-rank 1 ./train --x 'it'\\''s'",
             ),
             (
                 "burnrun --nnodes 3 --rdzv-endpoint h:7 ./train",
