@@ -30,6 +30,8 @@ pub(crate) struct Reducer<T> {
     worker: Worker,
     meter: StepMeter,
     ring: BufferRing,
+    /// Number of buffers of the ring; `None` means one per bucket. The same on all ranks.
+    ring_len: Option<usize>,
     batches: MicroBatches,
     /// Number of slots of each bucket that arrived in this backward.
     filled: Vec<usize>,
@@ -73,6 +75,9 @@ impl<T> Reducer<T> {
         let (rank, id) = (group.rank(), group.id());
         group.hide_from_timeline();
         let plan = Plan::new(&slots, &[], settings.caps, store.packs());
+        // Ranks may compute on different backends, and all have the same buffers: one that needs more decides.
+        let ring_lens = group.all_gather_object(&store.ring_len())?;
+        let ring_len = ring_lens.into_iter().collect::<Option<Vec<_>>>().and_then(|lens| lens.into_iter().max());
         let worker = if settings.overlap {
             Worker::threaded(group, settings.timeout).map_err(|e| Error::Backward {
                 rank,
@@ -91,6 +96,7 @@ impl<T> Reducer<T> {
             worker,
             meter: StepMeter::new(meter, id),
             ring: BufferRing::default(),
+            ring_len,
             batches: MicroBatches::new(settings.reduction, settings.accumulation),
             filled: Vec::new(),
             arrived: Vec::new(),
@@ -129,7 +135,14 @@ impl<T> Reducer<T> {
     }
 
     /// Takes the final gradient of `slot` in this backward, and submits every bucket that is complete now.
+    ///
+    /// # Errors
+    ///
+    /// If its bucket is under way already, or the store cannot take it.
     pub(crate) fn put(&mut self, slot: usize, gradient: T) -> Result<()> {
+        if self.batches.reducing && self.plan.ranges[slot].bucket < self.next {
+            return Err(self.fault(format!("the bucket of {} is under way already", self.slots[slot].path)));
+        }
         let arrival = self.store.put(slot, gradient, self.batches.contribution());
         match arrival.map_err(|e| self.fault(e))? {
             Arrival::Now => self.arrive(slot),
@@ -448,7 +461,7 @@ impl<T> Reducer<T> {
 
     /// Makes buffers for the plan. *Collective*.
     fn allocate(&mut self) -> Result<()> {
-        let lens_bytes = BufferRing::lens_bytes(&self.plan, self.store.ring_len());
+        let lens_bytes = BufferRing::lens_bytes(&self.plan, self.ring_len);
         self.ring = BufferRing::default();
         self.submit(Job::Allocate(lens_bytes))?;
         let allocated = match self.worker.next().map(|finished| finished.done) {
