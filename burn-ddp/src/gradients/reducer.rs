@@ -76,8 +76,8 @@ impl<T> Reducer<T> {
         group.hide_from_timeline();
         let plan = Plan::new(&slots, &[], settings.caps, store.packs());
         // Ranks may compute on different backends, and all have the same buffers: one that needs more decides.
-        let ring_lens = group.all_gather_object(&store.ring_len())?;
-        let ring_len = ring_lens.into_iter().collect::<Option<Vec<_>>>().and_then(|lens| lens.into_iter().max());
+        let lens: Option<Vec<_>> = group.all_gather_object(&store.ring_len())?.into_iter().collect();
+        let ring_len = lens.and_then(|lens| lens.into_iter().max());
         let worker = if settings.overlap {
             Worker::threaded(group, settings.timeout).map_err(|e| Error::Backward {
                 rank,
@@ -135,10 +135,6 @@ impl<T> Reducer<T> {
     }
 
     /// Takes the final gradient of `slot` in this backward, and submits every bucket that is complete now.
-    ///
-    /// # Errors
-    ///
-    /// If its bucket is under way already, or the store cannot take it.
     pub(crate) fn put(&mut self, slot: usize, gradient: T) -> Result<()> {
         if self.batches.reducing && self.plan.ranges[slot].bucket < self.next {
             return Err(self.fault(format!("the bucket of {} is under way already", self.slots[slot].path)));
