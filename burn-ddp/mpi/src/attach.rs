@@ -13,7 +13,7 @@ use crate::error::{call_failed, environment};
 use crate::fabric::{MpiFabric, Ranks};
 use crate::ffi::{self, Comm};
 use crate::transport::MpiTransport;
-use crate::wait::backoff;
+use crate::wait::poll_pause;
 use crate::{detect, lifecycle};
 
 /// Makes all later groups of `world` use MPI. All ranks call it, between the same groups; it returns when all have.
@@ -137,7 +137,7 @@ fn name(peer: &PeerInfo) -> [u8; NAME_BYTES] {
 
 /// Makes a communicator of the world's own, which keeps its messages apart from the program's.
 fn duplicate(all: &Comm, membership: &Arc<Membership>, call: &Call) -> Result<Comm> {
-    let mut backoff = backoff(membership);
+    let mut pause = poll_pause(membership);
     let mut duplication = all.duplicate().map_err(call_failed)?;
     loop {
         if let Some(comm) = duplication.test().map_err(call_failed)? {
@@ -147,6 +147,6 @@ fn duplicate(all: &Comm, membership: &Arc<Membership>, call: &Call) -> Result<Co
         if Instant::now() >= call.deadline() {
             return Err(call.timed_out((0..call.members.count()).filter(|rank| *rank != call.rank).collect()));
         }
-        backoff.pause();
+        pause.wait();
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 
-use burn_ddp_comm::{Backoff, Error, Result};
+use burn_ddp_comm::{Error, PollPause, Result};
 
 use crate::ffi::Requests;
 use crate::fragments::Fragments;
@@ -28,16 +28,16 @@ pub(crate) struct Channel {
     /// By group rank: true if the rank has closed its side.
     pub(crate) closed: Vec<bool>,
     pub(crate) requests: Requests<Key>,
-    pub(crate) backoff: Backoff,
+    pub(crate) pause: PollPause,
     /// Spare buffers for first fragments, and for the others.
     first_buffers: Vec<Vec<u8>>,
     buffers: Vec<Vec<u8>>,
 }
 
 impl Channel {
-    pub(crate) fn new(routes: Vec<Route>, requests: Requests<Key>, backoff: Backoff) -> Channel {
+    pub(crate) fn new(routes: Vec<Route>, requests: Requests<Key>, pause: PollPause) -> Channel {
         let closed = vec![false; routes.len()];
-        Channel { routes, closed, requests, backoff, first_buffers: Vec::new(), buffers: Vec::new() }
+        Channel { routes, closed, requests, pause, first_buffers: Vec::new(), buffers: Vec::new() }
     }
 
     /// Way to the group rank `peer`.

@@ -13,7 +13,7 @@ use burn_ddp_comm::{LaunchEnv, Meeting, Result, WorldOptions};
 use crate::error::{call_failed, environment};
 use crate::ffi::{Comm, Completed, Requests};
 use crate::lifecycle;
-use crate::wait::backoff_alone;
+use crate::wait::poll_pause_alone;
 
 /// Variable of MPICH's launchers: the number of the socket to the process manager.
 const PMI_FD: &str = "PMI_FD";
@@ -76,7 +76,7 @@ fn agree(timeout: Duration) -> Result<String> {
         requests.receive(0, tag, vec![0; NAME_BYTES], NAME_BYTES, ()).map_err(call_failed)?;
     }
     let messages = if all.rank() == 0 { all.size() - 1 } else { 1 };
-    let mut backoff = backoff_alone();
+    let mut pause = poll_pause_alone();
     let (mut completed, mut done): (Vec<Completed<()>>, c_int) = (Vec::new(), 0);
     while done < messages {
         requests.poll(&mut completed).map_err(call_failed)?;
@@ -91,7 +91,7 @@ fn agree(timeout: Duration) -> Result<String> {
                 format!("the ranks have not agreed where to meet within {waited} s: do all of them get there?");
             return Err(environment(message));
         }
-        backoff.pause();
+        pause.wait();
     }
     Ok(String::from_utf8_lossy(&name).trim().to_owned())
 }

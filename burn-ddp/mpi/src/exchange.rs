@@ -55,7 +55,7 @@ impl<'a, 'b> Exchange<'a, 'b> {
 
     /// Sends and receives all frames. If there is a `take`, it gets the peers' frames, fragment by fragment.
     pub(crate) fn run(mut self, channel: &mut Channel, mut take: Option<&mut dyn FnMut(Piece<'_>)>) -> Result<()> {
-        channel.backoff.reset();
+        channel.pause.reset();
         loop {
             let mut moved = self.begin(channel)?;
             moved |= self.complete(channel)?;
@@ -71,7 +71,7 @@ impl<'a, 'b> Exchange<'a, 'b> {
                 return Ok(());
             }
             if moved {
-                channel.backoff.reset();
+                channel.pause.reset();
                 continue;
             }
             self.wait(channel)?;
@@ -255,7 +255,7 @@ impl<'a, 'b> Exchange<'a, 'b> {
         if self.stall.is_due() {
             self.membership.stalled(self.call, self.waiting_for());
         }
-        channel.backoff.pause();
+        channel.pause.wait();
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use crate::exchange::{CLOSING, Exchange};
 use crate::ffi::{Comm, Requests};
 use crate::fragments::{FIRST_ROOM, Fragments};
 use crate::lifecycle::{self, InUse};
-use crate::wait::backoff;
+use crate::wait::poll_pause;
 
 pub(crate) const NAME: &str = "mpi";
 
@@ -42,7 +42,7 @@ impl MpiTransport {
     ) -> Result<MpiTransport> {
         let in_use = lifecycle::in_use()?;
         let fragments = Fragments::of(routes.len());
-        let channel = Channel::new(routes, Requests::new(comm), backoff(&membership));
+        let channel = Channel::new(routes, Requests::new(comm), poll_pause(&membership));
         Ok(MpiTransport { rank, channel, fragments, membership, broken: false, says_goodbye, _in_use: in_use })
     }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use burn_ddp_comm::membership::Membership;
-use burn_ddp_comm::{Backoff, core_per_rank};
+use burn_ddp_comm::{PollPause, core_per_rank};
 
 /// Time for which a wait keeps its core, if ranks do not outnumber cores.
 const SPINS: Duration = Duration::from_micros(500);
@@ -11,12 +11,12 @@ const SPINS: Duration = Duration::from_micros(500);
 const YIELDS: Duration = Duration::from_millis(1);
 
 /// Pauses of the waits of one rank.
-pub(crate) fn backoff(membership: &Membership) -> Backoff {
+pub(crate) fn poll_pause(membership: &Membership) -> PollPause {
     let spins = core_per_rank(membership.rank(), membership.peers());
-    Backoff::new(if spins { SPINS } else { Duration::ZERO }, YIELDS)
+    PollPause::new(if spins { SPINS } else { Duration::ZERO }, YIELDS)
 }
 
 /// Pauses of waits before the ranks of a world know each other.
-pub(crate) fn backoff_alone() -> Backoff {
-    Backoff::new(SPINS, YIELDS)
+pub(crate) fn poll_pause_alone() -> PollPause {
+    PollPause::new(SPINS, YIELDS)
 }

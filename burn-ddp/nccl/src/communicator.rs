@@ -13,7 +13,7 @@ use crate::device::Device;
 use crate::error::DeviceError;
 use crate::nccl::{Config, IN_PROGRESS, Nccl, NcclCalls, RawComm, SUCCESS, UniqueId};
 use crate::sync::lock;
-use crate::wait::{WaitCheck, backoff, wait_until};
+use crate::wait::{WaitCheck, poll_pause, wait_until};
 
 /// An `ncclComm_t`.
 struct Handle(RawComm);
@@ -188,9 +188,9 @@ fn close(nccl: &Nccl, handle: Handle, broken: bool) {
 fn finalized(nccl: &Nccl, comm: RawComm) -> bool {
     // SAFETY: it has no other user.
     let mut state = unsafe { nccl.calls().comm_finalize(comm) };
-    let (until, mut backoff) = (Instant::now() + FINALIZE, backoff());
+    let (until, mut pause) = (Instant::now() + FINALIZE, poll_pause());
     while state == IN_PROGRESS && Instant::now() < until {
-        backoff.pause();
+        pause.wait();
         // SAFETY: a place for an int.
         let code = unsafe { nccl.calls().comm_get_async_error(comm, &mut state) };
         if code != SUCCESS {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use burn_ddp_comm::{Backoff, Error};
+use burn_ddp_comm::{Error, PollPause};
 
 /// Check between two looks of a wait. An error ends the wait: the world has ended, or the deadline has passed.
 pub type WaitCheck<'a> = &'a dyn Fn() -> Result<(), Error>;
@@ -11,8 +11,8 @@ pub type WaitCheck<'a> = &'a dyn Fn() -> Result<(), Error>;
 const YIELDS: Duration = Duration::from_micros(200);
 
 /// Pauses between two looks at a device. They never spin: the threads of a rank may share one core.
-pub(crate) fn backoff() -> Backoff {
-    Backoff::new(Duration::ZERO, YIELDS)
+pub(crate) fn poll_pause() -> PollPause {
+    PollPause::new(Duration::ZERO, YIELDS)
 }
 
 /// Looks until `is_done` returns true, with a `check` after each look that found otherwise.
@@ -23,10 +23,10 @@ pub(crate) fn wait_until<E: From<Error>>(
     check: WaitCheck<'_>,
     mut is_done: impl FnMut() -> Result<bool, E>,
 ) -> Result<(), E> {
-    let mut backoff = backoff();
+    let mut pause = poll_pause();
     while !is_done()? {
         check()?;
-        backoff.pause();
+        pause.wait();
     }
     Ok(())
 }

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::progress::{Progress, Track};
 use crate::Error;
 use crate::call::CallInfo;
+use crate::net::wait::Waker;
 
 /// A message from one rank to all others, besides data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -65,4 +66,11 @@ pub trait Wake: Send + Sync {
     /// Called after each change, from any thread, never with a lock of [`Membership`](super::Membership) held. Must not
     /// block.
     fn wake(&self);
+}
+
+/// A poll that waits for this, too.
+impl Wake for Waker {
+    fn wake(&self) {
+        Waker::wake(self);
+    }
 }

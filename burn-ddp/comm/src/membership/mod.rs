@@ -40,8 +40,9 @@ use self::heartbeats::Liveness;
 use self::state::Shared;
 use crate::call::CallInfo;
 use crate::history::History;
+use crate::net::wait::Waker;
 use crate::sync::lock;
-use crate::{LaunchEnv, Result, WorldOptions};
+use crate::{Error, LaunchEnv, Result, WorldOptions};
 
 pub use self::messages::{ControlMessage, Heartbeat, Outbox, PendingCall, Wake};
 pub use self::peer::PeerInfo;
@@ -125,6 +126,19 @@ impl Membership {
         let mut wakers = lock(&self.shared.wakers);
         wakers.retain(|waker| waker.strong_count() > 0);
         wakers.push(waker);
+    }
+
+    /// A socket to poll beside others: it becomes readable at every change, for as long as it is kept.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if this process cannot have another socket.
+    pub(crate) fn new_waker(&self) -> Result<Arc<Waker>> {
+        let waker = Waker::new()
+            .map_err(|e| Error::Environment { message: format!("this process cannot have another socket: {e}") })?;
+        let waker = Arc::new(waker);
+        let weak: Weak<dyn Wake> = Arc::downgrade(&waker) as Weak<dyn Wake>;
+        self.add_waker(weak);
+        Ok(waker)
     }
 
     /// Checks that the world goes on.

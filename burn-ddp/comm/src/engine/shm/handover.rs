@@ -15,7 +15,7 @@
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
@@ -30,7 +30,7 @@ use crate::auth::job_key::LinkKey;
 use crate::auth::key::KEY_BYTES;
 use crate::call::Call;
 use crate::engine::{Stall, Unavailable};
-use crate::membership::{Membership, Wake};
+use crate::membership::Membership;
 use crate::net::local;
 use crate::net::wait::{Waker, wait};
 use crate::{Error, Result};
@@ -70,19 +70,11 @@ pub(super) struct Handover<'a> {
     pub(super) number: u64,
 }
 
-/// Wakes a handover when the membership changes.
-struct Bell(Waker);
-
-impl Wake for Bell {
-    fn wake(&self) {
-        self.0.wake();
-    }
-}
-
 /// The waits of a handover.
 struct Waits<'a> {
     handover: &'a Handover<'a>,
-    bell: Arc<Bell>,
+    /// Woken when the membership changes.
+    waker: Arc<Waker>,
     deadline: Instant,
     stall: Stall,
 }
@@ -96,13 +88,9 @@ impl Handover<'_> {
         if self.size() == 1 {
             return Ok(Segment::create(len).map(|(segment, _)| segment).map_err(|e| self.not_created(len, &e)));
         }
-        let waker = Waker::new()
-            .map_err(|e| Error::Environment { message: format!("this process cannot have another socket: {e}") })?;
-        let bell = Arc::new(Bell(waker));
-        let weak: Weak<dyn Wake> = Arc::downgrade(&bell) as Weak<dyn Wake>;
-        self.membership.add_waker(weak);
+        let waker = self.membership.new_waker()?;
         let stall = Stall::new(self.call, self.membership.options().stall);
-        let mut waits = Waits { handover: self, bell, deadline: self.call.deadline(), stall };
+        let mut waits = Waits { handover: self, waker, deadline: self.call.deadline(), stall };
         if self.rank == 0 { self.lead(&mut waits, len) } else { self.follow(&mut waits, len) }
     }
 
@@ -303,11 +291,11 @@ impl Waits<'_> {
     fn wait(&mut self, fds: Vec<PollFd<'_>>, missing: &[usize], until: Option<Instant>) -> Result<()> {
         let Handover { call, membership, .. } = self.handover;
         missing.iter().for_each(|rank| call.expect(*rank));
-        let bell = self.bell.clone();
+        let waker = self.waker.clone();
         let mut fds: Vec<PollFd<'_>> = fds;
-        fds.push(PollFd::new(&bell.0, PollFlags::IN));
+        fds.push(PollFd::new(&*waker, PollFlags::IN));
         loop {
-            bell.0.clear();
+            waker.clear();
             membership.check()?;
             if let Some(gone) =
                 missing.iter().map(|rank| call.world_rank(*rank)).find(|rank| membership.has_left(*rank))

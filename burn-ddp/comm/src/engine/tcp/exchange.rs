@@ -31,7 +31,7 @@ pub(super) fn piece_bytes(peers: usize) -> usize {
 pub(super) struct Exchange<'a, 'b> {
     pub(super) call: &'a Call,
     pub(super) membership: &'a Membership,
-    pub(super) bell: &'a Waker,
+    pub(super) waker: &'a Waker,
     /// Frames still to be written, with their receivers.
     pub(super) sending: Vec<(usize, Sending<'a>)>,
     /// Frames read, and still to be read.
@@ -130,7 +130,7 @@ impl Exchange<'_, '_> {
         for receive in self.receiving.iter().filter(|receive| receive.wants()) {
             interest[receive.peer()] |= PollFlags::IN;
         }
-        let mut fds = vec![PollFd::new(self.bell, PollFlags::IN)];
+        let mut fds = vec![PollFd::new(self.waker, PollFlags::IN)];
         let mut polled = Vec::with_capacity(links.len());
         for (peer, (link, interest)) in links.iter().zip(interest).enumerate() {
             if let Some(link) = link
@@ -151,7 +151,7 @@ impl Exchange<'_, '_> {
             link(links, peer)?.unblock();
         }
         if rung {
-            self.bell.clear();
+            self.waker.clear();
             self.explain()?;
         }
         if woken {

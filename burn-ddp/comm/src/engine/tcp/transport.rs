@@ -1,16 +1,16 @@
 //! Exchanges of frames over one group's connections.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use super::NAME;
 use super::exchange::{Exchange, piece_bytes};
 use super::link::{Link, Receiving, Sending};
 use super::spin::Spin;
+use crate::Result;
 use crate::call::Call;
 use crate::engine::{Incoming, Outgoing, Piece, Stall, Transport};
-use crate::membership::{Membership, Wake};
+use crate::membership::Membership;
 use crate::net::wait::Waker;
-use crate::{Error, Result};
 
 /// One group's connections on one rank.
 pub(super) struct TcpTransport {
@@ -19,30 +19,18 @@ pub(super) struct TcpTransport {
     /// By group rank; `None` for this one.
     links: Vec<Option<Link>>,
     membership: Arc<Membership>,
-    bell: Arc<Bell>,
+    /// Woken by the membership, polled by the exchange.
+    waker: Arc<Waker>,
     /// Memory for headers, reused.
     headers: Vec<u8>,
     spin: Spin,
 }
 
-/// Rung by the membership, polled by the exchange.
-struct Bell(Waker);
-
-impl Wake for Bell {
-    fn wake(&self) {
-        self.0.wake();
-    }
-}
-
 impl TcpTransport {
     pub(super) fn new(rank: usize, links: Vec<Option<Link>>, membership: Arc<Membership>) -> Result<Self> {
-        let waker = Waker::new()
-            .map_err(|e| Error::Environment { message: format!("this process cannot have another socket: {e}") })?;
-        let bell = Arc::new(Bell(waker));
-        let weak: Weak<dyn Wake> = Arc::downgrade(&bell) as Weak<dyn Wake>;
-        membership.add_waker(weak);
+        let waker = membership.new_waker()?;
         let spin = Spin::new(&membership);
-        Ok(Self { rank, links, membership, bell, headers: Vec::new(), spin })
+        Ok(Self { rank, links, membership, waker, headers: Vec::new(), spin })
     }
 }
 
@@ -117,7 +105,7 @@ impl TcpTransport {
         }
         let stall = Stall::new(call, self.membership.options().stall);
         let exchange =
-            Exchange { call, membership: &self.membership, bell: &self.bell.0, sending, receiving, ended: None, stall };
+            Exchange { call, membership: &self.membership, waker: &self.waker, sending, receiving, ended: None, stall };
         exchange.run(&mut self.links, &mut self.spin, take)
     }
 }
