@@ -5,9 +5,9 @@ mod all_reduce;
 mod comparison;
 mod contender;
 mod curves;
+mod determinism;
 mod link;
 mod machine;
-mod noise;
 mod plot;
 mod protocol;
 mod rank;
@@ -41,7 +41,7 @@ enum Bench {
     Step(step::Step),
     Curves(curves::Curves),
     Rendezvous(rendezvous::Rendezvous),
-    Noise(noise::Noise),
+    Determinism(determinism::Determinism),
     #[cfg(feature = "plot")]
     Timeline(timeline::Timeline),
     /// Draws steps of a trace that `burnrun --timeline` wrote; needs a build with `--features plot`.
@@ -64,7 +64,7 @@ fn main() -> anyhow::Result<()> {
         Bench::Step(bench) => bench.run(),
         Bench::Curves(bench) => bench.run(),
         Bench::Rendezvous(bench) => bench.run(),
-        Bench::Noise(bench) => bench.run(),
+        Bench::Determinism(bench) => bench.run(),
         #[cfg(feature = "plot")]
         Bench::Timeline(bench) => bench.run(),
         #[cfg(not(feature = "plot"))]

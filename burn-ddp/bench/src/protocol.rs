@@ -7,7 +7,7 @@
 //! | `prepare BYTES COUNT` | `ok` | room for COUNT buffers of BYTES each |
 //! | `round SEED SAMPLES PER_SAMPLE WARMUP LATE_RANK LATE_US` | `ok CPU_NS TIME_NS…` | fills the buffers, does WARMUP steps, then SAMPLES times PER_SAMPLE steps, checks |
 //! | `usage` | `ok RSS_BYTES PSS_BYTES FAULTS` | memory and page faults so far, of ranks that train |
-//! | `noise RUN PAUSE_US` | `ok DIGEST` | of our engines' results |
+//! | `digest RUN PAUSE_US` | `ok DIGEST` | of our engines' results |
 //! | `quit` | | |
 //!
 //! Buffer `b` is filled with `1 + (5 (i mod 1021) + 3 rank + seed + b) mod 8` at element `i`, and used by steps `b`, `b

@@ -40,8 +40,8 @@ fn more_ranks_than_cores_have_a_floor() {
 }
 
 #[test]
-fn noise_finds_no_difference() {
-    for row in rows("noise --engine threads,tcp --worlds 3 --runs 2 --pause-us 50 --json") {
+fn arrival_order_does_not_change_bits() {
+    for row in rows("determinism --engine threads,tcp --worlds 3 --runs 2 --pause-us 50 --json") {
         assert_eq!((&row["different"], &row["results"]), (&0.into(), &(2 * 2 * 2 * 3).into()), "{row}");
     }
 }

@@ -1,6 +1,6 @@
 //! A rank of one of our contenders: a process (or, for the engine `threads`, a thread) that does what the driver says.
 
-mod engine;
+mod engine_rank;
 mod hardware;
 mod pump;
 mod random_sums;
@@ -102,9 +102,9 @@ trait Workload {
     /// Checks that buffer `nth`, filled with `seed`, holds the right values after `uses` steps.
     fn check(&mut self, nth: usize, seed: u64, uses: usize) -> Result<()>;
 
-    /// Digest that `noise` compares.
-    fn noise(&mut self, _run: u64, _pause_us: u64) -> Result<u64> {
-        bail!("only engines make noise")
+    /// Digest that `determinism` compares.
+    fn digest(&mut self, _run: u64, _pause_us: u64) -> Result<u64> {
+        bail!("only ranks of engines have a digest")
     }
 }
 
@@ -114,7 +114,7 @@ pub(crate) fn run(args: &RankArgs) -> Result<()> {
     let serve = |workload: Box<dyn Workload>| serve(&args.control, rank, workload, Cpu::Process);
     let lines = || SharedLines::inherited(args.lines.context("needs --lines")?);
     match args.what {
-        What::Engine => serve(Box::new(engine::EngineRank::new(engine::join()?, dtype, buffers))),
+        What::Engine => serve(Box::new(engine_rank::EngineRank::new(engine_rank::join()?, dtype, buffers))),
         What::Threads => threads(&args.control, world, dtype, buffers),
         What::Memcpy => serve(Box::new(hardware::Memcpy::new(Meeting::new(lines()?, rank, world)))),
         What::Cacheline => serve(Box::new(hardware::Cacheline::new(Meeting::new(lines()?, rank, world)))),
@@ -128,7 +128,13 @@ pub(crate) fn run(args: &RankArgs) -> Result<()> {
         #[cfg(feature = "burn")]
         What::Train => {
             let meeting = args.lines.map(|_| lines()).transpose()?.map(|lines| Meeting::new(lines, rank, world));
-            serve(Box::new(train::TrainRank::new(engine::join()?, args.model, args.side, args.bucket_bytes, meeting)?))
+            serve(Box::new(train::TrainRank::new(
+                engine_rank::join()?,
+                args.model,
+                args.side,
+                args.bucket_bytes,
+                meeting,
+            )?))
         }
     }
 }
@@ -142,7 +148,7 @@ fn threads(control: &Path, world: usize, dtype: DType, buffers: BufferKind) -> R
             .map(|world| {
                 scope.spawn(move || {
                     let rank = world.rank();
-                    serve(control, rank, Box::new(engine::EngineRank::new(world, dtype, buffers)), Cpu::Thread)
+                    serve(control, rank, Box::new(engine_rank::EngineRank::new(world, dtype, buffers)), Cpu::Thread)
                 })
             })
             .collect();
@@ -167,8 +173,8 @@ fn serve(control: &Path, rank: usize, mut workload: Box<dyn Workload>, cpu: Cpu)
                 let plan = RoundPlan::parse(&words[1..])?;
                 round(workload.as_mut(), rank, count, &plan, cpu).map(|times| times.line())
             }
-            ["noise", run, pause_us] => {
-                workload.noise(run.parse()?, pause_us.parse()?).map(|digest| format!("ok {digest:016x}"))
+            ["digest", run, pause_us] => {
+                workload.digest(run.parse()?, pause_us.parse()?).map(|digest| format!("ok {digest:016x}"))
             }
             ["quit"] => break,
             _ => bail!("what is {line:?}?"),

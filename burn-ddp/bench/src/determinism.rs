@@ -1,4 +1,4 @@
-//! `noise`: comparison of bits under random arrival.
+//! `determinism`: comparison of bits under random arrival.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use crate::table::Table;
 /// Computes sums, means and weighted means of random floats in buckets of six sizes, each after a random pause on each
 /// rank, and compares the results of all ranks, runs, engines, kinds of buffers and bucket sizes. Fails if any differ.
 #[derive(Args, Debug)]
-pub(crate) struct Noise {
+pub(crate) struct Determinism {
     /// Engines to compare.
     #[arg(long, value_delimiter = ',', default_value = "threads,tcp,shm")]
     engine: Vec<Engine>,
@@ -37,7 +37,7 @@ pub(crate) struct Noise {
     programs: Programs,
 }
 
-impl Noise {
+impl Determinism {
     pub(crate) fn run(&self) -> Result<()> {
         let mut table = Table::new(["ranks", "dtype", "results", "different"]);
         let mut all_same = true;
@@ -48,7 +48,7 @@ impl Noise {
                 all_same &= different == 0;
                 if self.json {
                     let engines: Vec<String> = self.engine.iter().map(Engine::to_string).collect();
-                    let row = json!({"bench": "noise", "engines": engines, "world": world, "dtype": dtype.to_string(),
+                    let row = json!({"bench": "determinism", "engines": engines, "world": world, "dtype": dtype.to_string(),
                         "results": results, "different": different});
                     println!("{row}");
                 }
@@ -68,7 +68,7 @@ impl Noise {
         for contender in ours(&self.engine, &[BufferKind::Slice, BufferKind::Arena]) {
             let mut team = start(contender, &Setting::here(world, dtype, &self.programs))?;
             for run in 0..self.runs {
-                for answer in team.tell(&format!("noise {run} {}", self.pause_us))? {
+                for answer in team.tell(&format!("digest {run} {}", self.pause_us))? {
                     *found.entry(answer).or_default() += 1;
                 }
             }

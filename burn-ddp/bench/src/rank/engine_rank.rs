@@ -106,7 +106,7 @@ impl Workload for EngineRank {
         }
     }
 
-    fn noise(&mut self, run: u64, pause_us: u64) -> Result<u64> {
+    fn digest(&mut self, run: u64, pause_us: u64) -> Result<u64> {
         let group = self.world.group()?;
         random_sums::digest(&group, self.dtype, self.kind, run, pause_us)
     }
