@@ -48,8 +48,8 @@ impl Determinism {
                 all_same &= different == 0;
                 if self.json {
                     let engines: Vec<String> = self.engine.iter().map(Engine::to_string).collect();
-                    let row = json!({"bench": "determinism", "engines": engines, "world": world, "dtype": dtype.to_string(),
-                        "results": results, "different": different});
+                    let row = json!({"bench": "determinism", "engines": engines, "world": world,
+                        "dtype": dtype.to_string(), "results": results, "different": different});
                     println!("{row}");
                 }
                 table.add(vec![world.to_string(), dtype.to_string(), results.to_string(), different.to_string()]);

@@ -35,8 +35,8 @@ pub struct PollPause {
 
 impl PollPause {
     /// Spins for the first `spin` of a wait, yields to other threads until `yields`, then sleeps. Both count from the
-    /// first pause. A `spin` of zero never spins: for waits on machines whose ranks [outnumber](crate::core_per_rank) the
-    /// cores.
+    /// first pause. A `spin` of zero never spins: for waits on machines whose ranks
+    /// [outnumber](crate::core_per_rank) the cores.
     pub fn new(spin: Duration, yields: Duration) -> PollPause {
         PollPause { spin, yields, since: None }
     }

@@ -9,8 +9,8 @@ use burn::tensor::{Bytes, DType, read_sync};
 use super::accumulation::Contribution;
 use super::memory::{GradientMemory, HostCopy};
 
-/// A gradient that was read: its slot and treatment, its type and its elements.
-pub(super) type Read = (usize, Contribution, DType, Bytes);
+/// A gradient in host memory: its slot and treatment, its type and its elements.
+pub(super) type HostGradient = (usize, Contribution, DType, Bytes);
 
 /// Gradients in the order in which backward came to them.
 ///
@@ -74,7 +74,7 @@ impl<B: GradientMemory> Readback<B> {
     /// # Errors
     ///
     /// The device's error.
-    pub(super) fn next(&mut self) -> Result<Option<Vec<Read>>, String> {
+    pub(super) fn next(&mut self) -> Result<Option<Vec<HostGradient>>, String> {
         self.start();
         let Some(mut portion) = self.started.pop_front() else { return Ok(None) };
         let gradients = portion.wait()?;

@@ -160,7 +160,7 @@ impl<T> Reducer<T> {
     /// Waits for gradients that are still on their device, after the last [`put`](Self::put) of a backward. Buckets are
     /// submitted as they become complete.
     pub(crate) fn receive_late(&mut self) -> Result<()> {
-        while let Some(slot) = self.store.next_read().map_err(|e| self.fault(e))? {
+        while let Some(slot) = self.store.next_late().map_err(|e| self.fault(e))? {
             self.arrive(slot)?;
         }
         Ok(())

@@ -2,24 +2,16 @@
 
 use std::sync::atomic::Ordering;
 
-use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::grads::Gradients;
 
 use super::backward_pass::submit_all;
 use super::checks::UNREAD;
 use super::failure::{fail, is_captured};
 use super::model_state::State;
+use super::unused_parameters::Substitute;
 use super::wrapped_model::WrappedModel;
 use crate::Result;
 use crate::gradients::{GradientMemory, Outcome};
-
-/// Place for the average of a slot that this rank did not use.
-enum Substitute {
-    /// The leaf of a clone.
-    Leaf(NodeId),
-    /// The stand-in leaf of this slot.
-    StandIn(usize),
-}
 
 impl WrappedModel {
     /// Counts a gate. The last one of a backward waits for the averages and registers them.
@@ -91,39 +83,10 @@ impl WrappedModel {
             grads.register::<B>(leaf, average);
         }
         unused.dedup();
-        self.tell_unused(state);
+        self.warn_unused(state);
         state.reducer.end_step()?;
         self.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
         self.waiting.note(&unused, state.reducer.step());
         Ok(())
-    }
-
-    /// Place for the average of a slot that this rank did not use. Until an optimizer steps, clones of a parameter
-    /// share a leaf.
-    fn substitute<B: GradientMemory>(&self, state: &State<B>, slot: usize) -> Substitute {
-        if !self.cloned[slot] || self.mapped.load(Ordering::Acquire) {
-            return Substitute::StandIn(slot);
-        }
-        let first = self.slots[slot].first_clone;
-        let mut clones = (first..self.slots.len()).filter(|&other| self.slots[other].first_clone == first);
-        clones.find_map(|other| state.slots[other].leaf).map_or(Substitute::StandIn(first), Substitute::Leaf)
-    }
-
-    /// Says once which parameters no rank used.
-    fn tell_unused<B: GradientMemory>(&self, state: &mut State<B>) {
-        if std::mem::replace(&mut state.told_unused, true) || self.ddp.rank() != 0 {
-            return;
-        }
-        let slots = self.slots.iter().enumerate();
-        let unused: Vec<&str> = slots
-            .filter(|(slot, s)| s.trainable && !state.reducer.is_present(*slot))
-            .map(|(_, s)| s.path.as_str())
-            .collect();
-        if !unused.is_empty() {
-            tracing::warn!(
-                parameters = unused.join(", "),
-                "parameters that had no gradient on any rank in the first step: unused, or read past their taps"
-            );
-        }
     }
 }

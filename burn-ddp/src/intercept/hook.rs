@@ -1,15 +1,12 @@
-//! Reads of parameters in forward, and the hooks that take their gradients in backward.
+//! Hooks: each takes the gradient of one read of a parameter in backward, and gives the sum of a slot to the reducer.
 
 use std::sync::Arc;
 
-use burn::backend::TensorMetadata;
 use burn::backend::autodiff::NodeId;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::tensor::FloatTensor;
 
 use super::failure::fail;
-use super::ladder::{AutodiffTensor, scalar, untracked};
 use super::model_state::State;
 use super::read::Read;
 use super::wrapped_model::WrappedModel;
@@ -17,33 +14,6 @@ use crate::Result;
 use crate::gradients::GradientMemory;
 
 impl WrappedModel {
-    /// Remembers the leaf of a slot until the end of the next backward.
-    pub(super) fn note_leaf<B: GradientMemory>(&self, slot: usize, leaf: &AutodiffTensor<B>) {
-        if let Some(state) = self.lock().of::<B>() {
-            state.values[slot] = Some(leaf.clone());
-        }
-    }
-
-    /// The rung of the ladder for a read of a parameter.
-    pub(super) fn rung<B: GradientMemory, C: CheckpointStrategy>(
-        &self,
-        slot: usize,
-        like: &AutodiffTensor<B>,
-    ) -> AutodiffTensor<B> {
-        match self.lock().of::<B>() {
-            Some(state) => {
-                state.values[slot] = Some(like.clone());
-                state.ladder.next::<C>(like)
-            }
-            None => untracked::<B>(scalar::<B>(&like.device(), like.dtype())),
-        }
-    }
-
-    /// The stand-in leaf of a slot, if it has been needed.
-    pub(super) fn stand_in<B: GradientMemory>(&self, slot: usize) -> Option<AutodiffTensor<B>> {
-        self.lock().of::<B>()?.stand_ins.get(slot)
-    }
-
     /// Takes the gradient of one read.
     pub(super) fn hook<B: GradientMemory>(
         self: Arc<Self>,

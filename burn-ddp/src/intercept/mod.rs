@@ -2,12 +2,12 @@
 //!
 //! | step | file |
 //! |---|---|
-//! | a parameter is read | `reparameterization`, `nodes` (what goes into the graph), `ladder`, `read` |
+//! | a parameter is read | `tap`, `nodes` (what goes into the graph), `read`, `ladder` |
 //! | its gradient comes | `hook`, `backward_pass` (first hook to first gate) |
-//! | averages go onto leaves | `gate`, `stand_in` (parameters that this rank did not use) |
+//! | averages go onto leaves | `gate`; of parameters that this rank did not use: `unused_parameters`, `waiting_averages` |
 //! | state | `open_model`, `wrapped_model` (of all copies), `model_state` (in tensors of the backend), `synced_statistics` |
-//! | what goes wrong | `checks`, `checked_backward` (`Ddp::backward`), `failure` |
-//! | beside backward | `model_walk` (find taps in a model), `bypass` (pass them), `shadow` (ranks without data) |
+//! | checks and errors | `checks`, `checked_backward` (`Ddp::backward`), `failure` |
+//! | outside of backward | `model_walk` (finds the taps of a model), `bypass` (ignores them), `shadow` (ranks without data) |
 
 mod backward_pass;
 mod bypass;
@@ -24,12 +24,13 @@ mod model_walk;
 mod nodes;
 mod open_model;
 mod read;
-mod reparameterization;
 mod shadow;
-mod stand_in;
 mod synced_statistics;
+mod tap;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
+mod unused_parameters;
+mod waiting_averages;
 mod wrapped_model;
 
 pub(crate) use bypass::bypass;
@@ -40,7 +41,8 @@ pub use model_state::ModelOpening;
 pub(crate) use model_walk::{TAP_NAME, find};
 pub use nodes::DdpBackend;
 pub(crate) use open_model::open_model;
-pub(crate) use reparameterization::{MAX_RANK, Tap};
 pub(crate) use synced_statistics::SyncedStatistics;
+pub(crate) use tap::Tap;
+pub(crate) use unused_parameters::MAX_RANK;
 pub use wrapped_model::TapHandle;
 pub(crate) use wrapped_model::WrappedModel;

@@ -11,8 +11,8 @@ use burn_ddp_comm::{ProcessGroup, Track};
 
 use super::ladder::{AutodiffTensor, Ladder, scalar, untracked};
 use super::shadow;
-use super::stand_in::StandIns;
 use super::synced_statistics::SyncedStatistics;
+use super::waiting_averages::StandInLeaves;
 use super::wrapped_model::WrappedModel;
 use crate::gradients::{GradientMemory, Reducer, Settings, Slot, open_store};
 use crate::telemetry::meter::Meter;
@@ -66,11 +66,11 @@ pub(super) struct State<B: GradientMemory> {
     /// The value of each slot that was read last, from its read to the end of the backward: the leaf of a gradient that
     /// went past the tap, and what the replica check compares.
     pub(super) values: Vec<Option<AutodiffTensor<B>>>,
-    pub(super) stand_ins: StandIns<B>,
+    pub(super) stand_ins: StandInLeaves<B>,
     pub(super) statistics: Option<SyncedStatistics>,
     pub(super) delivered: Delivered,
-    /// The user was told which parameters have no gradient.
-    pub(super) told_unused: bool,
+    /// The user was warned of parameters without a gradient.
+    pub(super) warned_unused: bool,
     /// First error of the running backward.
     pub(super) error: Option<Error>,
     /// Batches read from loaders when the last backward began.
@@ -118,10 +118,10 @@ impl<B: GradientMemory> State<B> {
             submitted: false,
             slots: slots.iter().map(|_| SlotState::default()).collect(),
             values: slots.iter().map(|_| None).collect(),
-            stand_ins: StandIns::new(),
+            stand_ins: StandInLeaves::new(),
             statistics,
             delivered: Delivered { digests: vec![None; slots.len()], digested: false },
-            told_unused: false,
+            warned_unused: false,
             error: None,
             last_batch: 0,
             epoch: None,

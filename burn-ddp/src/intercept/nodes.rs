@@ -46,9 +46,9 @@ pub trait DdpBackend: Backend {
         x
     }
 
-    /// Returns the leaf under which the last backward delivered the average of a parameter that this rank did not use,
-    /// or `x` if there is none.
-    fn delivered(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
+    /// Returns the leaf under which averages of a parameter that this rank did not use wait for an optimizer, or `x` if
+    /// there is none.
+    fn stand_in(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         let _ = tap;
         x
     }
@@ -124,7 +124,7 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
         x
     }
 
-    fn delivered(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
+    fn stand_in(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         tap.model.stand_in::<B>(tap.slot).unwrap_or(x)
     }
 }

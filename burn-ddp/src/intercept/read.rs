@@ -1,11 +1,16 @@
-//! One read of a parameter.
+//! Reads of parameters in forward.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::wrapped_model::WrappedModel;
+use burn::backend::TensorMetadata;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 
-/// One read of a parameter. Counts as outstanding until this is dropped: its hook has run, or its graph is gone.
+use super::ladder::{AutodiffTensor, scalar, untracked};
+use super::wrapped_model::WrappedModel;
+use crate::gradients::GradientMemory;
+
+/// A read of a parameter. It is outstanding until this is dropped: its hook has run, or its graph is gone.
 pub(crate) struct Read {
     pub(super) model: Arc<WrappedModel>,
     pub(super) slot: usize,
@@ -32,5 +37,29 @@ impl Drop for Read {
 impl std::fmt::Debug for Read {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Read(slot {})", self.slot)
+    }
+}
+
+impl WrappedModel {
+    /// Remembers the leaf of a slot until the end of the next backward.
+    pub(super) fn note_leaf<B: GradientMemory>(&self, slot: usize, leaf: &AutodiffTensor<B>) {
+        if let Some(state) = self.lock().of::<B>() {
+            state.values[slot] = Some(leaf.clone());
+        }
+    }
+
+    /// Notes a read of a parameter. Returns the rung of the ladder on which its hook hangs.
+    pub(super) fn rung<B: GradientMemory, C: CheckpointStrategy>(
+        &self,
+        slot: usize,
+        like: &AutodiffTensor<B>,
+    ) -> AutodiffTensor<B> {
+        match self.lock().of::<B>() {
+            Some(state) => {
+                state.values[slot] = Some(like.clone());
+                state.ladder.next::<C>(like)
+            }
+            None => untracked::<B>(scalar::<B>(&like.device(), like.dtype())),
+        }
     }
 }

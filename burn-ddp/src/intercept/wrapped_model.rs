@@ -7,7 +7,7 @@ use burn::tensor::{DType, Device};
 
 use super::failure;
 use super::model_state::ModelState;
-use super::stand_in::WaitingAverages;
+use super::waiting_averages::WaitingAverages;
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
 use crate::gradients::{GradientReduction, Slot};

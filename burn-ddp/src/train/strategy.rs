@@ -37,7 +37,7 @@ impl<M: LearnerModel> DdpStrategy<M> {
             ));
         }
         self.ddp.state().make_metric_group()?;
-        let (model, agreed) = wrap::share(&self.ddp, learner.model(), &self.config)?;
+        let (model, agreed) = wrap::agree_and_broadcast(&self.ddp, learner.model(), &self.config)?;
         // The learner does not give its model away, but loads values into it.
         learner.load_model(model.into_record());
         let device = agreed.device.clone();

@@ -5,12 +5,12 @@
 //! | `wrap_config` | settings |
 //! | `inspect` | checks that a rank makes alone |
 //! | `treatment` | which parameters and buffers have averaged gradients |
-//! | `shared_model` | agreement, rank 0's values, the reducer |
+//! | `agree_and_broadcast` | agreement on the model and its settings; rank 0's values; the reducer |
 //! | `attach` | taps on the parameters |
 
+mod agree_and_broadcast;
 mod attach;
 mod inspect;
-mod shared_model;
 mod treatment;
 mod wrap_config;
 
@@ -19,7 +19,7 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{Gradients, Tensor};
 
-pub(crate) use shared_model::share;
+pub(crate) use agree_and_broadcast::agree_and_broadcast;
 pub use wrap_config::WrapConfig;
 
 use crate::ddp::Ddp;
@@ -68,8 +68,8 @@ impl Ddp {
     /// As [`Ddp::wrap`].
     #[track_caller]
     pub fn wrap_with<M: Module + 'static>(&self, model: M, config: &WrapConfig) -> Result<M> {
-        let (model, shared) = share(self, model, config)?;
-        Ok(match shared.taps(self, &model)? {
+        let (model, agreed) = agree_and_broadcast(self, model, config)?;
+        Ok(match agreed.taps(self, &model)? {
             Some(taps) => taps.attach(model),
             None => model,
         })

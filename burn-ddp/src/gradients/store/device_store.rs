@@ -82,7 +82,7 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         Ok(Arrival::Now)
     }
 
-    fn next_read(&mut self) -> Result<Option<usize>, String> {
+    fn next_late(&mut self) -> Result<Option<usize>, String> {
         Ok(None)
     }
 

@@ -15,7 +15,7 @@ use crate::gradients::accumulation::{Contribution, Sum};
 use crate::gradients::bucket_plan::{Bucket, BucketRange, Slot};
 use crate::gradients::device_loan::DeviceLoan;
 use crate::gradients::memory::{GradientMemory, shared_bytes};
-use crate::gradients::readback::{Read, Readback};
+use crate::gradients::readback::{HostGradient, Readback};
 
 /// Buffers that buckets share in turn where averages are copied out of them: one is filled, one reduced, one read.
 const RING_LEN: usize = 3;
@@ -29,8 +29,8 @@ pub(super) struct HostStore<B: GradientMemory> {
     /// Bytes that averages of the last step look at.
     viewed: Vec<Arc<Bytes>>,
     readback: Readback<B>,
-    /// Gradients that were read and not yet returned by `next_read`.
-    read: VecDeque<Read>,
+    /// Gradients that were copied and not yet returned by `next_late`.
+    copied: VecDeque<HostGradient>,
 }
 
 enum Gradient<B: GradientMemory> {
@@ -41,14 +41,14 @@ enum Gradient<B: GradientMemory> {
 }
 
 impl<B: GradientMemory> HostStore<B> {
-    pub(super) fn new(slots: Arc<[Slot]>, device: B::Device, read_bytes: usize) -> Self {
+    pub(super) fn new(slots: Arc<[Slot]>, device: B::Device, portion_bytes: usize) -> Self {
         HostStore {
             device,
             gradients: slots.iter().map(|_| None).collect(),
             averages: slots.iter().map(|_| None).collect(),
             viewed: Vec::new(),
-            readback: Readback::new(read_bytes),
-            read: VecDeque::new(),
+            readback: Readback::new(portion_bytes),
+            copied: VecDeque::new(),
             slots,
         }
     }
@@ -112,13 +112,13 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
         Ok(Arrival::Now)
     }
 
-    fn next_read(&mut self) -> Result<Option<usize>, String> {
-        while self.read.is_empty() {
+    fn next_late(&mut self) -> Result<Option<usize>, String> {
+        while self.copied.is_empty() {
             let portion = self.readback.next().map_err(|e| format!("reading gradients from the device: {e}"))?;
             let Some(portion) = portion else { return Ok(None) };
-            self.read.extend(portion);
+            self.copied.extend(portion);
         }
-        let Some((slot, contribution, dtype, bytes)) = self.read.pop_front() else { return Ok(None) };
+        let Some((slot, contribution, dtype, bytes)) = self.copied.pop_front() else { return Ok(None) };
         self.check(slot, dtype, bytes.len())?;
         match contribution {
             Contribution::Ignored => {}
@@ -183,7 +183,7 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
         self.gradients.iter_mut().for_each(|gradient| *gradient = None);
         self.averages.iter_mut().for_each(|average| *average = None);
         self.readback.clear();
-        self.read.clear();
+        self.copied.clear();
     }
 
     fn release(&mut self) {

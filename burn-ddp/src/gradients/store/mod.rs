@@ -19,7 +19,7 @@ use host_store::HostStore;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Arrival {
     Now,
-    /// When [`GradientStore::next_read`] says so: it is still on its device.
+    /// When [`GradientStore::next_late`] says so: it is still on its device.
     Later,
 }
 
@@ -50,7 +50,7 @@ pub(crate) trait GradientStore<T>: Send {
     fn put(&mut self, slot: usize, gradient: T, contribution: Contribution) -> Result<Arrival, String>;
 
     /// Waits for the next gradient that [arrives later](Arrival::Later) and returns its slot; `None` when all have.
-    fn next_read(&mut self) -> Result<Option<usize>, String>;
+    fn next_late(&mut self) -> Result<Option<usize>, String>;
 
     /// True if this rank has a gradient for the slot in the next reduction.
     fn holds(&self, slot: usize) -> bool;
@@ -88,16 +88,16 @@ pub(crate) trait GradientStore<T>: Send {
 }
 
 /// A store for gradients on `device`, which are reduced there or through host memory. An asynchronous device is read in
-/// portions of `read_bytes`.
+/// portions of `portion_bytes`.
 pub(crate) fn open<B: GradientMemory>(
     slots: Arc<[Slot]>,
     device: B::Device,
     on_device: bool,
-    read_bytes: usize,
+    portion_bytes: usize,
 ) -> Box<dyn GradientStore<FloatTensor<B>>> {
     if on_device {
         Box::new(DeviceStore::<B>::new(slots, device))
     } else {
-        Box::new(HostStore::<B>::new(slots, device, read_bytes))
+        Box::new(HostStore::<B>::new(slots, device, portion_bytes))
     }
 }

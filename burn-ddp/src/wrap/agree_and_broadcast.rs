@@ -20,7 +20,7 @@ use crate::model::{broadcast, running_stats};
 use crate::{Error, Result, agreement, engine_choice};
 
 /// Description of a model that all ranks hold.
-pub(crate) struct SharedModel {
+pub(crate) struct AgreedModel {
     pub(crate) device: Device,
     /// Group of the gradients; `None` where nothing is to be reduced.
     group: Option<ProcessGroup>,
@@ -35,7 +35,11 @@ pub(crate) struct SharedModel {
 
 /// `model` with rank 0's values on every rank, and the description from which taps are made. *Collective*.
 #[track_caller]
-pub(crate) fn share<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfig) -> Result<(M, SharedModel)> {
+pub(crate) fn agree_and_broadcast<M: Module + 'static>(
+    ddp: &Ddp,
+    model: M,
+    config: &WrapConfig,
+) -> Result<(M, AgreedModel)> {
     let world = ddp.group();
     let inspected = agreement::on_outcome(world, "wrap its model", inspect(&model, config))?;
     let Inspected { device, schema, first_clone, is_buffer } = inspected;
@@ -65,14 +69,14 @@ pub(crate) fn share<M: Module + 'static>(ddp: &Ddp, model: M, config: &WrapConfi
     if let Some(seed) = ddp.state().next_seed_of_rank() {
         device.seed(seed);
     }
-    Ok((model, SharedModel { device, group, on_device, slots, slot_of, is_buffer, config: config.clone() }))
+    Ok((model, AgreedModel { device, group, on_device, slots, slot_of, is_buffer, config: config.clone() }))
 }
 
-impl SharedModel {
-    /// Taps of the shared model, whose running statistics are those of `model`; `None` where nothing is to be reduced.
+impl AgreedModel {
+    /// Taps of the agreed model, whose running statistics are those of `model`; `None` where nothing is to be reduced.
     /// *Collective*.
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Option<Taps>> {
-        let SharedModel { device, group, on_device, slots, slot_of, is_buffer, config } = self;
+        let AgreedModel { device, group, on_device, slots, slot_of, is_buffer, config } = self;
         let Some(group) = group else { return Ok(None) };
         let settings = Settings {
             reduction: config.reduction,

@@ -17,11 +17,11 @@ const CAP: usize = 8;
 
 /// Leaves under which averages are registered, one per slot, made when first needed and kept: gradients of several
 /// backwards may wait side by side.
-pub(super) struct StandIns<B: Backend>(BTreeMap<usize, AutodiffTensor<B>>);
+pub(super) struct StandInLeaves<B: Backend>(BTreeMap<usize, AutodiffTensor<B>>);
 
-impl<B: Backend> StandIns<B> {
+impl<B: Backend> StandInLeaves<B> {
     pub(super) fn new() -> Self {
-        StandIns(BTreeMap::new())
+        StandInLeaves(BTreeMap::new())
     }
 
     /// The leaf of a slot, if it has been needed.

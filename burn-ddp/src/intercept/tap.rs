@@ -1,0 +1,131 @@
+//! The reparameterization that `wrap` attaches to each float parameter: it sees every read, visit and map of it.
+//!
+//! Burn keeps one reparameterization per parameter. Treatments of a parameter's value (gathering a shard, a cast to
+//! lower precision) are composed here, in [`Tap::apply`], in front of the hook.
+
+use std::sync::Arc;
+
+use burn::backend::Dispatch;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
+use burn::tensor::{Device, Tensor};
+
+use super::bypass::is_bypassed;
+use super::model_walk::{TAP_NAME, note_visit};
+use super::nodes::DdpBackend;
+use super::unused_parameters::Handoff;
+use super::wrapped_model::{TapHandle, WrappedModel};
+use crate::ddp::Ddp;
+
+/// The tap of a parameter: an identity that also reports the gradient of the value that passes through.
+#[derive(Clone, Debug)]
+pub(crate) struct Tap {
+    /// A rank that holds a wrapped model takes part in the job.
+    _presence: Ddp,
+    handle: TapHandle,
+    _live: Live,
+    handoff: Handoff,
+}
+
+/// Counts the taps of a slot.
+#[derive(Debug)]
+struct Live(TapHandle);
+
+impl Live {
+    fn new(handle: TapHandle) -> Self {
+        handle.model.count_tap(handle.slot, true);
+        Live(handle)
+    }
+}
+
+impl Clone for Live {
+    fn clone(&self) -> Self {
+        Live::new(self.0.clone())
+    }
+}
+
+impl Drop for Live {
+    fn drop(&mut self) {
+        self.0.model.count_tap(self.0.slot, false);
+    }
+}
+
+impl Tap {
+    pub(crate) fn new<const D: usize>(
+        ddp: Ddp,
+        model: Arc<WrappedModel>,
+        slot: usize,
+        param: &Param<Tensor<D>>,
+    ) -> Self {
+        let handle = TapHandle { model, slot };
+        Dispatch::note_leaf(param.base().into_dispatch(), handle.clone());
+        Tap { _presence: ddp, _live: Live::new(handle.clone()), handle, handoff: Handoff::new(param) }
+    }
+
+    /// The wrapped model that this tap is a part of.
+    pub(crate) fn model(&self) -> &Arc<WrappedModel> {
+        &self.handle.model
+    }
+}
+
+impl Reparameterization for Tap {
+    const NAME: &'static str = TAP_NAME;
+
+    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        if is_bypassed() || !base.is_autodiff() {
+            return base;
+        }
+        Tensor::from_dispatch(Dispatch::grad_tap(base.into_dispatch(), self.handle.clone()))
+    }
+}
+
+/// A tap owns no parameters: it moves, maps and saves as nothing.
+impl Module for Tap {
+    fn collect_devices(&self, devices: Vec<Device>) -> Vec<Device> {
+        devices
+    }
+
+    fn fork(self, _: &Device) -> Self {
+        self
+    }
+
+    fn to_device(self, _: &Device) -> Self {
+        self
+    }
+
+    /// Shows `visitor` the average of a parameter that this rank did not use in the last backward:
+    /// `GradientsParams::from_grads` visits a parameter's reparameterization after the parameter itself.
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        // Loading a record gives parameters new ids.
+        if let Some(id) = note_visit(&self.handle) {
+            self.handoff.set_id(id);
+        }
+        if !is_bypassed() {
+            self.handoff.visit(&self.handle, visitor);
+        }
+    }
+
+    /// An optimizer steps by mapping: it has used what this copy showed it, unless the parameter's id has changed.
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        if !is_bypassed() {
+            self.handle.model.note_map();
+            self.handoff.map(&self.handle, mapper);
+        }
+        self
+    }
+
+    fn valid(&self) -> Self {
+        self.clone()
+    }
+
+    /// Only `model.valid().train()` comes here.
+    fn train(self) -> Self {
+        if !is_bypassed() {
+            self.handle.model.note_train();
+        }
+        self
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+}
