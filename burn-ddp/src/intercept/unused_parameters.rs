@@ -1,7 +1,7 @@
 //! Parameters that other ranks used and this one did not: their averages have no leaf of this backward.
 //!
-//! The last gate registers such an average on the leaf of a clone or on a stand-in leaf. From there [`Handoff`] shows it
-//! to the visitors of each copy of the model, so that it is among the gradients of the copy's optimizer.
+//! The last gate registers such an average on the leaf of a clone or on a stand-in leaf. [`Handoff`] shows stand-in
+//! leaves to the visitors of each copy of the model, so that the copy's optimizer gets them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -90,7 +90,7 @@ pub(super) struct Handoff {
     rank: usize,
     /// Number of the waiting average that this copy showed to a visitor last.
     shown: Number,
-    /// Number of the last waiting average that an optimizer has used: this copy had shown it, and was mapped after that.
+    /// Number of the last waiting average that an optimizer has used: this copy showed it, and was mapped later.
     used: Number,
 }
 
@@ -109,8 +109,8 @@ impl Handoff {
         self.id.store(id, Ordering::Relaxed);
     }
 
-    /// Shows `visitor` the stand-in leaf under the parameter's id, if an average waits that this copy's optimizer has not
-    /// used.
+    /// Shows `visitor` the stand-in leaf under the parameter's id, if this copy's optimizer has not used every waiting
+    /// average.
     pub(super) fn visit(&self, tap: &TapHandle, visitor: &mut impl ModuleVisitor) {
         let Some(number) = tap.model.waiting.after(tap.slot, self.used.get()) else { return };
         self.shown.set(number);
@@ -136,8 +136,8 @@ impl Handoff {
         }
     }
 
-    /// True if `mapper` is an optimizer that still has a gradient under the parameter's id: it has not met a parameter of
-    /// that id. Such an optimizer moves zeros under this id, and leaves zeros under a new id as they are.
+    /// True if `mapper` is an optimizer that still has a gradient under the parameter's id, because no parameter has that
+    /// id. Such an optimizer changes zeros under this id, and leaves zeros under a new id as they are.
     fn is_left<const D: usize>(&self, tap: &TapHandle, mapper: &mut impl ModuleMapper) -> bool {
         let (dims, dtype) = tap.model.shape(tap.slot);
         let Ok(dims) = <[usize; D]>::try_from(dims) else { return false };
