@@ -13,7 +13,7 @@ use crate::{machine, stats};
 
 /// A time between two readings of the clock should be at least this long.
 const SAMPLE_NS: f64 = 20_000.0;
-/// More samples of a round say nothing new.
+/// Largest number of samples of a round.
 const MAX_SAMPLES: usize = 400;
 
 /// Extent of a measurement.
@@ -72,7 +72,7 @@ impl Field {
         self.measure_of(bytes, buffers(bytes, self.world), effort)
     }
 
-    /// All rounds of one size with `count` buffers, tensors, or items: whatever the contenders count.
+    /// All rounds of one size with `count` buffers, tensors or items, by kind of contender.
     pub(crate) fn measure_of(&mut self, bytes: usize, count: usize, effort: &Effort) -> Result<Vec<Timing>> {
         let contenders: Vec<Contender> = self.entrants.iter().map(|(contender, _)| *contender).collect();
         self.measure_these(&contenders, (bytes, count), effort)

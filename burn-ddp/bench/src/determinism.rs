@@ -7,7 +7,8 @@ use burn_ddp_comm::DType;
 use clap::Args;
 use serde_json::json;
 
-use crate::contender::{Engine, Programs, Setting, ours, start};
+use crate::common_options::CommonOptions;
+use crate::contender::{Engine, Setting, ours, start};
 use crate::machine::describe;
 use crate::rank::BufferKind;
 use crate::table::Table;
@@ -30,11 +31,8 @@ pub(crate) struct Determinism {
     /// Longest pause, in microseconds.
     #[arg(long, default_value_t = 300)]
     pause_us: u64,
-    /// Prints one JSON object a line instead of a table.
-    #[arg(long)]
-    json: bool,
     #[command(flatten)]
-    programs: Programs,
+    common: CommonOptions,
 }
 
 impl Determinism {
@@ -46,7 +44,7 @@ impl Determinism {
                 let found = self.digests(world, dtype)?;
                 let (results, different) = (found.values().sum::<usize>(), found.len() - 1);
                 all_same &= different == 0;
-                if self.json {
+                if self.common.json {
                     let engines: Vec<String> = self.engine.iter().map(Engine::to_string).collect();
                     let row = json!({"bench": "determinism", "engines": engines, "world": world,
                         "dtype": dtype.to_string(), "results": results, "different": different});
@@ -55,7 +53,7 @@ impl Determinism {
                 table.add(vec![world.to_string(), dtype.to_string(), results.to_string(), different.to_string()]);
             }
         }
-        if !self.json {
+        if !self.common.json {
             println!("bits under random arrival, {} runs, on {}\n\n{table}", self.runs, describe());
         }
         ensure!(all_same, "results differ");
@@ -66,7 +64,7 @@ impl Determinism {
     fn digests(&self, world: usize, dtype: DType) -> Result<BTreeMap<String, usize>> {
         let mut found = BTreeMap::new();
         for contender in ours(&self.engine, &[BufferKind::Slice, BufferKind::Arena]) {
-            let mut team = start(contender, &Setting::here(world, dtype, &self.programs))?;
+            let mut team = start(contender, &Setting::here(world, dtype, &self.common.programs))?;
             for run in 0..self.runs {
                 for answer in team.tell(&format!("digest {run} {}", self.pause_us))? {
                     *found.entry(answer).or_default() += 1;

@@ -13,7 +13,7 @@ const BURST: &str = "512kb";
 /// First port of the meetings; all ports above are free in namespaces of our own.
 const FIRST_PORT: u16 = 29_400;
 
-/// Rank 0 on one machine and rank 1 on the other. Gone when dropped.
+/// Two machines, of rank 0 and of rank 1, and the cable between them. Dropping it removes them.
 pub(crate) struct Link {
     /// The namespaces.
     machines: [String; 2],
@@ -25,7 +25,7 @@ impl Link {
     /// Two machines with a cable of `gbit` Gbit/s each way.
     ///
     /// # Errors
-    /// Without root's rights, `ip` and `tc`.
+    /// If this process has not root's rights, or `ip` or `tc` is missing.
     pub(crate) fn new(gbit: f64) -> Result<Link> {
         let names = [1, 2].map(|nth| format!("bdb{}-{nth}", std::process::id()));
         for name in &names {

@@ -25,7 +25,7 @@ pub(crate) fn describe() -> String {
     format!("{model}, {} cores, {} MiB cache", cores(), last_level_cache_bytes() >> 20)
 }
 
-/// The program `name` of `PATH`, or `name` itself if it says where.
+/// The program `name` in `PATH`, or the file `name` if it is a path.
 pub(crate) fn find_program(name: &str) -> Option<PathBuf> {
     if name.contains('/') {
         return Some(PathBuf::from(name)).filter(|path| path.is_file());
@@ -66,16 +66,16 @@ pub(crate) enum Cpu {
 /// Resources that a process has used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
-    /// Memory it sees.
+    /// Memory that is present, including all that it shares with other processes.
     pub(crate) rss_bytes: u64,
-    /// Memory it is charged for: what several processes share is divided among them.
+    /// The same, with shared memory divided among the processes that share it.
     pub(crate) pss_bytes: u64,
     /// Page faults so far.
     pub(crate) faults: u64,
 }
 
 impl Usage {
-    /// This process's, as far as the system tells.
+    /// Usage of this process; 0 where the system does not say.
     pub(crate) fn here() -> Usage {
         let rollup = fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
         let kib = |name: &str| -> u64 {

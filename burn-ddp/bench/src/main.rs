@@ -2,6 +2,7 @@
 #![deny(unsafe_code)]
 
 mod all_reduce;
+mod common_options;
 mod comparison;
 mod contender;
 mod curves;

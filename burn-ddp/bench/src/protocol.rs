@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// One end of the conversation.
+/// An end of the conversation.
 pub(crate) struct Lines {
     stream: BufReader<UnixStream>,
 }

@@ -11,7 +11,8 @@ use burn_ddp_comm::{LaunchEnv, StoreServer, World, WorldOptions};
 use clap::Args;
 use serde_json::json;
 
-use crate::contender::{Engine, Programs, Script, envs};
+use crate::common_options::CommonOptions;
+use crate::contender::{Engine, Script, envs};
 use crate::machine::describe;
 use crate::protocol::Lines;
 use crate::stats::{median, percentile, ratio};
@@ -37,11 +38,8 @@ pub(crate) struct Rendezvous {
     /// Leaves torch out.
     #[arg(long)]
     alone: bool,
-    /// Prints one JSON object a line instead of a table.
-    #[arg(long)]
-    json: bool,
     #[command(flatten)]
-    programs: Programs,
+    common: CommonOptions,
 }
 
 /// A rank that joins and leaves at the driver's command.
@@ -67,7 +65,7 @@ impl Rendezvous {
                 }
             }
             let faster = ratio(&torch_ns, &own_ns);
-            if self.json {
+            if self.common.json {
                 let row = json!({"bench": "rendezvous", "engine": self.engine.to_string(), "world": world,
                     "median_us": median(&own_ns) / 1e3, "p95_us": percentile(&own_ns, 0.95) / 1e3,
                     "torch_median_us": median(&torch_ns) / 1e3, "times_faster_than": {"torch": faster}});
@@ -81,7 +79,7 @@ impl Rendezvous {
                 table.add(vec![world.to_string(), contender, median, longest, against]);
             }
         }
-        if !self.json {
+        if !self.common.json {
             println!("meeting, from the last rank's join on, {} rounds, on {}\n\n{table}", self.rounds, describe());
         }
         Ok(())
@@ -103,7 +101,7 @@ impl Rendezvous {
     fn torch(&self, world: usize) -> Option<Team> {
         let start = || {
             let scratch = Scratch::new()?;
-            let script = Script::new("meet.py", include_str!("../peers/meet.py"), &self.programs, &scratch)?;
+            let script = Script::new("meet.py", include_str!("../peers/meet.py"), &self.common.programs, &scratch)?;
             let command = |rank: usize| {
                 let mut command = script.command("lo");
                 command.args([rank.to_string(), world.to_string()]);

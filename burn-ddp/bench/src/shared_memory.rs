@@ -33,7 +33,7 @@ unsafe impl Send for SharedLines {}
 unsafe impl Sync for SharedLines {}
 
 impl SharedLines {
-    /// New ones, all 0. Children of this process inherit them under the number [`fd`](Self::fd).
+    /// New counters, all 0. Children of this process inherit them under the number [`fd`](Self::fd).
     pub(crate) fn create(lines: usize) -> Result<SharedLines> {
         // Without CLOEXEC, so that children have it.
         let file = memfd_create("burn-ddp-bench", MemfdFlags::empty())?;
@@ -66,7 +66,7 @@ impl SharedLines {
     /// Counter `index`.
     ///
     /// # Panics
-    /// If there are not that many.
+    /// If there are not so many counters.
     pub(crate) fn line(&self, index: usize) -> &AtomicU64 {
         assert!(index < self.lines, "line {index} of {}", self.lines);
         // SAFETY: inside the mapping, by the line above; aligned, since mappings begin at a page; every bit pattern is

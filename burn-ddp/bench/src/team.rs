@@ -21,8 +21,7 @@ const START: Duration = Duration::from_secs(120);
 const ROUND: Duration = Duration::from_secs(120);
 /// Time for processes to end by themselves.
 const FAREWELL: Duration = Duration::from_secs(3);
-
-/// Time for them to obey a signal after that.
+/// Time for processes to end after a signal.
 const GRACE: Duration = Duration::from_millis(300);
 
 /// The ranks of one contender, alive and waiting for orders.
@@ -78,7 +77,7 @@ impl Team {
     /// Runs `commands`, which start `world` ranks in total, and waits until each has said hello on [`Scratch::socket`].
     ///
     /// # Errors
-    /// If a command cannot be run, or ended, or the ranks do not come; with what they wrote to stderr.
+    /// If a command cannot be run or ends early, or the ranks do not come; with the last lines that they wrote.
     pub(crate) fn start(
         name: &str,
         world: usize,

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 /// Elements until the pattern repeats: a prime, so that a part of a buffer in the wrong place is noticed.
 const PERIOD: usize = 1021;
 
-/// One period of a buffer, as bytes.
+/// A period of a buffer, as bytes.
 pub(crate) struct Pattern {
     bytes: Vec<u8>,
     size_bytes: usize,
@@ -53,7 +53,7 @@ impl Pattern {
     }
 
     /// # Errors
-    /// If `buffer` is anything else; says where.
+    /// The first element of `buffer` that differs.
     pub(crate) fn check(&self, buffer: &[u8]) -> Result<()> {
         for (nth, chunk) in buffer.chunks(self.bytes.len()).enumerate() {
             if chunk != &self.bytes[..chunk.len()] {

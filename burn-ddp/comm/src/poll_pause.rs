@@ -11,7 +11,7 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 
 /// Pauses of a polling loop: it spins, then yields, then sleeps, longer the longer it has waited.
 ///
-/// For engines whose library or device offers no event to block on.
+/// Made for engines whose library or device offers no event to block on.
 ///
 /// ```
 /// use burn_ddp_comm::PollPause;
@@ -46,7 +46,7 @@ impl PollPause {
         self.since = None;
     }
 
-    /// One pause, after a look that found nothing new. At most 1 ms long, but for the scheduler's delays.
+    /// Pauses after a look that found nothing new: at most 1 ms, and the scheduler's delays.
     pub fn wait(&mut self) {
         let waited = self.since.get_or_insert_with(Instant::now).elapsed();
         if waited < self.spin {

@@ -3,7 +3,7 @@
 use burn_ddp_comm::DType;
 use half::{bf16, f16};
 
-/// How gradients of several ranks and micro-batches become one.
+/// Combination of the gradients of several ranks and micro-batches into one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GradientReduction {
@@ -19,7 +19,7 @@ pub enum GradientReduction {
 /// Treatment of the gradients of one backward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Contribution {
-    /// The backward has weight 0: its gradients count as absent, even NaN.
+    /// Nothing, since the backward has weight 0: its gradients count as absent, even NaN.
     Ignored,
     /// The only gradient of the slot in this step.
     Whole,
@@ -36,7 +36,7 @@ pub(super) struct MicroBatches {
     items: f64,
     /// Items of the running backward.
     weight: f64,
-    /// The running backward ends with a reduction.
+    /// True if the running backward ends with a reduction.
     pub(super) reducing: bool,
 }
 

@@ -9,9 +9,9 @@ use super::bucket_plan::{Bucket, Plan};
 /// Dormant buckets, which are hardly ever reduced, have plain memory of their own, empty until it is needed.
 #[derive(Debug, Default)]
 pub(super) struct BufferRing {
-    /// `None` while a reduction has it.
+    /// Buffers of the awake buckets; `None` while a reduction has one.
     ring: Vec<Option<SharedBuffer>>,
-    /// One per dormant bucket; `None` while a reduction has it.
+    /// Buffer of each dormant bucket; `None` while a reduction has it.
     dormant: Vec<Option<SharedBuffer>>,
     /// Number of awake buckets.
     awake: usize,

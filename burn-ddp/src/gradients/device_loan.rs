@@ -6,7 +6,7 @@ use std::time::Duration;
 
 /// Elements of one bucket on loan to the group's engine.
 ///
-/// If it is dropped without having been taken back, its memory must not be freed: the device may still be using it.
+/// A loan that is dropped without having been taken back must not free its memory: the device may still use it.
 pub trait DeviceLoan: Any + Send + Debug {
     /// Number of elements.
     fn len_elems(&self) -> usize;

@@ -1,4 +1,5 @@
-//! From gradients of one rank to averaged gradients. `README.md` beside this file has the states of a bucket.
+//! Averages of the ranks' gradients: buckets, their buffers and their reductions. `README.md` has the states of a
+//! bucket.
 
 mod accumulation;
 mod aligned_bytes;

@@ -1,4 +1,4 @@
-//! From gradients of one rank to averaged gradients, bucket by bucket, while backward goes on.
+//! Schedule of the reductions: gradients of one rank become averages, bucket by bucket, while backward goes on.
 //!
 //! Knows slots, buckets and steps, but not what a gradient is made of: that is the [store](super::store)'s. The order
 //! of calls in one backward: [`Reducer::begin`], [`Reducer::put`] for each gradient as it becomes final,
@@ -49,16 +49,17 @@ pub(crate) struct Reducer<T> {
     failed: Option<Error>,
     /// Results behind the buckets that the worker owes.
     piggyback: Submitted,
-    /// This rank has no backward, and takes part in the reduction of the others.
+    /// True while this rank, which has no backward, takes part in the reduction of the others.
     shadowing: bool,
-    /// Reductions done; names collectives.
+    /// Number of reductions done; part of the tags of collectives.
     step: u64,
+    /// True once the ranks have agreed on rank 0's order of gradients.
     order_agreed: bool,
     /// The agreed order, from the end of the first reduction to that of its step.
     order: Option<Vec<usize>>,
-    /// Number of times the user discarded held gradients: all ranks must do so alike.
+    /// Number of times the user discarded held gradients; the same on all ranks, or reductions fail.
     discards: u64,
-    /// Why no further step is possible: buckets of a step that never ended are with the worker.
+    /// Error of all further steps, set when a step ends half-way with buckets at the worker or gradients lost.
     broken: Option<Error>,
 }
 
@@ -116,7 +117,7 @@ impl<T> Reducer<T> {
         Ok(reducer)
     }
 
-    /// Reductions done so far.
+    /// Number of reductions done.
     pub(crate) fn step(&self) -> u64 {
         self.step
     }
@@ -157,8 +158,7 @@ impl<T> Reducer<T> {
         every > 0 && self.step > 0 && (self.step <= 2 || self.step.is_multiple_of(every))
     }
 
-    /// Waits for gradients that are still on their device, after the last [`put`](Self::put) of a backward. Buckets are
-    /// submitted as they become complete.
+    /// Waits for gradients that arrive after the last [`put`](Self::put), and submits buckets that become complete.
     pub(crate) fn receive_late(&mut self) -> Result<()> {
         while let Some(slot) = self.store.next_late().map_err(|e| self.fault(e))? {
             self.arrive(slot)?;
@@ -285,7 +285,7 @@ impl<T> Reducer<T> {
         self.discard();
     }
 
-    /// Drops everything of the running step.
+    /// Drops the gradients and results of the running step.
     pub(crate) fn discard(&mut self) {
         for (bucket, buffer) in self.worker.recall() {
             self.ring.put_back(bucket, buffer);

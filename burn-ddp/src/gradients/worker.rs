@@ -22,7 +22,7 @@ pub(crate) enum Job {
         bucket: usize,
         dtype: DType,
         buffer: SharedBuffer,
-        /// The gradients, if they are not in the buffer but on their device.
+        /// The gradients, if they are on their device instead of in the buffer.
         loan: Option<Box<dyn DeviceLoan>>,
         /// Items this rank contributes to the mean; `None` sums.
         weight: Option<f64>,
@@ -65,7 +65,7 @@ pub(crate) enum Done {
     Order(burn_ddp_comm::Result<Vec<u32>>),
 }
 
-/// Why a reduction failed.
+/// Failure of a reduction.
 #[derive(Debug)]
 pub(crate) enum Fault {
     Comm(burn_ddp_comm::Error),
@@ -103,7 +103,8 @@ impl Worker {
         let (jobs, todo) = channel();
         let (finished, done) = channel();
         std::thread::Builder::new().name(format!("ddp-reduce-{}", group.rank())).spawn(move || {
-            // After a failure of its device this rank is out of step: it must call nothing more until the world knows.
+            // After a failure of its device this rank is out of step: it calls nothing more, and the failure ends the
+            // world.
             let mut failed: Option<String> = None;
             while let Ok(job) = todo.recv() {
                 let done = match &failed {
@@ -176,7 +177,7 @@ impl Worker {
         }
     }
 
-    /// Error for a result of another kind than the one that is due.
+    /// Error text for a result of another kind than the one that is due.
     pub(crate) fn out_of_order() -> String {
         "the communication thread answered out of order".to_owned()
     }
@@ -189,7 +190,7 @@ impl Worker {
                 RecvTimeoutError::Timeout => format!("the communication thread has not answered for {patience:?}"),
                 RecvTimeoutError::Disconnected => "the communication thread has ended".to_string(),
             }),
-            Worker::Inline { done, .. } => done.pop_front().ok_or_else(|| "there is nothing left to do".to_string()),
+            Worker::Inline { done, .. } => done.pop_front().ok_or_else(|| "no collective is under way".to_string()),
             Worker::Retired => Err("the wrapped model is gone".to_string()),
         }
     }
@@ -215,7 +216,7 @@ fn refuse(job: Job, why: &str) -> Done {
     }
 }
 
-/// Runs a job. Waits at most `patience` for a device to say where its gradients are.
+/// Runs a job. Waits at most `patience` for a device to give the place of its gradients.
 fn run(group: &ProcessGroup, job: Job, patience: Duration) -> Done {
     match job {
         Job::Allocate(lens) => Done::Allocated(group.shared_buffers(&lens)),

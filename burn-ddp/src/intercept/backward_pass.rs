@@ -1,4 +1,4 @@
-//! One backward over a wrapped model, from its first hook to its first gate.
+//! A backward over a wrapped model, from its first hook to its first gate.
 
 use std::cell::RefCell;
 use std::sync::atomic::Ordering;
@@ -58,8 +58,8 @@ impl WrappedModel {
         state.reducer.begin(batch.items, self.holding.load(Ordering::Acquire) > 0)
     }
 
-    /// Submits what is left of the running backward: all hooks have fired, so gradients that wait for other reads go as
-    /// they are.
+    /// Submits the gradients that the running backward has not submitted. All hooks have run, so sums that wait for
+    /// further reads are final.
     pub(super) fn submit_rest<B: GradientMemory>(&self, state: &mut State<B>) -> Result<()> {
         if std::mem::replace(&mut state.submitted, true) {
             return Ok(());
@@ -81,7 +81,7 @@ impl WrappedModel {
         state.reducer.submit_rest(piggyback)
     }
 
-    /// The running statistics as they travel.
+    /// The running statistics in the form in which they travel.
     pub(super) fn statistics<B: GradientMemory>(&self, state: &mut State<B>) -> Result<Piggyback> {
         let mut piggyback = Piggyback::default();
         if let Some(statistics) = &mut state.statistics {

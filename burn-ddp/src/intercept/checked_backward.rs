@@ -1,4 +1,4 @@
-//! A backward whose failures are errors, and after which every leaf is looked at.
+//! A backward that returns failures as errors, and looks at every leaf at its end.
 
 use std::sync::Arc;
 
@@ -22,8 +22,8 @@ pub(crate) fn checked_backward<const D: usize, M: Module>(
     }
     let (gradients, reached) = wrapped.capture(|| loss.backward())?;
     if !reached {
-        let reason = "the loss depends on no parameter of the wrapped model, or on none that it tapped (frozen or \
-        replaced after `wrap`?)";
+        let reason = "the loss depends on no parameter of the wrapped model, or only on parameters without a tap \
+        (frozen, or replaced after `wrap`)";
         return Err(refused(&wrapped.ddp, reason.into()));
     }
     match bypassed(model, wrapped, &gradients)? {
@@ -32,7 +32,7 @@ pub(crate) fn checked_backward<const D: usize, M: Module>(
     }
 }
 
-/// The error of a backward that cannot deliver averages, which the other ranks get, too.
+/// Error of a backward that cannot deliver averages. The other ranks get it, too.
 pub(crate) fn refused(ddp: &Ddp, reason: String) -> Error {
     ddp.world().fail(format!("backward: {reason}"));
     Error::Backward { rank: ddp.rank(), reason }

@@ -16,16 +16,16 @@ use crate::gradients::GradientMemory;
 use crate::model::digest;
 use crate::{Error, Result};
 
-/// Digest of a gradient in steps that compute none.
+/// Placeholder for the digest of a gradient in steps that compute none.
 pub(super) const UNREAD: i64 = 0;
 
 impl WrappedModel {
-    /// Refuses to go on after an optimizer stepped past an average that waited for it.
+    /// Refuses to go on after an optimizer has missed an average that waited for it.
     pub(super) fn refuse_stale(&self) -> Result<()> {
         self.stale.get().map_or(Ok(()), |stale| Err(stale.clone()))
     }
 
-    /// Ends the job: an optimizer stepped past an average that waited for it.
+    /// Ends the job, since an optimizer has missed an average that waited for it.
     pub(super) fn note_stale_id(&self, slot: usize) {
         let path = &self.slots[slot].path;
         let fault = self.fault(format!(
@@ -58,8 +58,8 @@ impl WrappedModel {
         }
     }
 
-    /// Refuses a gradient that is on a leaf before any average was put there: it went past the tap. This sees what came
-    /// before the last gate; [`bypassed`] sees the rest.
+    /// Refuses a gradient that is on a leaf before any average was put there: it went past the tap. This sees gradients
+    /// that came before the last gate; [`bypassed`] sees the others.
     pub(super) fn refuse_bypass<B: GradientMemory>(&self, state: &State<B>, grads: &BackendGradients) -> Result<()> {
         let past = state
             .values

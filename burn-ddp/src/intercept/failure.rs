@@ -1,4 +1,4 @@
-//! Errors of a backward: to the other ranks, and to `Ddp::backward` or as a panic.
+//! Errors of a backward: they go to the other ranks, and to the caller by `Ddp::backward` or as a panic.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -7,8 +7,8 @@ use crate::ddp::Ddp;
 use crate::{Error, Result};
 
 thread_local! {
-    /// The first error of the backward in [`capture`] on this thread, of whichever model; the outer `None` if there is
-    /// no such backward.
+    /// The first error of the backward that [`capture`] runs on this thread, of any model; the outer option is `None`
+    /// without such a backward.
     static CAPTURED: RefCell<Option<Option<Error>>> = const { RefCell::new(None) };
 }
 
@@ -37,15 +37,15 @@ pub(super) fn is_captured() -> bool {
     CAPTURED.with_borrow(Option::is_some)
 }
 
-/// Ends the other ranks' waits with an error that only this rank knows.
+/// Ends the waits of the other ranks with an error of this rank.
 pub(crate) fn tell_peers(ddp: &Ddp, error: &Error) {
     if !matches!(error, Error::Comm(_)) {
         ddp.world().fail(error.to_string());
     }
 }
 
-/// Reports that a backward has failed: to the other ranks, and to `Ddp::backward` if it runs on this thread; else
-/// panics.
+/// Reports that a backward has failed to the other ranks, and to `Ddp::backward` if it runs on this thread; panics
+/// otherwise.
 pub(crate) fn fail(ddp: &Ddp, error: Error) {
     tell_peers(ddp, &error);
     let unheard = CAPTURED.with_borrow_mut(|captured| match captured {

@@ -161,7 +161,7 @@ pub(crate) fn lend(tensors: Vec<FlexTensor>) -> std::result::Result<Box<dyn Devi
 pub(crate) fn take_back(loan: Box<dyn DeviceLoan>) -> std::result::Result<Vec<FlexTensor>, String> {
     let loan: Box<dyn Any> = loan;
     let FakeLoan { place, fault, tensors } =
-        *loan.downcast::<FakeLoan>().map_err(|_| "this was lent by another device")?;
+        *loan.downcast::<FakeLoan>().map_err(|_| "the loan was made by another device")?;
     if fault == Some(Fault::TakeBack) {
         return Err("the fake device gives nothing back".into());
     }

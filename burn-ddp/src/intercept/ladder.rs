@@ -1,4 +1,4 @@
-//! Untracked tensors of growing depth: they put the hook of a read at about the depth of the layer that reads.
+//! Untracked tensors of growing depth, which put the hook of a read at about the depth of the layer that reads.
 
 use burn::backend::autodiff::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -42,13 +42,13 @@ impl<B: Backend> Ladder<B> {
         self.rungs[nth].clone()
     }
 
-    /// Begins anew: a backward has ended.
+    /// Begins at the lowest rung again, when a backward has ended.
     pub(super) fn restart(&mut self) {
         self.reads = 0;
     }
 }
 
-/// A step of the ladder: raises the depth of the hooks that hang on it, does nothing in backward.
+/// A step of the ladder. It raises the depth of the hooks that hang on it, and does nothing in backward.
 #[derive(Debug)]
 struct Rung;
 

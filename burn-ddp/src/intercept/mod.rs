@@ -1,4 +1,4 @@
-//! How gradients get out of Burn's backward, and averages into it. `README.md` beside this file has the protocol.
+//! The way of gradients out of Burn's backward, and of averages into it. `README.md` beside this file has the protocol.
 //!
 //! | step | file |
 //! |---|---|

@@ -1,5 +1,5 @@
-//! State of a wrapped model in tensors of its backend. The backend is erased here, and found again in
-//! [`ModelState::of`] alone.
+//! State of a wrapped model in tensors of its backend. [`ModelState`] erases the backend; only [`ModelState::of`]
+//! restores it.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -35,7 +35,7 @@ pub(super) trait ModelState: Any + Send {
     /// See [`WrappedModel::shadow`].
     fn shadow(&mut self, model: &WrappedModel) -> Result<bool>;
 
-    /// What the last backward put on the leaves.
+    /// Digests of the averages that the last backward put on leaves.
     fn delivered(&self) -> &Delivered;
 }
 
@@ -52,24 +52,25 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) reducer: Reducer<FloatTensor<B>>,
     /// Micro-batches per reduction.
     pub(super) accumulation: usize,
-    /// A tensor whose entry in a `Gradients` says that it belongs to the running backward.
+    /// A tensor that is registered in the `Gradients` of the running backward, to recognise them.
     pub(super) sentinel: AutodiffTensor<B>,
     pub(super) ladder: Ladder<B>,
-    /// A backward has begun and not ended.
+    /// True if a backward has begun and not ended.
     pub(super) running: bool,
-    /// Hooks and gates that the running backward came to.
+    /// Number of hooks that have run in the running backward.
     pub(super) fired: usize,
+    /// Number of gates that have run in the running backward.
     pub(super) gated: usize,
-    /// All buckets of the running backward are submitted.
+    /// True if all buckets of the running backward are submitted.
     pub(super) submitted: bool,
     pub(super) slots: Vec<SlotState<B>>,
-    /// The value of each slot that was read last, from its read to the end of the backward: the leaf of a gradient that
-    /// went past the tap, and what the replica check compares.
+    /// Value of each slot at its last read, kept until the backward ends: a gradient that went past the tap is on this
+    /// leaf, and the replica check compares this value.
     pub(super) values: Vec<Option<AutodiffTensor<B>>>,
     pub(super) stand_ins: StandInLeaves<B>,
     pub(super) statistics: Option<SyncedStatistics>,
     pub(super) delivered: Delivered,
-    /// The user was warned of parameters without a gradient.
+    /// True if the user was warned of parameters without a gradient.
     pub(super) warned_unused: bool,
     /// First error of the running backward.
     pub(super) error: Option<Error>,
@@ -84,7 +85,7 @@ pub(super) struct SlotState<B: GradientMemory> {
     pub(super) leaf: Option<NodeId>,
     /// Sum of the gradients of earlier reads.
     pub(super) partial: Option<FloatTensor<B>>,
-    /// The final gradient was put.
+    /// True if the final gradient is with the reducer.
     pub(super) done: bool,
 }
 
@@ -94,11 +95,12 @@ impl<B: GradientMemory> Default for SlotState<B> {
     }
 }
 
-/// Gradients that the last backward put on leaves.
+/// Averages that the last backward put on leaves.
 pub(super) struct Delivered {
-    /// Digest for each slot that has one; 1 number for all unless `digested`.
+    /// Digest of each slot's average, [`UNREAD`](super::checks::UNREAD) unless `digested`; `None` if the slot's leaf
+    /// got no average.
     pub(super) digests: Vec<Option<i64>>,
-    /// The digests were computed: in steps that look closely.
+    /// True if the digests were computed, as in the first steps and in those that compare the ranks' parameters.
     pub(super) digested: bool,
 }
 
@@ -182,7 +184,7 @@ enum Opening {
     Taken,
 }
 
-/// The state of a wrapped model while its backend is asked for. Opaque: made by `wrap`, passed through
+/// State of a wrapped model while `wrap` looks for its backend. Opaque: made by `wrap`, passed through
 /// [`DdpBackend`](crate::backend::DdpBackend).
 #[derive(Clone)]
 pub struct ModelOpening(Arc<Mutex<Opening>>);

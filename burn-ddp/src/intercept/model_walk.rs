@@ -30,7 +30,7 @@ pub(super) fn note_visit(tap: &TapHandle) -> Option<u64> {
     BASE_ID.get()
 }
 
-/// The wrapped models that `model` is made of: none, one, or several if wrapped parts were put together.
+/// The wrapped models in `model`: none, one, or several if the model was put together from wrapped parts.
 pub(crate) fn find<M: Module>(model: &M) -> Vec<Arc<WrappedModel>> {
     struct Ids;
     impl ModuleVisitor for Ids {
@@ -59,17 +59,17 @@ pub(crate) fn find<M: Module>(model: &M) -> Vec<Arc<WrappedModel>> {
 
 /// Visitor of float parameters and their taps.
 pub(super) trait AtTap {
-    /// What is kept of a parameter until its tap is known.
+    /// Value that is kept from a parameter until its tap is visited.
     type Seen;
 
-    /// Comes to a parameter.
+    /// Visits a parameter, before its tap.
     fn parameter<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Self::Seen>;
 
     /// Leaves the parameter at `path`, with its tap if it has one.
     fn leave(&mut self, path: &str, seen: Self::Seen, tap: Option<TapHandle>);
 }
 
-/// Visits the parameters of `model` as if they had no tap, and tells `visitor` the taps.
+/// Visits the parameters of `model` as if they had no tap, and gives `visitor` the tap of each.
 pub(super) fn walk<M: Module, V: AtTap>(model: &M, visitor: &mut V) {
     struct Walk<'a, V: AtTap> {
         visitor: &'a mut V,
@@ -96,7 +96,7 @@ pub(super) fn walk<M: Module, V: AtTap>(model: &M, visitor: &mut V) {
     bypass(|| model.visit(&mut Walk { visitor, path: Vec::new(), last: None }));
 }
 
-/// Shows `wrapped` the values of all parameters of `model`, also of those that the forward did not read.
+/// Notes the values of all parameters of `model` in `wrapped`, also of those that the forward did not read.
 pub(super) fn note_values<M: Module>(model: &M, wrapped: &Arc<WrappedModel>) {
     struct Note<'a>(&'a Arc<WrappedModel>);
     impl AtTap for Note<'_> {

@@ -28,7 +28,7 @@ use crate::gradients::GradientMemory;
     Autodiff
 )]
 pub trait DdpBackend: Backend {
-    /// Returns `x`, a tensor of the model's device, and makes the state of a wrapped model for its backend.
+    /// Makes the state of a wrapped model for the backend of `x`, a tensor on the model's device. Returns `x`.
     fn open_model(x: FloatTensor<Self>, opening: ModelOpening) -> FloatTensor<Self> {
         let _ = opening;
         x
@@ -40,7 +40,7 @@ pub trait DdpBackend: Backend {
         x
     }
 
-    /// Returns `x`, a parameter's value, and remembers it until the next backward.
+    /// Notes `x`, a parameter's value, until the next backward ends. Returns `x`.
     fn note_leaf(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         let _ = tap;
         x

@@ -1,4 +1,4 @@
-//! A wrapped model is made on its backend.
+//! Construction of a wrapped model on its backend.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::{Error, Result};
 ///
 /// # Errors
 ///
-/// If the ranks cannot make buffers, or this one no thread.
+/// An error if the ranks cannot make buffers, or this rank cannot start its communication thread.
 pub(crate) fn open_model(
     ddp: Ddp,
     device: Device,

@@ -41,7 +41,7 @@ impl std::fmt::Debug for Read {
 }
 
 impl WrappedModel {
-    /// Remembers the leaf of a slot until the end of the next backward.
+    /// Notes the leaf of a slot until the next backward ends.
     pub(super) fn note_leaf<B: GradientMemory>(&self, slot: usize, leaf: &AutodiffTensor<B>) {
         if let Some(state) = self.lock().of::<B>() {
             state.values[slot] = Some(leaf.clone());

@@ -9,8 +9,8 @@ use crate::Result;
 use crate::gradients::GradientMemory;
 
 impl WrappedModel {
-    /// Takes part in one reduction of the other ranks without a backward. Returns false if no rank has a gradient: all
-    /// shadow.
+    /// Takes part in a reduction of the other ranks without a backward. Returns false if no rank has a gradient,
+    /// because all ranks shadow.
     pub(crate) fn shadow(&self) -> Result<bool> {
         self.lock().shadow(self)
     }
@@ -36,7 +36,7 @@ fn reduce<B: GradientMemory>(model: &WrappedModel, state: &mut State<B>) -> Resu
     model.ddp.world().set_step(state.reducer.step());
     let mut piggyback = model.statistics(state)?;
     if state.reducer.compares_replicas() {
-        // This rank's parameters are no longer those of the others: it has no say.
+        // This rank's parameters are no longer those of the others, and take no part in the comparison.
         piggyback.digests = Some(vec![0; state.values.len()]);
     }
     let given = state.reducer.shadow(piggyback)?;

@@ -37,7 +37,7 @@ impl Model {
         }
     }
 
-    /// Of what `used` says, `x` times a nonlinear thing.
+    /// `x` times a nonlinear function of the parameters that are `used`.
     fn loss(&self, used: [bool; 4], x: f32) -> Tensor<1> {
         let [a, b, c, d] = used;
         let mut loss = Tensor::zeros([1], &self.a.base().device());
@@ -67,7 +67,7 @@ fn small() -> WrapConfig {
     WrapConfig::new().with_bucket_cap_bytes(40).with_first_bucket_cap_bytes(20)
 }
 
-/// What `f` yields on all ranks, in host memory and on the fake device.
+/// Results of `f` on all ranks, in host memory and on the fake device.
 fn both<T: Send + PartialEq + Debug>(world: usize, f: impl Fn(&Ddp) -> anyhow::Result<T> + Sync) -> T {
     let run = |on_device: bool| {
         Ddp::spawn(world, |ddp| {

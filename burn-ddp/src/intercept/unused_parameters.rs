@@ -20,7 +20,7 @@ use crate::gradients::GradientMemory;
 /// Largest number of dimensions of a parameter.
 pub(crate) const MAX_RANK: usize = 8;
 
-/// Runs an expression with the number of dimensions as a constant; the other one above [`MAX_RANK`], which `wrap`
+/// Evaluates `$run` with the number of dimensions as the constant `$d`; `$other` above [`MAX_RANK`], which `wrap`
 /// refuses.
 macro_rules! with_rank {
     ($rank:expr, $d:ident => $run:expr, else $other:expr) => {
@@ -136,8 +136,9 @@ impl Handoff {
         }
     }
 
-    /// True if `mapper` is an optimizer that still has a gradient under the parameter's id, because no parameter has that
-    /// id. Such an optimizer changes zeros under this id, and leaves zeros under a new id as they are.
+    /// True if `mapper` is an optimizer that still has a gradient under the parameter's id: no parameter of the model
+    /// has this id any more. Such an optimizer changes zeros under this id, and leaves zeros under a new id as they
+    /// are.
     fn is_left<const D: usize>(&self, tap: &TapHandle, mapper: &mut impl ModuleMapper) -> bool {
         let (dims, dtype) = tap.model.shape(tap.slot);
         let Ok(dims) = <[usize; D]>::try_from(dims) else { return false };

@@ -12,7 +12,7 @@ use burn::tensor::Shape;
 
 use super::ladder::{AutodiffTensor, new_leaf};
 
-/// Averages of one slot that may wait for their optimizer at a time.
+/// Largest number of averages of a slot that wait for their optimizer; the oldest are forgotten.
 const CAP: usize = 8;
 
 /// Leaves under which averages are registered, one per slot, made when first needed and kept: gradients of several
@@ -40,15 +40,15 @@ impl<B: Backend> StandInLeaves<B> {
 /// Numbers of the averages that wait under stand-in leaves.
 #[derive(Default)]
 pub(super) struct WaitingAverages {
-    /// Numbers (counting reductions) of the averages put there lately, by slot. Each copy of the model counts for
-    /// itself which of them an optimizer took.
+    /// Numbers of the reductions whose averages were registered there lately, by slot. Each copy of the model keeps the
+    /// number of the last one that its optimizer used.
     numbers: Mutex<BTreeMap<usize, VecDeque<u64>>>,
-    /// True if there are any.
+    /// True if any average has ever waited.
     any: AtomicBool,
 }
 
 impl WaitingAverages {
-    /// The averages number `number` of `slots` wait from now on.
+    /// Notes that the averages of `slots` from reduction `number` wait from now on.
     pub(super) fn note(&self, slots: &[usize], number: u64) {
         if slots.is_empty() {
             return;
@@ -64,7 +64,7 @@ impl WaitingAverages {
         self.any.store(true, Ordering::Release);
     }
 
-    /// Number of the slot's first waiting average after `used`.
+    /// Number of the slot's first waiting average later than number `used`.
     pub(super) fn after(&self, slot: usize, used: u64) -> Option<u64> {
         if !self.any.load(Ordering::Acquire) {
             return None;

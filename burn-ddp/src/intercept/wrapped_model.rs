@@ -1,4 +1,4 @@
-//! One wrapped model on one rank: what all its taps, in all copies of the model, share.
+//! A wrapped model on one rank: the state that the taps of all its copies share.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -22,31 +22,34 @@ pub(crate) struct WrappedModel {
     pub(super) id: u64,
     pub(super) slots: Arc<[Slot]>,
     reduction: GradientReduction,
-    /// Reads of each slot whose hook may still fire. Written by forward (up) and by dropped hook states (down).
+    /// Number of reads of each slot whose hook may still run. Raised by forward, lowered when a hook's state is
+    /// dropped.
     pub(super) outstanding: Vec<AtomicUsize>,
     /// Number of taps of each slot, over all copies of the model.
     pub(super) taps: Vec<AtomicUsize>,
-    /// Their sum, and one for each [`Taps`](crate::wrap) that may attach more.
+    /// Number of all taps, and of [`Taps`](crate::wrap) that may attach more.
     holders: AtomicUsize,
     /// Slots of parameters that were clones of each other when the model was wrapped.
     pub(super) cloned: Vec<bool>,
-    /// Slots that `wrap` gave a tap: not those of tied clones and of bases under another reparameterization (LoRA).
+    /// True for each slot that `wrap` gave a tap: not for tied clones and bases under another reparameterization
+    /// (LoRA).
     pub(super) attached: OnceLock<Vec<bool>>,
     /// Locked by hooks and gates, on the thread that runs backward, and by reads for a moment.
     state: Mutex<Box<dyn ModelState>>,
     /// Averages of parameters that this rank did not use. Written by the last gate, read by visits.
     pub(super) waiting: WaitingAverages,
-    /// Backwards that reached this model and ended, well or not.
+    /// Number of backwards that reached this model and ended, with or without an error.
     pub(super) ended: AtomicU64,
     /// Depth of nested `no_sync`.
     pub(super) holding: AtomicUsize,
-    /// The next reduction compares the ranks' parameters: reads of frozen ones are noted too. Written by the last gate.
+    /// True if the next reduction compares the ranks' parameters: then reads of frozen ones are noted, too. Written by
+    /// the last gate.
     pub(super) comparing: AtomicBool,
-    /// A copy of the model went through `valid().train()`, and so has running statistics of its own.
+    /// True if a copy of the model went through `valid().train()`, which gives it running statistics of its own.
     pub(super) retrained: AtomicBool,
-    /// The model, or a copy, was mapped: clones of a parameter may have parted.
+    /// True if the model, or a copy, was mapped: clones of a parameter may have different values since.
     pub(super) mapped: AtomicBool,
-    /// Why this rank's parameters are no longer those of the others.
+    /// Error after which this rank's parameters are no longer those of the others.
     pub(super) stale: OnceLock<Error>,
 }
 
@@ -97,7 +100,7 @@ impl WrappedModel {
         }
     }
 
-    /// Counts a tap of a slot that appears or goes.
+    /// Counts a tap of a slot, when it appears or goes.
     pub(super) fn count_tap(&self, slot: usize, appears: bool) {
         if appears {
             self.taps[slot].fetch_add(1, Ordering::AcqRel);
@@ -107,7 +110,7 @@ impl WrappedModel {
         self.count_holder(appears);
     }
 
-    /// Counts a tap, or an owner that attaches taps, which appears or goes.
+    /// Counts a tap, or an owner that attaches taps, when it appears or goes.
     pub(crate) fn count_holder(&self, appears: bool) {
         if appears {
             self.holders.fetch_add(1, Ordering::AcqRel);
@@ -125,7 +128,7 @@ impl WrappedModel {
         self.attached.get_or_init(|| self.taps.iter().map(|taps| taps.load(Ordering::Acquire) > 0).collect());
     }
 
-    /// True if a rank's gradients count by its items.
+    /// True if a rank's gradients are weighted by its number of items.
     pub(crate) fn weighs_items(&self) -> bool {
         self.reduction == GradientReduction::Mean
     }
@@ -140,7 +143,7 @@ impl WrappedModel {
         self.retrained.store(true, Ordering::Release);
     }
 
-    /// Notes that the model, or a copy, was mapped: maybe by an optimizer.
+    /// Notes that the model, or a copy, was mapped, as an optimizer does in a step.
     pub(crate) fn note_map(&self) {
         self.mapped.store(true, Ordering::Release);
     }
@@ -156,7 +159,7 @@ impl WrappedModel {
         self.lock().steps()
     }
 
-    /// Runs `backward` with errors returned instead of panics, and tells if the backward reached this model.
+    /// Runs `backward` with errors returned instead of panics, and says whether the backward reached this model.
     pub(crate) fn capture<T>(&self, backward: impl FnOnce() -> T) -> Result<(T, bool)> {
         let before = self.ended.load(Ordering::Acquire);
         let out = failure::capture(backward)?;

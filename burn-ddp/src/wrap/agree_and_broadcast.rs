@@ -1,4 +1,4 @@
-//! From a model of each rank to one model that all ranks share: agreement, rank 0's values, the reducer of its
+//! Agreement of the ranks on a model and its settings, rank 0's values on every rank, and the reducer of the model's
 //! gradients.
 
 use std::collections::VecDeque;
@@ -22,7 +22,7 @@ use crate::{Error, Result, agreement, engine_choice};
 /// Description of a model that all ranks hold.
 pub(crate) struct AgreedModel {
     pub(crate) device: Device,
-    /// Group of the gradients; `None` where nothing is to be reduced.
+    /// Group that reduces the gradients; `None` where nothing is reduced.
     group: Option<ProcessGroup>,
     /// True if gradients are reduced on their device.
     on_device: bool,
@@ -33,7 +33,8 @@ pub(crate) struct AgreedModel {
     config: WrapConfig,
 }
 
-/// `model` with rank 0's values on every rank, and the description from which taps are made. *Collective*.
+/// Checks `model` and `config`, and compares them between the ranks. Returns the model with rank 0's values, and the
+/// description from which taps are made. *Collective*.
 #[track_caller]
 pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     ddp: &Ddp,
@@ -84,7 +85,7 @@ impl AgreedModel {
             caps: config.caps(on_device),
             timeout: ddp.world().options().timeout,
             replica_check: config.replica_check as u64,
-            // A backward that waited for a device's reductions at its end would hold up the device.
+            // Without overlap a backward would wait for the device's reductions at its end, and the device would idle.
             overlap: on_device || config.overlap.unwrap_or_else(|| overlap_pays(ddp, &device)),
             on_device,
         };
@@ -96,7 +97,7 @@ impl AgreedModel {
     }
 }
 
-/// True if communication waits for a network, or has a core of its own, or backward needs none.
+/// True if a communication thread pays: it waits for a network, or has a core of its own, or backward runs on a GPU.
 fn overlap_pays(ddp: &Ddp, device: &Device) -> bool {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let state = ddp.state();

@@ -1,4 +1,4 @@
-//! Taps on the parameters of a model that all ranks share.
+//! Attaching taps to the parameters of a model that all ranks agreed on.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 use crate::ddp::Ddp;
 use crate::intercept::{Tap, WrappedModel};
 
-/// Attaches the taps of one shared model to it. While this lives the reducer stays, also when no tapped copy does.
+/// The taps of a wrapped model, to attach to its copies. The reducer lives as long as this or a tapped copy does.
 pub(crate) struct Taps {
     ddp: Ddp,
     pub(crate) wrapped: Arc<WrappedModel>,
@@ -23,7 +23,8 @@ impl Taps {
         Taps { ddp: ddp.clone(), wrapped, slot_of }
     }
 
-    /// The same parameters, tapped: with the values that they had at first, or that an optimizer has given them since.
+    /// Returns `model` with a tap on every parameter that has a slot. It is the model that was wrapped, or a copy with
+    /// the same parameters and other values.
     pub(crate) fn attach<M: Module>(&self, model: M) -> M {
         let (ddp, wrapped, slot_of) = (self.ddp.clone(), self.wrapped.clone(), self.slot_of.clone());
         let model = model.apply_reparameterization(Attach { ddp, wrapped, slot_of });

@@ -27,8 +27,8 @@ use crate::intercept::{self, WrappedModel};
 use crate::{Error, Result};
 
 impl Ddp {
-    /// Makes `model` data-parallel: the same type back, rank 0's weights and buffers on every rank, and gradients
-    /// averaged over all ranks inside `loss.backward()`. *Collective*.
+    /// Makes `model` data-parallel: it keeps its type, every rank gets rank 0's weights and buffers, and
+    /// `loss.backward()` returns gradients averaged over all ranks. *Collective*.
     ///
     /// Freeze, load and apply LoRA before; see [`WrapConfig`] for accumulation, sums and bucket sizes. The optimizer
     /// must be the same on every rank. Wrapping again is an error; [`Ddp::unwrap`] is the inverse.
@@ -65,7 +65,7 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// As [`Ddp::wrap`].
+    /// Those of [`Ddp::wrap`].
     #[track_caller]
     pub fn wrap_with<M: Module + 'static>(&self, model: M, config: &WrapConfig) -> Result<M> {
         let (model, agreed) = agree_and_broadcast(self, model, config)?;
@@ -75,7 +75,8 @@ impl Ddp {
         })
     }
 
-    /// The plain model again: same parameters and ids, no taps. Gradients held for accumulation are discarded.
+    /// Removes the taps: returns the plain model with the same parameters and ids. Gradients held for accumulation are
+    /// discarded.
     ///
     /// # Errors
     ///
@@ -120,7 +121,7 @@ impl Ddp {
     }
 
     /// Runs `f`, in which backwards only sum up gradients and return none; the next backward outside reduces them all.
-    /// For accumulation with an irregular number of micro-batches; each rank may have another number of them.
+    /// Serves accumulation with an irregular number of micro-batches, which may differ between ranks.
     ///
     /// # Errors
     ///
@@ -138,8 +139,8 @@ impl Ddp {
     }
 }
 
-/// The one wrapped model of those that [`intercept::find`] found; otherwise an error that says what to `do_with` the
-/// model.
+/// The only wrapped model that [`intercept::find`] found. If there is none, the error asks the caller to `do_with` the
+/// wrapped model.
 pub(crate) fn only<'a>(wrapped: &'a [Arc<WrappedModel>], do_with: &str) -> Result<&'a Arc<WrappedModel>> {
     match wrapped {
         [wrapped] => Ok(wrapped),

@@ -1,4 +1,4 @@
-//! How each parameter and buffer of a model is treated, as a pure function of its description.
+//! Treatment of each parameter and buffer of a model, as a pure function of its description.
 
 use std::collections::VecDeque;
 
@@ -11,11 +11,11 @@ use crate::model::schema::Schema;
 /// Treatment of one parameter or buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Treatment {
-    /// Its gradient is averaged over the ranks.
+    /// The gradient is averaged over the ranks.
     Averaged,
-    /// It has no gradient as long as it is frozen; the replica check compares its value.
+    /// No gradient as long as the parameter is frozen; the replica check compares its value.
     Frozen,
-    /// It never has a gradient: running statistics, quantized values, integers and bools.
+    /// Never a gradient: running statistics, quantized values, integers and bools.
     LeftOut,
 }
 
@@ -43,8 +43,8 @@ fn treatment(value: Value) -> Treatment {
 /// The slots of a model's gradients, in traversal order, and the slot of each float parameter and buffer, if it has
 /// one.
 ///
-/// Averaged and frozen parameters have slots. Clones of a parameter (tied weights) have slots of their own, which know
-/// the first one's: `first_clone` comes from [`Schema::first_clones`], `is_buffer` from
+/// Averaged and frozen parameters have slots. Each clone of a parameter (tied weights) has its own slot, which names
+/// that of the first clone: `first_clone` comes from [`Schema::first_clones`], `is_buffer` from
 /// [`running_stats::which`](crate::model::running_stats::which).
 pub(super) fn slots(
     schema: &Schema,

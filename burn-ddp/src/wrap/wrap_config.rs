@@ -19,14 +19,14 @@ pub struct WrapConfig {
     /// Micro-batches per step; `None` means 1.
     accumulation: Option<usize>,
     pub(super) reduction: GradientReduction,
-    /// Size limits of buckets; `None` depends on where gradients are reduced.
+    /// Size limits of buckets; `None`: by the place where gradients are reduced, in host memory or on their device.
     first_bucket_cap_bytes: Option<usize>,
     bucket_cap_bytes: Option<usize>,
     pub(super) buffers: BufferPolicy,
     pub(super) replica_check: usize,
-    /// `None` depends on the engine, the device and the number of cores.
+    /// `None`: by the engine, the device and the number of cores.
     pub(super) overlap: Option<bool>,
-    #[serde(rename = "alone", alias = "single_rank_reduction")]
+    #[serde(rename = "alone")]
     pub(super) single_rank_reduction: bool,
 }
 
@@ -46,8 +46,8 @@ impl Default for WrapConfig {
 }
 
 impl WrapConfig {
-    /// One backward per step, mean, buckets of 1 MiB (25 MiB for NCCL), running statistics averaged, replicas compared
-    /// every 100 steps.
+    /// The defaults: one backward per step, mean, buckets of 1 MiB (25 MiB for NCCL), running statistics averaged,
+    /// replicas compared every 100 steps.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -102,18 +102,18 @@ impl WrapConfig {
         self
     }
 
-    /// If true, a thread reduces buckets while backward goes on; if false, the caller reduces all of them at its end.
-    /// By default it is a thread where communication waits for a network, where a GPU computes, or where each rank of
-    /// the machine has two cores; otherwise the thread would compete with backward for the same cores. Does not change
-    /// results.
+    /// Reduces buckets on a thread while backward goes on; if false, the caller reduces all of them at the end of
+    /// backward. The default is a thread where communication waits for a network, where a GPU computes, or where each
+    /// rank of the machine has two cores; elsewhere the thread would compete with backward for the same cores. Does not
+    /// change results.
     #[must_use]
     pub fn with_overlap(mut self, overlap: bool) -> Self {
         self.overlap = Some(overlap);
         self
     }
 
-    /// If true, gradients are intercepted and reduced in a world of 1, too, where there is nothing to average: to
-    /// measure what that costs. By default they are not, unless they are accumulated.
+    /// Intercepts and reduces gradients in a world of 1, too, to measure the cost: there is nothing to average. By
+    /// default a world of 1 does so only with accumulation.
     #[must_use]
     pub fn with_single_rank_reduction(mut self, reduce: bool) -> Self {
         self.single_rank_reduction = reduce;

@@ -10,8 +10,9 @@ use burn_ddp_comm::DType;
 use clap::Args;
 use serde_json::json;
 
+use crate::common_options::CommonOptions;
 use crate::comparison::{Effort, Field, interleave};
-use crate::contender::{Contender, Engine, Peer, Programs, Setting, ours, theirs};
+use crate::contender::{Contender, Engine, Peer, Setting, ours, theirs};
 use crate::machine::{cores, describe};
 use crate::plot::{self, Plot};
 use crate::protocol::RoundPlan;
@@ -90,14 +91,11 @@ pub(crate) struct AllReduce {
         default_value_ifs = [("oversubscribe", "true", "100"), ("scaling", "true", "200")]
     )]
     round_ms: f64,
-    /// Prints one JSON object a line instead of a table.
-    #[arg(long)]
-    json: bool,
     /// Draws times and bandwidths by size into this SVG file; with `--scaling` the CPU time by number of ranks.
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
     #[command(flatten)]
-    programs: Programs,
+    common: CommonOptions,
 }
 
 /// Processes of torch are large: gloo takes part in worlds of at most so many ranks, unless `--peers` names it.
@@ -115,7 +113,7 @@ impl AllReduce {
         let effort = Effort { rounds: self.rounds, round_ms: self.round_ms, per_sample };
         let settings = self.world.iter().flat_map(|world| self.dtype.iter().map(move |dtype| (*world, *dtype)));
         let gather = |(world, dtype)| {
-            Field::gather(&self.contenders(world, dtype), &Setting::here(world, dtype, &self.programs))
+            Field::gather(&self.contenders(world, dtype), &Setting::here(world, dtype, &self.common.programs))
         };
         let mut fields: Vec<Field> = settings.map(gather).collect::<Result<_>>()?;
         let mut all: Vec<Vec<Measured>> = Vec::new();
@@ -135,12 +133,12 @@ impl AllReduce {
                 timings,
             });
             let of_size: Vec<Measured> = measured.collect();
-            if self.json {
+            if self.common.json {
                 of_size.iter().flat_map(|one| one.rows(&of_size)).for_each(|row| println!("{row}"));
             }
             all.push(of_size);
         }
-        if !self.json {
+        if !self.common.json {
             println!("all-reduce (sum), medians of {} interleaved rounds, on {}\n", self.rounds, describe());
             print!("{}", report::table(&all));
         }
@@ -189,7 +187,7 @@ impl AllReduce {
         for field in fields {
             for contender in self.contenders(field.world, field.dtype) {
                 let Some(percent) = self.waiting(field, contender)? else { continue };
-                if self.json {
+                if self.common.json {
                     let row = json!({"bench": "oversubscribe-wait", "who": contender.to_string(), "world": field.world,
                         "late_ms": self.late_ms, "waiting_cpu_percent": percent});
                     println!("{row}");
@@ -197,7 +195,7 @@ impl AllReduce {
                 table.add(vec![field.world.to_string(), contender.to_string(), format!("{percent:.2} %")]);
             }
         }
-        if !self.json {
+        if !self.common.json {
             println!("\nrank 0 is {} ms late:\n\n{table}", self.late_ms);
         }
         Ok(())

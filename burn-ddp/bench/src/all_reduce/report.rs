@@ -27,7 +27,7 @@ impl Measured {
         self.timings.iter().find(|timing| timing.contender == contender)
     }
 
-    /// One object for each of this project's times. `of_size`: all worlds and dtypes of the same size.
+    /// Objects of this project's times. `of_size` has all worlds and dtypes of the same size.
     pub(super) fn rows(&self, of_size: &[Measured]) -> Vec<Value> {
         self.ours().map(|own| self.row(own, of_size)).collect()
     }
@@ -156,7 +156,7 @@ fn against(own: &Timing, other: &Timing) -> String {
     }
 }
 
-/// One line for each contender and dtype; and for each number of ranks, unless `x` is that.
+/// Lines of a plot: one for each contender and dtype, and for each number of ranks unless `x` is that.
 pub(super) fn lines(all: &[Vec<Measured>], x: X, y: fn(&Measured, &Timing) -> f64) -> Vec<Line> {
     let (first, mut lines) = (all.iter().flatten().next(), Vec::<Line>::new());
     for measured in all.iter().flatten() {

@@ -46,7 +46,7 @@ pub(crate) enum Peer {
 /// Model to train.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum Model {
-    /// Bare parameters: so many bytes in so many tensors, and a loss that is their sum.
+    /// Bare parameters, of a given number of bytes and tensors, and a loss that is their sum.
     Tensors,
     /// The network of PyTorch's MNIST example, with Adam.
     Cnn,
@@ -57,14 +57,14 @@ pub(crate) enum Model {
 /// Way of training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum Side {
-    /// Each rank for itself.
+    /// Each rank by itself.
     Plain,
-    /// Each rank for itself, but they meet at a bare barrier after each step.
+    /// Each rank by itself; the ranks meet at a bare barrier after each step.
     Barrier,
-    /// As `Barrier`, and each parameter is read through two nodes of autodiff that do nothing: the least that
-    /// intercepting its gradient takes. For [`Model::Tensors`], in Burn.
+    /// Like `Barrier`, with each parameter read through two nodes of autodiff that do nothing: the least that
+    /// intercepting its gradient takes. Only [`Model::Tensors`], in Burn.
     Nodes,
-    /// With `Ddp::wrap`, or torch's `DistributedDataParallel`.
+    /// Data-parallel by `Ddp::wrap`, or by torch's `DistributedDataParallel`.
     Wrapped,
 }
 
@@ -88,7 +88,7 @@ pub(crate) struct Trainer {
     pub(crate) keeps_memory: bool,
 }
 
-/// One column of a comparison.
+/// A column of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Contender {
     Ours(Engine, BufferKind),
@@ -110,7 +110,7 @@ pub(crate) struct Setting<'a> {
 }
 
 impl<'a> Setting<'a> {
-    /// On this machine.
+    /// The setting of ranks on this machine.
     pub(crate) fn here(world: usize, dtype: DType, programs: &'a Programs) -> Setting<'a> {
         Setting { world, dtype, programs, link: None }
     }
@@ -125,7 +125,7 @@ pub(crate) struct Programs {
 }
 
 impl Contender {
-    /// True for this project's, which must not fail.
+    /// True for this project's contenders, which must not fail.
     pub(crate) fn is_ours(self) -> bool {
         match self {
             Contender::Ours(..) => true,
@@ -134,7 +134,7 @@ impl Contender {
         }
     }
 
-    /// True if it says something about messages of this size between so many ranks.
+    /// True if the contender measures anything for `bytes` between `world` ranks.
     pub(crate) fn applies(self, bytes: usize, world: usize) -> bool {
         match self {
             Contender::Ours(..) | Contender::Training(_) => true,
@@ -153,12 +153,12 @@ impl Contender {
     }
 }
 
-/// Each engine with each kind of buffers.
+/// Contenders of each engine with each kind of buffers.
 pub(crate) fn ours(engines: &[Engine], kinds: &[BufferKind]) -> Vec<Contender> {
     engines.iter().flat_map(|engine| kinds.iter().map(|kind| Contender::Ours(*engine, *kind))).collect()
 }
 
-/// These peers; the limit [`Floor`](Peer::Floor) once for each kind of buffers.
+/// Contenders of `peers`; the limit [`Floor`](Peer::Floor) has one for each kind of buffers.
 pub(crate) fn theirs(peers: &[Peer], kinds: &[BufferKind]) -> Vec<Contender> {
     let contenders = |peer: &Peer| match peer {
         Peer::Floor => kinds.iter().map(|kind| Contender::Floor(*kind)).collect(),
@@ -179,7 +179,7 @@ impl Peer {
     }
 }
 
-/// Shown as the options' values.
+/// Shows types as the values of their options.
 macro_rules! shown_as_value {
     ($($kind:ty),*) => {$(
         impl fmt::Display for $kind {

@@ -12,7 +12,7 @@ use crate::team::Scratch;
 /// Module that all scripts import.
 const CONTROL: &str = include_str!("../../peers/control.py");
 
-/// A script of `peers/`, ready to be run.
+/// A script of `peers/` on disk, and the Python that runs it.
 pub(crate) struct Script {
     python: PathBuf,
     path: PathBuf,
@@ -23,7 +23,7 @@ impl Script {
     /// Writes `text` into `scratch` as `name`, and beside it what it imports.
     ///
     /// # Errors
-    /// If the Python of the options does not know torch.
+    /// If the Python of the options cannot import torch.
     pub(crate) fn new(name: &str, text: &str, programs: &Programs, scratch: &Scratch) -> Result<Script> {
         let python = find_program(&programs.python).with_context(|| format!("there is no {}", programs.python))?;
         let knows = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)";
@@ -39,7 +39,8 @@ impl Script {
         Ok(Script { python, path, socket: scratch.socket() })
     }
 
-    /// Runs it; gloo talks over `interface`. Its first argument is the driver's socket, the others are to be added.
+    /// Command that runs the script, with gloo on `interface`. Its first argument is the driver's socket; the caller
+    /// adds the others.
     pub(crate) fn command(&self, interface: &str) -> Command {
         let mut command = Command::new(&self.python);
         command.arg(&self.path).arg(&self.socket);

@@ -103,7 +103,7 @@ impl OwnRank {
 const KEEP_MEMORY: [(&str, &str); 2] =
     [("MALLOC_MMAP_THRESHOLD_", "1073741824"), ("MALLOC_TRIM_THRESHOLD_", "4294967296")];
 
-/// Started like [`Contender::Ours`], or like gloo.
+/// Commands of a trainer: in Burn like those of [`Contender::Ours`], in torch like gloo's.
 fn training(trainer: Trainer, setting: &Setting<'_>, own: &OwnRank, scratch: &Scratch) -> Result<Started> {
     let world = setting.world;
     let lines = SharedLines::create(world)?;
@@ -162,7 +162,7 @@ fn gloo(setting: &Setting<'_>, scratch: &Scratch) -> Result<Vec<Command>> {
     Ok((0..world).map(command).collect())
 }
 
-/// One implementation of MPI.
+/// An implementation of MPI.
 struct Mpi {
     /// Compiler and launcher where several implementations are installed, and how `mpirun --version` tells this one.
     programs: [&'static str; 2],

@@ -70,7 +70,7 @@ impl Workload for Cacheline {
     }
 }
 
-/// The work of a whole all-reduce through shared memory, evenly spread over the cores, without anybody waiting: per
+/// The work of a whole all-reduce through shared memory, evenly spread over the cores, without waits: per
 /// rank the sum of its slice over all inputs, and for buffers outside the arena a copy in and a copy out.
 pub(super) struct Floor {
     meeting: Meeting,

@@ -108,7 +108,7 @@ trait Workload {
     }
 }
 
-/// Serves the driver until it says quit.
+/// Serves the driver until it sends `quit`.
 pub(crate) fn run(args: &RankArgs) -> Result<()> {
     let &RankArgs { rank, world, dtype, buffers, .. } = args;
     let serve = |workload: Box<dyn Workload>| serve(&args.control, rank, workload, Cpu::Process);

@@ -22,7 +22,7 @@ enum Kind {
     Weighted,
 }
 
-/// A digest of all results of this run; the same as everywhere, if bits depend on nothing but the inputs.
+/// Digest of all results of this run: the same on every rank and in every run, if bits depend on the inputs alone.
 pub(super) fn digest(group: &ProcessGroup, dtype: DType, kind: BufferKind, run: u64, pause_us: u64) -> Result<u64> {
     let rank = group.rank() as u64;
     let input = floats(dtype, rank);
@@ -70,7 +70,7 @@ fn reduce(group: &ProcessGroup, dtype: DType, kind: BufferKind, reduction: Kind,
     Ok(())
 }
 
-/// Floats of all magnitudes that a sum of a few does not leave: where the order of additions shows.
+/// Floats of magnitudes up to 2⁵, so close to each other that the order of additions changes the bits of their sums.
 fn floats(dtype: DType, rank: u64) -> Vec<u8> {
     let mut random = Random(77 + rank);
     let mut bytes = Vec::with_capacity(LEN * dtype.size_bytes());

@@ -11,8 +11,9 @@ use burn_ddp_comm::DType;
 use clap::Args;
 use clap::builder::ArgPredicate::IsPresent;
 
+use crate::common_options::CommonOptions;
 use crate::comparison::{Effort, Field};
-use crate::contender::{Contender, Engine, Framework, Model, Programs, Setting, Side, Trainer};
+use crate::contender::{Contender, Engine, Framework, Model, Setting, Side, Trainer};
 use crate::machine::describe;
 use crate::plot::{self, Plot};
 use overlap::LinkOptions;
@@ -90,14 +91,11 @@ pub(crate) struct Step {
     /// Approximate duration of a turn, in milliseconds.
     #[arg(long, default_value = "400", default_value_if("link", IsPresent, "500"))]
     round_ms: f64,
-    /// Prints one JSON object a line instead of a table.
-    #[arg(long)]
-    json: bool,
     /// Draws what data parallelism adds by number of tensors into this SVG file.
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
     #[command(flatten)]
-    programs: Programs,
+    common: CommonOptions,
 }
 
 impl Step {
@@ -109,7 +107,7 @@ impl Step {
         }
         let mut points: Vec<Point> = Vec::new();
         for &world in &self.world {
-            let setting = Setting::here(world, DType::F32, &self.programs);
+            let setting = Setting::here(world, DType::F32, &self.common.programs);
             let mut field = Field::gather(&self.contenders(world), &setting)?;
             for &bytes in if self.model == Model::Cnn { &[0][..] } else { &self.bytes } {
                 for &count in &self.counts {
@@ -124,7 +122,7 @@ impl Step {
                 }
             }
         }
-        if self.json {
+        if self.common.json {
             points.iter().for_each(|point| println!("{}", point.row(self.model, &points)));
         } else {
             let table = points::table(self.model, &points);
@@ -139,8 +137,8 @@ impl Step {
         Effort { rounds: self.rounds, round_ms: self.round_ms, per_sample: Some(1) }
     }
 
-    /// For each framework the step without data parallelism, then the wrapped one; ours for each engine and bucket
-    /// size.
+    /// Steps to compare: for each framework one without data parallelism and a wrapped one, in Burn a wrapped one for
+    /// each engine and bucket size.
     fn contenders(&self, world: usize) -> Vec<Contender> {
         // Steps of few large tensors would be all page faults; with --memory, page faults are what is measured.
         let keeps_memory = self.model != Model::Cnn && !self.memory;

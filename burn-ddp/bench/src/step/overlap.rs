@@ -52,7 +52,8 @@ impl Step {
                 if framework == Framework::Torch && self.alone {
                     continue;
                 }
-                let setting = Setting { world: 2, dtype: DType::F32, programs: &self.programs, link: Some(&link) };
+                let setting =
+                    Setting { world: 2, dtype: DType::F32, programs: &self.common.programs, link: Some(&link) };
                 let mut field = Field::gather(&self.overlapping(framework), &setting)?;
                 let communication = self.bytes.iter().map(|bytes| self.communication(&mut field, *bytes));
                 let communication: Vec<f64> = communication.collect::<Result<_>>()?;
@@ -67,7 +68,7 @@ impl Step {
                 }
             }
         }
-        if !self.json {
+        if !self.common.json {
             println!("gradients over tcp on a link, {} rounds, on {}\n\n{table}", self.rounds, describe());
         }
         Ok(())
@@ -100,7 +101,7 @@ impl Step {
             let hideable = comm_us.min(plain_us * BACKWARD);
             let hidden = (comm_us - exposed_us) / hideable;
             let of_ideal = step.median_us() / (plain_us + comm_us - hideable);
-            if self.json {
+            if self.common.json {
                 let row = json!({"bench": "overlap", "who": step.contender.to_string(), "world": 2, "dtype": "f32",
                     "bytes": bytes, "gbit": gbit, "ratio": ratio, "plain_us": plain_us, "communication_us": comm_us,
                     "median_us": step.median_us(), "p95_us": step.percentile_us(0.95), "of_ideal": of_ideal,

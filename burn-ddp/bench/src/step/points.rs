@@ -12,9 +12,9 @@ use crate::table::{Table, bytes, ratio, time_us};
 pub(super) struct Pair<'a> {
     pub(super) wrapped: &'a Timing,
     pub(super) base: &'a Timing,
-    /// As the base, through two nodes of autodiff per parameter that do nothing.
+    /// The base with two nodes of autodiff per parameter that do nothing.
     nodes: Option<&'a Timing>,
-    /// Wrapped, over the same engine, with the reducer's own bucket size.
+    /// The wrapped step over the same engine with the reducer's own bucket size.
     own_buckets: Option<&'a Timing>,
     trainer: Trainer,
 }
@@ -122,7 +122,7 @@ impl Point {
                 && (point.world, point.bytes, point.count) == (self.world, self.bytes, self.count)
         };
         let torch = points.iter().find(same).filter(|_| self.trainer.framework != Framework::Torch)?;
-        // Less than nothing is noise, of which there is no quotient.
+        // A time below that of the base is noise, which has no quotient.
         (self.added_us > 0.0).then(|| torch.added_us / self.added_us)
     }
 
@@ -213,7 +213,7 @@ fn mib(bytes: f64) -> String {
     format!("{:.1} MiB", bytes / f64::from(1 << 20))
 }
 
-/// One line for each contender: what it adds, by number of tensors.
+/// Lines of a plot: the time that each contender adds, by number of tensors.
 pub(super) fn lines(points: &[Point]) -> Vec<Line> {
     let mut lines: Vec<Line> = Vec::new();
     for point in points {

@@ -1,10 +1,10 @@
 //! CUDA: NCCL reduces gradients where they are, on a stream of its own, between two events of cubecl's.
 //!
-//! What touches cubecl's streams runs as a task on the thread that serves the device, behind all that was launched
-//! before: one task says where the gradients are and records `ready`; one, after NCCL was launched, lets cubecl's
-//! stream wait for `done`. The host waits for tasks, never for the device. The pieces of a bucket go to NCCL as they
-//! are, since gathering them into one buffer and scattering them again would read and write every gradient twice more,
-//! and NCCL reduces several pieces in one launch.
+//! Work on cubecl's streams runs as tasks on the thread that serves the device, behind all earlier launches: one task
+//! finds the gradients and records `ready`; one, after NCCL was launched, makes cubecl's stream wait for `done`. The
+//! host waits for tasks, never for the device. The pieces of a bucket go to NCCL as they are, since gathering them into
+//! one buffer and scattering them again would read and write every gradient twice more, and NCCL reduces several pieces
+//! in one launch.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -33,11 +33,11 @@ use cubecl_server::stream::{FailureStore, WriteScoped};
 
 use super::DeviceLoan;
 
-/// What serves a device, on a thread of its own.
+/// Server of a device, which has a thread of its own.
 type CudaServer = <CudaRuntime as Runtime>::Server;
 
-/// What keeps memory from being freed, moved or used again. Dropped unreleased, when nobody knows whether NCCL still
-/// works there, it does so for as long as the process lives.
+/// Handles that keep memory from being freed, moved or used again. If this is dropped without
+/// [`release`](Pins::release), while NCCL may still work there, the memory stays as it is until the process ends.
 #[derive(Default)]
 struct Pins(Vec<Box<dyn Any + Send>>);
 
@@ -59,7 +59,7 @@ impl std::fmt::Debug for Pins {
     }
 }
 
-/// One gradient: where it is, and where its average goes.
+/// A gradient: its memory, and that of its average.
 struct Run {
     input: BufferBinding,
     output: BufferBinding,
@@ -115,7 +115,7 @@ pub(super) fn lend(tensors: Vec<FloatTensor<Cube>>) -> Result<Box<dyn DeviceLoan
     let resolve =
         |tensor: FloatTensor<Cube>| into_contiguous(tensor.client.clone().resolve_tensor_float::<CubeBackend>(tensor));
     let tensors: Vec<CubeTensor> = tensors.into_iter().map(resolve).collect();
-    let Some(first) = tensors.first() else { return Err("nothing was lent".to_owned()) };
+    let Some(first) = tensors.first() else { return Err("a bucket without gradients has nothing to lend".to_owned()) };
     let (client, device) = (first.client.clone(), first.device.clone());
     let CubeDevice::Cuda(cuda) = &device else { return Err(format!("{device:?} is not a CUDA device")) };
     let ordinal = cuda.index;
@@ -138,7 +138,7 @@ pub(super) fn lend(tensors: Vec<FloatTensor<Cube>>) -> Result<Box<dyn DeviceLoan
             continue;
         }
         total += len_elems;
-        // Only what is this stream's own waits for it, and only what nobody else has may be written.
+        // In place only if the memory is of this stream, which waits for NCCL, and no other tensor shares it.
         let in_place = tensor.handle.can_mut() && tensor.handle.stream == home;
         let input = tensor.handle.clone().binding();
         let (output, fresh) = if in_place {
@@ -163,14 +163,15 @@ pub(super) fn lend(tensors: Vec<FloatTensor<Cube>>) -> Result<Box<dyn DeviceLoan
     let server = DeviceHandle::<CudaServer>::new(id);
     server.submit(move |server: &mut CudaServer| {
         let place = resolve_runs(server, &runs, home, ready, ordinal);
-        // Nobody hears it if the backward has ended: then nothing was given to NCCL.
+        // If the backward has ended, the answer has no receiver, and nothing was given to NCCL.
         let _ = answers.send(place);
     });
     server.flush_queue();
     Ok(Box::new(CudaLoan { answer, place: None, pins: Pins::default(), outputs, home, device: id, len_elems: total }))
 }
 
-/// On the thread that serves the device, behind the launches that write the gradients.
+/// Finds the memory of all runs. Runs on the thread that serves the device, behind the launches that write the
+/// gradients.
 fn resolve_runs(server: &mut CudaServer, runs: &[Run], home: StreamId, ready: Event, ordinal: usize) -> Answer {
     let mut pieces = Vec::with_capacity(runs.len());
     let mut pins: Vec<Box<dyn Any + Send>> = Vec::with_capacity(2 * runs.len());
@@ -200,17 +201,18 @@ fn resolve_runs(server: &mut CudaServer, runs: &[Run], home: StreamId, ready: Ev
     // context.
     unsafe { ready.record_on(stream.cast()) }?;
     // SAFETY: each piece is memory of this device, pinned, of at least its length, checked above; each output is one
-    // that nobody else has, or fresh. cubecl uses it again only behind the wait of `take_back`, or never, see `Pins`.
+    // that no other tensor shares, or fresh. cubecl uses it again only behind the wait of `take_back`, or never, see
+    // `Pins`.
     let place = unsafe { DeviceReduce::new(ordinal, pieces, Some(ready)) };
     Ok((place, pins))
 }
 
 pub(super) fn take_back(lent: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Cube>>, String> {
     let lent: Box<dyn Any> = lent;
-    let lent = lent.downcast::<CudaLoan>().map_err(|_| "this was lent by another device")?;
+    let lent = lent.downcast::<CudaLoan>().map_err(|_| "the loan was made by another device")?;
     let CudaLoan { place, pins, outputs, home, device, .. } = *lent;
     let Some(done) = place.as_ref().and_then(DeviceReduce::done).cloned() else {
-        return Err("NCCL was not launched on this".to_owned());
+        return Err("NCCL was not launched on the loan".to_owned());
     };
     let results: Vec<BufferBinding> = outputs.iter().map(|output| output.handle.clone().binding()).collect();
     let server = DeviceHandle::<CudaServer>::new(device);
@@ -218,7 +220,7 @@ pub(super) fn take_back(lent: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Cub
         // What uses the memory again from now on is behind NCCL.
         Ok(()) => pins.release(),
         Err(reason) => {
-            // Whoever reads an average gets this error; the memory is never used again.
+            // Reads of the averages return this error; the memory is never used again.
             let error = ServerError::Generic { reason, backtrace: Default::default() };
             server.write_streams().taint(error, results.iter());
             drop(pins);
@@ -228,7 +230,7 @@ pub(super) fn take_back(lent: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Cub
     Ok(outputs.into_iter().map(from_cube).collect())
 }
 
-/// What is launched on `home` from now on waits for `done`.
+/// Makes all later launches on `home` wait for `done`.
 fn wait_on(server: &mut CudaServer, home: StreamId, done: &Event) -> Result<(), String> {
     let mut streams = server.write_streams().resolve(home, [].into_iter()).map_err(|e| format!("{e}"))?;
     let stream = streams.current().sys;
@@ -236,7 +238,7 @@ fn wait_on(server: &mut CudaServer, home: StreamId, done: &Event) -> Result<(), 
     unsafe { done.hold_up(stream.cast()) }
 }
 
-/// As Burn makes fused tensors of data.
+/// A fused tensor of `tensor`, made as Burn makes them of data.
 fn from_cube(tensor: CubeTensor) -> FloatTensor<Cube> {
     let client = GlobalFusionClient::<FusionCubeRuntime>::load(&tensor.device);
     let (shape, dtype) = (tensor.shape(), tensor.dtype());
@@ -245,7 +247,7 @@ fn from_cube(tensor: CubeTensor) -> FloatTensor<Cube> {
     client.register(StreamId::current(), OperationIr::Init(operation), NoOp::<CubeBackend>::new()).output()
 }
 
-/// An event of the device, from those that are spare: there are as many as are in use at a time.
+/// A spare event of the device, or a new one.
 fn event(ordinal: usize) -> Result<Event, String> {
     static DEVICES: Mutex<Vec<Device>> = Mutex::new(Vec::new());
     let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! How gradients get out of a backend's tensors, and averages into them.
+//! Access to the memory of each backend's tensors: gradients out of it, averages into it.
 
 #[cfg(feature = "cube")]
 mod cube;
@@ -71,7 +71,7 @@ pub trait GradientMemory: Backend {
     ///
     /// # Errors
     ///
-    /// If no engine reaches the memory of this backend or device.
+    /// An error if no engine reaches the memory of this backend or device.
     fn lend(tensors: Vec<FloatTensor<Self>>) -> Result<Box<dyn DeviceLoan>, String> {
         drop(tensors);
         Err(format!("no engine reaches the memory of {}", std::any::type_name::<Self>()))
@@ -84,7 +84,7 @@ pub trait GradientMemory: Backend {
     ///
     /// The device's error, or that another backend made the loan.
     fn take_back(loan: Box<dyn DeviceLoan>) -> Result<Vec<FloatTensor<Self>>, String> {
-        Err(format!("{loan:?} is not of {}", std::any::type_name::<Self>()))
+        Err(format!("{loan:?} was made by another backend than {}", std::any::type_name::<Self>()))
     }
 }
 

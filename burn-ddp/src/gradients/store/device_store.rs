@@ -62,7 +62,7 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         if gradient.shape() != shape || gradient.dtype() != dtype {
             let (got, of) = (gradient.shape(), gradient.dtype());
             return Err(format!(
-                "the gradient of {path}: {got:?} of {of:?}, but the model was wrapped with {shape:?} of {dtype:?}"
+                "the gradient of {path} is {got:?} of {of:?}, but the model was wrapped with {shape:?} of {dtype:?}"
             ));
         }
         let gradient = match contribution {

@@ -1,4 +1,4 @@
-//! Where gradients are from the backward to their reduction, and averages from the reduction to the optimizer.
+//! Stores of gradients until their reduction, and of averages until they are registered on leaves.
 
 mod device_store;
 mod host_store;
@@ -15,18 +15,18 @@ use super::memory::GradientMemory;
 use device_store::DeviceStore;
 use host_store::HostStore;
 
-/// Time at which a gradient that was put is there.
+/// Arrival of a gradient in the store, at [`GradientStore::put`] or later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Arrival {
+    /// The gradient is there.
     Now,
-    /// When [`GradientStore::next_late`] says so: it is still on its device.
+    /// The gradient is still on its device, until [`GradientStore::next_late`] returns its slot.
     Later,
 }
 
 /// Result of a step for one slot.
 ///
-/// A bucket need not give each rank all that went into it: a store that shards would answer with a third case, the
-/// range of the slot that is this rank's.
+/// A store that shards parameters would add a case: the average of the range of the slot that belongs to this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome<T> {
     /// The average of all its elements.
@@ -83,7 +83,7 @@ pub(crate) trait GradientStore<T>: Send {
     /// Drops gradients, and averages that were not asked for.
     fn clear(&mut self);
 
-    /// Lets go of memory that averages of the last step look at. The next reduction may overwrite it.
+    /// Frees the memory that averages of the last step look at, for the next reduction.
     fn release(&mut self);
 }
 
