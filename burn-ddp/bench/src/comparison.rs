@@ -11,7 +11,7 @@ use crate::protocol::RoundPlan;
 use crate::team::{Round, Team};
 use crate::{machine, stats};
 
-/// A time between two readings of the clock should be at least this long.
+/// Shortest time between two readings of the clock.
 const SAMPLE_NS: f64 = 20_000.0;
 /// Largest number of samples of a round.
 const MAX_SAMPLES: usize = 400;
@@ -22,7 +22,8 @@ pub(crate) struct Effort {
     pub(crate) rounds: usize,
     /// Approximate duration of a contender's turn, in milliseconds.
     pub(crate) round_ms: f64,
-    /// Steps between two readings of the clock, `None` to choose: 1 for percentiles of single steps.
+    /// Steps between two readings of the clock: 1 for percentiles of single steps, `None` for as many as the clock
+    /// needs.
     pub(crate) per_sample: Option<usize>,
 }
 
@@ -31,7 +32,7 @@ pub(crate) struct Field {
     pub(crate) world: usize,
     pub(crate) dtype: DType,
     entrants: Vec<(Contender, Team)>,
-    /// Rounds so far: the first contender of a round changes from round to round.
+    /// Number of rounds so far, which decides which contender is first in a round.
     rounds: usize,
 }
 
@@ -64,7 +65,7 @@ impl Field {
         Ok(field)
     }
 
-    /// All rounds of one size. A peer that fails is left out from then on.
+    /// Runs all rounds of one size. A peer that fails is left out from then on.
     ///
     /// # Errors
     /// If one of this project's contenders fails.
@@ -72,13 +73,13 @@ impl Field {
         self.measure_of(bytes, buffers(bytes, self.world), effort)
     }
 
-    /// All rounds of one size with `count` buffers, tensors or items, by kind of contender.
+    /// Runs all rounds of one size with `count` buffers, tensors or items, by kind of contender.
     pub(crate) fn measure_of(&mut self, bytes: usize, count: usize, effort: &Effort) -> Result<Vec<Timing>> {
         let contenders: Vec<Contender> = self.entrants.iter().map(|(contender, _)| *contender).collect();
         self.measure_these(&contenders, (bytes, count), effort)
     }
 
-    /// All rounds of one contender by itself; `None` if it was left out.
+    /// Runs all rounds of one contender by itself; `None` if it was left out.
     pub(crate) fn measure_only(
         &mut self,
         contender: Contender,
@@ -148,7 +149,7 @@ impl Field {
     }
 }
 
-/// All rounds of one size of several fields, interleaved too: they take turns, a round at a time. `bytes` by field.
+/// Runs all rounds of one size in several fields, which take turns a round at a time. `bytes` has an entry per field.
 pub(crate) fn interleave(fields: &mut [Field], bytes: &[usize], effort: &Effort) -> Result<Vec<Vec<Timing>>> {
     if let [field] = fields {
         return Ok(vec![field.measure(bytes[0], effort)?]);
@@ -174,7 +175,7 @@ fn buffers(bytes: usize, world: usize) -> usize {
     (2 * machine::last_level_cache_bytes()).div_ceil(bytes.max(1) * world).clamp(least, 64)
 }
 
-/// Plan of a round: as many steps as fit, judged by a few.
+/// Plan of a round with as many steps as fit, by the time of a few.
 fn calibrate(team: &mut Team, effort: &Effort) -> Result<RoundPlan> {
     let mut plan = RoundPlan { seed: 0, samples: 1, per_sample: 1, warmup: 2, late: None };
     let mut step_ns = f64::INFINITY;

@@ -1,4 +1,4 @@
-//! `determinism`: comparison of bits under random arrival.
+//! `determinism`: comparison of the bits of results while ranks arrive in random order.
 
 use std::collections::BTreeMap;
 

@@ -39,7 +39,7 @@ fn is_program(path: &Path) -> bool {
     path.metadata().is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
 }
 
-/// CPU time in nanoseconds that the threads alive have used: of this process, or of this thread.
+/// CPU time in nanoseconds of the calling thread, or of all live threads of this process.
 pub(crate) fn cpu_ns(of: Cpu) -> u64 {
     let read = |path: &Path| -> u64 {
         let text = fs::read_to_string(path).unwrap_or_default();
@@ -89,7 +89,7 @@ impl Usage {
         Usage { rss_bytes: kib("Rss:") * 1024, pss_bytes: kib("Pss:") * 1024, faults }
     }
 
-    /// Answer of [`protocol`](crate::protocol).
+    /// The answer to `usage` in the [`protocol`](crate::protocol).
     pub(crate) fn line(&self) -> String {
         format!("ok {} {} {}", self.rss_bytes, self.pss_bytes, self.faults)
     }

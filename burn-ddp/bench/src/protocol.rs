@@ -7,7 +7,7 @@
 //! | `prepare BYTES COUNT` | `ok` | room for COUNT buffers of BYTES each |
 //! | `round SEED SAMPLES PER_SAMPLE WARMUP LATE_RANK LATE_US` | `ok CPU_NS TIME_NS…` | fills the buffers, does WARMUP steps, then SAMPLES times PER_SAMPLE steps, checks |
 //! | `usage` | `ok RSS_BYTES PSS_BYTES FAULTS` | memory and page faults so far, of ranks that train |
-//! | `digest RUN PAUSE_US` | `ok DIGEST` | of our engines' results |
+//! | `digest RUN PAUSE_US` | `ok DIGEST` | digest of random sums, of ranks of our engines |
 //! | `quit` | | |
 //!
 //! Buffer `b` is filled with `1 + (5 (i mod 1021) + 3 rank + seed + b) mod 8` at element `i`, and used by steps `b`, `b
@@ -25,7 +25,7 @@ pub(crate) struct Lines {
     stream: BufReader<UnixStream>,
 }
 
-/// A round as one rank saw it.
+/// Times of a round on one rank.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RankTimes {
     /// CPU time of the timed steps.
@@ -39,7 +39,7 @@ pub(crate) struct RankTimes {
 pub(crate) struct RoundPlan {
     /// Seed of the inputs.
     pub(crate) seed: u64,
-    /// Number of times that are taken.
+    /// Number of samples.
     pub(crate) samples: usize,
     /// Steps between two readings of the clock.
     pub(crate) per_sample: usize,

@@ -10,7 +10,7 @@ pub(crate) fn percentile(values: &[f64], p: f64) -> f64 {
     }
 }
 
-/// The middle one, or the mean of the two in the middle; NaN if there is none.
+/// The value in the middle, or the mean of the two in the middle; NaN if there is none.
 pub(crate) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -21,13 +21,13 @@ pub(crate) fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// The median of the quotients of what was measured in the same round, which cancels what disturbed the whole round.
+/// The median of the quotients of times of the same round. A quotient cancels disturbances of the whole round.
 pub(crate) fn ratio(numerators: &[f64], denominators: &[f64]) -> f64 {
     let quotients: Vec<f64> = numerators.iter().zip(denominators).map(|(n, d)| n / d).collect();
     median(&quotients)
 }
 
-/// The median of the differences of what was measured in the same round.
+/// The median of the differences of times of the same round.
 pub(crate) fn difference(minuends: &[f64], subtrahends: &[f64]) -> f64 {
     let differences: Vec<f64> = minuends.iter().zip(subtrahends).map(|(m, s)| m - s).collect();
     median(&differences)

@@ -51,7 +51,7 @@ pub(crate) fn bytes(n: usize) -> String {
     }
 }
 
-/// Microseconds in the unit that suits.
+/// A time in a readable unit, from microseconds.
 pub(crate) fn time_us(us: f64) -> String {
     match us {
         us if us < 0.0 => format!("-{}", time_us(-us)),
@@ -62,7 +62,7 @@ pub(crate) fn time_us(us: f64) -> String {
     }
 }
 
-/// A quotient with as many digits as it deserves.
+/// A quotient with two decimals, or none from 20 on.
 pub(crate) fn ratio(x: f64) -> String {
     if x >= 20.0 { format!("{x:.0} ×") } else { format!("{x:.2} ×") }
 }

@@ -1,4 +1,4 @@
-//! The processes of one contender, as the driver sees them.
+//! The processes of a contender, as the driver sees them.
 
 use std::any::Any;
 use std::fs::{self, File};
@@ -24,7 +24,7 @@ const FAREWELL: Duration = Duration::from_secs(3);
 /// Time for processes to end after a signal.
 const GRACE: Duration = Duration::from_millis(300);
 
-/// The ranks of one contender, alive and waiting for orders.
+/// The ranks of a contender, which wait for the driver's orders.
 pub(crate) struct Team {
     name: String,
     members: Vec<Lines>,
@@ -34,16 +34,16 @@ pub(crate) struct Team {
     _keep: Vec<Box<dyn Any>>,
 }
 
-/// A round as the slowest rank saw each sample.
+/// Times of a round over all ranks.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Round {
-    /// Per sample, nanoseconds per step of the rank that took longest.
+    /// Per sample, nanoseconds per step on the slowest rank.
     pub(crate) ns: Vec<f64>,
     /// CPU time per rank of the timed steps.
     pub(crate) cpu_ns: Vec<f64>,
 }
 
-/// A directory of its own, gone when dropped.
+/// A temporary directory, removed on drop.
 pub(crate) struct Scratch {
     path: PathBuf,
 }
@@ -129,7 +129,7 @@ impl Team {
         Ok(())
     }
 
-    /// Room for `count` buffers of `bytes` on each rank; those before are gone.
+    /// Makes `count` buffers of `bytes` on each rank, and drops earlier ones.
     pub(crate) fn prepare(&mut self, bytes: usize, count: usize) -> Result<()> {
         self.tell(&format!("prepare {bytes} {count}")).map(drop)
     }
@@ -145,7 +145,7 @@ impl Team {
         })
     }
 
-    /// Says `line` to all ranks; their answers by rank.
+    /// Sends `line` to all ranks. Returns their answers, by rank.
     pub(crate) fn tell(&mut self, line: &str) -> Result<Vec<String>> {
         self.order(0..self.world(), line).map_err(|error| self.explained(error))?;
         self.answers()
@@ -156,7 +156,7 @@ impl Team {
         self.members.len()
     }
 
-    /// Says `line` to some ranks; [`answers`](Self::answers) waits for all answers.
+    /// Sends `line` to some ranks; [`answers`](Self::answers) waits for all answers.
     pub(crate) fn order(&mut self, ranks: Range<usize>, line: &str) -> Result<()> {
         self.members[ranks].iter_mut().try_for_each(|member| member.say(line))
     }

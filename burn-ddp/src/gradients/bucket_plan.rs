@@ -13,8 +13,7 @@ pub(crate) struct Slot {
     pub dtype: DType,
     /// True if it required a gradient when the model was wrapped.
     pub trainable: bool,
-    /// The first slot that was a clone of the same parameter when the model was wrapped; itself if there is none
-    /// before.
+    /// The first slot of a clone of the same parameter, as of `wrap`: this slot itself if it is the first or only one.
     pub first_clone: usize,
 }
 
@@ -40,9 +39,10 @@ pub(crate) struct Bucket {
     /// Elements of all gradients, without flags.
     pub len_elems: usize,
     pub has_wake_flag: bool,
-    /// True if all its parameters were frozen when the model was wrapped: reduced only in steps whose wake flag is up.
+    /// True if all its parameters were frozen when the model was wrapped: it is reduced only in steps whose wake flag
+    /// is up.
     pub dormant: bool,
-    /// The gradients are in the buffer. If not, they stay on their device, and the buffer has flags only.
+    /// True if the gradients are in the buffer; if false, they stay on their device, and the buffer has flags only.
     pub packed: bool,
 }
 

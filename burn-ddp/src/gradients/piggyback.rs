@@ -13,8 +13,8 @@ use crate::{Error, Result};
 pub(crate) struct Piggyback {
     /// Running statistics, one buffer per dtype.
     pub statistics: Vec<(DType, AlignedBytes)>,
-    /// All ranks get the statistics of the first rank that trains; if false, the mean over the ranks, weighted by
-    /// items.
+    /// True if all ranks get the statistics of the first rank that trains; if false, they get the mean over the ranks,
+    /// weighted by items.
     pub from_first: bool,
     /// Digests of the parameters, one per slot, in the steps for which [`Reducer::compares_replicas`](super::Reducer)
     /// holds.
@@ -27,11 +27,11 @@ pub(crate) struct PiggybackResult {
     pub statistics: Vec<(DType, AlignedBytes)>,
     /// Digests by rank.
     pub digests: Vec<Vec<i64>>,
-    /// Rank 0's order of gradients, if it was asked for.
+    /// Rank 0's order of gradients, if the ranks had not agreed on one.
     pub(super) order: Option<Vec<usize>>,
 }
 
-/// Results that the worker owes.
+/// Payloads whose results the worker has not returned.
 #[derive(Debug, Default)]
 pub(super) struct Submitted {
     statistics: usize,
@@ -67,7 +67,7 @@ impl Piggyback {
 }
 
 impl Submitted {
-    /// Waits for the results, after all buckets were collected. `fault` makes an error of a text.
+    /// Waits for the results, after all buckets were collected. `fault` turns a text into an error.
     pub(super) fn receive(
         self,
         worker: &mut Worker,

@@ -12,11 +12,11 @@ use super::memory::{GradientMemory, HostCopy};
 /// A gradient in host memory: its slot and treatment, its type and its elements.
 pub(super) type HostGradient = (usize, Contribution, DType, Bytes);
 
-/// Gradients in the order in which backward came to them.
+/// Gradients in the order in which backward produced them.
 ///
-/// Backward reaches its end long before the device does. Until then copies are only started, a portion at a time; they
-/// are waited for at the end, one after the other, while the device still computes later ones and complete buckets are
-/// reduced.
+/// Backward ends long before the device has computed its gradients. During backward copies are only started, a portion
+/// at a time. At its end each copy is awaited in turn, while the device computes later gradients and complete buckets
+/// are reduced.
 pub(super) struct Readback<B: GradientMemory> {
     /// Gradients whose copy has not been started.
     waiting: Vec<FloatTensor<B>>,
@@ -29,7 +29,7 @@ pub(super) struct Readback<B: GradientMemory> {
 /// Gradients whose copy has been started.
 struct Portion {
     slots: Vec<(usize, Contribution)>,
-    /// `None` once it was waited for.
+    /// `None` once it was awaited.
     copy: Option<HostCopy>,
 }
 
@@ -48,7 +48,7 @@ impl Drop for Portion {
 }
 
 impl<B: GradientMemory> Readback<B> {
-    /// Copies are started for `portion_bytes` at a time.
+    /// A readback that starts a copy for each `portion_bytes` of gradients.
     pub(super) fn new(portion_bytes: usize) -> Self {
         Readback {
             waiting: Vec::new(),
@@ -59,7 +59,7 @@ impl<B: GradientMemory> Readback<B> {
         }
     }
 
-    /// Takes the gradient of a slot. Starts a copy when there are enough of them.
+    /// Takes the gradient of a slot. Starts a copy when a portion is complete.
     pub(super) fn add(&mut self, slot: usize, contribution: Contribution, gradient: FloatTensor<B>) {
         self.waiting_bytes += gradient.shape().num_elements() * gradient.dtype().size();
         self.waiting_for.push((slot, contribution));
@@ -69,7 +69,7 @@ impl<B: GradientMemory> Readback<B> {
         }
     }
 
-    /// Starts what has not been started, and waits for the next portion; `None` if there is no more.
+    /// Starts the copies that have not been started, and waits for the next portion; `None` after the last.
     ///
     /// # Errors
     ///

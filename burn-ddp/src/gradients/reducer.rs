@@ -43,11 +43,11 @@ pub(crate) struct Reducer<T> {
     collected: usize,
     /// Slots for which any rank had a gradient in the step that ends.
     present: Vec<bool>,
-    /// The wake flag of the step that ends.
+    /// The reduced wake flag of the step that ends.
     wake: bool,
     /// First error of a reduction of the step that ends.
     failed: Option<Error>,
-    /// Results behind the buckets that the worker owes.
+    /// Payloads behind the buckets whose results the worker has not returned.
     piggyback: Submitted,
     /// True while this rank, which has no backward, takes part in the reduction of the others.
     shadowing: bool,
@@ -407,7 +407,7 @@ impl<T> Reducer<T> {
         self.collect(finished)
     }
 
-    /// Takes the averages of the next bucket. Its error is kept for the end of the backward.
+    /// Takes the averages of the next bucket. An error is returned at the end of the backward.
     fn collect(&mut self, finished: Finished) -> Result<()> {
         let Finished { done: Done::Reduced { bucket, buffer, loan, result }, time } = finished else {
             return Err(self.fault(Worker::out_of_order()));

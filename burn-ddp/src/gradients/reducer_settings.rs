@@ -16,8 +16,8 @@ pub(crate) struct Settings {
     pub timeout: Duration,
     /// Number of steps between comparisons of the ranks' parameters; 0 for never.
     pub replica_check: u64,
-    /// A thread reduces buckets while backward goes on. If not, all are reduced at its end.
+    /// True if a thread reduces buckets while backward goes on; if false, all are reduced at its end.
     pub overlap: bool,
-    /// Gradients stay on their device, and the group's engine reduces them there. Needs `overlap`.
+    /// True if gradients stay on their device, where the group's engine reduces them. Needs `overlap`.
     pub on_device: bool,
 }

@@ -1,8 +1,8 @@
-//! A device in host memory for tests without a GPU: Flex computes, and the gradients that it lends are where no engine
-//! between hosts looks, some time later. Faults can be injected.
+//! A device in host memory for tests without a GPU. Flex computes; a thread copies the gradients that it lends to other
+//! memory some time later. Faults can be injected.
 //!
-//! Its engine adds as those between hosts do, so results are those of host memory bit by bit ([`install`]); or it is
-//! NCCL's, on the GPU that the crate `burn-ddp-nccl` has for tests ([`install_gpu`]): gradients go the way that they go
+//! Its engine adds like the engines between hosts, so results are those of host memory bit by bit ([`install`]). Or it
+//! is NCCL's, on the GPU that the crate `burn-ddp-nccl` has for tests ([`install_gpu`]): gradients go the same way as
 //! on CUDA, through events, launches and communicators, and missing synchronisation gives wrong numbers.
 #![allow(unsafe_code)]
 
@@ -26,7 +26,7 @@ use burn_ddp_nccl::{Device, DeviceBuffer, DeviceReduce, HostMemory, NcclFabric, 
 use crate::Ddp;
 use crate::gradients::{DeviceLoan, GradientMemory};
 
-/// Name of the engine that adds as those between hosts do.
+/// Name of the engine that adds like the engines between hosts.
 const NAME: &str = "fake device";
 
 /// A failure of the device, once.
@@ -59,7 +59,7 @@ struct Gpu {
 }
 
 thread_local! {
-    /// Fault of this rank's device when next it can happen.
+    /// Fault that this rank's device has at the next occasion.
     pub(crate) static FAULT: Cell<Option<Fault>> = const { Cell::new(None) };
     /// This rank's device.
     static MEMORY: RefCell<Option<Memory>> = const { RefCell::new(None) };
@@ -249,7 +249,7 @@ impl Fabric for FakeFabric {
     }
 }
 
-/// Adds as the world's own engine does, to which it leaves everything in host memory.
+/// Adds like the world's own engine, which does all collectives in host memory.
 struct FakeEngine {
     own: Box<dyn Engine>,
     membership: Arc<Membership>,

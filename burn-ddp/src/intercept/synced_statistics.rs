@@ -1,4 +1,4 @@
-//! Running statistics of a wrapped model, kept alike on all ranks.
+//! Running statistics of a wrapped model, made equal on all ranks in each reduction.
 
 use burn::tensor::TensorData;
 
@@ -19,7 +19,7 @@ impl SyncedStatistics {
         SyncedStatistics { buffers, policy, sent: Vec::new() }
     }
 
-    /// Puts the values on their way to the other ranks.
+    /// Puts the values into the payload of the step.
     pub(super) fn send(&mut self, piggyback: &mut Piggyback) -> Result<()> {
         self.sent = self.buffers.read()?;
         piggyback.statistics = running_stats::pack(&self.sent);

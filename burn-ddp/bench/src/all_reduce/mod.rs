@@ -60,7 +60,7 @@ pub(crate) struct AllReduce {
         default_value_ifs = [("oversubscribe", "true", "slice,arena"), ("scaling", "true", "arena")]
     )]
     buffers: Vec<BufferKind>,
-    /// Peers and limits to compare with [default: all that say something; those that are not installed are left out]
+    /// Peers and limits to compare with [default: all that apply; peers that are not installed are left out]
     #[arg(long, value_delimiter = ',', num_args = 1..)]
     peers: Option<Vec<Peer>>,
     /// Compares with no peer and no limit.
@@ -98,7 +98,7 @@ pub(crate) struct AllReduce {
     common: CommonOptions,
 }
 
-/// Processes of torch are large: gloo takes part in worlds of at most so many ranks, unless `--peers` names it.
+/// Largest world in which gloo takes part unless `--peers` names it: processes of torch are large.
 const GLOO_RANKS: usize = 8;
 /// Number of all-reduces for which rank 0 is late, and their bytes.
 const LATE_STEPS: usize = 5;

@@ -1,4 +1,4 @@
-//! Ranks of this project's engines.
+//! Ranks that all-reduce buffers with this project's engines.
 
 use anyhow::{Context, Result, ensure};
 use burn_ddp_comm::{DType, LaunchEnv, ProcessGroup, ReduceOp, SharedBuffer, SharedView, World, WorldOptions};
@@ -16,8 +16,8 @@ pub(super) struct EngineRank {
     memory: Option<Memory>,
 }
 
-/// The buffers, and the group that reduces them: a new one for each size, so that what it keeps for them goes with
-/// them.
+/// The buffers, and the group that reduces them. Each size has a new group, whose own memory for that size ends with
+/// it.
 struct Memory {
     group: ProcessGroup,
     bytes: usize,

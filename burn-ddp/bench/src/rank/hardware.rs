@@ -64,7 +64,7 @@ impl Workload for Cacheline {
         Ok(())
     }
 
-    /// A rank that saw an old line would still wait.
+    /// Nothing to check: a rank that saw an old line would still wait.
     fn check(&mut self, _: usize, _: u64, _: usize) -> Result<()> {
         Ok(())
     }
@@ -82,11 +82,11 @@ pub(super) struct Floor {
     sets: Vec<Set>,
 }
 
-/// The memory of one all-reduce, as far as this process touches it.
+/// Memory of an all-reduce that this process reads or writes.
 struct Set {
     /// Per rank of this process: its buffer outside the arena.
     own: Vec<Vec<f32>>,
-    /// Per rank of the world: the slices of its input that this process reads, and where copies in go.
+    /// Per rank of the world: its input, of which this process reads slices, and writes its own ranks' copies.
     arena: Vec<Vec<f32>>,
     result: Vec<f32>,
 }

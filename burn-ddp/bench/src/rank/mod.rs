@@ -37,7 +37,7 @@ pub(crate) struct RankArgs {
     dtype: DType,
     #[arg(long, default_value = "slice")]
     buffers: BufferKind,
-    /// The number of the driver's shared memory, for those that meet there.
+    /// File descriptor of the driver's shared memory, for kinds that meet there.
     #[arg(long)]
     lines: Option<i32>,
     /// Model to train.
@@ -48,7 +48,7 @@ pub(crate) struct RankArgs {
     #[cfg(feature = "burn")]
     #[arg(long, default_value = "plain")]
     side: crate::contender::Side,
-    /// The reducer's bucket size, if not its own.
+    /// Bucket size, instead of the reducer's own.
     #[cfg(feature = "burn")]
     #[arg(long)]
     bucket_bytes: Option<usize>,
@@ -63,14 +63,14 @@ pub(crate) enum BufferKind {
     Arena,
 }
 
-/// The contenders that are this program.
+/// Kinds of ranks that this program implements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum What {
     /// A rank of a world that the environment describes.
     Engine,
     /// All ranks of a world, as threads.
     Threads,
-    /// Copies.
+    /// Copies its bytes.
     Memcpy,
     /// Exchanges a cache line.
     Cacheline,
@@ -85,7 +85,7 @@ pub(crate) enum What {
 
 /// Abilities of a contender's rank. Steps are numbered from 0 in each round; step `n` uses buffer `n mod count`.
 trait Workload {
-    /// Room for `count` buffers of `bytes`; those before are gone.
+    /// Makes `count` buffers of `bytes`, and drops earlier ones.
     fn prepare(&mut self, bytes: usize, count: usize) -> Result<()>;
 
     /// Number of buffers that [`prepare`](Self::prepare) made, asked for `count`.
@@ -139,7 +139,7 @@ pub(crate) fn run(args: &RankArgs) -> Result<()> {
     }
 }
 
-/// Each rank on a thread, with a conversation of its own.
+/// Runs each rank on a thread, with its own connection to the driver.
 fn threads(control: &Path, world: usize, dtype: DType, buffers: BufferKind) -> Result<()> {
     let worlds = World::threads(world, burn_ddp_comm::WorldOptions::default());
     thread::scope(|scope| {

@@ -22,7 +22,7 @@ pub(super) struct Pump {
 }
 
 impl Pump {
-    /// Rank 0 listens and leaves its port in line 0.
+    /// Connects the two ranks: rank 0 listens and writes its port to line 0.
     pub(super) fn new(lines: &SharedLines, rank: usize, world: usize) -> Result<Pump> {
         ensure!(world == 2, "the pump has two ranks");
         let port = lines.line(0);
@@ -68,7 +68,7 @@ impl Pump {
     }
 }
 
-/// 0 if it would block.
+/// Bytes moved by a read or write; 0 if it would block.
 fn ready(result: io::Result<usize>) -> io::Result<usize> {
     match result {
         Ok(0) => Err(ErrorKind::UnexpectedEof.into()),
@@ -89,8 +89,8 @@ impl Workload for Pump {
         self.buffers[nth][0].fill(seed as u8 as f32);
     }
 
-    /// Half the buffer each way, a sum of that half, then the other half: what each of two ranks sends, receives and
-    /// adds.
+    /// Exchanges half of the buffer, adds it, and exchanges the other half: the work of each of two ranks in an
+    /// all-reduce.
     fn step(&mut self, nth: usize) -> Result<()> {
         let [out, into] = self.buffers.get_mut(nth).context("not prepared")?;
         let half = out.len() / 2;

@@ -10,10 +10,10 @@ use half::{bf16, f16};
 
 use super::BufferKind;
 
-/// Elements that are reduced, and into how many at a time they are cut.
+/// Number of elements that are reduced, and numbers of elements of the buckets into which they are cut.
 const LEN: usize = 100_003;
 const BUCKETS: [usize; 6] = [LEN, 65_536, 20_011, 8192, 4097, 1000];
-/// Pauses of a bucket size, over its first calls: more only take time.
+/// Number of pauses for each bucket size, in its first calls: further ones would only take time.
 const PAUSES: usize = 6;
 
 #[derive(Clone, Copy)]

@@ -1,4 +1,4 @@
-//! Ranks that train: plainly, plainly with a bare barrier in each step, or wrapped.
+//! Ranks that train: plain, plain with a bare barrier in each step, or wrapped.
 
 use anyhow::{Context, Result, ensure};
 use burn::module::{Module, Param};
@@ -42,7 +42,7 @@ enum Trainee {
     Mlp(Box<(Vec<Linear>, Tensor<2>)>),
 }
 
-/// Parameters and nothing else.
+/// A model of bare parameters.
 #[derive(Module, Debug)]
 struct Tensors {
     params: Vec<Param<Tensor<1>>>,
@@ -59,14 +59,14 @@ struct Cnn {
 }
 
 impl Tensors {
-    /// `bytes` of f32 in `count` parameters.
+    /// A model with `bytes` of f32 in `count` parameters.
     fn new(bytes: usize, count: usize, device: &Device) -> Tensors {
         let (each, more) = (bytes / 4 / count, bytes / 4 % count);
         let param = |nth| Param::from_tensor(Tensor::zeros([each + usize::from(nth < more)], device));
         Tensors { params: (0..count).map(param).collect() }
     }
 
-    /// Every element of every gradient is `factor`.
+    /// Loss for which every element of every gradient is `factor`.
     fn loss(&self, side: Side, factor: f32) -> Tensor<1> {
         let read = |param: &Param<Tensor<1>>| match side {
             Side::Nodes => {
@@ -99,7 +99,7 @@ impl Cnn {
     }
 }
 
-/// True if ranks of this side only meet, and reduce nothing.
+/// True if ranks of this side meet at a barrier, and reduce nothing.
 fn meets(side: Side) -> bool {
     matches!(side, Side::Barrier | Side::Nodes)
 }
@@ -157,7 +157,7 @@ impl TrainRank {
 }
 
 impl Workload for TrainRank {
-    /// `count` is the number of tensors, or of items in a batch.
+    /// Makes the model; `count` is the number of tensors, or of items in a batch.
     fn prepare(&mut self, bytes: usize, count: usize) -> Result<()> {
         self.trainee = None;
         ensure!(count > 0, "a model has at least one tensor");

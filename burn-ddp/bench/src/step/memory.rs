@@ -19,7 +19,7 @@ pub(super) struct Memory {
     pub(super) base_faults: f64,
 }
 
-/// Measures both steps of `pair`, whose model has so many bytes in so many tensors.
+/// Measures both steps of `pair`. `size` is the bytes and the number of tensors of the model.
 pub(super) fn extra(field: &mut Field, pair: &Pair<'_>, size: (usize, usize)) -> Result<Memory> {
     let (base, base_faults) = usage(field, pair.base, size)?;
     let (wrapped, faults) = usage(field, pair.wrapped, size)?;

@@ -91,7 +91,7 @@ pub(crate) struct Step {
     /// Approximate duration of a turn, in milliseconds.
     #[arg(long, default_value = "400", default_value_if("link", IsPresent, "500"))]
     round_ms: f64,
-    /// Draws what data parallelism adds by number of tensors into this SVG file.
+    /// Draws the time that data parallelism adds, by number of tensors, into this SVG file.
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
     #[command(flatten)]

@@ -16,11 +16,11 @@ use crate::table::{Table, time_us};
 /// Options of the measurement on a link of limited speed.
 #[derive(Args, Debug)]
 pub(super) struct LinkOptions {
-    /// Instead: how much of the communication is hidden behind backward, of two ranks over tcp on links of these
-    /// speeds, in Gbit/s, between two network namespaces (needs root, ip and tc). The model is a stack of linear layers
-    /// whose batch makes backward as long as the communication, half of it, or twice. The ideal is the plain step plus
-    /// the part of the communication (an all-reduce of the same bytes by itself) that is longer than backward, two
-    /// thirds of the plain step.
+    /// Measures the part of the communication that is hidden behind backward instead: two ranks over tcp, on links of
+    /// these speeds in Gbit/s between two network namespaces (needs root, ip and tc). The model is a stack of linear
+    /// layers whose batch makes backward as long as the communication, half of it, or twice. The ideal is the plain
+    /// step plus the part of the communication (an all-reduce of the same bytes by itself) that is longer than
+    /// backward, two thirds of the plain step.
     #[arg(long, value_delimiter = ',', value_name = "GBIT")]
     pub(super) link: Vec<f64>,
     /// Communication as a multiple of backward.
@@ -33,7 +33,7 @@ pub(super) struct LinkOptions {
 
 /// Share of a plain step that is backward: two matrix products of three.
 const BACKWARD: f64 = 2.0 / 3.0;
-/// Batches from whose times the others are predicted.
+/// Batch sizes that are measured to predict the times of others.
 const TRIED: [usize; 2] = [32, 128];
 
 /// The all-reduce by itself.

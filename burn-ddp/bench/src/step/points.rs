@@ -59,13 +59,13 @@ pub(super) struct Point {
     pub(super) memory: Option<Memory>,
 }
 
-/// A number of tensors beside the fewest of the same contender.
+/// Growth of times from the fewest tensors of a contender to more.
 struct Growth {
-    /// Time of a step as a multiple.
+    /// Time of a step as a multiple of that with the fewest.
     growth: f64,
-    /// Nanoseconds that each further tensor adds to what data parallelism adds.
+    /// Nanoseconds of data parallelism for each further tensor.
     marginal_ns: f64,
-    /// `marginal_ns` beyond nodes that do nothing.
+    /// `marginal_ns` beyond that of nodes that do nothing.
     own_marginal_ns: Option<f64>,
 }
 
@@ -115,7 +115,7 @@ impl Point {
         }
     }
 
-    /// Time that torch's DDP adds, as a multiple of what this one adds.
+    /// Time that torch's DDP adds, as a multiple of the time that this contender adds.
     fn times_less_than_torch(&self, points: &[Point]) -> Option<f64> {
         let same = |point: &&Point| {
             point.trainer.framework == Framework::Torch
@@ -150,7 +150,7 @@ impl Point {
 /// A column of a table: its name, and the cell of a point among all points.
 type Column = (&'static str, fn(&Point, &[Point]) -> String);
 
-/// A row for each point; the columns that say something for `model`.
+/// A table with a row for each point, and the columns that apply to `model`.
 pub(super) fn table(model: Model, points: &[Point]) -> Table {
     let mut columns: Vec<Column> =
         vec![("ranks", |point, _| point.world.to_string()), ("contender", |point, _| point.contender.clone())];

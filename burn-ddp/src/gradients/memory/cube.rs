@@ -15,8 +15,7 @@ use super::{GradientMemory, HostCopy};
 impl GradientMemory for Cube {
     const ASYNCHRONOUS: bool = true;
 
-    /// Burn's own way to read, `float_into_data`, copies when the bytes are first looked at: behind the rest of the
-    /// backward by then.
+    /// Burn's own `float_into_data` copies when the bytes are first read, and so behind the rest of the backward.
     fn begin_read(tensors: Vec<FloatTensor<Self>>) -> HostCopy {
         // The first one launches what fusion has held back; there is nothing left for the others.
         let resolve = |tensor: FloatTensor<Self>| {
