@@ -1,4 +1,6 @@
-//! Statements of `docs/architecture.md` about the source tree, compared with the tree.
+//! Statements of the documents, compared with the source tree; and the program of the README, run.
+
+mod readme;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
