@@ -10,7 +10,7 @@ use burn::tensor::Device;
 use burn_ddp_comm::{ProcessGroup, ReduceOp, World};
 
 use crate::telemetry::Telemetry;
-use crate::{Error, Result};
+use crate::{Error, Result, agreement};
 use shared_state::SharedState;
 
 /// One rank's membership in a data-parallel job: its number, its peers, and everything they do together.
@@ -212,7 +212,7 @@ impl Ddp {
     }
 
     /// Runs `f` on rank 0 first and then, if that went well, on the others: for downloads into a shared cache.
-    /// *Collective*.
+    /// *Collective*. `f` may take longer than the deadline of a collective: the others wait as long as rank 0 lives.
     ///
     /// # Errors
     ///
@@ -231,15 +231,15 @@ impl Ddp {
     #[track_caller]
     pub fn main_first<T>(&self, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
         if self.is_main() {
-            let result = f();
+            let result = agreement::at_work(self.group(), f);
             let outcome: Result<(), String> = result.as_ref().map(|_| ()).map_err(|e| format!("{e:#}"));
-            let sent = self.group().broadcast_object(Some(outcome), 0);
+            let sent = agreement::outcome_of_main(self.group(), Some(outcome));
             // The others may be gone by then: the cause comes first.
             let value = result?;
             sent?.ok();
             Ok(value)
         } else {
-            let outcome: Result<(), String> = self.group().broadcast_object(None, 0)?;
+            let outcome: Result<(), String> = agreement::outcome_of_main(self.group(), None)?;
             outcome.map_err(|reason| Error::Rank { rank: 0, reason })?;
             f()
         }

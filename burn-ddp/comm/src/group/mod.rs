@@ -93,6 +93,11 @@ impl ProcessGroup {
         self.calls.hide();
     }
 
+    /// Deadline of a call, see [`WorldOptions::timeout`](crate::WorldOptions::timeout).
+    pub fn timeout(&self) -> Duration {
+        self.calls.member.seat.membership.options().timeout
+    }
+
     /// Time that this rank has spent in calls of this group so far: mostly waiting for peers.
     pub fn time_in_calls(&self) -> Duration {
         self.calls.time_in_calls()
