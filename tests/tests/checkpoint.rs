@@ -293,6 +293,126 @@ fn the_newest_stay_and_what_a_crash_left_goes() {
 }
 
 #[test]
+fn damaged_checkpoints_do_not_count_and_the_newest_complete_one_stays() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    Ddp::spawn(2, |ddp| {
+        save(&ddp, path, 3, 80)?;
+        save(&ddp, path, 3, 90)?;
+        Ok(())
+    })
+    .unwrap();
+    // Half a checkpoint, as a full disk of another machine leaves it.
+    fs::create_dir(path.join("step-00000100")).unwrap();
+    fs::write(path.join("step-00000100/model.bpk"), "half").unwrap();
+    Ddp::spawn(2, |ddp| {
+        save(&ddp, path, 2, 95)?;
+        if ddp.is_main() {
+            assert_eq!(names(path), [".lock", "step-00000090", "step-00000095", "step-00000100"]);
+        }
+        save(&ddp, path, 1, 96)?;
+        assert_eq!(latest(&ddp, path), Some(96));
+        save(&ddp, path, 1, 101)?;
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(names(path), [".lock", "step-00000101"]);
+}
+
+#[test]
+fn whatever_a_killed_job_has_left_the_next_saves_work_and_remove_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let left = [".burn-ddp-aB3xYz", ".burn-ddp-pruned/removed", "model.bpk.4711-0.tmp", ".burn-ddp-oWq1.bpk"];
+    for name in &left[..2] {
+        fs::create_dir_all(path.join(name)).unwrap();
+        fs::write(path.join(name).join("optimizer.bpk"), "half").unwrap();
+    }
+    for name in &left[2..] {
+        fs::write(path.join(name), "half").unwrap();
+    }
+    fs::write(path.join(".lock"), "").unwrap();
+    fs::write(path.join("model.bpk.notes.tmp"), "not ours").unwrap();
+    Ddp::spawn(2, |ddp| {
+        let model = ddp.wrap(LinearConfig::new(2, 1).init(&ddp.device()?.autodiff()))?;
+        save(&ddp, path, 2, 1)?;
+        ddp.save(&model, path.join("model"))?;
+        save(&ddp, path, 2, 2).map_err(Into::into)
+    })
+    .unwrap();
+    assert_eq!(names(path), [".lock", "model.bpk", "model.bpk.notes.tmp", "step-00000001", "step-00000002"]);
+}
+
+/// A fifo: whoever opens it to read waits for the one who writes.
+fn fifo(path: &Path) {
+    assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+}
+
+#[test]
+fn a_checkpoint_that_another_job_removes_while_it_is_read_gives_way_to_the_newer_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    Ddp::spawn(1, |ddp| Ok(save(&ddp, path, 5, 20)?)).unwrap();
+    let (older, newer, manifest) = (path.join("step-00000010"), path.join("step-00000020"), path.join("hidden"));
+    fs::rename(&newer, &manifest).unwrap();
+    fs::create_dir(&older).unwrap();
+    fifo(&older.join("manifest.json"));
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| Ddp::spawn(2, |ddp| Ok(latest(&ddp, path))));
+        // Opens when the reader does.
+        let open = fs::File::options().write(true).open(older.join("manifest.json")).unwrap();
+        fs::rename(&manifest, &newer).unwrap();
+        fs::remove_dir_all(&older).unwrap();
+        drop(open);
+        assert_eq!(reader.join().unwrap().unwrap(), [Some(20); 2]);
+    });
+}
+
+#[test]
+fn storage_that_fails_is_an_error_and_no_damage() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let errors = Ddp::spawn(2, |ddp| {
+        save(&ddp, path, 5, 1)?;
+        save(&ddp, path, 5, 2)?;
+        if ddp.is_main() {
+            let file = path.join("step-00000002/manifest.json.sha256");
+            fs::remove_file(&file)?;
+            std::os::unix::fs::symlink(&file, &file)?;
+        }
+        let checkpoints = ddp.checkpoints(path)?;
+        let latest = checkpoints.latest().unwrap_err().to_string();
+        // Not counted, and not removed either.
+        checkpoints.keep_last(1).save(3, |_| Ok(())).unwrap_err();
+        Ok(latest)
+    })
+    .unwrap();
+    for e in errors {
+        assert!(e.starts_with("rank 0 cannot read") && e.contains("Too many levels of symbolic links"), "{e}");
+    }
+    assert_eq!(names(path), [".lock", "step-00000001", "step-00000002"]);
+}
+
+#[test]
+fn storage_that_is_slower_than_the_deadline_of_collectives_ends_no_job() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let timeout = Duration::from_millis(300);
+    let slow = path.join("step-00000001");
+    fs::create_dir(&slow).unwrap();
+    fifo(&slow.join("manifest.json"));
+    let options = burn_ddp::WorldOptions { timeout, ..burn_ddp::WorldOptions::default() };
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| Ddp::spawn_with(2, options, |ddp| Ok(latest(&ddp, path))));
+        let open = fs::File::options().write(true).open(slow.join("manifest.json")).unwrap();
+        std::thread::sleep(4 * timeout);
+        fs::remove_file(slow.join("manifest.json")).unwrap();
+        drop(open);
+        assert_eq!(reader.join().unwrap().unwrap(), [None; 2]);
+    });
+}
+
+#[test]
 fn two_jobs_do_not_write_to_one_directory() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path();
@@ -416,7 +536,7 @@ fn a_full_disk_is_an_error_on_every_rank_and_costs_nothing() {
         assert!(!rank.status.success());
         assert!(e.contains("rank 0 cannot write the checkpoint of step 3") && e.contains("File too large"), "{e}");
     }
-    assert_eq!(names(directory.path()), [".lock", "step-00000001", "step-00000002"]);
+    assert_eq!(names(directory.path()), [".lock", "model.bpk", "step-00000001", "step-00000002"]);
     assert_eq!(job::line(&run(directory.path(), "4", "1"), "resumed "), "2");
 }
 
@@ -486,7 +606,9 @@ fn kill_and_go_on(times: usize, mode: &str) {
     let steps = (saved + 5).to_string();
     let end = run(directory.path(), &steps, "1");
     assert!(job::line(&end, "resumed ").parse::<u64>().unwrap() >= saved);
-    assert!(!names(directory.path()).iter().any(|name| name.starts_with(".burn-ddp-")), "nothing is left over");
+    let left =
+        names(directory.path()).into_iter().find(|name| name.starts_with(".burn-ddp-") || name.ends_with(".tmp"));
+    assert_eq!(left, None, "nothing is left over");
     let uninterrupted = tempfile::tempdir().unwrap();
     assert_eq!(job::line(&end, "hash "), job::line(&run(uninterrupted.path(), &steps, "1000"), "hash "));
 }

@@ -1,18 +1,22 @@
 //! The directory of checkpoints on rank 0's machine: its lock, its entries, and writing a new entry durably.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::manifest::{self, VerifyError};
+use super::leftover;
+use super::manifest::{self, Checksum, VerifyError};
 use super::writer::Contents;
 
 /// Prefix of what is not yet, or no longer, a checkpoint.
 const TEMPORARY: &str = ".burn-ddp-";
 const LOCK: &str = ".lock";
 const PREFIX: &str = "step-";
+/// Number of times that the directory is listed while another job removes what was listed.
+const LISTINGS: usize = 100;
 
 /// Name of a checkpoint: its step, and how often that step was saved before. Later checkpoints compare greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -25,6 +29,8 @@ struct Name {
 pub(super) struct Directory {
     path: PathBuf,
     owned: Mutex<Option<Owned>>,
+    /// Checkpoints that this process has written or compared with their checksums: true if complete, false if damaged.
+    known: Mutex<BTreeMap<Name, bool>>,
 }
 
 /// State of the job that writes here.
@@ -48,18 +54,12 @@ impl Drop for Lock {
 
 impl Directory {
     pub(super) fn new(path: &Path) -> Self {
-        Directory { path: path.to_path_buf(), owned: Mutex::new(None) }
+        Directory { path: path.to_path_buf(), owned: Mutex::default(), known: Mutex::default() }
     }
 
+    /// Makes the directory and those above it that are missing, durably.
     pub(super) fn make(&self) -> Result<(), String> {
-        let make = || {
-            if self.path.is_dir() {
-                return Ok(());
-            }
-            fs::create_dir_all(&self.path)?;
-            sync_dir(&parent(&self.path))
-        };
-        make().map_err(|e: io::Error| format!("cannot make {}: {e}", self.path.display()))
+        make_dirs(&self.path, sync_dir).map_err(|e| format!("cannot make {}: {e}", self.path.display()))
     }
 
     /// Locks the directory for this job, and removes what earlier jobs left unfinished.
@@ -79,17 +79,20 @@ impl Directory {
         let entries = fs::read_dir(&self.path).and_then(|entries| entries.collect::<io::Result<Vec<_>>>());
         for entry in entries.map_err(|e| self.read_error(&e))? {
             if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
-                tracing::info!(path = %entry.path().display(), "removing a checkpoint that was not finished");
-                fs::remove_dir_all(entry.path())
-                    .map_err(|e| format!("cannot remove {}: {e}", entry.path().display()))?;
+                leftover::remove(&entry);
             }
         }
-        let newest = self.newest_entry()?.map(|(name, _)| name.step);
+        let newest = match self.names()?.first() {
+            Some(name) if self.known().get(name) == Some(&true) => Some(*name),
+            _ => self.newest_entry()?.map(|(name, _)| name),
+        };
+        let newest = newest.map(|name| name.step);
         *owned = Some(Owned { _lock: lock, newest });
         Ok(())
     }
 
-    /// Writes `contents` as a new checkpoint, then removes all but the `keep` newest. Needs [`own`](Directory::own).
+    /// Writes `contents` as a new checkpoint, then removes all but the `keep` newest that are complete. Needs
+    /// [`own`](Directory::own).
     pub(super) fn write(&self, contents: Contents, keep: Option<usize>) -> Result<(), String> {
         let step = contents.manifest.step;
         let mut owned = self.owned();
@@ -101,8 +104,13 @@ impl Directory {
                 self.path.display()
             ));
         }
-        let written = self.commit(contents);
-        written.map_err(|e| format!("cannot write the checkpoint of step {step} to {}: {e}", self.path.display()))?;
+        let failed = |e: &dyn std::fmt::Display| {
+            format!("cannot write the checkpoint of step {step} to {}: {e}", self.path.display())
+        };
+        let earlier = self.names().map_err(|e| failed(&e))?.into_iter().find(|other| other.step == step);
+        let name = Name { step, attempt: earlier.map_or(0, |other| other.attempt + 1) };
+        self.commit(&self.path.join(name.to_string()), contents).map_err(|e| failed(&e))?;
+        self.known().insert(name, true);
         owned.newest = Some(step);
         if let Err(e) = self.prune(keep) {
             tracing::warn!("cannot remove old checkpoints from {}: {e}", self.path.display());
@@ -117,36 +125,61 @@ impl Directory {
     }
 
     fn newest_entry(&self) -> Result<Option<(Name, String)>, String> {
-        for name in self.names().map_err(|e| self.read_error(&e))? {
-            let path = self.path.join(name.to_string());
-            match manifest::verify(&path) {
-                Ok(manifest) => return Ok(Some((name, manifest))),
-                Err(VerifyError::Corrupt(reason)) => {
-                    tracing::warn!("skipping the corrupt checkpoint {}: {reason}", path.display())
-                }
-                Err(VerifyError::Unsupported(reason)) => {
-                    return Err(format!("cannot load {}: {reason}", path.display()));
+        'listing: for _ in 0..LISTINGS {
+            let names = self.names()?;
+            for name in &names {
+                let path = self.path.join(name.to_string());
+                match self.verify(*name) {
+                    Ok(manifest) => return Ok(Some((*name, manifest))),
+                    Err(e @ VerifyError::Corrupt(_)) => {
+                        tracing::warn!("skipping the corrupt checkpoint {}: {e}", path.display())
+                    }
+                    // Another job removes a checkpoint when it has written a newer one.
+                    Err(VerifyError::Vanished) => continue 'listing,
+                    Err(e @ VerifyError::Unsupported(_)) => return Err(format!("cannot load {}: {e}", path.display())),
+                    Err(e @ VerifyError::Unreadable(_)) => {
+                        return Err(format!(
+                            "cannot read {}: {e}; try again, or move it away to go on from an older checkpoint",
+                            path.display()
+                        ));
+                    }
                 }
             }
+            // A listing may miss what is renamed meanwhile.
+            if self.names()? == names {
+                return Ok(None);
+            }
         }
-        Ok(None)
+        Err(format!("cannot read {}: checkpoints are removed faster than they are read", self.path.display()))
+    }
+
+    /// Compares a checkpoint with its checksums, and notes what is found.
+    fn verify(&self, name: Name) -> Result<String, VerifyError> {
+        let found = manifest::verify(&self.path.join(name.to_string()));
+        match &found {
+            Ok(_) => drop(self.known().insert(name, true)),
+            Err(VerifyError::Corrupt(_)) => drop(self.known().insert(name, false)),
+            Err(_) => {}
+        }
+        found
     }
 
     /// Names of all checkpoints, the newest first.
-    fn names(&self) -> io::Result<Vec<Name>> {
+    fn names(&self) -> Result<Vec<Name>, String> {
         let mut names = Vec::new();
-        for entry in fs::read_dir(&self.path)? {
-            names.extend(Name::parse(&entry?.file_name().to_string_lossy()));
+        for entry in fs::read_dir(&self.path).map_err(|e| self.read_error(&e))? {
+            names.extend(Name::parse(&entry.map_err(|e| self.read_error(&e))?.file_name().to_string_lossy()));
         }
         names.sort_unstable();
         names.reverse();
         Ok(names)
     }
 
-    fn commit(&self, contents: Contents) -> io::Result<()> {
-        let step = contents.manifest.step;
+    fn commit(&self, target: &Path, mut contents: Contents) -> io::Result<()> {
         // Removed on drop, unless it was renamed.
         let temporary = self.temporary()?;
+        let checksums = contents.files.iter().map(|(name, bytes)| (name.clone(), Checksum::of(bytes)));
+        contents.manifest.files = checksums.collect();
         let manifest = contents.manifest.to_files().map_err(io::Error::other)?;
         let files = contents.files.iter().map(|(name, bytes)| (name.as_str(), bytes));
         for (name, bytes) in files.chain(manifest.iter().map(|(name, bytes)| (*name, bytes))) {
@@ -155,22 +188,42 @@ impl Directory {
             file.sync_all()?;
         }
         sync_dir(temporary.path())?;
-        let attempt = self.names()?.into_iter().find(|other| other.step == step).map_or(0, |other| other.attempt + 1);
-        fs::rename(temporary.path(), self.path.join(Name { step, attempt }.to_string()))?;
+        fs::rename(temporary.path(), target)?;
         let _renamed = temporary.keep();
         sync_dir(&self.path)
     }
 
-    /// Removes all but the `keep` newest checkpoints. The newest, which was just written, always stays.
-    fn prune(&self, keep: Option<usize>) -> io::Result<()> {
+    /// Removes the checkpoints older than the `keep` newest complete ones. Damaged ones do not count.
+    fn prune(&self, keep: Option<usize>) -> Result<(), String> {
         let Some(keep) = keep else { return Ok(()) };
-        for name in self.names()?.into_iter().skip(keep.max(1)) {
-            // Renamed first: a checkpoint never shows with some of its files removed.
-            let temporary = self.temporary()?;
-            fs::rename(self.path.join(name.to_string()), temporary.path().join("removed"))?;
-            temporary.close()?;
+        let mut complete = 0;
+        for name in self.names()? {
+            if complete < keep.max(1) {
+                complete += usize::from(self.is_complete(name));
+            } else {
+                self.remove(name).map_err(|e| format!("{name}: {e}"))?;
+            }
         }
         Ok(())
+    }
+
+    /// True if the checkpoint is complete. Reads it, unless this process has read or written it before.
+    fn is_complete(&self, name: Name) -> bool {
+        let known = self.known().get(&name).copied();
+        known.unwrap_or_else(|| match self.verify(name) {
+            Ok(_) => true,
+            Err(e) => {
+                tracing::warn!("{} does not count as a checkpoint: {e}", self.path.join(name.to_string()).display());
+                false
+            }
+        })
+    }
+
+    fn remove(&self, name: Name) -> io::Result<()> {
+        // Renamed first: a checkpoint never shows with some of its files removed.
+        let temporary = self.temporary()?;
+        fs::rename(self.path.join(name.to_string()), temporary.path().join("removed"))?;
+        temporary.close()
     }
 
     fn temporary(&self) -> io::Result<tempfile::TempDir> {
@@ -185,6 +238,10 @@ impl Directory {
 
     fn owned(&self) -> MutexGuard<'_, Option<Owned>> {
         self.owned.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn known(&self) -> MutexGuard<'_, BTreeMap<Name, bool>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -208,11 +265,14 @@ impl std::fmt::Display for Name {
     }
 }
 
-fn parent(path: &Path) -> PathBuf {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
-        _ => PathBuf::from("."),
-    }
+/// Makes a directory and those above it that are missing, and calls `sync` for the parent of each.
+fn make_dirs(path: &Path, mut sync: impl FnMut(&Path) -> io::Result<()>) -> io::Result<()> {
+    let missing: Vec<&Path> = path.ancestors().take_while(|level| !level.is_dir()).collect();
+    fs::create_dir_all(path)?;
+    missing.into_iter().rev().filter_map(Path::parent).try_for_each(|parent| match parent.as_os_str().is_empty() {
+        true => sync(Path::new(".")),
+        false => sync(parent),
+    })
 }
 
 fn sync_dir(path: &Path) -> io::Result<()> {
@@ -235,6 +295,25 @@ mod tests {
         drop(first);
         second.own().unwrap();
         drop(inherited);
+    }
+
+    #[test]
+    fn the_parent_of_each_new_level_is_synced() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |level: &str| root.path().join(level);
+        let synced = |path: &str| {
+            let mut synced = Vec::new();
+            make_dirs(&at(path), |dir| {
+                synced.push(dir.to_path_buf());
+                sync_dir(dir)
+            })
+            .unwrap();
+            assert!(at(path).is_dir());
+            synced
+        };
+        assert_eq!(synced("a/b/c"), [root.path().to_path_buf(), at("a"), at("a/b")]);
+        assert_eq!(synced("a/b/d"), [at("a/b")]);
+        assert_eq!(synced("a/b/d"), [] as [PathBuf; 0]);
     }
 
     #[test]

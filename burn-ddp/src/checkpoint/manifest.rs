@@ -1,8 +1,9 @@
 //! The manifest of a checkpoint: contents, checksums, values; and the check of a directory against it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::{self, File};
-use std::io::Read;
+use std::io::{self, ErrorKind, Read};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -32,6 +33,12 @@ pub(super) struct Manifest {
     pub(super) optimizers: BTreeMap<String, Ids>,
     /// Serde values, by name.
     pub(super) values: BTreeMap<String, Value>,
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Bytes of which this thread has made checksums.
+    pub(super) static HASHED: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
 /// Size and SHA-256 of a file.
@@ -83,19 +90,23 @@ impl Manifest {
 
 impl Checksum {
     pub(super) fn of(bytes: &[u8]) -> Self {
+        #[cfg(test)]
+        HASHED.set(HASHED.get() + bytes.len());
         Checksum { bytes: bytes.len() as u64, sha256: hex(Sha256::digest(bytes).as_slice()) }
     }
 
     /// Checksum of a file, which is read in pieces.
-    fn of_file(path: &Path) -> std::io::Result<Self> {
+    fn of_file(path: &Path) -> io::Result<Self> {
         let (mut file, mut sha, mut piece, mut bytes) = (File::open(path)?, Sha256::new(), vec![0; 1 << 20], 0);
         loop {
-            match file.read(&mut piece)? {
-                0 => return Ok(Checksum { bytes, sha256: hex(sha.finalize().as_slice()) }),
-                n => {
+            match file.read(&mut piece) {
+                Ok(0) => return Ok(Checksum { bytes, sha256: hex(sha.finalize().as_slice()) }),
+                Ok(n) => {
                     sha.update(&piece[..n]);
                     bytes += n as u64;
                 }
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
             }
         }
     }
@@ -108,25 +119,59 @@ pub(super) enum VerifyError {
     Corrupt(String),
     /// Complete, in a format that this version does not read.
     Unsupported(String),
+    /// Not there any more: another job has removed it.
+    Vanished,
+    /// The storage does not answer, or refuses to: the checkpoint may be complete.
+    Unreadable(String),
+}
+
+impl fmt::Display for VerifyError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            VerifyError::Corrupt(reason) | VerifyError::Unsupported(reason) | VerifyError::Unreadable(reason) => {
+                f.write_str(reason)
+            }
+            VerifyError::Vanished => f.write_str("it was removed"),
+        }
+    }
 }
 
 /// Compares every file of the checkpoint in `dir` with its checksum. Returns the text of the manifest.
 pub(super) fn verify(dir: &Path) -> Result<String, VerifyError> {
-    let corrupt = |name: &str, e: &dyn std::fmt::Display| VerifyError::Corrupt(format!("{name}: {e}"));
-    let text = fs::read_to_string(dir.join(MANIFEST)).map_err(|e| corrupt(MANIFEST, &e))?;
-    let checksum = fs::read_to_string(dir.join(MANIFEST_CHECKSUM)).map_err(|e| corrupt(MANIFEST_CHECKSUM, &e))?;
+    let corrupt = |name: &str, reason: &str| VerifyError::Corrupt(format!("{name}: {reason}"));
+    let failed = |name: &str, e: &io::Error| verify_error(dir, name, e);
+    let text = fs::read_to_string(dir.join(MANIFEST)).map_err(|e| failed(MANIFEST, &e))?;
+    let checksum = fs::read_to_string(dir.join(MANIFEST_CHECKSUM)).map_err(|e| failed(MANIFEST_CHECKSUM, &e))?;
     if checksum != checksum_line(text.as_bytes()) {
-        return Err(corrupt(MANIFEST, &"checksum mismatch"));
+        return Err(corrupt(MANIFEST, "checksum mismatch"));
     }
     let manifest = Manifest::parse(&text).map_err(VerifyError::Unsupported)?;
     for (name, expected) in &manifest.files {
-        let actual = Checksum::of_file(&dir.join(name)).map_err(|e| corrupt(name, &e))?;
+        let actual = Checksum::of_file(&dir.join(name)).map_err(|e| failed(name, &e))?;
         if actual != *expected {
             let (expected, actual) = (expected.bytes, actual.bytes);
             return Err(corrupt(name, &format!("checksum mismatch ({actual} bytes, {expected} expected)")));
         }
     }
     Ok(text)
+}
+
+/// The meaning of an error of reading a file of the checkpoint in `dir`.
+fn verify_error(dir: &Path, name: &str, error: &io::Error) -> VerifyError {
+    // A checkpoint that is removed loses its name first.
+    match fs::symlink_metadata(dir) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return VerifyError::Vanished,
+        Err(e) => return VerifyError::Unreadable(e.to_string()),
+        Ok(_) => {}
+    }
+    let reason = format!("{name}: {error}");
+    match error.kind() {
+        // A file is missing, or not what it was.
+        ErrorKind::NotFound | ErrorKind::NotADirectory | ErrorKind::IsADirectory | ErrorKind::InvalidData => {
+            VerifyError::Corrupt(reason)
+        }
+        _ => VerifyError::Unreadable(reason),
+    }
 }
 
 fn checksum_line(manifest: &[u8]) -> String {

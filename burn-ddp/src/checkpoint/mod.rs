@@ -13,6 +13,7 @@
 
 pub(crate) mod background;
 mod directory;
+pub(crate) mod leftover;
 mod manifest;
 mod saved;
 mod writer;
@@ -101,7 +102,9 @@ impl Ddp {
 }
 
 impl Checkpoints {
-    /// Removes all but the `n` newest checkpoints (at least 1) after each save. By default all stay.
+    /// Removes all but the `n` newest complete checkpoints (at least 1) after each save. By default all stay.
+    ///
+    /// A damaged checkpoint does not count; it goes when `n` newer ones are complete.
     #[must_use]
     pub fn keep_last(mut self, n: usize) -> Self {
         self.keep = Some(n);
@@ -123,7 +126,7 @@ impl Checkpoints {
     /// When it returns (asynchronously: when the wait for it does), the checkpoint is durably on the disk. It appears
     /// complete or not at all: files are written under a temporary name, synced, and renamed at last. Steps must not
     /// decrease; saving a step again makes a second checkpoint of it, which [`latest`](Checkpoints::latest) then
-    /// returns.
+    /// returns. Rank 0 may write for longer than the deadline of a collective: the others wait as long as it lives.
     ///
     /// # Errors
     ///
@@ -171,12 +174,14 @@ impl Checkpoints {
 
     /// The newest complete checkpoint, the same one on all ranks; `None` if there is none. *Collective*.
     ///
-    /// Compares the checksum of every file, and skips corrupt checkpoints with a warning in the log.
+    /// Compares the checksum of every file, and skips corrupt checkpoints with a warning in the log. Another job may
+    /// save and remove checkpoints meanwhile.
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::File`] if rank 0 cannot read the directory, or the newest checkpoint has a format that
-    /// this version does not read.
+    /// On every rank: [`Error::File`] if rank 0 cannot read the directory or a checkpoint for a reason other than
+    /// damage (storage that does not answer, missing permission), or the newest checkpoint has a format that this
+    /// version does not read.
     #[track_caller]
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
         self.wait()?;
@@ -190,5 +195,25 @@ impl Drop for Checkpoints {
         if self.background.is_under_way() {
             tracing::warn!("a checkpoint is still being written; `ddp.finish()` and `wait` wait for it");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_thread_that_writes_makes_the_checksums() {
+        let directory = tempfile::tempdir().unwrap();
+        Ddp::spawn(2, |ddp| {
+            let checkpoints = ddp.checkpoints(directory.path())?.asynchronous(true);
+            let model = burn::nn::LinearConfig::new(64, 64).init(&ddp.device()?);
+            let before = manifest::HASHED.get();
+            checkpoints.save(1, |c| c.model(&model))?;
+            assert_eq!(manifest::HASHED.get(), before, "hashed by the thread that trains");
+            assert_eq!(checkpoints.latest()?.map(|found| found.step()), Some(1));
+            Ok(())
+        })
+        .unwrap();
     }
 }

@@ -19,6 +19,9 @@ use crate::model::schema::{Entry, Schema};
 use crate::optimizer::state as optimizer_state;
 use crate::{Error, Result, agreement, intercept};
 
+/// Bytes of a file that travel in one broadcast: each has a deadline.
+const PIECE: usize = 64 << 20;
+
 /// A complete checkpoint, the same one on all ranks; from [`Checkpoints::latest`](super::Checkpoints::latest).
 ///
 /// Rank 0 reads the files and broadcasts their contents, so all ranks load the same things in the same order.
@@ -73,8 +76,9 @@ impl Checkpoint {
         let name = format!("{}model.bpk", self.prefix);
         let entries = self.manifest.models.get(&name).ok_or_else(|| self.missing(&name))?;
         let load = |model: M| intercept::bypass(|| load_model(model, entries, self.read_file(&name)?));
-        let model = if self.ddp.is_main() { load(model) } else { Ok(model) };
-        let model = agreement::on_outcome(self.ddp.group(), &format!("load {name}"), model)?;
+        let loaded =
+            agreement::main_first(self.ddp.group(), || if self.ddp.is_main() { load(model) } else { Ok(model) })?;
+        let model = agreement::on_outcome(self.ddp.group(), &format!("load {name}"), loaded)?;
         self.ddp.broadcast_parameters(model, 0)
     }
 
@@ -89,6 +93,7 @@ impl Checkpoint {
         let name = format!("{}optimizer.bpk", self.prefix);
         let saved_ids = self.manifest.optimizers.get(&name).ok_or_else(|| self.missing(&name))?;
         let bytes = self.broadcast_file(&name)?;
+        optimizer_state::warn_of_detour(model, &bytes);
         let ids = intercept::bypass(|| Schema::of(model)).map(|schema| optimizer_state::ids(&schema));
         let loaded = ids.and_then(|ids| optimizer_state::read(optim, &bytes, saved_ids, &ids));
         agreement::on_outcome(self.ddp.group(), &format!("load {name}"), loaded)
@@ -145,7 +150,9 @@ impl Checkpoint {
             Ok(bytes.len())
         })?;
         bytes.resize(len, 0);
-        group.broadcast_bytes(DType::U8, &mut bytes, 0)?;
+        for piece in bytes.chunks_mut(PIECE) {
+            group.broadcast_bytes(DType::U8, piece, 0)?;
+        }
         Ok(bytes)
     }
 }

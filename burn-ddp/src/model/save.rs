@@ -1,12 +1,13 @@
 //! One durable model file, the hash of a model, and the comparison of replicas.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use burn::module::Module;
 
 use super::schema::Snapshot;
 use super::{digest, running_stats};
+use crate::checkpoint::leftover;
 use crate::ddp::Ddp;
 use crate::intercept::bypass;
 use crate::{Result, agreement};
@@ -30,7 +31,9 @@ impl Ddp {
     /// Writes rank 0's model to `path` (with Burn's extension `.bpk` if it has none), so that plain Burn reads it with
     /// `load_file`, and returns the path. *Collective*; all ranks hold the file's content when it returns.
     ///
-    /// The file appears complete or not at all: it is written under a temporary name, synced, then renamed.
+    /// The file appears complete or not at all: it is written under a temporary name, synced, then renamed. What a
+    /// killed save to `path` has left is removed; so only one job at a time may save to it. Rank 0 may write for
+    /// longer than the deadline of a collective: the others wait as long as it lives.
     ///
     /// # Errors
     ///
@@ -79,22 +82,30 @@ fn with_extension(path: &Path) -> PathBuf {
     }
 }
 
+/// Burn writes to a temporary file beside `path`, syncs it, renames it, and syncs the directory.
 fn write<M: Module>(model: &M, path: &Path) -> std::result::Result<(), String> {
-    let dir = match path.parent() {
-        Some(dir) if !dir.as_os_str().is_empty() => dir,
-        _ => Path::new("."),
-    };
-    // The guard removes the file unless it was renamed.
-    let temporary = tempfile::Builder::new()
-        .prefix(".burn-ddp-")
-        .suffix(".bpk")
-        // The mode of ordinary files, by the umask: temporary files are private by default.
-        .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666))
-        .tempfile_in(dir)
-        .map_err(|e| e.to_string())?
-        .into_temp_path();
-    bypass(|| model.valid().into_record()).save(&temporary).map_err(|e| e.to_string())?;
-    File::open(&temporary).and_then(|f| f.sync_all()).map_err(|e| e.to_string())?;
-    temporary.persist(path).map_err(|e| e.to_string())?;
-    File::open(dir).and_then(|d| d.sync_all()).map_err(|e| e.to_string())
+    if let Err(e) = remove_leftovers(path) {
+        tracing::warn!("cannot look for leftovers of {}: {e}", path.display());
+    }
+    bypass(|| model.valid().into_record()).save(path).map_err(|e| e.to_string())
+}
+
+/// Removes the temporary files of killed writes to `path`.
+fn remove_leftovers(path: &Path) -> io::Result<()> {
+    let Some(name) = path.file_name().map(|name| name.to_string_lossy()) else { return Ok(()) };
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        if is_temporary(&entry.file_name().to_string_lossy(), &name) {
+            leftover::remove(&entry);
+        }
+    }
+    Ok(())
+}
+
+/// True for Burn's temporary names of the file `name`: `<name>.<process>-<number>.tmp`.
+fn is_temporary(other: &str, name: &str) -> bool {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    let numbers = other.strip_prefix(name).and_then(|rest| rest.strip_prefix('.')?.strip_suffix(".tmp"));
+    numbers.and_then(|numbers| numbers.split_once('-')).is_some_and(|(a, b)| is_number(a) && is_number(b))
 }

@@ -55,6 +55,7 @@ pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
                 c.scheduler(scheduler.to_record())?;
                 c.value("next step", &(step + 1))
             })?;
+            ddp.save(&model, directory.join("model"))?;
             say(ddp, &format!("saved {}", step + 1))?;
         }
     }
