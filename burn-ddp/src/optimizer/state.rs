@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use burn::module::{Module, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::tensor::{Bytes, Tensor};
+use burn::tensor::{Bytes, DType as BurnDType, Device, Tensor};
 use burn_ddp_comm::{DType, ProcessGroup};
 
 use super::burnpack::{Item, Pack};
@@ -19,6 +19,8 @@ pub(crate) type Ids = Vec<(String, u64)>;
 
 /// Name under which Burn writes the number of dimensions of each parameter.
 const DIMENSIONS: &str = "__rank";
+/// Names of the floating-point types in a record.
+const FLOATS: [&str; 5] = ["F64", "F32", "Flex32", "F16", "BF16"];
 
 pub(crate) fn ids(schema: &Schema) -> Ids {
     schema.entries.iter().zip(&schema.ids).map(|(entry, id)| (entry.path.clone(), id.val())).collect()
@@ -36,20 +38,63 @@ pub(crate) fn write(optim: &ModuleOptimizer) -> Result<Vec<u8>> {
 /// [`Error::Invalid`] if the state belongs to parameters that the model does not have, or to another optimizer.
 pub(crate) fn read(optim: ModuleOptimizer, bytes: &[u8], theirs: &Ids, mine: &Ids) -> Result<ModuleOptimizer> {
     let unusable = |reason: String| Error::invalid(format!("the optimizer's state cannot be loaded: {reason}"));
-    let translated = translate(bytes, theirs, mine).map_err(unusable)?;
-    let loaded = optim.from_bytes(Bytes::from_bytes_vec(translated.clone())).map_err(|e| unusable(e.to_string()))?;
+    let mut pack = Pack::read(bytes).map_err(unusable)?;
+    rename(&mut pack, theirs, mine).map_err(unusable)?;
+    let renamed = Bytes::from_bytes_vec(pack.to_bytes().map_err(unusable)?);
+    let loaded = optim.from_bytes(renamed).map_err(|e| unusable(e.to_string()))?;
     // Burn leaves out what the optimizer has no place for, and converts to the device's default dtype.
     let kept = write(&loaded)?;
-    match first_change(&translated, &kept, mine).map_err(unusable)? {
+    let kept = Pack::read(&kept).map_err(unusable)?;
+    match first_change(&pack, &kept, mine) {
         None => Ok(loaded),
         Some(change) => Err(unusable(change)),
     }
 }
 
-/// Checks that all state in `bytes` belongs to parameters in `ids`.
+/// Logs that the state passes through another device: Burn 0.22 loads it on its default device, and moves it to that of
+/// the parameters in the next step.
+pub(crate) fn warn_of_detour<M: Module>(model: &M, bytes: &[u8]) {
+    let (default, mib) = (Device::default(), bytes.len() >> 20);
+    if let Some(own) = model.devices().into_iter().find(|device| *device != default) {
+        tracing::warn!(
+            "the optimizer's state ({mib} MiB) is on {default:?} until the next step, then on {own:?}: show each rank \
+             its own GPU alone (CUDA_VISIBLE_DEVICES) if that is too much"
+        );
+    }
+}
+
+/// Checks that the state in `bytes` can be loaded again: it belongs to parameters in `ids`, and Burn rounds nothing.
+///
+/// # Errors
+///
+/// [`Error::Invalid`] with the parameter and the reason.
 pub(crate) fn check(bytes: &[u8], ids: &Ids) -> Result<()> {
-    let checked = translate(bytes, ids, ids);
-    checked.map(drop).map_err(|reason| Error::invalid(format!("the optimizer's state cannot be saved: {reason}")))
+    let checked = Pack::read(bytes).and_then(|mut pack| {
+        rename(&mut pack, ids, ids)?;
+        let default = format!("{:?}", BurnDType::from(Device::default().settings().float_dtype));
+        let dtype = |tensor: &'_ Item| tensor.get("dtype").and_then(Item::text).map(str::to_string);
+        let is_other = |dtype: &str| FLOATS.contains(&dtype) && dtype != default;
+        match pack.entries("tensors").iter().find_map(|(name, t)| Some((name, dtype(t).filter(|d| is_other(d))?))) {
+            Some((name, dtype)) => Err(rounded(&spoken(name, ids), &dtype, &default)),
+            None => Ok(()),
+        }
+    });
+    checked.map_err(|reason| Error::invalid(format!("the optimizer's state cannot be saved: {reason}")))
+}
+
+/// Why Burn 0.22 cannot load a tensor of a state: its loader takes neither a device nor a dtype.
+fn rounded(what: &str, dtype: &str, default: &str) -> String {
+    format!(
+        "{what} is {dtype}, but Burn loads it in the default dtype of its default device, which is {default}: if all \
+         parameters are {dtype}, set that with `Device::configure`; state of several dtypes cannot be loaded"
+    )
+}
+
+/// A field of a parameter's state in words, from its name in a record.
+fn spoken(name: &Item, ids: &Ids) -> String {
+    let (id, field) = name.text().and_then(split).unwrap_or_default();
+    let path = ids.iter().find(|(_, known)| *known == id).map_or("?", |(path, _)| path);
+    format!("{field} of {path}")
 }
 
 /// Gives every rank the state of `root`'s optimizer, under its own parameter ids. *Collective* over `group`.
@@ -83,7 +128,12 @@ pub(crate) fn broadcast<M: Module>(
     let (len, theirs) = group.broadcast_object(Some((state.len(), mine.clone())), root)?;
     state.resize(len, 0);
     group.broadcast_bytes(DType::U8, &mut state, root)?;
-    let loaded = if group.rank() == root { Ok(optim.clone()) } else { read(optim.clone(), &state, &theirs, &mine) };
+    let loaded = if group.rank() == root {
+        Ok(optim.clone())
+    } else {
+        warn_of_detour(model, &state);
+        read(optim.clone(), &state, &theirs, &mine)
+    };
     *optim = agreement::on_outcome(group, "take the optimizer's state", loaded)?;
     Ok(())
 }
@@ -116,9 +166,8 @@ fn split(name: &str) -> Option<(u64, &str)> {
     Some((id.parse().ok()?, field))
 }
 
-/// The record `bytes` with ids of `theirs` replaced by those of `mine` at the same paths.
-fn translate(bytes: &[u8], theirs: &Ids, mine: &Ids) -> std::result::Result<Vec<u8>, String> {
-    let mut pack = Pack::read(bytes)?;
+/// Replaces ids of `theirs` in the header by those of `mine` at the same paths.
+fn rename(pack: &mut Pack<'_>, theirs: &Ids, mine: &Ids) -> std::result::Result<(), String> {
     let path_of: BTreeMap<&str, u64> = mine.iter().map(|(path, id)| (path.as_str(), *id)).collect();
     let mut mine_of: HashMap<u64, (u64, &str)> = HashMap::new();
     for (path, id) in theirs {
@@ -160,43 +209,29 @@ fn translate(bytes: &[u8], theirs: &Ids, mine: &Ids) -> std::result::Result<Vec<
             }
         }
     }
-    pack.to_bytes()
+    Ok(())
 }
 
 /// First difference between the record that was loaded and the record of the optimizer that loaded it.
-fn first_change(loaded: &[u8], kept: &[u8], ids: &Ids) -> std::result::Result<Option<String>, String> {
-    let (loaded, kept) = (Pack::read(loaded)?, Pack::read(kept)?);
-    let spoken = |name: &Item| {
-        let (id, field) = name.text().and_then(split).unwrap_or_default();
-        let path = ids.iter().find(|(_, known)| *known == id).map_or("?", |(path, _)| path);
-        format!("{field} of {path}")
-    };
+fn first_change(loaded: &Pack<'_>, kept: &Pack<'_>, ids: &Ids) -> Option<String> {
     for section in ["tensors", "scalars"] {
         let kept: HashMap<&str, &Item> =
             kept.entries(section).iter().filter_map(|(name, value)| Some((name.text()?, value))).collect();
         for (name, was) in loaded.entries(section) {
             let Some(is) = name.text().and_then(|name| kept.get(name)) else {
-                return Ok(Some(format!(
-                    "it has {}, for which this optimizer has no place: another optimizer?",
-                    spoken(name)
-                )));
+                let what = spoken(name, ids);
+                return Some(format!("it has {what}, for which this optimizer has no place: another optimizer?"));
             };
             if was.get("dtype") != is.get("dtype") {
-                let dtype = |item: &Item| format!("{:?}", item.get("dtype").and_then(Item::text).unwrap_or("unknown"));
-                return Ok(Some(format!(
-                    "{} is {}, but Burn loads it in the default dtype of its default device, which is {}: set that \
-                     with `Device::configure`",
-                    spoken(name),
-                    dtype(was),
-                    dtype(is)
-                )));
+                let dtype = |item: &'_ Item| item.get("dtype").and_then(Item::text).unwrap_or("unknown").to_string();
+                return Some(rounded(&spoken(name, ids), &dtype(was), &dtype(is)));
             }
         }
         if kept.len() > loaded.entries(section).len() {
-            return Ok(Some("this optimizer keeps more than it holds: another optimizer?".into()));
+            return Some("this optimizer keeps more than it holds: another optimizer?".into());
         }
     }
-    Ok(None)
+    None
 }
 
 #[cfg(test)]
@@ -209,7 +244,7 @@ mod tests {
     use burn::optim::decay::WeightDecayConfig;
     use burn::optim::momentum::MomentumConfig;
     use burn::optim::*;
-    use burn::tensor::{DType as BurnDType, Device, FloatDType};
+    use burn::tensor::FloatDType;
 
     #[derive(burn::module::Module, Debug)]
     struct Two {
@@ -401,12 +436,27 @@ mod tests {
         let model = Linear { weight: Param::from_tensor(weight), bias: None };
         let mut optim = AdamConfig::new().init();
         let model = train(&mut optim, model, 0..1);
-        let ids = ids(&Schema::of(&model).unwrap());
-        let loaded = read(AdamConfig::new().init(), &write(&optim).unwrap(), &ids, &ids);
+        let (ids, bytes) = (ids(&Schema::of(&model).unwrap()), write(&optim).unwrap());
+        let (saved, loaded) = (check(&bytes, &ids), read(AdamConfig::new().init(), &bytes, &ids, &ids));
         // A test that trains in f64 may have made it the default of this process.
         match Device::flex().settings().float_dtype {
-            FloatDType::F64 => drop(loaded.unwrap()),
-            _ => assert!(loaded.err().unwrap().to_string().contains("`Device::configure`")),
+            FloatDType::F64 => drop((saved.unwrap(), loaded.unwrap())),
+            _ => {
+                let (saved, loaded) = (saved.unwrap_err().to_string(), loaded.err().unwrap().to_string());
+                assert!(saved.contains("cannot be saved: momentum.moment_1 of weight is F64"), "{saved}");
+                assert!(loaded.contains("cannot be loaded") && loaded.contains("`Device::configure`"), "{loaded}");
+            }
         }
+    }
+
+    #[test]
+    fn a_state_of_two_dtypes_is_refused_when_it_is_saved() {
+        let float = |dtype| Tensor::<2>::ones([2, 2], (&device(), dtype)).require_grad();
+        let linear = |dtype| Linear { weight: Param::from_tensor(float(dtype)), bias: None };
+        let model = Two { a: linear(BurnDType::F32), b: linear(BurnDType::F64) };
+        let mut optim = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
+        let model = train(&mut optim, model, 0..1);
+        let refused = check(&write(&optim).unwrap(), &ids(&Schema::of(&model).unwrap())).unwrap_err().to_string();
+        assert!(refused.contains(".weight is F") && refused.contains("several dtypes cannot be loaded"), "{refused}");
     }
 }
