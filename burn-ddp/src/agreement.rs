@@ -208,18 +208,15 @@ mod tests {
 
     #[test]
     fn the_others_wait_for_rank_0_beyond_the_deadline() {
-        let timeout = Duration::from_millis(300);
+        let timeout = Duration::from_millis(500);
         let options = burn_ddp_comm::WorldOptions { timeout, ..Default::default() };
         let ranks = Ddp::spawn_with(3, options, |ddp| {
-            let slow = || std::thread::sleep(3 * timeout);
+            let slow = || std::thread::sleep(3 * timeout / 2);
             let value = on_main(ddp.group(), || {
                 slow();
                 Ok(7)
             })?;
-            let error = on_main(ddp.group(), || {
-                slow();
-                Err::<(), _>("has no disk".into())
-            });
+            let error = on_main::<()>(ddp.group(), || Err("has no disk".into()));
             let first = ddp.main_first(|| {
                 if ddp.is_main() {
                     slow();

@@ -5,7 +5,7 @@ use burn::optim::ModuleOptimizer;
 
 use crate::ddp::Ddp;
 use crate::wrap::only;
-use crate::{Result, intercept};
+use crate::{Result, intercept, optimizer};
 
 impl Ddp {
     /// Waits for the ranks that still have data, and ends with the model and the optimizer of those that had most.
@@ -77,7 +77,8 @@ impl Ddp {
             *model = self.broadcast_parameters(model.clone(), root)?;
             // Clones of a parameter are as they are on the root, where an optimizer stepped.
             wrapped.note_map();
-            self.broadcast_optimizer_state(optim, model, root)?;
+            // A rank that trained to the end has the state: to load it would lead it through Burn's default device.
+            optimizer::state::broadcast_to(mine < last, self.group(), optim, model, root)?;
         }
         Ok((last - mine) as usize)
     }

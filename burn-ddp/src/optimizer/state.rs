@@ -110,6 +110,22 @@ pub(crate) fn broadcast<M: Module>(
     model: &M,
     root: usize,
 ) -> Result<()> {
+    broadcast_to(true, group, optim, model, root)
+}
+
+/// [`broadcast`] to the ranks that pass `true`; the others keep the state that they have.
+///
+/// # Errors
+///
+/// As [`broadcast`].
+#[track_caller]
+pub(crate) fn broadcast_to<M: Module>(
+    takes: bool,
+    group: &ProcessGroup,
+    optim: &mut ModuleOptimizer,
+    model: &M,
+    root: usize,
+) -> Result<()> {
     let mine = intercept::bypass(|| Schema::of(model)).and_then(|schema| {
         let state = if group.rank() == root { write(optim)? } else { Vec::new() };
         Ok((schema, state, fields(optim, model)?))
@@ -128,11 +144,11 @@ pub(crate) fn broadcast<M: Module>(
     let (len, theirs) = group.broadcast_object(Some((state.len(), mine.clone())), root)?;
     state.resize(len, 0);
     group.broadcast_bytes(DType::U8, &mut state, root)?;
-    let loaded = if group.rank() == root {
-        Ok(optim.clone())
-    } else {
+    let loaded = if takes && group.rank() != root {
         warn_of_detour(model, &state);
         read(optim.clone(), &state, &theirs, &mine)
+    } else {
+        Ok(optim.clone())
     };
     *optim = agreement::on_outcome(group, "take the optimizer's state", loaded)?;
     Ok(())
@@ -344,6 +360,20 @@ mod tests {
                 assert_eq!(ranks[0].0.is_empty(), name == "sgd");
             }
         }
+    }
+
+    #[test]
+    fn ranks_that_take_no_state_load_none() {
+        let ranks = Ddp::spawn(3, |ddp| {
+            let mut optim = AdamConfig::new().init();
+            let model = train(&mut optim, Two::new(&device()), 0..1 + ddp.rank());
+            let before = values(&optim, &model);
+            broadcast_to(ddp.rank() != 1, ddp.group(), &mut optim, &model, 0)?;
+            Ok((before, values(&optim, &model)))
+        })
+        .unwrap();
+        let [(root, _), (own, kept), (_, taken)] = ranks.try_into().unwrap_or_else(|_| panic!("three ranks"));
+        assert!(own == kept && root == taken && root != own);
     }
 
     #[test]
