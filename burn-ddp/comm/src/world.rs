@@ -323,6 +323,13 @@ impl World {
     pub fn stop(&self, track: Track, at: Progress, what: &str) {
         self.member.seat.membership.stop(track, at, what);
     }
+
+    /// [`stop`](Self::stop)s with this rank's next call, step or goodbye; between processes after a second or two even
+    /// without. For destructors: a rank that stops because of an error can [`fail`](Self::fail) with it first, and the
+    /// others return that.
+    pub fn stop_with_next_call(&self, track: Track, at: Progress, what: &str) {
+        self.member.seat.membership.stop_with_next_call(track, at, what);
+    }
 }
 
 impl Member {
@@ -365,6 +372,7 @@ impl Member {
         if self.left.load(Ordering::Acquire) {
             return Err(membership.left_error(self.seat.rank).noticed_by(&call.info));
         }
+        membership.announce_stops();
         log.begin(call);
         let result = membership.check().and_then(|()| body()).map_err(|error| membership.conclude(error, call));
         log.end(call, result.is_ok());

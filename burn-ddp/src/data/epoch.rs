@@ -168,7 +168,8 @@ impl<O: Send + 'static> Epoch<O> {
         Ok(batch)
     }
 
-    /// Tells the other ranks where this one leaves the epoch.
+    /// Tells the other ranks where this one leaves the epoch; not at once, since the cause may be an error that the
+    /// program is about to return.
     fn announce(&self) {
         let (Ok(begin), Ok(reached)) = (self.at(self.before), self.at(self.before + self.reached)) else { return };
         let (id, steps) = (self.loader.id(), self.len());
@@ -180,8 +181,8 @@ impl<O: Send + 'static> Epoch<O> {
         // The last batch may have had no backward here; then the others may be waiting in theirs.
         let used = ddp.state().batch_weight.used(id, track).unwrap_or(begin);
         let unused = format!("{name}, with a batch read but no backward");
-        ddp.world().stop(track.backwards(), used.max(begin), &unused);
-        ddp.world().stop(track, reached, &name);
+        ddp.world().stop_with_next_call(track.backwards(), used.max(begin), &unused);
+        ddp.world().stop_with_next_call(track, reached, &name);
     }
 }
 

@@ -27,6 +27,7 @@ impl Membership {
     /// Leaves the world. If it has ended, this rank repeats the cause first: a peer that has not heard it otherwise
     /// would take the leaving for the cause.
     pub(crate) fn goodbye(&self) {
+        self.announce_stops();
         if let Err(cause) = self.check() {
             self.send_all(&ControlMessage::Fail { cause });
         }
@@ -36,6 +37,7 @@ impl Membership {
 
     /// See [`World::advance`](crate::World::advance).
     pub(crate) fn advance(&self, track: Track, at: Progress) -> Result<()> {
+        self.announce_stops();
         let conflict = {
             let mut state = lock(&self.shared.state);
             if let Some(cause) = &state.cause {

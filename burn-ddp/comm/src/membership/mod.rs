@@ -8,7 +8,7 @@
 //! | the first cause, which every call returns from then on | `failure`; panics in `panics` |
 //! | signs of life | `heartbeats`, acted upon in `suspects` |
 //! | why a call waits | `diagnosis`, asked in `stalls` |
-//! | stops on tracks that ranks walk together | `progress`, `tracks` |
+//! | stops on tracks that ranks walk together | `progress`, `tracks`; announced in `pending_stops` |
 //! | events and the report for the launcher | `report` |
 //!
 //! Every wait of a collective also waits for the membership: whatever ends the world wakes the wait and is returned by
@@ -23,6 +23,7 @@ mod heartbeats;
 mod messages;
 pub(crate) mod panics;
 mod peer;
+mod pending_stops;
 mod progress;
 mod report;
 mod stalls;
@@ -37,6 +38,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use self::heartbeats::Liveness;
+use self::pending_stops::PendingStops;
 use self::state::Shared;
 use crate::call::CallInfo;
 use crate::history::History;
@@ -57,6 +59,8 @@ pub struct Membership {
     noticed_by: OnceLock<Box<CallInfo>>,
     /// Set when the report is written. Other threads wait for it, so that no rank ends before its report is there.
     reported: OnceLock<()>,
+    /// Stops of this rank that the others have not heard of yet. Added by the rank that stops, taken at its next call.
+    pending_stops: PendingStops,
 }
 
 impl Membership {
@@ -76,7 +80,8 @@ impl Membership {
     }
 
     fn view(rank: usize, shared: Arc<Shared>) -> Membership {
-        Membership { rank, shared, noticed_by: OnceLock::new(), reported: OnceLock::new() }
+        let (noticed_by, reported) = (OnceLock::new(), OnceLock::new());
+        Membership { rank, shared, noticed_by, reported, pending_stops: PendingStops::default() }
     }
 
     /// The rank whose view this is.

@@ -26,6 +26,7 @@ impl Membership {
     /// Checks the peers for silence. `late` is how much later than planned this check runs: if that is much, this
     /// process itself was stopped, and its peers get that time.
     pub(crate) fn look(&self, now: Instant, late: Duration) {
+        self.announce_old_stops(now);
         let changes = {
             let mut liveness = lock(&self.shared.liveness);
             if late > liveness.late() {

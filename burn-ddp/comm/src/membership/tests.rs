@@ -1,6 +1,7 @@
 use std::sync::atomic::AtomicUsize;
 
 use std::sync::Mutex;
+use std::time::Duration;
 
 use super::*;
 use crate::Error;
@@ -96,6 +97,33 @@ fn a_rank_that_passes_a_stop_tells_the_others() {
     let Error::OutOfStep { ahead: 0, stopped_at, reached, .. } = &cause else { panic!("{cause}") };
     assert_eq!((*stopped_at, *reached), (at(3), at(4)), "{cause}");
     assert_eq!(*lock(&recorder.sent), [ControlMessage::Fail { cause }]);
+}
+
+#[test]
+fn a_pending_stop_waits_for_a_step_a_goodbye_or_a_while_and_comes_after_an_error() {
+    let stop = ControlMessage::Stop { track: TRACK, at: at(3), what: "loader".to_string() };
+    let other = Track::Batches { loader: 99, run: 0 };
+    let announce: [fn(&Membership, Track); 3] = [
+        |membership, other| membership.advance(other, at(1)).unwrap(),
+        |membership, _| membership.goodbye(),
+        |membership, _| membership.look(Instant::now() + Duration::from_secs(1), Duration::ZERO),
+    ];
+    for announce in announce {
+        let (membership, recorder) = rank_0();
+        membership.stop_with_next_call(TRACK, at(3), "loader");
+        membership.look(Instant::now(), Duration::ZERO);
+        assert_eq!(*lock(&recorder.sent), []);
+        announce(&membership, other);
+        assert_eq!(lock(&recorder.sent)[0], stop);
+        announce(&membership, other);
+        assert_eq!(lock(&recorder.sent).iter().filter(|message| **message == stop).count(), 1);
+    }
+    let (membership, recorder) = rank_0();
+    membership.stop_with_next_call(TRACK, at(3), "loader");
+    membership.fail_self("disk full".to_string());
+    membership.goodbye();
+    let ControlMessage::Fail { cause } = &lock(&recorder.sent)[0] else { panic!("the error comes first") };
+    assert!(cause.to_string().contains("disk full"), "{cause}");
 }
 
 #[test]

@@ -1,7 +1,11 @@
 //! Ranks that build, leave or read a training loader differently.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
+
+use burn::nn::LinearConfig;
+use burn::tensor::Tensor;
 
 use super::*;
 use crate::Result;
@@ -107,6 +111,39 @@ fn a_batch_that_one_rank_cannot_load_is_every_ranks_cause() {
             assert!(error.contains("rank 1") && error.contains(cause), "{error}");
         }
         assert!(begin.elapsed() < Duration::from_secs(20));
+    }
+}
+
+/// Between the batch and its backward, where the other rank is ahead at once.
+#[test]
+fn an_error_in_the_loop_of_one_rank_is_every_ranks_cause() {
+    for culprit in [0, 1] {
+        let heard = Mutex::new(String::new());
+        let error = Ddp::spawn(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let model = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
+            let train = ddp.loader(Keep).batch_size(1).build(numbers(20))?;
+            let run = || -> anyhow::Result<()> {
+                for (step, batch) in train.iter().enumerate() {
+                    let x = Tensor::<2>::full([1, 1], batch?[0] as f32, &device);
+                    anyhow::ensure!(ddp.rank() != culprit || step != 4, "the loss is not finite");
+                    ddp.backward(&model.forward(x).sum(), &model)?;
+                }
+                Ok(())
+            };
+            let outcome = run();
+            if ddp.rank() == culprit {
+                // What a program does before it returns the error.
+                std::thread::sleep(Duration::from_millis(50));
+                return outcome;
+            }
+            *heard.lock().unwrap() = outcome.unwrap_err().to_string();
+            Ok(())
+        });
+        let cause = "the loss is not finite";
+        assert_eq!(error.unwrap_err().to_string(), format!("rank {culprit} failed: {cause}"));
+        let heard = heard.into_inner().unwrap();
+        assert!(heard.contains(&format!("rank {culprit}")) && heard.contains(cause), "{heard}");
     }
 }
 
