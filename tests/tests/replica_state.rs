@@ -1,9 +1,9 @@
 //! Running statistics, and the comparison of replicas.
 
-use burn::module::{ModuleMapper, Param};
+use burn::module::{ModuleMapper, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
-use burn::tensor::{DType, TensorData};
+use burn::tensor::{DType, GradientCheckpointingStrategy, TensorData};
 use burn_ddp::prelude::*;
 use burn_ddp::{Error, WorldOptions};
 use burn_ddp_tests::*;
@@ -13,8 +13,12 @@ use std::time::{Duration, Instant};
 type Statistics = [Vec<f64>; 2];
 
 fn step(ddp: &Ddp, model: Normed, start: usize, batch: usize, device: &Device) -> anyhow::Result<Normed> {
-    ddp.set_batch_items(batch as f64)?;
-    let grads = model.loss(rows(start, batch, 6, 1, DType::F32, device)).backward();
+    step_on(ddp, model, rows(start, batch, 6, 1, DType::F32, device))
+}
+
+fn step_on(ddp: &Ddp, model: Normed, batch: Tensor<2>) -> anyhow::Result<Normed> {
+    ddp.set_batch_items(batch.dims()[0] as f64)?;
+    let grads = model.loss(batch).backward();
     let grads = GradientsParams::from_grads(grads, &model);
     Ok(SgdConfig::new().init().step(0.05, model, grads))
 }
@@ -92,17 +96,64 @@ fn statistics_and_parameters_stay_alike_over_many_steps_and_the_last_bucket_over
     }
 }
 
-#[test]
-fn gradient_checkpointing_survives_wrapping_a_model_with_statistics() {
-    let device = device().autodiff().gradient_checkpointing();
-    Ddp::spawn(2, |ddp| {
-        let model = ddp.wrap(Normed::new(&device))?;
-        assert_eq!(model.a.weight.base().device(), device);
-        assert!(model.a.weight.is_require_grad());
-        step(&ddp, model, ddp.rank() * 5, 5, &device)?;
+/// Running statistics, and a tensor that is no parameter.
+#[derive(Module, Debug)]
+struct Shifted {
+    normed: Normed,
+    shift: Tensor<2>,
+}
+
+impl Shifted {
+    fn new(device: &Device) -> Self {
+        Shifted { normed: Normed::new(device), shift: Tensor::ones([1, 6], device) }
+    }
+
+    /// Checks that all its tensors recompute activations (equality of devices ignores that), and trains one step: Burn
+    /// panics where tensors with and without meet.
+    fn assert_checkpointing(self, ddp: &Ddp, device: &Device) -> anyhow::Result<()> {
+        struct Strategies(Vec<Option<GradientCheckpointingStrategy>>);
+        impl ModuleVisitor for Strategies {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                self.0.push(param.base().gradient_checkpointing_strategy());
+            }
+        }
+        let mut strategies = Strategies(vec![self.shift.gradient_checkpointing_strategy()]);
+        self.visit(&mut strategies);
+        assert_eq!(strategies.0, [Some(GradientCheckpointingStrategy::Balanced); 9]);
+        assert!(self.normed.a.weight.is_require_grad());
+        let shift = self.shift.clone();
+        step_on(ddp, self.normed, rows(ddp.rank() * 5, 5, 6, 1, DType::F32, device) + shift)?;
         Ok(())
-    })
-    .unwrap();
+    }
+}
+
+#[test]
+fn gradient_checkpointing_survives_wrapping() {
+    for world in [1, 2] {
+        let device = device().autodiff().gradient_checkpointing();
+        let model = Ddp::spawn(world, |ddp| ddp.wrap(Shifted::new(&device))?.assert_checkpointing(&ddp, &device));
+        model.unwrap();
+    }
+}
+
+#[test]
+fn gradient_checkpointing_survives_a_broadcast_and_loading() {
+    let directory = tempfile::tempdir().unwrap();
+    for world in [1, 2] {
+        let device = device().autodiff().gradient_checkpointing();
+        let ranks = Ddp::spawn(world, |ddp| {
+            let model = ddp.broadcast_parameters(Shifted::new(&device), 0)?;
+            let checkpoints = ddp.checkpoints(directory.path())?;
+            checkpoints.save(world as u64, |c| c.model(&model))?;
+            ddp.wrap(model)?.assert_checkpointing(&ddp, &device)?;
+            let saved = checkpoints.latest()?.expect("it was saved");
+            let loaded = saved.model(Shifted::new(&device))?;
+            loaded.clone().assert_checkpointing(&ddp, &device)?;
+            ddp.wrap(loaded)?.assert_checkpointing(&ddp, &device)?;
+            saved.model(ddp.wrap(Shifted::new(&device))?)?.assert_checkpointing(&ddp, &device)
+        });
+        ranks.unwrap();
+    }
 }
 
 #[test]

@@ -31,9 +31,9 @@ pub(crate) fn model<M: Module>(group: &ProcessGroup, model: M, root: usize) -> R
     agreement::on_model(group, &schema.entries)?;
     let first_clone = group.broadcast_object(Some(first_clone), root)?;
     let trains = model.devices().iter().any(Device::is_autodiff);
+    let devices = devices(&model);
     // Ranks that are threads may have started from one model, whose clones share running statistics.
     let model = if trains && find(&model).is_empty() { running_stats::unshared(model) } else { model };
-    let devices = devices(&model);
     let source = (group.world_size() > 1).then_some((group, root));
     bypass(|| values(model, source, devices, &schema, first_clone))
 }

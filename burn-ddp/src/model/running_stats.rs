@@ -62,7 +62,19 @@ pub(crate) fn which<M: Module>(model: &M) -> Vec<bool> {
 
 /// The same model with running statistics of its own. Its parameters are new leaves.
 pub(crate) fn unshared<M: Module>(model: M) -> M {
-    model.valid().train()
+    struct NewLeaves;
+    impl ModuleMapper for NewLeaves {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|value| match (value.dtype().is_float(), value.is_require_grad()) {
+                // Quantized values have no graph.
+                (false, _) => value,
+                (true, requires_grad) => value.detach().set_require_grad(requires_grad),
+            })
+        }
+    }
+    // `valid().train()` would lose the gradient-checkpointing strategy, also of tensors that are no parameters. `train`
+    // cannot take parameters that are no leaves, as `to_device` makes them.
+    model.map(&mut NewLeaves).train()
 }
 
 /// A handle to the running statistics of `model`; `None` if it has none. `is_buffer` comes from [`which`].
