@@ -20,6 +20,8 @@ use burn::module::Module;
 use burn::tensor::{Gradients, Tensor};
 
 pub(crate) use agree_and_broadcast::agree_and_broadcast;
+#[cfg(feature = "train")]
+pub(crate) use attach::Taps;
 pub use wrap_config::WrapConfig;
 
 use crate::ddp::Ddp;
