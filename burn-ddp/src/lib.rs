@@ -62,6 +62,7 @@
 mod agreement;
 mod backends;
 mod batch_weight;
+mod byte_stream;
 pub mod checkpoint;
 mod collectives;
 pub mod config;

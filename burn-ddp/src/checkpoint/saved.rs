@@ -10,17 +10,13 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::optim::ModuleOptimizer;
 use burn::store::ModuleRecord;
 use burn::tensor::{Bool, Bytes, Int, Tensor};
-use burn_ddp_comm::DType;
 use serde::de::DeserializeOwned;
 
 use super::manifest::{Checksum, Manifest};
 use crate::ddp::Ddp;
 use crate::model::schema::{Entry, Schema};
 use crate::optimizer::state as optimizer_state;
-use crate::{Error, Result, agreement, intercept};
-
-/// Bytes of a file that travel in one broadcast: each has a deadline.
-const PIECE: usize = 64 << 20;
+use crate::{Error, Result, agreement, byte_stream, intercept};
 
 /// A complete checkpoint, the same one on all ranks; from [`Checkpoints::latest`](super::Checkpoints::latest).
 ///
@@ -149,10 +145,10 @@ impl Checkpoint {
             bytes = self.read_file(name).map_err(|e| e.to_string())?;
             Ok(bytes.len())
         })?;
-        bytes.resize(len, 0);
-        for piece in bytes.chunks_mut(PIECE) {
-            group.broadcast_bytes(DType::U8, piece, 0)?;
+        if !self.ddp.is_main() {
+            return Ok(byte_stream::receive(group, len, 0)?);
         }
+        byte_stream::send(group, &bytes)?;
         Ok(bytes)
     }
 }

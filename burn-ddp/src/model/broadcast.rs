@@ -6,12 +6,12 @@ use std::collections::{HashMap, VecDeque};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
-use burn_ddp_comm::{DType, ProcessGroup};
+use burn_ddp_comm::ProcessGroup;
 
 use super::running_stats;
 use super::schema::{Schema, unreadable};
 use crate::intercept::{bypass, find};
-use crate::{Error, Result, agreement};
+use crate::{Error, Result, agreement, byte_stream};
 
 /// `root`'s parameters and buffers on every rank, in a model that is wrapped or not; parameter ids stay what they are.
 /// *Collective*.
@@ -119,15 +119,13 @@ impl Broadcast<'_> {
     /// The root's `data` on every rank.
     fn broadcast(&self, data: TensorData) -> Result<TensorData> {
         let Some((group, root)) = self.root else { return Ok(data) };
-        let mut bytes = data.as_bytes().to_vec();
         if group.rank() == root {
-            group.broadcast_bytes(DType::U8, &mut bytes, root)?;
+            byte_stream::send(group, data.as_bytes())?;
             return Ok(data);
         }
-        let (shape, dtype) = (data.shape().clone(), data.dtype());
+        let (shape, dtype, len) = (data.shape().clone(), data.dtype(), data.as_bytes().len());
         drop(data);
-        group.broadcast_bytes(DType::U8, &mut bytes, root)?;
-        Ok(TensorData::from_bytes_vec(bytes, shape, dtype))
+        Ok(TensorData::from_bytes_vec(byte_stream::receive(group, len, root)?, shape, dtype))
     }
 }
 

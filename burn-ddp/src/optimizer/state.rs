@@ -8,11 +8,11 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use burn::module::{Module, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bytes, DType as BurnDType, Device, Tensor};
-use burn_ddp_comm::{DType, ProcessGroup};
+use burn_ddp_comm::ProcessGroup;
 
 use super::burnpack::{Item, Pack};
 use crate::model::schema::Schema;
-use crate::{Error, Result, agreement, intercept};
+use crate::{Error, Result, agreement, byte_stream, intercept};
 
 /// The path and the id of each parameter of a model, in traversal order. Clones of a parameter have its id.
 pub(crate) type Ids = Vec<(String, u64)>;
@@ -142,8 +142,10 @@ pub(crate) fn broadcast_to<M: Module>(
     }
     let mine = ids(&schema);
     let (len, theirs) = group.broadcast_object(Some((state.len(), mine.clone())), root)?;
-    state.resize(len, 0);
-    group.broadcast_bytes(DType::U8, &mut state, root)?;
+    match group.rank() == root {
+        true => byte_stream::send(group, &state)?,
+        false => state = byte_stream::receive(group, len, root)?,
+    }
     let loaded = if takes && group.rank() != root {
         warn_of_detour(model, &state);
         read(optim.clone(), &state, &theirs, &mine)

@@ -86,8 +86,9 @@ pub trait DdpTrainer {
     /// `metric` computed from the items of all ranks, in rank order, at the end of each split: for AUROC, F-scores,
     /// precision and the like.
     ///
-    /// For that moment every rank holds the metric's inputs of a whole split in host memory. Register it on every rank,
-    /// in the same order, on the result of [`training`](Self::training).
+    /// Each rank holds the metric's inputs of its share of a split in host memory; at the end it receives those of the
+    /// other ranks a few batches at a time. Register it on every rank, in the same order, on the result of
+    /// [`training`](Self::training).
     fn gathered_metric<Me>(&self, metric: Me) -> GatheredMetric<Me>
     where
         Me: Metric + Numeric,

@@ -7,6 +7,7 @@ use burn::train::metric::{
     NumericEntry, RougeLInput, SerializedEntry, WerInput,
 };
 
+use super::gathered_batches::{Batch, each_batch};
 use super::stop::metric_error;
 use crate::Ddp;
 
@@ -53,7 +54,8 @@ gather! {
 /// [`DdpTrainer::gathered_metric`](super::DdpTrainer::gathered_metric).
 ///
 /// At the end of a split each rank computes the metric from the batches of all ranks, rank 0's first. With an
-/// [`EvalLoader`](crate::data::EvalLoader) that is the order of the dataset.
+/// [`EvalLoader`](crate::data::EvalLoader) that is the order of the dataset. Until then a rank holds its own batches in
+/// host memory, and then those of the others a few at a time.
 #[derive(Clone, Debug)]
 pub struct GatheredMetric<Me> {
     /// The metric over this rank's batches, shown while a split runs.
@@ -62,7 +64,7 @@ pub struct GatheredMetric<Me> {
     all: Me,
     ddp: Ddp,
     /// This rank's batches since the split began.
-    batches: Vec<Vec<TensorData>>,
+    batches: Vec<Batch>,
 }
 
 impl<Me: Metric + Numeric> GatheredMetric<Me>
@@ -100,16 +102,15 @@ where
     /// *Collective*, in a group that only metrics use.
     fn compute(&mut self) -> Result<SerializedEntry, TensorReadError> {
         let group = self.ddp.state().metric_group().map_err(metric_error)?;
-        let all = group.all_gather_object(&self.batches).map_err(metric_error)?;
-        let device = self.ddp.device().map_err(metric_error)?;
-        let total = all.iter().map(Vec::len).sum();
         self.all.clear();
-        for (nth, batch) in all.into_iter().flatten().enumerate() {
+        each_batch(group, &self.batches, |total, number, batch| {
+            let device = self.ddp.device().map_err(metric_error)?;
             let input = Me::Input::from_data(batch, &device)
                 .ok_or_else(|| metric_error(crate::Error::invalid("a rank registered another metric in this place")))?;
-            let progress = Progress::new(nth + 1, total, Some("batches".into()));
-            self.all.update(&input, &MetricMetadata { progress, iteration: Some(nth + 1), lr: None })?;
-        }
+            let progress = Progress::new(number, total, Some("batches".into()));
+            let metadata = MetricMetadata { progress, iteration: Some(number), lr: None };
+            self.all.update(&input, &metadata).map(drop)
+        })?;
         let entry = self.all.compute()?;
         // The value of the split replaces what the metric stores itself.
         Ok(SerializedEntry::new(entry.formatted, self.final_value().serialize()))

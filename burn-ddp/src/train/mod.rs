@@ -12,6 +12,7 @@
 //! `docs/trainer.md` describes the changes to a program that uses Burn's trainer.
 
 mod ddp_trainer;
+mod gathered_batches;
 mod gathered_metric;
 mod mean_metric;
 mod micro_batches;

@@ -1,0 +1,72 @@
+//! Bytes of any length from one rank to all, in collectives of bounded size.
+
+use burn_ddp_comm::{DType, ProcessGroup, Result};
+
+/// Bytes per collective. Each collective has a deadline of its own, so it bounds how slow the network may be, not how
+/// many bytes there are; and a copy on the way is no longer than this.
+const CHUNK_BYTES: usize = 64 << 20;
+
+/// Sends `bytes` to all other ranks, which [`receive`] as many from this one. *Collective*; the sender needs memory for
+/// one chunk more.
+#[track_caller]
+pub(crate) fn send(group: &ProcessGroup, bytes: &[u8]) -> Result<()> {
+    send_in_chunks(group, bytes, CHUNK_BYTES)
+}
+
+/// The `len` bytes that `root` [sends](send). *Collective*.
+#[track_caller]
+pub(crate) fn receive(group: &ProcessGroup, len: usize, root: usize) -> Result<Vec<u8>> {
+    receive_in_chunks(group, len, root, CHUNK_BYTES)
+}
+
+#[track_caller]
+fn send_in_chunks(group: &ProcessGroup, bytes: &[u8], chunk_bytes: usize) -> Result<()> {
+    let mut copy = Vec::with_capacity(chunk_bytes.min(bytes.len()));
+    for chunk in bytes.chunks(chunk_bytes) {
+        copy.clear();
+        copy.extend_from_slice(chunk);
+        group.broadcast_bytes(DType::U8, &mut copy, group.rank())?;
+    }
+    Ok(())
+}
+
+#[track_caller]
+fn receive_in_chunks(group: &ProcessGroup, len: usize, root: usize, chunk_bytes: usize) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; len];
+    for chunk in bytes.chunks_mut(chunk_bytes) {
+        group.broadcast_bytes(DType::U8, chunk, root)?;
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Ddp;
+
+    #[test]
+    fn every_length_arrives_whole() {
+        const CHUNK: usize = 64;
+        for len in [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 7] {
+            let sent: Vec<u8> = (0..len).map(|i| (i * 31 % 251) as u8).collect();
+            let ranks = Ddp::spawn(3, |ddp| {
+                let group = ddp.group();
+                if ddp.rank() == 1 {
+                    send_in_chunks(group, &sent, CHUNK)?;
+                    return Ok(sent.clone());
+                }
+                Ok(receive_in_chunks(group, len, 1, CHUNK)?)
+            });
+            assert!(ranks.unwrap().iter().all(|received| *received == sent), "{len} bytes");
+        }
+    }
+
+    #[test]
+    fn a_root_that_does_not_exist_is_an_error() {
+        Ddp::spawn(2, |ddp| {
+            assert!(receive(ddp.group(), 1, 2).unwrap_err().group_usable());
+            Ok(())
+        })
+        .unwrap();
+    }
+}
