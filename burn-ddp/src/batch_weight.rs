@@ -1,13 +1,16 @@
-//! Number of items that a backward stands for.
+//! Number of items (or tokens, or what else a loss is a mean over) that a backward stands for.
+//!
+//! A batch of a training loader weighs every backward from the moment it is handed out until its loader hands out the
+//! next one or its epoch is over. What the user sets meanwhile replaces it. Without either, a backward weighs 1.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use burn_ddp_comm::{Progress, Track};
 
 use crate::{Error, Result};
 
-/// Weight of the next backward: items of the last batch that a loader handed out, or what the user set.
+/// Weights of the backwards of one rank.
 #[derive(Debug, Default)]
 pub(crate) struct BatchWeight(Mutex<Inner>);
 
@@ -15,24 +18,46 @@ pub(crate) struct BatchWeight(Mutex<Inner>);
 struct Inner {
     /// Set by the user since the last batch.
     explicit: Option<f64>,
-    /// Items of the last batch.
-    items: Option<usize>,
-    /// Loaders that handed out a batch since the last backward and have not ended their epoch.
-    loaders: BTreeSet<u32>,
-    /// Batches so far, over all loaders.
-    batches: u64,
-    /// The step of the last batch, if it has had no backward yet.
-    unused: Option<Step>,
+    /// By loader: the last batch that was handed out, while it weighs.
+    in_use: BTreeMap<u32, InUse>,
+    /// Batches so far, over all loaders and those that the user announced by setting a weight.
+    count: u64,
     /// By loader: the last step whose batch had a backward.
     used: BTreeMap<u32, Step>,
+}
+
+#[derive(Debug)]
+struct InUse {
+    batch: LoaderBatch,
+    /// Number of the batch, over all loaders.
+    number: u64,
+    /// The batch had a backward.
+    used: bool,
+    /// Its epoch was dropped before the batch had a backward: it weighs until any loader hands out another one.
+    taken_out: bool,
 }
 
 /// A step of a loader, as the world's tracks know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Step {
-    pub(crate) loader: u32,
     pub(crate) track: Track,
     pub(crate) at: Progress,
+}
+
+impl Step {
+    fn loader(&self) -> u32 {
+        let (Track::Batches { loader, .. } | Track::Backwards { loader, .. }) = self.track;
+        loader
+    }
+}
+
+/// A batch that a loader hands out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LoaderBatch {
+    pub(crate) step: Step,
+    pub(crate) weight: f64,
+    /// No further batch of the epoch follows.
+    pub(crate) last: bool,
 }
 
 /// Batch of one backward.
@@ -42,56 +67,86 @@ pub(crate) struct Batch {
     pub(crate) items: f64,
     /// Batches so far, over all loaders.
     pub(crate) number: u64,
-    /// The step that has its first backward now.
+    /// Step of the batch, if it comes from a loader.
     pub(crate) step: Option<Step>,
+    /// This is the first backward of that step.
+    pub(crate) first: bool,
+    /// The batch is the last of its epoch. False where the user set the weight: one batch may then be several
+    /// micro-batches.
+    pub(crate) last: bool,
+}
+
+/// Checks the weight of a batch.
+///
+/// # Errors
+///
+/// The reason, if it is negative, not finite, or outside the range that sums in f32 can hold.
+pub(crate) fn check(weight: f64) -> Result<(), String> {
+    // The range keeps weighted sums in f32 from overflowing and vanishing.
+    match weight == 0.0 || (1e-6..=1e15).contains(&weight) {
+        true => Ok(()),
+        false => Err(format!("the items of a batch are 0, or between 1e-6 and 1e15: got {weight}")),
+    }
 }
 
 impl Inner {
-    fn items(&self) -> f64 {
-        self.explicit.unwrap_or_else(|| self.items.map_or(1.0, |n| n as f64))
+    /// The batch that the next backward is of. Batches that had no backward yet go first, those of epochs that were
+    /// dropped last.
+    fn current(&mut self) -> Option<&mut InUse> {
+        self.in_use.values_mut().max_by_key(|b| (!b.taken_out, !b.used, b.number))
+    }
+
+    fn items(&mut self) -> f64 {
+        self.explicit.unwrap_or_else(|| self.current().map_or(1.0, |b| b.batch.weight))
     }
 }
 
 impl BatchWeight {
-    /// Records that a loader hands out a batch of `items`.
-    pub(crate) fn note_batch(&self, step: Step, items: usize) {
+    /// Records that a loader hands out a batch.
+    pub(crate) fn note_batch(&self, batch: LoaderBatch) {
         let mut w = self.lock();
         w.explicit = None;
-        w.items = Some(items);
-        w.loaders.insert(step.loader);
-        w.batches += 1;
-        w.unused = Some(step);
+        w.count += 1;
+        let number = w.count;
+        w.in_use.retain(|_, b| !b.taken_out);
+        w.in_use.insert(batch.step.loader(), InUse { batch, number, used: false, taken_out: false });
+    }
+
+    /// Records that `epoch` of a loader, on `track`, is over: its last batch was asked for and there is none left, or,
+    /// if not `ended`, it was dropped.
+    pub(crate) fn end_epoch(&self, track: Track, epoch: usize, ended: bool) {
+        let mut w = self.lock();
+        // The loader may have begun another epoch meanwhile.
+        let of_epoch = |b: &InUse| b.batch.step.track == track && b.batch.step.at.epoch as usize == epoch;
+        let Some((&loader, batch)) = w.in_use.iter_mut().find(|(_, b)| of_epoch(b)) else { return };
+        if ended || batch.used {
+            w.in_use.remove(&loader);
+            w.explicit = None;
+        } else {
+            batch.taken_out = true;
+        }
     }
 
     /// The last step of `track` whose batch had a backward.
-    pub(crate) fn used(&self, loader: u32, track: Track) -> Option<Progress> {
-        self.lock().used.get(&loader).filter(|s| s.track == track).map(|s| s.at)
+    pub(crate) fn used(&self, track: Track) -> Option<Progress> {
+        self.lock().used.values().find(|step| step.track == track).map(|step| step.at)
     }
 
-    /// Records that a loader has ended its epoch: its batches no longer compete with those of others.
-    pub(crate) fn done(&self, loader: u32) {
-        self.lock().loaders.remove(&loader);
-    }
-
-    /// Sets the weight of the following backwards, until a loader hands out its next batch.
+    /// Sets the weight of the following backwards, until a loader hands out its next batch or the epoch in use ends.
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if `items` is negative, not finite, or outside the range that sums in f32 can hold.
+    /// [`Error::Invalid`] if [`check`] refuses it.
     pub(crate) fn set(&self, items: f64) -> Result<()> {
-        // The range keeps weighted sums in f32 from overflowing and vanishing.
-        if items != 0.0 && !(1e-6..=1e15).contains(&items) {
-            return Err(Error::invalid(format!("the items of a batch are 0, or between 1e-6 and 1e15: got {items}")));
-        }
+        check(items).map_err(Error::invalid)?;
         let mut w = self.lock();
         w.explicit = Some(items);
-        w.loaders.clear();
         // What follows counts as a batch of its own.
-        w.batches += 1;
+        w.count += 1;
         Ok(())
     }
 
-    /// Items of the running or next backward.
+    /// Weight of the running or next backward.
     pub(crate) fn items(&self) -> f64 {
         self.lock().items()
     }
@@ -103,22 +158,24 @@ impl BatchWeight {
     /// [`Error::Invalid`] if several loaders handed out a batch for it and the user did not set the items.
     pub(crate) fn take(&self) -> Result<Batch> {
         let mut w = self.lock();
-        if w.explicit.is_none() && w.loaders.len() > 1 {
+        let unused = w.in_use.values().filter(|b| !b.used && !b.taken_out).count();
+        if w.explicit.is_none() && unused > 1 {
             return Err(Error::invalid(format!(
-                "{} training loaders were read for one backward, so its number of items is ambiguous: call \
+                "{unused} training loaders were read for one backward, so its number of items is ambiguous: call \
                  `ddp.set_batch_items(items)` before the backward, or read evaluation data through `ddp.eval_loader`",
-                w.loaders.len()
             )));
         }
-        w.loaders.clear();
-        let step = w.unused.take();
-        if let Some(step) = step {
-            w.used.insert(step.loader, step);
-        }
-        Ok(Batch { items: w.items(), number: w.batches, step })
+        let (items, number, explicit) = (w.items(), w.count, w.explicit.is_some());
+        let Some(current) = w.current() else {
+            return Ok(Batch { items, number, step: None, first: false, last: false });
+        };
+        let (LoaderBatch { step, last, .. }, first) = (current.batch, !current.used);
+        w.in_use.values_mut().for_each(|b| b.used = true);
+        w.used.insert(step.loader(), step);
+        Ok(Batch { items, number, step: Some(step), first, last: last && !explicit })
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -127,42 +184,111 @@ impl BatchWeight {
 mod tests {
     use super::*;
 
-    const AT: Progress = Progress { epoch: 0, step: 3 };
-
     fn track(loader: u32) -> Track {
         Track::Batches { loader, run: 1 }
     }
 
     fn step(loader: u32) -> Step {
-        Step { loader, track: track(loader), at: AT }
+        Step { track: track(loader), at: Progress { epoch: 0, step: 3 } }
+    }
+
+    fn hand_out(w: &BatchWeight, loader: u32, weight: f64) {
+        w.note_batch(LoaderBatch { step: step(loader), weight, last: false });
+    }
+
+    fn backward(w: &BatchWeight) -> f64 {
+        w.take().unwrap().items
     }
 
     #[test]
-    fn one_without_anything_items_of_the_last_batch_with_a_loader() {
+    fn a_batch_weighs_all_of_its_backwards() {
         let w = BatchWeight::default();
-        assert_eq!(w.take().unwrap().items, 1.0);
-        w.note_batch(step(0), 7);
+        assert_eq!(backward(&w), 1.0);
+        hand_out(&w, 0, 7.0);
         assert_eq!(w.items(), 7.0, "and looking takes nothing");
-        assert_eq!(w.take().unwrap(), Batch { items: 7.0, number: 1, step: Some(step(0)) });
-        assert_eq!((w.used(0, track(0)), w.used(0, track(1))), (Some(AT), None));
-        assert_eq!(w.take().unwrap().items, 7.0, "a second backward on the same batch has the same weight");
+        let batch = Batch { items: 7.0, number: 1, step: Some(step(0)), first: true, last: false };
+        assert_eq!(w.take().unwrap(), batch);
+        assert_eq!(w.used(track(0)), Some(step(0).at));
+        assert_eq!(w.used(Track::Batches { loader: 0, run: 2 }), None);
+        assert_eq!(w.take().unwrap(), Batch { first: false, ..batch });
+    }
+
+    #[test]
+    fn a_batch_weighs_nothing_after_its_epoch() {
+        for ended in [true, false] {
+            let w = BatchWeight::default();
+            hand_out(&w, 0, 7.0);
+            backward(&w);
+            w.end_epoch(track(0), 0, ended);
+            assert_eq!(backward(&w), 1.0, "after the loop");
+            // The same with a weight set for the batch.
+            hand_out(&w, 0, 7.0);
+            w.set(5.0).unwrap();
+            assert_eq!(backward(&w), 5.0);
+            w.end_epoch(track(0), 0, ended);
+            assert_eq!(backward(&w), 1.0, "after the loop");
+        }
+        let w = BatchWeight::default();
+        hand_out(&w, 0, 7.0);
+        w.end_epoch(track(0), 1, true);
+        w.end_epoch(Track::Batches { loader: 0, run: 0 }, 0, true);
+        assert_eq!(backward(&w), 7.0, "the end of another epoch of the loader");
+    }
+
+    #[test]
+    fn a_batch_taken_out_of_its_epoch_weighs_until_the_next() {
+        let w = BatchWeight::default();
+        hand_out(&w, 0, 7.0);
+        w.end_epoch(track(0), 0, false); // `let batch = train.iter().next()`
+        assert_eq!([backward(&w), backward(&w)], [7.0; 2]);
+        hand_out(&w, 1, 3.0);
+        assert_eq!(backward(&w), 3.0);
+        w.end_epoch(track(1), 0, true);
+        assert_eq!(backward(&w), 1.0);
+    }
+
+    #[test]
+    fn batches_read_for_validation_weigh_nothing() {
+        for ended in [true, false] {
+            let w = BatchWeight::default();
+            hand_out(&w, 0, 7.0);
+            hand_out(&w, 1, 3.0);
+            w.end_epoch(track(1), 0, ended);
+            assert_eq!(backward(&w), 7.0, "validation before the backward");
+            hand_out(&w, 1, 3.0);
+            w.end_epoch(track(1), 0, ended);
+            assert_eq!(backward(&w), 7.0, "and between two");
+        }
+        let w = BatchWeight::default();
+        hand_out(&w, 1, 3.0);
+        w.end_epoch(track(1), 0, true);
+        assert_eq!(backward(&w), 1.0, "and beside a loader that is not ours");
     }
 
     #[test]
     fn two_loaders_are_ambiguous_until_said() {
         let w = BatchWeight::default();
-        w.note_batch(step(0), 7);
-        w.note_batch(step(1), 3);
+        hand_out(&w, 0, 7.0);
+        hand_out(&w, 1, 3.0);
         let e = w.take().unwrap_err().to_string();
-        assert!(e.contains("ddp.set_batch_items(items)"), "{e}");
+        assert!(e.contains("2 training loaders") && e.contains("ddp.set_batch_items(items)"), "{e}");
         w.set(10.0).unwrap();
-        assert_eq!(w.take().unwrap().items, 10.0);
-        w.note_batch(step(0), 7);
-        assert_eq!(w.take().unwrap().items, 7.0);
-        w.note_batch(step(1), 3);
-        w.done(1);
-        w.note_batch(step(0), 5);
-        assert_eq!(w.take().unwrap().items, 5.0);
+        assert_eq!(backward(&w), 10.0);
+        hand_out(&w, 0, 7.0);
+        assert_eq!(backward(&w), 7.0);
+        hand_out(&w, 1, 3.0);
+        w.end_epoch(track(1), 0, true);
+        hand_out(&w, 0, 5.0);
+        assert_eq!(backward(&w), 5.0);
+    }
+
+    #[test]
+    fn the_last_batch_of_an_epoch_is_known_to_each_of_its_backwards_unless_it_is_cut() {
+        let w = BatchWeight::default();
+        w.note_batch(LoaderBatch { step: step(0), weight: 2.0, last: true });
+        assert!(w.take().unwrap().last && w.take().unwrap().last);
+        w.set(1.0).unwrap();
+        assert!(!w.take().unwrap().last, "the batch may be several micro-batches");
     }
 
     #[test]

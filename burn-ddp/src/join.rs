@@ -22,8 +22,8 @@ impl Ddp {
     /// Returns how many optimizer steps this rank missed: a learning-rate schedule that counts steps must be moved on
     /// by as many.
     ///
-    /// Until then the ranks that train may call no other collective that those which wait do not (`ddp.mean`), nor
-    /// [`Ddp::discard_accumulated`]. `model` is all that is trained in the loop: wrap several models as one module.
+    /// Until then the ranks that train may call no other collective that those which wait do not (`ddp.mean`,
+    /// [`Ddp::sync_gradients`]), nor [`Ddp::discard_accumulated`]. `model` is all that is trained in the loop: wrap several models as one module.
     /// Alone it does nothing but discard what is held.
     ///
     /// # Errors

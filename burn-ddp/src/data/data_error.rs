@@ -107,6 +107,14 @@ pub enum DataError {
         /// The dataset's error.
         source: Arc<DatasetError>,
     },
+    /// The weight of this batch is none: see [`weigh`](super::LoaderBuilder::weigh).
+    #[error("{what} has no weight: {reason}")]
+    Weight {
+        /// The batch: step, epoch, loader and rank.
+        what: String,
+        /// What weights are allowed, and the batch's.
+        reason: String,
+    },
     /// The dataset or the batcher panicked on a worker thread.
     #[error("{what} could not be loaded: worker {worker} panicked: {message}")]
     WorkerPanicked {
@@ -157,7 +165,7 @@ impl DataError {
 
     /// True if only this batch is lost, so that the epoch can go on if all ranks agree to skip it.
     pub(super) fn is_skippable(&self) -> bool {
-        matches!(self, DataError::Dataset { .. } | DataError::WorkerPanicked { .. })
+        matches!(self, DataError::Dataset { .. } | DataError::Weight { .. } | DataError::WorkerPanicked { .. })
     }
 }
 

@@ -8,7 +8,7 @@ use burn_ddp_comm::{Progress, Track};
 use super::batch_stream::BatchStream;
 use super::epoch_cursor::EpochCursor;
 use super::{DataError, EpochPlan, ShardedLoader};
-use crate::batch_weight::Step;
+use crate::batch_weight::{LoaderBatch, Step};
 
 impl<O: Send + 'static> ShardedLoader<O> {
     /// The epochs with these numbers, one after the other: `train.epochs(0..10)`. All ranks must pass the same numbers.
@@ -82,8 +82,9 @@ impl<O: Send + 'static, E: Iterator<Item = usize>> Iterator for Epochs<O, E> {
 /// ranks with this cause. To go on instead, all ranks must agree to skip the step. After an error that concerns the
 /// whole job the epoch is over.
 ///
-/// Take a batch when it is used: each sets the weight of the following backwards. Dropping an epoch before its end is
-/// announced to the other ranks, which must do the same.
+/// Take a batch when it is used: it weighs every backward until the next batch is taken or the epoch is over. A batch
+/// whose epoch was dropped before its first backward weighs until any loader hands out another one. Dropping an epoch
+/// before its end is announced to the other ranks, which must do the same.
 #[must_use = "an epoch that is dropped before its end ends the job, unless all ranks drop it"]
 pub struct Epoch<O: Send + 'static> {
     loader: ShardedLoader<O>,
@@ -158,9 +159,11 @@ impl<O: Send + 'static> Epoch<O> {
         let list = || loader.batch_list(number, plan);
         let name = || format!("step {nth} of {steps} in epoch {number} of loader {id} on rank {}", ddp.rank());
         let batch = self.batches.load(ddp.world(), list, name)?;
+        let weight = loader.weight(&batch, plan.share(step, ddp.rank()).len(), name)?;
         // Only after loading: a rank that could not load a step must not count as having reached it.
         ddp.world().advance(track, at)?;
-        ddp.state().batch_weight.note_batch(Step { loader: id, track, at }, plan.share(step, ddp.rank()).len());
+        let last = step + 1 == plan.steps();
+        ddp.state().batch_weight.note_batch(LoaderBatch { step: Step { track, at }, weight, last });
         let Range { start, end } = plan.step(step);
         loader.cursor().consume(number, self.repeats, end, plan.items());
         ddp.state().seed_batch(id, number, start);
@@ -179,7 +182,7 @@ impl<O: Send + 'static> Epoch<O> {
         };
         let (ddp, track) = (self.loader.ddp(), self.track());
         // The last batch may have had no backward here; then the others may be waiting in theirs.
-        let used = ddp.state().batch_weight.used(id, track).unwrap_or(begin);
+        let used = ddp.state().batch_weight.used(track).unwrap_or(begin);
         let unused = format!("{name}, with a batch read but no backward");
         ddp.world().stop_with_next_call(track.backwards(), used.max(begin), &unused);
         ddp.world().stop_with_next_call(track, reached, &name);
@@ -199,7 +202,7 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
             let items = self.plan.items();
             self.loader.cursor().consume(self.number, self.repeats, items, items);
             self.batches.end();
-            self.loader.ddp().state().batch_weight.done(self.loader.id());
+            self.loader.ddp().state().batch_weight.end_epoch(self.track(), self.number, true);
             return None;
         }
         let asked = Instant::now();
@@ -229,6 +232,6 @@ impl<O: Send + 'static> Drop for Epoch<O> {
         if !complete && !self.job_over && !std::thread::panicking() {
             self.announce();
         }
-        self.loader.ddp().state().batch_weight.done(self.loader.id());
+        self.loader.ddp().state().batch_weight.end_epoch(self.track(), self.number, false);
     }
 }

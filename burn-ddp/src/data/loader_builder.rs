@@ -7,6 +7,7 @@ use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
 use super::prefetch::{Pool, Source};
+use super::sharded_loader::Weigh;
 use super::{DataError, EpochPlan, EvalLoader, ShardedLoader};
 use crate::{Ddp, Result, agreement};
 
@@ -94,6 +95,8 @@ pub struct LoaderBuilder<I, O, K = Training> {
     ddp: Ddp,
     batcher: Arc<dyn Batcher<I, O>>,
     batch: BatchSize,
+    /// Weights of batches, for training.
+    weigh: Option<Weigh<O>>,
     num_workers: usize,
     device: Option<Device>,
     kind: K,
@@ -128,7 +131,7 @@ impl std::fmt::Display for BatchSize {
 impl<I, O, K> LoaderBuilder<I, O, K> {
     fn new(ddp: &Ddp, batcher: impl Batcher<I, O> + 'static, kind: K) -> Self {
         let (ddp, batcher, batch) = (ddp.clone(), Arc::new(batcher), BatchSize::PerRank(1));
-        LoaderBuilder { ddp, batcher, batch, num_workers: 0, device: None, kind }
+        LoaderBuilder { ddp, batcher, batch, weigh: None, num_workers: 0, device: None, kind }
     }
 
     /// Items of each rank's batches; 1 by default. In training a step has this many times the world size; in evaluation
@@ -153,9 +156,18 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
 }
 
 impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
-    /// Compares the settings of all ranks, and returns the number of the loader. *Collective*.
+    /// Compares the settings of all ranks, and returns the number of the loader and the device of its batches.
+    /// *Collective*.
     #[track_caller]
-    fn agree(&self, kind: &str, loader: &str, items: usize, more: Option<(&str, String)>) -> Result<u32> {
+    fn agree<const N: usize>(
+        &mut self,
+        kind: &str,
+        loader: &str,
+        items: usize,
+        more: [(&str, String); N],
+    ) -> Result<(u32, Device)> {
+        let device = self.device.take().map_or_else(|| self.ddp.device(), Ok);
+        let device = agreement::on_outcome(self.ddp.group(), "build its loader", device)?;
         let id = self.ddp.state().next_loader_id();
         let common = [
             ("the kind of loader", kind.to_string()),
@@ -166,15 +178,14 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
         ];
         let settings: Vec<_> = common.into_iter().chain(more).map(|(name, value)| (name.to_string(), value)).collect();
         match agreement::on_settings(self.ddp.group(), &settings).map_err(DataError::from)? {
-            None => Ok(id),
+            None => Ok((id, device)),
             Some(difference) => Err(DataError::LoadersDiffer { loader: format!("{loader} {id}"), difference }.into()),
         }
     }
 
-    fn pool(self, dataset: Arc<dyn Dataset<I>>) -> Result<Arc<Pool<O>>> {
-        let device = self.device.map_or_else(|| self.ddp.device(), Ok)?;
+    fn pool(self, dataset: Arc<dyn Dataset<I>>, device: Device) -> Arc<Pool<O>> {
         let source = Source { dataset, batcher: self.batcher };
-        Ok(Pool::new(Arc::new(source), device, self.num_workers))
+        Pool::new(Arc::new(source), device, self.num_workers)
     }
 }
 
@@ -193,16 +204,63 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
         self
     }
 
+    /// Weighs each batch by what `weight` returns for it, instead of by its number of items: its number of *tokens*
+    /// where the loss is a mean over tokens. On all ranks.
+    ///
+    /// The averaged gradient is then that of the mean over all tokens of a step, over ranks and micro-batches, as on
+    /// one rank. `weight` runs when the batch is handed out, on the caller's thread: return a number that the batcher
+    /// counted, since reading one from a tensor waits for the device. 0 means that the batch counts nothing (it is all
+    /// padding); other weights are between 1e-6 and 1e15, or the batch is the error [`DataError::Weight`].
+    ///
+    /// ```
+    /// use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::prelude::*;
+    /// use burn_ddp::prelude::*;
+    ///
+    /// struct Padded;
+    /// struct Texts {
+    ///     tokens: usize,
+    /// }
+    ///
+    /// impl Batcher<usize, Texts> for Padded {
+    ///     fn batch(&self, lengths: Vec<usize>, _device: &Device) -> Texts {
+    ///         Texts { tokens: lengths.iter().sum() } // and the padded tensor
+    ///     }
+    /// }
+    ///
+    /// let gradients = Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let model: Linear = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
+    ///     let train = ddp.loader(Padded).weigh(|texts: &Texts| texts.tokens as f64);
+    ///     let train = train.build(InMemDataset::new(vec![3, 1]))?; // rank 0 has 3 tokens, rank 1 has 1
+    ///     let mut gradients = Vec::new();
+    ///     for texts in train.iter() {
+    ///         let x = Tensor::<2>::full([texts?.tokens, 1], ddp.rank() as f64, &device);
+    ///         let grads = model.forward(x).mean().backward(); // a mean over this rank's tokens
+    ///         gradients.push(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>());
+    ///     }
+    ///     Ok(gradients)
+    /// })?;
+    /// assert_eq!(gradients, [[0.25], [0.25]]); // of four tokens one has x = 1
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    pub fn weigh(mut self, weight: impl Fn(&O) -> f64 + Send + Sync + 'static) -> Self {
+        self.weigh = Some(Arc::new(weight));
+        self
+    }
+
     /// Builds the loader. *Collective*: all ranks build the same loaders in the same order.
     ///
     /// Each rank passes the same dataset, or its own copy of it, and the same settings but for workers and device.
-    /// After it each has a loader for its share. One small all-gather; blocks until all ranks have called it.
+    /// After it each has a loader for its share. Two small all-gathers; blocks until all ranks have called it.
     ///
     /// # Errors
     ///
     /// On every rank alike, and the job can go on: [`DataError::LoadersDiffer`] with the settings that differ;
     /// [`DataError::EmptyDataset`], [`DataError::DatasetTooSmall`] and [`DataError::BatchTooSmall`] where a rank would
-    /// be without an item. [`DataError::Comm`] if a peer failed.
+    /// be without an item; [`Error::Invalid`](crate::Error::Invalid) that names the rank if one has no device.
+    /// [`DataError::Comm`] if a peer failed.
     ///
     /// ```
     /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
@@ -223,11 +281,13 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
     #[track_caller]
-    pub fn build<D: Dataset<I> + 'static>(self, dataset: D) -> Result<ShardedLoader<O>> {
+    pub fn build<D: Dataset<I> + 'static>(mut self, dataset: D) -> Result<ShardedLoader<O>> {
         let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
         let (ddp, items, seed) = (self.ddp.clone(), dataset.len(), self.kind.seed);
         let shuffling = seed.map_or("off".to_string(), |seed| format!("with seed {seed}"));
-        let id = self.agree("training", "loader", items, Some(("shuffling", shuffling)))?;
+        let weights = if self.weigh.is_some() { "the batch" } else { "its number of items" };
+        let more = [("shuffling", shuffling), ("the source of a batch's weight", weights.to_string())];
+        let (id, device) = self.agree("training", "loader", items, more)?;
 
         // All ranks have the same settings: from here on they get the same errors.
         let global_batch = match self.batch {
@@ -235,7 +295,8 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
             BatchSize::Global(items) => items,
         };
         let plan = EpochPlan::new(items, ddp.world_size(), global_batch)?;
-        Ok(ShardedLoader::new(ddp, id, plan, seed, self.pool(dataset)?))
+        let weigh = self.weigh.take();
+        Ok(ShardedLoader::new(ddp, id, plan, weigh, seed, self.pool(dataset, device)))
     }
 }
 
@@ -243,22 +304,23 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Evaluation> {
     /// Builds the loader. *Collective*: all ranks build the same loaders in the same order.
     ///
     /// Each rank passes the same dataset, or its own copy of it. After it each has a loader for its share, which may be
-    /// empty. One small all-gather; blocks until all ranks have called it.
+    /// empty. Two small all-gathers; blocks until all ranks have called it.
     ///
     /// # Errors
     ///
     /// On every rank alike, and the job can go on: [`DataError::LoadersDiffer`] with the settings that differ;
-    /// [`DataError::BatchTooSmall`] for a batch size of 0. [`DataError::Comm`] if a peer failed.
+    /// [`DataError::BatchTooSmall`] for a batch size of 0; [`Error::Invalid`](crate::Error::Invalid) that names the
+    /// rank if one has no device. [`DataError::Comm`] if a peer failed.
     #[track_caller]
-    pub fn build<D: Dataset<I> + 'static>(self, dataset: D) -> Result<EvalLoader<O>> {
+    pub fn build<D: Dataset<I> + 'static>(mut self, dataset: D) -> Result<EvalLoader<O>> {
         let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
         let (ddp, items) = (self.ddp.clone(), dataset.len());
-        let id = self.agree("evaluation", "evaluation loader", items, None)?;
+        let (id, device) = self.agree("evaluation", "evaluation loader", items, [])?;
 
         let (BatchSize::PerRank(batch_size) | BatchSize::Global(batch_size)) = self.batch;
         if batch_size == 0 {
             return Err(DataError::BatchTooSmall { global_batch: 0, world: ddp.world_size() }.into());
         }
-        Ok(EvalLoader::new(ddp, id, 0..items, batch_size, self.pool(dataset)?))
+        Ok(EvalLoader::new(ddp, id, 0..items, batch_size, self.pool(dataset, device)))
     }
 }

@@ -7,13 +7,13 @@ use burn::tensor::Device;
 use super::epoch_cursor::EpochCursor;
 use super::prefetch::{BatchList, Pool};
 use super::{DataError, EpochPlan, permutation};
-use crate::Ddp;
+use crate::{Ddp, batch_weight};
 
 /// This rank's share of a training dataset, batch by batch, epoch after epoch; from [`Ddp::loader`].
 ///
 /// All ranks go through each epoch in the same steps, as an [`EpochPlan`] cuts it: every item once, equally many steps
-/// on every rank, batch sizes that differ by at most one. Each batch sets the weight of the following backwards to its
-/// number of items, which makes the averaged gradient that of all items of the step.
+/// on every rank, batch sizes that differ by at most one. Each batch weighs its backwards by its number of items, or by
+/// what [`weigh`](super::LoaderBuilder::weigh) says, which makes the averaged gradient that of all items of the step.
 ///
 /// Ranks must leave an epoch at the same step. If one rank leaves alone, the job ends with an error that says so,
 /// instead of a hang of the others.
@@ -47,10 +47,15 @@ pub struct ShardedLoader<O> {
     inner: Arc<Inner<O>>,
 }
 
+/// The weight of a batch.
+pub(super) type Weigh<O> = Arc<dyn Fn(&O) -> f64 + Send + Sync>;
+
 struct Inner<O> {
     ddp: Ddp,
     id: u32,
     plan: EpochPlan,
+    /// `None` for the number of items.
+    weigh: Option<Weigh<O>>,
     /// First item of the dataset: 0, but for a slice.
     first: usize,
     /// `None` for the dataset's order.
@@ -74,8 +79,15 @@ impl<O> std::fmt::Debug for ShardedLoader<O> {
 }
 
 impl<O: Send + 'static> ShardedLoader<O> {
-    pub(super) fn new(ddp: Ddp, id: u32, plan: EpochPlan, seed: Option<u64>, pool: Arc<Pool<O>>) -> Self {
-        Self { inner: Arc::new(Inner { ddp, id, plan, first: 0, seed, pool, cursor: Arc::default() }) }
+    pub(super) fn new(
+        ddp: Ddp,
+        id: u32,
+        plan: EpochPlan,
+        weigh: Option<Weigh<O>>,
+        seed: Option<u64>,
+        pool: Arc<Pool<O>>,
+    ) -> Self {
+        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, first: 0, seed, pool, cursor: Arc::default() }) }
     }
 
     /// The epoch that [`iter`](Self::iter) begins next.
@@ -122,6 +134,23 @@ impl<O: Send + 'static> ShardedLoader<O> {
         BatchList { batches: plan.steps(), indices: Arc::new(indices) }
     }
 
+    /// True if batches have a weight of their own, and not their number of items.
+    #[cfg(feature = "train")]
+    pub(crate) fn has_weights(&self) -> bool {
+        self.inner.weigh.is_some()
+    }
+
+    /// Weight of `batch`, the rank's `share` of a step; `name` names it in an error. A rank without a share, which
+    /// loaded another rank's item, counts nothing.
+    pub(super) fn weight(&self, batch: &O, share: usize, name: impl FnOnce() -> String) -> Result<f64, DataError> {
+        let Some(weigh) = self.inner.weigh.as_ref().filter(|_| share > 0) else { return Ok(share as f64) };
+        let weight = weigh(batch);
+        match batch_weight::check(weight) {
+            Ok(()) => Ok(weight),
+            Err(reason) => Err(DataError::Weight { what: name(), reason }),
+        }
+    }
+
     pub(super) fn ddp(&self) -> &Ddp {
         &self.inner.ddp
     }
@@ -144,20 +173,21 @@ impl<O: Send + 'static> ShardedLoader<O> {
 
     /// The same loader, counting the same epochs, with batches on `device`.
     pub(super) fn on_device(&self, device: &Device) -> Self {
-        let Inner { ddp, id, plan, first, seed, pool, cursor } = &*self.inner;
-        let (ddp, id, plan, first, seed, cursor) = (ddp.clone(), *id, *plan, *first, *seed, cursor.clone());
-        Self { inner: Arc::new(Inner { ddp, id, plan, first, seed, pool: pool.on_device(device), cursor }) }
+        let Inner { ddp, id, plan, weigh, first, seed, pool, cursor } = &*self.inner;
+        let (ddp, weigh, pool, cursor) = (ddp.clone(), weigh.clone(), pool.on_device(device), cursor.clone());
+        let (id, plan, first, seed) = (*id, *plan, *first, *seed);
+        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, first, seed, pool, cursor }) }
     }
 
     /// A loader of its own for the items `start..end`.
     pub(super) fn sliced(&self, start: usize, end: usize) -> Result<Self, DataError> {
-        let Inner { ddp, plan, first, seed, pool, .. } = &*self.inner;
+        let Inner { ddp, plan, weigh, first, seed, pool, .. } = &*self.inner;
         if start > end || end > plan.items() {
             return Err(DataError::SliceOutOfRange { start, end, items: plan.items() });
         }
         let plan = EpochPlan::new(end - start, plan.world_size(), plan.global_batch())?;
         let (ddp, id) = (ddp.clone(), ddp.state().next_loader_id());
-        let (first, seed, pool) = (first + start, *seed, pool.clone());
-        Ok(Self { inner: Arc::new(Inner { ddp, id, plan, first, seed, pool, cursor: Arc::default() }) })
+        let (weigh, first, seed, pool) = (weigh.clone(), first + start, *seed, pool.clone());
+        Ok(Self { inner: Arc::new(Inner { ddp, id, plan, weigh, first, seed, pool, cursor: Arc::default() }) })
     }
 }

@@ -158,8 +158,9 @@ impl Ddp {
         self.state.set_seed(device, seed);
     }
 
-    /// Sets the number of items that the following backwards stand for, until the next batch is read from a loader of
-    /// ours. Only needed with other loaders, or with two of ours in one step.
+    /// Sets the number of items (or tokens: what the loss is a mean over) that the following backwards stand for, until
+    /// a loader of ours hands out its next batch or ends its epoch. Only needed with other loaders, or with two of ours
+    /// in one step; see [`weigh`](crate::data::LoaderBuilder::weigh) for tokens.
     ///
     /// # Errors
     ///

@@ -94,7 +94,7 @@ impl SharedState {
     /// backward.
     pub(crate) fn begin_backward(&self) -> Result<Batch> {
         let batch = self.batch_weight.take()?;
-        if let Some(step) = batch.step {
+        if let Some(step) = batch.step.filter(|_| batch.first) {
             self.world.advance(step.track.backwards(), step.at)?;
         }
         Ok(batch)

@@ -16,6 +16,17 @@ pub enum GradientReduction {
     Sum,
 }
 
+/// When the gradients of a backward, and those held of earlier ones, are reduced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Boundary {
+    /// At its end, if it is the last micro-batch of a step by their number.
+    Counted,
+    /// At its end: no further micro-batch of the step comes.
+    Now,
+    /// In a later backward.
+    Later,
+}
+
 /// Treatment of the gradients of one backward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Contribution {
@@ -45,12 +56,16 @@ impl MicroBatches {
         MicroBatches { reduction, per_step, count: 0, items: 0.0, weight: 1.0, reducing: true }
     }
 
-    /// Starts a micro-batch of `weight` items. With `hold` it does not end with a reduction.
-    pub(super) fn begin(&mut self, weight: f64, hold: bool) {
+    /// Starts a micro-batch of `weight` items.
+    pub(super) fn begin(&mut self, weight: f64, boundary: Boundary) {
         self.count += 1;
         self.weight = weight;
         self.items += weight;
-        self.reducing = !hold && self.count >= self.per_step;
+        self.reducing = match boundary {
+            Boundary::Counted => self.count >= self.per_step,
+            Boundary::Now => true,
+            Boundary::Later => false,
+        };
     }
 
     pub(super) fn clear(&mut self) {

@@ -1,12 +1,13 @@
 //! Flags behind the gradients of a bucket: which slots have a gradient on any rank. They are reduced with the
-//! gradients.
+//! gradients: by a weighted mean, which infinity survives where 1 may become 0 (in f16, if the rank has one item of
+//! 2²⁵).
 
 use burn_ddp_comm::DType;
 use half::{bf16, f16};
 
-/// Writes a flag (0 or 1, exact in every dtype) as element `elem` of a buffer of floats.
+/// Writes a flag (0 or infinity) as element `elem` of a buffer of floats.
 pub(crate) fn set_flag(dtype: DType, buffer: &mut [u8], elem: usize, up: bool) {
-    let value = if up { 1.0 } else { 0.0 };
+    let value = if up { f64::INFINITY } else { 0.0 };
     let at = elem * dtype.size_bytes();
     match dtype {
         DType::F64 => buffer[at..at + 8].copy_from_slice(&f64::to_ne_bytes(value)),
@@ -17,7 +18,7 @@ pub(crate) fn set_flag(dtype: DType, buffer: &mut [u8], elem: usize, up: bool) {
     }
 }
 
-/// True if the flag at element `elem` was up on any rank: reduced flags are positive then, and zero otherwise.
+/// True if the flag at element `elem` was up on any rank with a weight: reduced flags are zero otherwise.
 pub(crate) fn flag_is_up(dtype: DType, buffer: &[u8], elem: usize) -> bool {
     let size = dtype.size_bytes();
     buffer[elem * size..(elem + 1) * size].iter().any(|&b| b != 0)

@@ -15,6 +15,7 @@ mod reducer_settings;
 mod store;
 mod worker;
 
+pub(crate) use accumulation::Boundary;
 pub use accumulation::GradientReduction;
 pub(crate) use aligned_bytes::AlignedBytes;
 pub(crate) use bucket_plan::{Caps, Slot};

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use burn_ddp_comm::{ProcessGroup, SharedView};
 
-use super::accumulation::MicroBatches;
+use super::accumulation::{Boundary, MicroBatches};
 use super::bucket_plan::{Bucket, Plan, Slot};
 use super::buffer_ring::BufferRing;
 use super::flags;
@@ -122,15 +122,14 @@ impl<T> Reducer<T> {
         self.step
     }
 
-    /// Starts a backward that stands for `weight` items. With `hold`, its gradients are only summed up, like those of
-    /// the first `accumulation - 1` micro-batches.
+    /// Starts a backward that stands for `weight` items.
     ///
     /// # Errors
     ///
     /// If an earlier step ended half-way.
-    pub(crate) fn begin(&mut self, weight: f64, hold: bool) -> Result<()> {
+    pub(crate) fn begin(&mut self, weight: f64, boundary: Boundary) -> Result<()> {
         self.refuse_broken()?;
-        self.batches.begin(weight, hold);
+        self.batches.begin(weight, boundary);
         self.start();
         Ok(())
     }

@@ -8,7 +8,7 @@ use burn::backend::autodiff::grads::Gradients;
 
 use super::model_state::State;
 use super::wrapped_model::WrappedModel;
-use crate::gradients::{GradientMemory, Piggyback};
+use crate::gradients::{Boundary, GradientMemory, Piggyback};
 use crate::{Error, Result};
 
 thread_local! {
@@ -33,6 +33,10 @@ impl WrappedModel {
 
     fn begin<B: GradientMemory>(&self, state: &mut State<B>) -> Result<()> {
         self.refuse_stale()?;
+        self.ddp.world().set_step(state.reducer.step());
+        if self.reducing_held.load(Ordering::Acquire) {
+            return state.reducer.begin(0.0, Boundary::Now);
+        }
         let batch = self.ddp.state().begin_backward().map_err(|e| match e {
             Error::Invalid { reason, .. } => self.fault(reason),
             other => other,
@@ -47,15 +51,20 @@ impl WrappedModel {
         let epoch = batch.step.map(|s| (s.track, s.at.epoch));
         if state.reducer.holds_gradients() && epoch.is_some() && state.epoch.is_some_and(|held| Some(held) != epoch) {
             return Err(self.fault(format!(
-                "an epoch ended while gradients of micro-batches were held: the number of steps does not divide by the \
-                accumulation of {}; call `ddp.discard_accumulated(&model)` at the end of the epoch",
+                "an epoch was over while gradients of micro-batches were held (accumulation {}): it was left early, its \
+                last backward ran in `no_sync`, or after `set_batch_items`; reduce them at its end with \
+                `ddp.sync_gradients(&model)`, or drop them with `ddp.discard_accumulated(&model)`",
                 state.accumulation
             )));
         }
         state.epoch = epoch;
         state.last_batch = batch.number;
-        self.ddp.world().set_step(state.reducer.step());
-        state.reducer.begin(batch.items, self.holding.load(Ordering::Acquire) > 0)
+        let boundary = match self.holding.load(Ordering::Acquire) {
+            0 if batch.last => Boundary::Now,
+            0 => Boundary::Counted,
+            _ => Boundary::Later,
+        };
+        state.reducer.begin(batch.items, boundary)
     }
 
     /// Submits the gradients that the running backward has not submitted. All hooks have run, so sums that wait for

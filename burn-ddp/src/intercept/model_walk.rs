@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn::backend::Dispatch;
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 
 use super::bypass::bypass;
 use super::nodes::DdpBackend;
@@ -114,4 +114,39 @@ pub(super) fn note_values<M: Module>(model: &M, wrapped: &Arc<WrappedModel>) {
         }
     }
     walk(model, &mut Note(wrapped));
+}
+
+/// The sum of all trainable parameters of `model`, read through the taps of `wrapped`; `None` if there are none. Its
+/// backward reaches all of them.
+pub(crate) fn read_all<M: Module>(model: &M, wrapped: &Arc<WrappedModel>) -> Option<Tensor<1>> {
+    struct Sum<'a> {
+        wrapped: &'a Arc<WrappedModel>,
+        sum: Option<Tensor<1>>,
+    }
+    impl AtTap for Sum<'_> {
+        type Seen = Box<dyn FnOnce(TapHandle) -> Tensor<1>>;
+
+        fn parameter<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Self::Seen> {
+            let base = param.base();
+            if !base.is_require_grad() {
+                return None;
+            }
+            Some(Box::new(|tap| {
+                let value = Tensor::<D>::from_dispatch(Dispatch::grad_tap(base.into_dispatch(), tap));
+                value.sum().cast(DType::F32)
+            }))
+        }
+
+        fn leave(&mut self, _: &str, read: Self::Seen, tap: Option<TapHandle>) {
+            let Some(tap) = tap.filter(|tap| Arc::ptr_eq(&tap.model, self.wrapped)) else { return };
+            let value = read(tap);
+            self.sum = Some(match self.sum.take() {
+                Some(sum) => sum + value,
+                None => value,
+            });
+        }
+    }
+    let mut sum = Sum { wrapped, sum: None };
+    walk(model, &mut sum);
+    sum.sum
 }

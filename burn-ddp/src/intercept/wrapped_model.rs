@@ -42,6 +42,8 @@ pub(crate) struct WrappedModel {
     pub(super) ended: AtomicU64,
     /// Depth of nested `no_sync`.
     pub(super) holding: AtomicUsize,
+    /// True if the next backward adds nothing, and reduces what is held.
+    pub(super) reducing_held: AtomicBool,
     /// True if the next reduction compares the ranks' parameters: then reads of frozen ones are noted, too. Written by
     /// the last gate.
     pub(super) comparing: AtomicBool,
@@ -93,6 +95,7 @@ impl WrappedModel {
             waiting: WaitingAverages::default(),
             ended: AtomicU64::new(0),
             holding: AtomicUsize::new(0),
+            reducing_held: AtomicBool::new(false),
             comparing: AtomicBool::new(false),
             retrained: AtomicBool::new(false),
             mapped: AtomicBool::new(false),
@@ -176,6 +179,19 @@ impl WrappedModel {
         }
         self.holding.fetch_add(1, Ordering::AcqRel);
         let _release = Release(&self.holding);
+        f()
+    }
+
+    /// Runs `f`, whose one backward adds nothing to the gradients that are held, and reduces those.
+    pub(crate) fn reduce_held<T>(&self, f: impl FnOnce() -> T) -> T {
+        struct Restore<'a>(&'a AtomicBool);
+        impl Drop for Restore<'_> {
+            fn drop(&mut self) {
+                self.0.store(false, Ordering::Release);
+            }
+        }
+        self.reducing_held.store(true, Ordering::Release);
+        let _restore = Restore(&self.reducing_held);
         f()
     }
 

@@ -66,7 +66,9 @@ pub trait DdpTrainer {
     }
 
     /// [`training`](Self::training) with settings for the gradients, the same on every rank. Set accumulation by Burn's
-    /// `grads_accumulation`.
+    /// `grads_accumulation`, which adds the gradients of k micro-batches; each counts the same, unless
+    /// [`weigh`](crate::data::LoaderBuilder::weigh) gives them weights (tokens): then the sum is k times the mean over
+    /// the tokens of all k micro-batches and ranks.
     fn training_with<M: LearnerModel>(
         &self,
         directory: impl AsRef<Path>,

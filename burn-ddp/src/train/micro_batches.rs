@@ -32,7 +32,8 @@ impl<M: Module> MicroBatches<M> {
     }
 
     /// Adds the gradients of a micro-batch. If it `completes` the step, returns the step's gradients: the sum over its
-    /// micro-batches, as in Burn's trainer. With `reduced`, a reducer accumulated them and `grads` is their mean.
+    /// micro-batches, as in Burn's trainer. With `reduced`, a reducer accumulated them, and `grads` is their (weighted)
+    /// mean, which is multiplied by their number.
     pub(super) fn add(
         &mut self,
         model: &M,

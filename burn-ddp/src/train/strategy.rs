@@ -28,16 +28,21 @@ impl<M: LearnerModel> DdpStrategy<M> {
         DdpStrategy { ddp, config, train }
     }
 
-    /// Gives all ranks the same weights. Returns their device, and the taps for each step: `None` if nothing is
-    /// reduced.
-    fn prepare(&self, learner: &mut Learner<M>) -> Result<(Option<Taps>, Device)> {
+    /// Gives all ranks the same weights. Returns their device, and the taps for each step of so many micro-batches:
+    /// `None` if nothing is reduced.
+    fn prepare(&self, learner: &mut Learner<M>, accumulation: usize) -> Result<(Option<Taps>, Device)> {
         if self.config.accumulation().is_some_and(|k| k != 1) {
             return Err(Error::invalid(
                 "Burn's trainer accumulates by its own setting, `grads_accumulation(k)`: leave `with_accumulation` out",
             ));
         }
         self.ddp.state().make_metric_group()?;
-        let (model, agreed) = wrap::agree_and_broadcast(&self.ddp, learner.model(), &self.config)?;
+        let mut config = self.config.clone();
+        if accumulation > 1 && self.train.has_weights() {
+            // The reducer weighs micro-batches, also alone.
+            config = config.with_single_rank_reduction(true);
+        }
+        let (model, agreed) = wrap::agree_and_broadcast(&self.ddp, learner.model(), &config)?;
         // The learner does not give its model away, but loads values into it.
         learner.load_model(model.into_record());
         let device = agreed.device.clone();
@@ -100,7 +105,8 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
             event_store,
             ..
         } = components;
-        let (taps, device) = match self.0.prepare(&mut learner) {
+        let accumulation = grad_accumulation.unwrap_or(1);
+        let (taps, device) = match self.0.prepare(&mut learner, accumulation) {
             Ok(prepared) => prepared,
             Err(error) => {
                 // All ranks got the same error.
@@ -111,7 +117,6 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         let (train, valid) = (train.to_device(&device), valid.to_device(&device.clone().inner()));
         // Burn counts epochs from 1; a resumed training goes on with the order of its epoch.
         sharded.set_epoch(starting_epoch - 1);
-        let accumulation = grad_accumulation.unwrap_or(1);
         let mut run = Run { ddp, sharded, taps, learner, accumulation, events: event_processor, interrupter };
 
         for epoch in starting_epoch..=num_epochs {
@@ -201,9 +206,10 @@ impl<M: LearnerModel> Run<'_, M> {
         false
     }
 
-    /// Gives each micro-batch the weight 1 over all ranks, whatever its number of items, as Burn's trainer does.
+    /// Gives each micro-batch the weight 1 over all ranks, whatever its number of items, as Burn's trainer does. Where
+    /// the user weighs batches, each counts by its own weight.
     fn weigh(&self, nth: usize, micro_batches: &MicroBatches<M>) -> Result<()> {
-        if !micro_batches.accumulates() || self.taps.is_none() {
+        if !micro_batches.accumulates() || self.taps.is_none() || self.sharded.has_weights() {
             return Ok(());
         }
         let plan = self.sharded.plan();

@@ -7,10 +7,12 @@
 //! | `treatment` | which parameters and buffers have averaged gradients |
 //! | `agree_and_broadcast` | agreement on the model and its settings; rank 0's values; the reducer |
 //! | `attach` | taps on the parameters |
+//! | `sync_gradients` | reduction of held gradients without a backward of the user's |
 
 mod agree_and_broadcast;
 mod attach;
 mod inspect;
+mod sync_gradients;
 mod treatment;
 mod wrap_config;
 
@@ -103,7 +105,7 @@ impl Ddp {
 
     /// `loss.backward()` with failures as errors instead of panics. *Collective* for the ranks that hold `model`.
     ///
-    /// With accumulation, the first `k - 1` backwards of a step return gradients that are empty for `model`.
+    /// With accumulation, backwards before the last of a step return gradients that are empty for `model`.
     ///
     /// # Errors
     ///
@@ -122,8 +124,9 @@ impl Ddp {
         intercept::checked_backward(wrapped, loss, model)
     }
 
-    /// Runs `f`, in which backwards only sum up gradients and return none; the next backward outside reduces them all.
-    /// Serves accumulation with an irregular number of micro-batches, which may differ between ranks.
+    /// Runs `f`, in which backwards only sum up gradients and return none; the next backward outside, or
+    /// [`Ddp::sync_gradients`], reduces them all. Serves accumulation with an irregular number of micro-batches, which
+    /// may differ between ranks.
     ///
     /// # Errors
     ///
@@ -136,6 +139,7 @@ impl Ddp {
     }
 
     /// Discards gradients of micro-batches that were not reduced yet. Every rank must do the same.
+    /// [`Ddp::sync_gradients`] reduces them instead.
     pub fn discard_accumulated<M: Module>(&self, model: &M) {
         intercept::find(model).iter().for_each(|wrapped| wrapped.discard());
     }

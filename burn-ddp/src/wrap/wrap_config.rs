@@ -53,8 +53,13 @@ impl WrapConfig {
         Self::default()
     }
 
-    /// Reduces in every `k`-th backward, which returns the mean over the items of all `k` micro-batches and all ranks;
-    /// the other backwards return no gradients: call the optimizer after the `k`-th only. 1 by default.
+    /// Reduces in every `k`-th backward, which returns the mean over the items of all `k` micro-batches and all ranks.
+    /// 1 by default.
+    ///
+    /// The other backwards return no gradients: step the optimizer where `GradientsParams::is_empty` is false. With
+    /// [`Ddp::loader`](crate::Ddp::loader) the last batch of an epoch reduces, too, so that a remainder of fewer than
+    /// `k` micro-batches is a step of its own; with other loaders
+    /// [`Ddp::sync_gradients`](crate::Ddp::sync_gradients) does so.
     #[must_use]
     pub fn with_accumulation(mut self, k: usize) -> Self {
         self.accumulation = Some(k);

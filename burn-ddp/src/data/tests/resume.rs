@@ -266,8 +266,9 @@ fn ranks_without_an_item_count_nothing() {
             let x: Vec<f32> = batch.iter().map(|item| *item as f32).collect();
             let x = Tensor::<1>::from_floats(x.as_slice(), &device).unsqueeze_dim::<2>(1);
             let mut gradient = None;
-            for micro_batch in 0..accumulation {
-                if micro_batch > 0 {
+            for _ in 0..accumulation {
+                if accumulation > 1 {
+                    // The last batch of an epoch would be a step of its own.
                     ddp.set_batch_items(train.plan().after(8).share(0, ddp.rank()).len() as f64)?;
                 }
                 let y = model.forward(x.clone());

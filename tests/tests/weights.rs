@@ -1,0 +1,260 @@
+//! Weights of backwards and ends of accumulation: N ranks make the step that one rank makes with all items, or with all
+//! tokens, of the step.
+
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataset::InMemDataset;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{GradientsParams, SgdConfig};
+use burn::prelude::*;
+use burn::tensor::DType;
+use burn_ddp::prelude::*;
+use burn_ddp_tests::*;
+
+/// Items of one epoch.
+const ITEMS: usize = 27;
+
+/// Number of tokens of a text, 0 for a text that is all padding.
+fn tokens(text: usize) -> usize {
+    (text * 7 + 3) % 5
+}
+
+/// The numbers of texts, and their tokens.
+struct Texts {
+    texts: Vec<usize>,
+    tokens: usize,
+}
+
+#[derive(Clone)]
+struct Together;
+
+impl Batcher<usize, Texts> for Together {
+    fn batch(&self, texts: Vec<usize>, _: &Device) -> Texts {
+        Texts { tokens: texts.iter().copied().map(tokens).sum(), texts }
+    }
+}
+
+fn texts(n: usize) -> InMemDataset<usize> {
+    InMemDataset::new((0..n).collect())
+}
+
+impl Texts {
+    /// Mean over the tokens; NaN if there are none.
+    fn loss_of_tokens(&self, model: &Mlp, device: &Device) -> Tensor<1> {
+        let sums = self.texts.iter().filter(|text| tokens(**text) > 0).map(|text| {
+            let x = rows(10 * text, tokens(*text), 6, 1, DType::F64, device);
+            model.forward(x).powf_scalar(2.0).sum()
+        });
+        // Something of the model, so that there is a backward.
+        let nothing = model.a.weight.val().sum() * 0.0;
+        // Burn's backward of a division by a number rounds to f32.
+        sums.fold(nothing, |a, b| a + b) * (1.0 / self.tokens as f64)
+    }
+
+    /// Mean over the texts, of one row each.
+    fn loss_of_texts(&self, model: &Mlp, device: &Device) -> Tensor<1> {
+        let x = self.texts.iter().map(|text| rows(10 * text, 1, 6, 1, DType::F64, device)).collect();
+        model.forward(Tensor::cat(x, 0)).powf_scalar(2.0).mean()
+    }
+}
+
+fn model(device: &Device) -> Mlp {
+    let mut model = to_f64(Mlp::new(device));
+    for (salt, layer) in (10..).zip([&mut model.a, &mut model.b, &mut model.c]) {
+        let fill = |t: Tensor<2>| rows(0, t.dims()[0], t.dims()[1], salt, DType::F64, device).require_grad();
+        layer.weight = layer.weight.clone().map(fill);
+        layer.bias = layer.bias.clone().map(|bias| bias.map(|t| t.zeros_like().detach().require_grad()));
+    }
+    model
+}
+
+/// How an epoch is trained.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    /// Texts of a micro-batch over all ranks.
+    micro_batch: usize,
+    /// Micro-batches per step.
+    accumulation: usize,
+    /// The loss is a mean over tokens.
+    tokens: bool,
+    /// The loader is ours; otherwise the loop weighs and ends its epochs itself.
+    ours: bool,
+}
+
+/// Three epochs: the values of the model, and the optimizer steps.
+fn train(ddp: &Ddp, case: Case) -> anyhow::Result<(Vec<Vec<f64>>, String, usize)> {
+    let device = ddp.device()?.autodiff();
+    let config = WrapConfig::new().with_accumulation(case.accumulation).with_bucket_cap_bytes(500);
+    let mut model = ddp.wrap_with(model(&device), &config)?;
+    let mut optim = SgdConfig::new().init();
+    let mut steps = 0;
+    let loader = ddp.loader(Together).global_batch_size(case.micro_batch).shuffle(3);
+    let loader = if case.tokens { loader.weigh(|batch: &Texts| batch.tokens as f64) } else { loader };
+    let train = loader.build(texts(ITEMS))?;
+    for epoch in train.epochs(0..3) {
+        for batch in epoch {
+            let batch = batch?;
+            if !case.ours {
+                let weight = if case.tokens { batch.tokens } else { batch.texts.len() };
+                ddp.set_batch_items(weight as f64)?;
+            }
+            let loss = match case.tokens {
+                true => batch.loss_of_tokens(&model, &device),
+                false => batch.loss_of_texts(&model, &device),
+            };
+            let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+            if !grads.is_empty() {
+                model = optim.step(0.05, model, grads);
+                steps += 1;
+            }
+        }
+        if !case.ours {
+            let grads = ddp.sync_gradients(&model)?;
+            if !grads.is_empty() {
+                model = optim.step(0.05, model, grads);
+                steps += 1;
+            }
+            assert!(ddp.sync_gradients(&model)?.is_empty(), "nothing is held any more");
+        }
+    }
+    Ok((values(&model), param_hash(&model)?, steps))
+}
+
+#[test]
+fn every_step_is_that_of_one_rank_with_all_its_items_or_tokens() {
+    for (accumulation, steps) in [(1, 3), (2, 5), (4, 3)] {
+        // One micro-batch on one rank with all texts of a step.
+        let micro_batch = if accumulation == 1 { 10 } else { 6 };
+        for tokens in [false, true] {
+            let case = Case { micro_batch: micro_batch * accumulation, accumulation: 1, tokens, ours: true };
+            let (oracle, _, _) = Ddp::spawn(1, |ddp| train(&ddp, case)).unwrap().remove(0);
+            assert!(oracle.iter().flatten().all(|v| v.is_finite()));
+            for (world, ours) in [(1, true), (2, true), (3, true), (1, false), (2, false), (3, false)] {
+                let case = Case { micro_batch, accumulation, tokens, ours };
+                let ranks = Ddp::spawn(world, |ddp| train(&ddp, case)).unwrap();
+                let _ = steps;
+                for (values, hash, _) in &ranks {
+                    assert_eq!(*hash, ranks[0].1, "{case:?} on {world} ranks");
+                    let d = distance(values, &oracle);
+                    assert!(d <= 1e-10, "{case:?} on {world} ranks: {d:e} away from one rank");
+                }
+            }
+        }
+    }
+}
+
+/// Gradient of a weight 1 whose loss is the mean of `x` over the items of a batch.
+fn slope(ddp: &Ddp, model: &Linear, x: &[f64]) -> anyhow::Result<f64> {
+    let device = ddp.device()?.autodiff();
+    let x = Tensor::<2>::from_data(TensorData::new(x.to_vec(), [x.len(), 1]), (&device, DType::F64));
+    let grads = ddp.backward(&model.forward(x).mean(), model)?;
+    Ok(model.weight.base().grad(&grads).map_or(f64::NAN, |g| g.into_scalar::<f64>()))
+}
+
+fn line(ddp: &Ddp, config: &WrapConfig) -> anyhow::Result<Linear> {
+    let device = ddp.device()?.autodiff();
+    Ok(ddp.wrap_with(to_f64(LinearConfig::new(1, 1).with_bias(false).init(&device)), config)?)
+}
+
+#[test]
+fn a_finished_loader_weighs_nothing() {
+    let slopes = Ddp::spawn(2, |ddp| {
+        let model = line(&ddp, &WrapConfig::new())?;
+        let train = ddp.loader(Together).batch_size(4).build(texts(7))?; // 4 and 3 items in one step
+        for leave in [false, true] {
+            for batch in train.iter() {
+                slope(&ddp, &model, &vec![1.0; batch?.texts.len()])?;
+                if leave {
+                    break;
+                }
+            }
+        }
+        // Evaluation through a training loader has no backward, and weighs none.
+        let between = slope(&ddp, &model, &[ddp.rank() as f64])?;
+        assert_eq!(train.iter().count(), 1);
+        Ok((between, slope(&ddp, &model, &[ddp.rank() as f64])?))
+    });
+    assert_eq!(slopes.unwrap(), [(0.5, 0.5); 2]);
+}
+
+#[test]
+fn an_epoch_that_is_left_with_micro_batches_held_is_an_error_that_says_so() {
+    let config = WrapConfig::new().with_accumulation(2);
+    let errors = Ddp::spawn(2, |ddp| {
+        let model = line(&ddp, &config)?;
+        let train = ddp.loader(Together).batch_size(1).build(texts(10))?; // five steps
+        let mut step = 0;
+        for number in 0..3 {
+            for batch in train.epochs([number]).next().unwrap() {
+                step += 1;
+                // The other rank may have found it first; then the loader says so.
+                let gradient = batch.map_err(anyhow::Error::from).and_then(|_| slope(&ddp, &model, &[1.0]));
+                if let Err(error) = gradient {
+                    return Ok((step, error.to_string()));
+                }
+                if number < 2 && step % 3 == 0 {
+                    break; // with one micro-batch held
+                }
+            }
+            if number == 0 {
+                ddp.discard_accumulated(&model);
+            }
+        }
+        Ok((step, String::new()))
+    });
+    for (step, error) in errors.unwrap() {
+        assert!(step > 3 && error.contains("ddp.sync_gradients(&model)"), "step {step}: {error}");
+    }
+}
+
+#[test]
+fn ranks_may_hold_different_numbers_of_micro_batches_when_gradients_are_synchronised() {
+    for world in [1, 2, 3] {
+        let slopes = Ddp::spawn(world, |ddp| {
+            let model = line(&ddp, &WrapConfig::new().with_accumulation(10))?;
+            assert!(ddp.sync_gradients(&model)?.is_empty());
+            // The last rank holds nothing, if there are several.
+            let mine = if world == 1 { 0..6 } else { 6 * ddp.rank() / (world - 1)..6 * (ddp.rank() + 1) / (world - 1) };
+            for x in mine.filter(|x| *x < 6) {
+                ddp.set_batch_items((1 + x) as f64)?;
+                slope(&ddp, &model, &[x as f64]).map_err(|e| anyhow::anyhow!("slope {x} world {world}: {e}"))?;
+            }
+            let grads = ddp.sync_gradients(&model)?;
+            let slope = grads.get::<2>(model.weight.id).map(|g| g.into_scalar::<f64>());
+            assert_eq!(ddp.telemetry().stats().steps, 1);
+            Ok(slope.unwrap())
+        });
+        let (sum, items) = (0..6).fold((0.0, 0.0), |(s, n), x| (s + f64::from(x * (1 + x)), n + f64::from(1 + x)));
+        for slope in slopes.unwrap() {
+            assert!((slope - sum / items).abs() < 1e-12, "{slope} on {world} ranks, not {}", sum / items);
+        }
+    }
+}
+
+#[test]
+fn a_batch_without_a_sensible_weight_is_an_error_that_names_it() {
+    let errors = Ddp::spawn(1, |ddp| {
+        let train = ddp.loader(Together).weigh(|batch: &Texts| batch.tokens as f64 - 1.0).build(texts(2))?;
+        Ok(train.iter().map(|batch| batch.err().map(|e| e.to_string())).collect::<Vec<_>>())
+    });
+    let [errors] = &errors.unwrap()[..] else { unreachable!() };
+    let said = errors.iter().flatten().next().unwrap();
+    assert!(said.contains("of loader 0 on rank 0 has no weight") && said.contains("got -1"), "{said}");
+}
+
+#[test]
+fn a_parameter_that_only_a_rank_of_little_weight_uses_is_used() {
+    for dtype in [DType::F16, DType::BF16, DType::F32] {
+        let used = Ddp::spawn(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let one = || burn::module::Param::from_tensor(Tensor::<1>::ones([4], (&device, dtype)));
+            let model = ddp.wrap(vec![one(), one()])?;
+            // One item of a rank beside 2^26 of the other.
+            let (own, items) = if ddp.rank() == 0 { (0, 2f64.powi(26)) } else { (1, 1.0) };
+            ddp.set_batch_items(items)?;
+            let loss = model[own].val().sum().cast(DType::F32);
+            let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+            Ok(grads.len())
+        });
+        assert_eq!(used.unwrap(), [2, 2], "{dtype:?}");
+    }
+}
