@@ -159,3 +159,25 @@ fn half_set_and_contradictory_variables_are_errors_and_nothing_is_a_world_of_one
     }
     assert_eq!(stdout(&alone.output().unwrap()).trim(), "rank 0 of 1 engine threads");
 }
+
+#[test]
+fn a_loader_that_one_rank_cannot_build_is_every_ranks_error_and_the_job_goes_on() {
+    let port = FreePort::reserve();
+    let start = |r: usize| {
+        let mut command = rank(r, 2, port.port, &["build"]);
+        if r == 1 {
+            command.env("BURN_DEVICE", "abacus");
+        }
+        command.spawn().unwrap()
+    };
+    let ranks = [0, 1].map(start);
+    for (r, output) in ranks.map(|child| child.wait_with_output().unwrap()).iter().enumerate() {
+        assert!(output.status.success(), "rank {r}: {}", stderr(output));
+        for loader in ["training ", "evaluation "] {
+            let text = stdout(output);
+            let said = line(&text, loader);
+            assert!(said.contains("BURN_DEVICE=abacus"), "rank {r}: {said}");
+            assert!(r == 1 || said.starts_with("rank 1 cannot build its loader"), "rank {r}: {said}");
+        }
+    }
+}

@@ -332,6 +332,68 @@ fn accumulation_and_its_tail_are_burns() {
     assert_eq!(steps.unwrap(), [3 * 3; 2], "one reduction per optimizer step");
 }
 
+/// A loss that is a mean over the items whose class is not 0, which is padding.
+#[derive(Module, Debug)]
+struct Padded {
+    net: Net,
+}
+
+impl TrainStep for Padded {
+    type Input = Batch;
+    type Output = ClassificationOutput;
+
+    fn step(&self, batch: Batch) -> TrainOutput<ClassificationOutput> {
+        let output = self.net.forward(batch.x);
+        let loss = CrossEntropyLossConfig::new().with_pad_tokens(Some(vec![0])).init(&output.device());
+        let loss = loss.forward(output.clone(), batch.classes.clone());
+        let grads = loss.backward();
+        TrainOutput::new(self, grads, ClassificationOutput::new(loss, output, batch.classes))
+    }
+}
+
+impl InferenceStep for Padded {
+    type Input = Batch;
+    type Output = ClassificationOutput;
+
+    fn step(&self, batch: Batch) -> ClassificationOutput {
+        InferenceStep::step(&self.net, batch)
+    }
+}
+
+/// Steps of k micro-batches are k times the mean over all items that count, on any number of ranks.
+#[test]
+fn weights_of_batches_make_the_step_of_one_rank() {
+    let model = Padded { net: model() };
+    let counted = |batch: &Batch| batch.classes.clone().not_equal_elem(0).int().sum().into_scalar::<i64>() as f64;
+    let train = |world, global_batch, k, lr: f64| {
+        let ranks = Ddp::spawn(world, |ddp| {
+            let train = ddp.loader(Together).global_batch_size(global_batch).weigh(counted);
+            let train = train.build(Points::new(1, 96))?;
+            let valid = ddp.eval_loader(Together).build(Points::new(2, 3))?;
+            let training = ddp
+                .training("unused", train, valid)
+                .num_epochs(3)
+                .renderer(Box::new(SilentRenderer))
+                .with_metric_logger(Recorder::default())
+                .with_application_logger(None)
+                .grads_accumulation(k);
+            let result = training.launch(Learner::new(model.clone(), SgdConfig::new().init(), lr));
+            assert!(result.error.is_none(), "{:?}", result.error);
+            Ok((values(&result.model), param_hash(&result.model)?))
+        });
+        let ranks = ranks.unwrap();
+        assert!(ranks.iter().all(|(_, hash)| *hash == ranks[0].1));
+        ranks.into_iter().next().unwrap().0
+    };
+    for k in [1, 4] {
+        let alone = train(1, BATCH * k, 1, 0.1 * k as f64);
+        for world in [1, 2, 3] {
+            let d = distance(&train(world, BATCH, k, 0.1), &alone);
+            assert!(d <= 1e-5, "{k} micro-batches on {world} ranks: {d:e} away from one rank");
+        }
+    }
+}
+
 #[test]
 fn ranks_without_a_batch_add_nothing_to_metrics() {
     let job = Job { valid: Points::new(2, 3), epochs: 1, ..Job::new() };

@@ -44,6 +44,18 @@ fn main() -> anyhow::Result<()> {
         "case" => return run_case(&ddp),
         "checkpoint" => return checkpoint::run(&ddp),
         "dropout" => return dropout::run(&ddp),
+        "build" => {
+            struct Keep;
+            impl burn::data::dataloader::batcher::Batcher<usize, Vec<usize>> for Keep {
+                fn batch(&self, items: Vec<usize>, _: &Device) -> Vec<usize> {
+                    items
+                }
+            }
+            let items = || burn::data::dataset::InMemDataset::new((0..10).collect());
+            let said = |error: Option<Error>| error.map_or("none".to_string(), |error| error.to_string());
+            println!("training {}", said(ddp.loader(Keep).build(items()).err()));
+            println!("evaluation {}", said(ddp.eval_loader(Keep).build(items()).err()));
+        }
         "differ" => {
             let device = ddp.device()?.autodiff();
             ddp.wrap(burn::nn::LinearConfig::new(2 + ddp.rank(), 1).init(&device))?;
