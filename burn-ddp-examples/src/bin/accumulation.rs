@@ -36,14 +36,14 @@ fn train(ddp: &Ddp, micro_batches: usize, batch_size: usize) -> anyhow::Result<f
 
     let before = ddp.telemetry().stats();
     let mut sum = 0.0;
-    for (number, batch) in train.iter().enumerate() {
+    for batch in train.iter() {
         let batch = batch?;
         let logits = model.forward(batch.images.flatten(1, 3));
         let loss = CrossEntropyLossConfig::new().init(&device).forward(logits, batch.labels);
         sum += loss.clone().into_scalar::<f64>();
-        let grads = loss.backward(); // empty for all micro-batches but the last: the mean over all of their items
-        if (number + 1) % micro_batches == 0 {
-            let grads = GradientsParams::from_grads(grads, &model);
+        // Empty for all micro-batches but the last of a step, or of the epoch: the mean over all of their items.
+        let grads = GradientsParams::from_grads(loss.backward(), &model);
+        if !grads.is_empty() {
             model = optim.step(0.1, model, grads);
         }
     }

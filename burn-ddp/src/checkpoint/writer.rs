@@ -14,7 +14,7 @@ use crate::{Error, Result, intercept};
 
 /// Takes the contents of a new checkpoint, in [`Checkpoints::save`](super::Checkpoints::save).
 ///
-/// Only rank 0 copies them; on the other ranks its methods do nothing.
+/// Only rank 0 copies them; on the other ranks its methods only check.
 #[derive(Debug)]
 pub struct CheckpointWriter<'a> {
     contents: &'a mut Contents,
@@ -61,8 +61,15 @@ impl<'a> CheckpointWriter<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the model cannot be read from its device, or a model of this name was saved already.
+    /// [`Error::Invalid`] if the model cannot be read from its device, or a model of this name was saved already; if
+    /// any rank holds gradients of micro-batches, which a resumed run would miss: save after the optimizer step.
     pub fn model<M: Module>(&mut self, model: &M) -> Result<()> {
+        if intercept::find(model).iter().any(|wrapped| wrapped.holds_gradients()) {
+            return Err(Error::invalid(
+                "the model holds gradients of micro-batches, which a checkpoint would lose: save after the optimizer \
+                 step; `ddp.sync_gradients(&model)` completes one, `ddp.discard_accumulated(&model)` drops them",
+            ));
+        }
         if !self.contents.collect {
             return Ok(());
         }

@@ -51,8 +51,8 @@ impl WrappedModel {
         let epoch = batch.step.map(|s| (s.track, s.at.epoch));
         if state.reducer.holds_gradients() && epoch.is_some() && state.epoch.is_some_and(|held| Some(held) != epoch) {
             return Err(self.fault(format!(
-                "an epoch was over while gradients of micro-batches were held (accumulation {}): it was left early, its \
-                last backward ran in `no_sync`, or after `set_batch_items`; reduce them at its end with \
+                "an epoch was over while gradients of micro-batches were held (accumulation {}): it was left early, or \
+                its last backward ran in `no_sync` or after `set_batch_items`; reduce them at its end with \
                 `ddp.sync_gradients(&model)`, or drop them with `ddp.discard_accumulated(&model)`",
                 state.accumulation
             )));
