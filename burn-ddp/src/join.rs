@@ -24,7 +24,8 @@ impl Ddp {
     ///
     /// Until then the ranks that train may call no other collective that those which wait do not (`ddp.mean`,
     /// [`Ddp::sync_gradients`]), nor [`Ddp::discard_accumulated`]. `model` is all that is trained in the loop: wrap
-    /// several models as one module. Alone it does nothing but discard what is held.
+    /// several models as one module, and have no [`SyncBatchNorm`](crate::nn::SyncBatchNorm) in them, whose passes all
+    /// ranks make together. Alone it does nothing but discard what is held.
     ///
     /// # Errors
     ///

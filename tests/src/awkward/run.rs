@@ -135,7 +135,7 @@ impl Run {
                     }
                     let dtype = self.dtype.unwrap_or(old.dtype());
                     if !old.is_require_grad() {
-                        return Tensor::from_inner(old.inner().cast(dtype));
+                        return old.cast(dtype).detach(); // on a device of the same gradient checkpointing
                     }
                     let dims = old.dims();
                     let scale = (dims.iter().product::<usize>() as f64 / dims[D - 1].max(1) as f64).sqrt();
