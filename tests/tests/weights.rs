@@ -207,6 +207,39 @@ fn an_epoch_that_is_left_with_micro_batches_held_is_an_error_that_says_so() {
 }
 
 #[test]
+fn a_loop_that_leaves_out_the_remainder_of_an_epoch_hears_of_it() {
+    let config = WrapConfig::new().with_accumulation(2);
+    let heard = Ddp::spawn(2, |ddp| {
+        let (mut model, mut optim) = (line(&ddp, &config)?, SgdConfig::new().init());
+        let train = ddp.loader(Together).batch_size(1).build(texts(10))?; // five batches: two steps, and one of one
+        let mut heard = Vec::new();
+        for take in [4, 5, 5] {
+            for (nth, batch) in train.iter().take(take).enumerate() {
+                let gradient = |model: &Linear| {
+                    batch?;
+                    let x = Tensor::<2>::ones([1, 1], (&ddp.device()?.autodiff(), DType::F64));
+                    Ok(ddp.backward(&model.forward(x).mean(), model)?)
+                };
+                match gradient(&model) {
+                    Ok(grads) if (nth + 1) % 2 == 0 => {
+                        model = optim.step(0.1, model.clone(), GradientsParams::from_grads(grads, &model));
+                    }
+                    Ok(_) => {}
+                    Err::<_, anyhow::Error>(error) => {
+                        heard.push(error.to_string());
+                        return Ok(heard);
+                    }
+                }
+            }
+        }
+        Ok(heard)
+    });
+    for heard in heard.unwrap() {
+        assert!(heard.len() == 1 && heard[0].contains("`GradientsParams::is_empty` is false"), "{heard:?}");
+    }
+}
+
+#[test]
 fn ranks_may_hold_different_numbers_of_micro_batches_when_gradients_are_synchronised() {
     for world in [1, 2, 3] {
         let slopes = Ddp::spawn(world, |ddp| {

@@ -56,8 +56,8 @@ impl MicroBatches {
         MicroBatches { reduction, per_step, count: 0, items: 0.0, weight: 1.0, reducing: true }
     }
 
-    /// Starts a micro-batch of `weight` items.
-    pub(super) fn begin(&mut self, weight: f64, boundary: Boundary) {
+    /// Starts a micro-batch of `weight` items. Returns true if it ends a step of fewer micro-batches than others.
+    pub(super) fn begin(&mut self, weight: f64, boundary: Boundary) -> bool {
         self.count += 1;
         self.weight = weight;
         self.items += weight;
@@ -66,6 +66,7 @@ impl MicroBatches {
             Boundary::Now => true,
             Boundary::Later => false,
         };
+        self.reducing && self.count < self.per_step
     }
 
     pub(super) fn clear(&mut self) {

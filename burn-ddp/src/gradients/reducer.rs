@@ -122,16 +122,17 @@ impl<T> Reducer<T> {
         self.step
     }
 
-    /// Starts a backward that stands for `weight` items.
+    /// Starts a backward that stands for `weight` items. Returns true if it ends a step of fewer micro-batches than
+    /// others.
     ///
     /// # Errors
     ///
     /// If an earlier step ended half-way.
-    pub(crate) fn begin(&mut self, weight: f64, boundary: Boundary) -> Result<()> {
+    pub(crate) fn begin(&mut self, weight: f64, boundary: Boundary) -> Result<bool> {
         self.refuse_broken()?;
-        self.batches.begin(weight, boundary);
+        let short = self.batches.begin(weight, boundary);
         self.start();
-        Ok(())
+        Ok(short)
     }
 
     /// Takes the final gradient of `slot` in this backward, and submits every bucket that is complete now.

@@ -35,7 +35,15 @@ impl WrappedModel {
         self.refuse_stale()?;
         self.ddp.world().set_step(state.reducer.step());
         if self.reducing_held.load(Ordering::Acquire) {
-            return state.reducer.begin(0.0, Boundary::Now);
+            return state.reducer.begin(0.0, Boundary::Now).map(drop);
+        }
+        if self.short_step.swap(false, Ordering::AcqRel) && state.short_steps == 1 {
+            return Err(self.fault(format!(
+                "the last micro-batches of an epoch were averaged, and no optimizer took the average: step where \
+                `GradientsParams::is_empty` is false, not after every {} backwards; or end the epoch before them, \
+                with `epoch.take(n)` on every rank",
+                state.accumulation
+            )));
         }
         let batch = self.ddp.state().begin_backward().map_err(|e| match e {
             Error::Invalid { reason, .. } => self.fault(reason),
@@ -64,7 +72,12 @@ impl WrappedModel {
             0 => Boundary::Counted,
             _ => Boundary::Later,
         };
-        state.reducer.begin(batch.items, boundary)
+        // A loop that has never stepped only looks at gradients.
+        if state.reducer.begin(batch.items, boundary)? && self.mapped.load(Ordering::Acquire) {
+            state.short_steps += 1;
+            self.short_step.store(true, Ordering::Release);
+        }
+        Ok(())
     }
 
     /// Submits the gradients that the running backward has not submitted. All hooks have run, so sums that wait for

@@ -42,6 +42,9 @@ pub(crate) struct WrappedModel {
     pub(super) ended: AtomicU64,
     /// Depth of nested `no_sync`.
     pub(super) holding: AtomicUsize,
+    /// True from a step of fewer micro-batches than others until an optimizer maps the model. Written by backward and
+    /// by taps.
+    pub(super) short_step: AtomicBool,
     /// True if the next backward adds nothing, and reduces what is held.
     pub(super) reducing_held: AtomicBool,
     /// True if the next reduction compares the ranks' parameters: then reads of frozen ones are noted, too. Written by
@@ -95,6 +98,7 @@ impl WrappedModel {
             waiting: WaitingAverages::default(),
             ended: AtomicU64::new(0),
             holding: AtomicUsize::new(0),
+            short_step: AtomicBool::new(false),
             reducing_held: AtomicBool::new(false),
             comparing: AtomicBool::new(false),
             retrained: AtomicBool::new(false),
@@ -148,6 +152,7 @@ impl WrappedModel {
 
     /// Notes that the model, or a copy, was mapped, as an optimizer does in a step.
     pub(crate) fn note_map(&self) {
+        self.short_step.store(false, Ordering::Release);
         self.mapped.store(true, Ordering::Release);
     }
 
