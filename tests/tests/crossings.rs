@@ -222,8 +222,8 @@ fn train(cell: &Cell, worlds: [usize; EPOCHS], directory: &Path) -> Vec<Outcome>
         Ddp::spawn(world, |ddp| {
             let (run, mut units) = cell.start(&ddp)?;
             cell.wrap(&run, &mut units)?;
-            let checkpoints = ddp.checkpoints(directory)?;
-            if let Some(saved) = checkpoints.latest()? {
+            let checkpoints = cell.has(ResumeElsewhere).then(|| ddp.checkpoints(directory)).transpose()?;
+            if let Some(saved) = checkpoints.as_ref().map(|c| c.latest()).transpose()?.flatten() {
                 for (number, unit) in units.iter_mut().enumerate() {
                     let saved = saved.named(&number.to_string());
                     unit.nets = saved.model(std::mem::take(&mut unit.nets))?;
@@ -233,13 +233,15 @@ fn train(cell: &Cell, worlds: [usize; EPOCHS], directory: &Path) -> Vec<Outcome>
             for number in numbers.clone() {
                 epoch(cell, &run, &mut units, number)?;
             }
-            checkpoints.save(numbers.end as u64, |c| {
-                for (number, unit) in units.iter().enumerate() {
-                    c.named(&number.to_string()).model(&unit.nets)?;
-                    c.named(&number.to_string()).optimizer(&unit.optim, &unit.nets)?;
-                }
-                Ok(())
-            })?;
+            if let Some(checkpoints) = checkpoints {
+                checkpoints.save(numbers.end as u64, |c| {
+                    for (number, unit) in units.iter().enumerate() {
+                        c.named(&number.to_string()).model(&unit.nets)?;
+                        c.named(&number.to_string()).optimizer(&unit.optim, &unit.nets)?;
+                    }
+                    Ok(())
+                })?;
+            }
             outcome(&run, &units)
         })
     };
