@@ -38,10 +38,11 @@ pub enum Error {
         /// The first parameter or buffer that differs, on both ranks.
         difference: String,
     },
-    /// The replicas have drifted apart: parameters differ between ranks that should be the same bits.
+    /// The replicas have drifted apart: parameters differ between ranks by more than rounding, or at all where they are
+    /// compared exactly.
     #[error(
-        "the replicas differ{}: {difference}; something changed parameters on one rank only, or a gradient went past \
-         its tap",
+        "the replicas differ{}: {difference}; a rank changed parameters by itself, steps with another optimizer or \
+         learning rate, or used a gradient that was not averaged: mend that, and go on from a checkpoint",
         in_step(.step)
     )]
     ReplicasDiffer {

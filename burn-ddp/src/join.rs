@@ -78,6 +78,7 @@ impl Ddp {
             *model = self.broadcast_parameters(model.clone(), root)?;
             // Clones of a parameter are as they are on the root, where an optimizer stepped.
             wrapped.note_map();
+            wrapped.measure_movements_from(model);
             // A rank that trained to the end has the state: to load it would lead it through Burn's default device.
             optimizer::state::broadcast_to(mine < last, self.group(), optim, model, root)?;
         }

@@ -1,7 +1,7 @@
 //! Running statistics, and the comparison of replicas.
 
 use burn::module::{ModuleMapper, ModuleVisitor, Param};
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::{DType, GradientCheckpointingStrategy, TensorData};
 use burn_ddp::prelude::*;
@@ -96,6 +96,79 @@ fn statistics_and_parameters_stay_alike_over_many_steps_and_the_last_bucket_over
     }
 }
 
+/// Statistics of each rank after a step and a detached forward of its own data, before and after `bring` them together.
+fn detached(
+    policy: BufferPolicy,
+    bring: impl Fn(&Ddp, &Normed) -> anyhow::Result<()> + Sync,
+) -> Vec<(Statistics, Statistics)> {
+    Ddp::spawn(3, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let config = WrapConfig::new().with_buffers(policy);
+        let model = step(&ddp, ddp.wrap_with(Normed::new(&device), &config)?, ddp.rank() * 5, 5, &device)?;
+        let _ = model.loss(rows(100 + ddp.rank() * 5, 5, 6, 1, DType::F32, &device)).detach();
+        let before = model.statistics();
+        bring(&ddp, &model)?;
+        Ok((before, model.statistics()))
+    })
+    .unwrap()
+}
+
+#[test]
+fn statistics_that_a_detached_forward_moved_are_brought_together() {
+    let dir = tempfile::tempdir().unwrap();
+    for policy in [BufferPolicy::Average, BufferPolicy::Broadcast, BufferPolicy::Local] {
+        let file = dir.path().join(format!("{policy:?}.bpk"));
+        let checkpoints = dir.path().join(format!("{policy:?}"));
+        let runs = [
+            detached(policy, |ddp, model| Ok(ddp.sync_buffers(model)?)),
+            detached(policy, |ddp, model| Ok(ddp.check_replicas(model)?)),
+            detached(policy, |ddp, model| ddp.save(model, &file).map(drop).map_err(Into::into)),
+            detached(policy, |ddp, model| Ok(ddp.checkpoints(&checkpoints)?.save(1, |c| c.model(model))?)),
+        ];
+        for ranks in &runs {
+            assert_ne!(ranks[0].0, ranks[1].0, "the forward moved them apart");
+            assert!(
+                policy == BufferPolicy::Local || ranks.iter().all(|(_, after)| *after == ranks[0].1),
+                "the same bits"
+            );
+            for (rank, (before, after)) in ranks.iter().enumerate() {
+                for (which, i) in (0..2).flat_map(|which| (0..4).map(move |i| (which, i))) {
+                    let mean = ranks.iter().map(|(before, _)| before[which][i]).sum::<f64>() / 3.0;
+                    let expected = match policy {
+                        BufferPolicy::Average => mean,
+                        BufferPolicy::Broadcast => ranks[0].0[which][i],
+                        BufferPolicy::Local => before[which][i],
+                    };
+                    assert!((after[which][i] - expected).abs() < 1e-6, "{policy:?} on rank {rank}");
+                }
+            }
+        }
+        let saved = Normed::new(&device().autodiff()).load_file(&file).statistics();
+        assert_eq!(saved, runs[2][0].1, "{policy:?}");
+        let saved = Ddp::spawn(1, |ddp| {
+            let saved = ddp.checkpoints(&checkpoints)?.latest()?.expect("saved");
+            Ok(saved.model(Normed::new(&ddp.device()?.autodiff()))?.statistics())
+        });
+        assert_eq!(saved.unwrap()[0], runs[3][0].1, "{policy:?}");
+    }
+}
+
+#[test]
+fn a_copy_for_validation_gets_statistics_that_were_brought_together() {
+    let means = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = step(&ddp, ddp.wrap(Normed::new(&device))?, ddp.rank() * 5, 5, &device)?;
+        let _ = model.loss(rows(100 + ddp.rank() * 5, 5, 6, 1, DType::F32, &device)).detach();
+        let copy = model.valid();
+        let apart = copy.statistics();
+        ddp.sync_buffers(&copy)?;
+        assert_eq!(model.statistics(), apart, "the model itself was not passed");
+        Ok(copy.statistics())
+    })
+    .unwrap();
+    assert_eq!(means[0], means[1]);
+}
+
 /// Running statistics, and a tensor that is no parameter.
 #[derive(Module, Debug)]
 struct Shifted {
@@ -170,9 +243,13 @@ fn statistics_that_left_the_wrapped_model_are_an_error() {
     assert!(error.iter().any(|e| e.contains("valid().train()") && e.contains("ddp.wrap")), "{error:?}");
 }
 
-/// Flips the lowest bit of the second number of a matrix. A mapper, since `Param::map` would make a parameter without a
-/// tap.
-struct Flip;
+/// Flips bits of the second number of a matrix: a byte of it, and the bits. A mapper, since `Param::map` would make a
+/// parameter without a tap.
+struct Flip(usize, u8);
+
+/// A bit far below the movement of a step. The rounding of a step can undo the lowest.
+const LOW: Flip = Flip(0, 1 << 6);
+const SIGN: Flip = Flip(3, 1 << 7);
 
 impl ModuleMapper for Flip {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -182,27 +259,27 @@ impl ModuleMapper for Flip {
         param.map(|w| {
             let (device, tracked) = (w.device(), w.is_require_grad());
             let mut data = w.into_data();
-            TensorData::with_bytes_mut([&mut data], |mut bytes| bytes[0][4] ^= 1 << 6);
+            TensorData::with_bytes_mut([&mut data], |mut bytes| bytes[0][4 + self.0] ^= self.1);
             let w = Tensor::from_data(data, &device);
             if tracked { w.require_grad() } else { w }
         })
     }
 }
 
-/// Trains two ranks and flips a low bit (the rounding of a step can undo the lowest) of one weight on rank 1 after
-/// `flip` steps; how many steps each rank did, and the error.
-fn flipped(every: usize, flip: usize, frozen: bool) -> Vec<(usize, String)> {
+/// Trains two ranks and flips a bit of one weight on rank 1 after `flip` steps; how many steps each rank did, and the
+/// error.
+fn flipped(config: &WrapConfig, flip: usize, bit: Flip, frozen: bool) -> Vec<(usize, String)> {
     Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
         let mut model = Mlp::new(&device);
         if frozen {
             model.b = model.b.no_grad();
         }
-        let mut model = ddp.wrap_with(model, &WrapConfig::new().with_replica_check(every))?;
+        let mut model = ddp.wrap_with(model, config)?;
         let mut optim = SgdConfig::new().init();
         for done in 0..40 {
             if done == flip && ddp.rank() == 1 {
-                model.b = model.b.map(&mut Flip);
+                model.b = model.b.map(&mut Flip(bit.0, bit.1));
             }
             let x = rows(ddp.rank() * 4 + done * 8, 4, 6, 1, DType::F32, &device);
             match ddp.backward(&model.forward(x).powf_scalar(2.0).mean(), &model) {
@@ -217,15 +294,206 @@ fn flipped(every: usize, flip: usize, frozen: bool) -> Vec<(usize, String)> {
 
 #[test]
 fn a_flipped_bit_is_named_within_the_interval() {
-    for frozen in [false, true] {
-        for (done, error) in flipped(8, 10, frozen) {
+    let every = |steps| WrapConfig::new().with_replica_check(steps);
+    let exact = every(8).with_exact_replicas(true);
+    for (config, bit, frozen) in
+        [(&exact, LOW, false), (&exact, LOW, true), (&every(8), LOW, true), (&every(8), SIGN, false)]
+    {
+        for (done, error) in flipped(config, 10, bit, frozen) {
             assert!((10..=17).contains(&done), "found after {done} steps, frozen: {frozen}");
             assert!(error.contains("replicas differ") && error.contains("b.weight"), "{error}");
             assert!(error.contains("b.weight differs between ranks 0, 1"), "{error}");
         }
     }
-    assert!(flipped(0, 10, true).iter().all(|(done, error)| *done == 40 && error.is_empty()), "never, if unwanted");
-    assert_eq!(flipped(100, 1, false)[0].0, 1, "the first steps are always compared");
+    let unwanted = flipped(&every(0), 10, LOW, true);
+    assert!(unwanted.iter().all(|(done, error)| *done == 40 && error.is_empty()), "never, if unwanted");
+    assert_eq!(flipped(&every(100), 1, SIGN, false)[0].0, 1, "the first steps are always compared");
+}
+
+/// A rank's fault in a step, given the model and the step's number.
+type Fault = fn(&Ddp, Mlp, &mut f64, usize) -> anyhow::Result<(Mlp, Option<GradientsParams>)>;
+
+fn loss(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+    model.forward(rows(rank * 4 + step * 8, 4, 6, 1, DType::F32, device)).powf_scalar(2.0).mean()
+}
+
+/// Trains two ranks for 40 steps. Before each optimizer step `fault` may change the model and the learning rate on
+/// rank 1, or give gradients in place of the averages. Each rank's number of comparisons that found rounding, and the
+/// error with its step.
+fn faulty(config: &WrapConfig, fault: Fault) -> Vec<(u64, Option<(usize, String)>)> {
+    Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = ddp.wrap_with(Mlp::new(&device), config)?;
+        let mut optim = AdamConfig::new().init();
+        for step in 0..40 {
+            let grads = match ddp.backward(&loss(&model, ddp.rank(), step, &device), &model) {
+                Ok(grads) => grads,
+                Err(error) => return Ok((ddp.telemetry().stats().rounded, Some((step, error.to_string())))),
+            };
+            let mut grads = GradientsParams::from_grads(grads, &model);
+            let mut lr = 0.01;
+            if ddp.rank() == 1 {
+                let (changed, other) = fault(&ddp, model, &mut lr, step)?;
+                model = changed;
+                grads = other.unwrap_or(grads);
+            }
+            model = optim.step(lr, model, grads);
+        }
+        ddp.check_replicas(&model)?;
+        Ok((ddp.telemetry().stats().rounded, None))
+    })
+    .unwrap()
+}
+
+#[test]
+fn ranks_that_round_differently_train_on_and_count_it() {
+    let last_bit: Fault = |_, model, lr, _| {
+        *lr = f64::from(f32::from_bits((*lr as f32).to_bits() + 1));
+        Ok((model, None))
+    };
+    let every = WrapConfig::new().with_replica_check(10);
+    for (rounded, error) in faulty(&every, last_bit) {
+        assert_eq!(error, None);
+        assert_eq!(rounded, 6, "in steps 1, 2, 10, 20 and 30, and in the end");
+    }
+    for (_, error) in faulty(&every.with_exact_replicas(true), last_bit) {
+        let (step, error) = error.expect("an error");
+        assert!(step <= 2 && error.contains("differs between ranks 0, 1;"), "{error}");
+    }
+}
+
+#[test]
+fn movements_are_measured_anew_after_a_join() {
+    let rounded = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = ddp.wrap_with(Mlp::new(&device), &WrapConfig::new().with_replica_check(2))?;
+        let mut optim = AdamConfig::new().init();
+        let lr = f64::from(f32::from_bits(0.01_f32.to_bits() + ddp.rank() as u32));
+        for _ in 0..2 {
+            for step in 0..6 + 5 * ddp.rank() {
+                let grads = loss(&model, ddp.rank(), step, &device).backward();
+                let grads = GradientsParams::from_grads(grads, &model);
+                model = optim.step(lr, model, grads);
+            }
+            ddp.join(&mut model, &mut optim)?;
+        }
+        ddp.check_replicas(&model)?;
+        Ok(ddp.telemetry().stats().rounded)
+    })
+    .unwrap();
+    assert!(rounded.iter().all(|rounded| *rounded > 3), "{rounded:?}");
+}
+
+#[test]
+fn ranks_that_train_different_models_are_an_error_at_the_next_comparison() {
+    let rate: Fault = |_, model, lr, _| {
+        *lr *= 1.01;
+        Ok((model, None))
+    };
+    let own_gradient: Fault = |ddp, model, _, step| {
+        let device = ddp.device()?.autodiff();
+        let own = (step == 15).then(|| -> anyhow::Result<_> {
+            let plain = ddp.unwrap(model.clone())?;
+            Ok(GradientsParams::from_grads(loss(&plain, 1, step, &device).backward(), &plain))
+        });
+        Ok((model, own.transpose()?))
+    };
+    let late_rate: Fault = |_, model, lr, step| {
+        *lr *= if step < 12 { 1.0 } else { 1.01 };
+        Ok((model, None))
+    };
+    /// Rounds to bf16.
+    struct Halves;
+    impl ModuleMapper for Halves {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|w| Tensor::from_inner(w.inner().cast(DType::BF16).cast(DType::F32)).require_grad())
+        }
+    }
+    let bf16: Fault = |_, model, _, _| Ok((model.map(&mut Halves), None));
+    for (name, fault, at) in
+        [("rate", rate, 1), ("own gradient", own_gradient, 20), ("late rate", late_rate, 20), ("bf16", bf16, 1)]
+    {
+        for (_, error) in faulty(&WrapConfig::new().with_replica_check(10), fault) {
+            let (step, error) = error.expect(name);
+            assert_eq!(step, at, "{name}: {error}");
+            assert!(error.contains(&format!("the replicas differ in step {at}: a.weight")), "{name}: {error}");
+            assert!(
+                error.contains("between ranks 0, 1") && error.contains("go on from a checkpoint"),
+                "{name}: {error}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_lagging_copy_that_one_rank_reads_is_not_compared() {
+    for frozen in [false, true] {
+        for checked in [false, true] {
+            let hashes = Ddp::spawn(2, |ddp| {
+                let device = ddp.device()?.autodiff();
+                let config = WrapConfig::new().with_replica_check(1).with_exact_replicas(true);
+                let mut model = ddp.wrap_with(Mlp::new(&device), &config)?;
+                let mut best = model.clone();
+                let mut optim = SgdConfig::new().init();
+                for step in 0..6 {
+                    let loss = loss(&model, ddp.rank(), step, &device);
+                    if ddp.rank() == 1 {
+                        let copy = if frozen { best.clone().no_grad() } else { best.clone() };
+                        let _ = copy.forward(rows(0, 4, 6, 1, DType::F32, &device));
+                    }
+                    let grads = if checked { ddp.backward(&loss, &model)? } else { loss.backward() };
+                    if step == 2 {
+                        best = model.clone();
+                    }
+                    let grads = GradientsParams::from_grads(grads, &model);
+                    model = optim.step(0.05, model, grads);
+                }
+                Ok(param_hash(&model)?)
+            })
+            .unwrap();
+            assert_eq!(hashes[0], hashes[1]);
+        }
+    }
+}
+
+#[test]
+fn of_two_models_in_one_loss_the_checked_one_is_compared() {
+    for faulty in [0, 1] {
+        let errors = Ddp::spawn(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let mut models = Vec::new();
+            for every in [5, 0] {
+                models.push(ddp.wrap_with(Mlp::new(&device), &WrapConfig::new().with_replica_check(every))?);
+            }
+            for step in 0..12 {
+                if step == 7 && ddp.rank() == 1 {
+                    models[faulty] = models[faulty].clone().map(&mut Flip(SIGN.0, SIGN.1));
+                }
+                let mut order = [0, 1];
+                order.rotate_left((step + ddp.rank()) % 2);
+                let [one, other] = order.map(|i| loss(&models[i], ddp.rank(), step, &device));
+                let mut grads = match ddp.backward(&(one + other), &models[step % 2]) {
+                    Ok(grads) => grads,
+                    Err(error) => return Ok((step, error.to_string())),
+                };
+                for model in &mut models {
+                    let grads = GradientsParams::from_module(&mut grads, model);
+                    *model = SgdConfig::new().init().step(0.05, model.clone(), grads);
+                }
+            }
+            let checks: Vec<bool> = models.iter().map(|model| ddp.check_replicas(model).is_ok()).collect();
+            Ok((12, format!("{checks:?}")))
+        })
+        .unwrap();
+        for (step, error) in errors {
+            match faulty {
+                0 => {
+                    assert!(step == 10 && error.contains("the replicas differ in step 10: a.weight"), "{step} {error}")
+                }
+                _ => assert_eq!((step, error.as_str()), (12, "[true, false]"), "found by `check_replicas` alone"),
+            }
+        }
+    }
 }
 
 #[test]

@@ -4,6 +4,8 @@ use burn_ddp_comm::DType;
 
 use super::aligned_bytes::AlignedBytes;
 use super::worker::{Done, Finished, Job, StatisticsSource, Worker};
+use crate::model::digest::differing;
+use crate::model::movement::{Sketch, from_row, to_row};
 use crate::telemetry::REPORT_LEN;
 use crate::telemetry::meter::{Communication, StepMeter};
 use crate::{Error, Result};
@@ -19,6 +21,8 @@ pub(crate) struct Piggyback {
     /// Digests of the parameters, one per slot, in the steps for which [`Reducer::compares_replicas`](super::Reducer)
     /// holds.
     pub digests: Option<Vec<i64>>,
+    /// Movements of the parameters, one per slot: of use where digests differ. None to compare bit by bit.
+    pub movements: Vec<Sketch>,
 }
 
 /// The payloads of all ranks after the collectives.
@@ -27,6 +31,8 @@ pub(crate) struct PiggybackResult {
     pub statistics: Vec<(DType, AlignedBytes)>,
     /// Digests by rank.
     pub digests: Vec<Vec<i64>>,
+    /// Movements by rank of the slots whose digests differ.
+    pub movements: Vec<Vec<Sketch>>,
     /// Rank 0's order of gradients, if the ranks had not agreed on one.
     pub(super) order: Option<Vec<usize>>,
 }
@@ -37,6 +43,7 @@ pub(super) struct Submitted {
     statistics: usize,
     digests: bool,
     order: bool,
+    movements: Vec<Sketch>,
 }
 
 impl Piggyback {
@@ -50,7 +57,7 @@ impl Piggyback {
         order: Option<Vec<u32>>,
     ) -> Result<Submitted, String> {
         let (statistics, digests) = (self.statistics.len(), self.digests.is_some());
-        let submitted = Submitted { statistics, digests, order: order.is_some() };
+        let submitted = Submitted { statistics, digests, order: order.is_some(), movements: self.movements };
         for (dtype, buffer) in self.statistics {
             worker.submit(Job::Statistics { dtype, buffer, source })?;
         }
@@ -114,6 +121,35 @@ impl Submitted {
                 _ => return Err(fault(Worker::out_of_order())),
             }
         }
-        first_error.map_or(Ok(results), |e| Err(e.into()))
+        if let Some(error) = first_error {
+            return Err(error.into());
+        }
+        if !self.movements.is_empty() {
+            results.movements = exchange(&self.movements, &results.digests, worker, meter, fault)?;
+        }
+        Ok(results)
+    }
+}
+
+/// Movements by rank of the slots whose digests differ. All ranks have the same `digests`, so all enter this second
+/// round or none.
+fn exchange(
+    movements: &[Sketch],
+    digests: &[Vec<i64>],
+    worker: &mut Worker,
+    meter: &mut StepMeter,
+    fault: impl Fn(String) -> Error,
+) -> Result<Vec<Vec<Sketch>>> {
+    let differing = differing(digests);
+    if differing.is_empty() {
+        return Ok(Vec::new());
+    }
+    let own = to_row(differing.into_iter().map(|slot| movements[slot]));
+    worker.submit(Job::Digests(own)).map_err(&fault)?;
+    let Finished { done, time } = worker.next().map_err(&fault)?;
+    meter.done(Communication::Other("movements"), time);
+    match done {
+        Done::Digests(all) => Ok(all?.iter().map(|row| from_row(row)).collect()),
+        _ => Err(fault(Worker::out_of_order())),
     }
 }

@@ -16,6 +16,8 @@ pub(crate) struct Settings {
     pub timeout: Duration,
     /// Number of steps between comparisons of the ranks' parameters; 0 for never.
     pub replica_check: u64,
+    /// True if parameters that differ by rounding are an error, too.
+    pub exact_replicas: bool,
     /// True if a thread reduces buckets while backward goes on; if false, all are reduced at its end.
     pub overlap: bool,
     /// True if gradients stay on their device, where the group's engine reduces them. Needs `overlap`.

@@ -33,6 +33,7 @@ impl WrappedModel {
 
     fn begin<B: GradientMemory>(&self, state: &mut State<B>) -> Result<()> {
         self.refuse_stale()?;
+        self.measure_movements(state)?;
         self.ddp.world().set_step(state.reducer.step());
         if self.reducing_held.load(Ordering::Acquire) {
             return state.reducer.begin(0.0, Boundary::Now).map(drop);
@@ -97,7 +98,7 @@ impl WrappedModel {
         if state.reducer.is_reducing() {
             piggyback = self.statistics(state)?;
             if state.reducer.compares_replicas() {
-                piggyback.digests = Some(self.digests(state)?);
+                self.compare(state, &mut piggyback)?;
             }
         }
         state.reducer.submit_rest(piggyback)

@@ -6,20 +6,40 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use burn::backend::autodiff::grads::Gradients as BackendGradients;
 use burn::backend::tensor::FloatTensor;
 use burn::module::{Module, Param};
-use burn::tensor::{Gradients, Tensor, read_sync};
+use burn::tensor::{Gradients, Tensor, TensorData, read_sync};
 
-use super::ladder::AutodiffTensor;
 use super::model_state::State;
-use super::model_walk::{AtTap, walk};
+use super::model_walk::{AtTap, note_values, walk};
 use super::wrapped_model::{TapHandle, WrappedModel};
-use crate::gradients::GradientMemory;
-use crate::model::digest;
+use crate::gradients::{GradientMemory, Piggyback, PiggybackResult};
+use crate::model::digest::{self, Comparison};
+use crate::model::movement::{Sketch, tolerance};
 use crate::{Error, Result};
 
 /// Placeholder for the digest of a gradient in steps that compute none.
 pub(super) const UNREAD: i64 = 0;
 
+impl TapHandle {
+    /// True if parameters that differ between ranks are judged by their movements.
+    pub(crate) fn judges_movements(&self) -> bool {
+        self.model.lock().movements().is_some()
+    }
+
+    /// Movement of the parameter from the last comparison until it had the value `now`.
+    pub(crate) fn movement_until(&self, now: &Sketch) -> Sketch {
+        self.model.lock().movements().map_or(Sketch::UNKNOWN, |movements| movements.until(self.slot, now))
+    }
+}
+
 impl WrappedModel {
+    /// Measures movements from the values of `model`, which all ranks have got.
+    pub(crate) fn measure_movements_from<M: Module>(self: &Arc<Self>, model: &M) {
+        note_values(model, self);
+        if let Some(movements) = self.lock().movements() {
+            movements.restart();
+        }
+    }
+
     /// Refuses to go on after an optimizer has missed an average that waited for it.
     pub(super) fn refuse_stale(&self) -> Result<()> {
         self.stale.get().map_or(Ok(()), |stale| Err(stale.clone()))
@@ -71,24 +91,63 @@ impl WrappedModel {
         }
     }
 
-    /// Refuses ranks that hold different parameters, by the digests of all ranks.
-    pub(super) fn refuse_differences(&self, step: u64, digests: &[Vec<i64>]) -> Result<()> {
+    /// Measures movements from the values that the ranks got at `wrap`, which the first backward finds noted.
+    pub(super) fn measure_movements<B: GradientMemory>(&self, state: &mut State<B>) -> Result<()> {
+        let Some(movements) = state.movements.as_mut().filter(|movements| movements.is_new()) else { return Ok(()) };
+        let sketch = |value: &mut Option<FloatTensor<B>>| -> Result<Sketch> {
+            Ok(self.read_value::<B>(value.take())?.map_or(Sketch::UNKNOWN, |value| Sketch::of(&value)))
+        };
+        movements.measure_from(state.compared.iter_mut().map(sketch).collect::<Result<_>>()?);
+        Ok(())
+    }
+
+    /// Puts what is compared on its way: digests and movements of the values that the running backward's forward read.
+    pub(super) fn compare<B: GradientMemory>(&self, state: &mut State<B>, piggyback: &mut Piggyback) -> Result<()> {
+        let mut digests = Vec::new();
+        let mut sketches = Vec::new();
+        for value in &mut state.compared {
+            let value = self.read_value::<B>(value.take())?;
+            digests.push(value.as_ref().map_or(0, |value| digest::digest(value.as_bytes())));
+            if state.movements.is_some() {
+                sketches.push(value.map_or(Sketch::UNKNOWN, |value| Sketch::of(&value)));
+            }
+        }
+        if let Some(movements) = &mut state.movements {
+            movements.set_now(sketches);
+            piggyback.movements = movements.until_now();
+        }
+        piggyback.digests = Some(digests);
+        Ok(())
+    }
+
+    /// Refuses ranks that hold different parameters, by what all ranks sent.
+    pub(super) fn refuse_differences<B: GradientMemory>(
+        &self,
+        state: &mut State<B>,
+        step: u64,
+        results: &PiggybackResult,
+    ) -> Result<()> {
+        let PiggybackResult { digests, movements, .. } = results;
         if digests.is_empty() {
             return Ok(());
         }
         let paths: Vec<&str> = self.slots.iter().map(|s| s.path.as_str()).collect();
-        digest::compare(&paths, digests, Some(step))
+        let comparison = Comparison { paths: &paths, digests, step: Some(step) };
+        let Some(own) = &mut state.movements else { return comparison.exactly() };
+        let tolerances: Vec<f64> = self.slots.iter().map(|s| tolerance(s.dtype)).collect();
+        if let Some(rounding) = comparison.by_movement(movements, &tolerances)? {
+            let first = !std::mem::replace(&mut state.warned_rounding, true);
+            self.ddp.state().meter.rounded(&rounding, Some(step), first);
+        }
+        // Ranks that have joined read nothing.
+        let training: Vec<&Vec<i64>> = digests.iter().filter(|of_rank| of_rank.iter().any(|d| *d != 0)).collect();
+        own.accept(|slot| training.iter().all(|of_rank| of_rank[slot] != 0));
+        Ok(())
     }
 
-    /// Digests of the values that the running backward's forward read; 0 for others.
-    pub(super) fn digests<B: GradientMemory>(&self, state: &mut State<B>) -> Result<Vec<i64>> {
-        let take = |value: &mut Option<AutodiffTensor<B>>| -> Result<i64> {
-            let Some(value) = value.take() else { return Ok(0) };
-            let data = read_sync(B::float_into_data(value.primitive().clone()))
-                .map_err(|e| self.fault(format!("reading parameters failed: {e:?}")))?;
-            Ok(digest::digest(data.as_bytes()))
-        };
-        state.values.iter_mut().map(take).collect()
+    fn read_value<B: GradientMemory>(&self, value: Option<FloatTensor<B>>) -> Result<Option<TensorData>> {
+        let data = value.map(|value| read_sync(B::float_into_data(value)));
+        data.transpose().map_err(|e| self.fault(format!("reading parameters failed: {e:?}")))
     }
 
     /// Digest of the elements of a slot's average.

@@ -39,6 +39,7 @@ impl WrappedModel {
         };
         state.reset();
         state.values.iter_mut().for_each(|value| *value = None);
+        state.compared.iter_mut().for_each(|value| *value = None);
         if result.is_err() {
             state.reducer.discard();
         }
@@ -59,7 +60,7 @@ impl WrappedModel {
         self.refuse_bypass(state, grads)?;
         let step = state.reducer.step();
         let Some(results) = state.reducer.finish()? else { return Ok(()) };
-        self.refuse_differences(step, &results.digests)?;
+        self.refuse_differences(state, step, &results)?;
         if let Some(statistics) = &mut state.statistics {
             statistics.receive(&results);
         }

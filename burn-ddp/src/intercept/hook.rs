@@ -14,11 +14,12 @@ use crate::Result;
 use crate::gradients::GradientMemory;
 
 impl WrappedModel {
-    /// Takes the gradient of one read.
+    /// Takes the gradient of one read, which had this `value`.
     pub(super) fn hook<B: GradientMemory>(
         self: Arc<Self>,
         read: Arc<Read>,
         leaf: NodeId,
+        value: FloatTensor<B>,
         gradient: FloatTensor<B>,
         grads: &mut Gradients,
     ) {
@@ -29,6 +30,7 @@ impl WrappedModel {
         };
         self.enter::<B>(state, grads);
         state.fired += 1;
+        state.compared[read.slot] = Some(value);
         if state.error.is_none()
             && let Err(error) = self.take(state, &read, leaf, gradient)
         {

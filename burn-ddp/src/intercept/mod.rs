@@ -38,7 +38,7 @@ pub(crate) use checked_backward::{checked_backward, refused};
 pub(crate) use failure::{fail, tell_peers};
 pub(crate) use ladder::{rung_above, untracked};
 pub use model_state::ModelOpening;
-pub(crate) use model_walk::{TAP_NAME, find, read_all};
+pub(crate) use model_walk::{TAP_NAME, find, read_all, taps};
 pub use nodes::DdpBackend;
 pub(crate) use open_model::open_model;
 pub(crate) use synced_statistics::SyncedStatistics;

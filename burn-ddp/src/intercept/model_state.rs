@@ -15,6 +15,8 @@ use super::synced_statistics::SyncedStatistics;
 use super::waiting_averages::StandInLeaves;
 use super::wrapped_model::WrappedModel;
 use crate::gradients::{GradientMemory, Reducer, Settings, Slot, open_store};
+use crate::model::movement::Movements;
+use crate::model::running_stats::BufferPolicy;
 use crate::telemetry::meter::Meter;
 use crate::{Error, Result};
 
@@ -37,6 +39,12 @@ pub(super) trait ModelState: Any + Send {
 
     /// Digests of the averages that the last backward put on leaves.
     fn delivered(&self) -> &Delivered;
+
+    /// Movements of the parameters, unless they are compared bit by bit.
+    fn movements(&mut self) -> Option<&mut Movements>;
+
+    /// Policy for running statistics, if the model has some that ranks bring together.
+    fn buffer_policy(&self) -> Option<BufferPolicy>;
 }
 
 impl dyn ModelState {
@@ -67,8 +75,16 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) submitted: bool,
     pub(super) slots: Vec<SlotState<B>>,
     /// Value of each slot at its last read, kept until the backward ends: a gradient that went past the tap is on this
-    /// leaf, and the replica check compares this value.
+    /// leaf.
     pub(super) values: Vec<Option<AutodiffTensor<B>>>,
+    /// Values that the replica check compares, kept until the backward ends. Of a parameter that gets a gradient it is
+    /// the value that the gradient is of: a lagging copy of the model may be read, too. Of others it is one that was
+    /// noted.
+    pub(super) compared: Vec<Option<FloatTensor<B>>>,
+    /// Movements of the parameters; `None` if they are compared bit by bit, or in a world of 1.
+    pub(super) movements: Option<Movements>,
+    /// True if the user was warned of ranks that differ by rounding.
+    pub(super) warned_rounding: bool,
     pub(super) stand_ins: StandInLeaves<B>,
     pub(super) statistics: Option<SyncedStatistics>,
     pub(super) delivered: Delivered,
@@ -111,6 +127,7 @@ impl<B: GradientMemory> State<B> {
         let Parts { group, slots, settings, meter, statistics } = parts;
         let sentinel = untracked::<B>(scalar::<B>(&device, dtype));
         let store = open_store::<B>(slots.clone(), device, settings.on_device, settings.caps.bytes);
+        let judges = !settings.exact_replicas && group.world_size() > 1;
         Ok(State {
             reducer: Reducer::new(group, slots.clone(), store, settings, meter)?,
             accumulation: settings.accumulation,
@@ -123,6 +140,9 @@ impl<B: GradientMemory> State<B> {
             submitted: false,
             slots: slots.iter().map(|_| SlotState::default()).collect(),
             values: slots.iter().map(|_| None).collect(),
+            compared: slots.iter().map(|_| None).collect(),
+            movements: judges.then(|| Movements::new(slots.len())),
+            warned_rounding: false,
             stand_ins: StandInLeaves::new(),
             statistics,
             delivered: Delivered { digests: vec![None; slots.len()], digested: false },
@@ -169,6 +189,14 @@ impl<B: GradientMemory> ModelState for State<B> {
 
     fn delivered(&self) -> &Delivered {
         &self.delivered
+    }
+
+    fn movements(&mut self) -> Option<&mut Movements> {
+        self.movements.as_mut()
+    }
+
+    fn buffer_policy(&self) -> Option<BufferPolicy> {
+        self.statistics.as_ref().map(SyncedStatistics::policy)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Visits of a model that see its parameters together with their taps.
 
 use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use burn::backend::Dispatch;
@@ -94,6 +95,25 @@ pub(super) fn walk<M: Module, V: AtTap>(model: &M, visitor: &mut V) {
         }
     }
     bypass(|| model.visit(&mut Walk { visitor, path: Vec::new(), last: None }));
+}
+
+/// The taps of `model` by the paths of their parameters.
+pub(crate) fn taps<M: Module>(model: &M) -> HashMap<String, TapHandle> {
+    struct Taps(HashMap<String, TapHandle>);
+    impl AtTap for Taps {
+        type Seen = ();
+
+        fn parameter<const D: usize>(&mut self, _: &Param<Tensor<D>>) -> Option<()> {
+            Some(())
+        }
+
+        fn leave(&mut self, path: &str, (): (), tap: Option<TapHandle>) {
+            self.0.extend(tap.map(|tap| (path.to_owned(), tap)));
+        }
+    }
+    let mut taps = Taps(HashMap::new());
+    walk(model, &mut taps);
+    taps.0
 }
 
 /// Notes the values of all parameters of `model` in `wrapped`, also of those that the forward did not read.

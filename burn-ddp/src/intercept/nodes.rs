@@ -56,23 +56,24 @@ pub trait DdpBackend: Backend {
 
 extend_backends!(DdpBackend);
 
-/// State of a hook: the read that it belongs to, and the parameter's leaf.
+/// State of a hook: the read that it belongs to, the parameter's leaf, and its value.
 #[derive(Clone, Debug)]
-struct HookState {
+struct HookState<B: Backend> {
     read: Arc<Read>,
     leaf: NodeId,
+    value: FloatTensor<B>,
 }
 
 #[derive(Debug)]
 struct Hook;
 
 impl<B: GradientMemory> Backward<B, 2> for Hook {
-    type State = HookState;
+    type State = HookState<B>;
 
-    fn backward(self, ops: Ops<HookState, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+    fn backward(self, ops: Ops<HookState<B>, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let gradient = grads.consume::<B>(&ops.node);
-        let HookState { read, leaf } = ops.state;
-        read.model.clone().hook::<B>(read, leaf, gradient, grads);
+        let HookState { read, leaf, value } = ops.state;
+        read.model.clone().hook::<B>(read, leaf, value, gradient, grads);
     }
 }
 
@@ -97,12 +98,13 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
     fn grad_tap(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         let TapHandle { model, slot } = tap;
         if !x.is_tracked() {
-            if model.compares() {
+            // A parameter that was trainable at `wrap` is frozen in a lagging copy: a target network.
+            if model.compares() && !model.is_trainable(slot) {
                 model.note_leaf::<B>(slot, &x);
             }
             return x;
         }
-        let leaf = x.id();
+        let (leaf, value) = (x.id(), x.primitive().clone());
         let rung = model.rung::<B, C>(slot, &x);
         let (primitive, guard) = x.into_parts();
         let gate = match Backward::<B, 1>::prepare::<C>(Gate, [guard]).compute_bound().stateful() {
@@ -113,7 +115,7 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
         let (_, rung) = rung.into_parts();
         match Backward::<B, 2>::prepare::<C>(Hook, [gate, rung]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
-                prep.finish(HookState { read: Arc::new(Read::new(model, slot)), leaf }, primitive)
+                prep.finish(HookState { read: Arc::new(Read::new(model, slot)), leaf, value }, primitive)
             }
             OpsKind::UnTracked(prep) => prep.finish(primitive),
         }

@@ -41,9 +41,10 @@ impl std::fmt::Debug for Read {
 }
 
 impl WrappedModel {
-    /// Notes the leaf of a slot until the next backward ends.
+    /// Notes the value of a slot until the next backward ends.
     pub(super) fn note_leaf<B: GradientMemory>(&self, slot: usize, leaf: &AutodiffTensor<B>) {
         if let Some(state) = self.lock().of::<B>() {
+            state.compared[slot] = Some(leaf.primitive().clone());
             state.values[slot] = Some(leaf.clone());
         }
     }

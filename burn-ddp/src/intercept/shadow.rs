@@ -37,7 +37,8 @@ fn reduce<B: GradientMemory>(model: &WrappedModel, state: &mut State<B>) -> Resu
     let mut piggyback = model.statistics(state)?;
     if state.reducer.compares_replicas() {
         // This rank's parameters are no longer those of the others, and take no part in the comparison.
-        piggyback.digests = Some(vec![0; state.values.len()]);
+        state.compared.iter_mut().for_each(|value| *value = None);
+        model.compare(state, &mut piggyback)?;
     }
     let given = state.reducer.shadow(piggyback)?;
     model.comparing.store(state.reducer.compares_replicas(), Ordering::Release);

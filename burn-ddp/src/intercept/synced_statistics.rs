@@ -19,6 +19,10 @@ impl SyncedStatistics {
         SyncedStatistics { buffers, policy, sent: Vec::new() }
     }
 
+    pub(super) fn policy(&self) -> BufferPolicy {
+        self.policy
+    }
+
     /// Puts the values into the payload of the step.
     pub(super) fn send(&mut self, piggyback: &mut Piggyback) -> Result<()> {
         self.sent = self.buffers.read()?;

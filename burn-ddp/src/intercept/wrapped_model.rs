@@ -11,6 +11,7 @@ use super::waiting_averages::WaitingAverages;
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
 use crate::gradients::{GradientReduction, Slot};
+use crate::model::running_stats::BufferPolicy;
 use crate::{Error, Result};
 
 /// A wrapped model, shared by all its taps and by the autodiff nodes that its reads leave in graphs.
@@ -143,6 +144,16 @@ impl WrappedModel {
     /// True if the next reduction compares the ranks' parameters.
     pub(super) fn compares(&self) -> bool {
         self.comparing.load(Ordering::Acquire)
+    }
+
+    /// True if the parameter of a slot was not frozen at `wrap`.
+    pub(super) fn is_trainable(&self, slot: usize) -> bool {
+        self.slots[slot].trainable
+    }
+
+    /// Policy for running statistics, if the model has some that ranks bring together.
+    pub(crate) fn buffer_policy(&self) -> Option<BufferPolicy> {
+        self.lock().buffer_policy()
     }
 
     /// Notes that the model, or a copy of it, went through `valid().train()`.

@@ -1,5 +1,9 @@
 //! Digests of values, and the parameters in which the ranks' digests differ.
 
+use std::cmp::Reverse;
+use std::fmt::{self, Display, Formatter};
+
+use super::movement::{Sketch, distance};
 use crate::Error;
 use crate::agreement::list_ranks;
 
@@ -8,43 +12,139 @@ pub(crate) fn digest(bytes: &[u8]) -> i64 {
     (xxhash_rust::xxh3::xxh3_64(bytes) as i64 & i64::MAX).max(1)
 }
 
-/// Compares the digests of all ranks, where `digests[rank][i]` is of `paths[i]`. Ranks that did not read a parameter
-/// (digest 0) have no say.
-///
-/// # Errors
-///
-/// [`Error::ReplicasDiffer`] with the first parameter whose digests differ, and its ranks.
-pub(crate) fn compare(paths: &[&str], digests: &[Vec<i64>], step: Option<u64>) -> Result<(), Error> {
-    let of = |i: usize| digests.iter().enumerate().filter_map(move |(rank, d)| Some((rank, *d.get(i)?)));
-    let differing: Vec<usize> = (0..paths.len())
-        .filter(|&i| {
-            let mut read = of(i).map(|(_, d)| d).filter(|d| *d != 0);
-            read.next().is_some_and(|first| read.any(|d| d != first))
-        })
-        .collect();
-    let Some(&first) = differing.first() else { return Ok(()) };
-    let votes: Vec<(usize, i64)> = of(first).filter(|(_, d)| *d != 0).collect();
-    let count = |digest: i64| votes.iter().filter(|(_, d)| *d == digest).count();
-    let common = votes.iter().max_by_key(|(rank, d)| (count(*d), std::cmp::Reverse(*rank))).map_or(0, |(_, d)| *d);
-    let parameter = paths[first].to_string();
-    let more = match differing.len() - 1 {
+/// Parameters in which ranks differ by rounding.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Rounding {
+    /// Number of parameters.
+    pub parameters: usize,
+    /// Path of the one in which the ranks differ most.
+    pub worst: String,
+    /// Difference of the ranks' movements as a part of them.
+    pub distance: f64,
+}
+
+impl Display for Rounding {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Rounding { worst, distance, parameters } = self;
+        let more = and_more(parameters - 1);
+        write!(f, "{worst}{more} differs between ranks by {distance:.0e} of its movement since the last comparison")
+    }
+}
+
+/// A comparison of the ranks' parameters.
+pub(crate) struct Comparison<'a> {
+    pub paths: &'a [&'a str],
+    /// `digests[rank][i]` is of `paths[i]`; 0 where a rank did not read it and has no say.
+    pub digests: &'a [Vec<i64>],
+    /// Step of the comparison, if it is in one.
+    pub step: Option<u64>,
+}
+
+impl Comparison<'_> {
+    /// Compares bit by bit.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::ReplicasDiffer`] with the first parameter whose digests differ, and its ranks.
+    pub(crate) fn exactly(&self) -> Result<(), Error> {
+        let differing = differing(self.digests);
+        let Some(&first) = differing.first() else { return Ok(()) };
+        Err(self.difference(first, differing.len(), "", |one, other| self.equal(first, one, other)))
+    }
+
+    /// Compares the [movements](Sketch) of the parameters that are [`differing`], where `movements[rank][n]` is of the
+    /// n-th of them. Returns the rounding in which the ranks differ, if they do. `tolerances[i]` is that of `paths[i]`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::ReplicasDiffer`] with the first parameter that differs by more than rounding, and its ranks.
+    pub(crate) fn by_movement(&self, movements: &[Vec<Sketch>], tolerances: &[f64]) -> Result<Option<Rounding>, Error> {
+        let differing = differing(self.digests);
+        let apart = |nth: usize, one: usize, other: usize| distance(&movements[one][nth], &movements[other][nth]);
+        let mut worst: Option<(usize, f64)> = None;
+        let mut beyond = Vec::new();
+        for (nth, &i) in differing.iter().enumerate() {
+            let first = self.votes(i).next().map_or(0, |(rank, _)| rank);
+            let farthest = self.votes(i).map(|(rank, _)| apart(nth, first, rank)).fold(0.0, f64::max);
+            if farthest > tolerances[i] {
+                beyond.push((nth, i, farthest));
+            }
+            if worst.is_none_or(|(_, most)| farthest > most) {
+                worst = Some((i, farthest));
+            }
+        }
+        if let Some(&(nth, i, farthest)) = beyond.first() {
+            let by = match farthest.is_finite() {
+                true => format!(
+                    " by {farthest:.1e} of its movement since the last comparison (rounding: up to {:.0e})",
+                    tolerances[i]
+                ),
+                false => ", and has not moved since the last comparison".to_owned(),
+            };
+            let alike = |one, other| self.equal(i, one, other) || apart(nth, one, other) <= tolerances[i];
+            return Err(self.difference(i, beyond.len(), &by, alike));
+        }
+        let rounding = |(i, distance): (usize, f64)| {
+            let worst = self.paths[i].to_owned();
+            Rounding { parameters: differing.len(), worst, distance }
+        };
+        Ok(worst.map(rounding))
+    }
+
+    /// Ranks that read the `i`-th parameter, and their digests.
+    fn votes(&self, i: usize) -> impl Iterator<Item = (usize, i64)> {
+        votes(self.digests, i)
+    }
+
+    fn equal(&self, i: usize, one: usize, other: usize) -> bool {
+        self.digests[one][i] == self.digests[other][i]
+    }
+
+    /// The error of the `i`-th parameter, the first of `parameters` that differ, and `by` how much. Names the ranks
+    /// that are not `alike` most others.
+    fn difference(&self, i: usize, parameters: usize, by: &str, alike: impl Fn(usize, usize) -> bool) -> Error {
+        let voters: Vec<usize> = self.votes(i).map(|(rank, _)| rank).collect();
+        let friends = |rank: usize| voters.iter().filter(|&&other| alike(rank, other)).count();
+        let common = voters.iter().copied().max_by_key(|&rank| (friends(rank), Reverse(rank))).unwrap_or_default();
+        let has_majority = 2 * friends(common) > voters.len();
+        let odd = |rank: &usize| !has_majority || !alike(common, *rank);
+        let ranks: Vec<usize> = voters.iter().copied().filter(odd).collect();
+        let (parameter, more) = (self.paths[i].to_owned(), and_more(parameters - 1));
+        let difference = if has_majority {
+            format!("{parameter}{more} on {} differs from the other ranks{by}", list_ranks(&ranks))
+        } else {
+            format!("{parameter}{more} differs between {}{by}", list_ranks(&ranks))
+        };
+        Error::ReplicasDiffer { step: self.step, parameter, ranks, difference }
+    }
+}
+
+/// Ranks that read the `i`-th parameter, and their digests.
+fn votes(digests: &[Vec<i64>], i: usize) -> impl Iterator<Item = (usize, i64)> {
+    digests.iter().enumerate().filter_map(move |(rank, d)| Some((rank, *d.get(i)?))).filter(|(_, d)| *d != 0)
+}
+
+/// Parameters whose digests differ between ranks that read them: the same on all ranks.
+pub(crate) fn differing(digests: &[Vec<i64>]) -> Vec<usize> {
+    let differs = |i: &usize| {
+        let mut read = votes(digests, *i).map(|(_, d)| d);
+        read.next().is_some_and(|first| read.any(|d| d != first))
+    };
+    (0..digests.first().map_or(0, Vec::len)).filter(differs).collect()
+}
+
+fn and_more(parameters: usize) -> String {
+    match parameters {
         0 => String::new(),
         1 => " (and 1 more parameter)".to_string(),
         n => format!(" (and {n} more parameters)"),
-    };
-    let has_majority = 2 * count(common) > votes.len();
-    let ranks: Vec<usize> =
-        votes.iter().filter(|(_, d)| !has_majority || *d != common).map(|(rank, _)| *rank).collect();
-    let difference = if has_majority {
-        format!("{parameter}{more} on {} differs from the other ranks", list_ranks(&ranks))
-    } else {
-        format!("{parameter}{more} differs between {}", list_ranks(&ranks))
-    };
-    Err(Error::ReplicasDiffer { step, parameter, ranks, difference })
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::TensorData;
+
     use super::*;
 
     #[test]
@@ -57,7 +157,7 @@ mod tests {
     }
 
     fn difference(paths: &[&str], digests: &[Vec<i64>]) -> Option<(Vec<usize>, String)> {
-        match compare(paths, digests, None) {
+        match (Comparison { paths, digests, step: None }).exactly() {
             Ok(()) => None,
             Err(Error::ReplicasDiffer { ranks, difference, .. }) => Some((ranks, difference)),
             Err(other) => panic!("{other}"),
@@ -88,7 +188,51 @@ mod tests {
 
     #[test]
     fn the_step_is_named() {
-        let error = compare(&["a.weight"], &[vec![1], vec![2], vec![1]], Some(200)).unwrap_err().to_string();
+        let digests = [vec![1], vec![2], vec![1]];
+        let comparison = Comparison { paths: &["a.weight"], digests: &digests, step: Some(200) };
+        let error = comparison.exactly().unwrap_err().to_string();
         assert!(error.starts_with("the replicas differ in step 200: a.weight on rank 1 differs from the other ranks"));
+    }
+
+    /// Sketch of a value of two elements.
+    fn moved(x: f32, y: f32) -> Sketch {
+        Sketch::of(&TensorData::from([x, y]))
+    }
+
+    fn by_movement(movements: &[Sketch]) -> Result<Option<Rounding>, Error> {
+        let digests: Vec<Vec<i64>> = (1..=movements.len() as i64).map(|rank| vec![7, rank]).collect();
+        let movements: Vec<Vec<Sketch>> = movements.iter().map(|movement| vec![*movement]).collect();
+        let comparison = Comparison { paths: &["a", "b"], digests: &digests, step: Some(100) };
+        comparison.by_movement(&movements, &[0.0, 1e-3])
+    }
+
+    #[test]
+    fn rounding_is_told_from_more() {
+        let rounding = by_movement(&[moved(1.0, 1.0), moved(1.0, 1.000_01), moved(1.000_02, 1.0)]).unwrap().unwrap();
+        assert_eq!((rounding.parameters, rounding.worst.as_str()), (1, "b"));
+        assert!((1e-6..1e-4).contains(&rounding.distance), "{rounding:?}");
+        assert_eq!(rounding.to_string(), "b differs between ranks by 1e-5 of its movement since the last comparison");
+        assert_eq!(
+            by_movement(&[moved(1.01, 1.01), moved(1.0, 1.000_01), moved(1.0, 1.0)])
+                .unwrap_err()
+                .to_string()
+                .split(';')
+                .next()
+                .unwrap(),
+            "the replicas differ in step 100: b on rank 0 differs from the other ranks by 1.0e-2 of its movement since \
+            the last comparison (rounding: up to 1e-3)"
+        );
+        let still = by_movement(&[moved(1.0, 0.0), moved(0.0, 0.0)]).unwrap_err().to_string();
+        assert!(still.contains("b differs between ranks 0, 1, and has not moved"), "{still}");
+        assert!(by_movement(&[Sketch::UNKNOWN, Sketch::UNKNOWN]).is_err());
+    }
+
+    #[test]
+    fn a_rank_that_did_not_read_has_no_movement_to_compare() {
+        let digests = [vec![0], vec![4], vec![5]];
+        let comparison = Comparison { paths: &["a"], digests: &digests, step: None };
+        let of = |sketch: Sketch| vec![sketch];
+        let movements = [of(Sketch::UNKNOWN), of(moved(1.0, 2.0)), of(moved(1.0, 2.000_001))];
+        assert!(comparison.by_movement(&movements, &[1e-3]).unwrap().is_some());
     }
 }

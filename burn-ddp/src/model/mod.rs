@@ -4,12 +4,17 @@
 //! |---|---|
 //! | `schema` | paths, shapes and dtypes of its parameters and buffers; the first difference between ranks |
 //! | `digest` | hashes of values; parameters that differ between ranks |
+//! | `movement` | how far ranks that differ are apart, beside how far their parameters moved |
 //! | `broadcast` | one rank's values on every rank |
 //! | `running_stats` | BatchNorm's running statistics |
+//! | `sync_buffers`, `check_replicas` | bringing them together, and comparing parameters, outside of a backward |
 //! | `save` | one durable file |
 
 pub(crate) mod broadcast;
+mod check_replicas;
 pub(crate) mod digest;
+pub(crate) mod movement;
 pub(crate) mod running_stats;
 pub(crate) mod save;
 pub(crate) mod schema;
+pub(crate) mod sync_buffers;

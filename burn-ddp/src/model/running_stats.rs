@@ -8,13 +8,15 @@ use std::collections::VecDeque;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Tensor, TensorData};
-use burn_ddp_comm::DType;
+use burn_ddp_comm::{DType, ProcessGroup};
 
+use super::digest::digest;
 use crate::convert::comm_dtype;
 use crate::gradients::AlignedBytes;
-use crate::{Error, Result, intercept};
+use crate::{Error, Result, agreement, intercept};
 
-/// Policy for running statistics (BatchNorm's mean and variance), applied at every reduction.
+/// Policy for running statistics (BatchNorm's mean and variance), applied at every reduction, and by `save`,
+/// `check_replicas`, checkpoints and [`sync_buffers`](crate::Ddp::sync_buffers) to what forwards have changed since.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BufferPolicy {
@@ -24,7 +26,8 @@ pub enum BufferPolicy {
     /// All ranks get those of rank 0, or of the first rank that has not [joined](crate::Ddp::join), as with torch's
     /// `broadcast_buffers=True`.
     Broadcast,
-    /// Each rank keeps its own, as with torch's `broadcast_buffers=False`; `save` writes rank 0's.
+    /// Each rank keeps its own, as with torch's `broadcast_buffers=False`; `save` and checkpoints write rank 0's, and
+    /// each rank validates with its own.
     Local,
 }
 
@@ -106,6 +109,33 @@ impl<M: Module> Buffers for Handle<M> {
         let mut write = Write { is_buffer: self.is_buffer.clone().into(), values: values.into() };
         self.model = self.model.take().map(|model| model.map(&mut write));
     }
+}
+
+/// Brings the running statistics of `model` together: those that differ between ranks become rank 0's, or the mean in
+/// which each rank counts the same. *Collective*.
+#[track_caller]
+pub(crate) fn sync<M: Module>(group: &ProcessGroup, model: &M, policy: BufferPolicy) -> Result<()> {
+    let is_buffer = which(model);
+    if policy == BufferPolicy::Local || group.world_size() == 1 || !is_buffer.contains(&true) {
+        return Ok(());
+    }
+    // The clone shares the statistics.
+    let mut handle = Handle { model: Some(model.clone()), is_buffer };
+    let values = agreement::on_outcome(group, "sync its running statistics", intercept::bypass(|| handle.read()))?;
+    let digests: Vec<i64> = values.iter().map(|value| digest(value.as_bytes())).collect();
+    let all = group.all_gather_object(&digests)?;
+    if all.iter().all(|of_rank| *of_rank == digests) {
+        return Ok(());
+    }
+    let mut packed = pack(&values);
+    for (dtype, buffer) in &mut packed {
+        match policy {
+            BufferPolicy::Broadcast => group.broadcast_bytes(*dtype, buffer.bytes_mut(), 0)?,
+            _ => group.all_reduce_weighted_bytes(*dtype, buffer.bytes_mut(), 1.0, 0)?,
+        }
+    }
+    intercept::bypass(|| handle.write(unpack(&values, &packed)));
+    Ok(())
 }
 
 /// The values back to back, one buffer per dtype in the order of first appearance.

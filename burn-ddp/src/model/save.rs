@@ -1,4 +1,4 @@
-//! One durable model file, the hash of a model, and the comparison of replicas.
+//! One durable model file, and the hash of a model.
 
 use std::path::{Path, PathBuf};
 use std::{fs, io};
@@ -6,7 +6,7 @@ use std::{fs, io};
 use burn::module::Module;
 
 use super::schema::Snapshot;
-use super::{digest, running_stats};
+use super::sync_buffers::sync_wrapped;
 use crate::checkpoint::leftover;
 use crate::ddp::Ddp;
 use crate::intercept::bypass;
@@ -23,7 +23,7 @@ pub fn param_hash<M: Module>(model: &M) -> Result<String> {
 }
 
 /// Values of this moment: nothing pending, running statistics up to date.
-fn snapshot<M: Module>(model: &M) -> Result<Snapshot> {
+pub(super) fn snapshot<M: Module>(model: &M) -> Result<Snapshot> {
     bypass(|| Snapshot::of(&model.valid()))
 }
 
@@ -33,45 +33,24 @@ impl Ddp {
     ///
     /// The file appears complete or not at all: it is written under a temporary name, synced, then renamed. What a
     /// killed save to `path` has left is removed; so only one job at a time may save to it. Rank 0 may write for
-    /// longer than the deadline of a collective: the others wait as long as it lives.
+    /// longer than the deadline of a collective: the others wait as long as it lives. The
+    /// ranks bring running statistics together first, as [`sync_buffers`](Self::sync_buffers) does.
     ///
     /// # Errors
     ///
     /// [`Error::File`](crate::Error::File) on every rank if rank 0 could not write; an existing file is untouched then.
     /// [`Error::ReplicasDiffer`](crate::Error::ReplicasDiffer) if the ranks do not hold the same parameters; the file
-    /// is written nevertheless, with rank 0's.
+    /// is written nevertheless, with rank 0's. Parameters that differ by rounding are no error, as in
+    /// [`check_replicas`](Self::check_replicas).
     #[track_caller]
     pub fn save<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
         let path = with_extension(path.as_ref());
+        sync_wrapped(self.group(), model)?;
         agreement::on_main(self.group(), || {
             write(model, &path).map_err(|e| format!("could not write {}: {e}", path.display()))
         })?;
         self.check_replicas(model)?;
         Ok(path)
-    }
-
-    /// Checks that all ranks hold the same parameters, bit by bit. *Collective*. Running statistics may differ between
-    /// two reductions, and are not compared.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::ReplicasDiffer`](crate::Error::ReplicasDiffer) on every rank, naming the first parameter that differs
-    /// and the rank.
-    #[track_caller]
-    pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
-        let is_buffer = running_stats::which(model);
-        let snapshot = snapshot(model)?;
-        let mut floats = is_buffer.into_iter();
-        let (mut paths, mut digests) = (Vec::new(), Vec::new());
-        for (i, entry) in snapshot.schema.entries.iter().enumerate() {
-            let is_buffer = snapshot.schema.is_float[i] && floats.next().unwrap_or(false);
-            if !is_buffer {
-                paths.push(entry.path.as_str());
-                digests.push(digest::digest(snapshot.values[i].as_bytes()));
-            }
-        }
-        let all = self.group().all_gather_object(&digests)?;
-        digest::compare(&paths, &all, None)
     }
 }
 

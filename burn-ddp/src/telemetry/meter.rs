@@ -1,5 +1,6 @@
 //! Counts where the time of steps goes, and records it in the timeline and with `tracing`.
 
+use std::fmt::Display;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -66,6 +67,20 @@ impl Meter {
         }
         if self.0.timeline.is_on() {
             self.0.timeline.span(&format!("loader {loader}"), "batch", time, &[]);
+        }
+    }
+
+    /// Counts a comparison in which parameters of the ranks differed by `rounding`, and logs the first of a model.
+    pub(crate) fn rounded(&self, rounding: &impl Display, step: Option<u64>, first: bool) {
+        self.counts().total.rounded += 1;
+        if first && self.0.world.rank() == 0 {
+            tracing::warn!(
+                target: "burn_ddp::replicas",
+                step,
+                "the ranks' parameters differ by rounding: {rounding}. Flex adds up 4 Mi elements and more in an order \
+                that changes (norm clipping, LAMB, Adafactor, Muon), and GPUs of different kinds round differently. \
+                Training goes on, `save` writes rank 0's parameters, and `stats().rounded` counts such comparisons"
+            );
         }
     }
 

@@ -56,6 +56,9 @@ pub struct Stats {
     /// Time that communication took: on its own thread, most of it during backward, or in `wait` where there is no such
     /// thread.
     pub busy: Duration,
+    /// Number of [comparisons](crate::WrapConfig::with_replica_check) in which parameters of the ranks differed by
+    /// rounding.
+    pub rounded: u64,
 }
 
 impl Stats {
@@ -95,6 +98,7 @@ impl Sub for Stats {
             data: self.data - earlier.data,
             calls: self.calls - earlier.calls,
             busy: self.busy - earlier.busy,
+            rounded: self.rounded - earlier.rounded,
         }
     }
 }

@@ -85,6 +85,7 @@ impl AgreedModel {
             caps: config.caps(on_device),
             timeout: ddp.world().options().timeout,
             replica_check: config.replica_check as u64,
+            exact_replicas: config.exact_replicas,
             // Without overlap a backward would wait for the device's reductions at its end, and the device would idle.
             overlap: on_device || config.overlap.unwrap_or_else(|| overlap_pays(ddp, &device)),
             on_device,

@@ -24,6 +24,7 @@ pub struct WrapConfig {
     bucket_cap_bytes: Option<usize>,
     pub(super) buffers: BufferPolicy,
     pub(super) replica_check: usize,
+    pub(super) exact_replicas: bool,
     /// `None`: by the engine, the device and the number of cores.
     pub(super) overlap: Option<bool>,
     #[serde(rename = "alone")]
@@ -39,6 +40,7 @@ impl Default for WrapConfig {
             bucket_cap_bytes: None,
             buffers: BufferPolicy::default(),
             replica_check: 100,
+            exact_replicas: false,
             overlap: None,
             single_rank_reduction: false,
         }
@@ -99,11 +101,29 @@ impl WrapConfig {
     /// Number of steps between comparisons of the ranks' parameters, by digests: 100 by default, 0 for never. The first
     /// two steps after the first are compared too, since that is where mistakes show.
     ///
-    /// A step compares what its forward read. Where values differ, the backward fails on every rank with
-    /// [`Error::ReplicasDiffer`], which names the parameter and the rank.
+    /// A step compares the parameters that got a gradient from its forward, and the frozen ones that were read. Where
+    /// bits differ, the ranks compare how far the parameter has moved since the last comparison. Movements that differ
+    /// by at most 1e-3 of themselves (1e-2 for f16 and bf16) are rounding: training goes on, with a warning the first
+    /// time and a count in [`Stats::rounded`](crate::Stats::rounded). A larger difference, and any in a parameter that
+    /// did not move, fails the backward on every rank with [`Error::ReplicasDiffer`], which names the parameter and
+    /// the rank.
+    ///
+    /// Rounding differs between ranks since Burn need not repeat its bits: on Flex sums over 4 Mi elements and more
+    /// (norm clipping, LAMB, Adafactor, Muon), and on GPUs of different kinds. It is not corrected: parameters and
+    /// optimizer state of the ranks stay apart by as much, and each step moves all of them by the same average.
+    /// [`Ddp::broadcast_parameters`](crate::Ddp::broadcast_parameters) makes them equal again, as does a checkpoint
+    /// that is loaded.
     #[must_use]
     pub fn with_replica_check(mut self, every_steps: usize) -> Self {
         self.replica_check = every_steps;
+        self
+    }
+
+    /// If true, one bit that differs between the ranks' parameters is an error, in comparisons of steps, `save` and
+    /// `check_replicas`. By default differences of [rounding](Self::with_replica_check) are not.
+    #[must_use]
+    pub fn with_exact_replicas(mut self, exact: bool) -> Self {
+        self.exact_replicas = exact;
         self
     }
 

@@ -1,0 +1,59 @@
+//! `check_replicas`: comparison of the ranks' models outside of a backward.
+
+use burn::module::Module;
+
+use super::digest::{Comparison, differing, digest};
+use super::movement::{Sketch, from_row, to_row, tolerance};
+use super::running_stats;
+use super::save::snapshot;
+use super::schema::Snapshot;
+use super::sync_buffers::sync_wrapped;
+use crate::convert::comm_dtype;
+use crate::ddp::Ddp;
+use crate::intercept::taps;
+use crate::{Result, agreement};
+
+impl Ddp {
+    /// Checks that all ranks hold the same parameters, bit by bit but for rounding. *Collective*.
+    ///
+    /// Floats of a wrapped model whose bits differ are judged by how far they have moved since the last comparison, as
+    /// in the [comparison of steps](crate::WrapConfig::with_replica_check): rounding is a warning and counted, anything
+    /// more is an error. All other parameters, and all of a model that is not wrapped or wrapped with
+    /// [`with_exact_replicas`](crate::WrapConfig::with_exact_replicas), must be the same bits. Running statistics of a
+    /// wrapped model are brought together first ([`sync_buffers`](Self::sync_buffers)) and not compared.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::ReplicasDiffer`](crate::Error::ReplicasDiffer) on every rank, naming the first parameter that differs
+    /// and the rank.
+    #[track_caller]
+    pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
+        let group = self.group();
+        sync_wrapped(group, model)?;
+        let Snapshot { schema, values } = agreement::on_outcome(group, "read its parameters", snapshot(model))?;
+        let mut is_buffer = running_stats::which(model).into_iter();
+        let is_parameter = |entry: &usize| !(schema.is_float[*entry] && is_buffer.next().unwrap_or(false));
+        let compared: Vec<usize> = (0..values.len()).filter(is_parameter).collect();
+        let paths: Vec<&str> = compared.iter().map(|entry| schema.entries[*entry].path.as_str()).collect();
+        let own: Vec<i64> = compared.iter().map(|entry| digest(values[*entry].as_bytes())).collect();
+        let digests = group.all_gather_object(&own)?;
+        let comparison = Comparison { paths: &paths, digests: &digests, step: None };
+        let (differing, taps) = (differing(&digests), taps(model));
+        let exact = taps.is_empty() || taps.values().any(|tap| !tap.judges_movements());
+        if differing.is_empty() || exact {
+            return comparison.exactly();
+        }
+        let movement = |&i: &usize| match taps.get(paths[i]) {
+            Some(tap) => tap.movement_until(&Sketch::of(&values[compared[i]])),
+            None => Sketch::UNKNOWN,
+        };
+        let own = to_row(differing.iter().map(movement));
+        let movements: Vec<Vec<Sketch>> = group.all_gather(&own)?.chunks(own.len()).map(from_row).collect();
+        let tolerance = |entry: &usize| comm_dtype(schema.dtypes[*entry]).map_or(0.0, tolerance);
+        let tolerances: Vec<f64> = compared.iter().map(tolerance).collect();
+        if let Some(rounding) = comparison.by_movement(&movements, &tolerances)? {
+            self.state().meter.rounded(&rounding, None, true);
+        }
+        Ok(())
+    }
+}

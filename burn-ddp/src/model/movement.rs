@@ -1,0 +1,249 @@
+//! Movement of parameters between two comparisons of the replicas: tells rounding from ranks that train different
+//! models.
+//!
+//! Burn's arithmetic need not repeat its bits. Flex sums tensors of 4 Mi elements and more in the order in which its
+//! threads finish, so norm clipping, LAMB, Adafactor and Muon scale by factors that differ in the last bit; GPUs of
+//! different kinds round differently. So a comparison whose digests differ goes on to ask how far: with the movements
+//! `m` of two ranks since the last comparison, `|m₁ - m₂| <= tolerance · min(|m₁|, |m₂|)` is rounding.
+//!
+//! The tolerance is 1e-3, and 1e-2 for half types. Rounding gives about 1e-7, and 1e-5 where updates are small beside
+//! the last bits of the values. A learning rate that is off by 1 % gives 1e-2; an update in bf16, 1.6e-3; one step of
+//! a hundred with a gradient of its own, about 1e-2.
+//!
+//! Movements are compared rather than values since ranks whose values have parted by rounding stay apart: a model
+//! belongs to its program, and neither a backward nor `save` could write to it. They stay as close as they are: each
+//! step moves them by the same average, bit by bit, so a difference has no effect on the next one, in parameters as
+//! in the state of optimizers. Each comparison judges what was added since the last.
+//!
+//! A movement is known by its [`Sketch`]: 248 bytes per parameter instead of a copy of the model.
+
+use burn::tensor::{DType, TensorData};
+use burn_ddp_comm::DType as CommDType;
+
+/// Number of sums in a sketch. A prime, so that the columns of a matrix spread over all of them.
+const SUMS: usize = 31;
+
+/// Sums of the elements of a value with random signs, each of every 31st element.
+///
+/// Sketches of two values subtract like the values, and the [norm](Sketch::norm) of a sketch estimates that of the
+/// value, with an error of about 13 % whichever elements differ; exactly if there are at most 31 elements. Computing
+/// one costs about 0.5 ns per element.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Sketch([f64; SUMS]);
+
+impl Sketch {
+    /// Sketch of an unknown value; so is what is subtracted from it.
+    pub(crate) const UNKNOWN: Sketch = Sketch([f64::NAN; SUMS]);
+
+    /// Sketch of the elements of `data`; unknown if they are no floats.
+    pub(crate) fn of(data: &TensorData) -> Self {
+        let sums = match data.dtype() {
+            DType::F64 => data.as_slice::<f64>().map(sums),
+            DType::F32 | DType::Flex32 => data.as_slice::<f32>().map(sums),
+            DType::F16 => data.as_slice::<half::f16>().map(sums),
+            DType::BF16 => data.as_slice::<half::bf16>().map(sums),
+            _ => return Self::UNKNOWN,
+        };
+        sums.map_or(Self::UNKNOWN, Sketch)
+    }
+
+    /// Sketch of the difference of two values.
+    #[must_use]
+    pub(crate) fn minus(&self, other: &Sketch) -> Sketch {
+        Sketch(std::array::from_fn(|i| self.0[i] - other.0[i]))
+    }
+
+    /// Estimate of the value's Euclidean norm; NaN if it is unknown.
+    fn norm(&self) -> f64 {
+        self.0.iter().map(|sum| sum * sum).sum::<f64>().sqrt()
+    }
+}
+
+/// The bits of sketches back to back, as digests travel.
+pub(crate) fn to_row(sketches: impl Iterator<Item = Sketch>) -> Vec<i64> {
+    sketches.flat_map(|sketch| sketch.0).map(|sum| sum.to_bits() as i64).collect()
+}
+
+/// The inverse of [`to_row`].
+pub(crate) fn from_row(row: &[i64]) -> Vec<Sketch> {
+    let (sketches, _) = row.as_chunks::<SUMS>();
+    sketches.iter().map(|bits| Sketch(bits.map(|sum| f64::from_bits(sum as u64)))).collect()
+}
+
+fn sums<E: Copy + Into<f64>>(elements: &[E]) -> [f64; SUMS] {
+    let mut sums = [0.0; SUMS];
+    for (nth, row) in elements.chunks(SUMS).enumerate() {
+        let signs = mixed(nth as u64);
+        for (i, (sum, &element)) in sums.iter_mut().zip(row).enumerate() {
+            let sign = (signs >> i) << 63;
+            *sum += f64::from_bits(element.into().to_bits() ^ sign);
+        }
+    }
+    sums
+}
+
+/// 64 bits that are as good as random (SplitMix64).
+fn mixed(n: u64) -> u64 {
+    let z = n.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+/// Difference of two movements as a part of the smaller one; infinite if one is unknown.
+pub(crate) fn distance(one: &Sketch, other: &Sketch) -> f64 {
+    let (difference, moved) = (one.minus(other).norm(), one.norm().min(other.norm()));
+    match difference / moved {
+        _ if difference == 0.0 => 0.0,
+        ratio if ratio.is_nan() => f64::INFINITY,
+        ratio => ratio,
+    }
+}
+
+/// Largest [`distance`] of movements that is rounding, for a parameter of this type.
+pub(crate) fn tolerance(dtype: CommDType) -> f64 {
+    match dtype {
+        CommDType::F16 | CommDType::BF16 => 1e-2,
+        _ => 1e-3,
+    }
+}
+
+/// Movements of the parameters of a model since the last comparison on this rank.
+pub(crate) struct Movements {
+    /// Values at the last comparison in which every rank read the parameter; at first those that `wrap` gave all ranks.
+    /// `None` until the first backward.
+    since: Option<Vec<Sketch>>,
+    /// Values that the running backward's forward read; unknown for others.
+    now: Vec<Sketch>,
+}
+
+impl Movements {
+    pub(crate) fn new(parameters: usize) -> Self {
+        Movements { since: None, now: vec![Sketch::UNKNOWN; parameters] }
+    }
+
+    /// True if there is nothing yet to measure movements from.
+    pub(crate) fn is_new(&self) -> bool {
+        self.since.is_none()
+    }
+
+    /// Measures movements from these values on, which are the same on all ranks.
+    pub(crate) fn measure_from(&mut self, values: Vec<Sketch>) {
+        self.since = Some(values);
+    }
+
+    /// Forgets from where to measure: all ranks have got other values.
+    pub(crate) fn restart(&mut self) {
+        self.since = None;
+    }
+
+    /// Takes the values of the running backward.
+    pub(crate) fn set_now(&mut self, values: Vec<Sketch>) {
+        self.now = values;
+    }
+
+    /// Movements of all parameters until the running backward.
+    pub(crate) fn until_now(&self) -> Vec<Sketch> {
+        self.now.iter().enumerate().map(|(i, now)| self.until(i, now)).collect()
+    }
+
+    /// Movement of a parameter until it had the value `now`.
+    pub(crate) fn until(&self, parameter: usize, now: &Sketch) -> Sketch {
+        self.since.as_ref().map_or(Sketch::UNKNOWN, |since| now.minus(&since[parameter]))
+    }
+
+    /// Ends a comparison: movements of the parameters that `all_read` are measured from the values of now.
+    pub(crate) fn accept(&mut self, all_read: impl Fn(usize) -> bool) {
+        let since = self.since.iter_mut().flatten().zip(&self.now).enumerate();
+        since.filter(|(i, _)| all_read(*i)).for_each(|(_, (since, now))| *since = *now);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::TensorData;
+
+    use super::*;
+
+    fn sketch(elements: Vec<f32>) -> Sketch {
+        let len = elements.len();
+        Sketch::of(&TensorData::new(elements, [len]))
+    }
+
+    /// Numbers in -1 … 1.
+    fn numbers(n: usize, salt: u64) -> Vec<f32> {
+        (0..n as u64).map(|i| (mixed(i ^ (salt << 40)) >> 40) as f32 / (1 << 23) as f32 - 1.0).collect()
+    }
+
+    fn norm(elements: &[f32]) -> f64 {
+        elements.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt()
+    }
+
+    #[test]
+    fn the_norm_of_a_difference_is_estimated_whichever_elements_differ() {
+        let before = numbers(100_000, 0);
+        let dense = numbers(100_000, 1);
+        let constant = vec![1e-4; 100_000];
+        let one = (0..100_000).map(|i| if i == 77_777 { 1e-6 } else { 0.0 }).collect();
+        let column = (0..100_000).map(|i| if i % 64 == 5 { 0.5 } else { 0.0 }).collect();
+        let row = (0..100_000).map(|i| if i / 64 == 5 { 0.5 } else { 0.0 }).collect();
+        for (name, change) in [("dense", dense), ("constant", constant), ("one", one), ("column", column), ("row", row)]
+        {
+            let after: Vec<f32> = before.iter().zip(&change).map(|(b, c)| b + c).collect();
+            let changed: Vec<f32> = after.iter().zip(&before).map(|(a, b)| a - b).collect();
+            let estimate = sketch(after).minus(&sketch(before.clone())).norm();
+            let ratio = estimate / norm(&changed);
+            assert!((0.6..1.5).contains(&ratio), "{name}: {ratio}");
+        }
+        let few = numbers(31, 2);
+        assert!((sketch(few.clone()).norm() - norm(&few)).abs() < 1e-12, "exact");
+    }
+
+    #[test]
+    fn rounding_is_far_below_the_tolerance_and_another_learning_rate_above() {
+        let (value, gradient) = (numbers(10_000, 3), numbers(10_000, 4));
+        let moved = |factor: f32| {
+            let after = value.iter().zip(&gradient).map(|(v, g)| v - 1e-3 * factor * g).collect();
+            sketch(after).minus(&sketch(value.clone()))
+        };
+        let rounding = distance(&moved(1.0), &moved(1.0 + f32::EPSILON));
+        assert!(rounding > 0.0 && rounding < 1e-4, "{rounding}");
+        let another = distance(&moved(1.0), &moved(1.01));
+        assert!((0.005..0.02).contains(&another), "{another}");
+    }
+
+    #[test]
+    fn what_did_not_move_must_not_differ() {
+        let (a, b) = (sketch(vec![1.0, 2.0]), sketch(vec![1.0, 2.5]));
+        let still = a.minus(&a);
+        assert_eq!(distance(&still, &still), 0.0);
+        assert_eq!(distance(&b.minus(&a), &still), f64::INFINITY);
+        assert_eq!(distance(&Sketch::UNKNOWN, &still), f64::INFINITY);
+        assert_eq!(distance(&sketch(vec![f32::NAN]), &sketch(vec![1.0])), f64::INFINITY);
+    }
+
+    #[test]
+    fn every_float_has_a_sketch_and_it_travels() {
+        let data = TensorData::new(numbers(100, 5), [100]);
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+            let sketch = Sketch::of(&data.clone().convert_dtype(dtype));
+            assert!(sketch.norm() > 1.0, "{dtype:?}");
+            let two = [sketch, Sketch([1.5; SUMS])];
+            assert_eq!(from_row(&to_row(two.into_iter())), two);
+        }
+        assert!(Sketch::of(&TensorData::new(vec![1_i64], [1])).norm().is_nan());
+    }
+
+    #[test]
+    fn movements_are_measured_from_what_every_rank_read() {
+        let value = |x: f32| sketch(vec![x]);
+        let mut movements = Movements::new(2);
+        assert!(movements.is_new() && movements.until_now()[0].norm().is_nan());
+        movements.measure_from(vec![value(1.0), value(1.0)]);
+        movements.set_now(vec![value(3.0), Sketch::UNKNOWN]);
+        assert_eq!(movements.until_now()[0], value(2.0));
+        movements.accept(|parameter| parameter == 0);
+        movements.set_now(vec![value(4.0), value(4.0)]);
+        assert_eq!(movements.until_now(), [value(1.0), value(3.0)]);
+    }
+}
