@@ -151,7 +151,7 @@ impl Checkpoints {
         }
         self.wait()?;
         let mut contents = writer::Contents::new(step, self.ddp.world_size(), self.ddp.is_main());
-        let filled = fill(&mut CheckpointWriter::new(&mut contents));
+        let filled = fill(&mut CheckpointWriter::new(&mut contents, group));
         agreement::on_outcome(group, "fill its checkpoint", filled)?;
         agreement::on_main(group, || self.directory.own())?;
         let (directory, keep) = (self.directory.clone(), self.keep);

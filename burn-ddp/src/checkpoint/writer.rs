@@ -3,21 +3,24 @@
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
+use burn_ddp_comm::ProcessGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::manifest::Manifest;
 use crate::model::schema::Schema;
+use crate::model::sync_buffers::sync_wrapped;
 use crate::optimizer::state as optimizer_state;
 use crate::{Error, Result, intercept};
 
 /// Takes the contents of a new checkpoint, in [`Checkpoints::save`](super::Checkpoints::save).
 ///
-/// Only rank 0 copies them; on the other ranks its methods only check.
+/// Every rank calls the same methods. Only rank 0 copies the contents.
 #[derive(Debug)]
 pub struct CheckpointWriter<'a> {
     contents: &'a mut Contents,
+    group: &'a ProcessGroup,
     /// Prefix of names, such as `"generator-"`; empty without [`named`](Self::named).
     prefix: String,
 }
@@ -47,23 +50,28 @@ impl Contents {
 }
 
 impl<'a> CheckpointWriter<'a> {
-    pub(super) fn new(contents: &'a mut Contents) -> Self {
-        CheckpointWriter { contents, prefix: String::new() }
+    pub(super) fn new(contents: &'a mut Contents, group: &'a ProcessGroup) -> Self {
+        CheckpointWriter { contents, group, prefix: String::new() }
     }
 
     /// A writer for a further model, optimizer or schedule: `c.named("generator").model(&generator)?`. Load it by the
     /// same name, see [`Checkpoint::named`](super::Checkpoint::named).
     pub fn named(&mut self, name: &str) -> CheckpointWriter<'_> {
-        CheckpointWriter { prefix: format!("{}{name}-", self.prefix), contents: self.contents }
+        CheckpointWriter { prefix: format!("{}{name}-", self.prefix), contents: self.contents, group: self.group }
     }
 
     /// Saves parameters and buffers of `model`, wrapped or not. Plain Burn reads the file `model.bpk`.
+    ///
+    /// *Collective* for a wrapped model with running statistics, which the ranks bring together first, as
+    /// [`Ddp::sync_buffers`](crate::Ddp::sync_buffers) does.
     ///
     /// # Errors
     ///
     /// [`Error::Invalid`] if the model cannot be read from its device, or a model of this name was saved already; if
     /// any rank holds gradients of micro-batches, which a resumed run would miss: save after the optimizer step.
+    #[track_caller]
     pub fn model<M: Module>(&mut self, model: &M) -> Result<()> {
+        sync_wrapped(self.group, model)?; // before the check, which may end it on one rank only
         if intercept::find(model).iter().any(|wrapped| wrapped.holds_gradients()) {
             return Err(Error::invalid(
                 "the model holds gradients of micro-batches, which a checkpoint would lose: save after the optimizer \

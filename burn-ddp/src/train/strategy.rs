@@ -10,6 +10,7 @@ use burn::train::{
 use super::micro_batches::MicroBatches;
 use super::stop::{agree_to_stop, decide_on_main, fail, report};
 use crate::data::ShardedLoader;
+use crate::model::running_stats;
 use crate::wrap::{self, Taps};
 use crate::{Ddp, Error, Result, WrapConfig};
 
@@ -232,7 +233,13 @@ impl<M: LearnerModel> Run<'_, M> {
 
     /// Validates on this rank's share. Ranks have different numbers of batches, so they agree on stopping afterwards.
     fn validate(&mut self, loader: &ValidLoader<M>) {
-        let model = self.learner.model().valid();
+        let model = self.learner.model();
+        if let Some(policy) = self.taps.as_ref().and_then(|taps| taps.wrapped.buffer_policy())
+            && let Err(error) = running_stats::sync(self.ddp.group(), &model, policy)
+        {
+            return fail(self.ddp, &self.interrupter, error);
+        }
+        let model = model.valid();
         let mut batches = loader.iter();
         let mut iteration = 0;
         while let Some(batch) = batches.next() {
