@@ -1,10 +1,10 @@
 //! Movement of parameters between two comparisons of the replicas: tells rounding from ranks that train different
 //! models.
 //!
-//! Burn's arithmetic need not repeat its bits. Flex sums tensors of 4 Mi elements and more in the order in which its
-//! threads finish, so norm clipping, LAMB, Adafactor and Muon scale by factors that differ in the last bit; GPUs of
-//! different kinds round differently. So a comparison whose digests differ goes on to ask how far: with the movements
-//! `m` of two ranks since the last comparison, `|m₁ - m₂| <= tolerance · min(|m₁|, |m₂|)` is rounding.
+//! Burn's arithmetic need not repeat its bits. Flex with several threads sums tensors of 4 Mi elements and more in the
+//! order in which they finish, so norm clipping, LAMB, Adafactor and Muon scale by factors that differ in the last bit;
+//! GPUs of different kinds round differently. So a comparison whose digests differ goes on to ask how far: with the
+//! movements `m` of two ranks since the last comparison, `|m₁ - m₂| <= tolerance · min(|m₁|, |m₂|)` is rounding.
 //!
 //! The tolerance is 1e-3, and 1e-2 for half types. Rounding gives about 1e-7, and 1e-5 where updates are small beside
 //! the last bits of the values. A learning rate that is off by 1 % gives 1e-2; an update in bf16, 1.6e-3; one step of

@@ -33,8 +33,9 @@ impl Ddp {
     ///
     /// The file appears complete or not at all: it is written under a temporary name, synced, then renamed. What a
     /// killed save to `path` has left is removed; so only one job at a time may save to it. Rank 0 may write for
-    /// longer than the deadline of a collective: the others wait as long as it lives. The
-    /// ranks bring running statistics together first, as [`sync_buffers`](Self::sync_buffers) does.
+    /// longer than the deadline of a collective: the others wait as long as it lives.
+    ///
+    /// The ranks bring running statistics together first, as [`sync_buffers`](Self::sync_buffers) does.
     ///
     /// # Errors
     ///

@@ -77,9 +77,10 @@ impl Meter {
             tracing::warn!(
                 target: "burn_ddp::replicas",
                 step,
-                "the ranks' parameters differ by rounding: {rounding}. Flex adds up 4 Mi elements and more in an order \
-                that changes (norm clipping, LAMB, Adafactor, Muon), and GPUs of different kinds round differently. \
-                Training goes on, `save` writes rank 0's parameters, and `stats().rounded` counts such comparisons"
+                "the ranks' parameters differ by rounding: {rounding}. Flex with several threads adds up 4 Mi elements \
+                and more in an order that changes (norm clipping, LAMB, Adafactor, Muon), and GPUs of different kinds \
+                round differently. Training goes on, `save` writes rank 0's parameters, and `stats().rounded` counts \
+                such comparisons"
             );
         }
     }
