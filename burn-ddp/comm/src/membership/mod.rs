@@ -6,7 +6,7 @@
 //! | messages between ranks besides data; the traits of their carriers and of waits | `messages`, applied in `dispatch` |
 //! | the connections that carry them between processes | `control` |
 //! | the first cause, which every call returns from then on | `failure`; panics in `panics` |
-//! | signs of life | `heartbeats`, acted upon in `suspects` |
+//! | signs of life | `liveness`, acted upon in `suspects` |
 //! | why a call waits | `diagnosis`, asked in `stalls` |
 //! | stops on tracks that ranks walk together | `progress`, `tracks`; announced in `pending_stops` |
 //! | events and the report for the launcher | `report` |
@@ -19,7 +19,7 @@ pub(crate) mod control;
 mod diagnosis;
 mod dispatch;
 mod failure;
-mod heartbeats;
+mod liveness;
 mod messages;
 pub(crate) mod panics;
 mod peer;
@@ -37,7 +37,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
-use self::heartbeats::Liveness;
+use self::liveness::Liveness;
 use self::pending_stops::PendingStops;
 use self::state::Shared;
 use crate::call::CallInfo;

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use super::heartbeats::Liveness;
+use super::liveness::Liveness;
 use super::messages::{Outbox, Wake};
 use super::peer::PeerInfo;
 use super::tracks::Tracks;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::heartbeats::Change;
+use super::liveness::Change;
 use super::{ControlMessage, Membership};
 use crate::post_mortem::{self, Event, millis};
 use crate::sync::lock;
