@@ -6,7 +6,7 @@
 //! | `mnist` | a trainer with evaluation, progress, a final table and a JSON summary |
 //! | `mnist_learner` | the same through Burn's `SupervisedTraining` |
 //! | `resnet`, `alexnet` | the same for pictures: synthetic ones, CIFAR-10, a folder of your own |
-//! | `seed_gradients` | what averaging does, in numbers that can be checked by hand |
+//! | `hand_checked_gradient` | what averaging does, in numbers that can be checked by hand |
 //! | `existing_loop`, `accumulation`, `uneven_data`, `checkpoint_resume`, `early_stopping`, `custom_metric`, `lora`, `mixed_devices` | one thing each |
 //!
 //! Each file in `src/bin` opens with the lines that run it. The trainers share [`trainer`]; [`mnist`] and [`vision`]
@@ -21,7 +21,7 @@
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "download")]
-mod download;
+mod guarded_download;
 pub mod mnist;
 pub mod trainer;
 pub mod vision;

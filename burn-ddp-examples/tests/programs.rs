@@ -147,7 +147,7 @@ fn a_download_that_was_not_built_in_is_an_error_on_every_rank() {
 
 #[test]
 fn two_processes_see_the_mean_and_the_sum_of_their_gradients() {
-    let program = env!("CARGO_BIN_EXE_seed_gradients");
+    let program = env!("CARGO_BIN_EXE_hand_checked_gradient");
     let alone = String::from_utf8(run(program, "").stdout).unwrap();
     assert_eq!(
         alone,

@@ -63,7 +63,7 @@ fn download(split: Split) -> Result<MnistDataset> {
         Split::Train => vision::MnistDataset::train(),
         Split::Test => vision::MnistDataset::test(),
     };
-    let data = crate::download::guarded(download).context(
+    let data = crate::guarded_download::guarded(download).context(
         "if an earlier download was cut off, delete burn-dataset/mnist in the cache folder (~/.cache); a folder with \
          MNIST's files can be given to --data instead",
     )?;

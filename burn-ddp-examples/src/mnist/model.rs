@@ -9,7 +9,7 @@ use burn::prelude::*;
 use burn::tensor::activation::relu;
 
 use super::dataset::{CLASSES, MnistBatch};
-use crate::trainer::measure::recognised;
+use crate::trainer::loss_and_accuracy::recognised;
 
 /// Configuration of [`Cnn`].
 #[derive(Config, Debug)]

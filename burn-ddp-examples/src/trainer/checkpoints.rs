@@ -8,7 +8,7 @@ use burn_ddp::checkpoint::Checkpoints;
 use burn_ddp::data::ShardedLoader;
 use serde::{Deserialize, Serialize};
 
-use super::measure::Losses;
+use super::loss_and_accuracy::Losses;
 use super::options::LoopOptions;
 use super::summary::Epoch;
 

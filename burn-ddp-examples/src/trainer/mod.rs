@@ -6,14 +6,14 @@
 //! | `launch` | starts the ranks; turns errors into exit codes |
 //! | `training_loop` | trains, evaluates and reports; a trainer adds a `Task` |
 //! | `checkpoints` | saves how far a training has come, and goes on from there |
-//! | `measure` | losses and accuracies over all ranks |
+//! | `loss_and_accuracy` | losses and accuracies over all ranks |
 //! | `schedule` | learning rates over a training |
 //! | [`summary`], `display` | results: as JSON for programs, as a table for people |
 
 mod checkpoints;
 mod display;
 mod launch;
-pub(crate) mod measure;
+pub(crate) mod loss_and_accuracy;
 pub(crate) mod options;
 mod schedule;
 pub mod summary;

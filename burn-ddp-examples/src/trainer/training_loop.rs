@@ -13,7 +13,7 @@ use burn_ddp::prelude::*;
 
 use super::checkpoints::Saves;
 use super::display::Display;
-use super::measure::{Losses, accuracy};
+use super::loss_and_accuracy::{Losses, accuracy};
 use super::options::{LoopOptions, Options};
 use super::summary::{Epoch, RankReport, Summary, Work};
 

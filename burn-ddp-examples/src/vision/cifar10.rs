@@ -27,7 +27,7 @@ pub(super) struct Cifar10 {
 ///
 /// A download that fails, now or half-way before.
 pub(super) fn load(limit: usize) -> Result<[Cifar10; 2]> {
-    let halves = crate::download::guarded(|| {
+    let halves = crate::guarded_download::guarded(|| {
         let cifar10 = CifarDataset::new(CifarType::Cifar10);
         [cifar10.train(), cifar10.test()]
     })

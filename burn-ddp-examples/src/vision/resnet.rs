@@ -6,7 +6,7 @@ use burn::nn::{BatchNorm, Linear, LinearConfig, PaddingConfig2d};
 use burn::prelude::*;
 use burn::tensor::activation::relu;
 
-use super::norm::{ConvNorm, Norm};
+use super::conv_norm::{ConvNorm, Norm};
 use super::train_pictures::Classifier;
 
 /// Pictures of at least so many pixels are made smaller before the first block, as ImageNet's are.

@@ -15,7 +15,7 @@ use clap::Args;
 use super::augment::Augment;
 use super::picture::{Batch, Channels, PictureBatcher};
 use super::picture_source::{self, PictureOptions, Source};
-use crate::trainer::measure::recognised;
+use crate::trainer::loss_and_accuracy::recognised;
 use crate::trainer::training_loop::{Task, Training, loaders};
 use crate::trainer::{LoopOptions, Options};
 

@@ -1,4 +1,4 @@
-"""What all scripts here have in common: they do what the driver says. See src/protocol.rs for the lines."""
+"""What all scripts here have in common: they do what the driver says. See src/driver_protocol.rs for the lines."""
 
 import resource
 import socket

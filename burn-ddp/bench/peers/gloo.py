@@ -1,4 +1,4 @@
-"""All-reduce with torch's gloo, told round by round what to do. See src/protocol.rs for the lines.
+"""All-reduce with torch's gloo, told round by round what to do. See src/driver_protocol.rs for the lines.
 
 usage: gloo.py CONTROL_SOCKET STORE_FILE RANK WORLD DTYPE
 """

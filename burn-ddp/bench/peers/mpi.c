@@ -1,4 +1,4 @@
-/* All-reduce with an installed MPI, told round by round what to do. See src/protocol.rs for the lines.
+/* All-reduce with an installed MPI, told round by round what to do. See src/driver_protocol.rs for the lines.
  *
  * usage: mpirun -n WORLD mpi CONTROL_SOCKET DTYPE   (f32 or f64) */
 #include <mpi.h>

@@ -1,4 +1,4 @@
-"""Trains with torch: plainly, plainly with a bare barrier in each step, or with DistributedDataParallel. See src/protocol.rs.
+"""Trains with torch: plainly, plainly with a bare barrier in each step, or with DistributedDataParallel. See src/driver_protocol.rs.
 
 usage: train.py CONTROL_SOCKET INIT_METHOD RANK WORLD MODEL SIDE LINES_FD BUCKET_MB   (LINES_FD -1: none; BUCKET_MB 0: torch's default)
 """
@@ -62,7 +62,7 @@ class Mlp(nn.Module):
 
 
 class Barrier:
-    """Each rank writes its own line and reads the others', as in src/shared_memory.rs."""
+    """Each rank writes its own line and reads the others', as in src/spin_barrier.rs."""
 
     def __init__(self):
         self.memory, self.times = mmap.mmap(lines_fd, world * LINE_BYTES), 0

@@ -89,7 +89,7 @@ impl Usage {
         Usage { rss_bytes: kib("Rss:") * 1024, pss_bytes: kib("Pss:") * 1024, faults }
     }
 
-    /// The answer to `usage` in the [`protocol`](crate::protocol).
+    /// The answer to `usage` in the [`driver_protocol`](crate::driver_protocol).
     pub(crate) fn line(&self) -> String {
         format!("ok {} {} {}", self.rss_bytes, self.pss_bytes, self.faults)
     }

@@ -3,23 +3,23 @@
 
 mod all_reduce;
 mod common_options;
-mod comparison;
 mod contender;
 mod curves;
 mod determinism;
-mod link;
+mod driver_protocol;
+mod interleaved_rounds;
 mod machine;
 mod plot;
-mod protocol;
 mod rank;
 mod rendezvous;
-mod shared_memory;
+mod simulated_link;
+mod spin_barrier;
 mod stats;
 mod step;
 mod table;
 mod team;
 #[cfg(feature = "plot")]
-mod timeline;
+mod timeline_plot;
 mod values;
 
 use clap::{Parser, Subcommand};
@@ -44,7 +44,7 @@ enum Bench {
     Rendezvous(rendezvous::Rendezvous),
     Determinism(determinism::Determinism),
     #[cfg(feature = "plot")]
-    Timeline(timeline::Timeline),
+    Timeline(timeline_plot::Timeline),
     /// Draws steps of a trace that `burnrun --timeline` wrote; needs a build with `--features plot`.
     #[cfg(not(feature = "plot"))]
     Timeline {

@@ -13,8 +13,8 @@ use serde_json::json;
 
 use crate::common_options::CommonOptions;
 use crate::contender::{Engine, Script, envs};
+use crate::driver_protocol::Lines;
 use crate::machine::describe;
-use crate::protocol::Lines;
 use crate::stats::{median, percentile, ratio};
 use crate::table::{self, Table, time_us};
 use crate::team::{Scratch, Team};

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::protocol::{Lines, RankTimes, RoundPlan};
+use crate::driver_protocol::{Lines, RankTimes, RoundPlan};
 
 /// Time for all ranks to say hello: torch takes seconds to load, and more where processes outnumber cores.
 const START: Duration = Duration::from_secs(120);

@@ -13,7 +13,7 @@ use crate::group::{CallPath, ProcessGroup};
 use crate::history::Log;
 use crate::membership::Membership;
 use crate::membership::panics;
-use crate::sync::lock;
+use crate::poison_free_locks::lock;
 use crate::timeline::Timeline;
 use crate::{Error, PeerInfo, Progress, Result, Track, WorldOptions};
 

@@ -9,7 +9,7 @@ use burn_ddp_comm::timeline;
 
 use crate::error::LaunchError;
 use crate::event::{Event, Stop, Trouble};
-use crate::generation::GenerationContext;
+use crate::generation_context::GenerationContext;
 use crate::guardian::Guardian;
 use crate::node_outcome::NodeOutcome;
 use crate::nodes::{Announcement, GenerationPlan, Interrupted, Meet, Node, Nodes, Verdict, meet};
@@ -17,10 +17,10 @@ use crate::output::log_dir::{JobDir, job_name};
 use crate::processes::Processes;
 use crate::rank_start::RankStart;
 use crate::rank_store::{JoinAbort, RankStore};
-use crate::report::archive::{self, GenerationRecord};
 use crate::report::event_file::EventFile;
-use crate::report::notices::Notices;
 use crate::report::outcome::Outcome;
+use crate::report::report_files::{self, GenerationRecord};
+use crate::report::user_notices::Notices;
 use crate::report_dir::ReportDir;
 use crate::signals;
 use crate::spec::{JobSpec, Stdio};
@@ -175,14 +175,14 @@ impl Job<'_> {
                 NodeOutcome { node: nodes.node, host, trouble: Some(trouble), ..NodeOutcome::default() }
             }
         };
-        let reports = archive::read_reports(dir.path(), &own);
+        let reports = report_files::read_reports(dir.path(), &own);
         let decide = |all: &[NodeOutcome], reports: &[PostMortem]| {
             let mut outcome = Outcome::of(all, *number);
-            outcome.waiting = archive::waiting(&outcome, reports);
+            outcome.waiting = report_files::waiting(&outcome, reports);
             let restart = *number < self.spec.max_restarts && may_help(all, &outcome);
             if let Some(dir) = job_dir {
                 let record = GenerationRecord { generation: *number, plan: plan.clone(), nodes: all.to_vec(), outcome };
-                let report = archive::store(dir, &record, reports);
+                let report = report_files::store(dir, &record, reports);
                 outcome = Outcome { report, ..record.outcome };
             }
             Verdict { outcome, restart }

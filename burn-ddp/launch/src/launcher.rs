@@ -8,8 +8,8 @@ use crate::command::Program;
 use crate::error::LaunchError;
 use crate::generations;
 use crate::output::settings::{OutputSettings, Streams};
-use crate::report::notices::NoticeSink;
 use crate::report::outcome::Outcome;
+use crate::report::user_notices::NoticeSink;
 use crate::spec::{JobSpec, Stdio};
 
 /// Longest grace time, which longer ones are cut to: some hundred years would overflow the clock.

@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 
 use crate::event::Event;
 use crate::exit::{RankExit, signal_name};
-use crate::generation::GenerationContext;
+use crate::generation_context::GenerationContext;
 use crate::node_outcome::NodeOutcome;
 use crate::output::relay::Relay;
 use crate::signals;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::command::Program;
 use crate::error::LaunchError;
 use crate::output::settings::OutputSettings;
-use crate::report::notices::NoticeSink;
+use crate::report::user_notices::NoticeSink;
 
 /// Largest number of ranks on one machine; more are taken for a slip of the finger.
 const MAX_RANKS: usize = 4096;

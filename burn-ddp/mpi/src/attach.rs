@@ -14,7 +14,7 @@ use crate::fabric::{MpiFabric, Ranks};
 use crate::ffi::{self, Comm};
 use crate::transport::MpiTransport;
 use crate::wait::poll_pause;
-use crate::{detect, lifecycle};
+use crate::{launcher_detection, lifecycle};
 
 /// Makes all later groups of `world` use MPI. All ranks call it, between the same groups; it returns when all have.
 ///
@@ -65,8 +65,8 @@ pub fn attach_threads(worlds: &[World]) -> Result<()> {
 }
 
 fn attached(world: &World, membership: &Arc<Membership>, site: CallSite) -> Result<Arc<dyn Fabric>> {
-    if detect::is_taken() && !lifecycle::has_begun() {
-        return Err(environment(detect::TOO_LATE.to_owned()));
+    if launcher_detection::is_taken() && !lifecycle::has_begun() {
+        return Err(environment(launcher_detection::TOO_LATE.to_owned()));
     }
     lifecycle::begin(world.options().join_timeout, &|| world.check())?;
     let _one = lifecycle::one_at_a_time();

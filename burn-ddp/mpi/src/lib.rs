@@ -48,15 +48,15 @@
 
 mod attach;
 mod channel;
-mod detect;
 mod error;
 mod exchange;
 mod fabric;
 mod ffi;
 mod fragments;
+mod launcher_detection;
 mod lifecycle;
 mod transport;
 mod wait;
 
 pub use attach::{attach, attach_threads};
-pub use detect::detect;
+pub use launcher_detection::detect;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use crate::device::Device;
 use crate::error::DeviceError;
 use crate::nccl::{Config, IN_PROGRESS, Nccl, NcclCalls, RawComm, SUCCESS, UniqueId};
-use crate::sync::lock;
+use crate::poison_free_lock::lock;
 use crate::wait::{WaitCheck, poll_pause, wait_until};
 
 /// An `ncclComm_t`.

@@ -8,7 +8,7 @@ use burn_ddp_comm::Result;
 
 use crate::driver::{Driver, Raw};
 use crate::error::environment;
-use crate::sync::lock;
+use crate::poison_free_lock::lock;
 
 /// Handle of a context, stream, event or host allocation of the driver.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -10,13 +10,13 @@ use burn_ddp_comm::engine::{Engine, Incoming, OnDevice, Outgoing};
 use burn_ddp_comm::{Call, DType, Error, ReduceOp, Result, SharedBuffer, SharedView};
 
 use crate::communicator::Communicator;
+use crate::coordinated_launch::GroupLaunch;
 use crate::device_memory::Region;
 use crate::device_reduce::DeviceReduce;
 use crate::error::DeviceError;
-use crate::group_launch::GroupLaunch;
-use crate::host_memory::{HostBytes, HostMemory, ThroughDevice, Work};
+use crate::host_through_device::{HostBytes, HostMemory, ThroughDevice, Work};
 use crate::nccl_op::Part;
-use crate::rank_device::RankDevice;
+use crate::rank_device_state::RankDevice;
 use crate::stream::Stream;
 use crate::wait::WaitCheck;
 use crate::watchdog::Enqueued;

@@ -10,9 +10,9 @@ use burn_ddp_comm::{Call, Result};
 use crate::device::Device;
 use crate::driver::Driver;
 use crate::engine::NcclEngine;
-use crate::host_memory::HostMemory;
+use crate::host_through_device::HostMemory;
 use crate::nccl::Nccl;
-use crate::rank_device::RankDevice;
+use crate::rank_device_state::RankDevice;
 
 /// The [`Fabric`] of this crate, put around a world's own by [`World::set_fabric`](burn_ddp_comm::World::set_fabric).
 ///

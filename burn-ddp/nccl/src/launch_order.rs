@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::sync::lock;
+use crate::poison_free_lock::lock;
 
 /// Calls that wait for their launch on one device.
 #[derive(Debug, Default)]

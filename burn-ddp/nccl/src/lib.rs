@@ -29,9 +29,9 @@
 //! | devices, streams, events, memory | [`Device`], [`Stream`], [`Event`], [`DeviceBuffer`] |
 //! | communicators and their collectives | [`Communicator`], `collectives.rs`, [`NcclOp`] |
 //! | the foreign functions, and how they are loaded | [`Driver`], [`Nccl`], `dlopen.rs` |
-//! | one rank's device, shared by the engines of its groups | `rank_device.rs` |
-//! | meeting and launching, in an order that all ranks agree on | `group_launch.rs`, `launch_order.rs` |
-//! | host memory through the device | `host_memory.rs`, `staging.rs` |
+//! | one rank's device, shared by the engines of its groups | `rank_device_state.rs` |
+//! | meeting and launching, in an order that all ranks agree on | `coordinated_launch.rs`, `launch_order.rs` |
+//! | host memory through the device | `host_through_device.rs`, `staging.rs` |
 //! | enqueued collectives that no thread waits for | `watchdog.rs` |
 //! | devices and NCCL in host memory, for tests | `fake/` |
 //!
@@ -42,6 +42,7 @@ mod blocking_copy;
 mod capability;
 mod collectives;
 mod communicator;
+mod coordinated_launch;
 mod device;
 mod device_memory;
 mod device_reduce;
@@ -50,14 +51,13 @@ mod engine;
 mod error;
 mod event;
 mod fabric;
-mod group_launch;
-mod host_memory;
+mod host_through_device;
 mod launch_order;
 mod nccl_op;
-mod rank_device;
+mod poison_free_lock;
+mod rank_device_state;
 mod staging;
 mod stream;
-mod sync;
 mod wait;
 mod watchdog;
 
@@ -75,7 +75,7 @@ pub use driver::Driver;
 pub use error::DeviceError;
 pub use event::Event;
 pub use fabric::NcclFabric;
-pub use host_memory::HostMemory;
+pub use host_through_device::HostMemory;
 pub use nccl::{Nccl, UniqueId};
 pub use nccl_op::NcclOp;
 pub use stream::Stream;

@@ -10,7 +10,7 @@ use crate::communicator::{Communicator, SharedCommunicator, abort};
 use crate::device::Device;
 use crate::error::{awaited_ranks, own_failure, root_cause};
 use crate::event::Event;
-use crate::sync::lock;
+use crate::poison_free_lock::lock;
 
 /// A collective that was enqueued.
 pub(crate) struct Enqueued {

@@ -15,7 +15,7 @@ pub(crate) mod background;
 mod directory;
 pub(crate) mod leftover;
 mod manifest;
-mod saved;
+mod saved_checkpoint;
 mod writer;
 
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use crate::ddp::Ddp;
 use crate::{Error, Result, agreement};
 use background::BackgroundWrite;
 use directory::Directory;
-pub use saved::Checkpoint;
+pub use saved_checkpoint::Checkpoint;
 pub use writer::CheckpointWriter;
 
 /// A directory of checkpoints, each of which is complete or not there at all; from [`Ddp::checkpoints`].

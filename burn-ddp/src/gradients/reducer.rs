@@ -12,8 +12,8 @@ use burn_ddp_comm::{ProcessGroup, SharedView};
 use super::accumulation::{Boundary, MicroBatches};
 use super::bucket_plan::{Bucket, Plan, Slot};
 use super::buffer_ring::BufferRing;
-use super::flags;
 use super::piggyback::{Piggyback, PiggybackResult, Submitted};
+use super::presence_flags;
 use super::reducer_settings::Settings;
 use super::store::{Arrival, GradientStore, Outcome};
 use super::worker::{Done, Fault, Finished, Job, StatisticsSource, Worker};
@@ -379,11 +379,11 @@ impl<T> Reducer<T> {
         };
         let bytes = buffer.bytes_mut();
         for (nth, &slot) in bucket.slots.iter().enumerate() {
-            flags::set_flag(bucket.dtype, bytes, bucket.flag_elem(nth), self.store.holds(slot));
+            presence_flags::set_flag(bucket.dtype, bytes, bucket.flag_elem(nth), self.store.holds(slot));
         }
         if let Some(elem) = bucket.wake_elem() {
             let mut dormant = self.plan.buckets[self.plan.awake..].iter().flat_map(|b| &b.slots);
-            flags::set_flag(bucket.dtype, bytes, elem, dormant.any(|&slot| self.store.holds(slot)));
+            presence_flags::set_flag(bucket.dtype, bytes, elem, dormant.any(|&slot| self.store.holds(slot)));
         }
         let loan = match self.store.fill(bucket, &self.plan.ranges, self.batches.divisor(), bytes) {
             Ok(loan) => loan,
@@ -474,7 +474,7 @@ impl<T> Reducer<T> {
 /// Reads the reduced flags of a bucket.
 fn read_flags(bucket: &Bucket, reduced: &SharedView, present: &mut [bool], wake: &mut bool) {
     for (nth, &slot) in bucket.slots.iter().enumerate() {
-        present[slot] = flags::flag_is_up(bucket.dtype, reduced, bucket.flag_elem(nth));
+        present[slot] = presence_flags::flag_is_up(bucket.dtype, reduced, bucket.flag_elem(nth));
     }
-    *wake |= bucket.wake_elem().is_some_and(|elem| flags::flag_is_up(bucket.dtype, reduced, elem));
+    *wake |= bucket.wake_elem().is_some_and(|elem| presence_flags::flag_is_up(bucket.dtype, reduced, elem));
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{Gradients, Tensor};
 
-use super::checks::bypassed;
 use super::model_walk::note_values;
+use super::tap_and_replica_checks::bypassed;
 use super::wrapped_model::WrappedModel;
 use crate::ddp::Ddp;
 use crate::{Error, Result};

@@ -4,10 +4,10 @@ use std::sync::atomic::Ordering;
 
 use burn::backend::autodiff::grads::Gradients;
 
-use super::backward_pass::submit_all;
-use super::checks::UNREAD;
+use super::begin_and_submit::submit_all;
 use super::failure::{fail, is_captured};
 use super::model_state::State;
+use super::tap_and_replica_checks::UNREAD;
 use super::unused_parameters::Substitute;
 use super::wrapped_model::WrappedModel;
 use crate::Result;

@@ -8,7 +8,7 @@ use burn::backend::tensor::FloatTensor;
 
 use super::failure::fail;
 use super::model_state::State;
-use super::read::Read;
+use super::parameter_read::Read;
 use super::wrapped_model::WrappedModel;
 use crate::Result;
 use crate::gradients::GradientMemory;

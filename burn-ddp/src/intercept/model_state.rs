@@ -9,10 +9,10 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::DType;
 use burn_ddp_comm::{ProcessGroup, Track};
 
-use super::ladder::{AutodiffTensor, Ladder, scalar, untracked};
-use super::shadow;
+use super::depth_ladder::{AutodiffTensor, Ladder, scalar, untracked};
+use super::shadow_collectives;
 use super::synced_statistics::SyncedStatistics;
-use super::waiting_averages::StandInLeaves;
+use super::unused_parameter_averages::StandInLeaves;
 use super::wrapped_model::WrappedModel;
 use crate::gradients::{GradientMemory, Reducer, Settings, Slot, open_store};
 use crate::model::movement::Movements;
@@ -115,8 +115,8 @@ impl<B: GradientMemory> Default for SlotState<B> {
 
 /// Averages that the last backward put on leaves.
 pub(super) struct Delivered {
-    /// Digest of each slot's average, [`UNREAD`](super::checks::UNREAD) unless `digested`; `None` if the slot's leaf
-    /// got no average.
+    /// Digest of each slot's average, [`UNREAD`](super::tap_and_replica_checks::UNREAD) unless `digested`; `None` if
+    /// the slot's leaf got no average.
     pub(super) digests: Vec<Option<i64>>,
     /// True if the digests were computed, as in the first steps and in those that compare the ranks' parameters.
     pub(super) digested: bool,
@@ -184,7 +184,7 @@ impl<B: GradientMemory> ModelState for State<B> {
     }
 
     fn shadow(&mut self, model: &WrappedModel) -> Result<bool> {
-        shadow::run(model, self)
+        shadow_collectives::run(model, self)
     }
 
     fn delivered(&self) -> &Delivered {

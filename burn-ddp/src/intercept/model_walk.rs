@@ -8,8 +8,8 @@ use burn::backend::Dispatch;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{DType, Tensor};
 
-use super::bypass::bypass;
 use super::nodes::DdpBackend;
+use super::tap_bypass::bypass;
 use super::wrapped_model::{TapHandle, WrappedModel};
 
 /// Name of a tap as a path component, where Burn shows reparameterizations.

@@ -11,7 +11,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata, backend_extension};
 
 use super::model_state::ModelOpening;
-use super::read::Read;
+use super::parameter_read::Read;
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::backends::extend_backends;
 use crate::gradients::GradientMemory;

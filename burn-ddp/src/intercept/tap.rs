@@ -9,9 +9,9 @@ use burn::backend::Dispatch;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
 use burn::tensor::{Device, Tensor};
 
-use super::bypass::is_bypassed;
 use super::model_walk::{TAP_NAME, note_visit};
 use super::nodes::DdpBackend;
+use super::tap_bypass::is_bypassed;
 use super::unused_parameters::Handoff;
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::ddp::Ddp;

@@ -11,7 +11,7 @@ use burn::backend::autodiff::NodeId;
 use burn::module::{ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
-use super::ladder::AutodiffTensor;
+use super::depth_ladder::AutodiffTensor;
 use super::model_state::State;
 use super::nodes::DdpBackend;
 use super::wrapped_model::{TapHandle, WrappedModel};

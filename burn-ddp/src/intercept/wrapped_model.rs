@@ -7,7 +7,7 @@ use burn::tensor::{DType, Device};
 
 use super::failure;
 use super::model_state::ModelState;
-use super::waiting_averages::WaitingAverages;
+use super::unused_parameter_averages::WaitingAverages;
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
 use crate::gradients::{GradientReduction, Slot};

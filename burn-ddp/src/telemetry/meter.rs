@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::timeline::{Fact, Timeline};
 use burn_ddp_comm::{GroupId, ProcessGroup, World};
 
-use super::stats::Stats;
+use super::step_counters::Stats;
 use super::straggler::{self, REPORT_LEN, Straggler};
 
 /// Counters of one rank. Clones share them.

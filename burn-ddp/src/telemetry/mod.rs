@@ -1,10 +1,10 @@
 //! Where the time of steps goes: counted on each rank, compared between ranks.
 
 pub(crate) mod meter;
-mod stats;
+mod step_counters;
 mod straggler;
 
-pub use stats::Stats;
+pub use step_counters::Stats;
 pub(crate) use straggler::REPORT_LEN;
 pub use straggler::Straggler;
 

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use super::stats::Stats;
+use super::step_counters::Stats;
 
 /// Length of a rank's report: number of steps since its last report, nanoseconds of work and of waiting for data in
 /// them.

@@ -7,15 +7,15 @@ mod frozen;
 mod gan;
 mod lora;
 mod losses;
+mod nested_structures;
 mod optimizers;
 mod panics;
 mod records;
-mod repeated;
+mod repeated_reads;
 mod run;
 mod shapes;
 mod shared;
 mod statistics;
-mod structure;
 mod two_models;
 mod unused;
 
@@ -28,7 +28,7 @@ macro_rules! awkward_cases {
         $then! {
             shared: weight_read_twice, one_read_used_twice, embedding_tied_to_the_output, layer_in_two_places,
                 cloned_params;
-            repeated: once, three_times, fifty_times, another_count_in_each_step, another_count_on_each_rank,
+            repeated_reads: once, three_times, fifty_times, another_count_in_each_step, another_count_on_each_rank,
                 lstm_of_1, lstm_of_3, lstm_of_50, gru;
             gan: detached_and_attached, discriminator_without_gradient, one_backward_for_both, wrapped_together;
             losses: one_backward_each, gradients_accumulator, sum_of_losses, two_backwards_over_one_read;
@@ -41,7 +41,7 @@ macro_rules! awkward_cases {
             experts: routed_by_data, soft_mixture;
             shapes: scalars, empty_tensors, ten_thousand_tiny, larger_than_any_bucket, five_dimensions,
                 embedding_with_few_touched_rows, convolution, in_f32, in_f16, in_bf16, in_mixed_dtypes;
-            structure: vectors, options, enums, nested, arrays_and_tuples;
+            nested_structures: vectors, options, enums, nested, arrays_and_tuples;
             optimizers: sgd_plain, sgd_decay_and_nesterov, adam_ams, adam_w, ada_grad, adafactor, adan, lamb, lion,
                 muon, rms_prop, learning_rates_per_group, optimizers_per_group, clipping_by_norm, clipping_by_value,
                 lbfgs, lbfgs_with_unused;

@@ -11,11 +11,11 @@ use clap::Args;
 use serde_json::json;
 
 use crate::common_options::CommonOptions;
-use crate::comparison::{Effort, Field, interleave};
 use crate::contender::{Contender, Engine, Peer, Setting, ours, theirs};
+use crate::driver_protocol::RoundPlan;
+use crate::interleaved_rounds::{Effort, Field, interleave};
 use crate::machine::{cores, describe};
 use crate::plot::{self, Plot};
-use crate::protocol::RoundPlan;
 use crate::rank::BufferKind;
 use crate::table::Table;
 use crate::values;

@@ -3,8 +3,8 @@
 use burn_ddp_comm::DType;
 use serde_json::{Map, Value, json};
 
-use crate::comparison::Timing;
 use crate::contender::Contender;
+use crate::interleaved_rounds::Timing;
 use crate::plot::Line;
 use crate::stats::median;
 use crate::table::{Table, bytes, ratio, time_us};

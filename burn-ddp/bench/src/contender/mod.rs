@@ -8,8 +8,8 @@ use std::fmt;
 use burn_ddp_comm::DType;
 use clap::{Args, ValueEnum};
 
-use crate::link::Link;
 use crate::rank::BufferKind;
+use crate::simulated_link::Link;
 pub(crate) use script::Script;
 pub(crate) use start::{envs, start};
 

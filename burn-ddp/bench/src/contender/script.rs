@@ -52,7 +52,7 @@ impl Script {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::RoundPlan;
+    use crate::driver_protocol::RoundPlan;
     use crate::team::Team;
 
     /// A script like torch's, without torch.

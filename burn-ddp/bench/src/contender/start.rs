@@ -7,10 +7,10 @@ use anyhow::{Result, bail, ensure};
 use burn_ddp_comm::{DType, JobKey, LaunchEnv, Meeting, StoreServer};
 
 use super::{Contender, Engine, Framework, Peer, Script, Setting, Trainer};
-use crate::link::CABLE;
 use crate::machine::{cores, find_program};
 use crate::rank::BufferKind;
-use crate::shared_memory::SharedLines;
+use crate::simulated_link::CABLE;
+use crate::spin_barrier::SharedLines;
 use crate::team::{Scratch, Team};
 
 /// Starts the ranks of `contender`.

@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 
 use super::{BufferKind, Workload};
-use crate::shared_memory::Meeting;
+use crate::spin_barrier::Meeting;
 
 /// Each rank copies its bytes, all at the same time.
 pub(super) struct Memcpy {

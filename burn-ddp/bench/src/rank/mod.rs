@@ -3,7 +3,7 @@
 mod engine_rank;
 mod hardware;
 mod pump;
-mod random_sums;
+mod random_collectives;
 #[cfg(feature = "burn")]
 mod train;
 
@@ -15,9 +15,9 @@ use anyhow::{Context, Result, bail, ensure};
 use burn_ddp_comm::{DType, World};
 use clap::{Args, ValueEnum};
 
+use crate::driver_protocol::{Lines, RankTimes, RoundPlan};
 use crate::machine::{self, Cpu, cpu_ns};
-use crate::protocol::{Lines, RankTimes, RoundPlan};
-use crate::shared_memory::{Meeting, SharedLines};
+use crate::spin_barrier::{Meeting, SharedLines};
 use crate::values;
 
 /// Arguments from the driver.

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::Workload;
-use crate::shared_memory::SharedLines;
+use crate::spin_barrier::SharedLines;
 
 /// Bytes handed to the kernel at a time.
 const CHUNK: usize = 1 << 20;

@@ -14,7 +14,7 @@ use burn_ddp_comm::World;
 
 use super::Workload;
 use crate::contender::{Model, Side};
-use crate::shared_memory::Meeting;
+use crate::spin_barrier::Meeting;
 
 /// Elements of a side of a layer of [`Model::Mlp`]: 1 MiB of weights.
 const WIDTH: usize = 512;

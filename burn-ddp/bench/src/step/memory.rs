@@ -2,10 +2,10 @@
 
 use anyhow::{Context, Result};
 
-use super::points::Pair;
-use crate::comparison::{Field, Timing};
+use super::step_report::Pair;
+use crate::driver_protocol::RoundPlan;
+use crate::interleaved_rounds::{Field, Timing};
 use crate::machine::Usage;
-use crate::protocol::RoundPlan;
 use crate::team::Team;
 
 /// Steps over which page faults are counted.

@@ -2,7 +2,7 @@
 
 mod memory;
 mod overlap;
-mod points;
+mod step_report;
 
 use std::path::PathBuf;
 
@@ -12,12 +12,12 @@ use clap::Args;
 use clap::builder::ArgPredicate::IsPresent;
 
 use crate::common_options::CommonOptions;
-use crate::comparison::{Effort, Field};
 use crate::contender::{Contender, Engine, Framework, Model, Setting, Side, Trainer};
+use crate::interleaved_rounds::{Effort, Field};
 use crate::machine::describe;
 use crate::plot::{self, Plot};
 use overlap::LinkOptions;
-use points::{Point, pairs};
+use step_report::{Point, pairs};
 
 /// Time that data parallelism adds to a training step: forward and backward, and Adam for `cnn`, one thread per rank.
 ///
@@ -125,11 +125,11 @@ impl Step {
         if self.common.json {
             points.iter().for_each(|point| println!("{}", point.row(self.model, &points)));
         } else {
-            let table = points::table(self.model, &points);
+            let table = step_report::table(self.model, &points);
             println!("a step of {}, {} rounds, on {}\n\n{table}", self.model, self.rounds, describe());
         }
         let Some(path) = &self.plot else { return Ok(()) };
-        let lines = points::lines(&points);
+        let lines = step_report::lines(&points);
         Plot::new("what data parallelism adds to a step").panel("tensors", "added, ms", lines).write(path)
     }
 

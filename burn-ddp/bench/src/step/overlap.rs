@@ -6,11 +6,11 @@ use clap::Args;
 use serde_json::json;
 
 use super::Step;
-use crate::comparison::{Effort, Field, Timing};
 use crate::contender::{Contender, Engine, Framework, Model, Setting, Side, Trainer};
-use crate::link::Link;
+use crate::interleaved_rounds::{Effort, Field, Timing};
 use crate::machine::describe;
 use crate::rank::BufferKind;
+use crate::simulated_link::Link;
 use crate::table::{Table, time_us};
 
 /// Options of the measurement on a link of limited speed.

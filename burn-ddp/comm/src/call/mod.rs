@@ -10,14 +10,14 @@ use crate::clock::Ticks;
 use crate::frame::Header;
 use crate::{Error, Result};
 
+mod call_signature;
 mod collective;
-mod info;
 mod members;
 pub(crate) mod request;
 mod site;
 
+pub use call_signature::{CallInfo, GroupId, RankCall};
 pub use collective::Collective;
-pub use info::{CallInfo, GroupId, RankCall};
 pub use members::Members;
 pub use site::CallSite;
 

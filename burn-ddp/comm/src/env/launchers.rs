@@ -2,7 +2,7 @@
 
 use super::names::*;
 use super::parse::{Lookup, listed, needed, number};
-use super::slurm;
+use super::slurm_lists;
 use crate::{Error, Result};
 
 /// Launchers, in the order in which they are looked for.
@@ -141,7 +141,7 @@ impl Launcher {
         }
         let node_rank = row.node_rank.map_or(Ok(None), |name| number(name, lookup))?;
         let local_size = match (self, node_rank) {
-            (Self::Slurm, Some(node)) => slurm::tasks_on(node, row.local_world_size, lookup)?,
+            (Self::Slurm, Some(node)) => slurm_lists::tasks_on(node, row.local_world_size, lookup)?,
             _ => number(row.local_world_size, lookup)?,
         };
         let local = match (number(row.local_rank, lookup)?, local_size) {
@@ -172,7 +172,7 @@ impl Launcher {
 
     /// Variables of this launcher that are set.
     fn traces(self, lookup: Lookup<'_>) -> Vec<&'static str> {
-        if self == Self::Slurm && !slurm::in_step(lookup) {
+        if self == Self::Slurm && !slurm_lists::in_step(lookup) {
             return Vec::new();
         }
         let row = self.row();
@@ -195,7 +195,7 @@ impl Launcher {
     }
 
     fn is_complete(self, lookup: Lookup<'_>) -> bool {
-        self.missing(lookup).is_empty() && (self != Self::Slurm || slurm::in_step(lookup))
+        self.missing(lookup).is_empty() && (self != Self::Slurm || slurm_lists::in_step(lookup))
     }
 
     fn incomplete(self, lookup: Lookup<'_>) -> Error {
@@ -251,7 +251,7 @@ impl Launcher {
     /// True if the variables of `outer`, if any, describe a process around this one: the launcher itself, or its shell.
     fn runs_inside(self, outer: Launcher, lookup: Lookup<'_>) -> bool {
         use Launcher::{Mpich, OpenMpi, Ours, Plain, Slurm};
-        let slurm = slurm::in_step(lookup);
+        let slurm = slurm_lists::in_step(lookup);
         match (self, outer) {
             // burnrun removes the variables of the others from its ranks: what is set was set within a rank.
             (Ours, Slurm) if lookup(STORE).is_some_and(|store| store.trim() == "launcher") => true,

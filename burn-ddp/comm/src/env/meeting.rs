@@ -3,7 +3,7 @@
 use super::launchers::{Identity, Launcher};
 use super::names::*;
 use super::parse::{Lookup, flag, needed, number, text};
-use super::slurm;
+use super::slurm_lists;
 use crate::net::address;
 use crate::{Error, Result};
 
@@ -225,7 +225,7 @@ fn by_slurm(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
         Meeting::Rank0 { host, port }
     } else {
         let list = lookup(SLURM_NODES).unwrap_or_default();
-        let host = slurm::first_machine(&list).ok_or_else(|| {
+        let host = slurm_lists::first_machine(&list).ok_or_else(|| {
             Error::environment(format!(
                 "{SLURM_NODES}={list:?} is not a list of machines (such as node[01-04]); {MASTER}=host:port says \
                  where to meet, too"

@@ -30,7 +30,7 @@ mod launchers;
 mod meeting;
 mod names;
 mod parse;
-mod slurm;
+mod slurm_lists;
 
 use std::path::PathBuf;
 

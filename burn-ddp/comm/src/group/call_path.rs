@@ -11,7 +11,7 @@ use crate::clock::{Ticks, nanos};
 use crate::dtype::DType;
 use crate::engine::{Engine, Incoming, Outgoing};
 use crate::history::Log;
-use crate::sync::lock;
+use crate::poison_free_locks::lock;
 use crate::timeline::Fact;
 use crate::world::Member;
 

@@ -11,16 +11,16 @@ use crate::Result;
 use crate::call::GroupId;
 use crate::call::request::{Caller, Site};
 
+mod argument_checks;
 mod async_calls;
 mod call_path;
-mod checked_calls;
 mod data_movement;
 mod objects;
 mod pending;
 mod point_to_point;
 mod queue;
 mod reductions;
-mod shared_buffers;
+mod shared_buffer_reductions;
 mod split;
 
 pub(crate) use self::call_path::CallPath;

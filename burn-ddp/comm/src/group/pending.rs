@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex};
 
-use crate::sync::{lock, wait};
+use crate::poison_free_locks::{lock, wait};
 use crate::{Error, Result};
 
 /// A collective that was started and goes on by itself; made by the methods of [`ProcessGroup`](crate::ProcessGroup)

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::{io, thread};
 
-use crate::sync::{lock, wait};
+use crate::poison_free_locks::{lock, wait};
 
 /// A call to do. When it has given its result away it says that it is [done](CallQueue::done).
 pub(super) type Job = Box<dyn FnOnce(&CallQueue) + Send>;

@@ -8,8 +8,8 @@ use self::log::Seen;
 use crate::call::Members;
 use crate::clock::nanos;
 use crate::membership::{Heartbeat, PendingCall};
+use crate::poison_free_locks::lock;
 use crate::post_mortem::{Pending, Record, millis, since_1970};
-use crate::sync::lock;
 
 mod log;
 mod site_cell;

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::messages::Heartbeat;
-use super::peer::list_ranks;
+use super::peer_info::list_ranks;
 use crate::call::{CallInfo, Collective};
 
 /// Most ranks that a diagnosis describes.

@@ -4,11 +4,11 @@ use std::sync::Weak;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::failure::capped;
-use super::progress::{Progress, Track};
+use super::step_position::{Progress, Track};
+use super::world_end::capped;
 use super::{ControlMessage, Membership};
 use crate::Result;
-use crate::sync::lock;
+use crate::poison_free_locks::lock;
 
 impl Membership {
     /// Applies a control message of a rank in another process.

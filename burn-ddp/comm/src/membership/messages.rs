@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::progress::{Progress, Track};
+use super::step_position::{Progress, Track};
 use crate::Error;
 use crate::call::CallInfo;
 use crate::net::wait::Waker;

@@ -2,13 +2,13 @@
 //!
 //! | part of it | file |
 //! |---|---|
-//! | a rank as others see it | `peer` |
+//! | a rank as others see it | `peer_info` |
 //! | messages between ranks besides data; the traits of their carriers and of waits | `messages`, applied in `dispatch` |
 //! | the connections that carry them between processes | `control` |
-//! | the first cause, which every call returns from then on | `failure`; panics in `panics` |
-//! | signs of life | `liveness`, acted upon in `suspects` |
+//! | the first cause, which every call returns from then on | `world_end`; panics in `panics` |
+//! | signs of life | `liveness`, acted upon in `heartbeats` |
 //! | why a call waits | `diagnosis`, asked in `stalls` |
-//! | stops on tracks that ranks walk together | `progress`, `tracks`; announced in `pending_stops` |
+//! | stops on tracks that ranks walk together | `step_position`, `out_of_step`; announced in `pending_stops` |
 //! | events and the report for the launcher | `report` |
 //!
 //! Every wait of a collective also waits for the membership: whatever ends the world wakes the wait and is returned by
@@ -18,20 +18,20 @@
 pub(crate) mod control;
 mod diagnosis;
 mod dispatch;
-mod failure;
+mod heartbeats;
 mod liveness;
 mod messages;
+mod out_of_step;
 pub(crate) mod panics;
-mod peer;
+mod peer_info;
 mod pending_stops;
-mod progress;
 mod report;
 mod stalls;
 mod state;
-mod suspects;
+mod step_position;
 #[cfg(test)]
 mod tests;
-mod tracks;
+mod world_end;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
@@ -43,13 +43,13 @@ use self::state::Shared;
 use crate::call::CallInfo;
 use crate::history::History;
 use crate::net::wait::Waker;
-use crate::sync::lock;
+use crate::poison_free_locks::lock;
 use crate::{Error, LaunchEnv, Result, WorldOptions};
 
 pub use self::messages::{ControlMessage, Heartbeat, Outbox, PendingCall, Wake};
-pub use self::peer::PeerInfo;
-pub(crate) use self::peer::list_ranks;
-pub use self::progress::{Progress, Track};
+pub use self::peer_info::PeerInfo;
+pub(crate) use self::peer_info::list_ranks;
+pub use self::step_position::{Progress, Track};
 
 /// One rank's view of its world.
 pub struct Membership {

@@ -9,7 +9,7 @@ use std::panic::PanicHookInfo;
 use std::sync::{Arc, Mutex, Once, Weak};
 
 use super::Membership;
-use crate::sync::lock;
+use crate::poison_free_locks::lock;
 
 thread_local! {
     /// The last panic of this thread.

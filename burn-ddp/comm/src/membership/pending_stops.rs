@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::Membership;
-use super::progress::{Progress, Track};
-use crate::sync::lock;
+use super::step_position::{Progress, Track};
+use crate::poison_free_locks::lock;
 
 /// Time after which a stop is announced without a call of the rank, if heartbeats are sent.
 const GRACE: Duration = Duration::from_secs(1);

@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use super::Membership;
 use crate::LaunchEnv;
+use crate::poison_free_locks::lock;
 use crate::post_mortem::{self, Event, PeerState, PostMortem, millis};
-use crate::sync::lock;
 
 impl Membership {
     /// Appends `event` to the launcher's event file, if there is one.

@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use super::Membership;
 use super::diagnosis::{Activity, Diagnosis, diagnose};
-use super::failure::capped;
+use super::world_end::capped;
 use crate::Error;
 use crate::call::Call;
+use crate::poison_free_locks::lock;
 use crate::post_mortem::{self, Event, millis};
-use crate::sync::lock;
 
 impl Membership {
     /// Reports that `call` has waited for long, now for these group ranks. No error yet.

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use super::liveness::Liveness;
 use super::messages::{Outbox, Wake};
-use super::peer::PeerInfo;
-use super::tracks::Tracks;
+use super::out_of_step::Tracks;
+use super::peer_info::PeerInfo;
 use crate::history::History;
 use crate::{Error, LaunchEnv, WorldOptions};
 

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use super::element::{Flag, Stored};
-use super::fold::{Fold, Weights};
+use super::fold_and_weights::{Fold, Weights};
 use super::portable::{floats, pairs, portable_f32s};
 use super::simd::SimdElement;
 use super::source::Source;

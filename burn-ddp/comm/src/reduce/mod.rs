@@ -10,27 +10,27 @@
 //! |---|---|
 //! | choice of the sources that take part, and their factors | here |
 //! | one pass over memory, and its instructions | `kernel.rs` |
-//! | buffers cut in blocks, passes over the results of passes | `blocks.rs` |
+//! | buffers cut in blocks, passes over the results of passes | `cache_blocks.rs` |
 //! | the tree | `tree.rs` |
-//! | operations and element types, the definition of their bits | `fold.rs`, `element.rs` |
+//! | operations and element types, the definition of their bits | `fold_and_weights.rs`, `element.rs` |
 //! | loops over elements; the same with vector instructions, where f32 accumulates | `portable.rs`; `simd.rs`, `x86.rs` |
-//! | two ranks and a few elements | `small.rs` |
+//! | two ranks and a few elements | `small_reductions.rs` |
 
 use std::sync::OnceLock;
 
-use self::blocks::Plan;
-use self::fold::Fold;
+use self::cache_blocks::Plan;
+use self::fold_and_weights::Fold;
 use self::kernel::Isa;
 pub(crate) use self::source::Source;
 use crate::{DType, Error, ReduceOp, Result};
 
-mod blocks;
+mod cache_blocks;
 mod element;
-mod fold;
+mod fold_and_weights;
 mod kernel;
 mod portable;
 mod simd;
-mod small;
+mod small_reductions;
 mod source;
 #[cfg(test)]
 mod tests;
@@ -96,7 +96,7 @@ fn reduce_with(
         return internal(format!("an undefined reduction of {dtype} reached the kernels"));
     }
     match reduction {
-        Reduction::Op(op) if also.is_none() && small::two(dtype, op, sources, out) => Ok(()),
+        Reduction::Op(op) if also.is_none() && small_reductions::two(dtype, op, sources, out) => Ok(()),
         Reduction::Op(ReduceOp::Sum) => plan(Fold::Sum).run(out, also),
         Reduction::Op(ReduceOp::Mean) => Plan { total: sources.len() as f64, ..plan(Fold::Sum) }.run(out, also),
         Reduction::Op(ReduceOp::Min) => plan(Fold::Min).run(out, also),

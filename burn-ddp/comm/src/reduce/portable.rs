@@ -5,7 +5,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::element::{Float, Number, Stored};
-use super::fold::{Fold, Weights};
+use super::fold_and_weights::{Fold, Weights};
 use super::source::Source;
 use super::tree::{MAX_SOURCES, fold_tree, with_array};
 

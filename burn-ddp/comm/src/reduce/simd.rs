@@ -10,7 +10,7 @@
 use half::{bf16, f16};
 
 use super::element::Stored;
-use super::fold::{Fold, Scale, Weights};
+use super::fold_and_weights::{Fold, Scale, Weights};
 use super::portable::portable_f32s;
 use super::source::Source;
 use super::tree::{MAX_SOURCES, fold_tree, with_array};

@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use std::mem::transmute;
 
 use super::element::{NAN_F32, Stored};
-use super::fold::{Fold, Weights};
+use super::fold_and_weights::{Fold, Weights};
 use super::portable::{floats, pairs};
 use super::simd::{Simd, SimdElement, f32s};
 use super::source::Source;

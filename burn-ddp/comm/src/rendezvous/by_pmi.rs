@@ -7,8 +7,8 @@ use super::store_location::{Agreed, job_key};
 use crate::env::{LaunchEnv, Meeting};
 use crate::net::address;
 use crate::pmi::Pmi;
+use crate::poison_free_locks::lock;
 use crate::store::Serving;
-use crate::sync::lock;
 use crate::{Error, JobKey, Result, Secret};
 
 /// Key under which rank 0 puts `host:port`, or `secret@host:port` if no file has the secret.

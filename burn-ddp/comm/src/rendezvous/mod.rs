@@ -15,7 +15,7 @@
 
 mod by_pmi;
 pub(crate) mod round;
-mod settings;
+mod settings_check;
 mod store_location;
 
 use std::net::TcpStream;
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 pub use self::round::fail_join;
 use self::round::{Entry, Round, threads};
-use self::settings::Settings;
+use self::settings_check::Settings;
 use self::store_location::Agreed;
 use crate::auth::handshake::Purpose;
 use crate::auth::job_key::LinkKey;

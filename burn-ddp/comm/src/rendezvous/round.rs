@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::settings::{self, Settings};
+use super::settings_check::{self, Settings};
 use crate::auth::key::{KEY_BYTES, random};
 use crate::store::{Store, StoreClient};
 use crate::{Error, JobKey, PeerInfo, Result};
@@ -133,10 +133,10 @@ impl Round<'_> {
                 message: format!("{size} ranks arrived, but not each of them: {entries:?}"),
             });
         }
-        if let Some(message) = settings::difference(entries.iter().map(Entry::settings)) {
+        if let Some(message) = settings_check::difference(entries.iter().map(Entry::settings)) {
             return Ok(Verdict::Failed(Error::Rendezvous { message, came: Vec::new(), missing: Vec::new() }));
         }
-        if let Some((one, other)) = settings::different_programs(entries.iter().map(Entry::settings)) {
+        if let Some((one, other)) = settings_check::different_programs(entries.iter().map(Entry::settings)) {
             tracing::warn!("{one} and {other} run different programs");
         }
         for entry in &mut entries {
@@ -254,6 +254,6 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     }
     if let Ok(Verdict::Complete { entries, .. }) = decode(bytes) {
         let ranks = || entries.iter().map(Entry::settings);
-        let _ = (settings::difference(ranks()), settings::different_programs(ranks()));
+        let _ = (settings_check::difference(ranks()), settings_check::different_programs(ranks()));
     }
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::auth::handshake::HANDSHAKE_DEADLINE;
 use crate::env::{LaunchEnv, Meeting, PORTS_ABOVE};
 use crate::net::interface::Interface;
-use crate::net::{address, local};
+use crate::net::{address, unix_socket};
 use crate::store::{Place, Serving, StoreClient, Unreached};
 use crate::{Error, JobKey, Result, Secret};
 
@@ -92,7 +92,7 @@ fn host_local(name: &str, job: &JobKey) -> Result<Serving> {
     // The process that had the name may be just ending.
     let give_up = Instant::now() + Duration::from_secs(1);
     loop {
-        match local::bind(name).and_then(|listener| Serving::start(listener, job)) {
+        match unix_socket::bind(name).and_then(|listener| Serving::start(listener, job)) {
             Ok(serving) => return Ok(serving),
             Err(e) if e.kind() == ErrorKind::AddrInUse && Instant::now() < give_up => {
                 std::thread::sleep(address::RETRY)

@@ -12,8 +12,8 @@ use crate::auth::handshake::{HANDSHAKE_DEADLINE, Introduction, Purpose, Refusal,
 use crate::net::interface::Interface;
 use crate::net::wait::deadline_in;
 use crate::net::wire::Wire;
-use crate::net::{address, local};
-use crate::sync::lock;
+use crate::net::{address, unix_socket};
+use crate::poison_free_locks::lock;
 use crate::{Error, JobKey, Result};
 
 /// Time that the server may take beyond the wait that a request asks for.
@@ -191,7 +191,7 @@ fn open(place: &Place, job: &JobKey, deadline: Instant, patience: Duration) -> R
     let absent = |e: std::io::Error| Unreached::Absent(e.to_string());
     let socket = match place {
         Place::Tcp { host, port, via } => address::connect_once(host, *port, via, deadline).map_err(absent)?,
-        Place::Local { name } => local::connect(name).map_err(|e| match e.kind() {
+        Place::Local { name } => unix_socket::connect(name).map_err(|e| match e.kind() {
             // Another user has the name: waiting does not help.
             ErrorKind::PermissionDenied => Unreached::Refused(e.to_string()),
             _ => absent(e),

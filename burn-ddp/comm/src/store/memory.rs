@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::Store;
 use super::table::Table;
 use crate::net::wait::deadline_in;
-use crate::sync::{lock, wait_timeout};
+use crate::poison_free_locks::{lock, wait_timeout};
 use crate::{Error, Result};
 
 /// A [`Store`] within this process.

@@ -21,8 +21,8 @@ use crate::auth::job_key::JobTag;
 use crate::auth::unauthenticated::{Introduced, Strangers};
 use crate::net::wait::{Waker, deadline_in, wait};
 use crate::net::wire::Wire;
-use crate::net::{address, local};
-use crate::sync::lock;
+use crate::net::{address, unix_socket};
+use crate::poison_free_locks::lock;
 use crate::{Error, JobKey, Result};
 
 /// Most clients at a time.
@@ -228,7 +228,7 @@ impl Server {
     fn accept_one(&mut self) -> io::Result<()> {
         let (socket, from) = self.listener.accept()?;
         let prepared = if self.is_local {
-            local::check_peer(&socket).and_then(|()| socket.set_nonblocking(true)).map(|()| socket)
+            unix_socket::check_peer(&socket).and_then(|()| socket.set_nonblocking(true)).map(|()| socket)
         } else {
             address::ready(socket)
         };

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use crate::membership::PeerInfo;
-use crate::sync::lock;
+use crate::poison_free_locks::lock;
 
 mod merge;
 mod part;

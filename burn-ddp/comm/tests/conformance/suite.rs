@@ -113,7 +113,7 @@ macro_rules! conformance {
             groups_have_their_own,
             several_threads_may_start_and_wait,
         );
-        crate::conformance!($make; tracks:
+        crate::conformance!($make; out_of_step:
             stopping_before_a_peer_gets_there,
             stopping_after_a_peer_passed,
             stopping_ends_pending_collectives,

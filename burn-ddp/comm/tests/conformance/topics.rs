@@ -11,7 +11,7 @@ mod rooted;
 mod sequence;
 mod splits;
 mod suite;
-mod tracks;
+mod out_of_step;
 mod transfers;
 mod values;
 #[allow(dead_code, reason = "not every engine's means of unequal weights have the same bits")]

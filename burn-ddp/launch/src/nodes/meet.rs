@@ -13,7 +13,7 @@ use super::{Interrupted, LOOK, Link, Nodes, Others, look};
 use crate::error::LaunchError;
 use crate::event::{Event, Stop};
 use crate::exit::signal_name;
-use crate::report::notices::NoticeSink;
+use crate::report::user_notices::NoticeSink;
 use crate::trust::Trust;
 
 /// Time after which the user is told what is waited for; doubled each time.

@@ -6,10 +6,10 @@ use std::fmt::Write;
 use burn_ddp_comm::GroupId;
 use burn_ddp_comm::post_mortem::{Event, PostMortem, Record};
 
-use crate::report::archive::{GenerationReport, waiting};
-use crate::report::notices::Notices;
 use crate::report::outcome::{Failure, Outcome};
+use crate::report::report_files::{GenerationReport, waiting};
 use crate::report::text::{ranks, seconds};
+use crate::report::user_notices::Notices;
 
 /// The last collectives that are shown.
 const COLLECTIVES: usize = 20;

@@ -5,7 +5,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 
 use super::arithmetic::{Kind, reduce};
 use super::fake_stream::GLANCE;
-use crate::sync::lock;
+use crate::poison_free_lock::lock;
 
 /// Communicators of one unique id.
 pub(super) struct Clique {

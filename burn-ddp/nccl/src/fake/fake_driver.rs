@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use super::fake_stream::{FakeStream, Task};
 use super::state::{Allocation, State};
 use crate::driver::{DevicePtr, DriverCalls, NOT_READY, Raw, SUCCESS};
-use crate::sync::lock;
+use crate::poison_free_lock::lock;
 
 const INVALID_VALUE: c_int = 1;
 const INVALID_DEVICE: c_int = 101;

@@ -12,7 +12,7 @@ use super::fake_stream::{FakeStream, GLANCE, Task};
 use super::state::{Allocation, Fault, State};
 use crate::driver::Raw;
 use crate::nccl::{IN_PROGRESS, RawComm, SUCCESS};
-use crate::sync::lock;
+use crate::poison_free_lock::lock;
 
 pub(super) const SYSTEM_ERROR: c_int = 2;
 pub(super) const INVALID_ARGUMENT: c_int = 4;

@@ -11,7 +11,7 @@ use super::fake_comm::{FakeComm, Op};
 use super::fake_launch::{FIRST_OWN_OP, INVALID_ARGUMENT, INVALID_USAGE, SYSTEM_ERROR};
 use super::state::{Fault, State};
 use crate::nccl::{Config, IN_PROGRESS, NcclCalls, RawComm, SUCCESS, UniqueId};
-use crate::sync::lock;
+use crate::poison_free_lock::lock;
 
 impl NcclCalls for State {
     unsafe fn get_version(&self, version: *mut c_int) -> c_int {

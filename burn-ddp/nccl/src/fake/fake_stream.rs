@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::sync::lock;
+use crate::poison_free_lock::lock;
 
 /// Longest time between two checks of a waiting task for an abort.
 pub(super) const GLANCE: Duration = Duration::from_millis(2);

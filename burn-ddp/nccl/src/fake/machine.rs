@@ -7,7 +7,7 @@ use super::fake_stream::Task;
 use super::state::{Fault, State};
 use crate::driver::Driver;
 use crate::nccl::Nccl;
-use crate::sync::lock;
+use crate::poison_free_lock::lock;
 
 /// A machine with devices in host memory.
 #[derive(Clone)]

@@ -9,7 +9,7 @@ use super::fake_comm::FakeComm;
 use super::fake_stream::{Delays, FakeEvent, FakeStream};
 use crate::driver::Raw;
 use crate::nccl::RawComm;
-use crate::sync::lock;
+use crate::poison_free_lock::lock;
 
 /// Fault injected on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! The loaders over worlds of 1 to 4, as threads.
 
+mod differing_ranks;
 mod eval;
-mod faults;
 mod resume;
 mod train;
 

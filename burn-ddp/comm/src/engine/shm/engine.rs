@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::NAME;
-use super::board::Board;
-use super::cell::Announcement;
+use super::peer_waits::Board;
+use super::rank_cell::Announcement;
 use crate::auth::job_key::LinkKey;
 use crate::call::Call;
 use crate::engine::{Engine, Incoming, Outgoing};

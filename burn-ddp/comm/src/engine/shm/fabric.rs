@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use super::NAME;
-use super::board::Board;
 use super::engine::ShmEngine;
-use super::handover::Handover;
 use super::layout::Layout;
+use super::peer_waits::Board;
+use super::segment_handover::Handover;
 use crate::auth::job_key::LinkKey;
 use crate::call::Call;
-use crate::cores::cores_suffice;
+use crate::cores_per_rank::cores_suffice;
 use crate::engine::{Engine, Fabric, Unavailable};
 use crate::membership::Membership;
 use crate::{Error, Result};

@@ -11,7 +11,7 @@
 
 use std::ops::Range;
 
-use super::cell::{Cell, Pair};
+use super::rank_cell::{Cell, Pair};
 
 /// Chunks that a rank has under way at a time.
 pub(super) const SLOTS: usize = 2;

@@ -7,8 +7,8 @@ use loom::sync::Arc;
 use loom::thread;
 use std::time::Duration;
 
-use super::cell::{Announcement, LINE_WORDS, Line, Mailbox, Progress};
 use super::doorbell::{Doorbell, publication};
+use super::rank_cell::{Announcement, LINE_WORDS, Line, Mailbox, Progress};
 
 /// The memory that two ranks share here.
 #[derive(Default)]

@@ -6,27 +6,27 @@
 //! that stay in the caches; [shared buffers](in_place) are reduced where they are. `README.md` beside the parts
 //! describes the protocol.
 
-mod announce;
-mod arena;
 mod atomics;
-mod board;
-mod cell;
+mod chunked_data_movement;
 mod chunks;
 mod doorbell;
+mod eager_messages;
 mod engine;
 mod fabric;
 mod futex;
-mod handover;
-mod in_place;
+mod in_place_buffer;
+mod in_place_reductions;
 mod layout;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod pair;
+mod peer_waits;
 mod pipeline;
+mod rank_cell;
 mod segment;
-mod streams;
+mod segment_handover;
 
-pub(crate) use self::arena::{ArenaBuffer, ArenaView};
 pub(crate) use self::fabric::ShmFabric;
+pub(crate) use self::in_place_buffer::{ArenaBuffer, ArenaView};
 
 pub(crate) const NAME: &str = "shm";

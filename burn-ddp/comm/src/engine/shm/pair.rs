@@ -5,13 +5,13 @@
 //! can be used for any receiver.
 #![allow(unsafe_code)]
 
-use super::announce::hash;
-use super::board::{Board, Sign};
-use super::cell::{Announcement, LINE_BYTES, LINE_WORDS};
 use super::chunks::Chunks;
+use super::eager_messages::hash;
 use super::engine::ShmEngine;
 use super::layout::SLOTS;
+use super::peer_waits::{Board, Sign};
 use super::pipeline::ticket;
+use super::rank_cell::{Announcement, LINE_BYTES, LINE_WORDS};
 use crate::call::{Call, CallInfo, Collective};
 use crate::engine::{Incoming, Outgoing};
 use crate::{DType, Result};

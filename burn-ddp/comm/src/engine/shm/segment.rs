@@ -16,7 +16,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::cell::{Cell, Pair};
+use super::rank_cell::{Cell, Pair};
 
 /// Bytes of a huge page, where there are any.
 const HUGE_PAGE_BYTES: usize = 2 << 20;

@@ -4,13 +4,13 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use super::NAME;
-use super::hub::Hub;
+use super::frame_queues::Hub;
 use super::transport::ThreadsTransport;
 use crate::Result;
 use crate::call::Call;
 use crate::engine::{Engine, Fabric, HostEngine};
 use crate::membership::Membership;
-use crate::sync::lock;
+use crate::poison_free_locks::lock;
 
 /// Opens the groups of one rank among the threads of this process.
 pub(crate) struct ThreadsFabric {

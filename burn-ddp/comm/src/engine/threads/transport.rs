@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::NAME;
-use super::hub::{Frame, Hub};
+use super::frame_queues::{Frame, Hub};
 use crate::Result;
 use crate::call::Call;
 use crate::engine::{Incoming, Outgoing, Stall, Transport};
 use crate::membership::Membership;
-use crate::sync::lock;
+use crate::poison_free_locks::lock;
 
 /// Time after a rank has closed a group within which its world may still report why.
 const GRACE: Duration = Duration::from_secs(1);

@@ -11,9 +11,9 @@
 //! then it no longer cares; or a failure, and then the world has ended anyway. In a process that lives on, the monitor
 //! keeps reading until the peers have closed (or [`LINGER`](monitor::LINGER) is over), so that nothing is reset.
 
-mod links;
 mod monitor;
 mod proc_exit;
+mod unclaimed_connections;
 
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-pub(crate) use links::Links;
+pub(crate) use unclaimed_connections::Links;
 
 use crate::WorldOptions;
 use crate::auth::job_key::LinkKey;
@@ -30,7 +30,7 @@ use crate::membership::{ControlMessage, Membership, Outbox};
 use crate::net::address;
 use crate::net::wait::Waker;
 use crate::net::wire::Wire;
-use crate::sync::lock;
+use crate::poison_free_locks::lock;
 
 /// Longest control message, in bytes; the membership caps the texts in them.
 const MESSAGE_CAP: usize = 64 * 1024;

@@ -18,7 +18,7 @@ use crate::membership::{ControlMessage, Membership};
 use crate::net::address;
 use crate::net::wait::wait;
 use crate::net::wire::Wire;
-use crate::sync::lock;
+use crate::poison_free_locks::lock;
 
 /// Time that a monitor whose rank has left lets its peers close first.
 pub(super) const LINGER: Duration = Duration::from_secs(5);

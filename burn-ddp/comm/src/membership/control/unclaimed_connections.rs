@@ -8,7 +8,7 @@ use std::time::Instant;
 use crate::Result;
 use crate::auth::handshake::Purpose;
 use crate::membership::Wake;
-use crate::sync::{lock, wait_timeout};
+use crate::poison_free_locks::{lock, wait_timeout};
 
 /// Most connections that wait. Peers connect for groups that this rank is about to make, so they are few.
 const WAITING_CAP: usize = 16 * 1024;

@@ -3,9 +3,9 @@
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::cell::{Cell, Pair};
 use super::doorbell::publication;
 use super::layout::Layout;
+use super::rank_cell::{Cell, Pair};
 use super::segment::Segment;
 use crate::call::Call;
 use crate::engine::Stall;

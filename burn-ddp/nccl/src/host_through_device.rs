@@ -3,13 +3,13 @@
 use burn_ddp_comm::{Call, Result};
 
 use crate::communicator::{Communicator, abort};
+use crate::coordinated_launch::GroupLaunch;
 use crate::device::Device;
 use crate::device_memory::Region;
 use crate::error::DeviceError;
-use crate::group_launch::GroupLaunch;
+use crate::poison_free_lock::lock;
 use crate::staging::Staging;
 use crate::stream::Stream;
-use crate::sync::lock;
 use crate::wait::{WaitCheck, wait_until};
 
 /// Engine of the collectives on host memory.

@@ -1,6 +1,6 @@
 //! A reduction, cut in blocks where intermediate results wait in the first cache level.
 
-use super::fold::{Fold, Weights};
+use super::fold_and_weights::{Fold, Weights};
 use super::kernel::{Isa, Pass};
 use super::source::Source;
 use super::tree::{MAX_SOURCES, subtree};

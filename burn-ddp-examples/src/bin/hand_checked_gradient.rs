@@ -1,8 +1,8 @@
 //! Averaging in numbers that can be checked by hand: one weight, one gradient.
 //!
 //! ```sh
-//! cargo run --bin seed_gradients             # one process: gradient 2.0
-//! burnrun -n 2 target/debug/seed_gradients   # two ranks: gradient 14.0
+//! cargo run --bin hand_checked_gradient             # one process: gradient 2.0
+//! burnrun -n 2 target/debug/hand_checked_gradient   # two ranks: gradient 14.0
 //! ```
 //!
 //! The model is y = w·x. Rank r feeds x = 2r and 2r + 1, and its loss is the sum of y². With w = 1 that makes a

@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use super::peer::PeerInfo;
-use super::progress::{Progress, Track};
+use super::peer_info::PeerInfo;
+use super::step_position::{Progress, Track};
 use crate::Error;
 
 /// Number of epochs of one track that are remembered: ranks are never this far apart without a collective in between.

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use burn::backend::TensorMetadata;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 
-use super::ladder::{AutodiffTensor, scalar, untracked};
+use super::depth_ladder::{AutodiffTensor, scalar, untracked};
 use super::wrapped_model::WrappedModel;
 use crate::gradients::GradientMemory;
 

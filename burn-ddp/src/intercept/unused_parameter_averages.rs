@@ -10,7 +10,7 @@ use burn::backend::autodiff::NodeId;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::Shape;
 
-use super::ladder::{AutodiffTensor, new_leaf};
+use super::depth_ladder::{AutodiffTensor, new_leaf};
 
 /// Largest number of averages of a slot that wait for their optimizer; the oldest are forgotten.
 const CAP: usize = 8;

@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 use super::{ControlMessage, Membership};
 use crate::Error;
 use crate::call::Call;
+use crate::poison_free_locks::lock;
 use crate::post_mortem::{self, Event};
-use crate::sync::lock;
 
 impl Membership {
     /// Ends the world with `cause`: on this rank at once, on all others as soon as they hear of it. Does nothing if it

@@ -3,9 +3,9 @@
 
 use std::ops::Range;
 
-use super::board::{Board, Sign};
-use super::cell::{Announcement, LINE_BYTES, LINE_WORDS, Line};
 use super::engine::ShmEngine;
+use super::peer_waits::{Board, Sign};
+use super::rank_cell::{Announcement, LINE_BYTES, LINE_WORDS, Line};
 use crate::call::{Call, CallInfo};
 use crate::engine::checked_weights;
 use crate::reduce::{Reduction, Source, reduce_to};

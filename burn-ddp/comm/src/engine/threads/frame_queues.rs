@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use crate::frame::Header;
 use crate::membership::Wake;
-use crate::sync::lock;
+use crate::poison_free_locks::lock;
 
 /// State shared by the ranks of a group.
 pub(super) struct Hub {

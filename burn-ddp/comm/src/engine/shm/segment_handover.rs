@@ -31,7 +31,7 @@ use crate::auth::key::KEY_BYTES;
 use crate::call::Call;
 use crate::engine::{Stall, Unavailable};
 use crate::membership::Membership;
-use crate::net::local;
+use crate::net::unix_socket;
 use crate::net::wait::{Waker, wait};
 use crate::{Error, Result};
 
@@ -103,7 +103,7 @@ impl Handover<'_> {
     }
 
     fn lead(&self, waits: &mut Waits<'_>, len: usize) -> Result<Result<Segment, Unavailable>> {
-        let listener = local::bind_packets(&self.name()).map_err(|e| Error::Environment {
+        let listener = unix_socket::bind_packets(&self.name()).map_err(|e| Error::Environment {
             message: format!("cannot listen on a local socket to share memory with the other ranks: {e}"),
         })?;
         let links = self.gather(waits, &listener)?;
@@ -145,7 +145,7 @@ impl Handover<'_> {
             fds.extend(strangers.iter().map(|stranger| PollFd::new(stranger, PollFlags::IN)));
             waits.wait(fds, &missing, None)?;
             while let Ok((socket, _)) = listener.accept() {
-                if local::check_peer(&socket).is_ok() && socket.set_nonblocking(true).is_ok() {
+                if unix_socket::check_peer(&socket).is_ok() && socket.set_nonblocking(true).is_ok() {
                     strangers.push(socket);
                 }
             }
@@ -223,7 +223,7 @@ impl Handover<'_> {
     fn connect(&self, waits: &mut Waits<'_>) -> Result<Socket> {
         let name = self.name();
         loop {
-            match local::connect_packets(&name) {
+            match unix_socket::connect_packets(&name) {
                 Ok(socket) => return Ok(socket),
                 Err(e) if matches!(e.kind(), ErrorKind::ConnectionRefused | ErrorKind::WouldBlock) => {
                     // Whom the leader waits for, and so this rank, is not known yet.

@@ -153,7 +153,12 @@ mod tests {
         served.bind(&socket2::SockAddr::unix(format!("\0{taken}, served")).unwrap()).unwrap();
         served.listen(1).unwrap();
         let mut squatter = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "net::local::tests::another_users_process_is_turned_away", "--ignored", "--nocapture"])
+            .args([
+                "--exact",
+                "net::unix_socket::tests::another_users_process_is_turned_away",
+                "--ignored",
+                "--nocapture",
+            ])
             .env(SQUAT, &taken)
             .uid(65534)
             .stdout(Stdio::piped())

@@ -6,7 +6,7 @@ use crate::node_outcome::Blame;
 use crate::nodes::{GenerationPlan, Nodes};
 use crate::rank_store::JoinAbort;
 use crate::report::event_file::EventFile;
-use crate::report::notices::{NoticeSink, Notices};
+use crate::report::user_notices::{NoticeSink, Notices};
 
 /// Everything that a generation's events are passed on to.
 pub(crate) struct GenerationContext<'a> {

@@ -9,9 +9,9 @@ use burn_ddp_comm::{Call, Error, Result};
 use crate::communicator::{Communicator, SharedCommunicator, abort};
 use crate::error::DeviceError;
 use crate::nccl::{UNIQUE_ID_BYTES, UniqueId};
-use crate::rank_device::RankDevice;
+use crate::poison_free_lock::lock;
+use crate::rank_device_state::RankDevice;
 use crate::stream::Stream;
-use crate::sync::lock;
 use crate::wait::WaitCheck;
 
 /// Time between two checks of the world while waiting for the turn to launch, which wakes the waiter.

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use super::liveness::Change;
 use super::{ControlMessage, Membership};
+use crate::poison_free_locks::lock;
 use crate::post_mortem::{self, Event, millis};
-use crate::sync::lock;
 
 impl Membership {
     /// This rank's heartbeat.

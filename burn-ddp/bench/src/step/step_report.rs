@@ -3,8 +3,8 @@
 use serde_json::{Value, json};
 
 use super::memory::Memory;
-use crate::comparison::Timing;
 use crate::contender::{Framework, Model, Side, Trainer};
+use crate::interleaved_rounds::Timing;
 use crate::plot::Line;
 use crate::table::{Table, bytes, ratio, time_us};
 

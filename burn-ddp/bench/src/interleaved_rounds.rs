@@ -7,7 +7,7 @@ use anyhow::Result;
 use burn_ddp_comm::DType;
 
 use crate::contender::{Contender, Setting, Trainer, start};
-use crate::protocol::RoundPlan;
+use crate::driver_protocol::RoundPlan;
 use crate::team::{Round, Team};
 use crate::{machine, stats};
 

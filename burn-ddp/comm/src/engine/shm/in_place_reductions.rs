@@ -9,10 +9,10 @@
 
 use std::sync::Arc;
 
-use super::arena::{ArenaBuffer, Regions};
 use super::chunks::part;
 use super::engine::ShmEngine;
-use super::handover::Handover;
+use super::in_place_buffer::{ArenaBuffer, Regions};
+use super::segment_handover::Handover;
 use crate::call::Call;
 use crate::engine::Unavailable;
 use crate::reduce::Source;
