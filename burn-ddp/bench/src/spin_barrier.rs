@@ -1,4 +1,4 @@
-//! Memory that processes share, for the contenders that stand for the hardware: where they meet without any library.
+//! A spin barrier over counters in memory that processes share, for the contenders that stand for the hardware.
 //!
 //! The only file of this program with `unsafe`.
 #![allow(unsafe_code)]

@@ -1,4 +1,4 @@
-//! Cores of a machine beside the ranks on it.
+//! Whether a machine has a core for each rank on it.
 
 use std::num::NonZero;
 use std::thread;

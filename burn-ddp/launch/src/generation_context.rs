@@ -1,4 +1,5 @@
-//! Listeners of one generation on this machine: the user, the other launchers, and ranks that have yet to join.
+//! Context of one generation on this machine: its plan, and the listeners of its events (the user, the other launchers,
+//! ranks that have yet to join).
 
 use crate::event::Stop;
 use crate::exit::RankExit;

@@ -1,4 +1,4 @@
-//! The launches of one group: all its ranks meet, agree when to launch, and call NCCL.
+//! Launches that the ranks of one group coordinate: they meet, agree when to launch, and call NCCL.
 
 use std::sync::Arc;
 use std::time::Duration;

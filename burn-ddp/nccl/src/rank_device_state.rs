@@ -1,4 +1,4 @@
-//! One rank's device, as the engines of all its groups share it.
+//! State of one rank's device that the engines of all its groups share: stream, launch order, watchdog.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -26,12 +26,13 @@ impl<O: Send + 'static> BatchStream<O> {
         self.taken
     }
 
-    /// Loads the next batch. `list` makes the list of all batches, the first time; `name` names the batch in an error.
+    /// Takes the next batch; waits until it is loaded. `list` makes the list of all batches, the first time; `name`
+    /// names the batch in an error.
     ///
     /// # Errors
     ///
     /// The dataset's, the workers', or that of a job that has ended.
-    pub(super) fn load(
+    pub(super) fn take(
         &mut self,
         world: &World,
         list: impl FnOnce() -> BatchList,

@@ -159,7 +159,7 @@ impl DataError {
             Failure::Dataset(source) => DataError::Dataset { what, source: source.into() },
             Failure::Panicked { worker, message } => DataError::WorkerPanicked { what, worker, message },
             Failure::Stalled { worker } => DataError::WorkerStalled { what, worker, seconds: timeout.as_secs() },
-            Failure::Checked(error) => DataError::Comm(error),
+            Failure::JobEnded(error) => DataError::Comm(error),
         }
     }
 

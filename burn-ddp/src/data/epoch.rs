@@ -1,13 +1,15 @@
 //! One epoch of a training loader: batch after batch, and what the other ranks learn of it.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
 use burn_ddp_comm::{Progress, Track};
 
 use super::batch_stream::BatchStream;
 use super::epoch_cursor::EpochCursor;
-use super::{DataError, EpochPlan, ShardedLoader};
+use super::prefetch::BatchList;
+use super::{DataError, EpochPlan, ShardedLoader, permutation};
 use crate::batch_weight::{LoaderBatch, Step};
 
 impl<O: Send + 'static> ShardedLoader<O> {
@@ -51,6 +53,23 @@ impl<O: Send + 'static> ShardedLoader<O> {
     fn begin(&self, cursor: &mut EpochCursor, number: usize) -> Epoch<O> {
         let plan = self.plan().after(cursor.begin(number));
         Epoch::new(self.clone(), number, cursor.repeats(), plan)
+    }
+
+    /// This rank's batches of `epoch`, as `plan` cuts it.
+    fn batch_list(&self, epoch: usize, plan: EpochPlan) -> BatchList {
+        let (rank, first) = (self.ddp().rank(), self.first());
+        let Some(seed) = self.seed() else {
+            let indices = move |step| plan.loads(step, rank).map(|position| first + position).collect();
+            return BatchList { batches: plan.steps(), indices: Arc::new(indices) };
+        };
+        // Keeps this rank's part of the order only.
+        let order = permutation(plan.items(), seed, epoch as u64);
+        let own: Vec<usize> =
+            (0..plan.steps()).flat_map(|step| plan.loads(step, rank)).map(|position| first + order[position]).collect();
+        // All steps but the last have as many items as the first.
+        let before = move |step: usize| step * plan.loads(0, rank).len();
+        let indices = move |step| own[before(step)..before(step) + plan.loads(step, rank).len()].to_vec();
+        BatchList { batches: plan.steps(), indices: Arc::new(indices) }
     }
 }
 
@@ -145,20 +164,20 @@ impl<O: Send + 'static> Epoch<O> {
         Track::Batches { loader: self.loader.id(), run: self.repeats }
     }
 
-    /// After `steps` steps of the whole epoch.
+    /// This rank's progress once it has taken `steps` steps of the epoch.
     fn at(&self, steps: usize) -> Result<Progress, DataError> {
         let epoch = u32::try_from(self.number).map_err(|_| DataError::EpochTooLarge { epoch: self.number })?;
         let step = u32::try_from(steps).map_err(|_| DataError::TooManySteps { steps })?;
         Ok(Progress { epoch, step })
     }
 
-    fn load(&mut self) -> Result<O, DataError> {
+    fn take_next(&mut self) -> Result<O, DataError> {
         let (loader, number, plan, step) = (&self.loader, self.number, self.plan, self.batches.taken());
         let (ddp, id, nth, steps) = (loader.ddp(), loader.id(), self.before + step + 1, self.len());
         let (track, at) = (self.track(), self.at(nth)?);
         let list = || loader.batch_list(number, plan);
         let name = || format!("step {nth} of {steps} in epoch {number} of loader {id} on rank {}", ddp.rank());
-        let batch = self.batches.load(ddp.world(), list, name)?;
+        let batch = self.batches.take(ddp.world(), list, name)?;
         let weight = loader.weight(&batch, plan.share(step, ddp.rank()).len(), name)?;
         // Only after loading: a rank that could not load a step must not count as having reached it.
         ddp.world().advance(track, at)?;
@@ -206,16 +225,16 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
             return None;
         }
         let asked = Instant::now();
-        let loaded = self.load();
+        let taken = self.take_next();
         self.loader.ddp().state().meter.batch(self.loader.id(), asked);
-        self.failure = loaded.as_ref().err().map(ToString::to_string);
-        if let Err(error) = &loaded
+        self.failure = taken.as_ref().err().map(ToString::to_string);
+        if let Err(error) = &taken
             && !error.is_skippable()
         {
             self.over = true;
             self.job_over = matches!(error, DataError::Comm(_));
         }
-        Some(loaded)
+        Some(taken)
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {

@@ -61,7 +61,7 @@ impl EpochPlan {
             return Err(DataError::BatchTooSmall { global_batch, world });
         }
         let steps = steps(items, world, global_batch);
-        // Positions of a step have 32 bits, and count from 1.
+        // Step numbers have 32 bits, and count from 1.
         if steps >= u32::MAX as usize {
             return Err(DataError::TooManySteps { steps });
         }

@@ -121,11 +121,11 @@ pub struct EvalBatches<O: Send + 'static> {
 }
 
 impl<O: Send + 'static> EvalBatches<O> {
-    fn load(&mut self) -> Result<O, DataError> {
+    fn take_next(&mut self) -> Result<O, DataError> {
         let (loader, batches, nth) = (&self.loader, self.loader.len(), self.batches.taken() + 1);
         let Inner { ddp, id, .. } = &*loader.inner;
         let name = || format!("batch {nth} of {batches} of evaluation loader {id} on rank {}", ddp.rank());
-        self.batches.load(ddp.world(), || loader.batch_list(), name)
+        self.batches.take(ddp.world(), || loader.batch_list(), name)
     }
 
     /// Items that all ranks have taken, as if the others were as far as this one; and all items.
@@ -146,9 +146,9 @@ impl<O: Send + 'static> Iterator for EvalBatches<O> {
             self.batches.end();
             return None;
         }
-        let loaded = self.load();
-        self.over = loaded.as_ref().is_err_and(|error| !error.is_skippable());
-        Some(loaded)
+        let taken = self.take_next();
+        self.over = taken.as_ref().is_err_and(|error| !error.is_skippable());
+        Some(taken)
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {

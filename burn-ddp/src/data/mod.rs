@@ -13,10 +13,10 @@
 //! The way of a batch: `loader_builder` compares the settings of the ranks; `sharded_loader` makes an `epoch`, cut by
 //! `epoch_plan`; its `batch_stream` takes batches that `prefetch` loads, ahead of it on worker threads.
 //!
-//! Words: an *epoch* is one pass over the dataset by all ranks together; a *step* is what all ranks load between two
-//! optimizer steps; a rank's *share* of it is its *batch*. A batch is *loaded* by a worker, perhaps ahead of time, and
-//! *consumed* when the loop takes it. Epochs count from 0. Steps count from 0 in arguments and from 1 in messages
-//! ("step 3 of 10").
+//! Words: an *epoch* is one pass over the dataset by all ranks together; a *step* is what all ranks load for one
+//! backward (with accumulation several make an optimizer step); a rank's *share* of it is its *batch*. A batch is
+//! *loaded* by a worker, perhaps ahead of time, and *consumed* when the loop takes it. Epochs count from 0. Steps count
+//! from 0 in arguments and from 1 in messages ("step 3 of 10").
 
 mod batch_stream;
 mod burn_data_loader;

@@ -55,7 +55,7 @@ pub(super) enum Failure<E> {
     /// The worker did not deliver in time. The pass is over.
     Stalled { worker: usize },
     /// The job ended while this rank waited. The pass is over.
-    Checked(E),
+    JobEnded(E),
 }
 
 /// Starts passes over a source, and keeps the worker threads between them.
@@ -188,7 +188,7 @@ impl<O> Pass<O> {
             return Some(self.pool.source.load(indices, &self.pool.device).map_err(Failure::Dataset));
         };
         let taken = workers.take(batch, timeout, check);
-        if matches!(taken, Err(Failure::Stalled { .. } | Failure::Checked(_))) {
+        if matches!(taken, Err(Failure::Stalled { .. } | Failure::JobEnded(_))) {
             // A batch that arrives late must not pass for a later one.
             self.next = self.list.batches;
         }
@@ -214,7 +214,7 @@ impl<O> Workers<O> {
                     self.usable = false;
                     return Err(Failure::Stalled { worker });
                 }
-                Err(RecvTimeoutError::Timeout) => check().map_err(Failure::Checked)?,
+                Err(RecvTimeoutError::Timeout) => check().map_err(Failure::JobEnded)?,
             }
         }
     }
@@ -319,7 +319,7 @@ mod tests {
             Ok(batch) => format!("{batch}"),
             Err(Failure::Dataset(error)) => format!("{error}"),
             Err(Failure::Panicked { worker, message }) => format!("worker {worker}: {message}"),
-            Err(Failure::Stalled { .. } | Failure::Checked(_)) => unreachable!(),
+            Err(Failure::Stalled { .. } | Failure::JobEnded(_)) => unreachable!(),
         };
         let texts: Vec<String> = std::iter::from_fn(|| next(&mut pass)).map(text).collect();
         assert_eq!(texts, ["0", "1", "2", "3", "disk on fire", "worker 2: bad item 5", "6", "7", "8"]);
@@ -403,7 +403,7 @@ mod tests {
             Ok(batch)
         });
         let mut pass = pool.start(list(10)).unwrap();
-        assert!(matches!(pass.next(LONG, || Err("rank 3 died")), Some(Err(Failure::Checked("rank 3 died")))));
+        assert!(matches!(pass.next(LONG, || Err("rank 3 died")), Some(Err(Failure::JobEnded("rank 3 died")))));
         assert!(next(&mut pass).is_none());
         drop(release);
     }

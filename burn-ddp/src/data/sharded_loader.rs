@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use burn::tensor::Device;
 
 use super::epoch_cursor::EpochCursor;
-use super::prefetch::{BatchList, Pool};
-use super::{DataError, EpochPlan, permutation};
+use super::prefetch::Pool;
+use super::{DataError, EpochPlan};
 use crate::{Ddp, batch_weight};
 
 /// This rank's share of a training dataset, batch by batch, epoch after epoch; from [`Ddp::loader`].
@@ -117,23 +117,6 @@ impl<O: Send + 'static> ShardedLoader<O> {
         &self.inner.plan
     }
 
-    /// This rank's batches of `epoch`, as `plan` cuts it.
-    pub(super) fn batch_list(&self, epoch: usize, plan: EpochPlan) -> BatchList {
-        let (rank, first) = (self.inner.ddp.rank(), self.inner.first);
-        let Some(seed) = self.inner.seed else {
-            let indices = move |step| plan.loads(step, rank).map(|position| first + position).collect();
-            return BatchList { batches: plan.steps(), indices: Arc::new(indices) };
-        };
-        // Keeps this rank's part of the order only.
-        let order = permutation(plan.items(), seed, epoch as u64);
-        let own: Vec<usize> =
-            (0..plan.steps()).flat_map(|step| plan.loads(step, rank)).map(|position| first + order[position]).collect();
-        // All steps but the last have as many items as the first.
-        let before = move |step: usize| step * plan.loads(0, rank).len();
-        let indices = move |step| own[before(step)..before(step) + plan.loads(step, rank).len()].to_vec();
-        BatchList { batches: plan.steps(), indices: Arc::new(indices) }
-    }
-
     /// True if batches have a weight of their own, and not their number of items.
     #[cfg(feature = "train")]
     pub(crate) fn has_weights(&self) -> bool {
@@ -161,6 +144,11 @@ impl<O: Send + 'static> ShardedLoader<O> {
 
     pub(super) fn pool(&self) -> &Arc<Pool<O>> {
         &self.inner.pool
+    }
+
+    /// First item of the dataset: 0, but for a slice.
+    pub(super) fn first(&self) -> usize {
+        self.inner.first
     }
 
     pub(super) fn seed(&self) -> Option<u64> {

@@ -106,7 +106,7 @@ impl MicroBatches {
         }
     }
 
-    /// Items this rank contributes to the mean; `None` sums.
+    /// Items this rank contributes to the mean; `None` if the reduction is a sum.
     pub(super) fn weight_of_mean(&self) -> Option<f64> {
         (self.reduction == GradientReduction::Mean).then_some(self.items)
     }

@@ -29,9 +29,10 @@ impl Slot {
 
 /// A run of gradients of one dtype that travel in one collective.
 ///
-/// Its buffer holds the gradients in the order of `slots` (if the bucket is `packed`), then one flag per slot (1 = some
-/// rank has a gradient). If any bucket is dormant, the last awake one has one element more: the *wake* flag, raised by
-/// a rank that has a gradient for a dormant bucket.
+/// Its buffer holds the gradients in the order of `slots` (if the bucket is `packed`), then one flag per slot: infinity
+/// before the reduction if this rank has a gradient, and not 0 after it if any rank with a weight has one. If any
+/// bucket is dormant, the last awake one has one element more: the *wake* flag, raised by a rank that has a gradient
+/// for a dormant bucket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bucket {
     pub dtype: DType,

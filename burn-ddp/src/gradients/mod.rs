@@ -23,5 +23,5 @@ pub use device_loan::DeviceLoan;
 pub use memory::{GradientMemory, HostCopy};
 pub(crate) use piggyback::{Piggyback, PiggybackResult};
 pub(crate) use reducer::Reducer;
-pub(crate) use reducer_settings::Settings;
+pub(crate) use reducer_settings::ReducerSettings;
 pub(crate) use store::{Outcome, open as open_store};

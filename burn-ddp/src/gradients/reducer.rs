@@ -14,7 +14,7 @@ use super::bucket_plan::{Bucket, Plan, Slot};
 use super::buffer_ring::BufferRing;
 use super::piggyback::{Piggyback, PiggybackResult, Submitted};
 use super::presence_flags;
-use super::reducer_settings::Settings;
+use super::reducer_settings::ReducerSettings;
 use super::store::{Arrival, GradientStore, Outcome};
 use super::worker::{Done, Fault, Finished, Job, StatisticsSource, Worker};
 use crate::telemetry::meter::{Communication, Meter, StepMeter};
@@ -23,7 +23,7 @@ use crate::{Error, Result};
 /// Schedules the reductions of one wrapped model whose gradients are tensors `T`.
 pub(crate) struct Reducer<T> {
     rank: usize,
-    settings: Settings,
+    settings: ReducerSettings,
     slots: Arc<[Slot]>,
     plan: Plan,
     store: Box<dyn GradientStore<T>>,
@@ -70,7 +70,7 @@ impl<T> Reducer<T> {
         group: ProcessGroup,
         slots: Arc<[Slot]>,
         store: Box<dyn GradientStore<T>>,
-        settings: Settings,
+        settings: ReducerSettings,
         meter: Meter,
     ) -> Result<Self> {
         let (rank, id) = (group.rank(), group.id());

@@ -7,7 +7,7 @@ use super::bucket_plan::Caps;
 
 /// Settings that do not change while a model is wrapped.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Settings {
+pub(crate) struct ReducerSettings {
     pub reduction: GradientReduction,
     /// Micro-batches per reduction.
     pub accumulation: usize,

@@ -1,4 +1,4 @@
-//! A backward over a wrapped model, from its first hook to its first gate.
+//! Beginning of a backward at its first hook, and submission of what is left at its first gate.
 
 use std::cell::RefCell;
 use std::sync::atomic::Ordering;

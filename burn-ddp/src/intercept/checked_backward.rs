@@ -6,7 +6,7 @@ use burn::module::Module;
 use burn::tensor::{Gradients, Tensor};
 
 use super::model_walk::note_values;
-use super::tap_and_replica_checks::bypassed;
+use super::tap_and_replica_checks::find_past_tap;
 use super::wrapped_model::WrappedModel;
 use crate::ddp::Ddp;
 use crate::{Error, Result};
@@ -26,7 +26,7 @@ pub(crate) fn checked_backward<const D: usize, M: Module>(
         (frozen, or replaced after `wrap`)";
         return Err(refused(&wrapped.ddp, reason.into()));
     }
-    match bypassed(model, wrapped, &gradients)? {
+    match find_past_tap(model, wrapped, &gradients)? {
         None => Ok(gradients),
         Some(reason) => Err(refused(&wrapped.ddp, reason)),
     }

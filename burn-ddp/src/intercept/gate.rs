@@ -52,12 +52,13 @@ impl WrappedModel {
 
     /// Waits for the averages and registers them.
     fn deliver<B: GradientMemory>(&self, state: &mut State<B>, grads: &mut Gradients) -> Result<()> {
+        // `submit_all` has done it, unless another backward on this thread emptied `ENTERED` in between.
         self.submit_rest(state)?;
         state.delivered.digests.fill(None);
         let closely = state.reducer.step() <= 2 || state.reducer.compares_replicas();
         state.delivered.digested = closely && is_captured();
         self.refuse_lost_taps()?;
-        self.refuse_bypass(state, grads)?;
+        self.refuse_past_tap(state, grads)?;
         let step = state.reducer.step();
         let Some(results) = state.reducer.finish()? else { return Ok(()) };
         self.refuse_differences(state, step, &results)?;

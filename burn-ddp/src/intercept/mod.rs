@@ -43,6 +43,6 @@ pub(crate) use open_model::open_model;
 pub(crate) use synced_statistics::SyncedStatistics;
 pub(crate) use tap::Tap;
 pub(crate) use tap_bypass::bypass;
-pub(crate) use unused_parameters::MAX_RANK;
+pub(crate) use unused_parameters::MAX_DIMS;
 pub use wrapped_model::TapHandle;
 pub(crate) use wrapped_model::WrappedModel;

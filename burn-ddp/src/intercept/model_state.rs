@@ -14,7 +14,7 @@ use super::shadow_collectives;
 use super::synced_statistics::SyncedStatistics;
 use super::unused_parameter_averages::StandInLeaves;
 use super::wrapped_model::WrappedModel;
-use crate::gradients::{GradientMemory, Reducer, Settings, Slot, open_store};
+use crate::gradients::{GradientMemory, Reducer, ReducerSettings, Slot, open_store};
 use crate::model::movement::Movements;
 use crate::model::running_stats::BufferPolicy;
 use crate::telemetry::meter::Meter;
@@ -204,13 +204,13 @@ impl<B: GradientMemory> ModelState for State<B> {
 struct Parts {
     group: ProcessGroup,
     slots: Arc<[Slot]>,
-    settings: Settings,
+    settings: ReducerSettings,
     meter: Meter,
     statistics: Option<SyncedStatistics>,
 }
 
 enum Opening {
-    Closed(Box<Parts>),
+    Prepared(Box<Parts>),
     Open(Result<Box<dyn ModelState>>),
     Taken,
 }
@@ -224,18 +224,18 @@ impl ModelOpening {
     pub(super) fn new(
         group: ProcessGroup,
         slots: Arc<[Slot]>,
-        settings: Settings,
+        settings: ReducerSettings,
         meter: Meter,
         statistics: Option<SyncedStatistics>,
     ) -> Self {
         let parts = Parts { group, slots, settings, meter, statistics };
-        ModelOpening(Arc::new(Mutex::new(Opening::Closed(Box::new(parts)))))
+        ModelOpening(Arc::new(Mutex::new(Opening::Prepared(Box::new(parts)))))
     }
 
     /// Makes the state on backend `B`. *Collective* over the group.
     pub(super) fn open<B: GradientMemory>(&self, device: B::Device, dtype: DType) {
         let mut opening = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Opening::Closed(parts) = std::mem::replace(&mut *opening, Opening::Taken) {
+        if let Opening::Prepared(parts) = std::mem::replace(&mut *opening, Opening::Taken) {
             let state = State::<B>::new(*parts, device, dtype);
             *opening = Opening::Open(state.map(|state| Box::new(state) as Box<dyn ModelState>));
         }

@@ -124,7 +124,7 @@ pub(super) fn note_values<M: Module>(model: &M, wrapped: &Arc<WrappedModel>) {
 
         fn parameter<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Self::Seen> {
             let base = param.base();
-            Some(Box::new(move |tap| drop(Dispatch::note_leaf(base.into_dispatch(), tap))))
+            Some(Box::new(move |tap| drop(Dispatch::note_value(base.into_dispatch(), tap))))
         }
 
         fn leave(&mut self, _: &str, note: Self::Seen, tap: Option<TapHandle>) {

@@ -41,7 +41,7 @@ pub trait DdpBackend: Backend {
     }
 
     /// Notes `x`, a parameter's value, until the next backward ends. Returns `x`.
-    fn note_leaf(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
+    fn note_value(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         let _ = tap;
         x
     }
@@ -100,7 +100,7 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
         if !x.is_tracked() {
             // A parameter that was trainable at `wrap` is frozen in a lagging copy: a target network.
             if model.compares() && !model.is_trainable(slot) {
-                model.note_leaf::<B>(slot, &x);
+                model.note_value::<B>(slot, &x);
             }
             return x;
         }
@@ -121,8 +121,8 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
         }
     }
 
-    fn note_leaf(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
-        tap.model.note_leaf::<B>(tap.slot, &x);
+    fn note_value(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
+        tap.model.note_value::<B>(tap.slot, &x);
         x
     }
 

@@ -11,7 +11,7 @@ use super::nodes::DdpBackend;
 use super::synced_statistics::SyncedStatistics;
 use super::wrapped_model::WrappedModel;
 use crate::ddp::Ddp;
-use crate::gradients::{Settings, Slot};
+use crate::gradients::{ReducerSettings, Slot};
 use crate::{Error, Result};
 
 /// A model on `device` whose gradients are reduced in `group`. *Collective* over the group.
@@ -24,7 +24,7 @@ pub(crate) fn open_model(
     device: Device,
     group: ProcessGroup,
     slots: Vec<Slot>,
-    settings: Settings,
+    settings: ReducerSettings,
     statistics: Option<SyncedStatistics>,
 ) -> Result<WrappedModel> {
     let (id, slots): (_, Arc<[Slot]>) = (group.id(), slots.into());

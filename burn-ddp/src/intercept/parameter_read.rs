@@ -42,10 +42,10 @@ impl std::fmt::Debug for Read {
 
 impl WrappedModel {
     /// Notes the value of a slot until the next backward ends.
-    pub(super) fn note_leaf<B: GradientMemory>(&self, slot: usize, leaf: &AutodiffTensor<B>) {
+    pub(super) fn note_value<B: GradientMemory>(&self, slot: usize, value: &AutodiffTensor<B>) {
         if let Some(state) = self.lock().of::<B>() {
-            state.compared[slot] = Some(leaf.primitive().clone());
-            state.values[slot] = Some(leaf.clone());
+            state.compared[slot] = Some(value.primitive().clone());
+            state.values[slot] = Some(value.clone());
         }
     }
 

@@ -57,7 +57,7 @@ impl Tap {
         param: &Param<Tensor<D>>,
     ) -> Self {
         let handle = TapHandle { model, slot };
-        Dispatch::note_leaf(param.base().into_dispatch(), handle.clone());
+        Dispatch::note_value(param.base().into_dispatch(), handle.clone());
         Tap { _presence: ddp, _live: Live::new(handle.clone()), handle, handoff: Handoff::new(param) }
     }
 

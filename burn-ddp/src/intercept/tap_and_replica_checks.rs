@@ -79,8 +79,8 @@ impl WrappedModel {
     }
 
     /// Refuses a gradient that is on a leaf before any average was put there: it went past the tap. This sees gradients
-    /// that came before the last gate; [`bypassed`] sees the others.
-    pub(super) fn refuse_bypass<B: GradientMemory>(&self, state: &State<B>, grads: &BackendGradients) -> Result<()> {
+    /// that came before the last gate; [`find_past_tap`] sees the others.
+    pub(super) fn refuse_past_tap<B: GradientMemory>(&self, state: &State<B>, grads: &BackendGradients) -> Result<()> {
         let past = state
             .values
             .iter()
@@ -165,7 +165,7 @@ impl WrappedModel {
 
 /// Error text for the first parameter of `model` whose gradient is not what its tap put there, after a backward of
 /// `wrapped`.
-pub(super) fn bypassed<M: Module>(
+pub(super) fn find_past_tap<M: Module>(
     model: &M,
     wrapped: &Arc<WrappedModel>,
     gradients: &Gradients,

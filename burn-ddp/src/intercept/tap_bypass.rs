@@ -1,4 +1,4 @@
-//! Reading and visiting a model as if it were not wrapped.
+//! Reads and visits that pass the taps by, as if the model were not wrapped.
 
 use std::cell::Cell;
 

@@ -18,16 +18,16 @@ use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::gradients::GradientMemory;
 
 /// Largest number of dimensions of a parameter.
-pub(crate) const MAX_RANK: usize = 8;
+pub(crate) const MAX_DIMS: usize = 8;
 
-/// Evaluates `$run` with the number of dimensions as the constant `$d`; `$other` above [`MAX_RANK`], which `wrap`
+/// Evaluates `$run` with the number of dimensions as the constant `$d`; `$other` above [`MAX_DIMS`], which `wrap`
 /// refuses.
-macro_rules! with_rank {
-    ($rank:expr, $d:ident => $run:expr, else $other:expr) => {
-        with_rank!($rank, $d => $run, else $other, 1 2 3 4 5 6 7 8)
+macro_rules! with_dims {
+    ($dims:expr, $d:ident => $run:expr, else $other:expr) => {
+        with_dims!($dims, $d => $run, else $other, 1 2 3 4 5 6 7 8)
     };
-    ($rank:expr, $d:ident => $run:expr, else $other:expr, $($n:literal)*) => {
-        match $rank {
+    ($dims:expr, $d:ident => $run:expr, else $other:expr, $($n:literal)*) => {
+        match $dims {
             $($n => {
                 const $d: usize = $n;
                 $run
@@ -87,7 +87,7 @@ pub(super) struct Handoff {
     /// The parameter's id as of the last visit by [`find`](super::find). Shared by clones of the model.
     id: Arc<AtomicU64>,
     /// Number of dimensions of the parameter.
-    rank: usize,
+    dims: usize,
     /// Number of the waiting average that this copy showed to a visitor last.
     shown: Number,
     /// Number of the last waiting average that an optimizer has used: this copy showed it, and was mapped later.
@@ -98,7 +98,7 @@ impl Handoff {
     pub(super) fn new<const D: usize>(param: &Param<Tensor<D>>) -> Self {
         Handoff {
             id: Arc::new(AtomicU64::new(param.id.val())),
-            rank: D,
+            dims: D,
             shown: Number::default(),
             used: Number::default(),
         }
@@ -114,7 +114,7 @@ impl Handoff {
     pub(super) fn visit(&self, tap: &TapHandle, visitor: &mut impl ModuleVisitor) {
         let Some(number) = tap.model.waiting.after(tap.slot, self.used.get()) else { return };
         self.shown.set(number);
-        with_rank!(self.rank, D => self.show::<D>(tap, visitor), else ());
+        with_dims!(self.dims, D => self.show::<D>(tap, visitor), else ());
     }
 
     fn show<const D: usize>(&self, tap: &TapHandle, visitor: &mut impl ModuleVisitor) {
@@ -130,8 +130,8 @@ impl Handoff {
             return;
         }
         self.used.set(self.shown.get());
-        let left = with_rank!(self.rank, D => self.is_left::<D>(tap, mapper), else false);
-        if left {
+        let missed = with_dims!(self.dims, D => self.missed_average::<D>(tap, mapper), else false);
+        if missed {
             tap.model.note_stale_id(tap.slot);
         }
     }
@@ -139,11 +139,11 @@ impl Handoff {
     /// True if `mapper` is an optimizer that still has a gradient under the parameter's id: no parameter of the model
     /// has this id any more. Such an optimizer changes zeros under this id, and leaves zeros under a new id as they
     /// are.
-    fn is_left<const D: usize>(&self, tap: &TapHandle, mapper: &mut impl ModuleMapper) -> bool {
-        let (dims, dtype) = tap.model.shape(tap.slot);
-        let Ok(dims) = <[usize; D]>::try_from(dims) else { return false };
+    fn missed_average<const D: usize>(&self, tap: &TapHandle, mapper: &mut impl ModuleMapper) -> bool {
+        let (shape, dtype) = tap.model.shape(tap.slot);
+        let Ok(shape) = <[usize; D]>::try_from(shape) else { return false };
         let mut moved = |id: ParamId| {
-            let zeros = Tensor::<D>::zeros(dims, (&tap.model.device, dtype)).require_grad();
+            let zeros = Tensor::<D>::zeros(shape, (&tap.model.device, dtype)).require_grad();
             mapper.map_float(Param::initialized(id, zeros)).base().try_into_data().ok()
         };
         moved(self.id()) != moved(ParamId::new())

@@ -13,7 +13,7 @@ use super::attach::Taps;
 use super::inspect::{Inspected, inspect};
 use super::{WrapConfig, treatment};
 use crate::ddp::Ddp;
-use crate::gradients::{Settings, Slot};
+use crate::gradients::{ReducerSettings, Slot};
 use crate::intercept::{SyncedStatistics, open_model};
 use crate::model::running_stats::BufferPolicy;
 use crate::model::{broadcast, running_stats};
@@ -79,7 +79,7 @@ impl AgreedModel {
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Option<Taps>> {
         let AgreedModel { device, group, on_device, slots, slot_of, is_buffer, config } = self;
         let Some(group) = group else { return Ok(None) };
-        let settings = Settings {
+        let settings = ReducerSettings {
             reduction: config.reduction,
             accumulation: config.micro_batches(),
             caps: config.caps(on_device),

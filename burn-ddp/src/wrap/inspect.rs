@@ -4,7 +4,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Tensor};
 
 use super::WrapConfig;
-use crate::intercept::{MAX_RANK, TAP_NAME, find};
+use crate::intercept::{MAX_DIMS, TAP_NAME, find};
 use crate::model::running_stats;
 use crate::model::schema::Schema;
 use crate::{Error, Result};
@@ -91,8 +91,8 @@ impl ModuleVisitor for FloatCheck {
         let path = self.path.join(".");
         let base = param.base();
         let device = base.device();
-        let problem = if D == 0 || D > MAX_RANK {
-            Some(format!("{path} has {D} dimensions; burn-ddp handles 1 to {MAX_RANK}"))
+        let problem = if D == 0 || D > MAX_DIMS {
+            Some(format!("{path} has {D} dimensions; burn-ddp handles 1 to {MAX_DIMS}"))
         } else if !base.is_autodiff() {
             Some(format!("{path} is on a device without autodiff: make the model on `device.autodiff()`"))
         } else if self.device.as_ref().is_some_and(|first| *first != device) {

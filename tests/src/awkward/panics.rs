@@ -1,4 +1,4 @@
-//! A backward that does not end.
+//! Backwards that panic half-way, and ranks that go on afterwards.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

@@ -1,4 +1,4 @@
-//! Identity of a call: what ranks compare.
+//! Signature of a call: what ranks compare.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{CallSite, Collective};
 use crate::{DType, ReduceOp};
 
-/// Identity of a call, with its line and its step. All but line and step must be alike on all ranks; of a call between
+/// Signature of a call, with its line and its step. All but line and step must be alike on all ranks; of a call between
 /// two ranks the two sides must fit together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallInfo {

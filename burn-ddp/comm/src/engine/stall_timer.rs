@@ -1,4 +1,4 @@
-//! The times at which a long wait is reported.
+//! Timer of the reports of a long wait.
 
 use std::time::{Duration, Instant};
 

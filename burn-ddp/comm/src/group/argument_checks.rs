@@ -1,4 +1,5 @@
-//! Checks of each collective's arguments on this rank, then its call by the engine.
+//! Checks each collective's arguments on this rank, inside the call's turn (a refused call is counted and recorded),
+//! then hands it to the engine.
 
 use super::CallPath;
 use crate::call::Collective;

@@ -2,13 +2,13 @@
 //!
 //! | part of it | file |
 //! |---|---|
-//! | a rank as others see it | `peer_info` |
+//! | identity of a rank | `peer_info` |
 //! | messages between ranks besides data; the traits of their carriers and of waits | `messages`, applied in `dispatch` |
 //! | the connections that carry them between processes | `control` |
 //! | the first cause, which every call returns from then on | `world_end`; panics in `panics` |
 //! | signs of life | `liveness`, acted upon in `heartbeats` |
 //! | why a call waits | `diagnosis`, asked in `stalls` |
-//! | stops on tracks that ranks walk together | `step_position`, `out_of_step`; announced in `pending_stops` |
+//! | ranks that stop where others go on | `step_position`, `out_of_step`; announced in `pending_stops` |
 //! | events and the report for the launcher | `report` |
 //!
 //! Every wait of a collective also waits for the membership: whatever ends the world wakes the wait and is returned by

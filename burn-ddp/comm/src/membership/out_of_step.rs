@@ -1,5 +1,4 @@
-//! Positions of ranks on tracks that they walk together, such as the steps of a data loader: a rank that passes a
-//! peer's stop is out of step.
+//! Ranks out of step: one passes the step at which a peer stopped, such as a batch of a data loader.
 
 use std::collections::BTreeMap;
 

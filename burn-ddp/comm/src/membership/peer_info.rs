@@ -1,4 +1,4 @@
-//! A rank as others see it.
+//! Identity of a rank, as others see it: machine, process, local rank.
 
 use std::fmt;
 

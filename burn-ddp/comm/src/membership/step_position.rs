@@ -1,4 +1,4 @@
-//! Positions of ranks on tracks that all ranks walk together.
+//! Positions of ranks, by epoch and step, in sequences of steps that all ranks do alike.
 
 use std::fmt;
 

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 pub use self::round::fail_join;
 use self::round::{Entry, Round, threads};
-use self::settings_check::Settings;
+use self::settings_check::ComparedSettings;
 use self::store_location::Agreed;
 use crate::auth::handshake::Purpose;
 use crate::auth::job_key::LinkKey;
@@ -129,7 +129,7 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
         host: listens.ip().to_string(),
         port: listens.port(),
         machine: auto_fabric::machine(),
-        config: Settings::of(options),
+        config: ComparedSettings::of(options),
     };
     let round = Round { store: &store, job: &job, me: &me, hosts: server.is_some(), start, deadline };
     let (token, entries) = round.attend()?;

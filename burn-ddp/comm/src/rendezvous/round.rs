@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::settings_check::{self, Settings};
+use super::settings_check::{self, ComparedSettings};
 use crate::auth::key::{KEY_BYTES, random};
 use crate::store::{Store, StoreClient};
 use crate::{Error, JobKey, PeerInfo, Result};
@@ -25,11 +25,11 @@ pub(super) struct Entry {
     pub(super) port: u16,
     /// Equal for ranks that can share memory; not known on all systems.
     pub(super) machine: Option<String>,
-    pub(super) config: Settings,
+    pub(super) config: ComparedSettings,
 }
 
 impl Entry {
-    fn settings(&self) -> (&PeerInfo, &Settings) {
+    fn settings(&self) -> (&PeerInfo, &ComparedSettings) {
         (&self.peer, &self.config)
     }
 }

@@ -16,15 +16,15 @@ const BLOCK_BYTES: usize = 4096;
 
 /// Settings of a rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Settings {
+pub(super) struct ComparedSettings {
     /// Names and values that must be equal.
     settings: Vec<(String, String)>,
     /// Fingerprint of the program. Different programs are legitimate (mixed devices), so a difference is only shown.
     program: Option<u64>,
 }
 
-impl Settings {
-    pub(super) fn of(options: &WorldOptions) -> Settings {
+impl ComparedSettings {
+    pub(super) fn of(options: &WorldOptions) -> ComparedSettings {
         let own = [
             ("burn-ddp's version", env!("CARGO_PKG_VERSION").to_owned()),
             ("timeout", format!("{:?}", options.timeout)),
@@ -36,17 +36,17 @@ impl Settings {
             ("peer timeout", options.peer_timeout.map_or("none".to_owned(), |time| format!("{time:?}"))),
         ];
         let own = own.into_iter().map(|(name, value)| (name.to_owned(), value));
-        Settings { settings: own.chain(options.config.iter().cloned()).collect(), program: fingerprint() }
+        ComparedSettings { settings: own.chain(options.config.iter().cloned()).collect(), program: fingerprint() }
     }
 
     /// The same without the settings that were compared already.
-    pub(super) fn compared(self) -> Settings {
-        Settings { settings: Vec::new(), ..self }
+    pub(super) fn compared(self) -> ComparedSettings {
+        ComparedSettings { settings: Vec::new(), ..self }
     }
 }
 
 /// The first difference in settings that must be equal, as a sentence.
-pub(super) fn difference<'a>(mut ranks: impl Iterator<Item = (&'a PeerInfo, &'a Settings)>) -> Option<String> {
+pub(super) fn difference<'a>(mut ranks: impl Iterator<Item = (&'a PeerInfo, &'a ComparedSettings)>) -> Option<String> {
     let (first, ours) = ranks.next()?;
     for (peer, theirs) in ranks {
         let other_program = ours.program != theirs.program;
@@ -85,7 +85,7 @@ pub(super) fn difference<'a>(mut ranks: impl Iterator<Item = (&'a PeerInfo, &'a 
 
 /// The first two ranks that run different programs.
 pub(super) fn different_programs<'a>(
-    mut ranks: impl Iterator<Item = (&'a PeerInfo, &'a Settings)>,
+    mut ranks: impl Iterator<Item = (&'a PeerInfo, &'a ComparedSettings)>,
 ) -> Option<(&'a PeerInfo, &'a PeerInfo)> {
     let (first, ours) = ranks.next()?;
     ranks.find(|(_, theirs)| theirs.program != ours.program).map(|(other, _)| (first, other))
@@ -113,12 +113,12 @@ fn look() -> Option<u64> {
 mod tests {
     use super::*;
 
-    fn entry(rank: usize, settings: &[(&str, &str)], program: u64) -> (PeerInfo, Settings) {
+    fn entry(rank: usize, settings: &[(&str, &str)], program: u64) -> (PeerInfo, ComparedSettings) {
         let settings = settings.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-        (PeerInfo::here(rank, rank, 0), Settings { settings, program: Some(program) })
+        (PeerInfo::here(rank, rank, 0), ComparedSettings { settings, program: Some(program) })
     }
 
-    fn differ(ranks: &[(PeerInfo, Settings)]) -> Option<String> {
+    fn differ(ranks: &[(PeerInfo, ComparedSettings)]) -> Option<String> {
         difference(ranks.iter().map(|(peer, settings)| (peer, settings)))
     }
 
@@ -142,7 +142,7 @@ mod tests {
 
     #[test]
     fn programs_are_told_apart() {
-        let programs = |ranks: &[(PeerInfo, Settings)]| {
+        let programs = |ranks: &[(PeerInfo, ComparedSettings)]| {
             different_programs(ranks.iter().map(|(peer, settings)| (peer, settings))).map(|(_, other)| other.rank)
         };
         let (a, b) = (entry(0, &[], 7), entry(1, &[], 8));

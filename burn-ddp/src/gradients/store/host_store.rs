@@ -26,7 +26,7 @@ pub(super) struct HostStore<B: GradientMemory> {
     device: B::Device,
     gradients: Vec<Option<Gradient<B>>>,
     averages: Vec<Option<FloatTensor<B>>>,
-    /// Bytes that averages of the last step look at.
+    /// Bytes that the last step's averages are views of.
     viewed: Vec<Arc<Bytes>>,
     readback: Readback<B>,
     /// Gradients that were copied and not yet returned by `next_late`.

@@ -83,7 +83,7 @@ pub(crate) trait GradientStore<T>: Send {
     /// Drops gradients, and averages that were not asked for.
     fn clear(&mut self);
 
-    /// Frees the memory that averages of the last step look at, for the next reduction.
+    /// Frees the memory that the last step's averages are views of, for the next reduction.
     fn release(&mut self);
 }
 

@@ -1,4 +1,4 @@
-//! Announcing a call, and payloads that travel with the announcement.
+//! Small messages, which travel with the announcement of their call.
 #![allow(unsafe_code)]
 
 use std::ops::Range;

@@ -1,4 +1,5 @@
-//! One rank's place in a group's segment: its own cell, its view of the peers' cells, and its waits.
+//! Waits for what peers publish in their cells, spinning first, then asleep; and one rank's view of its group's
+//! segment.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! The words that ranks publish for each other, as they lie in shared memory.
+//! Cells in shared memory: the words that a rank publishes for all others, and those of a pair, for one other alone.
 //!
 //! Each word has one writer. Everything but the first word of a struct is valid once that has been read as published.
 
