@@ -25,6 +25,7 @@ use burn::train::{
     ClassificationOutput, InferenceStep, Interrupter, Learner, LearningResult, MetricEarlyStoppingStrategy,
     StoppingCondition, SupervisedTraining, TrainOutput, TrainStep,
 };
+use burn_ddp::nn::SyncBatchNorm;
 use burn_ddp::prelude::*;
 use burn_ddp::train::SilentRenderer;
 use burn_ddp_tests::{device, distance, number, values};
@@ -74,19 +75,24 @@ impl Dataset<Item> for Points {
 struct Batch {
     x: Tensor<2>,
     classes: Tensor<1, Int>,
+    /// Number of the first rows that go through the model's rare branch, if it has one.
+    rare: usize,
 }
 
+/// Batches whose rare items come first.
 #[derive(Clone)]
 struct Together;
 
 impl Batcher<Item, Batch> for Together {
-    fn batch(&self, items: Vec<Item>, device: &Device) -> Batch {
-        let n = items.len();
+    fn batch(&self, mut items: Vec<Item>, device: &Device) -> Batch {
+        let (n, is_rare) = (items.len(), |item: &Item| item.features[0] > 0.4);
+        items.sort_by_key(|item| !is_rare(item));
         let x: Vec<f32> = items.iter().flat_map(|item| item.features).collect();
         let classes: Vec<i64> = items.iter().map(|item| item.class).collect();
         Batch {
             x: Tensor::from_data(TensorData::new(x, [n, FEATURES]), device),
             classes: Tensor::from_data(TensorData::new(classes, [n]), device),
+            rare: items.iter().filter(|item| is_rare(item)).count(),
         }
     }
 }
@@ -95,6 +101,9 @@ impl Batcher<Item, Batch> for Together {
 struct Net {
     a: Linear,
     norm: Option<BatchNorm>,
+    sync_norm: Option<SyncBatchNorm>,
+    /// Added to the first layer for rare items.
+    rare: Option<Linear>,
     b: Linear,
 }
 
@@ -103,17 +112,27 @@ impl Net {
         Net {
             a: LinearConfig::new(FEATURES, 16).init(device),
             norm: norm.then(|| BatchNormConfig::new(16).init(device)),
+            sync_norm: None,
+            rare: None,
             b: LinearConfig::new(16, CLASSES).init(device),
         }
     }
 
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        let x = self.a.forward(x).tanh();
-        let x = match &self.norm {
-            Some(norm) => norm.forward::<2>(x),
-            None => x,
-        };
-        self.b.forward(x)
+    fn forward(&self, x: Tensor<2>, rare: usize) -> Tensor<2> {
+        let mut h = self.a.forward(x.clone());
+        if let Some(branch) = self.rare.as_ref().filter(|_| rare > 0) {
+            let rows = h.dims()[0];
+            let first = h.clone().narrow(0, 0, rare) + branch.forward(x.narrow(0, 0, rare));
+            h = if rare < rows { Tensor::cat(vec![first, h.narrow(0, rare, rows - rare)], 0) } else { first };
+        }
+        h = h.tanh();
+        if let Some(norm) = &self.norm {
+            h = norm.forward::<2>(h);
+        }
+        if let Some(norm) = &self.sync_norm {
+            h = norm.forward(h);
+        }
+        self.b.forward(h)
     }
 }
 
@@ -122,7 +141,7 @@ impl TrainStep for Net {
     type Output = ClassificationOutput;
 
     fn step(&self, batch: Batch) -> TrainOutput<ClassificationOutput> {
-        let output = self.forward(batch.x);
+        let output = self.forward(batch.x, batch.rare);
         let loss = CrossEntropyLossConfig::new().init(&output.device()).forward(output.clone(), batch.classes.clone());
         let grads = loss.backward();
         TrainOutput::new(self, grads, ClassificationOutput::new(loss, output, batch.classes))
@@ -135,7 +154,7 @@ impl InferenceStep for Net {
 
     /// With the loss of each item, so that the mean counts items.
     fn step(&self, batch: Batch) -> ClassificationOutput {
-        let output = self.forward(batch.x);
+        let output = self.forward(batch.x, batch.rare);
         let loss =
             log_softmax(output.clone(), 1).gather(1, batch.classes.clone().unsqueeze_dim(1)).neg().squeeze_dim(1);
         ClassificationOutput::new(loss, output, batch.classes)
@@ -332,6 +351,50 @@ fn accumulation_and_its_tail_are_burns() {
     assert_eq!(steps.unwrap(), [3 * 3; 2], "one reduction per optimizer step");
 }
 
+/// The features of a training that meet the trainer in the model and its device (`crossings.rs` has the others): with and
+/// without accumulation, in every world and resumed in another one, as Burn's trainer does alone.
+#[test]
+fn what_a_model_brings_along_is_as_alone() {
+    let plain = device().autodiff();
+    let rare = |net: Net| Net { rare: Some(LinearConfig::new(FEATURES, 16).init(&plain)), ..net };
+    let norm = |net: Net| Net { sync_norm: Some(BatchNormConfig::new(16).init(&plain).into()), ..net };
+    let models = [
+        ("unused parameters", rare(model())),
+        ("SyncBatchNorm", norm(model())),
+        ("both", norm(rare(model()))),
+        ("gradient checkpointing", Net::new(false, &plain.clone().gradient_checkpointing())),
+    ];
+    for (what, model) in &models {
+        for accumulation in [None, Some(4)] {
+            let job = Job { train: Points::new(1, 100), accumulation, ..Job::new() };
+            let alone = job.alone(model.clone());
+            for world in [1, 2, 4] {
+                let what = format!("{what}, accumulation {accumulation:?}, world {world}");
+                job.together(world, model).follows(&alone, &what);
+            }
+            for worlds in [[2, 3], [3, 1]] {
+                let directory = tempfile::tempdir().unwrap();
+                let epochs = [2, job.epochs].into_iter().zip(worlds);
+                let mut ranks = Vec::new();
+                for (number, (epochs, world)) in epochs.enumerate() {
+                    let job = Job { epochs, ..job.clone() };
+                    let resumed = Ddp::spawn(world, |ddp| {
+                        job.on_rank(&ddp, model.clone(), directory.path(), |training| {
+                            let training = training.with_default_checkpointers();
+                            if number == 0 { training } else { training.checkpoint(2) }
+                        })
+                    });
+                    ranks = resumed.unwrap();
+                }
+                let what = format!("{what}, accumulation {accumulation:?}, worlds {worlds:?}");
+                assert_eq!(ranks[0].error, None, "{what}");
+                let d = distance(&ranks[0].values, &alone.values);
+                assert!(d <= 1e-5, "{what}: parameters are {d:e} apart");
+            }
+        }
+    }
+}
+
 /// A loss that is a mean over the items whose class is not 0, which is padding.
 #[derive(Module, Debug)]
 struct Padded {
@@ -343,7 +406,7 @@ impl TrainStep for Padded {
     type Output = ClassificationOutput;
 
     fn step(&self, batch: Batch) -> TrainOutput<ClassificationOutput> {
-        let output = self.net.forward(batch.x);
+        let output = self.net.forward(batch.x, batch.rare);
         let loss = CrossEntropyLossConfig::new().with_pad_tokens(Some(vec![0])).init(&output.device());
         let loss = loss.forward(output.clone(), batch.classes.clone());
         let grads = loss.backward();
