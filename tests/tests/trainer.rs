@@ -351,8 +351,8 @@ fn accumulation_and_its_tail_are_burns() {
     assert_eq!(steps.unwrap(), [3 * 3; 2], "one reduction per optimizer step");
 }
 
-/// The features of a training that meet the trainer in the model and its device (`crossings.rs` has the others): with and
-/// without accumulation, in every world and resumed in another one, as Burn's trainer does alone.
+/// The features that a model and its device bring into the trainer (`crossings.rs` has the others): with and without
+/// accumulation, in every world and resumed in another one, as Burn's trainer does alone.
 #[test]
 fn what_a_model_brings_along_is_as_alone() {
     let plain = device().autodiff();
