@@ -77,6 +77,7 @@ mod gradients;
 mod horovod;
 mod intercept;
 mod join;
+mod main_first;
 mod model;
 #[cfg(feature = "nccl")]
 mod nccl;

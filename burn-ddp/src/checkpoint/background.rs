@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 
 use burn_ddp_comm::ProcessGroup;
 
-use crate::{Result, agreement};
+use crate::{Result, main_first};
 
 type Outcome = std::result::Result<(), String>;
 
@@ -36,7 +36,7 @@ impl BackgroundWrite {
         step: u64,
         write: impl FnOnce() -> Outcome + Send + 'static,
     ) -> Result<()> {
-        agreement::on_main(group, || {
+        main_first::on_main(group, || {
             let thread = std::thread::Builder::new().name(format!("checkpoint {step}")).spawn(write);
             *self.lock() = State::Here(thread.map_err(|e| format!("cannot start a thread to write checkpoints: {e}"))?);
             Ok(())
@@ -67,7 +67,7 @@ impl BackgroundWrite {
         let join = |thread: JoinHandle<Outcome>| {
             thread.join().unwrap_or_else(|_| Err("panicked while it wrote a checkpoint".into()))
         };
-        agreement::on_main(group, || thread.map_or(Ok(()), join))
+        main_first::on_main(group, || thread.map_or(Ok(()), join))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::ddp::Ddp;
-use crate::{Error, Result, agreement};
+use crate::{Error, Result, agreement, main_first};
 use background::BackgroundWrite;
 use directory::Directory;
 pub use saved_checkpoint::Checkpoint;
@@ -88,7 +88,7 @@ impl Ddp {
     #[track_caller]
     pub fn checkpoints(&self, directory: impl AsRef<Path>) -> Result<Checkpoints> {
         let directory = Directory::new(directory.as_ref());
-        agreement::on_main(self.group(), || directory.make())?;
+        main_first::on_main(self.group(), || directory.make())?;
         let background = Arc::new(BackgroundWrite::default());
         self.state().add_background_write(&background);
         Ok(Checkpoints {
@@ -153,11 +153,11 @@ impl Checkpoints {
         let mut contents = writer::Contents::new(step, self.ddp.world_size(), self.ddp.is_main());
         let filled = fill(&mut CheckpointWriter::new(&mut contents, group));
         agreement::on_outcome(group, "fill its checkpoint", filled)?;
-        agreement::on_main(group, || self.directory.own())?;
+        main_first::on_main(group, || self.directory.own())?;
         let (directory, keep) = (self.directory.clone(), self.keep);
         let write = move || directory.write(contents, keep);
         match self.asynchronous {
-            false => agreement::on_main(group, write),
+            false => main_first::on_main(group, write),
             true => self.background.start(group, step, write),
         }
     }
@@ -185,7 +185,7 @@ impl Checkpoints {
     #[track_caller]
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
         self.wait()?;
-        let newest: Option<(PathBuf, String)> = agreement::on_main(self.ddp.group(), || self.directory.newest())?;
+        let newest: Option<(PathBuf, String)> = main_first::on_main(self.ddp.group(), || self.directory.newest())?;
         newest.map(|(path, manifest)| Checkpoint::new(self.ddp.clone(), path, &manifest)).transpose()
     }
 }

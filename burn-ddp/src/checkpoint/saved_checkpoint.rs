@@ -16,7 +16,7 @@ use super::manifest::{Checksum, Manifest};
 use crate::ddp::Ddp;
 use crate::model::schema::{Entry, Schema};
 use crate::optimizer::state as optimizer_state;
-use crate::{Error, Result, agreement, byte_stream, intercept};
+use crate::{Error, Result, agreement, byte_stream, intercept, main_first};
 
 /// A complete checkpoint, the same one on all ranks; from [`Checkpoints::latest`](super::Checkpoints::latest).
 ///
@@ -73,7 +73,7 @@ impl Checkpoint {
         let entries = self.manifest.models.get(&name).ok_or_else(|| self.missing(&name))?;
         let load = |model: M| intercept::bypass(|| load_model(model, entries, self.read_file(&name)?));
         let loaded =
-            agreement::main_first(self.ddp.group(), || if self.ddp.is_main() { load(model) } else { Ok(model) })?;
+            main_first::main_first(self.ddp.group(), || if self.ddp.is_main() { load(model) } else { Ok(model) })?;
         let model = agreement::on_outcome(self.ddp.group(), &format!("load {name}"), loaded)?;
         self.ddp.broadcast_parameters(model, 0)
     }
@@ -141,7 +141,7 @@ impl Checkpoint {
     #[track_caller]
     fn broadcast_file(&self, name: &str) -> Result<Vec<u8>> {
         let (group, mut bytes) = (self.ddp.group(), Vec::new());
-        let len = agreement::on_main(group, || {
+        let len = main_first::on_main(group, || {
             bytes = self.read_file(name).map_err(|e| e.to_string())?;
             Ok(bytes.len())
         })?;

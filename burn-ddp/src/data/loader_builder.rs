@@ -191,7 +191,8 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
 
 impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
     /// Items of *all ranks together* per step, instead of [`batch_size`](Self::batch_size); the last of the two calls
-    /// counts. It need not divide by the world size. Steps then hold the same items at any world size.
+    /// counts. It need not divide by the world size. Steps then hold the same items at any world size, but that a
+    /// last step of fewer items than ranks joins the one before.
     pub fn global_batch_size(mut self, global_batch_size: usize) -> Self {
         self.batch = BatchSize::Global(global_batch_size);
         self

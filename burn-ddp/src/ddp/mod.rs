@@ -10,7 +10,7 @@ use burn::tensor::Device;
 use burn_ddp_comm::{ProcessGroup, ReduceOp, World};
 
 use crate::telemetry::Telemetry;
-use crate::{Error, Result, agreement};
+use crate::{Error, Result, main_first};
 use shared_state::SharedState;
 
 /// One rank's membership in a data-parallel job: its number, its peers, and everything they do together.
@@ -232,15 +232,15 @@ impl Ddp {
     #[track_caller]
     pub fn main_first<T>(&self, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
         if self.is_main() {
-            let result = agreement::at_work(self.group(), f);
+            let result = main_first::at_work(self.group(), f);
             let outcome: Result<(), String> = result.as_ref().map(|_| ()).map_err(|e| format!("{e:#}"));
-            let sent = agreement::outcome_of_main(self.group(), Some(outcome));
+            let sent = main_first::outcome_of_main(self.group(), Some(outcome));
             // The others may be gone by then: the cause comes first.
             let value = result?;
             sent?.ok();
             Ok(value)
         } else {
-            let outcome: Result<(), String> = agreement::outcome_of_main(self.group(), None)?;
+            let outcome: Result<(), String> = main_first::outcome_of_main(self.group(), None)?;
             outcome.map_err(|reason| Error::Rank { rank: 0, reason })?;
             f()
         }

@@ -53,7 +53,7 @@ impl WrappedModel {
         if state.accumulation > 1 && batch.number > 0 && batch.number == state.last_batch {
             return Err(self.fault(
                 "a second backward reached the wrapped model for one batch; with accumulation each micro-batch has \
-                one backward"
+                one backward: let passes that do not train this model go through `model.clone().no_grad()`"
                     .into(),
             ));
         }

@@ -10,7 +10,7 @@ use super::sync_buffers::sync_wrapped;
 use crate::checkpoint::leftover;
 use crate::ddp::Ddp;
 use crate::intercept::bypass;
-use crate::{Result, agreement};
+use crate::{Result, main_first};
 
 /// SHA-256 of all parameters and buffers (paths, dtypes, shapes, bytes) in hexadecimal: equal on two ranks if and only
 /// if their models are.
@@ -47,7 +47,7 @@ impl Ddp {
     pub fn save<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
         let path = with_extension(path.as_ref());
         sync_wrapped(self.group(), model)?;
-        agreement::on_main(self.group(), || {
+        main_first::on_main(self.group(), || {
             write(model, &path).map_err(|e| format!("could not write {}: {e}", path.display()))
         })?;
         self.check_replicas(model)?;

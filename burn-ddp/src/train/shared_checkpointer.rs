@@ -6,7 +6,7 @@ use burn::tensor::Bytes;
 use burn::train::checkpoint::{Checkpoint, Checkpointer, CheckpointerError, FileCheckpointer};
 
 use crate::model::digest::digest;
-use crate::{Ddp, Error, Result, agreement, byte_stream};
+use crate::{Ddp, Error, Result, agreement, byte_stream, main_first};
 
 /// Writes and reads files on rank 0 and broadcasts what it read; from
 /// [`DdpTrainer::checkpointer`](super::DdpTrainer::checkpointer).
@@ -25,7 +25,7 @@ impl SharedCheckpointer {
     /// The record that rank 0 reads. *Collective*.
     fn share<R: Checkpoint>(&self, epoch: usize) -> Result<R> {
         let (group, mut read) = (self.ddp.group(), None);
-        let (len, sent) = agreement::on_main(group, || {
+        let (len, sent) = main_first::on_main(group, || {
             let bytes =
                 self.read::<R>(epoch).map_err(|e| format!("could not read the checkpoint of epoch {epoch}: {e}"))?;
             let summary = (bytes.len(), digest(&bytes));

@@ -3,12 +3,12 @@
 //! - [`address`]: host names, loopback, binding and connecting with errors a person can act on;
 //! - [`interface`]: the addresses to listen on and to connect from;
 //! - [`unix_socket`]: unix sockets between processes of one user;
-//! - [`dial`]: a proved connection to another rank;
+//! - [`dial_rank`]: a proved connection to another rank;
 //! - [`wire`]: length-prefixed, capped postcard messages over a non-blocking socket;
 //! - [`wait`]: `poll` with a deadline, and the waker that interrupts it.
 
 pub(crate) mod address;
-pub(crate) mod dial;
+pub(crate) mod dial_rank;
 pub(crate) mod interface;
 pub(crate) mod unix_socket;
 pub(crate) mod wait;

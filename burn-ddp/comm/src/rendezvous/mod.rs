@@ -37,7 +37,7 @@ use crate::env::{LaunchEnv, Meeting};
 use crate::membership::control::{self, Control};
 use crate::membership::{Membership, Outbox, Wake};
 use crate::net::address;
-use crate::net::dial::dial;
+use crate::net::dial_rank::dial;
 use crate::net::interface::Interface;
 use crate::world::{Seat, World};
 use crate::{Error, PeerInfo, Result, WorldOptions};

@@ -15,7 +15,7 @@ use crate::call::Call;
 use crate::engine::{Engine, Fabric, HostEngine, Stall};
 use crate::membership::Membership;
 use crate::membership::control::Links;
-use crate::net::dial::dial;
+use crate::net::dial_rank::dial;
 use crate::net::interface::Interface;
 
 /// Addresses and keys by which a rank and its peers reach each other.
