@@ -468,6 +468,31 @@ fn calls_that_differ_between_ranks_are_errors_and_no_hang() {
 }
 
 #[test]
+fn a_rank_that_fails_before_the_running_statistics_are_brought_together_is_an_error_on_every_rank() {
+    let directory = tempfile::tempdir().unwrap();
+    for failing in [0, 1] {
+        let errors = Ddp::spawn(2, |ddp| {
+            let model = ddp.wrap(Normed::new(&ddp.device()?.autodiff()))?;
+            let checkpoints = ddp.checkpoints(directory.path())?;
+            let refused = checkpoints.save(1, |c| {
+                c.named("first").model(&model)?;
+                if ddp.rank() == failing {
+                    return Err(burn_ddp::Error::Invalid { rank: None, reason: "no config".into() });
+                }
+                // Also if the program goes on after the error.
+                assert!(c.named("second").model(&model).unwrap_err().to_string().contains("no config"));
+                assert!(c.named("third").model(&model).is_err());
+                Ok(())
+            });
+            checkpoints.save(2 + failing as u64, |c| c.model(&model))?;
+            Ok(refused.unwrap_err().to_string())
+        });
+        let errors = errors.unwrap();
+        assert!(errors.iter().all(|error| error.contains("no config")), "{errors:?}");
+    }
+}
+
+#[test]
 fn a_directory_that_cannot_be_is_an_error_on_every_rank() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("file");

@@ -152,7 +152,7 @@ impl Checkpoints {
         self.wait()?;
         let mut contents = writer::Contents::new(step, self.ddp.world_size(), self.ddp.is_main());
         let filled = fill(&mut CheckpointWriter::new(&mut contents, group));
-        agreement::on_outcome(group, "fill its checkpoint", filled)?;
+        contents.end(group, filled)?;
         main_first::on_main(group, || self.directory.own())?;
         let (directory, keep) = (self.directory.clone(), self.keep);
         let write = move || directory.write(contents, keep);

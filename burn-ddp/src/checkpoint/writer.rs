@@ -12,7 +12,10 @@ use super::manifest::Manifest;
 use crate::model::schema::Schema;
 use crate::model::sync_buffers::sync_wrapped;
 use crate::optimizer::state as optimizer_state;
-use crate::{Error, Result, intercept};
+use crate::{Error, Result, agreement, intercept};
+
+/// What ranks do that fill a checkpoint.
+const FILL: &str = "fill its checkpoint";
 
 /// Takes the contents of a new checkpoint, in [`Checkpoints::save`](super::Checkpoints::save).
 ///
@@ -32,11 +35,22 @@ pub(super) struct Contents {
     pub(super) files: Vec<(String, Vec<u8>)>,
     /// True on rank 0; the other ranks collect nothing.
     collect: bool,
+    /// Error of another rank, which has ended the filling on every rank.
+    ended: Option<Error>,
 }
 
 impl Contents {
     pub(super) fn new(step: u64, world_size: usize, collect: bool) -> Self {
-        Contents { manifest: Manifest::new(step, world_size), files: Vec::new(), collect }
+        Contents { manifest: Manifest::new(step, world_size), files: Vec::new(), collect, ended: None }
+    }
+
+    /// Agrees on the outcome of filling. *Collective*, unless another rank has ended it.
+    #[track_caller]
+    pub(super) fn end(&mut self, group: &ProcessGroup, filled: Result<()>) -> Result<()> {
+        match self.ended.take() {
+            Some(error) => Err(error),
+            None => agreement::on_outcome(group, FILL, filled),
+        }
     }
 
     /// Adds a file. The thread that writes it makes its checksum.
@@ -71,7 +85,7 @@ impl<'a> CheckpointWriter<'a> {
     /// any rank holds gradients of micro-batches, which a resumed run would miss: save after the optimizer step.
     #[track_caller]
     pub fn model<M: Module>(&mut self, model: &M) -> Result<()> {
-        sync_wrapped(self.group, model)?; // before the check, which may end it on one rank only
+        self.sync(model)?;
         if intercept::find(model).iter().any(|wrapped| wrapped.holds_gradients()) {
             return Err(Error::invalid(
                 "the model holds gradients of micro-batches, which a checkpoint would lose: save after the optimizer \
@@ -89,6 +103,19 @@ impl<'a> CheckpointWriter<'a> {
         let bytes = bytes.map_err(|e| Error::invalid(format!("the model cannot be saved: {e}")))?;
         self.contents.manifest.models.insert(name.clone(), schema.entries);
         self.contents.add(name, bytes.to_vec())
+    }
+
+    /// Brings the running statistics of a wrapped `model` together. *Collective* if it has some. An error of a rank that
+    /// has ended before it came here is the error of all.
+    #[track_caller]
+    fn sync<M: Module>(&mut self, model: &M) -> Result<()> {
+        if intercept::find(model).iter().all(|wrapped| wrapped.buffer_policy().is_none()) {
+            return Ok(());
+        }
+        self.contents.ended.clone().map_or(Ok(()), Err)?;
+        // Such a rank is in `Contents::end`.
+        agreement::on_outcome(self.group, FILL, Ok(())).inspect_err(|e| self.contents.ended = Some(e.clone()))?;
+        sync_wrapped(self.group, model)
     }
 
     /// Saves the state of the optimizer that trains `model`. Plain Burn reads the file `optimizer.bpk`, together with
