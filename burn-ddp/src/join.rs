@@ -5,7 +5,10 @@ use burn::optim::ModuleOptimizer;
 
 use crate::ddp::Ddp;
 use crate::wrap::only;
-use crate::{Result, intercept, optimizer};
+use crate::{Error, Result, intercept, optimizer};
+
+const NO_SYNCED_NORM: &str = "`join` with a `SyncBatchNorm` in the model: ranks that still train need every rank's \
+    passes through it; use Burn's `BatchNorm`, or give all ranks equally many batches and leave `join` out";
 
 impl Ddp {
     /// Waits for the ranks that still have data, and ends with the model and the optimizer of those that had most.
@@ -29,7 +32,7 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if `model` is not one wrapped model; [`Error::Comm`] if a peer failed, or left without
+    /// [`Error::Invalid`] if `model` is not one wrapped model, or has a `SyncBatchNorm`; [`Error::Comm`] if a peer failed, or left without
     /// calling it; [`Error::ReplicasDiffer`] as every backward.
     ///
     /// [`Error::Invalid`]: crate::Error::Invalid
@@ -68,6 +71,9 @@ impl Ddp {
             return Ok(0);
         }
         let wrapped = only(&wrapped, "join with")?;
+        if wrapped.has_synced_norm() {
+            return Err(Error::invalid(NO_SYNCED_NORM));
+        }
         let mine = wrapped.steps();
         while wrapped.shadow()? {}
 

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::{DType, TensorData};
+use burn_ddp::nn::SyncBatchNorm;
 use burn_ddp::prelude::*;
 use burn_ddp::{Result, WorldOptions};
 use burn_ddp_tests::{Normed, device, distance, number, rows, to_f64, values};
@@ -254,6 +255,28 @@ fn ranks_that_disagree_hear_of_it() {
         Ok(ddp.join(&mut model, &mut SgdConfig::new().init()).unwrap_err().to_string())
     });
     assert!(error.unwrap().iter().all(|error| error.contains("not wrapped")));
+}
+
+#[test]
+fn a_layer_whose_passes_all_ranks_make_together_is_refused_at_once() {
+    let begin = std::time::Instant::now();
+    for batches in [[1, 3], [0, 2], [2, 2]] {
+        let error = spawn(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let norm: SyncBatchNorm = BatchNormConfig::new(4).init(&device).into();
+            let (mut norm, mut optim) = (ddp.wrap(norm)?, SgdConfig::new().init());
+            for step in 0..batches[ddp.rank()] {
+                let loss = norm.forward(rows(step * 4, 4, 4, 1, DType::F32, &device)).powf_scalar(3.0).mean();
+                let grads = ddp.backward(&loss, &norm)?;
+                norm = optim.step(0.1, norm.clone(), GradientsParams::from_grads(grads, &norm));
+            }
+            ddp.join(&mut norm, &mut optim)?;
+            Ok(())
+        });
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("`join` with a `SyncBatchNorm`"), "{error}");
+    }
+    assert!(begin.elapsed() < Duration::from_secs(20), "no rank waits for the deadline");
 }
 
 /// The rank whose loader gave nothing at all, and whose optimizer has no state.

@@ -53,6 +53,8 @@ pub(crate) struct WrappedModel {
     pub(super) comparing: AtomicBool,
     /// True if a copy of the model went through `valid().train()`, which gives it running statistics of its own.
     pub(super) retrained: AtomicBool,
+    /// True if the model has a `SyncBatchNorm`, whose passes all ranks make together.
+    synced_norm: AtomicBool,
     /// True if the model, or a copy, was mapped: clones of a parameter may have different values since.
     pub(super) mapped: AtomicBool,
     /// Error after which this rank's parameters are no longer those of the others.
@@ -103,6 +105,7 @@ impl WrappedModel {
             reducing_held: AtomicBool::new(false),
             comparing: AtomicBool::new(false),
             retrained: AtomicBool::new(false),
+            synced_norm: AtomicBool::new(false),
             mapped: AtomicBool::new(false),
             stale: OnceLock::new(),
         }
@@ -159,6 +162,16 @@ impl WrappedModel {
     /// Notes that the model, or a copy of it, went through `valid().train()`.
     pub(super) fn note_train(&self) {
         self.retrained.store(true, Ordering::Release);
+    }
+
+    /// Notes that the model has a `SyncBatchNorm`.
+    pub(crate) fn note_synced_norm(&self) {
+        self.synced_norm.store(true, Ordering::Release);
+    }
+
+    /// True if the model has a `SyncBatchNorm`.
+    pub(crate) fn has_synced_norm(&self) -> bool {
+        self.synced_norm.load(Ordering::Acquire)
     }
 
     /// Notes that the model, or a copy, was mapped, as an optimizer does in a step.

@@ -148,7 +148,12 @@ impl Module for SyncBatchNorm {
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        self.norm.map(mapper).into()
+        let norm = self.norm.map(mapper);
+        // `wrap` attaches taps by mapping.
+        if let Some(tapped) = norm.gamma.reparameterization::<Tap>().map(Tap::model) {
+            tapped.note_synced_norm();
+        }
+        norm.into()
     }
 
     fn train(self) -> Self {
