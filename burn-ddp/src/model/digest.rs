@@ -27,6 +27,9 @@ impl Display for Rounding {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Rounding { worst, distance, parameters } = self;
         let more = and_more(parameters - 1);
+        if *distance == 0.0 {
+            return write!(f, "{worst}{more} differs between ranks by a few last bits");
+        }
         write!(f, "{worst}{more} differs between ranks by {distance:.0e} of its movement since the last comparison")
     }
 }

@@ -15,13 +15,19 @@
 //! step moves them by the same average, bit by bit, so a difference has no effect on the next one, in parameters as
 //! in the state of optimizers. Each comparison judges what was added since the last.
 //!
-//! A movement is known by its [`Sketch`]: 248 bytes per parameter instead of a copy of the model.
+//! Where a small parameter moves by a few last bits of its values only, one element that was rounded to the other side
+//! is more than the tolerance. So a difference of a few last bits is rounding, too, if the parameter moved.
+//!
+//! A movement is known by its [`Sketch`]: 256 bytes per parameter instead of a copy of the model.
 
 use burn::tensor::{DType, TensorData};
 use burn_ddp_comm::DType as CommDType;
 
 /// Number of sums in a sketch. A prime, so that the columns of a matrix spread over all of them.
 const SUMS: usize = 31;
+/// Largest difference of movements that is rounding however little a parameter moved, in last bits of its largest
+/// element: 16 elements that differ by one, as the norm counts them.
+const LAST_BITS: f64 = 4.0;
 
 /// Sums of the elements of a value with random signs, each of every 31st element.
 ///
@@ -29,57 +35,70 @@ const SUMS: usize = 31;
 /// value, with an error of about 13 % whichever elements differ; exactly if there are at most 31 elements. Computing
 /// one costs about 0.5 ns per element.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Sketch([f64; SUMS]);
+pub(crate) struct Sketch {
+    sums: [f64; SUMS],
+    /// The last bit of the largest element, or up to twice as much; 0 for half types, whose tolerance is larger.
+    last_bit: f64,
+}
 
 impl Sketch {
     /// Sketch of an unknown value; so is what is subtracted from it.
-    pub(crate) const UNKNOWN: Sketch = Sketch([f64::NAN; SUMS]);
+    pub(crate) const UNKNOWN: Sketch = Sketch { sums: [f64::NAN; SUMS], last_bit: f64::NAN };
 
     /// Sketch of the elements of `data`; unknown if they are no floats.
     pub(crate) fn of(data: &TensorData) -> Self {
-        let sums = match data.dtype() {
-            DType::F64 => data.as_slice::<f64>().map(sums),
-            DType::F32 | DType::Flex32 => data.as_slice::<f32>().map(sums),
-            DType::F16 => data.as_slice::<half::f16>().map(sums),
-            DType::BF16 => data.as_slice::<half::bf16>().map(sums),
+        let sketch = match data.dtype() {
+            DType::F64 => data.as_slice().map(|elements| sketch(elements, f64::EPSILON)),
+            DType::F32 | DType::Flex32 => data.as_slice().map(|elements| sketch(elements, f32::EPSILON)),
+            DType::F16 => data.as_slice().map(|elements| sketch(elements, half::f16::ZERO)),
+            DType::BF16 => data.as_slice().map(|elements| sketch(elements, half::bf16::ZERO)),
             _ => return Self::UNKNOWN,
         };
-        sums.map_or(Self::UNKNOWN, Sketch)
+        sketch.unwrap_or(Self::UNKNOWN)
     }
 
     /// Sketch of the difference of two values.
     #[must_use]
     pub(crate) fn minus(&self, other: &Sketch) -> Sketch {
-        Sketch(std::array::from_fn(|i| self.0[i] - other.0[i]))
+        let sums = std::array::from_fn(|i| self.sums[i] - other.sums[i]);
+        Sketch { sums, last_bit: self.last_bit.max(other.last_bit) }
     }
 
     /// Estimate of the value's Euclidean norm; NaN if it is unknown.
     fn norm(&self) -> f64 {
-        self.0.iter().map(|sum| sum * sum).sum::<f64>().sqrt()
+        self.sums.iter().map(|sum| sum * sum).sum::<f64>().sqrt()
     }
 }
 
 /// The bits of sketches back to back, as digests travel.
 pub(crate) fn to_row(sketches: impl Iterator<Item = Sketch>) -> Vec<i64> {
-    sketches.flat_map(|sketch| sketch.0).map(|sum| sum.to_bits() as i64).collect()
+    let numbers = sketches.flat_map(|sketch| sketch.sums.into_iter().chain([sketch.last_bit]));
+    numbers.map(|number| number.to_bits() as i64).collect()
 }
 
 /// The inverse of [`to_row`].
 pub(crate) fn from_row(row: &[i64]) -> Vec<Sketch> {
-    let (sketches, _) = row.as_chunks::<SUMS>();
-    sketches.iter().map(|bits| Sketch(bits.map(|sum| f64::from_bits(sum as u64)))).collect()
+    let number = |bits: i64| f64::from_bits(bits as u64);
+    let (sketches, _) = row.as_chunks::<{ SUMS + 1 }>();
+    let sketch = |bits: &[i64; SUMS + 1]| Sketch {
+        sums: std::array::from_fn(|i| number(bits[i])),
+        last_bit: number(bits[SUMS]),
+    };
+    sketches.iter().map(sketch).collect()
 }
 
-fn sums<E: Copy + Into<f64>>(elements: &[E]) -> [f64; SUMS] {
-    let mut sums = [0.0; SUMS];
+fn sketch<E: Copy + Into<f64>>(elements: &[E], epsilon: E) -> Sketch {
+    let (mut sums, mut largest) = ([0.0; SUMS], [0.0_f64; SUMS]);
     for (nth, row) in elements.chunks(SUMS).enumerate() {
         let signs = mixed(nth as u64);
         for (i, (sum, &element)) in sums.iter_mut().zip(row).enumerate() {
             let sign = (signs >> i) << 63;
-            *sum += f64::from_bits(element.into().to_bits() ^ sign);
+            let element: f64 = element.into();
+            largest[i] = largest[i].max(element.abs());
+            *sum += f64::from_bits(element.to_bits() ^ sign);
         }
     }
-    sums
+    Sketch { sums, last_bit: largest.into_iter().fold(0.0, f64::max) * epsilon.into() }
 }
 
 /// 64 bits that are as good as random (SplitMix64).
@@ -90,11 +109,13 @@ fn mixed(n: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Difference of two movements as a part of the smaller one; infinite if one is unknown.
+/// Difference of two movements as a part of the smaller one; infinite if one is unknown. 0 if they differ by
+/// less than [`LAST_BITS`] and none is 0.
 pub(crate) fn distance(one: &Sketch, other: &Sketch) -> f64 {
     let (difference, moved) = (one.minus(other).norm(), one.norm().min(other.norm()));
+    let last_bits = LAST_BITS * one.last_bit.max(other.last_bit);
     match difference / moved {
-        _ if difference == 0.0 => 0.0,
+        _ if difference == 0.0 || (moved > 0.0 && difference < last_bits) => 0.0,
         ratio if ratio.is_nan() => f64::INFINITY,
         ratio => ratio,
     }
@@ -206,10 +227,23 @@ mod tests {
             let after = value.iter().zip(&gradient).map(|(v, g)| v - 1e-3 * factor * g).collect();
             sketch(after).minus(&sketch(value.clone()))
         };
-        let rounding = distance(&moved(1.0), &moved(1.0 + f32::EPSILON));
+        let rounding = distance(&moved(1.0), &moved(1.0 + 256.0 * f32::EPSILON));
         assert!(rounding > 0.0 && rounding < 1e-4, "{rounding}");
         let another = distance(&moved(1.0), &moved(1.01));
         assert!((0.005..0.02).contains(&another), "{another}");
+    }
+
+    #[test]
+    fn a_few_last_bits_are_rounding_however_little_a_parameter_moved() {
+        let value = sketch(vec![1.0; 64]);
+        // Each element moves by three last bits, one of them by a fourth on one rank.
+        let moved = vec![1.0 + 3.0 * f32::EPSILON; 64];
+        let mut other = moved.clone();
+        other[7] += f32::EPSILON;
+        let moved = sketch(moved).minus(&value);
+        assert_eq!(distance(&moved, &sketch(other.clone()).minus(&value)), 0.0);
+        other[7] += 4.0 * f32::EPSILON;
+        assert!(distance(&moved, &sketch(other).minus(&value)) > 0.1);
     }
 
     #[test]
@@ -219,7 +253,9 @@ mod tests {
         assert_eq!(distance(&still, &still), 0.0);
         assert_eq!(distance(&b.minus(&a), &still), f64::INFINITY);
         assert_eq!(distance(&Sketch::UNKNOWN, &still), f64::INFINITY);
-        assert_eq!(distance(&sketch(vec![f32::NAN]), &sketch(vec![1.0])), f64::INFINITY);
+        for not_finite in [f32::NAN, f32::INFINITY] {
+            assert_eq!(distance(&sketch(vec![not_finite]), &sketch(vec![1.0])), f64::INFINITY);
+        }
     }
 
     #[test]
@@ -228,7 +264,7 @@ mod tests {
         for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
             let sketch = Sketch::of(&data.clone().convert_dtype(dtype));
             assert!(sketch.norm() > 1.0, "{dtype:?}");
-            let two = [sketch, Sketch([1.5; SUMS])];
+            let two = [sketch, Sketch { sums: [1.5; SUMS], last_bit: 0.5 }];
             assert_eq!(from_row(&to_row(two.into_iter())), two);
         }
         assert!(Sketch::of(&TensorData::new(vec![1_i64], [1])).norm().is_nan());
@@ -241,9 +277,12 @@ mod tests {
         assert!(movements.is_new() && movements.until_now()[0].norm().is_nan());
         movements.measure_from(vec![value(1.0), value(1.0)]);
         movements.set_now(vec![value(3.0), Sketch::UNKNOWN]);
-        assert_eq!(movements.until_now()[0], value(2.0));
+        assert_eq!(movements.until_now()[0].sums, value(2.0).sums);
         movements.accept(|parameter| parameter == 0);
         movements.set_now(vec![value(4.0), value(4.0)]);
-        assert_eq!(movements.until_now(), [value(1.0), value(3.0)]);
+        assert_eq!(
+            movements.until_now().iter().map(|m| m.sums).collect::<Vec<_>>(),
+            [value(1.0), value(3.0)].map(|v| v.sums)
+        );
     }
 }
