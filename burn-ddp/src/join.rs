@@ -32,8 +32,8 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if `model` is not one wrapped model, or has a `SyncBatchNorm`; [`Error::Comm`] if a peer failed, or left without
-    /// calling it; [`Error::ReplicasDiffer`] as every backward.
+    /// [`Error::Invalid`] if `model` is not one wrapped model, or has a `SyncBatchNorm`; [`Error::Comm`] if a peer
+    /// failed, or left without calling it; [`Error::ReplicasDiffer`] as every backward.
     ///
     /// [`Error::Invalid`]: crate::Error::Invalid
     /// [`Error::Comm`]: crate::Error::Comm

@@ -105,8 +105,8 @@ impl<'a> CheckpointWriter<'a> {
         self.contents.add(name, bytes.to_vec())
     }
 
-    /// Brings the running statistics of a wrapped `model` together. *Collective* if it has some. An error of a rank that
-    /// has ended before it came here is the error of all.
+    /// Brings the running statistics of a wrapped `model` together. *Collective* if it has some. An error of a rank
+    /// that has ended before it came here is the error of all.
     #[track_caller]
     fn sync<M: Module>(&mut self, model: &M) -> Result<()> {
         if intercept::find(model).iter().all(|wrapped| wrapped.buffer_policy().is_none()) {
