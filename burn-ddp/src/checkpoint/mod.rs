@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::ddp::Ddp;
-use crate::{Error, Result, agreement, main_first};
+use crate::{Error, Result, main_first};
 use background::BackgroundWrite;
 use directory::Directory;
 pub use saved_checkpoint::Checkpoint;
