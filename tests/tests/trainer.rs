@@ -364,20 +364,22 @@ fn what_a_model_brings_along_is_as_alone() {
         ("both", norm(rare(model()))),
         ("gradient checkpointing", Net::new(false, &plain.clone().gradient_checkpointing())),
     ];
+    // Clones share running statistics.
+    let unshared = |model: &Net| if model.sync_norm.is_some() { norm(model.clone()) } else { model.clone() };
     for (what, model) in &models {
         for accumulation in [None, Some(4)] {
             let job = Job { train: Points::new(1, 100), accumulation, ..Job::new() };
-            let alone = job.alone(model.clone());
+            let alone = job.alone(unshared(model));
             for world in [1, 2, 4] {
                 let what = format!("{what}, accumulation {accumulation:?}, world {world}");
-                job.together(world, model).follows(&alone, &what);
+                job.together(world, &unshared(model)).follows(&alone, &what);
             }
             for worlds in [[2, 3], [3, 1]] {
                 let directory = tempfile::tempdir().unwrap();
                 let epochs = [2, job.epochs].into_iter().zip(worlds);
                 let mut ranks = Vec::new();
                 for (number, (epochs, world)) in epochs.enumerate() {
-                    let job = Job { epochs, ..job.clone() };
+                    let (job, model) = (Job { epochs, ..job.clone() }, unshared(model));
                     let resumed = Ddp::spawn(world, |ddp| {
                         job.on_rank(&ddp, model.clone(), directory.path(), |training| {
                             let training = training.with_default_checkpointers();
