@@ -52,10 +52,9 @@ pub trait DdpTrainer {
     /// the same on every rank.
     ///
     /// Rank 0 renders, and writes metrics, logs and checkpoints to `directory`; the others show and write nothing. The
-    /// model that is launched must not be wrapped: all ranks start with rank 0's weights. Early stopping is decided on
-    /// rank
-    /// 0. An interruption or an error on any rank ends training on all ranks after the same step, and all report it.
-    /// `launch` is *collective*, this call is not.
+    /// model that is launched must not be wrapped: all ranks start with rank 0's weights. Rank 0 decides on early
+    /// stopping. An interruption or an error on any rank ends training on all ranks after the same step, and all report
+    /// it. `launch` is *collective*, this call is not.
     fn training<M: LearnerModel>(
         &self,
         directory: impl AsRef<Path>,
