@@ -6,7 +6,7 @@ use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
 use burn_ddp::{Error, WorldOptions};
-use burn_ddp_tests::awkward::failing_backward;
+use burn_ddp_tests::awkward::panicking_op;
 use burn_ddp_tests::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -209,7 +209,7 @@ fn a_copy_of_the_model_in_the_same_backward_is_an_error_that_says_what_to_do() {
 }
 
 fn with_bomb(model: &Mlp, x: Tensor<2>) -> Tensor<1> {
-    let h = failing_backward::trap(model.a.forward(x).tanh());
+    let h = panicking_op::trap(model.a.forward(x).tanh());
     model.c.forward(model.b.forward(h)).sum()
 }
 
@@ -224,7 +224,7 @@ fn panic_in_the_middle(config: &WrapConfig) -> burn_ddp::Result<Vec<()>> {
         };
         let clean = grad()?;
         if ddp.rank() == 1 {
-            assert!(failing_backward::armed(|| catch_unwind(AssertUnwindSafe(&grad))).is_err());
+            assert!(panicking_op::armed(|| catch_unwind(AssertUnwindSafe(&grad))).is_err());
         }
         assert_eq!(grad()?, clean);
         assert_eq!(grad()?, clean);

@@ -2,13 +2,13 @@
 //! alike, and that also runs alone with the whole batch: what comes out must be the same.
 
 mod experts;
-pub mod failing_backward;
 mod frozen;
 mod gan;
 mod lora;
 mod losses;
 mod nested_structures;
 mod optimizers;
+pub mod panicking_op;
 mod panics;
 mod records;
 mod repeated_reads;

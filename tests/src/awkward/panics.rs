@@ -6,7 +6,7 @@ use anyhow::Result;
 use burn::nn::{Linear, LinearConfig};
 use burn_ddp::WrapConfig;
 
-use super::failing_backward::{armed, trap};
+use super::panicking_op::{armed, trap};
 use super::{Outcome, Run, sgd};
 
 /// The bomb lies between two layers: when it goes off, only the last one has its gradients.

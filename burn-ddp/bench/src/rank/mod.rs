@@ -2,8 +2,8 @@
 
 mod engine_rank;
 mod hardware;
-mod pump;
 mod random_collectives;
+mod socket_limit;
 #[cfg(feature = "burn")]
 mod train;
 
@@ -118,7 +118,7 @@ pub(crate) fn run(args: &RankArgs) -> Result<()> {
         What::Threads => threads(&args.control, world, dtype, buffers),
         What::Memcpy => serve(Box::new(hardware::Memcpy::new(Meeting::new(lines()?, rank, world)))),
         What::Cacheline => serve(Box::new(hardware::Cacheline::new(Meeting::new(lines()?, rank, world)))),
-        What::Pump => serve(Box::new(pump::Pump::new(&lines()?, rank, world)?)),
+        What::Pump => serve(Box::new(socket_limit::Pump::new(&lines()?, rank, world)?)),
         What::Floor => {
             let cores = crate::machine::cores().min(world);
             let shares = (0..world).filter(|of| of % cores == rank).count();

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::step_position::{Progress, Track};
-use super::world_end::capped;
+use super::world_failure::capped;
 use super::{ControlMessage, Membership};
 use crate::Result;
 use crate::poison_free_locks::lock;

@@ -5,7 +5,7 @@
 //! | identity of a rank | `peer_info` |
 //! | messages between ranks besides data; the traits of their carriers and of waits | `messages`, applied in `dispatch` |
 //! | the connections that carry them between processes | `control` |
-//! | the first cause, which every call returns from then on | `world_end`; panics in `panics` |
+//! | the first cause, which every call returns from then on | `world_failure`; panics in `panics` |
 //! | signs of life | `liveness`, acted upon in `heartbeats` |
 //! | why a call waits | `diagnosis`, asked in `stalls` |
 //! | ranks that stop where others go on | `step_position`, `out_of_step`; announced in `pending_stops` |
@@ -31,7 +31,7 @@ mod state;
 mod step_position;
 #[cfg(test)]
 mod tests;
-mod world_end;
+mod world_failure;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};

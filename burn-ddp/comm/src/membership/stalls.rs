@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::Membership;
 use super::diagnosis::{Activity, Diagnosis, diagnose};
-use super::world_end::capped;
+use super::world_failure::capped;
 use crate::Error;
 use crate::call::Call;
 use crate::poison_free_locks::lock;

@@ -3,7 +3,7 @@
 //! Node 0 numbers the ranks, says where they meet, collects how they ended, and decides how the generation ended and
 //! whether there is another. A launcher that hears nothing from the others for too long ends its part of the job.
 
-mod link;
+mod launcher_watch;
 mod meet;
 mod message;
 
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::post_mortem::PostMortem;
 use burn_ddp_comm::{Store, StoreServer};
 
-pub(crate) use link::Link;
+pub(crate) use launcher_watch::Link;
 pub(crate) use meet::{Meet, meet};
 pub(crate) use message::{Announcement, GenerationPlan, Node, Verdict};
 
@@ -192,7 +192,7 @@ impl Wait<'_> {
                     Err(error) => break missing(node, error.to_string()),
                 }
                 if let Some(silent) = self.others.link.lost().get(&node.node) {
-                    break missing(node, link::lost(node.node, *silent).message);
+                    break missing(node, launcher_watch::lost(node.node, *silent).message);
                 }
                 if self.is_over() {
                     break missing(
