@@ -10,6 +10,9 @@ use burn_ddp_comm::{Progress, Track};
 
 use crate::{Error, Result};
 
+/// Batches of training loaders without averaged gradients after which a warning is due.
+const FORGOTTEN: u32 = 3;
+
 /// Weights of the backwards of one rank.
 #[derive(Debug, Default)]
 pub(crate) struct BatchWeight(Mutex<Inner>);
@@ -24,6 +27,10 @@ struct Inner {
     count: u64,
     /// By loader: the last step whose batch had a backward.
     used: BTreeMap<u32, Step>,
+    /// Batches that loaders handed out before gradients were averaged for the first time.
+    before_averages: u32,
+    /// Gradients were averaged: in a backward of a wrapped model, or in front of an optimizer.
+    averages: bool,
 }
 
 #[derive(Debug)]
@@ -102,14 +109,22 @@ impl Inner {
 }
 
 impl BatchWeight {
-    /// Records that a loader hands out a batch.
-    pub(crate) fn note_batch(&self, batch: LoaderBatch) {
+    /// Records that a loader hands out a batch. True once: if some were handed out and gradients were never averaged,
+    /// as when `wrap` was forgotten.
+    pub(crate) fn note_batch(&self, batch: LoaderBatch) -> bool {
         let mut w = self.lock();
         w.explicit = None;
         w.count += 1;
         let number = w.count;
         w.in_use.retain(|_, b| !b.taken_out);
         w.in_use.insert(batch.step.loader(), InUse { batch, number, used: false, taken_out: false });
+        w.before_averages = w.before_averages.saturating_add(1);
+        w.before_averages == FORGOTTEN && !w.averages
+    }
+
+    /// Records that gradients were averaged without a backward of a wrapped model.
+    pub(crate) fn note_averages(&self) {
+        self.lock().averages = true;
     }
 
     /// Records that `epoch` of a loader, on `track`, is over: its last batch was asked for and there is none left, or,
@@ -158,6 +173,7 @@ impl BatchWeight {
     /// [`Error::Invalid`] if several loaders handed out a batch for it and the user did not set the items.
     pub(crate) fn take(&self) -> Result<Batch> {
         let mut w = self.lock();
+        w.averages = true;
         let unused = w.in_use.values().filter(|b| !b.used && !b.taken_out).count();
         if w.explicit.is_none() && unused > 1 {
             return Err(Error::invalid(format!(

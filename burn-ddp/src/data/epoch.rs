@@ -182,7 +182,14 @@ impl<O: Send + 'static> Epoch<O> {
         // Only after loading: a rank that could not load a step must not count as having reached it.
         ddp.world().advance(track, at)?;
         let last = step + 1 == plan.steps();
-        ddp.state().batch_weight.note_batch(LoaderBatch { step: Step { track, at }, weight, last });
+        let forgotten = ddp.state().batch_weight.note_batch(LoaderBatch { step: Step { track, at }, weight, last });
+        if forgotten && ddp.is_main() && ddp.world_size() > 1 {
+            tracing::warn!(
+                target: "burn_ddp::data",
+                "a training loader has handed out batches, but no backward of a wrapped model has come: each rank \
+                trains a model of its own unless it went through `ddp.wrap`"
+            );
+        }
         let Range { start, end } = plan.step(step);
         loader.cursor().consume(number, self.repeats, end, plan.items());
         ddp.state().seed_batch(id, number, start);

@@ -11,7 +11,7 @@ use super::sync_buffers::sync_wrapped;
 use crate::convert::comm_dtype;
 use crate::ddp::Ddp;
 use crate::intercept::taps;
-use crate::{Result, agreement};
+use crate::{Error, Result, agreement};
 
 impl Ddp {
     /// Checks that all ranks hold the same parameters, bit by bit but for rounding. *Collective*.
@@ -41,7 +41,8 @@ impl Ddp {
         let (differing, taps) = (differing(&digests), taps(model));
         let exact = taps.is_empty() || taps.values().any(|tap| !tap.judges_movements());
         if differing.is_empty() || exact {
-            return comparison.exactly();
+            let outcome = comparison.exactly();
+            return if taps.is_empty() { outcome.map_err(not_wrapped) } else { outcome };
         }
         let movement = |&i: &usize| match taps.get(paths[i]) {
             Some(tap) => tap.movement_until(&Sketch::of(&values[compared[i]])),
@@ -55,5 +56,19 @@ impl Ddp {
             self.state().meter.rounded(&rounding, None, true);
         }
         Ok(())
+    }
+}
+
+/// The error with what is most likely the cause of it.
+fn not_wrapped(error: Error) -> Error {
+    match error {
+        Error::ReplicasDiffer { step, parameter, ranks, difference } => {
+            let difference = format!(
+                "{difference}; the model is not wrapped, so each rank may have trained its own: \
+                `let model = ddp.wrap(model)?` before training"
+            );
+            Error::ReplicasDiffer { step, parameter, ranks, difference }
+        }
+        other => other,
     }
 }

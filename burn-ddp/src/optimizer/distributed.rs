@@ -114,6 +114,7 @@ impl DistributedOptimizer {
     #[track_caller]
     fn average<M: Module>(&self, model: &M, grads: &mut GradientsParams) -> Result<HashMap<ParamId, TensorData>> {
         let group = self.ddp.group();
+        self.ddp.state().batch_weight.note_averages();
         let (schema, taken) = agreement::on_outcome(group, "average gradients", take(model, grads))?;
         let present: Vec<bool> = taken.iter().map(Option::is_some).collect();
         let all = group.all_gather_object(&(digest(&schema.entries), present))?;

@@ -249,49 +249,10 @@ pub(crate) enum Communication {
 
 #[cfg(test)]
 mod tests {
-    use std::fmt::Debug;
-
     use burn_ddp_comm::WorldOptions;
-    use tracing::field::{Field, Visit};
-    use tracing::span;
 
     use super::*;
-
-    /// Target and fields.
-    type Event = (String, Vec<(String, String)>);
-
-    /// Keeps all events of our targets.
-    #[derive(Clone, Default)]
-    struct Listener(Arc<Mutex<Vec<Event>>>);
-
-    struct Fields(Vec<(String, String)>);
-
-    impl Visit for Fields {
-        fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
-            self.0.push((field.name().to_string(), format!("{value:?}")));
-        }
-    }
-
-    impl tracing::Subscriber for Listener {
-        fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-            ["burn_ddp::step", "burn_ddp::straggler"].contains(&metadata.target())
-        }
-
-        fn event(&self, event: &tracing::Event<'_>) {
-            let mut fields = Fields(Vec::new());
-            event.record(&mut fields);
-            self.0.lock().unwrap().push((event.metadata().target().to_string(), fields.0));
-        }
-
-        fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
-            span::Id::from_u64(1)
-        }
-
-        fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
-        fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
-        fn enter(&self, _: &span::Id) {}
-        fn exit(&self, _: &span::Id) {}
-    }
+    use crate::telemetry::listener::Listener;
 
     fn step_meter() -> StepMeter {
         let world = World::solo(WorldOptions::default());
@@ -313,11 +274,9 @@ mod tests {
             meter.launched(50, false);
             meter.end_step(1, Instant::now());
         });
-        let events = listener.0.lock().unwrap();
+        let events = listener.events("burn_ddp::step");
         let value = |nth: usize, name: &str| {
-            let (target, fields) = &events[nth];
-            assert_eq!(target, "burn_ddp::step");
-            fields.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone()).unwrap()
+            events[nth].iter().find(|(known, _)| known == name).map(|(_, value)| value.clone()).unwrap()
         };
         assert_eq!(events.len(), 2);
         assert_eq!(
@@ -345,8 +304,8 @@ mod tests {
             meter
         });
         assert_eq!(meter.meter.straggler().map(|s| (s.rank, s.work)), Some((2, Duration::from_millis(9))));
-        let events = listener.0.lock().unwrap();
-        let message = |nth: usize| events[nth].1.iter().find(|(name, _)| name == "message").unwrap().1.clone();
+        let events = listener.events("burn_ddp::straggler");
+        let message = |nth: usize| events[nth].iter().find(|(name, _)| name == "message").unwrap().1.clone();
         assert_eq!(events.len(), 3, "1, 2, and 2 again after it had recovered");
         assert!(message(0).contains("rank 1 ") && message(2).contains("rank 2 "), "{events:?}");
     }

@@ -1,5 +1,7 @@
 //! Where the time of steps goes: counted on each rank, compared between ranks.
 
+#[cfg(test)]
+pub(crate) mod listener;
 pub(crate) mod meter;
 mod step_counters;
 mod straggler;

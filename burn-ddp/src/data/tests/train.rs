@@ -8,6 +8,7 @@ use burn::tensor::Tensor;
 
 use super::*;
 use crate::data::permutation;
+use crate::telemetry::listener::Listener;
 
 /// Batches of an epoch: `[rank][step][item]`.
 type Read = Vec<Vec<Vec<usize>>>;
@@ -114,6 +115,34 @@ fn each_batch_sets_the_weight() {
         assert!(weight().unwrap_err().to_string().contains("ambiguous"));
         Ok(())
     });
+}
+
+/// Warnings of the loader on the ranks of a world that trains for two epochs, with and without `wrap`.
+fn warnings(world: usize, wrap: bool) -> Vec<usize> {
+    spawn(world, |ddp| {
+        let listener = Listener::default();
+        tracing::subscriber::with_default(listener.clone(), || {
+            let device = ddp.device()?.autodiff();
+            let mut model: Linear = LinearConfig::new(1, 1).init(&device);
+            if wrap {
+                model = ddp.wrap(model)?;
+            }
+            let train = ddp.loader(Keep).batch_size(1).build(numbers(5 * world))?;
+            for batch in train.epochs(0..2).flatten() {
+                let x = Tensor::<2>::from_floats([[batch?[0] as f32]], &device);
+                model.forward(x).sum().backward();
+            }
+            anyhow::Ok(())
+        })?;
+        Ok(listener.events("burn_ddp::data").len())
+    })
+}
+
+#[test]
+fn a_forgotten_wrap_is_a_warning() {
+    assert_eq!(warnings(2, false), [1, 0], "once, on rank 0");
+    assert_eq!(warnings(2, true), [0, 0]);
+    assert_eq!(warnings(1, false), [0], "alone there is nothing to average");
 }
 
 /// Steps of 5 items over 3 or 4 ranks are uneven, and the last step (17 = 3 · 5 + 2) has 7.
