@@ -102,7 +102,7 @@ impl Unit {
         self.nets.iter().map(|net| net.loss(run, micro_batch, parts)).reduce(|a, b| a + b).expect("a unit has a model")
     }
 
-    /// One optimizer step, if there are gradients.
+    /// Steps the optimizer, if there are gradients.
     fn step(&mut self, cell: &Cell, grads: GradientsParams) {
         if grads.is_empty() {
             return;
@@ -127,7 +127,7 @@ impl ModuleMapper for Shrink {
     }
 }
 
-/// One or two features.
+/// Cell of the table: a feature alone, if both are the same, or two.
 struct Cell([Feature; 2]);
 
 impl Cell {
@@ -186,7 +186,7 @@ fn parts(rank: usize, world: usize) -> Vec<usize> {
     (start..ends[rank]).collect()
 }
 
-/// One epoch on a rank.
+/// Trains this rank for an epoch.
 fn epoch(cell: &Cell, run: &Run, units: &mut [Unit], number: usize) -> anyhow::Result<()> {
     let (ddp, rank, world) = (&run.ddp, run.ddp.rank(), run.ddp.world_size());
     let parts = parts(rank, world);
@@ -216,7 +216,7 @@ fn outcome(run: &Run, units: &[Unit]) -> anyhow::Result<Outcome> {
     Ok(outcome.within(tolerance))
 }
 
-/// What the ranks hold after all epochs, of which each has its number of ranks.
+/// Trains with `worlds[epoch]` ranks in each epoch, and returns what the ranks hold after the last.
 fn train(cell: &Cell, worlds: [usize; EPOCHS], directory: &Path) -> Vec<Outcome> {
     let trained = |world, numbers: std::ops::Range<usize>| {
         Ddp::spawn(world, |ddp| {

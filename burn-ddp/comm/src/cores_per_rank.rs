@@ -1,4 +1,4 @@
-//! Whether a machine has a core for each rank on it.
+//! Comparison of a machine's cores with the ranks on it.
 
 use std::num::NonZero;
 use std::thread;

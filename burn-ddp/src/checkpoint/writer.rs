@@ -14,7 +14,7 @@ use crate::model::sync_buffers::sync_wrapped;
 use crate::optimizer::state as optimizer_state;
 use crate::{Error, Result, agreement, intercept};
 
-/// What ranks do that fill a checkpoint.
+/// Name of the work in errors of ranks that fill a checkpoint.
 const FILL: &str = "fill its checkpoint";
 
 /// Takes the contents of a new checkpoint, in [`Checkpoints::save`](super::Checkpoints::save).

@@ -112,7 +112,7 @@ pub enum DataError {
     Weight {
         /// The batch: step, epoch, loader and rank.
         what: String,
-        /// What weights are allowed, and the batch's.
+        /// Range of allowed weights, and the weight of the batch.
         reason: String,
     },
     /// The dataset or the batcher panicked on a worker thread.

@@ -15,8 +15,8 @@
 //! step moves them by the same average, bit by bit, so a difference has no effect on the next one, in parameters as
 //! in the state of optimizers. Each comparison judges what was added since the last.
 //!
-//! Where a small parameter moves by a few last bits of its values only, one element that was rounded to the other side
-//! is more than the tolerance. So a difference of a few last bits is rounding, too, if the parameter moved.
+//! A difference of a few last bits is rounding, too, if the parameter moved: a small parameter may move by no more than
+//! a few last bits of its values, and one element that was rounded to the other side then exceeds the tolerance.
 //!
 //! A movement is known by its [`Sketch`]: 256 bytes per parameter instead of a copy of the model.
 

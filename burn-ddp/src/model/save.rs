@@ -1,4 +1,4 @@
-//! One durable model file, and the hash of a model.
+//! Saving a model as a durable file, and the hash of a model.
 
 use std::path::{Path, PathBuf};
 use std::{fs, io};

@@ -24,7 +24,7 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// As [`Ddp::backward`]; alone a model that is not wrapped holds nothing.
+    /// Those of [`Ddp::backward`], but that a model that is not wrapped is no error alone: it holds nothing.
     ///
     /// # Example
     ///
