@@ -21,7 +21,7 @@ const DEATH: Duration = Duration::from_secs(3);
 const PEER_TIMEOUT: Duration = Duration::from_secs(3);
 const JOIN_TIMEOUT: Duration = Duration::from_secs(6);
 /// For a machine that does many other things at once.
-const SLACK: Duration = Duration::from_secs(4);
+const SLACK: Duration = Duration::from_secs(10);
 /// No job takes longer, whatever happens to it.
 const END: Duration = Duration::from_secs(50);
 

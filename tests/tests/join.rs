@@ -150,7 +150,7 @@ fn together(case: &Case, ddp: &Ddp, model: Heads) -> anyhow::Result<(Vec<Vec<f64
 }
 
 fn spawn<T: Send>(world: usize, f: impl Fn(Ddp) -> anyhow::Result<T> + Sync) -> Result<Vec<T>> {
-    let options = WorldOptions { timeout: Duration::from_secs(20), ..WorldOptions::default() };
+    let options = WorldOptions { timeout: Duration::from_secs(120), ..WorldOptions::default() };
     Ddp::spawn_with(world, options, f)
 }
 
@@ -248,7 +248,7 @@ fn ranks_that_disagree_hear_of_it() {
     });
     let error = error.unwrap_err().to_string();
     assert!(error.contains("rank 0") && error.contains("left"), "{error}");
-    assert!(begin.elapsed() < Duration::from_secs(20), "nobody waits for the deadline");
+    assert!(begin.elapsed() < Duration::from_secs(60), "nobody waits for the deadline");
 
     let error = spawn(2, |ddp| {
         let mut model = Heads::new(&ddp.device()?.autodiff());
@@ -276,7 +276,7 @@ fn a_layer_whose_passes_all_ranks_make_together_is_refused_at_once() {
         let error = error.unwrap_err().to_string();
         assert!(error.contains("`join` with a `SyncBatchNorm`"), "{error}");
     }
-    assert!(begin.elapsed() < Duration::from_secs(20), "no rank waits for the deadline");
+    assert!(begin.elapsed() < Duration::from_secs(60), "no rank waits for the deadline");
 }
 
 /// The rank whose loader gave nothing at all, and whose optimizer has no state.

@@ -11,8 +11,10 @@ use burn_ddp_tests::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-fn short() -> WorldOptions {
-    WorldOptions { timeout: Duration::from_secs(5), join_timeout: Duration::from_secs(5), ..WorldOptions::default() }
+/// A deadline that no test meets when it goes well, also on a slow and busy machine.
+fn patient() -> WorldOptions {
+    let timeout = Duration::from_secs(60);
+    WorldOptions { timeout, join_timeout: timeout, ..WorldOptions::default() }
 }
 
 fn x(ddp: &Ddp, device: &Device) -> Tensor<2> {
@@ -106,7 +108,7 @@ fn clones_of_one_model_on_threads_do_not_freeze_each_other() {
     let model = Mlp::new(&device);
     let _ = model.a.weight.val(); // initialised: the clones share leaves
     let start = Instant::now();
-    Ddp::spawn_with(3, short(), |ddp| {
+    Ddp::spawn_with(3, patient(), |ddp| {
         let mut model = ddp.wrap(model.clone())?;
         let mut optim = AdamConfig::new().init();
         for _ in 0..50 {
@@ -195,7 +197,7 @@ fn forwards_without_backward_and_dropped_graphs_leave_nothing_behind() {
 
 #[test]
 fn a_copy_of_the_model_in_the_same_backward_is_an_error_that_says_what_to_do() {
-    let error = Ddp::spawn_with(2, short(), |ddp| {
+    let error = Ddp::spawn_with(2, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(Mlp::new(&device))?;
         let copy = model.clone().fork(&device);
@@ -215,7 +217,7 @@ fn with_bomb(model: &Mlp, x: Tensor<2>) -> Tensor<1> {
 
 /// Rank 1 panics once in the middle of a backward and then goes on.
 fn panic_in_the_middle(config: &WrapConfig) -> burn_ddp::Result<Vec<()>> {
-    Ddp::spawn_with(2, short(), |ddp| {
+    Ddp::spawn_with(2, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap_with(Mlp::new(&device), config)?;
         let grad = || -> anyhow::Result<Vec<f32>> {
@@ -247,7 +249,7 @@ fn after_a_panic_with_buckets_under_way_every_rank_has_the_error() {
 #[test]
 fn backward_returns_what_went_wrong() {
     // A loss that does not reach the model, on one rank: the other is told why.
-    let error = Ddp::spawn_with::<()>(2, short(), |ddp| {
+    let error = Ddp::spawn_with::<()>(2, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(Mlp::new(&device))?;
         let own = Tensor::<1>::ones([1], &device).require_grad();
@@ -274,7 +276,7 @@ fn backward_returns_what_went_wrong() {
 fn a_rank_that_fails_ends_the_others_backward_with_its_reason() {
     let start = Instant::now();
     let seen = std::sync::Mutex::new(Vec::new());
-    let error = Ddp::spawn_with::<()>(3, short(), |ddp| {
+    let error = Ddp::spawn_with::<()>(3, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(Mlp::new(&device))?;
         anyhow::ensure!(ddp.rank() != 2, "the disk is full");
@@ -285,14 +287,14 @@ fn a_rank_that_fails_ends_the_others_backward_with_its_reason() {
     })
     .unwrap_err();
     assert_eq!(error.to_string(), "rank 2 failed: the disk is full");
-    assert!(start.elapsed() < Duration::from_secs(4), "no need to wait for the deadline");
+    assert!(start.elapsed() < Duration::from_secs(30), "no need to wait for the deadline");
     let seen = seen.into_inner().unwrap();
     assert!(seen.len() == 2 && seen.iter().all(|e| e.contains("rank 2") && e.contains("the disk is full")), "{seen:?}");
 }
 
 #[test]
 fn without_the_result_form_the_failure_is_a_panic_with_the_reason() {
-    let error = Ddp::spawn_with(2, short(), |ddp| {
+    let error = Ddp::spawn_with(2, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(Mlp::new(&device))?;
         if ddp.rank() == 1 {
@@ -379,7 +381,7 @@ fn collectives_on_tensors_of_every_kind() {
 /// stay equal.
 fn stays_equal(between: impl Fn(&Ddp, &Branches, &Device) + Sync) {
     let plain = Branches::new(&device().autodiff());
-    let hashes = Ddp::spawn_with(2, short(), |ddp| {
+    let hashes = Ddp::spawn_with(2, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let mut model = ddp.wrap(plain.clone())?;
         let mut optim = SgdConfig::new().init();
@@ -414,7 +416,7 @@ fn averages_of_unused_parameters_survive_what_happens_before_the_optimizer_takes
 #[test]
 fn parts_of_a_model_may_have_optimizers_of_their_own() {
     let plain = Branches::new(&device().autodiff());
-    let hashes = Ddp::spawn_with(2, short(), |ddp| {
+    let hashes = Ddp::spawn_with(2, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let mut model = ddp.wrap(plain.clone())?;
         let (mut a, mut b, mut c) = (SgdConfig::new().init(), SgdConfig::new().init(), SgdConfig::new().init());
@@ -437,7 +439,7 @@ fn parts_of_a_model_may_have_optimizers_of_their_own() {
 fn a_record_loaded_after_wrap_is_followed_by_ddp_backward() {
     let plain = Branches::new(&device().autodiff());
     let record = Branches::new(&device().autodiff()).into_record();
-    let hashes = Ddp::spawn_with(2, short(), |ddp| {
+    let hashes = Ddp::spawn_with(2, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap(plain.clone())?.load_record(record.clone());
         let grads = ddp.backward(&branch(&model, &ddp, &device), &model)?;
@@ -452,7 +454,7 @@ fn a_record_loaded_after_wrap_is_followed_by_ddp_backward() {
 fn lora_with_a_frozen_base_trains_and_with_a_trained_base_is_refused() {
     use burn::module::Lora;
     let plain = Mlp::new(&device().autodiff());
-    let hashes = Ddp::spawn_with(2, short(), |ddp| {
+    let hashes = Ddp::spawn_with(2, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let error = ddp.wrap(plain.clone().apply_lora(Lora::new(2, 4.0)).unfreeze()).unwrap_err().to_string();
         assert!(error.contains("a.weight is trained itself and carries the reparameterization"), "{error}");
@@ -473,7 +475,7 @@ fn lora_with_a_frozen_base_trains_and_with_a_trained_base_is_refused() {
 
 #[test]
 fn a_target_network_beside_its_original_keeps_its_own_state() {
-    Ddp::spawn_with(2, short(), |ddp| {
+    Ddp::spawn_with(2, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let online: Linear = LinearConfig::new(6, 3).init(&device);
         // Initialised: in plain Burn, freezing a clone of a lazy parameter freezes the original.
@@ -506,7 +508,7 @@ fn a_target_network_beside_its_original_keeps_its_own_state() {
 #[test]
 fn after_a_failed_backward_the_next_is_an_error_and_not_a_panic() {
     let config = WrapConfig::new().with_overlap(true).with_bucket_cap_bytes(100).with_first_bucket_cap_bytes(100);
-    Ddp::spawn_with(1, short(), |ddp| {
+    Ddp::spawn_with(1, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap_with(Mlp::new(&device), &config.clone().with_accumulation(2))?;
         let loss = || model.forward(x(&ddp, &device)).sum();

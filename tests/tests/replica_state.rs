@@ -599,7 +599,7 @@ fn a_parameter_read_past_its_tap_is_an_error_at_once() {
 
 #[test]
 fn two_wrapped_models_in_one_loss_may_meet_in_any_order() {
-    let options = WorldOptions { timeout: Duration::from_secs(20), ..WorldOptions::default() };
+    let options = WorldOptions { timeout: Duration::from_secs(60), ..WorldOptions::default() };
     let start = Instant::now();
     let hashes = Ddp::spawn_with(2, options, |ddp| {
         let device = ddp.device()?.autodiff();
@@ -620,5 +620,5 @@ fn two_wrapped_models_in_one_loss_may_meet_in_any_order() {
     })
     .unwrap();
     assert_eq!(hashes[0], hashes[1]);
-    assert!(start.elapsed() < Duration::from_secs(20));
+    assert!(start.elapsed() < Duration::from_secs(60));
 }

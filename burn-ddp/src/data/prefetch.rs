@@ -383,13 +383,13 @@ mod tests {
             Ok(batch)
         });
         let mut pass = pool.start(list(10)).unwrap();
-        let mut next = || pass.next(Duration::from_millis(300), || Ok::<_, Infallible>(()));
+        let mut next = || pass.next(Duration::from_secs(2), || Ok::<_, Infallible>(()));
         assert_eq!(next().unwrap().ok(), Some(0));
         assert!(matches!(next(), Some(Err(Failure::Stalled { worker: 1 }))));
         assert!(next().is_none());
         let begin = Instant::now();
         drop(pass);
-        assert!(begin.elapsed() < Duration::from_secs(1));
+        assert!(begin.elapsed() < LONG);
         assert!(pool.idle.lock().unwrap().is_empty(), "a team with a hanging worker is not used again");
         drop(release);
     }

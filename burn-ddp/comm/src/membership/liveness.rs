@@ -190,6 +190,12 @@ mod tests {
     }
 
     #[test]
+    fn the_first_check_is_due_at_once() {
+        let (liveness, start) = rank_0(Some(5 * BEAT));
+        assert_eq!(liveness.next_look(start + 9 * BEAT), Some(start));
+    }
+
+    #[test]
     fn silence_alone_loses_nobody_unless_the_user_says_after_what_time() {
         let (mut liveness, start) = rank_0(None);
         liveness.heard(2, start + 999 * BEAT);

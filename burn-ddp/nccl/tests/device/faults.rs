@@ -60,7 +60,7 @@ fn a_communicator_that_cannot_be_made_ends_the_world() {
 fn a_communicator_that_never_gets_ready_ends_at_the_deadline() {
     let machine = Machine::new(2);
     machine.inject(1, Fault::InitHangs);
-    let results = on_devices(&machine, 2, hasty(500), |rank| {
+    let results = on_devices(&machine, 2, hasty(2000), |rank| {
         let group = rank.world.group().unwrap();
         timed(|| once(&rank, &group))
     });
@@ -214,7 +214,7 @@ fn what_is_under_way_may_be_dropped_in_any_order() {
             let other = rank.world.group().unwrap();
             let buffer = rank.room(16);
             all_reduce(&other, &mut place(rank.rank(), &[&buffer], None), 16, ReduceOp::Max).unwrap();
-            let ready = rank.compute(&buffer, vec![1.0; 16], Duration::from_millis(150));
+            let ready = rank.compute(&buffer, vec![1.0; 16], Duration::from_millis(800));
             let mut place = place(rank.rank(), &[&buffer], Some(ready));
             all_reduce(&group, &mut place, 16, ReduceOp::Sum).unwrap();
             let done = place.done().unwrap().clone();
@@ -225,7 +225,7 @@ fn what_is_under_way_may_be_dropped_in_any_order() {
             for nth in [[0, 1, 2, 3], [3, 2, 1, 0], [1, 0, 3, 2], [2, 3, 0, 1], [3, 0, 1, 2], [0, 3, 2, 1]][order] {
                 parts[nth] = None;
             }
-            assert!(start.elapsed() < Duration::from_millis(120), "a drop waited: {:?}", start.elapsed());
+            assert!(start.elapsed() < Duration::from_millis(700), "a drop waited: {:?}", start.elapsed());
             // What was enqueued is still done: the memory has to be there until then.
             assert_eq!(rank.result(&buffer, Some(&done)), [2.0; 16]);
         });
@@ -238,7 +238,7 @@ fn what_is_under_way_may_be_dropped_in_any_order() {
 fn what_hangs_may_be_dropped() {
     let machine = Machine::new(2);
     machine.inject(0, Fault::Hangs(0));
-    on_devices(&machine, 2, hasty(500), |rank| {
+    on_devices(&machine, 2, hasty(2000), |rank| {
         let group = rank.world.group().unwrap();
         let buffer = rank.room(16);
         let mut place = place(rank.rank(), &[&buffer], None);
@@ -246,7 +246,7 @@ fn what_hangs_may_be_dropped() {
         let done = place.done().unwrap().clone();
         let start = Instant::now();
         drop((group, place));
-        assert!(start.elapsed() < Duration::from_millis(200), "a drop waited: {:?}", start.elapsed());
+        assert!(start.elapsed() < Duration::from_millis(1500), "a drop waited: {:?}", start.elapsed());
         soon("not aborted", || done.is_done().unwrap());
         assert!(matches!(rank.world.check(), Err(Error::Timeout { .. })));
     });

@@ -39,11 +39,11 @@ fn the_host_does_not_wait_for_the_device() {
         let buffer = rank.room(10);
         let mut warm = place(rank.rank(), &[&buffer], None);
         all_reduce(&group, &mut warm, 10, ReduceOp::Max).unwrap();
-        let ready = rank.compute(&buffer, vec![1.0; 10], Duration::from_millis(800));
+        let ready = rank.compute(&buffer, vec![1.0; 10], Duration::from_secs(3));
         let start = Instant::now();
         let mut place = place(rank.rank(), &[&buffer], Some(ready));
         all_reduce(&group, &mut place, 10, ReduceOp::Sum).unwrap();
-        assert!(start.elapsed() < Duration::from_millis(600), "{:?}", start.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
         assert_eq!(rank.result(&buffer, place.done()), [2.0; 10]);
     });
 }

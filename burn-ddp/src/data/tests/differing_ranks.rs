@@ -46,7 +46,7 @@ fn a_break_on_one_rank_is_an_error_everywhere() {
                 "{error}"
             );
         }
-        assert!(begin.elapsed() < Duration::from_secs(20));
+        assert!(begin.elapsed() < Duration::from_secs(60));
     }
 }
 
@@ -110,7 +110,7 @@ fn a_batch_that_one_rank_cannot_load_is_every_ranks_cause() {
         for error in [&errors[0], &errors[2]] {
             assert!(error.contains("rank 1") && error.contains(cause), "{error}");
         }
-        assert!(begin.elapsed() < Duration::from_secs(20));
+        assert!(begin.elapsed() < Duration::from_secs(60));
     }
 }
 

@@ -182,7 +182,9 @@ impl Monitor {
             return;
         };
         let now = Instant::now();
-        let late = self.look_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+        // The first check was due when the world began: this process may have been stopped since.
+        let planned = self.look_at.or_else(|| membership.next_look(now));
+        let late = planned.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         let due = membership.due(now);
         if !due.is_empty() {
             let message = membership.heartbeat();
