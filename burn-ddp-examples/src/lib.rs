@@ -6,11 +6,12 @@
 //! | `mnist` | a trainer with evaluation, progress, a final table and a JSON summary |
 //! | `mnist_learner` | the same through Burn's `SupervisedTraining` |
 //! | `resnet`, `alexnet` | the same for pictures: synthetic ones, CIFAR-10, a folder of your own |
+//! | `gpt` | the same for a text: a small transformer that predicts bytes, and then writes |
 //! | `hand_checked_gradient` | what averaging does, in numbers that can be checked by hand |
 //! | `existing_loop`, `accumulation`, `uneven_data`, `checkpoint_resume`, `early_stopping`, `custom_metric`, `lora`, `mixed_devices` | one thing each |
 //!
-//! Each file in `src/bin` opens with the lines that run it. The trainers share [`trainer`]; [`mnist`] and [`vision`]
-//! are what each adds: data, networks, losses.
+//! Each file in `src/bin` opens with the lines that run it. The trainers share [`trainer`]; [`mnist`], [`vision`]
+//! and [`text`] are what each adds: data, networks, losses.
 //!
 //! | crate feature | adds |
 //! |---|---|
@@ -23,6 +24,7 @@
 #[cfg(feature = "download")]
 mod guarded_download;
 pub mod mnist;
+pub mod text;
 pub mod trainer;
 pub mod vision;
 

@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 use burn::data::dataset::Dataset;
 use burn_ddp_examples::mnist::{MnistDataset, Split};
 use burn_ddp_examples::trainer::summary::Summary;
-use common::{fails, run, two_ranks};
+use common::{fails, run, shown, two_ranks};
 
 const MNIST: &str = env!("CARGO_BIN_EXE_mnist");
+const GPT: &str = env!("CARGO_BIN_EXE_gpt");
 #[cfg(feature = "train")]
 const LEARNER: &str = env!("CARGO_BIN_EXE_mnist_learner");
 
@@ -78,6 +79,42 @@ fn one_rank_with_the_same_global_batch_follows_the_same_curve() {
         assert!((a - b).abs() < 1e-4 * a, "{:?} and {:?}", one.train_loss, three.train_loss);
     }
     assert_eq!(one.test_accuracy, three.test_accuracy);
+}
+
+/// Two epochs of a small transformer on a text of its own.
+#[track_caller]
+fn train_on_text(dir: &Path, arguments: &str) -> (Summary, String) {
+    let (text, summary) = (dir.join("text"), dir.join("summary.json"));
+    fs::write(&text, "the cat sat on the mat, and the rat ran. ".repeat(40)).unwrap();
+    let arguments = format!(
+        "--text {} --summary {} --layers 1 --width 16 --heads 2 --context 16 --prompt th --sample 8 {arguments}",
+        text.display(),
+        summary.display()
+    );
+    let shown = shown(GPT, &arguments);
+    (serde_json::from_str(&fs::read_to_string(summary).unwrap()).unwrap(), shown)
+}
+
+#[test]
+fn a_transformer_follows_one_rank_saves_and_writes() {
+    let dir = tempfile::tempdir().unwrap();
+    let (one, _) = train_on_text(dir.path(), "--nproc 1 --epochs 2 --batch-size 8");
+    let checkpoints = dir.path().join("checkpoints");
+    let (two, shown) = train_on_text(
+        dir.path(),
+        &format!("--nproc 2 --epochs 2 --batch-size 4 --checkpoints {}", checkpoints.display()),
+    );
+    for (a, b) in one.train_loss.iter().zip(&two.train_loss) {
+        assert!((a - b).abs() < 1e-4 * a, "{:?} and {:?}", one.train_loss, two.train_loss);
+    }
+    assert_eq!(two.param_hash[0], two.param_hash[1]);
+    assert!(two.train_loss[1] < two.train_loss[0] && two.train_loss[0] < 6.0, "{two:?}");
+    assert!(shown.contains("bytes/s on 2 rank(s)") && shown.trim_end().lines().last().unwrap().starts_with("th"));
+
+    // Goes on from the checkpoint, on another number of ranks.
+    let (three, _) =
+        train_on_text(dir.path(), &format!("--nproc 3 --epochs 3 --checkpoints {}", checkpoints.display()));
+    assert_eq!((three.train_loss.len(), &three.train_loss[..2]), (3, &two.train_loss[..]));
 }
 
 #[cfg(feature = "train")]

@@ -1,4 +1,4 @@
-//! The parts that the trainers (`mnist`, `mnist_learner`, `resnet`, `alexnet`) share.
+//! The parts that the trainers (`mnist`, `mnist_learner`, `resnet`, `alexnet`, `gpt`) share.
 //!
 //! | | |
 //! |---|---|

@@ -44,7 +44,7 @@ pub struct Options {
     pub save: Option<PathBuf>,
 }
 
-/// Options of the trainers with a loop of their own: mnist, resnet and alexnet.
+/// Options of the trainers with a loop of their own: mnist, resnet, alexnet and gpt.
 #[derive(Args, Debug, Clone)]
 pub struct LoopOptions {
     /// Backwards per step of the optimizer; those that make no whole step at the end of an epoch are left out

@@ -119,15 +119,15 @@ impl Summary {
         std::fs::write(file, text).with_context(|| format!("cannot write the summary to {}", file.display()))
     }
 
-    /// Lines under the table: speed and waiting, in total and of each rank.
-    pub fn speed(&self) -> String {
+    /// Lines under the table: speed in `items`, as they are called, and waiting, in total and of each rank.
+    pub fn speed(&self, items: &str) -> String {
         let mut text = format!(
-            "{:.0} samples/s on {} rank(s), engine {}, {} items per step\n",
+            "{:.0} {items}/s on {} rank(s), engine {}, {} items per step\n",
             self.samples_per_second, self.world_size, self.engine, self.global_batch
         );
         for (rank, (speed, wait)) in self.samples_per_second_per_rank.iter().zip(&self.communication_wait).enumerate() {
             text += &format!(
-                "  rank {rank}: {speed:.0} samples/s, {:.1} % of the time waiting for gradients\n",
+                "  rank {rank}: {speed:.0} {items}/s, {:.1} % of the time waiting for gradients\n",
                 wait * 100.0
             );
         }
@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(summary.communication_wait, [0.25, 0.1]);
         assert_eq!((summary.test_accuracy, summary.epochs, summary.world_size), (0.975, 2, 2));
         assert_eq!(summary.train_loss, [0.5, 0.25]);
-        assert!(summary.speed().contains("rank 1: 20 samples/s, 10.0 %"), "{}", summary.speed());
+        assert!(summary.speed("samples").contains("rank 1: 20 samples/s, 10.0 %"), "{summary:?}");
 
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("s.json");

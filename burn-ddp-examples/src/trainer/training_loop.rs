@@ -24,6 +24,9 @@ pub(crate) trait Task {
     /// The items of a backward on one rank.
     type Batch: Send + 'static;
 
+    /// What items are called, in the plural.
+    const ITEMS: &str = "samples";
+
     /// Mean loss of `batch` in `epoch`, counted from 0, as `[1]`, and the number of its items.
     fn loss(&self, model: &Self::Model, batch: Self::Batch, epoch: usize) -> (Tensor<1>, usize);
 
@@ -62,8 +65,9 @@ pub(crate) fn loaders<I: 'static, O: Send + 'static>(
 }
 
 impl<T: Task> Training<'_, T> {
-    /// Trains, evaluates after each epoch and reports. *Collective*: every rank calls it with the same options.
-    pub(crate) fn run(self) -> Result<()> {
+    /// Trains, evaluates after each epoch, reports, and returns the trained model. *Collective*: every rank calls it
+    /// with the same options.
+    pub(crate) fn run(self) -> Result<T::Model> {
         let Training { ddp, options, task, mut optimizer, train, test, .. } = self;
         let &LoopOptions { accumulate, schedule, .. } = self.steps;
         let mut model = ddp.wrap_with(self.model, &WrapConfig::new().with_accumulation(accumulate))?;
@@ -123,7 +127,8 @@ impl<T: Task> Training<'_, T> {
         }
         let ranks = RankReport::gather(ddp, &model, work)?;
         let summary = Summary::new(ddp.engine(), train.items_per_step() * accumulate, &progress.epochs, &ranks);
-        display.finish(&summary.speed());
-        summary.conclude(ddp, options.summary.as_deref())
+        display.finish(&summary.speed(T::ITEMS));
+        summary.conclude(ddp, options.summary.as_deref())?;
+        Ok(model)
     }
 }

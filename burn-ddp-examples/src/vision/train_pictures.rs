@@ -101,7 +101,7 @@ pub fn run<M: Classifier>(
     let criterion = CrossEntropyLossConfig::new().with_smoothing(Some(args.label_smoothing)).init(&autodiff);
     let task = Pictures { args, channels, criterion, device, autodiff, model: PhantomData };
     let peak_lr = options.lr.unwrap_or(lr_of_256 * items / ITEMS);
-    Training { ddp, options, steps, task, model, optimizer, train, test, peak_lr }.run()
+    Training { ddp, options, steps, task, model, optimizer, train, test, peak_lr }.run().map(drop)
 }
 
 struct Pictures<'a, M> {

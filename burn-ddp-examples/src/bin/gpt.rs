@@ -1,0 +1,36 @@
+//! Trains a small transformer to predict the next byte of a text, and lets it write.
+//!
+//! ```sh
+//! cargo run --bin gpt                                         # two ranks, on this project's documentation
+//! cargo run --bin gpt -- --text my.txt --layers 4 --width 128 # a larger one, on a file of your own
+//! burnrun -n 2 target/debug/gpt --summary summary.json        # two ranks, started by a launcher
+//! ```
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use burn_ddp_examples::text::train_text::{self, TextArgs};
+use burn_ddp_examples::{log_to_stderr, trainer};
+use clap::Parser;
+
+/// Trains a transformer to predict the next byte of a text, data-parallel, and lets it write.
+///
+/// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job. Losses are in nats per byte,
+/// accuracy is the share of bytes that were guessed.
+#[derive(Parser, Debug)]
+#[command(version)]
+struct Cli {
+    #[command(flatten)]
+    text: TextArgs,
+}
+
+fn main() -> ExitCode {
+    log_to_stderr();
+    trainer::exit_code(run(&Cli::parse()))
+}
+
+fn run(Cli { text }: &Cli) -> Result<()> {
+    text.check()?;
+    trainer::launch(text.options.nproc, |ddp| train_text::run(ddp, text))
+}

@@ -1,0 +1,11 @@
+//! Training of a small transformer that predicts the bytes of a text.
+//!
+//! | | |
+//! |---|---|
+//! | [`windows`] | a text as a dataset of windows |
+//! | [`gpt`] | the network |
+//! | [`train_text`] | the options of `gpt`, the loss, a sample of what was learned |
+
+pub mod gpt;
+pub mod train_text;
+pub mod windows;
