@@ -135,7 +135,7 @@ impl Gpt {
     }
 }
 
-/// The byte with the highest score, or the one that `drawn`, from 0 to less than 1, selects by the softmax of all scores.
+/// The byte with the highest score, or the one that `drawn`, from 0 to less than 1, selects by their softmax.
 fn choose(scores: &[f64], drawn: Option<f64>) -> u8 {
     let (best, top) = scores.iter().copied().enumerate().fold((0, f64::MIN), |a, b| if b.1 > a.1 { b } else { a });
     let Some(drawn) = drawn else { return best as u8 };

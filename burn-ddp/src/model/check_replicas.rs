@@ -4,8 +4,8 @@ use burn::module::Module;
 
 use super::digest::{Comparison, differing, digest};
 use super::movement::{Sketch, from_row, to_row, tolerance};
+use super::param_hash::snapshot;
 use super::running_stats;
-use super::save::snapshot;
 use super::schema::Snapshot;
 use super::sync_buffers::sync_wrapped;
 use crate::convert::comm_dtype;

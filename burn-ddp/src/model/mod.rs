@@ -8,12 +8,14 @@
 //! | `broadcast` | one rank's values on every rank |
 //! | `running_stats` | BatchNorm's running statistics |
 //! | `sync_buffers`, `check_replicas` | bringing them together, and comparing parameters, outside of a backward |
+//! | `param_hash` | the values of this moment, and their hash |
 //! | `save` | one durable file |
 
 pub(crate) mod broadcast;
 mod check_replicas;
 pub(crate) mod digest;
 pub(crate) mod movement;
+pub(crate) mod param_hash;
 pub(crate) mod running_stats;
 pub(crate) mod save;
 pub(crate) mod schema;

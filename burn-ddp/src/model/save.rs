@@ -1,31 +1,15 @@
-//! Saving a model as a durable file, and the hash of a model.
+//! Saving a model as a durable file.
 
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 use burn::module::Module;
 
-use super::schema::Snapshot;
 use super::sync_buffers::sync_wrapped;
 use crate::checkpoint::leftover;
 use crate::ddp::Ddp;
 use crate::intercept::bypass;
 use crate::{Result, main_first};
-
-/// SHA-256 of all parameters and buffers (paths, dtypes, shapes, bytes) in hexadecimal: equal on two ranks if and only
-/// if their models are.
-///
-/// # Errors
-///
-/// [`Error::Invalid`](crate::Error::Invalid) if a value cannot be read from its device.
-pub fn param_hash<M: Module>(model: &M) -> Result<String> {
-    Ok(snapshot(model)?.hash())
-}
-
-/// Values of this moment: nothing pending, running statistics up to date.
-pub(super) fn snapshot<M: Module>(model: &M) -> Result<Snapshot> {
-    bypass(|| Snapshot::of(&model.valid()))
-}
 
 impl Ddp {
     /// Writes rank 0's model to `path` (with Burn's extension `.bpk` if it has none), so that plain Burn reads it with
