@@ -11,6 +11,7 @@ use crate::error::LaunchError;
 use crate::event::{Event, Stop, Trouble};
 use crate::generation_context::GenerationContext;
 use crate::guardian::Guardian;
+use crate::leftovers::{self, Leftovers};
 use crate::node_outcome::NodeOutcome;
 use crate::nodes::{Announcement, GenerationPlan, Interrupted, Meet, Node, Nodes, Verdict, meet};
 use crate::output::log_dir::{JobDir, job_name};
@@ -38,6 +39,9 @@ pub(crate) fn run(spec: &JobSpec) -> Result<Outcome, LaunchError> {
     let (sender, events) = mpsc::channel();
     let _signals = signals::listen(sender.clone())
         .map_err(|source| LaunchError::System { doing: "listen for signals", source })?;
+    if spec.adopts_orphans {
+        leftovers::become_parent_of_orphans();
+    }
     let job = Job { spec, trust: Trust::of(spec)?, sender, events };
     let mut nodes = match job.meet() {
         Ok(nodes) => nodes,
@@ -208,14 +212,17 @@ impl Job<'_> {
         let event_file = EventFile::create(logs, nodes.node, &plan.job_id)
             .inspect_err(|error| tracing::warn!(%error, "ranks cannot report which failed first"))
             .ok();
-        let mut guardian = Guardian::start(dir.temporary());
+        // Of this launcher alone: others of the same job may run on this machine.
+        let mark = random_id();
+        let mut guardian = Guardian::start(dir.temporary(), &mark);
+        let leftovers = Leftovers::new(&mark, guardian.pid(), spec.adopts_orphans);
         let settings = Settings {
             generation: *number,
             grace: spec.grace,
             first_rank,
             first_rank_has_terminal: spec.stdio == Stdio::FirstRankInherits,
         };
-        let mut processes = Processes::new(settings, self.sender.clone(), &self.events);
+        let mut processes = Processes::new(settings, leftovers, self.sender.clone(), &self.events);
         let start = RankStart {
             spec,
             trust: &self.trust,
@@ -223,12 +230,13 @@ impl Job<'_> {
             generation: *number,
             node: nodes.node,
             report_dir: dir.path(),
+            mark: &mark,
             event_file: event_file.as_ref().map(EventFile::path),
         };
         let relay = match start.start_all(&mut processes, &mut guardian, self.sender.clone()) {
             Ok(relay) => relay,
             Err(error) => {
-                processes.abort();
+                processes.abort(spec.notices);
                 guardian.dismiss();
                 return Err(error);
             }

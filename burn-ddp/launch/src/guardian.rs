@@ -3,20 +3,38 @@
 //!
 //! On Linux a rank dies with its launcher, but what the rank started does not (`sh train.sh` leaves the training
 //! behind), and elsewhere not even the rank does. The helper is a shell that waits on a pipe whose other end only this
-//! process holds. It knows the groups because each rank's pid is written to it; the pids stay valid as the ranks are
-//! not reaped before the end.
+//! process holds. It knows the groups and sessions because each rank's pid is written to it: the kernel gives a pid to
+//! no other process while a group or a session has it. Other processes of the job it knows by their mark.
 
 use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-/// Ignores what a terminal sends; kills all groups when the pipe ends, and removes the directory it was given, if any.
+use crate::leftovers::MARK;
+
+/// Ignores what a terminal sends. When the pipe ends, kills all groups, then the processes of those sessions and with
+/// that mark, until a look finds none (twenty looks at most: a process may start others meanwhile); removes the
+/// directory, if any.
 const SCRIPT: &str = r#"trap '' HUP INT QUIT TERM TSTP
-groups=
-while read -r pid; do groups="$groups -$pid"; done
-for group in $groups; do kill -s KILL -- "$group"; done
-[ -z "$1" ] || rm -rf -- "$1"
+directory=$1 mark=$2 leaders=' ' looks=0
+while read -r pid; do leaders="$leaders$pid "; done
+for leader in $leaders; do kill -s KILL -- "-$leader"; done
+while [ $looks -lt 20 ]; do
+    looks=$((looks + 1)) found=
+    for stat in /proc/[0-9]*/stat; do
+        read -r line <"$stat" || continue
+        set -- ${line##*) }
+        case $1:$leaders in [ZX]:*) ;; *" $4 "*) found="$found ${line%% *}" ;; esac
+    done
+    for environ in $(grep -l -s -F "$mark" /proc/[0-9]*/environ); do
+        environ=${environ#/proc/}
+        found="$found ${environ%/environ}"
+    done
+    [ -n "$found" ] || break
+    kill -s KILL $found
+done
+[ -z "$directory" ] || rm -rf -- "$directory"
 "#;
 
 /// Dropping it without [`dismiss`](Self::dismiss) has the ranks killed.
@@ -26,11 +44,12 @@ pub(crate) struct Guardian {
 }
 
 impl Guardian {
-    /// `temporary` goes when this process vanishes.
-    pub(crate) fn start(temporary: Option<&Path>) -> Self {
+    /// `temporary` goes when this process vanishes, and so do the processes that were started with `mark`.
+    pub(crate) fn start(temporary: Option<&Path>, mark: &str) -> Self {
         let helper = Command::new("/bin/sh")
             .args(["-c", SCRIPT, "burnrun-guardian"])
             .arg(temporary.unwrap_or(Path::new("")))
+            .arg(format!("{MARK}={mark}"))
             .current_dir("/")
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
@@ -42,6 +61,10 @@ impl Guardian {
             tracing::warn!(%error, "no /bin/sh: processes started by the ranks may survive a killed launcher");
         }
         Self { helper: helper.ok() }
+    }
+
+    pub(crate) fn pid(&self) -> Option<u32> {
+        self.helper.as_ref().map(Child::id)
     }
 
     pub(crate) fn watch(&mut self, pid: u32) {

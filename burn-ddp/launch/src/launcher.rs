@@ -64,6 +64,7 @@ impl Launcher {
             join_timeout: Self::DEFAULT_JOIN_TIMEOUT,
             peer_timeout: Self::DEFAULT_PEER_TIMEOUT,
             notices: NoticeSink::default(),
+            adopts_orphans: false,
         };
         Self { spec }
     }
@@ -206,6 +207,18 @@ impl Launcher {
     #[must_use]
     pub fn notices(mut self, show: fn(&str)) -> Self {
         self.spec.notices = NoticeSink(Some(show));
+        self
+    }
+
+    /// Makes this process the parent of processes that ranks started and whose parents are gone, so that it ends and
+    /// collects all of them (Linux). Without this, those are found by their sessions and environments, and daemons that
+    /// left both behind survive the job.
+    ///
+    /// Only for a process that starts no others while a job runs, as `burnrun` is: every child that is not a rank counts
+    /// as the job's.
+    #[must_use]
+    pub fn adopt_orphans(mut self) -> Self {
+        self.spec.adopts_orphans = true;
         self
     }
 

@@ -12,8 +12,9 @@
 //!
 //! - The launcher hosts the rendezvous store on a free port of the loopback interface: no port is to be chosen, and
 //!   jobs on one machine never meet.
-//! - Each rank leads a process group (and session) of its own; when the job ends, so does everything in those groups.
-//!   If the launcher is killed, the ranks are too.
+//! - Each rank leads a process group (and session) of its own. When the job ends, so does every process that a rank
+//!   started, in whatever group or session it is (outside of Linux: in those groups). If the launcher is killed, the
+//!   ranks and what they started are too, but for daemons that have emptied their environment.
 //! - The first rank that fails decides the exit code. The others get up to three seconds to end with errors of their
 //!   own, then SIGTERM, then, after the grace time, SIGKILL.
 //! - Lines of different ranks are never mixed.
@@ -43,10 +44,12 @@ mod generation_context;
 mod generations;
 mod guardian;
 mod launcher;
+mod leftovers;
 mod node_outcome;
 mod nodes;
 mod output;
 mod process_group;
+mod process_table;
 mod processes;
 mod rank_start;
 mod rank_store;

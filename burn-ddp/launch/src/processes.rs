@@ -13,8 +13,10 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 use crate::event::Event;
 use crate::exit::{RankExit, signal_name};
 use crate::generation_context::GenerationContext;
+use crate::leftovers::Leftovers;
 use crate::node_outcome::NodeOutcome;
 use crate::output::relay::Relay;
+use crate::report::user_notices::NoticeSink;
 use crate::signals;
 use crate::supervisor::{Action, Settings, Supervisor};
 
@@ -24,13 +26,21 @@ pub(crate) struct Processes<'a> {
     supervisor: Supervisor,
     /// By local rank.
     children: Vec<Child>,
+    /// Everything that the ranks started.
+    leftovers: Leftovers,
     sender: Sender<Event>,
     events: &'a Receiver<Event>,
 }
 
 impl<'a> Processes<'a> {
-    pub(crate) fn new(settings: Settings, sender: Sender<Event>, events: &'a Receiver<Event>) -> Self {
-        Self { supervisor: Supervisor::new(settings, Instant::now()), children: Vec::new(), sender, events }
+    pub(crate) fn new(
+        settings: Settings,
+        leftovers: Leftovers,
+        sender: Sender<Event>,
+        events: &'a Receiver<Event>,
+    ) -> Self {
+        let supervisor = Supervisor::new(settings, Instant::now());
+        Self { supervisor, children: Vec::new(), leftovers, sender, events }
     }
 
     /// Takes over the next rank and starts waiting for its exit. `log` is the file of its stderr.
@@ -51,6 +61,7 @@ impl<'a> Processes<'a> {
         }
         tracing::debug!(rank, pid = child.id(), "rank started");
         self.supervisor.add_rank(child.id(), log);
+        self.leftovers.add_rank(child.id());
         self.children.push(child);
         Ok(())
     }
@@ -69,6 +80,7 @@ impl<'a> Processes<'a> {
         }
         while !self.supervisor.is_over() {
             context.read_reports();
+            self.leftovers.collect_now_and_then();
             let wake = self.supervisor.wake_at(Instant::now());
             let event = self.next_event(wake);
             let actions = self.supervisor.step(Instant::now(), event);
@@ -80,13 +92,15 @@ impl<'a> Processes<'a> {
         NodeOutcome { node, host, blames: context.blames(), ..self.supervisor.into_outcome() }
     }
 
-    /// Gives the job up before all of its ranks were started: kills those that were.
-    pub(crate) fn abort(mut self) {
+    /// Gives the job up before all of its ranks were started: kills those that were, with all that they started.
+    pub(crate) fn abort(mut self, sink: NoticeSink) {
         let mut actions = self.supervisor.abort(Instant::now());
         loop {
             for action in actions {
-                if let Action::Signal { rank, signal } = action {
-                    self.signal(rank, signal);
+                match action {
+                    Action::Signal { rank, signal } => self.signal(rank, signal),
+                    Action::SignalLeftovers(signal) => self.signal_leftovers(signal, sink),
+                    _ => {}
                 }
             }
             if self.supervisor.is_over() {
@@ -119,6 +133,7 @@ impl<'a> Processes<'a> {
         for action in actions {
             match action {
                 Action::Signal { rank, signal } => self.signal(rank, signal),
+                Action::SignalLeftovers(signal) => self.signal_leftovers(signal, context.sink),
                 Action::Notice(text) => context.sink.show(&text),
                 Action::AnnounceExit { rank, pid, exit } => context.announce_exit(rank, pid, exit),
                 Action::AnnounceInterrupt(signal) => context.announce_interrupt(signal),
@@ -146,6 +161,17 @@ impl<'a> Processes<'a> {
         match kill_process_group(Pid::from_child(&self.children[rank]), signal) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => {}
             Err(error) => tracing::warn!(rank, ?signal, %error, "cannot signal a rank"),
+        }
+    }
+
+    fn signal_leftovers(&mut self, number: i32, sink: NoticeSink) {
+        let Some(signal) = Signal::from_named_raw(number) else { return };
+        // Where the system does not list its processes, the groups are all that is known.
+        (0..self.children.len()).for_each(|rank| self.signal(rank, number));
+        for (process, error) in self.leftovers.signal(signal) {
+            let why = error.map_or("it does not end".to_owned(), |error| error.to_string());
+            let pid = process.raw_pid();
+            sink.show(&format!("process {pid}, which a rank started, survives the job: {why}"));
         }
     }
 

@@ -9,6 +9,7 @@ use burn_ddp_comm::{LaunchEnv, Meeting};
 use crate::error::LaunchError;
 use crate::event::Event;
 use crate::guardian::Guardian;
+use crate::leftovers::MARK;
 use crate::nodes::GenerationPlan;
 use crate::output::log_dir;
 use crate::output::relay::{Output, Relay, Source};
@@ -26,6 +27,8 @@ pub(crate) struct RankStart<'a> {
     /// Number of this machine.
     pub(crate) node: usize,
     pub(crate) report_dir: &'a Path,
+    /// Mark of this generation's processes on this machine.
+    pub(crate) mark: &'a str,
     /// File for the ranks' events.
     pub(crate) event_file: Option<&'a Path>,
 }
@@ -104,6 +107,8 @@ impl RankStart<'_> {
         env.events = self.event_file.map(Path::to_owned);
         env.report_dir = Some(self.report_dir.to_owned());
         self.trust.describe(&mut env);
-        env.variables()
+        let mut variables = env.variables();
+        variables.push((MARK.to_owned(), self.mark.to_owned()));
+        variables
     }
 }

@@ -45,6 +45,8 @@ pub(crate) struct JobSpec {
     pub(crate) join_timeout: Duration,
     pub(crate) peer_timeout: Duration,
     pub(crate) notices: NoticeSink,
+    /// True if every child of this process that it did not start itself is an orphan of the job.
+    pub(crate) adopts_orphans: bool,
 }
 
 impl JobSpec {

@@ -92,7 +92,8 @@ impl Read {
             .stdio(stdio)
             .max_restarts(cli.max_restarts)
             .meeting_id(cli.rdzv_id)
-            .notices(say);
+            .notices(say)
+            .adopt_orphans();
         if let Some((host, port)) = master {
             launcher = launcher.nodes(cli.nnodes, host, port).invitation(invitation);
         }

@@ -45,6 +45,9 @@ const SHORT_TURN: Duration = Duration::from_millis(20);
 pub(crate) enum Action {
     /// Send a signal to the process group of a rank.
     Signal { rank: usize, signal: i32 },
+    /// Send a signal to every process that ranks started, in whatever group, session or family it is; after SIGKILL,
+    /// wait a few seconds until they are gone.
+    SignalLeftovers(i32),
     /// Show a line to the user.
     Notice(String),
     /// Tell the ranks that have yet to join, and the other launchers, that a rank (of the job) has exited.
@@ -353,7 +356,7 @@ impl Supervisor {
             // Processes that hang in the kernel: given up.
             Phase::Killing { .. } => self.drain(now),
             Phase::Draining { .. } => {
-                self.signal_all(libc::SIGTERM);
+                self.act(Action::SignalLeftovers(libc::SIGTERM));
                 self.phase = Phase::Terminating { until: now + LEFTOVERS };
             }
             Phase::Terminating { .. } => self.flush(),
@@ -426,7 +429,7 @@ impl Supervisor {
     /// Kills what the ranks left behind. The rest of the output has no deadline: it is bounded, and only a reader that
     /// paused our output can delay it.
     fn flush(&mut self) {
-        self.signal_all(libc::SIGKILL);
+        self.act(Action::SignalLeftovers(libc::SIGKILL));
         if self.relays_output {
             self.act(Action::CloseOutput);
         }

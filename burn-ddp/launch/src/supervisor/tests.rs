@@ -34,6 +34,11 @@ fn all(ranks: usize, number: i32) -> Vec<Action> {
     (0..ranks).map(|rank| signal(rank, number)).collect()
 }
 
+/// SIGKILL to everything that ranks started.
+fn sweep() -> Vec<Action> {
+    vec![Action::SignalLeftovers(SIGKILL)]
+}
+
 fn announce(rank: usize, exit: RankExit) -> Action {
     Action::AnnounceExit { rank, pid: pid(rank), exit }
 }
@@ -174,7 +179,7 @@ fn a_job_whose_ranks_all_succeed_is_left_alone() {
     assert_eq!((bench.phase(), bench.pass(60_000)), ("running", vec![]));
     let last = bench.exit(0, RankExit::Code(0));
     // What the ranks left behind is killed in any case.
-    assert_eq!(last, [vec![announce(0, RankExit::Code(0))], all(2, SIGKILL)].concat());
+    assert_eq!(last, [vec![announce(0, RankExit::Code(0))], sweep()].concat());
     let outcome = bench.outcome();
     assert_eq!(fates(&outcome), [const { Vec::<usize>::new() }; 3]);
     assert_eq!(outcome.elapsed, Duration::from_secs(120));
@@ -192,7 +197,7 @@ fn a_failure_gives_the_others_time_then_stops_then_kills_them() {
         assert_eq!(bench.pass(GRACE - 1), []);
         assert_eq!((bench.pass(1), bench.phase()), (all(3, SIGKILL), "killing"));
         assert_eq!(bench.exit(0, RankExit::Signal(SIGKILL)), []);
-        assert_eq!(bench.exit(2, RankExit::Signal(SIGKILL)), all(3, SIGKILL));
+        assert_eq!(bench.exit(2, RankExit::Signal(SIGKILL)), sweep());
         let outcome = bench.outcome();
         assert_eq!(fates(&outcome), [vec![1], vec![0, 2], vec![0, 2]]);
         assert_eq!(outcome.ranks[1].exit, Some(failure));
@@ -249,7 +254,7 @@ fn all_ranks_may_exit_in_any_phase() {
         bench.exit(0, RankExit::Code(7));
         bench.exit(1, RankExit::Code(0));
         assert!(!bench.supervisor.is_over());
-        assert!(bench.exit(2, RankExit::Code(0)).ends_with(&all(3, SIGKILL)), "{phase}");
+        assert!(bench.exit(2, RankExit::Code(0)).ends_with(&sweep()), "{phase}");
         bench.outcome();
     }
 }
@@ -305,7 +310,7 @@ fn a_rank_that_no_kill_ends_is_given_up() {
     let mut bench = Bench::in_phase("killing");
     bench.exit(2, RankExit::Signal(SIGKILL));
     assert_eq!(bench.pass(29_999), []);
-    assert_eq!(bench.pass(1), all(3, SIGKILL));
+    assert_eq!(bench.pass(1), sweep());
     let outcome = bench.outcome();
     assert_eq!(outcome.ranks[1].exit, None);
     assert_eq!(outcome.ranks[1].after, outcome.elapsed);
@@ -422,7 +427,7 @@ fn all_ranks_may_exit_while_they_are_suspended() {
     assert_eq!(bench.supervisor.launcher_continued(bench.time()), all(2, SIGCONT));
     let then = bench.pass(1_000);
     assert_eq!(then[0], Action::AnnounceResume);
-    assert!(then.ends_with(&all(2, SIGKILL)), "{then:?}");
+    assert!(then.ends_with(&sweep()), "{then:?}");
     assert_eq!(fates(&bench.outcome())[0], [1]);
 }
 
@@ -519,7 +524,7 @@ fn drained() -> Bench {
 fn output_that_ends_with_the_ranks_is_not_waited_for() {
     let mut bench = drained();
     let sent = bench.event(relayed(None));
-    assert_eq!(sent, [all(2, SIGKILL), vec![Action::CloseOutput]].concat());
+    assert_eq!(sent, [sweep(), vec![Action::CloseOutput]].concat());
     let outcome = bench.outcome();
     assert_eq!(outcome.ranks[1].last_lines, ["one"]);
     assert_eq!(outcome.ranks[0].last_lines, [""; 0], "of ranks that failed alone");
@@ -535,9 +540,9 @@ fn output_that_ends_with_the_ranks_is_not_waited_for() {
 fn leftover_processes_have_a_second_and_another_after_sigterm() {
     let mut bench = drained();
     assert_eq!(bench.pass(999), []);
-    assert_eq!((bench.pass(1), bench.phase()), (all(2, SIGTERM), "terminating"));
+    assert_eq!((bench.pass(1), bench.phase()), (vec![Action::SignalLeftovers(SIGTERM)], "terminating"));
     assert_eq!(bench.pass(999), []);
-    let killed = [all(2, SIGKILL), vec![Action::CloseOutput]].concat();
+    let killed = [sweep(), vec![Action::CloseOutput]].concat();
     assert_eq!((bench.pass(1), bench.phase()), (killed, "flushing"));
     assert_eq!(bench.supervisor.wake_at(bench.time()), None, "a paused reader may take its time");
     assert_eq!(bench.event(relayed(None)), []);

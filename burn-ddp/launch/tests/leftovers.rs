@@ -1,0 +1,104 @@
+//! Processes that ranks start end with the job, also those that have left the rank's group, session or family.
+#![cfg(all(feature = "cli", target_os = "linux"))]
+
+#[allow(unreachable_pub, reason = "one module for several test files")]
+mod common;
+
+use std::path::Path;
+use std::process::Command;
+
+use burn_ddp_launch::Launcher;
+use common::{Job, assert_gone, burnrun, is_running, pid_in, run};
+use rustix::process::Signal;
+
+/// A shell's job in a group of its own, as under job control.
+const GROUP: &str = r#"set -m; sleep 600 >/dev/null 2>&1 & echo $! >"$FILE""#;
+/// A process in a session of its own.
+const SESSION: &str =
+    r#"setsid sh -c 'echo $$ >"$FILE.new"; mv "$FILE.new" "$FILE"; exec sleep 600' >/dev/null 2>&1 &"#;
+/// A daemon: in a session of its own, without a parent in the job, its environment empty.
+const DAEMON: &str = r#"(setsid env -i FILE="$FILE" sh -c 'echo $$ >"$FILE.new"; mv "$FILE.new" "$FILE"; exec sleep 600' \
+    >/dev/null 2>&1 &)"#;
+/// Waits for the pid in the file, so that what follows begins with the process there.
+const STARTED: &str = r#"while [ ! -s "$FILE" ]; do sleep 0.01; done"#;
+
+fn bash(nproc: &str, script: &str, file: &Path) -> Command {
+    let mut command = burnrun(["-n", nproc, "bash", "-c", script]);
+    command.env("FILE", file);
+    command
+}
+
+#[test]
+fn processes_outside_of_the_rank_s_group_end_with_the_job() {
+    let dir = tempfile::tempdir().unwrap();
+    for (kind, start) in [("group", GROUP), ("session", SESSION), ("daemon", DAEMON)] {
+        for code in [0, 3] {
+            let file = dir.path().join(format!("{kind}-{code}"));
+            let finished = run(&mut bash("1", &format!("{start}\n{STARTED}; exit {code}"), &file));
+            assert_eq!(finished.code(), code, "{}", finished.stderr);
+            assert!(!is_running(pid_in(&file)), "{kind}: gone before burnrun is");
+        }
+    }
+}
+
+#[test]
+fn processes_outside_of_the_rank_s_group_end_with_a_killed_launcher() {
+    let dir = tempfile::tempdir().unwrap();
+    for (kind, start) in [("group", GROUP), ("session", SESSION)] {
+        let file = dir.path().join(kind);
+        let job = Job::start(&mut bash("1", &format!("{start}\n{STARTED}; echo here; sleep 600"), &file));
+        job.line();
+        let pid = pid_in(&file);
+        assert!(is_running(pid), "{kind}");
+        job.signal(Signal::KILL);
+        assert_gone(pid);
+    }
+}
+
+#[test]
+fn a_program_that_launches_itself_ends_what_its_ranks_started() {
+    let dir = tempfile::tempdir().unwrap();
+    // A child of this process that is none of the job's.
+    let mut other = Command::new("sleep").arg("600").spawn().unwrap();
+    for (kind, start) in [("group", GROUP), ("session", SESSION)] {
+        let file = dir.path().join(kind);
+        let launcher = Launcher::new("bash", ["-c", &format!("{start}\n{STARTED}")]).env("FILE", &file);
+        assert_eq!(launcher.run().unwrap().exit_code, 0);
+        assert!(!is_running(pid_in(&file)), "{kind}");
+    }
+    assert!(other.try_wait().unwrap().is_none(), "it runs on");
+    other.kill().unwrap();
+    other.wait().unwrap();
+}
+
+/// Makes orphans that end at once, and waits until none of them is a zombie of burnrun's.
+const ORPHANS: &str = r#"
+    for i in 1 2 3 4 5 6 7 8; do (setsid env -i true &); done
+    sleep 0.2
+    for i in $(seq 300); do
+        zombies=0
+        for stat in /proc/[0-9]*/stat; do
+            read -r line 2>/dev/null <$stat || continue
+            set -- ${line##*) }
+            [ "$1 $2" = "Z $PPID" ] && zombies=$((zombies + 1))
+        done
+        [ $zombies = 0 ] && exit 0
+        sleep 0.1
+    done
+    echo "$zombies zombies"; exit 1"#;
+
+#[test]
+fn orphans_are_collected_while_the_job_runs() {
+    let args = ["-n", "1", "bash", "-c", ORPHANS];
+    let finished = run(&mut burnrun(args));
+    assert_eq!(finished.code(), 0, "{:?}", finished.stdout);
+    // As the first process of a container, where orphans have no other parent.
+    let mut first = Command::new("unshare");
+    first.args(["--pid", "--fork", "--mount-proc", env!("CARGO_BIN_EXE_burnrun")]).args(args);
+    let finished = run(&mut first);
+    if finished.stderr.starts_with("unshare: ") {
+        println!("skipped: burnrun as process 1, since {}", finished.stderr);
+        return;
+    }
+    assert_eq!(finished.code(), 0, "{:?} {}", finished.stdout, finished.stderr);
+}
