@@ -1,20 +1,20 @@
 //! The launcher inside another program.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use burn_ddp_launch::{LaunchError, Launcher, RankExit, Stdio};
 
 #[test]
 fn the_outcome_says_it_all() {
-    let script = r#"[ "$BURN_DDP_RANK" = 0 ] && { echo why >&2; exit 6; }; sleep 60"#;
-    let outcome = Launcher::new("sh", ["-c", script]).nproc(3).grace(Duration::from_secs(1)).run().unwrap();
+    let script = r#"[ "$BURN_DDP_RANK" = 0 ] && { echo why >&2; exit 6; }; sleep 600"#;
+    let outcome = Launcher::new("sh", ["-c", script]).nproc(3).grace(Duration::from_secs(60)).run().unwrap();
     assert_eq!((outcome.exit_code, outcome.nproc), (6, 3));
     let failure = outcome.failure.as_ref().unwrap();
     assert_eq!((failure.rank, failure.exit, failure.running), (0, RankExit::Code(6), 2));
     assert_eq!(failure.last_lines, ["why"]);
     assert_eq!((&outcome.stopped[..], &outcome.killed[..]), (&[1, 2][..], &[][..]));
     assert_eq!(outcome.interrupted_by, None);
-    assert!(outcome.elapsed < Duration::from_secs(10));
+    assert!(outcome.elapsed < Duration::from_secs(45), "{outcome}");
 }
 
 #[test]
@@ -31,14 +31,12 @@ fn variables_can_be_added_but_those_of_the_job_win() {
 
 #[test]
 fn several_launchers_run_in_one_process() {
-    let start = Instant::now();
     let codes: Vec<_> = std::thread::scope(|scope| {
         let launch = |code: i32| move || Launcher::new("sh", ["-c", &format!("sleep 0.5; exit {code}")]).nproc(2).run();
         let jobs: Vec<_> = (0..3).map(|code| scope.spawn(launch(code))).collect();
         jobs.into_iter().map(|job| job.join().unwrap().unwrap().exit_code).collect()
     });
     assert_eq!(codes, [0, 1, 2]);
-    assert!(start.elapsed() < Duration::from_secs(10));
 }
 
 #[test]

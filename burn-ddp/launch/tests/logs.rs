@@ -70,7 +70,7 @@ fn files_need_a_directory() {
 }
 
 const PANIC: &str = r#"
-    [ $RANK = 1 ] || exec sleep 60
+    [ $RANK = 1 ] || exec sleep 600
     exec >&2
     echo "epoch 3"
     echo "thread 'main' (77) panicked at src/train.rs:88:13:"
@@ -84,7 +84,7 @@ const PANIC: &str = r#"
 #[test]
 fn a_panic_is_named_though_a_backtrace_follows_it() {
     let dir = tempfile::tempdir().unwrap();
-    let finished = run(&mut logged(dir.path(), 2, &["--grace", "1"], PANIC));
+    let finished = run(&mut logged(dir.path(), 2, &["--grace", "60"], PANIC));
     assert_eq!(finished.code(), 101);
     let report: Vec<_> = finished.stderr.lines().filter_map(|line| line.strip_prefix("burnrun: ")).collect();
     assert!(report[0].starts_with("rank 1 (host "), "{report:?}");

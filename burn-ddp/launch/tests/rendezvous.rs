@@ -24,8 +24,8 @@ fn as_a_rank() {
     let what = std::env::var("RANK_DOES").expect("this is no test of its own: run the others");
     let env = LaunchEnv::detect().unwrap().expect("the launcher's variables");
     let options = WorldOptions {
-        timeout: Duration::from_secs(20),
-        join_timeout: Duration::from_secs(20),
+        timeout: Duration::from_secs(120),
+        join_timeout: Duration::from_secs(120),
         ..WorldOptions::default()
     };
     if let Some(code) = what.strip_prefix("miss ")
@@ -73,7 +73,7 @@ fn survivors_end_by_themselves_with_an_error_about_the_culprit() {
 fn ranks_that_are_about_to_meet_need_not_wait_for_one_that_ended() {
     for code in [0, 42] {
         let outcome = launch(3, &format!("miss {code}"));
-        assert!(outcome.elapsed < Duration::from_secs(8), "far from the join timeout: {outcome}");
+        assert!(outcome.elapsed < Duration::from_secs(45), "far from the join timeout: {outcome}");
         let codes: Vec<_> = outcome.also_failed.iter().map(|(_, end)| *end).collect();
         assert!(outcome.exit_code != 0 && codes.contains(&RankExit::Code(101)), "{outcome}");
         assert!(outcome.stopped.is_empty(), "they ended with the error of their join: {outcome}");

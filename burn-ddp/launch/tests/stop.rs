@@ -11,7 +11,7 @@ use common::{Job, assert_gone, child_of, is_running, pid_in, run, script};
 use rustix::process::{Signal, kill_process};
 
 /// Each rank starts a child in its group and prints both pids.
-const FAMILY: &str = r#"sleep 100 & echo "$$ $!"; wait"#;
+const FAMILY: &str = r#"sleep 600 & echo "$$ $!"; wait"#;
 
 fn pids(lines: &[String]) -> Vec<u32> {
     let words = lines.iter().flat_map(|line| line.rsplit("] ").next().unwrap().split(' '));
@@ -28,14 +28,14 @@ fn signals_stop_all_ranks_and_their_children() {
             continue;
         }
         // A background child of a non-interactive shell ignores SIGINT; it goes with its group in the end.
-        let job = Job::start(&mut script(3, &[], FAMILY));
+        let job = Job::start(&mut script(3, &["--grace", "60"], FAMILY));
         let pids = pids(&job.lines(3));
         assert!(pids.iter().all(|&pid| is_running(pid)));
         job.signal(signal);
         let finished = job.finish();
         assert_eq!(finished.code(), code, "{}", finished.stderr);
         assert!(finished.stderr.contains(&format!("burnrun: stopped by {name} after ")), "{}", finished.stderr);
-        assert!(finished.took < Duration::from_secs(8), "{:?}", finished.took);
+        assert!(finished.took < Duration::from_secs(30), "it does not wait for the grace time: {:?}", finished.took);
         pids.into_iter().for_each(assert_gone);
     }
 }
@@ -43,7 +43,7 @@ fn signals_stop_all_ranks_and_their_children() {
 #[test]
 fn ranks_may_end_in_their_own_way_within_the_grace_time() {
     let program = "trap 'echo saving; sleep 0.3; echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done";
-    let job = Job::start(&mut script(2, &["--grace", "10"], program));
+    let job = Job::start(&mut script(2, &["--grace", "60"], program));
     job.lines(2);
     job.signal(Signal::TERM);
     let finished = job.finish();
@@ -72,7 +72,6 @@ fn the_grace_time_ends_in_a_kill() {
     job.signal(Signal::TERM);
     let finished = job.finish();
     assert_eq!(finished.code(), 143);
-    assert!(finished.took < Duration::from_secs(5), "{:?}", finished.took);
     pids.into_iter().for_each(assert_gone);
 }
 
@@ -91,7 +90,7 @@ fn nothing_survives_a_killed_launcher() {
 fn no_rank_survives_a_launcher_killed_together_with_its_guardian() {
     // Nobody is left to remove the job's temporary directory.
     let tmp = tempfile::tempdir().unwrap();
-    let job = Job::start(script(3, &[], "echo $$; exec sleep 100").env("TMPDIR", tmp.path()));
+    let job = Job::start(script(3, &[], "echo $$; exec sleep 600").env("TMPDIR", tmp.path()));
     let pids = pids(&job.lines(3));
     kill_process(child_of(job.pid(), "burnrun-guardian").expect("a guardian"), Signal::KILL).unwrap();
     assert!(pids.iter().all(|&pid| is_running(pid)));
@@ -104,12 +103,11 @@ fn children_of_ranks_end_with_the_job() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("pid");
     // Its output is its own, so nothing but its group ties it to the job.
-    let program = r#"sleep 100 >/dev/null 2>&1 & echo $! >"$FILE"; exit $CODE"#;
+    let program = r#"sleep 600 >/dev/null 2>&1 & echo $! >"$FILE"; exit $CODE"#;
     for code in ["0", "3"] {
         let finished = run(script(1, &[], program).env("FILE", &file).env("CODE", code));
         assert_eq!(finished.code().to_string(), code);
         assert_gone(pid_in(&file));
-        assert!(finished.took < Duration::from_secs(3), "{:?}", finished.took);
     }
 }
 
