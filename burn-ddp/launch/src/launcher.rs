@@ -211,11 +211,11 @@ impl Launcher {
     }
 
     /// Makes this process the parent of processes that ranks started and whose parents are gone, so that it ends and
-    /// collects all of them (Linux). Without this, those are found by their sessions and environments, and daemons that
+    /// collects all of them (Linux). Without this they are found by their sessions and environments, and daemons that
     /// left both behind survive the job.
     ///
-    /// Only for a process that starts no others while a job runs, as `burnrun` is: every child that is not a rank counts
-    /// as the job's.
+    /// Only for a process that starts no others while a job runs, as `burnrun` is: every child that is not a rank
+    /// counts as the job's.
     #[must_use]
     pub fn adopt_orphans(mut self) -> Self {
         self.spec.adopts_orphans = true;
