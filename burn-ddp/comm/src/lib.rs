@@ -79,7 +79,7 @@ pub use call::{Call, CallInfo, CallSite, Collective, GroupId, Members, RankCall}
 pub use cores_per_rank::core_per_rank;
 pub use dtype::{DType, Element};
 pub use engine::{EngineChoice, SharedBuffer, SharedView};
-pub use env::{LaunchEnv, Meeting};
+pub use env::{HANDED_OVER, LaunchEnv, Meeting};
 pub use error::{Error, Result};
 pub use group::{MAX_OBJECT_BYTES, Pending, ProcessGroup};
 pub use membership::{Heartbeat, PeerInfo, PendingCall, Progress, Track};

@@ -209,7 +209,7 @@ impl Job<'_> {
             cleared.map_err(|source| LaunchError::LogDir { path: file.clone(), source })?;
         }
         let logs = spec.output.dir.is_some().then(|| dir.path());
-        let event_file = EventFile::create(logs, nodes.node, &plan.job_id)
+        let event_file = EventFile::create(logs, nodes.node)
             .inspect_err(|error| tracing::warn!(%error, "ranks cannot report which failed first"))
             .ok();
         // Of this launcher alone: others of the same job may run on this machine.
@@ -231,7 +231,7 @@ impl Job<'_> {
             node: nodes.node,
             report_dir: dir.path(),
             mark: &mark,
-            event_file: event_file.as_ref().map(EventFile::path),
+            event_file: event_file.as_ref(),
         };
         let relay = match start.start_all(&mut processes, &mut guardian, self.sender.clone()) {
             Ok(relay) => relay,

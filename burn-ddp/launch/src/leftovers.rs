@@ -1,12 +1,12 @@
 //! Processes that the ranks started: found wherever they went, signalled, and collected.
 //!
-//! A signal to a rank's process group misses what has left the group: jobs of an interactive shell, `setsid`, daemons.
-//! A process is a leftover of the job if
+//! A signal to a rank's process group misses what has left the group: jobs of an interactive shell, `setsid`,
+//! daemons. A process is a leftover of the job if
 //!
 //! - its session is that of a rank (each rank leads one, and is not reaped before the end);
 //! - it was started with the generation's mark in its environment;
-//! - it is a child of this process and this process adopts orphans: then it has no other children than the ranks and the
-//!   guardian, and the kernel gives it every process whose parent is gone;
+//! - it is a child of this process and this process adopts orphans: then it has no other children than the ranks and
+//!   the guardian, and the kernel gives it every process whose parent is gone;
 //! - its parent is a leftover, or a rank.
 //!
 //! Without `/proc` there are none, and the ranks' groups are all that ends.

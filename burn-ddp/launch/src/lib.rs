@@ -43,6 +43,7 @@ mod exit;
 mod generation_context;
 mod generations;
 mod guardian;
+mod handed_over;
 mod launcher;
 mod leftovers;
 mod node_outcome;
@@ -59,7 +60,6 @@ mod signals;
 mod spec;
 mod supervisor;
 mod trust;
-mod unnamed_file;
 
 pub use command::available_cores;
 pub use error::LaunchError;

@@ -4,9 +4,11 @@
 #![allow(unsafe_code)]
 
 use std::io;
+use std::os::fd::{BorrowedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 
+use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, getpid, getppid, setsid};
 
 /// Spawns `command` as the leader of a session of its own.
@@ -15,18 +17,24 @@ use rustix::process::{Pid, getpid, getppid, setsid};
 /// mere group: a process without a controlling terminal may read and configure the terminal it inherited, where a
 /// background group of the launcher's session would be stopped by SIGTTIN or SIGTTOU.
 ///
+/// It inherits the descriptors `inherited`, which are open here.
+///
 /// On Linux the child is killed when the *thread* that called this ends, so that thread must live as long as the job.
-pub(crate) fn spawn(command: &mut Command) -> io::Result<Child> {
+pub(crate) fn spawn(command: &mut Command, inherited: [Option<RawFd>; 2]) -> io::Result<Child> {
     let launcher = getpid();
     // SAFETY: the closure runs in the forked child of a process that may have threads, so it may only do what is
-    // async-signal-safe: `before_exec` makes three system calls through rustix, which neither allocates nor locks
+    // async-signal-safe: `before_exec` makes a few system calls through rustix, which neither allocates nor locks
     // there, and builds its errors from codes, without allocating.
-    unsafe { command.pre_exec(move || before_exec(launcher)) };
+    unsafe { command.pre_exec(move || before_exec(launcher, inherited)) };
     command.spawn()
 }
 
-fn before_exec(launcher: Pid) -> io::Result<()> {
+fn before_exec(launcher: Pid, inherited: [Option<RawFd>; 2]) -> io::Result<()> {
     setsid()?;
+    for fd in inherited.into_iter().flatten() {
+        // SAFETY: the caller of `spawn` holds it open in the launcher, of which this is a copy.
+        fcntl_setfd(unsafe { BorrowedFd::borrow_raw(fd) }, FdFlags::empty())?;
+    }
     #[cfg(target_os = "linux")]
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     // A launcher that died before the line above sends nothing any more; then init, or a subreaper, is the parent.

@@ -15,6 +15,7 @@ use crate::output::log_dir;
 use crate::output::relay::{Output, Relay, Source};
 use crate::process_group;
 use crate::processes::Processes;
+use crate::report::event_file::EventFile;
 use crate::spec::{JobSpec, Stdio};
 use crate::trust::Trust;
 
@@ -30,7 +31,7 @@ pub(crate) struct RankStart<'a> {
     /// Mark of this generation's processes on this machine.
     pub(crate) mark: &'a str,
     /// File for the ranks' events.
-    pub(crate) event_file: Option<&'a Path>,
+    pub(crate) event_file: Option<&'a EventFile>,
 }
 
 impl RankStart<'_> {
@@ -77,7 +78,8 @@ impl RankStart<'_> {
         let (program, rank) = (&self.spec.program, self.first_rank() + local_rank);
         let keeps_terminal = self.keeps_terminal(local_rank);
         let mut command = program.command(self.spec.nproc, self.variables(local_rank), keeps_terminal);
-        process_group::spawn(&mut command).map_err(|source| program.spawn_error(rank, source))
+        let inherited = [self.trust.fd(), self.event_file.and_then(EventFile::fd)];
+        process_group::spawn(&mut command, inherited).map_err(|source| program.spawn_error(rank, source))
     }
 
     fn first_rank(&self) -> usize {
@@ -104,7 +106,7 @@ impl RankStart<'_> {
         env.local_world_size = self.spec.nproc;
         env.node_rank = self.node;
         env.restart_count = self.generation;
-        env.events = self.event_file.map(Path::to_owned);
+        env.events = self.event_file.map(|file| file.path().to_owned());
         env.report_dir = Some(self.report_dir.to_owned());
         self.trust.describe(&mut env);
         let mut variables = env.variables();

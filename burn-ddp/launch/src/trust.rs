@@ -1,8 +1,8 @@
 //! Proof that a process belongs to the job, by which stores of launchers and ranks let it in.
 
-use std::fs::File;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::TcpListener;
+use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,8 +10,8 @@ use std::time::Duration;
 use burn_ddp_comm::{JobKey, LaunchEnv, Secret, Store, StoreClient, StoreServer};
 
 use crate::error::LaunchError;
+use crate::handed_over::HandedOver;
 use crate::spec::JobSpec;
-use crate::unnamed_file::{name_of, unnamed};
 
 /// Proof that a process belongs to the job.
 pub(crate) enum Trust {
@@ -19,8 +19,8 @@ pub(crate) enum Trust {
     Secret {
         secret: Secret,
         path: PathBuf,
-        /// Holds a secret of this job alone, which goes with this process.
-        _own: Option<File>,
+        /// Holds a secret of this job alone, which ranks inherit.
+        own: Option<HandedOver>,
     },
     /// None: every process that reaches the job's ports may join.
     Network,
@@ -34,7 +34,7 @@ impl Trust {
             Some(path) => {
                 let path = std::path::absolute(path).map_err(|source| LaunchError::Store(source.into()))?;
                 let secret = Secret::read(&path).map_err(|error| LaunchError::Usage(error.to_string()))?;
-                Ok(Self::Secret { secret, path, _own: None })
+                Ok(Self::Secret { secret, path, own: None })
             }
             None if spec.nnodes > 1 && trusted() => Ok(Self::Network),
             None if spec.nnodes > 1 => Err(LaunchError::Usage(
@@ -50,11 +50,13 @@ impl Trust {
     /// A secret that only this process and its ranks ever see.
     fn for_this_job() -> Result<Self, LaunchError> {
         let secret = Secret::generate().map_err(|error| LaunchError::Store(error.into()))?;
-        let file = unnamed(&std::env::temp_dir().join(format!("burn-ddp-{}.secret", random_id())));
-        let file = file.and_then(|file| secret.write_to(file.try_clone()?).map(|()| file));
-        let file =
-            file.map_err(|source| LaunchError::System { doing: "hand the job's secret to its ranks", source })?;
-        Ok(Self::Secret { secret, path: name_of(&file), _own: Some(file) })
+        let own = HandedOver::create("secret").and_then(|own| {
+            secret.write_to(own.file().try_clone()?)?;
+            own.seal()?;
+            Ok(own)
+        });
+        let own = own.map_err(|source| LaunchError::System { doing: "hand the job's secret to its ranks", source })?;
+        Ok(Self::Secret { secret, path: own.path(), own: Some(own) })
     }
 
     pub(crate) fn key(&self, job: &str, generation: u32) -> JobKey {
@@ -80,6 +82,14 @@ impl Trust {
     ) -> burn_ddp_comm::Result<Arc<dyn Store>> {
         let store = StoreClient::connect(&address(host, port), &self.key(job, 0), attempt)?;
         Ok(Arc::new(store.answer_within(answer_within)))
+    }
+
+    /// Descriptor that ranks inherit.
+    pub(crate) fn fd(&self) -> Option<RawFd> {
+        match self {
+            Self::Secret { own, .. } => own.as_ref().map(HandedOver::fd),
+            Self::Network => None,
+        }
     }
 
     /// Sets the variables that a rank needs for its proof.

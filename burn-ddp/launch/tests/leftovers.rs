@@ -17,7 +17,8 @@ const GROUP: &str = r#"set -m; sleep 600 >/dev/null 2>&1 & echo $! >"$FILE""#;
 const SESSION: &str =
     r#"setsid sh -c 'echo $$ >"$FILE.new"; mv "$FILE.new" "$FILE"; exec sleep 600' >/dev/null 2>&1 &"#;
 /// A daemon: in a session of its own, without a parent in the job, its environment empty.
-const DAEMON: &str = r#"(setsid env -i FILE="$FILE" sh -c 'echo $$ >"$FILE.new"; mv "$FILE.new" "$FILE"; exec sleep 600' \
+const DAEMON: &str = r#"(setsid env -i FILE="$FILE" \
+    sh -c 'echo $$ >"$FILE.new"; mv "$FILE.new" "$FILE"; exec sleep 600' \
     >/dev/null 2>&1 &)"#;
 /// Waits for the pid in the file, so that what follows begins with the process there.
 const STARTED: &str = r#"while [ ! -s "$FILE" ]; do sleep 0.01; done"#;

@@ -43,24 +43,26 @@ impl Secret {
     ///
     /// # Errors
     /// [`Error::Environment`] if the file cannot be read, belongs to another user, is open to other users, or does not
-    /// hold a secret.
+    /// hold a secret. A file without a name, which only processes that were handed its descriptor reach, may belong to
+    /// anyone.
     pub fn read(path: &Path) -> Result<Secret> {
         let shown = path.display();
         let mut text = String::new();
         let file = File::open(path).and_then(|file| Ok((file.metadata()?, file)));
         let (about, file) =
-            file.map_err(|e| Error::environment(format!("cannot read the secret file {shown}: {e}")))?;
+            file.map_err(|e| Error::environment(format!("cannot read the secret file {shown}: {e}{}", hint(path))))?;
         if !about.is_file() {
             return Err(Error::environment(format!("the secret file {shown} is not a regular file")));
         }
-        if about.mode() & 0o077 != 0 {
+        let has_name = about.nlink() > 0;
+        if has_name && about.mode() & 0o077 != 0 {
             return Err(Error::environment(format!(
                 "other users may open the secret file {shown}; run: chmod 600 \
                                                    {shown}"
             )));
         }
         let me = rustix::process::geteuid().as_raw();
-        if about.uid() != me && about.uid() != 0 {
+        if has_name && about.uid() != me && about.uid() != 0 {
             let owner = about.uid();
             return Err(Error::environment(format!(
                 "the secret file {shown} belongs to user {owner}, this is user \
@@ -123,6 +125,16 @@ impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Secret(..)")
     }
+}
+
+/// Advice about a file that a launcher handed over and that is not open here.
+fn hint(path: &Path) -> &'static str {
+    if !path.starts_with("/proc") {
+        return "";
+    }
+    "; burnrun handed it over as an open descriptor, which a program between burnrun and this process has closed, and \
+     burnrun's own belongs to another user or PID namespace: give burnrun --secret-file FILE and this process \
+     BURN_DDP_SECRET_FILE=COPY, a copy that its user owns"
 }
 
 #[cfg(test)]

@@ -26,6 +26,7 @@
 //!   task of mpirun or srun, mpirun in an allocation of Slurm.
 //! - Ranks that are all on one machine meet at a unix socket of the job's name; then no port is opened.
 
+mod inherited;
 mod launchers;
 mod meeting;
 mod names;
@@ -41,6 +42,7 @@ use meeting::{JobMeeting, LOCAL};
 use names::*;
 use parse::Lookup;
 
+pub use inherited::HANDED_OVER;
 pub use meeting::Meeting;
 pub(crate) use meeting::PORTS_ABOVE;
 
@@ -115,13 +117,20 @@ impl LaunchEnv {
         }
     }
 
-    /// Reads the process's environment. `None` if no launcher set a variable: run alone.
+    /// Reads the process's environment. `None` if no launcher set a variable: run alone. A secret and an event file
+    /// that the launcher handed over as descriptors become those that this process inherited, if they are still open.
     ///
     /// # Errors
     /// [`Error::Environment`](crate::Error::Environment) as for [`from_lookup`](Self::from_lookup).
     pub fn detect() -> Result<Option<LaunchEnv>> {
         // A value that is not UTF-8 becomes one that is no number either, and is shown.
-        Self::from_lookup(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        let found =
+            Self::from_lookup(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))?;
+        Ok(found.map(|env| LaunchEnv {
+            secret_file: env.secret_file.map(inherited::inherited),
+            events: env.events.map(inherited::inherited),
+            ..env
+        }))
     }
 
     /// Reads variables through `lookup`. `None` if none of the table is set.

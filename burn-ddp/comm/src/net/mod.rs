@@ -2,7 +2,7 @@
 //!
 //! - [`address`]: host names, loopback, binding and connecting with errors a person can act on;
 //! - [`interface`]: the addresses to listen on and to connect from;
-//! - [`unix_socket`]: unix sockets between processes of one user;
+//! - [`unix_socket`], `peer_user`: unix sockets between processes of one user;
 //! - [`dial_rank`]: a proved connection to another rank;
 //! - [`wire`]: length-prefixed, capped postcard messages over a non-blocking socket;
 //! - [`wait`]: `poll` with a deadline, and the waker that interrupts it.
@@ -10,6 +10,8 @@
 pub(crate) mod address;
 pub(crate) mod dial_rank;
 pub(crate) mod interface;
+#[cfg(target_os = "linux")]
+mod peer_user;
 pub(crate) mod unix_socket;
 pub(crate) mod wait;
 pub(crate) mod wire;

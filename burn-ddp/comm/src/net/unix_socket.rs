@@ -59,16 +59,14 @@ pub(crate) fn connect_packets(name: &str) -> io::Result<Socket> {
 /// `PermissionDenied`, with the user, if it is not.
 #[cfg(target_os = "linux")]
 pub(crate) fn check_peer(socket: &Socket) -> io::Result<()> {
-    let peer = rustix::net::sockopt::socket_peercred(socket)?;
-    let me = rustix::process::geteuid();
-    if peer.uid == me {
+    let (pid, uid) = super::peer_user::peer_user(socket)?;
+    let me = rustix::process::geteuid().as_raw();
+    if uid == me {
         return Ok(());
     }
-    let (uid, pid) = (peer.uid.as_raw(), peer.pid.as_raw_nonzero());
-    Err(io::Error::new(
-        io::ErrorKind::PermissionDenied,
-        format!("process {pid} of user {uid} is there, this is user {}", me.as_raw()),
-    ))
+    let process = pid.map_or("a process of another PID namespace".to_owned(), |pid| format!("process {pid}"));
+    let message = format!("{process} of user {uid} is there, this is user {me}");
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, message))
 }
 
 /// Address of `name`: below a prefix of ours, so that no other program has it by chance; hashed, since a name may be

@@ -1,13 +1,14 @@
 //! File to which the ranks of this machine append their events, one line each; one file per generation.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io;
+use std::os::fd::RawFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use burn_ddp_comm::post_mortem::Event;
 
-use crate::unnamed_file::{name_of, unnamed};
+use crate::handed_over::HandedOver;
 
 /// Limits of one read and of all together, so that a program that writes there in a loop does no harm.
 const READ_CAP_BYTES: u64 = 1024 * 1024;
@@ -16,26 +17,28 @@ const TOTAL_CAP_BYTES: u64 = 64 * 1024 * 1024;
 pub(crate) struct EventFile {
     file: File,
     path: PathBuf,
+    /// The same file, if ranks inherit it.
+    own: Option<HandedOver>,
     /// The beginning of a line whose end has not come.
     pending: Vec<u8>,
+    /// Number of bytes read so far.
     read: u64,
 }
 
 impl EventFile {
     /// Creates it in `dir`, or else without a name, so that nothing stays behind however this process ends.
-    pub(crate) fn create(dir: Option<&Path>, node: usize, job_id: &str) -> io::Result<Self> {
-        let (file, path) = match dir {
+    pub(crate) fn create(dir: Option<&Path>, node: usize) -> io::Result<Self> {
+        let (file, path, own) = match dir {
             Some(dir) => {
                 let path = dir.join(format!("events-node-{node}.jsonl"));
-                (OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(&path)?, path)
+                (OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(&path)?, path, None)
             }
             None => {
-                let file = unnamed(&std::env::temp_dir().join(format!("burn-ddp-{job_id}-{node}.events")))?;
-                let name = name_of(&file);
-                (file, name)
+                let own = HandedOver::create("events")?;
+                (own.file().try_clone()?, own.path(), Some(own))
             }
         };
-        Ok(Self { file, path, pending: Vec::new(), read: 0 })
+        Ok(Self { file, path, own, pending: Vec::new(), read: 0 })
     }
 
     /// Path by which the ranks open it.
@@ -43,16 +46,38 @@ impl EventFile {
         &self.path
     }
 
+    /// Descriptor that the ranks inherit.
+    pub(crate) fn fd(&self) -> Option<RawFd> {
+        self.own.as_ref().map(HandedOver::fd)
+    }
+
     /// Returns the events that came since the last call.
     pub(crate) fn read(&mut self) -> Vec<Event> {
-        let room = READ_CAP_BYTES.min(TOTAL_CAP_BYTES - self.read);
-        match (&self.file).take(room).read_to_end(&mut self.pending) {
-            Ok(count) => self.read += count as u64,
-            Err(error) => tracing::warn!(%error, "cannot read what the ranks report"),
+        if let Err(error) = self.read_bytes() {
+            tracing::warn!(%error, "cannot read what the ranks report");
         }
         let Some(end) = self.pending.iter().rposition(|&byte| byte == b'\n') else { return Vec::new() };
         let lines: Vec<u8> = self.pending.drain(..=end).collect();
         String::from_utf8_lossy(&lines).lines().filter_map(Event::parse).collect()
+    }
+
+    /// Reads by position, since processes that inherit the descriptor share the file's own.
+    fn read_bytes(&mut self) -> io::Result<()> {
+        let end = TOTAL_CAP_BYTES.min(self.read + READ_CAP_BYTES);
+        let mut buffer = [0; 8192];
+        while self.read < end {
+            let room = buffer.len().min((end - self.read) as usize);
+            match self.file.read_at(&mut buffer[..room], self.read) {
+                Ok(0) => break,
+                Ok(count) => {
+                    self.pending.extend_from_slice(&buffer[..count]);
+                    self.read += count as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 }
 
@@ -63,7 +88,7 @@ mod tests {
 
     #[test]
     fn events_are_read_once_and_only_when_complete() {
-        let mut events = EventFile::create(None, 0, &format!("test-{}", std::process::id())).unwrap();
+        let mut events = EventFile::create(None, 0).unwrap();
         let mut rank = OpenOptions::new().append(true).open(events.path()).unwrap();
         let event = Event::Suspect { rank: 0, peer: 1, silent_ms: 2000, at: 3 };
         let line = event.to_line();
