@@ -40,7 +40,7 @@ unsafe extern "C" {
 pub(super) fn peer_user(socket: &impl AsFd) -> io::Result<(Option<u32>, u32)> {
     let mut found = Credentials::default();
     let mut len = size_of::<Credentials>() as u32;
-    // SAFETY: the descriptor is open for the time of the borrow; `found` has `len` bytes to write, and is valid for any.
+    // SAFETY: the descriptor is open for the time of the borrow; `found` has `len` bytes to write, all values valid.
     let result =
         unsafe { getsockopt(socket.as_fd().as_raw_fd(), OPTION.0, OPTION.1, (&raw mut found).cast(), &raw mut len) };
     if result != 0 {

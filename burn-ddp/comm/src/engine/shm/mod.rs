@@ -19,6 +19,7 @@ mod in_place_reductions;
 mod layout;
 #[cfg(all(test, loom))]
 mod loom_models;
+mod memory_limits;
 mod pair;
 mod peer_waits;
 mod pipeline;

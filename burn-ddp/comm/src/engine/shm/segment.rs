@@ -16,6 +16,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
+use super::memory_limits;
 use super::rank_cell::{Cell, Pair};
 
 /// Bytes of a huge page, where there are any.
@@ -52,11 +53,11 @@ impl Segment {
     /// A new segment of `len` zeros, and the file descriptor by which other processes map it.
     ///
     /// # Errors
-    /// Those of the system; also if it has not as much memory to spare, since some systems grant it and then end a
-    /// process.
+    /// Those of the system; also if the machine or a control group has not as much memory to spare, since some systems
+    /// grant it and then end a process.
     pub(super) fn create(len: usize) -> io::Result<(Segment, OwnedFd)> {
-        if let Some(spare) = spare_bytes().filter(|spare| len as u64 > *spare) {
-            return Err(io::Error::new(io::ErrorKind::OutOfMemory, format!("the machine has {spare} bytes to spare")));
+        if let Some(spare) = memory_limits::spare().filter(|spare| len as u64 > spare.bytes) {
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, spare.to_string()));
         }
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = match rustix::fs::memfd_create("burn-ddp", flags | MemfdFlags::NOEXEC_SEAL) {
@@ -163,13 +164,6 @@ impl fmt::Debug for Segment {
     }
 }
 
-/// Bytes of memory that the system has to spare; `None` if it does not say.
-fn spare_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-}
-
 /// Addresses for at least `len` bytes, aligned so that huge pages fit; with how many bytes are reserved.
 fn reserve(len: usize) -> io::Result<(NonNull<u8>, usize)> {
     let too_much = || io::Error::from(io::ErrorKind::OutOfMemory);
@@ -229,6 +223,42 @@ mod tests {
     #[test]
     fn more_than_there_is_is_an_error() {
         assert!(Segment::create(1 << 46).is_err());
+    }
+
+    /// Directory of the control group for the process that the test below starts.
+    const GROUP: &str = "BURN_DDP_TEST_GROUP";
+
+    /// Without the limit in mind the kernel ends the process.
+    #[test]
+    fn more_than_a_control_group_allows_is_an_error() {
+        use std::process::Command;
+        if let Ok(group) = std::env::var(GROUP) {
+            std::fs::write(format!("{group}/cgroup.procs"), "0").unwrap();
+            let error = Segment::create(256 << 20).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::OutOfMemory);
+            assert!(error.to_string().contains(&group), "{error}");
+            drop(Segment::create(16 << 20).unwrap());
+            return;
+        }
+        let name = format!("burn-ddp-test-{}", std::process::id());
+        let limited = [("memory", "memory.limit_in_bytes"), ("", "memory.max")].into_iter().find_map(|(part, file)| {
+            let group = std::path::Path::new("/sys/fs/cgroup").join(part).join(&name);
+            std::fs::create_dir(&group).ok()?;
+            if std::fs::write(group.join(file), (64 << 20).to_string()).is_ok() {
+                return Some(group);
+            }
+            std::fs::remove_dir(&group).unwrap();
+            None
+        });
+        let Some(group) = limited else {
+            println!("skipped: this test needs the right to limit the memory of a control group");
+            return;
+        };
+        let this = "engine::shm::segment::tests::more_than_a_control_group_allows_is_an_error";
+        let program = std::env::current_exe().unwrap();
+        let ended = Command::new(program).args(["--exact", this]).env(GROUP, &group).status();
+        std::fs::remove_dir(&group).unwrap();
+        assert!(ended.as_ref().is_ok_and(|status| status.success()), "{ended:?}");
     }
 
     #[test]
