@@ -45,7 +45,10 @@ impl RankExit {
             Self::Signal(libc::SIGKILL) => {
                 "the launcher did not send it; the kernel often does when memory runs out (see `dmesg`)"
             }
-            Self::Signal(libc::SIGBUS) => "SIGBUS often means that shared memory is full (see `df -h /dev/shm`)",
+            Self::Signal(libc::SIGBUS) => {
+                "SIGBUS often means that a file that is mapped into memory was cut short, or that its file system is \
+                 full (see `df -h /dev/shm`, where NCCL has files; burn-ddp has none there)"
+            }
             _ => return None,
         };
         Some(hint.to_owned())

@@ -180,8 +180,8 @@ impl Job<'_> {
             }
         };
         let reports = report_files::read_reports(dir.path(), &own);
-        let decide = |all: &[NodeOutcome], reports: &[PostMortem]| {
-            let mut outcome = Outcome::of(all, *number);
+        let decide = |all: &[NodeOutcome], reports: &[PostMortem], first: Option<usize>| {
+            let mut outcome = Outcome::of(all, *number, first);
             outcome.waiting = report_files::waiting(&outcome, reports);
             let restart = *number < self.spec.max_restarts && may_help(all, &outcome);
             if let Some(dir) = job_dir {
@@ -312,7 +312,7 @@ mod tests {
     }
 
     fn restarts(node: NodeOutcome) -> bool {
-        may_help(std::slice::from_ref(&node), &Outcome::of(std::slice::from_ref(&node), 0))
+        may_help(std::slice::from_ref(&node), &Outcome::of(std::slice::from_ref(&node), 0, None))
     }
 
     #[test]

@@ -87,12 +87,12 @@ fn examine() -> Vec<Check> {
         loopback(),
         host_name(),
         interfaces(),
-        shared_memory(),
+        nccl_memory(has_gpus),
         temporary_files(),
         file(
             "processes in /proc",
             "/proc/self/fd",
-            "mount -t proc proc /proc: ranks tell burnrun through it what went wrong",
+            "mount -t proc proc /proc: ranks open there what burnrun hands them, and burnrun finds there what they started",
         ),
         file("shell", "/bin/sh", "without it, what ranks started may outlive a killed burnrun; install a shell"),
         gpu(&gpus),
@@ -161,15 +161,19 @@ fn interfaces() -> Check {
     Check::ok(what, format!("{}; --interface NAME chooses one", names.join(", ")))
 }
 
-fn shared_memory() -> Check {
-    let what = "shared memory";
+/// NCCL keeps files there; burn-ddp's own shared memory has no name.
+fn nccl_memory(has_gpus: bool) -> Check {
+    let what = "/dev/shm, which NCCL uses";
     let fix = "mount -o remount,size=50% /dev/shm; in containers --shm-size=8g or --ipc=host";
+    if !has_gpus {
+        return Check::ok(what, "no GPU that would need it");
+    }
     let Ok(about) = rustix::fs::statvfs("/dev/shm") else {
-        return Check::bad(what, State::Warn, "there is no /dev/shm", fix);
+        return Check::bad(what, State::Warn, "there is none", fix);
     };
     let (free, total) = (about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize);
     let mib = |bytes: u64| bytes / (1 << 20);
-    let found = format!("/dev/shm has {} of {} MiB free", mib(free), mib(total));
+    let found = format!("{} of {} MiB are free", mib(free), mib(total));
     if free < 1 << 30 { Check::bad(what, State::Warn, found, fix) } else { Check::ok(what, found) }
 }
 

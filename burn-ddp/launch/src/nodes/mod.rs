@@ -117,9 +117,9 @@ impl Nodes {
         (own, reports): (NodeOutcome, Vec<PostMortem>),
         patience: Duration,
         events: &Receiver<Event>,
-        decide: impl FnOnce(&[NodeOutcome], &[PostMortem]) -> Verdict,
+        decide: impl FnOnce(&[NodeOutcome], &[PostMortem], Option<usize>) -> Verdict,
     ) -> (Verdict, Option<i32>) {
-        let Some(others) = &self.others else { return (decide(&[own], &reports), None) };
+        let Some(others) = &self.others else { return (decide(&[own], &reports, None), None) };
         let stopped =
             own.trouble.is_some() || own.interrupted_by.is_some() || own.ranks.iter().any(|r| r.failed || r.stopped);
         let until = stopped.then(|| Instant::now() + patience);
@@ -127,7 +127,8 @@ impl Nodes {
         let store = others.link.store();
         let verdict = if self.node == 0 {
             let outcomes = wait.collect(generation, own);
-            let verdict = decide(&outcomes, &collect_reports(&*store, generation, reports));
+            let first = first_failed(&*store, generation);
+            let verdict = decide(&outcomes, &collect_reports(&*store, generation, reports), first);
             if let Err(error) = put(&*store, &format!("{generation}/verdict"), &verdict) {
                 tracing::warn!(%error, "the other launchers could not be told how the job ended");
             }
@@ -140,7 +141,7 @@ impl Nodes {
             }
             wait.verdict(generation, self.node, &own).unwrap_or_else(|trouble| {
                 let trouble = own.trouble.clone().or(Some(trouble));
-                decide(&[NodeOutcome { trouble, ..own }], &reports)
+                decide(&[NodeOutcome { trouble, ..own }], &reports, None)
             })
         };
         (verdict, wait.signal)
@@ -254,6 +255,14 @@ fn missing(node: &Node, message: String) -> NodeOutcome {
 
 fn look(events: &Receiver<Event>, wait: Duration) -> Option<Event> {
     events.recv_timeout(wait).ok()
+}
+
+/// Rank whose failure was the first to be published: the launchers' clocks do not agree, but the store has one order.
+fn first_failed(store: &dyn Store, generation: u32) -> Option<usize> {
+    match take(store, &format!("{generation}/stop"), Duration::ZERO) {
+        Ok(Some(Stop::Failed { rank, .. })) => Some(rank),
+        _ => None,
+    }
 }
 
 /// Reports of the ranks of all machines.

@@ -19,7 +19,8 @@ pub struct Outcome {
     /// A rank that reacts to a peer's failure may end a moment before that peer does; what the ranks themselves say
     /// about the cause decides then.
     pub failure: Option<Failure>,
-    /// The other ranks that failed by themselves, usually since they noticed, in the order in which they ended.
+    /// The other ranks that failed by themselves, usually since they noticed, in the order in which they ended by the
+    /// clocks of their machines, which start with the ranks there.
     pub also_failed: Vec<(usize, RankExit)>,
     /// Reason for the end of the job where no rank was the cause: a machine that is lost, or could not start the
     /// program.
@@ -76,8 +77,9 @@ pub struct Failure {
 }
 
 impl Outcome {
-    /// Puts together the observations of all machines' launchers.
-    pub(crate) fn of(nodes: &[NodeOutcome], restarts: u32) -> Self {
+    /// Puts together the observations of all machines' launchers. `first` is the rank whose failure the launchers knew
+    /// of first, if there are several: times of different machines cannot be compared.
+    pub(crate) fn of(nodes: &[NodeOutcome], restarts: u32, first: Option<usize>) -> Self {
         let mut ranks: Vec<(&NodeOutcome, &RankOutcome)> =
             nodes.iter().flat_map(|node| node.ranks.iter().map(move |rank| (node, rank))).collect();
         ranks.sort_by_key(|(_, rank)| rank.rank);
@@ -86,8 +88,11 @@ impl Outcome {
         };
 
         let mut failed: Vec<_> = ranks.iter().filter(|(_, rank)| rank.failed).copied().collect();
-        failed.sort_by_key(|(_, rank)| rank.after);
-        let blame = nodes.iter().flat_map(|node| &node.blames).min_by_key(|blame| blame.at);
+        failed.sort_by_key(|(_, rank)| (Some(rank.rank) != first, rank.after));
+        // That machine's ranks noticed first, too.
+        let begun_on = failed.first().map(|(node, _)| node.node);
+        let blames = nodes.iter().flat_map(|node| node.blames.iter().map(move |blame| (node.node, blame)));
+        let blame = blames.min_by_key(|(node, blame)| (Some(*node) != begun_on, blame.at)).map(|(_, blame)| blame);
         let root = root_cause(&ranks, &failed, blame);
         let failure = root.and_then(|(node, rank)| {
             Some(Failure {
@@ -189,7 +194,7 @@ mod tests {
 
     /// The rank that is found to be the cause, and the exit code.
     fn cause(nodes: &[NodeOutcome]) -> (Option<usize>, i32) {
-        let outcome = Outcome::of(nodes, 0);
+        let outcome = Outcome::of(nodes, 0, None);
         (outcome.failure.map(|failure| failure.rank), outcome.exit_code)
     }
 
@@ -218,10 +223,22 @@ mod tests {
     fn the_first_failure_may_be_on_another_machine() {
         let nodes =
             [node(0, vec![rank(0, RankExit::Code(1), 30)], None), node(1, vec![rank(1, RankExit::Code(7), 20)], None)];
-        let outcome = Outcome::of(&nodes, 2);
+        let outcome = Outcome::of(&nodes, 2, None);
         let failure = outcome.failure.unwrap();
         assert_eq!((failure.rank, &failure.host[..], failure.running), (1, "host1", 1));
         assert_eq!((outcome.exit_code, outcome.also_failed), (7, vec![(0, RankExit::Code(1))]));
         assert_eq!((outcome.nproc, outcome.nnodes, outcome.restarts), (2, 2, 2));
+    }
+
+    #[test]
+    fn clocks_of_machines_do_not_decide_which_failure_was_first() {
+        let code = RankExit::Code;
+        // The ranks of host1 were started later, so less time had passed there, and its wall clock is behind.
+        let mut nodes = [node(0, vec![rank(0, code(7), 5000)], Some(0)), node(1, vec![rank(1, code(1), 20)], Some(1))];
+        nodes[0].blames[0].at = 9000;
+        let outcome = Outcome::of(&nodes, 0, Some(0));
+        assert_eq!(outcome.failure.map(|failure| failure.rank), Some(0));
+        assert_eq!((outcome.exit_code, outcome.also_failed), (7, vec![(1, code(1))]));
+        assert_eq!(Outcome::of(&nodes, 0, Some(1)).exit_code, 1);
     }
 }
