@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::call::{CallInfo, RankCall};
-use crate::membership::{PeerInfo, Progress, Track, list_ranks};
+use crate::membership::{PeerInfo, Progress, StuckCall, Track, list_ranks};
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -79,6 +79,16 @@ pub enum Error {
         first: Box<RankCall>,
         /// The call of the higher of the two ranks.
         second: Box<RankCall>,
+    },
+    /// Ranks wait for each other in calls of different groups, and none can go on.
+    #[error(
+        "ranks wait for each other in different calls, for ever: {}; all ranks must make the same calls in the same \
+         order: is one of these only made on some ranks?",
+        listed(.calls)
+    )]
+    Deadlock {
+        /// The calls. The missing ranks of each are in the next, those of the last in the first.
+        calls: Vec<StuckCall>,
     },
     /// A rank went on where another had stopped; see [`World::stop`](crate::World::stop).
     #[error(
@@ -194,6 +204,10 @@ impl Error {
             }
             Error::Timeout { culprit, waiting_for, .. } => culprit.or(waiting_for.first().copied()),
             Error::OutOfStep { stopped, .. } => Some(stopped.rank),
+            // A call that fewer ranks make than others is the mistake.
+            Error::Deadlock { calls } => {
+                calls.iter().min_by_key(|call| call.ranks.len()).and_then(|call| call.ranks.first().copied())
+            }
             Error::InvalidArgument { rank, .. } => *rank,
             Error::Object { rank, .. } => Some(*rank),
             Error::Protocol { peer, .. } => Some(*peer),
@@ -252,6 +266,7 @@ impl Error {
             | Error::Protocol { during, .. } => Some(during),
             Error::Timeout { .. }
             | Error::Mismatch { .. }
+            | Error::Deadlock { .. }
             | Error::Environment { .. }
             | Error::Store { .. }
             | Error::StoreTimeout { .. }
@@ -259,6 +274,10 @@ impl Error {
             | Error::Internal { .. } => None,
         }
     }
+}
+
+fn listed(calls: &[StuckCall]) -> String {
+    calls.iter().map(StuckCall::to_string).collect::<Vec<_>>().join("; ")
 }
 
 fn behind(why: &str) -> String {

@@ -75,14 +75,14 @@ mod world;
 mod world_options;
 
 pub use auth::{JobKey, Secret};
-pub use call::{Call, CallInfo, CallSite, Collective, GroupId, Members, RankCall};
+pub use call::{Call, CallInfo, CallSite, CallingThread, Collective, GroupId, Members, RankCall};
 pub use cores_per_rank::core_per_rank;
 pub use dtype::{DType, Element};
 pub use engine::{EngineChoice, SharedBuffer, SharedView};
 pub use env::{HANDED_OVER, LaunchEnv, Meeting};
 pub use error::{Error, Result};
 pub use group::{MAX_OBJECT_BYTES, Pending, ProcessGroup};
-pub use membership::{Heartbeat, PeerInfo, PendingCall, Progress, Track};
+pub use membership::{BlockedGroup, Heartbeat, PeerInfo, PendingCall, Progress, StuckCall, Track};
 pub use poll_pause::PollPause;
 pub use reduce_op::ReduceOp;
 pub use rendezvous::fail_join;

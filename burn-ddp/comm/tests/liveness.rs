@@ -204,13 +204,15 @@ fn a_stall_says_who_is_missing_and_what_it_does() {
 fn a_timeout_names_the_rank_that_keeps_all_others_waiting() {
     const TEST: &str = "a_timeout_names_the_rank_that_keeps_all_others_waiting";
     if let Some((role, world, group)) = join(WorldOptions { timeout: Duration::from_secs(3), ..lively() }) {
-        let other = world.group().unwrap();
+        // A chain: the first waits for the second, which waits for the one that is stuck.
+        let one = group.split((world.rank() < 2).then_some(0), 0).unwrap();
+        let other = group.split((world.rank() > 0).then_some(0), 0).unwrap();
         world.set_step(4);
         say("ready");
         await_go();
         return match role.as_str() {
-            "first" => tell(group.barrier()),
-            "second" => tell(other.barrier()),
+            "first" => tell(one.unwrap().barrier()),
+            "second" => tell(other.unwrap().barrier()),
             // It hears who was blamed, soon if not by now.
             _ => {
                 let deadline = Instant::now() + Duration::from_secs(5);
@@ -227,8 +229,8 @@ fn a_timeout_names_the_rank_that_keeps_all_others_waiting() {
     let said = job.ranks[0].hear();
     assert!(said.starts_with("Some(2): rank "), "{said}");
     if said.starts_with("Some(2): rank 0 waited") {
-        assert!(said.contains("waited 3 s for ranks 1 and 2 in barrier #0 of group 1"), "{said}");
-        assert!(said.contains("; rank 1 is in barrier #0 of group 2 in step 4 called at "), "{said}");
+        assert!(said.contains("waited 3 s for rank 1 in barrier #0 of group 0.1"), "{said}");
+        assert!(said.contains("; rank 1 is in barrier #0 of group 1.2 in step 4 called at "), "{said}");
     }
     assert!(said.contains("rank 2 (step 4) is in no collective; the last it finished, "), "{said}");
     assert!(job.ranks[1].hear().starts_with("Some(2): rank "));

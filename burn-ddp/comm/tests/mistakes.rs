@@ -20,6 +20,8 @@ enum Sort {
     Differ(&'static str),
     /// Nothing differs, but one rank never comes: it is named, with what it does instead and the line of its last call.
     Missing(&'static str),
+    /// Each of two ranks waits for the other, in different groups: both calls are shown, and the two groups.
+    Circle([&'static str; 2]),
     /// One rank has left: it is named, and so is the line of the call that needed it.
     Left,
     /// One rank gave up, and says why.
@@ -27,7 +29,7 @@ enum Sort {
     /// The bytes are of another type.
     Object,
 }
-use Sort::{Differ, Failed, Left, Missing, Object};
+use Sort::{Circle, Differ, Failed, Left, Missing, Object};
 
 fn sum(group: &ProcessGroup, len: usize) -> Result<()> {
     group.all_reduce(&mut vec![1.0_f32; len], ReduceOp::Sum)
@@ -139,8 +141,41 @@ const TABLE: &[Mistake] = &[
         |_, g, _| g.barrier(),
         Differ("sequence numbers"),
     ),
-    ("a group for a collective", |world, _, _| world.group().map(drop), |_, g, _| g.barrier(), Missing("group 3")),
-    ("another group", |_, g, _| g.barrier(), |_, _, other| other.barrier(), Missing("of group 2")),
+    (
+        "a group for a collective",
+        |world, _, _| world.group().map(drop),
+        |_, g, _| g.barrier(),
+        Circle(["World::group (group 3)", "barrier #0 of group 1"]),
+    ),
+    (
+        "another group",
+        |_, g, _| g.barrier(),
+        |_, _, other| other.barrier(),
+        Circle(["barrier #0 of group 1", "barrier #0 of group 2"]),
+    ),
+    (
+        "another group, for a collective that is not waited for",
+        |_, g, _| sum(g, 8),
+        |_, _, other| other.all_reduce_async(vec![1.0_f32; 8], ReduceOp::Sum).wait().map(drop),
+        Circle(["of group 1", "of group 2"]),
+    ),
+    (
+        "another group, after a collective that is not waited for",
+        |_, g, _| sum(g, 8),
+        |_, g, other| {
+            let pending = other.all_reduce_async(vec![1.0_f32; 1 << 20], ReduceOp::Sum);
+            other.barrier()?;
+            sum(g, 8)?;
+            pending.wait().map(drop)
+        },
+        Circle(["of group 1", "of group 2"]),
+    ),
+    (
+        "a large broadcast of one rank",
+        |_, g, _| g.broadcast(&mut vec![1.0_f32; 8 << 20], 0),
+        |_, _, other| other.barrier(),
+        Circle(["broadcast #0 of group 1", "barrier #0 of group 2"]),
+    ),
     (
         "a rank that stops calling",
         |_, g, _| {
@@ -261,7 +296,7 @@ const TABLE: &[Mistake] = &[
             let _part = whole(g)?;
             g.barrier()
         },
-        Missing("of group 0."),
+        Circle(["of group 1", "of group 0."]),
     ),
     (
         "another color, and then a call for both",
@@ -395,6 +430,13 @@ fn check_table(make: fn(usize, &WorldOptions) -> Vec<World>) {
                 Missing(what) => {
                     assert!(matches!(error, Error::Timeout { .. }), "{context}");
                     assert!(text.contains(what) && lines(&text).len() >= 2, "{context}");
+                }
+                Circle(groups) => {
+                    let Error::Deadlock { calls } = error else { panic!("{context}") };
+                    let ranks: Vec<_> = calls.iter().map(|call| (call.ranks.clone(), call.missing.clone())).collect();
+                    assert!(ranks.contains(&(vec![0], vec![1])) && ranks.contains(&(vec![1], vec![0])), "{context}");
+                    assert!(groups.iter().all(|group| text.contains(group)), "{context}");
+                    assert!(lines(&text).len() == 2 && text.matches("in step 28 called at").count() == 2, "{context}");
                 }
                 Left => {
                     assert!(matches!(error, Error::PeerLeft { .. }) && error.rank() == Some(1), "{context}");

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::engine::{Piece, Stall};
+use burn_ddp_comm::engine::Piece;
 use burn_ddp_comm::frame::{PREFIX_BYTES, Prefix};
-use burn_ddp_comm::membership::Membership;
+use burn_ddp_comm::membership::{Membership, Watch};
 use burn_ddp_comm::{Call, Error, Result};
 
 use crate::channel::{Channel, Key, Receiving, Sending, WINDOW, Waiting};
@@ -36,7 +36,7 @@ pub(crate) struct Exchange<'a, 'b> {
     receiving: &'a mut [Receiving<'b>],
     /// First peer from which nothing more comes, with the time and the reason.
     ended: Option<(usize, Instant, End)>,
-    stall: Stall,
+    watch: Watch<'a>,
     completed: Vec<Completed<Key>>,
 }
 
@@ -48,9 +48,8 @@ impl<'a, 'b> Exchange<'a, 'b> {
         sending: Vec<Sending<'a>>,
         receiving: &'a mut [Receiving<'b>],
     ) -> Exchange<'a, 'b> {
-        receiving.iter().for_each(|receive| call.expect(receive.peer));
-        let stall = Stall::new(call, membership.options().stall);
-        Exchange { call, membership, fragments, sending, receiving, ended: None, stall, completed: Vec::new() }
+        let watch = Watch::new(membership, call);
+        Exchange { call, membership, fragments, sending, receiving, ended: None, watch, completed: Vec::new() }
     }
 
     /// Sends and receives all frames. If there is a `take`, it gets the peers' frames, fragment by fragment.
@@ -190,9 +189,6 @@ impl<'a, 'b> Exchange<'a, 'b> {
                 room[range].copy_from_slice(&buffer[skip..len]);
                 receive.taken += 1;
                 channel.recycle(self.fragments, buffer);
-                if receive.is_complete(self.fragments) {
-                    self.call.arrived(peer);
-                }
             }
             None => receive.waiting[nth % WINDOW] = Some(Waiting { buffer, skip }),
         }
@@ -221,9 +217,6 @@ impl<'a, 'b> Exchange<'a, 'b> {
             if let Some(waiting) = receive.waiting[next % WINDOW].take() {
                 channel.recycle(self.fragments, waiting.buffer);
             }
-            if receive.is_complete(self.fragments) {
-                self.call.arrived(receive.peer);
-            }
         }
         true
     }
@@ -249,12 +242,8 @@ impl<'a, 'b> Exchange<'a, 'b> {
                 });
             }
         }
-        if Instant::now() >= self.call.deadline() {
-            return Err(self.call.timed_out(self.waiting_for()));
-        }
-        if self.stall.is_due() {
-            self.membership.stalled(self.call, self.waiting_for());
-        }
+        let waiting_for = self.waiting_for();
+        self.watch.look(&waiting_for)?;
         channel.pause.wait();
         Ok(())
     }

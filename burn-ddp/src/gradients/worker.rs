@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::engine::OnDevice;
-use burn_ddp_comm::{DType, ProcessGroup, ReduceOp, SharedBuffer, SharedView};
+use burn_ddp_comm::{CallingThread, DType, ProcessGroup, ReduceOp, SharedBuffer, SharedView};
 
 use super::aligned_bytes::AlignedBytes;
 use super::device_loan::DeviceLoan;
@@ -90,7 +90,13 @@ pub(crate) struct Finished {
 #[derive(Debug)]
 pub(crate) enum Worker {
     /// A thread. When this is dropped it ends after the running collective.
-    Threaded { jobs: Sender<Job>, done: Receiver<Finished>, patience: Duration },
+    Threaded {
+        /// Jobs, each with the thread that submits it.
+        jobs: Sender<(Job, CallingThread)>,
+        done: Receiver<Finished>,
+        thread: CallingThread,
+        patience: Duration,
+    },
     /// The thread that calls [`flush`](Worker::flush).
     Inline { group: ProcessGroup, todo: VecDeque<Job>, done: VecDeque<Finished> },
     /// The thread has ended.
@@ -102,11 +108,16 @@ impl Worker {
     pub(crate) fn threaded(group: ProcessGroup, timeout: Duration) -> std::io::Result<Self> {
         let (jobs, todo) = channel();
         let (finished, done) = channel();
+        let (thread, mut submitter) = (CallingThread::new(), CallingThread::current());
+        let this = thread.clone();
         std::thread::Builder::new().name(format!("ddp-reduce-{}", group.rank())).spawn(move || {
             // After a failure of its device this rank is out of step: it calls nothing more, and the failure ends the
             // world.
             let mut failed: Option<String> = None;
-            while let Ok(job) = todo.recv() {
+            this.begin();
+            // Idle, it waits for the thread that submits: ranks whose calls wait for each other are found also then.
+            while let Ok((job, by)) = submitter.awaited(|| todo.recv()) {
+                submitter = by;
                 let done = match &failed {
                     None => timed(&group, job, timeout),
                     Some(why) => Finished { done: refuse(job, why), time: Instant::now()..Instant::now() },
@@ -120,7 +131,7 @@ impl Worker {
             }
         })?;
         // The group keeps its own deadline; the slack only guards against a lost thread.
-        Ok(Worker::Threaded { jobs, done, patience: timeout.saturating_add(Duration::from_secs(30)) })
+        Ok(Worker::Threaded { jobs, done, thread, patience: timeout.saturating_add(Duration::from_secs(30)) })
     }
 
     /// A worker without a thread.
@@ -136,7 +147,7 @@ impl Worker {
     /// Submits a job. Never blocks.
     pub(crate) fn submit(&mut self, job: Job) -> Result<(), String> {
         let sent = match self {
-            Worker::Threaded { jobs, .. } => jobs.send(job).is_ok(),
+            Worker::Threaded { jobs, .. } => jobs.send((job, CallingThread::current())).is_ok(),
             Worker::Inline { todo, .. } => {
                 todo.push_back(job);
                 true
@@ -186,10 +197,12 @@ impl Worker {
     pub(crate) fn next(&mut self) -> Result<Finished, String> {
         self.flush();
         match self {
-            Worker::Threaded { done, patience, .. } => done.recv_timeout(*patience).map_err(|e| match e {
-                RecvTimeoutError::Timeout => format!("the communication thread has not answered for {patience:?}"),
-                RecvTimeoutError::Disconnected => "the communication thread has ended".to_string(),
-            }),
+            Worker::Threaded { done, thread, patience, .. } => {
+                thread.awaited(|| done.recv_timeout(*patience)).map_err(|e| match e {
+                    RecvTimeoutError::Timeout => format!("the communication thread has not answered for {patience:?}"),
+                    RecvTimeoutError::Disconnected => "the communication thread has ended".to_string(),
+                })
+            }
             Worker::Inline { done, .. } => done.pop_front().ok_or_else(|| "no collective is under way".to_string()),
             Worker::Retired => Err("the wrapped model is gone".to_string()),
         }
@@ -281,4 +294,48 @@ fn broadcast_first(
 fn gather(group: &ProcessGroup, mine: &[i64]) -> burn_ddp_comm::Result<Vec<Vec<i64>>> {
     let all = group.all_gather(mine)?;
     Ok(all.chunks(mine.len().max(1)).map(<[i64]>::to_vec).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::nn::LinearConfig;
+    use burn::tensor::Tensor;
+    use burn_ddp_comm::WorldOptions;
+
+    use super::*;
+    use crate::{Ddp, Error, WrapConfig};
+
+    #[test]
+    fn a_scalar_of_one_rank_that_meets_a_backward_of_the_others_is_found_at_once() {
+        for overlap in [true, false] {
+            let heartbeat = Duration::from_millis(50);
+            let options = WorldOptions { heartbeat, timeout: Duration::from_secs(60), ..WorldOptions::default() };
+            let begin = Instant::now();
+            let errors = Ddp::spawn_with(3, options, |ddp| {
+                let device = ddp.device()?.autodiff();
+                let config = WrapConfig::default().with_overlap(overlap);
+                let model = ddp.wrap_with(LinearConfig::new(2, 2).init(&device), &config)?;
+                let step = || ddp.backward(&model.forward(Tensor::<2>::ones([1, 2], &device)).sum(), &model);
+                let steps = || -> crate::Result<()> {
+                    for _ in 0..3 {
+                        step()?;
+                    }
+                    if ddp.is_main() {
+                        ddp.sum(1.0)?;
+                    }
+                    step().map(drop)
+                };
+                let Err(Error::Comm(error)) = steps() else { panic!("no error of the ranks") };
+                Ok(error)
+            })
+            .unwrap();
+            for error in errors {
+                let text = error.to_string();
+                assert!(matches!(*error, burn_ddp_comm::Error::Deadlock { .. }), "{text}");
+                assert!(text.contains("rank 0 is in all_reduce #"), "{text}");
+                assert!(text.contains("ranks 1 and 2 are in ") && text.contains("of group 2"), "{text}");
+            }
+            assert!(begin.elapsed() < Duration::from_secs(30), "{:?}", begin.elapsed());
+        }
+    }
 }

@@ -51,6 +51,16 @@ impl CallInfo {
         }
     }
 
+    /// Place among the calls that all ranks of the group make: 1 for making the group, then 2, 3 and so on. `None` for
+    /// calls between two ranks.
+    pub fn place(&self) -> Option<u64> {
+        match self.collective {
+            Collective::NewGroup => Some(1),
+            collective if collective.counterpart().is_some() => None,
+            _ => Some(self.sequence + 2),
+        }
+    }
+
     /// True if a peer's call fits this one.
     pub fn agrees(&self, other: &CallInfo) -> bool {
         let mut agrees = true;

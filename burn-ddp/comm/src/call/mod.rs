@@ -11,12 +11,14 @@ use crate::frame::Header;
 use crate::{Error, Result};
 
 mod call_signature;
+mod calling_thread;
 mod collective;
 mod members;
 pub(crate) mod request;
 mod site;
 
 pub use call_signature::{CallInfo, GroupId, RankCall};
+pub use calling_thread::CallingThread;
 pub use collective::Collective;
 pub use members::Members;
 pub use site::CallSite;

@@ -14,7 +14,6 @@ mod host_engine;
 mod shared_buffer;
 #[cfg(target_os = "linux")]
 pub(crate) mod shm;
-mod stall_timer;
 pub(crate) mod tcp;
 pub(crate) mod threads;
 mod unavailable;
@@ -22,7 +21,6 @@ mod unavailable;
 pub use self::choice::EngineChoice;
 pub use self::host_engine::{HostEngine, checked_weights};
 pub use self::shared_buffer::{SharedBuffer, SharedView};
-pub use self::stall_timer::Stall;
 pub use self::unavailable::Unavailable;
 
 /// The collectives of one group on one rank, on raw bytes. Ranks are group ranks: places in the group.

@@ -112,7 +112,7 @@ impl ProcessGroup {
         call: impl FnOnce(&CallPath, Caller) -> Result<R> + Send + 'static,
     ) -> Pending<R> {
         let caller = self.caller(site);
-        let (result, promise) = pending();
+        let (result, promise) = pending(self.queue.worker());
         let calls = Working(self.calls.clone());
         let job = move |queue: &CallQueue| {
             let result = call(&calls.0, caller);
@@ -126,7 +126,7 @@ impl ProcessGroup {
         // The other ranks wait for the call.
         let message = format!("it cannot have a thread for a collective that is not waited for: {error}");
         self.calls.member.seat.membership.fail_self(message.clone());
-        let (result, promise) = pending();
+        let (result, promise) = pending(self.queue.worker());
         promise.keep(Err(Error::Environment { message }));
         result
     }

@@ -1,7 +1,7 @@
 //! The way of every call of a group: it waits for its turn, is recorded, and goes to the engine.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use crate::Result;
@@ -77,13 +77,23 @@ impl CallPath {
         self.members.count()
     }
 
+    /// Waits until no other thread of this rank is in a call.
+    #[inline]
+    fn turn(&self) -> MutexGuard<'_, Turn> {
+        match self.turn.try_lock() {
+            Ok(turn) => turn,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => self.log.await_caller(|| lock(&self.turn)),
+        }
+    }
+
     /// Does one call when its turn has come.
     pub(crate) fn call<R>(
         &self,
         request: Request,
         body: impl FnOnce(&mut dyn Engine, &Call) -> Result<R>,
     ) -> Result<R> {
-        let mut turn = lock(&self.turn);
+        let mut turn = self.turn();
         let Turn { engine, call, sequence, .. } = &mut *turn;
         // In place, field by field: every call passes here.
         let CallInfo { collective, reduce, dtype, len_elems, root, tag, group: _, sequence: number, site, step } =
@@ -134,7 +144,7 @@ impl CallPath {
         send: Option<Outbound<'_>>,
         receive: Option<Inbound<'_>>,
     ) -> Result<()> {
-        let mut turn = lock(&self.turn);
+        let mut turn = self.turn();
         let Turn { engine, call, pair_sequences, .. } = &mut *turn;
         pair_sequences.resize(self.size(), 0);
         let elements = |len_bytes: usize| (len_bytes / dtype.size_bytes()) as u64;

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex};
 
+use crate::call::CallingThread;
 use crate::poison_free_locks::{lock, wait};
 use crate::{Error, Result};
 
@@ -36,6 +37,8 @@ use crate::{Error, Result};
 #[must_use = "its buffers and its error come out of `wait`"]
 pub struct Pending<R> {
     outcome: Arc<Outcome<R>>,
+    /// The thread that does the collective.
+    worker: CallingThread,
 }
 
 struct Outcome<R> {
@@ -51,10 +54,10 @@ pub(super) struct Promise<R> {
     kept: bool,
 }
 
-/// A result that will be there, and the duty to bring it.
-pub(super) fn pending<R>() -> (Pending<R>, Promise<R>) {
+/// A result that will be there, and the duty of the thread `worker` to bring it.
+pub(super) fn pending<R>(worker: &CallingThread) -> (Pending<R>, Promise<R>) {
     let outcome = Arc::new(Outcome { result: Mutex::new(None), done: Condvar::new() });
-    (Pending { outcome: outcome.clone() }, Promise { outcome, kept: false })
+    (Pending { outcome: outcome.clone(), worker: worker.clone() }, Promise { outcome, kept: false })
 }
 
 impl<R> Pending<R> {
@@ -65,12 +68,14 @@ impl<R> Pending<R> {
     /// Those of the collective.
     pub fn wait(self) -> Result<R> {
         let mut result = lock(&self.outcome.result);
-        loop {
-            match result.take() {
-                Some(result) => return result,
-                None => result = wait(&self.outcome.done, result),
+        self.worker.awaited(|| {
+            loop {
+                match result.take() {
+                    Some(result) => return result,
+                    None => result = wait(&self.outcome.done, result),
+                }
             }
-        }
+        })
     }
 
     /// True if [`wait`](Self::wait) would return at once.
@@ -118,7 +123,7 @@ mod tests {
 
     #[test]
     fn a_broken_promise_is_an_error() {
-        let (pending, promise) = pending::<u8>();
+        let (pending, promise) = pending::<u8>(&CallingThread::new());
         assert!(!pending.is_done());
         drop(promise);
         assert!(pending.is_done());

@@ -5,14 +5,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::{io, thread};
 
+use crate::call::CallingThread;
 use crate::poison_free_locks::{lock, wait};
 
 /// A call to do. When it has given its result away it says that it is [done](CallQueue::done).
 pub(super) type Job = Box<dyn FnOnce(&CallQueue) + Send>;
 
 /// Owned by the group, by its thread, and by nothing that a call needs: a group without calls goes when it is dropped.
-#[derive(Default)]
 pub(super) struct CallQueue {
+    /// The thread, which may be yet to start.
+    worker: CallingThread,
     /// True if jobs are waiting or under way. Written under the lock, read by every blocking call.
     busy: AtomicBool,
     jobs: Mutex<Jobs>,
@@ -26,13 +28,27 @@ struct Jobs {
     /// Number of jobs ever added, and of those done.
     added: u64,
     done: u64,
+    /// The thread that added the last one.
+    submitter: Option<CallingThread>,
     /// True if there is a thread; it may have ended by a panic.
     running: bool,
     /// True if no more jobs come.
     closed: bool,
 }
 
+impl Default for CallQueue {
+    fn default() -> CallQueue {
+        let (jobs, changed) = (Mutex::default(), Condvar::new());
+        CallQueue { worker: CallingThread::new(), busy: AtomicBool::new(false), jobs, changed }
+    }
+}
+
 impl CallQueue {
+    /// The thread that does the jobs.
+    pub(super) fn worker(&self) -> &CallingThread {
+        &self.worker
+    }
+
     /// Adds `job` behind those before it.
     ///
     /// # Errors
@@ -44,6 +60,7 @@ impl CallQueue {
             thread::Builder::new().name(name()).spawn(move || queue.work())?;
             jobs.running = true;
         }
+        jobs.submitter = Some(CallingThread::current());
         jobs.waiting.push_back(job);
         jobs.added += 1;
         self.busy.store(true, Ordering::Release);
@@ -63,9 +80,11 @@ impl CallQueue {
     fn wait(&self) {
         let mut jobs = lock(&self.jobs);
         let before = jobs.added;
-        while jobs.done < before {
-            jobs = wait(&self.changed, jobs);
-        }
+        self.worker.awaited(|| {
+            while jobs.done < before {
+                jobs = wait(&self.changed, jobs);
+            }
+        });
     }
 
     /// No more jobs come; those that are there are done. Does not block.
@@ -83,6 +102,7 @@ impl CallQueue {
     }
 
     fn work(self: Arc<CallQueue>) {
+        self.worker.begin();
         let queue = Running(self);
         while let Some(job) = queue.0.next() {
             job(&queue.0);
@@ -99,7 +119,11 @@ impl CallQueue {
             if jobs.closed {
                 return None;
             }
-            jobs = wait(&self.changed, jobs);
+            // It stands for the thread that submits.
+            jobs = match jobs.submitter.clone() {
+                Some(submitter) => submitter.awaited(|| wait(&self.changed, jobs)),
+                None => wait(&self.changed, jobs),
+            };
         }
     }
 }

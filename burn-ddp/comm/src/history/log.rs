@@ -3,12 +3,13 @@
 //! One thread at a time writes, the one whose turn it is in the group. Readers copy an entry and use the copy only if
 //! the entry's version was the same, and even, before and after.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex};
 
 use super::site_cell::SiteCell;
-use crate::call::{Call, CallInfo, Collective, GroupId, Members};
+use crate::call::{Call, CallInfo, CallingThread, Collective, GroupId, Members};
 use crate::clock::Ticks;
+use crate::poison_free_locks::lock;
 use crate::{DType, ReduceOp};
 
 /// Code for no reduce op or no dtype.
@@ -27,6 +28,12 @@ pub(crate) struct Log {
     cap: usize,
     /// Number of calls that have begun. Call `n` is in entry `n % entries.len()`.
     begun: AtomicU64,
+    /// [Place](CallInfo::place) of the last call of all ranks that has begun; 0 before the first.
+    place: AtomicU64,
+    /// Id of the thread that made the last call.
+    caller: AtomicU64,
+    /// Threads that have made calls. Added to by the thread whose turn it is.
+    callers: Mutex<Vec<CallingThread>>,
     /// Their number is a power of two: a division would cost more than all the rest of keeping a call.
     entries: Box<[Entry]>,
 }
@@ -65,7 +72,8 @@ impl Log {
     pub(super) fn new(group: u64, members: Arc<Members>, cap: usize) -> Log {
         let cap = cap.max(1);
         let entries = (0..cap.next_power_of_two()).map(|_| Entry::default()).collect();
-        Log { group, members, cap, begun: AtomicU64::new(0), entries }
+        let (begun, place, caller) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+        Log { group, members, cap, begun, place, caller, callers: Mutex::default(), entries }
     }
 
     /// Notes that `call` begins. Only by the thread whose turn it is.
@@ -74,6 +82,13 @@ impl Log {
         let number = self.begun.load(Ordering::Relaxed);
         let entry = self.entry(number);
         let info = &call.info;
+        let caller = CallingThread::current_id();
+        if self.caller.load(Ordering::Relaxed) != caller {
+            self.add_caller(caller);
+        }
+        if let Some(place) = info.place() {
+            self.place.store(place, Ordering::Relaxed);
+        }
         entry.version.store(2 * number + 1, Ordering::Relaxed);
         fence(Ordering::Release);
         let codes = [
@@ -97,6 +112,46 @@ impl Log {
         entry.site.set(&info.site);
         entry.version.store(2 * number + 2, Ordering::Release);
         self.begun.store(number + 1, Ordering::Release);
+    }
+
+    #[cold]
+    fn add_caller(&self, id: u64) {
+        self.caller.store(id, Ordering::Relaxed);
+        let mut callers = lock(&self.callers);
+        callers.retain(|thread| !thread.has_ended());
+        if callers.iter().all(|thread| thread.id() != id) {
+            callers.push(CallingThread::current());
+        }
+    }
+
+    /// Runs `wait`, which blocks until the thread that made the last call has ended it.
+    pub(crate) fn await_caller<R>(&self, wait: impl FnOnce() -> R) -> R {
+        let id = self.caller();
+        let caller = lock(&self.callers).iter().find(|thread| thread.id() == id).cloned();
+        match caller {
+            Some(caller) => caller.awaited(wait),
+            None => wait(),
+        }
+    }
+
+    /// Number of the group.
+    pub(super) fn group(&self) -> u64 {
+        self.group
+    }
+
+    /// [Place](CallInfo::place) of the last call of all ranks that has begun; 0 before the first.
+    pub(super) fn place(&self) -> u64 {
+        self.place.load(Ordering::Relaxed)
+    }
+
+    /// Id of the thread that made the last call.
+    pub(super) fn caller(&self) -> u64 {
+        self.caller.load(Ordering::Relaxed)
+    }
+
+    /// Threads that have made calls and have not ended.
+    pub(super) fn callers(&self) -> Vec<CallingThread> {
+        lock(&self.callers).iter().filter(|thread| !thread.has_ended()).cloned().collect()
     }
 
     /// Notes that the call that began last has ended. Only by the thread whose turn it is.

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use self::log::Seen;
-use crate::call::Members;
+use crate::call::{CallingThread, GroupId, Members};
 use crate::clock::nanos;
-use crate::membership::{Heartbeat, PendingCall};
+use crate::membership::{BlockedGroup, Heartbeat, PendingCall};
 use crate::poison_free_locks::lock;
 use crate::post_mortem::{Pending, Record, millis, since_1970};
 
@@ -20,6 +20,8 @@ pub(crate) use log::Log;
 const BEAT_CALLS: usize = 8;
 /// Most ranks named in a heartbeat's call.
 const BEAT_RANKS: usize = 64;
+/// Most blocked groups in a heartbeat.
+const BEAT_GROUPS: usize = 64;
 
 /// Calls of one rank. Its groups write their logs; heartbeats and reports read them all.
 #[derive(Debug)]
@@ -35,6 +37,10 @@ struct Groups {
     logs: Vec<Arc<Log>>,
     /// Calls of groups that are gone; at most as many as are kept.
     past: VecDeque<Seen>,
+    /// Threads that have made calls on groups that are gone.
+    past_callers: Vec<CallingThread>,
+    /// Number of the last group of all ranks, 0 before the first.
+    last_group: u64,
 }
 
 impl History {
@@ -46,7 +52,11 @@ impl History {
     /// The log of a new group.
     pub(crate) fn open(&self, group: u64, members: Arc<Members>) -> Arc<Log> {
         let log = Arc::new(Log::new(group, members, self.cap));
-        lock(&self.groups).logs.push(log.clone());
+        let mut groups = lock(&self.groups);
+        groups.logs.push(log.clone());
+        if !GroupId(group).is_sub_group() {
+            groups.last_group = groups.last_group.max(group);
+        }
         log
     }
 
@@ -54,6 +64,10 @@ impl History {
     pub(crate) fn close(&self, log: &Arc<Log>) {
         let mut groups = lock(&self.groups);
         groups.logs.retain(|other| !Arc::ptr_eq(other, log));
+        groups.past_callers.extend(log.callers());
+        groups.past_callers.retain(|thread| !thread.has_ended());
+        groups.past_callers.sort_by_key(CallingThread::id);
+        groups.past_callers.dedup_by_key(|thread| thread.id());
         groups.past.extend(log.seen().into_iter().filter(|call| call.ended.is_some()));
         groups.past.make_contiguous().sort_by_key(|call| call.started);
         let surplus = groups.past.len().saturating_sub(self.cap);
@@ -63,13 +77,14 @@ impl History {
     /// Heartbeat of this rank, which is in `step`.
     pub(crate) fn heartbeat(&self, step: Option<u64>) -> Heartbeat {
         let groups = lock(&self.groups);
-        let mut pending = Vec::new();
+        let (mut pending, mut callers) = (Vec::new(), Vec::new());
         let mut last = groups.past.back().cloned();
         for log in &groups.logs {
             for call in log.last(2) {
                 if call.ended.is_some() {
                     last = last.filter(|last| last.ended_at() >= call.ended_at()).or(Some(call));
                 } else if pending.len() < BEAT_CALLS {
+                    callers.push(log.caller());
                     pending.push(PendingCall {
                         since_ms: millis(call.started.elapsed()),
                         waiting_for: log.awaited().into_iter().take(BEAT_RANKS).collect(),
@@ -78,9 +93,10 @@ impl History {
                 }
             }
         }
+        let blocked = groups.blocked(&pending, &callers);
         let last = last.filter(|_| self.cap > 0);
         let idle = last.as_ref().map_or(Duration::ZERO, |last| last.started.elapsed().saturating_sub(last.took()));
-        Heartbeat { step, pending, last: last.map(|last| last.info), idle_ms: millis(idle) }
+        Heartbeat { step, pending, last: last.map(|last| last.info), idle_ms: millis(idle), blocked }
     }
 
     /// Calls under way, for a report.
@@ -126,6 +142,35 @@ impl History {
             ranks: call.ranks,
         };
         calls.into_iter().map(record).collect()
+    }
+}
+
+impl Groups {
+    /// Groups whose callers are all blocked in the `pending` calls, which were made by the threads `callers`.
+    fn blocked(&self, pending: &[PendingCall], callers: &[u64]) -> Vec<BlockedGroup> {
+        // The call in which a thread is blocked, itself or by waiting for another thread.
+        let call_of = |thread: CallingThread| {
+            let index = thread.chain().find_map(|thread| callers.iter().position(|caller| *caller == thread.id()))?;
+            (!pending[index].waiting_for.is_empty()).then_some(index as u32)
+        };
+        let blocked = |group, place, threads: Vec<CallingThread>| {
+            let mut calls = threads.into_iter().map(call_of).collect::<Option<Vec<u32>>>()?;
+            calls.sort_unstable();
+            calls.dedup();
+            (!calls.is_empty()).then_some(BlockedGroup { group, place, calls })
+        };
+        if pending.is_empty() {
+            return Vec::new();
+        }
+        let next = || blocked(self.last_group + 1, 0, self.callers());
+        let made = self.logs.iter().filter_map(|log| blocked(log.group(), log.place(), log.callers()));
+        made.chain(next()).take(BEAT_GROUPS).collect()
+    }
+
+    /// All threads that have made calls and have not ended.
+    fn callers(&self) -> Vec<CallingThread> {
+        let past = self.past_callers.iter().filter(|thread| !thread.has_ended()).cloned();
+        self.logs.iter().flat_map(|log| log.callers()).chain(past).collect()
     }
 }
 

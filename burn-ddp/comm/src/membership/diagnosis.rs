@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::messages::Heartbeat;
 use super::peer_info::list_ranks;
-use crate::call::{CallInfo, Collective};
+use crate::call::CallInfo;
 
 /// Most ranks that a diagnosis describes.
 const DESCRIBED: usize = 4;
@@ -100,10 +100,8 @@ fn same_call(a: &CallInfo, b: &CallInfo) -> bool {
 
 /// True if `a` is over for a rank that is in `b`.
 fn earlier(a: &CallInfo, b: &CallInfo) -> bool {
-    let order = |call: &CallInfo| (call.collective != Collective::NewGroup, call.sequence);
     // Calls between two ranks are counted apart.
-    let between_two = |call: &CallInfo| call.collective.counterpart().is_some();
-    a.group == b.group && !between_two(a) && !between_two(b) && order(a) < order(b)
+    a.group == b.group && a.place().zip(b.place()).is_some_and(|(a, b)| a < b)
 }
 
 fn idle(rank: usize, beat: &Heartbeat) -> String {
@@ -120,6 +118,7 @@ fn idle(rank: usize, beat: &Heartbeat) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::call::Collective;
     use crate::membership::messages::PendingCall;
 
     fn call(group: u64, sequence: u64) -> CallInfo {

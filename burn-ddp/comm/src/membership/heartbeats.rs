@@ -1,16 +1,18 @@
 //! Heartbeats to the other ranks, and the ranks that are silent.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::liveness::Change;
 use super::{ControlMessage, Membership};
+use crate::Error;
 use crate::poison_free_locks::lock;
 use crate::post_mortem::{self, Event, millis};
 
 impl Membership {
     /// This rank's heartbeat.
     pub(crate) fn heartbeat(&self) -> ControlMessage {
-        ControlMessage::Heartbeat(self.history().heartbeat(self.step()))
+        ControlMessage::Heartbeat(self.shared.local_ranks[self.rank].heartbeat())
     }
 
     /// Ranks to which a heartbeat is due.
@@ -36,6 +38,35 @@ impl Membership {
             liveness.look(now)
         };
         self.note_changes(changes);
+        self.look_for_circle(now);
+    }
+
+    /// Ends the world if ranks wait for each other for ever, this rank among them. Looks once per heartbeat.
+    pub(super) fn look_for_circle(&self, now: Instant) {
+        let mut circles = lock(&self.shared.circles);
+        if !circles.is_due(now) {
+            return;
+        }
+        let number = circles.own_beats(now);
+        let found = if self.shared.local {
+            let ranks = (0..self.shared.peers.len()).filter(|rank| !self.has_left(*rank));
+            let beat = |rank: usize| self.shared.local_ranks[rank].heartbeat();
+            let beats: Vec<_> = ranks.map(|rank| (rank, beat(rank))).collect();
+            circles.look(&beats.iter().map(|(rank, beat)| (*rank, (number, beat))).collect(), now)
+        } else {
+            let mine = self.shared.local_ranks[self.rank].heartbeat();
+            let liveness = lock(&self.shared.liveness);
+            let mut beats = BTreeMap::from([(self.rank, (number, &mine))]);
+            // Without a blocked call of its own this rank is in no circle.
+            if !mine.blocked.is_empty() {
+                beats.extend(liveness.beats());
+            }
+            circles.look(&beats, now)
+        };
+        drop(circles);
+        if let Some(calls) = found {
+            self.fail(Error::Deadlock { calls });
+        }
     }
 
     /// Reports that ranks fell silent or were heard again; a lost one ends the world.

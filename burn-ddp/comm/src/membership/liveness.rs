@@ -29,8 +29,9 @@ struct Heard {
     excused: bool,
     /// True once it was silent for longer than the peer timeout; stays so.
     lost: bool,
-    /// Its last heartbeat.
+    /// Its last heartbeat, and how many there were.
     beat: Option<Heartbeat>,
+    beats: u64,
     /// Time of this rank's next heartbeat to it.
     next_beat: Instant,
 }
@@ -53,6 +54,7 @@ impl Liveness {
                 excused: false,
                 lost: false,
                 beat: None,
+                beats: 0,
                 next_beat: now,
             })
         };
@@ -78,6 +80,7 @@ impl Liveness {
     pub(crate) fn beat(&mut self, peer: usize, beat: Heartbeat) {
         if let Some(Some(heard)) = self.peers.get_mut(peer) {
             heard.beat = Some(beat);
+            heard.beats += 1;
         }
     }
 
@@ -157,6 +160,14 @@ impl Liveness {
     /// Last heartbeat of `peer`.
     pub(crate) fn last_beat(&self, peer: usize) -> Option<&Heartbeat> {
         self.peers.get(peer)?.as_ref()?.beat.as_ref()
+    }
+
+    /// Peers that are not suspected, each with the number of its last heartbeat, and that.
+    pub(crate) fn beats(&self) -> impl Iterator<Item = (usize, (u64, &Heartbeat))> {
+        let alive = self.peers.iter().enumerate().filter_map(|(peer, heard)| Some((peer, heard.as_ref()?)));
+        alive
+            .filter(|(_, heard)| !heard.suspected)
+            .filter_map(|(peer, Heard { beats, beat, .. })| Some((peer, (*beats, beat.as_ref()?))))
     }
 
     /// Two missed heartbeats, and some allowance.

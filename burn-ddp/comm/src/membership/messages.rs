@@ -41,6 +41,20 @@ pub struct Heartbeat {
     pub last: Option<CallInfo>,
     /// Time since then, in milliseconds.
     pub idle_ms: u64,
+    /// Groups whose next call can only come from threads that are blocked in other calls.
+    pub blocked: Vec<BlockedGroup>,
+}
+
+/// A group of a rank on which no thread of the rank can call before a pending call of it ends.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BlockedGroup {
+    /// Number of the group; that of the next group of all ranks stands for the group that is not made yet.
+    pub group: u64,
+    /// Place of the last call on it among those of all its ranks, see [`CallInfo::place`]; 0 if there was none.
+    pub place: u64,
+    /// Pending calls in which the threads that call on this group are blocked, by their index in
+    /// [`Heartbeat::pending`].
+    pub calls: Vec<u32>,
 }
 
 /// A collective under way on a rank.

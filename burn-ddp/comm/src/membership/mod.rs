@@ -8,6 +8,8 @@
 //! | the first cause, which every call returns from then on | `world_failure`; panics in `panics` |
 //! | signs of life | `liveness`, acted upon in `heartbeats` |
 //! | why a call waits | `diagnosis`, asked in `stalls` |
+//! | what every wait heeds | `watch` |
+//! | ranks that wait for each other | `wait_circles`, shown as `stuck_call` |
 //! | ranks that stop where others go on | `step_position`, `out_of_step`; announced in `pending_stops` |
 //! | events and the report for the launcher | `report` |
 //!
@@ -29,8 +31,11 @@ mod report;
 mod stalls;
 mod state;
 mod step_position;
+mod stuck_call;
 #[cfg(test)]
 mod tests;
+mod wait_circles;
+mod watch;
 mod world_failure;
 
 use std::sync::atomic::Ordering;
@@ -46,10 +51,12 @@ use crate::net::wait::Waker;
 use crate::poison_free_locks::lock;
 use crate::{Error, LaunchEnv, Result, WorldOptions};
 
-pub use self::messages::{ControlMessage, Heartbeat, Outbox, PendingCall, Wake};
+pub use self::messages::{BlockedGroup, ControlMessage, Heartbeat, Outbox, PendingCall, Wake};
 pub use self::peer_info::PeerInfo;
 pub(crate) use self::peer_info::list_ranks;
 pub use self::step_position::{Progress, Track};
+pub use self::stuck_call::StuckCall;
+pub use self::watch::Watch;
 
 /// One rank's view of its world.
 pub struct Membership {
@@ -102,6 +109,11 @@ impl Membership {
     /// Calls of this rank.
     pub(crate) fn history(&self) -> &History {
         &self.shared.local_ranks[self.rank].history
+    }
+
+    /// True if all ranks live in this process.
+    pub(crate) fn is_local(&self) -> bool {
+        self.shared.local
     }
 
     /// Options of the world.

@@ -42,7 +42,7 @@ impl Membership {
         let left = self.shared.left.get(rank)?.load(Ordering::Acquire);
         if rank == self.rank || self.shared.local {
             let local = &self.shared.local_ranks[rank];
-            return Some(Activity { left, silent: None, beat: Some(local.history.heartbeat(local.step())) });
+            return Some(Activity { left, silent: None, beat: Some(local.heartbeat()) });
         }
         let liveness = lock(&self.shared.liveness);
         let silent = liveness.suspects(rank).then(|| liveness.silence(rank, Instant::now())).flatten();

@@ -2,11 +2,13 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::Instant;
 
 use super::liveness::Liveness;
-use super::messages::{Outbox, Wake};
+use super::messages::{Heartbeat, Outbox, Wake};
 use super::out_of_step::Tracks;
 use super::peer_info::PeerInfo;
+use super::wait_circles::WaitCircles;
 use crate::history::History;
 use crate::{Error, LaunchEnv, WorldOptions};
 
@@ -20,6 +22,8 @@ pub(super) struct Shared {
     pub(super) local_ranks: Vec<LocalRank>,
     /// Signs of life of the ranks in other processes. Written by the monitor.
     pub(super) liveness: Mutex<Liveness>,
+    /// Written by the monitor; where all ranks live in this process, by the ranks that wait.
+    pub(super) circles: Mutex<WaitCircles>,
     /// True once there is a cause. Set with it, read by every call.
     pub(super) ended: AtomicBool,
     /// True for ranks that said goodbye. Written by ranks and control threads, read by every wait.
@@ -56,6 +60,7 @@ impl Shared {
         let left = peers.iter().map(|_| AtomicBool::new(false)).collect();
         Arc::new(Shared {
             local_ranks: peers.iter().map(|_| LocalRank::new(options.history)).collect(),
+            circles: Mutex::new(WaitCircles::new(options.heartbeat, Instant::now())),
             liveness: Mutex::new(liveness),
             peers,
             options,
@@ -73,6 +78,10 @@ impl Shared {
 impl LocalRank {
     fn new(history: usize) -> LocalRank {
         LocalRank { step: AtomicU64::new(NO_STEP), history: History::new(history) }
+    }
+
+    pub(super) fn heartbeat(&self) -> Heartbeat {
+        self.history.heartbeat(self.step())
     }
 
     pub(super) fn step(&self) -> Option<u64> {

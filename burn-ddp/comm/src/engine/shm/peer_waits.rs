@@ -9,9 +9,8 @@ use super::layout::Layout;
 use super::rank_cell::{Cell, Pair};
 use super::segment::Segment;
 use crate::call::Call;
-use crate::engine::Stall;
 use crate::frame::{PREFIX_BYTES, Prefix};
-use crate::membership::{Membership, Wake};
+use crate::membership::{Membership, Wake, Watch};
 use crate::{Error, Result};
 
 /// Looks before sleeping peers are woken: a sign that is due soon comes within them.
@@ -151,12 +150,10 @@ impl Board {
         let mut wait = Wait {
             board: self,
             call,
-            deadline: call.deadline(),
             missing: peers.to_vec(),
-            stall: Stall::new(call, self.membership.options().stall),
+            watch: Watch::new(&self.membership, call),
             closed: Default::default(),
         };
-        peers.iter().for_each(|peer| call.expect(*peer));
         let spin_end = Instant::now() + SPIN;
         let mut yields = 0;
         while wait.look(sign)? {
@@ -225,9 +222,8 @@ impl Drop for Board {
 struct Wait<'a> {
     board: &'a Board,
     call: &'a Call,
-    deadline: Instant,
     missing: Vec<usize>,
-    stall: Stall,
+    watch: Watch<'a>,
     /// Time at which a peer was found to have closed its side.
     closed: std::cell::Cell<Option<Instant>>,
 }
@@ -239,7 +235,6 @@ impl Wait<'_> {
         while let Some(&peer) = self.missing.get(nth) {
             if sign.is_there(peer) {
                 self.missing.swap_remove(nth);
-                self.call.arrived(peer);
                 sign.arrived(peer)?;
             } else {
                 nth += 1;
@@ -251,18 +246,10 @@ impl Wait<'_> {
     /// Sleeps for one of the missing peers, until something changes.
     fn sleep(&mut self, sign: &impl Sign) -> Result<()> {
         self.check(sign)?;
-        let now = Instant::now();
-        let left = self.deadline.saturating_duration_since(now);
-        if left.is_zero() {
-            return if self.look(sign)? { Err(self.call.timed_out(std::mem::take(&mut self.missing))) } else { Ok(()) };
-        }
-        if self.stall.is_due() {
-            self.board.membership.stalled(self.call, self.missing.clone());
-        }
-        let until_stall = self.stall.at.saturating_duration_since(now);
-        let grace = self.closed.get().map_or(left, |since| GRACE.saturating_sub(since.elapsed()));
+        let next_look = self.watch.look(&self.missing)?.saturating_duration_since(Instant::now());
+        let grace = self.closed.get().map_or(next_look, |since| GRACE.saturating_sub(since.elapsed()));
         let Some(&last) = self.missing.last() else { return Ok(()) };
-        self.board.mine().bell.sleep(last, left.min(until_stall).min(grace), || {
+        self.board.mine().bell.sleep(last, next_look.min(grace), || {
             let came = self.missing.iter().any(|peer| sign.is_there(*peer));
             // No later change is slept over: the rank that makes it rings.
             if came { Ok(false) } else { self.check(sign).map(|()| true) }

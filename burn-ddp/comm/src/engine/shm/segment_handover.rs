@@ -29,8 +29,8 @@ use super::segment::Segment;
 use crate::auth::job_key::LinkKey;
 use crate::auth::key::KEY_BYTES;
 use crate::call::Call;
-use crate::engine::{Stall, Unavailable};
-use crate::membership::Membership;
+use crate::engine::Unavailable;
+use crate::membership::{Membership, Watch};
 use crate::net::unix_socket;
 use crate::net::wait::{Waker, wait};
 use crate::{Error, Result};
@@ -75,8 +75,7 @@ struct Waits<'a> {
     handover: &'a Handover<'a>,
     /// Woken when the membership changes.
     waker: Arc<Waker>,
-    deadline: Instant,
-    stall: Stall,
+    watch: Watch<'a>,
 }
 
 impl Handover<'_> {
@@ -89,8 +88,7 @@ impl Handover<'_> {
             return Ok(Segment::create(len).map(|(segment, _)| segment).map_err(|e| self.not_created(len, &e)));
         }
         let waker = self.membership.new_waker()?;
-        let stall = Stall::new(self.call, self.membership.options().stall);
-        let mut waits = Waits { handover: self, waker, deadline: self.call.deadline(), stall };
+        let mut waits = Waits { handover: self, waker, watch: Watch::new(self.membership, self.call) };
         if self.rank == 0 { self.lead(&mut waits, len) } else { self.follow(&mut waits, len) }
     }
 
@@ -155,7 +153,6 @@ impl Handover<'_> {
                 match read(stranger) {
                     Err(e) if e.kind() == ErrorKind::WouldBlock => nth += 1,
                     Ok((Note::Hello { rank, proof }, _)) if self.admits(&mut missing, rank, &proof) => {
-                        self.call.arrived(rank as usize);
                         links.push((rank as usize, strangers.swap_remove(nth)));
                     }
                     // Not a member of this group.
@@ -246,13 +243,9 @@ impl Handover<'_> {
 
     /// The next note on `link`, for which this rank waits because of `missing`.
     fn receive(&self, waits: &mut Waits<'_>, missing: &[usize], link: &Socket) -> Result<(Note, Option<OwnedFd>)> {
-        missing.iter().for_each(|rank| self.call.expect(*rank));
         loop {
             match read(link) {
-                Ok(note) => {
-                    missing.iter().for_each(|rank| self.call.arrived(*rank));
-                    return Ok(note);
-                }
+                Ok(note) => return Ok(note),
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {
                     waits.wait(vec![PollFd::new(link, PollFlags::IN)], missing, None)?;
                 }
@@ -290,31 +283,22 @@ impl Waits<'_> {
     /// waited for any longer.
     fn wait(&mut self, fds: Vec<PollFd<'_>>, missing: &[usize], until: Option<Instant>) -> Result<()> {
         let Handover { call, membership, .. } = self.handover;
-        missing.iter().for_each(|rank| call.expect(*rank));
         let waker = self.waker.clone();
         let mut fds: Vec<PollFd<'_>> = fds;
         fds.push(PollFd::new(&*waker, PollFlags::IN));
         loop {
             waker.clear();
-            membership.check()?;
+            let limit = self.watch.look(missing)?;
             if let Some(gone) =
                 missing.iter().map(|rank| call.world_rank(*rank)).find(|rank| membership.has_left(*rank))
             {
                 return Err(membership.left_error(gone));
             }
-            let limit = self.deadline.min(self.stall.at);
             let limit = until.map_or(limit, |until| until.min(limit));
-            let woken = wait(&mut fds, Some(limit)).map_err(|e| Error::Internal { message: format!("poll: {e}") })?;
+            wait(&mut fds, Some(limit)).map_err(|e| Error::Internal { message: format!("poll: {e}") })?;
             let ready = fds[..fds.len() - 1].iter().any(|fd| !fd.revents().is_empty());
-            let now = Instant::now();
-            if ready || until.is_some_and(|until| now >= until) {
+            if ready || until.is_some_and(|until| Instant::now() >= until) {
                 return Ok(());
-            }
-            if !woken && now >= self.deadline {
-                return Err(call.timed_out(missing.to_vec()));
-            }
-            if !woken && self.stall.is_due() {
-                membership.stalled(call, missing.to_vec());
             }
         }
     }

@@ -8,8 +8,8 @@ use rustix::event::{PollFd, PollFlags};
 use super::link::{End, Link, ReadError, Receiving, Sending};
 use super::spin::Spin;
 use crate::call::Call;
-use crate::engine::{Piece, Stall};
-use crate::membership::Membership;
+use crate::engine::Piece;
+use crate::membership::{Membership, Watch};
 use crate::net::wait::{Waker, wait};
 use crate::{Error, Result};
 
@@ -38,7 +38,7 @@ pub(super) struct Exchange<'a, 'b> {
     pub(super) receiving: &'a mut [Receiving<'b>],
     /// The first peer whose connection ended too early, when, and how.
     pub(super) ended: Option<(usize, Instant, End)>,
-    pub(super) stall: Stall,
+    pub(super) watch: Watch<'a>,
 }
 
 impl Exchange<'_, '_> {
@@ -110,9 +110,6 @@ impl Exchange<'_, '_> {
                 Err(ReadError::Ended(cause)) => end(peer, cause),
                 Err(ReadError::Wrong(error)) => return Err(*error),
             }
-            if receive.is_complete() {
-                call.arrived(peer);
-            }
         }
         Ok(moved)
     }
@@ -141,9 +138,15 @@ impl Exchange<'_, '_> {
             }
         }
         let grace_end = self.ended.as_ref().map(|(_, at, _)| *at + GRACE);
-        let until = self.call.deadline().min(self.stall.at);
+        if grace_end.is_some_and(|at| Instant::now() >= at)
+            && let Some((peer, _, cause)) = &self.ended
+        {
+            return Err(self.unexplained(*peer, cause));
+        }
+        let waiting_for = self.waiting_for();
+        let until = self.watch.look(&waiting_for)?;
         let until = grace_end.map_or(until, |at| at.min(until));
-        let woken = wait(&mut fds, Some(until)).map_err(|e| Error::Internal { message: format!("poll: {e}") })?;
+        wait(&mut fds, Some(until)).map_err(|e| Error::Internal { message: format!("poll: {e}") })?;
         let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
         let rung = fds.first().is_some_and(is_ready);
         let ready: Vec<bool> = fds.iter().skip(1).map(is_ready).collect();
@@ -153,20 +156,6 @@ impl Exchange<'_, '_> {
         if rung {
             self.waker.clear();
             self.explain()?;
-        }
-        if woken {
-            return Ok(());
-        }
-        if let Some((peer, at, cause)) = &self.ended
-            && at.elapsed() >= GRACE
-        {
-            return Err(self.unexplained(*peer, cause));
-        }
-        if Instant::now() >= self.call.deadline() {
-            return Err(self.call.timed_out(self.waiting_for()));
-        }
-        if self.stall.is_due() {
-            self.membership.stalled(self.call, self.waiting_for());
         }
         Ok(())
     }

@@ -12,9 +12,9 @@ use crate::Result;
 use crate::auth::handshake::Purpose;
 use crate::auth::job_key::LinkKey;
 use crate::call::Call;
-use crate::engine::{Engine, Fabric, HostEngine, Stall};
-use crate::membership::Membership;
+use crate::engine::{Engine, Fabric, HostEngine};
 use crate::membership::control::Links;
+use crate::membership::{Membership, Watch};
 use crate::net::dial_rank::dial;
 use crate::net::interface::Interface;
 
@@ -54,16 +54,10 @@ impl TcpFabric {
         let (rank, peer, group) = (*rank, call.world_rank(at), call.info.group);
         if peer > rank {
             let purpose = Purpose::Data { rank: peer as u32, group };
-            let mut stall = Stall::new(call, self.membership.options().stall);
+            let mut watch = Watch::new(&self.membership, call);
             loop {
-                if let Some(stream) = links.claim(purpose, stall.at.min(call.deadline()), || self.check(peer))? {
+                if let Some(stream) = links.claim(purpose, watch.look(&[at])?, || self.check(peer))? {
                     return Ok(stream);
-                }
-                if Instant::now() >= call.deadline() {
-                    return Err(call.timed_out(vec![at]));
-                }
-                if stall.is_due() {
-                    self.membership.stalled(call, vec![at]);
                 }
             }
         }

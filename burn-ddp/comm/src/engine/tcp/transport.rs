@@ -8,8 +8,8 @@ use super::link::{Link, Receiving, Sending};
 use super::spin::Spin;
 use crate::Result;
 use crate::call::Call;
-use crate::engine::{Incoming, Outgoing, Piece, Stall, Transport};
-use crate::membership::Membership;
+use crate::engine::{Incoming, Outgoing, Piece, Transport};
+use crate::membership::{Membership, Watch};
 use crate::net::wait::Waker;
 
 /// One group's connections on one rank.
@@ -96,16 +96,15 @@ impl TcpTransport {
             call.header(send.peer, send.payload.len()).encode(&mut self.headers);
             ends.push(self.headers.len());
         }
-        receiving.iter().for_each(|receive| call.expect(receive.peer()));
         let mut sending = Vec::with_capacity(sends.len());
         let mut start = 0;
         for (send, end) in sends.iter().zip(ends) {
             sending.push((send.peer, Sending::new(&self.headers[start..end], send.payload)));
             start = end;
         }
-        let stall = Stall::new(call, self.membership.options().stall);
+        let watch = Watch::new(&self.membership, call);
         let exchange =
-            Exchange { call, membership: &self.membership, waker: &self.waker, sending, receiving, ended: None, stall };
+            Exchange { call, membership: &self.membership, waker: &self.waker, sending, receiving, ended: None, watch };
         exchange.run(&mut self.links, &mut self.spin, take)
     }
 }

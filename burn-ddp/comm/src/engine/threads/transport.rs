@@ -7,9 +7,9 @@ use super::NAME;
 use super::frame_queues::{Frame, Hub};
 use crate::Result;
 use crate::call::Call;
-use crate::engine::{Incoming, Outgoing, Stall, Transport};
-use crate::membership::Membership;
-use crate::poison_free_locks::lock;
+use crate::engine::{Incoming, Outgoing, Transport};
+use crate::membership::{Membership, Watch};
+use crate::poison_free_locks::{lock, wait_timeout};
 
 /// Time after a rank has closed a group within which its world may still report why.
 const GRACE: Duration = Duration::from_secs(1);
@@ -36,14 +36,12 @@ impl Transport for ThreadsTransport {
     }
 
     fn exchange(&mut self, call: &Call, sends: &[Outgoing<'_>], receives: &mut [Incoming<'_>]) -> Result<()> {
-        receives.iter().for_each(|receive| call.expect(receive.peer));
         self.send(call, sends);
         let mut missing: Vec<&mut Incoming<'_>> = receives.iter_mut().collect();
-        let (deadline, mut stall) = (call.deadline(), Stall::new(call, self.membership.options().stall));
+        let mut watch = Watch::new(&self.membership, call);
         while !missing.is_empty() {
-            for (nth, frame) in self.wait(call, &missing, deadline, &mut stall)? {
+            for (nth, frame) in self.wait(call, &missing, &mut watch)? {
                 let incoming = missing.swap_remove(nth);
-                call.arrived(incoming.peer);
                 call.check_header(incoming.peer, &frame.header, incoming.payload.len())?;
                 incoming.payload.copy_from_slice(&frame.payload);
                 incoming.weight = frame.header.weight;
@@ -71,16 +69,12 @@ impl ThreadsTransport {
     }
 
     /// Waits for frames of `missing`; yields them with their index there, highest index first.
-    fn wait(
-        &self,
-        call: &Call,
-        missing: &[&mut Incoming<'_>],
-        deadline: Instant,
-        stall: &mut Stall,
-    ) -> Result<Vec<(usize, Frame)>> {
+    fn wait(&self, call: &Call, missing: &[&mut Incoming<'_>], watch: &mut Watch<'_>) -> Result<Vec<(usize, Frame)>> {
         let inbox = &self.hub.inboxes[self.rank()];
-        let mut arrivals = lock(&inbox.arrivals);
+        let peers = || missing.iter().map(|incoming| incoming.peer);
+        let mut next_look = None;
         loop {
+            let mut arrivals = lock(&inbox.arrivals);
             let take = |(nth, incoming): (usize, &&mut Incoming<'_>)| {
                 arrivals.frames[incoming.peer].pop_front().map(|frame| (nth, frame))
             };
@@ -90,9 +84,7 @@ impl ThreadsTransport {
             }
             self.membership.check()?;
             let now = Instant::now();
-            let peers = || missing.iter().map(|incoming| incoming.peer);
-            let grace_end =
-                peers().filter_map(|peer| arrivals.closed[peer]).min().map(|since| deadline.min(since + GRACE));
+            let grace_end = peers().filter_map(|peer| arrivals.closed[peer]).min().map(|since| since + GRACE);
             let gone = |peer: &usize| {
                 self.membership.has_left(call.world_rank(*peer))
                     || (arrivals.closed[*peer].is_some() && grace_end.is_some_and(|end| now >= end))
@@ -100,28 +92,19 @@ impl ThreadsTransport {
             if let Some(peer) = peers().find(gone) {
                 return Err(self.membership.left_error(call.world_rank(peer)));
             }
-            let left = deadline.saturating_duration_since(now);
-            if left.is_zero() {
-                return Err(call.timed_out(waiting_for(missing)));
+            match next_look {
+                Some(at) if now < at => {
+                    let until = grace_end.map_or(at, |end| end.min(at));
+                    drop(wait_timeout(&inbox.changed, arrivals, until.saturating_duration_since(now)));
+                }
+                // Without the lock: it may end the world, which wakes all inboxes.
+                _ => {
+                    drop(arrivals);
+                    next_look = Some(watch.look(&peers().collect::<Vec<_>>())?);
+                }
             }
-            let until_stall = stall.at.saturating_duration_since(now);
-            if until_stall.is_zero() && stall.is_due() {
-                drop(arrivals);
-                self.membership.stalled(call, waiting_for(missing));
-                arrivals = lock(&inbox.arrivals);
-                continue;
-            }
-            let until = grace_end.map_or(left, |end| end.saturating_duration_since(now)).min(until_stall);
-            arrivals = match inbox.changed.wait_timeout(arrivals, until) {
-                Ok((arrivals, _)) => arrivals,
-                Err(poisoned) => poisoned.into_inner().0,
-            };
         }
     }
-}
-
-fn waiting_for(missing: &[&mut Incoming<'_>]) -> Vec<usize> {
-    missing.iter().map(|incoming| incoming.peer).collect()
 }
 
 /// Ends the waits of peers that still need something from this rank on this group.

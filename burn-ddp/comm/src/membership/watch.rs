@@ -1,0 +1,97 @@
+//! What every wait of a call heeds besides the sign that it waits for.
+
+use std::time::{Duration, Instant};
+
+use super::Membership;
+use crate::Result;
+use crate::call::Call;
+use crate::net::wait::deadline_in;
+
+/// One wait of a call for its peers: hears the end of the world and the deadline, reports when it takes long, and says
+/// in heartbeats for which ranks it waits.
+///
+/// A wait looks for its sign, then calls [`look`](Self::look), then blocks until something changes; what changes the
+/// membership wakes it, see [`Membership::add_waker`].
+pub struct Watch<'a> {
+    membership: &'a Membership,
+    call: &'a Call,
+    /// `None` before the first look: most waits are over before.
+    times: Option<Times>,
+    /// Group ranks that the call waits for, as of the last look.
+    awaited: Vec<usize>,
+    failed: bool,
+}
+
+struct Times {
+    deadline: Instant,
+    /// Time of the next report, and the one after that is this much later: each interval is twice the last.
+    report: Instant,
+    interval: Duration,
+    /// Time of the next look for ranks that wait for each other; `None` where a monitor does that.
+    circle: Option<Instant>,
+}
+
+impl<'a> Watch<'a> {
+    /// Watches a wait of `call` that begins now.
+    pub fn new(membership: &'a Membership, call: &'a Call) -> Watch<'a> {
+        Watch { membership, call, times: None, awaited: Vec::new(), failed: false }
+    }
+
+    /// Checks that waiting on for these group ranks makes sense. Returns the time of the next look, at the latest.
+    ///
+    /// # Errors
+    /// The cause that ended the world; [`Call::timed_out`] once the deadline has passed.
+    pub fn look(&mut self, waiting_for: &[usize]) -> Result<Instant> {
+        let looked = self.check(waiting_for);
+        self.failed |= looked.is_err();
+        looked
+    }
+
+    fn check(&mut self, waiting_for: &[usize]) -> Result<Instant> {
+        let Watch { membership, call, awaited, .. } = self;
+        if awaited != waiting_for {
+            awaited.iter().filter(|peer| !waiting_for.contains(peer)).for_each(|peer| call.arrived(*peer));
+            waiting_for.iter().for_each(|peer| call.expect(*peer));
+            awaited.clear();
+            awaited.extend(waiting_for);
+        }
+        membership.check()?;
+        let now = Instant::now();
+        let times = self.times.get_or_insert_with(|| Times::new(membership, call, now));
+        if now >= times.deadline {
+            return Err(call.timed_out(waiting_for.to_vec()));
+        }
+        if now >= times.report {
+            membership.stalled(call, waiting_for.to_vec());
+            times.report = deadline_in(times.interval);
+            times.interval = times.interval.saturating_mul(2);
+        }
+        if let Some(at) = &mut times.circle
+            && now >= *at
+        {
+            membership.look_for_circle(now);
+            membership.check()?;
+            *at = now + membership.options().heartbeat;
+        }
+        Ok(times.circle.into_iter().fold(times.deadline.min(times.report), Instant::min))
+    }
+}
+
+impl Times {
+    fn new(membership: &Membership, call: &Call, now: Instant) -> Times {
+        let (deadline, interval) = (call.deadline(), membership.options().stall);
+        // What is never due is due at the deadline, which comes first.
+        let report = call.started().checked_add(interval).unwrap_or(deadline);
+        let circle = membership.is_local().then(|| now + membership.options().heartbeat);
+        Times { deadline, report, interval, circle }
+    }
+}
+
+/// The wait is over. One that failed stays in the report of this rank.
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        if !self.failed {
+            self.awaited.iter().for_each(|peer| self.call.arrived(*peer));
+        }
+    }
+}
