@@ -147,6 +147,11 @@ impl BatchWeight {
         self.lock().used.values().find(|step| step.track == track).map(|step| step.at)
     }
 
+    /// True if a backward had a batch of a training loader.
+    pub(crate) fn reads_loaders(&self) -> bool {
+        !self.lock().used.is_empty()
+    }
+
     /// Sets the weight of the following backwards, until a loader hands out its next batch or the epoch in use ends.
     ///
     /// # Errors

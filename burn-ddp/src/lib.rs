@@ -83,6 +83,7 @@ mod model;
 mod nccl;
 pub mod nn;
 mod optimizer;
+mod scalars;
 mod seed;
 mod telemetry;
 #[cfg(feature = "train")]
@@ -102,6 +103,7 @@ pub use model::param_hash::param_hash;
 pub use model::running_stats::BufferPolicy;
 pub use optimizer::clip::{clip_grad_norm, clip_grad_value, grad_norm};
 pub use optimizer::distributed::DistributedOptimizer;
+pub use scalars::{FloatScalar, Scalar};
 pub use telemetry::{Stats, Straggler, Telemetry};
 pub use wrap::WrapConfig;
 

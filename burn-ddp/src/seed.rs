@@ -1,9 +1,11 @@
-//! Seeds of the random numbers that a rank draws, as a pure function of the seed of [`Ddp::seed`](crate::Ddp::seed).
+//! Seeds of the random numbers that a rank draws, as a pure function of the seed of [`Ddp::seed`].
 
-use burn::tensor::Device;
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use burn::tensor::{Device, Distribution, Tensor};
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-/// Seed that was set by [`Ddp::seed`](crate::Ddp::seed).
+use crate::{Ddp, Result};
+
+/// Seed that was set by [`Ddp::seed`].
 #[derive(Debug)]
 pub(crate) struct Seed {
     device: Device,
@@ -27,6 +29,41 @@ impl Seed {
     pub(crate) fn seed_batch(&self, rank: usize, loader: u32, epoch: usize, first: usize) {
         self.device.seed(of_batch(self.seed, rank, loader, epoch, first));
     }
+}
+
+/// Gives each rank random numbers of its own after a `wrap`. *Collective*.
+///
+/// Without [`Ddp::seed`], ranks that draw the same number were seeded alike by the program; then that number is their
+/// seed from now on.
+#[track_caller]
+pub(crate) fn separate_ranks(ddp: &Ddp, device: &Device) -> Result<()> {
+    let mut own = ddp.state().next_seed_of_rank();
+    if ddp.world_size() > 1 {
+        let drawn = if own.is_none() { draw(device) } else { None };
+        let of_ranks = ddp.group().all_gather_object(&drawn)?;
+        if let Some(seed) = drawn.filter(|_| of_ranks.iter().all(|other| *other == drawn)) {
+            if ddp.is_main() {
+                tracing::info!(
+                    target: "burn_ddp::seed",
+                    "all ranks were seeded alike (`device.seed`): each draws its own random numbers from here on, as \
+                    after `ddp.seed`"
+                );
+            }
+            ddp.state().continue_from_seed(device, seed);
+            own = ddp.state().next_seed_of_rank();
+        }
+    }
+    if let Some(seed) = own {
+        device.seed(seed);
+    }
+    Ok(())
+}
+
+/// A random number from the generator of `device`; `None` if the device cannot be read.
+fn draw(device: &Device) -> Option<u64> {
+    // A float has 24 random bits at most; fewer in half precision.
+    let drawn = Tensor::<1>::random([16], Distribution::Default, device).try_into_data();
+    drawn.ok().map(|drawn| xxh3_64(drawn.as_bytes()))
 }
 
 /// Seed for the random numbers that follow the batch of a step: `first` is the item of the epoch's order at which the

@@ -35,3 +35,23 @@ fn dropout_goes_on_as_without_the_interruption() {
         }
     }
 }
+
+/// Random numbers of each rank of a job whose program seeded as `seeded_by` says.
+fn draws(seeded_by: &str) -> Vec<String> {
+    let outputs = job(env!("CARGO_BIN_EXE_rank"), 3, &["draws", seeded_by]);
+    let of_rank = |output: &std::process::Output| {
+        assert!(output.status.success(), "{}", stderr(output));
+        line(&stdout(output), "draws ").to_string()
+    };
+    outputs.iter().map(of_rank).collect()
+}
+
+#[test]
+fn ranks_that_the_program_seeded_alike_draw_numbers_of_their_own_after_wrap() {
+    let differ = |draws: &[String]| draws[0] != draws[1] && draws[1] != draws[2] && draws[0] != draws[2];
+    for (seeded_by, repeats) in [("device", true), ("each", true), ("none", false)] {
+        let first = draws(seeded_by);
+        assert!(differ(&first), "seeded by {seeded_by}: {first:?}");
+        assert_eq!(draws(seeded_by) == first, repeats, "seeded by {seeded_by}");
+    }
+}

@@ -44,7 +44,7 @@ pub enum DataError {
         steps: usize,
     },
     /// Epochs are counted in 32 bits.
-    #[error("epoch {epoch} is beyond the limit of {}", u32::MAX)]
+    #[error("epoch {epoch} is beyond the limit of {}", u32::MAX - 1)]
     EpochTooLarge {
         /// The epoch that was asked for.
         epoch: usize,
@@ -87,6 +87,19 @@ pub enum DataError {
         loader: String,
         /// The arguments that differ: each value with the ranks that have it.
         difference: String,
+    },
+    /// An item that is another one each time it is read, found by [`check_items`](super::LoaderBuilder::check_items).
+    #[error(
+        "item {index} of the dataset is {first} when it is read first, and {again} when it is read again: \
+         an item must depend on its index alone, or the ranks do not share the data"
+    )]
+    ItemChanges {
+        /// The item's index.
+        index: usize,
+        /// The item at its first read.
+        first: String,
+        /// The item at its second read.
+        again: String,
     },
     /// A position of another loader.
     #[error(

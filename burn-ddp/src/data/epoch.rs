@@ -150,6 +150,13 @@ impl<O: Send + 'static> Epoch<O> {
         self.before + self.batches.taken()
     }
 
+    /// Items of this rank's batch that was taken last; 0 before the first. The weight of its backwards unless
+    /// [`weigh`](super::LoaderBuilder::weigh) says another: see [`Ddp::batch_items`](crate::Ddp::batch_items).
+    pub fn batch_items(&self) -> usize {
+        let taken = self.batches.taken();
+        taken.checked_sub(1).map_or(0, |step| self.plan.share(step, self.loader.ddp().rank()).len())
+    }
+
     /// Items of this epoch that all ranks have taken, and all its items.
     pub(super) fn progress_in_items(&self) -> (usize, usize) {
         let processed = match self.batches.taken() {
@@ -159,6 +166,11 @@ impl<O: Send + 'static> Epoch<O> {
         (processed, self.plan.items())
     }
 
+    /// The epoch's number as messages have it, from 1.
+    fn ordinal(&self) -> usize {
+        self.number.saturating_add(1)
+    }
+
     /// The track on which the world compares the steps of this epoch between ranks.
     fn track(&self) -> Track {
         Track::Batches { loader: self.loader.id(), run: self.repeats }
@@ -166,7 +178,8 @@ impl<O: Send + 'static> Epoch<O> {
 
     /// This rank's progress once it has taken `steps` steps of the epoch.
     fn at(&self, steps: usize) -> Result<Progress, DataError> {
-        let epoch = u32::try_from(self.number).map_err(|_| DataError::EpochTooLarge { epoch: self.number })?;
+        let too_large = || DataError::EpochTooLarge { epoch: self.number };
+        let epoch = u32::try_from(self.ordinal()).map_err(|_| too_large())?;
         let step = u32::try_from(steps).map_err(|_| DataError::TooManySteps { steps })?;
         Ok(Progress { epoch, step })
     }
@@ -176,7 +189,8 @@ impl<O: Send + 'static> Epoch<O> {
         let (ddp, id, nth, steps) = (loader.ddp(), loader.id(), self.before + step + 1, self.len());
         let (track, at) = (self.track(), self.at(nth)?);
         let list = || loader.batch_list(number, plan);
-        let name = || format!("step {nth} of {steps} in epoch {number} of loader {id} on rank {}", ddp.rank());
+        let epoch = self.ordinal();
+        let name = || format!("step {nth} of {steps} in epoch {epoch} of loader {id} on rank {}", ddp.rank());
         let batch = self.batches.take(ddp.world(), list, name)?;
         let weight = loader.weight(&batch, plan.share(step, ddp.rank()).len(), name)?;
         // Only after loading: a rank that could not load a step must not count as having reached it.
@@ -228,7 +242,7 @@ impl<O: Send + 'static> Iterator for Epoch<O> {
             let items = self.plan.items();
             self.loader.cursor().consume(self.number, self.repeats, items, items);
             self.batches.end();
-            self.loader.ddp().state().batch_weight.end_epoch(self.track(), self.number, true);
+            self.loader.ddp().state().batch_weight.end_epoch(self.track(), self.ordinal(), true);
             return None;
         }
         let asked = Instant::now();
@@ -258,6 +272,6 @@ impl<O: Send + 'static> Drop for Epoch<O> {
         if !complete && !self.job_over && !std::thread::panicking() {
             self.announce();
         }
-        self.loader.ddp().state().batch_weight.end_epoch(self.track(), self.number, false);
+        self.loader.ddp().state().batch_weight.end_epoch(self.track(), self.ordinal(), false);
     }
 }

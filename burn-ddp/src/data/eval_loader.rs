@@ -1,4 +1,4 @@
-//! The evaluation loader: each rank loads its part of the dataset, once, in order.
+//! The evaluation loader: each rank loads its part of the dataset, once.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,14 +8,15 @@ use burn::tensor::Device;
 use super::DataError;
 use super::batch_stream::BatchStream;
 use super::epoch_plan::share;
+use super::permutation;
 use super::prefetch::{BatchList, Pool};
 use crate::Ddp;
 
 /// This rank's share of an evaluation dataset, batch by batch; from [`Ddp::eval_loader`].
 ///
-/// Shares are contiguous and in rank order, so results gathered from all ranks are in the order of the dataset. No item
-/// is repeated; a rank may have fewer batches than another, or none. It is also Burn's
-/// [`DataLoader`](burn::data::dataloader::DataLoader). Clones are the same loader.
+/// Shares are contiguous and in rank order, so results gathered from all ranks are in the order of the dataset, or in
+/// the [shuffled](super::LoaderBuilder::shuffle) one. No item is repeated; a rank may have fewer batches than another,
+/// or none. It is also Burn's [`DataLoader`](burn::data::dataloader::DataLoader). Clones are the same loader.
 pub struct EvalLoader<O> {
     inner: Arc<Inner<O>>,
 }
@@ -25,9 +26,11 @@ struct Inner<O> {
     id: u32,
     /// Items of the dataset that all ranks together load.
     items: Range<usize>,
-    /// Items of the dataset that this rank loads.
+    /// Positions in the order of the items that this rank loads.
     own: Range<usize>,
     batch_size: usize,
+    /// `None` for the dataset's order.
+    seed: Option<u64>,
     pool: Arc<Pool<O>>,
 }
 
@@ -39,21 +42,29 @@ impl<O> Clone for EvalLoader<O> {
 
 impl<O> std::fmt::Debug for EvalLoader<O> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Inner { id, items, own, batch_size, .. } = &*self.inner;
+        let Inner { id, items, own, batch_size, seed, .. } = &*self.inner;
         let mut f = f.debug_struct("EvalLoader");
         f.field("id", id)
             .field("items", items)
             .field("own", own)
             .field("batch_size", batch_size)
+            .field("seed", seed)
             .finish_non_exhaustive()
     }
 }
 
 impl<O: Send + 'static> EvalLoader<O> {
-    pub(super) fn new(ddp: Ddp, id: u32, items: Range<usize>, batch_size: usize, pool: Arc<Pool<O>>) -> Self {
+    pub(super) fn new(
+        ddp: Ddp,
+        id: u32,
+        items: Range<usize>,
+        batch_size: usize,
+        seed: Option<u64>,
+        pool: Arc<Pool<O>>,
+    ) -> Self {
         let share = share(items.len(), ddp.rank(), ddp.world_size());
         let own = items.start + share.start..items.start + share.end;
-        Self { inner: Arc::new(Inner { ddp, id, items, own, batch_size, pool }) }
+        Self { inner: Arc::new(Inner { ddp, id, items, own, batch_size, seed, pool }) }
     }
 
     /// This rank's batches, from the first on.
@@ -71,14 +82,22 @@ impl<O: Send + 'static> EvalLoader<O> {
         self.inner.own.is_empty()
     }
 
-    /// The items of the dataset that this rank loads.
+    /// The items of the dataset that this rank loads; of a loader that shuffles, their positions in its order.
     pub fn share(&self) -> Range<usize> {
         self.inner.own.clone()
     }
 
     fn batch_list(&self) -> BatchList {
-        let (own, batch_size) = (self.inner.own.clone(), self.inner.batch_size);
-        let indices = move |batch| batch_of(&own, batch_size, batch).collect();
+        let Inner { items, own, batch_size, seed, .. } = &*self.inner;
+        let (first, own, batch_size) = (items.start, own.clone(), *batch_size);
+        let Some(seed) = *seed else {
+            let indices = move |batch| batch_of(&own, batch_size, batch).collect();
+            return BatchList { batches: self.len(), indices: Arc::new(indices) };
+        };
+        // Keeps this rank's part of the order only.
+        let order = permutation(items.len(), seed, 0);
+        let order: Vec<usize> = own.map(|position| first + order[position - first]).collect();
+        let indices = move |batch| order[batch_of(&(0..order.len()), batch_size, batch)].to_vec();
         BatchList { batches: self.len(), indices: Arc::new(indices) }
     }
 
@@ -89,18 +108,18 @@ impl<O: Send + 'static> EvalLoader<O> {
 
     /// The same loader with batches on `device`.
     pub(super) fn on_device(&self, device: &Device) -> Self {
-        let Inner { ddp, id, items, batch_size, pool, .. } = &*self.inner;
-        Self::new(ddp.clone(), *id, items.clone(), *batch_size, pool.on_device(device))
+        let Inner { ddp, id, items, batch_size, seed, pool, .. } = &*self.inner;
+        Self::new(ddp.clone(), *id, items.clone(), *batch_size, *seed, pool.on_device(device))
     }
 
     /// A loader for the items `start..end`.
     pub(super) fn sliced(&self, start: usize, end: usize) -> Result<Self, DataError> {
-        let Inner { ddp, id, items, batch_size, pool, .. } = &*self.inner;
+        let Inner { ddp, id, items, batch_size, seed, pool, .. } = &*self.inner;
         if start > end || end > items.len() {
             return Err(DataError::SliceOutOfRange { start, end, items: items.len() });
         }
         let items = items.start + start..items.start + end;
-        Ok(Self::new(ddp.clone(), *id, items, *batch_size, pool.clone()))
+        Ok(Self::new(ddp.clone(), *id, items, *batch_size, *seed, pool.clone()))
     }
 }
 

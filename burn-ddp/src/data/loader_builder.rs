@@ -1,11 +1,14 @@
 //! The builder of both loaders, as Burn's `DataLoaderBuilder` for all ranks together.
 
+use std::fmt::Debug;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
+use super::item_check::{Describe, Items, describe_by};
 use super::prefetch::{Pool, Source};
 use super::sharded_loader::Weigh;
 use super::{DataError, EpochPlan, EvalLoader, ShardedLoader};
@@ -49,10 +52,11 @@ impl Ddp {
     where
         B: Batcher<I, O> + 'static,
     {
-        LoaderBuilder::new(self, batcher, Training { seed: None })
+        LoaderBuilder::new(self, batcher)
     }
 
-    /// Begins an evaluation loader: each rank loads its contiguous share, in order and without padding.
+    /// Begins an evaluation loader: each rank loads its contiguous share, without padding and, unless the loader
+    /// shuffles, in order.
     ///
     /// Ranks may have different numbers of batches, or none: weight by items what is summed over ranks.
     /// It leaves the weights of backwards alone, and ranks may leave it at any point.
@@ -75,7 +79,7 @@ impl Ddp {
     ///         sum += batch.iter().sum::<u32>();
     ///         items += batch.len() as u32;
     ///     }
-    ///     Ok(ddp.sum(sum)? / ddp.sum(items)?) // rank 3 had no item
+    ///     Ok(f64::from(ddp.sum(sum)?) / f64::from(ddp.sum(items)?)) // rank 3 had no item
     /// })?;
     /// assert_eq!(means, [3.0; 4]);
     /// # Ok::<(), burn_ddp::Error>(())
@@ -84,7 +88,7 @@ impl Ddp {
     where
         B: Batcher<I, O> + 'static,
     {
-        LoaderBuilder::new(self, batcher, Evaluation)
+        LoaderBuilder::new(self, batcher)
     }
 }
 
@@ -98,17 +102,19 @@ pub struct LoaderBuilder<I, O, K = Training> {
     /// Weights of batches, for training.
     weigh: Option<Weigh<O>>,
     num_workers: usize,
+    /// Seed of the order of the items; `None` for the dataset's order.
+    seed: Option<u64>,
     device: Option<Device>,
-    kind: K,
+    /// Text by which the ranks compare items, if they do.
+    describe: Option<Describe<I>>,
+    kind: PhantomData<K>,
 }
 
 /// The kind of loader that goes through a dataset epoch after epoch, in equally many steps on every rank.
 #[derive(Debug)]
-pub struct Training {
-    seed: Option<u64>,
-}
+pub struct Training;
 
-/// The kind of loader that goes through each rank's share once, in order.
+/// The kind of loader that goes through each rank's share once.
 #[derive(Debug)]
 pub struct Evaluation;
 
@@ -129,9 +135,18 @@ impl std::fmt::Display for BatchSize {
 }
 
 impl<I, O, K> LoaderBuilder<I, O, K> {
-    fn new(ddp: &Ddp, batcher: impl Batcher<I, O> + 'static, kind: K) -> Self {
-        let (ddp, batcher, batch) = (ddp.clone(), Arc::new(batcher), BatchSize::PerRank(1));
-        LoaderBuilder { ddp, batcher, batch, weigh: None, num_workers: 0, device: None, kind }
+    fn new(ddp: &Ddp, batcher: impl Batcher<I, O> + 'static) -> Self {
+        LoaderBuilder {
+            ddp: ddp.clone(),
+            batcher: Arc::new(batcher),
+            batch: BatchSize::PerRank(1),
+            weigh: None,
+            num_workers: 0,
+            seed: None,
+            device: None,
+            describe: None,
+            kind: PhantomData,
+        }
     }
 
     /// Items of each rank's batches; 1 by default. In training a step has this many times the world size; in evaluation
@@ -148,9 +163,48 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
         self
     }
 
-    /// The device of the batches; [`Ddp::device`] by default.
+    /// Shuffles the items, over all ranks. By default they have the dataset's order. In training every epoch has an
+    /// order of its own, which depends on `seed` and the epoch's number; in evaluation each pass has the same.
+    pub fn shuffle(mut self, seed: u64) -> Self {
+        self.seed = Some(seed);
+        self
+    }
+
+    /// The device of the batches. By default that of the model that was wrapped last; before the first `wrap`,
+    /// [`Ddp::device`].
+    ///
+    /// With autodiff in training: BatchNorm and Dropout as the first layers of a model take a batch on a device
+    /// without it for inference. Without autodiff in evaluation.
     pub fn set_device(mut self, device: Device) -> Self {
         self.device = Some(device);
+        self
+    }
+
+    /// Compares items when the loader is built: what `value` returns for up to 8 of them, spread over the dataset, on
+    /// all ranks and in a second read. On all ranks.
+    ///
+    /// Finds datasets that draw at random (a split or an order of each rank's own, augmentation inside of `get`), and
+    /// files that differ between machines. Reads those items twice.
+    ///
+    /// ```
+    /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
+    /// # struct Together;
+    /// # impl Batcher<u32, Vec<u32>> for Together {
+    /// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
+    /// #         items
+    /// #     }
+    /// # }
+    /// # use burn_ddp::prelude::*;
+    /// let errors = Ddp::spawn(2, |ddp| {
+    ///     let items = if ddp.is_main() { vec![7, 8, 9] } else { vec![7, 9, 8] }; // shuffled by each rank alone
+    ///     let error = ddp.loader(Together).check_items(|item| *item).build(InMemDataset::new(items)).err();
+    ///     Ok(error.unwrap().to_string())
+    /// })?;
+    /// assert!(errors[0].contains("item 1 is 8 on rank 0 and 9 on rank 1"), "{}", errors[0]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    pub fn check_items<E: Debug>(mut self, value: impl Fn(&I) -> E + Send + Sync + 'static) -> Self {
+        self.describe = Some(describe_by(value));
         self
     }
 }
@@ -163,22 +217,29 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
         &mut self,
         kind: &str,
         loader: &str,
-        items: usize,
+        dataset: &dyn Dataset<I>,
+        default_of: fn(Device) -> Device,
         more: [(&str, String); N],
     ) -> Result<(u32, Device)> {
-        let device = self.device.take().map_or_else(|| self.ddp.device(), Ok);
+        let default = || self.ddp.state().model_device().map_or_else(|| self.ddp.device(), Ok).map(default_of);
+        let device = self.device.take().map_or_else(default, Ok);
         let device = agreement::on_outcome(self.ddp.group(), "build its loader", device)?;
+        let items = self.describe.take().map_or_else(Items::default, |describe| Items::read(dataset, &describe));
         let id = self.ddp.state().next_loader_id();
+        let shuffling = self.seed.map_or("off".to_string(), |seed| format!("with seed {seed}"));
         let common = [
             ("the kind of loader", kind.to_string()),
             ("the number of the loader", id.to_string()),
-            ("the dataset length", items.to_string()),
+            ("the dataset length", dataset.len().to_string()),
             ("the world size", self.ddp.world_size().to_string()),
             ("the batch size", self.batch.to_string()),
+            ("shuffling", shuffling),
         ];
-        let settings: Vec<_> = common.into_iter().chain(more).map(|(name, value)| (name.to_string(), value)).collect();
+        let settings = common.into_iter().chain(more).map(|(name, value)| (name.to_string(), value));
+        let settings: Vec<_> = settings.chain(items.settings).collect();
         match agreement::on_settings(self.ddp.group(), &settings).map_err(DataError::from)? {
-            None => Ok((id, device)),
+            // If items change, they do so alike on all ranks.
+            None => items.changing.map_or(Ok((id, device)), |changing| Err(changing.into())),
             Some(difference) => Err(DataError::LoadersDiffer { loader: format!("{loader} {id}"), difference }.into()),
         }
     }
@@ -195,13 +256,6 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
     /// last step of fewer items than ranks joins the one before.
     pub fn global_batch_size(mut self, global_batch_size: usize) -> Self {
         self.batch = BatchSize::Global(global_batch_size);
-        self
-    }
-
-    /// Gives every epoch an order of its own, over all ranks, that depends on `seed` and the epoch's number. By default
-    /// every epoch has the dataset's order.
-    pub fn shuffle(mut self, seed: u64) -> Self {
-        self.kind.seed = Some(seed);
         self
     }
 
@@ -284,11 +338,10 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
     #[track_caller]
     pub fn build<D: Dataset<I> + 'static>(mut self, dataset: D) -> Result<ShardedLoader<O>> {
         let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
-        let (ddp, items, seed) = (self.ddp.clone(), dataset.len(), self.kind.seed);
-        let shuffling = seed.map_or("off".to_string(), |seed| format!("with seed {seed}"));
+        let (ddp, items, seed) = (self.ddp.clone(), dataset.len(), self.seed);
         let weights = if self.weigh.is_some() { "the batch" } else { "its number of items" };
-        let more = [("shuffling", shuffling), ("the source of a batch's weight", weights.to_string())];
-        let (id, device) = self.agree("training", "loader", items, more)?;
+        let more = [("the source of a batch's weight", weights.to_string())];
+        let (id, device) = self.agree("training", "loader", &*dataset, Device::autodiff, more)?;
 
         // All ranks have the same settings: from here on they get the same errors.
         let global_batch = match self.batch {
@@ -315,13 +368,13 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Evaluation> {
     #[track_caller]
     pub fn build<D: Dataset<I> + 'static>(mut self, dataset: D) -> Result<EvalLoader<O>> {
         let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
-        let (ddp, items) = (self.ddp.clone(), dataset.len());
-        let (id, device) = self.agree("evaluation", "evaluation loader", items, [])?;
+        let (ddp, items, seed) = (self.ddp.clone(), dataset.len(), self.seed);
+        let (id, device) = self.agree("evaluation", "evaluation loader", &*dataset, Device::without_autodiff, [])?;
 
         let (BatchSize::PerRank(batch_size) | BatchSize::Global(batch_size)) = self.batch;
         if batch_size == 0 {
             return Err(DataError::BatchTooSmall { global_batch: 0, world: ddp.world_size() }.into());
         }
-        Ok(EvalLoader::new(ddp, id, 0..items, batch_size, self.pool(dataset, device)))
+        Ok(EvalLoader::new(ddp, id, 0..items, batch_size, seed, self.pool(dataset, device)))
     }
 }

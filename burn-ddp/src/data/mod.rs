@@ -3,7 +3,7 @@
 //! | | |
 //! |---|---|
 //! | [`ShardedLoader`] | training: equally many steps on every rank, every item once, a new order every epoch |
-//! | [`EvalLoader`] | evaluation: every item once, in order, no padding |
+//! | [`EvalLoader`] | evaluation: every item once, no padding, in order unless shuffled |
 //! | [`LoaderBuilder`] | builds either; from `Ddp::loader` and `Ddp::eval_loader` |
 //! | [`Position`] | the items all ranks have consumed: what a checkpoint holds, for any world that goes on |
 //! | [`EpochPlan`], [`permutation`] | the items of each step and rank, as pure functions |
@@ -15,8 +15,8 @@
 //!
 //! Words: an *epoch* is one pass over the dataset by all ranks together; a *step* is what all ranks load for one
 //! backward (with accumulation several make an optimizer step); a rank's *share* of it is its *batch*. A batch is
-//! *loaded* by a worker, perhaps ahead of time, and *consumed* when the loop takes it. Epochs count from 0. Steps count
-//! from 0 in arguments and from 1 in messages ("step 3 of 10").
+//! *loaded* by a worker, perhaps ahead of time, and *consumed* when the loop takes it. Epochs and steps count
+//! from 0 in arguments and from 1 in messages ("step 3 of 10 in epoch 1").
 
 mod batch_stream;
 mod burn_data_loader;
@@ -26,6 +26,7 @@ mod epoch;
 mod epoch_cursor;
 mod epoch_plan;
 mod eval_loader;
+mod item_check;
 mod loader_builder;
 mod permutation;
 mod position;

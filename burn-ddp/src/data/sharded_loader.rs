@@ -33,7 +33,7 @@ use crate::{Ddp, batch_weight};
 /// let error = Ddp::spawn(2, |ddp| {
 ///     let train = ddp.loader(Together).batch_size(1).shuffle(42).build(InMemDataset::new(vec![0; 20]))?;
 ///     for batch in train.iter() {
-///         let _loss = ddp.mean(batch?[0])?; // what backward does: all ranks must come here
+///         let _loss = ddp.mean(f64::from(batch?[0]))?; // what backward does: all ranks must come here
 ///         if ddp.rank() == 1 {
 ///             break; // a bug
 ///         }
@@ -41,7 +41,7 @@ use crate::{Ddp, batch_weight};
 ///     Ok(ddp.finish()?)
 /// });
 /// let error = error.unwrap_err().to_string();
-/// assert!(error.contains("stopped loader 0 (10 steps) at epoch 0, step 1"), "{error}");
+/// assert!(error.contains("stopped loader 0 (10 steps) at epoch 1, step 1"), "{error}");
 /// ```
 pub struct ShardedLoader<O> {
     inner: Arc<Inner<O>>,

@@ -7,7 +7,7 @@ mod spawn;
 use std::sync::Arc;
 
 use burn::tensor::Device;
-use burn_ddp_comm::{ProcessGroup, ReduceOp, World};
+use burn_ddp_comm::{ProcessGroup, World};
 
 use crate::telemetry::Telemetry;
 use crate::{Error, Result, main_first};
@@ -151,7 +151,7 @@ impl Ddp {
     /// Seeds `device`: the same seed on every rank while the model is made, and another one for each rank after
     /// [`Ddp::wrap`] and with each batch that a training loader hands out. So dropout differs between ranks, repeats
     /// between runs, and goes on in a run that is [resumed](crate::data::ShardedLoader::resume) as if it had not been
-    /// interrupted.
+    /// interrupted. It takes the place of `device.seed(seed)`; after `wrap` that one makes all ranks draw the same.
     ///
     /// Burn's Flex backend has one generator per process, so with ranks as threads random numbers do not repeat.
     pub fn seed(&self, device: &Device, seed: u64) {
@@ -169,37 +169,19 @@ impl Ddp {
         self.state.batch_weight.set(items)
     }
 
+    /// Number of items (or tokens) that the running or next backward stands for: those of this rank's part of the step,
+    /// from the training loader's last batch or [`Ddp::set_batch_items`]; 1 without either.
+    ///
+    /// A mean loss times this number can be summed over steps and ranks.
+    #[must_use]
+    pub fn batch_items(&self) -> f64 {
+        self.state.batch_weight.items()
+    }
+
     /// Counters of this rank's steps, and the slowest rank.
     #[must_use]
     pub fn telemetry(&self) -> Telemetry {
         Telemetry::new(self.state.meter.clone())
-    }
-
-    /// The mean of a number over all ranks. *Collective*.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Comm`] if a peer failed.
-    #[track_caller]
-    pub fn mean(&self, value: impl Into<f64>) -> Result<f64> {
-        self.reduce_scalar(value.into(), ReduceOp::Mean)
-    }
-
-    /// The sum of a number over all ranks. *Collective*.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Comm`] if a peer failed.
-    #[track_caller]
-    pub fn sum(&self, value: impl Into<f64>) -> Result<f64> {
-        self.reduce_scalar(value.into(), ReduceOp::Sum)
-    }
-
-    #[track_caller]
-    fn reduce_scalar(&self, value: f64, op: ReduceOp) -> Result<f64> {
-        let mut value = [value];
-        self.group().all_reduce(&mut value, op)?;
-        Ok(value[0])
     }
 
     /// Waits until every rank has come here. *Collective*.

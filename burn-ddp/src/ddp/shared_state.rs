@@ -28,6 +28,8 @@ pub(crate) struct SharedState {
     /// Number of loaders built so far.
     loaders: AtomicU32,
     seed: Mutex<Option<Seed>>,
+    /// Device of the model that was wrapped last: written by `wrap`, read by loaders that are built.
+    model_device: Mutex<Option<Device>>,
     /// Checkpoints that may be under way: [`Ddp::finish`](super::Ddp::finish) waits for them.
     background_writes: Mutex<Vec<Arc<BackgroundWrite>>>,
     /// The CUDA device on which NCCL reduces, once it does.
@@ -50,6 +52,7 @@ impl SharedState {
             graph_group: Mutex::new(None),
             loaders: AtomicU32::new(0),
             seed: Mutex::new(None),
+            model_device: Mutex::new(None),
             background_writes: Mutex::new(Vec::new()),
             #[cfg(feature = "nccl")]
             nccl_device: std::sync::OnceLock::new(),
@@ -120,7 +123,22 @@ impl SharedState {
     /// Seeds `device`, and from now on derives the seeds of this rank's wraps and batches from `seed`.
     pub(super) fn set_seed(&self, device: &Device, seed: u64) {
         device.seed(seed);
+        self.continue_from_seed(device, seed);
+    }
+
+    /// From now on derives the seeds of this rank's wraps and batches from `seed`.
+    pub(crate) fn continue_from_seed(&self, device: &Device, seed: u64) {
         *lock(&self.seed) = Some(Seed::new(device, seed));
+    }
+
+    /// Device of the model that was wrapped last.
+    pub(crate) fn model_device(&self) -> Option<Device> {
+        lock(&self.model_device).clone()
+    }
+
+    /// Records the device of a model that is wrapped.
+    pub(crate) fn note_model_device(&self, device: &Device) {
+        *lock(&self.model_device) = Some(device.clone());
     }
 
     /// Seed of this rank after a `wrap`; `None` without [`Ddp::seed`](super::Ddp::seed).

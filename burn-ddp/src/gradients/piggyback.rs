@@ -23,6 +23,8 @@ pub(crate) struct Piggyback {
     pub digests: Option<Vec<i64>>,
     /// Movements of the parameters, one per slot: of use where digests differ. None to compare bit by bit.
     pub movements: Vec<Sketch>,
+    /// Digest of this rank's own gradients, which travels with `digests`; 0 for none.
+    pub own_gradients: i64,
 }
 
 /// The payloads of all ranks after the collectives.
@@ -33,6 +35,8 @@ pub(crate) struct PiggybackResult {
     pub digests: Vec<Vec<i64>>,
     /// Movements by rank of the slots whose digests differ.
     pub movements: Vec<Vec<Sketch>>,
+    /// Digest of each rank's own gradients, if digests were compared.
+    pub own_gradients: Vec<i64>,
     /// Rank 0's order of gradients, if the ranks had not agreed on one.
     pub(super) order: Option<Vec<usize>>,
 }
@@ -62,6 +66,7 @@ impl Piggyback {
             worker.submit(Job::Statistics { dtype, buffer, source })?;
         }
         if let Some(mut digests) = self.digests {
+            digests.push(self.own_gradients);
             // The times of this rank's steps travel with them.
             digests.extend(meter.report());
             worker.submit(Job::Digests(digests))?;
@@ -107,6 +112,7 @@ impl Submitted {
                     let reports = all.iter_mut().map(|row| row.split_off(row.len().saturating_sub(REPORT_LEN)));
                     let reports: Vec<Vec<i64>> = reports.collect();
                     meter.compare(&reports);
+                    results.own_gradients = all.iter_mut().filter_map(Vec::pop).collect();
                     results.digests = all;
                 }
                 _ => return Err(fault(Worker::out_of_order())),

@@ -65,6 +65,11 @@ impl WrappedModel {
             return Ok(());
         }
         slot.done = true;
+        if self.compares() && self.ddp.state().batch_weight.items() > 0.0 {
+            let path = &self.slots[read.slot].path;
+            let read = state.same_gradients.add::<B>(read.slot, &sum);
+            read.map_err(|e| self.fault(format!("reading the gradient of {path}: {e}")))?;
+        }
         state.reducer.put(read.slot, sum)
     }
 }

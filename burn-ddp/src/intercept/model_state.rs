@@ -10,6 +10,7 @@ use burn::tensor::DType;
 use burn_ddp_comm::{ProcessGroup, Track};
 
 use super::depth_ladder::{AutodiffTensor, Ladder, scalar, untracked};
+use super::same_gradients::SameGradients;
 use super::shadow_collectives;
 use super::synced_statistics::SyncedStatistics;
 use super::unused_parameter_averages::StandInLeaves;
@@ -85,6 +86,7 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) movements: Option<Movements>,
     /// True if the user was warned of ranks that differ by rounding.
     pub(super) warned_rounding: bool,
+    pub(super) same_gradients: SameGradients,
     pub(super) stand_ins: StandInLeaves<B>,
     pub(super) statistics: Option<SyncedStatistics>,
     pub(super) delivered: Delivered,
@@ -143,6 +145,7 @@ impl<B: GradientMemory> State<B> {
             compared: slots.iter().map(|_| None).collect(),
             movements: judges.then(|| Movements::new(slots.len())),
             warned_rounding: false,
+            same_gradients: SameGradients::new(&slots),
             stand_ins: StandInLeaves::new(),
             statistics,
             delivered: Delivered { digests: vec![None; slots.len()], digested: false },

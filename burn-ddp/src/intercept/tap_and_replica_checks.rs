@@ -117,6 +117,7 @@ impl WrappedModel {
             piggyback.movements = movements.until_now();
         }
         piggyback.digests = Some(digests);
+        piggyback.own_gradients = state.same_gradients.take();
         Ok(())
     }
 
@@ -131,6 +132,7 @@ impl WrappedModel {
         if digests.is_empty() {
             return Ok(());
         }
+        state.same_gradients.compare(&results.own_gradients, &self.ddp);
         let paths: Vec<&str> = self.slots.iter().map(|s| s.path.as_str()).collect();
         let comparison = Comparison { paths: &paths, digests, step: Some(step) };
         let Some(own) = &mut state.movements else { return comparison.exactly() };

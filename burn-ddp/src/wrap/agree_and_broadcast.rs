@@ -17,7 +17,7 @@ use crate::gradients::{ReducerSettings, Slot};
 use crate::intercept::{SyncedStatistics, open_model};
 use crate::model::running_stats::BufferPolicy;
 use crate::model::{broadcast, running_stats};
-use crate::{Error, Result, agreement, engine_choice};
+use crate::{Error, Result, agreement, engine_choice, seed};
 
 /// Description of a model that all ranks hold.
 pub(crate) struct AgreedModel {
@@ -67,9 +67,8 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let model = if is_buffer.contains(&true) { running_stats::unshared(model) } else { model };
     let source = group.as_ref().filter(|_| ddp.world_size() > 1).map(|group| (group, 0));
     let model = broadcast::values(model, source, devices, &schema, first_clone)?;
-    if let Some(seed) = ddp.state().next_seed_of_rank() {
-        device.seed(seed);
-    }
+    ddp.state().note_model_device(&device);
+    seed::separate_ranks(ddp, &device)?;
     Ok((model, AgreedModel { device, group, on_device, slots, slot_of, is_buffer, config: config.clone() }))
 }
 

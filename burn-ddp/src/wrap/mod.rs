@@ -37,6 +37,9 @@ impl Ddp {
     /// Freeze, load and apply LoRA before; see [`WrapConfig`] for accumulation, sums and bucket sizes. The optimizer
     /// must be the same on every rank. Wrapping again is an error; [`Ddp::unwrap`] is the inverse.
     ///
+    /// Afterwards each rank draws random numbers of its own, as after [`Ddp::seed`], also where the program seeded all
+    /// ranks alike (`device.seed(s)`): dropout and noise differ between ranks, and repeat between runs.
+    ///
     /// # Errors
     ///
     /// On every rank: [`Error::ModelsDiffer`] naming the first parameter that differs and both shapes;

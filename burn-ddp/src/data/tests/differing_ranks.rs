@@ -42,7 +42,7 @@ fn a_break_on_one_rank_is_an_error_everywhere() {
         });
         for error in errors {
             assert!(
-                error.contains("rank 1") && error.contains("stopped loader 0 (10 steps) at epoch 1, step 4"),
+                error.contains("rank 1") && error.contains("stopped loader 0 (10 steps) at epoch 2, step 4"),
                 "{error}"
             );
         }
@@ -91,7 +91,7 @@ fn an_epoch_that_one_rank_drops_unread_is_an_error() {
         Ok(read.and_then(|()| Ok(ddp.barrier()?)).unwrap_err().to_string())
     });
     for error in errors {
-        assert!(error.contains("stopped loader 0 (3 steps) at epoch 0, step 0"), "{error}");
+        assert!(error.contains("stopped loader 0 (3 steps) at epoch 1, step 0"), "{error}");
     }
 }
 
@@ -105,7 +105,7 @@ fn a_batch_that_one_rank_cannot_load_is_every_ranks_cause() {
             let loader = ddp.loader(Keep).batch_size(1).num_workers(workers).build(Flaky { len: 30, bad })?;
             Ok(train(&ddp, &loader, 0, |_| false).unwrap_err().to_string())
         });
-        let cause = "step 5 of 10 in epoch 0 of loader 0 on rank 1 could not be loaded: disk on fire";
+        let cause = "step 5 of 10 in epoch 1 of loader 0 on rank 1 could not be loaded: disk on fire";
         assert_eq!(errors[1], cause);
         for error in [&errors[0], &errors[2]] {
             assert!(error.contains("rank 1") && error.contains(cause), "{error}");
@@ -205,7 +205,7 @@ fn a_worker_that_panics_or_hangs_is_named() {
         Ok([read("panics"), read("hangs")])
     });
     let [panics, hangs] = &errors.unwrap()[0];
-    let what = "step 3 of 4 in epoch 0 of loader";
+    let what = "step 3 of 4 in epoch 1 of loader";
     assert_eq!(
         panics[..],
         [
@@ -275,7 +275,7 @@ fn what_no_rank_can_read_is_an_error_on_all() {
 fn an_epoch_beyond_counting_is_an_error() {
     spawn(1, |ddp| {
         let loader = ddp.loader(Keep).build(numbers(1))?;
-        let last = u32::MAX as usize;
+        let last = u32::MAX as usize - 1;
         assert_eq!(loader.epochs([last]).next().unwrap().next().unwrap()?, [0]);
         let mut beyond = loader.epochs([last + 1]).next().unwrap();
         assert!(matches!(beyond.next(), Some(Err(DataError::EpochTooLarge { .. }))));

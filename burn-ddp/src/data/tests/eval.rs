@@ -5,6 +5,7 @@ use std::sync::Arc;
 use burn::data::dataloader::DataLoader;
 
 use super::*;
+use crate::data::permutation;
 
 #[test]
 fn every_item_once_in_the_order_of_the_dataset() {
@@ -73,6 +74,28 @@ fn it_is_burns_data_loader_too() {
         Ok(of_slice)
     });
     assert_eq!(read.concat(), [4, 5]);
+}
+
+#[test]
+fn a_shuffled_pass_has_every_item_once_in_the_order_of_one_rank() {
+    let read = |world| {
+        let read = spawn(world, |ddp| {
+            let test = ddp.eval_loader(Keep).batch_size(2).shuffle(7).num_workers(1).build(numbers(11))?;
+            let first = test.iter().collect::<Result<Vec<_>, _>>()?;
+            assert_eq!(test.iter().collect::<Result<Vec<_>, _>>()?, first, "each pass has the same order");
+            assert_eq!(first.len(), test.len());
+            let slice = DataLoader::slice(&test, 3, 8).iter().collect::<Result<Vec<_>, _>>()?.concat();
+            Ok((first.concat(), slice))
+        });
+        let (whole, slices): (Vec<_>, Vec<_>) = read.into_iter().unzip();
+        (whole.concat(), slices.concat())
+    };
+    let (whole, slice) = read(3);
+    assert_eq!((whole.clone(), slice.clone()), read(1));
+    assert_eq!(whole, permutation(11, 7, 0));
+    let mut sorted = slice.clone();
+    sorted.sort();
+    assert!(sorted == [3, 4, 5, 6, 7] && slice != sorted, "{slice:?}");
 }
 
 #[test]

@@ -1,8 +1,10 @@
 //! The loaders over worlds of 1 to 4, as threads.
 
+mod default_device;
 mod differing_ranks;
 mod eval;
 mod resume;
+mod same_data;
 mod train;
 
 use std::time::Duration;

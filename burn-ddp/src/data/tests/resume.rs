@@ -240,7 +240,7 @@ fn a_rank_that_leaves_a_resumed_epoch_alone_is_an_error_everywhere() {
     });
     for error in errors {
         assert!(
-            error.contains("rank 1") && error.contains("stopped loader 0 (10 steps) at epoch 2, step 5"),
+            error.contains("rank 1") && error.contains("stopped loader 0 (10 steps) at epoch 3, step 5"),
             "{error}"
         );
     }

@@ -101,10 +101,14 @@ fn each_batch_sets_the_weight() {
         let weight = || ddp.state().batch_weight.take().map(|batch| batch.items);
         let train = ddp.loader(Keep).batch_size(4).build(numbers(11))?;
         let other = ddp.loader(Keep).batch_size(1).build(numbers(2))?;
-        for batch in train.iter() {
-            let batch = batch?;
+        let mut epoch = train.iter();
+        assert_eq!(epoch.batch_items(), 0);
+        while let Some(batch) = epoch.next().transpose()? {
+            assert_eq!((ddp.batch_items(), epoch.batch_items()), (batch.len() as f64, batch.len()));
             assert_eq!(weight()?, batch.len() as f64);
         }
+        drop(epoch);
+        assert_eq!(ddp.batch_items(), 1.0);
         // An epoch that was left or has ended does not compete with the next loader's.
         for loader in [&train, &other] {
             let batch = loader.iter().next().unwrap()?;
@@ -255,11 +259,11 @@ fn batches_are_made_on_the_device_that_was_set() {
         assert_ne!(plain, tracked);
         for workers in [0, 1] {
             let default = ddp.loader(Where).num_workers(workers).build(numbers(1))?;
-            assert_eq!(default.iter().next().unwrap()?, plain);
-            let moved = default.to_device(&autodiff);
-            assert_eq!(moved.iter().next().unwrap()?, tracked);
-            let set = ddp.loader(Where).num_workers(workers).set_device(autodiff.clone()).build(numbers(1))?;
-            assert_eq!(set.iter().next().unwrap()?, tracked);
+            assert_eq!(default.iter().next().unwrap()?, tracked);
+            let moved = default.to_device(&device);
+            assert_eq!(moved.iter().next().unwrap()?, plain);
+            let set = ddp.loader(Where).num_workers(workers).set_device(device.clone()).build(numbers(1))?;
+            assert_eq!(set.iter().next().unwrap()?, plain);
             let test = ddp.eval_loader(Where).num_workers(workers).set_device(autodiff.clone()).build(numbers(1))?;
             assert_eq!(test.iter().next().unwrap()?, tracked);
         }

@@ -1,4 +1,4 @@
-//! Training with dropout that stops on purpose, and goes on in another job.
+//! Training with dropout that stops on purpose, and goes on in another job; random numbers after `wrap`.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use burn::data::dataset::InMemDataset;
 use burn::nn::{Dropout, DropoutConfig};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
-use burn::tensor::DType;
+use burn::tensor::{DType, Distribution};
 use burn_ddp::data::Position;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::{Mlp, rows};
@@ -39,7 +39,7 @@ pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
     let mut model = ddp.wrap(model)?;
     let (mut optim, dropout) = (SgdConfig::new().init(), DropoutConfig::new(0.5).init());
     let dataset = InMemDataset::new((0..22).collect());
-    let train = ddp.loader(Rows).global_batch_size(6).shuffle(3).set_device(device).build(dataset)?;
+    let train = ddp.loader(Rows).global_batch_size(6).shuffle(3).build(dataset)?;
     if let Some(saved) = saved {
         train.resume(&serde_json::from_str::<Position>(&saved)?)?;
     }
@@ -65,5 +65,25 @@ pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
     println!("hash {}", param_hash(&model)?);
     println!("losses {}", serde_json::to_string(&losses)?);
     ddp.barrier()?;
+    Ok(())
+}
+
+/// `rank draws SEEDED_BY`: prints two random numbers drawn after `wrap` and two drawn after a batch of the loader. The
+/// program seeds as `SEEDED_BY` says: `device` alike on all ranks, `each` rank on its own, or `none`.
+pub(crate) fn draws(ddp: &Ddp) -> anyhow::Result<()> {
+    let device = ddp.device()?.autodiff();
+    match std::env::args().nth(2).as_deref() {
+        Some("device") => device.seed(5),
+        Some("each") => device.seed(5 + ddp.rank() as u64),
+        _ => {}
+    }
+    let _model = ddp.wrap(Mlp::new(&device))?;
+    let draw = || Tensor::<1>::random([2], Distribution::Default, &device).into_data().try_to_vec::<f32>();
+    let train = ddp.loader(Rows).build(InMemDataset::new(vec![1, 2, 3]))?;
+    let after_wrap = draw().unwrap();
+    for batch in train.iter() {
+        batch?;
+        println!("draws {:?}", [after_wrap.clone(), draw().unwrap()].concat());
+    }
     Ok(())
 }

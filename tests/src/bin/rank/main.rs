@@ -44,6 +44,7 @@ fn main() -> anyhow::Result<()> {
         "case" => return run_case(&ddp),
         "checkpoint" => return checkpoint::run(&ddp),
         "dropout" => return dropout::run(&ddp),
+        "draws" => dropout::draws(&ddp)?,
         "build" => {
             struct Keep;
             impl burn::data::dataloader::batcher::Batcher<usize, Vec<usize>> for Keep {
