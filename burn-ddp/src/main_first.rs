@@ -1,19 +1,64 @@
-//! Work that rank 0 does while the other ranks wait, for any time.
+//! Work that rank 0, or the first rank of each machine, does while the other ranks wait, for any time.
 
 use std::panic::Location;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::ProcessGroup;
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::{Ddp, Error, Result};
 
-/// Longest time between two signs of life of rank 0 while the others wait for it.
+/// Longest time between two signs of life of ranks at work while the others wait for them.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
-/// Time after which rank 0 logs that it is still at work; again after twice the time, and so on.
+/// Time after which a rank logs that it is still at work; again after twice the time, and so on.
 const SLOW: Duration = Duration::from_secs(30);
+
+/// What the ranks tell each other, round after round, until none is at work.
+#[derive(Serialize, Deserialize)]
+enum Sign<S> {
+    AtWork,
+    Done(S),
+}
+
+impl Ddp {
+    /// Runs `f` on rank 0 first and then, if that went well, on the others: for downloads into a cache that all ranks
+    /// share. *Collective*. `f` may take longer than the deadline of a collective: the others wait as long as rank 0
+    /// lives.
+    ///
+    /// # Errors
+    ///
+    /// Rank 0 gets the error of `f`; the others get [`Error::Rank`] with its text, and do not run `f`.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    /// let calls = AtomicUsize::new(0);
+    /// let order = Ddp::spawn(2, |ddp| ddp.main_first(|| Ok(calls.fetch_add(1, SeqCst))))?;
+    /// assert_eq!(order, [0, 1]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn main_first<T>(&self, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+        some_first(self.group(), self.is_main(), f)
+    }
+
+    /// Runs `f` on the first rank of each machine ([`local_rank`](Self::local_rank) 0) at once, and then, if all went
+    /// well, on the others: for downloads into a cache of each machine. *Collective*. `f` may take longer than the
+    /// deadline of a collective, and longer on one machine than on another.
+    ///
+    /// # Errors
+    ///
+    /// A rank on which `f` failed gets that error; the others get [`Error::Rank`] with the text of the first one that
+    /// failed.
+    #[track_caller]
+    pub fn local_main_first<T>(&self, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+        some_first(self.group(), self.local_rank() == 0, f)
+    }
+}
 
 /// Value that `f` returns on rank 0, which alone runs it. `f` may take any time, see [`at_work`]. *Collective*.
 ///
@@ -25,8 +70,9 @@ pub(crate) fn on_main<T: Serialize + DeserializeOwned>(
     group: &ProcessGroup,
     f: impl FnOnce() -> Result<T, String>,
 ) -> Result<T> {
-    let mine = if group.rank() == 0 { Some(at_work(group, f)) } else { None };
-    let outcome: Result<T, String> = outcome_of_main(group, mine)?;
+    let mine = (group.rank() == 0).then(|| at_work::<Option<Result<T, String>>, _>(group, f));
+    let outcome = outcomes(group, mine)?.into_iter().next().flatten();
+    let outcome = outcome.unwrap_or_else(|| Err("returned no outcome".to_owned()));
     outcome.map_err(|reason| Error::File { rank: Some(0), reason })
 }
 
@@ -38,21 +84,41 @@ pub(crate) fn on_main<T: Serialize + DeserializeOwned>(
 #[track_caller]
 pub(crate) fn main_first<T>(group: &ProcessGroup, f: impl FnOnce() -> T) -> Result<T> {
     if group.rank() == 0 {
-        let value = at_work(group, f);
-        outcome_of_main(group, Some(()))?;
+        let value = at_work::<(), _>(group, f);
+        outcomes(group, ())?;
         Ok(value)
     } else {
-        outcome_of_main(group, None::<()>)?;
+        outcomes(group, ())?;
         Ok(f())
     }
 }
 
-/// Runs `f` on rank 0 while the other ranks are in [`outcome_of_main`], which this rank calls next.
-///
-/// A broadcast every few seconds says that rank 0 is alive. So `f` may take longer than the deadline of a collective,
-/// and a rank that fails meanwhile is noticed.
+/// Runs `f` on the ranks that are `first`, for any time, see [`at_work`]; then, if none of them failed, on the others.
+/// *Collective*.
 #[track_caller]
-pub(crate) fn at_work<T>(group: &ProcessGroup, f: impl FnOnce() -> T) -> T {
+fn some_first<T>(group: &ProcessGroup, first: bool, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+    let failed = |reasons: Vec<Option<String>>| {
+        let first = reasons.into_iter().enumerate().find_map(|(rank, reason)| Some((rank, reason?)));
+        first.map_or(Ok(()), |(rank, reason)| Err(Error::Rank { rank, reason }))
+    };
+    if !first {
+        failed(outcomes(group, None)?)?;
+        return f();
+    }
+    let result = at_work::<Option<String>, _>(group, f);
+    let reasons = outcomes(group, result.as_ref().err().map(|e| format!("{e:#}")));
+    // The others may be gone by then: the cause comes first.
+    let value = result?;
+    failed(reasons?)?;
+    Ok(value)
+}
+
+/// Runs `f` on this rank while other ranks are at work, too, or in [`outcomes`], which this rank calls next with an `S`.
+///
+/// A round of signs every few seconds says that this rank is alive. So `f` may take longer than the deadline of a
+/// collective, and a rank that fails meanwhile is noticed.
+#[track_caller]
+fn at_work<S: Serialize + DeserializeOwned, T>(group: &ProcessGroup, f: impl FnOnce() -> T) -> T {
     if group.world_size() == 1 {
         return f();
     }
@@ -60,7 +126,7 @@ pub(crate) fn at_work<T>(group: &ProcessGroup, f: impl FnOnce() -> T) -> T {
     // Dropped when `f` has returned or panicked.
     let (working, ended) = channel::<()>();
     std::thread::scope(move |scope| {
-        let signs = move || give_signs_of_life(group, site, &ended);
+        let signs = move || give_signs_of_life::<S>(group, site, &ended);
         if let Err(e) = std::thread::Builder::new().name("signs of life".into()).spawn_scoped(scope, signs) {
             tracing::warn!("no thread to give signs of life: the other ranks wait {:?} at most: {e}", group.timeout());
         }
@@ -70,33 +136,41 @@ pub(crate) fn at_work<T>(group: &ProcessGroup, f: impl FnOnce() -> T) -> T {
     })
 }
 
-/// Broadcasts signs of life until the sender of `ended` is dropped.
-fn give_signs_of_life(group: &ProcessGroup, site: &Location<'_>, ended: &Receiver<()>) {
+/// Takes part in rounds of signs until the sender of `ended` is dropped.
+fn give_signs_of_life<S: Serialize + DeserializeOwned>(
+    group: &ProcessGroup,
+    site: &Location<'_>,
+    ended: &Receiver<()>,
+) {
     let (began, mut slow) = (Instant::now(), SLOW);
     let pause = SIGN_OF_LIFE.min(group.timeout() / 4);
     while ended.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
         if began.elapsed() >= slow {
-            let seconds = began.elapsed().as_secs();
+            let (rank, seconds) = (group.rank(), began.elapsed().as_secs());
             tracing::warn!(
-                "rank 0 has been at work for {seconds} s at {site}, and the other ranks wait: slow storage?"
+                "rank {rank} has been at work for {seconds} s at {site}, and other ranks wait: slow storage?"
             );
             slow *= 2;
         }
         // After an error the world has ended, and the next call of this rank returns the cause.
-        if group.broadcast_object(Some(None::<()>), 0).is_err() {
+        if group.all_gather_object(&Sign::<S>::AtWork).is_err() {
             return;
         }
     }
 }
 
-/// The outcome of [`at_work`], which rank 0 passes, on every rank. *Collective*.
+/// What each rank passes, by rank, once no rank is [`at_work`]. *Collective*.
 #[track_caller]
-pub(crate) fn outcome_of_main<T: Serialize + DeserializeOwned>(group: &ProcessGroup, mine: Option<T>) -> Result<T> {
-    let mut mine = mine.map(Some);
+fn outcomes<S: Serialize + DeserializeOwned>(group: &ProcessGroup, mine: S) -> Result<Vec<S>> {
+    let mine = Sign::Done(mine);
     loop {
-        // `None` is a sign of life.
-        if let Some(outcome) = group.broadcast_object(mine.take(), 0)? {
-            return Ok(outcome);
+        let signs = group.all_gather_object(&mine)?;
+        let done = signs.into_iter().map(|sign| match sign {
+            Sign::Done(outcome) => Some(outcome),
+            Sign::AtWork => None,
+        });
+        if let Some(outcomes) = done.collect() {
+            return Ok(outcomes);
         }
     }
 }
@@ -104,7 +178,6 @@ pub(crate) fn outcome_of_main<T: Serialize + DeserializeOwned>(group: &ProcessGr
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Ddp;
 
     #[test]
     fn the_others_wait_for_rank_0_beyond_the_deadline() {
@@ -128,6 +201,60 @@ mod tests {
         .unwrap();
         let error = "rank 0 has no disk".to_string();
         assert_eq!(ranks, [0, 1, 2].map(|rank| (7, error.clone(), rank, 3.0)));
+    }
+
+    #[test]
+    fn the_first_ranks_of_all_machines_work_at_once_and_as_long_as_they_need() {
+        let timeout = Duration::from_millis(800);
+        let options = burn_ddp_comm::WorldOptions { timeout, ..Default::default() };
+        let order = std::sync::atomic::AtomicUsize::new(0);
+        let at_once = std::sync::Barrier::new(2);
+        // Two machines of two ranks.
+        let ranks = Ddp::spawn_with(4, options, |ddp| {
+            let nth = some_first(ddp.group(), ddp.rank() % 2 == 0, || {
+                if ddp.rank() % 2 == 0 {
+                    at_once.wait();
+                }
+                if ddp.rank() == 2 {
+                    std::thread::sleep(3 * timeout / 2); // a slow download
+                }
+                Ok(order.fetch_add(1, std::sync::atomic::Ordering::SeqCst))
+            })?;
+            Ok((nth, ddp.sum(1)?))
+        })
+        .unwrap();
+        assert_eq!((ranks[0], ranks[2]), ((0, 4), (1, 4)));
+        assert_eq!(ranks[1].0 + ranks[3].0, 5, "{ranks:?}");
+    }
+
+    #[test]
+    fn a_machine_that_fails_is_an_error_on_all_ranks() {
+        let errors = Ddp::spawn(4, |ddp| {
+            let failed = some_first(ddp.group(), ddp.rank() % 2 == 0, || match ddp.rank() {
+                0 => Ok(()),
+                2 => anyhow::bail!("no network"),
+                rank => panic!("rank {rank} runs what failed"),
+            });
+            ddp.barrier()?;
+            Ok(failed.unwrap_err().to_string())
+        })
+        .unwrap();
+        assert_eq!(
+            errors,
+            ["rank 2 failed: no network", "rank 2 failed: no network", "no network", "rank 2 failed: no network"]
+        );
+    }
+
+    #[test]
+    fn in_one_machine_the_first_of_the_machine_is_rank_0() {
+        let first = std::sync::atomic::AtomicUsize::new(usize::MAX);
+        let ranks = Ddp::spawn(3, |ddp| {
+            ddp.local_main_first(|| {
+                use std::sync::atomic::Ordering::SeqCst;
+                Ok(first.compare_exchange(usize::MAX, ddp.rank(), SeqCst, SeqCst).is_ok())
+            })
+        });
+        assert_eq!(ranks.unwrap(), [true, false, false]);
     }
 
     #[test]

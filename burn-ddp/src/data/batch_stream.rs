@@ -31,18 +31,18 @@ impl<O: Send + 'static> BatchStream<O> {
     ///
     /// # Errors
     ///
-    /// The dataset's, the workers', or that of a job that has ended.
+    /// That of `list`, the dataset's, the workers', or that of a job that has ended.
     pub(super) fn take(
         &mut self,
         world: &World,
-        list: impl FnOnce() -> BatchList,
+        list: impl FnOnce() -> Result<BatchList, DataError>,
         name: impl FnOnce() -> String,
     ) -> Result<O, DataError> {
         self.taken += 1;
         let pass = match &mut self.pass {
             Some(pass) => pass,
             None => {
-                let started = self.pool.start(list());
+                let started = self.pool.start(list()?);
                 let not_started =
                     |(worker, e): (usize, std::io::Error)| DataError::WorkerNotStarted { worker, source: e.into() };
                 self.pass.insert(started.map_err(not_started)?)

@@ -37,6 +37,17 @@ pub enum DataError {
         /// Ranks in the world.
         world: usize,
     },
+    /// Only full steps are loaded, and there is none.
+    #[error(
+        "the dataset has {items} item(s), but a step takes {global_batch} over all ranks and `drop_last` leaves out \
+         steps that are not full: use a smaller batch, or leave out `drop_last`"
+    )]
+    NoFullStep {
+        /// Items in the dataset.
+        items: usize,
+        /// Items of one step over all ranks.
+        global_batch: usize,
+    },
     /// Steps are counted in 32 bits.
     #[error("an epoch has {steps} steps, the limit is {}: use a larger batch", u32::MAX - 1)]
     TooManySteps {
@@ -67,6 +78,12 @@ pub enum DataError {
         sampler: usize,
         /// Items in the dataset.
         dataset: usize,
+    },
+    /// A sampler that gives no order of the dataset.
+    #[error("the sampler gives no order of the dataset: {reason}")]
+    Sampler {
+        /// What is wrong with the weights or the order.
+        reason: String,
     },
     /// A slice that is not within the loader's dataset.
     #[error("slice {start}..{end} is not within the {items} item(s) of the loader")]

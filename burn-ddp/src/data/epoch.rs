@@ -9,7 +9,7 @@ use burn_ddp_comm::{Progress, Track};
 use super::batch_stream::BatchStream;
 use super::epoch_cursor::EpochCursor;
 use super::prefetch::BatchList;
-use super::{DataError, EpochPlan, ShardedLoader, permutation};
+use super::{DataError, EpochPlan, ShardedLoader};
 use crate::batch_weight::{LoaderBatch, Step};
 
 impl<O: Send + 'static> ShardedLoader<O> {
@@ -56,20 +56,19 @@ impl<O: Send + 'static> ShardedLoader<O> {
     }
 
     /// This rank's batches of `epoch`, as `plan` cuts it.
-    fn batch_list(&self, epoch: usize, plan: EpochPlan) -> BatchList {
+    fn batch_list(&self, epoch: usize, plan: EpochPlan) -> Result<BatchList, DataError> {
         let (rank, first) = (self.ddp().rank(), self.first());
-        let Some(seed) = self.seed() else {
+        let Some(order) = self.order().of_epoch(epoch, first..first + plan.items())? else {
             let indices = move |step| plan.loads(step, rank).map(|position| first + position).collect();
-            return BatchList { batches: plan.steps(), indices: Arc::new(indices) };
+            return Ok(BatchList { batches: plan.steps(), indices: Arc::new(indices) });
         };
         // Keeps this rank's part of the order only.
-        let order = permutation(plan.items(), seed, epoch as u64);
         let own: Vec<usize> =
-            (0..plan.steps()).flat_map(|step| plan.loads(step, rank)).map(|position| first + order[position]).collect();
+            (0..plan.steps()).flat_map(|step| plan.loads(step, rank)).map(|position| order[position]).collect();
         // All steps but the last have as many items as the first.
         let before = move |step: usize| step * plan.loads(0, rank).len();
         let indices = move |step| own[before(step)..before(step) + plan.loads(step, rank).len()].to_vec();
-        BatchList { batches: plan.steps(), indices: Arc::new(indices) }
+        Ok(BatchList { batches: plan.steps(), indices: Arc::new(indices) })
     }
 }
 
@@ -205,6 +204,8 @@ impl<O: Send + 'static> Epoch<O> {
             );
         }
         let Range { start, end } = plan.step(step);
+        // After the last step no item is left, though some may have been dropped.
+        let end = if last { plan.items() } else { end };
         loader.cursor().consume(number, self.repeats, end, plan.items());
         ddp.state().seed_batch(id, number, start);
         self.reached = step + 1;

@@ -38,6 +38,8 @@ pub struct EpochPlan {
     world: usize,
     global_batch: usize,
     steps: usize,
+    /// True if items that do not fill a step are left out.
+    drops_last: bool,
 }
 
 impl EpochPlan {
@@ -60,12 +62,41 @@ impl EpochPlan {
         if global_batch < world {
             return Err(DataError::BatchTooSmall { global_batch, world });
         }
-        let steps = steps(items, world, global_batch);
+        let plan = Self { items, consumed: 0, world, global_batch, steps: 0, drops_last: false }.after(0);
         // Step numbers have 32 bits, and count from 1.
-        if steps >= u32::MAX as usize {
-            return Err(DataError::TooManySteps { steps });
+        if plan.steps >= u32::MAX as usize {
+            return Err(DataError::TooManySteps { steps: plan.steps });
         }
-        Ok(Self { items, consumed: 0, world, global_batch, steps })
+        Ok(plan)
+    }
+
+    /// The same plan with full steps only: items at the end of the epoch's order that do not fill one are left out, as
+    /// torch's `drop_last=True` does. Every rank then has `global_batch / world_size` items in each step, where that
+    /// divides.
+    ///
+    /// # Errors
+    /// [`DataError::NoFullStep`] if the epoch has fewer items than a step.
+    ///
+    /// ```
+    /// use burn_ddp::data::EpochPlan;
+    ///
+    /// let plan = EpochPlan::new(11, 2, 4)?.drop_last()?;
+    /// assert_eq!((plan.steps(), plan.step(1), plan.step(2).len()), (2, 4..8, 0));
+    /// assert!(EpochPlan::new(3, 2, 4)?.drop_last().is_err());
+    /// # Ok::<(), burn_ddp::data::DataError>(())
+    /// ```
+    pub fn drop_last(self) -> Result<Self, DataError> {
+        let Self { items, global_batch, .. } = self;
+        match items < global_batch {
+            true => Err(DataError::NoFullStep { items, global_batch }),
+            false => Ok(Self { drops_last: true, ..self }.after(self.consumed)),
+        }
+    }
+
+    /// The plan for an epoch of `items` items with the same settings.
+    pub(super) fn of_items(&self, items: usize) -> Result<Self, DataError> {
+        let plan = Self::new(items, self.world, self.global_batch)?;
+        if self.drops_last { plan.drop_last() } else { Ok(plan) }
     }
 
     /// The plan for the rest of an epoch of which the first `consumed` items were handed out before, to any number of
@@ -92,7 +123,12 @@ impl EpochPlan {
     #[must_use]
     pub fn after(&self, consumed: usize) -> Self {
         let left = self.items.saturating_sub(consumed);
-        let steps = if left == 0 { 0 } else { steps(left, self.world, self.global_batch).max(1) };
+        let full = left / self.global_batch;
+        let steps = match left % self.global_batch {
+            // A remainder with an item for each rank is a step of its own.
+            rest if !self.drops_last => (full + usize::from(rest >= self.world)).max(usize::from(left > 0)),
+            _ => full,
+        };
         Self { consumed: self.items - left, steps, ..*self }
     }
 
@@ -116,7 +152,8 @@ impl EpochPlan {
         self.global_batch
     }
 
-    /// Steps of the plan, the same on every rank; at least one if there are items.
+    /// Steps of the plan, the same on every rank; at least one if there are items, unless the last step is
+    /// [dropped](Self::drop_last).
     pub fn steps(&self) -> usize {
         self.steps
     }
@@ -127,7 +164,8 @@ impl EpochPlan {
             return self.items..self.items;
         }
         let start = self.consumed + step * self.global_batch;
-        let end = if step + 1 == self.steps { self.items } else { start + self.global_batch };
+        let joined = step + 1 == self.steps && !self.drops_last;
+        let end = if joined { self.items } else { start + self.global_batch };
         start..end
     }
 
@@ -149,11 +187,6 @@ impl EpochPlan {
         let other = all.start + rank % all.len();
         other..other + 1
     }
-}
-
-/// Number of steps of `items` items: a remainder with an item for each rank is a step of its own.
-fn steps(items: usize, world: usize, global_batch: usize) -> usize {
-    items / global_batch + usize::from(items % global_batch >= world)
 }
 
 /// The contiguous part of `0..items` that `rank` has if `world` ranks split it: sizes differ by at most one, and the
@@ -289,6 +322,29 @@ mod tests {
             prop_assert_eq!(a.steps(), b.steps());
             for step in 0..a.steps() {
                 prop_assert_eq!(a.step(step), b.step(step));
+            }
+        }
+
+        #[test]
+        fn without_the_last_step_all_are_full_and_no_item_of_them_is_missing(
+            world in 1usize..9, more in 0usize..200, extra in 0usize..30, consumed in 0usize..300,
+        ) {
+            let (items, global_batch) = (world + more, world + extra);
+            let plan = EpochPlan::new(items, world, global_batch).unwrap();
+            let Ok(dropping) = plan.drop_last() else {
+                prop_assert!(items < global_batch);
+                return Ok(());
+            };
+            for plan in [dropping, dropping.after(consumed)] {
+                let first = plan.consumed();
+                prop_assert_eq!(plan.steps(), (items - first) / global_batch);
+                for step in 0..plan.steps() {
+                    let start = first + step * global_batch;
+                    prop_assert_eq!(plan.step(step), start..start + global_batch);
+                    let shares: Vec<usize> = (0..world).flat_map(|rank| plan.share(step, rank)).collect();
+                    prop_assert_eq!(shares, plan.step(step).collect::<Vec<_>>());
+                }
+                prop_assert!(plan.step(plan.steps()).is_empty());
             }
         }
 

@@ -144,7 +144,7 @@ impl<O: Send + 'static> EvalBatches<O> {
         let (loader, batches, nth) = (&self.loader, self.loader.len(), self.batches.taken() + 1);
         let Inner { ddp, id, .. } = &*loader.inner;
         let name = || format!("batch {nth} of {batches} of evaluation loader {id} on rank {}", ddp.rank());
-        self.batches.take(ddp.world(), || loader.batch_list(), name)
+        self.batches.take(ddp.world(), || Ok(loader.batch_list()), name)
     }
 
     /// Items that all ranks have taken, as if the others were as far as this one; and all items.

@@ -10,6 +10,7 @@ use burn::tensor::Device;
 
 use super::item_check::{Describe, Items, describe_by};
 use super::prefetch::{Pool, Source};
+use super::sampler::{Order, Sampler};
 use super::sharded_loader::Weigh;
 use super::{DataError, EpochPlan, EvalLoader, ShardedLoader};
 use crate::{Ddp, Result, agreement};
@@ -104,6 +105,10 @@ pub struct LoaderBuilder<I, O, K = Training> {
     num_workers: usize,
     /// Seed of the order of the items; `None` for the dataset's order.
     seed: Option<u64>,
+    /// Sampler of the items, for training.
+    sampler: Option<Arc<dyn Sampler>>,
+    /// True if items that do not fill a training step are left out.
+    drops_last: bool,
     device: Option<Device>,
     /// Text by which the ranks compare items, if they do.
     describe: Option<Describe<I>>,
@@ -143,6 +148,8 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
             weigh: None,
             num_workers: 0,
             seed: None,
+            sampler: None,
+            drops_last: false,
             device: None,
             describe: None,
             kind: PhantomData,
@@ -167,6 +174,7 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
     /// order of its own, which depends on `seed` and the epoch's number; in evaluation each pass has the same.
     pub fn shuffle(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
+        self.sampler = None;
         self
     }
 
@@ -218,6 +226,7 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
         kind: &str,
         loader: &str,
         dataset: &dyn Dataset<I>,
+        order: &Order,
         default_of: fn(Device) -> Device,
         more: [(&str, String); N],
     ) -> Result<(u32, Device)> {
@@ -226,14 +235,13 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
         let device = agreement::on_outcome(self.ddp.group(), "build its loader", device)?;
         let items = self.describe.take().map_or_else(Items::default, |describe| Items::read(dataset, &describe));
         let id = self.ddp.state().next_loader_id();
-        let shuffling = self.seed.map_or("off".to_string(), |seed| format!("with seed {seed}"));
         let common = [
             ("the kind of loader", kind.to_string()),
             ("the number of the loader", id.to_string()),
             ("the dataset length", dataset.len().to_string()),
             ("the world size", self.ddp.world_size().to_string()),
             ("the batch size", self.batch.to_string()),
-            ("shuffling", shuffling),
+            ("the order of the items", order.text()),
         ];
         let settings = common.into_iter().chain(more).map(|(name, value)| (name.to_string(), value));
         let settings: Vec<_> = settings.chain(items.settings).collect();
@@ -241,6 +249,15 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
             // If items change, they do so alike on all ranks.
             None => items.changing.map_or(Ok((id, device)), |changing| Err(changing.into())),
             Some(difference) => Err(DataError::LoadersDiffer { loader: format!("{loader} {id}"), difference }.into()),
+        }
+    }
+
+    /// The order of the items of a dataset of `dataset` items.
+    fn order(&mut self, dataset: usize) -> Order {
+        match (self.sampler.take(), self.seed) {
+            (Some(sampler), _) => Order::Sampled { sampler, dataset },
+            (None, Some(seed)) => Order::Shuffled { seed },
+            (None, None) => Order::Dataset,
         }
     }
 
@@ -256,6 +273,23 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
     /// last step of fewer items than ranks joins the one before.
     pub fn global_batch_size(mut self, global_batch_size: usize) -> Self {
         self.batch = BatchSize::Global(global_batch_size);
+        self
+    }
+
+    /// Takes the items of each epoch from `sampler`, on all ranks alike; the last of this call and
+    /// [`shuffle`](Self::shuffle) counts. The ranks compare the order of the first epoch.
+    pub fn sampler(mut self, sampler: impl Sampler + 'static) -> Self {
+        self.sampler = Some(Arc::new(sampler));
+        self.seed = None;
+        self
+    }
+
+    /// Leaves out the items at the end of each epoch's order that do not fill a step: other ones in every epoch, if the
+    /// loader shuffles. By default no item is left out, and the last step may give a rank as few as one item.
+    ///
+    /// For layers that need full batches (BatchNorm cannot train on one item); gradients are exact without it.
+    pub fn drop_last(mut self) -> Self {
+        self.drops_last = true;
         self
     }
 
@@ -314,7 +348,8 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
     ///
     /// On every rank alike, and the job can go on: [`DataError::LoadersDiffer`] with the settings that differ;
     /// [`DataError::EmptyDataset`], [`DataError::DatasetTooSmall`] and [`DataError::BatchTooSmall`] where a rank would
-    /// be without an item; [`Error::Invalid`](crate::Error::Invalid) that names the rank if one has no device.
+    /// be without an item; [`DataError::NoFullStep`] after [`drop_last`](Self::drop_last);
+    /// [`DataError::ItemChanges`] after [`check_items`](Self::check_items); [`Error::Invalid`](crate::Error::Invalid) that names the rank if one has no device.
     /// [`DataError::Comm`] if a peer failed.
     ///
     /// ```
@@ -338,10 +373,15 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
     #[track_caller]
     pub fn build<D: Dataset<I> + 'static>(mut self, dataset: D) -> Result<ShardedLoader<O>> {
         let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
-        let (ddp, items, seed) = (self.ddp.clone(), dataset.len(), self.seed);
+        let (ddp, order) = (self.ddp.clone(), self.order(dataset.len()));
+        let items = order.items(dataset.len());
         let weights = if self.weigh.is_some() { "the batch" } else { "its number of items" };
-        let more = [("the source of a batch's weight", weights.to_string())];
-        let (id, device) = self.agree("training", "loader", &*dataset, Device::autodiff, more)?;
+        let last_step = if self.drops_last { "dropped" } else { "loaded" };
+        let more = [
+            ("the source of a batch's weight", weights.to_string()),
+            ("a last step that is not full", last_step.to_string()),
+        ];
+        let (id, device) = self.agree("training", "loader", &*dataset, &order, Device::autodiff, more)?;
 
         // All ranks have the same settings: from here on they get the same errors.
         let global_batch = match self.batch {
@@ -349,8 +389,9 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
             BatchSize::Global(items) => items,
         };
         let plan = EpochPlan::new(items, ddp.world_size(), global_batch)?;
+        let plan = if self.drops_last { plan.drop_last()? } else { plan };
         let weigh = self.weigh.take();
-        Ok(ShardedLoader::new(ddp, id, plan, weigh, seed, self.pool(dataset, device)))
+        Ok(ShardedLoader::new(ddp, id, plan, weigh, order, self.pool(dataset, device)))
     }
 }
 
@@ -368,8 +409,9 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Evaluation> {
     #[track_caller]
     pub fn build<D: Dataset<I> + 'static>(mut self, dataset: D) -> Result<EvalLoader<O>> {
         let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
-        let (ddp, items, seed) = (self.ddp.clone(), dataset.len(), self.seed);
-        let (id, device) = self.agree("evaluation", "evaluation loader", &*dataset, Device::without_autodiff, [])?;
+        let (ddp, items, seed, order) = (self.ddp.clone(), dataset.len(), self.seed, self.order(dataset.len()));
+        let (id, device) =
+            self.agree("evaluation", "evaluation loader", &*dataset, &order, Device::without_autodiff, [])?;
 
         let (BatchSize::PerRank(batch_size) | BatchSize::Global(batch_size)) = self.batch;
         if batch_size == 0 {

@@ -7,6 +7,7 @@
 //! | [`LoaderBuilder`] | builds either; from `Ddp::loader` and `Ddp::eval_loader` |
 //! | [`Position`] | the items all ranks have consumed: what a checkpoint holds, for any world that goes on |
 //! | [`EpochPlan`], [`permutation`] | the items of each step and rank, as pure functions |
+//! | [`Sampler`], [`WeightedSampler`] | items of an epoch drawn by weight, sorted by length, or as you say |
 //! | [`ShardedDataset`] | a rank's share of any Burn `Dataset`, as a `Dataset` |
 //! | [`DistributedSampler`] | torch's arithmetic, for programs that need exactly that |
 //!
@@ -31,6 +32,7 @@ mod loader_builder;
 mod permutation;
 mod position;
 mod prefetch;
+mod sampler;
 mod sharded_dataset;
 mod sharded_loader;
 
@@ -42,6 +44,7 @@ pub use eval_loader::{EvalBatches, EvalLoader};
 pub use loader_builder::{Evaluation, LoaderBuilder, Training};
 pub use permutation::permutation;
 pub use position::Position;
+pub use sampler::{Sampler, WeightedSampler};
 pub use sharded_dataset::ShardedDataset;
 pub use sharded_loader::ShardedLoader;
 

@@ -27,18 +27,23 @@ const DOMAIN: &[u8; 16] = b"burn-ddp/shuffle";
 /// assert_eq!(items, (0..10).collect::<Vec<_>>());
 /// ```
 pub fn permutation(n: usize, seed: u64, epoch: u64) -> Vec<usize> {
-    let mut key = [0; 32];
-    key[..8].copy_from_slice(&seed.to_le_bytes());
-    key[8..16].copy_from_slice(&epoch.to_le_bytes());
-    key[16..].copy_from_slice(DOMAIN);
-    let mut rng = ChaCha8Rng::from_seed(key);
-
+    let mut next = stream(seed, epoch, DOMAIN);
     let mut order: Vec<usize> = (0..n).collect();
     for last in (1..n).rev() {
-        let drawn = below(last as u64 + 1, || rng.next_u64());
+        let drawn = below(last as u64 + 1, &mut next);
         order.swap(last, drawn as usize);
     }
     order
+}
+
+/// Random words that depend on `seed`, `epoch` and the `domain` of their use only.
+pub(super) fn stream(seed: u64, epoch: u64, domain: &[u8; 16]) -> impl FnMut() -> u64 {
+    let mut key = [0; 32];
+    key[..8].copy_from_slice(&seed.to_le_bytes());
+    key[8..16].copy_from_slice(&epoch.to_le_bytes());
+    key[16..].copy_from_slice(domain);
+    let mut rng = ChaCha8Rng::from_seed(key);
+    move || rng.next_u64()
 }
 
 /// A uniform number in `0..bound`, by Lemire's multiplication with rejection: no modulo bias at any bound.

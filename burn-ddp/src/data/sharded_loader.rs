@@ -6,6 +6,7 @@ use burn::tensor::Device;
 
 use super::epoch_cursor::EpochCursor;
 use super::prefetch::Pool;
+use super::sampler::Order;
 use super::{DataError, EpochPlan};
 use crate::{Ddp, batch_weight};
 
@@ -58,8 +59,7 @@ struct Inner<O> {
     weigh: Option<Weigh<O>>,
     /// First item of the dataset: 0, but for a slice.
     first: usize,
-    /// `None` for the dataset's order.
-    seed: Option<u64>,
+    order: Order,
     pool: Arc<Pool<O>>,
     /// Shared with the same loader on another device.
     cursor: Arc<Mutex<EpochCursor>>,
@@ -73,8 +73,9 @@ impl<O> Clone for ShardedLoader<O> {
 
 impl<O> std::fmt::Debug for ShardedLoader<O> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Inner { id, plan, seed, .. } = &*self.inner;
-        f.debug_struct("ShardedLoader").field("id", id).field("plan", plan).field("seed", seed).finish_non_exhaustive()
+        let Inner { id, plan, order, .. } = &*self.inner;
+        let mut f = f.debug_struct("ShardedLoader");
+        f.field("id", id).field("plan", plan).field("seed", &order.seed()).finish_non_exhaustive()
     }
 }
 
@@ -84,10 +85,10 @@ impl<O: Send + 'static> ShardedLoader<O> {
         id: u32,
         plan: EpochPlan,
         weigh: Option<Weigh<O>>,
-        seed: Option<u64>,
+        order: Order,
         pool: Arc<Pool<O>>,
     ) -> Self {
-        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, first: 0, seed, pool, cursor: Arc::default() }) }
+        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, first: 0, order, pool, cursor: Arc::default() }) }
     }
 
     /// The epoch that [`iter`](Self::iter) begins next.
@@ -107,7 +108,7 @@ impl<O: Send + 'static> ShardedLoader<O> {
     }
 
     /// Items of a full step over all ranks. The last step of an epoch may have fewer, or more by less than one per
-    /// rank.
+    /// rank, unless it is [dropped](super::LoaderBuilder::drop_last).
     pub fn items_per_step(&self) -> usize {
         self.inner.plan.global_batch()
     }
@@ -152,7 +153,11 @@ impl<O: Send + 'static> ShardedLoader<O> {
     }
 
     pub(super) fn seed(&self) -> Option<u64> {
-        self.inner.seed
+        self.inner.order.seed()
+    }
+
+    pub(super) fn order(&self) -> &Order {
+        &self.inner.order
     }
 
     pub(super) fn cursor(&self) -> MutexGuard<'_, EpochCursor> {
@@ -161,21 +166,22 @@ impl<O: Send + 'static> ShardedLoader<O> {
 
     /// The same loader, counting the same epochs, with batches on `device`.
     pub(super) fn on_device(&self, device: &Device) -> Self {
-        let Inner { ddp, id, plan, weigh, first, seed, pool, cursor } = &*self.inner;
+        let Inner { ddp, id, plan, weigh, first, order, pool, cursor } = &*self.inner;
         let (ddp, weigh, pool, cursor) = (ddp.clone(), weigh.clone(), pool.on_device(device), cursor.clone());
-        let (id, plan, first, seed) = (*id, *plan, *first, *seed);
-        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, first, seed, pool, cursor }) }
+        let (id, plan, first, order) = (*id, *plan, *first, order.clone());
+        Self { inner: Arc::new(Inner { ddp, id, plan, weigh, first, order, pool, cursor }) }
     }
 
-    /// A loader of its own for the items `start..end`.
+    /// A loader of its own for the items `start..end`; for those at these places of each epoch, if a sampler orders
+    /// them.
     pub(super) fn sliced(&self, start: usize, end: usize) -> Result<Self, DataError> {
-        let Inner { ddp, plan, weigh, first, seed, pool, .. } = &*self.inner;
+        let Inner { ddp, plan, weigh, first, order, pool, .. } = &*self.inner;
         if start > end || end > plan.items() {
             return Err(DataError::SliceOutOfRange { start, end, items: plan.items() });
         }
-        let plan = EpochPlan::new(end - start, plan.world_size(), plan.global_batch())?;
+        let plan = plan.of_items(end - start)?;
         let (ddp, id) = (ddp.clone(), ddp.state().next_loader_id());
-        let (weigh, first, seed, pool) = (weigh.clone(), first + start, *seed, pool.clone());
-        Ok(Self { inner: Arc::new(Inner { ddp, id, plan, weigh, first, seed, pool, cursor: Arc::default() }) })
+        let (weigh, first, order, pool) = (weigh.clone(), first + start, order.clone(), pool.clone());
+        Ok(Self { inner: Arc::new(Inner { ddp, id, plan, weigh, first, order, pool, cursor: Arc::default() }) })
     }
 }

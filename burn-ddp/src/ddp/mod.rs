@@ -9,8 +9,8 @@ use std::sync::Arc;
 use burn::tensor::Device;
 use burn_ddp_comm::{ProcessGroup, World};
 
+use crate::Result;
 use crate::telemetry::Telemetry;
-use crate::{Error, Result, main_first};
 use shared_state::SharedState;
 
 /// One rank's membership in a data-parallel job: its number, its peers, and everything they do together.
@@ -137,8 +137,9 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the machine has fewer GPUs than ranks, unless `BURN_DDP_SHARE_DEVICES=1` wants them
-    /// shared; if `BURN_DEVICE` names what is not built in; if burn-ddp was built without any backend.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the machine has fewer GPUs than ranks, unless
+    /// `BURN_DDP_SHARE_DEVICES=1` wants them shared; if `BURN_DEVICE` names what is not built in; if burn-ddp was built
+    /// without any backend.
     pub fn device(&self) -> Result<Device> {
         crate::device::of_rank(self.local_rank(), self.world().local_world_size())
     }
@@ -164,7 +165,7 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if `items` is negative or not finite.
+    /// [`Error::Invalid`](crate::Error::Invalid) if `items` is negative or not finite.
     pub fn set_batch_items(&self, items: f64) -> Result<()> {
         self.state.batch_weight.set(items)
     }
@@ -188,44 +189,10 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Comm`] if a peer failed or does not come in time.
+    /// [`Error::Comm`](crate::Error::Comm) if a peer failed or does not come in time.
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
         Ok(self.group().barrier()?)
-    }
-
-    /// Runs `f` on rank 0 first and then, if that went well, on the others: for downloads into a shared cache.
-    /// *Collective*. `f` may take longer than the deadline of a collective: the others wait as long as rank 0 lives.
-    ///
-    /// # Errors
-    ///
-    /// Rank 0 gets the error of `f`; the others get [`Error::Rank`] with its text, and do not run `f`.
-    ///
-    /// # Example
-    ///
-    /// ```
-    /// # use burn_ddp::prelude::*;
-    /// use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-    /// let calls = AtomicUsize::new(0);
-    /// let order = Ddp::spawn(2, |ddp| ddp.main_first(|| Ok(calls.fetch_add(1, SeqCst))))?;
-    /// assert_eq!(order, [0, 1]);
-    /// # Ok::<(), burn_ddp::Error>(())
-    /// ```
-    #[track_caller]
-    pub fn main_first<T>(&self, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
-        if self.is_main() {
-            let result = main_first::at_work(self.group(), f);
-            let outcome: Result<(), String> = result.as_ref().map(|_| ()).map_err(|e| format!("{e:#}"));
-            let sent = main_first::outcome_of_main(self.group(), Some(outcome));
-            // The others may be gone by then: the cause comes first.
-            let value = result?;
-            sent?.ok();
-            Ok(value)
-        } else {
-            let outcome: Result<(), String> = main_first::outcome_of_main(self.group(), None)?;
-            outcome.map_err(|reason| Error::Rank { rank: 0, reason })?;
-            f()
-        }
     }
 
     /// Ends the job: waits for checkpoints under way and for all ranks, then says goodbye. *Collective*. A rank may
@@ -233,7 +200,8 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Comm`] if a peer failed or does not come in time; [`Error::File`] if a checkpoint could not be written.
+    /// [`Error::Comm`](crate::Error::Comm) if a peer failed or does not come in time; [`Error::File`](crate::Error::File)
+    /// if a checkpoint could not be written.
     #[track_caller]
     pub fn finish(self) -> Result<()> {
         self.state.finish_background_writes()?;

@@ -234,7 +234,7 @@ fn ranks_that_build_differently_all_hear_what_differs() {
         ),
         (
             |ddp| ddp.loader(Keep).shuffle(ddp.rank() as u64 / 2).build(numbers(10)),
-            "shuffling is with seed 0 on ranks 0, 1 and with seed 1 on rank 2",
+            "the order of the items is shuffled with seed 0 on ranks 0, 1 and shuffled with seed 1 on rank 2",
         ),
         (
             |ddp| match ddp.rank() {

@@ -5,6 +5,7 @@ mod differing_ranks;
 mod eval;
 mod resume;
 mod same_data;
+mod sampled;
 mod train;
 
 use std::time::Duration;

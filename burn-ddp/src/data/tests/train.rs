@@ -7,7 +7,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::Tensor;
 
 use super::*;
-use crate::data::permutation;
+use crate::data::{EpochPlan, permutation};
 use crate::telemetry::listener::Listener;
 
 /// Batches of an epoch: `[rank][step][item]`.
@@ -54,6 +54,64 @@ fn steps_hold_the_same_items_at_any_world_size() {
     for world in 2..=4 {
         assert_eq!(at(world), alone, "world of {world}");
     }
+}
+
+/// Steps and items per rank as torch's `DataLoader(dataset, batch, sampler=DistributedSampler(…, drop_last=True),
+/// drop_last=True)` has them.
+#[test]
+fn without_the_last_step_batches_are_those_of_torch() {
+    for line in include_str!("torch_drop_last.txt").lines().filter(|line| !line.starts_with('#')) {
+        let numbers: Vec<usize> = line.split(' ').map(|number| number.parse().unwrap()).collect();
+        let [items, world, batch, steps] = numbers[..] else { panic!("{line}") };
+        match EpochPlan::new(items, world, world * batch).and_then(EpochPlan::drop_last) {
+            Ok(plan) => {
+                let shares = |rank| (0..plan.steps()).map(|step| plan.share(step, rank).len()).collect::<Vec<_>>();
+                (0..world).for_each(|rank| assert_eq!(shares(rank), vec![batch; steps], "{line}"));
+            }
+            Err(_) => assert_eq!(steps, 0, "{line}"),
+        }
+    }
+}
+
+#[test]
+fn without_the_last_step_each_epoch_leaves_out_other_items_and_goes_on_with_the_next() {
+    let read: Vec<Vec<Vec<usize>>> = spawn(2, |ddp| {
+        let train = ddp.loader(Keep).batch_size(2).shuffle(3).drop_last().build(numbers(11))?;
+        assert_eq!(train.steps_per_epoch(), 2);
+        let mut epochs = Vec::new();
+        for epoch in train.epochs(0..3) {
+            let number = epoch.number();
+            let batches = epoch.collect::<Result<Vec<_>, _>>()?;
+            assert!(batches.iter().all(|batch| batch.len() == 2), "{batches:?}");
+            assert_eq!((train.position().epoch(), train.position().consumed()), (number + 1, 0));
+            epochs.push(batches.concat());
+        }
+        let slice = DataLoader::slice(&train, 0, 6).iter().collect::<Result<Vec<_>, _>>()?.concat();
+        assert_eq!(slice.len(), 2);
+        let error = ddp.loader(Keep).batch_size(2).drop_last().build(numbers(3)).unwrap_err().to_string();
+        assert!(error.contains("3 item(s), but a step takes 4 over all ranks"), "{error}");
+        Ok(epochs)
+    });
+    for epoch in 0..3 {
+        assert_eq!([&read[0][epoch][..2], &read[1][epoch][..2]].concat(), permutation(11, 3, epoch as u64)[..4]);
+    }
+}
+
+/// After the last full step in a run with a larger batch, a smaller one has no step left either.
+#[test]
+fn a_resumed_epoch_has_no_items_that_were_dropped() {
+    spawn(2, |ddp| {
+        let train = |batch| ddp.loader(Keep).batch_size(batch).drop_last().build(numbers(11));
+        let before = train(4)?;
+        for batch in before.iter() {
+            batch?;
+        }
+        let after = train(1)?;
+        after.resume(&before.position())?;
+        let numbers: Vec<_> = after.epochs(0..2).map(|epoch| (epoch.number(), epoch.len(), epoch.count())).collect();
+        assert_eq!(numbers, [(1, 5, 5)]);
+        Ok(())
+    });
 }
 
 #[test]
