@@ -94,4 +94,5 @@ fn the_documents_show_this_program() {
     assert!(ours.len() > 10, "{ours:?}");
     assert_eq!(main_function(include_str!("../../../README.md")), ours);
     assert_eq!(main_function(include_str!("../../../docs/quickstart.md")), ours);
+    assert_eq!(main_function(include_str!("../../../docs/migrating.md")), ours);
 }
