@@ -52,6 +52,20 @@ fn files_with_unsafe_code_are_listed() {
     );
 }
 
+#[test]
+fn every_variable_is_in_the_configuration_page() {
+    let page = std::fs::read_to_string(root().join("docs/configuration.md")).unwrap();
+    let mut missing = BTreeSet::new();
+    for (name, text) in sources() {
+        let is_test = name.starts_with("tests/") || name.split('/').any(|part| part.trim_end_matches(".rs") == "tests");
+        let parts = text.split("\"BURN_DDP_").skip(1).filter(|_| !is_test);
+        let variables = parts.filter_map(|rest| rest.split_once('"')).map(|(variable, _)| variable);
+        let names = variables.filter(|variable| variable.chars().all(|c| c.is_ascii_uppercase() || c == '_'));
+        missing.extend(names.map(|v| format!("BURN_DDP_{v}")).filter(|v| !page.contains(&format!("`{v}`"))));
+    }
+    assert!(missing.is_empty(), "docs/configuration.md lacks {missing:?}");
+}
+
 /// Without this in its root a crate's files could use unsafe code and not say so.
 #[test]
 fn unsafe_code_is_denied_in_every_crate() {
