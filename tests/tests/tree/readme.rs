@@ -54,10 +54,11 @@ mod program {
     pub(super) fn main() -> anyhow::Result<()> {
         let ddp = Ddp::init()?;
         let device = ddp.device()?.autodiff();
+        ddp.seed(&device, 42);
         let mut model = ddp.wrap(ModelConfig::new().init(&device))?;
         let mut optim = AdamConfig::new().init();
         let train = ddp.loader(MyBatcher).batch_size(64).shuffle(42)
-            .set_device(device).build(MyDataset::open()?)?;
+            .build(MyDataset::open()?)?;
 
         for epoch in train.epochs(0..10) {
             for batch in epoch {
