@@ -54,7 +54,7 @@
 //! | [`comm`] | the layer below: worlds, process groups, collectives on slices; knows nothing of Burn |
 //! | [`Error`] | what can go wrong |
 //!
-//! The repository's `docs/` has concepts, architecture, numerics and errors.
+//! The repository's `docs/` has a quickstart, errors, architecture and numerics.
 #![deny(unsafe_code)]
 // Burn deprecates these backends; they are still supported.
 #![cfg_attr(any(feature = "ndarray", feature = "tch"), allow(deprecated))]

@@ -9,16 +9,19 @@ use burn::data::dataset::{Dataset, DatasetError};
 use burn::prelude::*;
 
 /// The text that comes with the program: pages of this project's documentation.
-const BUNDLED: [&str; 12] = [
+const BUNDLED: [&str; 15] = [
     include_str!("../../../README.md"),
     include_str!("../../../docs/quickstart.md"),
-    include_str!("../../../docs/concepts.md"),
+    include_str!("../../../docs/migrating.md"),
     include_str!("../../../docs/data.md"),
     include_str!("../../../docs/models.md"),
     include_str!("../../../docs/checkpoints.md"),
     include_str!("../../../docs/launching.md"),
     include_str!("../../../docs/observability.md"),
     include_str!("../../../docs/errors.md"),
+    include_str!("../../../docs/devices-and-engines.md"),
+    include_str!("../../../docs/trainer.md"),
+    include_str!("../../../docs/numerics.md"),
     include_str!("../../../docs/security.md"),
     include_str!("../../../docs/architecture.md"),
     include_str!("../../../docs/design-faq.md"),
