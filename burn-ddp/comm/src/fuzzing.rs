@@ -2,13 +2,9 @@
 //! finding.
 #![allow(missing_docs)]
 
-use std::io::{ErrorKind, Write};
-use std::os::unix::net::UnixStream;
-
 use crate::Secret;
 use crate::frame::{PREFIX_BYTES, Prefix};
 use crate::membership::ControlMessage;
-use crate::net::wire::Wire;
 use crate::post_mortem::{Event, PostMortem};
 use crate::store::protocol::{MESSAGE_CAP, Request, Response};
 use crate::store::table::Table;
@@ -29,19 +25,7 @@ pub fn frame(bytes: &[u8]) {
 }
 
 pub fn wire(bytes: &[u8]) {
-    const CAP: usize = 512;
-    let Ok((mut theirs, ours)) = UnixStream::pair() else { return };
-    // Within what a socket buffers, so that one thread suffices.
-    theirs.write_all(&bytes[..bytes.len().min(16 * 1024)]).expect("the buffer takes it");
-    drop(theirs);
-    let mut wire = Wire::new(std::os::fd::OwnedFd::from(ours), CAP).expect("a socket");
-    let end = loop {
-        match wire.next::<Request>() {
-            Ok(message) => assert!(message.is_some(), "the other end is closed, there is nothing to wait for"),
-            Err(e) => break e,
-        }
-    };
-    assert!(matches!(end.kind(), ErrorKind::UnexpectedEof | ErrorKind::InvalidData), "{end}");
+    crate::net::wire::fuzz(bytes);
 }
 
 pub fn store(mut bytes: &[u8]) {

@@ -21,8 +21,9 @@ const STEPS: usize = 600;
 /// So many connections must come before a job under attack ends.
 const ENOUGH: usize = 20;
 /// Sizes of the handshake's messages.
-const CHALLENGE: usize = 48;
-const PROOF: usize = 96;
+const GREETING: usize = 48;
+const OPENING: usize = 84;
+const ANSWER: usize = 256;
 
 /// One attack at a time: each measures, needs many descriptors, and its attackers find whoever listens in this process.
 static TURN: Mutex<()> = Mutex::new(());
@@ -158,12 +159,11 @@ fn noise(len: usize) -> Vec<u8> {
 }
 
 /// What begins like a message of the handshake.
-fn message(len: usize, kind: u8, rank: u32, group: u64) -> Vec<u8> {
+fn message(len: usize, kind: u8, group: u64) -> Vec<u8> {
     let mut bytes = noise(len);
     bytes[..8].copy_from_slice(b"burn-ddp");
     bytes[8..10].copy_from_slice(&burn_ddp_comm::frame::PROTOCOL_VERSION.to_le_bytes());
-    bytes[10..12].copy_from_slice(&[kind, 0]);
-    bytes[12..16].copy_from_slice(&rank.to_le_bytes());
+    bytes[10..16].copy_from_slice(&[kind, 0, 0, 0, 0, 0]);
     bytes[16..24].copy_from_slice(&group.to_le_bytes());
     bytes
 }
@@ -178,7 +178,7 @@ fn must_be_refused(mut stream: TcpStream) {
         Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => return,
         Err(e) => panic!("{e}"),
     }
-    let verdict = said.get(CHALLENGE + 10);
+    let verdict = said.get(GREETING + 10);
     assert!(matches!(verdict, None | Some(2 | 3)), "a stranger got the verdict {verdict:?}: {said:?}");
 }
 
@@ -198,9 +198,9 @@ fn random_bytes() {
 fn a_wrong_secret_for_every_purpose() {
     withstands("wrong secret", |ports, _| {
         for port in ports {
-            for (kind, rank, group) in [(1, 0, 0), (2, 1, 0), (2, 2, 0), (3, 1, 1), (3, 2, 2), (0, 0, 0), (255, 9, 9)] {
+            for (kind, group) in [(1, 0), (2, 0), (3, 1), (3, 2), (0, 0), (255, 9)] {
                 if let Some(mut stream) = connect(*port) {
-                    let _ = stream.write_all(&message(PROOF, kind, rank, group));
+                    let _ = stream.write_all(&message(OPENING, kind, group));
                     must_be_refused(stream);
                 }
             }
@@ -215,14 +215,14 @@ fn a_wrong_secret_for_every_purpose() {
 fn truncated_and_oversized_messages() {
     withstands("truncated and oversized", |ports, _| {
         for port in ports {
-            for len in [1, 8, 10, 47, PROOF - 1] {
+            for len in [1, 8, 10, 47, OPENING - 1] {
                 if let Some(mut stream) = connect(*port) {
-                    // It ends in the middle of its proof.
-                    let _ = stream.write_all(&message(PROOF, 2, 1, 0)[..len]);
+                    // It ends in the middle of its opening.
+                    let _ = stream.write_all(&message(OPENING, 2, 0)[..len]);
                 }
             }
             if let Some(mut stream) = connect(*port) {
-                let _ = stream.write_all(&message(1 << 16, 3, 2, 1));
+                let _ = stream.write_all(&message(1 << 16, 3, 1));
                 must_be_refused(stream);
             }
         }
@@ -234,7 +234,7 @@ fn a_thousand_idle_connections() {
     withstands("1,000 idle connections", |ports, held| {
         held.retain(|stream| {
             stream.set_nonblocking(true).unwrap();
-            // The challenge lies there until the connection is closed.
+            // The greeting lies there until the connection is closed.
             !matches!(stream.peek(&mut [0; 1]), Ok(0)) && stream.take_error().is_ok_and(|error| error.is_none())
         });
         for port in ports.iter().cycle().take(1000_usize.saturating_sub(held.len())) {
@@ -253,8 +253,8 @@ fn slow_loris() {
                 break;
             }
         }
-        // One byte to each, of a proof that will never be whole.
-        let bytes = message(PROOF, 2, 1, 0);
+        // One byte to each, of an opening that will never be whole.
+        let bytes = message(OPENING, 2, 0);
         held.retain(|mut stream| {
             let nth = stream.local_addr().map_or(0, |address| usize::from(address.port())) % 8;
             stream.write(&bytes[nth..=nth]).is_ok()
@@ -273,7 +273,7 @@ fn data_of_another_job() {
                 must_be_refused(stream);
             }
             if let Some(mut stream) = connect(*port) {
-                let _ = stream.write_all(&message(PROOF, 3, 2, 1));
+                let _ = stream.write_all(&message(OPENING, 3, 1));
                 let _ = stream.write_all(&noise(4096));
                 held.truncate(100);
                 held.push(stream);
@@ -325,8 +325,8 @@ fn a_replayed_handshake() {
     let server = StoreServer::bind("127.0.0.1:0", &job).unwrap();
     let recorded = record(&job, server.local_addr());
     assert_eq!(&recorded.by_server[..8], b"burn-ddp");
-    assert!(recorded.by_client.len() > PROOF, "the proof, and a request");
-    assert_eq!(recorded.by_server[CHALLENGE + 10], 0, "the honest client was welcome");
+    assert!(recorded.by_client.len() > OPENING, "the opening, and a request");
+    assert_eq!(recorded.by_server[GREETING + 10], 0, "the honest client was welcome");
     let honest = StoreClient::connect(&server.local_addr().to_string(), &job, PATIENCE).unwrap();
     honest.set("k", b"since changed").unwrap();
 
@@ -362,15 +362,15 @@ fn a_reflected_handshake() {
     for other in [false, true] {
         let mut stream = connect(server.local_addr()).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        let mut challenge = vec![0; CHALLENGE];
-        stream.read_exact(&mut challenge).unwrap();
+        let mut greeting = vec![0; GREETING];
+        stream.read_exact(&mut greeting).unwrap();
         let mut target = if other { connect(server.local_addr()).unwrap() } else { stream.try_clone().unwrap() };
         target.set_read_timeout(Some(PATIENCE)).unwrap();
-        challenge.resize(PROOF, 0);
-        target.write_all(&challenge).unwrap();
+        greeting.resize(OPENING, 0);
+        target.write_all(&greeting).unwrap();
         let mut said = Vec::new();
         let _ = target.read_to_end(&mut said);
-        let answer = if other { said.get(CHALLENGE..) } else { Some(&said[..]) }.unwrap_or_default();
+        let answer = if other { said.get(GREETING..) } else { Some(&said[..]) }.unwrap_or_default();
         assert!(answer.is_empty() || matches!(answer[10], 2 | 3), "{answer:?}");
     }
     // What a client says, said back to it as if by a store.
@@ -379,19 +379,12 @@ fn a_reflected_handshake() {
     thread::scope(|s| {
         s.spawn(|| {
             let (mut stream, _) = mirror.accept().unwrap();
-            stream
-                .write_all(&{
-                    let mut bytes = message(CHALLENGE, 1, 0, 0);
-                    bytes[12..16].fill(0);
-                    bytes
-                })
-                .unwrap();
-            let mut proof = vec![0; PROOF];
-            stream.read_exact(&mut proof).unwrap();
-            // As an answer of welcome: 256 bytes, the client's own signature at the end.
-            let mut answer = message(256, 0, 0, 0);
-            answer[12..224].fill(0);
-            answer[224..].copy_from_slice(&proof[PROOF - 32..]);
+            stream.write_all(&message(GREETING, 1, 0)).unwrap();
+            let mut opening = vec![0; OPENING];
+            stream.read_exact(&mut opening).unwrap();
+            // As an answer of welcome: what the client sealed.
+            let mut answer = message(ANSWER, 0, 0);
+            answer[12..64].copy_from_slice(&opening[32..]);
             stream.write_all(&answer).unwrap();
             let _ = stream.read_to_end(&mut Vec::new());
         });

@@ -1,33 +1,38 @@
-//! The start of every connection: both sides prove that they know the key, before anything else is parsed.
+//! The start of every connection: both sides prove that they know the key, and agree on keys of this connection alone,
+//! before anything else is parsed.
 //!
-//! Three messages of fixed size, little endian. Magic and version stand first and keep their place in every version, so
-//! that two versions can recognise each other.
+//! Noise `NNpsk0` in three messages of fixed size, little endian. Magic and version stand first and keep their place in
+//! every version, so that two versions can recognise each other.
 //!
 //! ```text
-//! challenge, by the one who accepts       proof, by the one who connects          answer, by the one who accepts
+//! greeting, by the one who accepts        opening, by the one who connects        answer, by the one who accepts
 //!  0  8  magic "burn-ddp"                  0  8  magic                             0    8  magic
 //!  8  2  version                           8  2  version                           8    2  version
-//! 10  1  role: 1 store, 2 rank            10  1  purpose: 1 store, 2 control,     10    1  verdict
-//! 11  1  zero                                    3 data                           11    1  zero
-//! 12  4  rank                             11  1  zero                             12  212  reason, UTF-8, then zeros
-//! 16 32  nonce                            12  4  rank                            224   32  signature
-//!                                         16  8  group
-//!                                         24  8  tag of the job
-//!                                         32 32  nonce
-//!                                         64 32  signature
+//! 10  1  role: 1 store, 2 rank            10  1  purpose: 1 store, 2 control,     10    1  0 Noise, 2 another job,
+//! 11  1  zero                                    3 data                                    3 another key
+//! 12  4  rank                             11  5  zero                             11    1  zero
+//! 16 32  nonce                            16  8  group                            12  244  Noise: e, ee, and sealed:
+//!                                         24  8  tag of the job                             0 welcome or 1 refused,
+//!                                         32 52  Noise: psk, e, and sealed: rank            the reason, UTF-8, zeros
 //! ```
 //!
-//! The proof signs the challenge and itself, the answer signs all three, each under a name of its own. So a signature
-//! is worth nothing on another connection (the nonces differ), in the other direction (the names differ), at another
-//! listener (role and rank are in it) or for another purpose.
+//! The greeting and the clear part of the opening are the prologue of Noise: neither end goes on unless both saw the
+//! same. The nonce makes the opening worthless on any other connection, so it proves the key before it is answered. The
+//! answer proves it to the one who connects. A refusal that is not sealed is only a number.
+//!
+//! Store and control connections go on with [records](crate::net::wire) under the keys that were agreed. Data
+//! connections go on in the clear.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use snow::HandshakeState;
 use socket2::Socket;
 
-use super::key::{KEY_BYTES, Key, random};
+use super::key::{Key, random};
+use super::noise::{self, PUBLIC_KEY_BYTES, to_io};
+use super::secure_stream::{SEAL_BYTES, SecureStream, SessionKeys};
 use crate::auth::job_key::JobTag;
 use crate::frame::PROTOCOL_VERSION;
 use crate::net::wait::wait;
@@ -37,16 +42,16 @@ pub(crate) const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
 
 const MAGIC: [u8; 8] = *b"burn-ddp";
 
-pub(super) const CHALLENGE_BYTES: usize = 48;
-pub(super) const PROOF_BYTES: usize = 96;
-const PROOF_SIGNED: usize = PROOF_BYTES - KEY_BYTES;
+pub(super) const GREETING_BYTES: usize = 48;
+/// Part of the opening that is not Noise's.
+const CLEAR_BYTES: usize = 32;
+/// What the opening seals: a rank.
+const RANK_BYTES: usize = 4;
+pub(super) const OPENING_BYTES: usize = CLEAR_BYTES + PUBLIC_KEY_BYTES + RANK_BYTES + SEAL_BYTES;
 const ANSWER_BYTES: usize = 256;
-const ANSWER_SIGNED: usize = ANSWER_BYTES - KEY_BYTES;
-const TEXT: std::ops::Range<usize> = 12..ANSWER_SIGNED;
-
-/// Names under which the two sides sign.
-const BY_CLIENT: &[u8] = b"burn-ddp client";
-const BY_LISTENER: &[u8] = b"burn-ddp listener";
+const ANSWER_NOISE: usize = 12;
+/// What the answer seals: the verdict and its reason.
+const VERDICT_BYTES: usize = ANSWER_BYTES - ANSWER_NOISE - PUBLIC_KEY_BYTES - SEAL_BYTES;
 
 /// The listening side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,31 +73,37 @@ pub(crate) enum Purpose {
 
 /// First message, by the listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Challenge(pub(super) [u8; CHALLENGE_BYTES]);
+pub(crate) struct Greeting(pub(super) [u8; GREETING_BYTES]);
 
 /// Second message, by the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Proof(pub(super) [u8; PROOF_BYTES]);
+pub(crate) struct Opening(pub(super) [u8; OPENING_BYTES]);
 
 /// Last message, by the listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Answer(pub(super) [u8; ANSWER_BYTES]);
 
-/// Outcome of a handshake for the client.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
-    Welcome,
-    /// A sentence, signed.
-    Refused(String),
-    /// Unsigned, for want of a common key: the jobs differ.
-    OtherJob,
-    /// Unsigned, for want of a common key: the jobs are the same.
-    OtherSecret,
+/// A client that has proved to know the key, not answered yet.
+pub(crate) struct Proved {
+    pub(crate) purpose: Purpose,
+    noise: HandshakeState,
 }
 
-impl Challenge {
+/// Outcome of a handshake for the client.
+#[derive(Debug)]
+pub(crate) enum Verdict {
+    Welcome(SessionKeys),
+    /// A sentence, sealed.
+    Refused(String),
+    /// Not sealed, for want of a common key: the jobs differ.
+    OtherJob,
+    /// Not sealed, for want of a common key: the jobs are the same.
+    OtherKey,
+}
+
+impl Greeting {
     pub(crate) fn new(role: Role) -> io::Result<Self> {
-        let mut bytes = start::<CHALLENGE_BYTES>();
+        let mut bytes = start::<GREETING_BYTES>();
         match role {
             Role::Store => bytes[10] = 1,
             Role::Rank(rank) => {
@@ -114,86 +125,104 @@ impl Challenge {
     }
 }
 
-impl Proof {
-    pub(crate) fn new(key: &Key, tag: JobTag, purpose: Purpose, challenge: &Challenge) -> io::Result<Self> {
-        let mut bytes = start::<PROOF_BYTES>();
+impl Opening {
+    /// Opening for `purpose`, and the client's part of the handshake, which awaits the answer.
+    pub(crate) fn new(
+        key: &Key,
+        tag: JobTag,
+        purpose: Purpose,
+        greeting: &Greeting,
+    ) -> io::Result<(Self, HandshakeState)> {
+        let mut bytes = start::<OPENING_BYTES>();
         let (kind, rank, group) = match purpose {
             Purpose::Store => (1, 0, 0),
             Purpose::Control { rank } => (2, rank, 0),
             Purpose::Data { rank, group } => (3, rank, group),
         };
         bytes[10] = kind;
-        bytes[12..16].copy_from_slice(&rank.to_le_bytes());
         bytes[16..24].copy_from_slice(&group.to_le_bytes());
-        bytes[24..32].copy_from_slice(&tag);
-        bytes[32..PROOF_SIGNED].copy_from_slice(&random()?);
-        let signature = key.sign(&[BY_CLIENT, &challenge.0, &bytes[..PROOF_SIGNED]]);
-        bytes[PROOF_SIGNED..].copy_from_slice(&signature);
-        Ok(Self(bytes))
-    }
-
-    /// Purpose that it asks for.
-    ///
-    /// # Errors
-    /// What is wrong with it, if it is not of this protocol.
-    pub(crate) fn purpose(&self) -> Result<Purpose, Foreign> {
-        check(&self.0)?;
-        let rank = u32::from_le_bytes(part(&self.0, 12));
-        let group = u64::from_le_bytes(part(&self.0, 16));
-        match (self.0[10], self.0[11], rank, group) {
-            (1, 0, 0, 0) => Ok(Purpose::Store),
-            (2, 0, rank, 0) => Ok(Purpose::Control { rank }),
-            (3, 0, rank, group) => Ok(Purpose::Data { rank, group }),
-            _ => Err(Foreign::NotOurs),
-        }
+        bytes[24..CLEAR_BYTES].copy_from_slice(&tag);
+        let mut noise = begin(key, greeting, &bytes, true).map_err(to_io)?;
+        noise.write_message(&rank.to_le_bytes(), &mut bytes[CLEAR_BYTES..]).map_err(to_io)?;
+        Ok((Self(bytes), noise))
     }
 
     pub(crate) fn tag(&self) -> JobTag {
         part(&self.0, 24)
     }
 
-    /// True if its sender knows the key.
-    pub(crate) fn is_signed_by(&self, key: &Key, challenge: &Challenge) -> bool {
-        key.verify(&[BY_CLIENT, &challenge.0, &self.0[..PROOF_SIGNED]], &part(&self.0, PROOF_SIGNED))
+    /// Checks that it is of this protocol.
+    pub(crate) fn check(&self) -> Result<(), Foreign> {
+        check(&self.0)
+    }
+
+    /// Opens it by `key`; `None` if its sender does not know the key, or does not answer this greeting.
+    pub(crate) fn prove(&self, key: &Key, greeting: &Greeting) -> Option<Proved> {
+        let mut noise = begin(key, greeting, &self.0, false).ok()?;
+        let mut rank = [0; RANK_BYTES];
+        noise.read_message(&self.0[CLEAR_BYTES..], &mut rank).ok()?;
+        let (rank, group) = (u32::from_le_bytes(rank), u64::from_le_bytes(part(&self.0, 16)));
+        let purpose = match (self.0[10], rank, group) {
+            _ if self.0[11..16] != [0; 5] => return None,
+            (1, 0, 0) => Purpose::Store,
+            (2, rank, 0) => Purpose::Control { rank },
+            (3, rank, group) => Purpose::Data { rank, group },
+            _ => return None,
+        };
+        Some(Proved { purpose, noise })
+    }
+}
+/// Noise of a connection with this greeting and the opening's clear bytes.
+fn begin(
+    key: &Key,
+    greeting: &Greeting,
+    opening: &[u8; OPENING_BYTES],
+    initiator: bool,
+) -> Result<HandshakeState, snow::Error> {
+    let prologue = [&greeting.0[..], &opening[..CLEAR_BYTES]].concat();
+    noise::handshake(key, &prologue, greeting.role() == Some(Role::Store), initiator)
+}
+
+impl Proved {
+    /// Answer to this client, and the keys of a connection that is welcome.
+    pub(crate) fn answer(mut self, verdict: Result<(), &str>) -> io::Result<(Answer, SessionKeys)> {
+        let mut said = [0; VERDICT_BYTES];
+        if let Err(cause) = verdict {
+            said[0] = 1;
+            let cause = &cause[..cause.floor_char_boundary(VERDICT_BYTES - 1)];
+            said[1..=cause.len()].copy_from_slice(cause.as_bytes());
+        }
+        let mut bytes = start::<ANSWER_BYTES>();
+        self.noise.write_message(&said, &mut bytes[ANSWER_NOISE..]).map_err(to_io)?;
+        Ok((Answer(bytes), SessionKeys::of(self.noise)?))
     }
 }
 
 impl Answer {
-    /// Answer to a proof of `key`.
-    pub(crate) fn signed(key: &Key, verdict: Result<(), &str>, challenge: &Challenge, proof: &Proof) -> Self {
-        let mut bytes = start::<ANSWER_BYTES>();
-        if let Err(cause) = verdict {
-            bytes[10] = 1;
-            let cause = &cause[..cause.floor_char_boundary(TEXT.len())];
-            bytes[TEXT][..cause.len()].copy_from_slice(cause.as_bytes());
-        }
-        let signature = key.sign(&[BY_LISTENER, &challenge.0, &proof.0, &bytes[..ANSWER_SIGNED]]);
-        bytes[ANSWER_SIGNED..].copy_from_slice(&signature);
-        Self(bytes)
-    }
-
-    /// Answer to a proof of another key.
-    pub(crate) fn unsigned(same_job: bool) -> Self {
+    /// Answer to an opening of another key.
+    pub(crate) fn unsealed(same_job: bool) -> Self {
         let mut bytes = start::<ANSWER_BYTES>();
         bytes[10] = if same_job { 3 } else { 2 };
         Self(bytes)
     }
 
-    /// Its verdict, if it is the answer to this challenge and proof.
-    pub(crate) fn verdict(&self, key: &Key, challenge: &Challenge, proof: &Proof) -> Result<Verdict, Foreign> {
+    /// Its verdict, if it is the answer to the opening that began `noise`.
+    pub(crate) fn verdict(&self, mut noise: HandshakeState) -> Result<Verdict, Foreign> {
         check(&self.0)?;
-        let signed =
-            key.verify(&[BY_LISTENER, &challenge.0, &proof.0, &self.0[..ANSWER_SIGNED]], &part(&self.0, ANSWER_SIGNED));
-        match (self.0[10], signed) {
-            (0, true) => Ok(Verdict::Welcome),
-            // It accepted our proof, or pretends to, but gave none of its own.
-            (0 | 3, false) => Ok(Verdict::OtherSecret),
-            (1, true) => {
-                let text = &self.0[TEXT];
-                let end = text.iter().position(|byte| *byte == 0).unwrap_or(text.len());
-                Ok(Verdict::Refused(String::from_utf8_lossy(&text[..end]).into_owned()))
-            }
-            (2, false) => Ok(Verdict::OtherJob),
+        match (self.0[10], self.0[11]) {
+            (0, 0) => {}
+            (2, 0) => return Ok(Verdict::OtherJob),
+            (3, 0) => return Ok(Verdict::OtherKey),
+            _ => return Err(Foreign::NotOurs),
+        }
+        let mut said = [0; VERDICT_BYTES];
+        // It accepted our proof, or pretends to, but gave none of its own.
+        let Ok(_) = noise.read_message(&self.0[ANSWER_NOISE..], &mut said) else { return Ok(Verdict::OtherKey) };
+        let text = &said[1..];
+        let end = text.iter().position(|byte| *byte == 0).unwrap_or(text.len());
+        match said[0] {
+            0 => SessionKeys::of(noise).map(Verdict::Welcome).map_err(|_| Foreign::NotOurs),
+            1 => Ok(Verdict::Refused(String::from_utf8_lossy(&text[..end]).into_owned())),
             _ => Err(Foreign::NotOurs),
         }
     }
@@ -286,22 +315,25 @@ impl From<Foreign> for Refusal {
 }
 
 /// Performs the client's part of the handshake on a fresh, non-blocking connection.
-pub(crate) fn introduce(socket: &Socket, me: &Introduction<'_>, deadline: Instant) -> Result<(), Refusal> {
-    let challenge = Challenge(read(socket, deadline)?);
-    check(&challenge.0)?;
-    match challenge.role() {
+pub(crate) fn introduce(socket: Socket, me: &Introduction<'_>, deadline: Instant) -> Result<SecureStream, Refusal> {
+    let greeting = Greeting(read(&socket, deadline)?);
+    check(&greeting.0)?;
+    match greeting.role() {
         Some(role) if role == me.to => {}
         Some(role) => return Err(Refusal::Refused(format!("this is {role}, the connection was meant for {}", me.to))),
         None => return Err(Foreign::NotOurs.into()),
     }
-    let proof = Proof::new(me.key, me.tag, me.purpose, &challenge)?;
-    write(socket, &proof.0, deadline)?;
-    let answer = Answer(read(socket, deadline)?);
-    match answer.verdict(me.key, &challenge, &proof)? {
-        Verdict::Welcome => Ok(()),
+    let (opening, noise) = Opening::new(me.key, me.tag, me.purpose, &greeting)?;
+    write(&socket, &opening.0, deadline)?;
+    let answer = Answer(read(&socket, deadline)?);
+    match answer.verdict(noise)? {
+        Verdict::Welcome(keys) => Ok(SecureStream { socket, keys }),
         Verdict::Refused(cause) => Err(Refusal::Refused(cause)),
         Verdict::OtherJob => Err(Refusal::Refused(format!("{} there is of another job", me.to))),
-        Verdict::OtherSecret => Err(Refusal::Refused(format!("{} there was started with another secret", me.to))),
+        Verdict::OtherKey => Err(Refusal::Refused(format!(
+            "{} there was started with another secret, or the handshake was changed on its way",
+            me.to
+        ))),
     }
 }
 
@@ -347,7 +379,21 @@ fn ready_after(e: io::Error, socket: &Socket, flags: PollFlags, deadline: Instan
     }
 }
 
-/// All three messages made of any bytes, each read the way its receiver does.
+/// Keys of both ends of a connection, agreed in a handshake.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn agreed() -> [SessionKeys; 2] {
+    let key = Key::new([1; super::key::KEY_BYTES]);
+    let greeting = Greeting::new(Role::Store).expect("random numbers");
+    let (opening, noise) = Opening::new(&key, [7; 8], Purpose::Store, &greeting).expect("an opening");
+    let (answer, listener) = opening.prove(&key, &greeting).expect("a proof").answer(Ok(())).expect("an answer");
+    match answer.verdict(noise) {
+        Ok(Verdict::Welcome(client)) => [client, listener],
+        other => panic!("{other:?}"),
+    }
+}
+
+/// All three messages made of any bytes, each read the way its receiver does; the sealed parts also as if the sender
+/// knew the key.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(bytes: &[u8]) {
     fn filled<const N: usize>(bytes: &mut &[u8], ours: bool) -> [u8; N] {
@@ -360,13 +406,23 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     // Most inputs get past magic and version, or there would be little to see behind them.
     let Some((first, mut rest)) = bytes.split_first() else { return };
     let ours = first % 8 != 0;
-    let (challenge, proof) = (Challenge(filled(&mut rest, ours)), Proof(filled(&mut rest, ours)));
+    let (greeting, mut opening) = (Greeting(filled(&mut rest, ours)), Opening(filled(&mut rest, ours)));
     let answer = Answer(filled(&mut rest, ours));
-    let key = Key::new([7; KEY_BYTES]);
-    let _ = (check(&challenge.0), challenge.role(), proof.tag(), begins_like_ours(bytes));
-    assert!(ours || proof.purpose().is_err());
-    assert!(!proof.is_signed_by(&key, &challenge), "a signature by chance");
-    assert!(!matches!(answer.verdict(&key, &challenge, &proof), Ok(Verdict::Welcome | Verdict::Refused(_))));
+    let key = Key::new([7; super::key::KEY_BYTES]);
+    let _ = (check(&greeting.0), greeting.role(), opening.tag(), opening.check(), begins_like_ours(bytes));
+    assert!(opening.prove(&key, &greeting).is_none(), "sealed by chance");
+    // A client with the key may ask for anything.
+    let rank = [*first; RANK_BYTES];
+    let mut client = begin(&key, &greeting, &opening.0, true).expect("a handshake");
+    client.write_message(&rank, &mut opening.0[CLEAR_BYTES..]).expect("room");
+    if let Some(proved) = opening.prove(&key, &greeting) {
+        let (true_answer, _) = proved.answer(Err("no")).expect("an answer");
+        if first % 2 == 0 {
+            assert!(matches!(true_answer.verdict(client), Ok(Verdict::Refused(cause)) if cause == "no"));
+            return;
+        }
+    }
+    assert!(!matches!(answer.verdict(client), Ok(Verdict::Welcome(_) | Verdict::Refused(_))));
 }
 
 #[cfg(test)]
@@ -396,8 +452,8 @@ mod tests {
         Instant::now() + Duration::from_secs(10)
     }
 
-    /// How a connection to `role` with key 1 goes for one that has `theirs`.
-    fn met(role: Role, me: &Introduction<'_>) -> (Result<(), Refusal>, Option<Purpose>) {
+    /// How a connection to `role` with key 1 goes for one that comes as `me`.
+    fn met(role: Role, me: &Introduction<'_>) -> (Result<SecureStream, Refusal>, Option<(Purpose, SecureStream)>) {
         let (client, listener) = sockets();
         std::thread::scope(|s| {
             let met = s.spawn(move || {
@@ -405,10 +461,8 @@ mod tests {
                 strangers.receive(listener, None);
                 while strangers.deadline().is_some() {
                     if let Some(stranger) = strangers.hear(&[true]).pop() {
-                        let purpose = stranger.purpose;
-                        if stranger.knows(&key(1)) {
-                            stranger.welcome(&key(1)).unwrap();
-                            return Some(purpose);
+                        if let Some(proved) = stranger.prove(&key(1)) {
+                            return Some((proved.purpose, stranger.welcome(proved).unwrap()));
                         }
                         let same_job = stranger.tag() == TAG;
                         stranger.turn_away(same_job);
@@ -418,10 +472,12 @@ mod tests {
                 }
                 None
             });
-            let said = introduce(&client, me, soon());
-            drop(client);
-            (said, met.join().unwrap())
+            (introduce(client, me, soon()), met.join().unwrap())
         })
+    }
+
+    fn opening(purpose: Purpose, greeting: &Greeting) -> (Opening, HandshakeState) {
+        Opening::new(&key(1), TAG, purpose, greeting).unwrap()
     }
 
     #[test]
@@ -433,8 +489,12 @@ mod tests {
             (Role::Rank(u32::MAX), Purpose::Data { rank: 3, group: u64::MAX }),
         ] {
             let (said, met) = met(to, &Introduction { key: &key, tag: TAG, to, purpose });
-            said.unwrap();
-            assert_eq!(met, Some(purpose));
+            let (SecureStream { keys: mine, .. }, (came_for, theirs)) = (said.unwrap(), met.unwrap());
+            assert_eq!(came_for, purpose);
+            let (mut sealed, mut opened) = (Vec::new(), Vec::new());
+            mine.seal(0, b"text", &mut sealed).unwrap();
+            theirs.keys.open(0, &sealed, &mut opened).unwrap();
+            assert_eq!(opened, b"text");
         }
     }
 
@@ -453,60 +513,56 @@ mod tests {
     }
 
     #[test]
-    fn a_proof_is_worth_nothing_elsewhere() {
-        let key = key(1);
-        let challenge = Challenge::new(Role::Rank(1)).unwrap();
-        let proof = Proof::new(&key, TAG, Purpose::Control { rank: 2 }, &challenge).unwrap();
-        assert!(proof.is_signed_by(&key, &challenge));
-        // Replayed later, or at the door of another rank.
-        assert!(!proof.is_signed_by(&key, &Challenge::new(Role::Rank(1)).unwrap()));
-        let mut elsewhere = challenge;
-        elsewhere.0[12] = 0;
-        assert!(!proof.is_signed_by(&key, &elsewhere));
-        // With anything in it changed: rank, group, purpose, job, nonce, signature.
-        for at in 10..PROOF_BYTES {
-            let mut changed = proof;
-            changed.0[at] ^= 1;
-            assert!(!changed.is_signed_by(&key, &challenge), "byte {at}");
+    fn an_opening_is_worth_nothing_elsewhere() {
+        let greeting = Greeting::new(Role::Rank(1)).unwrap();
+        let (sent, _) = opening(Purpose::Control { rank: 2 }, &greeting);
+        assert_eq!(sent.prove(&key(1), &greeting).unwrap().purpose, Purpose::Control { rank: 2 });
+        assert!(sent.prove(&key(2), &greeting).is_none());
+        // Replayed later.
+        assert!(sent.prove(&key(1), &Greeting::new(Role::Rank(1)).unwrap()).is_none());
+        // With any bit of the greeting changed (the rank that is dialled, the nonce), or of itself (purpose, group,
+        // job, the sealed rank).
+        for bit in 0..8 * GREETING_BYTES {
+            let mut changed = greeting;
+            changed.0[bit / 8] ^= 1 << (bit % 8);
+            assert!(sent.prove(&key(1), &changed).is_none(), "bit {bit} of the greeting");
+        }
+        for bit in 0..8 * OPENING_BYTES {
+            let mut changed = sent;
+            changed.0[bit / 8] ^= 1 << (bit % 8);
+            // X25519 ignores the highest bit of a key, but its hash does not.
+            assert!(changed.prove(&key(1), &greeting).is_none(), "bit {bit} of the opening");
         }
     }
 
     #[test]
-    fn a_signature_of_one_side_is_none_of_the_other() {
-        // What a listener signed, sent back as a proof, and the other way round.
-        let key = key(1);
-        let challenge = Challenge::new(Role::Store).unwrap();
-        let proof = Proof::new(&key, TAG, Purpose::Store, &challenge).unwrap();
-        let answer = Answer::signed(&key, Ok(()), &challenge, &proof);
-        let mut reflected = proof;
-        reflected.0[PROOF_SIGNED..].copy_from_slice(&answer.0[ANSWER_SIGNED..]);
-        assert!(!reflected.is_signed_by(&key, &challenge));
-        let mut reflected = answer;
-        reflected.0[ANSWER_SIGNED..].copy_from_slice(&proof.0[PROOF_SIGNED..]);
-        assert_eq!(reflected.verdict(&key, &challenge, &proof), Ok(Verdict::OtherSecret));
-    }
-
-    #[test]
-    fn an_answer_counts_for_its_challenge_and_proof() {
-        let key = key(1);
-        let challenge = Challenge::new(Role::Store).unwrap();
-        let proof = Proof::new(&key, TAG, Purpose::Store, &challenge).unwrap();
-        let again = Proof::new(&key, TAG, Purpose::Store, &challenge).unwrap();
+    fn an_answer_counts_for_its_opening_and_unchanged() {
+        let greeting = Greeting::new(Role::Store).unwrap();
         let long = "ü".repeat(200);
-        for (verdict, expected) in [
-            (Ok(()), Verdict::Welcome),
-            (Err("no"), Verdict::Refused("no".into())),
-            (Err(&long[..]), Verdict::Refused("ü".repeat(106))),
-        ] {
-            let answer = Answer::signed(&key, verdict, &challenge, &proof);
-            assert_eq!(answer.verdict(&key, &challenge, &proof), Ok(expected.clone()));
-            assert_ne!(answer.verdict(&key, &challenge, &again), Ok(expected), "replayed");
+        for (verdict, expected) in [(Err("no"), "no".to_owned()), (Err(&long[..]), "ü".repeat(97))] {
+            let (sent, noise) = opening(Purpose::Store, &greeting);
+            let (answer, _) = sent.prove(&key(1), &greeting).unwrap().answer(verdict).unwrap();
+            assert!(matches!(answer.verdict(noise), Ok(Verdict::Refused(cause)) if cause == expected));
+            let (_, again) = opening(Purpose::Store, &greeting);
+            assert!(matches!(answer.verdict(again), Ok(Verdict::OtherKey)), "replayed");
         }
-        // A sentence that nobody signed is not passed on.
-        let forged = Answer::signed(&self::key(2), Err("run this"), &challenge, &proof);
-        assert_eq!(forged.verdict(&key, &challenge, &proof), Err(Foreign::NotOurs));
-        assert_eq!(Answer::unsigned(true).verdict(&key, &challenge, &proof), Ok(Verdict::OtherSecret));
-        assert_eq!(Answer::unsigned(false).verdict(&key, &challenge, &proof), Ok(Verdict::OtherJob));
+        let fixed = |sent: &Opening| sent.prove(&key(1), &greeting).unwrap().answer(Ok(())).unwrap().0;
+        for bit in 0..8 * ANSWER_BYTES {
+            let (sent, noise) = opening(Purpose::Store, &greeting);
+            let mut changed = fixed(&sent);
+            changed.0[bit / 8] ^= 1 << (bit % 8);
+            let verdict = changed.verdict(noise);
+            assert!(!matches!(verdict, Ok(Verdict::Welcome(_) | Verdict::Refused(_))), "bit {bit}: {verdict:?}");
+        }
+        // What the client said, said back to it.
+        let (sent, noise) = opening(Purpose::Store, &greeting);
+        let mut mirrored = start::<ANSWER_BYTES>();
+        mirrored[ANSWER_NOISE..ANSWER_NOISE + OPENING_BYTES - CLEAR_BYTES].copy_from_slice(&sent.0[CLEAR_BYTES..]);
+        assert!(matches!(Answer(mirrored).verdict(noise), Ok(Verdict::OtherKey)));
+        for (same_job, expected) in [(true, "OtherKey"), (false, "OtherJob")] {
+            let (_, noise) = opening(Purpose::Store, &greeting);
+            assert_eq!(format!("{:?}", Answer::unsealed(same_job).verdict(noise).unwrap()), expected);
+        }
     }
 
     #[test]
@@ -516,22 +572,22 @@ mod tests {
             (&listener).write_all(bytes).unwrap();
             drop(listener);
             let key = key(1);
-            introduce(&client, &Introduction { key: &key, tag: TAG, to: Role::Store, purpose: Purpose::Store }, soon())
+            introduce(client, &Introduction { key: &key, tag: TAG, to: Role::Store, purpose: Purpose::Store }, soon())
                 .unwrap_err()
         };
-        let mut newer = Challenge::new(Role::Store).unwrap().0;
+        let mut newer = Greeting::new(Role::Store).unwrap().0;
         newer[8] = 77;
         let text = said(&newer).to_string();
         assert!(text.contains(&format!("version {PROTOCOL_VERSION} here, 77 there")), "{text}");
-        let mut other = Challenge::new(Role::Store).unwrap().0;
+        let mut other = Greeting::new(Role::Store).unwrap().0;
         other[0] = b'B';
         for bytes in
             [&other[..], b"", b"burn-ddp", b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain; charset=utf-8\r\n"]
         {
             assert!(matches!(said(bytes), Refusal::NotOurs(_)), "{bytes:?}");
         }
-        let mut proof = Proof::new(&key(1), TAG, Purpose::Store, &Challenge(other)).unwrap();
-        proof.0[8] = 77;
-        assert_eq!(proof.purpose(), Err(Foreign::Version(77)));
+        let (mut sent, _) = opening(Purpose::Store, &Greeting(other));
+        sent.0[8] = 77;
+        assert_eq!(sent.check(), Err(Foreign::Version(77)));
     }
 }

@@ -3,13 +3,18 @@
 //! - `secret`: 32 random bytes in a file;
 //! - `job_key`: the keys of one job and restart, derived from it;
 //! - `key`: HMAC-SHA256;
-//! - `handshake`: both sides prove that they know the `key`; nothing else is parsed before;
+//! - `handshake`: both sides prove that they know the `key` and agree on keys of the connection; nothing else is parsed
+//!   before;
+//! - `noise`: the two variants of Noise that it is made of;
+//! - `secure_stream`: the connection afterwards, and its keys;
 //! - `unauthenticated`: connections without a proof yet, and their limits.
 
 pub(crate) mod handshake;
 pub(crate) mod job_key;
 pub(crate) mod key;
+mod noise;
 mod secret;
+pub(crate) mod secure_stream;
 pub(crate) mod unauthenticated;
 
 pub use job_key::JobKey;

@@ -1,6 +1,6 @@
 //! Accepted connections without a proof yet, called strangers, and their limits.
 //!
-//! A stranger costs a socket and [`PROOF_BYTES`] bytes for at most [`HANDSHAKE_DEADLINE`], and there are at most
+//! A stranger costs a socket and [`OPENING_BYTES`] bytes for at most [`HANDSHAKE_DEADLINE`], and there are at most
 //! [`STRANGERS_CAP`]. If they are too many, the source with most of them loses its places first: no source has more
 //! than [`SOURCE_CAP`], and its oldest is closed, but none before [`GRACE`], in which an honest peer is done. A
 //! connection that finds no place is closed; the peer tries again.
@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use socket2::Socket;
 
-use super::handshake::{Answer, Challenge, HANDSHAKE_DEADLINE, PROOF_BYTES, Proof, Purpose, Role, begins_like_ours};
+use super::handshake::{Answer, Greeting, HANDSHAKE_DEADLINE, OPENING_BYTES, Opening, Proved, Role, begins_like_ours};
 use super::key::Key;
+use super::secure_stream::SecureStream;
 use crate::auth::job_key::JobTag;
 
 /// Most strangers at a time.
@@ -33,18 +34,17 @@ pub(crate) struct Strangers {
 struct Stranger {
     socket: Socket,
     source: Option<IpAddr>,
-    challenge: Challenge,
-    proof: [u8; PROOF_BYTES],
+    greeting: Greeting,
+    opening: [u8; OPENING_BYTES],
     have: usize,
     since: Instant,
 }
 
-/// A stranger that sent its whole proof, which is not checked yet.
+/// A stranger that sent its whole opening, which is not checked yet.
 pub(crate) struct Introduced {
     socket: Socket,
-    challenge: Challenge,
-    proof: Proof,
-    pub(crate) purpose: Purpose,
+    greeting: Greeting,
+    opening: Opening,
 }
 
 impl Strangers {
@@ -120,26 +120,26 @@ impl Strangers {
 }
 
 impl Stranger {
-    /// Sends the challenge: the buffer of a fresh socket takes it.
+    /// Sends the greeting: the buffer of a fresh socket takes it.
     fn greet(socket: Socket, source: Option<IpAddr>, role: Role, since: Instant) -> io::Result<Self> {
-        let challenge = Challenge::new(role)?;
-        if (&socket).write(&challenge.0)? != challenge.0.len() {
+        let greeting = Greeting::new(role)?;
+        if (&socket).write(&greeting.0)? != greeting.0.len() {
             return Err(ErrorKind::WriteZero.into());
         }
-        Ok(Self { socket, source, challenge, proof: [0; PROOF_BYTES], have: 0, since })
+        Ok(Self { socket, source, greeting, opening: [0; OPENING_BYTES], have: 0, since })
     }
 
-    /// Reads what is there, never more than the proof; true once it is complete.
+    /// Reads what is there, never more than the opening; true once it is complete.
     fn hear(&mut self) -> io::Result<bool> {
-        while self.have < PROOF_BYTES {
-            match (&self.socket).read(&mut self.proof[self.have..]) {
+        while self.have < OPENING_BYTES {
+            match (&self.socket).read(&mut self.opening[self.have..]) {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(n) => self.have += n,
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(false),
                 Err(e) => return Err(e),
             }
-            if !begins_like_ours(&self.proof[..self.have]) {
+            if !begins_like_ours(&self.opening[..self.have]) {
                 return Err(io::Error::new(ErrorKind::InvalidData, "it does not speak burn-ddp's protocol"));
             }
         }
@@ -147,10 +147,10 @@ impl Stranger {
     }
 
     fn introduced(self) -> Option<Introduced> {
-        let Self { socket, challenge, proof, .. } = self;
-        let proof = Proof(proof);
-        match proof.purpose() {
-            Ok(purpose) => Some(Introduced { socket, challenge, proof, purpose }),
+        let Self { socket, greeting, opening, .. } = self;
+        let opening = Opening(opening);
+        match opening.check() {
+            Ok(()) => Some(Introduced { socket, greeting, opening }),
             Err(foreign) => {
                 tracing::debug!(?foreign, "a stranger was turned away");
                 None
@@ -165,30 +165,32 @@ impl Stranger {
 
 impl Introduced {
     pub(crate) fn tag(&self) -> JobTag {
-        self.proof.tag()
+        self.opening.tag()
     }
 
-    /// True if it proved that it knows `key`.
-    pub(crate) fn knows(&self, key: &Key) -> bool {
-        self.proof.is_signed_by(key, &self.challenge)
+    /// What it came for, if it knows `key`.
+    pub(crate) fn prove(&self, key: &Key) -> Option<Proved> {
+        self.opening.prove(key, &self.greeting)
     }
 
     /// Accepts it; `None` if it is gone.
-    pub(crate) fn welcome(self, key: &Key) -> Option<Socket> {
-        let answer = Answer::signed(key, Ok(()), &self.challenge, &self.proof);
-        self.say(&answer).then_some(self.socket)
+    pub(crate) fn welcome(self, proved: Proved) -> Option<SecureStream> {
+        let (answer, keys) = proved.answer(Ok(())).ok()?;
+        self.say(&answer).then_some(SecureStream { socket: self.socket, keys })
     }
 
-    /// Closes a connection that knows `key`, and sends the reason.
-    pub(crate) fn refuse(self, key: &Key, cause: &str) {
-        tracing::debug!(purpose = ?self.purpose, cause, "a connection was refused");
-        self.say(&Answer::signed(key, Err(cause), &self.challenge, &self.proof));
+    /// Closes a connection that knows the key, and sends the reason.
+    pub(crate) fn refuse(self, proved: Proved, cause: &str) {
+        tracing::debug!(purpose = ?proved.purpose, cause, "a connection was refused");
+        if let Ok((answer, _)) = proved.answer(Err(cause)) {
+            self.say(&answer);
+        }
     }
 
     /// Closes a connection that does not know the key.
     pub(crate) fn turn_away(self, same_job: bool) {
-        tracing::debug!(purpose = ?self.purpose, same_job, "a connection without the secret was refused");
-        self.say(&Answer::unsigned(same_job));
+        tracing::debug!(same_job, "a connection without the secret was refused");
+        self.say(&Answer::unsealed(same_job));
     }
 
     /// Sends without waiting: an answer fits into the buffer of a fresh socket.

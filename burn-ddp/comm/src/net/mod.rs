@@ -12,6 +12,8 @@ pub(crate) mod dial_rank;
 pub(crate) mod interface;
 #[cfg(target_os = "linux")]
 mod peer_user;
+#[cfg(test)]
+mod tampering;
 pub(crate) mod unix_socket;
 pub(crate) mod wait;
 pub(crate) mod wire;

@@ -18,7 +18,6 @@ pub(crate) mod round;
 mod settings_check;
 mod store_location;
 
-use std::net::TcpStream;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -28,6 +27,7 @@ use self::settings_check::ComparedSettings;
 use self::store_location::Agreed;
 use crate::auth::handshake::Purpose;
 use crate::auth::job_key::LinkKey;
+use crate::auth::secure_stream::SecureStream;
 use crate::engine::Fabric;
 use crate::engine::auto_fabric::{self, AutoFabric};
 #[cfg(target_os = "linux")]
@@ -216,7 +216,7 @@ fn connect_all(
     rank: usize,
     entries: &[Entry],
     deadline: Instant,
-) -> Result<Vec<Option<TcpStream>>> {
+) -> Result<Vec<Option<SecureStream>>> {
     let mut streams = Vec::with_capacity(entries.len());
     for entry in &entries[..rank] {
         let purpose = Purpose::Control { rank: rank as u32 };

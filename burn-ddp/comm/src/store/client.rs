@@ -120,7 +120,7 @@ impl StoreClient {
         patience: Duration,
     ) -> Result<StoreClient, Unreached> {
         let wire = open(place, job, deadline, patience)?;
-        let local = wire.stream().local_addr().map_err(|e| Unreached::Absent(e.to_string()))?;
+        let local = wire.socket().local_addr().map_err(|e| Unreached::Absent(e.to_string()))?;
         let local_ip = local.as_socket().map_or(Ipv4Addr::LOCALHOST.into(), |address| address.ip());
         let idle = Mutex::new(vec![wire]);
         Ok(StoreClient { place: place.clone(), job: job.clone(), idle, local_ip, answer_within: ANSWER_DEADLINE })
@@ -198,11 +198,11 @@ fn open(place: &Place, job: &JobKey, deadline: Instant, patience: Duration) -> R
         })?,
     };
     let me = Introduction { key: job.store(), tag: job.tag(), to: Role::Store, purpose: Purpose::Store };
-    introduce(&socket, &me, deadline.min(Instant::now() + patience)).map_err(|refusal| match refusal {
+    let stream = introduce(socket, &me, deadline.min(Instant::now() + patience)).map_err(|refusal| match refusal {
         Refusal::NotOurs(_) => Unreached::Absent(refusal.to_string()),
         Refusal::Refused(cause) => Unreached::Refused(cause),
     })?;
-    Wire::new(socket, MESSAGE_CAP).map_err(absent)
+    Wire::new(stream, MESSAGE_CAP).map_err(absent)
 }
 
 impl Store for StoreClient {

@@ -241,18 +241,21 @@ impl Server {
 
     /// Accepts a stranger that knows the key of a job.
     fn meet(&mut self, stranger: Introduced) {
-        let jobs = lock(&self.shared.jobs);
         let tag = stranger.tag();
-        let Some(job) = jobs.iter().find(|job| job.tag() == tag && stranger.knows(job.store())) else {
-            return stranger.turn_away(jobs.iter().any(|job| job.tag() == tag));
+        let (proved, same_job) = {
+            let jobs = lock(&self.shared.jobs);
+            let mut named = jobs.iter().filter(|job| job.tag() == tag).peekable();
+            let same_job = named.peek().is_some();
+            (named.find_map(|job| stranger.prove(job.store())), same_job)
         };
-        if stranger.purpose != Purpose::Store {
-            return stranger.refuse(job.store(), "this is the store, not a rank");
+        let Some(proved) = proved else { return stranger.turn_away(same_job) };
+        if proved.purpose != Purpose::Store {
+            return stranger.refuse(proved, "this is the store, not a rank");
         }
         if self.clients.len() >= CLIENTS_CAP {
-            return stranger.refuse(job.store(), "the store has too many clients");
+            return stranger.refuse(proved, "the store has too many clients");
         }
-        let wire = stranger.welcome(job.store()).map(|socket| Wire::new(socket, MESSAGE_CAP));
+        let wire = stranger.welcome(proved).map(|stream| Wire::new(stream, MESSAGE_CAP));
         if let Some(Ok(wire)) = wire {
             self.clients.push(Client { wire, job: tag, state: State::Idle });
         }
@@ -352,7 +355,7 @@ impl Client {
 
     fn close(&mut self, cause: &io::Error) {
         if cause.kind() != ErrorKind::UnexpectedEof {
-            tracing::debug!("the store closes the connection from {:?}: {cause}", self.wire.stream().peer_addr());
+            tracing::debug!("the store closes the connection from {:?}: {cause}", self.wire.socket().peer_addr());
         }
         self.state = State::Closed;
     }

@@ -11,6 +11,7 @@ use super::transport::TcpTransport;
 use crate::Result;
 use crate::auth::handshake::Purpose;
 use crate::auth::job_key::LinkKey;
+use crate::auth::secure_stream::SecureStream;
 use crate::call::Call;
 use crate::engine::{Engine, Fabric, HostEngine};
 use crate::membership::control::Links;
@@ -48,7 +49,8 @@ impl TcpFabric {
         if self.membership.has_left(peer) { Err(self.membership.left_error(peer)) } else { Ok(()) }
     }
 
-    /// The connection to the peer at a group rank for the group that `call` makes. The higher rank of a pair connects.
+    /// The connection to the peer at a group rank for the group that `call` makes; its bytes are plain. The higher rank
+    /// of a pair connects.
     fn connect(&self, call: &Call, at: usize) -> Result<TcpStream> {
         let Reach { rank, addresses, key, via, links } = &self.reach;
         let (rank, peer, group) = (*rank, call.world_rank(at), call.info.group);
@@ -57,13 +59,13 @@ impl TcpFabric {
             let mut watch = Watch::new(&self.membership, call);
             loop {
                 if let Some(stream) = links.claim(purpose, watch.look(&[at])?, || self.check(peer))? {
-                    return Ok(stream);
+                    return Ok(stream.into_plain());
                 }
             }
         }
         let (host, port) = &addresses[peer];
         let purpose = Purpose::Data { rank: rank as u32, group };
-        dial((host, *port), via, key, peer, purpose, call.deadline()).or_else(|cause| {
+        dial((host, *port), via, key, peer, purpose, call.deadline()).map(SecureStream::into_plain).or_else(|cause| {
             if Instant::now() >= call.deadline() {
                 return Err(call.timed_out(vec![at]));
             }

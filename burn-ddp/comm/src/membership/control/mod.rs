@@ -16,20 +16,22 @@ mod proc_exit;
 mod unclaimed_connections;
 
 use std::io;
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use socket2::Socket;
 pub(crate) use unclaimed_connections::Links;
 
 use crate::WorldOptions;
 use crate::auth::job_key::LinkKey;
+use crate::auth::secure_stream::SecureStream;
 use crate::membership::{ControlMessage, Membership, Outbox};
 use crate::net::address;
 use crate::net::wait::Waker;
-use crate::net::wire::Wire;
+use crate::net::wire::{Wire, WireReader, WireWriter};
 use crate::poison_free_locks::lock;
 
 /// Longest control message, in bytes; the membership caps the texts in them.
@@ -60,7 +62,7 @@ struct Shared {
 }
 
 struct Mesh {
-    readers: Vec<Option<Wire>>,
+    readers: Vec<Option<WireReader>>,
     membership: Arc<Membership>,
 }
 
@@ -80,7 +82,7 @@ const CLOSED: u8 = 2;
 /// The writing end of a control connection.
 #[derive(Debug)]
 struct Sender {
-    wire: Wire,
+    wire: WireWriter,
     /// True after the goodbye: this direction is closed once everything is written.
     last: bool,
     /// Reason that nothing can be sent any more.
@@ -112,7 +114,7 @@ impl Control {
     }
 
     /// Hands over the control connections to the peers, by rank: from now on they are watched for `membership`.
-    pub(crate) fn attach(&self, streams: Vec<Option<TcpStream>>, membership: Arc<Membership>) -> io::Result<()> {
+    pub(crate) fn attach(&self, streams: Vec<Option<SecureStream>>, membership: Arc<Membership>) -> io::Result<()> {
         let mut senders = Vec::with_capacity(streams.len());
         let mut readers = Vec::with_capacity(streams.len());
         for stream in streams {
@@ -121,13 +123,10 @@ impl Control {
                 readers.push(None);
                 continue;
             };
-            keep_alive(&stream, membership.options())?;
-            senders.push(Some(Sender {
-                wire: Wire::new(stream.try_clone()?, MESSAGE_CAP)?,
-                last: false,
-                broken: None,
-            }));
-            readers.push(Some(Wire::new(stream, MESSAGE_CAP)?));
+            keep_alive(stream.socket(), membership.options())?;
+            let (reader, writer) = Wire::new(stream, MESSAGE_CAP)?.split();
+            senders.push(Some(Sender { wire: writer, last: false, broken: None }));
+            readers.push(Some(reader));
         }
         *lock(&self.shared.senders) = senders;
         *lock(&self.shared.mesh) = Some(Mesh { readers, membership });
@@ -191,7 +190,7 @@ impl Sender {
             Ok(true) => {
                 if self.last {
                     // The peer sees the goodbye, then the end. An error means that it is gone already.
-                    let _ = self.wire.stream().shutdown(Shutdown::Write);
+                    let _ = self.wire.socket().shutdown(Shutdown::Write);
                 }
                 true
             }
@@ -207,20 +206,19 @@ impl Sender {
     fn give_up(&mut self, cause: String) {
         self.broken = Some(cause);
         // Ends the reading end, and so reports the cause.
-        let _ = self.wire.stream().shutdown(Shutdown::Both);
+        let _ = self.wire.socket().shutdown(Shutdown::Both);
     }
 }
 
 /// Lets the kernel find out that a peer's machine or the way to it is gone: it gives the connection up if nothing that
 /// is sent, not even a probe, is acknowledged for as long as the options say. A process that is merely stopped does not
 /// matter, its machine still answers.
-fn keep_alive(stream: &TcpStream, options: &WorldOptions) -> io::Result<()> {
-    let socket = socket2::SockRef::from(stream);
+fn keep_alive(socket: &Socket, options: &WorldOptions) -> io::Result<()> {
     // The kernel knows whole seconds, and at most some hours of them.
     let timeout = options.machine_timeout().clamp(Duration::from_secs(1), Duration::from_secs(24 * 3600));
     let probe = Duration::from_secs((timeout.as_secs() / 4).clamp(1, 30));
     socket.set_tcp_keepalive(&socket2::TcpKeepalive::new().with_time(probe).with_interval(probe))?;
-    Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, timeout.as_millis() as u32)?)
+    Ok(rustix::net::sockopt::set_tcp_user_timeout(socket, timeout.as_millis() as u32)?)
 }
 
 /// Listens on the address `local`, at any port, for connections of other ranks.

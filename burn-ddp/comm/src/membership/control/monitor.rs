@@ -17,7 +17,7 @@ use crate::auth::unauthenticated::{Introduced, Strangers};
 use crate::membership::{ControlMessage, Membership};
 use crate::net::address;
 use crate::net::wait::wait;
-use crate::net::wire::Wire;
+use crate::net::wire::WireReader;
 use crate::poison_free_locks::lock;
 
 /// Time that a monitor whose rank has left lets its peers close first.
@@ -34,7 +34,7 @@ pub(super) struct Monitor {
     accept_after: Option<Instant>,
     strangers: Strangers,
     /// Reading ends, by rank; `None` for this rank and for those that have closed. Empty until all ranks are connected.
-    readers: Vec<Option<Wire>>,
+    readers: Vec<Option<WireReader>>,
     /// Set with the readers.
     membership: Option<Arc<Membership>>,
     /// Time of the next heartbeat or check for silence. Set while the rank takes part.
@@ -202,16 +202,16 @@ impl Monitor {
     /// Accepts a stranger that knows the key and is expected.
     fn meet(&self, stranger: Introduced) {
         let LinkKey { key, tag } = &self.shared.key;
-        if !stranger.knows(key) {
+        let Some(proved) = stranger.prove(key) else {
             let same_job = stranger.tag() == *tag;
             return stranger.turn_away(same_job);
-        }
-        let purpose = stranger.purpose;
+        };
+        let purpose = proved.purpose;
         match self.shared.links.admit(purpose) {
-            Err(cause) => stranger.refuse(key, &cause),
+            Err(cause) => stranger.refuse(proved, &cause),
             Ok(()) => {
-                if let Some(socket) = stranger.welcome(key) {
-                    self.shared.links.put(purpose, socket.into());
+                if let Some(stream) = stranger.welcome(proved) {
+                    self.shared.links.put(purpose, stream);
                 }
             }
         }

@@ -1,12 +1,12 @@
 //! Accepted connections, from their welcome until they are claimed.
 
 use std::collections::{HashMap, HashSet};
-use std::net::TcpStream;
 use std::sync::{Condvar, Mutex};
 use std::time::Instant;
 
 use crate::Result;
 use crate::auth::handshake::Purpose;
+use crate::auth::secure_stream::SecureStream;
 use crate::membership::Wake;
 use crate::poison_free_locks::{lock, wait_timeout};
 
@@ -26,7 +26,7 @@ pub(crate) struct Links {
 #[derive(Debug, Default)]
 struct Board {
     /// Added by the monitor, removed by `claim`.
-    waiting: HashMap<Purpose, TcpStream>,
+    waiting: HashMap<Purpose, SecureStream>,
     /// All that ever arrived: none may arrive twice.
     known: HashSet<Purpose>,
     closed: bool,
@@ -64,7 +64,7 @@ impl Links {
     }
 
     /// Adds a welcomed connection, to be claimed.
-    pub(crate) fn put(&self, purpose: Purpose, stream: TcpStream) {
+    pub(crate) fn put(&self, purpose: Purpose, stream: SecureStream) {
         let mut board = lock(&self.board);
         if !board.closed && board.known.insert(purpose) {
             board.waiting.insert(purpose, stream);
@@ -79,7 +79,7 @@ impl Links {
         purpose: Purpose,
         deadline: Instant,
         check: impl Fn() -> Result<()>,
-    ) -> Result<Option<TcpStream>> {
+    ) -> Result<Option<SecureStream>> {
         self.wait(deadline, |board| match board.waiting.remove(&purpose) {
             Some(stream) => Ok(Some(stream)),
             None => check().map(|()| None),

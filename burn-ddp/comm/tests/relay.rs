@@ -1,0 +1,89 @@
+//! A relay without the secret between two ranks and the store where they meet: it can pass bytes on, and reads nothing.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, ReduceOp, StoreServer};
+use common::{FreePort, JOB, SecretFile, join_all, options, rank_of};
+
+/// Relays connections from `listener` to `port`; everything that both sides say.
+fn relay(listener: TcpListener, port: u16) -> Arc<Mutex<Vec<u8>>> {
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let all = seen.clone();
+    thread::spawn(move || {
+        while let Ok((client, _)) = listener.accept() {
+            let Ok(server) = TcpStream::connect(("127.0.0.1", port)) else { continue };
+            for (from, to) in [(&client, &server), (&server, &client)] {
+                let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                let all = all.clone();
+                thread::spawn(move || {
+                    let mut some = [0; 4096];
+                    while let Ok(n @ 1..) = from.read(&mut some) {
+                        all.lock().unwrap().extend_from_slice(&some[..n]);
+                        if to.write_all(&some[..n]).is_err() {
+                            break;
+                        }
+                    }
+                    let _ = to.shutdown(Shutdown::Write);
+                });
+            }
+        }
+    });
+    seen
+}
+
+/// Two ranks meet, the second through the relay, and the job is done as ever.
+fn relayed(envs: [LaunchEnv; 2], seen: &Mutex<Vec<u8>>) {
+    let [first, second] = &join_all(envs.into(), &options())[..] else { unreachable!() };
+    thread::scope(|s| {
+        for world in [first, second] {
+            s.spawn(move || {
+                let mut x = [1.0_f32];
+                world.as_ref().unwrap().group().unwrap().all_reduce(&mut x, ReduceOp::Sum).unwrap();
+                assert_eq!(x, [2.0]);
+            });
+        }
+    });
+    let seen = seen.lock().unwrap();
+    assert!(seen.len() > 1000, "{} bytes came past the relay", seen.len());
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_else(|_| "127.0.0.1".into());
+    for text in [JOB, "rank/1", "verdict", "arrived", "127.0.0.1", host.trim()] {
+        let legible = seen.windows(text.len()).any(|bytes| bytes == text.as_bytes());
+        assert!(!legible, "the relay read {text:?}");
+    }
+}
+
+#[test]
+fn a_relay_reads_nothing() {
+    let file = SecretFile::new("relayed");
+    let rank = |rank, meeting: &Meeting| file.told(rank_of(meeting.clone(), rank, 2));
+    let host = "127.0.0.1".to_owned();
+    let fresh = || TcpListener::bind("127.0.0.1:0").unwrap();
+
+    // The launcher's store, on the way to which somebody sits.
+    let store = StoreServer::bind("127.0.0.1:0", &JobKey::new(&file.secret, JOB, 0)).unwrap();
+    let direct = Meeting::Launcher { host: host.clone(), port: store.local_addr().port() };
+    let listener = fresh();
+    let relayed_to = Meeting::Launcher { host: host.clone(), port: listener.local_addr().unwrap().port() };
+    let seen = relay(listener, store.local_addr().port());
+    relayed([rank(0, &direct), rank(1, &relayed_to)], &seen);
+
+    // Rank 0's store at the port that plain variables name, and on one of the ports that torchrun and Slurm mean, of
+    // which the relay took an earlier one.
+    for many in [false, true] {
+        let port = FreePort::reserve();
+        let direct = Meeting::Rank0 { host: host.clone(), port: port.port };
+        let listener = fresh();
+        let taken = listener.local_addr().unwrap().port();
+        let relayed_to = match many {
+            false => Meeting::Rank0 { host: host.clone(), port: taken },
+            true => Meeting::Rank0Above { host: host.clone(), port: taken - 1 },
+        };
+        let seen = relay(listener, port.port);
+        relayed([rank(0, &direct), rank(1, &relayed_to)], &seen);
+    }
+}
