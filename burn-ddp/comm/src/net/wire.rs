@@ -482,6 +482,20 @@ mod tests {
     }
 
     #[test]
+    fn a_peer_that_reads_slowly_is_no_stalled_one() {
+        let (mut a, b) = pair(64);
+        a.queue(&vec![0_u8; 4 << 20]).unwrap();
+        assert!(!a.flush().unwrap(), "more than a socket buffers");
+        let first = a.stalled_at().unwrap();
+        std::thread::sleep(Duration::from_millis(2));
+        assert!(!a.flush().unwrap());
+        assert_eq!(a.stalled_at().unwrap(), first, "nothing was read");
+        (&*b.reader.socket).read_exact(&mut vec![0; 100_000]).unwrap();
+        assert!(!a.flush().unwrap());
+        assert!(a.stalled_at().unwrap() > first);
+    }
+
+    #[test]
     fn the_end_of_the_stream_is_told_apart() {
         let (a, mut b) = pair(64);
         drop(a);

@@ -187,7 +187,8 @@ impl StoreClient {
     }
 }
 
-fn open(place: &Place, job: &JobKey, deadline: Instant, patience: Duration) -> Result<Wire, Unreached> {
+/// A connection to the store of `job`.
+pub(super) fn open(place: &Place, job: &JobKey, deadline: Instant, patience: Duration) -> Result<Wire, Unreached> {
     let absent = |e: std::io::Error| Unreached::Absent(e.to_string());
     let socket = match place {
         Place::Tcp { host, port, via } => address::connect_once(host, *port, via, deadline).map_err(absent)?,

@@ -1,7 +1,8 @@
 //! Server of the store: one thread, non-blocking sockets.
 //!
-//! A client cannot hold up the others: its handshake, the rest of a begun message and its reading of answers have
-//! deadlines, its messages are capped, and its errors close its own connection only.
+//! A client cannot hold up the others: its handshake, the pauses of a begun message and of its reading of answers have
+//! deadlines, its messages are capped, it is not heard before it has read its last answer, and its errors close its own
+//! connection only.
 
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
@@ -202,8 +203,9 @@ impl Server {
         fds.push(PollFd::new(&self.shared.waker, PollFlags::IN));
         fds.push(PollFd::new(&self.listener, if accepting { PollFlags::IN } else { PollFlags::empty() }));
         fds.extend(self.clients.iter().map(|client| {
-            let write = if client.wire.wants_write() { PollFlags::OUT } else { PollFlags::empty() };
-            PollFd::from_borrowed_fd(client.wire.as_fd(), PollFlags::IN | write)
+            // A client that does not read its answer is not heard either, so it costs one answer and no more.
+            let awaited = if client.wire.wants_write() { PollFlags::OUT } else { PollFlags::IN };
+            PollFd::from_borrowed_fd(client.wire.as_fd(), awaited)
         }));
         fds.extend(self.strangers.poll_fds());
         let deadlines = self.clients.iter().filter_map(Client::deadline);
@@ -266,6 +268,7 @@ impl Server {
         let client = &mut self.clients[i];
         client.flush();
         match client.state {
+            _ if client.wire.wants_write() => {}
             State::Idle => match client.wire.next::<Request>() {
                 Ok(None) => {}
                 Ok(Some(request)) => self.answer(i, request),
@@ -358,5 +361,41 @@ impl Client {
             tracing::debug!("the store closes the connection from {:?}: {cause}", self.wire.socket().peer_addr());
         }
         self.state = State::Closed;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::interface::Interface;
+    use crate::store::client::open;
+    use crate::store::{Place, Store, StoreClient, VALUE_CAP};
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn a_client_that_does_not_read_costs_one_answer() {
+        // More than sockets buffer.
+        const ANSWERS: usize = 64;
+        let job = JobKey::trusting_network("job", 0);
+        let server = StoreServer::bind("127.0.0.1:0", &job).unwrap();
+        let address = server.local_addr();
+        let honest = StoreClient::connect(&address.to_string(), &job, PATIENCE).unwrap();
+        honest.set("large", &vec![0; VALUE_CAP]).unwrap();
+
+        let place = Place::Tcp { host: address.ip().to_string(), port: address.port(), via: Interface::default() };
+        let deadline = Instant::now() + PATIENCE;
+        let mut wire = open(&place, &job, deadline, PATIENCE).unwrap_or_else(|_| panic!("no connection"));
+        for _ in 0..ANSWERS {
+            wire.send(&Request::Get { key: "large".into(), wait_ms: 0 }, deadline).unwrap();
+        }
+        wire.send(&Request::Set { key: "heard".into(), value: Vec::new() }, deadline).unwrap();
+        let heard = honest.get("heard", Duration::from_millis(300));
+        assert!(matches!(heard, Err(Error::StoreTimeout { .. })), "{heard:?}");
+        for _ in 0..ANSWERS {
+            assert!(matches!(wire.recv(deadline).unwrap(), Response::Value(value) if value.len() == VALUE_CAP));
+        }
+        assert!(matches!(wire.recv(deadline).unwrap(), Response::Done));
+        honest.get("heard", Duration::ZERO).unwrap();
     }
 }
