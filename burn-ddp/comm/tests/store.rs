@@ -207,6 +207,20 @@ fn one_server_can_serve_generation_after_generation() {
 }
 
 #[test]
+fn a_host_forgets_what_is_old() {
+    let server = server();
+    let store = client(&server);
+    for key in ["0/plan", "0/verdict", "1/plan"] {
+        store.set(key, b"").unwrap();
+    }
+    server.forget("0/");
+    let begin = Instant::now();
+    while store.keys("").unwrap() != ["1/plan"] {
+        assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", store.keys(""));
+    }
+}
+
+#[test]
 fn a_thousand_ranks_meet_in_one_store() {
     const RANKS: usize = 1000;
     let server = server();

@@ -26,8 +26,8 @@ pub(crate) const VALUE_CAP: usize = 1024 * 1024;
 
 /// A key-value store that all ranks see.
 ///
-/// Each call is atomic. Keys are text of at most 1 KiB, values are bytes, at most 1 MiB; nothing is ever
-/// removed.
+/// Each call is atomic. Keys are text of at most 1 KiB, values are bytes, at most 1 MiB. Only the host of a store can
+/// [remove](StoreServer::forget) what is in it.
 ///
 /// ```
 /// use burn_ddp_comm::{MemoryStore, Store};

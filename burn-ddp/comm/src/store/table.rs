@@ -19,14 +19,24 @@ pub(crate) struct Table {
 impl Table {
     pub(crate) fn set(&mut self, key: &str, value: &[u8]) -> Result<(), String> {
         check(key, value)?;
-        let old = self.values.get(key).map_or(0, |old| ENTRY_BYTES + key.len() + old.len());
-        let bytes = self.bytes - old + ENTRY_BYTES + key.len() + value.len();
+        let old = self.values.get(key).map_or(0, |old| cost(key, old));
+        let bytes = self.bytes - old + cost(key, value);
         if bytes > TOTAL_CAP {
             return Err(format!("the store is full: it holds {} of at most {TOTAL_CAP} bytes", self.bytes));
         }
         self.bytes = bytes;
         self.values.insert(key.to_owned(), value.to_vec());
         Ok(())
+    }
+
+    /// Removes the keys that begin with `prefix`.
+    pub(crate) fn remove(&mut self, prefix: &str) {
+        let mut behind = self.values.split_off(prefix);
+        while let Some(first) = behind.first_entry().filter(|first| first.key().starts_with(prefix)) {
+            let (key, value) = first.remove_entry();
+            self.bytes -= cost(&key, &value);
+        }
+        self.values.append(&mut behind);
     }
 
     pub(crate) fn get(&self, key: &str) -> Result<Option<&[u8]>, String> {
@@ -70,6 +80,11 @@ impl Table {
     }
 }
 
+/// Bytes that an entry counts for.
+fn cost(key: &str, value: &[u8]) -> usize {
+    ENTRY_BYTES + key.len() + value.len()
+}
+
 /// Checks that key and value are short enough.
 pub(crate) fn check(key: &str, value: &[u8]) -> Result<(), String> {
     if key.len() > KEY_CAP {
@@ -97,6 +112,19 @@ mod tests {
         assert!(table.set("another", &value).unwrap_err().contains("full"));
         table.set("k0", b"").unwrap();
         table.set("another", &value).unwrap();
+    }
+
+    #[test]
+    fn what_is_removed_makes_room() {
+        let mut table = Table::default();
+        for key in ["/", "0/a", "0/b", "00", "1/a"] {
+            table.set(key, b"value").unwrap();
+        }
+        table.remove("0/");
+        assert_eq!(table.keys("").unwrap(), ["/", "00", "1/a"]);
+        assert_eq!(table.bytes, cost("/", b"value") + cost("00", b"value") + cost("1/a", b"value"));
+        table.remove("");
+        assert_eq!((table.bytes, table.values.len()), (0, 0));
     }
 
     #[test]

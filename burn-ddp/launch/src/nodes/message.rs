@@ -7,9 +7,11 @@
 //! | `{g}/plan` | launcher 0 | [`Announcement`] of generation g |
 //! | `{g}/stop` | the first that knows | [`Stop`]: the generation is over |
 //! | `{g}/done/{k}` | launcher k | its [`NodeOutcome`](crate::node_outcome::NodeOutcome): all its ranks are dead |
-//! | `{g}/post-mortem/{r}` | the launcher of rank r | what that rank wrote when its world ended |
+//! | `{g}/post-mortem/{r}` | the launcher of rank r | what that rank wrote when its world ended, in short |
 //! | `{g}/verdict` | launcher 0 | [`Verdict`]: how the generation ended, and whether there is another |
 //! | `bye/{k}` | launcher k | it has read the last verdict |
+//!
+//! What generation g wrote is removed when g + 2 begins.
 
 use std::time::Duration;
 
@@ -102,7 +104,7 @@ pub(crate) fn take<T: DeserializeOwned>(
     })
 }
 
-fn encode(value: &impl Serialize) -> Vec<u8> {
+pub(crate) fn encode(value: &impl Serialize) -> Vec<u8> {
     // Strings, numbers and lists: nothing that JSON could not hold.
     serde_json::to_vec(value).unwrap_or_default()
 }

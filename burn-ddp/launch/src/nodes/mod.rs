@@ -7,7 +7,7 @@ mod launcher_watch;
 mod meet;
 mod message;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,7 @@ pub(crate) use message::{Announcement, GenerationPlan, Node, Verdict};
 use crate::error::LaunchError;
 use crate::event::{Event, Stop, Trouble};
 use crate::node_outcome::NodeOutcome;
-use message::{put, take};
+use message::{encode, put, take};
 
 /// Interval between two looks at the store and at the signals.
 const LOOK: Duration = Duration::from_millis(100);
@@ -78,6 +78,10 @@ impl Nodes {
     pub(crate) fn announce(&self, generation: u32, plan: &Announcement) -> Result<(), Interrupted> {
         let Some(others) = &self.others else { return Ok(()) };
         others.link.enter(generation);
+        // All launchers have concluded the last generation, so none looks at the one before.
+        if let (Some(server), Some(old)) = (&others.server, generation.checked_sub(2)) {
+            server.forget(&format!("{old}/"));
+        }
         Ok(put(&*others.link.store(), &format!("{generation}/plan"), plan)?)
     }
 
@@ -135,7 +139,7 @@ impl Nodes {
             verdict
         } else {
             for report in &reports {
-                if let Err(error) = put(&*store, &report_key(generation, report.rank), report) {
+                if let Err(error) = put(&*store, &report_key(generation, report.rank), &shortened(report)) {
                     tracing::warn!(%error, rank = report.rank, "node 0 does not get this rank's report");
                 }
             }
@@ -276,10 +280,90 @@ fn collect_reports(store: &dyn Store, generation: u32, mut reports: Vec<PostMort
     reports
 }
 
+/// Most bytes of a report that goes to node 0, which gets one of every rank.
+const REPORT_CAP: usize = 16 * 1024;
+/// Most ranks whose state a report tells node 0.
+const PEERS_CAP: usize = 8;
+
+/// A report as it travels: the whole of it stays in this machine's files. Of the other ranks it tells the states of
+/// those that matter, of the last collectives as many as fit.
+fn shortened(report: &PostMortem) -> PostMortem {
+    let mut short = report.clone();
+    let awaited: BTreeSet<usize> = report.pending.iter().flat_map(|call| call.waiting_for.iter().copied()).collect();
+    short.peers.retain(|peer| Some(peer.rank) == report.culprit || awaited.contains(&peer.rank));
+    short.peers.sort_by_key(|peer| Some(peer.rank) != report.culprit);
+    short.peers.truncate(PEERS_CAP);
+    while !short.history.is_empty() && encode(&short).len() > REPORT_CAP {
+        short.history.drain(..short.history.len().div_ceil(4));
+    }
+    short
+}
+
 fn report_key(generation: u32, rank: impl std::fmt::Display) -> String {
     format!("{generation}/post-mortem/{rank}")
 }
 
 fn bye_key(node: usize) -> String {
     format!("bye/{node}")
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_ddp_comm::post_mortem::{PeerState, Pending, Record};
+
+    use super::*;
+
+    #[test]
+    fn reports_of_a_thousand_ranks_fit_into_the_store() {
+        let peer = |rank| PeerState {
+            rank,
+            host: "a-machine-of-the-cluster".into(),
+            pid: 1_000_000,
+            last_heard_ms: Some(1000),
+            left: false,
+            pending: vec!["all_reduce (f32, mean, 1000000 elements)".into()],
+            step: Some(1),
+        };
+        let record = |sequence| Record {
+            group: 1,
+            sequence,
+            peer: None,
+            ranks: (0..512).collect(),
+            call: "all_reduce (f32, mean, 1000000 elements)".into(),
+            site: "src/main.rs:100:10".into(),
+            step: Some(1),
+            started: 1,
+            took_us: Some(1),
+            ok: true,
+        };
+        let pending = Pending {
+            call: "all_reduce (f32, mean, 1000000 elements)".into(),
+            group: 1,
+            sequence: 64,
+            since_ms: 1000,
+            waiting_for: (0..1023).collect(),
+        };
+        let report = PostMortem {
+            rank: 1023,
+            world_size: 1024,
+            job_id: "job".into(),
+            restart_count: 0,
+            host: "host".into(),
+            pid: 1,
+            at: 1,
+            cause: "rank 1000 is lost".into(),
+            culprit: Some(1000),
+            step: Some(1),
+            pending: vec![pending.clone()],
+            peers: (0..1023).map(peer).collect(),
+            history: (0..64).map(record).collect(),
+        };
+        assert!(encode(&report).len() > 256 * 1024, "a thousand of these fill a store");
+        let short = shortened(&report);
+        assert!(encode(&short).len() <= REPORT_CAP);
+        assert_eq!((&short.pending[..], short.peers[0].rank), (&[pending][..], 1000));
+        assert_eq!(short.history.last(), report.history.last(), "the last collectives are the ones that matter");
+        let small = PostMortem { peers: Vec::new(), history: vec![record(1)], ..report };
+        assert_eq!(shortened(&small), small);
+    }
 }
