@@ -31,6 +31,22 @@ struct Inner {
     before_averages: u32,
     /// Gradients were averaged: in a backward of a wrapped model, or in front of an optimizer.
     averages: bool,
+    /// By loader: batches of its epoch in place of which the next was handed out before they had a backward.
+    passed_over: BTreeMap<u32, u64>,
+    /// Whether batches are read ahead of their backwards.
+    read_ahead: ReadAhead,
+}
+
+/// Whether a loop takes each batch before the backward of the one before, as `peekable` does.
+#[derive(Debug, Default, PartialEq)]
+enum ReadAhead {
+    #[default]
+    Unknown,
+    /// An epoch has ended in which exactly one batch had no backward when the next was handed out: the next backward
+    /// without a batch is that of the epoch's last.
+    OneMissing,
+    /// The warning is due, or given.
+    Warned,
 }
 
 #[derive(Debug)]
@@ -117,7 +133,16 @@ impl BatchWeight {
         w.count += 1;
         let number = w.count;
         w.in_use.retain(|_, b| !b.taken_out);
-        w.in_use.insert(batch.step.loader(), InUse { batch, number, used: false, taken_out: false });
+        if w.read_ahead == ReadAhead::OneMissing {
+            w.read_ahead = ReadAhead::Unknown;
+        }
+        let loader = batch.step.loader();
+        let before = w.in_use.insert(loader, InUse { batch, number, used: false, taken_out: false });
+        let passed_over = w.passed_over.entry(loader).or_default();
+        match before.map(|b| b.used) {
+            Some(used) => *passed_over += u64::from(!used),
+            None => *passed_over = 0,
+        }
         w.before_averages = w.before_averages.saturating_add(1);
         w.before_averages == FORGOTTEN && !w.averages
     }
@@ -134,8 +159,13 @@ impl BatchWeight {
         // The loader may have begun another epoch meanwhile.
         let of_epoch = |b: &InUse| b.batch.step.track == track && b.batch.step.at.epoch as usize == epoch;
         let Some((&loader, batch)) = w.in_use.iter_mut().find(|(_, b)| of_epoch(b)) else { return };
+        let all_used = batch.used;
         if ended || batch.used {
             w.in_use.remove(&loader);
+            let one_missing = w.passed_over.remove(&loader) == Some(1) && all_used && w.explicit.is_none();
+            if ended && one_missing && w.read_ahead == ReadAhead::Unknown {
+                w.read_ahead = ReadAhead::OneMissing;
+            }
             w.explicit = None;
         } else {
             batch.taken_out = true;
@@ -150,6 +180,16 @@ impl BatchWeight {
     /// True if a backward had a batch of a training loader.
     pub(crate) fn reads_loaders(&self) -> bool {
         !self.lock().used.is_empty()
+    }
+
+    /// True once: in the first backward that shows that batches are read ahead of their backwards.
+    pub(crate) fn shows_reading_ahead(&self) -> bool {
+        let mut w = self.lock();
+        let shows = w.read_ahead == ReadAhead::OneMissing && w.explicit.is_none() && w.in_use.is_empty();
+        if shows {
+            w.read_ahead = ReadAhead::Warned;
+        }
+        shows
     }
 
     /// Sets the weight of the following backwards, until a loader hands out its next batch or the epoch in use ends.
@@ -310,6 +350,46 @@ mod tests {
         assert!(w.take().unwrap().last && w.take().unwrap().last);
         w.set(1.0).unwrap();
         assert!(!w.take().unwrap().last, "the batch may be several micro-batches");
+    }
+
+    /// Hands out `batches` of an epoch, calls `backward` after those that `has_backward` says, and ends the epoch.
+    fn epoch(w: &BatchWeight, loader: u32, batches: usize, has_backward: impl Fn(usize) -> bool) {
+        for nth in 0..batches {
+            hand_out(w, loader, 7.0);
+            if has_backward(nth) {
+                backward(w);
+            }
+        }
+        w.end_epoch(track(loader), 0, true);
+    }
+
+    #[test]
+    fn reading_ahead_shows_in_the_backward_after_the_epoch() {
+        // `peekable`: the first batch is handed out alone, and the last backward comes after the end.
+        let w = BatchWeight::default();
+        epoch(&w, 0, 3, |nth| nth > 0);
+        assert!(w.shows_reading_ahead(), "the backward of the third batch");
+        backward(&w);
+        assert!(!w.shows_reading_ahead(), "once");
+        epoch(&w, 0, 3, |nth| nth > 0);
+        assert!(!w.shows_reading_ahead(), "once");
+
+        let quiet = |prepare: &dyn Fn(&BatchWeight)| {
+            let w = BatchWeight::default();
+            prepare(&w);
+            assert!(!w.shows_reading_ahead());
+        };
+        quiet(&|w| epoch(w, 0, 3, |_| true));
+        quiet(&|w| epoch(w, 0, 4, |nth| nth > 1)); // two batches were skipped
+        quiet(&|w| epoch(w, 0, 3, |nth| nth == 0)); // read for validation
+        quiet(&|w| {
+            epoch(w, 0, 3, |nth| nth > 0); // a batch was skipped
+            hand_out(w, 0, 7.0); // the next epoch
+        });
+        quiet(&|w| {
+            epoch(w, 0, 3, |nth| nth > 0);
+            w.set(5.0).unwrap();
+        });
     }
 
     #[test]

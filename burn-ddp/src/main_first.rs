@@ -113,7 +113,8 @@ fn some_first<T>(group: &ProcessGroup, first: bool, f: impl FnOnce() -> anyhow::
     Ok(value)
 }
 
-/// Runs `f` on this rank while other ranks are at work, too, or in [`outcomes`], which this rank calls next with an `S`.
+/// Runs `f` on this rank while other ranks are at work, too, or in [`outcomes`], which this rank calls next with an
+/// `S`.
 ///
 /// A round of signs every few seconds says that this rank is alive. So `f` may take longer than the deadline of a
 /// collective, and a rank that fails meanwhile is noticed.

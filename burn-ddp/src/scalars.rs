@@ -84,8 +84,9 @@ mod sealed {
                     let mut halves = [(value & 0xffff_ffff) as i64, (value >> 32) as i64];
                     ddp.group().all_reduce(&mut halves, op)?;
                     let sum = (i128::from(halves[1]) << 32) + i128::from(halves[0]);
-                    let outside = || Error::invalid(format!("the sum over all ranks is {sum}, outside of {}", stringify!($integer)));
-                    sum.try_into().map_err(|_| outside())
+                    let integer = stringify!($integer);
+                    let outside = || format!("the sum over all ranks is {sum}, outside of {integer}");
+                    sum.try_into().map_err(|_| Error::invalid(outside()))
                 }
             }
             impl Scalar for $integer {}

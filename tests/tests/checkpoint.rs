@@ -14,6 +14,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
+use burn_ddp::checkpoint::{Best, Checkpoint, Checkpoints};
 use burn_ddp::data::ShardedLoader;
 use burn_ddp::prelude::*;
 use burn_ddp_tests::{Normed, device, distance, job, number, rows, values};
@@ -808,4 +809,94 @@ fn files_of_an_earlier_version_load_and_training_goes_on() {
     }
     let model = Normed::new(&device().autodiff()).load_file(directory.join("model.bpk"));
     assert_eq!(param_hash(&model).unwrap(), saved.hash);
+}
+
+/// Saves steps with a loss, and returns those that stay.
+fn kept(ddp: &Ddp, checkpoints: &Checkpoints, losses: &[(u64, Option<f64>)]) -> anyhow::Result<Vec<u64>> {
+    for (step, loss) in losses {
+        checkpoints.save(*step, |c| loss.iter().try_for_each(|loss| c.value("loss", loss)))?;
+    }
+    ddp.barrier()?;
+    Ok(checkpoints.list()?.iter().map(Checkpoint::step).collect())
+}
+
+#[test]
+fn the_best_stay_beside_the_newest_and_are_found() {
+    let losses = [(1, Some(0.9)), (2, Some(0.3)), (3, None), (4, Some(0.3)), (5, Some(0.8)), (6, Some(0.7))];
+    let run = |keep: fn(Checkpoints) -> Checkpoints| {
+        let directory = tempfile::tempdir().unwrap();
+        let ranks = Ddp::spawn(2, |ddp| {
+            let checkpoints = keep(ddp.checkpoints(directory.path())?);
+            let steps = kept(&ddp, &checkpoints, &losses)?;
+            let best = |best| anyhow::Ok(checkpoints.best("loss", best)?.map(|found| found.step()));
+            assert_eq!(checkpoints.best("accuracy", Best::Highest)?.map(|found| found.step()), None);
+            Ok((steps, best(Best::Lowest)?, best(Best::Highest)?))
+        });
+        let ranks = ranks.unwrap();
+        assert_eq!(ranks[0], ranks[1]);
+        ranks[0].clone()
+    };
+    assert_eq!(run(|c| c), (vec![6, 5, 4, 3, 2, 1], Some(4), Some(1)), "of equal ones the newer");
+    assert_eq!(run(|c| c.keep_best(1, "loss", Best::Lowest)), (vec![6, 4], Some(4), Some(6)));
+    assert_eq!(run(|c| c.keep_last(2).keep_best(2, "loss", Best::Lowest)).0, [6, 5, 4, 2]);
+    assert_eq!(run(|c| c.keep_last(1).keep_best(1, "loss", Best::Highest)), (vec![6, 1], Some(6), Some(1)));
+    assert_eq!(run(|c| c.keep_last(1).keep_best(3, "accuracy", Best::Highest)).0, [6]);
+}
+
+#[test]
+fn one_that_is_damaged_is_not_the_best_and_a_step_is_found_in_its_last_attempt() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str| directory.path().join(name);
+    Ddp::spawn(2, |ddp| {
+        let model = LinearConfig::new(2, 2).init(&ddp.device()?);
+        let checkpoints = ddp.checkpoints(directory.path())?;
+        for (step, loss) in [(1, 0.5), (2, 0.1), (2, 0.2), (3, 0.9)] {
+            checkpoints.save(step, |c| {
+                c.model(&model)?;
+                c.value("loss", &loss)
+            })?;
+        }
+        let loss = |found: Option<Checkpoint>| found.map(|found| found.value::<f64>("loss").unwrap());
+        assert_eq!(loss(checkpoints.at(2)?), Some(0.2));
+        assert_eq!(loss(checkpoints.at(7)?), None);
+        if ddp.is_main() {
+            fs::write(file("step-00000002/model.bpk"), "torn")?;
+            fs::write(file("step-00000003/manifest.json"), "{}")?;
+        }
+        ddp.barrier()?;
+        assert_eq!(loss(checkpoints.best("loss", Best::Lowest)?), Some(0.2), "0.1 is damaged");
+        assert_eq!(loss(checkpoints.at(3)?), None);
+        let steps: Vec<u64> = checkpoints.list()?.iter().map(Checkpoint::step).collect();
+        assert_eq!(steps, [2, 2, 1], "a damaged manifest is no checkpoint");
+        let torn = checkpoints.list()?.remove(1).model(LinearConfig::new(2, 2).init(&ddp.device()?));
+        assert!(torn.unwrap_err().to_string().contains("has changed"));
+
+        let differ = checkpoints.at(ddp.rank() as u64).unwrap_err().to_string();
+        assert!(differ.contains("the step of the checkpoint is 0 on rank 0 and 1 on rank 1"), "{differ}");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn handles_of_one_directory_save_in_turn() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("checkpoints");
+    Ddp::spawn(2, |ddp| {
+        let mid = ddp.checkpoints(&path)?.asynchronous(true);
+        let end = ddp.checkpoints(path.join("../checkpoints"))?.keep_last(2);
+        mid.save(1, |c| c.value("by", &0))?;
+        end.save(2, |c| c.value("by", &0))?;
+        mid.save(3, |c| c.value("by", &0))?;
+        let latest = end.latest()?.map(|found| found.step());
+        assert_eq!(latest, Some(3), "which waits for the other handle's save");
+        drop((mid, end));
+        // Nothing holds the directory any more.
+        let again = ddp.checkpoints(&path)?.keep_last(1);
+        again.save(4, |c| c.value("by", &0))?;
+        let steps: Vec<u64> = again.list()?.iter().map(Checkpoint::step).collect();
+        assert_eq!(steps, [4]);
+        Ok(ddp.finish()?)
+    })
+    .unwrap();
 }

@@ -1,6 +1,8 @@
-//! Writing a checkpoint on a thread of rank 0 while training goes on.
+//! Writing a checkpoint on a thread of rank 0 while training goes on; directories that are open.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::any::Any;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 
 use burn_ddp_comm::ProcessGroup;
@@ -21,6 +23,29 @@ enum State {
     Here(JoinHandle<Outcome>),
     /// The other ranks: rank 0 writes.
     OnMain,
+}
+
+/// A directory of checkpoints that this rank has opened. Handles of one directory share it.
+pub(crate) struct OpenedDirectory {
+    /// Its absolute path on rank 0's machine.
+    pub(super) path: PathBuf,
+    /// Its lock and entries, as long as a handle or a thread that writes holds them.
+    state: Weak<dyn Any + Send + Sync>,
+    pub(crate) background: Arc<BackgroundWrite>,
+}
+
+impl OpenedDirectory {
+    pub(super) fn new(path: PathBuf) -> Self {
+        OpenedDirectory { path, state: Weak::<()>::new(), background: Arc::default() }
+    }
+
+    /// The state that all holders share; `open` makes it if there is none.
+    pub(super) fn state<S: Send + Sync + 'static>(&mut self, open: impl FnOnce(&Path) -> S) -> Arc<S> {
+        let held = self.state.upgrade().and_then(|state| state.downcast().ok());
+        let state = held.unwrap_or_else(|| Arc::new(open(&self.path)));
+        self.state = Arc::<S>::downgrade(&state);
+        state
+    }
 }
 
 impl BackgroundWrite {

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::leftover;
-use super::manifest::{self, Checksum, VerifyError};
+use super::manifest::{self, Checksum, Manifest, VerifyError};
+use super::metric::Best;
 use super::writer::Contents;
 
 /// Prefix of what is not yet, or no longer, a checkpoint.
@@ -23,6 +24,18 @@ const LISTINGS: usize = 100;
 struct Name {
     step: u64,
     attempt: u32,
+}
+
+/// Path and manifest of a complete checkpoint.
+pub(super) type Found = Option<(PathBuf, String)>;
+
+/// Checkpoints that stay when a new one is written.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Keep {
+    /// Number of the newest complete ones; `None` for all, or, with `best`, for the newest.
+    pub(super) last: Option<usize>,
+    /// Number of the best complete ones, with the metric and its direction.
+    pub(super) best: Option<(usize, String, Best)>,
 }
 
 #[derive(Debug)]
@@ -57,11 +70,6 @@ impl Directory {
         Directory { path: path.to_path_buf(), owned: Mutex::default(), known: Mutex::default() }
     }
 
-    /// Makes the directory and those above it that are missing, durably.
-    pub(super) fn make(&self) -> Result<(), String> {
-        make_dirs(&self.path, sync_dir).map_err(|e| format!("cannot make {}: {e}", self.path.display()))
-    }
-
     /// Locks the directory for this job, and removes what earlier jobs left unfinished.
     pub(super) fn own(&self) -> Result<(), String> {
         let mut owned = self.owned();
@@ -91,9 +99,9 @@ impl Directory {
         Ok(())
     }
 
-    /// Writes `contents` as a new checkpoint, then removes all but the `keep` newest that are complete. Needs
+    /// Writes `contents` as a new checkpoint, then removes those that are not to be kept. Needs
     /// [`own`](Directory::own).
-    pub(super) fn write(&self, contents: Contents, keep: Option<usize>) -> Result<(), String> {
+    pub(super) fn write(&self, contents: Contents, keep: &Keep) -> Result<(), String> {
         let step = contents.manifest.step;
         let mut owned = self.owned();
         let Some(owned) = owned.as_mut() else { return Err("does not own the directory of checkpoints".into()) };
@@ -118,19 +126,81 @@ impl Directory {
         Ok(())
     }
 
-    /// Path and manifest of the newest complete checkpoint.
-    pub(super) fn newest(&self) -> Result<Option<(PathBuf, String)>, String> {
-        let entry = self.newest_entry()?;
-        Ok(entry.map(|(name, manifest)| (self.path.join(name.to_string()), manifest)))
+    /// The newest complete checkpoint.
+    pub(super) fn newest(&self) -> Result<Found, String> {
+        Ok(self.newest_entry()?.map(|entry| self.found(entry)))
+    }
+
+    /// The newest complete checkpoint of `step`.
+    pub(super) fn at(&self, step: u64) -> Result<Found, String> {
+        let of_step = |names: Vec<Name>| Ok(names.into_iter().filter(|name| name.step == step).collect());
+        Ok(self.first_complete(of_step)?.map(|entry| self.found(entry)))
+    }
+
+    /// The complete checkpoint that is best by `metric`.
+    pub(super) fn best(&self, metric: &str, best: Best) -> Result<Found, String> {
+        let by_metric = |names: Vec<Name>| {
+            let manifests = self.manifests(names)?;
+            Ok(best.sort(metric, &manifests).into_iter().copied().collect())
+        };
+        Ok(self.first_complete(by_metric)?.map(|entry| self.found(entry)))
+    }
+
+    /// All checkpoints whose manifests are complete, the newest first.
+    pub(super) fn list(&self) -> Result<Vec<(PathBuf, String)>, String> {
+        let mut found = Vec::new();
+        for name in self.names()? {
+            found.extend(self.manifest(name)?.map(|manifest| self.found((name, manifest))));
+        }
+        Ok(found)
+    }
+
+    fn found(&self, (name, manifest): (Name, String)) -> (PathBuf, String) {
+        (self.path.join(name.to_string()), manifest)
+    }
+
+    /// Manifests of those of the checkpoints that have a complete one, in the order of `names`.
+    fn manifests(&self, names: Vec<Name>) -> Result<Vec<(Name, Manifest)>, String> {
+        let mut manifests = Vec::new();
+        for name in names {
+            if let Some(text) = self.manifest(name)? {
+                let path = self.path.join(name.to_string());
+                let manifest = Manifest::parse(&text).map_err(|e| format!("cannot load {}: {e}", path.display()))?;
+                manifests.push((name, manifest));
+            }
+        }
+        Ok(manifests)
+    }
+
+    /// Text of a checkpoint's manifest; `None`, with a warning in the log, if it is damaged.
+    fn manifest(&self, name: Name) -> Result<Option<String>, String> {
+        let path = self.path.join(name.to_string());
+        match manifest::read(&path) {
+            Ok((text, _)) => Ok(Some(text)),
+            Err(VerifyError::Vanished) => Ok(None),
+            Err(e @ VerifyError::Corrupt(_)) => {
+                tracing::warn!("skipping the corrupt checkpoint {}: {e}", path.display());
+                Ok(None)
+            }
+            Err(e) => Err(format!("cannot read {}: {e}", path.display())),
+        }
     }
 
     fn newest_entry(&self) -> Result<Option<(Name, String)>, String> {
+        self.first_complete(Ok)
+    }
+
+    /// The first complete checkpoint of those that `order` returns, which gets all of them, the newest first.
+    fn first_complete(
+        &self,
+        order: impl Fn(Vec<Name>) -> Result<Vec<Name>, String>,
+    ) -> Result<Option<(Name, String)>, String> {
         'listing: for _ in 0..LISTINGS {
             let names = self.names()?;
-            for name in &names {
+            for name in order(names.clone())? {
                 let path = self.path.join(name.to_string());
-                match self.verify(*name) {
-                    Ok(manifest) => return Ok(Some((*name, manifest))),
+                match self.verify(name) {
+                    Ok(manifest) => return Ok(Some((name, manifest))),
                     Err(e @ VerifyError::Corrupt(_)) => {
                         tracing::warn!("skipping the corrupt checkpoint {}: {e}", path.display())
                     }
@@ -193,14 +263,25 @@ impl Directory {
         sync_dir(&self.path)
     }
 
-    /// Removes the checkpoints older than the `keep` newest complete ones. Damaged ones do not count.
-    fn prune(&self, keep: Option<usize>) -> Result<(), String> {
-        let Some(keep) = keep else { return Ok(()) };
+    /// Removes the checkpoints that are older than the last complete ones that `keep` wants, but for the best ones.
+    /// Damaged ones do not count.
+    fn prune(&self, keep: &Keep) -> Result<(), String> {
+        if keep.last.is_none() && keep.best.is_none() {
+            return Ok(());
+        }
+        let last = keep.last.unwrap_or(1);
+        let names = self.names()?;
+        let mut best = Vec::new();
+        if let Some((n, metric, direction)) = &keep.best {
+            let manifests = self.manifests(names.clone())?;
+            let sorted = direction.sort(metric, &manifests).into_iter().copied();
+            best.extend(sorted.filter(|name| self.is_complete(*name)).take(*n));
+        }
         let mut complete = 0;
-        for name in self.names()? {
-            if complete < keep.max(1) {
+        for name in names {
+            if complete < last.max(1) {
                 complete += usize::from(self.is_complete(name));
-            } else {
+            } else if !best.contains(&name) {
                 self.remove(name).map_err(|e| format!("{name}: {e}"))?;
             }
         }
@@ -263,6 +344,12 @@ impl std::fmt::Display for Name {
             _ => write!(f, "{PREFIX}{step:08}.{attempt}"),
         }
     }
+}
+
+/// Makes the directory and those above it that are missing, durably. Returns its absolute path.
+pub(super) fn make(path: &Path) -> Result<PathBuf, String> {
+    let made = make_dirs(path, sync_dir).and_then(|()| path.canonicalize());
+    made.map_err(|e| format!("cannot make {}: {e}", path.display()))
 }
 
 /// Makes a directory and those above it that are missing, and calls `sync` for the parent of each.

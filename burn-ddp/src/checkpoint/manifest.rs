@@ -140,12 +140,7 @@ impl fmt::Display for VerifyError {
 pub(super) fn verify(dir: &Path) -> Result<String, VerifyError> {
     let corrupt = |name: &str, reason: &str| VerifyError::Corrupt(format!("{name}: {reason}"));
     let failed = |name: &str, e: &io::Error| verify_error(dir, name, e);
-    let text = fs::read_to_string(dir.join(MANIFEST)).map_err(|e| failed(MANIFEST, &e))?;
-    let checksum = fs::read_to_string(dir.join(MANIFEST_CHECKSUM)).map_err(|e| failed(MANIFEST_CHECKSUM, &e))?;
-    if checksum != checksum_line(text.as_bytes()) {
-        return Err(corrupt(MANIFEST, "checksum mismatch"));
-    }
-    let manifest = Manifest::parse(&text).map_err(VerifyError::Unsupported)?;
+    let (text, manifest) = read(dir)?;
     for (name, expected) in &manifest.files {
         let actual = Checksum::of_file(&dir.join(name)).map_err(|e| failed(name, &e))?;
         if actual != *expected {
@@ -154,6 +149,17 @@ pub(super) fn verify(dir: &Path) -> Result<String, VerifyError> {
         }
     }
     Ok(text)
+}
+
+/// Reads the manifest of the checkpoint in `dir`, and compares it with its checksum. Returns its text, too.
+pub(super) fn read(dir: &Path) -> Result<(String, Manifest), VerifyError> {
+    let read = |name: &str| fs::read_to_string(dir.join(name)).map_err(|e| verify_error(dir, name, &e));
+    let (text, checksum) = (read(MANIFEST)?, read(MANIFEST_CHECKSUM)?);
+    if checksum != checksum_line(text.as_bytes()) {
+        return Err(VerifyError::Corrupt(format!("{MANIFEST}: checksum mismatch")));
+    }
+    let manifest = Manifest::parse(&text).map_err(VerifyError::Unsupported)?;
+    Ok((text, manifest))
 }
 
 /// The meaning of an error of reading a file of the checkpoint in `dir`.

@@ -15,6 +15,7 @@ pub(crate) mod background;
 mod directory;
 pub(crate) mod leftover;
 mod manifest;
+mod metric;
 mod saved_checkpoint;
 mod writer;
 
@@ -22,9 +23,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::ddp::Ddp;
-use crate::{Error, Result, main_first};
-use background::BackgroundWrite;
-use directory::Directory;
+use crate::{Error, Result, agreement, main_first};
+use background::{BackgroundWrite, OpenedDirectory};
+use directory::{Directory, Keep};
+pub use metric::Best;
 pub use saved_checkpoint::Checkpoint;
 pub use writer::CheckpointWriter;
 
@@ -74,30 +76,31 @@ pub use writer::CheckpointWriter;
 pub struct Checkpoints {
     ddp: Ddp,
     directory: Arc<Directory>,
-    keep: Option<usize>,
+    keep: Keep,
     asynchronous: bool,
     background: Arc<BackgroundWrite>,
 }
 
 impl Ddp {
-    /// The checkpoints in `directory` on rank 0's machine, which is created if missing. *Collective*.
+    /// The checkpoints in `directory` on rank 0's machine, which is created if missing. *Collective*. A job may open a
+    /// directory several times, with settings of their own; its saves and waits come one after the other.
     ///
     /// # Errors
     ///
     /// [`Error::File`] on every rank if rank 0 cannot create the directory.
     #[track_caller]
     pub fn checkpoints(&self, directory: impl AsRef<Path>) -> Result<Checkpoints> {
-        let directory = Directory::new(directory.as_ref());
-        main_first::on_main(self.group(), || directory.make())?;
-        let background = Arc::new(BackgroundWrite::default());
-        self.state().add_background_write(&background);
-        Ok(Checkpoints {
-            ddp: self.clone(),
-            directory: Arc::new(directory),
-            keep: None,
-            asynchronous: false,
-            background,
-        })
+        let path = main_first::on_main(self.group(), || directory::make(directory.as_ref()))?;
+        let mut opened = self.state().checkpoint_directories();
+        let known = opened.iter().position(|opened| opened.path == path);
+        let nth = known.unwrap_or_else(|| {
+            opened.push(OpenedDirectory::new(path));
+            opened.len() - 1
+        });
+        let opened = &mut opened[nth];
+        let directory = opened.state(Directory::new);
+        let (keep, background) = (Keep::default(), opened.background.clone());
+        Ok(Checkpoints { ddp: self.clone(), directory, keep, asynchronous: false, background })
     }
 }
 
@@ -107,7 +110,34 @@ impl Checkpoints {
     /// A damaged checkpoint does not count; it goes when `n` newer ones are complete.
     #[must_use]
     pub fn keep_last(mut self, n: usize) -> Self {
-        self.keep = Some(n);
+        self.keep.last = Some(n);
+        self
+    }
+
+    /// Removes all but the `n` complete checkpoints that are best by the value saved as `c.value(metric, &number)`, and
+    /// the newest one, or those of [`keep_last`](Self::keep_last), after each save. Of equal ones the newer is better;
+    /// those without the value are never the best.
+    ///
+    /// ```
+    /// use burn_ddp::checkpoint::Best;
+    /// use burn_ddp::prelude::*;
+    ///
+    /// let directory = tempfile::tempdir()?;
+    /// Ddp::spawn(2, |ddp| {
+    ///     let checkpoints = ddp.checkpoints(directory.path())?.keep_last(2).keep_best(1, "loss", Best::Lowest);
+    ///     for (step, loss) in [(1, 0.9), (2, 0.3), (3, 0.5), (4, 0.4), (5, 0.6)] {
+    ///         checkpoints.save(step, |c| c.value("loss", &loss))?;
+    ///     }
+    ///     let steps: Vec<u64> = checkpoints.list()?.iter().map(|checkpoint| checkpoint.step()).collect();
+    ///     assert_eq!(steps, [5, 4, 2]);
+    ///     assert_eq!(checkpoints.best("loss", Best::Lowest)?.map(|best| best.step()), Some(2));
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), anyhow::Error>(())
+    /// ```
+    #[must_use]
+    pub fn keep_best(mut self, n: usize, metric: &str, best: Best) -> Self {
+        self.keep.best = Some((n, metric.to_string(), best));
         self
     }
 
@@ -146,7 +176,7 @@ impl Checkpoints {
                 say(*other)
             )));
         }
-        if self.keep == Some(0) {
+        if self.keep.last == Some(0) {
             return Err(Error::invalid("the newest checkpoint always stays: use at least `keep_last(1)`"));
         }
         self.wait()?;
@@ -154,8 +184,8 @@ impl Checkpoints {
         let filled = fill(&mut CheckpointWriter::new(&mut contents, group));
         contents.end(group, filled)?;
         main_first::on_main(group, || self.directory.own())?;
-        let (directory, keep) = (self.directory.clone(), self.keep);
-        let write = move || directory.write(contents, keep);
+        let (directory, keep) = (self.directory.clone(), self.keep.clone());
+        let write = move || directory.write(contents, &keep);
         match self.asynchronous {
             false => main_first::on_main(group, write),
             true => self.background.start(group, step, write),
@@ -184,9 +214,63 @@ impl Checkpoints {
     /// version does not read.
     #[track_caller]
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
+        self.choose(|directory| directory.newest())
+    }
+
+    /// The complete checkpoint of `step`, the last one if it was saved more than once; `None` if there is none.
+    /// *Collective*. Compares the checksum of every file.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`latest`](Checkpoints::latest); [`Error::Invalid`] if the ranks ask for different steps.
+    #[track_caller]
+    pub fn at(&self, step: u64) -> Result<Option<Checkpoint>> {
+        self.agree_on("the step of the checkpoint", step.to_string())?;
+        self.choose(|directory| directory.at(step))
+    }
+
+    /// The complete checkpoint that is best by the value saved as `c.value(metric, &number)`, the newest of equal ones;
+    /// `None` if no checkpoint has the value. *Collective*. Compares the checksum of every file.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`latest`](Checkpoints::latest); [`Error::Invalid`] if the ranks ask for different metrics.
+    #[track_caller]
+    pub fn best(&self, metric: &str, best: Best) -> Result<Option<Checkpoint>> {
+        self.agree_on("the metric of the best checkpoint", format!("{best:?} {metric:?}"))?;
+        self.choose(|directory| directory.best(metric, best))
+    }
+
+    /// All checkpoints, the newest first, the same ones on all ranks. *Collective*.
+    ///
+    /// Reads no more than their manifests, whose checksums it compares: a file that is damaged is an error when it is
+    /// loaded. Their [values](Checkpoint::value) are at hand to choose one by.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`latest`](Checkpoints::latest).
+    #[track_caller]
+    pub fn list(&self) -> Result<Vec<Checkpoint>> {
         self.wait()?;
-        let newest: Option<(PathBuf, String)> = main_first::on_main(self.ddp.group(), || self.directory.newest())?;
-        newest.map(|(path, manifest)| Checkpoint::new(self.ddp.clone(), path, &manifest)).transpose()
+        let found: Vec<(PathBuf, String)> = main_first::on_main(self.ddp.group(), || self.directory.list())?;
+        let open = |(path, manifest): (PathBuf, String)| Checkpoint::new(self.ddp.clone(), path, &manifest);
+        found.into_iter().map(open).collect()
+    }
+
+    #[track_caller]
+    fn choose(&self, find: impl FnOnce(&Directory) -> Result<directory::Found, String>) -> Result<Option<Checkpoint>> {
+        self.wait()?;
+        let found = main_first::on_main(self.ddp.group(), || find(&self.directory))?;
+        found.map(|(path, manifest)| Checkpoint::new(self.ddp.clone(), path, &manifest)).transpose()
+    }
+
+    /// Compares an argument between the ranks. *Collective*.
+    #[track_caller]
+    fn agree_on(&self, name: &str, value: String) -> Result<()> {
+        match agreement::on_settings(self.ddp.group(), &vec![(name.to_string(), value)])? {
+            None => Ok(()),
+            Some(difference) => Err(Error::invalid(difference)),
+        }
     }
 }
 

@@ -100,7 +100,8 @@ impl<O: Send + 'static, E: Iterator<Item = usize>> Iterator for Epochs<O, E> {
 /// ranks with this cause. To go on instead, all ranks must agree to skip the step. After an error that concerns the
 /// whole job the epoch is over.
 ///
-/// Take a batch when it is used: it weighs every backward until the next batch is taken or the epoch is over. A batch
+/// Take a batch when it is used, and not ahead (`peekable`): it weighs every backward until the next batch is taken or
+/// the epoch is over. Loops that read ahead call [`Ddp::set_batch_items`](crate::Ddp::set_batch_items). A batch
 /// whose epoch was dropped before its first backward weighs until any loader hands out another one. Dropping an epoch
 /// before its end is announced to the other ranks, which must do the same.
 #[must_use = "an epoch that is dropped before its end ends the job, unless all ranks drop it"]

@@ -349,8 +349,8 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
     /// On every rank alike, and the job can go on: [`DataError::LoadersDiffer`] with the settings that differ;
     /// [`DataError::EmptyDataset`], [`DataError::DatasetTooSmall`] and [`DataError::BatchTooSmall`] where a rank would
     /// be without an item; [`DataError::NoFullStep`] after [`drop_last`](Self::drop_last);
-    /// [`DataError::ItemChanges`] after [`check_items`](Self::check_items); [`Error::Invalid`](crate::Error::Invalid) that names the rank if one has no device.
-    /// [`DataError::Comm`] if a peer failed.
+    /// [`DataError::ItemChanges`] after [`check_items`](Self::check_items); [`Error::Invalid`](crate::Error::Invalid)
+    /// that names the rank if one has no device. [`DataError::Comm`] if a peer failed.
     ///
     /// ```
     /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};

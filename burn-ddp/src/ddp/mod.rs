@@ -200,8 +200,8 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Comm`](crate::Error::Comm) if a peer failed or does not come in time; [`Error::File`](crate::Error::File)
-    /// if a checkpoint could not be written.
+    /// [`Error::Comm`](crate::Error::Comm) if a peer failed or does not come in time;
+    /// [`Error::File`](crate::Error::File) if a checkpoint could not be written.
     #[track_caller]
     pub fn finish(self) -> Result<()> {
         self.state.finish_background_writes()?;

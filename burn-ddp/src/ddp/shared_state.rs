@@ -8,7 +8,7 @@ use burn_ddp_comm::{ProcessGroup, World};
 
 use crate::Result;
 use crate::batch_weight::{Batch, BatchWeight};
-use crate::checkpoint::background::BackgroundWrite;
+use crate::checkpoint::background::OpenedDirectory;
 use crate::seed::Seed;
 use crate::telemetry::meter::Meter;
 
@@ -30,8 +30,9 @@ pub(crate) struct SharedState {
     seed: Mutex<Option<Seed>>,
     /// Device of the model that was wrapped last: written by `wrap`, read by loaders that are built.
     model_device: Mutex<Option<Device>>,
-    /// Checkpoints that may be under way: [`Ddp::finish`](super::Ddp::finish) waits for them.
-    background_writes: Mutex<Vec<Arc<BackgroundWrite>>>,
+    /// Directories of checkpoints: written when one is opened, read by [`Ddp::finish`](super::Ddp::finish), which waits
+    /// for what is under way.
+    checkpoint_directories: Mutex<Vec<OpenedDirectory>>,
     /// The CUDA device on which NCCL reduces, once it does.
     #[cfg(feature = "nccl")]
     nccl_device: std::sync::OnceLock<usize>,
@@ -53,7 +54,7 @@ impl SharedState {
             loaders: AtomicU32::new(0),
             seed: Mutex::new(None),
             model_device: Mutex::new(None),
-            background_writes: Mutex::new(Vec::new()),
+            checkpoint_directories: Mutex::new(Vec::new()),
             #[cfg(feature = "nccl")]
             nccl_device: std::sync::OnceLock::new(),
             #[cfg(feature = "train")]
@@ -96,6 +97,14 @@ impl SharedState {
     /// Takes the weight of the backward of a wrapped model that begins. An error if a peer left its epoch before this
     /// backward.
     pub(crate) fn begin_backward(&self) -> Result<Batch> {
+        if self.batch_weight.shows_reading_ahead() && self.world.rank() == 0 {
+            tracing::warn!(
+                target: "burn_ddp::data",
+                "batches are read ahead of their backwards (`peekable`, a thread of the program's own): each backward \
+                has weighed as much as the batch after its own, and the last one of the epoch 1. Take a batch when it \
+                is used (`num_workers` loads ahead), or call `ddp.set_batch_items` before each backward"
+            );
+        }
         let batch = self.batch_weight.take()?;
         if let Some(step) = batch.step.filter(|_| batch.first) {
             self.world.advance(step.track.backwards(), step.at)?;
@@ -153,19 +162,16 @@ impl SharedState {
         }
     }
 
-    /// Adds a write for which [`Ddp::finish`](super::Ddp::finish) waits.
-    pub(crate) fn add_background_write(&self, write: &Arc<BackgroundWrite>) {
-        lock(&self.background_writes).push(write.clone());
+    /// The directories of checkpoints that this rank has opened, in the same order on all ranks.
+    pub(crate) fn checkpoint_directories(&self) -> MutexGuard<'_, Vec<OpenedDirectory>> {
+        lock(&self.checkpoint_directories)
     }
 
     /// Waits for all checkpoints under way. *Collective*.
     #[track_caller]
     pub(super) fn finish_background_writes(&self) -> Result<()> {
-        let writes = std::mem::take(&mut *lock(&self.background_writes));
-        for write in writes {
-            write.wait(&self.group)?;
-        }
-        Ok(())
+        let opened = std::mem::take(&mut *lock(&self.checkpoint_directories));
+        opened.iter().try_for_each(|opened| opened.background.wait(&self.group))
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::sync::atomic::Ordering;
 
 use burn::module::{Module, Param};
-use burn::nn::LinearConfig;
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_ddp_nccl::fake::Machine;
@@ -345,4 +345,27 @@ fn nccls_engine_reduces_what_was_lent() {
             assert!(gpus.iter().zip(&host).all(close), "{gpus:?} {host:?}");
         }
     }
+}
+
+#[test]
+fn gradients_that_are_lost_with_the_model_are_a_warning() {
+    let warnings = |end: fn(&Ddp, Linear) -> anyhow::Result<()>| {
+        let of_ranks = Ddp::spawn(2, |ddp| {
+            let listener = crate::telemetry::listener::Listener::default();
+            tracing::subscriber::with_default(listener.clone(), || {
+                let device = ddp.device()?.autodiff();
+                let config = crate::WrapConfig::new().with_accumulation(2);
+                let model: Linear = ddp.wrap_with(LinearConfig::new(1, 1).init(&device), &config)?;
+                for _ in 0..3 {
+                    model.forward(Tensor::<2>::ones([1, 1], &device)).sum().backward();
+                }
+                end(&ddp, model)
+            })?;
+            Ok(listener.events("burn_ddp::accumulation").len())
+        });
+        of_ranks.unwrap()
+    };
+    assert_eq!(warnings(|_, model| Ok(drop(model))), [1, 0]);
+    assert_eq!(warnings(|ddp, model| Ok(drop(ddp.sync_gradients(&model)?))), [0, 0]);
+    assert_eq!(warnings(|ddp, model| Ok(ddp.discard_accumulated(&model))), [0, 0]);
 }

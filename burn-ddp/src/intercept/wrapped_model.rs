@@ -129,6 +129,15 @@ impl WrappedModel {
             // The model is gone. Nodes that it left in graphs may keep this for long, but need no thread. If the state
             // is locked, a backward runs, which keeps the thread anyway.
             if let Ok(mut state) = self.state.try_lock() {
+                let lost = state.holds_gradients() && self.ddp.is_main() && !std::thread::panicking();
+                if lost && self.ddp.world().check().is_ok() {
+                    tracing::warn!(
+                        target: "burn_ddp::accumulation",
+                        "a wrapped model is dropped with gradients of micro-batches that no optimizer step has used: \
+                        `ddp.sync_gradients(&model)` reduces them for a last step, `ddp.discard_accumulated(&model)` \
+                        says that they are not wanted"
+                    );
+                }
                 state.retire();
             }
         }
