@@ -166,6 +166,21 @@ pub enum DataError {
         seconds: u64,
     },
 
+    /// Another rank could not read its part of a source that is read from front to back.
+    #[error("{what} does not come: rank {rank} could not read its part of the source, and its error says why")]
+    StreamFailed {
+        /// The step: epoch, loader and this rank.
+        what: String,
+        /// The rank that failed.
+        rank: usize,
+    },
+    /// A rank's part of a source has no item.
+    #[error("{what} has no item, nor had any step before: the source has fewer parts than ranks and workers")]
+    EmptyPart {
+        /// The step: epoch, loader and rank.
+        what: String,
+    },
+
     // From the environment.
     /// The system refused a thread for a worker.
     #[error("worker {worker} could not be started: {source}; use fewer workers or raise the limit of threads")]

@@ -218,18 +218,18 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
 }
 
 impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
-    /// Compares the settings of all ranks, and returns the number of the loader and the device of its batches.
-    /// *Collective*.
+    /// Compares the settings of all ranks, and returns the number of the loader, the device of its batches and the
+    /// order of its items. *Collective*.
     #[track_caller]
     fn agree<const N: usize>(
         &mut self,
         kind: &str,
         loader: &str,
         dataset: &dyn Dataset<I>,
-        order: &Order,
         default_of: fn(Device) -> Device,
         more: [(&str, String); N],
-    ) -> Result<(u32, Device)> {
+    ) -> Result<(u32, Device, Order)> {
+        let order = self.order(dataset.len());
         let default = || self.ddp.state().model_device().map_or_else(|| self.ddp.device(), Ok).map(default_of);
         let device = self.device.take().map_or_else(default, Ok);
         let device = agreement::on_outcome(self.ddp.group(), "build its loader", device)?;
@@ -247,7 +247,7 @@ impl<I: 'static, O: Send + 'static, K> LoaderBuilder<I, O, K> {
         let settings: Vec<_> = settings.chain(items.settings).collect();
         match agreement::on_settings(self.ddp.group(), &settings).map_err(DataError::from)? {
             // If items change, they do so alike on all ranks.
-            None => items.changing.map_or(Ok((id, device)), |changing| Err(changing.into())),
+            None => items.changing.map_or(Ok((id, device, order)), |changing| Err(changing.into())),
             Some(difference) => Err(DataError::LoadersDiffer { loader: format!("{loader} {id}"), difference }.into()),
         }
     }
@@ -373,15 +373,15 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
     #[track_caller]
     pub fn build<D: Dataset<I> + 'static>(mut self, dataset: D) -> Result<ShardedLoader<O>> {
         let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
-        let (ddp, order) = (self.ddp.clone(), self.order(dataset.len()));
-        let items = order.items(dataset.len());
+        let ddp = self.ddp.clone();
         let weights = if self.weigh.is_some() { "the batch" } else { "its number of items" };
         let last_step = if self.drops_last { "dropped" } else { "loaded" };
         let more = [
             ("the source of a batch's weight", weights.to_string()),
             ("a last step that is not full", last_step.to_string()),
         ];
-        let (id, device) = self.agree("training", "loader", &*dataset, &order, Device::autodiff, more)?;
+        let (id, device, order) = self.agree("training", "loader", &*dataset, Device::autodiff, more)?;
+        let items = order.items(dataset.len());
 
         // All ranks have the same settings: from here on they get the same errors.
         let global_batch = match self.batch {
@@ -409,9 +409,9 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Evaluation> {
     #[track_caller]
     pub fn build<D: Dataset<I> + 'static>(mut self, dataset: D) -> Result<EvalLoader<O>> {
         let dataset: Arc<dyn Dataset<I>> = Arc::new(dataset);
-        let (ddp, items, seed, order) = (self.ddp.clone(), dataset.len(), self.seed, self.order(dataset.len()));
-        let (id, device) =
-            self.agree("evaluation", "evaluation loader", &*dataset, &order, Device::without_autodiff, [])?;
+        let (ddp, items, seed) = (self.ddp.clone(), dataset.len(), self.seed);
+        let inference = Device::without_autodiff;
+        let (id, device, _) = self.agree("evaluation", "evaluation loader", &*dataset, inference, [])?;
 
         let (BatchSize::PerRank(batch_size) | BatchSize::Global(batch_size)) = self.batch;
         if batch_size == 0 {

@@ -5,6 +5,7 @@
 //! | [`ShardedLoader`] | training: equally many steps on every rank, every item once, a new order every epoch |
 //! | [`EvalLoader`] | evaluation: every item once, no padding, in order unless shuffled |
 //! | [`LoaderBuilder`] | builds either; from `Ddp::loader` and `Ddp::eval_loader` |
+//! | [`StreamLoader`] | training on a [`StreamSource`], which is read from front to back; from `Ddp::stream` |
 //! | [`Position`] | the items all ranks have consumed: what a checkpoint holds, for any world that goes on |
 //! | [`EpochPlan`], [`permutation`] | the items of each step and rank, as pure functions |
 //! | [`Sampler`], [`WeightedSampler`] | items of an epoch drawn by weight, sorted by length, or as you say |
@@ -35,6 +36,9 @@ mod prefetch;
 mod sampler;
 mod sharded_dataset;
 mod sharded_loader;
+mod stream;
+mod stream_epoch;
+mod stream_loader;
 
 pub use data_error::DataError;
 pub use distributed_sampler::DistributedSampler;
@@ -47,6 +51,9 @@ pub use position::Position;
 pub use sampler::{Sampler, WeightedSampler};
 pub use sharded_dataset::ShardedDataset;
 pub use sharded_loader::ShardedLoader;
+pub use stream::{Stream, StreamShard, StreamSource};
+pub use stream_epoch::StreamEpoch;
+pub use stream_loader::{StreamBuilder, StreamLoader, StreamPosition};
 
 #[cfg(test)]
 mod tests;

@@ -6,6 +6,7 @@ mod eval;
 mod resume;
 mod same_data;
 mod sampled;
+mod stream;
 mod train;
 
 use std::time::Duration;

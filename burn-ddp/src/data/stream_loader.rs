@@ -1,0 +1,298 @@
+//! The loader of sources that are read from front to back: steps of all ranks until the last one has read its part.
+
+use std::num::NonZeroUsize;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn::data::dataloader::batcher::Batcher;
+use burn::tensor::Device;
+use burn_ddp_comm::ProcessGroup;
+use serde::{Deserialize, Serialize};
+
+use super::DataError;
+use super::stream::StreamSource;
+use super::stream_epoch::StreamEpoch;
+use crate::{Ddp, Result, agreement};
+
+impl Ddp {
+    /// Begins a training loader over a source without random access: each worker of each rank reads a part of it from
+    /// front to back.
+    ///
+    /// Ranks may have different numbers of items. Every step, the ranks exchange how many items each has; one that has
+    /// read its part repeats an item with weight 0 until the last one is done. So every item is loaded once per epoch
+    /// with its true weight, and all ranks make equally many steps.
+    ///
+    /// ```
+    /// use burn::data::{dataloader::batcher::Batcher, dataset::DatasetError};
+    /// use burn::tensor::Device;
+    /// use burn_ddp::data::{Stream, StreamShard, StreamSource};
+    /// use burn_ddp::prelude::*;
+    ///
+    /// /// Files of lines; here each is a vector.
+    /// struct Files(Vec<Vec<u32>>);
+    ///
+    /// impl StreamSource<u32> for Files {
+    ///     fn open(&self, shard: StreamShard) -> Result<Stream<u32>, DatasetError> {
+    ///         let own = self.0.iter().enumerate().filter(|(nth, _)| shard.has(*nth));
+    ///         Ok(Box::new(own.flat_map(|(_, file)| file.clone()).map(Ok).collect::<Vec<_>>().into_iter()))
+    ///     }
+    /// }
+    ///
+    /// struct Together;
+    ///
+    /// impl Batcher<u32, Vec<u32>> for Together {
+    ///     fn batch(&self, items: Vec<u32>, _device: &Device) -> Vec<u32> {
+    ///         items
+    ///     }
+    /// }
+    ///
+    /// let batches = Ddp::spawn(2, |ddp| {
+    ///     let files = Files(vec![vec![1, 2, 3], vec![10]]);
+    ///     let train = ddp.stream(files, Together).batch_size(2).build()?;
+    ///     let mut batches = Vec::new();
+    ///     for epoch in train.epochs(0..1) {
+    ///         for batch in epoch {
+    ///             batches.push((batch?, ddp.batch_items()));
+    ///         }
+    ///     }
+    ///     Ok(batches)
+    /// })?;
+    /// assert_eq!(batches[0], [(vec![1, 2], 2.0), (vec![3], 1.0)]);
+    /// assert_eq!(batches[1], [(vec![10], 1.0), (vec![10], 0.0)]); // as many steps
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    pub fn stream<I, O>(
+        &self,
+        source: impl StreamSource<I> + 'static,
+        batcher: impl Batcher<I, O> + 'static,
+    ) -> StreamBuilder<I, O> {
+        StreamBuilder {
+            ddp: self.clone(),
+            source: Arc::new(source),
+            batcher: Arc::new(batcher),
+            batch_size: 1,
+            num_workers: 0,
+            device: None,
+        }
+    }
+}
+
+/// Builds a [`StreamLoader`]; from [`Ddp::stream`].
+#[must_use = "nothing is loaded before `build`"]
+pub struct StreamBuilder<I, O> {
+    ddp: Ddp,
+    source: Arc<dyn StreamSource<I>>,
+    batcher: Arc<dyn Batcher<I, O>>,
+    batch_size: usize,
+    num_workers: usize,
+    device: Option<Device>,
+}
+
+impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
+    /// Items of each rank's batches; 1 by default. The last ones of a worker's part may be fewer.
+    pub fn batch_size(mut self, batch_size: usize) -> Self {
+        self.batch_size = batch_size;
+        self
+    }
+
+    /// Threads that each read a part of their own, whose batches come in turn. With 0, the default, the rank has one
+    /// part, read when a batch is asked for.
+    pub fn num_workers(mut self, num_workers: usize) -> Self {
+        self.num_workers = num_workers;
+        self
+    }
+
+    /// The device of the batches, by default as that of [`LoaderBuilder`](super::LoaderBuilder::set_device) in
+    /// training.
+    pub fn set_device(mut self, device: Device) -> Self {
+        self.device = Some(device);
+        self
+    }
+
+    /// Builds the loader. *Collective*: all ranks build the same loaders in the same order, with the same batch size
+    /// and workers.
+    ///
+    /// # Errors
+    ///
+    /// On every rank alike, and the job can go on: [`DataError::LoadersDiffer`] with the settings that differ;
+    /// [`DataError::BatchTooSmall`] for a batch size of 0; [`Error::Invalid`](crate::Error::Invalid) that names the
+    /// rank if one has no device. [`DataError::Comm`] if a peer failed.
+    #[track_caller]
+    pub fn build(self) -> Result<StreamLoader<I, O>> {
+        let Self { ddp, source, batcher, batch_size, num_workers, device } = self;
+        let default = || ddp.state().model_device().map_or_else(|| ddp.device(), Ok).map(Device::autodiff);
+        let device = agreement::on_outcome(ddp.group(), "build its loader", device.map_or_else(default, Ok))?;
+        let id = ddp.state().next_loader_id();
+        let settings = [
+            ("the kind of loader", "streaming".to_string()),
+            ("the number of the loader", id.to_string()),
+            ("the batch size", batch_size.to_string()),
+            ("the number of workers", num_workers.to_string()),
+        ];
+        let settings = settings.map(|(name, value)| (name.to_string(), value)).to_vec();
+        if let Some(difference) = agreement::on_settings(ddp.group(), &settings).map_err(DataError::from)? {
+            return Err(DataError::LoadersDiffer { loader: format!("streaming loader {id}"), difference }.into());
+        }
+        let too_small = || DataError::BatchTooSmall { global_batch: 0, world: ddp.world_size() };
+        let batch_size = NonZeroUsize::new(batch_size).ok_or_else(too_small)?;
+        let group = ddp.world().group()?;
+        let inner =
+            Inner { ddp, group, id, source, batcher, batch_size, num_workers, device, cursor: Mutex::default() };
+        Ok(StreamLoader { inner: Arc::new(inner) })
+    }
+}
+
+/// This rank's part of a source that is read from front to back, batch by batch, epoch after epoch; from
+/// [`Ddp::stream`]. Clones are the same loader.
+///
+/// As with other training loaders, a batch weighs its backwards by its number of items, and ranks leave an epoch at the
+/// same step.
+pub struct StreamLoader<I, O> {
+    inner: Arc<Inner<I, O>>,
+}
+
+pub(super) struct Inner<I, O> {
+    pub(super) ddp: Ddp,
+    /// Group in which the ranks exchange their numbers of items.
+    pub(super) group: ProcessGroup,
+    pub(super) id: u32,
+    pub(super) source: Arc<dyn StreamSource<I>>,
+    pub(super) batcher: Arc<dyn Batcher<I, O>>,
+    pub(super) batch_size: NonZeroUsize,
+    pub(super) num_workers: usize,
+    pub(super) device: Device,
+    cursor: Mutex<Cursor>,
+}
+
+/// The present epoch, or the next one between two.
+#[derive(Default)]
+struct Cursor {
+    epoch: usize,
+    taken: Taken,
+    /// True after `resume`, until an epoch begins.
+    resumed: bool,
+    /// Epochs begun so far: tells two passes over one epoch apart.
+    begun: u32,
+}
+
+/// What a rank has taken of an epoch.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Taken {
+    /// Steps, the same on every rank.
+    pub(super) steps: u32,
+    /// Worker whose batch comes next.
+    pub(super) turn: usize,
+    /// Batches of each worker's part; empty at the beginning of an epoch.
+    pub(super) batches: Vec<usize>,
+}
+
+/// Batches that the ranks have taken of their parts: what a checkpoint holds of a [`StreamLoader`]. The same on every
+/// rank; for the same number of ranks and workers. Serialize it with serde.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamPosition {
+    epoch: usize,
+    batch_size: usize,
+    /// By rank; empty between two epochs.
+    taken: Vec<Taken>,
+}
+
+impl<I, O> Clone for StreamLoader<I, O> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone() }
+    }
+}
+
+impl<I: Clone + Send + 'static, O: Send + 'static> StreamLoader<I, O> {
+    /// The epochs with these numbers, one after the other. All ranks must pass the same numbers. After a
+    /// [`resume`](Self::resume), numbers before the interrupted epoch are skipped.
+    pub fn epochs(&self, epochs: impl IntoIterator<Item = usize>) -> impl Iterator<Item = StreamEpoch<I, O>> {
+        let (loader, mut numbers) = (self.clone(), epochs.into_iter());
+        std::iter::from_fn(move || {
+            let first = Some(loader.cursor()).filter(|cursor| cursor.resumed).map_or(0, |cursor| cursor.epoch);
+            Some(loader.begin(numbers.find(|number| *number >= first)?))
+        })
+    }
+
+    fn begin(&self, number: usize) -> StreamEpoch<I, O> {
+        let mut cursor = self.cursor();
+        if !cursor.resumed || cursor.epoch != number {
+            cursor.taken = Taken::default();
+        }
+        cursor.taken.batches.resize(self.workers(), 0);
+        (cursor.epoch, cursor.resumed) = (number, false);
+        cursor.begun += 1;
+        StreamEpoch::new(self.clone(), number, cursor.begun, cursor.taken.clone())
+    }
+
+    /// The position of all ranks. *Collective*: after the optimizer step, on every rank.
+    ///
+    /// # Errors
+    ///
+    /// [`DataError::Comm`] if a peer failed.
+    #[track_caller]
+    pub fn position(&self) -> Result<StreamPosition> {
+        let (epoch, taken) = {
+            let cursor = self.cursor();
+            (cursor.epoch, cursor.taken.clone())
+        };
+        let taken = self.inner.ddp.group().all_gather_object(&taken).map_err(DataError::from)?;
+        let taken = if taken.iter().all(|taken| taken.steps == 0) { Vec::new() } else { taken };
+        Ok(StreamPosition { epoch, batch_size: self.inner.batch_size.get(), taken })
+    }
+
+    /// Goes on from `position`: with the rest of the interrupted epoch. *Collective*: all
+    /// ranks pass the same position. Batches that were taken before are left out by the `nth` of each worker's stream.
+    ///
+    /// # Errors
+    ///
+    /// On every rank: [`DataError::PositionMismatch`] if the batch size, the number of ranks or that of workers is
+    /// another one, unless the position lies between two epochs; [`DataError::LoadersDiffer`] if the ranks pass
+    /// different positions.
+    #[track_caller]
+    pub fn resume(&self, position: &StreamPosition) -> Result<()> {
+        let Inner { ddp, id, batch_size, .. } = &*self.inner;
+        let settings = vec![("the position".to_string(), format!("{position:?}"))];
+        if let Some(difference) = agreement::on_settings(ddp.group(), &settings).map_err(DataError::from)? {
+            let loader = format!("streaming loader {id} (resumed)");
+            return Err(DataError::LoadersDiffer { loader, difference }.into());
+        }
+        let workers = self.workers();
+        let of_this_job = position.batch_size == batch_size.get()
+            && position.taken.len() == ddp.world_size()
+            && position.taken.iter().all(|taken| taken.batches.len() == workers);
+        if !position.taken.is_empty() && !of_this_job {
+            let parts = |ranks, workers, batch| format!("{ranks} rank(s), {workers} worker(s), batches of {batch}");
+            let before = parts(position.taken.len(), position.taken[0].batches.len(), position.batch_size);
+            let now = parts(ddp.world_size(), workers, batch_size.get());
+            let difference = format!("it was of {before}, this one has {now}");
+            return Err(DataError::PositionMismatch { difference }.into());
+        }
+        let taken = position.taken.get(ddp.rank()).cloned().unwrap_or_default();
+        let mut cursor = self.cursor();
+        (cursor.epoch, cursor.taken, cursor.resumed) = (position.epoch, taken, true);
+        Ok(())
+    }
+
+    pub(super) fn inner(&self) -> &Inner<I, O> {
+        &self.inner
+    }
+
+    /// Notes what this rank has taken of the epoch `number`, in the pass that was `begun`; `None` for all of it.
+    pub(super) fn note_taken(&self, number: usize, begun: u32, taken: Option<&Taken>) {
+        let mut cursor = self.cursor();
+        if cursor.begun == begun && !cursor.resumed {
+            (cursor.epoch, cursor.taken) = match taken {
+                Some(taken) => (number, taken.clone()),
+                None => (number.saturating_add(1), Taken::default()),
+            };
+        }
+    }
+
+    /// Parts that this rank reads.
+    pub(super) fn workers(&self) -> usize {
+        self.inner.num_workers.max(1)
+    }
+
+    fn cursor(&self) -> MutexGuard<'_, Cursor> {
+        self.inner.cursor.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
