@@ -93,7 +93,7 @@ impl Pmi {
     fn send(&self, mut bytes: &[u8]) -> Result<(), Errno> {
         while !bytes.is_empty() {
             self.wait_for(PollFlags::OUT)?;
-            match rustix::net::send(&self.socket, bytes, rustix::net::SendFlags::NOSIGNAL) {
+            match rustix::net::send(&self.socket, bytes, crate::net::SEND_FLAGS) {
                 Ok(sent) => bytes = &bytes[sent..],
                 Err(Errno::INTR | Errno::AGAIN) => {}
                 Err(e) => return Err(e),

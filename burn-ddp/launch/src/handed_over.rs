@@ -5,13 +5,13 @@
 //! the inherited one first, which has the same number; where a program in between has closed it, the path still leads
 //! to this process's, for the same user.
 
-use std::ffi::CString;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::path::PathBuf;
 
 /// Smallest number of the descriptors: above those that shell scripts use.
+#[cfg(target_os = "linux")]
 const FIRST_FD: RawFd = 100;
 
 /// A file in memory, for the ranks.
@@ -24,7 +24,7 @@ impl HandedOver {
     #[cfg(target_os = "linux")]
     pub(crate) fn create(content: &str) -> io::Result<Self> {
         use rustix::fs::{MemfdFlags, OFlags, fcntl_setfl, memfd_create};
-        let name = CString::new(format!("{}{content}", burn_ddp_comm::HANDED_OVER))?;
+        let name = std::ffi::CString::new(format!("{}{content}", burn_ddp_comm::HANDED_OVER))?;
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = match memfd_create(&*name, flags | MemfdFlags::NOEXEC_SEAL) {
             // Older kernels do not know that data is not to be executed.
@@ -33,8 +33,8 @@ impl HandedOver {
         }?;
         // All writers share one position.
         fcntl_setfl(&fd, OFlags::APPEND)?;
-        let high: Result<OwnedFd, _> = rustix::io::fcntl_dupfd_cloexec(&fd, FIRST_FD);
         // Where so few descriptors are allowed, a low number does too.
+        let high = rustix::io::fcntl_dupfd_cloexec(&fd, FIRST_FD);
         Ok(Self { file: high.unwrap_or(fd).into() })
     }
 

@@ -173,16 +173,16 @@ extern "C" fn on_signal(signal: c_int) {
 
 /// Address of this thread's `errno`.
 fn errno() -> *mut c_int {
+    #[cfg(any(target_os = "illumos", target_os = "solaris"))]
+    use libc::___errno as address;
+    #[cfg(any(target_os = "android", target_os = "netbsd", target_os = "openbsd"))]
+    use libc::__errno as address;
+    #[cfg(any(target_os = "linux", target_os = "l4re", target_os = "hurd"))]
+    use libc::__errno_location as address;
+    #[cfg(any(target_vendor = "apple", target_os = "freebsd", target_os = "dragonfly"))]
+    use libc::__error as address;
     // SAFETY: takes no argument and returns a pointer that is valid for this thread.
-    #[cfg(not(target_vendor = "apple"))]
-    unsafe {
-        libc::__errno_location()
-    }
-    // SAFETY: as above.
-    #[cfg(target_vendor = "apple")]
-    unsafe {
-        libc::__error()
-    }
+    unsafe { address() }
 }
 
 #[cfg(test)]

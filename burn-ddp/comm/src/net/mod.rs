@@ -17,3 +17,12 @@ mod tampering;
 pub(crate) mod unix_socket;
 pub(crate) mod wait;
 pub(crate) mod wire;
+
+use rustix::net::SendFlags;
+
+/// Flags of every send: a connection that the peer has closed is an error, and no SIGPIPE. Apple has an option of
+/// sockets for that, which std and socket2 set.
+#[cfg(not(target_vendor = "apple"))]
+pub(crate) const SEND_FLAGS: SendFlags = SendFlags::NOSIGNAL;
+#[cfg(target_vendor = "apple")]
+pub(crate) const SEND_FLAGS: SendFlags = SendFlags::empty();

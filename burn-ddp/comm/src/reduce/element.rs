@@ -49,20 +49,50 @@ macro_rules! plain_lane {
 
 plain_lane!(f64, f32, i64, i32, i8, u8);
 
-/// Converted one by one, with the processor's instruction where it has one: only tails and rare processors come here.
+/// Without branches and calls, so that loops over it become vector instructions on every processor.
 impl Stored for f16 {
     type Acc = f32;
     type Bytes = [u8; 2];
 
-    #[inline(never)]
+    #[inline(always)]
     fn load(bytes: [u8; 2]) -> f32 {
-        f16::from_le_bytes(bytes).to_f32()
+        widen_f16(u16::from_le_bytes(bytes))
     }
 
-    #[inline(never)]
+    #[inline(always)]
     fn store(x: f32) -> [u8; 2] {
-        f16::from_f32(x).to_le_bytes()
+        round_to_f16(x).to_le_bytes()
     }
+}
+
+/// Place of an f16's exponent once its mantissa is where an f32 has its own.
+const F16_SHIFT: u32 = 13;
+
+/// The value of an f16, which is exact. A signalling NaN stays one.
+#[inline(always)]
+fn widen_f16(bits: u16) -> f32 {
+    let magnitude = u32::from(bits & 0x7fff) << F16_SHIFT;
+    // The exponents differ by 112; multiplying also makes normal numbers of subnormal ones.
+    let scaled = (f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23)).to_bits();
+    let not_finite = if magnitude >= 0x1f << 23 { 0xff << 23 } else { 0 };
+    f32::from_bits(scaled | not_finite | u32::from(bits & 0x8000) << 16)
+}
+
+/// The bits of the nearest f16, ties to even. Of NaNs only the canonical one comes here.
+#[inline(always)]
+fn round_to_f16(x: f32) -> u16 {
+    let sign = x.to_bits() & 1 << 31;
+    let magnitude = x.to_bits() ^ sign;
+    let even = (magnitude >> F16_SHIFT) & 1;
+    // Carries into the exponent, and from the largest one into infinity.
+    let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + even) >> F16_SHIFT;
+    // Adding half has the processor round at the last place of subnormal numbers.
+    let half = f32::from_bits((127 - 1) << 23);
+    let subnormal = (f32::from_bits(magnitude) + half).to_bits().wrapping_sub(half.to_bits());
+    let not_finite = if magnitude > 0xff << 23 { 0x7e00 } else { 0x7c00 };
+    let small = if magnitude < 113 << 23 { subnormal } else { normal };
+    let rounded = if magnitude >= 143 << 23 { not_finite } else { small };
+    (rounded | sign >> 16) as u16
 }
 
 /// The upper half of an f32. Without branches, so that loops over it become vector instructions.
@@ -197,6 +227,27 @@ floats!(f64, NAN_F64; f32, NAN_F32);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn f16_widens_like_the_half_crate() {
+        for bits in 0..=u16::MAX {
+            let (found, expected) = (widen_f16(bits).canonical(), f16::from_bits(bits).to_f32_const().canonical());
+            assert_eq!(found.to_bits(), expected.to_bits(), "{bits:#x}");
+        }
+    }
+
+    #[test]
+    fn f16_rounds_like_the_half_crate() {
+        // Around every f16, every point between two, and everywhere.
+        let around = (0..=u16::MAX).flat_map(|bits| {
+            let bits = f16::from_bits(bits).to_f32_const().to_bits();
+            [0, 1, 0xfff, 0x1000, 0x1001, 0x1fff].map(|more| bits.wrapping_add(more))
+        });
+        for bits in around.chain((0..=u32::MAX).step_by(4099)) {
+            let x = f32::from_bits(bits).canonical();
+            assert_eq!(round_to_f16(x), f16::from_f32_const(x).to_bits(), "{:#x}", x.to_bits());
+        }
+    }
 
     #[test]
     fn bf16_rounds_like_the_half_crate() {

@@ -26,11 +26,14 @@ use crate::{DType, Error, ReduceOp, Result};
 
 mod cache_blocks;
 mod element;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "parts are for x86-64's vector instructions"))]
 mod fold_and_weights;
 mod kernel;
 mod portable;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "parts are for x86-64's vector instructions"))]
 mod simd;
 mod small_reductions;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "parts are for x86-64's vector instructions"))]
 mod source;
 #[cfg(test)]
 mod tests;

@@ -92,7 +92,7 @@ fn examine() -> Vec<Check> {
         file(
             "processes in /proc",
             "/proc/self/fd",
-            "mount -t proc proc /proc: ranks open there what burnrun hands them, and burnrun finds there what they started",
+            "mount -t proc proc /proc: ranks open there what burnrun hands them, and it finds there what they started",
         ),
         file("shell", "/bin/sh", "without it, what ranks started may outlive a killed burnrun; install a shell"),
         gpu(&gpus),

@@ -5,10 +5,11 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::event::PollFlags;
-use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+use rustix::net::{SendAncillaryBuffer, sendmsg};
 
 use crate::call::Call;
 use crate::frame::{PREFIX_BYTES, Prefix};
+use crate::net::SEND_FLAGS;
 use crate::{Error, Result};
 
 /// Bytes read at a time while a header is expected: the header, and with it most small payloads.
@@ -184,7 +185,7 @@ impl Link {
         let chunk = &frame.payload[..frame.payload.len().min(CHUNK_BYTES)];
         let slices = [IoSlice::new(frame.header), IoSlice::new(chunk)];
         loop {
-            match sendmsg(&self.stream, &slices, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL) {
+            match sendmsg(&self.stream, &slices, &mut SendAncillaryBuffer::default(), SEND_FLAGS) {
                 Ok(n) => {
                     let of_header = n.min(frame.header.len());
                     frame.header = &frame.header[of_header..];

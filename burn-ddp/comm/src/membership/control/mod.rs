@@ -218,7 +218,10 @@ fn keep_alive(socket: &Socket, options: &WorldOptions) -> io::Result<()> {
     let timeout = options.machine_timeout().clamp(Duration::from_secs(1), Duration::from_secs(24 * 3600));
     let probe = Duration::from_secs((timeout.as_secs() / 4).clamp(1, 30));
     socket.set_tcp_keepalive(&socket2::TcpKeepalive::new().with_time(probe).with_interval(probe))?;
-    Ok(rustix::net::sockopt::set_tcp_user_timeout(socket, timeout.as_millis() as u32)?)
+    // Elsewhere the kernel gives up after as many unanswered probes as it likes.
+    #[cfg(any(target_os = "linux", target_os = "android", target_os = "fuchsia"))]
+    rustix::net::sockopt::set_tcp_user_timeout(socket, timeout.as_millis() as u32)?;
+    Ok(())
 }
 
 /// Listens on the address `local`, at any port, for connections of other ranks.
