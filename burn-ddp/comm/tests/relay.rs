@@ -72,18 +72,22 @@ fn a_relay_reads_nothing() {
     let seen = relay(listener, store.local_addr().port());
     relayed([rank(0, &direct), rank(1, &relayed_to)], &seen);
 
-    // Rank 0's store at the port that plain variables name, and on one of the ports that torchrun and Slurm mean, of
-    // which the relay took an earlier one.
-    for many in [false, true] {
+    // Rank 0's store, as plain variables say.
+    let port = FreePort::reserve();
+    let direct = Meeting::Rank0 { host: host.clone(), port: port.port };
+    let listener = fresh();
+    let relayed_to = Meeting::Rank0 { host: host.clone(), port: listener.local_addr().unwrap().port() };
+    let seen = relay(listener, port.port);
+    relayed([rank(0, &direct), rank(1, &relayed_to)], &seen);
+
+    // Rank 0's store on the first free port of many, as torchrun and Slurm say; the relay took one before it.
+    let (port, listener) = loop {
         let port = FreePort::reserve();
-        let direct = Meeting::Rank0 { host: host.clone(), port: port.port };
-        let listener = fresh();
-        let taken = listener.local_addr().unwrap().port();
-        let relayed_to = match many {
-            false => Meeting::Rank0 { host: host.clone(), port: taken },
-            true => Meeting::Rank0Above { host: host.clone(), port: taken - 1 },
-        };
-        let seen = relay(listener, port.port);
-        relayed([rank(0, &direct), rank(1, &relayed_to)], &seen);
-    }
+        if let Ok(listener) = TcpListener::bind(("127.0.0.1", port.port - 1)) {
+            break (port, listener);
+        }
+    };
+    let above = Meeting::Rank0Above { host, port: port.port - 2 };
+    let seen = relay(listener, port.port);
+    relayed([rank(0, &above), rank(1, &above)], &seen);
 }

@@ -120,6 +120,32 @@ fn jobs_in_one_store_do_not_mix() {
 }
 
 #[test]
+fn jobs_at_neighbouring_ports_do_not_mix() {
+    let port = FreePort::reserve();
+    let at = |base: u16| Meeting::Rank0Above { host: "127.0.0.1".into(), port: base };
+    // The ports of one are among those of the other, and both have the default id.
+    let (one, other) = (at(port.port - 1), at(port.port));
+    std::thread::scope(|s| {
+        let join = |meeting: &Meeting, rank, number: i64| {
+            let env = rank_of(meeting.clone(), rank, 2);
+            s.spawn(move || {
+                let world = World::join(&env, options()).unwrap();
+                let mut x = [number];
+                world.group().unwrap().all_reduce(&mut x, ReduceOp::Sum).unwrap();
+                assert_eq!(x, [2 * number], "ranks of two jobs met");
+            })
+        };
+        let mut ranks = vec![join(&other, 0, 100)];
+        std::thread::sleep(Duration::from_millis(100));
+        // It looks for a store that is not there yet, and finds the other job's.
+        ranks.push(join(&one, 1, 1));
+        std::thread::sleep(Duration::from_millis(300));
+        ranks.extend([join(&one, 0, 1), join(&other, 1, 100)]);
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    });
+}
+
+#[test]
 fn those_who_came_are_told_who_came_and_who_did_not() {
     let store = launcher_store();
     let begin = Instant::now();

@@ -245,8 +245,8 @@ fn connected(side: usize, tamper: Tamper) -> Ranks {
     Ranks { relay, controls: [low, high], memberships }
 }
 
-/// What becomes of rank 0's or 1's world while the other, `side`, sends three heartbeats and a goodbye: `Ok` if that one
-/// has left in peace.
+/// What becomes of one rank's world while the other, which is `side` of the connection, sends three heartbeats and a
+/// goodbye: `Ok` if that one has left in peace.
 fn heard(side: usize, tamper: Tamper) -> (Result<()>, Ranks) {
     let ranks = connected(side, tamper);
     // The client is rank 1.

@@ -35,9 +35,14 @@ pub(super) fn meeting(env: &LaunchEnv) -> Meeting {
 
 /// Key of the job whose ranks meet there.
 pub(super) fn job_key(env: &LaunchEnv, meeting: &Meeting) -> Result<JobKey> {
-    let trusting = JobKey::trusting_network(&env.job_id, env.restart_count);
+    // Jobs with default ids may have neighbouring ports, of which a rank tries many: the key tells their stores apart.
+    let id = match meeting {
+        Meeting::Rank0Above { port, .. } => format!("{}, above port {port}", env.job_id),
+        _ => env.job_id.clone(),
+    };
+    let trusting = JobKey::trusting_network(&id, env.restart_count);
     match &env.secret_file {
-        Some(path) => Ok(JobKey::new(&Secret::read(path)?, &env.job_id, env.restart_count)),
+        Some(path) => Ok(JobKey::new(&Secret::read(path)?, &id, env.restart_count)),
         None if env.trust_network => Ok(trusting),
         // The local socket keeps others out; the key of the connections between ranks is random and passes through it.
         None if matches!(meeting, Meeting::Local { .. }) => Ok(trusting),
