@@ -46,6 +46,11 @@ if machines_possible && machines_up; then
     all_done 4 MPICH
     said "local rank 1 of 2, machine 1"
 
+    job "two machines, everything shown" "${on1[@]}" $mpirun -verbose -hosts m1:2,m2:2 -launcher-exec "$rsh" -n 4 "$hello" --steps 20
+    all_done 4 MPICH
+    said "value=made@"
+    printf '%s\n' "$out" | grep -qE '[0-9a-f]{64}@' && wrong "mpirun's log shows the secret"
+
     new_secret
     job "two machines, a place and a secret given" \
         env BURN_DDP_MASTER=m1:29500 "${two[@]}" "$hello" --steps 20

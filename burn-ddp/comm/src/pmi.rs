@@ -177,51 +177,87 @@ fn failure(what: &str) -> Error {
     Error::Environment { message: format!("MPICH's process manager: {what}") }
 }
 
+/// A process manager for tests.
+#[cfg(all(test, target_os = "linux"))]
+pub(crate) mod fake {
+    use std::collections::HashMap;
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixStream;
+    use std::sync::{Barrier, Mutex};
+
+    use crate::poison_free_locks::lock;
+
+    /// Answers ranks as Hydra does.
+    pub(crate) struct Hydra {
+        values: Mutex<HashMap<String, String>>,
+        barrier: Barrier,
+        /// All questions and answers, as `mpiexec -verbose` shows them.
+        log: Mutex<String>,
+    }
+
+    impl Hydra {
+        pub(crate) fn new(ranks: usize) -> Hydra {
+            Hydra { values: Mutex::default(), barrier: Barrier::new(ranks), log: Mutex::default() }
+        }
+
+        /// Serves one rank until it hangs up.
+        pub(crate) fn serve(&self, socket: UnixStream) {
+            let mut lines = BufReader::new(socket.try_clone().unwrap()).lines();
+            while let Some(Ok(line)) = lines.next() {
+                let answer = self.answer(&line);
+                lock(&self.log).push_str(&format!("{line}\n{answer}\n"));
+                (&socket).write_all(format!("{answer}\n").as_bytes()).unwrap();
+            }
+        }
+
+        fn answer(&self, line: &str) -> String {
+            let words: HashMap<&str, &str> = line.split(' ').filter_map(|word| word.split_once('=')).collect();
+            match words["cmd"] {
+                "init" => "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0".to_owned(),
+                "get_my_kvsname" => "cmd=my_kvsname kvsname=kvs_1_0_2_vm".to_owned(),
+                "put" => {
+                    lock(&self.values).insert(words["key"].to_owned(), words["value"].to_owned());
+                    "cmd=put_result rc=0 msg=success".to_owned()
+                }
+                "get" => match lock(&self.values).get(words["key"]) {
+                    Some(value) => format!("cmd=get_result rc=0 msg=success value={value}"),
+                    None => format!("cmd=get_result rc=-1 msg=key_{}_not_found value=unknown", words["key"]),
+                },
+                "barrier_in" => {
+                    self.barrier.wait();
+                    "cmd=barrier_out".to_owned()
+                }
+                "finalize" => "cmd=finalize_ack".to_owned(),
+                other => panic!("{other}"),
+            }
+        }
+
+        pub(crate) fn log(&self) -> String {
+            lock(&self.log).clone()
+        }
+    }
+}
+
 #[cfg(test)]
 #[cfg(target_os = "linux")]
 mod tests {
-    use std::collections::HashMap;
-    use std::io::{BufRead, BufReader, Write};
+    use std::io::Write;
     use std::os::fd::AsRawFd;
     use std::os::unix::net::UnixStream;
     use std::thread;
     use std::time::Duration;
 
+    use super::fake::Hydra;
     use super::*;
 
     fn soon() -> Instant {
         Instant::now() + Duration::from_secs(20)
     }
 
-    /// Answers one rank as Hydra does, then hangs up.
-    fn hydra(socket: UnixStream) {
-        let mut values = HashMap::new();
-        let mut lines = BufReader::new(socket.try_clone().unwrap()).lines();
-        while let Some(Ok(line)) = lines.next() {
-            let words: HashMap<&str, &str> = line.split(' ').filter_map(|word| word.split_once('=')).collect();
-            let answer = match words["cmd"] {
-                "init" => "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0".to_owned(),
-                "get_my_kvsname" => "cmd=my_kvsname kvsname=kvs_1_0_2_vm".to_owned(),
-                "put" => {
-                    values.insert(words["key"].to_owned(), words["value"].to_owned());
-                    "cmd=put_result rc=0 msg=success".to_owned()
-                }
-                "get" => match values.get(words["key"]) {
-                    Some(value) => format!("cmd=get_result rc=0 msg=success value={value}"),
-                    None => format!("cmd=get_result rc=-1 msg=key_{}_not_found value=unknown", words["key"]),
-                },
-                "barrier_in" => "cmd=barrier_out".to_owned(),
-                "finalize" => "cmd=finalize_ack".to_owned(),
-                other => panic!("{other}"),
-            };
-            (&socket).write_all(format!("{answer}\n").as_bytes()).unwrap();
-        }
-    }
-
     #[test]
     fn what_is_put_is_got_and_what_is_not_is_an_error() {
         let (mine, theirs) = UnixStream::pair().unwrap();
-        let server = thread::spawn(|| hydra(theirs));
+        let server = thread::spawn(|| Hydra::new(1).serve(theirs));
         let mut pmi = Pmi::begin(mine.as_raw_fd(), soon()).unwrap();
         assert_eq!(pmi.job(), "kvs_1_0_2_vm");
         pmi.put("where", "10.0.0.1:4000").unwrap();

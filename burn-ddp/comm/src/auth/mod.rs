@@ -1,6 +1,7 @@
 //! Authentication: the job's secret, the keys derived from it, and the proof at the start of every connection.
 //!
 //! - `secret`: 32 random bytes in a file;
+//! - `sealed_secret`: the same on its way to a rank, where others may read;
 //! - `job_key`: the keys of one job and restart, derived from it;
 //! - `key`: HMAC-SHA256;
 //! - `handshake`: both sides prove that they know the `key` and agree on keys of the connection; nothing else is parsed
@@ -13,6 +14,7 @@ pub(crate) mod handshake;
 pub(crate) mod job_key;
 pub(crate) mod key;
 mod noise;
+pub(crate) mod sealed_secret;
 mod secret;
 pub(crate) mod secure_stream;
 pub(crate) mod unauthenticated;

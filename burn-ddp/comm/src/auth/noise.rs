@@ -1,10 +1,10 @@
 //! The two variants of Noise `NNpsk0` that connections begin with.
 //!
-//! At the store both ends agree on a secret by X25519: the key of the job may be as old as its file, and whoever reads
-//! that file later must not be able to read what was recorded. Ranks then meet under a key that one of them drew for this
-//! world alone, that came to them through the store, and that is forgotten with the world. An exchange would add nothing
-//! but its price, which a world pays for every pair of its ranks; so between ranks the public keys are random numbers, as
-//! fresh for each connection, and the secret that both "agree" on is nothing. TLS calls this `psk_ke`.
+//! At the store both ends agree on a secret by X25519: the job's key may be as old as its file, and a thief of that
+//! file must not be able to read what was recorded before. Ranks then meet under a key drawn for this world alone: it
+//! came to them through the store, and is forgotten with the world. An exchange would add nothing there but its price,
+//! which a world pays for every pair of its ranks; so between ranks the public keys are random numbers, fresh for each
+//! connection, and the secret that both ends agree on is a constant. TLS 1.3 has the same mode, `psk_ke`.
 
 use std::io;
 

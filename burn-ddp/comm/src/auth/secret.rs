@@ -6,7 +6,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-use crate::auth::key::{Key, random};
+use crate::auth::key::{KEY_BYTES, Key, random};
 use crate::{Error, Result};
 
 /// Longest secret file that is looked at, in bytes: one line and what editors add.
@@ -97,28 +97,40 @@ impl Secret {
         file.write_all(format!("{}\n", self.digits()).as_bytes())
     }
 
-    /// Content of its file, for channels that are as safe as the file.
+    /// Content of its file.
     pub(crate) fn digits(&self) -> String {
-        self.0.bytes().iter().map(|byte| format!("{byte:02x}")).collect()
+        hex(self.0.bytes())
     }
 
     /// The secret in the text of a file.
     pub(crate) fn parse(text: &str) -> Option<Secret> {
-        let digits = text.trim().as_bytes();
-        let mut bytes = [0; 32];
-        if digits.len() != 2 * bytes.len() {
-            return None;
-        }
-        let value = |digit: u8| char::from(digit).to_digit(16);
-        for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-            *byte = u8::try_from(16 * value(pair[0])? + value(pair[1])?).ok()?;
-        }
-        Some(Secret(Key::new(bytes)))
+        unhex(text.trim()).map(Secret::from_bytes)
+    }
+
+    pub(super) fn from_bytes(bytes: [u8; KEY_BYTES]) -> Secret {
+        Secret(Key::new(bytes))
     }
 
     pub(crate) fn key(&self) -> &Key {
         &self.0
     }
+}
+
+pub(super) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The `N` bytes that as many pairs of hexadecimal digits mean.
+pub(super) fn unhex<const N: usize>(digits: &str) -> Option<[u8; N]> {
+    let mut bytes = [0; N];
+    if digits.len() != 2 * N {
+        return None;
+    }
+    let value = |digit: u8| char::from(digit).to_digit(16);
+    for (byte, pair) in bytes.iter_mut().zip(digits.as_bytes().chunks_exact(2)) {
+        *byte = u8::try_from(16 * value(pair[0])? + value(pair[1])?).ok()?;
+    }
+    Some(bytes)
 }
 
 impl fmt::Debug for Secret {

@@ -4,6 +4,7 @@ use std::sync::Mutex;
 use std::time::Instant;
 
 use super::store_location::{Agreed, job_key};
+use crate::auth::sealed_secret::{self, Awaiting};
 use crate::env::{LaunchEnv, Meeting};
 use crate::net::address;
 use crate::pmi::Pmi;
@@ -11,8 +12,9 @@ use crate::poison_free_locks::lock;
 use crate::store::Serving;
 use crate::{Error, JobKey, Result, Secret};
 
-/// Key under which rank 0 puts `host:port`, or `secret@host:port` if no file has the secret.
-const KEY: &str = "burn-ddp";
+/// Key under which rank 0 puts `host:port`, behind [`MADE`] if it made the secret.
+const PLACE: &str = "burn-ddp";
+const MADE: &str = "made@";
 
 /// Agreement of the ranks of this process's job. Process-wide as the session with the process manager: a second world
 /// of this process meets at the same place.
@@ -54,7 +56,8 @@ pub(super) fn agree(env: &LaunchEnv, fd: i32, host: &str, deadline: Instant) -> 
     Ok(Agreed { meeting, job, server })
 }
 
-/// Rank 0 hosts the store on a free port of `host` and publishes the address.
+/// Rank 0 hosts the store on a free port of `host`, publishes the address, and answers each rank with the secret, if no
+/// file has it. All that is published can be read in mpirun's log.
 fn exchange(
     pmi: &mut Pmi,
     env: &LaunchEnv,
@@ -63,32 +66,51 @@ fn exchange(
     server: &mut Option<Serving>,
 ) -> Result<(Secret, String, u16)> {
     let in_file = env.secret_file.as_deref().map(Secret::read).transpose()?;
-    if env.rank == 0 {
-        let (secret, said) = match &in_file {
-            Some(secret) => (secret.clone(), String::new()),
-            None => {
-                let new = Secret::generate()?;
-                let said = format!("{}@", new.digits());
-                (new, said)
-            }
+    if env.rank > 0 {
+        let (awaiting, request) = Awaiting::new(job_id)?;
+        pmi.put(&request_key(env.rank), &request)?;
+        pmi.barrier()?;
+        pmi.barrier()?;
+        let said = pmi.get(PLACE)?;
+        let (secret, place) = match said.strip_prefix(MADE) {
+            Some(place) => (awaiting.open(&pmi.get(&answer_key(env.rank))?), place),
+            None => (in_file, said.as_str()),
         };
-        let (serving, port) = host_store(host, &JobKey::new(&secret, job_id, env.restart_count))?;
-        *server = Some(serving);
-        pmi.put(KEY, &format!("{said}{}", address::join(host, port)))?;
+        return match (secret, address::split(place)) {
+            (Some(secret), Some((host, port))) => Ok((secret, host.to_owned(), port)),
+            _ => Err(unpublished()),
+        };
     }
+    let secret = in_file.clone().map_or_else(Secret::generate, Ok)?;
+    let (serving, port) = host_store(host, &JobKey::new(&secret, job_id, env.restart_count))?;
+    *server = Some(serving);
     pmi.barrier()?;
-    let said = pmi.get(KEY)?;
-    let (secret, place) = match said.split_once('@') {
-        Some((digits, place)) => (Secret::parse(digits), place),
-        None => (in_file, said.as_str()),
-    };
-    match (secret, address::split(place)) {
-        (Some(secret), Some((host, port))) => Ok((secret, host.to_owned(), port)),
-        // Not shown, since it may hold the secret.
-        _ => Err(Error::environment(
-            "rank 0 has published no address and secret; is BURN_DDP_SECRET_FILE set for all ranks or for none?",
-        )),
+    if in_file.is_none() {
+        for rank in 1..env.world_size {
+            let request = pmi.get(&request_key(rank))?;
+            let answer = sealed_secret::answer(job_id, &request, &secret)?.ok_or_else(unpublished)?;
+            pmi.put(&answer_key(rank), &answer)?;
+        }
     }
+    let made = if in_file.is_some() { "" } else { MADE };
+    pmi.put(PLACE, &format!("{made}{}", address::join(host, port)))?;
+    pmi.barrier()?;
+    Ok((secret, host.to_owned(), port))
+}
+
+fn request_key(rank: usize) -> String {
+    format!("burn-ddp-rank-{rank}")
+}
+
+fn answer_key(rank: usize) -> String {
+    format!("burn-ddp-for-{rank}")
+}
+
+fn unpublished() -> Error {
+    Error::environment(
+        "a rank has published no address, or none of this burn-ddp's requests and answers; is BURN_DDP_SECRET_FILE set \
+         for all ranks or for none, and are all built with the same burn-ddp?",
+    )
 }
 
 fn host_store(host: &str, job: &JobKey) -> Result<(Serving, u16)> {
@@ -105,4 +127,47 @@ fn host_store(host: &str, job: &JobKey) -> Result<(Serving, u16)> {
              BURN_DDP_MASTER=host:port"
         ))
     })
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::UnixStream;
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::pmi::fake::Hydra;
+
+    #[test]
+    fn the_secret_reaches_all_ranks_and_not_the_log() {
+        const RANKS: usize = 3;
+        let hydra = Hydra::new(RANKS);
+        let agreed: Vec<_> = thread::scope(|s| {
+            let ranks: Vec<_> = (0..RANKS)
+                .map(|rank| {
+                    let (mine, theirs) = UnixStream::pair().unwrap();
+                    let hydra = &hydra;
+                    s.spawn(move || hydra.serve(theirs));
+                    s.spawn(move || {
+                        let mut pmi = Pmi::begin(mine.as_raw_fd(), Instant::now() + Duration::from_secs(60)).unwrap();
+                        // Only loopback is sure to be there, where no store for several machines may be hosted.
+                        let meeting = Meeting::Pmi { fd: mine.as_raw_fd(), host: "0.0.0.0".into() };
+                        let env = LaunchEnv::new(rank, RANKS, meeting, "job");
+                        let mut server = None;
+                        let (secret, host, port) = exchange(&mut pmi, &env, "job", "0.0.0.0", &mut server).unwrap();
+                        pmi.end().unwrap();
+                        (secret.digits(), host, port, server.is_some())
+                    })
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        let (secret, host, port, _) = &agreed[0];
+        for (rank, (own, at, number, hosts)) in agreed.iter().enumerate() {
+            assert_eq!((own, at, number, *hosts), (secret, host, port, rank == 0));
+        }
+        let log = hydra.log();
+        assert!(log.contains(&format!("{MADE}{host}:{port}")) && !log.contains(secret), "{log}");
+    }
 }
