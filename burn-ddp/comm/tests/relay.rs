@@ -50,8 +50,8 @@ fn relayed(envs: [LaunchEnv; 2], seen: &Mutex<Vec<u8>>) {
     });
     let seen = seen.lock().unwrap();
     assert!(seen.len() > 1000, "{} bytes came past the relay", seen.len());
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_else(|_| "127.0.0.1".into());
-    for text in [JOB, "rank/1", "verdict", "arrived", "127.0.0.1", host.trim()] {
+    // Long enough that no ciphertext holds them by chance.
+    for text in ["rank/1", "/verdict", "/arrived", "127.0.0.1"] {
         let legible = seen.windows(text.len()).any(|bytes| bytes == text.as_bytes());
         assert!(!legible, "the relay read {text:?}");
     }
