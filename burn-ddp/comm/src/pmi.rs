@@ -143,7 +143,7 @@ impl Pmi {
     }
 }
 
-/// The part of a question that may be shown: a value may be a secret.
+/// The part of a question that says what was asked, without the values.
 fn command(question: &str) -> &str {
     question.split(' ').next().unwrap_or_default()
 }

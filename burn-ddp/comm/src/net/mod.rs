@@ -4,7 +4,7 @@
 //! - [`interface`]: the addresses to listen on and to connect from;
 //! - [`unix_socket`], `peer_user`: unix sockets between processes of one user;
 //! - [`dial_rank`]: a proved connection to another rank;
-//! - [`wire`]: length-prefixed, capped postcard messages over a non-blocking socket;
+//! - [`wire`]: encrypted, capped postcard messages over a non-blocking socket;
 //! - [`wait`]: `poll` with a deadline, and the waker that interrupts it.
 
 pub(crate) mod address;

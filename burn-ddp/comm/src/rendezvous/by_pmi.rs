@@ -78,7 +78,7 @@ fn exchange(
         };
         return match (secret, address::split(place)) {
             (Some(secret), Some((host, port))) => Ok((secret, host.to_owned(), port)),
-            _ => Err(unpublished()),
+            _ => Err(no_common_secret()),
         };
     }
     let secret = in_file.clone().map_or_else(Secret::generate, Ok)?;
@@ -88,7 +88,7 @@ fn exchange(
     if in_file.is_none() {
         for rank in 1..env.world_size {
             let request = pmi.get(&request_key(rank))?;
-            let answer = sealed_secret::answer(job_id, &request, &secret)?.ok_or_else(unpublished)?;
+            let answer = sealed_secret::answer(job_id, &request, &secret)?.ok_or_else(no_common_secret)?;
             pmi.put(&answer_key(rank), &answer)?;
         }
     }
@@ -106,10 +106,10 @@ fn answer_key(rank: usize) -> String {
     format!("burn-ddp-for-{rank}")
 }
 
-fn unpublished() -> Error {
+fn no_common_secret() -> Error {
     Error::environment(
-        "a rank has published no address, or none of this burn-ddp's requests and answers; is BURN_DDP_SECRET_FILE set \
-         for all ranks or for none, and are all built with the same burn-ddp?",
+        "rank 0 and another rank found no secret in common: set BURN_DDP_SECRET_FILE for all ranks or for none, and \
+         build all with the same burn-ddp",
     )
 }
 
