@@ -66,6 +66,22 @@ pub fn reports(bytes: &[u8]) {
     }
 }
 
+pub fn timeline(bytes: &[u8]) {
+    crate::timeline::fuzz(bytes);
+}
+
+pub fn pmi(bytes: &[u8]) {
+    crate::pmi::fuzz(bytes);
+}
+
+pub fn slurm(bytes: &[u8]) {
+    crate::env::fuzz_slurm_lists(bytes);
+}
+
+pub fn variables(bytes: &[u8]) {
+    crate::env::fuzz_variables(bytes);
+}
+
 pub fn secret(bytes: &[u8]) {
     if let Ok(text) = str::from_utf8(bytes) {
         assert_eq!(Secret::parse(text).is_some(), {

@@ -23,7 +23,7 @@ impl RankExit {
     pub fn exit_code(self) -> i32 {
         match self {
             Self::Code(code) => code,
-            Self::Signal(signal) => 128 + signal,
+            Self::Signal(signal) => signal.saturating_add(128),
             Self::Unknown => 1,
         }
     }

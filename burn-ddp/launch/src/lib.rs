@@ -40,6 +40,9 @@ mod command;
 mod error;
 mod event;
 mod exit;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod generation_context;
 mod generations;
 mod guardian;

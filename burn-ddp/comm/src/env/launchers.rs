@@ -284,6 +284,20 @@ fn slurm_without_srun(lookup: Lookup<'_>) -> Result<()> {
     }
 }
 
+/// Names of all variables of the table.
+#[cfg(feature = "fuzzing")]
+pub(super) fn all_names() -> Vec<&'static str> {
+    let rows = Launcher::ALL.into_iter().flat_map(|launcher| {
+        let row = launcher.row();
+        row.rank_names().into_iter().chain(row.needed.iter().copied()).chain(row.hints.iter().copied())
+    });
+    let more = [RESTART_COUNT, SECRET_FILE, TRUST_NETWORK, INTERFACE, EVENTS, REPORT_DIR, SLURM_TASKS, SLURM_RESTARTS];
+    let mut names: Vec<_> = rows.chain(more).collect();
+    names.sort_unstable();
+    names.dedup();
+    names
+}
+
 fn half_local(set: &str, missing: &str) -> Error {
     Error::environment(format!("{set} is set, but {missing} is not: set both or none"))
 }

@@ -96,6 +96,28 @@ pub struct LaunchEnv {
     pub report_dir: Option<PathBuf>,
 }
 
+/// Lists in Slurm's notation.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz_slurm_lists(bytes: &[u8]) {
+    slurm_lists::fuzz(bytes);
+}
+
+/// Variables: per line, the byte that numbers the name, then the value.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz_variables(bytes: &[u8]) {
+    let names = launchers::all_names();
+    let set: std::collections::BTreeMap<&str, String> = bytes
+        .split(|byte| *byte == b'\n')
+        .filter_map(|line| {
+            let (number, value) = line.split_first()?;
+            Some((*names.get(usize::from(*number))?, String::from_utf8_lossy(value).into_owned()))
+        })
+        .collect();
+    if let Ok(Some(env)) = LaunchEnv::from_lookup(&|name| set.get(name).cloned()) {
+        assert!(env.rank < env.world_size && env.local_rank < env.local_world_size, "{env:?}");
+    }
+}
+
 impl LaunchEnv {
     /// Rank `rank` of `world_size`, all on this machine, as burnrun starts it; the rest is not set.
     pub fn new(rank: usize, world_size: usize, meeting: Meeting, job_id: impl Into<String>) -> LaunchEnv {

@@ -48,12 +48,23 @@ pub(super) fn first_machine(list: &str) -> Option<String> {
         let plain = rest.find([',', '[']).unwrap_or(rest.len());
         name.push_str(&rest[..plain]);
         if !rest[plain..].starts_with('[') {
-            return (!name.is_empty() && !name.contains(']')).then_some(name);
+            return (!name.is_empty() && !name.contains(['[', ']'])).then_some(name);
         }
         let (range, after) = rest[plain + 1..].split_once(']')?;
         let first = range.split([',', '-']).next().filter(|first| !first.is_empty())?;
         name.push_str(first);
         rest = after;
+    }
+}
+
+#[cfg(feature = "fuzzing")]
+pub(super) fn fuzz(bytes: &[u8]) {
+    let Ok(list) = str::from_utf8(bytes) else { return };
+    for node in [0, 1, 1000, usize::MAX] {
+        nth(list, node);
+    }
+    if let Some(name) = first_machine(list) {
+        assert!(!name.is_empty() && !name.contains(['[', ']', ',']), "{name:?}");
     }
 }
 
@@ -72,7 +83,7 @@ mod tests {
         ] {
             assert_eq!(first_machine(list).as_deref(), Some(first), "{list}");
         }
-        for junk in ["", "node[", "node[]", ",", "node]1"] {
+        for junk in ["", "node[", "node[]", ",", "node]1", "node[[1]"] {
             assert_eq!(first_machine(junk), None, "{junk}");
         }
     }

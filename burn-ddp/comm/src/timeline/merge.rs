@@ -73,32 +73,37 @@ fn has_ended(part: &Path) -> io::Result<bool> {
 }
 
 fn write_all(parts: &[PathBuf], to: &Path) -> io::Result<()> {
+    let parts = parts.iter().map(|part| File::open(part).map(BufReader::new)).collect::<io::Result<Vec<_>>>()?;
+    let mut out = BufWriter::new(File::create(to)?);
+    write_trace(parts, &mut out)?;
+    out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
+}
+
+/// Writes the events of all parts, each at its time after the earliest origin.
+pub(super) fn write_trace(parts: Vec<impl BufRead>, out: &mut impl Write) -> io::Result<()> {
     let mut readers = Vec::new();
-    for part in parts {
-        let mut reader = BufReader::new(File::open(part)?);
-        let mut line = String::new();
-        reader.read_line(&mut line)?;
+    for mut reader in parts {
+        let mut line = Vec::new();
+        reader.read_until(b'\n', &mut line)?;
         // A rank that was killed before it wrote its first line has nothing to tell.
-        if let Ok(header) = serde_json::from_str::<Header>(&line) {
+        if let Ok(header) = serde_json::from_slice::<Header>(&line) {
             readers.push((header, reader));
         }
     }
     let origin = readers.iter().map(|(header, _)| header.origin_ns).min().unwrap_or(0);
-    let mut out = BufWriter::new(File::create(to)?);
     out.write_all(b"{\"displayTimeUnit\":\"ms\",\"traceEvents\":[")?;
     let mut separator = "\n";
     for (header, reader) in readers {
         for line in reader.split(b'\n') {
             let line = line?;
             if let Some((time, rest)) = str::from_utf8(&line).ok().and_then(event) {
-                let time = Micros(time.0 + (header.origin_ns - origin));
+                let time = Micros(time.0.saturating_add(header.origin_ns - origin));
                 write!(out, "{separator}{EVENT}{time},{rest}")?;
                 separator = ",\n";
             }
         }
     }
-    out.write_all(b"\n]}\n")?;
-    out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
+    out.write_all(b"\n]}\n")
 }
 
 /// Time of an event's line, and the rest of it. `None` for other lines, and for an incomplete one.

@@ -104,6 +104,14 @@ impl Timeline {
     }
 }
 
+/// Merges the parts between zero bytes; what comes out is JSON whatever they are.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(bytes: &[u8]) {
+    let mut trace = Vec::new();
+    merge::write_trace(bytes.split(|byte| *byte == 0).collect(), &mut trace).expect("memory takes it");
+    serde_json::from_slice::<serde::de::IgnoredAny>(&trace).expect("a trace is JSON");
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;

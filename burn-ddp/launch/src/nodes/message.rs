@@ -57,12 +57,13 @@ pub(crate) struct GenerationPlan {
 
 impl GenerationPlan {
     pub(crate) fn world_size(&self) -> usize {
-        self.nodes.iter().map(|node| node.nproc).sum()
+        self.first_rank(self.nodes.len())
     }
 
     /// The first rank of a machine: ranks are numbered machine by machine.
     pub(crate) fn first_rank(&self, node: usize) -> usize {
-        self.nodes[..node].iter().map(|node| node.nproc).sum()
+        // A launcher says what it likes; no sum of its numbers may end this process.
+        self.nodes[..node].iter().fold(0, |ranks, node| ranks.saturating_add(node.nproc))
     }
 
     /// Machine of a rank.
@@ -122,5 +123,7 @@ mod tests {
         assert_eq!([0, 1, 2].map(|node| start.first_rank(node)), [0, 2, 3]);
         let hosts: Vec<_> = (0..6).map(|rank| start.node_of(rank).unwrap().host.as_str()).collect();
         assert_eq!(hosts, ["h0", "h0", "h1", "h2", "h2", "h2"]);
+        let senseless = GenerationPlan { nodes: vec![node(0, usize::MAX), node(1, 2)], ..start };
+        assert_eq!((senseless.world_size(), senseless.first_rank(1)), (usize::MAX, usize::MAX));
     }
 }

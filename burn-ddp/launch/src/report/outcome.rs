@@ -120,7 +120,7 @@ impl Outcome {
         let exit_code = match (of_ranks.or(of_first), trouble, interrupted_by) {
             (Some(code), ..) => code,
             (None, Some(trouble), _) => trouble.exit_code,
-            (None, None, Some(signal)) => 128 + signal,
+            (None, None, Some(signal)) => signal.saturating_add(128),
             (None, None, None) => 0,
         };
         let others = failed.iter().filter(|(_, rank)| failure.as_ref().is_some_and(|first| first.rank != rank.rank));
@@ -228,6 +228,13 @@ mod tests {
         assert_eq!((failure.rank, &failure.host[..], failure.running), (1, "host1", 1));
         assert_eq!((outcome.exit_code, outcome.also_failed), (7, vec![(0, RankExit::Code(1))]));
         assert_eq!((outcome.nproc, outcome.nnodes, outcome.restarts), (2, 2, 2));
+    }
+
+    #[test]
+    fn a_senseless_signal_of_another_launcher_is_no_panic() {
+        let nodes = [NodeOutcome { interrupted_by: Some(i32::MAX), ..node(0, vec![], None) }];
+        assert_eq!(Outcome::of(&nodes, 0, None).exit_code, i32::MAX);
+        assert_eq!(RankExit::Signal(i32::MAX).exit_code(), i32::MAX);
     }
 
     #[test]

@@ -136,6 +136,16 @@ fn read_chapter(generation: u32, dir: PathBuf) -> io::Result<GenerationReport> {
     Ok(GenerationReport { generation, dir, record, reports, events })
 }
 
+/// The report of a generation whose record is `bytes`.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(bytes: &[u8]) {
+    let record = crate::fuzzing::parse::<GenerationRecord>(bytes);
+    let (reports, events) = (Vec::new(), Vec::new());
+    if record.is_some() {
+        markdown::report(&[GenerationReport { generation: 0, dir: PathBuf::new(), record, reports, events }]);
+    }
+}
+
 /// Readers see all of it or nothing.
 fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let unfinished = path.with_extension(format!("{}.tmp", std::process::id()));

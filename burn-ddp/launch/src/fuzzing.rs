@@ -1,0 +1,44 @@
+//! Parsers of bytes from other launchers and from disk, for the targets in `fuzz/`. Each takes any bytes; a panic is a
+//! finding.
+#![allow(missing_docs)]
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::event::Stop;
+use crate::node_outcome::NodeOutcome;
+use crate::nodes::{Announcement, Node, Verdict};
+use crate::report::outcome::Outcome;
+use crate::report::report_files;
+
+/// JSON of every kind that launchers send each other or leave in files; what is understood is used.
+pub fn launcher(bytes: &[u8]) {
+    let node: Option<Node> = parse(bytes);
+    drop(node);
+    if let Some(Announcement::Start(plan)) = parse(bytes) {
+        let ranks = plan.world_size();
+        let firsts: Vec<_> = (0..plan.nodes.len()).map(|node| plan.first_rank(node)).collect();
+        assert!(firsts.is_sorted() && firsts.iter().all(|first| *first <= ranks));
+        plan.node_of(0);
+        plan.node_of(usize::MAX);
+    }
+    let stop: Option<Stop> = parse(bytes);
+    drop(stop);
+    if let Some(nodes) = parse::<Vec<NodeOutcome>>(bytes) {
+        for first in [None, Some(0)] {
+            let _ = Outcome::of(&nodes, u32::MAX, first).to_string();
+        }
+    }
+    if let Some(verdict) = parse::<Verdict>(bytes) {
+        let _ = verdict.outcome.to_string();
+    }
+    report_files::fuzz(bytes);
+}
+
+/// A value, of which the text says the same once more.
+pub(crate) fn parse<T: DeserializeOwned + Serialize>(bytes: &[u8]) -> Option<T> {
+    let value: T = serde_json::from_slice(bytes).ok()?;
+    let again = serde_json::to_vec(&value).expect("what we parse, we write");
+    assert!(serde_json::from_slice::<T>(&again).is_ok(), "what we write, we parse");
+    Some(value)
+}
