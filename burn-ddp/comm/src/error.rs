@@ -220,6 +220,11 @@ impl Error {
         }
     }
 
+    /// True for an error that says nothing of ranks: it is about the process that returned it first.
+    pub(crate) fn is_of_this_process(&self) -> bool {
+        matches!(self, Error::Environment { .. } | Error::Internal { .. })
+    }
+
     /// The rank that caused it, if that is certain.
     pub(crate) fn culprit(&self) -> Option<usize> {
         match self {

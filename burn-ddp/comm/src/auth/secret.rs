@@ -49,8 +49,8 @@ impl Secret {
         let shown = path.display();
         let mut text = String::new();
         let file = File::open(path).and_then(|file| Ok((file.metadata()?, file)));
-        let (about, file) =
-            file.map_err(|e| Error::environment(format!("cannot read the secret file {shown}: {e}{}", hint(path))))?;
+        let (about, file) = file
+            .map_err(|e| Error::environment(format!("cannot read the secret file {shown}: {e}{}", hint(path, &e))))?;
         if !about.is_file() {
             return Err(Error::environment(format!("the secret file {shown} is not a regular file")));
         }
@@ -140,8 +140,9 @@ impl fmt::Debug for Secret {
 }
 
 /// Advice about a file that a launcher handed over and that is not open here.
-fn hint(path: &Path) -> &'static str {
-    if !path.starts_with("/proc") {
+fn hint(path: &Path, error: &io::Error) -> &'static str {
+    let is_closed = matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied);
+    if !(is_closed && path.starts_with("/proc")) {
         return "";
     }
     "; burnrun handed it over as an open descriptor, which a program between burnrun and this process has closed, and \

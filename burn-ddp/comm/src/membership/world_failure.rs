@@ -62,16 +62,25 @@ impl Membership {
         // Before the others hear of it, and so before any of them can end because of it.
         self.append_event(&Event::Failed {
             rank: self.rank,
-            culprit: cause.culprit(),
+            culprit: cause.culprit().or_else(|| cause.is_of_this_process().then_some(self.rank)),
             cause: cause.to_string(),
             at: post_mortem::now_ms(),
         });
         tracing::error!(rank = self.rank, %cause, "the world ends");
         if send {
-            self.send_all(&ControlMessage::Fail { cause });
+            self.send_all(&ControlMessage::Fail { cause: self.for_others(cause) });
         }
         self.report();
         self.wake_all();
+    }
+
+    /// What other ranks return for this rank's `cause`: one that speaks of this process names its rank.
+    fn for_others(&self, cause: Error) -> Error {
+        if !cause.is_of_this_process() {
+            return cause;
+        }
+        let peer = self.shared.peers[self.rank].clone();
+        Error::PeerFailed { peer, cause: capped(cause.to_string()), during: None }
     }
 }
 

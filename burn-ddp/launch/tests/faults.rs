@@ -1,0 +1,190 @@
+//! Faults of the system around a rank: no job hangs, the culprit is named, the cause too. This test program launches
+//! itself. What needs rights that this process lacks is skipped, aloud.
+#![cfg(target_os = "linux")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{LaunchEnv, World, WorldOptions};
+use burn_ddp_launch::{Launcher, Outcome, RankExit};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+const AS_A_RANK: [&str; 4] = ["--exact", "as_a_rank", "--ignored", "--nocapture"];
+/// Longest time from a fault to the end of the job: far below the deadline of a call, far above what it takes.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Three ranks, of which rank 1 meets the fault; `place` is a control group or a directory that it needs.
+fn launch(fault: &str, place: &Path) -> Outcome {
+    Launcher::new(std::env::current_exe().unwrap(), AS_A_RANK)
+        .env("FAULT", fault)
+        .env("PLACE", place)
+        .env("RUST_BACKTRACE", "0")
+        .env("BURN_DDP_TIMEOUT", "300")
+        .env("BURN_DDP_HEARTBEAT", "0.5")
+        .join_timeout(Duration::from_secs(300))
+        .peer_timeout(Duration::from_secs(4))
+        .nproc(3)
+        .run()
+        .unwrap()
+}
+
+/// What a launched rank runs.
+#[test]
+#[ignore = "started by the other tests"]
+fn as_a_rank() {
+    let (fault, place) = (std::env::var("FAULT").unwrap(), PathBuf::from(std::env::var("PLACE").unwrap()));
+    let env = LaunchEnv::detect().unwrap().expect("the launcher's variables");
+    let suffers = |when: &str| {
+        if env.rank == 1 && fault == when {
+            suffer(&fault, &place)
+        }
+    };
+    suffers("no descriptors to join");
+    let result = World::join(&env, WorldOptions::from_env().unwrap()).and_then(|world| {
+        suffers("no descriptors to connect");
+        let group = world.group()?;
+        group.barrier()?;
+        suffers("frozen");
+        suffers("out of memory");
+        group.barrier()?;
+        Ok(())
+    });
+    let error = result.expect_err("the fault has no effect").to_string();
+    eprintln!("{error}");
+    if env.rank != 1 {
+        assert!(error.contains("rank 1"), "{error}");
+        fs::write(place.join(format!("error-{}", env.rank)), error).ok();
+    }
+    std::process::exit(3);
+}
+
+fn suffer(fault: &str, place: &Path) {
+    match fault {
+        "frozen" => {
+            fs::write(place.join("freezer/cgroup.procs"), "0").unwrap();
+            fs::write(place.join("freezer/freezer.state"), "FROZEN").unwrap();
+        }
+        "out of memory" => {
+            fs::write(place.join("cgroup.procs"), "0").unwrap();
+            let bytes = std::hint::black_box(vec![1_u8; 256 << 20]);
+            unreachable!("{} bytes in a group of 64 MiB", bytes.len());
+        }
+        _ => {
+            let open = fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+            let limit = Rlimit { current: Some(open.min(16)), ..getrlimit(Resource::Nofile) };
+            setrlimit(Resource::Nofile, limit).unwrap();
+            // Numbers below the limit that are free.
+            while let Ok(file) = fs::File::open("/dev/null") {
+                std::mem::forget(file);
+            }
+        }
+    }
+}
+
+/// A control group of its own for this test; removed at the end.
+struct Group(PathBuf);
+
+impl Group {
+    /// `None`, and a line that says so, where control groups of version 1 cannot be made.
+    fn new(controller: &str) -> Option<Self> {
+        let path = Path::new("/sys/fs/cgroup").join(controller).join(format!("burn-ddp-faults-{}", std::process::id()));
+        match fs::create_dir(&path) {
+            Ok(()) => Some(Self(path)),
+            Err(error) => {
+                println!("skipped: no control group at {}: {error}", path.display());
+                None
+            }
+        }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let gone = Instant::now() + Duration::from_secs(10);
+        while fs::remove_dir(&self.0).is_err() && Instant::now() < gone {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+#[test]
+fn a_frozen_rank_is_named_by_the_others() {
+    let Some(group) = Group::new("freezer") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(&group.0, dir.path().join("freezer")).unwrap();
+    let started = Instant::now();
+    let outcome = std::thread::scope(|scope| {
+        let outcome = scope.spawn(|| launch("frozen", dir.path()));
+        // Not even SIGKILL ends what is frozen, so it thaws once the others have their errors.
+        while !(0..3).step_by(2).all(|rank| dir.path().join(format!("error-{rank}")).exists()) {
+            assert!(started.elapsed() < LIMIT, "the others wait for a frozen rank");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        fs::write(group.0.join("freezer.state"), "THAWED").unwrap();
+        outcome.join().unwrap()
+    });
+    let error = fs::read_to_string(dir.path().join("error-0")).unwrap();
+    assert!(error.contains("rank 1"), "{error}");
+    assert_ne!(outcome.exit_code, 0);
+    assert!(outcome.to_string().contains("rank 1"), "{outcome}");
+}
+
+#[test]
+fn a_rank_that_the_kernel_kills_for_its_memory_is_the_cause() {
+    let Some(group) = Group::new("memory") else { return };
+    fs::write(group.0.join("memory.limit_in_bytes"), (64 << 20).to_string()).unwrap();
+    let outcome = launch("out of memory", &group.0);
+    let failure = outcome.failure.as_ref().unwrap();
+    assert_eq!((failure.rank, failure.exit), (1, RankExit::Signal(9)), "{outcome}");
+    assert!(outcome.to_string().contains("memory runs out"), "{outcome}");
+    assert!(outcome.elapsed < LIMIT, "{outcome}");
+}
+
+#[test]
+fn a_rank_without_free_descriptors_fails_and_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    for fault in ["no descriptors to join", "no descriptors to connect"] {
+        let outcome = launch(fault, dir.path());
+        let text = outcome.to_string();
+        assert!(outcome.elapsed < LIMIT, "{fault}: {text}");
+        let failure = outcome.failure.as_ref().unwrap();
+        let codes: Vec<_> = outcome.also_failed.iter().map(|(_, exit)| *exit).collect();
+        assert_eq!((failure.rank, failure.exit, &codes[..]), (1, RankExit::Code(3), &[failure.exit; 2][..]), "{text}");
+        assert!(text.contains("Too many open files") || text.contains("os error 24"), "{fault}: {text}");
+        assert!(outcome.stopped.is_empty(), "{fault}: nobody hangs: {text}");
+    }
+}
+
+#[test]
+fn a_full_disk_for_logs_is_reported_and_does_not_end_the_job() {
+    let program = "head -c 300000 /dev/zero | tr '\\0' x; echo; exit $CODE";
+    let mount = r#"mount -t tmpfs -o size=64k none "$DIR" || exit 99; exec "$@""#;
+    let dir = tempfile::tempdir().unwrap();
+    for code in [0, 7] {
+        let mut command = Command::new("unshare");
+        command.args([
+            "--mount",
+            "sh",
+            "-c",
+            mount,
+            "sh",
+            env!("CARGO_BIN_EXE_burnrun"),
+            "-n",
+            "1",
+            "--redirects",
+            "3",
+        ]);
+        command.arg("--log-dir").arg(dir.path()).args(["sh", "-c", program]);
+        let ended = command.env("DIR", dir.path()).env("CODE", code.to_string()).output().unwrap();
+        let stderr = String::from_utf8_lossy(&ended.stderr);
+        if ended.status.code() == Some(99) || stderr.starts_with("unshare: ") {
+            println!("skipped: a full disk needs the right to mount one: {stderr}");
+            return;
+        }
+        assert_eq!(ended.status.code(), Some(code), "{stderr}");
+        assert!(stderr.contains("the logs of local rank 0 are incomplete"), "{stderr}");
+        assert!(stderr.contains("No space left"), "{stderr}");
+    }
+}
