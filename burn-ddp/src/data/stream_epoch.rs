@@ -10,13 +10,13 @@ use super::batch_stream::BatchStream;
 use super::prefetch::{BatchList, Pool};
 use super::stream::{Opened, Portion, StreamShard, Streams};
 use super::stream_loader::{StreamLoader, Taken};
-use crate::batch_weight::{LoaderBatch, Step};
+use crate::batch_weight::{self, LoaderBatch, Step};
 
 /// The batches of one epoch on this rank, until no rank has an item left; from
 /// [`StreamLoader::epochs`](StreamLoader::epochs).
 ///
-/// An error of any rank is one on all ranks at the same step, and ends the epoch. Take a batch when it is used, see
-/// [`Epoch`](super::Epoch).
+/// What one rank cannot read is an error on all ranks at the same step, and ends the epoch. Take a batch when it is
+/// used, see [`Epoch`](super::Epoch).
 #[must_use = "all ranks go through an epoch together"]
 pub struct StreamEpoch<I: Clone + Send + 'static, O: Send + 'static> {
     loader: StreamLoader<I, O>,
@@ -159,12 +159,20 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamEpoch<I, O> {
             }
         };
         self.taken.steps = step;
+        let weight = self.weight(&batch, items, step)?;
         let ddp = &self.loader.inner().ddp;
-        let handed_out = LoaderBatch { step: Step { track, at }, weight: items as f64, last };
-        ddp.state().batch_weight.note_batch(handed_out);
+        ddp.state().batch_weight.note_batch(LoaderBatch { step: Step { track, at }, weight, last });
         ddp.state().seed_batch(self.loader.inner().id, self.number, step as usize);
         self.loader.note_taken(self.number, self.begun, Some(&self.taken));
         Ok(Some(batch))
+    }
+
+    /// Weight of a batch of `items` items, of which 0 is one that the rank repeats.
+    fn weight(&self, batch: &O, items: usize, step: u32) -> Result<f64, DataError> {
+        let Some(weigh) = self.loader.inner().weigh.as_ref().filter(|_| items > 0) else { return Ok(items as f64) };
+        let weight = weigh(batch);
+        let checked = batch_weight::check(weight);
+        checked.map(|()| weight).map_err(|reason| DataError::Weight { what: self.name(step), reason })
     }
 
     fn end(&mut self, ended: bool) {

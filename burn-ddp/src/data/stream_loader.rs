@@ -9,6 +9,7 @@ use burn_ddp_comm::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
 use super::DataError;
+use super::sharded_loader::Weigh;
 use super::stream::StreamSource;
 use super::stream_epoch::StreamEpoch;
 use crate::{Ddp, Result, agreement};
@@ -70,6 +71,7 @@ impl Ddp {
             source: Arc::new(source),
             batcher: Arc::new(batcher),
             batch_size: 1,
+            weigh: None,
             num_workers: 0,
             device: None,
         }
@@ -83,6 +85,8 @@ pub struct StreamBuilder<I, O> {
     source: Arc<dyn StreamSource<I>>,
     batcher: Arc<dyn Batcher<I, O>>,
     batch_size: usize,
+    /// Weights of batches; `None` for their numbers of items.
+    weigh: Option<Weigh<O>>,
     num_workers: usize,
     device: Option<Device>,
 }
@@ -91,6 +95,13 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
     /// Items of each rank's batches; 1 by default. The last ones of a worker's part may be fewer.
     pub fn batch_size(mut self, batch_size: usize) -> Self {
         self.batch_size = batch_size;
+        self
+    }
+
+    /// Weighs each batch by what `weight` returns for it (its number of tokens), as
+    /// [`LoaderBuilder::weigh`](super::LoaderBuilder::weigh) does. On all ranks.
+    pub fn weigh(mut self, weight: impl Fn(&O) -> f64 + Send + Sync + 'static) -> Self {
+        self.weigh = Some(Arc::new(weight));
         self
     }
 
@@ -118,7 +129,8 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
     /// rank if one has no device. [`DataError::Comm`] if a peer failed.
     #[track_caller]
     pub fn build(self) -> Result<StreamLoader<I, O>> {
-        let Self { ddp, source, batcher, batch_size, num_workers, device } = self;
+        let Self { ddp, source, batcher, batch_size, weigh, num_workers, device } = self;
+        let weights = if weigh.is_some() { "the batch" } else { "its number of items" };
         let default = || ddp.state().model_device().map_or_else(|| ddp.device(), Ok).map(Device::autodiff);
         let device = agreement::on_outcome(ddp.group(), "build its loader", device.map_or_else(default, Ok))?;
         let id = ddp.state().next_loader_id();
@@ -127,6 +139,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
             ("the number of the loader", id.to_string()),
             ("the batch size", batch_size.to_string()),
             ("the number of workers", num_workers.to_string()),
+            ("the source of a batch's weight", weights.to_string()),
         ];
         let settings = settings.map(|(name, value)| (name.to_string(), value)).to_vec();
         if let Some(difference) = agreement::on_settings(ddp.group(), &settings).map_err(DataError::from)? {
@@ -135,8 +148,8 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
         let too_small = || DataError::BatchTooSmall { global_batch: 0, world: ddp.world_size() };
         let batch_size = NonZeroUsize::new(batch_size).ok_or_else(too_small)?;
         let group = ddp.world().group()?;
-        let inner =
-            Inner { ddp, group, id, source, batcher, batch_size, num_workers, device, cursor: Mutex::default() };
+        let cursor = Mutex::default();
+        let inner = Inner { ddp, group, id, source, batcher, batch_size, weigh, num_workers, device, cursor };
         Ok(StreamLoader { inner: Arc::new(inner) })
     }
 }
@@ -144,8 +157,8 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
 /// This rank's part of a source that is read from front to back, batch by batch, epoch after epoch; from
 /// [`Ddp::stream`]. Clones are the same loader.
 ///
-/// As with other training loaders, a batch weighs its backwards by its number of items, and ranks leave an epoch at the
-/// same step.
+/// As with other training loaders, a batch weighs its backwards by its number of items, or by what
+/// [`weigh`](StreamBuilder::weigh) says, and ranks leave an epoch at the same step.
 pub struct StreamLoader<I, O> {
     inner: Arc<Inner<I, O>>,
 }
@@ -158,6 +171,8 @@ pub(super) struct Inner<I, O> {
     pub(super) source: Arc<dyn StreamSource<I>>,
     pub(super) batcher: Arc<dyn Batcher<I, O>>,
     pub(super) batch_size: NonZeroUsize,
+    /// `None` for the number of items.
+    pub(super) weigh: Option<Weigh<O>>,
     pub(super) num_workers: usize,
     pub(super) device: Device,
     cursor: Mutex<Cursor>,
@@ -193,6 +208,20 @@ pub struct StreamPosition {
     batch_size: usize,
     /// By rank; empty between two epochs.
     taken: Vec<Taken>,
+}
+
+impl StreamPosition {
+    /// The present epoch, or, between two epochs, the next one.
+    #[must_use]
+    pub fn epoch(&self) -> usize {
+        self.epoch
+    }
+
+    /// Steps of that epoch that were taken.
+    #[must_use]
+    pub fn steps(&self) -> usize {
+        self.taken.first().map_or(0, |taken| taken.steps as usize)
+    }
 }
 
 impl<I, O> Clone for StreamLoader<I, O> {
@@ -239,8 +268,8 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamLoader<I, O> {
         Ok(StreamPosition { epoch, batch_size: self.inner.batch_size.get(), taken })
     }
 
-    /// Goes on from `position`: with the rest of the interrupted epoch. *Collective*: all
-    /// ranks pass the same position. Batches that were taken before are left out by the `nth` of each worker's stream.
+    /// Goes on from `position`: with the rest of the interrupted epoch. *Collective*: all ranks pass the same position.
+    /// Batches that were taken before are left out by the `nth` of each worker's stream.
     ///
     /// # Errors
     ///

@@ -117,6 +117,19 @@ fn the_gradient_of_a_step_is_that_of_its_items() {
 }
 
 #[test]
+fn a_batch_that_is_repeated_weighs_nothing_whatever_its_weight_is() {
+    let weights = spawn(2, |ddp| {
+        let files = Files { lengths: vec![3, 1], bad: None };
+        let train = ddp.stream(files, Keep).batch_size(2).weigh(|batch| 10.0 * batch.len() as f64).build()?;
+        let weights = |batch: Result<Vec<usize>, _>| batch.map(|_| ddp.batch_items());
+        let weights = train.epochs(0..1).flatten().map(weights).collect::<Result<Vec<_>, _>>()?;
+        assert_eq!((train.position()?.epoch(), train.position()?.steps()), (1, 0));
+        Ok(weights)
+    });
+    assert_eq!(weights, [[20.0, 10.0], [10.0, 0.0]]);
+}
+
+#[test]
 fn what_one_rank_cannot_read_ends_the_epoch_on_all_at_the_same_step() {
     let errors = spawn(2, |ddp| {
         let files = Files { lengths: vec![6, 6], bad: Some(9) };
