@@ -26,7 +26,7 @@
 //!
 //! | concept | items |
 //! |---|---|
-//! | joining: this rank and its peers | [`World`], [`LaunchEnv`], [`WorldOptions`], [`EngineChoice`], [`PeerInfo`], [`fail_join`] |
+//! | joining: this rank, its peers and their machines | [`World`], [`LaunchEnv`], [`WorldOptions`], [`EngineChoice`], [`PeerInfo`], [`Machines`], [`fail_join`] |
 //! | the key-value store in which processes find each other | [`Store`] and its implementations |
 //! | authentication | [`Secret`], [`JobKey`] |
 //! | collectives | [`ProcessGroup`], [`Pending`], [`ReduceOp`], [`DType`], [`Element`], [`SharedBuffer`] |
@@ -34,7 +34,7 @@
 //! | the numerics contract | `reduce/`, described at [`ProcessGroup`] |
 //! | engines, the transports under them, and the algorithms they share | [`engine`] |
 //! | one call, compared between ranks; its form on the wire | [`call`], [`frame`] |
-//! | ranks that are alive, that stopped, and the one cause that ends a world | [`membership`], [`Track`], [`Progress`] |
+//! | ranks that are alive, that stopped, and the one cause that ends a world | [`membership`], [`Track`], [`Progress`], [`CallingThread`] |
 //! | events and reports for the launcher | [`post_mortem`] |
 //! | a trace of all ranks | [`timeline`] |
 //!
@@ -67,10 +67,12 @@ mod net;
 mod pmi;
 mod poison_free_locks;
 mod poll_pause;
+mod private_file;
 mod reduce;
 mod reduce_op;
 mod rendezvous;
 mod store;
+mod topology;
 mod world;
 mod world_options;
 
@@ -83,9 +85,11 @@ pub use env::{HANDED_OVER, LaunchEnv, Meeting};
 pub use error::{Error, Result};
 pub use group::{MAX_OBJECT_BYTES, Pending, ProcessGroup};
 pub use membership::{BlockedGroup, Heartbeat, PeerInfo, PendingCall, Progress, StuckCall, Track};
+pub use net::descriptors::largest_world;
 pub use poll_pause::PollPause;
 pub use reduce_op::ReduceOp;
 pub use rendezvous::fail_join;
 pub use store::{MemoryStore, Store, StoreClient, StoreServer};
+pub use topology::Machines;
 pub use world::World;
 pub use world_options::WorldOptions;

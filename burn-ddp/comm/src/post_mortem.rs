@@ -10,6 +10,8 @@ use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 
+use crate::private_file;
+
 /// One line of the events file.
 ///
 /// ```
@@ -197,7 +199,9 @@ impl PostMortem {
     pub fn write(&self, dir: &Path) -> io::Result<()> {
         fs::create_dir_all(dir)?;
         let unfinished = dir.join(format!(".rank-{}.{}.tmp", self.rank, std::process::id()));
-        let written = fs::write(&unfinished, serde_json::to_vec_pretty(self)?)
+        let text = serde_json::to_vec_pretty(self)?;
+        let written = private_file::create(&unfinished)
+            .and_then(|mut file| file.write_all(&text))
             .and_then(|()| fs::rename(&unfinished, PostMortem::path(dir, self.rank)));
         written.inspect_err(|_| drop(fs::remove_file(&unfinished)))
     }

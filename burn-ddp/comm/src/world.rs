@@ -15,6 +15,7 @@ use crate::membership::Membership;
 use crate::membership::panics;
 use crate::poison_free_locks::lock;
 use crate::timeline::Timeline;
+use crate::topology::Machines;
 use crate::{Error, PeerInfo, Progress, Result, Track, WorldOptions};
 
 /// One rank's membership of a job: its rank, its peers, and the way to talk to them.
@@ -32,6 +33,7 @@ pub struct World {
 pub(crate) struct Seat {
     pub(crate) rank: usize,
     pub(crate) local_world_size: usize,
+    pub(crate) machines: Machines,
     /// All ranks in order; `peers[rank]` is this one.
     pub(crate) peers: Vec<PeerInfo>,
     pub(crate) membership: Arc<Membership>,
@@ -82,6 +84,7 @@ impl World {
         let seat = |(membership, fabric): (Arc<Membership>, ThreadsFabric)| Seat {
             rank: membership.rank(),
             local_world_size: n,
+            machines: Machines::new(&vec![(); n]),
             peers: peers.clone(),
             membership,
             fabric: Arc::new(fabric),
@@ -155,6 +158,11 @@ impl World {
     /// Number of its machine.
     pub fn node_rank(&self) -> usize {
         self.member.me().node_rank
+    }
+
+    /// Machines of this world, and the ranks on each.
+    pub fn machines(&self) -> &Machines {
+        &self.member.seat.machines
     }
 
     /// All ranks in order, this one included.

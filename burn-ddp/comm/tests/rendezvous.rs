@@ -381,3 +381,28 @@ fn ranks_listen_on_the_interface_they_are_told() {
     assert!(matches!(error, Error::Environment { .. }), "{error:?}");
     says(&error, &["no-such0", "it has lo (127.0.0.1)"]);
 }
+
+#[test]
+fn every_rank_knows_the_machines_and_a_host_can_be_cut_into_several() {
+    let store = launcher_store();
+    let on = |rank, machine: &str| LaunchEnv { machine: Some(machine.into()), ..rank_at(&store, rank, 4) };
+    let envs = vec![on(0, "left"), on(1, "right"), on(2, "left"), on(3, "right")];
+    let worlds = join_all(envs, &WorldOptions { engine: None, ..options() });
+    std::thread::scope(|scope| {
+        for world in worlds {
+            scope.spawn(move || {
+                let world = world.unwrap();
+                let machines = world.machines();
+                assert_eq!(
+                    (machines.count(), machines.ranks_of(0), machines.ranks_of(1)),
+                    (2, &[0, 2][..], &[1, 3][..])
+                );
+                assert_eq!(world.engine(), "tcp", "no memory is shared between machines");
+                let group = world.group().unwrap();
+                let local = group.split(Some(machines.machine_of(world.rank()) as u64), 0).unwrap().unwrap();
+                assert_eq!(local.ranks(), machines.ranks_of(world.rank() % 2));
+                group.barrier().unwrap();
+            });
+        }
+    });
+}

@@ -283,3 +283,29 @@ fn a_rank_killed_anywhere_leaves_no_wrong_number_and_nobody_waiting() {
     }
     assert_eq!(in_dev_shm(), before);
 }
+
+/// Two users of one number, as in two containers without root: the kernel of each turns the other away.
+#[test]
+#[ignore = "needs root, `setpriv` and `unshare`"]
+fn users_of_different_namespaces_talk_over_tcp() {
+    const TEST: &str = "users_of_different_namespaces_talk_over_tcp";
+    if let Some((_, env)) = role() {
+        let world = World::join(&env, WorldOptions { engine: None, ..options() }).unwrap();
+        let sum = world.group().and_then(|group| {
+            let mut x = [1.0_f32];
+            group.all_reduce(&mut x, ReduceOp::Sum)?;
+            Ok(x[0])
+        });
+        return say(&format!("{} {sum:?}", world.engine()));
+    }
+    let store = launcher_store();
+    let start = |(rank, user): (usize, &str)| {
+        let mut command = std::process::Command::new("setpriv");
+        command.args(["--reuid", user, "--clear-groups", "unshare", "-r"]).arg(std::env::current_exe().unwrap());
+        Process::start_by(command, TEST, "rank", &rank_at(&store, rank, 2))
+    };
+    let ranks: Vec<Process> = ["1001", "1002"].into_iter().enumerate().map(start).collect();
+    for mut rank in ranks {
+        assert_eq!(rank.hear(), "tcp Ok(2.0)");
+    }
+}

@@ -96,3 +96,40 @@ fn groups_made_while_others_are_busy_do_not_wait() {
         });
     });
 }
+
+/// Number of connections of this process on which the kernel sends probes while they are idle.
+#[cfg(target_os = "linux")]
+fn probed_connections() -> usize {
+    let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
+    let mine: Vec<String> = std::fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .filter_map(|fd| Some(std::fs::read_link(fd.ok()?.path()).ok()?.to_string_lossy().into_owned()))
+        .collect();
+    let probed = |line: &&str| {
+        let columns: Vec<&str> = line.split_whitespace().collect();
+        const ESTABLISHED: &str = "01";
+        const KEEP_ALIVE: &str = "02:";
+        columns[3] == ESTABLISHED
+            && columns[5].starts_with(KEEP_ALIVE)
+            && mine.contains(&format!("socket:[{}]", columns[9]))
+    };
+    table.lines().skip(1).filter(probed).count()
+}
+
+/// A router that forgets idle connections would cut a group that is used once an hour.
+#[test]
+#[cfg(target_os = "linux")]
+fn idle_groups_are_probed() {
+    let n = 5;
+    let groups: Vec<_> = common::on_tcp(n, |world| {
+        let groups: Vec<_> = (0..20).map(|_| world.group().unwrap()).collect();
+        (world, groups)
+    });
+    // Other tests of this process have few.
+    let begin = std::time::Instant::now();
+    while probed_connections() < 20 * n * (n - 1) && begin.elapsed() < common::PATIENCE {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    assert!(probed_connections() >= 20 * n * (n - 1), "{}", probed_connections());
+    drop(groups);
+}

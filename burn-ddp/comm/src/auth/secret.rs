@@ -6,6 +6,8 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
+use rustix::fs::OFlags;
+
 use crate::auth::key::{KEY_BYTES, Key, random};
 use crate::{Error, Result};
 
@@ -48,7 +50,9 @@ impl Secret {
     pub fn read(path: &Path) -> Result<Secret> {
         let shown = path.display();
         let mut text = String::new();
-        let file = File::open(path).and_then(|file| Ok((file.metadata()?, file)));
+        // A FIFO would block until somebody writes.
+        let file = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path);
+        let file = file.and_then(|file| Ok((file.metadata()?, file)));
         let (about, file) = file
             .map_err(|e| Error::environment(format!("cannot read the secret file {shown}: {e}{}", hint(path, &e))))?;
         if !about.is_file() {
@@ -175,6 +179,16 @@ mod tests {
     fn says(path: &Path, part: &str) {
         let error = Secret::read(path).unwrap_err();
         assert!(matches!(error, Error::Environment { .. }) && error.to_string().contains(part), "{error}");
+    }
+
+    #[test]
+    fn a_fifo_is_refused_at_once() {
+        let path = std::env::temp_dir().join(format!("burn-ddp-test-{}-fifo", std::process::id()));
+        let made = std::process::Command::new("mkfifo").args(["-m", "600"]).arg(&path).status().unwrap();
+        assert!(made.success());
+        let error = Secret::read(&path).unwrap_err();
+        fs::remove_file(&path).unwrap();
+        assert!(error.to_string().contains("is not a regular file"), "{error}");
     }
 
     #[test]

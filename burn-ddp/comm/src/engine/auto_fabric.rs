@@ -76,12 +76,21 @@ impl Fabric for AutoFabric {
 }
 
 /// The identity of this rank's machine, the same for ranks that can share memory: the running kernel, the network
-/// namespace in which they hand it over, and the user. `None` if the system does not say.
-pub(crate) fn machine() -> Option<String> {
+/// namespace in which they hand it over, and the user, in its user namespace: two users of one number in different ones
+/// turn each other away. With the `name` that cuts the host into machines, if there is one. `None` if the system does
+/// not say, or does not let memory be shared.
+pub(crate) fn machine(name: Option<&str>) -> Option<String> {
     use std::os::unix::fs::MetadataExt;
+    #[cfg(target_os = "linux")]
+    if let Err(error) = super::shm::try_handover() {
+        tracing::warn!(%error, "this process cannot share memory with others; tcp takes its place");
+        return None;
+    }
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-    let network = std::fs::metadata("/proc/self/ns/net").ok()?.ino();
-    Some(format!("{} {network} {}", boot.trim(), rustix::process::geteuid().as_raw()))
+    let namespace = |name| Some(std::fs::metadata(format!("/proc/self/ns/{name}")).ok()?.ino());
+    let (network, users) = (namespace("net")?, namespace("user")?);
+    let user = rustix::process::geteuid().as_raw();
+    Some(format!("{} {network} {users} {user} {}", boot.trim(), name.unwrap_or_default()))
 }
 
 /// Fails if the user chose shm and ranks are on different machines.
@@ -91,7 +100,7 @@ pub(crate) fn check(choice: Option<EngineChoice>, ranks: &[(&PeerInfo, Option<&s
         return Ok(());
     }
     if !cfg!(target_os = "linux") || machine.is_none() {
-        let message = "BURN_DDP_ENGINE=shm needs Linux with /proc".to_owned();
+        let message = "BURN_DDP_ENGINE=shm needs Linux with /proc, and processes that may share memory".to_owned();
         return Err(Error::Environment { message });
     }
     match others.iter().find(|(_, other)| other != machine) {
@@ -99,8 +108,8 @@ pub(crate) fn check(choice: Option<EngineChoice>, ranks: &[(&PeerInfo, Option<&s
         Some((other, _)) => Err(Error::Environment {
             message: format!(
                 "BURN_DDP_ENGINE=shm, but {first} and {other} cannot share memory: they are on different \
-                 machines, in different network namespaces or of different users; without it each group gets the \
-                 fastest engine it can use"
+                 machines, in different network or user namespaces, or of different users; without it each group gets \
+                 the fastest engine it can use"
             ),
         }),
     }
@@ -113,7 +122,7 @@ mod tests {
     #[test]
     fn shm_is_refused_where_memory_cannot_be_shared() {
         let peers: Vec<PeerInfo> = (0..3).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
-        let here = machine();
+        let here = machine(None);
         let with = |machines: [Option<&str>; 3]| {
             let ranks: Vec<_> = peers.iter().zip(machines).collect();
             check(Some(EngineChoice::Shm), &ranks)

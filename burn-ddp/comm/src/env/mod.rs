@@ -17,8 +17,8 @@
 //!
 //! With every launcher: `BURN_DDP_SECRET_FILE=file` (needed between machines, except with MPICH),
 //! `BURN_DDP_TRUST_NETWORK=1` (instead of a secret), `BURN_DDP_INTERFACE=name or address`, `BURN_DDP_EVENTS=file`,
-//! `BURN_DDP_REPORT_DIR=dir`, `BURN_DDP_JOB_ID`. [`WorldOptions`](crate::WorldOptions) reads the variables for
-//! deadlines and records.
+//! `BURN_DDP_REPORT_DIR=dir`, `BURN_DDP_JOB_ID`, and for tests `BURN_DDP_MACHINE=name`.
+//! [`WorldOptions`](crate::WorldOptions) reads the variables for deadlines and records.
 //!
 //! - The first launcher whose variables are complete counts.
 //! - Incomplete variables, or a part of `BURN_DDP_*`, are an error, never a world of 1 by accident.
@@ -90,6 +90,9 @@ pub struct LaunchEnv {
     pub trust_network: bool,
     /// Network interface or address on which this rank listens and from which it connects.
     pub interface: Option<String>,
+    /// Name of the machine on which this rank pretends to be: one host is cut into machines, for tests of programs on
+    /// several. Their ranks share no memory.
+    pub machine: Option<String>,
     /// File to which each process appends its [events](crate::post_mortem::Event), as lines of JSON.
     pub events: Option<PathBuf>,
     /// Directory in which a rank whose world ends in an error writes its [report](crate::post_mortem::PostMortem).
@@ -134,6 +137,7 @@ impl LaunchEnv {
             secret_file: None,
             trust_network: false,
             interface: None,
+            machine: None,
             events: None,
             report_dir: None,
         }
@@ -191,6 +195,7 @@ impl LaunchEnv {
             secret_file: path(SECRET_FILE),
             trust_network: parse::flag(TRUST_NETWORK, lookup)?,
             interface: parse::text(INTERFACE, lookup),
+            machine: parse::text(MACHINE, lookup),
             events: path(EVENTS),
             report_dir: path(REPORT_DIR),
         }))
@@ -231,6 +236,7 @@ impl LaunchEnv {
             variables.push((TRUST_NETWORK, "1".to_owned()));
         }
         variables.extend(self.interface.iter().map(|interface| (INTERFACE, interface.clone())));
+        variables.extend(self.machine.iter().map(|machine| (MACHINE, machine.clone())));
         let paths = [(SECRET_FILE, &self.secret_file), (EVENTS, &self.events), (REPORT_DIR, &self.report_dir)];
         variables.extend(
             paths

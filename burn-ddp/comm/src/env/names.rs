@@ -4,6 +4,7 @@ pub(super) const RESTART_COUNT: &str = "BURN_DDP_RESTART_COUNT";
 pub(super) const SECRET_FILE: &str = "BURN_DDP_SECRET_FILE";
 pub(super) const TRUST_NETWORK: &str = "BURN_DDP_TRUST_NETWORK";
 pub(super) const INTERFACE: &str = "BURN_DDP_INTERFACE";
+pub(super) const MACHINE: &str = "BURN_DDP_MACHINE";
 pub(super) const EVENTS: &str = "BURN_DDP_EVENTS";
 pub(super) const REPORT_DIR: &str = "BURN_DDP_REPORT_DIR";
 pub(super) const MASTER: &str = "BURN_DDP_MASTER";

@@ -206,10 +206,12 @@ impl CallPath {
             if self.rank != root {
                 return engine.scatter(call, None, output, root);
             }
+            // The others do not see what the root passes, and wait for it.
+            let fault = |why: String| self.member.seat.membership.own_error(format!("scatter, as its root: {why}"));
             let Some(input) = input else {
-                return refuse("the root passed None: it passes the rows of all ranks".to_string());
+                return Err(fault("it passed None, and must pass the rows of all ranks".to_string()));
             };
-            check_rows("an input", dtype, input.len(), self.size(), output.len())?;
+            check_rows("an input", dtype, input.len(), self.size(), output.len()).map_err(|e| fault(e.to_string()))?;
             let rows: Vec<&[u8]> = (0..self.size()).map(|nth| &input[nth * output.len()..][..output.len()]).collect();
             engine.scatter(call, Some(&rows), output, root)
         })

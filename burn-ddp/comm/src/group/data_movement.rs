@@ -129,8 +129,8 @@ impl ProcessGroup {
     /// root pass as input is not looked at. The root sends each row once; one step.
     ///
     /// # Errors
-    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if there is no such root,
-    /// or on the root if it passes no input or the lengths do not fit together.
+    /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if there is no such root.
+    /// [`Error::PeerFailed`] of the root, on all ranks, if it passes no input or the lengths do not fit together.
     ///
     /// ```
     /// use burn_ddp_comm::World;

@@ -38,6 +38,7 @@ mod wait_circles;
 mod watch;
 mod world_failure;
 
+use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
@@ -47,6 +48,7 @@ use self::pending_stops::PendingStops;
 use self::state::Shared;
 use crate::call::CallInfo;
 use crate::history::History;
+use crate::net::descriptors;
 use crate::net::wait::Waker;
 use crate::poison_free_locks::lock;
 use crate::{Error, LaunchEnv, Result, WorldOptions};
@@ -148,14 +150,18 @@ impl Membership {
     /// A socket to poll beside others: it becomes readable at every change, for as long as it is kept.
     ///
     /// # Errors
-    /// [`Error::Environment`] if this process cannot have another socket.
+    /// [`Error::PeerFailed`] of this rank if it cannot have another socket.
     pub(crate) fn new_waker(&self) -> Result<Arc<Waker>> {
-        let waker = Waker::new()
-            .map_err(|e| Error::Environment { message: format!("this process cannot have another socket: {e}") })?;
-        let waker = Arc::new(waker);
+        let waker = Arc::new(Waker::new().map_err(|e| self.without_socket(&e))?);
         let weak: Weak<dyn Wake> = Arc::downgrade(&waker) as Weak<dyn Wake>;
         self.add_waker(weak);
         Ok(waker)
+    }
+
+    /// Error of this rank, which cannot have another socket.
+    pub(crate) fn without_socket(&self, e: &io::Error) -> Error {
+        let shortage = descriptors::shortage(e, self.shared.peers.len());
+        self.own_error(shortage.unwrap_or_else(|| format!("it cannot have another socket: {e}")))
     }
 
     /// Checks that the world goes on.

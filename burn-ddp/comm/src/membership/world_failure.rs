@@ -17,7 +17,12 @@ impl Membership {
 
     /// Ends the world because this rank gave up.
     pub(crate) fn fail_self(&self, cause: String) {
-        self.fail(Error::PeerFailed { peer: self.shared.peers[self.rank].clone(), cause: capped(cause), during: None });
+        self.fail(self.own_error(cause));
+    }
+
+    /// Error of this rank, which cannot go on.
+    pub(crate) fn own_error(&self, cause: String) -> Error {
+        Error::PeerFailed { peer: self.shared.peers[self.rank].clone(), cause: capped(cause), during: None }
     }
 
     /// Ends the world because the connection to `rank` broke without a goodbye.

@@ -1,15 +1,19 @@
 //! Sockets below the store, the control connections and the tcp engine.
 //!
 //! - [`address`]: host names, loopback, binding and connecting with errors a person can act on;
+//! - [`descriptors`]: how many this process may have, and errors for want of them;
 //! - [`interface`]: the addresses to listen on and to connect from;
+//! - [`keep_alive`]: probes on idle connections;
 //! - [`unix_socket`], `peer_user`: unix sockets between processes of one user;
 //! - [`dial_rank`]: a proved connection to another rank;
 //! - [`wire`]: encrypted, capped postcard messages over a non-blocking socket;
 //! - [`wait`]: `poll` with a deadline, and the waker that interrupts it.
 
 pub(crate) mod address;
+pub(crate) mod descriptors;
 pub(crate) mod dial_rank;
 pub(crate) mod interface;
+pub(crate) mod keep_alive;
 #[cfg(target_os = "linux")]
 mod peer_user;
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::dial_rank::dial;
+use super::dial_rank::Dial;
 use super::interface::Interface;
 use crate::auth::handshake::Purpose;
 use crate::auth::job_key::LinkKey;
@@ -229,7 +229,8 @@ fn connected(side: usize, tamper: Tamper) -> Ranks {
     relay.set(side, tamper);
     let (deadline, purpose) = (Instant::now() + PATIENCE, Purpose::Control { rank: 1 });
     let to = ("127.0.0.1", relay.address.port());
-    let mine = dial(to, &Interface::default(), &link_key(1), 0, purpose, deadline).unwrap();
+    let dial = Dial { to, via: &Interface::default(), key: &link_key(1), peer: 0, purpose };
+    let Ok(mine) = dial.connect(deadline, None) else { panic!("no connection") };
     let theirs = low.links().claim(purpose, deadline, || Ok(())).unwrap().unwrap();
     let membership = |rank, control: &Arc<Control>| {
         // One heartbeat at once, and no more.
@@ -310,8 +311,11 @@ fn a_data_connection_needs_the_secret_of_its_world() {
     let relay = Relay::start(address);
     let purpose = Purpose::Data { rank: 1, group: 7 };
     let deadline = Instant::now() + PATIENCE;
-    let dialled =
-        |key: &LinkKey| dial(("127.0.0.1", relay.address.port()), &Interface::default(), key, 0, purpose, deadline);
+    let dialled = |key: &LinkKey| {
+        let to = ("127.0.0.1", relay.address.port());
+        let dial = Dial { to, via: &Interface::default(), key, peer: 0, purpose };
+        dial.connect(deadline, None).map_err(|cause| cause.to_string())
+    };
     // The same job, the same secret, another world.
     assert!(dialled(&link_key(2)).unwrap_err().contains("another secret"));
     let mut mine = dialled(&link_key(1)).unwrap().into_plain();

@@ -36,9 +36,10 @@ use crate::engine::tcp::{Reach, TcpFabric};
 use crate::env::{LaunchEnv, Meeting};
 use crate::membership::control::{self, Control};
 use crate::membership::{Membership, Outbox, Wake};
-use crate::net::address;
-use crate::net::dial_rank::dial;
+use crate::net::dial_rank::Dial;
 use crate::net::interface::Interface;
+use crate::net::{address, descriptors};
+use crate::topology::Machines;
 use crate::world::{Seat, World};
 use crate::{Error, PeerInfo, Result, WorldOptions};
 
@@ -100,6 +101,7 @@ impl World {
 fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     check(env)?;
     options.check()?;
+    descriptors::raise_limit();
     let start = Instant::now();
     let deadline = start + options.join_timeout.min(Duration::from_secs(365 * 24 * 3600));
     let Agreed { meeting, job, mut server } = match &env.meeting {
@@ -123,17 +125,20 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
                                                  {e}"
         ))
     })?;
+    let memory = auto_fabric::machine(env.machine.as_deref());
     let me = Entry {
         peer: PeerInfo::here(env.rank, env.local_rank, env.node_rank),
         world_size: env.world_size,
         host: listens.ip().to_string(),
         port: listens.port(),
-        machine: auto_fabric::machine(),
+        machine: machine_of(env, memory.as_deref()),
+        memory,
         config: ComparedSettings::of(options),
     };
     let round = Round { store: &store, job: &job, me: &me, hosts: server.is_some(), start, deadline };
+    descriptors::check(env.world_size, server.is_some()).or_else(|why| round.give_up(&why))?;
     let (token, entries) = round.attend()?;
-    let places: Vec<_> = entries.iter().map(|entry| (&entry.peer, entry.machine.as_deref())).collect();
+    let places: Vec<_> = entries.iter().map(|entry| (&entry.peer, entry.memory.as_deref())).collect();
     auto_fabric::check(options.engine, &places)?;
 
     let key = job.links(&token);
@@ -152,10 +157,14 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     control.attach(streams, membership.clone()).map_err(threads)?;
     tracing::debug!(rank = env.rank, world_size = env.world_size, elapsed = ?start.elapsed(), "joined");
 
-    let machines: Vec<_> = entries.iter().map(|entry| entry.machine.clone()).collect();
+    let machines = Machines::new(&entries.iter().map(|entry| &entry.machine).collect::<Vec<_>>());
+    if let Some(name) = &env.machine {
+        tracing::info!(rank = env.rank, name, ?machines, "BURN_DDP_MACHINE cuts hosts into machines");
+    }
+    let memories: Vec<_> = entries.iter().map(|entry| entry.memory.clone()).collect();
     #[cfg(target_os = "linux")]
     let shm: Option<Box<dyn Fabric>> = {
-        let local_ranks = machines.iter().filter(|machine| **machine == machines[env.rank]).count();
+        let local_ranks = machines.ranks_of(machines.machine_of(env.rank)).len();
         Some(Box::new(ShmFabric::new(key.clone(), membership.clone(), local_ranks)))
     };
     #[cfg(not(target_os = "linux"))]
@@ -170,11 +179,18 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     Ok(Seat {
         rank: env.rank,
         local_world_size: env.local_world_size,
+        machines,
         peers,
         membership: membership.clone(),
-        fabric: Arc::new(AutoFabric::new(machines, options.engine, shm, Box::new(TcpFabric::new(reach, membership)))),
+        fabric: Arc::new(AutoFabric::new(memories, options.engine, shm, Box::new(TcpFabric::new(reach, membership)))),
         keep_alive: Some(Box::new((control, server))),
     })
+}
+
+/// Identity of this rank's machine: of its memory, or else its name.
+fn machine_of(env: &LaunchEnv, memory: Option<&str>) -> String {
+    let host = || rustix::system::uname().nodename().to_string_lossy().into_owned();
+    memory.map_or_else(|| format!("{} {}", host(), env.machine.as_deref().unwrap_or_default()), str::to_owned)
 }
 
 /// `LaunchEnv` can be made by hand.
@@ -220,10 +236,11 @@ fn connect_all(
     let mut streams = Vec::with_capacity(entries.len());
     for entry in &entries[..rank] {
         let purpose = Purpose::Control { rank: rank as u32 };
-        let stream =
-            dial((&entry.host, entry.port), via, key, entry.peer.rank, purpose, deadline).map_err(|cause| {
-                unreached(&entry.peer, &format!("at {}: {cause}", address::join(&entry.host, entry.port)))
-            })?;
+        let dial = Dial { to: (&entry.host, entry.port), via, key, peer: entry.peer.rank, purpose };
+        let stream = dial.connect(deadline, None).map_err(|cause| match cause.shortage(entries.len()) {
+            Some(why) => Error::environment(format!("{} cannot join: {why}", entries[rank].peer)),
+            None => unreached(&entry.peer, &format!("at {}: {cause}", address::join(&entry.host, entry.port))),
+        })?;
         streams.push(Some(stream));
     }
     streams.push(None);

@@ -24,7 +24,9 @@ pub(super) struct Entry {
     pub(super) host: String,
     pub(super) port: u16,
     /// Equal for ranks that can share memory; not known on all systems.
-    pub(super) machine: Option<String>,
+    pub(super) memory: Option<String>,
+    /// Equal for ranks of one machine.
+    pub(super) machine: String,
     pub(super) config: ComparedSettings,
 }
 
@@ -79,6 +81,20 @@ impl Round<'_> {
         match verdict {
             Verdict::Complete { token, entries } => Ok((token, entries)),
             Verdict::Failed(error) => Err(error),
+        }
+    }
+
+    /// Posts that this rank cannot join because of `why`: the verdict for all.
+    ///
+    /// # Errors
+    /// Always: the verdict.
+    pub(super) fn give_up(&self, why: &str) -> Result<()> {
+        let number = self.post()?;
+        let message = format!("{} cannot join: {why}", self.me.peer);
+        let error = Error::Rendezvous { message, came: Vec::new(), missing: vec![self.me.peer.rank] };
+        match self.decide(number, &Verdict::Failed(error.clone()))? {
+            Verdict::Failed(first) => Err(first),
+            Verdict::Complete { .. } => Err(error),
         }
     }
 

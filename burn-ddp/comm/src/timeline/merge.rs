@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 use serde::de::IgnoredAny;
 
+use crate::private_file;
+
 use super::part_file::{END, EVENT, Header, Micros, beside, part_of};
 
 /// Merges the parts beside `file` once the ranks `local` of `world_size`, which a launcher started, have all ended,
@@ -74,7 +76,7 @@ fn has_ended(part: &Path) -> io::Result<bool> {
 
 fn write_all(parts: &[PathBuf], to: &Path) -> io::Result<()> {
     let parts = parts.iter().map(|part| File::open(part).map(BufReader::new)).collect::<io::Result<Vec<_>>>()?;
-    let mut out = BufWriter::new(File::create(to)?);
+    let mut out = BufWriter::new(private_file::create(to)?);
     write_trace(parts, &mut out)?;
     out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
 }

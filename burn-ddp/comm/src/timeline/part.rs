@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use super::part_file::{END, EVENT, Header, Micros, part_of};
 use crate::membership::PeerInfo;
 use crate::post_mortem::since_1970;
+use crate::private_file;
 
 /// Size of the buffered lines, and age of the oldest, at which they are written.
 const CHUNK_BYTES: usize = 32 << 10;
@@ -50,7 +51,7 @@ impl Part {
         let (origin, since) = (Instant::now(), since_1970());
         let mut part = Part {
             rank: me.rank,
-            file: Some(File::create(part_of(file, me.rank))?),
+            file: Some(private_file::create(&part_of(file, me.rank))?),
             origin,
             lines: Vec::with_capacity(2 * CHUNK_BYTES),
             written: origin,

@@ -82,8 +82,8 @@ fn examine() -> Vec<Check> {
     let has_gpus = !gpus.devices.is_empty();
     vec![
         cores(),
-        limit("open files", Resource::Nofile, 1024, "ulimit -n 65536; in containers --ulimit nofile=65536"),
-        limit("processes", Resource::Nproc, 512, "ulimit -u 4096; in containers --pids-limit"),
+        open_files(getrlimit(Resource::Nofile).maximum),
+        processes(getrlimit(Resource::Nproc).current),
         loopback(),
         host_name(),
         interfaces(),
@@ -106,10 +106,26 @@ fn cores() -> Check {
     Check::ok("processor cores", format!("{cores} for this process; `-n cpu` starts a rank on each"))
 }
 
-fn limit(what: &'static str, resource: Resource, wanted: u64, fix: &str) -> Check {
-    match getrlimit(resource).current {
-        Some(limit) if limit < wanted / 8 => Check::bad(what, State::Fail, format!("at most {limit}"), fix),
-        Some(limit) if limit < wanted => Check::bad(what, State::Warn, format!("at most {limit}"), fix),
+/// By the hard limit, to which ranks raise the soft one.
+fn open_files(limit: Option<u64>) -> Check {
+    let what = "open files";
+    let fix = "ulimit -Hn 65536; in containers --ulimit nofile=65536";
+    let Some(limit) = limit else { return Check::ok(what, "no limit") };
+    let ranks = burn_ddp_comm::largest_world(limit);
+    let found = format!("at most {limit} per process, enough for {ranks} ranks");
+    match ranks {
+        ..8 => Check::bad(what, State::Fail, found, fix),
+        8..128 => Check::bad(what, State::Warn, found, fix),
+        _ => Check::ok(what, found),
+    }
+}
+
+fn processes(limit: Option<u64>) -> Check {
+    let what = "processes";
+    let fix = "ulimit -u 4096; in containers --pids-limit";
+    match limit {
+        Some(limit) if limit < 64 => Check::bad(what, State::Fail, format!("at most {limit}"), fix),
+        Some(limit) if limit < 512 => Check::bad(what, State::Warn, format!("at most {limit}"), fix),
         Some(limit) => Check::ok(what, format!("at most {limit}")),
         None => Check::ok(what, "no limit"),
     }
@@ -267,11 +283,16 @@ mod tests {
 
     #[test]
     fn limits_are_judged_by_what_a_job_needs() {
-        let now = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-        assert_eq!(limit("x", Resource::Nofile, 1, "fix").state, State::Ok);
-        if now < u64::MAX / 8 {
-            assert_eq!(limit("x", Resource::Nofile, now + 1, "fix").state, State::Warn);
-            assert_eq!(limit("x", Resource::Nofile, 8 * (now + 1), "fix").state, State::Fail);
+        for (limit, state) in
+            [(None, State::Ok), (Some(1 << 20), State::Ok), (Some(256), State::Warn), (Some(80), State::Fail)]
+        {
+            assert_eq!(open_files(limit).state, state, "{limit:?}");
+        }
+        assert!(open_files(Some(1024)).found.ends_with("enough for 189 ranks"), "{}", open_files(Some(1024)).found);
+        for (limit, state) in
+            [(None, State::Ok), (Some(512), State::Ok), (Some(64), State::Warn), (Some(8), State::Fail)]
+        {
+            assert_eq!(processes(limit).state, state, "{limit:?}");
         }
     }
 }

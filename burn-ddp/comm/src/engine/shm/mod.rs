@@ -29,5 +29,6 @@ mod segment_handover;
 
 pub(crate) use self::fabric::ShmFabric;
 pub(crate) use self::in_place_buffer::{ArenaBuffer, ArenaView};
+pub(crate) use self::segment_handover::try_handover;
 
 pub(crate) const NAME: &str = "shm";

@@ -25,14 +25,15 @@ use rustix::net::{
 use serde::{Deserialize, Serialize};
 use socket2::Socket;
 
+use super::layout::Layout;
 use super::segment::Segment;
 use crate::auth::job_key::LinkKey;
-use crate::auth::key::KEY_BYTES;
+use crate::auth::key::{KEY_BYTES, random};
 use crate::call::Call;
 use crate::engine::Unavailable;
 use crate::membership::{Membership, Watch};
-use crate::net::unix_socket;
 use crate::net::wait::{Waker, wait};
+use crate::net::{descriptors, unix_socket};
 use crate::{Error, Result};
 
 /// Time after the end of a connection within which the control connections may still report why.
@@ -68,6 +69,23 @@ pub(super) struct Handover<'a> {
     pub(super) rank: usize,
     /// Which segment of the group it is.
     pub(super) number: u64,
+}
+
+/// Hands a segment from this process to itself.
+///
+/// # Errors
+/// If that cannot be done here: a container or a security module may forbid one of the steps.
+pub(crate) fn try_handover() -> io::Result<()> {
+    let name: String = random()?.iter().map(|byte| format!("{byte:02x}")).collect();
+    let listener = unix_socket::bind_packets(&name)?;
+    let member = unix_socket::connect_packets(&name)?;
+    let leader = listener.accept()?.0;
+    unix_socket::check_peer(&leader)?;
+    let len = Layout::new(1).len();
+    let (_segment, fd) = Segment::create(len)?;
+    write(&leader, &Note::Offer { len: len as u64 }, Some(&fd))?;
+    let offered = read(&member)?.1.ok_or_else(|| io::Error::other("a descriptor was lost on its way"))?;
+    Segment::map(offered.as_fd(), len).map(drop)
 }
 
 /// The waits of a handover.
@@ -142,7 +160,14 @@ impl Handover<'_> {
             let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
             fds.extend(strangers.iter().map(|stranger| PollFd::new(stranger, PollFlags::IN)));
             waits.wait(fds, &missing, None)?;
-            while let Ok((socket, _)) = listener.accept() {
+            loop {
+                let socket = match listener.accept() {
+                    Ok((socket, _)) => socket,
+                    Err(e) => match descriptors::shortage(&e, self.membership.peers().len()) {
+                        Some(why) => return Err(self.membership.own_error(why)),
+                        None => break,
+                    },
+                };
                 if unix_socket::check_peer(&socket).is_ok() && socket.set_nonblocking(true).is_ok() {
                     strangers.push(socket);
                 }

@@ -11,13 +11,13 @@ use super::transport::TcpTransport;
 use crate::Result;
 use crate::auth::handshake::Purpose;
 use crate::auth::job_key::LinkKey;
-use crate::auth::secure_stream::SecureStream;
 use crate::call::Call;
 use crate::engine::{Engine, Fabric, HostEngine};
 use crate::membership::control::Links;
 use crate::membership::{Membership, Watch};
-use crate::net::dial_rank::dial;
+use crate::net::dial_rank::Dial;
 use crate::net::interface::Interface;
+use crate::net::keep_alive;
 
 /// Addresses and keys by which a rank and its peers reach each other.
 pub(crate) struct Reach {
@@ -30,6 +30,18 @@ pub(crate) struct Reach {
     pub(crate) via: Interface,
     /// Connections that arrive from higher ranks.
     pub(crate) links: Arc<Links>,
+}
+
+/// Forgets the connections that came for a group when the group is gone.
+pub(super) struct Arrivals {
+    links: Arc<Links>,
+    group: u64,
+}
+
+impl Drop for Arrivals {
+    fn drop(&mut self) {
+        self.links.forget(self.group);
+    }
 }
 
 /// Opens a rank's groups over sockets.
@@ -54,9 +66,9 @@ impl TcpFabric {
     fn connect(&self, call: &Call, at: usize) -> Result<TcpStream> {
         let Reach { rank, addresses, key, via, links } = &self.reach;
         let (rank, peer, group) = (*rank, call.world_rank(at), call.info.group);
+        let mut watch = Watch::new(&self.membership, call);
         if peer > rank {
             let purpose = Purpose::Data { rank: peer as u32, group };
-            let mut watch = Watch::new(&self.membership, call);
             loop {
                 if let Some(stream) = links.claim(purpose, watch.look(&[at])?, || self.check(peer))? {
                     return Ok(stream.into_plain());
@@ -65,13 +77,24 @@ impl TcpFabric {
         }
         let (host, port) = &addresses[peer];
         let purpose = Purpose::Data { rank: rank as u32, group };
-        dial((host, *port), via, key, peer, purpose, call.deadline()).map(SecureStream::into_plain).or_else(|cause| {
-            if Instant::now() >= call.deadline() {
-                return Err(call.timed_out(vec![at]));
+        let dial = Dial { to: (host, *port), via, key, peer, purpose };
+        loop {
+            watch.look(&[at])?;
+            self.check(peer)?;
+            let cause = match dial.connect(call.deadline(), Some(&self.membership)) {
+                Ok(stream) => return Ok(stream.into_plain()),
+                Err(cause) => cause,
+            };
+            if let Some(why) = cause.shortage(addresses.len()) {
+                return Err(self.membership.own_error(why));
+            }
+            // The control connections find out whether its machine is gone.
+            if cause.is_silence() {
+                continue;
             }
             links.watch(call.deadline().min(Instant::now() + GRACE), || self.check(peer))?;
-            Err(self.membership.lost_error(peer, format!("it could not be reached for a new group: {cause}")))
-        })
+            return Err(self.membership.lost_error(peer, format!("it could not be reached for a new group: {cause}")));
+        }
     }
 }
 
@@ -83,16 +106,18 @@ impl Fabric for TcpFabric {
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
         let me = call.group_rank()?;
         let mut links = Vec::with_capacity(call.members.count());
-        (0..call.members.count()).filter(|at| *at != me).for_each(|at| call.expect(at));
         for at in 0..call.members.count() {
             links.push(if at == me {
                 None
             } else {
                 let stream = self.connect(call, at)?;
-                Some(Link::new(stream).map_err(|e| self.membership.lost_error(call.world_rank(at), e.to_string()))?)
+                let timeout = self.membership.options().machine_timeout();
+                let link = keep_alive::probe_when_idle(&stream, timeout).and_then(|()| Link::new(stream));
+                Some(link.map_err(|e| self.membership.lost_error(call.world_rank(at), e.to_string()))?)
             });
         }
-        let transport = TcpTransport::new(me, links, self.membership.clone())?;
+        let arrivals = Arrivals { links: self.reach.links.clone(), group: call.info.group };
+        let transport = TcpTransport::new(me, links, self.membership.clone(), arrivals)?;
         Ok(Box::new(HostEngine::new(transport)))
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::NAME;
 use super::exchange::{Exchange, piece_bytes};
+use super::fabric::Arrivals;
 use super::link::{Link, Receiving, Sending};
 use super::spin::Spin;
 use crate::Result;
@@ -24,13 +25,19 @@ pub(super) struct TcpTransport {
     /// Memory for headers, reused.
     headers: Vec<u8>,
     spin: Spin,
+    _arrivals: Arrivals,
 }
 
 impl TcpTransport {
-    pub(super) fn new(rank: usize, links: Vec<Option<Link>>, membership: Arc<Membership>) -> Result<Self> {
+    pub(super) fn new(
+        rank: usize,
+        links: Vec<Option<Link>>,
+        membership: Arc<Membership>,
+        arrivals: Arrivals,
+    ) -> Result<Self> {
         let waker = membership.new_waker()?;
         let spin = Spin::new(&membership);
-        Ok(Self { rank, links, membership, waker, headers: Vec::new(), spin })
+        Ok(Self { rank, links, membership, waker, headers: Vec::new(), spin, _arrivals: arrivals })
     }
 }
 

@@ -20,18 +20,15 @@ use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Duration;
 
-use socket2::Socket;
 pub(crate) use unclaimed_connections::Links;
 
-use crate::WorldOptions;
 use crate::auth::job_key::LinkKey;
 use crate::auth::secure_stream::SecureStream;
 use crate::membership::{ControlMessage, Membership, Outbox};
-use crate::net::address;
 use crate::net::wait::Waker;
 use crate::net::wire::{Wire, WireReader, WireWriter};
+use crate::net::{address, keep_alive};
 use crate::poison_free_locks::lock;
 
 /// Longest control message, in bytes; the membership caps the texts in them.
@@ -123,7 +120,9 @@ impl Control {
                 readers.push(None);
                 continue;
             };
-            keep_alive(stream.socket(), membership.options())?;
+            let timeout = membership.options().machine_timeout();
+            keep_alive::probe_when_idle(stream.socket(), timeout)?;
+            keep_alive::limit_silence(stream.socket(), timeout)?;
             let (reader, writer) = Wire::new(stream, MESSAGE_CAP)?.split();
             senders.push(Some(Sender { wire: writer, last: false, broken: None }));
             readers.push(Some(reader));
@@ -208,20 +207,6 @@ impl Sender {
         // Ends the reading end, and so reports the cause.
         let _ = self.wire.socket().shutdown(Shutdown::Both);
     }
-}
-
-/// Lets the kernel find out that a peer's machine or the way to it is gone: it gives the connection up if nothing that
-/// is sent, not even a probe, is acknowledged for as long as the options say. A process that is merely stopped does not
-/// matter, its machine still answers.
-fn keep_alive(socket: &Socket, options: &WorldOptions) -> io::Result<()> {
-    // The kernel knows whole seconds, and at most some hours of them.
-    let timeout = options.machine_timeout().clamp(Duration::from_secs(1), Duration::from_secs(24 * 3600));
-    let probe = Duration::from_secs((timeout.as_secs() / 4).clamp(1, 30));
-    socket.set_tcp_keepalive(&socket2::TcpKeepalive::new().with_time(probe).with_interval(probe))?;
-    // Elsewhere the kernel gives up after as many unanswered probes as it likes.
-    #[cfg(any(target_os = "linux", target_os = "android", target_os = "fuchsia"))]
-    rustix::net::sockopt::set_tcp_user_timeout(socket, timeout.as_millis() as u32)?;
-    Ok(())
 }
 
 /// Listens on the address `local`, at any port, for connections of other ranks.

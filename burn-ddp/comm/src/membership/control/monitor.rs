@@ -15,9 +15,9 @@ use crate::auth::handshake::Role;
 use crate::auth::job_key::LinkKey;
 use crate::auth::unauthenticated::{Introduced, Strangers};
 use crate::membership::{ControlMessage, Membership};
-use crate::net::address;
 use crate::net::wait::wait;
 use crate::net::wire::WireReader;
+use crate::net::{address, descriptors};
 use crate::poison_free_locks::lock;
 
 /// Time that a monitor whose rank has left lets its peers close first.
@@ -226,9 +226,22 @@ impl Monitor {
                 Err(e) => {
                     tracing::warn!("rank {} could not accept a connection: {e}", self.shared.rank);
                     self.accept_after = Some(Instant::now() + ACCEPT_PAUSE);
+                    self.make_room(&e);
                     return;
                 }
             }
+        }
+    }
+
+    /// Closes connections without a proof if descriptors are short; if there are none, this rank cannot go on.
+    fn make_room(&mut self, e: &io::Error) {
+        let Some(why) = descriptors::shortage(e, self.shared.links.world_size()) else { return };
+        if self.strangers.deadline().is_some() {
+            return self.strangers.clear();
+        }
+        match &self.membership {
+            Some(membership) => membership.fail_self(why),
+            None => self.shared.links.fail(why),
         }
     }
 

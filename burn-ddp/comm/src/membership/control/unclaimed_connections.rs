@@ -4,11 +4,11 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Condvar, Mutex};
 use std::time::Instant;
 
-use crate::Result;
 use crate::auth::handshake::Purpose;
 use crate::auth::secure_stream::SecureStream;
 use crate::membership::Wake;
 use crate::poison_free_locks::{lock, wait_timeout};
+use crate::{Error, Result};
 
 /// Most connections that wait. Peers connect for groups that this rank is about to make, so they are few.
 const WAITING_CAP: usize = 16 * 1024;
@@ -30,6 +30,8 @@ struct Board {
     /// All that ever arrived: none may arrive twice.
     known: HashSet<Purpose>,
     closed: bool,
+    /// Reason that no connection will come, before there is a membership to say so.
+    fault: Option<String>,
 }
 
 impl Links {
@@ -98,12 +100,33 @@ impl Links {
             if let Some(found) = look(&mut board)? {
                 return Ok(Some(found));
             }
+            if let Some(fault) = &board.fault {
+                return Err(Error::environment(format!("rank {} cannot go on: {fault}", self.rank)));
+            }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Ok(None);
             }
             board = wait_timeout(&self.changed, board, left);
         }
+    }
+
+    /// Forgets the connections for a group that is gone, and closes those that nobody claimed.
+    pub(crate) fn forget(&self, group: u64) {
+        let of_another = |purpose: &Purpose| !matches!(purpose, Purpose::Data { group: other, .. } if *other == group);
+        let mut board = lock(&self.board);
+        board.known.retain(of_another);
+        board.waiting.retain(|purpose, _| of_another(purpose));
+    }
+
+    /// Ends the waits because of `fault`.
+    pub(crate) fn fail(&self, fault: String) {
+        lock(&self.board).fault.get_or_insert(fault);
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn world_size(&self) -> usize {
+        self.world_size
     }
 
     /// Closes the connections that wait, and admits no more.

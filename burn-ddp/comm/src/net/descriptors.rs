@@ -1,0 +1,111 @@
+//! File descriptors of this process: their limit, the number that a world needs, and errors for want of them.
+
+use std::io;
+
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// Descriptors of a program besides those of its world: standard streams, data files, a device.
+const PROGRAM: u64 = 64;
+/// Descriptors of a rank that do not grow with the world: listener, store, wakers.
+const RANK: u64 = 8;
+/// Descriptors of a control connection.
+const CONTROL: u64 = 1;
+/// Groups over tcp for which there should be room: scalars, gradients, metrics, and one of the user's.
+const GROUPS: u64 = 4;
+
+/// Number of ranks of the largest world in which a process that can have `limit` descriptors takes part comfortably,
+/// with groups over tcp.
+pub fn largest_world(limit: u64) -> u64 {
+    let fixed = PROGRAM + RANK + 2 * GROUPS;
+    1 + limit.saturating_sub(fixed) / (CONTROL + GROUPS)
+}
+
+/// Descriptors with which a world of `world_size` ranks goes comfortably; see [`largest_world`].
+fn comfortable(world_size: usize) -> u64 {
+    PROGRAM + RANK + 2 * GROUPS + (world_size as u64 - 1) * (CONTROL + GROUPS)
+}
+
+/// Raises the limit of this process as far as it may.
+pub(crate) fn raise_limit() {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current != maximum
+        && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum })
+    {
+        tracing::debug!(?current, ?maximum, %error, "the limit of open files stays");
+    }
+}
+
+/// Fails with the fix if this process cannot have the connections without which no world of `world_size` ranks exists;
+/// a rank that `hosts` the store has one more for each rank.
+pub(crate) fn check(world_size: usize, hosts: bool) -> Result<(), String> {
+    let Some(limit) = getrlimit(Resource::Nofile).current else { return Ok(()) };
+    let open = std::fs::read_dir("/proc/self/fd").map_or(0, |open| open.count() as u64);
+    let peers = world_size as u64 - 1;
+    let needed = open + RANK + peers * CONTROL + if hosts { peers } else { 0 };
+    if needed <= limit { Ok(()) } else { Err(too_few(limit, needed, world_size)) }
+}
+
+fn too_few(limit: u64, needed: u64, world_size: usize) -> String {
+    let comfortable = comfortable(world_size).max(needed);
+    format!(
+        "this process may have {limit} open files, and needs at least {needed} in a world of {world_size} ranks: raise \
+         the hard limit to {comfortable} (`ulimit -Hn {comfortable}`, LimitNOFILE= of systemd, --ulimit \
+         nofile={comfortable} of containers)"
+    )
+}
+
+/// The reason and the fix if `e` is for want of descriptors or ports on this machine, in a world of `world_size` ranks.
+pub(crate) fn shortage(e: &io::Error, world_size: usize) -> Option<String> {
+    let comfortable = comfortable(world_size);
+    match Errno::from_io_error(e)? {
+        Errno::MFILE => {
+            let limit = getrlimit(Resource::Nofile).current.map_or("all".to_owned(), |limit| format!("all {limit}"));
+            Some(format!(
+                "it has {limit} open files that it may have; a world of {world_size} ranks goes well with \
+                 {comfortable}: raise the hard limit (`ulimit -Hn {comfortable}`), or close files of the program"
+            ))
+        }
+        Errno::NFILE => Some(format!(
+            "its machine has as many open files as it may have; each rank of a world of {world_size} needs about \
+             {comfortable}: raise `sysctl fs.file-max`"
+        )),
+        Errno::ADDRNOTAVAIL => Some(format!(
+            "its machine has no free port from which to connect; each rank of a world of {world_size} needs about \
+             {comfortable}: widen `sysctl net.ipv4.ip_local_port_range`, or end what holds so many connections"
+        )),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_for_a_world_and_the_world_for_a_number_fit_together() {
+        for world_size in [1, 2, 12, 1024] {
+            assert_eq!(largest_world(comfortable(world_size)), world_size as u64);
+        }
+        assert_eq!(largest_world(0), 1);
+    }
+
+    #[test]
+    fn a_world_that_is_too_large_is_refused_with_the_number() {
+        raise_limit();
+        assert_eq!(check(2, true), Ok(()));
+        let limit = getrlimit(Resource::Nofile).current.unwrap_or(1 << 40);
+        let text = too_few(limit, limit + 1, 12);
+        assert!(text.contains("in a world of 12 ranks") && text.contains("ulimit -Hn"), "{text}");
+        assert!(getrlimit(Resource::Nofile).current.is_none() || check(limit as usize, false).is_err());
+    }
+
+    #[test]
+    fn only_a_want_of_descriptors_or_ports_is_a_shortage() {
+        let of = |errno: Errno| shortage(&errno.into(), 12);
+        assert!(of(Errno::MFILE).is_some_and(|text| text.contains("open files")));
+        assert!(of(Errno::NFILE).is_some() && of(Errno::ADDRNOTAVAIL).is_some());
+        assert_eq!(of(Errno::CONNREFUSED), None);
+        assert_eq!(shortage(&io::Error::new(io::ErrorKind::AddrNotAvailable, "no such interface"), 12), None);
+    }
+}

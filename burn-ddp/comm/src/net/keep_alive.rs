@@ -1,0 +1,51 @@
+//! Probes on idle connections, so that the kernel finds out that a machine or the way to it is gone.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+/// Probes sent in vain before a connection is given up.
+const PROBES: u32 = 4;
+
+/// Sends probes while the connection is idle: they keep routers on the way from forgetting it, and end it if nobody
+/// answers for `timeout`. A process that is merely stopped does not matter, its machine still answers.
+pub(crate) fn probe_when_idle(socket: &impl AsFd, timeout: Duration) -> io::Result<()> {
+    let probe = Duration::from_secs((whole_seconds(timeout).as_secs() / u64::from(PROBES)).clamp(1, 30));
+    let probes = socket2::TcpKeepalive::new().with_time(probe).with_interval(probe);
+    socket2::SockRef::from(socket).set_tcp_keepalive(&probes)?;
+    Ok(rustix::net::sockopt::set_tcp_keepcnt(socket, PROBES)?)
+}
+
+/// Ends the connection, too, if what is sent is not acknowledged for `timeout`.
+///
+/// Only for connections whose peer always reads: the kernel counts a peer that acknowledges, but has no room, as silent.
+/// A rank that computes for long while data wait for it is not gone.
+pub(crate) fn limit_silence(socket: &impl AsFd, timeout: Duration) -> io::Result<()> {
+    Ok(rustix::net::sockopt::set_tcp_user_timeout(socket, whole_seconds(timeout).as_millis() as u32)?)
+}
+
+/// The kernel knows whole seconds, and at most some hours of them.
+fn whole_seconds(timeout: Duration) -> Duration {
+    timeout.clamp(Duration::from_secs(1), Duration::from_secs(24 * 3600))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    #[test]
+    fn options_are_set() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let socket = socket2::SockRef::from(&stream);
+        for (timeout, probe) in [(Duration::from_secs(30), 7), (Duration::ZERO, 1), (Duration::MAX, 30)] {
+            probe_when_idle(&stream, timeout).unwrap();
+            assert!(socket.keepalive().unwrap());
+            let seconds = rustix::net::sockopt::tcp_keepidle(&stream).unwrap().as_secs();
+            assert_eq!(seconds, probe);
+            limit_silence(&stream, timeout).unwrap();
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! Real processes that may have few open files: an error of that rank at once, on all ranks, with the fix.
+#![cfg(target_os = "linux")]
+
+mod common;
+
+use std::fs::File;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{Result, StoreServer, World};
+use common::{Process, await_go, launcher_store, options, rank_at, role, say};
+
+/// Half of the deadline of joining and of calls.
+const AT_ONCE: Duration = Duration::from_secs(30);
+
+/// Starts the ranks of `test`, each after a `ulimit` command of the shell, none where that is empty.
+fn start(test: &str, limits: &[&str]) -> (StoreServer, Vec<Process>) {
+    let store = launcher_store();
+    let start = |(rank, limit): (usize, &&str)| {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", &format!("{limit}\nexec \"$0\" \"$@\"")]).arg(std::env::current_exe().unwrap());
+        let role = if limit.is_empty() { "rank" } else { "limited" };
+        Process::start_by(shell, test, role, &rank_at(&store, rank, limits.len()))
+    };
+    let ranks: Vec<Process> = limits.iter().enumerate().map(start).collect();
+    (store, ranks)
+}
+
+fn tell<R>(result: Result<R>) {
+    match result {
+        Ok(_) => say("fine"),
+        Err(error) => say(&format!("{:?}: {error}", error.rank())),
+    }
+}
+
+#[test]
+fn a_rank_with_too_few_for_the_world_ends_the_joining_of_all_at_once() {
+    const TEST: &str = "a_rank_with_too_few_for_the_world_ends_the_joining_of_all_at_once";
+    if let Some((_, env)) = role() {
+        return tell(World::join(&env, options()));
+    }
+    let begin = Instant::now();
+    let (_store, mut ranks) = start(TEST, &["", "", "ulimit -n 16", ""]);
+    for rank in &mut ranks {
+        let said = rank.hear();
+        assert!(said.starts_with("Some(2): rank 2 (host "), "{said}");
+        assert!(said.contains("may have 16 open files") && said.contains("in a world of 4 ranks"), "{said}");
+        assert!(said.contains("ulimit -Hn"), "{said}");
+    }
+    assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
+}
+
+#[test]
+fn a_soft_limit_is_raised() {
+    const TEST: &str = "a_soft_limit_is_raised";
+    if let Some((_, env)) = role() {
+        let world = World::join(&env, options()).unwrap();
+        return tell(world.group().and_then(|group| group.barrier()));
+    }
+    let (_store, mut ranks) = start(TEST, &["ulimit -S -n 10", "", "ulimit -S -n 10"]);
+    for rank in &mut ranks {
+        assert_eq!(rank.hear(), "fine");
+    }
+}
+
+#[test]
+fn a_rank_that_runs_out_of_descriptors_says_so_and_no_other_is_blamed() {
+    const TEST: &str = "a_rank_that_runs_out_of_descriptors_says_so_and_no_other_is_blamed";
+    if let Some((role, env)) = role() {
+        let world = World::join(&env, options()).unwrap();
+        let mut files = Vec::new();
+        while role == "limited" && files.len() < 64 {
+            let Ok(file) = File::open("/dev/null") else { break };
+            files.push(file);
+        }
+        say("ready");
+        await_go();
+        return tell(world.group().and_then(|group| group.barrier()));
+    }
+    for limited in 0..2 {
+        let mut limits = [""; 2];
+        limits[limited] = "ulimit -n 64";
+        let (_store, mut ranks) = start(TEST, &limits);
+        for rank in &mut ranks {
+            assert_eq!(rank.hear(), "ready");
+        }
+        let begin = Instant::now();
+        ranks.iter_mut().for_each(Process::go);
+        for rank in &mut ranks {
+            let said = rank.hear();
+            assert!(said.starts_with(&format!("Some({limited}): rank {limited} (host ")), "{said}");
+            assert!(said.contains("it has all 64 open files that it may have"), "{said}");
+        }
+        assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
+    }
+}

@@ -1,0 +1,138 @@
+//! Each wait of a rank while a peer dies, is stopped, or gives up: the wait ends at once and names that peer.
+
+mod common;
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{EngineChoice, ReduceOp, Result, World, WorldOptions};
+use common::{Process, await_go, launcher_store, options, rank_at, role, say};
+use rustix::process::Signal;
+
+/// Half of the deadline of a call.
+const AT_ONCE: Duration = Duration::from_secs(30);
+/// Silence after which a stopped rank counts as lost.
+const SILENCE: Duration = Duration::from_secs(2);
+
+/// The waits: what a rank waits in, and for which engine.
+const WAITS: [(&str, EngineChoice); 9] = [
+    ("group", EngineChoice::Tcp),
+    ("group", EngineChoice::Shm),
+    ("barrier", EngineChoice::Tcp),
+    ("barrier", EngineChoice::Shm),
+    ("receive", EngineChoice::Tcp),
+    ("receive", EngineChoice::Shm),
+    ("pending", EngineChoice::Tcp),
+    ("shared buffers", EngineChoice::Shm),
+    ("large broadcast", EngineChoice::Tcp),
+];
+
+/// In a child: joins, and is in the wait of its role once told to go; the faulty rank is not.
+fn rank_main() -> bool {
+    let Some((role, env)) = role() else { return false };
+    let mut words = role.split('/');
+    let (wait, engine, faulty) = (words.next().unwrap(), words.next().unwrap(), words.next().unwrap());
+    let world_options = WorldOptions {
+        engine: Some(engine.parse().unwrap()),
+        heartbeat: Duration::from_millis(100),
+        peer_timeout: words.next().map(|_| SILENCE),
+        ..options()
+    };
+    let world = World::join(&env, world_options).unwrap();
+    let group = world.group().unwrap();
+    say("ready");
+    await_go();
+    if faulty == "faulty" {
+        world.fail("the disk is full");
+        // It goes only when its peers have gone: what they hear is that it failed.
+        await_go();
+        return true;
+    }
+    let peer = 1;
+    let waited: Result<()> = match wait {
+        "group" => world.group().map(drop),
+        "barrier" => group.barrier(),
+        "receive" => group.recv(&mut [0_u8; 4], peer),
+        "pending" => group.all_reduce_async(vec![1.0_f32; 4], ReduceOp::Sum).wait().map(drop),
+        "shared buffers" => group.shared_buffers(&[1 << 20]).map(drop),
+        "large broadcast" => group.broadcast(&mut vec![0_u8; 32 << 20], 0),
+        other => panic!("{other}"),
+    };
+    let error = waited.unwrap_err();
+    say(&format!("{:?}: {error}", error.rank()));
+    true
+}
+
+/// Runs three ranks per wait, of which rank 1 is faulty and the others wait for it; `harm` is done to it.
+fn check(test: &str, peer_timeout: &str, harm: impl Fn(&mut Process) + Sync, expected: &str) {
+    let harm = &harm;
+    thread::scope(|scope| {
+        for (wait, engine) in WAITS {
+            scope.spawn(move || {
+                let store = launcher_store();
+                let start = |rank| {
+                    let part = if rank == 1 { "faulty" } else { "waits" };
+                    let role = format!("{wait}/{}/{part}{peer_timeout}", engine.name());
+                    Process::start(test, &role, &rank_at(&store, rank, 3))
+                };
+                let mut ranks: Vec<Process> = (0..3).map(start).collect();
+                ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+                ranks[0].go();
+                ranks[2].go();
+                // Most are in their waits by then; the others find out when they begin.
+                thread::sleep(Duration::from_millis(200));
+                let begin = Instant::now();
+                harm(&mut ranks[1]);
+                for rank in [0, 2] {
+                    let said = ranks[rank].hear();
+                    assert!(said.starts_with("Some(1): rank 1 (host "), "{wait}, {engine:?}, rank {rank}: {said}");
+                    assert!(said.contains(expected), "{wait}, {engine:?}, rank {rank}: {said}");
+                }
+                assert!(begin.elapsed() < AT_ONCE, "{wait}, {engine:?}: {:?}", begin.elapsed());
+            });
+        }
+    });
+}
+
+#[test]
+fn each_wait_ends_when_a_peer_is_killed() {
+    if !rank_main() {
+        check("each_wait_ends_when_a_peer_is_killed", "", Process::kill, "it was killed by SIGKILL");
+    }
+}
+
+#[test]
+fn each_wait_ends_when_a_peer_gives_up() {
+    if !rank_main() {
+        check("each_wait_ends_when_a_peer_gives_up", "", Process::go, "failed: the disk is full");
+    }
+}
+
+#[test]
+fn each_wait_ends_when_a_peer_is_silent_for_longer_than_the_user_allows() {
+    const TEST: &str = "each_wait_ends_when_a_peer_is_silent_for_longer_than_the_user_allows";
+    if !rank_main() {
+        check(TEST, "/peer timeout", |rank| rank.signal(Signal::STOP), "silent for ");
+    }
+}
+
+#[test]
+fn a_rank_that_connects_to_a_stopped_one_hears_that_another_dies() {
+    const TEST: &str = "a_rank_that_connects_to_a_stopped_one_hears_that_another_dies";
+    if rank_main() {
+        return;
+    }
+    let store = launcher_store();
+    let role = |rank| Process::start(TEST, "group/tcp/waits", &rank_at(&store, rank, 3));
+    let mut ranks: Vec<Process> = (0..3).map(role).collect();
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    // Rank 2 connects to rank 0 first, whose kernel accepts, and waits for its first words.
+    ranks[0].signal(Signal::STOP);
+    ranks[2].go();
+    thread::sleep(Duration::from_millis(200));
+    let begin = Instant::now();
+    ranks[1].kill();
+    let said = ranks[2].hear();
+    assert!(said.starts_with("Some(1): rank 1 (host ") && said.contains("World::group (group 2)"), "{said}");
+    assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
+}
