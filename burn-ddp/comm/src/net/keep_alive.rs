@@ -18,8 +18,8 @@ pub(crate) fn probe_when_idle(socket: &impl AsFd, timeout: Duration) -> io::Resu
 
 /// Ends the connection, too, if what is sent is not acknowledged for `timeout`.
 ///
-/// Only for connections whose peer always reads: the kernel counts a peer that acknowledges, but has no room, as silent.
-/// A rank that computes for long while data wait for it is not gone.
+/// Only for connections whose peer always reads: the kernel counts a peer that acknowledges, but has no room, as
+/// silent. A rank that computes for long while data wait for it is not gone.
 pub(crate) fn limit_silence(socket: &impl AsFd, timeout: Duration) -> io::Result<()> {
     Ok(rustix::net::sockopt::set_tcp_user_timeout(socket, whole_seconds(timeout).as_millis() as u32)?)
 }
