@@ -19,7 +19,9 @@ pub(crate) fn on_outcome<T>(group: &ProcessGroup, what: &str, mine: Result<T>) -
     let mine = mine?;
     match outcomes.into_iter().enumerate().find_map(|(rank, reason)| Some((rank, reason?))) {
         None => Ok(mine),
-        Some((rank, reason)) => Err(Error::Invalid { rank: Some(rank), reason: format!("cannot {what}: {reason}") }),
+        Some((rank, reason)) => {
+            Err(Error::Invalid { rank: Some(group.ranks()[rank]), reason: format!("cannot {what}: {reason}") })
+        }
     }
 }
 
@@ -27,7 +29,7 @@ pub(crate) fn on_outcome<T>(group: &ProcessGroup, what: &str, mine: Result<T>) -
 /// *Collective*: every rank gets the same answer.
 #[track_caller]
 pub(crate) fn on_settings(group: &ProcessGroup, settings: &Settings) -> burn_ddp_comm::Result<Option<String>> {
-    Ok(differing_settings(&group.all_gather_object(settings)?))
+    Ok(differing_settings(&group.all_gather_object(settings)?, group.ranks()))
 }
 
 /// Compares the parameters and buffers of the ranks' models. *Collective*.
@@ -42,20 +44,22 @@ pub(crate) fn on_model(group: &ProcessGroup, entries: &[Entry]) -> Result<()> {
         return Ok(());
     }
     let models = group.all_gather_object(&entries.to_vec())?;
-    let (rank, difference) = difference(&models).unwrap_or_else(|| (0, "their digests differ".into()));
+    let ranks = group.ranks();
+    let (rank, difference) = difference(&models, ranks).unwrap_or_else(|| (ranks[0], "their digests differ".into()));
     Err(Error::ModelsDiffer { rank, difference })
 }
 
-fn differing_settings(of_ranks: &[Settings]) -> Option<String> {
+/// `ranks[n]` is the rank of the n-th settings.
+fn differing_settings(of_ranks: &[Settings], ranks: &[usize]) -> Option<String> {
     // The names may differ, too (loaders of another kind): the first rank's suffice, since the kind is one of them.
     let names = of_ranks.first()?.iter().map(|(name, _)| name);
-    let differing: Vec<String> = names.filter_map(|name| differing_values(name, of_ranks)).collect();
+    let differing: Vec<String> = names.filter_map(|name| differing_values(name, of_ranks, ranks)).collect();
     (!differing.is_empty()).then(|| differing.join("; "))
 }
 
-fn differing_values(name: &str, of_ranks: &[Settings]) -> Option<String> {
+fn differing_values(name: &str, of_ranks: &[Settings], ranks: &[usize]) -> Option<String> {
     let mut values: Vec<(&str, Vec<usize>)> = Vec::new();
-    for (rank, settings) in of_ranks.iter().enumerate() {
+    for (&rank, settings) in ranks.iter().zip(of_ranks) {
         let value = settings.iter().find(|(other, _)| other == name).map_or("not set", |(_, value)| value);
         match values.iter_mut().find(|(seen, _)| *seen == value) {
             Some((_, ranks)) => ranks.push(rank),
@@ -89,10 +93,10 @@ mod tests {
     fn names_every_value_and_its_ranks() {
         let a = settings(&[("the dataset length", "100"), ("the batch size", "8 per rank"), ("the seed", "1")]);
         let b = settings(&[("the dataset length", "99"), ("the batch size", "8 per rank"), ("the seed", "2")]);
-        assert_eq!(differing_settings(&[a.clone(), a.clone(), a.clone()]), None);
+        assert_eq!(differing_settings(&[a.clone(), a.clone(), a.clone()], &[0, 1, 2]), None);
         assert_eq!(
-            differing_settings(&[a.clone(), b, a]).unwrap(),
-            "the dataset length is 100 on ranks 0, 2 and 99 on rank 1; the seed is 1 on ranks 0, 2 and 2 on rank 1"
+            differing_settings(&[a.clone(), b, a], &[0, 5, 2]).unwrap(),
+            "the dataset length is 100 on ranks 0, 2 and 99 on rank 5; the seed is 1 on ranks 0, 2 and 2 on rank 5"
         );
     }
 
@@ -101,10 +105,10 @@ mod tests {
         let training = settings(&[("the kind", "training"), ("the seed", "1")]);
         let evaluation = settings(&[("the kind", "evaluation")]);
         assert_eq!(
-            differing_settings(&[evaluation.clone(), training.clone()]).unwrap(),
+            differing_settings(&[evaluation.clone(), training.clone()], &[0, 1]).unwrap(),
             "the kind is evaluation on rank 0 and training on rank 1"
         );
-        let text = differing_settings(&[training, evaluation]).unwrap();
+        let text = differing_settings(&[training, evaluation], &[0, 1]).unwrap();
         assert!(text.ends_with("the seed is 1 on rank 0 and not set on rank 1"), "{text}");
     }
 

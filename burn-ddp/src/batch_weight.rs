@@ -13,7 +13,7 @@ use crate::{Error, Result};
 /// Batches of training loaders without averaged gradients after which a warning is due.
 const FORGOTTEN: u32 = 3;
 
-/// Weights of the backwards of one rank.
+/// Weights of the backwards of one rank, shared by all its handles: one batch may go through models of several groups.
 #[derive(Debug, Default)]
 pub(crate) struct BatchWeight(Mutex<Inner>);
 
@@ -22,11 +22,11 @@ struct Inner {
     /// Set by the user since the last batch.
     explicit: Option<f64>,
     /// By loader: the last batch that was handed out, while it weighs.
-    in_use: BTreeMap<u32, InUse>,
+    in_use: BTreeMap<LoaderKey, InUse>,
     /// Batches so far, over all loaders and those that the user announced by setting a weight.
     count: u64,
     /// By loader: the last step whose batch had a backward.
-    used: BTreeMap<u32, Step>,
+    used: BTreeMap<LoaderKey, Step>,
     /// Batches that loaders handed out before gradients were averaged for the first time.
     before_averages: u32,
     /// Gradients were averaged: in a backward of a wrapped model, or in front of an optimizer.
@@ -67,10 +67,13 @@ pub(crate) struct Step {
     pub(crate) at: Progress,
 }
 
+/// A loader of this rank: the number of the group that shares it, and its number there.
+type LoaderKey = (u64, u32);
+
 impl Step {
-    fn loader(&self) -> u32 {
-        let (Track::Batches { loader, .. } | Track::Backwards { loader, .. }) = self.track;
-        loader
+    fn loader(&self) -> LoaderKey {
+        let (Track::Batches { group, loader, .. } | Track::Backwards { group, loader, .. }) = self.track;
+        (group, loader)
     }
 }
 
@@ -246,7 +249,7 @@ mod tests {
     use super::*;
 
     fn track(loader: u32) -> Track {
-        Track::Batches { loader, run: 1 }
+        Track::Batches { group: 1, loader, run: 1 }
     }
 
     fn step(loader: u32) -> Step {
@@ -270,7 +273,7 @@ mod tests {
         let batch = Batch { items: 7.0, number: 1, step: Some(step(0)), first: true, last: false };
         assert_eq!(w.take().unwrap(), batch);
         assert_eq!(w.used(track(0)), Some(step(0).at));
-        assert_eq!(w.used(Track::Batches { loader: 0, run: 2 }), None);
+        assert_eq!(w.used(Track::Batches { group: 1, loader: 0, run: 2 }), None);
         assert_eq!(w.take().unwrap(), Batch { first: false, ..batch });
     }
 
@@ -292,7 +295,7 @@ mod tests {
         let w = BatchWeight::default();
         hand_out(&w, 0, 7.0);
         w.end_epoch(track(0), 1, true);
-        w.end_epoch(Track::Batches { loader: 0, run: 0 }, 0, true);
+        w.end_epoch(Track::Batches { group: 1, loader: 0, run: 0 }, 0, true);
         assert_eq!(backward(&w), 7.0, "the end of another epoch of the loader");
     }
 

@@ -82,13 +82,13 @@ fn nccl_report(_: &Ddp, _: &Device) -> Result<String, String> {
 }
 
 #[cfg(not(feature = "nccl"))]
-fn agree(_: &Ddp, _: &Device, reports: &[RankReport], _: bool) -> Result<EngineAgreement> {
-    Ok(EngineAgreement::Host(refusal(reports)))
+fn agree(ddp: &Ddp, _: &Device, reports: &[RankReport], _: bool) -> Result<EngineAgreement> {
+    Ok(EngineAgreement::Host(refusal(reports, ddp.group().ranks())))
 }
 
-/// The first rank that cannot use NCCL, and why.
-pub(crate) fn refusal(reports: &[RankReport]) -> Option<String> {
-    reports.iter().enumerate().find_map(|(rank, report)| match &report.nccl {
+/// The first rank that cannot use NCCL, and why. `ranks[n]` sent the n-th report.
+pub(crate) fn refusal(reports: &[RankReport], ranks: &[usize]) -> Option<String> {
+    ranks.iter().zip(reports).find_map(|(rank, report)| match &report.nccl {
         Some(Err(why)) => Some(format!("rank {rank} ({}) cannot use it: {why}", report.kind)),
         _ => None,
     })

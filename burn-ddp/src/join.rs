@@ -4,8 +4,8 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 
 use crate::ddp::Ddp;
-use crate::wrap::only;
-use crate::{Error, Result, intercept, optimizer};
+use crate::wrap::{only, wrapped_in};
+use crate::{Error, Result, optimizer};
 
 const NO_SYNCED_NORM: &str = "`join` with a `SyncBatchNorm` in the model: ranks that still train need every rank's \
     passes through it; use Burn's `BatchNorm`, or give all ranks equally many batches and leave `join` out";
@@ -65,7 +65,7 @@ impl Ddp {
     /// ```
     #[track_caller]
     pub fn join<M: Module + 'static>(&self, model: &mut M, optim: &mut ModuleOptimizer) -> Result<usize> {
-        let wrapped = intercept::find(model);
+        let wrapped = wrapped_in(self.group(), model)?;
         if self.world_size() == 1 {
             wrapped.iter().for_each(|wrapped| wrapped.discard());
             return Ok(0);

@@ -56,7 +56,10 @@ impl Ddp {
     /// failed.
     #[track_caller]
     pub fn local_main_first<T>(&self, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
-        some_first(self.group(), self.local_rank() == 0, f)
+        let (peers, own) = (self.world().peers(), self.world().rank());
+        let of_machine = |rank: &&usize| peers[**rank].node_rank == peers[own].node_rank;
+        // Local rank 0 may be in another part of the job.
+        some_first(self.group(), self.group().ranks().iter().find(of_machine) == Some(&own), f)
     }
 }
 
@@ -73,7 +76,7 @@ pub(crate) fn on_main<T: Serialize + DeserializeOwned>(
     let mine = (group.rank() == 0).then(|| at_work::<Option<Result<T, String>>, _>(group, f));
     let outcome = outcomes(group, mine)?.into_iter().next().flatten();
     let outcome = outcome.unwrap_or_else(|| Err("returned no outcome".to_owned()));
-    outcome.map_err(|reason| Error::File { rank: Some(0), reason })
+    outcome.map_err(|reason| Error::File { rank: Some(group.ranks()[0]), reason })
 }
 
 /// Runs `f` on rank 0, for any time, see [`at_work`]; then on the other ranks. *Collective*.
@@ -98,7 +101,7 @@ pub(crate) fn main_first<T>(group: &ProcessGroup, f: impl FnOnce() -> T) -> Resu
 #[track_caller]
 fn some_first<T>(group: &ProcessGroup, first: bool, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
     let failed = |reasons: Vec<Option<String>>| {
-        let first = reasons.into_iter().enumerate().find_map(|(rank, reason)| Some((rank, reason?)));
+        let first = group.ranks().iter().zip(reasons).find_map(|(rank, reason)| Some((*rank, reason?)));
         first.map_or(Ok(()), |(rank, reason)| Err(Error::Rank { rank, reason }))
     };
     if !first {
@@ -147,7 +150,7 @@ fn give_signs_of_life<S: Serialize + DeserializeOwned>(
     let pause = SIGN_OF_LIFE.min(group.timeout() / 4);
     while ended.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
         if began.elapsed() >= slow {
-            let (rank, seconds) = (group.rank(), began.elapsed().as_secs());
+            let (rank, seconds) = (group.ranks()[group.rank()], began.elapsed().as_secs());
             tracing::warn!(
                 "rank {rank} has been at work for {seconds} s at {site}, and other ranks wait: slow storage?"
             );

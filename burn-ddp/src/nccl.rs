@@ -24,21 +24,26 @@ pub(crate) fn report(ddp: &Ddp, device: &Device) -> Result<String, String> {
              one device per rank"
         ));
     }
-    serde_json::to_string(&RankInfo::here(ddp.rank(), ordinal)).map_err(|e| e.to_string())
+    serde_json::to_string(&RankInfo::here(ddp.world().rank(), ordinal)).map_err(|e| e.to_string())
 }
 
 /// Agrees on NCCL if all ranks can use it. With `reduces` NCCL is then the engine of later groups. *Collective*.
 #[track_caller]
 pub(crate) fn agree(ddp: &Ddp, device: &Device, reports: &[RankReport], reduces: bool) -> Result<EngineAgreement> {
-    let infos = match rank_infos(reports) {
+    let infos = match rank_infos(reports, ddp.group().ranks()) {
         Ok(infos) => infos,
         Err(why) => return Ok(EngineAgreement::Host(Some(why))),
     };
     if let Decision::Host(why) = decide(&infos) {
         return Ok(EngineAgreement::Host(Some(why)));
     }
+    let installed = ddp.state().nccl_device().is_some();
+    if ddp.state().is_part() && !installed {
+        let why = "NCCL begins with the first model that the handle of the whole job wraps, and there was none yet";
+        return Ok(EngineAgreement::Host(Some(why.to_owned())));
+    }
     if reduces
-        && ddp.state().nccl_device().is_none()
+        && !installed
         && let Some(ordinal) = device::cuda_ordinal(device)
         && let Some(why) = install(ddp, ordinal)?
     {
@@ -50,8 +55,8 @@ pub(crate) fn agree(ddp: &Ddp, device: &Device, reports: &[RankReport], reduces:
 }
 
 /// The reports of all ranks, if all have NCCL; otherwise the first reason why one has not.
-fn rank_infos(reports: &[RankReport]) -> Result<Vec<RankInfo>, String> {
-    if let Some(why) = refusal(reports) {
+fn rank_infos(reports: &[RankReport], ranks: &[usize]) -> Result<Vec<RankInfo>, String> {
+    if let Some(why) = refusal(reports, ranks) {
         return Err(why);
     }
     let info = |report: &RankReport| match &report.nccl {
@@ -71,7 +76,7 @@ fn install(ddp: &Ddp, ordinal: usize) -> Result<Option<String>> {
     });
     let mine = set.err().map(|error| error.to_string());
     let all = ddp.group().all_gather_object(&mine)?;
-    match all.into_iter().enumerate().find_map(|(rank, why)| Some((rank, why?))) {
+    match ddp.group().ranks().iter().zip(all).find_map(|(rank, why)| Some((rank, why?))) {
         None => {
             ddp.state().set_nccl_device(ordinal);
             Ok(None)

@@ -3,6 +3,7 @@
 
 pub mod awkward;
 pub mod job;
+pub mod parts;
 
 use burn::module::{ModuleMapper, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};

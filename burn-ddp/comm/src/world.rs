@@ -310,9 +310,9 @@ impl World {
     /// ```
     /// use burn_ddp_comm::{Progress, Track, World};
     ///
-    /// let track = Track::Batches { loader: 0, run: 0 };
     /// let results = World::spawn(2, |world| {
     ///     let group = world.group()?;
+    ///     let track = Track::Batches { group: group.id(), loader: 0, run: 0 };
     ///     for step in 0..10 {
     ///         let at = Progress { epoch: 0, step };
     ///         world.advance(track, at)?;

@@ -179,7 +179,7 @@ fn a_rank_that_reads_nothing_blocks_nobody_and_is_given_up() {
         let mut slowest = Duration::ZERO;
         let told = (0..100_000).find(|_| {
             let begin = Instant::now();
-            world.stop(Track::Batches { loader: 0, run: 0 }, Progress::default(), &what);
+            world.stop(Track::Batches { group: 1, loader: 0, run: 0 }, Progress::default(), &what);
             slowest = slowest.max(begin.elapsed());
             world.check().is_err()
         });

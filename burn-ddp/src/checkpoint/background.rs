@@ -31,12 +31,14 @@ pub(crate) struct OpenedDirectory {
     pub(super) path: PathBuf,
     /// Its lock and entries, as long as a handle or a thread that writes holds them.
     state: Weak<dyn Any + Send + Sync>,
+    /// The group of the handle that opened it.
+    pub(crate) group: Arc<ProcessGroup>,
     pub(crate) background: Arc<BackgroundWrite>,
 }
 
 impl OpenedDirectory {
-    pub(super) fn new(path: PathBuf) -> Self {
-        OpenedDirectory { path, state: Weak::<()>::new(), background: Arc::default() }
+    pub(super) fn new(path: PathBuf, group: &Arc<ProcessGroup>) -> Self {
+        OpenedDirectory { path, state: Weak::<()>::new(), group: group.clone(), background: Arc::default() }
     }
 
     /// The state that all holders share; `open` makes it if there is none.

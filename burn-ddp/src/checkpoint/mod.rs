@@ -92,9 +92,10 @@ impl Ddp {
     pub fn checkpoints(&self, directory: impl AsRef<Path>) -> Result<Checkpoints> {
         let path = main_first::on_main(self.group(), || directory::make(directory.as_ref()))?;
         let mut opened = self.state().checkpoint_directories();
-        let known = opened.iter().position(|opened| opened.path == path);
+        let group = &self.state().group;
+        let known = opened.iter().position(|opened| opened.path == path && Arc::ptr_eq(&opened.group, group));
         let nth = known.unwrap_or_else(|| {
-            opened.push(OpenedDirectory::new(path));
+            opened.push(OpenedDirectory::new(path, group));
             opened.len() - 1
         });
         let opened = &mut opened[nth];
@@ -167,11 +168,12 @@ impl Checkpoints {
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut CheckpointWriter<'_>) -> Result<()>) -> Result<()> {
         let group = self.ddp.group();
         let all = group.all_gather_object(&(step, self.asynchronous))?;
-        if let Some((rank, other)) = all.iter().enumerate().find(|(_, other)| **other != all[0]) {
+        if let Some((&rank, other)) = group.ranks().iter().zip(&all).find(|(_, other)| **other != all[0]) {
             let say =
                 |(step, asynchronous)| format!("step {step}{}", if asynchronous { " asynchronously" } else { "" });
             return Err(Error::invalid(format!(
-                "the ranks save different checkpoints: rank 0 {}, rank {rank} {}",
+                "the ranks save different checkpoints: rank {} {}, rank {rank} {}",
+                group.ranks()[0],
                 say(all[0]),
                 say(*other)
             )));

@@ -12,6 +12,7 @@ use super::manifest::Manifest;
 use crate::model::schema::Schema;
 use crate::model::sync_buffers::sync_wrapped;
 use crate::optimizer::state as optimizer_state;
+use crate::wrap::wrapped_in;
 use crate::{Error, Result, agreement, intercept};
 
 /// Name of the work in errors of ranks that fill a checkpoint.
@@ -85,8 +86,9 @@ impl<'a> CheckpointWriter<'a> {
     /// any rank holds gradients of micro-batches, which a resumed run would miss: save after the optimizer step.
     #[track_caller]
     pub fn model<M: Module>(&mut self, model: &M) -> Result<()> {
+        let wrapped = wrapped_in(self.group, model)?;
         self.sync(model)?;
-        if intercept::find(model).iter().any(|wrapped| wrapped.holds_gradients()) {
+        if wrapped.iter().any(|wrapped| wrapped.holds_gradients()) {
             return Err(Error::invalid(
                 "the model holds gradients of micro-batches, which a checkpoint would lose: save after the optimizer \
                  step; `ddp.sync_gradients(&model)` completes one, `ddp.discard_accumulated(&model)` drops them",

@@ -173,7 +173,8 @@ impl<O: Send + 'static> Epoch<O> {
 
     /// The track on which the world compares the steps of this epoch between ranks.
     fn track(&self) -> Track {
-        Track::Batches { loader: self.loader.id(), run: self.repeats }
+        let group = self.loader.ddp().group().id();
+        Track::Batches { group, loader: self.loader.id(), run: self.repeats }
     }
 
     /// This rank's progress once it has taken `steps` steps of the epoch.
@@ -190,7 +191,7 @@ impl<O: Send + 'static> Epoch<O> {
         let (track, at) = (self.track(), self.at(nth)?);
         let list = || loader.batch_list(number, plan);
         let epoch = self.ordinal();
-        let name = || format!("step {nth} of {steps} in epoch {epoch} of loader {id} on rank {}", ddp.rank());
+        let name = || format!("step {nth} of {steps} in epoch {epoch} of loader {id} on rank {}", ddp.world().rank());
         let batch = self.batches.take(ddp.world(), list, name)?;
         let weight = loader.weight(&batch, plan.share(step, ddp.rank()).len(), name)?;
         // Only after loading: a rank that could not load a step must not count as having reached it.

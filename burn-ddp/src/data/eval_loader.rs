@@ -143,7 +143,7 @@ impl<O: Send + 'static> EvalBatches<O> {
     fn take_next(&mut self) -> Result<O, DataError> {
         let (loader, batches, nth) = (&self.loader, self.loader.len(), self.batches.taken() + 1);
         let Inner { ddp, id, .. } = &*loader.inner;
-        let name = || format!("batch {nth} of {batches} of evaluation loader {id} on rank {}", ddp.rank());
+        let name = || format!("batch {nth} of {batches} of evaluation loader {id} on rank {}", ddp.world().rank());
         self.batches.take(ddp.world(), || Ok(loader.batch_list()), name)
     }
 

@@ -3,6 +3,7 @@
 mod init;
 mod shared_state;
 mod spawn;
+mod split;
 
 use std::sync::Arc;
 
@@ -10,12 +11,15 @@ use burn::tensor::Device;
 use burn_ddp_comm::{ProcessGroup, World};
 
 use crate::Result;
+use crate::agreement::list_ranks;
 use crate::telemetry::Telemetry;
 use shared_state::SharedState;
 
 /// One rank's membership in a data-parallel job: its number, its peers, and everything they do together.
 ///
 /// Cheap to clone, `Send` and `Sync`. Methods marked *collective* must be called by every rank, in the same order.
+/// [`split`](Self::split) makes a handle for a part of the ranks; for it "every rank" means every rank of this part.
+/// Errors name ranks by their numbers in the job.
 ///
 /// # Example
 ///
@@ -59,7 +63,11 @@ impl Drop for Presence {
 
 impl std::fmt::Debug for Ddp {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Ddp(rank {} of {}, engine {})", self.rank(), self.world_size(), self.engine())
+        write!(f, "Ddp(rank {} of {}, engine {}", self.rank(), self.world_size(), self.engine())?;
+        match self.state.is_part() {
+            true => write!(f, ", {} of the job)", list_ranks(self.group().ranks())),
+            false => write!(f, ")"),
+        }
     }
 }
 
@@ -79,31 +87,32 @@ impl Ddp {
         &self.state
     }
 
-    /// This rank's number, `0..world_size`.
+    /// This rank's number, `0..world_size`. In a [part](Self::split) of the job it is the number in this part, and
+    /// `ddp.world().rank()` that in the job.
     #[must_use]
     pub fn rank(&self) -> usize {
-        self.state.world.rank()
+        self.state.group.rank()
     }
 
-    /// Number of ranks in the job.
+    /// Number of ranks in the job, or in the [part](Self::split) that the handle is for.
     #[must_use]
     pub fn world_size(&self) -> usize {
-        self.state.world.world_size()
+        self.state.group.world_size()
     }
 
-    /// This rank's number among those on its machine.
+    /// This rank's number among all ranks of the job on its machine, which chooses its device.
     #[must_use]
     pub fn local_rank(&self) -> usize {
         self.state.world.local_rank()
     }
 
-    /// Number of ranks on this machine.
+    /// Number of ranks of the job on this machine.
     #[must_use]
     pub fn local_world_size(&self) -> usize {
         self.state.world.local_world_size()
     }
 
-    /// True on rank 0, which prints and writes files.
+    /// True on rank 0, which prints and writes files; each [part](Self::split) of the job has one.
     #[must_use]
     pub fn is_main(&self) -> bool {
         self.rank() == 0
@@ -114,16 +123,19 @@ impl Ddp {
     /// memory.
     #[must_use]
     pub fn engine(&self) -> &'static str {
-        self.state.world.engine()
+        match self.state.is_part() {
+            true => self.state.group.engine(),
+            false => self.state.world.engine(),
+        }
     }
 
-    /// The world below, for groups of your own and for [`World::fail`].
+    /// The world below, of all ranks of the job: for groups of your own and for [`World::fail`].
     #[must_use]
     pub fn world(&self) -> &World {
         &self.state.world
     }
 
-    /// The group of all ranks, for collectives on slices and serde values.
+    /// The group of all ranks of this handle, for collectives on slices and serde values.
     #[must_use]
     pub fn group(&self) -> &ProcessGroup {
         &self.state.group
@@ -198,6 +210,9 @@ impl Ddp {
     /// Ends the job: waits for checkpoints under way and for all ranks, then says goodbye. *Collective*. A rank may
     /// leave without it where no other rank waits for it any more.
     ///
+    /// On a [part](Self::split) of the job it waits for the checkpoints and the ranks of this part, and the rank stays in
+    /// the job.
+    ///
     /// # Errors
     ///
     /// [`Error::Comm`](crate::Error::Comm) if a peer failed or does not come in time;
@@ -206,7 +221,9 @@ impl Ddp {
     pub fn finish(self) -> Result<()> {
         self.state.finish_background_writes()?;
         self.barrier()?;
-        self.world().leave();
+        if !self.state.is_part() {
+            self.world().leave();
+        }
         Ok(())
     }
 }

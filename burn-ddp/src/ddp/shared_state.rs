@@ -1,4 +1,5 @@
-//! State that all handles of one rank share: its groups, counters, seeds and checkpoints under way.
+//! State that all clones of a handle share: its group, counters and checkpoints under way. Handles of one rank for
+//! several groups share the seed and the weights of batches, too.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,13 +13,16 @@ use crate::checkpoint::background::OpenedDirectory;
 use crate::seed::Seed;
 use crate::telemetry::meter::Meter;
 
-/// State of one rank. Each field is written by this rank's own threads only.
+/// State of one rank in the group of a handle. Each field is written by this rank's own threads only.
 pub(crate) struct SharedState {
     pub(crate) world: World,
     /// Group of the user's calls and of `wrap`; each wrapped model has a group of its own.
     pub(crate) group: Arc<ProcessGroup>,
-    /// Weight of the next backward: written by loaders and the user, taken by the first gradient of a backward.
-    pub(crate) batch_weight: BatchWeight,
+    /// True if the handle came out of a split.
+    is_part: bool,
+    /// Weight of the next backward: written by loaders and the user, taken by the first gradient of a backward. Shared
+    /// by all handles of this rank.
+    pub(crate) batch_weight: Arc<BatchWeight>,
     /// Counters of steps: written by loaders and by the reducers of wrapped models.
     pub(crate) meter: Meter,
     /// Name of the engine that carries collectives on host memory.
@@ -27,7 +31,18 @@ pub(crate) struct SharedState {
     graph_group: Mutex<Option<Arc<ProcessGroup>>>,
     /// Number of loaders built so far.
     loaders: AtomicU32,
-    seed: Mutex<Option<Seed>>,
+    /// Shared by all handles of this rank.
+    of_rank: Arc<RankState>,
+    /// Group of the metrics of Burn's trainer, which reduces them on a thread of its own. Made when a training begins.
+    #[cfg(feature = "train")]
+    metric_group: std::sync::OnceLock<ProcessGroup>,
+}
+
+/// State that the handles of one rank share, whatever their groups.
+#[derive(Default)]
+struct RankState {
+    /// The seed, and the number of this rank in the handle that set it.
+    seed: Mutex<Option<(Seed, usize)>>,
     /// Device of the model that was wrapped last: written by `wrap`, read by loaders that are built.
     model_device: Mutex<Option<Device>>,
     /// Directories of checkpoints: written when one is opened, read by [`Ddp::finish`](super::Ddp::finish), which waits
@@ -36,30 +51,58 @@ pub(crate) struct SharedState {
     /// The CUDA device on which NCCL reduces, once it does.
     #[cfg(feature = "nccl")]
     nccl_device: std::sync::OnceLock<usize>,
-    /// Group of the metrics of Burn's trainer, which reduces them on a thread of its own. Made when a training begins.
-    #[cfg(feature = "train")]
-    metric_group: std::sync::OnceLock<ProcessGroup>,
 }
 
 impl SharedState {
+    /// State of the handle of the whole job.
     pub(super) fn new(world: World, group: ProcessGroup) -> Self {
+        let host_engine = world.engine();
+        Self::of(world, group, false, host_engine, Arc::default(), Arc::default())
+    }
+
+    /// State of a handle for `group`, a part of this one's.
+    pub(super) fn part(&self, group: ProcessGroup) -> Self {
+        let engine = group.engine();
+        Self::of(self.world.clone(), group, true, engine, self.batch_weight.clone(), self.of_rank.clone())
+    }
+
+    fn of(
+        world: World,
+        group: ProcessGroup,
+        is_part: bool,
+        host_engine: &'static str,
+        batch_weight: Arc<BatchWeight>,
+        of_rank: Arc<RankState>,
+    ) -> Self {
         let group = Arc::new(group);
         SharedState {
             meter: Meter::new(world.clone(), group.clone()),
-            host_engine: world.engine(),
             world,
             group,
-            batch_weight: BatchWeight::default(),
+            is_part,
+            batch_weight,
+            host_engine,
             graph_group: Mutex::new(None),
             loaders: AtomicU32::new(0),
-            seed: Mutex::new(None),
-            model_device: Mutex::new(None),
-            checkpoint_directories: Mutex::new(Vec::new()),
-            #[cfg(feature = "nccl")]
-            nccl_device: std::sync::OnceLock::new(),
+            of_rank,
             #[cfg(feature = "train")]
             metric_group: std::sync::OnceLock::new(),
         }
+    }
+
+    /// True if the handle came out of a split, so that its group is not the job's.
+    pub(crate) fn is_part(&self) -> bool {
+        self.is_part
+    }
+
+    /// A further group of the ranks of this handle. *Collective*.
+    #[track_caller]
+    pub(crate) fn new_group(&self) -> Result<ProcessGroup> {
+        if !self.is_part {
+            return Ok(self.world.group()?);
+        }
+        let all = self.group.split(Some(0), 0)?;
+        all.ok_or_else(|| crate::Error::invalid("a split left out a rank that named its color"))
     }
 
     /// Group of collectives in forwards and their backwards, which have one order on all ranks. *Collective* the first
@@ -69,7 +112,7 @@ impl SharedState {
         let mut group = lock(&self.graph_group);
         match &*group {
             Some(group) => Ok(group.clone()),
-            None => Ok(group.insert(Arc::new(self.world.group()?)).clone()),
+            None => Ok(group.insert(Arc::new(self.new_group()?)).clone()),
         }
     }
 
@@ -77,7 +120,7 @@ impl SharedState {
     #[cfg(feature = "train")]
     pub(crate) fn make_metric_group(&self) -> Result<()> {
         if self.metric_group.get().is_none() {
-            let group = self.world.group()?;
+            let group = self.new_group()?;
             self.metric_group.get_or_init(|| group);
         }
         Ok(())
@@ -115,13 +158,13 @@ impl SharedState {
     /// The CUDA device on which NCCL reduces, once it does.
     #[cfg(feature = "nccl")]
     pub(crate) fn nccl_device(&self) -> Option<usize> {
-        self.nccl_device.get().copied()
+        self.of_rank.nccl_device.get().copied()
     }
 
     /// Records that NCCL reduces on the CUDA device `ordinal` from now on.
     #[cfg(feature = "nccl")]
     pub(crate) fn set_nccl_device(&self, ordinal: usize) {
-        self.nccl_device.get_or_init(|| ordinal);
+        self.of_rank.nccl_device.get_or_init(|| ordinal);
     }
 
     /// Number of the next loader; the same on every rank, since loaders are built in the same order.
@@ -129,7 +172,8 @@ impl SharedState {
         self.loaders.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Seeds `device`, and from now on derives the seeds of this rank's wraps and batches from `seed`.
+    /// Seeds `device`, and from now on derives the seeds of this rank's wraps and batches from `seed` and from the
+    /// rank's number in this group.
     pub(super) fn set_seed(&self, device: &Device, seed: u64) {
         device.seed(seed);
         self.continue_from_seed(device, seed);
@@ -137,41 +181,43 @@ impl SharedState {
 
     /// From now on derives the seeds of this rank's wraps and batches from `seed`.
     pub(crate) fn continue_from_seed(&self, device: &Device, seed: u64) {
-        *lock(&self.seed) = Some(Seed::new(device, seed));
+        *lock(&self.of_rank.seed) = Some((Seed::new(device, seed), self.group.rank()));
     }
 
     /// Device of the model that was wrapped last.
     pub(crate) fn model_device(&self) -> Option<Device> {
-        lock(&self.model_device).clone()
+        lock(&self.of_rank.model_device).clone()
     }
 
     /// Records the device of a model that is wrapped.
     pub(crate) fn note_model_device(&self, device: &Device) {
-        *lock(&self.model_device) = Some(device.clone());
+        *lock(&self.of_rank.model_device) = Some(device.clone());
     }
 
     /// Seed of this rank after a `wrap`; `None` without [`Ddp::seed`](super::Ddp::seed).
     pub(crate) fn next_seed_of_rank(&self) -> Option<u64> {
-        Some(lock(&self.seed).as_mut()?.of_next_wrap(self.world.rank()))
+        lock(&self.of_rank.seed).as_mut().map(|(seed, rank)| seed.of_next_wrap(*rank))
     }
 
     /// Seeds the random numbers that follow the batch of the step that begins at item `first` of an epoch's order.
     pub(crate) fn seed_batch(&self, loader: u32, epoch: usize, first: usize) {
-        if let Some(seed) = &*lock(&self.seed) {
-            seed.seed_batch(self.world.rank(), loader, epoch, first);
+        if let Some((seed, rank)) = &*lock(&self.of_rank.seed) {
+            seed.seed_batch(*rank, loader, epoch, first);
         }
     }
 
     /// The directories of checkpoints that this rank has opened, in the same order on all ranks.
     pub(crate) fn checkpoint_directories(&self) -> MutexGuard<'_, Vec<OpenedDirectory>> {
-        lock(&self.checkpoint_directories)
+        lock(&self.of_rank.checkpoint_directories)
     }
 
-    /// Waits for all checkpoints under way. *Collective*.
+    /// Waits for the checkpoints under way: for those of this group, or for all of this rank if the group is the job's.
+    /// *Collective*.
     #[track_caller]
     pub(super) fn finish_background_writes(&self) -> Result<()> {
-        let opened = std::mem::take(&mut *lock(&self.checkpoint_directories));
-        opened.iter().try_for_each(|opened| opened.background.wait(&self.group))
+        let own = |opened: &mut OpenedDirectory| !self.is_part || Arc::ptr_eq(&opened.group, &self.group);
+        let opened: Vec<_> = self.checkpoint_directories().extract_if(.., own).collect();
+        opened.iter().try_for_each(|opened| opened.background.wait(&opened.group))
     }
 }
 

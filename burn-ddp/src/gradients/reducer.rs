@@ -73,7 +73,7 @@ impl<T> Reducer<T> {
         settings: ReducerSettings,
         meter: Meter,
     ) -> Result<Self> {
-        let (rank, id) = (group.rank(), group.id());
+        let (rank, id) = (group.ranks()[group.rank()], group.id());
         group.hide_from_timeline();
         let plan = Plan::new(&slots, &[], settings.caps, store.packs());
         // Ranks may compute on different backends, and all have the same buffers: one that needs more decides.

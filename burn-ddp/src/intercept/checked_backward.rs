@@ -35,5 +35,5 @@ pub(crate) fn checked_backward<const D: usize, M: Module>(
 /// Error of a backward that cannot deliver averages. The other ranks get it, too.
 pub(crate) fn refused(ddp: &Ddp, reason: String) -> Error {
     ddp.world().fail(format!("backward: {reason}"));
-    Error::Backward { rank: ddp.rank(), reason }
+    Error::Backward { rank: ddp.world().rank(), reason }
 }

@@ -134,7 +134,8 @@ impl WrappedModel {
         }
         state.same_gradients.compare(&results.own_gradients, &self.ddp);
         let paths: Vec<&str> = self.slots.iter().map(|s| s.path.as_str()).collect();
-        let comparison = Comparison { paths: &paths, digests, step: Some(step) };
+        let ranks = self.ddp.group().ranks();
+        let comparison = Comparison { paths: &paths, ranks, digests, step: Some(step) };
         let Some(own) = &mut state.movements else { return comparison.exactly() };
         let tolerances: Vec<f64> = self.slots.iter().map(|s| tolerance(s.dtype)).collect();
         if let Some(rounding) = comparison.by_movement(movements, &tolerances)? {

@@ -245,7 +245,7 @@ impl WrappedModel {
 
     /// An error of a backward that names this rank.
     pub(super) fn fault(&self, reason: String) -> Error {
-        Error::Backward { rank: self.ddp.rank(), reason }
+        Error::Backward { rank: self.ddp.world().rank(), reason }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Box<dyn ModelState>> {

@@ -37,7 +37,7 @@ impl Ddp {
         let paths: Vec<&str> = compared.iter().map(|entry| schema.entries[*entry].path.as_str()).collect();
         let own: Vec<i64> = compared.iter().map(|entry| digest(values[*entry].as_bytes())).collect();
         let digests = group.all_gather_object(&own)?;
-        let comparison = Comparison { paths: &paths, digests: &digests, step: None };
+        let comparison = Comparison { paths: &paths, ranks: group.ranks(), digests: &digests, step: None };
         let (differing, taps) = (differing(&digests), taps(model));
         let exact = taps.is_empty() || taps.values().any(|tap| !tap.judges_movements());
         if differing.is_empty() || exact {

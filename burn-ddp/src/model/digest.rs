@@ -37,7 +37,9 @@ impl Display for Rounding {
 /// A comparison of the ranks' parameters.
 pub(crate) struct Comparison<'a> {
     pub paths: &'a [&'a str],
-    /// `digests[rank][i]` is of `paths[i]`; 0 where a rank did not read it and has no say.
+    /// Numbers in the job of the ranks that are compared.
+    pub ranks: &'a [usize],
+    /// `digests[n][i]` is of `ranks[n]` and `paths[i]`; 0 where a rank did not read it and has no say.
     pub digests: &'a [Vec<i64>],
     /// Step of the comparison, if it is in one.
     pub step: Option<u64>,
@@ -111,7 +113,7 @@ impl Comparison<'_> {
         let common = voters.iter().copied().max_by_key(|&rank| (friends(rank), Reverse(rank))).unwrap_or_default();
         let has_majority = 2 * friends(common) > voters.len();
         let odd = |rank: &usize| !has_majority || !alike(common, *rank);
-        let ranks: Vec<usize> = voters.iter().copied().filter(odd).collect();
+        let ranks: Vec<usize> = voters.iter().copied().filter(odd).map(|nth| self.ranks[nth]).collect();
         let (parameter, more) = (self.paths[i].to_owned(), and_more(parameters - 1));
         let difference = if has_majority {
             format!("{parameter}{more} on {} differs from the other ranks{by}", list_ranks(&ranks))
@@ -160,7 +162,7 @@ mod tests {
     }
 
     fn difference(paths: &[&str], digests: &[Vec<i64>]) -> Option<(Vec<usize>, String)> {
-        match (Comparison { paths, digests, step: None }).exactly() {
+        match (Comparison { paths, ranks: &[0, 1, 2], digests, step: None }).exactly() {
             Ok(()) => None,
             Err(Error::ReplicasDiffer { ranks, difference, .. }) => Some((ranks, difference)),
             Err(other) => panic!("{other}"),
@@ -192,7 +194,7 @@ mod tests {
     #[test]
     fn the_step_is_named() {
         let digests = [vec![1], vec![2], vec![1]];
-        let comparison = Comparison { paths: &["a.weight"], digests: &digests, step: Some(200) };
+        let comparison = Comparison { paths: &["a.weight"], ranks: &[0, 1, 2, 3], digests: &digests, step: Some(200) };
         let error = comparison.exactly().unwrap_err().to_string();
         assert!(error.starts_with("the replicas differ in step 200: a.weight on rank 1 differs from the other ranks"));
     }
@@ -205,7 +207,7 @@ mod tests {
     fn by_movement(movements: &[Sketch]) -> Result<Option<Rounding>, Error> {
         let digests: Vec<Vec<i64>> = (1..=movements.len() as i64).map(|rank| vec![7, rank]).collect();
         let movements: Vec<Vec<Sketch>> = movements.iter().map(|movement| vec![*movement]).collect();
-        let comparison = Comparison { paths: &["a", "b"], digests: &digests, step: Some(100) };
+        let comparison = Comparison { paths: &["a", "b"], ranks: &[0, 1, 2, 3], digests: &digests, step: Some(100) };
         comparison.by_movement(&movements, &[0.0, 1e-3])
     }
 
@@ -233,7 +235,7 @@ mod tests {
     #[test]
     fn a_rank_that_did_not_read_has_no_movement_to_compare() {
         let digests = [vec![0], vec![4], vec![5]];
-        let comparison = Comparison { paths: &["a"], digests: &digests, step: None };
+        let comparison = Comparison { paths: &["a"], ranks: &[0, 1, 2, 3], digests: &digests, step: None };
         let of = |sketch: Sketch| vec![sketch];
         let movements = [of(Sketch::UNKNOWN), of(moved(1.0, 2.0)), of(moved(1.0, 2.000_001))];
         assert!(comparison.by_movement(&movements, &[1e-3]).unwrap().is_some());

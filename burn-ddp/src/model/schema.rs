@@ -108,14 +108,15 @@ pub(crate) fn digest(entries: &[Entry]) -> [u8; 32] {
     sha.finalize().into()
 }
 
-/// The first rank whose model differs from rank 0's, and the first difference between the two.
-pub(crate) fn difference(models: &[Vec<Entry>]) -> Option<(usize, String)> {
-    let (rank, other) = models.iter().enumerate().find(|(_, m)| **m != models[0])?;
-    let first = &models[0];
+/// The first rank whose model differs from that of the first rank, and the first difference between the two. `ranks[n]`
+/// is the rank of the n-th model.
+pub(crate) fn difference(models: &[Vec<Entry>], ranks: &[usize]) -> Option<(usize, String)> {
+    let (first, main) = (models.first()?, *ranks.first()?);
+    let (&rank, other) = ranks.iter().zip(models).find(|(_, model)| *model != first)?;
     let text = match first.iter().zip(other).find(|(a, b)| a != b) {
         Some((a, b)) if a.path == b.path => {
             format!(
-                "{} is {:?} {}{} on rank 0, but {:?} {}{} on rank {rank}",
+                "{} is {:?} {}{} on rank {main}, but {:?} {}{} on rank {rank}",
                 a.path,
                 a.dims,
                 a.dtype,
@@ -125,12 +126,13 @@ pub(crate) fn difference(models: &[Vec<Entry>]) -> Option<(usize, String)> {
                 grad(b)
             )
         }
-        Some((a, b)) => format!("where rank 0 has {a}, rank {rank} has {b}"),
+        Some((a, b)) => format!("where rank {main} has {a}, rank {rank} has {b}"),
         None => {
-            let (long, holder, lacking) = if first.len() > other.len() { (first, 0, rank) } else { (other, rank, 0) };
+            let (long, holder, lacking) =
+                if first.len() > other.len() { (first, main, rank) } else { (other, rank, main) };
             let extra = &long[first.len().min(other.len())];
             format!(
-                "rank 0 has {} parameters and buffers, rank {rank} has {}: {extra} of rank {holder} is missing on \
+                "rank {main} has {} parameters and buffers, rank {rank} has {}: {extra} of rank {holder} is missing on \
                  rank {lacking}",
                 first.len(),
                 other.len()
@@ -229,22 +231,25 @@ mod tests {
     #[test]
     fn the_first_difference_is_named_with_both_sides() {
         let a = vec![entry("fc.weight", &[4, 8]), entry("fc.bias", &[8])];
-        assert_eq!(difference(&[a.clone(), a.clone()]), None);
+        assert_eq!(difference(&[a.clone(), a.clone()], &[0, 1]), None);
         let mut b = a.clone();
         b[0].dims = vec![4, 9];
         assert_eq!(
-            difference(&[a.clone(), a.clone(), b]).unwrap(),
+            difference(&[a.clone(), a.clone(), b], &[0, 1, 2]).unwrap(),
             (2, "fc.weight is [4, 8] f32 on rank 0, but [4, 9] f32 on rank 2".into())
         );
         let mut c = a.clone();
         c.push(entry("extra", &[1]));
-        let (_, text) = difference(&[a.clone(), c]).unwrap();
+        let (_, text) = difference(&[a.clone(), c], &[0, 1]).unwrap();
         assert_eq!(
             text,
             "rank 0 has 2 parameters and buffers, rank 1 has 3: extra [1] f32 of rank 1 is missing on rank 0"
         );
         let mut d = a.clone();
         d[1].path = "fc.b".into();
-        assert_eq!(difference(&[a, d]).unwrap().1, "where rank 0 has fc.bias [8] f32, rank 1 has fc.b [8] f32");
+        assert_eq!(
+            difference(&[a, d], &[0, 1]).unwrap().1,
+            "where rank 0 has fc.bias [8] f32, rank 1 has fc.b [8] f32"
+        );
     }
 }

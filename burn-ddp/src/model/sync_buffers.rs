@@ -4,8 +4,9 @@ use burn::module::Module;
 use burn_ddp_comm::ProcessGroup;
 
 use super::running_stats::{self, BufferPolicy};
+use crate::Result;
 use crate::ddp::Ddp;
-use crate::{Result, intercept};
+use crate::wrap::wrapped_in;
 
 impl Ddp {
     /// Brings the running statistics of `model` (BatchNorm's mean and variance) together, in place. *Collective*: every
@@ -44,10 +45,10 @@ impl Ddp {
     /// ```
     #[track_caller]
     pub fn sync_buffers<M: Module>(&self, model: &M) -> Result<()> {
-        if intercept::find(model).is_empty() {
-            return running_stats::sync(self.group(), model, BufferPolicy::Average);
+        match wrapped_in(self.group(), model)?.is_empty() {
+            true => running_stats::sync(self.group(), model, BufferPolicy::Average),
+            false => sync_wrapped(self.group(), model),
         }
-        sync_wrapped(self.group(), model)
     }
 }
 
@@ -55,7 +56,7 @@ impl Ddp {
 /// wrapped. *Collective*.
 #[track_caller]
 pub(crate) fn sync_wrapped<M: Module>(group: &ProcessGroup, model: &M) -> Result<()> {
-    match intercept::find(model).first().and_then(|wrapped| wrapped.buffer_policy()) {
+    match wrapped_in(group, model)?.first().and_then(|wrapped| wrapped.buffer_policy()) {
         Some(policy) => running_stats::sync(group, model, policy),
         None => Ok(()),
     }

@@ -133,9 +133,10 @@ pub(crate) fn broadcast_to<M: Module>(
     let (schema, mut state, fields) = agreement::on_outcome(group, "share the optimizer's state", mine)?;
     agreement::on_model(group, &schema.entries)?;
     let all = group.all_gather_object(&fields)?;
-    if let Some((rank, other)) = all.iter().enumerate().find(|(_, fields)| **fields != all[0]) {
+    if let Some((rank, other)) = group.ranks().iter().zip(&all).find(|(_, fields)| **fields != all[0]) {
         return Err(Error::invalid(format!(
-            "the ranks have different optimizers: rank 0's keeps {} for each parameter, rank {rank}'s {}",
+            "the ranks have different optimizers: rank {}'s keeps {} for each parameter, rank {rank}'s {}",
+            group.ranks()[0],
             listed(&all[0]),
             listed(other)
         )));

@@ -73,7 +73,7 @@ impl Meter {
     /// Counts a comparison in which parameters of the ranks differed by `rounding`, and logs the first of a model.
     pub(crate) fn rounded(&self, rounding: &impl Display, step: Option<u64>, first: bool) {
         self.counts().total.rounded += 1;
-        if first && self.0.world.rank() == 0 {
+        if first && self.0.group.rank() == 0 {
             tracing::warn!(
                 target: "burn_ddp::replicas",
                 step,
@@ -221,12 +221,16 @@ impl StepMeter {
 
     /// Compares the reports of all ranks. Logs a straggler once, until it changes.
     pub(crate) fn compare(&mut self, reports: &[Vec<i64>]) {
-        let peers = self.meter.0.world.peers();
-        let found = straggler::find(reports, |rank| peers.get(rank).map_or_else(String::new, |peer| peer.host.clone()));
+        let Inner { world, group, .. } = &*self.meter.0;
+        let peer = |nth: usize| group.ranks().get(nth).and_then(|rank| world.peers().get(*rank));
+        let found = straggler::find(reports, |nth| match peer(nth) {
+            Some(peer) => (peer.rank, peer.host.clone()),
+            None => (nth, String::new()),
+        });
         let before = std::mem::replace(&mut self.meter.counts().straggler, found.clone());
         let known = before.map(|before| before.rank);
         match found {
-            Some(found) if self.meter.0.world.rank() == 0 && known != Some(found.rank) => {
+            Some(found) if group.rank() == 0 && known != Some(found.rank) => {
                 tracing::warn!(target: "burn_ddp::straggler", rank = found.rank, host = found.host, "{found}");
             }
             _ => {}

@@ -20,7 +20,7 @@ const MIN_DELAY: Duration = Duration::from_micros(500);
 /// one that waits least: it works while the others wait for it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Straggler {
-    /// Its number.
+    /// Its number in the job.
     pub rank: usize,
     /// Name of its machine.
     pub host: String,
@@ -55,18 +55,21 @@ pub(crate) fn report(steps: Stats) -> [i64; REPORT_LEN] {
     [steps.steps as i64, nanos(steps.work()), nanos(steps.data)]
 }
 
-/// The straggler among the ranks, by the reports of all; `host` names a rank's machine.
-pub(crate) fn find(reports: &[Vec<i64>], host: impl Fn(usize) -> String) -> Option<Straggler> {
+/// The straggler among the ranks, by the reports of all; `name` returns the rank and the machine of the n-th of them.
+pub(crate) fn find(reports: &[Vec<i64>], name: impl Fn(usize) -> (usize, String)) -> Option<Straggler> {
     let steps = reports.iter().map(|report| report[0]).min().filter(|steps| *steps >= MIN_STEPS as i64)?;
     let per_step =
         |rank: usize, nth: usize| Duration::from_nanos(reports[rank][nth].max(0) as u64 / reports[rank][0] as u64);
     let mut by_work: Vec<usize> = (0..reports.len()).collect();
     by_work.sort_by_key(|rank| per_step(*rank, 1));
-    let (&rank, others) = by_work.split_last()?;
+    let (&slowest, others) = by_work.split_last()?;
     let others = per_step(*others.get(others.len() / 2)?, 1);
-    let work = per_step(rank, 1);
+    let work = per_step(slowest, 1);
     let slow = work >= others.mul_f64(FACTOR) && work >= others + MIN_DELAY;
-    slow.then(|| Straggler { rank, host: host(rank), steps: steps as u64, work, data: per_step(rank, 2), others })
+    slow.then(|| {
+        let (data, (rank, host)) = (per_step(slowest, 2), name(slowest));
+        Straggler { rank, host, steps: steps as u64, work, data, others }
+    })
 }
 
 #[cfg(test)]
@@ -76,7 +79,7 @@ mod tests {
     fn of(millis: &[i64], steps: i64) -> Option<Straggler> {
         let reports: Vec<Vec<i64>> =
             millis.iter().map(|ms| vec![steps, steps * ms * 1_000_000, steps * 1_000_000]).collect();
-        find(&reports, |rank| format!("host{rank}"))
+        find(&reports, |rank| (rank, format!("host{rank}")))
     }
 
     #[test]
@@ -98,6 +101,6 @@ mod tests {
         assert_eq!(of(&[30], 98), None);
         assert_eq!(of(&[], 98), None);
         let tiny = [vec![10, 10_000, 0], vec![10, 4_000_000, 0]];
-        assert_eq!(find(&tiny, |_| String::new()), None, "0.4 ms per step");
+        assert_eq!(find(&tiny, |rank| (rank, String::new())), None, "0.4 ms per step");
     }
 }

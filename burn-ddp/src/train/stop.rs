@@ -42,11 +42,12 @@ fn ask(ddp: &Ddp, interrupter: &Interrupter) -> Result<bool> {
     let own = interrupter.error().map(|error| Stop::Failed(error.to_string()));
     let own = own.or_else(|| interrupter.should_stop().then(|| Stop::Interrupted(interrupter.get_message())));
     let all = ddp.group().all_gather_object(&own)?;
-    let failed = |(rank, stop): (usize, &Option<Stop>)| match stop {
-        Some(Stop::Failed(reason)) => Some((rank, reason.clone())),
+    let failed = |(nth, stop): (usize, &Option<Stop>)| match stop {
+        Some(Stop::Failed(reason)) => Some((nth, reason.clone())),
         _ => None,
     };
-    if let Some((rank, reason)) = all.iter().enumerate().find_map(failed) {
+    if let Some((nth, reason)) = all.iter().enumerate().find_map(failed) {
+        let rank = ddp.group().ranks()[nth];
         if interrupter.error().is_none() {
             interrupter.fail(failure(rank, Error::Rank { rank, reason }.to_string()));
         }
@@ -80,7 +81,7 @@ pub(super) fn fail(ddp: &Ddp, interrupter: &Interrupter, error: Error) {
 
 /// Stops this rank's trainer with `error`.
 pub(super) fn report(ddp: &Ddp, interrupter: &Interrupter, error: &Error) {
-    interrupter.fail(failure(ddp.rank(), error.to_string()));
+    interrupter.fail(failure(ddp.world().rank(), error.to_string()));
 }
 
 fn failure(rank: usize, message: String) -> TrainingError {

@@ -226,7 +226,7 @@ impl<M: LearnerModel> Run<'_, M> {
         let (output, reached) = taps.wrapped.capture(|| if hold { taps.wrapped.hold(step) } else { step() })?;
         if !reached {
             let reason = "the model's `TrainStep` ran no backward that reaches its parameters".to_string();
-            return Err(Error::Backward { rank: self.ddp.rank(), reason });
+            return Err(Error::Backward { rank: self.ddp.world().rank(), reason });
         }
         Ok(output)
     }

@@ -55,7 +55,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let first_clone = world.broadcast_object(ddp.is_main().then_some(first_clone), 0)?;
     let (slots, slot_of) = treatment::slots(&schema, &first_clone, &is_buffer);
     let group = if reduces {
-        let mut group = ddp.world().group()?;
+        let mut group = ddp.state().new_group()?;
         // Errors in backward show the caller of `wrap`.
         group.attribute_to(Location::caller());
         Some(group)

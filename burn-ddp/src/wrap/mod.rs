@@ -7,16 +7,16 @@
 //! | `treatment` | which parameters and buffers have averaged gradients |
 //! | `agree_and_broadcast` | agreement on the model and its settings; rank 0's values; the reducer |
 //! | `attach` | taps on the parameters |
+//! | `owned` | the wrapped models in a module, and the handle that each belongs to |
 //! | `sync_gradients` | reduction of held gradients without a backward of the user's |
 
 mod agree_and_broadcast;
 mod attach;
 mod inspect;
+mod owned;
 mod sync_gradients;
 mod treatment;
 mod wrap_config;
-
-use std::sync::Arc;
 
 use burn::module::Module;
 use burn::tensor::{Gradients, Tensor};
@@ -24,10 +24,11 @@ use burn::tensor::{Gradients, Tensor};
 pub(crate) use agree_and_broadcast::agree_and_broadcast;
 #[cfg(feature = "train")]
 pub(crate) use attach::Taps;
+pub(crate) use owned::{only, wrapped_in};
 pub use wrap_config::WrapConfig;
 
 use crate::ddp::Ddp;
-use crate::intercept::{self, WrappedModel};
+use crate::intercept;
 use crate::{Error, Result};
 
 impl Ddp {
@@ -119,7 +120,7 @@ impl Ddp {
             let reason = "the loss depends on no parameter (a frozen model, or a loss computed from detached values)";
             return Err(intercept::refused(self, reason.into()));
         }
-        let wrapped = intercept::find(model);
+        let wrapped = wrapped_in(self.group(), model)?;
         if wrapped.is_empty() && self.world_size() == 1 {
             return Ok(loss.backward());
         }
@@ -135,7 +136,7 @@ impl Ddp {
     ///
     /// [`Error::Invalid`] if the model is not wrapped.
     pub fn no_sync<M: Module, T>(&self, model: &M, f: impl FnOnce() -> T) -> Result<T> {
-        match intercept::find(model).as_slice() {
+        match wrapped_in(self.group(), model)?.as_slice() {
             [wrapped] => Ok(wrapped.hold(f)),
             _ => Err(Error::invalid("no_sync needs one wrapped model; in a world of 1 wrap it with accumulation")),
         }
@@ -145,17 +146,5 @@ impl Ddp {
     /// [`Ddp::sync_gradients`] reduces them instead.
     pub fn discard_accumulated<M: Module>(&self, model: &M) {
         intercept::find(model).iter().for_each(|wrapped| wrapped.discard());
-    }
-}
-
-/// The only wrapped model that [`intercept::find`] found. If there is none, the error asks the caller to `do_with` the
-/// wrapped model.
-pub(crate) fn only<'a>(wrapped: &'a [Arc<WrappedModel>], do_with: &str) -> Result<&'a Arc<WrappedModel>> {
-    match wrapped {
-        [wrapped] => Ok(wrapped),
-        [] => Err(Error::invalid(format!("the model is not wrapped: {do_with} what `ddp.wrap(model)` returned"))),
-        several => {
-            Err(Error::invalid(format!("the model consists of {} wrapped parts: wrap it as a whole", several.len())))
-        }
     }
 }

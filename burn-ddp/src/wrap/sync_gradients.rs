@@ -4,7 +4,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn_ddp_comm::ReduceOp;
 
-use super::only;
+use super::{only, wrapped_in};
 use crate::ddp::Ddp;
 use crate::{Result, intercept};
 
@@ -58,7 +58,7 @@ impl Ddp {
     /// ```
     #[track_caller]
     pub fn sync_gradients<M: Module>(&self, model: &M) -> Result<GradientsParams> {
-        let wrapped = intercept::find(model);
+        let wrapped = wrapped_in(self.group(), model)?;
         if wrapped.is_empty() && self.world_size() == 1 {
             return Ok(GradientsParams::new());
         }

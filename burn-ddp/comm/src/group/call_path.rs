@@ -23,6 +23,8 @@ pub(crate) struct CallPath {
     /// This rank in the group.
     pub(crate) rank: usize,
     pub(crate) members: Arc<Members>,
+    /// Name of the engine.
+    pub(crate) engine: &'static str,
     /// The calls so far; written by the thread whose turn it is.
     log: Arc<Log>,
     /// True if the timeline shows its calls.
@@ -58,10 +60,10 @@ impl CallPath {
         log: Arc<Log>,
         engine: Box<dyn Engine>,
     ) -> CallPath {
-        let (id, members) = (call.info.group, call.members.clone());
+        let (id, members, name) = (call.info.group, call.members.clone(), engine.name());
         let turn = Mutex::new(Turn { engine, call, sequence: 0, pair_sequences: Vec::new() });
         let (shown, ticks_in_calls) = (AtomicBool::new(true), AtomicU64::new(0));
-        CallPath { member, id, rank, members, log, shown, ticks_in_calls, turn }
+        CallPath { member, id, rank, members, engine: name, log, shown, ticks_in_calls, turn }
     }
 
     /// The timeline does not show its calls.

@@ -82,6 +82,12 @@ impl ProcessGroup {
         self.calls.id
     }
 
+    /// Name of the engine that does its calls. Groups of some ranks may have another one than groups of all: `shm` on
+    /// one machine of several.
+    pub fn engine(&self) -> &'static str {
+        self.calls.engine
+    }
+
     /// From now on errors and reports show `site` as the caller: for code that calls on behalf of another.
     pub fn attribute_to(&mut self, site: &'static Location<'static>) {
         self.site = Some(site);

@@ -86,7 +86,7 @@ mod tests {
         (0..3).map(|rank| PeerInfo::here(rank, rank, 0)).collect()
     }
 
-    const TRACK: Track = Track::Batches { loader: 7, run: 0 };
+    const TRACK: Track = Track::Batches { group: 1, loader: 7, run: 0 };
 
     fn at(epoch: u32, step: u32) -> Progress {
         Progress { epoch, step }
@@ -120,6 +120,15 @@ mod tests {
         }
         assert_eq!(tracks.advance(0, TRACK, at(1, 9), &peers), None);
         assert_eq!(tracks.advance(1, TRACK.backwards(), at(0, 9), &peers), None);
+    }
+
+    #[test]
+    fn loaders_of_other_groups_are_other_tracks() {
+        let (peers, mut tracks) = (peers(), Tracks::default());
+        let other = Track::Batches { group: 2 << 32 | 1, loader: 7, run: 0 };
+        assert_eq!(tracks.stop(1, TRACK, at(0, 3), "loader", &peers), None);
+        assert_eq!(tracks.advance(0, other, at(0, 4), &peers), None);
+        assert!(tracks.advance(0, TRACK, at(0, 4), &peers).is_some());
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Positions of ranks, by epoch and step, in sequences of steps that all ranks do alike.
+//! Positions of ranks, by epoch and step, in sequences of steps that the ranks of a group do alike.
 
 use std::fmt;
 
@@ -14,22 +14,26 @@ pub struct Progress {
     pub step: u32,
 }
 
-/// A sequence of steps that all ranks do alike: what one of them does not reach, the others must not pass.
+/// A sequence of steps that the ranks of a group do alike: what one of them does not reach, the others must not pass.
 ///
-/// On the wire it is a number: the loader, its run from bit 32 on, and bit 63 for backwards.
+/// On the wire it is two numbers: the group; and the loader, its run from bit 32 on, and bit 63 for backwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(from = "u64", into = "u64")]
+#[serde(from = "(u64, u64)", into = "(u64, u64)")]
 pub enum Track {
     /// Batches read from a loader.
     Batches {
-        /// Number of the loader.
+        /// Number of the [group](crate::ProcessGroup::id) whose ranks share the loader.
+        group: u64,
+        /// Number of the loader in this group.
         loader: u32,
         /// Number of the run of growing epochs, below 2³¹: a loader that begins an epoch again begins another run.
         run: u32,
     },
     /// Backward passes for the batches of a loader.
     Backwards {
-        /// Number of the loader.
+        /// Number of the group whose ranks share the loader.
+        group: u64,
+        /// Number of the loader in this group.
         loader: u32,
         /// Number of the run, below 2³¹.
         run: u32,
@@ -41,23 +45,28 @@ const BACKWARDS: u64 = 1 << 63;
 impl Track {
     /// Track of the backward passes for the batches of this track.
     pub fn backwards(self) -> Track {
-        let (Track::Batches { loader, run } | Track::Backwards { loader, run }) = self;
-        Track::Backwards { loader, run }
+        let (Track::Batches { group, loader, run } | Track::Backwards { group, loader, run }) = self;
+        Track::Backwards { group, loader, run }
     }
 }
 
-impl From<u64> for Track {
-    fn from(number: u64) -> Track {
+impl From<(u64, u64)> for Track {
+    fn from((group, number): (u64, u64)) -> Track {
         let (loader, run) = (number as u32, ((number & !BACKWARDS) >> 32) as u32);
-        if number & BACKWARDS == 0 { Track::Batches { loader, run } } else { Track::Backwards { loader, run } }
+        match number & BACKWARDS {
+            0 => Track::Batches { group, loader, run },
+            _ => Track::Backwards { group, loader, run },
+        }
     }
 }
 
-impl From<Track> for u64 {
-    fn from(track: Track) -> u64 {
+impl From<Track> for (u64, u64) {
+    fn from(track: Track) -> (u64, u64) {
+        let (Track::Batches { group, loader, run } | Track::Backwards { group, loader, run }) = track;
+        let number = u64::from(run) << 32 | u64::from(loader);
         match track {
-            Track::Batches { loader, run } => u64::from(run) << 32 | u64::from(loader),
-            Track::Backwards { loader, run } => BACKWARDS | u64::from(run) << 32 | u64::from(loader),
+            Track::Batches { .. } => (group, number),
+            Track::Backwards { .. } => (group, BACKWARDS | number),
         }
     }
 }
@@ -88,12 +97,17 @@ mod tests {
     fn both_travel_as_one_number() {
         let progress = Progress { epoch: 3, step: 40 };
         assert_eq!(postcard::to_stdvec(&progress), postcard::to_stdvec(&(3_u64 << 32 | 40)));
-        for track in [Track::Batches { loader: 5, run: 2 }, Track::Backwards { loader: u32::MAX, run: 7 }] {
+        let of_sub_group = 3_u64 << 32 | 1;
+        for track in [
+            Track::Batches { group: 1, loader: 5, run: 2 },
+            Track::Backwards { group: of_sub_group, loader: u32::MAX, run: 7 },
+        ] {
             let bytes = postcard::to_stdvec(&track).unwrap();
-            assert_eq!(bytes, postcard::to_stdvec(&u64::from(track)).unwrap());
+            assert_eq!(bytes, postcard::to_stdvec(&<(u64, u64)>::from(track)).unwrap());
             assert_eq!(postcard::from_bytes::<Track>(&bytes), Ok(track));
         }
-        assert_eq!(u64::from(Track::Batches { loader: 5, run: 2 }.backwards()), 1 << 63 | 2 << 32 | 5);
+        let batches = Track::Batches { group: 1, loader: 5, run: 2 };
+        assert_eq!(<(u64, u64)>::from(batches.backwards()), (1, 1 << 63 | 2 << 32 | 5));
     }
 
     #[test]

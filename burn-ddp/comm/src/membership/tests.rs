@@ -7,7 +7,7 @@ use super::*;
 use crate::Error;
 use crate::call::{Call, Collective, Members};
 
-const TRACK: Track = Track::Batches { loader: 4, run: 0 };
+const TRACK: Track = Track::Batches { group: 1, loader: 4, run: 0 };
 
 fn at(step: u32) -> Progress {
     Progress { epoch: 0, step }
@@ -102,7 +102,7 @@ fn a_rank_that_passes_a_stop_tells_the_others() {
 #[test]
 fn a_pending_stop_waits_for_a_step_a_goodbye_or_a_while_and_comes_after_an_error() {
     let stop = ControlMessage::Stop { track: TRACK, at: at(3), what: "loader".to_string() };
-    let other = Track::Batches { loader: 99, run: 0 };
+    let other = Track::Batches { group: 1, loader: 99, run: 0 };
     let announce: [fn(&Membership, Track); 3] = [
         |membership, other| membership.advance(other, at(1)).unwrap(),
         |membership, _| membership.goodbye(),

@@ -7,7 +7,7 @@ use burn_ddp_comm::{Error, Progress, ReduceOp, Track, WorldOptions};
 
 use crate::harness::{AT_ONCE, Make, Together, at_once, fatal, groups, lined_up, members, outcomes, patient};
 
-const TRACK: Track = Track::Batches { loader: 1, run: 0 };
+const TRACK: Track = Track::Batches { group: 1, loader: 1, run: 0 };
 const FIRST_STEP: Progress = Progress { epoch: 0, step: 1 };
 
 pub fn a_panic_ends_pending_calls_everywhere(make: Make) {

@@ -4,7 +4,7 @@ use burn_ddp_comm::{Error, Progress, ReduceOp, Track};
 
 use crate::harness::{Make, Together, at_once, fatal, members, until_ended};
 
-const TRACK: Track = Track::Batches { loader: 9, run: 0 };
+const TRACK: Track = Track::Batches { group: 1, loader: 9, run: 0 };
 
 fn at(epoch: u32, step: u32) -> Progress {
     Progress { epoch, step }
@@ -105,7 +105,7 @@ pub fn a_later_epoch_is_fine(make: Make) {
             }
             world.stop(TRACK, at(epoch, epoch), "loader");
         }
-        world.advance(Track::Batches { loader: 10, run: 0 }, at(0, 99)).unwrap();
+        world.advance(Track::Batches { group: 1, loader: 10, run: 0 }, at(0, 99)).unwrap();
         group.barrier().unwrap();
     });
 }

@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 use burn::optim::GradientsParams;
 use burn::prelude::*;
 use burn::tensor::DType;
+use burn_ddp::comm::EngineChoice;
 use burn_ddp::prelude::*;
 use burn_ddp::{Error, WorldOptions};
-use burn_ddp_tests::{Mlp, Optim, awkward, rows, to_f64, train, values};
+use burn_ddp_tests::{Mlp, Optim, awkward, parts, rows, to_f64, train, values};
 
 fn main() -> anyhow::Result<()> {
     let scenario = std::env::args().nth(1).unwrap_or_default();
@@ -28,6 +29,12 @@ fn main() -> anyhow::Result<()> {
     }
     let mut options = WorldOptions::from_env()?;
     options.timeout = Duration::from_secs(20);
+    if scenario == "parts" {
+        options.engine = match std::env::args().nth(2).as_deref() {
+            Some("tcp") => Some(EngineChoice::Tcp),
+            _ => Some(EngineChoice::Shm),
+        };
+    }
     let ddp = Ddp::init_with(options)?;
     match scenario.as_str() {
         "hello" => println!("rank {} of {} engine {}", ddp.rank(), ddp.world_size(), ddp.engine()),
@@ -45,6 +52,7 @@ fn main() -> anyhow::Result<()> {
         "checkpoint" => return checkpoint::run(&ddp),
         "dropout" => return dropout::run(&ddp),
         "draws" => dropout::draws(&ddp)?,
+        "parts" => println!("part {}", serde_json::to_string(&parts::train_in_parts(&ddp)?)?),
         "build" => {
             struct Keep;
             impl burn::data::dataloader::batcher::Batcher<usize, Vec<usize>> for Keep {
