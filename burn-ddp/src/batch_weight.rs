@@ -13,7 +13,7 @@ use crate::{Error, Result};
 /// Batches of training loaders without averaged gradients after which a warning is due.
 const FORGOTTEN: u32 = 3;
 
-/// Weights of the backwards of one rank, shared by all its handles: one batch may go through models of several groups.
+/// Weights of the backwards of one rank. All its handles share them: a batch may go through models of several groups.
 #[derive(Debug, Default)]
 pub(crate) struct BatchWeight(Mutex<Inner>);
 

@@ -10,6 +10,9 @@ use crate::{Error, Result, optimizer};
 const NO_SYNCED_NORM: &str = "`join` with a `SyncBatchNorm` in the model: ranks that still train need every rank's \
     passes through it; use Burn's `BatchNorm`, or give all ranks equally many batches and leave `join` out";
 
+const NO_LOCAL_PARAMETERS: &str = "`join` with local parameters in the model: at its end all ranks get the optimizer's \
+    state of one; leave `with_local_parameters` out, or give all ranks equally many batches and leave `join` out";
+
 impl Ddp {
     /// Waits for the ranks that still have data, and ends with the model and the optimizer of those that had most.
     /// *Collective*: every rank calls it when its own data are used up, not at the same time.
@@ -32,7 +35,8 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if `model` is not one wrapped model, or has a `SyncBatchNorm`; [`Error::Comm`] if a peer
+    /// [`Error::Invalid`] if `model` is not one wrapped model, has a `SyncBatchNorm` or
+    /// [local parameters](crate::WrapConfig::with_local_parameters); [`Error::Comm`] if a peer
     /// failed, or left without calling it; [`Error::ReplicasDiffer`] as every backward.
     ///
     /// [`Error::Invalid`]: crate::Error::Invalid
@@ -73,6 +77,9 @@ impl Ddp {
         let wrapped = only(&wrapped, "join with")?;
         if wrapped.has_synced_norm() {
             return Err(Error::invalid(NO_SYNCED_NORM));
+        }
+        if wrapped.has_local() {
+            return Err(Error::invalid(NO_LOCAL_PARAMETERS));
         }
         let mine = wrapped.steps();
         while wrapped.shadow()? {}

@@ -210,7 +210,7 @@ impl Ddp {
     /// Ends the job: waits for checkpoints under way and for all ranks, then says goodbye. *Collective*. A rank may
     /// leave without it where no other rank waits for it any more.
     ///
-    /// On a [part](Self::split) of the job it waits for the checkpoints and the ranks of this part, and the rank stays in
+    /// On a [part](Self::split) of the job it waits for the checkpoints and the ranks of this part; the rank stays in
     /// the job.
     ///
     /// # Errors

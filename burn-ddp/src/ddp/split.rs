@@ -13,8 +13,8 @@ impl Ddp {
     /// The ranks of a part are numbered in the order of their keys, those with equal keys as before. On its handle
     /// [`rank`](Self::rank), [`world_size`](Self::world_size) and [`is_main`](Self::is_main) are those of the part, and
     /// `wrap`, loaders, `save`, checkpoints, `join`, Burn's trainer and telemetry concern its ranks only. A part can be
-    /// split again. [`local_rank`](Self::local_rank), [`device`](Self::device) and the numbers of ranks in errors remain
-    /// those of the job, and so does failure: a rank that fails ends all parts.
+    /// split again. [`local_rank`](Self::local_rank), [`device`](Self::device) and the numbers of ranks in errors are
+    /// those of the job. A rank that fails ends the job, with all its parts.
     ///
     /// A rank with several handles makes their collective calls in one order, the same as the other ranks of each part:
     /// a rank that waits in one part is missing in the other. Items of a batch and the seed belong to the rank, so what

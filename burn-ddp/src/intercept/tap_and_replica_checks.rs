@@ -201,7 +201,7 @@ pub(super) fn find_past_tap<M: Module>(
             let Ok(None) = &self.found else { return };
             match tap.filter(|tap| Arc::ptr_eq(&tap.model, self.wrapped)) {
                 Some(tap) if !self.wrapped.was_delivered(tap.slot, on_leaf) => self.found = Ok(Some(past_tap(path))),
-                None if on_leaf.is_some() => self.found = Ok(Some(lost_tap(path))),
+                None if on_leaf.is_some() && !self.wrapped.is_local(path) => self.found = Ok(Some(lost_tap(path))),
                 _ => {}
             }
         }

@@ -22,6 +22,8 @@ pub(crate) struct WrappedModel {
     /// Orders the wrapped models of a rank in the same way on all ranks.
     pub(super) id: u64,
     pub(super) slots: Arc<[Slot]>,
+    /// Paths of parameters and buffers that each rank keeps for itself.
+    local: Vec<String>,
     reduction: GradientReduction,
     /// Number of reads of each slot whose hook may still run. Raised by forward, lowered when a hook's state is
     /// dropped.
@@ -81,6 +83,7 @@ impl WrappedModel {
         device: Device,
         id: u64,
         slots: Arc<[Slot]>,
+        local: Vec<String>,
         reduction: GradientReduction,
         state: Box<dyn ModelState>,
     ) -> Self {
@@ -90,6 +93,7 @@ impl WrappedModel {
             ddp,
             device,
             id,
+            local,
             reduction,
             outstanding: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
             taps: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
@@ -146,6 +150,16 @@ impl WrappedModel {
     /// Notes that all taps are attached. A slot that loses its last one from now on is an error.
     pub(crate) fn taps_are_complete(&self) {
         self.attached.get_or_init(|| self.taps.iter().map(|taps| taps.load(Ordering::Acquire) > 0).collect());
+    }
+
+    /// True if each rank keeps the parameter or buffer at `path` for itself.
+    pub(crate) fn is_local(&self, path: &str) -> bool {
+        self.local.iter().any(|local| local == path)
+    }
+
+    /// True if each rank keeps some parameters for itself.
+    pub(crate) fn has_local(&self) -> bool {
+        !self.local.is_empty()
     }
 
     /// True if a rank's gradients are weighted by its number of items.

@@ -13,8 +13,8 @@ use super::schema::{Schema, unreadable};
 use crate::intercept::{bypass, find};
 use crate::{Error, Result, agreement, byte_stream};
 
-/// `root`'s parameters and buffers on every rank, in a model that is wrapped or not; parameter ids stay what they are.
-/// *Collective*.
+/// `root`'s parameters and buffers on every rank, in a model that is wrapped or not; parameter ids stay what they are,
+/// and so do local parameters of a wrapped model. *Collective*.
 ///
 /// # Errors
 ///
@@ -25,17 +25,39 @@ pub(crate) fn model<M: Module>(group: &ProcessGroup, model: M, root: usize) -> R
         // Running statistics lag one update behind what `visit` shows; `valid` brings them up to date.
         drop(model.valid());
         let schema = Schema::of(&model)?;
-        Ok((schema.first_clones(&model)?, schema))
+        let wrapped = find(&model);
+        let is_local = |path: &str| wrapped.iter().any(|wrapped| wrapped.is_local(path));
+        let is_local: Vec<bool> = schema.paths().into_iter().map(is_local).collect();
+        Ok((schema.first_clones(&model)?, is_local, schema))
     });
-    let (first_clone, schema) = agreement::on_outcome(group, "broadcast its model", mine)?;
-    agreement::on_model(group, &schema.entries)?;
-    let first_clone = group.broadcast_object(Some(first_clone), root)?;
+    let (first_clone, is_local, schema) = agreement::on_outcome(group, "broadcast its model", mine)?;
+    agreement::on_model(group, &schema.shared(&is_local))?;
+    let first_clone = first_clones(group, root, first_clone, &is_local)?;
     let trains = model.devices().iter().any(Device::is_autodiff);
     let devices = devices(&model);
     // Ranks that are threads may have started from one model, whose clones share running statistics.
     let model = if trains && find(&model).is_empty() { running_stats::unshared(model) } else { model };
     let source = (group.world_size() > 1).then_some((group, root));
-    bypass(|| values(model, source, devices, &schema, first_clone))
+    bypass(|| values(model, source, devices, &schema, first_clone, &is_local))
+}
+
+/// Which entries are clones of which, as the root sees it: all ranks get its values, so it knows which are still equal.
+/// Local entries, which may be missing on other ranks, are as this rank sees them. *Collective*.
+#[track_caller]
+pub(crate) fn first_clones(
+    group: &ProcessGroup,
+    root: usize,
+    own: Vec<usize>,
+    is_local: &[bool],
+) -> Result<Vec<usize>> {
+    let shared: Vec<usize> = (0..own.len()).filter(|entry| !is_local[*entry]).collect();
+    let place = |entry: &usize| shared.binary_search(&own[*entry]).expect("clones of what is shared are shared");
+    let of_root: Vec<usize> = group.broadcast_object(Some(shared.iter().map(place).collect()), root)?;
+    let mut first_clone = own;
+    for (entry, first) in shared.iter().zip(of_root) {
+        first_clone[*entry] = shared[first];
+    }
+    Ok(first_clone)
 }
 
 /// Device of each parameter and buffer of `model`, in traversal order, with its checkpointing strategy.
@@ -59,8 +81,8 @@ pub(crate) fn devices<M: Module>(model: &M) -> Vec<Device> {
     devices.0
 }
 
-/// `model` with the root's values on `devices`, as fresh leaves; with its own where there is no `root`. *Collective*
-/// over the root's group.
+/// `model` with the root's values on `devices`, as fresh leaves; with its own where there is no `root`, and where
+/// `is_local`. *Collective* over the root's group.
 #[track_caller]
 pub(crate) fn values<M: Module>(
     model: M,
@@ -68,10 +90,10 @@ pub(crate) fn values<M: Module>(
     devices: Vec<Device>,
     schema: &Schema,
     first_clone: Vec<usize>,
+    is_local: &[bool],
 ) -> Result<M> {
-    let paths = schema.entries.iter().map(|entry| entry.path.as_str()).collect();
-    let mut broadcast =
-        Broadcast { root, devices: devices.into(), paths, first_clone, leaves: HashMap::new(), next: 0, error: None };
+    let (paths, devices, leaves) = (schema.paths(), devices.into(), HashMap::new());
+    let mut broadcast = Broadcast { root, devices, paths, first_clone, is_local, leaves, next: 0, error: None };
     let model = model.map(&mut broadcast);
     broadcast.error.map_or(Ok(model), Err)
 }
@@ -86,6 +108,7 @@ struct Broadcast<'a> {
     paths: Vec<&'a str>,
     /// See [`Schema::first_clones`].
     first_clone: Vec<usize>,
+    is_local: &'a [bool],
     /// Leaves by entry, so that clones of a `Param` go on sharing theirs.
     leaves: HashMap<usize, Box<dyn Any>>,
     next: usize,
@@ -96,13 +119,16 @@ struct Broadcast<'a> {
 impl Broadcast<'_> {
     fn value<const D: usize, K: Basic>(&mut self, old: Tensor<D, K>) -> Tensor<D, K> {
         let device = self.devices.pop_front().expect("map and visit see the same parameters");
-        let path = self.paths[self.next];
+        let (path, is_local) = (self.paths[self.next], self.is_local[self.next]);
         self.next += 1;
         if self.error.is_some() {
             return old;
         }
         let dims = old.dims();
-        let values = old.try_into_data().map_err(|e| unreadable(path, &e)).and_then(|data| self.broadcast(data));
+        let values = old
+            .try_into_data()
+            .map_err(|e| unreadable(path, &e))
+            .and_then(|data| if is_local { Ok(data) } else { self.broadcast(data) });
         match values {
             // Data of quantized values carry their scheme.
             Ok(data) => match data.dtype() {

@@ -11,6 +11,7 @@ use super::sync_buffers::sync_wrapped;
 use crate::convert::comm_dtype;
 use crate::ddp::Ddp;
 use crate::intercept::taps;
+use crate::wrap::wrapped_in;
 use crate::{Error, Result, agreement};
 
 impl Ddp {
@@ -20,7 +21,8 @@ impl Ddp {
     /// in the [comparison of steps](crate::WrapConfig::with_replica_check): rounding is a warning and counted, anything
     /// more is an error. All other parameters, and all of a model that is not wrapped or wrapped with
     /// [`with_exact_replicas`](crate::WrapConfig::with_exact_replicas), must be the same bits. Running statistics of a
-    /// wrapped model are brought together first ([`sync_buffers`](Self::sync_buffers)) and not compared.
+    /// wrapped model are brought together first ([`sync_buffers`](Self::sync_buffers)) and not compared, nor are
+    /// [local parameters](crate::WrapConfig::with_local_parameters).
     ///
     /// # Errors
     ///
@@ -29,11 +31,13 @@ impl Ddp {
     #[track_caller]
     pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
         let group = self.group();
+        let wrapped = wrapped_in(group, model)?;
         sync_wrapped(group, model)?;
         let Snapshot { schema, values } = agreement::on_outcome(group, "read its parameters", snapshot(model))?;
         let mut is_buffer = running_stats::which(model).into_iter();
         let is_parameter = |entry: &usize| !(schema.is_float[*entry] && is_buffer.next().unwrap_or(false));
-        let compared: Vec<usize> = (0..values.len()).filter(is_parameter).collect();
+        let is_shared = |entry: &usize| !wrapped.iter().any(|w| w.is_local(&schema.entries[*entry].path));
+        let compared: Vec<usize> = (0..values.len()).filter(is_parameter).filter(is_shared).collect();
         let paths: Vec<&str> = compared.iter().map(|entry| schema.entries[*entry].path.as_str()).collect();
         let own: Vec<i64> = compared.iter().map(|entry| digest(values[*entry].as_bytes())).collect();
         let digests = group.all_gather_object(&own)?;

@@ -11,6 +11,7 @@ use burn::tensor::{Tensor, TensorData};
 use burn_ddp_comm::{DType, ProcessGroup};
 
 use super::digest::digest;
+use super::schema::Schema;
 use crate::convert::comm_dtype;
 use crate::gradients::AlignedBytes;
 use crate::{Error, Result, agreement, intercept};
@@ -111,11 +112,16 @@ impl<M: Module> Buffers for Handle<M> {
     }
 }
 
-/// Brings the running statistics of `model` together: those that differ between ranks become rank 0's, or the mean in
-/// which each rank counts the same. *Collective*.
+/// Brings the running statistics of `model` together, but for those whose paths are `is_local`: those that differ
+/// between ranks become rank 0's, or the mean in which each rank counts the same. *Collective*.
 #[track_caller]
-pub(crate) fn sync<M: Module>(group: &ProcessGroup, model: &M, policy: BufferPolicy) -> Result<()> {
-    let is_buffer = which(model);
+pub(crate) fn sync<M: Module>(
+    group: &ProcessGroup,
+    model: &M,
+    policy: BufferPolicy,
+    is_local: impl Fn(&str) -> bool,
+) -> Result<()> {
+    let is_buffer = shared(model, which(model), is_local)?;
     if policy == BufferPolicy::Local || group.world_size() == 1 || !is_buffer.contains(&true) {
         return Ok(());
     }
@@ -136,6 +142,13 @@ pub(crate) fn sync<M: Module>(group: &ProcessGroup, model: &M, policy: BufferPol
     }
     intercept::bypass(|| handle.write(unpack(&values, &packed)));
     Ok(())
+}
+
+/// For each float parameter and buffer of `model`, true if it `is_buffer` and its path is not `is_local`.
+fn shared<M: Module>(model: &M, is_buffer: Vec<bool>, is_local: impl Fn(&str) -> bool) -> Result<Vec<bool>> {
+    let schema = intercept::bypass(|| Schema::of(model))?;
+    let paths = schema.paths();
+    Ok(schema.floats(&paths).zip(is_buffer).map(|(path, is_buffer)| is_buffer && !is_local(path)).collect())
 }
 
 /// The values back to back, one buffer per dtype in the order of first appearance.

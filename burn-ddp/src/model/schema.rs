@@ -50,6 +50,22 @@ impl Schema {
         Ok(read(model, |_| false)?.0)
     }
 
+    /// Paths of all entries.
+    pub(crate) fn paths(&self) -> Vec<&str> {
+        self.entries.iter().map(|entry| entry.path.as_str()).collect()
+    }
+
+    /// Entries that all ranks hold alike: those that are not local.
+    pub(crate) fn shared(&self, is_local: &[bool]) -> Vec<Entry> {
+        let entries = self.entries.iter().zip(is_local);
+        entries.filter(|(_, is_local)| !**is_local).map(|(entry, _)| entry.clone()).collect()
+    }
+
+    /// Of what `of_entries` has for each entry, that of those which `visit_float` yields.
+    pub(crate) fn floats<'a, T: Copy>(&'a self, of_entries: &'a [T]) -> impl Iterator<Item = T> + 'a {
+        of_entries.iter().zip(&self.is_float).filter_map(|(of_entry, is_float)| is_float.then_some(*of_entry))
+    }
+
     /// For each entry the first entry that is the same `Param`: a clone of it that has not changed since (tied
     /// weights). A clone that was frozen or trained apart (a target network) is a parameter of its own.
     pub(crate) fn first_clones<M: Module>(&self, model: &M) -> Result<Vec<usize>> {

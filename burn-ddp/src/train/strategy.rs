@@ -234,8 +234,9 @@ impl<M: LearnerModel> Run<'_, M> {
     /// Validates on this rank's share. Ranks have different numbers of batches, so they agree on stopping afterwards.
     fn validate(&mut self, loader: &ValidLoader<M>) {
         let model = self.learner.model();
-        if let Some(policy) = self.taps.as_ref().and_then(|taps| taps.wrapped.buffer_policy())
-            && let Err(error) = running_stats::sync(self.ddp.group(), &model, policy)
+        let wrapped = self.taps.as_ref().map(|taps| &taps.wrapped);
+        if let Some((wrapped, policy)) = wrapped.and_then(|wrapped| Some((wrapped, wrapped.buffer_policy()?)))
+            && let Err(error) = running_stats::sync(self.ddp.group(), &model, policy, |path| wrapped.is_local(path))
         {
             return fail(self.ddp, &self.interrupter, error);
         }

@@ -29,7 +29,10 @@ pub(crate) struct AgreedModel {
     slots: Vec<Slot>,
     /// Slot of each float parameter and buffer, in traversal order.
     slot_of: VecDeque<Option<usize>>,
-    is_buffer: Vec<bool>,
+    /// True for running statistics that the ranks bring together.
+    is_shared_buffer: Vec<bool>,
+    /// Paths of what is left to each rank.
+    local: Vec<String>,
     config: WrapConfig,
 }
 
@@ -43,17 +46,16 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
 ) -> Result<(M, AgreedModel)> {
     let world = ddp.group();
     let inspected = agreement::on_outcome(world, "wrap its model", inspect(&model, config))?;
-    let Inspected { device, schema, first_clone, is_buffer } = inspected;
+    let Inspected { device, schema, first_clone, is_buffer, is_local } = inspected;
     if let Some(difference) = agreement::on_settings(world, &config.settings())? {
         return Err(Error::invalid(format!("the ranks wrap with different settings: {difference}")));
     }
-    agreement::on_model(world, &schema.entries)?;
+    agreement::on_model(world, &schema.shared(&is_local))?;
     // Alone and without accumulation there is nothing to do in backward.
     let reduces = ddp.world_size() > 1 || config.micro_batches() > 1 || config.single_rank_reduction;
     let on_device = engine_choice::reduces_on_device(ddp, &device, reduces)?;
-    // All ranks get rank 0's values, so rank 0 knows which clones are still equal.
-    let first_clone = world.broadcast_object(ddp.is_main().then_some(first_clone), 0)?;
-    let (slots, slot_of) = treatment::slots(&schema, &first_clone, &is_buffer);
+    let first_clone = broadcast::first_clones(world, 0, first_clone, &is_local)?;
+    let (slots, slot_of) = treatment::slots(&schema, &first_clone, &is_buffer, &is_local);
     let group = if reduces {
         let mut group = ddp.state().new_group()?;
         // Errors in backward show the caller of `wrap`.
@@ -66,17 +68,22 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     // Ranks that are threads may have started from one model, whose clones share running statistics.
     let model = if is_buffer.contains(&true) { running_stats::unshared(model) } else { model };
     let source = group.as_ref().filter(|_| ddp.world_size() > 1).map(|group| (group, 0));
-    let model = broadcast::values(model, source, devices, &schema, first_clone)?;
+    let model = broadcast::values(model, source, devices, &schema, first_clone, &is_local)?;
     ddp.state().note_model_device(&device);
     seed::separate_ranks(ddp, &device)?;
-    Ok((model, AgreedModel { device, group, on_device, slots, slot_of, is_buffer, config: config.clone() }))
+    let is_shared_buffer = schema.floats(&is_local).zip(is_buffer).map(|(is_local, is_buffer)| is_buffer && !is_local);
+    let is_shared_buffer = is_shared_buffer.collect();
+    let paths = schema.entries.into_iter().zip(is_local);
+    let local = paths.filter_map(|(entry, is_local)| is_local.then_some(entry.path)).collect();
+    let config = config.clone();
+    Ok((model, AgreedModel { device, group, on_device, slots, slot_of, is_shared_buffer, local, config }))
 }
 
 impl AgreedModel {
     /// Taps of the agreed model, whose running statistics are those of `model`; `None` where nothing is to be reduced.
     /// *Collective*.
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Option<Taps>> {
-        let AgreedModel { device, group, on_device, slots, slot_of, is_buffer, config } = self;
+        let AgreedModel { device, group, on_device, slots, slot_of, is_shared_buffer, local, config } = self;
         let Some(group) = group else { return Ok(None) };
         let settings = ReducerSettings {
             reduction: config.reduction,
@@ -90,9 +97,10 @@ impl AgreedModel {
             on_device,
         };
         let policy = config.buffers;
-        let buffers = (policy != BufferPolicy::Local).then(|| running_stats::handle(model, &is_buffer)).flatten();
+        let buffers =
+            (policy != BufferPolicy::Local).then(|| running_stats::handle(model, &is_shared_buffer)).flatten();
         let statistics = buffers.map(|buffers| SyncedStatistics::new(buffers, policy));
-        let wrapped = open_model(ddp.without_presence(), device, group, slots, settings, statistics)?;
+        let wrapped = open_model(ddp.without_presence(), device, group, slots, local, settings, statistics)?;
         Ok(Some(Taps::new(ddp, Arc::new(wrapped), slot_of)))
     }
 }

@@ -3,7 +3,7 @@
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Tensor};
 
-use super::WrapConfig;
+use super::{WrapConfig, local_parameters};
 use crate::intercept::{MAX_DIMS, TAP_NAME, find};
 use crate::model::running_stats;
 use crate::model::schema::Schema;
@@ -18,6 +18,8 @@ pub(super) struct Inspected {
     pub(super) first_clone: Vec<usize>,
     /// See [`running_stats::which`].
     pub(super) is_buffer: Vec<bool>,
+    /// For each entry of the schema, true if it is left to each rank.
+    pub(super) is_local: Vec<bool>,
 }
 
 /// Checks that `model` can be wrapped with `config`, and describes it.
@@ -39,7 +41,24 @@ pub(super) fn inspect<M: Module>(model: &M, config: &WrapConfig) -> Result<Inspe
     drop(model.valid());
     let schema = Schema::of(model)?;
     let first_clone = schema.first_clones(model)?;
-    Ok(Inspected { device, schema, first_clone, is_buffer: running_stats::which(model) })
+    let is_local = local_parameters::select(&config.local_parameters, &schema.paths())?;
+    refuse_half_local(&schema, &first_clone, &is_local)?;
+    Ok(Inspected { device, schema, first_clone, is_buffer: running_stats::which(model), is_local })
+}
+
+/// Refuses a model without anything to average, and clones of a parameter of which some are local.
+fn refuse_half_local(schema: &Schema, first_clone: &[usize], is_local: &[bool]) -> Result<()> {
+    if is_local.iter().all(|is_local| *is_local) {
+        return Err(Error::invalid("all parameters are local: nothing of the model is left to average"));
+    }
+    let paths = schema.paths();
+    match first_clone.iter().enumerate().find(|(entry, first)| is_local[*entry] != is_local[**first]) {
+        None => Ok(()),
+        Some((entry, &first)) => Err(Error::invalid(format!(
+            "{} and {} are the same parameter, and one of them is local: name both, or none",
+            paths[first], paths[entry]
+        ))),
+    }
 }
 
 /// Name of the first reparameterization of `model` that is not burn-ddp's.

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `wrap_config` | settings |
 //! | `inspect` | checks that a rank makes alone |
+//! | `local_parameters` | selects those that each rank keeps for itself |
 //! | `treatment` | which parameters and buffers have averaged gradients |
 //! | `agree_and_broadcast` | agreement on the model and its settings; rank 0's values; the reducer |
 //! | `attach` | taps on the parameters |
@@ -13,6 +14,7 @@
 mod agree_and_broadcast;
 mod attach;
 mod inspect;
+mod local_parameters;
 mod owned;
 mod sync_gradients;
 mod treatment;

@@ -15,7 +15,8 @@ pub(crate) enum Treatment {
     Averaged,
     /// No gradient as long as the parameter is frozen; the replica check compares its value.
     Frozen,
-    /// Never a gradient: running statistics, quantized values, integers and bools.
+    /// Nothing: a local parameter keeps this rank's gradient; running statistics, quantized values, integers and bools
+    /// have none.
     LeftOut,
 }
 
@@ -29,10 +30,13 @@ struct Value {
     is_float: bool,
     /// True for running statistics.
     is_buffer: bool,
+    /// True if the settings leave it to each rank.
+    is_local: bool,
 }
 
 fn treatment(value: Value) -> Treatment {
     match value {
+        Value { is_local: true, .. } => Treatment::LeftOut,
         Value { is_float: false, .. } | Value { is_buffer: true, .. } => Treatment::LeftOut,
         Value { dtype, .. } if !dtype.is_float() => Treatment::LeftOut,
         Value { trainable: true, .. } => Treatment::Averaged,
@@ -45,16 +49,18 @@ fn treatment(value: Value) -> Treatment {
 ///
 /// Averaged and frozen parameters have slots. Each clone of a parameter (tied weights) has its own slot, which names
 /// that of the first clone: `first_clone` comes from [`Schema::first_clones`], `is_buffer` from
-/// [`running_stats::which`](crate::model::running_stats::which).
+/// [`running_stats::which`](crate::model::running_stats::which); `is_local` is of each entry of the schema.
 pub(super) fn slots(
     schema: &Schema,
     first_clone: &[usize],
     is_buffer: &[bool],
+    is_local: &[bool],
 ) -> (Vec<Slot>, VecDeque<Option<usize>>) {
     let floats: Vec<usize> = (0..schema.entries.len()).filter(|&entry| schema.is_float[entry]).collect();
     let has_slot = |(&entry, &is_buffer): (&usize, &bool)| {
         let (dtype, trainable) = (schema.dtypes[entry], schema.entries[entry].trainable);
-        let treatment = treatment(Value { dtype, trainable, is_float: schema.is_float[entry], is_buffer });
+        let (is_float, is_local) = (schema.is_float[entry], is_local[entry]);
+        let treatment = treatment(Value { dtype, trainable, is_float, is_buffer, is_local });
         (treatment != Treatment::LeftOut).then_some(entry)
     };
     let params: Vec<usize> = floats.iter().zip(is_buffer).filter_map(has_slot).collect();
@@ -77,7 +83,8 @@ mod tests {
     use super::*;
     use crate::model::schema::Entry;
 
-    const WEIGHT: Value = Value { dtype: DType::F32, trainable: true, is_float: true, is_buffer: false };
+    const WEIGHT: Value =
+        Value { dtype: DType::F32, trainable: true, is_float: true, is_buffer: false, is_local: false };
 
     #[test]
     fn gradients_are_averaged_where_there_can_be_some() {
@@ -87,6 +94,8 @@ mod tests {
         let quantized = DType::QFloat(QuantScheme::default());
         for left_out in [
             Value { is_buffer: true, trainable: false, ..WEIGHT },
+            Value { is_local: true, ..WEIGHT },
+            Value { is_local: true, trainable: false, ..WEIGHT },
             Value { dtype: quantized, trainable: false, ..WEIGHT },
             Value { dtype: DType::I64, trainable: false, is_float: false, ..WEIGHT },
         ] {
@@ -97,17 +106,22 @@ mod tests {
     #[test]
     fn slots_skip_what_is_left_out_and_know_their_first_clone() {
         let mut schema = Schema::default();
-        for (path, dtype, is_float) in
-            [("a", DType::F32, true), ("n", DType::I64, false), ("mean", DType::F32, true), ("tied", DType::F32, true)]
-        {
+        for (path, dtype, is_float) in [
+            ("a", DType::F32, true),
+            ("n", DType::I64, false),
+            ("mean", DType::F32, true),
+            ("own", DType::F32, true),
+            ("tied", DType::F32, true),
+        ] {
             let trainable = path != "mean" && path != "n";
             schema.entries.push(Entry { path: path.into(), dims: vec![2], dtype: format!("{dtype:?}"), trainable });
             schema.dtypes.push(dtype);
             schema.ids.push(ParamId::new());
             schema.is_float.push(is_float);
         }
-        let (slots, slot_of) = slots(&schema, &[0, 1, 2, 0], &[false, true, false]);
-        assert_eq!(slot_of, [Some(0), None, Some(1)]);
+        let (slots, slot_of) =
+            slots(&schema, &[0, 1, 2, 3, 0], &[false, true, false, false], &[false, false, false, true, false]);
+        assert_eq!(slot_of, [Some(0), None, None, Some(1)]);
         let described: Vec<_> = slots.iter().map(|slot| (slot.path.as_str(), slot.first_clone)).collect();
         assert_eq!(described, [("a", 0), ("tied", 0)]);
     }

@@ -1,10 +1,12 @@
 //! Settings of `wrap`.
 
+use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
 use crate::agreement::Settings;
 use crate::gradients::{Caps, GradientReduction};
 use crate::model::running_stats::BufferPolicy;
+use crate::model::schema::Schema;
 use crate::{Error, Result};
 
 /// Settings of [`Ddp::wrap_with`](crate::Ddp::wrap_with), the same on every rank.
@@ -29,6 +31,8 @@ pub struct WrapConfig {
     pub(super) overlap: Option<bool>,
     #[serde(rename = "alone")]
     pub(super) single_rank_reduction: bool,
+    /// Paths of parameters, buffers and modules that each rank keeps for itself; `*` stands for any text.
+    pub(super) local_parameters: Vec<String>,
 }
 
 impl Default for WrapConfig {
@@ -43,6 +47,7 @@ impl Default for WrapConfig {
             exact_replicas: false,
             overlap: None,
             single_rank_reduction: false,
+            local_parameters: Vec::new(),
         }
     }
 }
@@ -143,6 +148,60 @@ impl WrapConfig {
     pub fn with_single_rank_reduction(mut self, reduce: bool) -> Self {
         self.single_rank_reduction = reduce;
         self
+    }
+
+    /// Leaves parameters and buffers to each rank: they keep this rank's values and gradients, and are neither
+    /// broadcast nor averaged nor compared, as those in torch's `_ddp_params_and_buffers_to_ignore`. They may have
+    /// other shapes on other ranks.
+    ///
+    /// Each name is the path of a parameter or buffer (`"experts.0.weight"`) or of a module, which means all that it
+    /// holds (`"experts"`); `*` stands for any text (`"experts.*.bias"`). Names add up over several calls. A name that
+    /// the model does not have is an error of `wrap`, which proposes the closest ones.
+    ///
+    /// `save` and checkpoints write rank 0's: a rank that must not lose its own writes them itself. The norm of all
+    /// gradients differs between ranks: clip local ones apart from the others.
+    ///
+    /// ```
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let gradients = Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let config = WrapConfig::new().with_local_parameters(["bias"]);
+    ///     let model: Linear = ddp.wrap_with(LinearConfig::new(1, 1).init(&device), &config)?;
+    ///     let loss = model.forward(Tensor::<2>::ones([1, 1], &device)) * ddp.rank() as f32;
+    ///     let grads = loss.sum().backward();
+    ///     let weight = model.weight.base().grad(&grads).unwrap().into_scalar::<f32>();
+    ///     let bias = model.bias.as_ref().unwrap().base().grad(&grads).unwrap().into_scalar::<f32>();
+    ///     Ok((weight, bias))
+    /// })?;
+    /// assert_eq!(gradients, [(0.5, 0.0), (0.5, 1.0)]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[must_use]
+    pub fn with_local_parameters<S: Into<String>>(mut self, names: impl IntoIterator<Item = S>) -> Self {
+        self.local_parameters.extend(names.into_iter().map(Into::into));
+        self
+    }
+
+    /// [`with_local_parameters`](Self::with_local_parameters) of those paths of `model` for which `is_local` returns
+    /// true. It must return the same on every rank for paths that several ranks have.
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, tensor::Device};
+    /// # use burn_ddp::WrapConfig;
+    /// let model = LinearConfig::new(2, 1).init(&Device::default());
+    /// let config = WrapConfig::new().with_local_parameters_where(&model, |path| path.ends_with("bias"))?;
+    /// assert_eq!(config, WrapConfig::new().with_local_parameters(["bias"]));
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] for a trainable parameter of a dtype that `wrap` does not take.
+    pub fn with_local_parameters_where<M: Module>(self, model: &M, is_local: impl Fn(&str) -> bool) -> Result<Self> {
+        let schema = Schema::of(model)?;
+        Ok(self.with_local_parameters(schema.paths().into_iter().filter(|path| is_local(path))))
     }
 
     /// Micro-batches per step, if set.

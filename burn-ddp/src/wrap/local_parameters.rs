@@ -1,0 +1,98 @@
+//! Parameters and buffers that each rank keeps for itself, selected by their paths.
+
+use crate::{Error, Result};
+
+/// Number of paths that an error proposes.
+const PROPOSED: usize = 3;
+
+/// For each path, true if one of `patterns` names it or a module that it is in.
+///
+/// # Errors
+///
+/// [`Error::Invalid`] if a pattern names nothing, with the paths that are most like it.
+pub(super) fn select(patterns: &[String], paths: &[&str]) -> Result<Vec<bool>> {
+    for pattern in patterns {
+        if !paths.iter().any(|path| names(pattern, path)) {
+            return Err(Error::invalid(format!(
+                "the local parameter {pattern:?} names no parameter, buffer or module of the model; closest are {}",
+                closest(pattern, paths).join(", ")
+            )));
+        }
+    }
+    Ok(paths.iter().map(|path| patterns.iter().any(|pattern| names(pattern, path))).collect())
+}
+
+/// True if `pattern` matches `path` or the path of a module that it is in.
+fn names(pattern: &str, path: &str) -> bool {
+    let modules = path.match_indices('.').map(|(end, _)| &path[..end]);
+    modules.chain([path]).any(|path| matches(pattern.as_bytes(), path.as_bytes()))
+}
+
+/// True if `text` is `pattern`, where `*` stands for any text.
+fn matches(pattern: &[u8], text: &[u8]) -> bool {
+    match (pattern.split_first(), text.split_first()) {
+        (None, rest) => rest.is_none(),
+        (Some((b'*', rest)), _) => (0..=text.len()).any(|skipped| matches(rest, &text[skipped..])),
+        (Some((one, pattern)), Some((other, text))) => one == other && matches(pattern, text),
+        (Some(_), None) => false,
+    }
+}
+
+/// The `paths` that are most like `pattern`.
+fn closest<'a>(pattern: &str, paths: &[&'a str]) -> Vec<&'a str> {
+    let mut by_distance: Vec<&str> = paths.to_vec();
+    by_distance.sort_by_cached_key(|path| distance(pattern, path));
+    by_distance.truncate(PROPOSED);
+    by_distance
+}
+
+/// Fewest characters to insert, delete or replace between two texts (Levenshtein).
+fn distance(one: &str, other: &str) -> usize {
+    let other: Vec<char> = other.chars().collect();
+    let mut row: Vec<usize> = (0..=other.len()).collect();
+    for (i, a) in one.chars().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, b) in other.iter().enumerate() {
+            let replaced = diagonal + usize::from(a != *b);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[other.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATHS: [&str; 5] = ["embed.weight", "experts.0.weight", "experts.0.bias", "experts.1.weight", "head.weight"];
+
+    fn selected(patterns: &[&str]) -> Vec<&'static str> {
+        let patterns: Vec<String> = patterns.iter().map(ToString::to_string).collect();
+        let selected = select(&patterns, &PATHS).unwrap();
+        PATHS.iter().zip(selected).filter_map(|(path, selected)| selected.then_some(*path)).collect()
+    }
+
+    #[test]
+    fn names_are_paths_modules_and_patterns() {
+        assert_eq!(selected(&[]), [""; 0]);
+        assert_eq!(selected(&["experts.0.bias", "embed.weight"]), ["embed.weight", "experts.0.bias"]);
+        assert_eq!(selected(&["experts"]), &PATHS[1..4]);
+        assert_eq!(selected(&["experts.0"]), &PATHS[1..3]);
+        assert_eq!(selected(&["experts.*.weight"]), ["experts.0.weight", "experts.1.weight"]);
+        assert_eq!(selected(&["*.bias", "h*"]), ["experts.0.bias", "head.weight"]);
+        assert_eq!(selected(&["*"]), PATHS);
+    }
+
+    #[test]
+    fn a_name_that_is_not_there_is_an_error_with_the_closest() {
+        for (pattern, closest) in [("expert.0.weight", "experts.0.weight, "), ("embd", "embed.weight, ")] {
+            let error = select(&["head".into(), pattern.into()], &PATHS).unwrap_err().to_string();
+            assert!(
+                error.contains(&format!("{pattern:?}")) && error.contains(&format!("closest are {closest}")),
+                "{error}"
+            );
+        }
+        assert!(select(&["expert".into()], &PATHS).is_err(), "a part of a name is no module");
+    }
+}

@@ -1,0 +1,202 @@
+//! `WrapConfig::with_local_parameters`: what each rank keeps for itself beside what all ranks share.
+
+use std::collections::BTreeMap;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::{GradientsParams, SgdConfig};
+use burn::prelude::*;
+use burn::tensor::{DType, Gradients};
+use burn_ddp::prelude::*;
+use burn_ddp_tests::parts::numbered;
+use burn_ddp_tests::{rows, to_f64};
+
+/// A shared body, and heads of which the first belongs to each rank.
+#[derive(Module, Debug)]
+struct Net {
+    body: Linear,
+    norm: BatchNorm,
+    heads: Vec<Linear>,
+}
+
+impl Net {
+    /// The first head has `outputs` outputs.
+    fn new(outputs: usize, salt: u64, device: &Device) -> Self {
+        let init = |i, o| LinearConfig::new(i, o).init(device);
+        let heads = vec![init(4, outputs), init(4, 2)];
+        to_f64(numbered(Net { body: init(6, 4), norm: BatchNormConfig::new(4).init(device), heads }, salt))
+    }
+
+    fn loss(&self, x: Tensor<2>) -> Tensor<1> {
+        let h = self.norm.forward(self.body.forward(x).tanh());
+        let squares = |head: &Linear| head.forward(h.clone()).powf_scalar(2.0).mean();
+        squares(&self.heads[0]) + squares(&self.heads[1])
+    }
+}
+
+fn is_local(path: &str) -> bool {
+    path.starts_with("heads.0") || path.starts_with("norm.running")
+}
+
+fn batch(rank: usize, step: usize, device: &Device) -> Tensor<2> {
+    rows((2 * step + rank) * 5, 5, 6, 3, DType::F64, device)
+}
+
+type ByPath = BTreeMap<String, Vec<f64>>;
+
+/// Values of all parameters and buffers, or their gradients.
+fn by_path<M: Module>(model: &M, grads: Option<&Gradients>) -> ByPath {
+    struct Read<'a> {
+        path: Vec<String>,
+        grads: Option<&'a Gradients>,
+        found: ByPath,
+    }
+    impl ModuleVisitor for Read<'_> {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.path.push(name.to_string());
+        }
+
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.path.pop();
+        }
+
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let data = match self.grads {
+                Some(grads) => param.base().grad(grads).map(Tensor::into_data),
+                None => Some(param.base().into_data()),
+            };
+            if let Some(data) = data {
+                self.found.insert(self.path.join("."), data.convert::<f64>().try_to_vec().unwrap());
+            }
+        }
+    }
+    let mut read = Read { path: Vec::new(), grads, found: ByPath::new() };
+    model.visit(&mut read);
+    read.found
+}
+
+fn close(a: &[f64], b: &[f64]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 1e-12 * a.abs().max(1.0))
+}
+
+#[test]
+fn each_rank_trains_its_own_part_and_all_train_the_rest() {
+    for by_predicate in [false, true] {
+        let ranks = Ddp::spawn(2, |ddp| {
+            let (rank, device) = (ddp.rank(), ddp.device()?.autodiff());
+            // Other values, and another shape of the first head.
+            let mut model = Net::new(3 + 2 * rank, 1 + 100 * rank as u64, &device);
+            let own = by_path(&model, None);
+            let config = WrapConfig::new().with_replica_check(1);
+            let config = match by_predicate {
+                true => config.with_local_parameters_where(&model, is_local)?,
+                false => config.with_local_parameters(["heads.0"]).with_local_parameters(["norm.running*"]),
+            };
+            model = ddp.wrap_with(model, &config)?;
+            let begun = by_path(&model, None);
+            assert!(
+                begun
+                    .iter()
+                    .all(|(path, values)| (own[path] == *values) == (rank == 0 || is_local(path) || same(path)))
+            );
+            let mut optim = SgdConfig::new().init();
+            let mut seen = Vec::new();
+            for step in 0..6 {
+                let plain = ddp.unwrap(model.clone())?;
+                let alone = by_path(&plain, Some(&plain.loss(batch(rank, step, &device)).backward()));
+                let loss = model.loss(batch(rank, step, &device));
+                // Both ways; the second one looks at every leaf.
+                let grads = if step % 2 == 0 { loss.backward() } else { ddp.backward(&loss, &model)? };
+                seen.push((alone, by_path(&model, Some(&grads))));
+                let grads = GradientsParams::from_grads(grads, &model);
+                model = optim.step(0.1, model, grads);
+            }
+            ddp.sync_buffers(&model)?;
+            ddp.check_replicas(&model)?;
+            let trained = by_path(&model.valid(), None);
+            let again = by_path(&ddp.broadcast_parameters(model, 1)?.valid(), None);
+            assert_eq!(again, trained, "shared values are equal, local ones stay");
+            Ok((seen, trained))
+        });
+        let ranks = ranks.unwrap();
+        for step in 0..6 {
+            for rank in 0..2 {
+                let (alone, averaged) = &ranks[rank].0[step];
+                let other = &ranks[1 - rank].0[step].0;
+                assert_eq!(averaged.len(), 8, "{averaged:?}");
+                for (path, gradient) in averaged {
+                    let expected: Vec<f64> = match is_local(path) {
+                        true => alone[path].clone(),
+                        false => alone[path].iter().zip(&other[path]).map(|(a, b)| (a + b) / 2.0).collect(),
+                    };
+                    assert!(close(gradient, &expected), "step {step}, rank {rank}: {path}");
+                }
+            }
+        }
+        let [(_, one), (_, other)] = ranks.try_into().unwrap();
+        for (path, values) in &one {
+            assert_eq!(*values != other[path], is_local(path), "{path}");
+        }
+    }
+}
+
+/// True for what is the same in every new model: BatchNorm's statistics.
+fn same(path: &str) -> bool {
+    path.starts_with("norm.running")
+}
+
+#[test]
+fn save_writes_rank_0s_and_compares_what_is_shared() {
+    let directory = tempfile::tempdir().unwrap();
+    let (own, path) = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = Net::new(3, 1 + 100 * ddp.rank() as u64, &device);
+        let config = WrapConfig::new().with_local_parameters(["heads.0"]);
+        let model = ddp.wrap_with(model, &config)?;
+        Ok((by_path(&model, None), ddp.save(&model, directory.path().join("model"))?))
+    })
+    .unwrap()
+    .remove(0);
+    let device = burn_ddp_tests::device();
+    assert_eq!(by_path(&Net::new(3, 77, &device).load_file(path), None), own);
+}
+
+#[test]
+fn names_that_mean_nothing_or_half_a_parameter_are_refused_on_every_rank() {
+    #[derive(Module, Debug)]
+    struct Tied {
+        a: Linear,
+        b: Linear,
+    }
+    let errors = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut optim = SgdConfig::new().init();
+        let names = |names: &[&str]| WrapConfig::new().with_local_parameters(names.iter().copied());
+        let net = || Net::new(3, 1, &device);
+        let a = LinearConfig::new(2, 2).init(&device);
+        let tied = Tied { b: a.clone(), a };
+        let own = if ddp.rank() == 0 { names(&["body"]) } else { names(&["heads"]) };
+        let mut model = ddp.wrap_with(net(), &names(&["body"]))?;
+        let errors = [
+            ddp.wrap_with(net(), &names(&["head.0.weight"])).err(),
+            ddp.wrap_with(net(), &names(&["*"])).err(),
+            ddp.wrap_with(tied, &names(&["b"])).err(),
+            ddp.wrap_with(net(), &own).err(),
+            ddp.join(&mut model, &mut optim).err(),
+        ];
+        Ok(errors.map(|error| error.map_or("none".into(), |error| error.to_string())))
+    });
+    let errors = errors.unwrap();
+    let expected: [&[&str]; 5] = [
+        &["\"head.0.weight\"", "closest are heads.0.weight, "],
+        &["all parameters are local"],
+        &["a.weight and b.weight", "name both, or none"],
+        &["local_parameters is [\"body\"] on rank 0 and [\"heads\"] on rank 1"],
+        &["`join` with local parameters"],
+    ];
+    for errors in errors {
+        for (error, expected) in errors.iter().zip(expected) {
+            assert!(expected.iter().all(|text| error.contains(text)), "{expected:?} are not in {error}");
+        }
+    }
+}
