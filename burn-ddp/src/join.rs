@@ -70,16 +70,16 @@ impl Ddp {
     #[track_caller]
     pub fn join<M: Module + 'static>(&self, model: &mut M, optim: &mut ModuleOptimizer) -> Result<usize> {
         let wrapped = wrapped_in(self.group(), model)?;
-        if self.world_size() == 1 {
-            wrapped.iter().for_each(|wrapped| wrapped.discard());
-            return Ok(0);
-        }
         let wrapped = only(&wrapped, "join with")?;
         if wrapped.has_synced_norm() {
             return Err(Error::invalid(NO_SYNCED_NORM));
         }
         if wrapped.has_local() {
             return Err(Error::invalid(NO_LOCAL_PARAMETERS));
+        }
+        if self.world_size() == 1 {
+            wrapped.discard();
+            return Ok(0);
         }
         let mine = wrapped.steps();
         while wrapped.shadow()? {}

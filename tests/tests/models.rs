@@ -317,14 +317,23 @@ fn without_the_result_form_the_failure_is_a_panic_with_the_reason() {
 }
 
 #[test]
-fn a_world_of_one_is_plain_burn() {
+fn a_world_of_1_has_the_gradients_of_plain_burn() {
     Ddp::spawn(1, |ddp| {
         let device = ddp.device()?.autodiff();
-        let model = ddp.wrap(Mlp::new(&device))?;
-        let loss = model.forward(x(&ddp, &device)).sum();
-        let grads = ddp.backward(&loss, &model)?;
-        assert_eq!(GradientsParams::from_grads(grads, &model).len(), 6);
-        assert_eq!(ddp.telemetry().stats(), burn_ddp::Stats::default(), "no tap, no reduction");
+        let plain = Mlp::new(&device);
+        let grad = |model: &Mlp| {
+            let grads = model.forward(x(&ddp, &device)).sum().backward();
+            assert_eq!(GradientsParams::from_grads(grads, model).len(), 6);
+            let grads = model.forward(x(&ddp, &device)).sum().backward();
+            model.a.weight.base().grad(&grads).unwrap().into_data()
+        };
+        let expected = grad(&plain);
+        for reduces in [false, true] {
+            let before = ddp.telemetry().stats();
+            let config = WrapConfig::new().with_single_rank_reduction(reduces);
+            assert_eq!(grad(&ddp.wrap_with(plain.clone(), &config)?), expected);
+            assert_eq!((ddp.telemetry().stats() - before).steps, 2);
+        }
         Ok(())
     })
     .unwrap();
@@ -510,7 +519,8 @@ fn after_a_failed_backward_the_next_is_an_error_and_not_a_panic() {
     let config = WrapConfig::new().with_overlap(true).with_bucket_cap_bytes(100).with_first_bucket_cap_bytes(100);
     Ddp::spawn_with(1, patient(), |ddp| {
         let device = ddp.device()?.autodiff();
-        let model = ddp.wrap_with(Mlp::new(&device), &config.clone().with_accumulation(2))?;
+        let config = config.clone().with_accumulation(2).with_single_rank_reduction(true);
+        let model = ddp.wrap_with(Mlp::new(&device), &config)?;
         let loss = || model.forward(x(&ddp, &device)).sum();
         ddp.backward(&loss(), &model)?;
         let copy = model.clone().fork(&device);
@@ -518,38 +528,6 @@ fn after_a_failed_backward_the_next_is_an_error_and_not_a_panic() {
         assert!(ddp.backward(&bad, &model).is_err());
         let error = ddp.backward(&loss(), &model).err().map(|e| e.to_string());
         assert_eq!(error.is_none(), reads_at_the_end(), "with buckets under way the ranks are out of step");
-        Ok(())
-    })
-    .unwrap();
-}
-
-#[test]
-fn a_world_of_1_has_no_taps_unless_they_are_asked_for() {
-    struct Taps(usize);
-    impl burn::module::ModuleVisitor for Taps {
-        fn enter_module(&mut self, name: &str, _: &str) {
-            self.0 += usize::from(name == "ddp");
-        }
-    }
-    let taps = |model: &Mlp| {
-        let mut taps = Taps(0);
-        model.visit(&mut taps);
-        taps.0
-    };
-    Ddp::spawn(1, |ddp| {
-        let device = ddp.device()?.autodiff();
-        let plain = Mlp::new(&device);
-        let grad = |model: &Mlp| {
-            let grads = model.forward(x(&ddp, &device)).sum().backward();
-            model.a.weight.base().grad(&grads).unwrap().into_data()
-        };
-        let wrapped = ddp.wrap(plain.clone())?;
-        assert_eq!(taps(&wrapped), 0);
-        let expected = grad(&wrapped);
-        let tapped = ddp.wrap_with(plain, &WrapConfig::new().with_single_rank_reduction(true))?;
-        assert_eq!(taps(&tapped), 6);
-        assert_eq!(grad(&tapped), expected);
-        assert_eq!(ddp.telemetry().stats().steps, 1);
         Ok(())
     })
     .unwrap();

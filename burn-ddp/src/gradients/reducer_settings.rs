@@ -22,4 +22,6 @@ pub(crate) struct ReducerSettings {
     pub overlap: bool,
     /// True if gradients stay on their device, where the group's engine reduces them. Needs `overlap`.
     pub on_device: bool,
+    /// True if gradients stay where they are, since no other rank adds to them: micro-batches are only summed.
+    pub alone: bool,
 }

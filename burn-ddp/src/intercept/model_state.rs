@@ -128,7 +128,7 @@ impl<B: GradientMemory> State<B> {
     fn new(parts: Parts, device: B::Device, dtype: DType) -> Result<Self> {
         let Parts { group, slots, settings, meter, statistics } = parts;
         let sentinel = untracked::<B>(scalar::<B>(&device, dtype));
-        let store = open_store::<B>(slots.clone(), device, settings.on_device, settings.caps.bytes);
+        let store = open_store::<B>(slots.clone(), device, settings);
         let judges = !settings.exact_replicas && group.world_size() > 1;
         Ok(State {
             reducer: Reducer::new(group, slots.clone(), store, settings, meter)?,

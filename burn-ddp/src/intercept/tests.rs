@@ -302,7 +302,7 @@ fn whatever_fails_on_one_rank_is_every_ranks_error_and_stays() {
 fn nccls_engine_reduces_what_was_lent() {
     let train = |ddp: &Ddp, weights: [f64; 2]| -> anyhow::Result<_> {
         let device = Device::flex().autodiff();
-        let config = small().with_accumulation(2).with_replica_check(2);
+        let config = small().with_accumulation(2).with_replica_check(2).with_single_rank_reduction(true);
         let mut model = ddp.wrap_with(Model::new(&device, MIXED), &config)?;
         let mut optim = SgdConfig::new().init();
         let mut steps = Vec::new();

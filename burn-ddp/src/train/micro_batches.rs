@@ -2,23 +2,21 @@
 
 use std::collections::HashSet;
 
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
-use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-/// Micro-batches since the last optimizer step, and their gradients.
-pub(super) struct MicroBatches<M> {
+/// Micro-batches since the last optimizer step.
+pub(super) struct MicroBatches {
     /// Micro-batches per step.
     per_step: usize,
     /// Micro-batches so far.
     done: usize,
-    /// Their gradients, if the model has no reducer.
-    local: GradientsAccumulator<M>,
 }
 
-impl<M: Module> MicroBatches<M> {
+impl MicroBatches {
     pub(super) fn new(per_step: usize) -> Self {
-        MicroBatches { per_step, done: 0, local: GradientsAccumulator::new() }
+        MicroBatches { per_step, done: 0 }
     }
 
     /// True if a step has more than one micro-batch.
@@ -31,28 +29,15 @@ impl<M: Module> MicroBatches<M> {
         last_of_epoch || self.done + 1 >= self.per_step
     }
 
-    /// Adds the gradients of a micro-batch. If it `completes` the step, returns the step's gradients: the sum over its
-    /// micro-batches, as in Burn's trainer. With `reduced`, a reducer accumulated them, and `grads` is their (weighted)
-    /// mean, which is multiplied by their number.
-    pub(super) fn add(
+    /// Counts a micro-batch. If it `completes` the step, returns the step's gradients: the sum over its micro-batches,
+    /// as in Burn's trainer. `grads` is their (weighted) mean, which is multiplied by their number.
+    pub(super) fn add<M: Module>(
         &mut self,
         model: &M,
         grads: GradientsParams,
         completes: bool,
-        reduced: bool,
     ) -> Option<GradientsParams> {
         self.done += 1;
-        if !self.accumulates() {
-            self.done = 0;
-            return Some(grads);
-        }
-        if !reduced {
-            self.local.accumulate(model, grads);
-            return completes.then(|| {
-                self.done = 0;
-                self.local.grads()
-            });
-        }
         completes.then(|| scaled(model, grads, std::mem::take(&mut self.done)))
     }
 }

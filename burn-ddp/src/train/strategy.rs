@@ -29,29 +29,21 @@ impl<M: LearnerModel> DdpStrategy<M> {
         DdpStrategy { ddp, config, train }
     }
 
-    /// Gives all ranks the same weights. Returns their device, and the taps for each step of so many micro-batches:
-    /// `None` if nothing is reduced.
-    fn prepare(&self, learner: &mut Learner<M>, accumulation: usize) -> Result<(Option<Taps>, Device)> {
+    /// Gives all ranks the same weights. Returns the taps for each step, and the device.
+    fn prepare(&self, learner: &mut Learner<M>) -> Result<(Taps, Device)> {
         if self.config.accumulation().is_some_and(|k| k != 1) {
             return Err(Error::invalid(
                 "Burn's trainer accumulates by its own setting, `grads_accumulation(k)`: leave `with_accumulation` out",
             ));
         }
         self.ddp.state().make_metric_group()?;
-        let mut config = self.config.clone();
-        if accumulation > 1 && self.train.has_weights() {
-            // The reducer weighs micro-batches, also alone.
-            config = config.with_single_rank_reduction(true);
-        }
-        let (model, agreed) = wrap::agree_and_broadcast(&self.ddp, learner.model(), &config)?;
+        let (model, agreed) = wrap::agree_and_broadcast(&self.ddp, learner.model(), &self.config)?;
         // The learner does not give its model away, but loads values into it.
         learner.load_model(model.into_record());
         let device = agreed.device.clone();
         let taps = agreed.taps(&self.ddp, &learner.model())?;
-        if let Some(taps) = &taps {
-            // Each parameter was loaded separately, so clones no longer share one.
-            taps.wrapped.note_map();
-        }
+        // Each parameter was loaded separately, so clones no longer share one.
+        taps.wrapped.note_map();
         Ok((taps, device))
     }
 }
@@ -107,7 +99,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
             ..
         } = components;
         let accumulation = grad_accumulation.unwrap_or(1);
-        let (taps, device) = match self.0.prepare(&mut learner, accumulation) {
+        let (taps, device) = match self.0.prepare(&mut learner) {
             Ok(prepared) => prepared,
             Err(error) => {
                 // All ranks got the same error.
@@ -158,7 +150,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
 struct Run<'a, M: LearnerModel> {
     ddp: &'a Ddp,
     sharded: &'a ShardedLoader<<M as TrainStep>::Input>,
-    taps: Option<Taps>,
+    taps: Taps,
     learner: Learner<M>,
     /// Micro-batches per optimizer step.
     accumulation: usize,
@@ -192,7 +184,7 @@ impl<M: LearnerModel> Run<'_, M> {
                     return true;
                 }
             };
-            let grads = micro_batches.add(&self.learner.model(), grads, completes, self.taps.is_some());
+            let grads = micro_batches.add(&self.learner.model(), grads, completes);
             if let Some(grads) = grads {
                 self.learner.lr_step();
                 self.learner.optimizer_step(grads);
@@ -209,8 +201,8 @@ impl<M: LearnerModel> Run<'_, M> {
 
     /// Gives each micro-batch the weight 1 over all ranks, whatever its number of items, as Burn's trainer does. Where
     /// the user weighs batches, each counts by its own weight.
-    fn weigh(&self, nth: usize, micro_batches: &MicroBatches<M>) -> Result<()> {
-        if !micro_batches.accumulates() || self.taps.is_none() || self.sharded.has_weights() {
+    fn weigh(&self, nth: usize, micro_batches: &MicroBatches) -> Result<()> {
+        if !micro_batches.accumulates() || self.sharded.has_weights() {
             return Ok(());
         }
         let plan = self.sharded.plan();
@@ -220,10 +212,10 @@ impl<M: LearnerModel> Run<'_, M> {
 
     /// Forward and backward; with `hold`, the reducer accumulates the gradients for a later micro-batch.
     fn step(&self, batch: <M as TrainStep>::Input, hold: bool) -> Result<Output<M>> {
-        let Some(taps) = &self.taps else { return Ok(self.learner.train_step(batch)) };
-        let model = taps.attach(self.learner.model());
+        let model = self.taps.attach(self.learner.model());
+        let wrapped = &self.taps.wrapped;
         let step = || TrainStep::step(&model, batch);
-        let (output, reached) = taps.wrapped.capture(|| if hold { taps.wrapped.hold(step) } else { step() })?;
+        let (output, reached) = wrapped.capture(|| if hold { wrapped.hold(step) } else { step() })?;
         if !reached {
             let reason = "the model's `TrainStep` ran no backward that reaches its parameters".to_string();
             return Err(Error::Backward { rank: self.ddp.world().rank(), reason });
@@ -234,8 +226,8 @@ impl<M: LearnerModel> Run<'_, M> {
     /// Validates on this rank's share. Ranks have different numbers of batches, so they agree on stopping afterwards.
     fn validate(&mut self, loader: &ValidLoader<M>) {
         let model = self.learner.model();
-        let wrapped = self.taps.as_ref().map(|taps| &taps.wrapped);
-        if let Some((wrapped, policy)) = wrapped.and_then(|wrapped| Some((wrapped, wrapped.buffer_policy()?)))
+        let wrapped = &self.taps.wrapped;
+        if let Some(policy) = wrapped.buffer_policy()
             && let Err(error) = running_stats::sync(self.ddp.group(), &model, policy, |path| wrapped.is_local(path))
         {
             return fail(self.ddp, &self.interrupter, error);

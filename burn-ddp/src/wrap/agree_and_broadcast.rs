@@ -22,8 +22,10 @@ use crate::{Error, Result, agreement, engine_choice, seed};
 /// Description of a model that all ranks hold.
 pub(crate) struct AgreedModel {
     pub(crate) device: Device,
-    /// Group that reduces the gradients; `None` where nothing is reduced.
-    group: Option<ProcessGroup>,
+    /// Group that reduces the gradients.
+    group: ProcessGroup,
+    /// True if no other rank adds to the gradients.
+    alone: bool,
     /// True if gradients are reduced on their device.
     on_device: bool,
     slots: Vec<Slot>,
@@ -51,23 +53,17 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
         return Err(Error::invalid(format!("the ranks wrap with different settings: {difference}")));
     }
     agreement::on_model(world, &schema.shared(&is_local))?;
-    // Alone and without accumulation there is nothing to do in backward.
-    let reduces = ddp.world_size() > 1 || config.micro_batches() > 1 || config.single_rank_reduction;
-    let on_device = engine_choice::reduces_on_device(ddp, &device, reduces)?;
+    let alone = ddp.world_size() == 1 && !config.single_rank_reduction;
+    let on_device = engine_choice::reduces_on_device(ddp, &device, !alone)?;
     let first_clone = broadcast::first_clones(world, 0, first_clone, &is_local)?;
     let (slots, slot_of) = treatment::slots(&schema, &first_clone, &is_buffer, &is_local);
-    let group = if reduces {
-        let mut group = ddp.state().new_group()?;
-        // Errors in backward show the caller of `wrap`.
-        group.attribute_to(Location::caller());
-        Some(group)
-    } else {
-        None
-    };
+    let mut group = ddp.state().new_group()?;
+    // Errors in backward show the caller of `wrap`.
+    group.attribute_to(Location::caller());
     let devices = broadcast::devices(&model);
     // Ranks that are threads may have started from one model, whose clones share running statistics.
     let model = if is_buffer.contains(&true) { running_stats::unshared(model) } else { model };
-    let source = group.as_ref().filter(|_| ddp.world_size() > 1).map(|group| (group, 0));
+    let source = (ddp.world_size() > 1).then_some((&group, 0));
     let model = broadcast::values(model, source, devices, &schema, first_clone, &is_local)?;
     ddp.state().note_model_device(&device);
     seed::separate_ranks(ddp, &device)?;
@@ -76,32 +72,31 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let paths = schema.entries.into_iter().zip(is_local);
     let local = paths.filter_map(|(entry, is_local)| is_local.then_some(entry.path)).collect();
     let config = config.clone();
-    Ok((model, AgreedModel { device, group, on_device, slots, slot_of, is_shared_buffer, local, config }))
+    Ok((model, AgreedModel { device, group, alone, on_device, slots, slot_of, is_shared_buffer, local, config }))
 }
 
 impl AgreedModel {
-    /// Taps of the agreed model, whose running statistics are those of `model`; `None` where nothing is to be reduced.
-    /// *Collective*.
-    pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Option<Taps>> {
-        let AgreedModel { device, group, on_device, slots, slot_of, is_shared_buffer, local, config } = self;
-        let Some(group) = group else { return Ok(None) };
+    /// Taps of the agreed model, whose running statistics are those of `model`. *Collective*.
+    pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Taps> {
+        let AgreedModel { device, group, alone, on_device, slots, slot_of, is_shared_buffer, local, config } = self;
         let settings = ReducerSettings {
             reduction: config.reduction,
             accumulation: config.micro_batches(),
-            caps: config.caps(on_device),
+            caps: config.caps(on_device || alone),
             timeout: ddp.world().options().timeout,
-            replica_check: config.replica_check as u64,
+            replica_check: if alone { 0 } else { config.replica_check as u64 },
             exact_replicas: config.exact_replicas,
             // Without overlap a backward would wait for the device's reductions at its end, and the device would idle.
-            overlap: on_device || config.overlap.unwrap_or_else(|| overlap_pays(ddp, &device)),
+            overlap: on_device || !alone && config.overlap.unwrap_or_else(|| overlap_pays(ddp, &device)),
             on_device,
+            alone,
         };
-        let policy = config.buffers;
+        let policy = if alone { BufferPolicy::Local } else { config.buffers };
         let buffers =
             (policy != BufferPolicy::Local).then(|| running_stats::handle(model, &is_shared_buffer)).flatten();
         let statistics = buffers.map(|buffers| SyncedStatistics::new(buffers, policy));
         let wrapped = open_model(ddp.without_presence(), device, group, slots, local, settings, statistics)?;
-        Ok(Some(Taps::new(ddp, Arc::new(wrapped), slot_of)))
+        Ok(Taps::new(ddp, Arc::new(wrapped), slot_of))
     }
 }
 

@@ -38,7 +38,8 @@ impl Ddp {
     /// `loss.backward()` returns gradients averaged over all ranks. *Collective*.
     ///
     /// Freeze, load and apply LoRA before; see [`WrapConfig`] for accumulation, sums and bucket sizes. The optimizer
-    /// must be the same on every rank. Wrapping again is an error; [`Ddp::unwrap`] is the inverse.
+    /// must be the same on every rank. Wrapping again is an error; [`Ddp::unwrap`] is the inverse. In a world of 1 the
+    /// model behaves the same, with the same checks; gradients stay where they are.
     ///
     /// Afterwards each rank draws random numbers of its own, as after [`Ddp::seed`], also where the program seeded all
     /// ranks alike (`device.seed(s)`): dropout and noise differ between ranks, and repeat between runs.
@@ -79,10 +80,7 @@ impl Ddp {
     #[track_caller]
     pub fn wrap_with<M: Module + 'static>(&self, model: M, config: &WrapConfig) -> Result<M> {
         let (model, agreed) = agree_and_broadcast(self, model, config)?;
-        Ok(match agreed.taps(self, &model)? {
-            Some(taps) => taps.attach(model),
-            None => model,
-        })
+        Ok(agreed.taps(self, &model)?.attach(model))
     }
 
     /// Removes the taps: returns the plain model with the same parameters and ids. Gradients held for accumulation are
@@ -123,25 +121,20 @@ impl Ddp {
             return Err(intercept::refused(self, reason.into()));
         }
         let wrapped = wrapped_in(self.group(), model)?;
-        if wrapped.is_empty() && self.world_size() == 1 {
-            return Ok(loss.backward());
-        }
         let wrapped = only(&wrapped, "use")?;
         intercept::checked_backward(wrapped, loss, model)
     }
 
     /// Runs `f`, in which backwards only sum up gradients and return none; the next backward outside, or
     /// [`Ddp::sync_gradients`], reduces them all. Serves accumulation with an irregular number of micro-batches, which
-    /// may differ between ranks.
+    /// may differ between ranks. In a world of 1, too, that backward returns the mean over the items of all of them.
     ///
     /// # Errors
     ///
     /// [`Error::Invalid`] if the model is not wrapped.
     pub fn no_sync<M: Module, T>(&self, model: &M, f: impl FnOnce() -> T) -> Result<T> {
-        match wrapped_in(self.group(), model)?.as_slice() {
-            [wrapped] => Ok(wrapped.hold(f)),
-            _ => Err(Error::invalid("no_sync needs one wrapped model; in a world of 1 wrap it with accumulation")),
-        }
+        let wrapped = wrapped_in(self.group(), model)?;
+        Ok(only(&wrapped, "call `no_sync` with")?.hold(f))
     }
 
     /// Discards gradients of micro-batches that were not reduced yet. Every rank must do the same.

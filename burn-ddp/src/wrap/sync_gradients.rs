@@ -24,7 +24,7 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// Those of [`Ddp::backward`], but that a model that is not wrapped is no error alone: it holds nothing.
+    /// Those of [`Ddp::backward`].
     ///
     /// # Example
     ///
@@ -59,9 +59,6 @@ impl Ddp {
     #[track_caller]
     pub fn sync_gradients<M: Module>(&self, model: &M) -> Result<GradientsParams> {
         let wrapped = wrapped_in(self.group(), model)?;
-        if wrapped.is_empty() && self.world_size() == 1 {
-            return Ok(GradientsParams::new());
-        }
         let wrapped = only(&wrapped, "synchronise")?;
         let mut held = [u8::from(wrapped.holds_gradients())];
         self.group().all_reduce(&mut held, ReduceOp::Max)?;

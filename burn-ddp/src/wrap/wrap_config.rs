@@ -142,8 +142,8 @@ impl WrapConfig {
         self
     }
 
-    /// Intercepts and reduces gradients in a world of 1, too, to measure the cost: there is nothing to average. By
-    /// default a world of 1 does so only with accumulation.
+    /// Reduces gradients in a world of 1 as between ranks, and compares replicas, to measure the cost: there is nothing
+    /// to average. By default gradients stay where they are, in a world of 1.
     #[must_use]
     pub fn with_single_rank_reduction(mut self, reduce: bool) -> Self {
         self.single_rank_reduction = reduce;

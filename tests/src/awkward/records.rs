@@ -69,7 +69,7 @@ pub(super) fn from_wrapped_to_wrapped(run: &Run) -> Result<Outcome> {
     let mut model = run.wrap(plain(run))?;
     let mut optim = adam();
     for step in 0..6 {
-        let grads = run.ddp.backward(&loss(run, &model, step), &model)?;
+        let grads = run.checked_backward(&loss(run, &model, step), &model)?;
         let grads = GradientsParams::from_grads(grads, &model);
         model = optim.step(0.1, model, grads);
         if step % 2 == 1 {
@@ -105,7 +105,7 @@ pub(super) fn from_plain_to_wrapped(run: &Run) -> Result<Outcome> {
     let mut optim = adam();
     for step in 0..4 {
         // Ids are new: this form notices.
-        let grads = run.ddp.backward(&loss(run, &model, step), &model)?;
+        let grads = run.checked_backward(&loss(run, &model, step), &model)?;
         let grads = GradientsParams::from_grads(grads, &model);
         model = optim.step(0.1, model, grads);
     }

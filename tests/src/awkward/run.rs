@@ -8,7 +8,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
-use burn::tensor::{DType, TensorData};
+use burn::tensor::{DType, Gradients, TensorData};
 use burn_ddp::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -148,8 +148,12 @@ impl Run {
         model.map(&mut Fill { salt: 100 + 1000 * self.ddp.rank() as u64, dtype })
     }
 
-    /// Wraps a filled model, with buckets so small that there are several.
+    /// Wraps a filled model, with buckets so small that there are several. The oracle stays plain Burn.
     pub fn wrap<M: Module + 'static>(&self, model: M) -> Result<M> {
+        if self.is_oracle() {
+            self.started.borrow_mut().extend(values(&model));
+            return Ok(model);
+        }
         self.wrap_with(model, WrapConfig::new())
     }
 
@@ -161,6 +165,11 @@ impl Run {
         let model = self.ddp.wrap_with(model, &config)?;
         self.started.borrow_mut().extend(values(&model));
         Ok(model)
+    }
+
+    /// `ddp.backward`; on the oracle, Burn's.
+    pub fn checked_backward<M: Module>(&self, loss: &Tensor<1>, model: &M) -> Result<Gradients> {
+        Ok(if self.is_oracle() { loss.backward() } else { self.ddp.backward(loss, model)? })
     }
 
     /// One step as a user writes it.

@@ -1,4 +1,5 @@
-//! Gradients that never leave their device: summed there, lent to the group's engine there, averages there.
+//! Gradients that never leave their device: summed there, lent to the group's engine there, averages there. In a world of
+//! 1 nothing is lent: the sums are the averages.
 
 use std::sync::Arc;
 
@@ -17,6 +18,8 @@ use crate::gradients::memory::GradientMemory;
 pub(super) struct DeviceStore<B: GradientMemory> {
     slots: Arc<[Slot]>,
     device: B::Device,
+    /// True if other ranks add to the gradients.
+    lends: bool,
     /// Gradients of the running step, until they are lent.
     gradients: Vec<Option<Gradient<B>>>,
     /// Averages of the step that ends.
@@ -30,9 +33,10 @@ enum Gradient<B: GradientMemory> {
 }
 
 impl<B: GradientMemory> DeviceStore<B> {
-    pub(super) fn new(slots: Arc<[Slot]>, device: B::Device) -> Self {
+    pub(super) fn new(slots: Arc<[Slot]>, device: B::Device, lends: bool) -> Self {
         DeviceStore {
             device,
+            lends,
             gradients: slots.iter().map(|_| None).collect(),
             averages: slots.iter().map(|_| None).collect(),
             slots,
@@ -97,20 +101,26 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         divisor: f64,
         _: &mut [u8],
     ) -> Result<Option<Box<dyn DeviceLoan>>, String> {
-        if bucket.len_elems == 0 {
+        if self.lends && bucket.len_elems == 0 {
             return Ok(None);
         }
         let dtype = burn_dtype(bucket.dtype);
+        let own = |gradient| match gradient {
+            Gradient::Whole(gradient) => gradient,
+            Gradient::Sum(sum) => {
+                let mean = if divisor == 1.0 { sum } else { B::float_div_scalar(sum, Scalar::Float(divisor)) };
+                if is_narrow(dtype) { B::float_cast(mean, dtype.into()) } else { mean }
+            }
+        };
+        if !self.lends {
+            for &slot in &bucket.slots {
+                self.averages[slot] = self.gradients[slot].take().map(own);
+            }
+            return Ok(None);
+        }
         let mut tensors = Vec::with_capacity(bucket.slots.len());
         for &slot in &bucket.slots {
-            tensors.push(match self.gradients[slot].take() {
-                Some(Gradient::Whole(gradient)) => gradient,
-                Some(Gradient::Sum(sum)) => {
-                    let mean = if divisor == 1.0 { sum } else { B::float_div_scalar(sum, Scalar::Float(divisor)) };
-                    if is_narrow(dtype) { B::float_cast(mean, dtype.into()) } else { mean }
-                }
-                None => self.zeros(slot),
-            });
+            tensors.push(self.gradients[slot].take().map_or_else(|| self.zeros(slot), own));
         }
         B::lend(tensors).map(Some).map_err(|e| format!("gradients on their device: {e}"))
     }
@@ -123,6 +133,9 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         _: SharedView,
         loan: Option<Box<dyn DeviceLoan>>,
     ) -> Result<(), String> {
+        if !self.lends {
+            return Ok(());
+        }
         let averages = match loan {
             Some(loan) => B::take_back(loan).map_err(|e| format!("gradients on their device: {e}"))?,
             // None of them has elements.

@@ -12,6 +12,7 @@ use super::accumulation::Contribution;
 use super::bucket_plan::{Bucket, BucketRange, Slot};
 use super::device_loan::DeviceLoan;
 use super::memory::GradientMemory;
+use super::reducer_settings::ReducerSettings;
 use device_store::DeviceStore;
 use host_store::HostStore;
 
@@ -87,17 +88,16 @@ pub(crate) trait GradientStore<T>: Send {
     fn release(&mut self);
 }
 
-/// A store for gradients on `device`, which are reduced there or through host memory. An asynchronous device is read in
-/// portions of `portion_bytes`.
+/// A store for gradients on `device`, which are reduced there or through host memory, or stay there.
 pub(crate) fn open<B: GradientMemory>(
     slots: Arc<[Slot]>,
     device: B::Device,
-    on_device: bool,
-    portion_bytes: usize,
+    settings: ReducerSettings,
 ) -> Box<dyn GradientStore<FloatTensor<B>>> {
-    if on_device {
-        Box::new(DeviceStore::<B>::new(slots, device))
+    if settings.on_device || settings.alone {
+        Box::new(DeviceStore::<B>::new(slots, device, !settings.alone))
     } else {
-        Box::new(HostStore::<B>::new(slots, device, portion_bytes))
+        // An asynchronous device is read in portions of a bucket.
+        Box::new(HostStore::<B>::new(slots, device, settings.caps.bytes))
     }
 }
