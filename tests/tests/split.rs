@@ -406,6 +406,6 @@ fn loaders_of_parts_stop_where_each_part_wants() -> Result<()> {
         Ok(())
     });
     let error = error.unwrap_err().to_string();
-    assert!(error.contains("rank 3") && error.contains("rank 2 went on to epoch 0, step 3"), "{error}");
+    assert!(error.contains("rank 3") && error.contains("rank 2 went on to epoch 1, step 3"), "{error}");
     Ok(())
 }

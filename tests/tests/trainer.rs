@@ -647,3 +647,48 @@ fn a_training_resumes_from_burns_checkpoint() {
 fn a_training_resumes_from_files_that_only_rank_0_has() {
     resumes(false);
 }
+
+/// Two parts of a job train different models at the same time, each as a job of its own.
+#[test]
+fn parts_of_a_job_train_for_themselves() {
+    let jobs = [Job::new(), Job { train: Points::new(7, 61), epochs: 2, shuffle: true, ..Job::new() }];
+    let models = [model(), model()];
+    let own = [0, 1].map(|color| jobs[color].together(2, &models[color]));
+    let directory = tempfile::tempdir().unwrap();
+    let parts = Ddp::spawn(4, |job| {
+        let color = job.rank() / 2;
+        let ddp = job.split(Some(color as u64), 0)?.unwrap();
+        let directory = directory.path().join(color.to_string());
+        jobs[color].on_rank(&ddp, models[color].clone(), &directory, |t| t.with_default_checkpointers())
+    });
+    for (rank, outcome) in parts.unwrap().iter().enumerate() {
+        assert_eq!(outcome.error, None);
+        assert_eq!((&outcome.hash, &outcome.finals), (&own[rank / 2].hash, &own[rank / 2].finals), "rank {rank}");
+    }
+    assert!(directory.path().join("0/checkpoint").exists() && directory.path().join("1/checkpoint").exists());
+}
+
+/// Where a peer fails, the error shows the line that began the training.
+#[test]
+fn errors_show_the_line_of_the_training() {
+    let said = Mutex::new(String::new());
+    let result = Ddp::spawn(2, |ddp| {
+        let train = ddp.loader(Together).global_batch_size(BATCH).build(Points::new(1, 96))?;
+        let valid = ddp.eval_loader(Together).batch_size(5).build(Points::new(2, 50))?;
+        if ddp.rank() == 1 {
+            anyhow::bail!("out of memory");
+        }
+        while ddp.world().check().is_ok() {
+            std::thread::yield_now();
+        }
+        let (training, line) = (ddp.training("unused", train, valid), line!());
+        let training = training.renderer(Box::new(SilentRenderer)).with_application_logger(None);
+        let result = training.with_metric_logger(Recorder::default()).launch(Job::new().learner(model()));
+        *said.lock().unwrap() = format!("line {line}: {}", result.error.unwrap());
+        Ok(())
+    });
+    assert!(result.is_err());
+    let said = said.into_inner().unwrap();
+    let line = said.strip_prefix("line ").unwrap().split(':').next().unwrap();
+    assert!(said.contains(&format!("trainer.rs:{line}:")) && said.contains("out of memory"), "{said}");
+}

@@ -77,7 +77,7 @@ mod world;
 mod world_options;
 
 pub use auth::{JobKey, Secret};
-pub use call::{Call, CallInfo, CallSite, CallingThread, Collective, GroupId, Members, RankCall};
+pub use call::{Call, CallInfo, CallSite, CallingThread, Collective, GroupId, Members, RankCall, attribute_calls};
 pub use cores_per_rank::core_per_rank;
 pub use dtype::{DType, Element};
 pub use engine::{EngineChoice, SharedBuffer, SharedView};

@@ -5,6 +5,7 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
+use crate::call::attribution::on_behalf_of;
 use crate::call::request::Site;
 use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::engine::Fabric;
@@ -223,7 +224,7 @@ impl World {
     /// written.
     #[track_caller]
     pub fn group(&self) -> Result<ProcessGroup> {
-        let site = Location::caller();
+        let site = on_behalf_of().unwrap_or(Location::caller());
         let mut next_group = lock(&self.member.next_group);
         let group = *next_group;
         *next_group += 1;

@@ -21,6 +21,7 @@ mod writer;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use crate::ddp::Ddp;
 use crate::{Error, Result, agreement, main_first};
@@ -79,6 +80,8 @@ pub struct Checkpoints {
     keep: Keep,
     asynchronous: bool,
     background: Arc<BackgroundWrite>,
+    /// True once the user was warned of a model that is not wrapped.
+    warned: AtomicBool,
 }
 
 impl Ddp {
@@ -101,7 +104,8 @@ impl Ddp {
         let opened = &mut opened[nth];
         let directory = opened.state(Directory::new);
         let (keep, background) = (Keep::default(), opened.background.clone());
-        Ok(Checkpoints { ddp: self.clone(), directory, keep, asynchronous: false, background })
+        let warned = AtomicBool::new(false);
+        Ok(Checkpoints { ddp: self.clone(), directory, keep, asynchronous: false, background, warned })
     }
 }
 
@@ -184,7 +188,15 @@ impl Checkpoints {
         self.wait()?;
         let mut contents = writer::Contents::new(step, self.ddp.world_size(), self.ddp.is_main());
         let filled = fill(&mut CheckpointWriter::new(&mut contents, group));
-        contents.end(group, filled)?;
+        let differing = contents.end(group, filled)?;
+        if let Some(name) = differing.first().filter(|_| self.ddp.is_main() && !self.warned.swap(true, Relaxed)) {
+            tracing::warn!(
+                target: "burn_ddp::checkpoint",
+                "{name} of the checkpoint of step {step} is not wrapped and differs between the ranks: the file holds \
+                that of rank {}. Each rank trains a model of its own unless it went through `ddp.wrap`",
+                group.ranks()[0]
+            );
+        }
         main_first::on_main(group, || self.directory.own())?;
         let (directory, keep) = (self.directory.clone(), self.keep.clone());
         let write = move || directory.write(contents, &keep);
@@ -287,6 +299,40 @@ impl Drop for Checkpoints {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::telemetry::listener::Listener;
+
+    /// One of two models went through `wrap`.
+    #[test]
+    fn a_model_whose_wrap_was_forgotten_is_named_once() {
+        let warnings = |world: usize, forgotten: bool| {
+            let directory = tempfile::tempdir().unwrap();
+            let counted = Ddp::spawn(world, |ddp| {
+                let listener = Listener::default();
+                tracing::subscriber::with_default(listener.clone(), || {
+                    let device = ddp.device()?.autodiff();
+                    // Ranks have other random values.
+                    let linear = || burn::nn::LinearConfig::new(2, 2 + usize::from(forgotten)).init(&device);
+                    let judge = ddp.wrap(linear())?;
+                    let generator = if forgotten { linear() } else { ddp.wrap(linear())? };
+                    let checkpoints = ddp.checkpoints(directory.path())?;
+                    for step in 0..2 {
+                        checkpoints.save(step, |c| {
+                            c.named("judge").model(&judge)?;
+                            c.named("generator").model(&generator)
+                        })?;
+                    }
+                    anyhow::Ok(())
+                })?;
+                let events = listener.events("burn_ddp::checkpoint");
+                assert!(events.iter().flatten().all(|(_, text)| text.contains("generator-model") || !forgotten));
+                Ok(events.len())
+            });
+            counted.unwrap()
+        };
+        assert_eq!(warnings(2, true), [1, 0], "once, on rank 0");
+        assert_eq!(warnings(2, false), [0, 0]);
+        assert_eq!(warnings(1, true), [0], "alone there is nothing to average");
+    }
 
     #[test]
     fn the_thread_that_writes_makes_the_checksums() {

@@ -9,6 +9,8 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::manifest::Manifest;
+use crate::model::digest::digest;
+use crate::model::param_hash::param_hash;
 use crate::model::schema::Schema;
 use crate::model::sync_buffers::sync_wrapped;
 use crate::optimizer::state as optimizer_state;
@@ -38,20 +40,29 @@ pub(super) struct Contents {
     collect: bool,
     /// Error of another rank, which has ended the filling on every rank.
     ended: Option<Error>,
+    /// Names and digests of models that are not wrapped; empty in a world of 1.
+    not_wrapped: Vec<(String, i64)>,
 }
 
 impl Contents {
     pub(super) fn new(step: u64, world_size: usize, collect: bool) -> Self {
-        Contents { manifest: Manifest::new(step, world_size), files: Vec::new(), collect, ended: None }
+        let manifest = Manifest::new(step, world_size);
+        Contents { manifest, files: Vec::new(), collect, ended: None, not_wrapped: Vec::new() }
     }
 
-    /// Agrees on the outcome of filling. *Collective*, unless another rank has ended it.
+    /// Agrees on the outcome of filling. Returns the models that are not wrapped and differ between ranks.
+    /// *Collective*, unless another rank has ended it.
     #[track_caller]
-    pub(super) fn end(&mut self, group: &ProcessGroup, filled: Result<()>) -> Result<()> {
+    pub(super) fn end(&mut self, group: &ProcessGroup, filled: Result<()>) -> Result<Vec<String>> {
         match self.ended.take() {
             Some(error) => Err(error),
             None => agreement::on_outcome(group, FILL, filled),
-        }
+        }?;
+        let all = group.all_gather_object(&self.not_wrapped)?;
+        let differs = |(name, digest): &&(String, i64)| {
+            all.iter().flatten().any(|(other, of_other)| other == name && of_other != digest)
+        };
+        Ok(self.not_wrapped.iter().filter(differs).map(|(name, _)| name.clone()).collect())
     }
 
     /// Adds a file. The thread that writes it makes its checksum.
@@ -93,6 +104,10 @@ impl<'a> CheckpointWriter<'a> {
                 "the model holds gradients of micro-batches, which a checkpoint would lose: save after the optimizer \
                  step; `ddp.sync_gradients(&model)` completes one, `ddp.discard_accumulated(&model)` drops them",
             ));
+        }
+        if wrapped.is_empty() && self.group.world_size() > 1 {
+            let name = format!("{}model", self.prefix);
+            self.contents.not_wrapped.push((name, digest(param_hash(model)?.as_bytes())));
         }
         if !self.contents.collect {
             return Ok(());

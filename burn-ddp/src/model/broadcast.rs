@@ -2,11 +2,12 @@
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
+use std::panic::Location;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
-use burn_ddp_comm::ProcessGroup;
+use burn_ddp_comm::{ProcessGroup, attribute_calls};
 
 use super::running_stats;
 use super::schema::{Schema, unreadable};
@@ -38,7 +39,8 @@ pub(crate) fn model<M: Module>(group: &ProcessGroup, model: M, root: usize) -> R
     // Ranks that are threads may have started from one model, whose clones share running statistics.
     let model = if trains && find(&model).is_empty() { running_stats::unshared(model) } else { model };
     let source = (group.world_size() > 1).then_some((group, root));
-    bypass(|| values(model, source, devices, &schema, first_clone, &is_local))
+    let site = Location::caller();
+    attribute_calls(site, || bypass(|| values(model, source, devices, &schema, first_clone, &is_local)))
 }
 
 /// Which entries are clones of which, as the root sees it: all ranks get its values, so it knows which are still equal.

@@ -36,6 +36,7 @@ impl Moments {
     }
 
     /// Moments of all ranks' elements together. *Collective*: one all-gather.
+    #[track_caller]
     pub(super) fn gather(&self, group: &ProcessGroup) -> Result<Moments> {
         let row: Vec<f64> = [self.count].iter().chain(&self.means).chain(&self.variances).copied().collect();
         let rows = group.all_gather(&row)?;

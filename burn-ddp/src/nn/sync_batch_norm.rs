@@ -80,12 +80,14 @@ impl SyncBatchNorm {
         let tapped = self.norm.gamma.reparameterization::<Tap>().map(Tap::model);
         let training = input.device().is_autodiff() && self.norm.training.is_enabled();
         match tapped {
-            Some(tapped) if training && tapped.ddp.world_size() > 1 => {
-                self.forward_train(input, tapped).unwrap_or_else(|error| {
+            // A closure would show its own line.
+            Some(tapped) if training && tapped.ddp.world_size() > 1 => match self.forward_train(input, tapped) {
+                Ok(normalised) => normalised,
+                Err(error) => {
                     tell_peers(&tapped.ddp, &error);
                     panic!("{error}")
-                })
-            }
+                }
+            },
             _ => self.norm.forward(input),
         }
     }

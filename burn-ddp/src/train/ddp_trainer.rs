@@ -1,5 +1,6 @@
 //! The entry to Burn's trainer: methods of [`Ddp`] that make its parts data-parallel.
 
+use std::panic::Location;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -55,6 +56,7 @@ pub trait DdpTrainer {
     /// model that is launched must not be wrapped: all ranks start with rank 0's weights. Rank 0 decides on early
     /// stopping. An interruption or an error on any rank ends training on all ranks after the same step, and all report
     /// it. `launch` is *collective*, this call is not.
+    #[track_caller]
     fn training<M: LearnerModel>(
         &self,
         directory: impl AsRef<Path>,
@@ -105,6 +107,7 @@ pub trait DdpTrainer {
 }
 
 impl DdpTrainer for Ddp {
+    #[track_caller]
     fn training_with<M: LearnerModel>(
         &self,
         directory: impl AsRef<Path>,
@@ -112,7 +115,7 @@ impl DdpTrainer for Ddp {
         valid: EvalLoader<<M as InferenceStep>::Input>,
         config: &WrapConfig,
     ) -> SupervisedTraining<M> {
-        let strategy = DdpStrategy::new(self.clone(), config.clone(), train.clone());
+        let strategy = DdpStrategy::new(self.clone(), config.clone(), train.clone(), Location::caller());
         let training = SupervisedTraining::new(directory, Arc::new(train), Arc::new(valid))
             .with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)));
         if self.is_main() {
@@ -121,19 +124,22 @@ impl DdpTrainer for Ddp {
         training.renderer(Box::new(SilentRenderer)).with_metric_logger(SilentLogger).with_application_logger(None)
     }
 
+    #[track_caller]
     fn metric<Me: MeanMetric>(&self, metric: Me) -> GlobalMetric<Me> {
-        GlobalMetric::new(self.clone(), metric)
+        GlobalMetric::new(self.clone(), metric, Location::caller())
     }
 
+    #[track_caller]
     fn gathered_metric<Me>(&self, metric: Me) -> GatheredMetric<Me>
     where
         Me: Metric + Numeric,
         Me::Input: GatherInput,
     {
-        GatheredMetric::new(self.clone(), metric)
+        GatheredMetric::new(self.clone(), metric, Location::caller())
     }
 
+    #[track_caller]
     fn checkpointer(&self, directory: impl AsRef<Path>, name: &str) -> SharedCheckpointer {
-        SharedCheckpointer::new(self.clone(), directory.as_ref(), name)
+        SharedCheckpointer::new(self.clone(), directory.as_ref(), name, Location::caller())
     }
 }

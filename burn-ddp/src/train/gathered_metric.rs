@@ -1,11 +1,14 @@
 //! Metrics computed from the items of all ranks.
 
+use std::panic::Location;
+
 use burn::data::dataloader::Progress;
 use burn::tensor::{Device, Tensor, TensorData, TensorReadError};
 use burn::train::metric::{
     BleuInput, CerInput, ConfusionStatsInput, Metric, MetricAttributes, MetricMetadata, MetricName, Numeric,
     NumericEntry, RougeLInput, SerializedEntry, WerInput,
 };
+use burn_ddp_comm::attribute_calls;
 
 use super::gathered_batches::{Batch, each_batch};
 use super::stop::metric_error;
@@ -63,6 +66,8 @@ pub struct GatheredMetric<Me> {
     /// The metric over the batches of all ranks, computed at the end of a split.
     all: Me,
     ddp: Ddp,
+    /// The line that made it.
+    site: &'static Location<'static>,
     /// This rank's batches since the split began.
     batches: Vec<Batch>,
 }
@@ -71,8 +76,8 @@ impl<Me: Metric + Numeric> GatheredMetric<Me>
 where
     Me::Input: GatherInput,
 {
-    pub(super) fn new(ddp: Ddp, metric: Me) -> Self {
-        GatheredMetric { own: metric.clone(), all: metric, ddp, batches: Vec::new() }
+    pub(super) fn new(ddp: Ddp, metric: Me, site: &'static Location<'static>) -> Self {
+        GatheredMetric { own: metric.clone(), all: metric, ddp, site, batches: Vec::new() }
     }
 }
 
@@ -103,14 +108,15 @@ where
     fn compute(&mut self) -> Result<SerializedEntry, TensorReadError> {
         let group = self.ddp.state().metric_group().map_err(metric_error)?;
         self.all.clear();
-        each_batch(group, &self.batches, |total, number, batch| {
+        let add = |total, number, batch| {
             let device = self.ddp.device().map_err(metric_error)?;
             let input = Me::Input::from_data(batch, &device)
                 .ok_or_else(|| metric_error(crate::Error::invalid("a rank registered another metric in this place")))?;
             let progress = Progress::new(number, total, Some("batches".into()));
             let metadata = MetricMetadata { progress, iteration: Some(number), lr: None };
             self.all.update(&input, &metadata).map(drop)
-        })?;
+        };
+        attribute_calls(self.site, || each_batch(group, &self.batches, add))?;
         let entry = self.all.compute()?;
         // The value of the split replaces what the metric stores itself.
         Ok(SerializedEntry::new(entry.formatted, self.final_value().serialize()))

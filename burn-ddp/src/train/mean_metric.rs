@@ -1,11 +1,14 @@
 //! Metrics that are means, reduced exactly over all ranks.
 
+use std::panic::Location;
+
 use burn::tensor::TensorReadError;
 use burn::train::metric::{
     AccuracyMetric, BleuScore, CharErrorRate, HammingScore, LossMetric, Metric, MetricAttributes, MetricMetadata,
     MetricName, Numeric, NumericEntry, PerplexityMetric, RougeLScore, SerializedEntry, TopKAccuracyMetric,
     WordErrorRate, format_float,
 };
+use burn_ddp_comm::attribute_calls;
 
 use super::stop::metric_error;
 use crate::Ddp;
@@ -58,6 +61,8 @@ impl MeanMetric for PerplexityMetric {
 pub struct GlobalMetric<Me> {
     metric: Me,
     ddp: Ddp,
+    /// The line that made it.
+    site: &'static Location<'static>,
     /// Sum and count over this rank's batches since the split began.
     sum: f64,
     count: usize,
@@ -66,8 +71,8 @@ pub struct GlobalMetric<Me> {
 }
 
 impl<Me: MeanMetric> GlobalMetric<Me> {
-    pub(super) fn new(ddp: Ddp, metric: Me) -> Self {
-        GlobalMetric { metric, ddp, sum: 0.0, count: 0, value: f64::NAN }
+    pub(super) fn new(ddp: Ddp, metric: Me, site: &'static Location<'static>) -> Self {
+        GlobalMetric { metric, ddp, site, sum: 0.0, count: 0, value: f64::NAN }
     }
 
     fn add(&mut self, entry: &NumericEntry) {
@@ -110,7 +115,8 @@ impl<Me: MeanMetric> Metric for GlobalMetric<Me> {
     fn compute(&mut self) -> Result<SerializedEntry, TensorReadError> {
         let group = self.ddp.state().metric_group().map_err(metric_error)?;
         // Counts are exact in f64 up to 2^53.
-        let all = group.all_gather(&[self.sum, self.count as f64]).map_err(metric_error)?;
+        let own = [self.sum, self.count as f64];
+        let all = attribute_calls(self.site, || group.all_gather(&own)).map_err(metric_error)?;
         let (sum, count) = all.chunks(2).fold((0.0, 0.0), |(sum, count), rank| (sum + rank[0], count + rank[1]));
         self.value = self.metric.of_mean(sum / count);
         Ok(final_entry(self.value, &self.metric.attributes()))

@@ -1,9 +1,11 @@
 //! Burn's file checkpointer with files on rank 0's machine only.
 
+use std::panic::Location;
 use std::path::Path;
 
 use burn::tensor::Bytes;
 use burn::train::checkpoint::{Checkpoint, Checkpointer, CheckpointerError, FileCheckpointer};
+use burn_ddp_comm::attribute_calls;
 
 use crate::model::digest::digest;
 use crate::{Ddp, Error, Result, agreement, byte_stream, main_first};
@@ -14,12 +16,14 @@ pub struct SharedCheckpointer {
     ddp: Ddp,
     /// `None` on ranks other than 0.
     files: Option<FileCheckpointer>,
+    /// The line that made it.
+    site: &'static Location<'static>,
 }
 
 impl SharedCheckpointer {
-    pub(super) fn new(ddp: Ddp, directory: &Path, name: &str) -> Self {
+    pub(super) fn new(ddp: Ddp, directory: &Path, name: &str, site: &'static Location<'static>) -> Self {
         let files = ddp.is_main().then(|| FileCheckpointer::new(directory, name));
-        SharedCheckpointer { ddp, files }
+        SharedCheckpointer { ddp, files, site }
     }
 
     /// The record that rank 0 reads. *Collective*.
@@ -66,7 +70,7 @@ impl<R: Checkpoint> Checkpointer<R> for SharedCheckpointer {
 
     /// *Collective*: Burn calls it on every rank before the training begins and waits for it, so the group is free.
     fn restore(&self, epoch: usize) -> Result<R, CheckpointerError> {
-        self.share(epoch).map_err(|e| CheckpointerError::Unknown(e.to_string()))
+        attribute_calls(self.site, || self.share(epoch)).map_err(|e| CheckpointerError::Unknown(e.to_string()))
     }
 }
 
@@ -106,7 +110,7 @@ mod tests {
         let marks = || (0..LEN).step_by(1 << 20).map(|at| (at, (at >> 20) as u8 | 1));
         let directory = tempfile::tempdir().unwrap();
         let ranks = Ddp::spawn(2, |ddp| {
-            let checkpointer = SharedCheckpointer::new(ddp.clone(), directory.path(), "blob");
+            let checkpointer = SharedCheckpointer::new(ddp.clone(), directory.path(), "blob", Location::caller());
             if ddp.is_main() {
                 let mut bytes = vec![0; LEN];
                 marks().for_each(|(at, mark)| bytes[at] = mark);

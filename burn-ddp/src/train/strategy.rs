@@ -1,11 +1,14 @@
 //! The data-parallel training strategy: the loop of Burn's `SingleDeviceTrainingStrategy` on all ranks together.
 
+use std::panic::Location;
+
 use burn::tensor::Device;
 use burn::train::{
     EventProcessorTraining, InferenceStep, Interrupter, Learner, LearnerEvent, LearnerModel, LearningResult,
     SupervisedLearningStrategy, SupervisedTrainingEventProcessor, TrainLoader, TrainOutput, TrainStep,
     TrainingComponents, TrainingItem, ValidLoader,
 };
+use burn_ddp_comm::attribute_calls;
 
 use super::micro_batches::MicroBatches;
 use super::stop::{agree_to_stop, decide_on_main, fail, report};
@@ -20,13 +23,20 @@ type Output<M> = TrainOutput<<M as TrainStep>::Output>;
 pub(super) struct DdpStrategy<M: LearnerModel> {
     ddp: Ddp,
     config: WrapConfig,
+    /// The line that made it.
+    site: &'static Location<'static>,
     /// The training loader by its own type; Burn's trainer has it as a `DataLoader`.
     train: ShardedLoader<<M as TrainStep>::Input>,
 }
 
 impl<M: LearnerModel> DdpStrategy<M> {
-    pub(super) fn new(ddp: Ddp, config: WrapConfig, train: ShardedLoader<<M as TrainStep>::Input>) -> Self {
-        DdpStrategy { ddp, config, train }
+    pub(super) fn new(
+        ddp: Ddp,
+        config: WrapConfig,
+        train: ShardedLoader<<M as TrainStep>::Input>,
+        site: &'static Location<'static>,
+    ) -> Self {
+        DdpStrategy { ddp, config, site, train }
     }
 
     /// Gives all ranks the same weights. Returns the taps for each step, and the device.
@@ -87,7 +97,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         valid: ValidLoader<M>,
         starting_epoch: usize,
     ) -> (M, SupervisedTrainingEventProcessor<M>) {
-        let DdpStrategy { ddp, train: sharded, .. } = self.0;
+        let DdpStrategy { ddp, train: sharded, site, .. } = self.0;
         let TrainingComponents {
             num_epochs,
             mut checkpointer,
@@ -99,7 +109,8 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
             ..
         } = components;
         let accumulation = grad_accumulation.unwrap_or(1);
-        let (taps, device) = match self.0.prepare(&mut learner) {
+        let stops = |interrupter: &Interrupter| attribute_calls(site, || agree_to_stop(ddp, interrupter));
+        let (taps, device) = match attribute_calls(site, || self.0.prepare(&mut learner)) {
             Ok(prepared) => prepared,
             Err(error) => {
                 // All ranks got the same error.
@@ -110,7 +121,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         let (train, valid) = (train.to_device(&device), valid.to_device(&device.clone().inner()));
         // Burn counts epochs from 1; a resumed training goes on with the order of its epoch.
         sharded.set_epoch(starting_epoch - 1);
-        let mut run = Run { ddp, sharded, taps, learner, accumulation, events: event_processor, interrupter };
+        let mut run = Run { ddp, site, sharded, taps, learner, accumulation, events: event_processor, interrupter };
 
         for epoch in starting_epoch..=num_epochs {
             let start = LearnerEvent::StartSplit { epoch_number: epoch, total_items: train.num_items() };
@@ -126,7 +137,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
             run.report_valid(LearnerEvent::EndSplit(epoch));
             run.report_train(LearnerEvent::EndEpoch(epoch));
             run.flush();
-            if agree_to_stop(ddp, &run.interrupter) {
+            if stops(&run.interrupter) {
                 break;
             }
             if let Some(checkpointer) = checkpointer.as_mut().filter(|_| ddp.is_main()) {
@@ -134,14 +145,14 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
             }
             if let Some(early_stopping) = &mut early_stopping {
                 let own = ddp.is_main() && early_stopping.should_stop(epoch, &event_store);
-                if decide_on_main(ddp, &run.interrupter, own) {
+                if attribute_calls(site, || decide_on_main(ddp, &run.interrupter, own)) {
                     break;
                 }
             }
         }
         // Finishes pending writes, which may fail.
         drop(checkpointer);
-        agree_to_stop(ddp, &run.interrupter);
+        stops(&run.interrupter);
         (run.learner.model(), run.events)
     }
 }
@@ -149,6 +160,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
 /// The state of a running training on this rank.
 struct Run<'a, M: LearnerModel> {
     ddp: &'a Ddp,
+    site: &'static Location<'static>,
     sharded: &'a ShardedLoader<<M as TrainStep>::Input>,
     taps: Taps,
     learner: Learner<M>,
@@ -192,7 +204,7 @@ impl<M: LearnerModel> Run<'_, M> {
             iteration += 1;
             let item = TrainingItem::new(item, progress, Some(iteration), Some(self.learner.lr_current()));
             self.report_train(LearnerEvent::ProcessedItem(item));
-            if completes && agree_to_stop(self.ddp, &self.interrupter) {
+            if completes && attribute_calls(self.site, || agree_to_stop(self.ddp, &self.interrupter)) {
                 return true;
             }
         }
@@ -228,7 +240,9 @@ impl<M: LearnerModel> Run<'_, M> {
         let model = self.learner.model();
         let wrapped = &self.taps.wrapped;
         if let Some(policy) = wrapped.buffer_policy()
-            && let Err(error) = running_stats::sync(self.ddp.group(), &model, policy, |path| wrapped.is_local(path))
+            && let Err(error) = attribute_calls(self.site, || {
+                running_stats::sync(self.ddp.group(), &model, policy, |path| wrapped.is_local(path))
+            })
         {
             return fail(self.ddp, &self.interrupter, error);
         }

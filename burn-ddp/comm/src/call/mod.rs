@@ -10,6 +10,7 @@ use crate::clock::Ticks;
 use crate::frame::Header;
 use crate::{Error, Result};
 
+pub(crate) mod attribution;
 mod call_signature;
 mod calling_thread;
 mod collective;
@@ -17,6 +18,7 @@ mod members;
 pub(crate) mod request;
 mod site;
 
+pub use attribution::attribute_calls;
 pub use call_signature::{CallInfo, GroupId, RankCall};
 pub use calling_thread::CallingThread;
 pub use collective::Collective;

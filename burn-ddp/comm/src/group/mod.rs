@@ -9,6 +9,7 @@ use std::time::Duration;
 use crate::Error;
 use crate::Result;
 use crate::call::GroupId;
+use crate::call::attribution::on_behalf_of;
 use crate::call::request::{Caller, Site};
 
 mod argument_checks;
@@ -90,7 +91,7 @@ impl ProcessGroup {
 
     /// From now on errors and reports show `site` as the caller: for code that calls on behalf of another.
     pub fn attribute_to(&mut self, site: &'static Location<'static>) {
-        self.site = Some(site);
+        self.site = Some(on_behalf_of().unwrap_or(site));
     }
 
     /// The [timeline](crate::timeline) does not show the calls of this group: for code that shows them under names of
@@ -138,7 +139,8 @@ impl ProcessGroup {
 
     #[inline]
     fn caller(&self, site: Site) -> Caller {
-        Caller { site: self.site.unwrap_or(site), step: self.calls.member.seat.membership.step() }
+        let site = on_behalf_of().or(self.site).unwrap_or(site);
+        Caller { site, step: self.calls.member.seat.membership.step() }
     }
 }
 

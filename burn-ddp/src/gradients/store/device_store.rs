@@ -1,5 +1,5 @@
-//! Gradients that never leave their device: summed there, lent to the group's engine there, averages there. In a world of
-//! 1 nothing is lent: the sums are the averages.
+//! Gradients that never leave their device: summed there, lent to the group's engine there, averages there. In a world
+//! of 1 nothing is lent: the sums are the averages.
 
 use std::sync::Arc;
 
