@@ -14,8 +14,7 @@ use crate::ddp::Ddp;
 use crate::gradients::{ReducerSettings, Slot};
 use crate::{Error, Result};
 
-/// A model on `device` whose gradients are reduced in `group`; `local` are paths of what each rank keeps for itself.
-/// *Collective* over the group.
+/// A model on `device` whose gradients are reduced in `group`. *Collective* over the group.
 ///
 /// # Errors
 ///
@@ -25,7 +24,6 @@ pub(crate) fn open_model(
     device: Device,
     group: ProcessGroup,
     slots: Vec<Slot>,
-    local: Vec<String>,
     settings: ReducerSettings,
     statistics: Option<SyncedStatistics>,
 ) -> Result<WrappedModel> {
@@ -37,5 +35,5 @@ pub(crate) fn open_model(
     let Some(state) = opening.take() else {
         return Err(Error::invalid(format!("{device:?} has no autodiff: make the model on `device.autodiff()`")));
     };
-    Ok(WrappedModel::new(ddp, device, id, slots, local, settings.reduction, state?))
+    Ok(WrappedModel::new(ddp, device, id, slots, settings.reduction, state?))
 }

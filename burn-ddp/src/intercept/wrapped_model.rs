@@ -83,7 +83,6 @@ impl WrappedModel {
         device: Device,
         id: u64,
         slots: Arc<[Slot]>,
-        local: Vec<String>,
         reduction: GradientReduction,
         state: Box<dyn ModelState>,
     ) -> Self {
@@ -93,7 +92,7 @@ impl WrappedModel {
             ddp,
             device,
             id,
-            local,
+            local: Vec::new(),
             reduction,
             outstanding: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
             taps: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
@@ -150,6 +149,11 @@ impl WrappedModel {
     /// Notes that all taps are attached. A slot that loses its last one from now on is an error.
     pub(crate) fn taps_are_complete(&self) {
         self.attached.get_or_init(|| self.taps.iter().map(|taps| taps.load(Ordering::Acquire) > 0).collect());
+    }
+
+    /// The model with paths of parameters and buffers that each rank keeps for itself.
+    pub(crate) fn with_local(self, local: Vec<String>) -> Self {
+        WrappedModel { local, ..self }
     }
 
     /// True if each rank keeps the parameter or buffer at `path` for itself.

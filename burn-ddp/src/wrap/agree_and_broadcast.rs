@@ -95,8 +95,8 @@ impl AgreedModel {
         let buffers =
             (policy != BufferPolicy::Local).then(|| running_stats::handle(model, &is_shared_buffer)).flatten();
         let statistics = buffers.map(|buffers| SyncedStatistics::new(buffers, policy));
-        let wrapped = open_model(ddp.without_presence(), device, group, slots, local, settings, statistics)?;
-        Ok(Taps::new(ddp, Arc::new(wrapped), slot_of))
+        let wrapped = open_model(ddp.without_presence(), device, group, slots, settings, statistics)?;
+        Ok(Taps::new(ddp, Arc::new(wrapped.with_local(local)), slot_of))
     }
 }
 
