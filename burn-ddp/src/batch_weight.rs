@@ -32,7 +32,7 @@ struct Inner {
     /// Gradients were averaged: in a backward of a wrapped model, or in front of an optimizer.
     averages: bool,
     /// By loader: batches of its epoch in place of which the next was handed out before they had a backward.
-    passed_over: BTreeMap<u32, u64>,
+    passed_over: BTreeMap<LoaderKey, u64>,
     /// Whether batches are read ahead of their backwards.
     read_ahead: ReadAhead,
 }

@@ -102,7 +102,7 @@ fn micro_batches_are_one_big_batch() {
                 let mut start = ddp.rank() * ROWS / world;
                 let end = start + ROWS / world;
                 while start < end {
-                    let items = if start % 4 == 0 { 1 } else { 3 }.min(end - start);
+                    let items = if start.is_multiple_of(4) { 1 } else { 3 }.min(end - start);
                     let data = |columns, salt| rows(step * ROWS + start, items, columns, salt, DType::F64, device);
                     ddp.set_batch_items(items as f64)?;
                     ddp.no_sync(model, || drop(model.loss(data(6, 1), data(3, 2)).backward()))?;

@@ -77,7 +77,8 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamEpoch<I, O> {
     }
 
     fn track(&self) -> Track {
-        Track::Batches { loader: self.loader.inner().id, run: self.begun }
+        let group = self.loader.inner().ddp.group().id();
+        Track::Batches { group, loader: self.loader.inner().id, run: self.begun }
     }
 
     fn at(&self, step: u32) -> Result<Progress, DataError> {
@@ -88,7 +89,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamEpoch<I, O> {
     /// The name of a step, from 1, in errors.
     fn name(&self, step: u32) -> String {
         let (inner, epoch) = (self.loader.inner(), self.number.saturating_add(1));
-        format!("step {step} of epoch {epoch} of streaming loader {} on rank {}", inner.id, inner.ddp.rank())
+        format!("step {step} of epoch {epoch} of streaming loader {} on rank {}", inner.id, inner.ddp.world().rank())
     }
 
     /// Reads this rank's batch of the step `step`, and exchanges with the other ranks whether one has items.
@@ -103,7 +104,10 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamEpoch<I, O> {
         let comes = match (failed, comes) {
             (Some(error), _) | (None, Err(error)) => Err(error),
             (None, Ok(of_ranks)) => match of_ranks.iter().position(Option::is_none) {
-                Some(rank) => Err(DataError::StreamFailed { what: self.name(step), rank }),
+                Some(nth) => {
+                    let rank = self.loader.inner().group.ranks()[nth];
+                    Err(DataError::StreamFailed { what: self.name(step), rank })
+                }
                 None => Ok(of_ranks.into_iter().flatten().any(|items| items > 0)),
             },
         };

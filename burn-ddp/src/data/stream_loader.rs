@@ -147,7 +147,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
         }
         let too_small = || DataError::BatchTooSmall { global_batch: 0, world: ddp.world_size() };
         let batch_size = NonZeroUsize::new(batch_size).ok_or_else(too_small)?;
-        let group = ddp.world().group()?;
+        let group = ddp.state().new_group()?;
         let cursor = Mutex::default();
         let inner = Inner { ddp, group, id, source, batcher, batch_size, weigh, num_workers, device, cursor };
         Ok(StreamLoader { inner: Arc::new(inner) })
