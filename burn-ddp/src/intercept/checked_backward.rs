@@ -5,6 +5,7 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{Gradients, Tensor};
 
+use super::gradient_of::settle;
 use super::model_walk::note_values;
 use super::tap_and_replica_checks::find_past_tap;
 use super::wrapped_model::WrappedModel;
@@ -20,14 +21,17 @@ pub(crate) fn checked_backward<const D: usize, M: Module>(
     if wrapped.compares() {
         note_values(model, wrapped);
     }
-    let (gradients, reached) = wrapped.capture(|| loss.backward())?;
+    let (mut gradients, reached) = wrapped.capture(|| loss.backward())?;
     if !reached {
         let reason = "the loss depends on no parameter of the wrapped model, or only on parameters without a tap \
         (frozen, or replaced after `wrap`)";
         return Err(refused(&wrapped.ddp, reason.into()));
     }
     match find_past_tap(model, wrapped, &gradients)? {
-        None => Ok(gradients),
+        None => {
+            settle(model, wrapped, &mut gradients);
+            Ok(gradients)
+        }
         Some(reason) => Err(refused(&wrapped.ddp, reason)),
     }
 }

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
+use burn::backend::TensorMetadata;
 use burn::backend::autodiff::grads::Gradients;
 
 use super::begin_and_submit::submit_all;
@@ -86,9 +87,13 @@ impl WrappedModel {
         }
         unused.dedup();
         self.warn_unused(state);
+        self.lookups.delivered();
         state.reducer.end_step()?;
         self.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
-        self.waiting.note(&unused, state.reducer.step());
+        if !unused.is_empty() {
+            state.stand_ins.wait(state.reducer.step(), unused, &state.sentinel.device(), grads);
+            self.averages_wait.store(true, Ordering::Release);
+        }
         Ok(())
     }
 }

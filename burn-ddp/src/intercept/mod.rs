@@ -16,7 +16,10 @@ mod failure;
 #[cfg(all(test, feature = "flex"))]
 pub(crate) mod fake_device;
 mod gate;
+mod gradient_of;
 mod hook;
+mod loaded_records;
+mod lookups;
 mod model_state;
 mod model_walk;
 mod nodes;

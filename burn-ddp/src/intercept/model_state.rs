@@ -13,7 +13,7 @@ use super::depth_ladder::{AutodiffTensor, Ladder, scalar, untracked};
 use super::same_gradients::SameGradients;
 use super::shadow_collectives;
 use super::synced_statistics::SyncedStatistics;
-use super::unused_parameter_averages::StandInLeaves;
+use super::unused_parameter_averages::{StandIns, WaitingAverages};
 use super::wrapped_model::WrappedModel;
 use crate::gradients::{GradientMemory, Reducer, ReducerSettings, Slot, open_store};
 use crate::model::movement::Movements;
@@ -40,6 +40,9 @@ pub(super) trait ModelState: Any + Send {
 
     /// Digests of the averages that the last backward put on leaves.
     fn delivered(&self) -> &Delivered;
+
+    /// Averages that wait on stand-in leaves.
+    fn waiting(&mut self) -> &mut WaitingAverages;
 
     /// Movements of the parameters, unless they are compared bit by bit.
     fn movements(&mut self) -> Option<&mut Movements>;
@@ -87,7 +90,7 @@ pub(super) struct State<B: GradientMemory> {
     /// True if the user was warned of ranks that differ by rounding.
     pub(super) warned_rounding: bool,
     pub(super) same_gradients: SameGradients,
-    pub(super) stand_ins: StandInLeaves<B>,
+    pub(super) stand_ins: StandIns<B>,
     pub(super) statistics: Option<SyncedStatistics>,
     pub(super) delivered: Delivered,
     /// True if the user was warned of parameters without a gradient.
@@ -146,7 +149,7 @@ impl<B: GradientMemory> State<B> {
             movements: judges.then(|| Movements::new(slots.len())),
             warned_rounding: false,
             same_gradients: SameGradients::new(&slots),
-            stand_ins: StandInLeaves::new(),
+            stand_ins: StandIns::new(),
             statistics,
             delivered: Delivered { digests: vec![None; slots.len()], digested: false },
             warned_unused: false,
@@ -192,6 +195,10 @@ impl<B: GradientMemory> ModelState for State<B> {
 
     fn delivered(&self) -> &Delivered {
         &self.delivered
+    }
+
+    fn waiting(&mut self) -> &mut WaitingAverages {
+        self.stand_ins.waiting()
     }
 
     fn movements(&mut self) -> Option<&mut Movements> {

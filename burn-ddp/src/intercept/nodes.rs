@@ -72,7 +72,12 @@ impl<B: GradientMemory> Backward<B, 2> for Hook {
 
     fn backward(self, ops: Ops<HookState<B>, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let gradient = grads.consume::<B>(&ops.node);
+        // The layers that read have run and are gone: another owner is the tensor that the read returned.
+        let is_kept = Arc::strong_count(&ops.node) > 1;
         let HookState { read, leaf, value } = ops.state;
+        if is_kept {
+            read.model.lookups.kept(&read.model, read.slot);
+        }
         read.model.clone().hook::<B>(read, leaf, value, gradient, grads);
     }
 }
@@ -105,6 +110,7 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
             return x;
         }
         let (leaf, value) = (x.id(), x.primitive().clone());
+        let before = model.lookups.before_read();
         let rung = model.rung::<B, C>(slot, &x);
         let (primitive, guard) = x.into_parts();
         let gate = match Backward::<B, 1>::prepare::<C>(Gate, [guard]).compute_bound().stateful() {
@@ -115,7 +121,10 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
         let (_, rung) = rung.into_parts();
         match Backward::<B, 2>::prepare::<C>(Hook, [gate, rung]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
-                prep.finish(HookState { read: Arc::new(Read::new(model, slot)), leaf, value }, primitive)
+                let read = Arc::new(Read::new(model.clone(), slot));
+                let value = prep.finish(HookState { read, leaf, value }, primitive);
+                model.lookups.read(slot, before, value.id());
+                value
             }
             OpsKind::UnTracked(prep) => prep.finish(primitive),
         }

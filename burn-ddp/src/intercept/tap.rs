@@ -9,6 +9,7 @@ use burn::backend::Dispatch;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
 use burn::tensor::{Device, Tensor};
 
+use super::loaded_records::{loads, report_loads};
 use super::model_walk::{TAP_NAME, note_visit};
 use super::nodes::DdpBackend;
 use super::tap_bypass::is_bypassed;
@@ -50,15 +51,23 @@ impl Drop for Live {
 }
 
 impl Tap {
+    /// A tap for `param`, which also reports from now on that a record is loaded.
     pub(crate) fn new<const D: usize>(
         ddp: Ddp,
         model: Arc<WrappedModel>,
         slot: usize,
-        param: &Param<Tensor<D>>,
-    ) -> Self {
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Self) {
         let handle = TapHandle { model, slot };
         Dispatch::note_value(param.base().into_dispatch(), handle.clone());
-        Tap { _presence: ddp, _live: Live::new(handle.clone()), handle, handoff: Handoff::new(param) }
+        let handoff = Handoff::new(&param);
+        let param = report_loads(param, &handle);
+        (param, Tap { _presence: ddp, _live: Live::new(handle.clone()), handle, handoff })
+    }
+
+    /// The slot of the parameter, and the wrapped model that this tap is a part of.
+    pub(super) fn handle(&self) -> &TapHandle {
+        &self.handle
     }
 
     /// The wrapped model that this tap is a part of.
@@ -74,6 +83,7 @@ impl Reparameterization for Tap {
         if is_bypassed() || !base.is_autodiff() {
             return base;
         }
+        self.handoff.read(&self.handle);
         Tensor::from_dispatch(Dispatch::grad_tap(base.into_dispatch(), self.handle.clone()))
     }
 }
@@ -100,6 +110,7 @@ impl Module for Tap {
             self.handoff.set_id(id);
         }
         if !is_bypassed() {
+            self.handle.model.lookups.end(&self.handle.model);
             self.handoff.visit(&self.handle, visitor);
         }
     }
@@ -108,13 +119,13 @@ impl Module for Tap {
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         if !is_bypassed() {
             self.handle.model.note_map();
-            self.handoff.map(&self.handle, mapper);
+            self.handoff.map(&self.handle, loads(&self.handle), mapper);
         }
         self
     }
 
     fn valid(&self) -> Self {
-        self.clone()
+        Tap { handoff: self.handoff.training(false), ..self.clone() }
     }
 
     /// Only `model.valid().train()` comes here.
@@ -122,7 +133,7 @@ impl Module for Tap {
         if !is_bypassed() {
             self.handle.model.note_train();
         }
-        self
+        Tap { handoff: self.handoff.training(true), ..self }
     }
 
     fn materialize(self) -> Self {

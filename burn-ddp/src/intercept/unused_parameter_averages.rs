@@ -1,75 +1,158 @@
-//! Averages of parameters that this rank did not use: they wait for an optimizer under stand-in leaves.
+//! Averages of parameters that this rank did not use: each waits on a stand-in leaf in the `Gradients` of its backward,
+//! and no longer than they are there.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::collections::BTreeMap;
 
-use burn::backend::Backend;
-use burn::backend::TensorMetadata;
 use burn::backend::autodiff::NodeId;
+use burn::backend::autodiff::grads::Gradients;
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::Shape;
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{DType, Shape};
 
-use super::depth_ladder::{AutodiffTensor, new_leaf};
+use super::depth_ladder::{AutodiffTensor, new_leaf, scalar};
+use crate::gradients::GradientMemory;
 
-/// Largest number of averages of a slot that wait for their optimizer; the oldest are forgotten.
-const CAP: usize = 8;
+/// Stand-in leaves of a model, and the averages that wait on them.
+pub(super) struct StandIns<B: Backend> {
+    /// Leaves by slot, made when first needed and kept: gradients of several backwards may wait side by side.
+    leaves: BTreeMap<usize, AutodiffTensor<B>>,
+    /// A tensor in each `Gradients` with waiting averages, under one leaf of its own: as long as they share it, they
+    /// are there.
+    markers: Vec<(u64, FloatTensor<B>)>,
+    marker_leaf: Option<AutodiffTensor<B>>,
+    waiting: WaitingAverages,
+}
 
-/// Leaves under which averages are registered, one per slot, made when first needed and kept: gradients of several
-/// backwards may wait side by side.
-pub(super) struct StandInLeaves<B: Backend>(BTreeMap<usize, AutodiffTensor<B>>);
-
-impl<B: Backend> StandInLeaves<B> {
+impl<B: GradientMemory> StandIns<B> {
     pub(super) fn new() -> Self {
-        StandInLeaves(BTreeMap::new())
+        StandIns {
+            leaves: BTreeMap::new(),
+            markers: Vec::new(),
+            marker_leaf: None,
+            waiting: WaitingAverages::default(),
+        }
     }
 
     /// The leaf of a slot, if it has been needed.
-    pub(super) fn get(&self, slot: usize) -> Option<AutodiffTensor<B>> {
-        self.0.get(&slot).cloned()
+    pub(super) fn leaf(&self, slot: usize) -> Option<AutodiffTensor<B>> {
+        self.leaves.get(&slot).cloned()
     }
 
     /// The leaf of a slot whose average is `average`. It has no elements, so that it counts as nothing where parameters
     /// are counted.
     pub(super) fn leaf_of(&mut self, slot: usize, average: &FloatTensor<B>) -> NodeId {
         let empty = || B::float_zeros(Shape::from([0]), &average.device(), average.dtype().into());
-        self.0.entry(slot).or_insert_with(|| new_leaf::<B>(empty())).id()
+        self.leaves.entry(slot).or_insert_with(|| new_leaf::<B>(empty())).id()
+    }
+
+    /// Notes that the averages of `slots` from reduction `number` wait in `grads`.
+    pub(super) fn wait(&mut self, number: u64, slots: Vec<usize>, device: &B::Device, grads: &mut Gradients) {
+        let marker = scalar::<B>(device, DType::F32);
+        let leaf = self.marker_leaf.get_or_insert_with(|| new_leaf::<B>(scalar::<B>(device, DType::F32))).id();
+        grads.register::<B>(leaf, marker.clone());
+        self.markers.push((number, marker));
+        self.waiting.add(number, slots);
+    }
+
+    /// The waiting averages, as of now.
+    pub(super) fn waiting(&mut self) -> &mut WaitingAverages {
+        let waiting = &mut self.waiting;
+        self.markers.retain(|(number, marker)| {
+            let alive = !B::is_unique(marker);
+            if !alive {
+                waiting.gradients_are_gone(*number);
+            }
+            alive
+        });
+        waiting
     }
 }
 
-/// Numbers of the averages that wait under stand-in leaves.
+/// Averages that wait, or waited until the next backward began.
 #[derive(Default)]
-pub(super) struct WaitingAverages {
-    /// Numbers of the reductions whose averages were registered there lately, by slot. Each copy of the model keeps the
-    /// number of the last one that its optimizer used.
-    numbers: Mutex<BTreeMap<usize, VecDeque<u64>>>,
-    /// True if any average has ever waited.
-    any: AtomicBool,
+pub(super) struct WaitingAverages(Vec<Delivery>);
+
+/// Averages of one backward that this rank had no leaf for.
+struct Delivery {
+    /// Number of the reduction.
+    number: u64,
+    /// True while their `Gradients` are there.
+    alive: bool,
+    /// True if a copy of the model was mapped with an average missing, and read for another forward.
+    trained_on: bool,
+    averages: Vec<Waiting>,
+}
+
+struct Waiting {
+    slot: usize,
+    /// True if a visitor was shown it, or `ddp.grad` has returned it.
+    taken: bool,
+    /// True if the parameter was mapped before it was taken.
+    missed: bool,
 }
 
 impl WaitingAverages {
-    /// Notes that the averages of `slots` from reduction `number` wait from now on.
-    pub(super) fn note(&self, slots: &[usize], number: u64) {
-        if slots.is_empty() {
-            return;
-        }
-        let mut all = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
-        for slot in slots {
-            let numbers = all.entry(*slot).or_default();
-            numbers.push_back(number);
-            if numbers.len() > CAP {
-                numbers.pop_front();
-            }
-        }
-        self.any.store(true, Ordering::Release);
+    fn add(&mut self, number: u64, slots: Vec<usize>) {
+        let averages = slots.into_iter().map(|slot| Waiting { slot, taken: false, missed: false }).collect();
+        self.0.push(Delivery { number, alive: true, trained_on: false, averages });
     }
 
-    /// Number of the slot's first waiting average later than number `used`.
-    pub(super) fn after(&self, slot: usize, used: u64) -> Option<u64> {
-        if !self.any.load(Ordering::Acquire) {
-            return None;
+    fn gradients_are_gone(&mut self, number: u64) {
+        self.0.iter_mut().filter(|of| of.number == number).for_each(|of| of.alive = false);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Averages of a slot whose `Gradients` are there.
+    fn of(&mut self, slot: usize) -> impl Iterator<Item = &mut Waiting> {
+        self.0.iter_mut().filter(|of| of.alive).flat_map(|of| &mut of.averages).filter(move |of| of.slot == slot)
+    }
+
+    /// True if an average of the slot waits.
+    pub(super) fn has(&mut self, slot: usize) -> bool {
+        self.of(slot).next().is_some()
+    }
+
+    /// Notes that the last average of a slot is on the leaf of its parameter: it waits no longer.
+    pub(super) fn settle(&mut self, slot: usize) {
+        if let Some(last) = self.0.last_mut() {
+            last.averages.retain(|of| of.slot != slot);
         }
-        let numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
-        numbers.get(&slot)?.iter().copied().find(|number| *number > used)
+    }
+
+    /// Notes that the averages of the slot were taken. Returns true if one waits.
+    pub(super) fn take(&mut self, slot: usize) -> bool {
+        self.of(slot).map(|of| of.taken = true).count() > 0
+    }
+
+    /// Notes that the parameter of a slot was mapped. Returns the number of the last delivery of which an average has
+    /// not been taken.
+    pub(super) fn mapped(&mut self, slot: usize) -> Option<u64> {
+        let mut last = None;
+        for delivery in &mut self.0 {
+            for waiting in delivery.averages.iter_mut().filter(|of| !of.taken) {
+                waiting.missed |= waiting.slot == slot;
+                last = Some(delivery.number);
+            }
+        }
+        last
+    }
+
+    /// Notes that a copy of the model was read that was mapped while averages of delivery `number` had not been taken.
+    pub(super) fn trained_on(&mut self, number: u64) {
+        self.0.iter_mut().filter(|of| of.number == number).for_each(|of| of.trained_on = true);
+    }
+
+    /// The slot of an average that a step on this rank has missed, and the number of its reduction. Forgets averages
+    /// that can no longer be taken.
+    pub(super) fn begin_backward(&mut self) -> Option<(usize, u64)> {
+        let missed = self.0.iter().filter(|of| of.trained_on).find_map(|of| {
+            let average = of.averages.iter().find(|average| average.missed && !average.taken)?;
+            Some((average.slot, of.number))
+        });
+        self.0.retain(|of| of.alive && !of.averages.is_empty());
+        missed
     }
 }

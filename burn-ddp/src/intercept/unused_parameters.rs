@@ -1,9 +1,9 @@
 //! Parameters that other ranks used and this one did not: their averages have no leaf of this backward.
 //!
-//! The last gate registers such an average on the leaf of a clone or on a stand-in leaf. [`Handoff`] shows stand-in
-//! leaves to the visitors of each copy of the model, so that the copy's optimizer gets them.
+//! The last gate registers such an average on the leaf of a clone or on a stand-in leaf. As long as the `Gradients` are
+//! there, [`Handoff`] shows stand-in leaves to visitors, so that `GradientsParams::from_grads` finds them;
+//! `Ddp::backward`, which knows the model, moves them to the leaves of its parameters.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::backend::Dispatch;
@@ -15,6 +15,7 @@ use super::depth_ladder::AutodiffTensor;
 use super::model_state::State;
 use super::nodes::DdpBackend;
 use super::wrapped_model::{TapHandle, WrappedModel};
+use crate::Result;
 use crate::gradients::GradientMemory;
 
 /// Largest number of dimensions of a parameter.
@@ -45,10 +46,76 @@ pub(super) enum Substitute {
     StandIn(usize),
 }
 
+impl TapHandle {
+    /// The slot whose stand-in leaf has the average of this one: until an optimizer steps, clones of a parameter share
+    /// a leaf.
+    pub(super) fn of_first_clone(&self) -> TapHandle {
+        let TapHandle { model, slot } = self;
+        let shared = model.cloned[*slot] && !model.mapped.load(Ordering::Acquire);
+        TapHandle { model: model.clone(), slot: if shared { model.slots[*slot].first_clone } else { *slot } }
+    }
+
+    /// The stand-in leaf of this slot; an untracked tensor if it has not been needed.
+    pub(super) fn stand_in<const D: usize>(&self) -> Tensor<D> {
+        let like = Tensor::<D>::zeros([1; D], &self.model.device);
+        Tensor::from_dispatch(Dispatch::stand_in(like.into_dispatch(), self.clone()))
+    }
+}
+
 impl WrappedModel {
     /// The stand-in leaf of a slot, if it has been needed.
     pub(super) fn stand_in<B: GradientMemory>(&self, slot: usize) -> Option<AutodiffTensor<B>> {
-        self.lock().of::<B>()?.stand_ins.get(slot)
+        self.lock().of::<B>()?.stand_ins.leaf(slot)
+    }
+
+    /// False if no average waits on a stand-in leaf.
+    pub(super) fn averages_wait(&self) -> bool {
+        self.averages_wait.load(Ordering::Acquire)
+    }
+
+    /// True if an average of the slot waits.
+    pub(super) fn waits(&self, slot: usize) -> bool {
+        self.lock().waiting().has(slot)
+    }
+
+    /// Notes that the average of a slot from the last backward is on the leaf of its parameter.
+    pub(super) fn note_settled(&self, slot: usize) {
+        self.lock().waiting().settle(slot);
+    }
+
+    /// True if an average of the slot waits. It counts as taken from now on.
+    pub(super) fn take_waiting(&self, slot: usize) -> bool {
+        self.lock().waiting().take(slot)
+    }
+
+    /// See [`WaitingAverages::mapped`](super::unused_parameter_averages::WaitingAverages::mapped).
+    fn note_map_of(&self, slot: usize) -> Option<u64> {
+        self.lock().waiting().mapped(slot)
+    }
+
+    /// See [`WaitingAverages::trained_on`](super::unused_parameter_averages::WaitingAverages::trained_on).
+    fn note_read_after(&self, number: u64) {
+        self.lock().waiting().trained_on(number);
+    }
+
+    /// Refuses to go on if the last step of this rank has missed an average.
+    pub(super) fn refuse_missed<B: GradientMemory>(&self, state: &mut State<B>) -> Result<()> {
+        if !self.averages_wait() {
+            return Ok(());
+        }
+        let waiting = state.stand_ins.waiting();
+        let missed = waiting.begin_backward();
+        self.averages_wait.store(!waiting.is_empty(), Ordering::Release);
+        let Some((slot, number)) = missed else { return Ok(()) };
+        let path = &self.slots[slot].path;
+        let fault = self.fault(format!(
+            "the average of {path} from step {}, which rank {} did not use in that step, was not taken before the \
+             model was changed, so the ranks train apart: read it with `ddp.grad(&param, &grads)`, or take all \
+             averages with `GradientsParams::from_grads(grads, &model)`",
+            number - 1,
+            self.ddp.rank()
+        ));
+        Err(self.stale.get_or_init(|| fault).clone())
     }
 
     /// Place for the average of a slot that this rank did not use. Until an optimizer steps, clones of a parameter
@@ -81,58 +148,89 @@ impl WrappedModel {
     }
 }
 
-/// Hands the waiting averages of one parameter in one copy of the model to the copy's optimizer.
+/// Hands the waiting averages of one parameter in one copy of the model to `GradientsParams::from_grads`.
 #[derive(Clone, Debug)]
 pub(super) struct Handoff {
-    /// The parameter's id as of the last visit by [`find`](super::find). Shared by clones of the model.
-    id: Arc<AtomicU64>,
+    /// The parameter's id in this copy, as of `wrap` or of the last visit by [`find`](super::find).
+    id: Number,
     /// Number of dimensions of the parameter.
     dims: usize,
-    /// Number of the waiting average that this copy showed to a visitor last.
-    shown: Number,
-    /// Number of the last waiting average that an optimizer has used: this copy showed it, and was mapped later.
-    used: Number,
+    /// True for copies that train; `valid()` makes one that does not.
+    trains: bool,
+    /// 1 if a record was loaded into this copy, which may have changed the id; 2 if an average was shown under the old
+    /// id since.
+    loaded: Number,
+    /// 1 if this copy was visited since it was mapped last: the next mapper may have gradients from that visit.
+    visited: Number,
+    /// Number of the delivery of which averages had not been taken when this copy was mapped; 0 if there is none.
+    mapped_without: Number,
 }
 
 impl Handoff {
     pub(super) fn new<const D: usize>(param: &Param<Tensor<D>>) -> Self {
         Handoff {
-            id: Arc::new(AtomicU64::new(param.id.val())),
+            id: Number::new(param.id.val()),
             dims: D,
-            shown: Number::default(),
-            used: Number::default(),
+            trains: true,
+            loaded: Number::default(),
+            visited: Number::default(),
+            mapped_without: Number::default(),
         }
     }
 
-    /// Sets the parameter's id, in all copies of the model.
-    pub(super) fn set_id(&self, id: u64) {
-        self.id.store(id, Ordering::Relaxed);
+    /// The same for a copy that trains or does not.
+    pub(super) fn training(&self, trains: bool) -> Self {
+        Handoff { trains, ..self.clone() }
     }
 
-    /// Shows `visitor` the stand-in leaf under the parameter's id, if this copy's optimizer has not used every waiting
-    /// average.
+    /// Sets the parameter's id.
+    pub(super) fn set_id(&self, id: u64) {
+        self.id.set(id);
+        self.loaded.set(0);
+    }
+
+    /// Shows `visitor` the stand-in leaf under the parameter's id, if an average waits there. Visitors cannot be told
+    /// apart, so all that come between a backward and the end of its `Gradients` see it.
     pub(super) fn visit(&self, tap: &TapHandle, visitor: &mut impl ModuleVisitor) {
-        let Some(number) = tap.model.waiting.after(tap.slot, self.used.get()) else { return };
-        self.shown.set(number);
+        self.visited.set(1);
+        if !self.trains || !tap.model.averages_wait() || !tap.model.take_waiting(tap.slot) {
+            return;
+        }
+        if self.loaded.get() > 0 {
+            self.loaded.set(2);
+        }
         with_dims!(self.dims, D => self.show::<D>(tap, visitor), else ());
     }
 
     fn show<const D: usize>(&self, tap: &TapHandle, visitor: &mut impl ModuleVisitor) {
-        let like = Tensor::<D>::zeros([1; D], &tap.model.device);
-        let leaf = Tensor::<D>::from_dispatch(Dispatch::stand_in(like.into_dispatch(), tap.clone()));
-        visitor.visit_float(&Param::initialized(self.id(), leaf));
+        visitor.visit_float(&Param::initialized(self.id(), tap.stand_in::<D>()));
     }
 
-    /// Notes that `mapper` has used the average that this copy showed last. If it has not, no later step is right, and
+    /// Notes that this copy is mapped, by a record that is loaded if `loads`. The first mapper after a record and an
+    /// average under the old id is taken for the optimizer: if it has not used the average, no later step is right, and
     /// the job ends.
-    pub(super) fn map(&self, tap: &TapHandle, mapper: &mut impl ModuleMapper) {
-        if self.shown.get() <= self.used.get() {
-            return;
+    pub(super) fn map(&self, tap: &TapHandle, loads: bool, mapper: &mut impl ModuleMapper) {
+        if loads {
+            self.loaded.set(1);
+        } else if self.loaded.get() == 2 {
+            self.loaded.set(0);
+            if with_dims!(self.dims, D => self.missed_average::<D>(tap, mapper), else false) {
+                tap.model.note_stale_id(tap.slot);
+            }
         }
-        self.used.set(self.shown.get());
-        let missed = with_dims!(self.dims, D => self.missed_average::<D>(tap, mapper), else false);
-        if missed {
-            tap.model.note_stale_id(tap.slot);
+        let visited = self.visited.get() == 1;
+        self.visited.set(0);
+        if !visited && tap.model.averages_wait() {
+            self.mapped_without.set(tap.model.note_map_of(tap.slot).unwrap_or(0));
+        }
+    }
+
+    /// Notes that this copy is read for a forward.
+    pub(super) fn read(&self, tap: &TapHandle) {
+        let number = self.mapped_without.get();
+        if number > 0 {
+            self.mapped_without.set(0);
+            tap.model.note_read_after(number);
         }
     }
 
@@ -150,7 +248,7 @@ impl Handoff {
     }
 
     fn id(&self) -> ParamId {
-        ParamId::from(self.id.load(Ordering::Relaxed))
+        ParamId::from(self.id.get())
     }
 }
 
@@ -159,6 +257,10 @@ impl Handoff {
 struct Number(AtomicU64);
 
 impl Number {
+    fn new(number: u64) -> Self {
+        Number(AtomicU64::new(number))
+    }
+
     fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -170,6 +272,6 @@ impl Number {
 
 impl Clone for Number {
     fn clone(&self) -> Self {
-        Number(AtomicU64::new(self.get()))
+        Number::new(self.get())
     }
 }

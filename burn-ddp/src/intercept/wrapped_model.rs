@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use burn::tensor::{DType, Device};
 
 use super::failure;
+use super::lookups::Lookups;
 use super::model_state::ModelState;
-use super::unused_parameter_averages::WaitingAverages;
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
 use crate::gradients::{GradientReduction, Slot};
@@ -39,8 +39,11 @@ pub(crate) struct WrappedModel {
     pub(super) attached: OnceLock<Vec<bool>>,
     /// Locked by hooks and gates, on the thread that runs backward, and by reads for a moment.
     state: Mutex<Box<dyn ModelState>>,
-    /// Averages of parameters that this rank did not use. Written by the last gate, read by visits.
-    pub(super) waiting: WaitingAverages,
+    /// Reads that are looked up in `Gradients`.
+    pub(super) lookups: Lookups,
+    /// True if averages may wait on stand-in leaves. Set by the last gate, unset by the first hook; read by visits and
+    /// maps.
+    pub(super) averages_wait: AtomicBool,
     /// Number of backwards that reached this model and ended, with or without an error.
     pub(super) ended: AtomicU64,
     /// Depth of nested `no_sync`.
@@ -101,7 +104,8 @@ impl WrappedModel {
             slots,
             attached: OnceLock::new(),
             state: Mutex::new(state),
-            waiting: WaitingAverages::default(),
+            lookups: Lookups::default(),
+            averages_wait: AtomicBool::new(false),
             ended: AtomicU64::new(0),
             holding: AtomicUsize::new(0),
             short_step: AtomicBool::new(false),
@@ -129,6 +133,7 @@ impl WrappedModel {
         if appears {
             self.holders.fetch_add(1, Ordering::AcqRel);
         } else if self.holders.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.lookups.end(self);
             // The model is gone. Nodes that it left in graphs may keep this for long, but need no thread. If the state
             // is locked, a backward runs, which keeps the thread anyway.
             if let Ok(mut state) = self.state.try_lock() {

@@ -52,7 +52,8 @@ impl Reparameterizer for Attach {
 
     fn reparameterize<const D: usize>(&mut self, _: &str, param: Param<Tensor<D>>) -> (Param<Tensor<D>>, Option<Tap>) {
         let slot = self.slot_of.pop_front().expect("map and visit see the same parameters");
-        let tap = slot.map(|slot| Tap::new(self.ddp.clone(), self.wrapped.clone(), slot, &param));
-        (param, tap)
+        let Some(slot) = slot else { return (param, None) };
+        let (param, tap) = Tap::new(self.ddp.clone(), self.wrapped.clone(), slot, param);
+        (param, Some(tap))
     }
 }

@@ -15,8 +15,8 @@ use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use burn::backend::Backend;
 use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{AllocationProperty, Bytes, DType, Shape, TensorData, read_sync};
 use burn_ddp_comm::SharedView;
 
@@ -36,6 +36,11 @@ pub trait GradientMemory: Backend {
 
     /// True if tensors of [`from_shared`](Self::from_shared) look at the shared bytes; false if they copy them.
     const VIEWS_AVERAGES: bool = false;
+
+    /// True if no other handle to the memory of `tensor` is alive.
+    fn is_unique(tensor: &FloatTensor<Self>) -> bool {
+        tensor.can_mut()
+    }
 
     /// Calls `read` with the elements of `tensor`, row by row.
     ///

@@ -9,6 +9,15 @@ use burn::tensor::DType;
 use super::{GradientMemory, with_copy};
 
 impl GradientMemory for NdArray {
+    /// NdArray's `can_mut` is always false.
+    fn is_unique(tensor: &FloatTensor<Self>) -> bool {
+        match tensor {
+            NdArrayTensor::F32(x) => x.is_unique(),
+            NdArrayTensor::F64(x) => x.is_unique(),
+            _ => false,
+        }
+    }
+
     fn with_bytes<R>(tensor: FloatTensor<Self>, read: impl FnOnce(DType, &[u8]) -> R) -> Result<R, String> {
         let bytes: Option<(DType, &[u8])> = match &tensor {
             NdArrayTensor::F32(x) => x.view().to_slice().map(|x| (DType::F32, bytemuck::cast_slice(x))),

@@ -1,0 +1,158 @@
+//! Gradients that a program looks up itself instead of giving them to an optimizer of Burn.
+
+use std::time::Duration;
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::optim::{GradientsParams, SgdConfig};
+use burn::prelude::*;
+use burn::tensor::Gradients;
+use burn_ddp::WorldOptions;
+use burn_ddp::prelude::*;
+
+/// `a` is used by every rank, `b` by rank 0 alone.
+#[derive(Module, Debug)]
+struct Pair {
+    a: Param<Tensor<1>>,
+    b: Param<Tensor<1>>,
+}
+
+impl Pair {
+    fn new(device: &Device) -> Self {
+        let one = |value: f32| Param::from_tensor(Tensor::from_floats([value], device));
+        Pair { a: one(1.0), b: one(1.0) }
+    }
+
+    /// Its gradients are `x` for `a`, and `x` for `b` where `b` is used.
+    fn loss(&self, x: f32, uses_b: bool) -> Tensor<1> {
+        let loss = self.a.val() * x;
+        if uses_b { loss + self.b.val() * x } else { loss }
+    }
+}
+
+fn number(tensor: Option<Tensor<1>>) -> Option<f32> {
+    tensor.map(|tensor| tensor.into_scalar::<f32>())
+}
+
+/// Both ranks' results, with deadlines that a hang would meet.
+fn two_ranks<T: Send>(f: impl Fn(Ddp) -> anyhow::Result<T> + Sync) -> Vec<T> {
+    let timeout = Duration::from_secs(60);
+    Ddp::spawn_with(2, WorldOptions { timeout, ..WorldOptions::default() }, f).unwrap()
+}
+
+/// Burn returns no gradients for tensors that are no leaves.
+#[test]
+fn reads_have_no_gradient_and_their_parameters_do() {
+    let kept = |ddp: Ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(Pair::new(&device))?;
+        let read = model.a.val();
+        let grads = (read.clone() * (1.0 + 2.0 * ddp.rank() as f32)).backward();
+        let found = [&read, &model.a.val(), &model.a.base()].map(|tensor| number(tensor.grad(&grads)));
+        Ok((found, number(ddp.grad(&model.a, &grads))))
+    };
+    assert_eq!(Ddp::spawn(1, kept).unwrap(), [([Some(1.0); 3], Some(1.0))]);
+    assert_eq!(two_ranks(kept), [([None, None, Some(2.0)], Some(2.0)); 2]);
+}
+
+#[test]
+fn grad_finds_every_average() {
+    let find = |ddp: Ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap(Pair::new(&device))?;
+        let grads = model.loss(2.0, ddp.is_main()).backward();
+        Ok([number(ddp.grad(&model.a, &grads)), number(ddp.grad(&model.b, &grads))])
+    };
+    assert_eq!(Ddp::spawn(1, find).unwrap(), [[Some(2.0), Some(2.0)]]);
+    // The mean over all ranks: rank 1 counts as a gradient of 0 for `b`.
+    assert_eq!(two_ranks(find), [[Some(2.0), Some(1.0)]; 2]);
+}
+
+/// Steps by the gradients on the leaves of the parameters.
+struct ByLeaf<'a>(&'a Gradients);
+
+impl ModuleMapper for ByLeaf<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|value| match value.grad(self.0) {
+            Some(gradient) => Tensor::from_inner(value.inner() - gradient.mul_scalar(0.1)).require_grad(),
+            None => value,
+        })
+    }
+}
+
+/// Steps by the gradients that `ddp.grad` has found.
+struct ByName<'a>(&'a GradientsParams);
+
+impl ModuleMapper for ByName<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let id = param.id;
+        param.map(|value| match self.0.get::<D>(id) {
+            Some(gradient) => Tensor::from_inner(value.inner() - gradient.mul_scalar(0.1)).require_grad(),
+            None => value,
+        })
+    }
+}
+
+/// Runs two steps, and returns 10 `b`, rounded, or the error of the second backward.
+fn two_steps(step: impl Fn(&Ddp, Pair, Gradients) -> Pair + Sync) -> Vec<Result<i32, String>> {
+    two_ranks(|ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = ddp.wrap(Pair::new(&device))?;
+        for _ in 0..2 {
+            let loss = model.loss(2.0, ddp.is_main());
+            let grads = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| loss.backward()));
+            match grads {
+                Ok(grads) => model = step(&ddp, model, grads),
+                Err(panic) => return Ok(Err(panic.downcast_ref::<String>().cloned().unwrap_or_default())),
+            }
+        }
+        Ok(Ok((10.0 * model.b.base().into_scalar::<f32>()).round() as i32))
+    })
+}
+
+#[test]
+fn an_average_that_an_optimizer_by_hand_misses_is_an_error() {
+    let errors = two_steps(|_, model, grads| model.map(&mut ByLeaf(&grads)));
+    for error in errors {
+        let error = error.expect_err("rank 1 has not stepped `b`");
+        for says in ["the average of b", "rank 1", "ddp.grad("] {
+            assert!(error.contains(says), "{error}");
+        }
+    }
+}
+
+#[test]
+fn an_optimizer_by_hand_that_takes_all_averages_trains() {
+    let steps = two_steps(|_, model, grads| {
+        let grads = GradientsParams::from_grads(grads, &model);
+        model.map(&mut ByName(&grads))
+    });
+    assert_eq!(steps, [Ok(8), Ok(8)]);
+    let steps = two_steps(|ddp, model, grads| {
+        let mut found = GradientsParams::new();
+        for param in [&model.a, &model.b] {
+            found.register(param.id, ddp.grad(param, &grads).expect("an average"));
+        }
+        model.map(&mut ByName(&found))
+    });
+    assert_eq!(steps, [Ok(8), Ok(8)]);
+}
+
+/// Gradients that are only looked at move no rank: a copy may be mapped meanwhile.
+#[test]
+fn averages_of_a_step_that_is_skipped_are_no_error() {
+    let copy = |_: &Ddp, model: Pair, grads: Gradients| {
+        let copy = model.clone().map(&mut ByLeaf(&grads));
+        drop(copy.valid());
+        model
+    };
+    assert_eq!(two_steps(copy), [Ok(10), Ok(10)]);
+}
+
+#[test]
+fn an_optimizer_of_burn_takes_what_it_is_given() {
+    let steps = two_steps(|_, model, grads| {
+        let grads = GradientsParams::from_grads(grads, &model);
+        SgdConfig::new().init().step(0.1, model, grads)
+    });
+    assert_eq!(steps, [Ok(8), Ok(8)]);
+}
