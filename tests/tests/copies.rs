@@ -1,5 +1,5 @@
-//! Copies of a wrapped model that are not trained: exponential moving averages, the best model so far. Records, visitors and
-//! mappers see them as they see a model of plain Burn.
+//! Copies of a wrapped model that are not trained: exponential moving averages, the best model so far. Records,
+//! visitors and mappers see them as they see a model of plain Burn.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};

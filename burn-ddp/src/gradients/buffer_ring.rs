@@ -41,6 +41,20 @@ impl BufferRing {
         self.buffer(bucket).is_some()
     }
 
+    /// The place of `slot` in the buffer of its bucket, to be written before the buffer is [taken](Self::take); `None`
+    /// if a reduction has the buffer, if one of another bucket comes first (`next` is the next one), or if the bucket
+    /// is dormant.
+    pub(super) fn place(&mut self, plan: &Plan, slot: usize, next: usize) -> Option<&mut [u8]> {
+        let range = &plan.ranges[slot];
+        let nth = range.bucket.checked_sub(next)?;
+        if nth >= self.ring.len() || range.bucket >= self.awake {
+            return None;
+        }
+        let buffer = self.buffer(range.bucket).as_mut()?;
+        buffer.set_len(plan.buckets[range.bucket].total_bytes());
+        Some(&mut buffer.bytes_mut()[range.bytes()])
+    }
+
     /// Takes the buffer of `bucket`, `len_bytes` long; `None` if a reduction has it.
     pub(super) fn take(&mut self, bucket: usize, len_bytes: usize) -> Option<SharedBuffer> {
         let mut buffer = self.buffer(bucket).take()?;
@@ -107,5 +121,22 @@ mod tests {
         assert_eq!(dormant.len_bytes(), 44);
         ring.put_back(5, dormant);
         assert!(ring.is_free(5) && !ring.is_complete());
+    }
+
+    #[test]
+    fn a_buffer_has_places_for_the_bucket_whose_turn_it_is() {
+        let plan = plan();
+        let buffers = BufferRing::lens_bytes(&plan, Some(3)).into_iter().map(SharedBuffer::plain).collect();
+        let mut ring = BufferRing::new(&plan, buffers);
+        let slot_of = |bucket: usize| plan.buckets[bucket].slots[0];
+        let (first, fourth, dormant) = (slot_of(0), slot_of(3), slot_of(5));
+        ring.place(&plan, first, 0).unwrap().fill(7);
+        assert!(ring.place(&plan, fourth, 0).is_none(), "bucket 0 has the buffer first");
+        assert!(ring.place(&plan, dormant, 0).is_none());
+        let mut taken = ring.take(0, plan.buckets[0].total_bytes()).unwrap();
+        assert_eq!(taken.bytes_mut()[plan.ranges[first].bytes()], [7; 60]);
+        assert!(ring.place(&plan, fourth, 1).is_none(), "a reduction has the buffer");
+        ring.put_back(0, taken);
+        assert_eq!(ring.place(&plan, fourth, 1).unwrap().len(), 48);
     }
 }

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use burn_ddp_comm::{ProcessGroup, SharedView};
 
-use super::accumulation::{Boundary, MicroBatches};
+use super::accumulation::{Boundary, Contribution, MicroBatches};
 use super::bucket_plan::{Bucket, Plan, Slot};
 use super::buffer_ring::BufferRing;
 use super::piggyback::{Piggyback, PiggybackResult, Submitted};
@@ -64,8 +64,7 @@ pub(crate) struct Reducer<T> {
 }
 
 impl<T> Reducer<T> {
-    /// A reducer for `slots`, which are the same on all ranks, and the store of their gradients. *Collective* over
-    /// `group`.
+    /// A reducer for `slots`, the same on all ranks, and the store of their gradients. *Collective* over `group`.
     pub(crate) fn new(
         group: ProcessGroup,
         slots: Arc<[Slot]>,
@@ -122,8 +121,7 @@ impl<T> Reducer<T> {
         self.step
     }
 
-    /// Starts a backward that stands for `weight` items. Returns true if it ends a step of fewer micro-batches than
-    /// others.
+    /// Starts a backward of `weight` items. Returns true if it ends a step of fewer micro-batches than others.
     ///
     /// # Errors
     ///
@@ -140,7 +138,10 @@ impl<T> Reducer<T> {
         if self.batches.reducing && self.plan.ranges[slot].bucket < self.next {
             return Err(self.fault(format!("the bucket of {} is under way already", self.slots[slot].path)));
         }
-        let arrival = self.store.put(slot, gradient, self.batches.contribution());
+        let contribution = self.batches.contribution();
+        let at_once = contribution == Contribution::Whole && self.store.packs_at_once();
+        let place = if at_once { self.ring.place(&self.plan, slot, self.next) } else { None };
+        let arrival = self.store.put(slot, gradient, contribution, place);
         match arrival.map_err(|e| self.fault(e))? {
             Arrival::Now => self.arrive(slot),
             Arrival::Later => Ok(()),
@@ -360,8 +361,7 @@ impl<T> Reducer<T> {
         Ok(())
     }
 
-    /// Collects buckets that are reduced until the buffer of the next one is free. Returns false if it is not, without
-    /// waiting.
+    /// Collects reduced buckets until the buffer of the next one is free, without waiting. Returns false if it is not.
     fn make_room(&mut self) -> Result<bool> {
         while !self.ring.is_free(self.next) {
             match self.worker.try_next() {

@@ -11,15 +11,15 @@ use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::ddp::Ddp;
 
 impl Ddp {
-    /// The average of one parameter's gradient over all ranks, out of the result of a backward: also of a parameter that
-    /// other ranks have used and this rank has not. Not collective, and it does not wait.
+    /// The average of one parameter's gradient over all ranks, out of the result of a backward: also of a parameter
+    /// that other ranks have used and this rank has not. Not collective, and it does not wait.
     ///
     /// Returns `None` if no rank has used the parameter, and in backwards that only sum up (accumulation,
     /// [`no_sync`](Ddp::no_sync)). In a world of 1 it is the gradient.
     ///
     /// `param.base().grad(&grads)` is the same for parameters that this rank has used. `param.val().grad(&grads)` is
-    /// `None` if this `val()` was called after the backward; a tensor that was kept from the forward has the average. An
-    /// optimizer written by hand must step every parameter for which this returns an average, or the next backward
+    /// `None` if this `val()` was called after the backward; a tensor that was kept from the forward has the average.
+    /// An optimizer written by hand must step every parameter for which this returns an average, or the next backward
     /// fails. A `ModuleMapper` gets parameters without what `wrap` has added: there, take the averages out of
     /// `GradientsParams::from_grads` by `param.id`.
     ///

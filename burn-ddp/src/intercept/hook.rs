@@ -14,12 +14,12 @@ use crate::Result;
 use crate::gradients::GradientMemory;
 
 impl WrappedModel {
-    /// Takes the gradient of one read, which had this `value`.
+    /// Takes the gradient of one read, which had this `value` if it is to be compared.
     pub(super) fn hook<B: GradientMemory>(
         self: Arc<Self>,
-        read: Arc<Read>,
+        read: Read,
         leaf: NodeId,
-        value: FloatTensor<B>,
+        value: Option<FloatTensor<B>>,
         gradient: FloatTensor<B>,
         grads: &mut Gradients,
     ) {
@@ -30,7 +30,9 @@ impl WrappedModel {
         };
         self.enter::<B>(state, grads);
         state.fired += 1;
-        state.compared[read.slot] = Some(value);
+        if value.is_some() {
+            state.compared[read.slot] = value;
+        }
         if state.error.is_none()
             && let Err(error) = self.take(state, &read, leaf, gradient)
         {

@@ -23,8 +23,8 @@ pub(super) fn report_loads<const D: usize>(param: Param<Tensor<D>>, tap: &TapHan
     })
 }
 
-/// True if the mapper that maps `tap` has loaded a record into its parameter: mappers come to a parameter first and then
-/// to its tap.
+/// True if the mapper that maps `tap` has loaded a record into its parameter: mappers come to a parameter first and
+/// then to its tap.
 pub(super) fn loads(tap: &TapHandle) -> bool {
     LOADED.take() == Some((tap.model.id, tap.slot))
 }

@@ -2,18 +2,19 @@
 //! warning says so, once for each model.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::backend::autodiff::NodeId;
 
-use super::wrapped_model::WrappedModel;
+use crate::gradients::Slot;
 
 /// Watches for lookups of one wrapped model.
-#[derive(Default)]
 pub(super) struct Lookups {
+    slots: Arc<[Slot]>,
     /// True from a delivery until something else than a read of a parameter has happened.
     watching: AtomicBool,
     reads: Mutex<ReadsAlone>,
+    /// True if there is nothing to warn of any more.
     warned: AtomicBool,
 }
 
@@ -28,6 +29,16 @@ struct ReadsAlone {
 }
 
 impl Lookups {
+    /// Watches nothing in a world of 1.
+    pub(super) fn new(slots: Arc<[Slot]>, world_size: usize) -> Self {
+        Lookups {
+            slots,
+            watching: AtomicBool::new(false),
+            reads: Mutex::default(),
+            warned: AtomicBool::new(world_size == 1),
+        }
+    }
+
     /// Begins to watch, since averages were put on leaves.
     pub(super) fn delivered(&self) {
         if !self.warned.load(Ordering::Relaxed) {
@@ -60,26 +71,26 @@ impl Lookups {
     }
 
     /// Ends watching. Warns if parameters were read, and nothing was computed from them.
-    pub(super) fn end(&self, model: &WrappedModel) {
+    pub(super) fn end(&self) {
         if !self.watching.load(Ordering::Acquire) || !self.watching.swap(false, Ordering::AcqRel) {
             return;
         }
         let reads = self.lock();
         if let Some(slot) = reads.first.filter(|_| NodeId::new().value == reads.last + 1) {
-            self.warn(model, slot, "was read after the backward, and nothing was computed from it");
+            self.warn(slot, "was read after the backward, and nothing was computed from it");
         }
     }
 
     /// Warns that the program still has the tensor of a read whose layers have run.
-    pub(super) fn kept(&self, model: &WrappedModel, slot: usize) {
-        self.warn(model, slot, "was read before the backward, and the tensor is still there after it");
+    pub(super) fn kept(&self, slot: usize) {
+        self.warn(slot, "was read before the backward, and the tensor is still there after it");
     }
 
-    fn warn(&self, model: &WrappedModel, slot: usize, what: &str) {
-        if model.ddp.world_size() > 1 && !self.warned.swap(true, Ordering::Relaxed) {
+    fn warn(&self, slot: usize, what: &str) {
+        if !self.warned.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 target: "burn_ddp::gradients",
-                parameter = model.slots[slot].path,
+                parameter = self.slots[slot].path,
                 "a parameter {what}; if it is for its gradient: `val().grad(&grads)` is `None` for wrapped models, \
                  look averages up with `ddp.grad(&param, &grads)` or `param.base().grad(&grads)`"
             );

@@ -56,12 +56,12 @@ pub trait DdpBackend: Backend {
 
 extend_backends!(DdpBackend);
 
-/// State of a hook: the read that it belongs to, the parameter's leaf, and its value.
+/// State of a hook: the read that it belongs to, the parameter's leaf, and, if it is to be compared, its value.
 #[derive(Clone, Debug)]
 struct HookState<B: Backend> {
-    read: Arc<Read>,
+    read: Read,
     leaf: NodeId,
-    value: FloatTensor<B>,
+    value: Option<FloatTensor<B>>,
 }
 
 #[derive(Debug)]
@@ -76,7 +76,7 @@ impl<B: GradientMemory> Backward<B, 2> for Hook {
         let is_kept = Arc::strong_count(&ops.node) > 1;
         let HookState { read, leaf, value } = ops.state;
         if is_kept {
-            read.model.lookups.kept(&read.model, read.slot);
+            read.model.lookups.kept(read.slot);
         }
         read.model.clone().hook::<B>(read, leaf, value, gradient, grads);
     }
@@ -109,7 +109,8 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
             }
             return x;
         }
-        let (leaf, value) = (x.id(), x.primitive().clone());
+        let leaf = x.id();
+        let value = model.compares().then(|| x.primitive().clone());
         let before = model.lookups.before_read();
         let rung = model.rung::<B, C>(slot, &x);
         let (primitive, guard) = x.into_parts();
@@ -118,10 +119,9 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
             OpsKind::UnTracked(prep) => return prep.finish(primitive),
         };
         let (primitive, gate) = gate.into_parts();
-        let (_, rung) = rung.into_parts();
         match Backward::<B, 2>::prepare::<C>(Hook, [gate, rung]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
-                let read = Arc::new(Read::new(model.clone(), slot));
+                let read = Read::new(model.clone(), slot);
                 let value = prep.finish(HookState { read, leaf, value }, primitive);
                 model.lookups.read(slot, before, value.id());
                 value

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use burn::backend::TensorMetadata;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::ops::NodeGuard;
 
 use super::depth_ladder::{AutodiffTensor, scalar, untracked};
 use super::wrapped_model::WrappedModel;
@@ -25,6 +26,13 @@ impl Read {
     /// True if no other read of the slot is outstanding.
     pub(super) fn is_last(&self) -> bool {
         self.model.outstanding[self.slot].load(Ordering::Acquire) <= 1
+    }
+}
+
+/// Burn wants states of nodes that can be cloned, and clones none.
+impl Clone for Read {
+    fn clone(&self) -> Self {
+        Read::new(self.model.clone(), self.slot)
     }
 }
 
@@ -54,13 +62,13 @@ impl WrappedModel {
         &self,
         slot: usize,
         like: &AutodiffTensor<B>,
-    ) -> AutodiffTensor<B> {
+    ) -> NodeGuard {
         match self.lock().of::<B>() {
             Some(state) => {
                 state.values[slot] = Some(like.clone());
                 state.ladder.next::<C>(like)
             }
-            None => untracked::<B>(scalar::<B>(&like.device(), like.dtype())),
+            None => untracked::<B>(scalar::<B>(&like.device(), like.dtype())).node(),
         }
     }
 }

@@ -105,13 +105,12 @@ impl Module for Tap {
     /// Shows `visitor` the average of a parameter that this rank did not use in the last backward:
     /// `GradientsParams::from_grads` visits a parameter's reparameterization after the parameter itself.
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        // Loading a record gives parameters new ids.
-        if let Some(id) = note_visit(&self.handle) {
-            self.handoff.set_id(id);
-        }
         if !is_bypassed() {
-            self.handle.model.lookups.end(&self.handle.model);
+            self.handle.model.lookups.end();
             self.handoff.visit(&self.handle, visitor);
+        } else if let Some(id) = note_visit(&self.handle) {
+            // Loading a record gives parameters new ids.
+            self.handoff.set_id(id);
         }
     }
 

@@ -92,6 +92,7 @@ impl WrappedModel {
         let mut clones = vec![0; slots.len()];
         slots.iter().for_each(|s| clones[s.first_clone] += 1);
         WrappedModel {
+            lookups: Lookups::new(slots.clone(), ddp.world_size()),
             ddp,
             device,
             id,
@@ -104,7 +105,6 @@ impl WrappedModel {
             slots,
             attached: OnceLock::new(),
             state: Mutex::new(state),
-            lookups: Lookups::default(),
             averages_wait: AtomicBool::new(false),
             ended: AtomicU64::new(0),
             holding: AtomicUsize::new(0),
@@ -133,7 +133,7 @@ impl WrappedModel {
         if appears {
             self.holders.fetch_add(1, Ordering::AcqRel);
         } else if self.holders.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.lookups.end(self);
+            self.lookups.end();
             // The model is gone. Nodes that it left in graphs may keep this for long, but need no thread. If the state
             // is locked, a backward runs, which keeps the thread anyway.
             if let Ok(mut state) = self.state.try_lock() {

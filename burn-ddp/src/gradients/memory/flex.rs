@@ -33,7 +33,10 @@ impl GradientMemory for Flex {
         dtype: DType,
         _device: &Self::Device,
     ) -> FloatTensor<Self> {
-        let strides = Layout::contiguous(shape.clone()).strides().to_vec();
+        let mut strides = vec![1; shape.num_dims()];
+        for dim in (1..strides.len()).rev() {
+            strides[dim - 1] = strides[dim] * shape[dim] as isize;
+        }
         FlexTensor::from_arc(bytes.clone(), Layout::new(shape, strides, range.start / dtype.size()), dtype)
     }
 

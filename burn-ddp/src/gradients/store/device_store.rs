@@ -60,7 +60,17 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
         None
     }
 
-    fn put(&mut self, slot: usize, gradient: FloatTensor<B>, contribution: Contribution) -> Result<Arrival, String> {
+    fn packs_at_once(&self) -> bool {
+        false
+    }
+
+    fn put(
+        &mut self,
+        slot: usize,
+        gradient: FloatTensor<B>,
+        contribution: Contribution,
+        _: Option<&mut [u8]>,
+    ) -> Result<Arrival, String> {
         let Slot { path, dims, dtype, .. } = &self.slots[slot];
         let (shape, dtype) = (Shape::from(dims.clone()), burn_dtype(*dtype));
         if gradient.shape() != shape || gradient.dtype() != dtype {

@@ -1,5 +1,5 @@
-//! Gradients that are reduced in host memory: kept as tensors until their bucket is complete, then packed into its
-//! buffer.
+//! Gradients that are reduced in host memory: packed into the buffer of their bucket when they come, or, if it is in
+//! use, when the bucket is complete.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -35,6 +35,8 @@ pub(super) struct HostStore<B: GradientMemory> {
 
 enum Gradient<B: GradientMemory> {
     Tensor(FloatTensor<B>),
+    /// In the buffer of its bucket.
+    Packed,
     Bytes(Bytes),
     /// Over micro-batches.
     Sum(Sum),
@@ -95,7 +97,17 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
         (!B::VIEWS_AVERAGES && !B::ASYNCHRONOUS).then_some(RING_LEN)
     }
 
-    fn put(&mut self, slot: usize, gradient: FloatTensor<B>, contribution: Contribution) -> Result<Arrival, String> {
+    fn packs_at_once(&self) -> bool {
+        !B::ASYNCHRONOUS
+    }
+
+    fn put(
+        &mut self,
+        slot: usize,
+        gradient: FloatTensor<B>,
+        contribution: Contribution,
+        place: Option<&mut [u8]>,
+    ) -> Result<Arrival, String> {
         let dtype = gradient.dtype();
         self.check(slot, dtype, gradient.shape().num_elements() * dtype.size())?;
         self.device = gradient.device();
@@ -103,10 +115,16 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
             self.readback.add(slot, contribution, gradient);
             return Ok(Arrival::Later);
         }
-        match contribution {
-            Contribution::Ignored => {}
-            Contribution::Whole => self.gradients[slot] = Some(Gradient::Tensor(gradient)),
-            Contribution::Added(weight) => B::with_bytes(gradient, |_, bytes| self.add(slot, bytes, weight))
+        match (contribution, place) {
+            (Contribution::Ignored, _) => {}
+            // Now the gradient is in the processor's cache, and its memory is free for the next one.
+            (Contribution::Whole, Some(place)) => {
+                B::with_bytes(gradient, |_, bytes| place.copy_from_slice(bytes))
+                    .map_err(|e| self.unreadable(slot, &e))?;
+                self.gradients[slot] = Some(Gradient::Packed);
+            }
+            (Contribution::Whole, None) => self.gradients[slot] = Some(Gradient::Tensor(gradient)),
+            (Contribution::Added(weight), _) => B::with_bytes(gradient, |_, bytes| self.add(slot, bytes, weight))
                 .map_err(|e| self.unreadable(slot, &e))?,
         }
         Ok(Arrival::Now)
@@ -146,6 +164,7 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
                     B::with_bytes(gradient, |_, bytes| out.copy_from_slice(bytes))
                         .map_err(|e| self.unreadable(slot, &e))?;
                 }
+                Some(Gradient::Packed) => {}
                 Some(Gradient::Bytes(bytes)) => out.copy_from_slice(&bytes),
                 Some(Gradient::Sum(sum)) => sum.write(bucket.dtype, divisor, out),
                 None => out.fill(0),
@@ -165,7 +184,7 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
         let bytes = shared_bytes(reduced);
         for &slot in bucket.slots.iter().filter(|&&slot| present[slot]) {
             let s = &self.slots[slot];
-            let shape = Shape::from(s.dims.clone());
+            let shape = Shape::from(&s.dims[..]);
             let average = B::from_shared(&bytes, ranges[slot].bytes(), shape, burn_dtype(s.dtype), &self.device);
             self.averages[slot] = Some(average);
         }

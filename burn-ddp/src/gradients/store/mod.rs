@@ -47,8 +47,18 @@ pub(crate) trait GradientStore<T>: Send {
     /// Number of buffers that all buckets share in turn; `None` if each bucket needs its own.
     fn ring_len(&self) -> Option<usize>;
 
-    /// Takes the final gradient of a slot in this backward.
-    fn put(&mut self, slot: usize, gradient: T, contribution: Contribution) -> Result<Arrival, String>;
+    /// True if [`put`](Self::put) packs gradients into a place in the buffer of their bucket.
+    fn packs_at_once(&self) -> bool;
+
+    /// Takes the final gradient of a slot in this backward. One that is whole is copied to `place`, if there is one,
+    /// for the [`fill`](Self::fill) of the same buffer.
+    fn put(
+        &mut self,
+        slot: usize,
+        gradient: T,
+        contribution: Contribution,
+        place: Option<&mut [u8]>,
+    ) -> Result<Arrival, String>;
 
     /// Waits for the next gradient that [arrives later](Arrival::Later) and returns its slot; `None` when all have.
     fn next_late(&mut self) -> Result<Option<usize>, String>;
