@@ -4,7 +4,8 @@ use std::io;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-/// Probes sent in vain before a connection is given up.
+/// Probes sent in vain before a connection is given up. Elsewhere than on Linux the kernel gives up after as many as it
+/// likes.
 const PROBES: u32 = 4;
 
 /// Sends probes while the connection is idle: they keep routers on the way from forgetting it, and end it if nobody
@@ -13,15 +14,20 @@ pub(crate) fn probe_when_idle(socket: &impl AsFd, timeout: Duration) -> io::Resu
     let probe = Duration::from_secs((whole_seconds(timeout).as_secs() / u64::from(PROBES)).clamp(1, 30));
     let probes = socket2::TcpKeepalive::new().with_time(probe).with_interval(probe);
     socket2::SockRef::from(socket).set_tcp_keepalive(&probes)?;
-    Ok(rustix::net::sockopt::set_tcp_keepcnt(socket, PROBES)?)
+    #[cfg(target_os = "linux")]
+    rustix::net::sockopt::set_tcp_keepcnt(socket, PROBES)?;
+    Ok(())
 }
 
 /// Ends the connection, too, if what is sent is not acknowledged for `timeout`.
 ///
 /// Only for connections whose peer always reads: the kernel counts a peer that acknowledges, but has no room, as
 /// silent. A rank that computes for long while data wait for it is not gone.
+#[cfg_attr(not(target_os = "linux"), expect(unused_variables, reason = "the kernel has no such limit"))]
 pub(crate) fn limit_silence(socket: &impl AsFd, timeout: Duration) -> io::Result<()> {
-    Ok(rustix::net::sockopt::set_tcp_user_timeout(socket, whole_seconds(timeout).as_millis() as u32)?)
+    #[cfg(target_os = "linux")]
+    rustix::net::sockopt::set_tcp_user_timeout(socket, whole_seconds(timeout).as_millis() as u32)?;
+    Ok(())
 }
 
 /// The kernel knows whole seconds, and at most some hours of them.
@@ -29,7 +35,7 @@ fn whole_seconds(timeout: Duration) -> Duration {
     timeout.clamp(Duration::from_secs(1), Duration::from_secs(24 * 3600))
 }
 
-#[cfg(test)]
+#[cfg(all(test, target_os = "linux"))]
 mod tests {
     use std::net::{TcpListener, TcpStream};
 
