@@ -251,6 +251,30 @@ mod tests {
     }
 
     #[test]
+    fn a_group_is_blocked_while_all_threads_are_that_call_on_it() {
+        let (history, members) = (History::new(3), [0; 2].map(|_| Arc::new(Members::all(2))));
+        let (one, other) = (history.open(1, members[0].clone()), history.open(2, members[1].clone()));
+        let blocked = || history.heartbeat(None).blocked.iter().map(|group| group.group).collect::<Vec<_>>();
+        calls(&other, &members[1], 0..1);
+        one.begin(&call(0, &members[0]));
+        assert_eq!(blocked(), [0_u64; 0], "it computes");
+        members[0].expect(1);
+        assert_eq!(blocked(), [1, 2, 3], "the third is the next of all ranks");
+        let another = std::thread::scope(|scope| {
+            let another = scope.spawn(|| {
+                calls(&other, &members[1], 1..2);
+                blocked()
+            });
+            another.join().unwrap()
+        });
+        assert_eq!(another, [1], "a thread that may call is alive");
+        assert_eq!(blocked(), [1, 2, 3], "it has ended");
+        let worker = CallingThread::new();
+        lock(&history.groups).past_callers.push(worker);
+        assert_eq!(blocked(), [1, 2], "a worker of a group that is gone is alive");
+    }
+
+    #[test]
     fn a_heartbeat_is_small_whatever_happens() {
         let history = History::new(1);
         for group in 0..1000 {
