@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{LaunchEnv, World, WorldOptions};
 use burn_ddp_launch::{Launcher, Outcome, RankExit};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, setrlimit};
 
 const AS_A_RANK: [&str; 4] = ["--exact", "as_a_rank", "--ignored", "--nocapture"];
 /// Longest time from a fault to the end of the job: far below the deadline of a call, far above what it takes.
@@ -73,8 +73,9 @@ fn suffer(fault: &str, place: &Path) {
         }
         _ => {
             let open = fs::read_dir("/proc/self/fd").unwrap().count() as u64;
-            let limit = Rlimit { current: Some(open.min(16)), ..getrlimit(Resource::Nofile) };
-            setrlimit(Resource::Nofile, limit).unwrap();
+            // The hard limit, too: a rank that joins raises its soft one.
+            let limit = Some(open.min(16));
+            setrlimit(Resource::Nofile, Rlimit { current: limit, maximum: limit }).unwrap();
             // Numbers below the limit that are free.
             while let Ok(file) = fs::File::open("/dev/null") {
                 std::mem::forget(file);
@@ -152,7 +153,7 @@ fn a_rank_without_free_descriptors_fails_and_says_so() {
         let failure = outcome.failure.as_ref().unwrap();
         let codes: Vec<_> = outcome.also_failed.iter().map(|(_, exit)| *exit).collect();
         assert_eq!((failure.rank, failure.exit, &codes[..]), (1, RankExit::Code(3), &[failure.exit; 2][..]), "{text}");
-        assert!(text.contains("Too many open files") || text.contains("os error 24"), "{fault}: {text}");
+        assert!(text.contains("open files"), "{fault}: {text}");
         assert!(outcome.stopped.is_empty(), "{fault}: nobody hangs: {text}");
     }
 }
