@@ -29,14 +29,8 @@ struct ReadsAlone {
 }
 
 impl Lookups {
-    /// Watches nothing in a world of 1.
-    pub(super) fn new(slots: Arc<[Slot]>, world_size: usize) -> Self {
-        Lookups {
-            slots,
-            watching: AtomicBool::new(false),
-            reads: Mutex::default(),
-            warned: AtomicBool::new(world_size == 1),
-        }
+    pub(super) fn new(slots: Arc<[Slot]>) -> Self {
+        Lookups { slots, watching: AtomicBool::new(false), reads: Mutex::default(), warned: AtomicBool::new(false) }
     }
 
     /// Begins to watch, since averages were put on leaves.

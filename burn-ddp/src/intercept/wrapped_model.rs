@@ -92,7 +92,7 @@ impl WrappedModel {
         let mut clones = vec![0; slots.len()];
         slots.iter().for_each(|s| clones[s.first_clone] += 1);
         WrappedModel {
-            lookups: Lookups::new(slots.clone(), ddp.world_size()),
+            lookups: Lookups::new(slots.clone()),
             ddp,
             device,
             id,
