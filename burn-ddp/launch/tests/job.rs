@@ -178,6 +178,7 @@ fn wrong_usage_ends_with_2_and_starts_nothing() {
         (vec!["-n", "5000", "echo", "started"], "5000 ranks"),
         (vec!["--grace", "soon", "echo", "started"], "number of seconds"),
         (vec!["--no-such-flag", "echo", "started"], "--no-such-flag"),
+        (vec!["-n", "2", "--epochs", "1", "echo"], "options of the program come after it"),
         (vec!["-n", "2"], "PROGRAM"),
     ] {
         let finished = run(&mut burnrun(&args));

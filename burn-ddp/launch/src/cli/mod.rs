@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use burn_ddp_launch::{LaunchError, Launcher, Stdio};
-use clap::error::{ContextKind, ContextValue};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser};
 
 use options::{Cli, StdioMode};
@@ -58,8 +58,14 @@ impl Cli {
             let cli = Cli::from_arg_matches(&matches)?;
             Ok(Read { cli, matches })
         });
-        parsed.unwrap_or_else(|error| {
+        parsed.unwrap_or_else(|mut error| {
+            let unknown = error.kind() == ErrorKind::UnknownArgument;
+            // clap's own tip, to write `--` before the option, would make the option the program.
+            error.remove(ContextKind::Suggested);
             let _ = error.print();
+            if unknown {
+                eprintln!("\nnote: options of the program come after it: burnrun [OPTIONS] PROGRAM [ARGS]...");
+            }
             if let Some((variable, value)) = culprit(&error) {
                 eprintln!("\nnote: the value comes from the environment: {variable}={value}");
             }
