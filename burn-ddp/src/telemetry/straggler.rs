@@ -10,9 +10,9 @@ use super::step_counters::Stats;
 pub(crate) const REPORT_LEN: usize = 3;
 /// Fewest steps from which ranks are compared.
 const MIN_STEPS: u64 = 5;
-/// A rank is a straggler if it works 1.2 × the median of the others and at least 0.5 ms longer per step.
+/// A rank is a straggler if it works 1.2 × the median of the others and at least 2 ms longer per step.
 const FACTOR: f64 = 1.2;
-const MIN_DELAY: Duration = Duration::from_micros(500);
+const MIN_DELAY: Duration = Duration::from_millis(2);
 
 /// A rank that the others wait for, from [`Telemetry::straggler`](super::Telemetry::straggler).
 ///
@@ -100,7 +100,7 @@ mod tests {
         assert_eq!(of(&[10, 30], 4), None);
         assert_eq!(of(&[30], 98), None);
         assert_eq!(of(&[], 98), None);
-        let tiny = [vec![10, 10_000, 0], vec![10, 4_000_000, 0]];
-        assert_eq!(find(&tiny, |rank| (rank, String::new())), None, "0.4 ms per step");
+        let tiny = [vec![10, 10_000, 0], vec![10, 19_000_000, 0]];
+        assert_eq!(find(&tiny, |rank| (rank, String::new())), None, "1.9 ms per step");
     }
 }
