@@ -311,3 +311,28 @@ fn a_parameter_that_only_a_rank_of_little_weight_uses_is_used() {
         assert_eq!(used.unwrap(), [2, 2], "{dtype:?}");
     }
 }
+
+/// A weight that is set once stands for all backwards, also where each step has several.
+#[test]
+fn a_weight_set_once_serves_all_micro_batches() {
+    let train = |ddp: Ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = ddp.wrap_with(model(&device), &WrapConfig::new().with_accumulation(2))?;
+        let mut optim = SgdConfig::new().init();
+        ddp.set_batch_items(3.0)?;
+        let mut steps = 0;
+        for backward in 0..4 {
+            let loss = model.forward(rows(3 * backward, 3, 6, 1, DType::F64, &device)).powf_scalar(2.0).mean();
+            let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+            if !grads.is_empty() {
+                model = optim.step(0.1, model, grads);
+                steps += 1;
+            }
+        }
+        Ok((steps, param_hash(&model)?))
+    };
+    let alone = Ddp::spawn(1, train).unwrap().remove(0);
+    assert_eq!(alone.0, 2);
+    // All ranks read the same rows, so the mean over ranks is the gradient of one.
+    assert_eq!(Ddp::spawn(2, train).unwrap(), [alone.clone(), alone]);
+}

@@ -52,7 +52,8 @@ impl WrappedModel {
             Error::Invalid { reason, .. } => self.fault(reason),
             other => other,
         })?;
-        if state.accumulation > 1 && batch.number > 0 && batch.number == state.last_batch {
+        // Without a loader's batch one weight may stand for many backwards.
+        if state.accumulation > 1 && batch.step.is_some() && batch.number == state.last_batch {
             return Err(self.fault(
                 "a second backward reached the wrapped model for one batch; with accumulation each micro-batch has \
                 one backward: let passes that do not train this model go through `model.clone().no_grad()`"
