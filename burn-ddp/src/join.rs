@@ -74,7 +74,7 @@ impl Ddp {
         if wrapped.has_synced_norm() {
             return Err(Error::invalid(NO_SYNCED_NORM));
         }
-        if wrapped.has_local() {
+        if !wrapped.local().is_empty() {
             return Err(Error::invalid(NO_LOCAL_PARAMETERS));
         }
         if self.world_size() == 1 {

@@ -161,6 +161,30 @@ fn save_writes_rank_0s_and_compares_what_is_shared() {
     assert_eq!(by_path(&Net::new(3, 77, &device).load_file(path), None), own);
 }
 
+/// The way that the documentation shows, to keep what a checkpoint lacks.
+#[test]
+fn local_parameters_saved_by_hand_go_on_after_a_checkpoint() {
+    let directory = tempfile::tempdir().unwrap();
+    Ddp::spawn(2, |ddp| {
+        let (rank, device) = (ddp.rank(), ddp.device()?.autodiff());
+        let config = WrapConfig::new().with_local_parameters(["heads.0"]);
+        let net = |salt| Net::new(3, salt, &device);
+        let model = ddp.wrap_with(net(1 + 100 * rank as u64), &config)?;
+        let checkpoints = ddp.checkpoints(directory.path())?;
+        checkpoints.save(1, |c| c.model(&model))?;
+        let own = directory.path().join(format!("own-{rank}"));
+        model.heads[0].valid().save_file(&own).unwrap();
+
+        let mut resumed = checkpoints.latest()?.expect("one was saved").model(net(7))?;
+        let of_rank_0 = by_path(&ddp.wrap_with(resumed.clone(), &config)?, None);
+        assert_eq!(of_rank_0 == by_path(&model, None), rank == 0);
+        resumed.heads[0] = resumed.heads[0].clone().load_file(&own);
+        assert_eq!(by_path(&ddp.wrap_with(resumed, &config)?, None), by_path(&model, None));
+        Ok(())
+    })
+    .unwrap();
+}
+
 #[test]
 fn names_that_mean_nothing_or_half_a_parameter_are_refused_on_every_rank() {
     #[derive(Module, Debug)]
@@ -191,12 +215,63 @@ fn names_that_mean_nothing_or_half_a_parameter_are_refused_on_every_rank() {
         &["\"head.0.weight\"", "closest are heads.0.weight, "],
         &["all parameters are local"],
         &["a.weight and b.weight", "name both, or none"],
-        &["local_parameters is [\"body\"] on rank 0 and [\"heads\"] on rank 1"],
+        &["different settings: body.weight is a local parameter on rank 0 and not on rank 1"],
         &["`join` with local parameters"],
     ];
     for errors in errors {
         for (error, expected) in errors.iter().zip(expected) {
             assert!(expected.iter().all(|text| error.contains(text)), "{expected:?} are not in {error}");
+        }
+    }
+}
+
+#[test]
+fn ranks_may_hold_different_numbers_of_local_parameters() {
+    for by_predicate in [false, true] {
+        let ranks = Ddp::spawn(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let mut model = Net::new(3, 1, &device);
+            for _ in 0..1 + 2 * ddp.rank() {
+                model.heads.push(LinearConfig::new(2, 2).init(&device));
+            }
+            let model = to_f64(model);
+            let is_head = |path: &str| path.starts_with("heads");
+            let config = match by_predicate {
+                true => WrapConfig::new().with_local_parameters_where(&model, is_head)?,
+                false => WrapConfig::new().with_local_parameters(["heads"]),
+            };
+            let model = ddp.wrap_with(model, &config)?;
+            let loss = model.loss(batch(ddp.rank(), 0, &device));
+            let gradients = by_path(&model, Some(&ddp.backward(&loss, &model)?));
+            ddp.check_replicas(&model)?;
+            Ok((model.heads.len(), gradients["body.weight"].clone()))
+        });
+        let ranks = ranks.unwrap();
+        assert_eq!((ranks[0].0, ranks[1].0), (3, 5));
+        assert_eq!(ranks[0].1, ranks[1].1);
+    }
+}
+
+#[test]
+fn accumulation_is_refused_since_nothing_holds_local_gradients() {
+    for ranks in [1, 2] {
+        let errors = Ddp::spawn(ranks, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let local = WrapConfig::new().with_local_parameters(["heads.0"]);
+            let net = || Net::new(3, 1, &device);
+            let model = ddp.wrap_with(net(), &local.clone().with_accumulation(1))?;
+            // Running statistics have no gradients.
+            ddp.wrap_with(net(), &WrapConfig::new().with_local_parameters(["norm.running*"]).with_accumulation(4))?;
+            let errors = [
+                ddp.wrap_with(net(), &local.with_accumulation(4)).err(),
+                ddp.no_sync(&model, || panic!("runs nothing")).err(),
+            ];
+            Ok(errors.map(|error| error.map_or("none".into(), |error| error.to_string())))
+        });
+        for error in errors.unwrap().iter().flatten() {
+            for part in ["heads.0.bias", "heads.0.weight", "a model of its own that is not wrapped"] {
+                assert!(error.contains(part), "{part} is not in {error}");
+            }
         }
     }
 }

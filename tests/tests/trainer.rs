@@ -583,6 +583,33 @@ fn models_that_differ_are_an_error_and_so_is_a_wrapped_one() {
     }
 }
 
+/// Nothing holds the gradients of local parameters until the last micro-batch.
+#[test]
+fn local_parameters_are_trained_without_accumulation_only() {
+    let model = model();
+    let errors = |k| {
+        let errors = Ddp::spawn(2, |ddp| {
+            let train = ddp.loader(Together).batch_size(BATCH).build(Points::new(1, 96))?;
+            let valid = ddp.eval_loader(Together).build(Points::new(2, 3))?;
+            let training = ddp
+                .training_with("unused", train, valid, &WrapConfig::new().with_local_parameters(["b"]))
+                .num_epochs(1)
+                .renderer(Box::new(SilentRenderer))
+                .with_metric_logger(Recorder::default())
+                .with_application_logger(None)
+                .grads_accumulation(k);
+            let result = training.launch(Learner::new(model.clone(), SgdConfig::new().init(), 0.1));
+            Ok(result.error.map(|error| error.to_string()))
+        });
+        errors.unwrap()
+    };
+    assert_eq!(errors(1), [None, None]);
+    for error in errors(2) {
+        let error = error.expect("2 micro-batches");
+        assert!(error.contains("`grads_accumulation(2)` with local parameters (b.weight, b.bias)"), "{error}");
+    }
+}
+
 #[test]
 fn running_statistics_are_those_of_all_ranks() {
     let all = Ddp::spawn(2, |ddp| {

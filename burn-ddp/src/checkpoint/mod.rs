@@ -335,6 +335,35 @@ mod tests {
     }
 
     #[test]
+    fn rank_0_warns_once_that_local_parameters_of_other_ranks_are_not_saved() {
+        let warnings = |world: usize, local: &'static [&'static str]| {
+            let directory = tempfile::tempdir().unwrap();
+            let counted = Ddp::spawn(world, |ddp| {
+                let listener = Listener::default();
+                tracing::subscriber::with_default(listener.clone(), || {
+                    let model = burn::nn::LinearConfig::new(2, 2).init(&ddp.device()?.autodiff());
+                    let config = crate::WrapConfig::new().with_local_parameters(local.iter().copied());
+                    let model = ddp.wrap_with(model, &config)?;
+                    let checkpoints = ddp.checkpoints(directory.path())?;
+                    (0..2).try_for_each(|step| checkpoints.save(step, |c| c.model(&model)))?;
+                    // A file of another model warns, too.
+                    ddp.save(&model, directory.path().join("same"))?;
+                    let model = ddp.wrap_with(ddp.unwrap(model)?, &config)?;
+                    ddp.save(&model, directory.path().join("other"))?;
+                    anyhow::Ok(())
+                })?;
+                let events = listener.events("burn_ddp::checkpoint");
+                assert!(events.iter().flatten().all(|(_, text)| text.contains("local parameters (bias): save")));
+                Ok(events.len())
+            });
+            counted.unwrap()
+        };
+        assert_eq!(warnings(2, &["bias"]), [2, 0], "once for each model, on rank 0");
+        assert_eq!(warnings(2, &[]), [0, 0]);
+        assert_eq!(warnings(1, &["bias"]), [0], "alone nothing is lost");
+    }
+
+    #[test]
     fn the_thread_that_writes_makes_the_checksums() {
         let directory = tempfile::tempdir().unwrap();
         Ddp::spawn(2, |ddp| {

@@ -86,7 +86,8 @@ impl<'a> CheckpointWriter<'a> {
         CheckpointWriter { prefix: format!("{}{name}-", self.prefix), contents: self.contents, group: self.group }
     }
 
-    /// Saves parameters and buffers of `model`, wrapped or not. Plain Burn reads the file `model.bpk`.
+    /// Saves parameters and buffers of `model`, wrapped or not. Plain Burn reads the file `model.bpk`. Of [local
+    /// parameters](crate::WrapConfig::with_local_parameters) it holds rank 0's, with a warning the first time.
     ///
     /// *Collective* for a wrapped model with running statistics, which the ranks bring together first, as
     /// [`Ddp::sync_buffers`](crate::Ddp::sync_buffers) does.
@@ -105,6 +106,7 @@ impl<'a> CheckpointWriter<'a> {
                  step; `ddp.sync_gradients(&model)` completes one, `ddp.discard_accumulated(&model)` drops them",
             ));
         }
+        wrapped.iter().for_each(|wrapped| wrapped.warn_of_local());
         if wrapped.is_empty() && self.group.world_size() > 1 {
             let name = format!("{}model", self.prefix);
             self.contents.not_wrapped.push((name, digest(param_hash(model)?.as_bytes())));

@@ -12,6 +12,7 @@ use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
 use crate::gradients::{GradientReduction, Slot};
 use crate::model::running_stats::BufferPolicy;
+use crate::model::schema::{Entry, list_paths};
 use crate::{Error, Result};
 
 /// A wrapped model, shared by all its taps and by the autodiff nodes that its reads leave in graphs.
@@ -22,8 +23,10 @@ pub(crate) struct WrappedModel {
     /// Orders the wrapped models of a rank in the same way on all ranks.
     pub(super) id: u64,
     pub(super) slots: Arc<[Slot]>,
-    /// Paths of parameters and buffers that each rank keeps for itself.
-    local: Vec<String>,
+    /// Parameters and buffers that each rank keeps for itself.
+    local: Vec<Entry>,
+    /// True once a warning said that files hold rank 0's values of those. Used by rank 0.
+    warned_local: AtomicBool,
     reduction: GradientReduction,
     /// Number of reads of each slot whose hook may still run. Raised by forward, lowered when a hook's state is
     /// dropped.
@@ -97,6 +100,7 @@ impl WrappedModel {
             device,
             id,
             local: Vec::new(),
+            warned_local: AtomicBool::new(false),
             reduction,
             outstanding: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
             taps: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
@@ -156,19 +160,32 @@ impl WrappedModel {
         self.attached.get_or_init(|| self.taps.iter().map(|taps| taps.load(Ordering::Acquire) > 0).collect());
     }
 
-    /// The model with paths of parameters and buffers that each rank keeps for itself.
-    pub(crate) fn with_local(self, local: Vec<String>) -> Self {
+    /// The model with the parameters and buffers that each rank keeps for itself.
+    pub(crate) fn with_local(self, local: Vec<Entry>) -> Self {
         WrappedModel { local, ..self }
     }
 
     /// True if each rank keeps the parameter or buffer at `path` for itself.
     pub(crate) fn is_local(&self, path: &str) -> bool {
-        self.local.iter().any(|local| local == path)
+        self.local.iter().any(|local| local.path == path)
     }
 
-    /// True if each rank keeps some parameters for itself.
-    pub(crate) fn has_local(&self) -> bool {
-        !self.local.is_empty()
+    /// Parameters and buffers that each rank keeps for itself.
+    pub(crate) fn local(&self) -> &[Entry] {
+        &self.local
+    }
+
+    /// Warns, on rank 0 and once, that a file of the model lacks the other ranks' local parameters.
+    pub(crate) fn warn_of_local(&self) {
+        let loses = !self.local.is_empty() && self.ddp.is_main() && self.ddp.world_size() > 1;
+        if loses && !self.warned_local.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                target: "burn_ddp::checkpoint",
+                "files of the model hold rank 0's values of its local parameters ({}): save those of the other ranks \
+                by hand, or they have rank 0's after a resume",
+                list_paths(&self.local)
+            );
+        }
     }
 
     /// True if a rank's gradients are weighted by its number of items.

@@ -8,7 +8,7 @@ use burn::module::Module;
 use super::sync_buffers::sync_wrapped;
 use crate::checkpoint::leftover;
 use crate::ddp::Ddp;
-use crate::intercept::bypass;
+use crate::intercept::{bypass, find};
 use crate::{Result, main_first};
 
 impl Ddp {
@@ -19,7 +19,8 @@ impl Ddp {
     /// killed save to `path` has left is removed; so only one job at a time may save to it. Rank 0 may write for
     /// longer than the deadline of a collective: the others wait as long as it lives.
     ///
-    /// The ranks bring running statistics together first, as [`sync_buffers`](Self::sync_buffers) does.
+    /// The ranks bring running statistics together first, as [`sync_buffers`](Self::sync_buffers) does. Of [local
+    /// parameters](crate::WrapConfig::with_local_parameters) the file holds rank 0's, with a warning the first time.
     ///
     /// # Errors
     ///
@@ -31,6 +32,7 @@ impl Ddp {
     pub fn save<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
         let path = with_extension(path.as_ref());
         sync_wrapped(self.group(), model)?;
+        find(model).iter().for_each(|wrapped| wrapped.warn_of_local());
         main_first::on_main(self.group(), || {
             write(model, &path).map_err(|e| format!("could not write {}: {e}", path.display()))
         })?;

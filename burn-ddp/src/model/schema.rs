@@ -158,6 +158,17 @@ pub(crate) fn difference(models: &[Vec<Entry>], ranks: &[usize]) -> Option<(usiz
     Some((rank, text))
 }
 
+/// The paths of `entries`; long lists are cut.
+pub(crate) fn list_paths<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> String {
+    const SHOWN: usize = 6;
+    let paths: Vec<&str> = entries.into_iter().map(|entry| entry.path.as_str()).collect();
+    let shown = paths[..paths.len().min(SHOWN)].join(", ");
+    match paths.len().saturating_sub(SHOWN) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
+}
+
 fn grad(e: &Entry) -> &'static str {
     if e.trainable { "" } else { " without gradient" }
 }

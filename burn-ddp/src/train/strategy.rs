@@ -15,7 +15,7 @@ use super::stop::{agree_to_stop, decide_on_main, fail, report};
 use crate::data::ShardedLoader;
 use crate::model::running_stats;
 use crate::wrap::{self, Taps};
-use crate::{Ddp, Error, Result, WrapConfig};
+use crate::{Ddp, Error, Result, WrapConfig, agreement};
 
 type Output<M> = TrainOutput<<M as TrainStep>::Output>;
 
@@ -39,8 +39,8 @@ impl<M: LearnerModel> DdpStrategy<M> {
         DdpStrategy { ddp, config, site, train }
     }
 
-    /// Gives all ranks the same weights. Returns the taps for each step, and the device.
-    fn prepare(&self, learner: &mut Learner<M>) -> Result<(Taps, Device)> {
+    /// Gives all ranks the same weights. Returns the taps for each step, and the device. A step has `micro_batches`.
+    fn prepare(&self, learner: &mut Learner<M>, micro_batches: usize) -> Result<(Taps, Device)> {
         if self.config.accumulation().is_some_and(|k| k != 1) {
             return Err(Error::invalid(
                 "Burn's trainer accumulates by its own setting, `grads_accumulation(k)`: leave `with_accumulation` out",
@@ -52,6 +52,11 @@ impl<M: LearnerModel> DdpStrategy<M> {
         learner.load_model(model.into_record());
         let device = agreed.device.clone();
         let taps = agreed.taps(&self.ddp, &learner.model())?;
+        let accumulates = match micro_batches {
+            0 | 1 => Ok(()),
+            k => wrap::refuse_accumulation(&format!("`grads_accumulation({k})`"), taps.wrapped.local()),
+        };
+        agreement::on_outcome(self.ddp.group(), "accumulate", accumulates)?;
         // Each parameter was loaded separately, so clones no longer share one.
         taps.wrapped.note_map();
         Ok((taps, device))
@@ -110,7 +115,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         } = components;
         let accumulation = grad_accumulation.unwrap_or(1);
         let stops = |interrupter: &Interrupter| attribute_calls(site, || agree_to_stop(ddp, interrupter));
-        let (taps, device) = match attribute_calls(site, || self.0.prepare(&mut learner)) {
+        let (taps, device) = match attribute_calls(site, || self.0.prepare(&mut learner, accumulation)) {
             Ok(prepared) => prepared,
             Err(error) => {
                 // All ranks got the same error.
@@ -141,6 +146,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
                 break;
             }
             if let Some(checkpointer) = checkpointer.as_mut().filter(|_| ddp.is_main()) {
+                run.taps.wrapped.warn_of_local();
                 checkpointer.checkpoint(&run.learner, epoch, &event_store);
             }
             if let Some(early_stopping) = &mut early_stopping {

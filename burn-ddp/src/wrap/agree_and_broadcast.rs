@@ -11,11 +11,12 @@ use burn_ddp_comm::ProcessGroup;
 
 use super::attach::Taps;
 use super::inspect::{Inspected, inspect};
-use super::{WrapConfig, treatment};
+use super::{WrapConfig, local_parameters, treatment};
 use crate::ddp::Ddp;
 use crate::gradients::{ReducerSettings, Slot};
 use crate::intercept::{SyncedStatistics, open_model};
 use crate::model::running_stats::BufferPolicy;
+use crate::model::schema::Entry;
 use crate::model::{broadcast, running_stats};
 use crate::{Error, Result, agreement, engine_choice, seed};
 
@@ -33,8 +34,8 @@ pub(crate) struct AgreedModel {
     slot_of: VecDeque<Option<usize>>,
     /// True for running statistics that the ranks bring together.
     is_shared_buffer: Vec<bool>,
-    /// Paths of what is left to each rank.
-    local: Vec<String>,
+    /// Parameters and buffers left to each rank.
+    local: Vec<Entry>,
     config: WrapConfig,
 }
 
@@ -52,7 +53,16 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     if let Some(difference) = agreement::on_settings(world, &config.settings())? {
         return Err(Error::invalid(format!("the ranks wrap with different settings: {difference}")));
     }
-    agreement::on_model(world, &schema.shared(&is_local))?;
+    match agreement::on_model(world, &schema.shared(&is_local)) {
+        Err(Error::ModelsDiffer { rank, difference }) => {
+            // All ranks come here together.
+            return Err(match local_parameters::disagreement(world, &schema.paths(), &is_local)? {
+                Some(path) => Error::invalid(format!("the ranks wrap with different settings: {path}")),
+                None => Error::ModelsDiffer { rank, difference },
+            });
+        }
+        outcome => outcome?,
+    }
     let alone = ddp.world_size() == 1 && !config.single_rank_reduction;
     let on_device = engine_choice::reduces_on_device(ddp, &device, !alone)?;
     let first_clone = broadcast::first_clones(world, 0, first_clone, &is_local)?;
@@ -69,8 +79,8 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     seed::separate_ranks(ddp, &device)?;
     let is_shared_buffer = schema.floats(&is_local).zip(is_buffer).map(|(is_local, is_buffer)| is_buffer && !is_local);
     let is_shared_buffer = is_shared_buffer.collect();
-    let paths = schema.entries.into_iter().zip(is_local);
-    let local = paths.filter_map(|(entry, is_local)| is_local.then_some(entry.path)).collect();
+    let entries = schema.entries.into_iter().zip(is_local);
+    let local = entries.filter_map(|(entry, is_local)| is_local.then_some(entry)).collect();
     let config = config.clone();
     Ok((model, AgreedModel { device, group, alone, on_device, slots, slot_of, is_shared_buffer, local, config }))
 }

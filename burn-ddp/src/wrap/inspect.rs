@@ -43,6 +43,10 @@ pub(super) fn inspect<M: Module>(model: &M, config: &WrapConfig) -> Result<Inspe
     let first_clone = schema.first_clones(model)?;
     let is_local = local_parameters::select(&config.local_parameters, &schema.paths())?;
     refuse_half_local(&schema, &first_clone, &is_local)?;
+    if config.micro_batches() > 1 {
+        let local = schema.entries.iter().zip(&is_local).filter_map(|(entry, is_local)| is_local.then_some(entry));
+        local_parameters::refuse_accumulation(&format!("`with_accumulation({})`", config.micro_batches()), local)?;
+    }
     Ok(Inspected { device, schema, first_clone, is_buffer: running_stats::which(model), is_local })
 }
 

@@ -1,5 +1,10 @@
 //! Parameters and buffers that each rank keeps for itself, selected by their paths.
 
+use std::collections::BTreeMap;
+
+use burn_ddp_comm::ProcessGroup;
+
+use crate::model::schema::{Entry, list_paths};
 use crate::{Error, Result};
 
 /// Number of paths that an error proposes.
@@ -20,6 +25,46 @@ pub(super) fn select(patterns: &[String], paths: &[&str]) -> Result<Vec<bool>> {
         }
     }
     Ok(paths.iter().map(|path| patterns.iter().any(|pattern| names(pattern, path))).collect())
+}
+
+/// Refuses accumulation by `what` if some of the `local` parameters are trained: no tap holds their gradients.
+///
+/// # Errors
+///
+/// [`Error::Invalid`] with their paths.
+pub(crate) fn refuse_accumulation<'a>(what: &str, local: impl IntoIterator<Item = &'a Entry>) -> Result<()> {
+    let trained: Vec<&Entry> = local.into_iter().filter(|entry| entry.trainable).collect();
+    if trained.is_empty() {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "{what} with local parameters ({}): every backward returns their gradients, and those of the other parameters \
+         wait for the end of the step. Move them to a model of its own that is not wrapped, or leave {what} out and \
+         add up the gradients of micro-batches by hand (Burn's `GradientsAccumulator`)",
+        list_paths(trained)
+    )))
+}
+
+/// The first path that is local on one rank and shared on another. *Collective*.
+#[track_caller]
+pub(super) fn disagreement(
+    group: &ProcessGroup,
+    paths: &[&str],
+    is_local: &[bool],
+) -> burn_ddp_comm::Result<Option<String>> {
+    let mine: Vec<(String, bool)> = paths.iter().map(ToString::to_string).zip(is_local.iter().copied()).collect();
+    let all = group.all_gather_object(&mine)?;
+    let mut seen: BTreeMap<&str, (usize, bool)> = BTreeMap::new();
+    for (&rank, of_rank) in group.ranks().iter().zip(&all) {
+        for (path, is_local) in of_rank {
+            let (first, there) = *seen.entry(path).or_insert((rank, *is_local));
+            if there != *is_local {
+                let (local, shared) = if there { (first, rank) } else { (rank, first) };
+                return Ok(Some(format!("{path} is a local parameter on rank {local} and not on rank {shared}")));
+            }
+        }
+    }
+    Ok(None)
 }
 
 /// True if `pattern` matches `path` or the path of a module that it is in.

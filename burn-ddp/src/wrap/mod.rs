@@ -26,6 +26,7 @@ use burn::tensor::{Gradients, Tensor};
 pub(crate) use agree_and_broadcast::agree_and_broadcast;
 #[cfg(feature = "train")]
 pub(crate) use attach::Taps;
+pub(crate) use local_parameters::refuse_accumulation;
 pub(crate) use owned::{only, wrapped_in};
 pub use wrap_config::WrapConfig;
 
@@ -131,10 +132,13 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the model is not wrapped.
+    /// [`Error::Invalid`] if the model is not wrapped, or has [local
+    /// parameters](WrapConfig::with_local_parameters) that are trained; `f` does not run then.
     pub fn no_sync<M: Module, T>(&self, model: &M, f: impl FnOnce() -> T) -> Result<T> {
         let wrapped = wrapped_in(self.group(), model)?;
-        Ok(only(&wrapped, "call `no_sync` with")?.hold(f))
+        let wrapped = only(&wrapped, "call `no_sync` with")?;
+        refuse_accumulation("`no_sync`", wrapped.local())?;
+        Ok(wrapped.hold(f))
     }
 
     /// Discards gradients of micro-batches that were not reduced yet. Every rank must do the same.

@@ -158,8 +158,16 @@ impl WrapConfig {
     /// holds (`"experts"`); `*` stands for any text (`"experts.*.bias"`). Names add up over several calls. A name that
     /// the model does not have is an error of `wrap`, which proposes the closest ones.
     ///
-    /// `save` and checkpoints write rank 0's: a rank that must not lose its own writes them itself. The norm of all
-    /// gradients differs between ranks: clip local ones apart from the others.
+    /// `save` and checkpoints write rank 0's values and optimizer state of them, with a warning the first time: a
+    /// resumed run has those on **every** rank. The other ranks save their own by hand, such as
+    /// `model.experts.valid().save_file(path)` with a path of the rank, and load them after the checkpoint and before
+    /// `wrap`.
+    ///
+    /// Their gradients are those of this rank's backward alone: a batch of weight 0 (an empty share of a step,
+    /// [`Ddp::set_batch_items`](crate::Ddp::set_batch_items)) trains them in full. Every backward returns them, so
+    /// [`with_accumulation`](Self::with_accumulation) of more than 1 and [`Ddp::no_sync`](crate::Ddp::no_sync) are
+    /// errors, unless no local parameter is trained. The norm of all gradients differs between ranks: clip local ones
+    /// apart from the others.
     ///
     /// ```
     /// # use burn::nn::{Linear, LinearConfig};
@@ -185,7 +193,8 @@ impl WrapConfig {
     }
 
     /// [`with_local_parameters`](Self::with_local_parameters) of those paths of `model` for which `is_local` returns
-    /// true. It must return the same on every rank for paths that several ranks have.
+    /// true. It must return the same on every rank for paths that several ranks have; a rank may have more of them than
+    /// another, such as experts.
     ///
     /// ```
     /// # use burn::{nn::LinearConfig, tensor::Device};
@@ -232,9 +241,11 @@ impl WrapConfig {
         Ok(())
     }
 
-    /// All settings by name, for the comparison between ranks.
+    /// Settings by name, for the comparison between ranks. Local parameters are left out: ranks may have different
+    /// ones, and [`agreement::on_model`](crate::agreement::on_model) compares all that is shared.
     pub(super) fn settings(&self) -> Settings {
-        let value = serde_json::to_value(self).unwrap_or_default();
+        let compared = WrapConfig { local_parameters: Vec::new(), ..self.clone() };
+        let value = serde_json::to_value(compared).unwrap_or_default();
         let fields = value.as_object().into_iter().flatten();
         let shown = |value: &serde_json::Value| if value.is_null() { "not set".to_owned() } else { value.to_string() };
         fields.map(|(name, value)| (name.clone(), shown(value))).collect()
