@@ -18,10 +18,11 @@ impl Ddp {
     /// [`no_sync`](Ddp::no_sync)). In a world of 1 it is the gradient.
     ///
     /// `param.base().grad(&grads)` is the same for parameters that this rank has used. `param.val().grad(&grads)` is
-    /// `None` if this `val()` was called after the backward; a tensor that was kept from the forward has the average.
-    /// An optimizer written by hand must step every parameter for which this returns an average, or the next backward
-    /// fails. A `ModuleMapper` gets parameters without what `wrap` has added: there, take the averages out of
-    /// `GradientsParams::from_grads` by `param.id`.
+    /// `None`, also for a `val()` that was kept from the forward.
+    /// An optimizer written by hand must step every parameter for which this returns an average, or the ranks train
+    /// apart: the next backward warns of it, and the comparison of replicas is an error. A `ModuleMapper` gets
+    /// parameters without what `wrap` has added: there, take the averages out of `GradientsParams::from_grads` by
+    /// `param.id`.
     ///
     /// # Example
     ///

@@ -98,7 +98,7 @@ impl Lookups {
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
-    use burn::module::{Module, Param};
+    use burn::module::{Module, ModuleMapper, Param};
     use burn::optim::{GradientsParams, SgdConfig};
     use burn::tensor::{Device, Gradients, Tensor};
 
@@ -113,18 +113,25 @@ mod tests {
 
     /// Parameters that rank 0 is warned of while it trains; `look` runs between each backward and its step.
     fn warned(look: impl Fn(&Pair, &Gradients) + Sync) -> Vec<String> {
+        warned_by(|model, grads| {
+            look(&model, &grads);
+            let grads = GradientsParams::from_grads(grads, &model);
+            SgdConfig::new().init().step(0.1, model, grads)
+        })
+    }
+
+    /// Parameters that rank 0 is warned of while it trains by `step`.
+    fn warned_by(step: impl Fn(Pair, Gradients) -> Pair + Sync) -> Vec<String> {
         let warned = Ddp::spawn(2, |ddp| {
             let listener = Listener::default();
             tracing::subscriber::with_default(listener.clone(), || {
                 let device = Device::flex().autodiff();
                 let one = || Param::from_tensor(Tensor::<1>::ones([1], &device));
                 let mut model = ddp.wrap(Pair { a: one(), b: one() })?;
-                let mut optim = SgdConfig::new().init();
-                for _ in 0..3 {
+                // Nodes that other threads make may hide a lookup.
+                for _ in 0..20 {
                     let grads = (model.a.val() * model.b.val()).backward();
-                    look(&model, &grads);
-                    let grads = GradientsParams::from_grads(grads, &model);
-                    model = optim.step(0.1, model, grads);
+                    model = step(model, grads);
                 }
                 anyhow::Ok(())
             })?;
@@ -137,6 +144,27 @@ mod tests {
     #[test]
     fn lookups_after_the_backward_are_warned_of_once() {
         assert_eq!(warned(|model, grads| assert!(model.b.val().grad(grads).is_none())), ["\"b\""]);
+    }
+
+    /// Steps the parameters for which a gradient was found.
+    struct Move(Vec<Option<Tensor<1>>>);
+
+    impl ModuleMapper for Move {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            match self.0.pop().flatten() {
+                Some(gradient) => param.map(|value| value - gradient.reshape([1; D])),
+                None => param,
+            }
+        }
+    }
+
+    #[test]
+    fn lookups_of_an_optimizer_by_hand_are_warned_of_once() {
+        let step = |model: Pair, grads: Gradients| {
+            let found = [&model.b, &model.a].map(|param| param.val().grad(&grads));
+            model.map(&mut Move(found.into()))
+        };
+        assert_eq!(warned_by(step), ["\"b\""]);
     }
 
     #[test]

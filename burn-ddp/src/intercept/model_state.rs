@@ -95,6 +95,8 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) delivered: Delivered,
     /// True if the user was warned of parameters without a gradient.
     pub(super) warned_unused: bool,
+    /// True if the user was warned of a step that may have missed an average.
+    pub(super) warned_missed: bool,
     /// First error of the running backward.
     pub(super) error: Option<Error>,
     /// Batches read from loaders when the last backward began.
@@ -153,6 +155,7 @@ impl<B: GradientMemory> State<B> {
             statistics,
             delivered: Delivered { digests: vec![None; slots.len()], digested: false },
             warned_unused: false,
+            warned_missed: false,
             error: None,
             last_batch: 0,
             epoch: None,

@@ -27,7 +27,7 @@ pub(super) fn run<B: GradientMemory>(model: &WrappedModel, state: &mut State<B>)
 
 fn reduce<B: GradientMemory>(model: &WrappedModel, state: &mut State<B>) -> Result<bool> {
     model.refuse_stale()?;
-    model.refuse_missed(state)?;
+    model.warn_missed(state);
     if std::mem::take(&mut state.running) {
         state.reset();
         state.reducer.abandon()?;

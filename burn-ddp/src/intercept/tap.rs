@@ -117,6 +117,7 @@ impl Module for Tap {
     /// An optimizer steps by mapping: it has used what this copy showed it, unless the parameter's id has changed.
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         if !is_bypassed() {
+            self.handle.model.lookups.end();
             self.handle.model.note_map();
             self.handoff.map(&self.handle, loads(&self.handle), mapper);
         }

@@ -128,10 +128,10 @@ impl WaitingAverages {
     }
 
     /// Notes that the parameter of a slot was mapped. Returns the number of the last delivery of which an average has
-    /// not been taken.
+    /// not been taken. A mapper that comes after the `Gradients` are gone cannot look up anything in them.
     pub(super) fn mapped(&mut self, slot: usize) -> Option<u64> {
         let mut last = None;
-        for delivery in &mut self.0 {
+        for delivery in self.0.iter_mut().filter(|of| of.alive) {
             for waiting in delivery.averages.iter_mut().filter(|of| !of.taken) {
                 waiting.missed |= waiting.slot == slot;
                 last = Some(delivery.number);
@@ -145,8 +145,8 @@ impl WaitingAverages {
         self.0.iter_mut().filter(|of| of.number == number).for_each(|of| of.trained_on = true);
     }
 
-    /// The slot of an average that a step on this rank has missed, and the number of its reduction. Forgets averages
-    /// that can no longer be taken.
+    /// The slot of an average that a step on this rank may have missed, and the number of its reduction. Forgets
+    /// averages that can no longer be taken.
     pub(super) fn begin_backward(&mut self) -> Option<(usize, u64)> {
         let missed = self.0.iter().filter(|of| of.trained_on).find_map(|of| {
             let average = of.averages.iter().find(|average| average.missed && !average.taken)?;

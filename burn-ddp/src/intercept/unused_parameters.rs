@@ -15,7 +15,6 @@ use super::depth_ladder::AutodiffTensor;
 use super::model_state::State;
 use super::nodes::DdpBackend;
 use super::wrapped_model::{TapHandle, WrappedModel};
-use crate::Result;
 use crate::gradients::GradientMemory;
 
 /// Largest number of dimensions of a parameter.
@@ -98,24 +97,28 @@ impl WrappedModel {
         self.lock().waiting().trained_on(number);
     }
 
-    /// Refuses to go on if the last step of this rank has missed an average.
-    pub(super) fn refuse_missed<B: GradientMemory>(&self, state: &mut State<B>) -> Result<()> {
+    /// Warns once if a step of this rank may have missed an average. What changed the model is not known: a step by
+    /// hand that left a parameter out, or a limit on the weights after a step that all ranks skipped.
+    pub(super) fn warn_missed<B: GradientMemory>(&self, state: &mut State<B>) {
         if !self.averages_wait() {
-            return Ok(());
+            return;
         }
         let waiting = state.stand_ins.waiting();
         let missed = waiting.begin_backward();
         self.averages_wait.store(!waiting.is_empty(), Ordering::Release);
-        let Some((slot, number)) = missed else { return Ok(()) };
-        let path = &self.slots[slot].path;
-        let fault = self.fault(format!(
-            "the average of {path} from step {}, which rank {} did not use in that step, was not taken before the \
-             model was changed, so the ranks train apart: read it with `ddp.grad(&param, &grads)`, or take all \
-             averages with `GradientsParams::from_grads(grads, &model)`",
-            number - 1,
-            self.ddp.rank()
-        ));
-        Err(self.stale.get_or_init(|| fault).clone())
+        let Some((slot, number)) = missed else { return };
+        if !std::mem::replace(&mut state.warned_missed, true) {
+            tracing::warn!(
+                target: "burn_ddp::gradients",
+                parameter = self.slots[slot].path,
+                step = number - 1,
+                rank = self.ddp.rank(),
+                "the average of a parameter that this rank did not use was not taken before the model was changed; if \
+                 the change was an optimizer step, the ranks train apart: read the average with \
+                 `ddp.grad(&param, &grads)`, or take all of them with `GradientsParams::from_grads(grads, &model)`; if \
+                 no rank has stepped, all is well"
+            );
+        }
     }
 
     /// Place for the average of a slot that this rank did not use. Until an optimizer steps, clones of a parameter
@@ -160,7 +163,8 @@ pub(super) struct Handoff {
     /// 1 if a record was loaded into this copy, which may have changed the id; 2 if an average was shown under the old
     /// id since.
     loaded: Number,
-    /// 1 if this copy was visited since it was mapped last: the next mapper may have gradients from that visit.
+    /// 1 more than the number of backwards that had ended when this copy was visited; 0 if it was mapped since. The
+    /// next mapper may have gradients from that visit, unless another backward comes first.
     visited: Number,
     /// Number of the delivery of which averages had not been taken when this copy was mapped; 0 if there is none.
     mapped_without: Number,
@@ -192,7 +196,7 @@ impl Handoff {
     /// Shows `visitor` the stand-in leaf under the parameter's id, if an average waits there. Visitors cannot be told
     /// apart, so all that come between a backward and the end of its `Gradients` see it.
     pub(super) fn visit(&self, tap: &TapHandle, visitor: &mut impl ModuleVisitor) {
-        self.visited.set(1);
+        self.visited.set(tap.model.ended.load(Ordering::Acquire) + 1);
         if !self.trains || !tap.model.averages_wait() || !tap.model.take_waiting(tap.slot) {
             return;
         }
@@ -218,7 +222,7 @@ impl Handoff {
                 tap.model.note_stale_id(tap.slot);
             }
         }
-        let visited = self.visited.get() == 1;
+        let visited = self.visited.get() == tap.model.ended.load(Ordering::Acquire) + 1;
         self.visited.set(0);
         if !visited && tap.model.averages_wait() {
             self.mapped_without.set(tap.model.note_map_of(tap.slot).unwrap_or(0));
@@ -273,5 +277,118 @@ impl Number {
 impl Clone for Number {
     fn clone(&self) -> Self {
         Number::new(self.get())
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::module::{Module, ModuleMapper, Param};
+    use burn::optim::{GradientsParams, SgdConfig};
+    use burn::tensor::{Device, Gradients, Tensor};
+
+    use crate::Ddp;
+    use crate::telemetry::listener::Listener;
+
+    #[derive(Module, Debug)]
+    struct Pair {
+        a: Param<Tensor<1>>,
+        b: Param<Tensor<1>>,
+    }
+
+    /// Steps by the gradients on the leaves of the parameters.
+    struct ByLeaf<'a>(&'a Gradients);
+
+    impl ModuleMapper for ByLeaf<'_> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|value| match value.grad(self.0) {
+                Some(gradient) => Tensor::from_inner(value.inner() - gradient).require_grad(),
+                None => value,
+            })
+        }
+    }
+
+    struct Clamp;
+
+    impl ModuleMapper for Clamp {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|value| Tensor::from_inner(value.inner().clamp(-9.0, 9.0)).require_grad())
+        }
+    }
+
+    fn sgd(model: Pair, grads: Gradients) -> Pair {
+        let grads = GradientsParams::from_grads(grads, &model);
+        SgdConfig::new().init().step(0.1, model, grads)
+    }
+
+    /// Results of four steps, in which rank 1 does not use `b`.
+    #[derive(Debug, PartialEq)]
+    struct Trained {
+        /// Parameter and step of each warning of rank 1; rank 0 has none.
+        warnings: Vec<(String, String)>,
+        /// True if the ranks have the same parameters.
+        same: bool,
+    }
+
+    /// `look` runs before each backward, and `step` after it, with the step's number.
+    fn trained(look: impl Fn(&Pair) + Sync, step: impl Fn(usize, Pair, Gradients) -> Pair + Sync) -> Trained {
+        let ranks = Ddp::spawn(2, |ddp| {
+            let listener = Listener::default();
+            let same = tracing::subscriber::with_default(listener.clone(), || {
+                let device = Device::flex().autodiff();
+                let one = || Param::from_tensor(Tensor::<1>::ones([1], &device));
+                let mut model = ddp.wrap(Pair { a: one(), b: one() })?;
+                for number in 0..4 {
+                    look(&model);
+                    let loss = if ddp.is_main() { model.a.val() + model.b.val() } else { model.a.val() * 1.0 };
+                    model = step(number, model, loss.backward());
+                }
+                anyhow::Ok(ddp.check_replicas(&model).is_ok())
+            })?;
+            let field = |event: &[(String, String)], name: &str| {
+                event.iter().find(|(of, _)| of == name).map(|(_, value)| value.clone()).unwrap_or_default()
+            };
+            let events = listener.events("burn_ddp::gradients").into_iter();
+            let warnings = events.map(|event| (field(&event, "parameter"), field(&event, "step"))).collect();
+            Ok(Trained { warnings, same })
+        });
+        let [main, other] = ranks.unwrap().try_into().expect("two ranks");
+        assert_eq!(main, Trained { warnings: Vec::new(), same: other.same });
+        other
+    }
+
+    /// A warning of `b` in one step.
+    fn warned(step: &str) -> Vec<(String, String)> {
+        vec![("\"b\"".into(), step.into())]
+    }
+
+    #[test]
+    fn a_step_by_hand_that_misses_an_average_is_warned_of_once() {
+        let step = |_, model: Pair, grads: Gradients| model.map(&mut ByLeaf(&grads));
+        let apart = Trained { warnings: warned("0"), same: false };
+        assert_eq!(trained(|_| (), step), apart);
+        // A visit before the backward has seen no average of it.
+        assert_eq!(trained(|model| assert_eq!(model.num_params(), 2), step), apart);
+    }
+
+    #[test]
+    fn a_step_that_is_skipped_ends_no_job_if_the_model_is_changed() {
+        let skips = |number, model: Pair, grads: Gradients| match number {
+            2 => {
+                drop(grads);
+                model.map(&mut Clamp)
+            }
+            _ => sgd(model, grads).map(&mut Clamp),
+        };
+        assert_eq!(trained(|_| (), skips), Trained { warnings: Vec::new(), same: true });
+        // Nothing says that this mapper does not look at the gradients that are there.
+        let holds = |number, model: Pair, grads: Gradients| match number {
+            2 => {
+                let model = model.map(&mut Clamp);
+                drop(grads);
+                model
+            }
+            _ => sgd(model, grads).map(&mut Clamp),
+        };
+        assert_eq!(trained(|_| (), holds), Trained { warnings: warned("2"), same: true });
     }
 }
