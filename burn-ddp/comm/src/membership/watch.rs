@@ -87,10 +87,10 @@ impl Times {
     }
 }
 
-/// The wait is over. One that failed stays in the report of this rank.
+/// The wait is over. One that failed, or that the end of the world ended, stays in the report of this rank.
 impl Drop for Watch<'_> {
     fn drop(&mut self) {
-        if !self.failed {
+        if !self.failed && !self.awaited.is_empty() && self.membership.check().is_ok() {
             self.awaited.iter().for_each(|peer| self.call.arrived(*peer));
         }
     }
