@@ -202,6 +202,15 @@ fn supported(device: &Device) -> Result<String, String> {
     }
 }
 
+/// True for LibTorch's devices.
+pub(crate) fn is_libtorch(device: &Device) -> bool {
+    match device.clone().without_autodiff().as_dispatch() {
+        #[cfg(feature = "tch")]
+        DispatchDevice::LibTorch(_) => true,
+        _ => false,
+    }
+}
+
 /// The number of a CUDA device among those that this process sees; `None` for others.
 #[cfg(feature = "nccl")]
 pub(crate) fn cuda_ordinal(device: &Device) -> Option<usize> {

@@ -9,6 +9,7 @@ use super::model_walk::{AtTap, walk};
 use super::tap::Tap;
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::ddp::Ddp;
+use crate::device::is_libtorch;
 
 impl Ddp {
     /// The average of one parameter's gradient over all ranks, out of the result of a backward: also of a parameter
@@ -58,7 +59,8 @@ impl Ddp {
     }
 }
 
-/// Moves averages that wait on stand-in leaves in `gradients` to the leaves of the parameters of `model`.
+/// Moves averages that wait on stand-in leaves in `gradients` to the leaves of the parameters of `model`. On LibTorch
+/// they stay there, where optimizers of Burn and [`Ddp::grad`] find them: Burn 0.22.1's `grad_replace` panics on it.
 pub(super) fn settle<M: Module>(model: &M, wrapped: &Arc<WrappedModel>, gradients: &mut Gradients) {
     struct Settle<'a> {
         wrapped: &'a Arc<WrappedModel>,
@@ -89,7 +91,7 @@ pub(super) fn settle<M: Module>(model: &M, wrapped: &Arc<WrappedModel>, gradient
             }
         }
     }
-    if wrapped.averages_wait() {
+    if wrapped.averages_wait() && !is_libtorch(&wrapped.device) {
         walk(model, &mut Settle { wrapped, gradients });
     }
 }
