@@ -24,7 +24,7 @@ pub(crate) trait Task {
     /// The items of a backward on one rank.
     type Batch: Send + 'static;
 
-    /// What items are called, in the plural.
+    /// Plural noun for the items.
     const ITEMS: &str = "samples";
 
     /// Mean loss of `batch` in `epoch`, counted from 0, as `[1]`, and the number of its items.

@@ -45,12 +45,12 @@ const MAGIC: [u8; 8] = *b"burn-ddp";
 pub(super) const GREETING_BYTES: usize = 48;
 /// Part of the opening that is not Noise's.
 const CLEAR_BYTES: usize = 32;
-/// What the opening seals: a rank.
+/// Sealed content of the opening: a rank.
 const RANK_BYTES: usize = 4;
 pub(super) const OPENING_BYTES: usize = CLEAR_BYTES + PUBLIC_KEY_BYTES + RANK_BYTES + SEAL_BYTES;
 const ANSWER_BYTES: usize = 256;
 const ANSWER_NOISE: usize = 12;
-/// What the answer seals: the verdict and its reason.
+/// Sealed content of the answer: the verdict and its reason.
 const VERDICT_BYTES: usize = ANSWER_BYTES - ANSWER_NOISE - PUBLIC_KEY_BYTES - SEAL_BYTES;
 
 /// The listening side.
@@ -452,7 +452,7 @@ mod tests {
         Instant::now() + Duration::from_secs(10)
     }
 
-    /// How a connection to `role` with key 1 goes for one that comes as `me`.
+    /// Results of both ends of a connection to `role` with key 1, which the client makes as `me`.
     fn met(role: Role, me: &Introduction<'_>) -> (Result<SecureStream, Refusal>, Option<(Purpose, SecureStream)>) {
         let (client, listener) = sockets();
         std::thread::scope(|s| {

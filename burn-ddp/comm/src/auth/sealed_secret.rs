@@ -19,7 +19,7 @@ const ANSWER_BYTES: usize = PUBLIC_KEY_BYTES + KEY_BYTES + SEAL_BYTES;
 pub(crate) struct Awaiting(HandshakeState);
 
 impl Awaiting {
-    /// What the rank publishes, in hexadecimal digits, and its part of the handshake.
+    /// The rank's part of the handshake, and the request that it publishes, in hexadecimal digits.
     pub(crate) fn new(job: &str) -> Result<(Awaiting, String)> {
         let mut noise = begin(job, true)?;
         let mut request = [0; REQUEST_BYTES];

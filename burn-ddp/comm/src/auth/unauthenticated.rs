@@ -168,7 +168,7 @@ impl Introduced {
         self.opening.tag()
     }
 
-    /// What it came for, if it knows `key`.
+    /// Purpose of the connection, if the other end knows `key`.
     pub(crate) fn prove(&self, key: &Key) -> Option<Proved> {
         self.opening.prove(key, &self.greeting)
     }

@@ -4,8 +4,8 @@
 //! group are blocked in other calls, and never if those calls are as stuck. So of all calls under way those are removed
 //! again and again that may still go on; the calls that remain wait for each other in a circle. See [`circle`].
 //!
-//! What ranks say of themselves is older than what they do. A circle counts only if it has not changed while every rank
-//! in it has sent [`BEATS`] heartbeats, and this process was not stopped meanwhile.
+//! Heartbeats are older than the state that they report. A circle counts only if it has not changed while every rank in
+//! it has sent [`BEATS`] heartbeats, and this process was not stopped meanwhile.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};

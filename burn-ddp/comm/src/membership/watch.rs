@@ -1,4 +1,4 @@
-//! What every wait of a call heeds besides the sign that it waits for.
+//! Checks that every wait of a call makes besides looking for its sign: end of the world, deadline, stall.
 
 use std::time::{Duration, Instant};
 
@@ -7,8 +7,8 @@ use crate::Result;
 use crate::call::Call;
 use crate::net::wait::deadline_in;
 
-/// One wait of a call for its peers: hears the end of the world and the deadline, reports when it takes long, and says
-/// in heartbeats for which ranks it waits.
+/// Wait of a call for its peers: ends with the world and at the deadline, reports when it takes long, and names in
+/// heartbeats the ranks that it waits for.
 ///
 /// A wait looks for its sign, then calls [`look`](Self::look), then blocks until something changes; what changes the
 /// membership wakes it, see [`Membership::add_waker`].

@@ -79,7 +79,7 @@ impl Membership {
         self.wake_all();
     }
 
-    /// What other ranks return for this rank's `cause`: one that speaks of this process names its rank.
+    /// Error of the other ranks for this rank's `cause`: one about this process names its rank.
     fn for_others(&self, cause: Error) -> Error {
         if !cause.is_of_this_process() {
             return cause;

@@ -33,7 +33,7 @@ impl fmt::Display for Spare {
     }
 }
 
-/// What limits this process most; `None` if the system does not say.
+/// Memory that the tightest limit leaves to this process; `None` if the system does not say.
 pub(super) fn spare() -> Option<Spare> {
     let read = |path| fs::read_to_string(path).unwrap_or_default();
     let machine = available(&read("/proc/meminfo")).map(|bytes| Spare { bytes, of: Limited::Machine });
@@ -112,7 +112,7 @@ fn unescaped(path: &str) -> PathBuf {
     path.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\").into()
 }
 
-/// What the group in `directory` has to spare; `None` if it has no limit.
+/// Memory that the control group in `directory` has to spare; `None` if it has no limit.
 fn spare_of_group(version: Version, directory: &Path) -> Option<Spare> {
     let (limits, used, cache) = version.names();
     let read = |name: &str| fs::read_to_string(directory.join(name)).ok();
