@@ -99,24 +99,17 @@ impl Lookups {
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use burn::module::{Module, ModuleMapper, Param};
-    use burn::optim::{GradientsParams, SgdConfig};
-    use burn::tensor::{Device, Gradients, Tensor};
+    use burn::tensor::{Gradients, Tensor};
 
     use crate::Ddp;
+    use crate::intercept::pair::Pair;
     use crate::telemetry::listener::Listener;
-
-    #[derive(Module, Debug)]
-    struct Pair {
-        a: Param<Tensor<1>>,
-        b: Param<Tensor<1>>,
-    }
 
     /// Parameters that rank 0 is warned of while it trains; `look` runs between each backward and its step.
     fn warned(look: impl Fn(&Pair, &Gradients) + Sync) -> Vec<String> {
         warned_by(|model, grads| {
             look(&model, &grads);
-            let grads = GradientsParams::from_grads(grads, &model);
-            SgdConfig::new().init().step(0.1, model, grads)
+            model.step(grads)
         })
     }
 
@@ -125,9 +118,7 @@ mod tests {
         let warned = Ddp::spawn(2, |ddp| {
             let listener = Listener::default();
             tracing::subscriber::with_default(listener.clone(), || {
-                let device = Device::flex().autodiff();
-                let one = || Param::from_tensor(Tensor::<1>::ones([1], &device));
-                let mut model = ddp.wrap(Pair { a: one(), b: one() })?;
+                let mut model = ddp.wrap(Pair::ones())?;
                 // Nodes that other threads make may hide a lookup.
                 for _ in 0..20 {
                     let grads = (model.a.val() * model.b.val()).backward();

@@ -24,6 +24,8 @@ mod model_state;
 mod model_walk;
 mod nodes;
 mod open_model;
+#[cfg(all(test, feature = "flex"))]
+mod pair;
 mod parameter_read;
 mod same_gradients;
 mod shadow_collectives;

@@ -283,17 +283,11 @@ impl Clone for Number {
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use burn::module::{Module, ModuleMapper, Param};
-    use burn::optim::{GradientsParams, SgdConfig};
-    use burn::tensor::{Device, Gradients, Tensor};
+    use burn::tensor::{Gradients, Tensor};
 
     use crate::Ddp;
+    use crate::intercept::pair::Pair;
     use crate::telemetry::listener::Listener;
-
-    #[derive(Module, Debug)]
-    struct Pair {
-        a: Param<Tensor<1>>,
-        b: Param<Tensor<1>>,
-    }
 
     /// Steps by the gradients on the leaves of the parameters.
     struct ByLeaf<'a>(&'a Gradients);
@@ -315,11 +309,6 @@ mod tests {
         }
     }
 
-    fn sgd(model: Pair, grads: Gradients) -> Pair {
-        let grads = GradientsParams::from_grads(grads, &model);
-        SgdConfig::new().init().step(0.1, model, grads)
-    }
-
     /// Results of four steps, in which rank 1 does not use `b`.
     #[derive(Debug, PartialEq)]
     struct Trained {
@@ -334,9 +323,7 @@ mod tests {
         let ranks = Ddp::spawn(2, |ddp| {
             let listener = Listener::default();
             let same = tracing::subscriber::with_default(listener.clone(), || {
-                let device = Device::flex().autodiff();
-                let one = || Param::from_tensor(Tensor::<1>::ones([1], &device));
-                let mut model = ddp.wrap(Pair { a: one(), b: one() })?;
+                let mut model = ddp.wrap(Pair::ones())?;
                 for number in 0..4 {
                     look(&model);
                     let loss = if ddp.is_main() { model.a.val() + model.b.val() } else { model.a.val() * 1.0 };
@@ -377,7 +364,7 @@ mod tests {
                 drop(grads);
                 model.map(&mut Clamp)
             }
-            _ => sgd(model, grads).map(&mut Clamp),
+            _ => model.step(grads).map(&mut Clamp),
         };
         assert_eq!(trained(|_| (), skips), Trained { warnings: Vec::new(), same: true });
         // Nothing says that this mapper does not look at the gradients that are there.
@@ -387,7 +374,7 @@ mod tests {
                 drop(grads);
                 model
             }
-            _ => sgd(model, grads).map(&mut Clamp),
+            _ => model.step(grads).map(&mut Clamp),
         };
         assert_eq!(trained(|_| (), holds), Trained { warnings: warned("2"), same: true });
     }

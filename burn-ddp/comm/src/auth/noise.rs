@@ -104,16 +104,16 @@ impl Dh for RandomNumber {
 mod tests {
     use super::*;
 
-    /// The listener's key pair, as an eavesdropper knows it.
+    /// The listener's public key, as an eavesdropper saw it, who takes it for a random number.
     struct Overheard([u8; PUBLIC_KEY_BYTES]);
 
     impl CryptoResolver for Overheard {
         fn resolve_rng(&self) -> Option<Box<dyn Random>> {
-            None
+            Some(Box::new(Overheard(self.0)))
         }
 
-        fn resolve_dh(&self, _: &DHChoice) -> Option<Box<dyn Dh>> {
-            Some(Box::new(Overheard(self.0)))
+        fn resolve_dh(&self, choice: &DHChoice) -> Option<Box<dyn Dh>> {
+            NoExchange.resolve_dh(choice)
         }
 
         fn resolve_hash(&self, _: &HashChoice) -> Option<Box<dyn Hash>> {
@@ -125,35 +125,9 @@ mod tests {
         }
     }
 
-    impl Dh for Overheard {
-        fn name(&self) -> &'static str {
-            "overheard"
-        }
-
-        fn pub_len(&self) -> usize {
-            PUBLIC_KEY_BYTES
-        }
-
-        fn priv_len(&self) -> usize {
-            0
-        }
-
-        fn set(&mut self, _: &[u8]) {}
-
-        fn generate(&mut self, _: &mut dyn Random) -> Result<(), Error> {
-            Ok(())
-        }
-
-        fn pubkey(&self) -> &[u8] {
-            &self.0
-        }
-
-        fn privkey(&self) -> &[u8] {
-            &[]
-        }
-
-        fn dh(&self, _: &[u8], out: &mut [u8]) -> Result<(), Error> {
-            out.fill(0);
+    impl Random for Overheard {
+        fn try_fill_bytes(&mut self, out: &mut [u8]) -> Result<(), Error> {
+            out.copy_from_slice(&self.0);
             Ok(())
         }
     }
