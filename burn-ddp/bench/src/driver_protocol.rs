@@ -79,6 +79,11 @@ impl Lines {
 }
 
 impl RoundPlan {
+    /// Number of steps, with those before the first sample and the one behind the last.
+    pub(crate) fn steps(&self) -> usize {
+        self.warmup + self.samples * self.per_sample + 1
+    }
+
     pub(crate) fn line(&self) -> String {
         let (late_rank, late_us) = self.late.map_or((-1, 0), |(rank, by)| (rank as i64, by.as_micros() as u64));
         format!("round {} {} {} {} {late_rank} {late_us}", self.seed, self.samples, self.per_sample, self.warmup)

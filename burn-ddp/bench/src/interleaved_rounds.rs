@@ -8,6 +8,7 @@ use burn_ddp_comm::DType;
 
 use crate::contender::{Contender, Setting, Trainer, start};
 use crate::driver_protocol::RoundPlan;
+use crate::simulated_machines::Machines;
 use crate::team::{Round, Team};
 use crate::{machine, stats};
 
@@ -28,9 +29,10 @@ pub(crate) struct Effort {
 }
 
 /// The contenders that could be started.
-pub(crate) struct Field {
+pub(crate) struct Field<'a> {
     pub(crate) world: usize,
     pub(crate) dtype: DType,
+    machines: Option<&'a Machines>,
     entrants: Vec<(Contender, Team)>,
     /// Number of rounds so far, which decides which contender is first in a round.
     rounds: usize,
@@ -46,15 +48,18 @@ pub(crate) struct Timing {
     pub(crate) samples: Vec<f64>,
     /// Per round, CPU nanoseconds of all ranks per step.
     pub(crate) cpu: Vec<f64>,
+    /// Per round, bytes per step that the busiest machine sends; empty on one machine.
+    pub(crate) sent: Vec<f64>,
 }
 
-impl Field {
+impl<'a> Field<'a> {
     /// Starts `contenders`, and leaves out the peers that do not start.
     ///
     /// # Errors
     /// If one of this project's contenders does not start.
-    pub(crate) fn gather(contenders: &[Contender], setting: &Setting<'_>) -> Result<Field> {
-        let mut field = Field { world: setting.world, dtype: setting.dtype, entrants: Vec::new(), rounds: 0 };
+    pub(crate) fn gather(contenders: &[Contender], setting: &Setting<'a>) -> Result<Field<'a>> {
+        let &Setting { world, dtype, machines, .. } = setting;
+        let mut field = Field { world, dtype, machines, entrants: Vec::new(), rounds: 0 };
         for &contender in contenders {
             match start(contender, setting) {
                 Ok(team) => field.entrants.push((contender, team)),
@@ -112,9 +117,14 @@ impl Field {
                 let (plan, timing) = &mut running[(first + turn) % turns];
                 plan.seed = (first * 100) as u64;
                 let contender = timing.contender;
+                let before = self.sent_bytes()?;
                 let Some(team) = self.team(contender) else { continue };
                 match team.round(plan) {
-                    Ok(round) => timing.add(&round, plan),
+                    Ok(round) => {
+                        timing.add(&round, plan);
+                        let busiest = self.sent_bytes()?.iter().zip(before).map(|(after, before)| after - before).max();
+                        timing.sent.extend(busiest.map(|bytes| bytes as f64 / plan.steps() as f64));
+                    }
                     Err(error) => self.leave_out(contender, error)?,
                 }
             }
@@ -126,6 +136,11 @@ impl Field {
             self.team(timing.contender).map_or(Ok(()), |team| team.prepare(64, 1))?;
         }
         Ok(running.into_iter().map(|(_, timing)| timing).collect())
+    }
+
+    /// Bytes that each machine has sent; none on one machine.
+    fn sent_bytes(&self) -> Result<Vec<u64>> {
+        self.machines.map_or(Ok(Vec::new()), Machines::sent_bytes)
     }
 
     /// Goes on without `contender`, unless it is this project's.
@@ -150,7 +165,7 @@ impl Field {
 }
 
 /// Runs all rounds of one size in several fields, which take turns a round at a time. `bytes` has an entry per field.
-pub(crate) fn interleave(fields: &mut [Field], bytes: &[usize], effort: &Effort) -> Result<Vec<Vec<Timing>>> {
+pub(crate) fn interleave(fields: &mut [Field<'_>], bytes: &[usize], effort: &Effort) -> Result<Vec<Vec<Timing>>> {
     if let [field] = fields {
         return Ok(vec![field.measure(bytes[0], effort)?]);
     }
@@ -196,7 +211,7 @@ fn calibrate(team: &mut Team, effort: &Effort) -> Result<RoundPlan> {
 
 impl Timing {
     fn new(contender: Contender) -> Timing {
-        Timing { contender, medians: Vec::new(), samples: Vec::new(), cpu: Vec::new() }
+        Timing { contender, medians: Vec::new(), samples: Vec::new(), cpu: Vec::new(), sent: Vec::new() }
     }
 
     /// The contender, if it trains.
@@ -218,6 +233,7 @@ impl Timing {
         self.medians.extend(later.medians);
         self.samples.extend(later.samples);
         self.cpu.extend(later.cpu);
+        self.sent.extend(later.sent);
     }
 
     /// Microseconds of a step: the median of the rounds' medians.

@@ -12,7 +12,7 @@ mod machine;
 mod plot;
 mod rank;
 mod rendezvous;
-mod simulated_link;
+mod simulated_machines;
 mod spin_barrier;
 mod stats;
 mod step;

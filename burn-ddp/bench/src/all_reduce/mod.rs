@@ -1,5 +1,6 @@
 //! `all-reduce`: latency, bandwidth and CPU time by size, dtype and number of ranks.
 
+mod machine_options;
 mod report;
 
 use std::path::PathBuf;
@@ -19,6 +20,7 @@ use crate::plot::{self, Plot};
 use crate::rank::BufferKind;
 use crate::table::Table;
 use crate::values;
+use machine_options::MachineOptions;
 use report::{Measured, X};
 
 /// Time of an all-reduce (sum) by size, next to its peers and to the hardware's limits.
@@ -95,6 +97,8 @@ pub(crate) struct AllReduce {
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
     #[command(flatten)]
+    machines: MachineOptions,
+    #[command(flatten)]
     common: CommonOptions,
 }
 
@@ -111,9 +115,12 @@ impl AllReduce {
         // Oversubscribed, a percentile of means would hide what happens to few all-reduces.
         let per_sample = (self.oversubscribe || self.scaling).then_some(1);
         let effort = Effort { rounds: self.rounds, round_ms: self.round_ms, per_sample };
-        let settings = self.world.iter().flat_map(|world| self.dtype.iter().map(move |dtype| (*world, *dtype)));
+        let machines = self.machines.start()?;
+        let worlds = machines.as_ref().map_or(self.world.clone(), |machines| vec![machines.world()]);
+        let settings = worlds.iter().flat_map(|world| self.dtype.iter().map(move |dtype| (*world, *dtype)));
         let gather = |(world, dtype)| {
-            Field::gather(&self.contenders(world, dtype), &Setting::here(world, dtype, &self.common.programs))
+            let here = Setting::here(world, dtype, &self.common.programs);
+            Field::gather(&self.contenders(world, dtype), &Setting { machines: machines.as_ref(), ..here })
         };
         let mut fields: Vec<Field> = settings.map(gather).collect::<Result<_>>()?;
         let mut all: Vec<Vec<Measured>> = Vec::new();
@@ -139,7 +146,8 @@ impl AllReduce {
             all.push(of_size);
         }
         if !self.common.json {
-            println!("all-reduce (sum), medians of {} interleaved rounds, on {}\n", self.rounds, describe());
+            let (rounds, on) = (self.rounds, describe());
+            println!("all-reduce (sum){}, medians of {rounds} interleaved rounds, on {on}\n", self.machines);
             print!("{}", report::table(&all));
         }
         if self.oversubscribe {
@@ -171,7 +179,8 @@ impl AllReduce {
 
     fn is_interesting(&self, peer: Peer, world: usize, dtype: DType) -> bool {
         match peer {
-            Peer::Gloo => world <= GLOO_RANKS,
+            Peer::Gloo => world <= GLOO_RANKS || self.machines.any(),
+            _ if self.machines.any() => false,
             _ if self.scaling => false,
             Peer::Mpich | Peer::Openmpi => matches!(dtype, DType::F32 | DType::F64),
             Peer::Floor => (self.oversubscribe || world > cores()) && dtype == DType::F32,

@@ -39,7 +39,7 @@ impl Measured {
             let name = timing.contender.to_string();
             let times = json!({
                 "median_us": timing.median_us(), "p95_us": timing.percentile_us(0.95),
-                "p99_us": timing.percentile_us(0.99), "best_us": timing.best_us(),
+                "p99_us": timing.percentile_us(0.99), "best_us": timing.best_us(), "bytes_sent": bytes_sent(timing),
                 "cpu_ns_per_rank_byte": self.cpu_ns_per_byte(timing),
                 "of_smallest_world": self.of_smallest_world(timing, of_size),
             });
@@ -55,6 +55,7 @@ impl Measured {
             "bench": "all-reduce", "engine": engine.to_string(), "buffers": kind.to_string(), "world": self.world,
             "dtype": self.dtype.to_string(), "bytes": self.bytes, "elements": self.bytes / self.dtype.size_bytes(),
             "median_us": own.median_us(), "p95_us": own.percentile_us(0.95), "p99_us": own.percentile_us(0.99),
+            "bytes_sent": bytes_sent(own),
             "best_us": own.best_us(), "algbw_gbps": self.bandwidth(own), "cpu_us": self.cpu_us(own),
             "cpu_ns_per_rank_byte": self.cpu_ns_per_byte(own), "rounds": own.medians.len(),
             "times_faster_than": faster, "p99_times_lower_than": p99, "times_of_limit": limits,
@@ -114,6 +115,10 @@ pub(super) fn table(all: &[Vec<Measured>]) -> Table {
         table.add_column("CPU ns per rank and byte".into());
         table.add_column("of the smallest world's".into());
     }
+    let machines = all.iter().flatten().flat_map(|one| &one.timings).any(|timing| !timing.sent.is_empty());
+    if machines {
+        table.add_column("bytes sent ÷ buffer".into());
+    }
     ours.iter().for_each(|own| table.add_column(format!("{own} is")));
     for of_size in all {
         for measured in of_size {
@@ -138,6 +143,10 @@ pub(super) fn table(all: &[Vec<Measured>]) -> Table {
                     row.push(format!("{:.3}", measured.cpu_ns_per_byte(timing)));
                     row.push(of.map_or(String::new(), |of| format!("{:.0} %", 100.0 * of)));
                 }
+                if machines {
+                    let of_buffer = bytes_sent(timing).map(|sent| format!("{:.2}", sent / measured.bytes as f64));
+                    row.push(of_buffer.unwrap_or_default());
+                }
                 let own = |own: &Contender| measured.timing(*own).map_or(String::new(), |own| against(own, timing));
                 row.extend(ours.iter().map(own));
                 table.add(row);
@@ -145,6 +154,11 @@ pub(super) fn table(all: &[Vec<Measured>]) -> Table {
         }
     }
     table
+}
+
+/// Bytes that the busiest machine sends per step.
+fn bytes_sent(timing: &Timing) -> Option<f64> {
+    (!timing.sent.is_empty()).then(|| median(&timing.sent))
 }
 
 /// Ratio of `own` to `other`: multiples of a limit, or times faster than a peer.

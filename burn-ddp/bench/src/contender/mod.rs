@@ -9,7 +9,7 @@ use burn_ddp_comm::DType;
 use clap::{Args, ValueEnum};
 
 use crate::rank::BufferKind;
-use crate::simulated_link::Link;
+use crate::simulated_machines::Machines;
 pub(crate) use script::Script;
 pub(crate) use start::{envs, start};
 
@@ -20,6 +20,8 @@ pub(crate) enum Engine {
     Shm,
     /// Sockets.
     Tcp,
+    /// The engine that groups get by default: shared memory on a machine, sockets between machines.
+    Auto,
     /// Ranks as threads of one process.
     Threads,
     /// GPUs, for training with `BURN_DEVICE=cuda`.
@@ -105,14 +107,14 @@ pub(crate) struct Setting<'a> {
     pub(crate) world: usize,
     pub(crate) dtype: DType,
     pub(crate) programs: &'a Programs,
-    /// Two machines for the ranks; `None` for this one.
-    pub(crate) link: Option<&'a Link>,
+    /// Machines of the ranks; `None` for this one.
+    pub(crate) machines: Option<&'a Machines>,
 }
 
 impl<'a> Setting<'a> {
     /// The setting of ranks on this machine.
     pub(crate) fn here(world: usize, dtype: DType, programs: &'a Programs) -> Setting<'a> {
-        Setting { world, dtype, programs, link: None }
+        Setting { world, dtype, programs, machines: None }
     }
 }
 

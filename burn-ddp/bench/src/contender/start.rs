@@ -9,7 +9,7 @@ use burn_ddp_comm::{DType, JobKey, LaunchEnv, Meeting, StoreServer};
 use super::{Contender, Engine, Framework, Peer, Script, Setting, Trainer};
 use crate::machine::{cores, find_program};
 use crate::rank::BufferKind;
-use crate::simulated_link::CABLE;
+use crate::simulated_machines::CABLE;
 use crate::spin_barrier::SharedLines;
 use crate::team::{Scratch, Team};
 
@@ -29,7 +29,8 @@ pub(crate) fn start(contender: Contender, setting: &Setting<'_>) -> Result<Team>
             let (envs, keep) = setting.envs()?;
             let command = |(rank, env): (usize, LaunchEnv)| {
                 let mut command = own("engine", kind).command(&scratch, rank)?;
-                command.envs(env.variables()).env("BURN_DDP_ENGINE", engine.to_string());
+                command.envs(env.variables());
+                set_engine(&mut command, engine);
                 anyhow::Ok(command)
             };
             (envs.into_iter().enumerate().map(command).collect::<Result<_>>()?, keep)
@@ -41,8 +42,8 @@ pub(crate) fn start(contender: Contender, setting: &Setting<'_>) -> Result<Team>
         Contender::Theirs(Peer::Openmpi) => (vec![mpi(&OPEN_MPI, world, dtype, &scratch)?], Vec::new()),
         Contender::Theirs(limit) => with_lines(&own(&limit.to_string(), BufferKind::Slice), &scratch, world)?,
     };
-    if let Some(link) = setting.link {
-        commands = commands.iter().enumerate().map(|(rank, command)| link.place(rank, command)).collect();
+    if let Some(machines) = setting.machines {
+        commands = commands.iter().enumerate().map(|(rank, command)| machines.place(rank, command)).collect();
     }
     let ranks = if matches!(contender, Contender::Floor(_)) { world.min(cores()) } else { world };
     Team::start(&name, ranks, scratch, commands, keep)
@@ -60,15 +61,15 @@ const JOB: &str = "burn-ddp-bench";
 impl Setting<'_> {
     /// Variables of each rank, and the store where they meet unless rank 0 hosts it.
     fn envs(&self) -> Result<Envs> {
-        match self.link {
-            Some(link) => Ok((link.envs(JOB), Vec::new())),
+        match self.machines {
+            Some(machines) => Ok((machines.envs(JOB), Vec::new())),
             None => envs(self.world).map(|(envs, store)| (envs, vec![Box::new(store) as Box<dyn Any>])),
         }
     }
 
     /// Network interface of gloo.
     fn interface(&self) -> &'static str {
-        if self.link.is_some() { CABLE } else { "lo" }
+        if self.machines.is_some() { CABLE } else { "lo" }
     }
 }
 
@@ -132,12 +133,18 @@ fn training(trainer: Trainer, setting: &Setting<'_>, own: &OwnRank, scratch: &Sc
         trainer.bucket_bytes.map(|bytes| command.args(["--bucket-bytes", &bytes.to_string()]));
         command.envs(env.variables()).env("RAYON_NUM_THREADS", "1").envs(allocator.iter().copied());
         if world > 1 {
-            command.env("BURN_DDP_ENGINE", engine.to_string());
+            set_engine(&mut command, engine);
         }
         anyhow::Ok(command)
     };
     let commands = envs.into_iter().enumerate().map(command).collect::<Result<_>>()?;
     Ok((commands, keep))
+}
+
+fn set_engine(command: &mut Command, engine: Engine) {
+    if engine != Engine::Auto {
+        command.env("BURN_DDP_ENGINE", engine.to_string());
+    }
 }
 
 fn with_lines(own: &OwnRank, scratch: &Scratch, ranks: usize) -> Result<Started> {

@@ -10,7 +10,7 @@ use crate::contender::{Contender, Engine, Framework, Model, Setting, Side, Train
 use crate::interleaved_rounds::{Effort, Field, Timing};
 use crate::machine::describe;
 use crate::rank::BufferKind;
-use crate::simulated_link::Link;
+use crate::simulated_machines::Machines;
 use crate::table::{Table, time_us};
 
 /// Options of the measurement on a link of limited speed.
@@ -47,13 +47,13 @@ impl Step {
         let mut table = Table::new(header);
         for &gbit in &self.overlap.link {
             ensure!(gbit > 0.0, "a link has a speed");
-            let link = Link::new(gbit)?;
+            let machines = Machines::new(vec![0, 1], gbit)?;
             for framework in [Framework::Burn(Engine::Tcp), Framework::Torch] {
                 if framework == Framework::Torch && self.alone {
                     continue;
                 }
-                let setting =
-                    Setting { world: 2, dtype: DType::F32, programs: &self.common.programs, link: Some(&link) };
+                let programs = &self.common.programs;
+                let setting = Setting { world: 2, dtype: DType::F32, programs, machines: Some(&machines) };
                 let mut field = Field::gather(&self.overlapping(framework), &setting)?;
                 let communication = self.bytes.iter().map(|bytes| self.communication(&mut field, *bytes));
                 let communication: Vec<f64> = communication.collect::<Result<_>>()?;

@@ -1,0 +1,78 @@
+//! Options of `all-reduce` for ranks on several machines.
+
+use std::fmt;
+
+use anyhow::{Result, ensure};
+use clap::Args;
+
+use crate::simulated_machines::Machines;
+
+/// Where the ranks are, if not on one machine.
+#[derive(Args, Debug)]
+pub(super) struct MachineOptions {
+    /// Ranks of each machine, such as 4,4: network namespaces with a cable each to a switch (needs root, ip and tc).
+    /// Compares with gloo. `bytes sent` is what the busiest machine sends per all-reduce, as its interface counts it.
+    #[arg(long, value_delimiter = ',', value_name = "RANKS", conflicts_with_all = ["world", "oversubscribe", "scaling"])]
+    machines: Vec<usize>,
+    /// Speed of a machine's cable each way, in Gbit/s; 0 for no limit.
+    #[arg(long, default_value_t = 1.0, requires = "machines")]
+    gbit: f64,
+    /// Deals ranks to the machines in turns, instead of one machine after the other.
+    #[arg(long, requires = "machines")]
+    cyclic: bool,
+}
+
+impl MachineOptions {
+    /// True if the ranks are on several machines.
+    pub(super) fn any(&self) -> bool {
+        !self.machines.is_empty()
+    }
+
+    /// The machines, if they were asked for.
+    ///
+    /// # Errors
+    /// If a machine has no rank, or a cable no speed; like [`Machines::new`].
+    pub(super) fn start(&self) -> Result<Option<Machines>> {
+        if !self.any() {
+            return Ok(None);
+        }
+        ensure!(self.machines.iter().all(|ranks| *ranks > 0), "a machine has at least one rank");
+        ensure!(self.gbit >= 0.0 && self.gbit.is_finite(), "a cable has a speed");
+        Machines::new(placement(&self.machines, self.cyclic), self.gbit).map(Some)
+    }
+}
+
+impl fmt::Display for MachineOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.any() {
+            return Ok(());
+        }
+        let ranks: Vec<String> = self.machines.iter().map(usize::to_string).collect();
+        write!(f, " of {} ranks{}", ranks.join(" + "), if self.cyclic { ", dealt in turns," } else { "" })?;
+        match self.gbit {
+            0.0 => f.write_str(" on machines without a limit"),
+            gbit => write!(f, " on machines with {gbit} Gbit/s"),
+        }
+    }
+}
+
+/// Machine of each rank, where machine `m` has `ranks[m]`.
+fn placement(ranks: &[usize], cyclic: bool) -> Vec<usize> {
+    let places = ranks.iter().enumerate().flat_map(|(machine, ranks)| (0..*ranks).map(move |turn| (turn, machine)));
+    let mut places: Vec<(usize, usize)> = places.collect();
+    if cyclic {
+        places.sort_unstable();
+    }
+    places.into_iter().map(|(_, machine)| machine).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::placement;
+
+    #[test]
+    fn ranks_lie_in_blocks_or_in_turns() {
+        assert_eq!(placement(&[2, 3], false), [0, 0, 1, 1, 1]);
+        assert_eq!(placement(&[2, 3], true), [0, 1, 0, 1, 1]);
+    }
+}

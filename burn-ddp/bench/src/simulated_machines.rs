@@ -1,0 +1,132 @@
+//! Several "machines" on this one: network namespaces, each with a cable of limited speed to a switch.
+
+use std::cell::Cell;
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use burn_ddp_comm::{LaunchEnv, Meeting};
+
+/// Name of the cable on each machine.
+pub(crate) const CABLE: &str = "cable";
+/// Bytes that may pass at once: what a timer tick lets through at a few Gbit/s.
+const BURST: &str = "512kb";
+/// First port of the meetings; all ports above are free in namespaces of our own.
+const FIRST_PORT: u16 = 29_400;
+
+/// Machines and their cables. Dropping it removes them.
+pub(crate) struct Machines {
+    /// Names of the namespaces: the machines', and last the switch's.
+    namespaces: Vec<String>,
+    /// Machine of each rank.
+    machine_of: Vec<usize>,
+    /// Port of the next meeting: ranks of several contenders live side by side.
+    port: Cell<u16>,
+}
+
+impl Machines {
+    /// Machines of ranks, by rank, with cables of `gbit` Gbit/s each way; 0 for cables without a limit.
+    ///
+    /// # Errors
+    /// If this process has not root's rights, or `ip` or `tc` is missing.
+    pub(crate) fn new(machine_of: Vec<usize>, gbit: f64) -> Result<Machines> {
+        let count = machine_of.iter().max().map_or(0, |last| last + 1);
+        let name = |nth| format!("bdb{}-{nth}", std::process::id());
+        // From here on, dropping the machines cleans up.
+        let mut machines = Machines { namespaces: Vec::new(), machine_of, port: Cell::new(FIRST_PORT) };
+        for nth in 0..=count {
+            run("ip", &["netns", "add", &name(nth)])?;
+            machines.namespaces.push(name(nth));
+        }
+        let switch = &name(count);
+        run("ip", &["-n", switch, "link", "add", "bridge", "type", "bridge"])?;
+        run("ip", &["-n", switch, "link", "set", "bridge", "up"])?;
+        for nth in 0..count {
+            let (machine, port) = (&name(nth), &format!("port{nth}"));
+            run("ip", &["-n", machine, "link", "add", CABLE, "type", "veth", "peer", "name", port, "netns", switch])?;
+            run("ip", &["-n", machine, "addr", "add", &format!("{}/24", host(nth)), "dev", CABLE])?;
+            run("ip", &["-n", machine, "link", "set", "lo", "up"])?;
+            run("ip", &["-n", machine, "link", "set", CABLE, "up"])?;
+            run("ip", &["-n", switch, "link", "set", port, "master", "bridge", "up"])?;
+            if gbit > 0.0 {
+                pace(machine, CABLE, gbit)?;
+                pace(switch, port, gbit)?;
+            }
+        }
+        Ok(machines)
+    }
+
+    /// Number of ranks.
+    pub(crate) fn world(&self) -> usize {
+        self.machine_of.len()
+    }
+
+    /// Number of machines.
+    pub(crate) fn count(&self) -> usize {
+        self.namespaces.len() - 1
+    }
+
+    /// `command`, run on the machine of `rank`.
+    pub(crate) fn place(&self, rank: usize, command: &Command) -> Command {
+        let mut placed = Command::new("ip");
+        let machine = &self.namespaces[self.machine_of[rank]];
+        placed.args(["netns", "exec", machine]).arg(command.get_program()).args(command.get_args());
+        for (name, value) in command.get_envs() {
+            value.map(|value| placed.env(name, value));
+        }
+        placed
+    }
+
+    /// Variables of the ranks, which meet on rank 0's machine.
+    pub(crate) fn envs(&self, job: &str) -> Vec<LaunchEnv> {
+        let port = self.port.replace(self.port.get() + 1);
+        let meeting = Meeting::Rank0 { host: host(self.machine_of[0]), port };
+        let env = |rank: usize| {
+            let on_mine = |ranks: &[usize]| ranks.iter().filter(|machine| **machine == self.machine_of[rank]).count();
+            LaunchEnv {
+                local_rank: on_mine(&self.machine_of[..rank]),
+                local_world_size: on_mine(&self.machine_of),
+                node_rank: self.machine_of[rank],
+                trust_network: true,
+                interface: Some(CABLE.to_owned()),
+                ..LaunchEnv::new(rank, self.machine_of.len(), meeting.clone(), job)
+            }
+        };
+        (0..self.machine_of.len()).map(env).collect()
+    }
+
+    /// Bytes that each machine has sent so far, as its interface counts them.
+    ///
+    /// # Errors
+    /// If the counters cannot be read.
+    pub(crate) fn sent_bytes(&self) -> Result<Vec<u64>> {
+        let counter = format!("/sys/class/net/{CABLE}/statistics/tx_bytes");
+        let sent = |machine: &String| Ok(run("ip", &["netns", "exec", machine, "cat", &counter])?.trim().parse()?);
+        self.namespaces[..self.count()].iter().map(sent).collect()
+    }
+}
+
+fn host(nth: usize) -> String {
+    format!("10.78.0.{}", nth + 1)
+}
+
+fn pace(namespace: &str, interface: &str, gbit: f64) -> Result<()> {
+    let rate = format!("{}mbit", (gbit * 1000.0).round());
+    let shape = ["qdisc", "add", "dev", interface, "root", "tbf", "rate", &rate, "burst", BURST, "latency", "50ms"];
+    run("ip", &[&["netns", "exec", namespace, "tc"], &shape[..]].concat()).map(drop)
+}
+
+fn run(program: &str, words: &[&str]) -> Result<String> {
+    let output = Command::new(program).args(words).output().with_context(|| format!("cannot run {program}"))?;
+    if !output.status.success() {
+        bail!("{program} {}: {}", words.join(" "), String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+impl Drop for Machines {
+    fn drop(&mut self) {
+        for name in &self.namespaces {
+            let _ = run("ip", &["netns", "del", name]);
+        }
+    }
+}
