@@ -71,6 +71,7 @@ fn halves_and_worlds() {
     assert!(worlds[1]["cpu_ns_per_rank_byte"].is_f64(), "{}", worlds[1]);
 }
 
+#[cfg(feature = "burn")]
 #[test]
 fn steps_have_what_data_parallelism_adds() {
     let rows = rows("step --model tensors --bytes 65536 --counts 4,8 --rounds 2 --round-ms 1 --alone --json");
