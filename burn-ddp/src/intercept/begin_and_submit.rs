@@ -92,8 +92,7 @@ impl WrappedModel {
         }
         for slot in 0..state.slots.len() {
             if let Some(sum) = state.slots[slot].partial.take() {
-                state.slots[slot].done = true;
-                state.reducer.put(slot, sum)?;
+                self.put(state, slot, sum)?;
             }
         }
         state.reducer.receive_late()?;

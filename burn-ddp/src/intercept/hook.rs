@@ -66,12 +66,21 @@ impl WrappedModel {
             slot.partial = Some(sum);
             return Ok(());
         }
-        slot.done = true;
+        self.put(state, read.slot, sum)
+    }
+
+    /// Gives the final gradient of a slot to the reducer.
+    pub(super) fn put<B: GradientMemory>(
+        &self,
+        state: &mut State<B>,
+        slot: usize,
+        gradient: FloatTensor<B>,
+    ) -> Result<()> {
+        state.slots[slot].done = true;
         if self.compares() && self.ddp.state().batch_weight.items() > 0.0 {
-            let path = &self.slots[read.slot].path;
-            let read = state.same_gradients.add::<B>(read.slot, &sum);
-            read.map_err(|e| self.fault(format!("reading the gradient of {path}: {e}")))?;
+            let read = state.same_gradients.add::<B>(slot, &gradient);
+            read.map_err(|e| self.fault(format!("reading the gradient of {}: {e}", self.slots[slot].path)))?;
         }
-        state.reducer.put(read.slot, sum)
+        state.reducer.put(slot, gradient)
     }
 }

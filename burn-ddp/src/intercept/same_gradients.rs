@@ -6,14 +6,15 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::Ddp;
 use crate::gradients::{GradientMemory, Slot};
 
-/// Bytes of gradients that are compared, of the smallest parameters; at least one parameter is.
+/// Bytes of gradients that the first comparisons look at, of the smallest parameters; at least one parameter.
 const COMPARED_BYTES: usize = 1 << 20;
-/// Comparisons in a row that must find equal gradients: one may be a step on a dummy batch.
+/// Comparisons in a row that must find equal gradients: one may be a step on a dummy batch. The last of them looks at
+/// all gradients: some depend on no data, as that of the last bias under a mean.
 const ENOUGH: u32 = 2;
 
 /// Digest of this rank's gradients in the steps that compare the ranks, until these are known to differ.
 pub(super) struct SameGradients {
-    /// Slots whose gradients are compared; the same on all ranks.
+    /// Slots whose gradients are compared until they are found equal; the same on all ranks.
     compared: Vec<bool>,
     /// Sum of the digests since the last comparison: the order of gradients may differ between ranks.
     digest: u64,
@@ -41,7 +42,8 @@ impl SameGradients {
     ///
     /// The backend's error when its device cannot be read.
     pub(super) fn add<B: GradientMemory>(&mut self, slot: usize, gradient: &FloatTensor<B>) -> Result<(), String> {
-        if self.settled || !self.compared[slot] {
+        let looks = self.compared[slot] || self.equal + 1 == ENOUGH;
+        if self.settled || !looks {
             return Ok(());
         }
         let digest = B::with_bytes(gradient.clone(), |_, bytes| digest(slot, bytes))?;
@@ -133,28 +135,29 @@ mod tests {
         assert_eq!(found(&[&[5, 0], &[0, 6], &[0, 0]]), [false; 3]);
     }
 
-    /// Warnings of each rank of a training, in which `data` gives a rank its item of a step.
-    fn warnings(world: usize, config: &WrapConfig, data: impl Fn(usize, usize) -> f64 + Sync) -> Vec<Vec<String>> {
+    /// Warnings of each rank of a training.
+    fn warnings_of(world: usize, train: impl Fn(&Ddp) -> anyhow::Result<()> + Sync) -> Vec<Vec<String>> {
         let warnings = Ddp::spawn(world, |ddp| {
             let listener = Listener::default();
-            tracing::subscriber::with_default(listener.clone(), || {
-                let device = ddp.device()?.autodiff();
-                let model: Linear = ddp.wrap_with(LinearConfig::new(1, 2).init(&device), config)?;
-                for step in 0..6 {
-                    let item = data(ddp.rank(), step);
-                    if item == 0.0 {
-                        ddp.set_batch_items(0.0)?;
-                    } else {
-                        ddp.set_batch_items(1.0)?;
-                    }
-                    model.forward(input(item, &device)).powi_scalar(2).sum().backward();
-                }
-                anyhow::Ok(())
-            })?;
+            tracing::subscriber::with_default(listener.clone(), || train(&ddp))?;
             let message = |fields: Vec<(String, String)>| fields.into_iter().find(|(name, _)| name == "message");
             Ok(listener.events("burn_ddp::data").into_iter().filter_map(message).map(|(_, text)| text).collect())
         });
         warnings.unwrap()
+    }
+
+    /// Warnings of each rank of a training, in which `data` gives a rank its item of a step.
+    fn warnings(world: usize, config: &WrapConfig, data: impl Fn(usize, usize) -> f64 + Sync) -> Vec<Vec<String>> {
+        warnings_of(world, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let model: Linear = ddp.wrap_with(LinearConfig::new(1, 2).init(&device), config)?;
+            for step in 0..6 {
+                let item = data(ddp.rank(), step);
+                ddp.set_batch_items(if item == 0.0 { 0.0 } else { 1.0 })?;
+                model.forward(input(item, &device)).powi_scalar(2).sum().backward();
+            }
+            Ok(())
+        })
     }
 
     fn input(item: f64, device: &Device) -> Tensor<2> {
@@ -181,5 +184,45 @@ mod tests {
         none(2, &|rank, step| if step < 2 { 1.0 } else { 1.0 + rank as f64 }); // a dummy batch first
         none(2, &|rank, step| if rank == 1 { 0.0 } else { 1.0 + step as f64 }); // of weight 0
         none(1, &|_, step| 1.0 + step as f64);
+    }
+
+    #[test]
+    fn gradients_that_depend_on_no_data_are_no_evidence() {
+        let warned = warnings_of(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let model: Linear = ddp.wrap(LinearConfig::new(COMPARED_BYTES / 4, 1).init(&device))?;
+            for step in 0..4 {
+                let x = Tensor::<2>::full([1, COMPARED_BYTES / 4], (2 * step + ddp.rank()) as f32, &device);
+                model.forward(x).mean().backward();
+            }
+            Ok(())
+        });
+        assert!(warned.iter().all(Vec::is_empty), "{warned:?}");
+    }
+
+    /// Warnings of trainings on the same data, or not, which read parameters for something else in each step.
+    fn warnings_with_other_reads(same: bool) -> Vec<Vec<String>> {
+        warnings_of(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let model: Linear = ddp.wrap(LinearConfig::new(1, 2).init(&device))?;
+            for step in 0..6 {
+                let item = input(1.0 + (2 * step + if same { 0 } else { ddp.rank() }) as f64, &device);
+                model.forward(item.clone()).sum().backward();
+                // Burn may keep this graph until the next backward.
+                drop(model.weight.val().powi_scalar(2).sum());
+                if same {
+                    drop(model.forward(item).sum());
+                }
+            }
+            Ok(())
+        })
+    }
+
+    #[test]
+    fn reads_without_a_backward_change_nothing() {
+        let warned = warnings_with_other_reads(true);
+        assert_eq!(warned.iter().map(Vec::len).collect::<Vec<_>>(), [1, 0], "{warned:?}");
+        let warned = warnings_with_other_reads(false);
+        assert!(warned.iter().all(Vec::is_empty), "{warned:?}");
     }
 }
