@@ -1,5 +1,7 @@
 //! Seeds of the random numbers that a rank draws, as a pure function of the seed of [`Ddp::seed`].
 
+use std::collections::BTreeSet;
+
 use burn::tensor::{Device, Distribution, Tensor};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
@@ -32,31 +34,42 @@ impl Seed {
 }
 
 /// Gives each rank random numbers of its own after a `wrap`. *Collective*.
-///
-/// Without [`Ddp::seed`], ranks that draw the same number were seeded alike by the program; then that number is their
-/// seed from now on.
 #[track_caller]
 pub(crate) fn separate_ranks(ddp: &Ddp, device: &Device) -> Result<()> {
-    let mut own = ddp.state().next_seed_of_rank();
-    if ddp.world_size() > 1 {
-        let drawn = if own.is_none() { draw(device) } else { None };
-        let of_ranks = ddp.group().all_gather_object(&drawn)?;
-        if let Some(seed) = drawn.filter(|_| of_ranks.iter().all(|other| *other == drawn)) {
-            if ddp.is_main() {
-                tracing::info!(
-                    target: "burn_ddp::seed",
-                    "all ranks were seeded alike (`device.seed`): each draws its own random numbers from here on, as \
-                    after `ddp.seed`"
-                );
-            }
-            ddp.state().continue_from_seed(device, seed);
-            own = ddp.state().next_seed_of_rank();
-        }
-    }
-    if let Some(seed) = own {
+    if let Some(seed) = seed_after_wrap(ddp, device)? {
         device.seed(seed);
     }
     Ok(())
+}
+
+/// Seed of this rank after a `wrap`; `None` if the ranks have random numbers of their own. *Collective*.
+///
+/// Ranks that would go on with the same numbers were seeded alike, by the program or as ranks of different parts. The
+/// seed of all ranks is then derived from the number of the first.
+#[track_caller]
+fn seed_after_wrap(ddp: &Ddp, device: &Device) -> Result<Option<u64>> {
+    let own = ddp.state().next_seed_of_rank();
+    if ddp.world_size() == 1 {
+        return Ok(own);
+    }
+    let of_ranks = ddp.group().all_gather_object(&own.or_else(|| draw(device)))?;
+    let Some(seed) = seed_of_equals(&of_ranks) else { return Ok(own) };
+    if ddp.is_main() {
+        tracing::info!(
+            target: "burn_ddp::seed",
+            "ranks were seeded alike (`device.seed`): each draws its own random numbers from here on, as after \
+            `ddp.seed`"
+        );
+    }
+    ddp.state().continue_from_seed(device, seed);
+    Ok(ddp.state().next_seed_of_rank())
+}
+
+/// The first number, if two ranks have the same one.
+fn seed_of_equals(of_ranks: &[Option<u64>]) -> Option<u64> {
+    let numbers: Vec<u64> = of_ranks.iter().flatten().copied().collect();
+    let different: BTreeSet<u64> = numbers.iter().copied().collect();
+    numbers.first().filter(|_| different.len() < numbers.len()).copied()
 }
 
 /// A random number from the generator of `device`; `None` if the device cannot be read.
@@ -81,8 +94,6 @@ fn derive<const N: usize>(seed: u64, purpose: &str, numbers: [u64; N]) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
 
     #[test]
@@ -110,5 +121,28 @@ mod tests {
             [of_batch(42, 1, 0, 3, 64), of_batch(0, 0, 0, 0, 0)],
             [4_310_158_011_346_186_588, 3_367_763_453_451_138_828]
         );
+    }
+
+    #[test]
+    fn ranks_of_a_group_have_different_seeds_after_its_wrap() {
+        let seeds = Ddp::spawn(4, |job| {
+            let part = job.split(Some(job.rank() as u64 / 2), 0)?.expect("two parts of two ranks");
+            let device = Device::default();
+            part.seed(&device, 5);
+            Ok([&part, &job, &part].map(|ddp| seed_after_wrap(ddp, &device).unwrap().unwrap()))
+        });
+        let seeds = seeds.unwrap();
+        let of_wrap = |nth: usize| seeds.iter().map(|seeds| seeds[nth]).collect::<Vec<_>>();
+        assert_eq!(of_wrap(0)[..2], of_wrap(0)[2..], "parts that train models of their own");
+        for nth in [1, 2] {
+            assert_eq!(of_wrap(nth).into_iter().collect::<BTreeSet<_>>().len(), 4, "{seeds:?}");
+        }
+    }
+
+    #[test]
+    fn two_ranks_with_the_same_number_are_enough() {
+        assert_eq!(seed_of_equals(&[Some(7), Some(8), Some(8)]), Some(7));
+        assert_eq!(seed_of_equals(&[Some(7), None, None]), None, "devices that cannot be read");
+        assert_eq!(seed_of_equals(&[Some(7), Some(8)]), None);
     }
 }
