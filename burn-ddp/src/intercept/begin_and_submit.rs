@@ -7,6 +7,7 @@ use std::sync::{Arc, Weak};
 use burn::backend::autodiff::grads::Gradients;
 
 use super::model_state::State;
+use super::short_steps::Finding;
 use super::wrapped_model::WrappedModel;
 use crate::gradients::{Boundary, GradientMemory, Piggyback};
 use crate::{Error, Result};
@@ -32,21 +33,31 @@ impl WrappedModel {
     }
 
     fn begin<B: GradientMemory>(&self, state: &mut State<B>) -> Result<()> {
-        self.lookups.forget();
+        self.lookups.forget_reads();
         self.refuse_stale()?;
         self.warn_missed(state);
         self.measure_movements(state)?;
         self.ddp.world().set_step(state.reducer.step());
-        if self.reducing_held.load(Ordering::Acquire) {
-            return state.reducer.begin(0.0, Boundary::Now).map(drop);
+        let advice = "step where `GradientsParams::is_empty` is false";
+        match self.short_steps.begin() {
+            Finding::Nothing => {}
+            Finding::UnusedTwice => tracing::warn!(
+                target: "burn_ddp::accumulation",
+                "the last micro-batches of two epochs were averaged, and no optimizer took the average: {advice}, \
+                unless all ranks skip these steps"
+            ),
+            Finding::Miscounted => {
+                return Err(self.fault(format!(
+                    "the last micro-batches of an epoch were averaged, no optimizer took the average, and then the \
+                    model was stepped without one: {advice}, not after every {} backwards; or end the epoch before \
+                    them, with `epoch.take(n)` on every rank",
+                    state.accumulation
+                )));
+            }
         }
-        if self.short_step.swap(false, Ordering::AcqRel) && state.short_steps == 1 {
-            return Err(self.fault(format!(
-                "the last micro-batches of an epoch were averaged, and no optimizer took the average: step where \
-                `GradientsParams::is_empty` is false, not after every {} backwards; or end the epoch before them, \
-                with `epoch.take(n)` on every rank",
-                state.accumulation
-            )));
+        if self.reducing_held.load(Ordering::Acquire) {
+            self.short_steps.note_kind(false, false);
+            return state.reducer.begin(0.0, Boundary::Now).map(drop);
         }
         let batch = self.ddp.state().begin_backward().map_err(|e| match e {
             Error::Invalid { reason, .. } => self.fault(reason),
@@ -76,11 +87,10 @@ impl WrappedModel {
             0 => Boundary::Counted,
             _ => Boundary::Later,
         };
+        let short = state.reducer.begin(batch.items, boundary)?;
         // A loop that has never stepped only looks at gradients.
-        if state.reducer.begin(batch.items, boundary)? && self.mapped.load(Ordering::Acquire) {
-            state.short_steps += 1;
-            self.short_step.store(true, Ordering::Release);
-        }
+        let short = short && self.mapped.load(Ordering::Acquire);
+        self.short_steps.note_kind(!state.reducer.is_reducing(), short);
         Ok(())
     }
 

@@ -1,5 +1,5 @@
-//! Reads of parameters that a program looks up in `Gradients`. Burn finds nothing for them, as they are no leaves; a
-//! warning says so, once for each model.
+//! Reads of parameters that a program looks up in `Gradients`. Burn finds nothing for them, as they are no leaves. An
+//! optimizer by hand that does so changes nothing; a warning says so, once for each model.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,30 +13,56 @@ pub(super) struct Lookups {
     slots: Arc<[Slot]>,
     /// True from a delivery until something else than a read of a parameter has happened.
     watching: AtomicBool,
-    reads: Mutex<ReadsAlone>,
+    /// True if there is a suspect.
+    suspecting: AtomicBool,
+    seen: Mutex<Seen>,
     /// True if there is nothing to warn of any more.
     warned: AtomicBool,
 }
 
-/// Reads since a delivery, as long as no other node of a graph was made in this process: a tensor that was read has no
-/// child then.
 #[derive(Default)]
-struct ReadsAlone {
-    /// Slot of the first read.
-    first: Option<usize>,
+struct Seen {
+    /// The first read since the delivery, as long as no other node of a graph was made in this process but by reads: a
+    /// tensor that was read has no child then.
+    alone: Option<Read>,
     /// Id of the node that was made last.
-    last: u64,
+    last_node: u64,
+    /// Read that may be for a lookup.
+    suspect: Option<Suspect>,
+}
+
+/// A read of a slot while its parameter was on a leaf.
+#[derive(Clone, Copy, PartialEq)]
+struct Read {
+    slot: usize,
+    leaf: NodeId,
+}
+
+struct Suspect {
+    read: Read,
+    /// Sign of the lookup, for the warning.
+    sign: &'static str,
+    /// True if the parameter was mapped since, as an optimizer by hand does, and the model was not visited.
+    mapped: bool,
 }
 
 impl Lookups {
     pub(super) fn new(slots: Arc<[Slot]>) -> Self {
-        Lookups { slots, watching: AtomicBool::new(false), reads: Mutex::default(), warned: AtomicBool::new(false) }
+        Lookups {
+            slots,
+            watching: AtomicBool::new(false),
+            suspecting: AtomicBool::new(false),
+            seen: Mutex::default(),
+            warned: AtomicBool::new(false),
+        }
     }
 
     /// Begins to watch, since averages were put on leaves.
     pub(super) fn delivered(&self) {
         if !self.warned.load(Ordering::Relaxed) {
-            *self.lock() = ReadsAlone { first: None, last: NodeId::new().value };
+            let mut seen = self.lock();
+            seen.alone = None;
+            seen.last_node = NodeId::new().value;
             self.watching.store(true, Ordering::Release);
         }
     }
@@ -46,53 +72,88 @@ impl Lookups {
         self.watching.load(Ordering::Acquire).then(NodeId::new)
     }
 
-    /// Notes a read of a slot, whose last node is `after`.
-    pub(super) fn read(&self, slot: usize, before: Option<NodeId>, after: NodeId) {
+    /// Notes a read of a slot whose parameter is `leaf`; its last node is `after`.
+    pub(super) fn read(&self, slot: usize, leaf: NodeId, before: Option<NodeId>, after: NodeId) {
         let Some(before) = before else { return };
-        let mut reads = self.lock();
-        if before.value == reads.last + 1 {
-            reads.first.get_or_insert(slot);
-            reads.last = after.value;
+        let mut seen = self.lock();
+        if before.value == seen.last_node + 1 {
+            seen.alone.get_or_insert(Read { slot, leaf });
+            seen.last_node = after.value;
         } else {
             // A forward may have begun.
             self.watching.store(false, Ordering::Release);
         }
     }
 
-    /// Ends watching without a warning.
-    pub(super) fn forget(&self) {
+    /// Notes that the program still has the tensor of a read whose layers have run.
+    pub(super) fn kept(&self, slot: usize, leaf: NodeId) {
+        let sign = "was read before the backward, and the tensor was still there after it";
+        self.suspect(&mut self.lock(), Read { slot, leaf }, sign);
+    }
+
+    /// Notes that a backward begins.
+    pub(super) fn forget_reads(&self) {
         self.watching.store(false, Ordering::Release);
     }
 
-    /// Ends watching. Warns if parameters were read, and nothing was computed from them.
-    pub(super) fn end(&self) {
-        if !self.watching.load(Ordering::Acquire) || !self.watching.swap(false, Ordering::AcqRel) {
+    /// Notes that the model is visited: `GradientsParams::from_grads` finds averages.
+    pub(super) fn visited(&self) {
+        self.forget_reads();
+        if self.suspecting.load(Ordering::Acquire) {
+            self.acquit(&mut self.lock());
+        }
+    }
+
+    /// Notes that the parameter of a slot is mapped.
+    pub(super) fn mapped(&self, slot: usize) {
+        if self.watching.load(Ordering::Acquire) && self.watching.swap(false, Ordering::AcqRel) {
+            let mut seen = self.lock();
+            if let Some(read) = seen.alone.filter(|_| NodeId::new().value == seen.last_node + 1) {
+                self.suspect(&mut seen, read, "was read after the backward, and nothing was computed from it");
+            }
+        }
+        if self.suspecting.load(Ordering::Acquire)
+            && let Some(suspect) = self.lock().suspect.as_mut().filter(|suspect| suspect.read.slot == slot)
+        {
+            suspect.mapped = true;
+        }
+    }
+
+    /// Judges the suspect by a read of a slot whose gradient has come, while its parameter was on `leaf`. Warns if it
+    /// is on the leaf on which it was before it was mapped: programs that only log a value change it in their step.
+    pub(super) fn trained(&self, slot: usize, leaf: NodeId) {
+        if !self.suspecting.load(Ordering::Acquire) {
             return;
         }
-        let reads = self.lock();
-        if let Some(slot) = reads.first.filter(|_| NodeId::new().value == reads.last + 1) {
-            self.warn(slot, "was read after the backward, and nothing was computed from it");
-        }
-    }
-
-    /// Warns that the program still has the tensor of a read whose layers have run.
-    pub(super) fn kept(&self, slot: usize) {
-        self.warn(slot, "was read before the backward, and the tensor is still there after it");
-    }
-
-    fn warn(&self, slot: usize, what: &str) {
-        if !self.warned.swap(true, Ordering::Relaxed) {
+        let mut seen = self.lock();
+        let Some(suspect) = seen.suspect.as_ref().filter(|of| of.mapped && of.read.slot == slot) else { return };
+        if suspect.read.leaf == leaf && !self.warned.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 target: "burn_ddp::gradients",
                 parameter = self.slots[slot].path,
-                "a parameter {what}; if it is for its gradient: `val().grad(&grads)` is `None` for wrapped models, \
-                 look averages up with `ddp.grad(&param, &grads)` or `param.base().grad(&grads)`"
+                "a parameter {}, and the step did not change it; if it is for its gradient: `val().grad(&grads)` is \
+                `None` for wrapped models, look averages up with `ddp.grad(&param, &grads)` or \
+                `param.base().grad(&grads)`",
+                suspect.sign
             );
+        }
+        self.acquit(&mut seen);
+    }
+
+    fn suspect(&self, seen: &mut Seen, read: Read, sign: &'static str) {
+        if seen.suspect.is_none() && !self.warned.load(Ordering::Relaxed) {
+            seen.suspect = Some(Suspect { read, sign, mapped: false });
+            self.suspecting.store(true, Ordering::Release);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, ReadsAlone> {
-        self.reads.lock().unwrap_or_else(PoisonError::into_inner)
+    fn acquit(&self, seen: &mut Seen) {
+        seen.suspect = None;
+        self.suspecting.store(false, Ordering::Release);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -105,16 +166,8 @@ mod tests {
     use crate::intercept::pair::Pair;
     use crate::telemetry::listener::Listener;
 
-    /// Parameters that rank 0 is warned of while it trains; `look` runs between each backward and its step.
-    fn warned(look: impl Fn(&Pair, &Gradients) + Sync) -> Vec<String> {
-        warned_by(|model, grads| {
-            look(&model, &grads);
-            model.step(grads)
-        })
-    }
-
     /// Parameters that rank 0 is warned of while it trains by `step`.
-    fn warned_by(step: impl Fn(Pair, Gradients) -> Pair + Sync) -> Vec<String> {
+    fn warned(step: impl Fn(Pair, Gradients) -> Pair + Sync) -> Vec<String> {
         let warned = Ddp::spawn(2, |ddp| {
             let listener = Listener::default();
             tracing::subscriber::with_default(listener.clone(), || {
@@ -132,18 +185,15 @@ mod tests {
         warned.unwrap().remove(0)
     }
 
-    #[test]
-    fn lookups_after_the_backward_are_warned_of_once() {
-        assert_eq!(warned(|model, grads| assert!(model.b.val().grad(grads).is_none())), ["\"b\""]);
-    }
-
     /// Steps the parameters for which a gradient was found.
     struct Move(Vec<Option<Tensor<1>>>);
 
     impl ModuleMapper for Move {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
             match self.0.pop().flatten() {
-                Some(gradient) => param.map(|value| value - gradient.reshape([1; D])),
+                Some(gradient) => {
+                    param.map(|value| Tensor::from_inner(value.inner() - gradient.reshape([1; D])).require_grad())
+                }
                 None => param,
             }
         }
@@ -153,29 +203,43 @@ mod tests {
     fn lookups_of_an_optimizer_by_hand_are_warned_of_once() {
         let step = |model: Pair, grads: Gradients| {
             let found = [&model.b, &model.a].map(|param| param.val().grad(&grads));
-            let model = model.map(&mut Move(found.into()));
-            // With this node, the end of the model warns of nothing.
-            drop(model.a.base().powf_scalar(2.0));
-            model
+            model.map(&mut Move(found.into()))
         };
-        assert_eq!(warned_by(step), ["\"b\""]);
+        assert_eq!(warned(step), ["\"b\""]);
     }
 
     #[test]
     fn lookups_of_kept_tensors_are_warned_of_once() {
-        let look = |model: &Pair, _: &Gradients| {
+        let step = |model: Pair, _| {
             let kept = model.b.val();
             let grads = kept.clone().powf_scalar(2.0).backward();
-            assert!(kept.grad(&grads).is_none());
+            let found = kept.grad(&grads);
+            model.map(&mut Move(vec![found, None]))
         };
-        assert_eq!(warned(look), ["\"b\""]);
+        assert_eq!(warned(step), ["\"b\""]);
     }
 
     #[test]
-    fn other_reads_are_not() {
+    fn reads_that_log_values_are_not() {
         let nothing: [&str; 0] = [];
-        assert_eq!(warned(|_, _| ()), nothing);
-        assert_eq!(warned(|model, _| drop(model.b.val().powf_scalar(2.0).sum())), nothing);
-        assert_eq!(warned(|model, grads| assert!(model.b.base().grad(grads).is_some())), nothing);
+        assert_eq!(warned(Pair::step), nothing);
+        let logs = |model: Pair, grads| {
+            assert_eq!(model.b.val().into_data().num_elements(), 1);
+            model.step(grads)
+        };
+        assert_eq!(warned(logs), nothing);
+        let keeps = |model: Pair, _| {
+            let kept = model.b.val();
+            let grads = kept.clone().powf_scalar(2.0).backward();
+            assert_eq!(kept.into_data().num_elements(), 1);
+            model.step(grads)
+        };
+        assert_eq!(warned(keeps), nothing);
+        let logs_by_hand = |model: Pair, grads: Gradients| {
+            assert_eq!(model.b.val().into_data().num_elements(), 1);
+            let found = [&model.b, &model.a].map(|param| param.base().grad(&grads));
+            model.map(&mut Move(found.into()))
+        };
+        assert_eq!(warned(logs_by_hand), nothing);
     }
 }

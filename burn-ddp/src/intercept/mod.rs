@@ -6,7 +6,7 @@
 //! | its gradient comes | `hook`, `begin_and_submit` (first hook to first gate) |
 //! | averages go onto leaves | `gate`; of parameters that this rank did not use: `unused_parameters`, `unused_parameter_averages` |
 //! | state | `open_model`, `wrapped_model` (of all copies), `model_state` (in tensors of the backend), `synced_statistics` |
-//! | checks and errors | `tap_and_replica_checks`, `same_gradients` (all ranks train on the same data), `checked_backward` (`Ddp::backward`), `failure` |
+//! | checks and errors | `tap_and_replica_checks`, `same_gradients` (all ranks train on the same data), `short_steps`, `checked_backward` (`Ddp::backward`), `failure` |
 //! | outside of backward | `model_walk` (finds the taps of a model), `tap_bypass` (ignores them), `shadow_collectives` (ranks without data) |
 
 mod begin_and_submit;
@@ -29,6 +29,7 @@ mod pair;
 mod parameter_read;
 mod same_gradients;
 mod shadow_collectives;
+mod short_steps;
 mod synced_statistics;
 mod tap;
 mod tap_and_replica_checks;

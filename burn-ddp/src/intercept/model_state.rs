@@ -64,8 +64,6 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) reducer: Reducer<FloatTensor<B>>,
     /// Micro-batches per reduction.
     pub(super) accumulation: usize,
-    /// Steps of fewer micro-batches so far, since the model was first mapped: at the ends of epochs.
-    pub(super) short_steps: usize,
     /// A tensor that is registered in the `Gradients` of the running backward, to recognise them.
     pub(super) sentinel: AutodiffTensor<B>,
     pub(super) ladder: Ladder<B>,
@@ -138,7 +136,6 @@ impl<B: GradientMemory> State<B> {
         Ok(State {
             reducer: Reducer::new(group, slots.clone(), store, settings, meter)?,
             accumulation: settings.accumulation,
-            short_steps: 0,
             sentinel,
             ladder: Ladder::new(),
             running: false,

@@ -75,8 +75,9 @@ impl<B: GradientMemory> Backward<B, 2> for Hook {
         // The layers that read have run and are gone: another owner is the tensor that the read returned.
         let is_kept = Arc::strong_count(&ops.node) > 1;
         let HookState { read, leaf, value } = ops.state;
+        read.model.lookups.trained(read.slot, leaf);
         if is_kept {
-            read.model.lookups.kept(read.slot);
+            read.model.lookups.kept(read.slot, leaf);
         }
         read.model.clone().hook::<B>(read, leaf, value, gradient, grads);
     }
@@ -123,7 +124,7 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
             OpsKind::Tracked(prep) => {
                 let read = Read::new(model.clone(), slot);
                 let value = prep.finish(HookState { read, leaf, value }, primitive);
-                model.lookups.read(slot, before, value.id());
+                model.lookups.read(slot, leaf, before, value.id());
                 value
             }
             OpsKind::UnTracked(prep) => prep.finish(primitive),

@@ -106,7 +106,7 @@ impl Module for Tap {
     /// `GradientsParams::from_grads` visits a parameter's reparameterization after the parameter itself.
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         if !is_bypassed() {
-            self.handle.model.lookups.end();
+            self.handle.model.lookups.visited();
             self.handoff.visit(&self.handle, visitor);
         } else if let Some(id) = note_visit(&self.handle) {
             // Loading a record gives parameters new ids.
@@ -117,7 +117,7 @@ impl Module for Tap {
     /// An optimizer steps by mapping: it has used what this copy showed it, unless the parameter's id has changed.
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         if !is_bypassed() {
-            self.handle.model.lookups.end();
+            self.handle.model.lookups.mapped(self.handle.slot);
             self.handle.model.note_map();
             self.handoff.map(&self.handle, loads(&self.handle), mapper);
         }

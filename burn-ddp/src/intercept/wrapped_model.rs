@@ -8,6 +8,7 @@ use burn::tensor::{DType, Device};
 use super::failure;
 use super::lookups::Lookups;
 use super::model_state::ModelState;
+use super::short_steps::ShortSteps;
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
 use crate::gradients::{GradientReduction, Slot};
@@ -51,9 +52,8 @@ pub(crate) struct WrappedModel {
     pub(super) ended: AtomicU64,
     /// Depth of nested `no_sync`.
     pub(super) holding: AtomicUsize,
-    /// True from a step of fewer micro-batches than others until an optimizer maps the model. Written by backward and
-    /// by taps.
-    pub(super) short_step: AtomicBool,
+    /// Steps of fewer micro-batches than others. Written by backward and by taps.
+    pub(super) short_steps: ShortSteps,
     /// True if the next backward adds nothing, and reduces what is held.
     pub(super) reducing_held: AtomicBool,
     /// True if the next reduction compares the ranks' parameters: then reads of frozen ones are noted, too. Written by
@@ -112,7 +112,7 @@ impl WrappedModel {
             averages_wait: AtomicBool::new(false),
             ended: AtomicU64::new(0),
             holding: AtomicUsize::new(0),
-            short_step: AtomicBool::new(false),
+            short_steps: ShortSteps::default(),
             reducing_held: AtomicBool::new(false),
             comparing: AtomicBool::new(false),
             retrained: AtomicBool::new(false),
@@ -137,7 +137,6 @@ impl WrappedModel {
         if appears {
             self.holders.fetch_add(1, Ordering::AcqRel);
         } else if self.holders.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.lookups.end();
             // The model is gone. Nodes that it left in graphs may keep this for long, but need no thread. If the state
             // is locked, a backward runs, which keeps the thread anyway.
             if let Ok(mut state) = self.state.try_lock() {
@@ -225,7 +224,7 @@ impl WrappedModel {
 
     /// Notes that the model, or a copy, was mapped, as an optimizer does in a step.
     pub(crate) fn note_map(&self) {
-        self.short_step.store(false, Ordering::Release);
+        self.short_steps.note_map();
         self.mapped.store(true, Ordering::Release);
     }
 
