@@ -4,7 +4,7 @@
 //! |---|---|
 //! | a parameter is read | `tap`, `nodes` (what goes into the graph), `parameter_read`, `depth_ladder` |
 //! | its gradient comes | `hook`, `begin_and_submit` (first hook to first gate) |
-//! | averages go onto leaves | `gate`; of parameters that this rank did not use: `unused_parameters`, `unused_parameter_averages` |
+//! | averages go onto leaves | `gate`; of parameters that this rank did not use: `unused_parameters`, `unused_parameter_averages`, `shown_average` |
 //! | state | `open_model`, `wrapped_model` (of all copies), `model_state` (in tensors of the backend), `synced_statistics` |
 //! | checks and errors | `tap_and_replica_checks`, `same_gradients` (all ranks train on the same data), `short_steps`, `checked_backward` (`Ddp::backward`), `failure` |
 //! | outside of backward | `model_walk` (finds the taps of a model), `tap_bypass` (ignores them), `shadow_collectives` (ranks without data) |
@@ -18,7 +18,6 @@ pub(crate) mod fake_device;
 mod gate;
 mod gradient_of;
 mod hook;
-mod loaded_records;
 mod lookups;
 mod model_state;
 mod model_walk;
@@ -26,10 +25,12 @@ mod nodes;
 mod open_model;
 #[cfg(all(test, feature = "flex"))]
 mod pair;
+mod param_mappers;
 mod parameter_read;
 mod same_gradients;
 mod shadow_collectives;
 mod short_steps;
+mod shown_average;
 mod synced_statistics;
 mod tap;
 mod tap_and_replica_checks;

@@ -9,9 +9,9 @@ use burn::backend::Dispatch;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
 use burn::tensor::{Device, Tensor};
 
-use super::loaded_records::{loads, report_loads};
 use super::model_walk::{TAP_NAME, note_visit};
 use super::nodes::DdpBackend;
+use super::param_mappers::{loads, note_read, report_records, saves};
 use super::tap_bypass::is_bypassed;
 use super::unused_parameters::Handoff;
 use super::wrapped_model::{TapHandle, WrappedModel};
@@ -51,7 +51,7 @@ impl Drop for Live {
 }
 
 impl Tap {
-    /// A tap for `param`, which also reports from now on that a record is loaded.
+    /// A tap for `param`, which also reports from now on that a record is loaded or taken.
     pub(crate) fn new<const D: usize>(
         ddp: Ddp,
         model: Arc<WrappedModel>,
@@ -61,7 +61,7 @@ impl Tap {
         let handle = TapHandle { model, slot };
         Dispatch::note_value(param.base().into_dispatch(), handle.clone());
         let handoff = Handoff::new(&param);
-        let param = report_loads(param, &handle);
+        let param = report_records(param, &handle);
         (param, Tap { _presence: ddp, _live: Live::new(handle.clone()), handle, handoff })
     }
 
@@ -80,6 +80,7 @@ impl Reparameterization for Tap {
     const NAME: &'static str = TAP_NAME;
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        note_read(&self.handle);
         if is_bypassed() || !base.is_autodiff() {
             return base;
         }
@@ -103,9 +104,14 @@ impl Module for Tap {
     }
 
     /// Shows `visitor` the average of a parameter that this rank did not use in the last backward:
-    /// `GradientsParams::from_grads` visits a parameter's reparameterization after the parameter itself.
+    /// `GradientsParams::from_grads` visits a parameter's reparameterization after the parameter itself. A visitor that
+    /// takes a record is shown nothing.
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        let saves = saves(&self.handle);
         if !is_bypassed() {
+            if saves {
+                return;
+            }
             self.handle.model.lookups.visited();
             self.handoff.visit(&self.handle, visitor);
         } else if let Some(id) = note_visit(&self.handle) {

@@ -14,6 +14,7 @@ use burn::tensor::Tensor;
 use super::depth_ladder::AutodiffTensor;
 use super::model_state::State;
 use super::nodes::DdpBackend;
+use super::shown_average::show;
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::gradients::GradientMemory;
 
@@ -163,9 +164,6 @@ pub(super) struct Handoff {
     /// 1 if a record was loaded into this copy, which may have changed the id; 2 if an average was shown under the old
     /// id since.
     loaded: Number,
-    /// 1 more than the number of backwards that had ended when this copy was visited; 0 if it was mapped since. The
-    /// next mapper may have gradients from that visit, unless another backward comes first.
-    visited: Number,
     /// Number of the delivery of which averages had not been taken when this copy was mapped; 0 if there is none.
     mapped_without: Number,
 }
@@ -177,7 +175,6 @@ impl Handoff {
             dims: D,
             trains: true,
             loaded: Number::default(),
-            visited: Number::default(),
             mapped_without: Number::default(),
         }
     }
@@ -194,20 +191,18 @@ impl Handoff {
     }
 
     /// Shows `visitor` the stand-in leaf under the parameter's id, if an average waits there. Visitors cannot be told
-    /// apart, so all that come between a backward and the end of its `Gradients` see it.
+    /// apart, so all that come between a backward and the end of its `Gradients` see it. Those that read its value have
+    /// taken the average.
     pub(super) fn visit(&self, tap: &TapHandle, visitor: &mut impl ModuleVisitor) {
-        self.visited.set(tap.model.ended.load(Ordering::Acquire) + 1);
-        if !self.trains || !tap.model.averages_wait() || !tap.model.take_waiting(tap.slot) {
+        if !self.trains || !tap.model.averages_wait() || !tap.model.waits(tap.slot) {
             return;
         }
-        if self.loaded.get() > 0 {
-            self.loaded.set(2);
+        if with_dims!(self.dims, D => show(self.id(), tap.stand_in::<D>(), visitor), else false) {
+            tap.model.take_waiting(tap.slot);
+            if self.loaded.get() > 0 {
+                self.loaded.set(2);
+            }
         }
-        with_dims!(self.dims, D => self.show::<D>(tap, visitor), else ());
-    }
-
-    fn show<const D: usize>(&self, tap: &TapHandle, visitor: &mut impl ModuleVisitor) {
-        visitor.visit_float(&Param::initialized(self.id(), tap.stand_in::<D>()));
     }
 
     /// Notes that this copy is mapped, by a record that is loaded if `loads`. The first mapper after a record and an
@@ -222,9 +217,7 @@ impl Handoff {
                 tap.model.note_stale_id(tap.slot);
             }
         }
-        let visited = self.visited.get() == tap.model.ended.load(Ordering::Acquire) + 1;
-        self.visited.set(0);
-        if !visited && tap.model.averages_wait() {
+        if tap.model.averages_wait() {
             self.mapped_without.set(tap.model.note_map_of(tap.slot).unwrap_or(0));
         }
     }
@@ -282,7 +275,7 @@ impl Clone for Number {
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
-    use burn::module::{Module, ModuleMapper, Param};
+    use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
     use burn::tensor::{Gradients, Tensor};
 
     use crate::Ddp;
@@ -298,6 +291,17 @@ mod tests {
                 Some(gradient) => Tensor::from_inner(value.inner() - gradient).require_grad(),
                 None => value,
             })
+        }
+    }
+
+    /// Sums up squares of gradients.
+    struct SquaredNorm<'a>(&'a Gradients, f32);
+
+    impl ModuleVisitor for SquaredNorm<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if let Some(gradient) = param.base().grad(self.0) {
+                self.1 += gradient.powf_scalar(2.0).sum().into_scalar::<f32>();
+            }
         }
     }
 
@@ -353,8 +357,25 @@ mod tests {
         let step = |_, model: Pair, grads: Gradients| model.map(&mut ByLeaf(&grads));
         let apart = Trained { warnings: warned("0"), same: false };
         assert_eq!(trained(|_| (), step), apart);
-        // A visit before the backward has seen no average of it.
         assert_eq!(trained(|model| assert_eq!(model.num_params(), 2), step), apart);
+        // Visitors that look at gradients or parameters take nothing.
+        let looks = |_, model: Pair, grads: Gradients| {
+            let mut norm = SquaredNorm(&grads, 0.0);
+            model.visit(&mut norm);
+            assert!(norm.1 > 1.0, "the average of b counts");
+            assert_eq!(model.num_params(), 2);
+            model.map(&mut ByLeaf(&grads))
+        };
+        assert_eq!(trained(|_| (), looks), apart);
+    }
+
+    #[test]
+    fn a_norm_before_a_step_of_an_optimizer_is_not_warned_of() {
+        let step = |_, model: Pair, grads: Gradients| {
+            model.visit(&mut SquaredNorm(&grads, 0.0));
+            model.step(grads).map(&mut Clamp)
+        };
+        assert_eq!(trained(|_| (), step), Trained { warnings: Vec::new(), same: true });
     }
 
     #[test]
