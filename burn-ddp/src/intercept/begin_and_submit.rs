@@ -40,12 +40,12 @@ impl WrappedModel {
         self.ddp.world().set_step(state.reducer.step());
         let advice = "step where `GradientsParams::is_empty` is false";
         match self.short_steps.begin() {
-            Finding::Nothing => {}
-            Finding::UnusedTwice => tracing::warn!(
+            Finding::UnusedTwice if self.ddp.is_main() => tracing::warn!(
                 target: "burn_ddp::accumulation",
                 "the last micro-batches of two epochs were averaged, and no optimizer took the average: {advice}, \
                 unless all ranks skip these steps"
             ),
+            Finding::Nothing | Finding::UnusedTwice => {}
             Finding::Miscounted => {
                 return Err(self.fault(format!(
                     "the last micro-batches of an epoch were averaged, no optimizer took the average, and then the \

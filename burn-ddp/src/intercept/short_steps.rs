@@ -103,6 +103,7 @@ mod tests {
 
     use super::*;
     use crate::intercept::pair::Pair;
+    use crate::telemetry::listener::Listener;
     use crate::{Ddp, WrapConfig};
 
     /// Findings of a loop with an accumulation over `per_step` micro-batches in epochs of `per_epoch`. `steps` says
@@ -159,15 +160,15 @@ mod tests {
         }
     }
 
-    /// Trains in two epochs of three batches, in steps of two; `steps` says after which backwards, by number and by
-    /// whether there is an average, the model is stepped.
-    fn train(steps: impl Fn(usize, bool) -> bool + Sync) -> crate::Result<Vec<()>> {
-        Ddp::spawn(2, |ddp| {
+    /// Trains in three epochs of three batches, in steps of two; `steps` says after which backwards, by number and by
+    /// whether there is an average, the model is stepped. Returns the number of warnings of each rank.
+    fn train(steps: impl Fn(usize, bool) -> bool + Sync) -> crate::Result<Vec<usize>> {
+        let run = |ddp: &Ddp| {
             let mut model = ddp.wrap_with(Pair::ones(), &WrapConfig::new().with_accumulation(2))?;
             let items = InMemDataset::new((0..6).map(|item| item as f32).collect());
             let batches = ddp.loader(Sum).global_batch_size(2).build(items)?;
             let mut number = 0;
-            for epoch in batches.epochs(0..2) {
+            for epoch in batches.epochs(0..3) {
                 for batch in epoch {
                     number += 1;
                     let loss = (model.a.val() + model.b.val()) * batch?;
@@ -177,13 +178,20 @@ mod tests {
                     }
                 }
             }
-            Ok(())
+            anyhow::Ok(())
+        };
+        Ddp::spawn(2, |ddp| {
+            let listener = Listener::default();
+            tracing::subscriber::with_default(listener.clone(), || run(&ddp))?;
+            Ok(listener.events("burn_ddp::accumulation").len())
         })
     }
 
     #[test]
     fn a_short_step_that_all_ranks_skip_ends_no_job() {
-        train(|number, averages| averages && number != 3).unwrap();
+        assert_eq!(train(|_, averages| averages).unwrap(), [0, 0]);
+        assert_eq!(train(|number, averages| averages && number != 3).unwrap(), [0, 0]);
+        assert_eq!(train(|number, averages| averages && number % 3 != 0).unwrap(), [1, 0], "all short steps");
         let error = train(|number, _| number % 2 == 0).unwrap_err().to_string();
         assert!(error.contains("stepped without one") && error.contains("not after every 2 backwards"), "{error}");
     }
