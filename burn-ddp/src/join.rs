@@ -90,7 +90,7 @@ impl Ddp {
             let root = steps.iter().position(|steps| *steps == last).expect("one has most");
             *model = self.broadcast_parameters(model.clone(), root)?;
             // Clones of a parameter are as they are on the root, where an optimizer stepped.
-            wrapped.note_map();
+            wrapped.part_clones();
             wrapped.measure_movements_from(model);
             // A rank that trained to the end has the state: to load it would lead it through Burn's default device.
             optimizer::state::broadcast_to(mine < last, self.group(), optim, model, root)?;

@@ -9,7 +9,7 @@ use super::begin_and_submit::submit_all;
 use super::failure::{fail, is_captured};
 use super::model_state::State;
 use super::tap_and_replica_checks::UNREAD;
-use super::unused_parameters::Substitute;
+use super::tied_clones::Substitute;
 use super::wrapped_model::WrappedModel;
 use crate::Result;
 use crate::gradients::{GradientMemory, Outcome};
@@ -77,15 +77,18 @@ impl WrappedModel {
                 }
                 None => match self.substitute(state, slot) {
                     Substitute::Leaf(leaf) => leaf,
-                    Substitute::StandIn(slot) => {
+                    Substitute::StandIns(keys) => {
                         unused.push(slot);
-                        state.stand_ins.leaf_of(slot, &average)
+                        for key in keys {
+                            let leaf = state.stand_ins.leaf_of(key, &average);
+                            grads.register::<B>(leaf, average.clone());
+                        }
+                        continue;
                     }
                 },
             };
             grads.register::<B>(leaf, average);
         }
-        unused.dedup();
         self.warn_unused(state);
         self.lookups.delivered();
         state.reducer.end_step()?;

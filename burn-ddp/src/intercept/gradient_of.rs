@@ -49,12 +49,12 @@ impl Ddp {
         if let Some(gradient) = base.grad(grads) {
             return Some(gradient);
         }
-        let tap = param.reparameterization::<Tap>()?.handle().of_first_clone();
+        let tap = param.reparameterization::<Tap>()?.handle();
         if !tap.model.averages_wait() {
             return None;
         }
         let average = tap.stand_in::<D>().grad(grads)?;
-        tap.model.take_waiting(tap.slot);
+        tap.take_waiting();
         Some(average)
     }
 }
@@ -84,10 +84,10 @@ pub(super) fn settle<M: Module>(model: &M, wrapped: &Arc<WrappedModel>, gradient
 
         fn leave(&mut self, _: &str, settle: Self::Seen, tap: Option<TapHandle>) {
             if let Some(tap) = tap.filter(|tap| Arc::ptr_eq(&tap.model, self.wrapped))
-                && tap.model.waits(tap.slot)
+                && tap.waits()
                 && settle(&tap, self.gradients)
             {
-                tap.model.note_settled(tap.slot);
+                tap.note_settled();
             }
         }
     }

@@ -14,11 +14,12 @@ use crate::Result;
 use crate::gradients::GradientMemory;
 
 impl WrappedModel {
-    /// Takes the gradient of one read, which had this `value` if it is to be compared.
+    /// Takes the gradient of one read, which had this `value` if it is to be compared. `apart` is true if clones of its
+    /// parameter may be on leaves of their own.
     pub(super) fn hook<B: GradientMemory>(
         self: Arc<Self>,
         read: Read,
-        leaf: NodeId,
+        (leaf, apart): (NodeId, bool),
         value: Option<FloatTensor<B>>,
         gradient: FloatTensor<B>,
         grads: &mut Gradients,
@@ -30,6 +31,7 @@ impl WrappedModel {
         };
         self.enter::<B>(state, grads);
         state.fired += 1;
+        state.slots[read.slot].apart = apart;
         if value.is_some() {
             state.compared[read.slot] = value;
         }

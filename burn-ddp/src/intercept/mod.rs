@@ -4,7 +4,7 @@
 //! |---|---|
 //! | a parameter is read | `tap`, `nodes` (what goes into the graph), `parameter_read`, `depth_ladder` |
 //! | its gradient comes | `hook`, `begin_and_submit` (first hook to first gate) |
-//! | averages go onto leaves | `gate`; of parameters that this rank did not use: `unused_parameters`, `unused_parameter_averages`, `shown_average` |
+//! | averages go onto leaves | `gate`; of parameters that this rank did not use: `unused_parameters`, `unused_parameter_averages`, `shown_average`, `tied_clones` |
 //! | state | `open_model`, `wrapped_model` (of all copies), `model_state` (in tensors of the backend), `synced_statistics` |
 //! | checks and errors | `tap_and_replica_checks`, `same_gradients` (all ranks train on the same data), `short_steps`, `checked_backward` (`Ddp::backward`), `failure` |
 //! | outside of backward | `model_walk` (finds the taps of a model), `tap_bypass` (ignores them), `shadow_collectives` (ranks without data) |
@@ -37,6 +37,7 @@ mod tap_and_replica_checks;
 mod tap_bypass;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
+mod tied_clones;
 mod unused_parameter_averages;
 mod unused_parameters;
 mod wrapped_model;

@@ -106,6 +106,8 @@ pub(super) struct State<B: GradientMemory> {
 /// State of a slot in the running backward.
 pub(super) struct SlotState<B: GradientMemory> {
     pub(super) leaf: Option<NodeId>,
+    /// True if the copy that was read may have clones of the parameter on leaves of their own.
+    pub(super) apart: bool,
     /// Sum of the gradients of earlier reads.
     pub(super) partial: Option<FloatTensor<B>>,
     /// True if the final gradient is with the reducer.
@@ -114,7 +116,7 @@ pub(super) struct SlotState<B: GradientMemory> {
 
 impl<B: GradientMemory> Default for SlotState<B> {
     fn default() -> Self {
-        SlotState { leaf: None, partial: None, done: false }
+        SlotState { leaf: None, apart: false, partial: None, done: false }
     }
 }
 

@@ -56,11 +56,13 @@ pub trait DdpBackend: Backend {
 
 extend_backends!(DdpBackend);
 
-/// State of a hook: the read that it belongs to, the parameter's leaf, and, if it is to be compared, its value.
+/// State of a hook: the read that it belongs to, the parameter's leaf, whether clones of it may be on other leaves, and,
+/// if it is to be compared, its value.
 #[derive(Clone, Debug)]
 struct HookState<B: Backend> {
     read: Read,
     leaf: NodeId,
+    apart: bool,
     value: Option<FloatTensor<B>>,
 }
 
@@ -74,12 +76,12 @@ impl<B: GradientMemory> Backward<B, 2> for Hook {
         let gradient = grads.consume::<B>(&ops.node);
         // The layers that read have run and are gone: another owner is the tensor that the read returned.
         let is_kept = Arc::strong_count(&ops.node) > 1;
-        let HookState { read, leaf, value } = ops.state;
+        let HookState { read, leaf, apart, value } = ops.state;
         read.model.lookups.trained(read.slot, leaf);
         if is_kept {
             read.model.lookups.kept(read.slot, leaf);
         }
-        read.model.clone().hook::<B>(read, leaf, value, gradient, grads);
+        read.model.clone().hook::<B>(read, (leaf, apart), value, gradient, grads);
     }
 }
 
@@ -102,7 +104,7 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
     }
 
     fn grad_tap(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
-        let TapHandle { model, slot } = tap;
+        let TapHandle { model, slot, apart } = tap;
         if !x.is_tracked() {
             // A parameter that was trainable at `wrap` is frozen in a lagging copy: a target network.
             if model.compares() && !model.is_trainable(slot) {
@@ -123,7 +125,7 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
         match Backward::<B, 2>::prepare::<C>(Hook, [gate, rung]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
                 let read = Read::new(model.clone(), slot);
-                let value = prep.finish(HookState { read, leaf, value }, primitive);
+                let value = prep.finish(HookState { read, leaf, apart, value }, primitive);
                 model.lookups.read(slot, leaf, before, value.id());
                 value
             }
@@ -137,6 +139,6 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
     }
 
     fn stand_in(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
-        tap.model.stand_in::<B>(tap.slot).unwrap_or(x)
+        tap.model.stand_in::<B>(tap.stand_in_key()).unwrap_or(x)
     }
 }

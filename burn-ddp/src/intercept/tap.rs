@@ -58,16 +58,16 @@ impl Tap {
         slot: usize,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Self) {
-        let handle = TapHandle { model, slot };
+        let handle = TapHandle { model, slot, apart: false };
         Dispatch::note_value(param.base().into_dispatch(), handle.clone());
         let handoff = Handoff::new(&param);
         let param = report_records(param, &handle);
         (param, Tap { _presence: ddp, _live: Live::new(handle.clone()), handle, handoff })
     }
 
-    /// The slot of the parameter, and the wrapped model that this tap is a part of.
-    pub(super) fn handle(&self) -> &TapHandle {
-        &self.handle
+    /// The slot of the parameter and the wrapped model that this tap is a part of, as of now.
+    pub(super) fn handle(&self) -> TapHandle {
+        TapHandle { apart: self.handoff.is_apart(), ..self.handle.clone() }
     }
 
     /// The wrapped model that this tap is a part of.
@@ -85,7 +85,7 @@ impl Reparameterization for Tap {
             return base;
         }
         self.handoff.read(&self.handle);
-        Tensor::from_dispatch(Dispatch::grad_tap(base.into_dispatch(), self.handle.clone()))
+        Tensor::from_dispatch(Dispatch::grad_tap(base.into_dispatch(), self.handle()))
     }
 }
 
@@ -96,6 +96,7 @@ impl Module for Tap {
     }
 
     fn fork(self, _: &Device) -> Self {
+        self.handoff.note_apart();
         self
     }
 
@@ -113,8 +114,8 @@ impl Module for Tap {
                 return;
             }
             self.handle.model.lookups.visited();
-            self.handoff.visit(&self.handle, visitor);
-        } else if let Some(id) = note_visit(&self.handle) {
+            self.handoff.visit(&self.handle(), visitor);
+        } else if let Some(id) = note_visit(&self.handle()) {
             // Loading a record gives parameters new ids.
             self.handoff.set_id(id);
         }

@@ -14,7 +14,7 @@ use crate::gradients::GradientMemory;
 
 /// Stand-in leaves of a model, and the averages that wait on them.
 pub(super) struct StandIns<B: Backend> {
-    /// Leaves by slot, made when first needed and kept: gradients of several backwards may wait side by side.
+    /// Leaves by key, made when first needed and kept: gradients of several backwards may wait side by side.
     leaves: BTreeMap<usize, AutodiffTensor<B>>,
     /// A tensor in each `Gradients` with waiting averages, under one leaf of its own: as long as they share it, they
     /// are there.
@@ -33,16 +33,16 @@ impl<B: GradientMemory> StandIns<B> {
         }
     }
 
-    /// The leaf of a slot, if it has been needed.
-    pub(super) fn leaf(&self, slot: usize) -> Option<AutodiffTensor<B>> {
-        self.leaves.get(&slot).cloned()
+    /// The leaf with a key, if it has been needed.
+    pub(super) fn leaf(&self, key: usize) -> Option<AutodiffTensor<B>> {
+        self.leaves.get(&key).cloned()
     }
 
-    /// The leaf of a slot whose average is `average`. It has no elements, so that it counts as nothing where parameters
+    /// The leaf with a key: that of a slot, or of clones, whose average is `average`. It has no elements, so that it counts as nothing where parameters
     /// are counted.
-    pub(super) fn leaf_of(&mut self, slot: usize, average: &FloatTensor<B>) -> NodeId {
+    pub(super) fn leaf_of(&mut self, key: usize, average: &FloatTensor<B>) -> NodeId {
         let empty = || B::float_zeros(Shape::from([0]), &average.device(), average.dtype().into());
-        self.leaves.entry(slot).or_insert_with(|| new_leaf::<B>(empty())).id()
+        self.leaves.entry(key).or_insert_with(|| new_leaf::<B>(empty())).id()
     }
 
     /// Notes that the averages of `slots` from reduction `number` wait in `grads`.
@@ -122,9 +122,9 @@ impl WaitingAverages {
         }
     }
 
-    /// Notes that the averages of the slot were taken. Returns true if one waits.
-    pub(super) fn take(&mut self, slot: usize) -> bool {
-        self.of(slot).map(|of| of.taken = true).count() > 0
+    /// Notes that the averages of the slot were taken.
+    pub(super) fn take(&mut self, slot: usize) {
+        self.of(slot).for_each(|of| of.taken = true);
     }
 
     /// Notes that the parameter of a slot was mapped. Returns the number of the last delivery of which an average has

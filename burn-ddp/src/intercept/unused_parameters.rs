@@ -1,13 +1,12 @@
 //! Parameters that other ranks used and this one did not: their averages have no leaf of this backward.
 //!
-//! The last gate registers such an average on the leaf of a clone or on a stand-in leaf. As long as the `Gradients` are
+//! The last gate registers such an average on the leaf of a clone (`tied_clones`) or on a stand-in leaf. As long as the `Gradients` are
 //! there, [`Handoff`] shows stand-in leaves to visitors, so that `GradientsParams::from_grads` finds them;
 //! `Ddp::backward`, which knows the model, moves them to the leaves of its parameters.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::backend::Dispatch;
-use burn::backend::autodiff::NodeId;
 use burn::module::{ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
@@ -38,54 +37,41 @@ macro_rules! with_dims {
     };
 }
 
-/// Place for the average of a slot that this rank did not use.
-pub(super) enum Substitute {
-    /// The leaf of a clone.
-    Leaf(NodeId),
-    /// The stand-in leaf of this slot.
-    StandIn(usize),
-}
-
 impl TapHandle {
-    /// The slot whose stand-in leaf has the average of this one: until an optimizer steps, clones of a parameter share
-    /// a leaf.
-    pub(super) fn of_first_clone(&self) -> TapHandle {
-        let TapHandle { model, slot } = self;
-        let shared = model.cloned[*slot] && !model.mapped.load(Ordering::Acquire);
-        TapHandle { model: model.clone(), slot: if shared { model.slots[*slot].first_clone } else { *slot } }
-    }
-
-    /// The stand-in leaf of this slot; an untracked tensor if it has not been needed.
+    /// The stand-in leaf of this parameter; an untracked tensor if it has not been needed.
     pub(super) fn stand_in<const D: usize>(&self) -> Tensor<D> {
         let like = Tensor::<D>::zeros([1; D], &self.model.device);
         Tensor::from_dispatch(Dispatch::stand_in(like.into_dispatch(), self.clone()))
     }
+
+    /// True if an average of the parameter waits.
+    pub(super) fn waits(&self) -> bool {
+        let mut state = self.model.lock();
+        self.sharing_slots().any(|slot| state.waiting().has(slot))
+    }
+
+    /// Notes that the average of the parameter from the last backward is on its leaf.
+    pub(super) fn note_settled(&self) {
+        let mut state = self.model.lock();
+        self.sharing_slots().for_each(|slot| state.waiting().settle(slot));
+    }
+
+    /// Notes that the averages of the parameter that wait are taken.
+    pub(super) fn take_waiting(&self) {
+        let mut state = self.model.lock();
+        self.sharing_slots().for_each(|slot| state.waiting().take(slot));
+    }
 }
 
 impl WrappedModel {
-    /// The stand-in leaf of a slot, if it has been needed.
-    pub(super) fn stand_in<B: GradientMemory>(&self, slot: usize) -> Option<AutodiffTensor<B>> {
-        self.lock().of::<B>()?.stand_ins.leaf(slot)
+    /// The stand-in leaf with a key, if it has been needed.
+    pub(super) fn stand_in<B: GradientMemory>(&self, key: usize) -> Option<AutodiffTensor<B>> {
+        self.lock().of::<B>()?.stand_ins.leaf(key)
     }
 
     /// False if no average waits on a stand-in leaf.
     pub(super) fn averages_wait(&self) -> bool {
         self.averages_wait.load(Ordering::Acquire)
-    }
-
-    /// True if an average of the slot waits.
-    pub(super) fn waits(&self, slot: usize) -> bool {
-        self.lock().waiting().has(slot)
-    }
-
-    /// Notes that the average of a slot from the last backward is on the leaf of its parameter.
-    pub(super) fn note_settled(&self, slot: usize) {
-        self.lock().waiting().settle(slot);
-    }
-
-    /// True if an average of the slot waits. It counts as taken from now on.
-    pub(super) fn take_waiting(&self, slot: usize) -> bool {
-        self.lock().waiting().take(slot)
     }
 
     /// See [`WaitingAverages::mapped`](super::unused_parameter_averages::WaitingAverages::mapped).
@@ -122,17 +108,6 @@ impl WrappedModel {
         }
     }
 
-    /// Place for the average of a slot that this rank did not use. Until an optimizer steps, clones of a parameter
-    /// share a leaf.
-    pub(super) fn substitute<B: GradientMemory>(&self, state: &State<B>, slot: usize) -> Substitute {
-        if !self.cloned[slot] || self.mapped.load(Ordering::Acquire) {
-            return Substitute::StandIn(slot);
-        }
-        let first = self.slots[slot].first_clone;
-        let mut clones = (first..self.slots.len()).filter(|&other| self.slots[other].first_clone == first);
-        clones.find_map(|other| state.slots[other].leaf).map_or(Substitute::StandIn(first), Substitute::Leaf)
-    }
-
     /// Warns once, on rank 0, of parameters that no rank used.
     pub(super) fn warn_unused<B: GradientMemory>(&self, state: &mut State<B>) {
         if std::mem::replace(&mut state.warned_unused, true) || self.ddp.rank() != 0 {
@@ -164,6 +139,8 @@ pub(super) struct Handoff {
     /// 1 if a record was loaded into this copy, which may have changed the id; 2 if an average was shown under the old
     /// id since.
     loaded: Number,
+    /// 1 if this copy was mapped or moved, which may give clones of a parameter leaves of their own.
+    apart: Number,
     /// Number of the delivery of which averages had not been taken when this copy was mapped; 0 if there is none.
     mapped_without: Number,
 }
@@ -175,13 +152,24 @@ impl Handoff {
             dims: D,
             trains: true,
             loaded: Number::default(),
+            apart: Number::default(),
             mapped_without: Number::default(),
         }
     }
 
     /// The same for a copy that trains or does not.
     pub(super) fn training(&self, trains: bool) -> Self {
-        Handoff { trains, ..self.clone() }
+        Handoff { trains, apart: Number::new(1), ..self.clone() }
+    }
+
+    /// True if clones of the parameter may be on leaves of their own in this copy.
+    pub(super) fn is_apart(&self) -> bool {
+        self.apart.get() > 0
+    }
+
+    /// Notes that this copy is mapped or moved.
+    pub(super) fn note_apart(&self) {
+        self.apart.set(1);
     }
 
     /// Sets the parameter's id.
@@ -194,11 +182,11 @@ impl Handoff {
     /// apart, so all that come between a backward and the end of its `Gradients` see it. Those that read its value have
     /// taken the average.
     pub(super) fn visit(&self, tap: &TapHandle, visitor: &mut impl ModuleVisitor) {
-        if !self.trains || !tap.model.averages_wait() || !tap.model.waits(tap.slot) {
+        if !self.trains || !tap.model.averages_wait() || !tap.waits() {
             return;
         }
         if with_dims!(self.dims, D => show(self.id(), tap.stand_in::<D>(), visitor), else false) {
-            tap.model.take_waiting(tap.slot);
+            tap.take_waiting();
             if self.loaded.get() > 0 {
                 self.loaded.set(2);
             }
@@ -209,6 +197,7 @@ impl Handoff {
     /// average under the old id is taken for the optimizer: if it has not used the average, no later step is right, and
     /// the job ends.
     pub(super) fn map(&self, tap: &TapHandle, loads: bool, mapper: &mut impl ModuleMapper) {
+        self.note_apart();
         if loads {
             self.loaded.set(1);
         } else if self.loaded.get() == 2 {

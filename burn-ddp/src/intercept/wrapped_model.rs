@@ -63,8 +63,10 @@ pub(crate) struct WrappedModel {
     pub(super) retrained: AtomicBool,
     /// True if the model has a `SyncBatchNorm`, whose passes all ranks make together.
     synced_norm: AtomicBool,
-    /// True if the model, or a copy, was mapped: clones of a parameter may have different values since.
+    /// True if the model, or a copy, was mapped.
     pub(super) mapped: AtomicBool,
+    /// True if clones of a parameter are on leaves of their own in every copy.
+    pub(super) clones_apart: AtomicBool,
     /// Error after which this rank's parameters are no longer those of the others.
     pub(super) stale: OnceLock<Error>,
 }
@@ -74,6 +76,8 @@ pub(crate) struct WrappedModel {
 pub struct TapHandle {
     pub(super) model: Arc<WrappedModel>,
     pub(super) slot: usize,
+    /// True if the copy of the model may have clones of the parameter on leaves of their own.
+    pub(super) apart: bool,
 }
 
 impl std::fmt::Debug for WrappedModel {
@@ -118,6 +122,7 @@ impl WrappedModel {
             retrained: AtomicBool::new(false),
             synced_norm: AtomicBool::new(false),
             mapped: AtomicBool::new(false),
+            clones_apart: AtomicBool::new(false),
             stale: OnceLock::new(),
         }
     }

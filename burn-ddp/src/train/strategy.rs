@@ -58,7 +58,7 @@ impl<M: LearnerModel> DdpStrategy<M> {
         };
         agreement::on_outcome(self.ddp.group(), "accumulate", accumulates)?;
         // Each parameter was loaded separately, so clones no longer share one.
-        taps.wrapped.note_map();
+        taps.wrapped.part_clones();
         Ok((taps, device))
     }
 }
