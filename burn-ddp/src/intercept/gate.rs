@@ -10,6 +10,7 @@ use super::failure::{fail, is_captured};
 use super::model_state::State;
 use super::tap_and_replica_checks::UNREAD;
 use super::tied_clones::Substitute;
+use super::unused_parameter_averages::Delivery;
 use super::wrapped_model::WrappedModel;
 use crate::Result;
 use crate::gradients::{GradientMemory, Outcome};
@@ -67,8 +68,10 @@ impl WrappedModel {
             statistics.receive(&results);
         }
         let mut unused = Vec::new();
+        let mut present = vec![false; state.slots.len()];
         for slot in 0..state.slots.len() {
             let Outcome::Whole(average) = state.reducer.outcome(slot) else { continue };
+            present[slot] = true;
             let leaf = match state.slots[slot].leaf {
                 Some(leaf) => {
                     let digest = if state.delivered.digested { self.digest::<B>(slot, &average)? } else { UNREAD };
@@ -93,9 +96,12 @@ impl WrappedModel {
         self.lookups.delivered();
         state.reducer.end_step()?;
         self.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
-        if !unused.is_empty() {
-            state.stand_ins.wait(state.reducer.step(), unused, &state.sentinel.device(), grads);
-            self.averages_wait.store(true, Ordering::Release);
+        if self.ddp.world_size() > 1 {
+            let waits = !unused.is_empty();
+            let ended = self.ended.load(Ordering::Acquire);
+            let delivery = Delivery::new(state.reducer.step(), ended, present, unused);
+            state.stand_ins.deliver(delivery, &state.sentinel.device(), grads);
+            self.averages_wait.fetch_or(waits, Ordering::AcqRel);
         }
         Ok(())
     }

@@ -7,6 +7,7 @@ use burn::tensor::{Gradients, Tensor};
 
 use super::model_walk::{AtTap, walk};
 use super::tap::Tap;
+use super::unused_parameter_averages::Found;
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::ddp::Ddp;
 use crate::device::is_libtorch;
@@ -49,9 +50,16 @@ impl Ddp {
         if let Some(gradient) = base.grad(grads) {
             return Some(gradient);
         }
-        let tap = param.reparameterization::<Tap>()?.handle();
-        if !tap.model.averages_wait() {
-            return None;
+        let tap = param.reparameterization::<Tap>()?;
+        let found = tap.find();
+        let tap = tap.handle();
+        match found {
+            Found::Nothing => return None,
+            Found::Outdated => {
+                tap.model.warn_outdated(tap.slot);
+                return None;
+            }
+            Found::Waits => {}
         }
         let average = tap.stand_in::<D>().grad(grads)?;
         tap.take_waiting();

@@ -13,6 +13,7 @@ use super::model_walk::{TAP_NAME, note_visit};
 use super::nodes::DdpBackend;
 use super::param_mappers::{loads, note_read, report_records, saves};
 use super::tap_bypass::is_bypassed;
+use super::unused_parameter_averages::Found;
 use super::unused_parameters::Handoff;
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::ddp::Ddp;
@@ -68,6 +69,11 @@ impl Tap {
     /// The slot of the parameter and the wrapped model that this tap is a part of, as of now.
     pub(super) fn handle(&self) -> TapHandle {
         TapHandle { apart: self.handoff.is_apart(), ..self.handle.clone() }
+    }
+
+    /// The average of the parameter that this copy of the model may be stepped by.
+    pub(super) fn find(&self) -> Found {
+        self.handoff.find(&self.handle())
     }
 
     /// The wrapped model that this tap is a part of.

@@ -16,8 +16,7 @@ use crate::gradients::GradientMemory;
 pub(super) struct StandIns<B: Backend> {
     /// Leaves by key, made when first needed and kept: gradients of several backwards may wait side by side.
     leaves: BTreeMap<usize, AutodiffTensor<B>>,
-    /// A tensor in each `Gradients` with waiting averages, under one leaf of its own: as long as they share it, they
-    /// are there.
+    /// A tensor in each `Gradients`, under one leaf of its own: as long as they share it, they are there.
     markers: Vec<(u64, FloatTensor<B>)>,
     marker_leaf: Option<AutodiffTensor<B>>,
     waiting: WaitingAverages,
@@ -45,13 +44,13 @@ impl<B: GradientMemory> StandIns<B> {
         self.leaves.entry(key).or_insert_with(|| new_leaf::<B>(empty())).id()
     }
 
-    /// Notes that the averages of `slots` from reduction `number` wait in `grads`.
-    pub(super) fn wait(&mut self, number: u64, slots: Vec<usize>, device: &B::Device, grads: &mut Gradients) {
+    /// Notes what a backward has put into `grads`.
+    pub(super) fn deliver(&mut self, delivery: Delivery, device: &B::Device, grads: &mut Gradients) {
         let marker = scalar::<B>(device, DType::F32);
         let leaf = self.marker_leaf.get_or_insert_with(|| new_leaf::<B>(scalar::<B>(device, DType::F32))).id();
         grads.register::<B>(leaf, marker.clone());
-        self.markers.push((number, marker));
-        self.waiting.add(number, slots);
+        self.markers.push((delivery.number, marker));
+        self.waiting().add(delivery);
     }
 
     /// The waiting averages, as of now.
@@ -68,41 +67,75 @@ impl<B: GradientMemory> StandIns<B> {
     }
 }
 
-/// Averages that wait, or waited until the next backward began.
+/// Deliveries whose `Gradients` are there, or were there until the next backward began.
 #[derive(Default)]
 pub(super) struct WaitingAverages(Vec<Delivery>);
 
-/// Averages of one backward that this rank had no leaf for.
-struct Delivery {
+/// Averages of one backward.
+pub(super) struct Delivery {
     /// Number of the reduction.
     number: u64,
+    /// Number of backwards that had ended before.
+    ended: u64,
+    /// True if the slot has an average, by slot.
+    present: Vec<bool>,
     /// True while their `Gradients` are there.
     alive: bool,
     /// True if a copy of the model was mapped with an average missing, and read for another forward.
     trained_on: bool,
+    /// Averages that this rank had no leaf for.
     averages: Vec<Waiting>,
 }
 
 struct Waiting {
     slot: usize,
-    /// True if a visitor was shown it, or `ddp.grad` has returned it.
+    /// True if other `Gradients` with an average of the slot were there at the same time.
+    rivalled: bool,
+    /// True if a visitor has read it, or `ddp.grad` has returned it.
     taken: bool,
     /// True if the parameter was mapped before it was taken.
     missed: bool,
 }
 
+/// Average of a slot as a copy of the model finds it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Found {
+    Nothing,
+    Waits,
+    /// It is of values that a step has changed since: Burn finds no such gradient on the leaf of a parameter.
+    Outdated,
+}
+
+impl Delivery {
+    /// Averages of reduction `number`, after `ended` backwards. This rank had no leaf for those of `unused`.
+    pub(super) fn new(number: u64, ended: u64, present: Vec<bool>, unused: Vec<usize>) -> Self {
+        let waiting = |slot| Waiting { slot, rivalled: false, taken: false, missed: false };
+        let averages = unused.into_iter().map(waiting).collect();
+        Delivery { number, ended, present, alive: true, trained_on: false, averages }
+    }
+
+    /// Notes that the averages of `other` are there at the same time.
+    fn rival(&mut self, other: &[bool]) {
+        self.averages.iter_mut().for_each(|of| of.rivalled |= other[of.slot]);
+    }
+}
+
 impl WaitingAverages {
-    fn add(&mut self, number: u64, slots: Vec<usize>) {
-        let averages = slots.into_iter().map(|slot| Waiting { slot, taken: false, missed: false }).collect();
-        self.0.push(Delivery { number, alive: true, trained_on: false, averages });
+    fn add(&mut self, mut delivery: Delivery) {
+        for earlier in self.0.iter_mut().filter(|of| of.alive) {
+            earlier.rival(&delivery.present);
+            delivery.rival(&earlier.present);
+        }
+        self.0.push(delivery);
     }
 
     fn gradients_are_gone(&mut self, number: u64) {
         self.0.iter_mut().filter(|of| of.number == number).for_each(|of| of.alive = false);
     }
 
+    /// True if no average waits.
     pub(super) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.0.iter().all(|of| of.averages.is_empty())
     }
 
     /// Averages of a slot whose `Gradients` are there.
@@ -110,9 +143,21 @@ impl WaitingAverages {
         self.0.iter_mut().filter(|of| of.alive).flat_map(|of| &mut of.averages).filter(move |of| of.slot == slot)
     }
 
-    /// True if an average of the slot waits.
-    pub(super) fn has(&mut self, slot: usize) -> bool {
-        self.of(slot).next().is_some()
+    /// The average of a slot for a copy of the model that was last mapped when `mapped_at` backwards had ended, if it
+    /// was. Two `Gradients` with averages of a parameter are stepped one after the other: the first step gives the
+    /// parameter a new leaf, so ranks that have used it find nothing in the second.
+    pub(super) fn find(&self, slot: usize, mapped_at: Option<u64>) -> Found {
+        let of_slot = |of: &&Waiting| of.slot == slot;
+        let waiting =
+            self.0.iter().filter(|of| of.alive).flat_map(|of| of.averages.iter().find(of_slot).map(|w| (of, w)));
+        let mut found = Found::Nothing;
+        for (delivery, average) in waiting {
+            if !average.rivalled || mapped_at.is_none_or(|mapped_at| mapped_at <= delivery.ended) {
+                return Found::Waits;
+            }
+            found = Found::Outdated;
+        }
+        found
     }
 
     /// Notes that the last average of a slot is on the leaf of its parameter: it waits no longer.
@@ -152,7 +197,7 @@ impl WaitingAverages {
             let average = of.averages.iter().find(|average| average.missed && !average.taken)?;
             Some((average.slot, of.number))
         });
-        self.0.retain(|of| of.alive && !of.averages.is_empty());
+        self.0.retain(|of| of.alive);
         missed
     }
 }

@@ -14,6 +14,7 @@ use super::depth_ladder::AutodiffTensor;
 use super::model_state::State;
 use super::nodes::DdpBackend;
 use super::shown_average::show;
+use super::unused_parameter_averages::Found;
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::gradients::GradientMemory;
 
@@ -46,8 +47,15 @@ impl TapHandle {
 
     /// True if an average of the parameter waits.
     pub(super) fn waits(&self) -> bool {
+        self.find(None) != Found::Nothing
+    }
+
+    /// The average of the parameter in a copy of the model that was last mapped when `mapped_at` backwards had ended.
+    fn find(&self, mapped_at: Option<u64>) -> Found {
         let mut state = self.model.lock();
-        self.sharing_slots().any(|slot| state.waiting().has(slot))
+        let waiting = state.waiting();
+        let found = self.sharing_slots().map(|slot| waiting.find(slot, mapped_at));
+        found.max_by_key(|found| *found as u8).unwrap_or(Found::Nothing)
     }
 
     /// Notes that the average of the parameter from the last backward is on its leaf.
@@ -108,6 +116,20 @@ impl WrappedModel {
         }
     }
 
+    /// Warns once of an average that is too old for a step.
+    pub(super) fn warn_outdated(&self, slot: usize) {
+        if !self.warned_outdated.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                target: "burn_ddp::gradients",
+                parameter = self.slots[slot].path,
+                rank = self.ddp.rank(),
+                "two backwards have gradients of a parameter, and the second is not used for it: the step of the first \
+                has changed it, and Burn has no gradients of values that have changed; step after each backward, or \
+                add the losses up"
+            );
+        }
+    }
+
     /// Warns once, on rank 0, of parameters that no rank used.
     pub(super) fn warn_unused<B: GradientMemory>(&self, state: &mut State<B>) {
         if std::mem::replace(&mut state.warned_unused, true) || self.ddp.rank() != 0 {
@@ -141,6 +163,8 @@ pub(super) struct Handoff {
     loaded: Number,
     /// 1 if this copy was mapped or moved, which may give clones of a parameter leaves of their own.
     apart: Number,
+    /// 1 more than the number of backwards that had ended when this copy was last mapped; 0 if it never was.
+    mapped_at: Number,
     /// Number of the delivery of which averages had not been taken when this copy was mapped; 0 if there is none.
     mapped_without: Number,
 }
@@ -153,6 +177,7 @@ impl Handoff {
             trains: true,
             loaded: Number::default(),
             apart: Number::default(),
+            mapped_at: Number::default(),
             mapped_without: Number::default(),
         }
     }
@@ -182,15 +207,34 @@ impl Handoff {
     /// apart, so all that come between a backward and the end of its `Gradients` see it. Those that read its value have
     /// taken the average.
     pub(super) fn visit(&self, tap: &TapHandle, visitor: &mut impl ModuleVisitor) {
-        if !self.trains || !tap.model.averages_wait() || !tap.waits() {
+        if !self.trains {
             return;
         }
-        if with_dims!(self.dims, D => show(self.id(), tap.stand_in::<D>(), visitor), else false) {
-            tap.take_waiting();
-            if self.loaded.get() > 0 {
-                self.loaded.set(2);
+        match self.find(tap) {
+            Found::Nothing => {}
+            Found::Waits => {
+                if with_dims!(self.dims, D => show(self.id(), tap.stand_in::<D>(), visitor), else false) {
+                    tap.take_waiting();
+                    if self.loaded.get() > 0 {
+                        self.loaded.set(2);
+                    }
+                }
+            }
+            Found::Outdated => {
+                let no_average = || Tensor::<1>::zeros([0], &tap.model.device).require_grad();
+                if show(self.id(), no_average(), visitor) {
+                    tap.model.warn_outdated(tap.slot);
+                }
             }
         }
+    }
+
+    /// The average that this copy may be stepped by.
+    pub(super) fn find(&self, tap: &TapHandle) -> Found {
+        if !tap.model.averages_wait() {
+            return Found::Nothing;
+        }
+        tap.find(self.mapped_at.get().checked_sub(1))
     }
 
     /// Notes that this copy is mapped, by a record that is loaded if `loads`. The first mapper after a record and an
@@ -198,6 +242,7 @@ impl Handoff {
     /// the job ends.
     pub(super) fn map(&self, tap: &TapHandle, loads: bool, mapper: &mut impl ModuleMapper) {
         self.note_apart();
+        self.mapped_at.set(tap.model.ended.load(Ordering::Acquire) + 1);
         if loads {
             self.loaded.set(1);
         } else if self.loaded.get() == 2 {
@@ -265,6 +310,7 @@ impl Clone for Number {
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+    use burn::optim::{GradientsParams, SgdConfig};
     use burn::tensor::{Gradients, Tensor};
 
     use crate::Ddp;
@@ -356,6 +402,37 @@ mod tests {
             model.map(&mut ByLeaf(&grads))
         };
         assert_eq!(trained(|_| (), looks), apart);
+    }
+
+    #[test]
+    fn two_gradients_are_stepped_as_in_burn_whatever_a_rank_uses() {
+        let ranks = Ddp::spawn(2, |ddp| {
+            let listener = Listener::default();
+            let (model, part) = tracing::subscriber::with_default(listener.clone(), || {
+                let (mut model, mut part) = (ddp.wrap(Pair::ones())?, ddp.wrap(Pair::ones())?);
+                for _ in 0..3 {
+                    // Each rank misses one parameter in the second backward. `a` is stepped before, `b` is not.
+                    let of = |model: &Pair| {
+                        let second = if ddp.is_main() { model.b.val() } else { model.a.val() };
+                        [(model.a.val() * 2.0).backward(), (second * 3.0).backward()]
+                    };
+                    let [first, second] = of(&model);
+                    model = model.step(first).step(second);
+                    let [first, mut second] = of(&part);
+                    part = part.step(first);
+                    let of_b = GradientsParams::from_params(&mut second, &part, &[part.b.id]);
+                    part = SgdConfig::new().init().step(0.1, part, of_b);
+                }
+                ddp.check_replicas(&part)?;
+                anyhow::Ok((model, part))
+            })?;
+            let values = [&model.a, &model.b, &part.a, &part.b].map(|param| param.base().into_scalar::<f32>());
+            Ok((values, listener.events("burn_ddp::gradients").len()))
+        });
+        let [(main, warnings), (other, none)] = ranks.unwrap().try_into().expect("two ranks");
+        assert_eq!(main, other);
+        assert!((main[0] - 0.4).abs() < 1e-6 && (main[1] - 0.55).abs() < 1e-6, "{main:?}");
+        assert_eq!([warnings, none], [1, 0], "of `a` on the rank that finds it outdated");
     }
 
     #[test]

@@ -48,6 +48,8 @@ pub(crate) struct WrappedModel {
     /// True if averages may wait on stand-in leaves. Set by the last gate, unset by the first hook; read by visits and
     /// maps.
     pub(super) averages_wait: AtomicBool,
+    /// True once a warning said that an average was too old for a step.
+    pub(super) warned_outdated: AtomicBool,
     /// Number of backwards that reached this model and ended, with or without an error.
     pub(super) ended: AtomicU64,
     /// Depth of nested `no_sync`.
@@ -114,6 +116,7 @@ impl WrappedModel {
             attached: OnceLock::new(),
             state: Mutex::new(state),
             averages_wait: AtomicBool::new(false),
+            warned_outdated: AtomicBool::new(false),
             ended: AtomicU64::new(0),
             holding: AtomicUsize::new(0),
             short_steps: ShortSteps::default(),
