@@ -37,8 +37,8 @@ impl<B: GradientMemory> StandIns<B> {
         self.leaves.get(&key).cloned()
     }
 
-    /// The leaf with a key: that of a slot, or of clones, whose average is `average`. It has no elements, so that it counts as nothing where parameters
-    /// are counted.
+    /// The leaf with a key: that of a slot, or of clones, whose average is `average`. It has no elements, so that it
+    /// counts as nothing where parameters are counted.
     pub(super) fn leaf_of(&mut self, key: usize, average: &FloatTensor<B>) -> NodeId {
         let empty = || B::float_zeros(Shape::from([0]), &average.device(), average.dtype().into());
         self.leaves.entry(key).or_insert_with(|| new_leaf::<B>(empty())).id()

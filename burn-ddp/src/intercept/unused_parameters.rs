@@ -1,8 +1,8 @@
 //! Parameters that other ranks used and this one did not: their averages have no leaf of this backward.
 //!
-//! The last gate registers such an average on the leaf of a clone (`tied_clones`) or on a stand-in leaf. As long as the `Gradients` are
-//! there, [`Handoff`] shows stand-in leaves to visitors, so that `GradientsParams::from_grads` finds them;
-//! `Ddp::backward`, which knows the model, moves them to the leaves of its parameters.
+//! The last gate registers such an average on the leaf of a clone (`tied_clones`) or on a stand-in leaf. As long as the
+//! `Gradients` are there, [`Handoff`] shows stand-in leaves to visitors, so that `GradientsParams::from_grads` finds
+//! them; `Ddp::backward`, which knows the model, moves them to the leaves of its parameters.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
