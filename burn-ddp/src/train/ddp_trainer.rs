@@ -9,6 +9,7 @@ use burn::train::{InferenceStep, LearnerModel, SupervisedTraining, TrainStep, Tr
 
 use super::gathered_metric::{GatherInput, GatheredMetric};
 use super::mean_metric::{GlobalMetric, MeanMetric};
+use super::rank_loader::RankLoader;
 use super::shared_checkpointer::SharedCheckpointer;
 use super::silent_ui::{SilentLogger, SilentRenderer};
 use super::strategy::DdpStrategy;
@@ -60,8 +61,8 @@ pub trait DdpTrainer {
     fn training<M: LearnerModel>(
         &self,
         directory: impl AsRef<Path>,
-        train: ShardedLoader<<M as TrainStep>::Input>,
-        valid: EvalLoader<<M as InferenceStep>::Input>,
+        train: impl RankLoader<ShardedLoader<<M as TrainStep>::Input>>,
+        valid: impl RankLoader<EvalLoader<<M as InferenceStep>::Input>>,
     ) -> SupervisedTraining<M> {
         self.training_with(directory, train, valid, &WrapConfig::new())
     }
@@ -73,8 +74,8 @@ pub trait DdpTrainer {
     fn training_with<M: LearnerModel>(
         &self,
         directory: impl AsRef<Path>,
-        train: ShardedLoader<<M as TrainStep>::Input>,
-        valid: EvalLoader<<M as InferenceStep>::Input>,
+        train: impl RankLoader<ShardedLoader<<M as TrainStep>::Input>>,
+        valid: impl RankLoader<EvalLoader<<M as InferenceStep>::Input>>,
         config: &WrapConfig,
     ) -> SupervisedTraining<M>;
 
@@ -111,10 +112,11 @@ impl DdpTrainer for Ddp {
     fn training_with<M: LearnerModel>(
         &self,
         directory: impl AsRef<Path>,
-        train: ShardedLoader<<M as TrainStep>::Input>,
-        valid: EvalLoader<<M as InferenceStep>::Input>,
+        train: impl RankLoader<ShardedLoader<<M as TrainStep>::Input>>,
+        valid: impl RankLoader<EvalLoader<<M as InferenceStep>::Input>>,
         config: &WrapConfig,
     ) -> SupervisedTraining<M> {
+        let (train, valid) = (train.into(), valid.into());
         let strategy = DdpStrategy::new(self.clone(), config.clone(), train.clone(), Location::caller());
         let training = SupervisedTraining::new(directory, Arc::new(train), Arc::new(valid))
             .with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)));
