@@ -72,6 +72,18 @@ fn seed_of_equals(of_ranks: &[Option<u64>]) -> Option<u64> {
     numbers.first().filter(|_| different.len() < numbers.len()).copied()
 }
 
+/// Logs that numbers do not repeat, if the ranks are threads: backends have one generator per process, so what a rank
+/// draws depends on when the others draw.
+pub(crate) fn warn_of_threads(ddp: &Ddp) {
+    if ddp.is_main() && ddp.world().peers().len() > 1 && ddp.world().engine() == "threads" {
+        tracing::warn!(
+            target: "burn_ddp::seed",
+            "the ranks are threads, which share one generator of random numbers: weights and dropout do not repeat \
+            between runs, in spite of `ddp.seed`. Ranks that are processes (`burnrun`, `Ddp::launch`) repeat them"
+        );
+    }
+}
+
 /// A random number from the generator of `device`; `None` if the device cannot be read.
 fn draw(device: &Device) -> Option<u64> {
     // A float has 24 random bits at most; fewer in half precision.
@@ -95,6 +107,7 @@ fn derive<const N: usize>(seed: u64, purpose: &str, numbers: [u64; N]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::telemetry::listener::Listener;
 
     #[test]
     fn every_rank_loader_epoch_and_step_has_its_own() {
@@ -111,6 +124,18 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn ranks_that_share_a_generator_hear_that_a_seed_repeats_nothing() {
+        for (world, warnings) in [(1, vec![0]), (3, vec![1, 0, 0])] {
+            let counted = Ddp::spawn(world, |ddp| {
+                let listener = Listener::default();
+                tracing::subscriber::with_default(listener.clone(), || ddp.seed(&Device::default(), 1));
+                Ok(listener.events("burn_ddp::seed").len())
+            });
+            assert_eq!(counted.unwrap(), warnings);
         }
     }
 

@@ -10,7 +10,7 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
 use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
@@ -411,6 +411,61 @@ fn storage_that_is_slower_than_the_deadline_of_collectives_ends_no_job() {
         drop(open);
         assert_eq!(reader.join().unwrap().unwrap(), [None; 2]);
     });
+}
+
+/// Rank 0 opens the lock first, which here takes longer than any collective may.
+#[test]
+fn a_save_that_is_slower_than_the_deadline_of_collectives_ends_no_job() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let timeout = Duration::from_millis(500);
+    fifo(&path.join(".lock"));
+    let options = burn_ddp::WorldOptions { timeout, ..burn_ddp::WorldOptions::default() };
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            Ddp::spawn_with(2, options, |ddp| {
+                save(&ddp, path, 5, 1)?;
+                Ok(latest(&ddp, path))
+            })
+        });
+        std::thread::sleep(3 * timeout);
+        let _lock = fs::File::options().read(true).open(path.join(".lock")).unwrap();
+        assert_eq!(writer.join().unwrap().unwrap(), [Some(1); 2]);
+    });
+}
+
+/// Adam's moments alone are 400 MiB, more than an object can carry.
+#[test]
+#[ignore = "needs 5 GB of memory: cargo test --test checkpoint large -- --ignored"]
+fn a_large_state_is_saved_and_resumed() {
+    const ROWS: usize = 52_100;
+    let directory = tempfile::tempdir().unwrap();
+    let train = |ddp: &Ddp, steps: std::ops::Range<usize>| {
+        let device = ddp.device()?.autodiff();
+        let layer = LinearConfig::new(ROWS, 1_008).with_initializer(Initializer::Constant { value: 0.1 });
+        let (mut optim, mut model) = (AdamConfig::new().init(), ddp.wrap(layer.init(&device))?);
+        let checkpoints = ddp.checkpoints(directory.path())?;
+        if let Some(saved) = checkpoints.latest()? {
+            model = saved.model(model)?;
+            optim = saved.optimizer(optim, &model)?;
+        }
+        for step in steps {
+            let x = rows(2 * step + ddp.rank(), 1, ROWS, 1, DType::F32, &device);
+            let grads = GradientsParams::from_grads(ddp.backward(&model.forward(x).mean(), &model)?, &model);
+            model = optim.step(1e-3, model, grads);
+            checkpoints.save(step as u64, |c| {
+                c.model(&model)?;
+                c.optimizer(&optim, &model)
+            })?;
+        }
+        Ok(param_hash(&model)?)
+    };
+    let resumed = [0..1, 1..2].map(|steps| Ddp::spawn(2, |ddp| train(&ddp, steps.clone())).unwrap());
+    let optimizer = fs::metadata(directory.path().join("step-00000001/optimizer.bpk")).unwrap();
+    assert!(optimizer.len() > 400 << 20, "{optimizer:?}");
+    fs::remove_dir_all(directory.path()).unwrap();
+    let at_one_go = Ddp::spawn(2, |ddp| train(&ddp, 0..2)).unwrap();
+    assert_eq!(resumed[1], at_one_go);
 }
 
 #[test]

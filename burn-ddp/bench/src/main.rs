@@ -8,6 +8,8 @@ mod curves;
 mod determinism;
 mod driver_protocol;
 mod interleaved_rounds;
+#[cfg(feature = "burn")]
+mod loading;
 mod machine;
 mod plot;
 mod rank;
@@ -41,6 +43,8 @@ enum Bench {
     AllReduce(all_reduce::AllReduce),
     Step(step::Step),
     Curves(curves::Curves),
+    #[cfg(feature = "burn")]
+    Loading(loading::Loading),
     Rendezvous(rendezvous::Rendezvous),
     Determinism(determinism::Determinism),
     #[cfg(feature = "plot")]
@@ -64,6 +68,8 @@ fn main() -> anyhow::Result<()> {
         Bench::AllReduce(bench) => bench.run(),
         Bench::Step(bench) => bench.run(),
         Bench::Curves(bench) => bench.run(),
+        #[cfg(feature = "burn")]
+        Bench::Loading(bench) => bench.run(),
         Bench::Rendezvous(bench) => bench.run(),
         Bench::Determinism(bench) => bench.run(),
         #[cfg(feature = "plot")]

@@ -16,9 +16,9 @@ impl<O: Send + 'static> DataLoader<O> for ShardedLoader<O> {
         Box::new(BurnBatches(ShardedLoader::iter(self)))
     }
 
-    /// Items of the dataset, over all ranks.
+    /// Items of an epoch, over all ranks.
     fn num_items(&self) -> usize {
-        self.plan().items()
+        ShardedLoader::num_items(self)
     }
 
     /// The same loader, counting the same epochs, with batches on `device`.
@@ -40,7 +40,7 @@ impl<O: Send + 'static> DataLoader<O> for EvalLoader<O> {
 
     /// Items of the dataset, over all ranks.
     fn num_items(&self) -> usize {
-        self.items()
+        EvalLoader::num_items(self)
     }
 
     /// The same loader with batches on `device`.

@@ -72,6 +72,11 @@ impl<O: Send + 'static> EvalLoader<O> {
         EvalBatches { loader: self.clone(), batches: BatchStream::new(self.inner.pool.clone()), over: false }
     }
 
+    /// Items over all ranks.
+    pub fn num_items(&self) -> usize {
+        self.inner.items.len()
+    }
+
     /// Number of this rank's batches; may be 0.
     pub fn len(&self) -> usize {
         self.inner.own.len().div_ceil(self.inner.batch_size)
@@ -99,11 +104,6 @@ impl<O: Send + 'static> EvalLoader<O> {
         let order: Vec<usize> = own.map(|position| first + order[position - first]).collect();
         let indices = move |batch| order[batch_of(&(0..order.len()), batch_size, batch)].to_vec();
         BatchList { batches: self.len(), indices: Arc::new(indices) }
-    }
-
-    /// Number of items over all ranks.
-    pub(super) fn items(&self) -> usize {
-        self.inner.items.len()
     }
 
     /// The same loader with batches on `device`.

@@ -113,6 +113,11 @@ impl<O: Send + 'static> ShardedLoader<O> {
         self.inner.plan.global_batch()
     }
 
+    /// Items of an epoch over all ranks.
+    pub fn num_items(&self) -> usize {
+        self.inner.plan.items()
+    }
+
     /// Steps and shares of an epoch.
     pub fn plan(&self) -> &EpochPlan {
         &self.inner.plan

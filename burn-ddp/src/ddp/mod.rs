@@ -10,9 +10,9 @@ use std::sync::Arc;
 use burn::tensor::Device;
 use burn_ddp_comm::{ProcessGroup, World};
 
-use crate::Result;
 use crate::agreement::list_ranks;
 use crate::telemetry::Telemetry;
+use crate::{Result, seed};
 use shared_state::SharedState;
 
 /// One rank's membership in a data-parallel job: its number, its peers, and everything they do together.
@@ -166,8 +166,10 @@ impl Ddp {
     /// between runs, and goes on in a run that is [resumed](crate::data::ShardedLoader::resume) as if it had not been
     /// interrupted. It takes the place of `device.seed(seed)`; after `wrap` that one makes all ranks draw the same.
     ///
-    /// Burn's Flex backend has one generator per process, so with ranks as threads random numbers do not repeat.
+    /// Burn's backends have one generator per process: with ranks as threads ([`Ddp::spawn`]) random numbers do not
+    /// repeat, which rank 0 logs as a warning.
     pub fn seed(&self, device: &Device, seed: u64) {
+        seed::warn_of_threads(self);
         self.state.set_seed(device, seed);
     }
 

@@ -30,7 +30,7 @@ fn ranks_share_the_order_of_the_sampler_and_go_on_within_it() {
                 ddp.loader(Keep).batch_size(batch).num_workers(1).sampler(sampler).build(numbers(10))
             };
             let train = loader()?;
-            assert_eq!(train.plan().items(), 14);
+            assert_eq!(train.num_items(), 14);
             let first = train.iter().collect::<Result<Vec<_>, _>>()?;
             let mut second = train.iter().take(1).collect::<Result<Vec<_>, _>>()?;
             let resumed = loader()?;
@@ -72,7 +72,7 @@ fn samplers_that_differ_or_leave_the_dataset_are_errors_on_all_ranks() {
         assert!(epoch.next().is_none());
 
         let train = ddp.loader(Keep).sampler(weighted(0.0)?).shuffle(1).build(numbers(3))?;
-        assert_eq!(train.plan().items(), 3, "the last call counts");
+        assert_eq!(train.num_items(), 3, "the last call counts");
         Ok(())
     });
 }
