@@ -17,14 +17,14 @@ const BUNDLED: [&str; 15] = [
     include_str!("../../../docs/models.md"),
     include_str!("../../../docs/checkpoints.md"),
     include_str!("../../../docs/launching.md"),
-    include_str!("../../../docs/observability.md"),
     include_str!("../../../docs/errors.md"),
     include_str!("../../../docs/devices-and-engines.md"),
     include_str!("../../../docs/trainer.md"),
-    include_str!("../../../docs/numerics.md"),
     include_str!("../../../docs/security.md"),
     include_str!("../../../docs/architecture.md"),
-    include_str!("../../../docs/design-faq.md"),
+    include_str!("../../../burn-ddp/src/intercept/README.md"),
+    include_str!("../../../burn-ddp/src/gradients/README.md"),
+    include_str!("../../../burn-ddp/comm/README.md"),
 ];
 
 /// Consecutive windows of a text, which overlap by one byte: each byte but the first is predicted once.

@@ -21,7 +21,7 @@ use crate::data::{EvalLoader, ShardedLoader};
     message = "`ddp.training` takes a `{L}` here, and this is a `{Self}`",
     label = "not a loader of this rank's share",
     note = "make the training loader by `ddp.loader(batcher)…build(dataset)?` and the one for validation by \
-            `ddp.eval_loader(batcher)…build(dataset)?`; from Burn's `DataLoaderBuilder` every rank would read everything"
+            `ddp.eval_loader(batcher)…build(dataset)?`; of a loader of Burn's every rank would read everything"
 )]
 pub trait RankLoader<L>: Into<L> {}
 
