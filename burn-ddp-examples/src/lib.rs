@@ -41,3 +41,17 @@ pub fn log_to_stderr() {
     let lines = tracing_subscriber::fmt::layer().with_writer(stderr).with_ansi(stderr().is_terminal());
     let _ = tracing_subscriber::registry().with(targets).with(lines).try_init();
 }
+
+/// Prints what the file of a program says about it, and ends the process, if the first argument is `--help` or `-h`.
+pub fn help(source: &str) {
+    if std::env::args_os().nth(1).is_some_and(|argument| argument == "--help" || argument == "-h") {
+        print!("{}", first_comment(source));
+        std::process::exit(0);
+    }
+}
+
+/// The comment with which a file begins, without the marks of code blocks.
+fn first_comment(source: &str) -> String {
+    let lines = source.lines().map_while(|line| line.strip_prefix("//!")).filter(|line| !line.contains("```"));
+    lines.map(|line| format!("{}\n", line.strip_prefix(' ').unwrap_or(line))).collect()
+}

@@ -42,6 +42,31 @@ fn train(data: &Path, arguments: &str) -> (Summary, String) {
 }
 
 #[test]
+fn each_program_says_how_it_is_run() {
+    macro_rules! programs {
+        ($($name:literal),*) => { [$(($name, env!(concat!("CARGO_BIN_EXE_", $name)))),*] };
+    }
+    let small = programs![
+        "accumulation",
+        "checkpoint_resume",
+        "custom_loop",
+        "early_stopping",
+        "existing_loop",
+        "hand_checked_gradient",
+        "lora",
+        "mixed_devices",
+        "uneven_data"
+    ];
+    for (name, program) in small {
+        let help = shown(program, "--help");
+        assert!(help.contains(&format!("--bin {name}")) && !help.contains("//!"), "{name}: {help}");
+    }
+    for program in [MNIST, GPT] {
+        assert!(shown(program, "--help").contains("--nproc"));
+    }
+}
+
+#[test]
 fn two_ranks_train_report_and_repeat() {
     let dir = tempfile::tempdir().unwrap();
     few_digits(dir.path(), 50, 15);

@@ -15,6 +15,7 @@ use burn_ddp::prelude::*;
 use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
 
 fn main() -> anyhow::Result<()> {
+    burn_ddp_examples::help(include_str!("accumulation.rs"));
     burn_ddp_examples::log_to_stderr();
     Ddp::launch(2, |ddp| {
         let at_once = train(&ddp, 1, 32)?;

@@ -20,6 +20,7 @@ use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
 const EPOCHS: usize = 3;
 
 fn main() -> anyhow::Result<()> {
+    burn_ddp_examples::help(include_str!("checkpoint_resume.rs"));
     burn_ddp_examples::log_to_stderr();
     let directory = std::env::args_os().nth(1).context("usage: checkpoint_resume DIRECTORY")?;
     let ddp = Ddp::init()?;

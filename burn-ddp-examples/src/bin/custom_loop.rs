@@ -12,6 +12,7 @@ use burn_ddp::prelude::*;
 use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
 
 fn main() -> anyhow::Result<()> {
+    burn_ddp_examples::help(include_str!("custom_loop.rs"));
     let ddp = Ddp::init()?; // this rank and its peers; a world of one without a launcher
     let device = ddp.device()?.autodiff();
 

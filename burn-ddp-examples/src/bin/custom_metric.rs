@@ -124,6 +124,7 @@ impl InferenceStep for Model {
 }
 
 fn main() -> anyhow::Result<()> {
+    burn_ddp_examples::help(include_str!("custom_metric.rs"));
     let directory = std::env::args_os().nth(1).context("usage: custom_metric DIRECTORY")?;
     Ddp::launch(2, |ddp| {
         let device = ddp.device()?.autodiff();

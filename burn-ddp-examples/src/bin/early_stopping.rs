@@ -20,6 +20,7 @@ use burn_ddp_examples::mnist::{MnistBatch, MnistBatcher, MnistDataset, Split};
 const PATIENCE: usize = 2;
 
 fn main() -> anyhow::Result<()> {
+    burn_ddp_examples::help(include_str!("early_stopping.rs"));
     burn_ddp_examples::log_to_stderr();
     Ddp::launch(2, |ddp| {
         train(&ddp)?;

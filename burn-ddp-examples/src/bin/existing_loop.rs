@@ -17,6 +17,7 @@ use burn_ddp::prelude::*; // +
 use burn_ddp_examples::mnist::{MnistBatcher, MnistDataset, Split};
 
 fn main() -> anyhow::Result<()> {
+    burn_ddp_examples::help(include_str!("existing_loop.rs"));
     let ddp = Ddp::init()?; // +
     let device = ddp.device()?.autodiff(); // +, was `Device::default().autodiff()`
     device.seed(42);

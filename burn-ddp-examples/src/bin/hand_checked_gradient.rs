@@ -15,6 +15,7 @@ use burn::prelude::*;
 use burn_ddp::prelude::*;
 
 fn main() -> anyhow::Result<()> {
+    burn_ddp_examples::help(include_str!("hand_checked_gradient.rs"));
     let ddp = Ddp::init()?;
     let rank = ddp.rank();
 

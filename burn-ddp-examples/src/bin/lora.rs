@@ -28,6 +28,7 @@ impl Mlp {
 }
 
 fn main() -> anyhow::Result<()> {
+    burn_ddp_examples::help(include_str!("lora.rs"));
     burn_ddp_examples::log_to_stderr();
     Ddp::launch(2, |ddp| {
         train(&ddp)?;

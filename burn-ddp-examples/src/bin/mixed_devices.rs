@@ -29,6 +29,7 @@ const KINDS: &[fn() -> Device] = &[
 ];
 
 fn main() -> anyhow::Result<()> {
+    burn_ddp_examples::help(include_str!("mixed_devices.rs"));
     burn_ddp_examples::log_to_stderr();
     anyhow::ensure!(
         KINDS.len() > 1,
