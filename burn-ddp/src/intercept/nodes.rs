@@ -56,8 +56,8 @@ pub trait DdpBackend: Backend {
 
 extend_backends!(DdpBackend);
 
-/// State of a hook: the read that it belongs to, the parameter's leaf, whether clones of it may be on other leaves, and,
-/// if it is to be compared, its value.
+/// State of a hook: the read that it belongs to, the parameter's leaf, whether clones of it may be on other leaves,
+/// and, if it is to be compared, its value.
 #[derive(Clone, Debug)]
 struct HookState<B: Backend> {
     read: Read,

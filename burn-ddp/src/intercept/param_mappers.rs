@@ -32,7 +32,7 @@ pub(super) fn report_records<const D: usize>(param: Param<Tensor<D>>, tap: &TapH
         loading.on_load(value)
     });
     param.save_mapper(move |value| {
-        // A visitor sees the parameter without its tap. A program that transforms it by itself reads it through the tap.
+        // A visitor sees the parameter without its tap. A program that transforms it itself reads it through the tap.
         let through_tap = LAST.get() == Some((Event::Read, model, slot)) && !value.is_require_grad();
         LAST.set((!through_tap).then_some((Event::Saved, model, slot)));
         saving.on_save(value)

@@ -12,7 +12,12 @@ use crate::simulated_machines::Machines;
 pub(super) struct MachineOptions {
     /// Ranks of each machine, such as 4,4: network namespaces with a cable each to a switch (needs root, ip and tc).
     /// Compares with gloo. `bytes sent` is what the busiest machine sends per all-reduce, as its interface counts it.
-    #[arg(long, value_delimiter = ',', value_name = "RANKS", conflicts_with_all = ["world", "oversubscribe", "scaling"])]
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "RANKS",
+        conflicts_with_all = ["world", "oversubscribe", "scaling"]
+    )]
     machines: Vec<usize>,
     /// Speed of a machine's cable each way, in Gbit/s; 0 for no limit.
     #[arg(long, default_value_t = 1.0, requires = "machines")]
