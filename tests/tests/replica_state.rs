@@ -1,6 +1,8 @@
 //! Running statistics, and the comparison of replicas.
 
+use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{ModuleMapper, ModuleVisitor, Param};
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::{DType, GradientCheckpointingStrategy, TensorData};
@@ -374,6 +376,28 @@ fn ranks_that_round_differently_train_on_and_count_it() {
         let (step, error) = error.expect("an error");
         assert!(step <= 2 && error.contains("differs between ranks 0, 1;"), "{error}");
     }
+}
+
+/// Flex sums 4 Mi elements and more on several threads in the order in which they finish, so the norms by which the
+/// ranks clip round differently.
+#[test]
+#[ignore = "RAYON_NUM_THREADS=2 cargo test --features rayon --test replica_state norm -- --ignored"]
+fn clipping_by_a_norm_that_rounds_differently_goes_on() {
+    let rounded = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let layer = LinearConfig::new(2048, 2049).with_bias(false).init(&device);
+        let mut model: Linear = ddp.wrap_with(layer, &WrapConfig::new().with_replica_check(10))?;
+        let mut optim = AdamConfig::new().with_grad_clipping(Some(GradientClippingConfig::Norm(1e-3))).init();
+        for step in 0..200 {
+            let x = rows(2 * step + ddp.rank(), 1, 2048, 1, DType::F32, &device);
+            let grads = ddp.backward(&model.forward(x).powf_scalar(2.0).mean(), &model)?;
+            let grads = GradientsParams::from_grads(grads, &model);
+            model = optim.step(1e-3, model, grads);
+        }
+        ddp.check_replicas(&model)?;
+        Ok(ddp.telemetry().stats().rounded)
+    });
+    assert!(rounded.unwrap()[0] > 0, "one thread per rank?");
 }
 
 #[test]
