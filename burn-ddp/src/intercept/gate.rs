@@ -69,9 +69,9 @@ impl WrappedModel {
         }
         let mut unused = Vec::new();
         let mut present = vec![false; state.slots.len()];
-        for slot in 0..state.slots.len() {
+        for (slot, present) in present.iter_mut().enumerate() {
             let Outcome::Whole(average) = state.reducer.outcome(slot) else { continue };
-            present[slot] = true;
+            *present = true;
             let leaf = match state.slots[slot].leaf {
                 Some(leaf) => {
                     let digest = if state.delivered.digested { self.digest::<B>(slot, &average)? } else { UNREAD };
