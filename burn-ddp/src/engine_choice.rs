@@ -46,7 +46,10 @@ pub(crate) fn reduces_on_device(ddp: &Ddp, device: &Device, reduces: bool) -> Re
     let wanted = ddp.world().options().engine;
     let required = wanted == Some(EngineChoice::External("nccl"));
     let candidate = required || wanted.is_none() && reduces;
-    let mine = RankReport { kind: device::kind(device), nccl: candidate.then(|| nccl_report(ddp, device)) };
+    let mine = RankReport {
+        kind: device::kind(device),
+        nccl: candidate.then(|| may_be_plain(ddp).and_then(|()| nccl_report(ddp, device))),
+    };
     let reports = ddp.group().all_gather_object(&mine)?;
     let agreement = if candidate { agree(ddp, device, &reports, reduces)? } else { EngineAgreement::Host(None) };
     let kinds: Vec<String> = reports.iter().map(|report| report.kind.clone()).collect();
@@ -70,6 +73,15 @@ pub(crate) fn reduces_on_device(ddp: &Ddp, device: &Device, reduces: bool) -> Re
             }
             Ok(false)
         }
+    }
+}
+
+/// Refuses connections that nothing encrypts where data between machines are to be encrypted.
+fn may_be_plain(ddp: &Ddp) -> Result<(), String> {
+    let encrypt_data = ddp.world().options().encrypt_data;
+    match encrypt_data && ddp.world().machines().count() > 1 {
+        true => Err("BURN_DDP_ENCRYPT=data, and NCCL does not encrypt what it sends between machines".to_owned()),
+        false => Ok(()),
     }
 }
 

@@ -32,6 +32,10 @@ pub struct WorldOptions {
     pub history: usize,
     /// Engine of all groups. `None`, the default: shm for groups whose ranks share a machine, tcp for others.
     pub engine: Option<EngineChoice>,
+    /// True if data that the tcp engine carries between processes are encrypted and authenticated; shared memory and
+    /// local sockets stay plain. False by default. Engines of other crates do not encrypt: choosing one besides is an
+    /// error.
+    pub encrypt_data: bool,
     /// File of the [timeline](crate::timeline), on each machine. `None`, the default: no timeline.
     pub timeline: Option<PathBuf>,
     /// Names and values of further settings that must be the same on all ranks, compared when they meet. Empty by
@@ -56,6 +60,7 @@ impl Default for WorldOptions {
             stall: Duration::from_secs(30),
             history: 128,
             engine: None,
+            encrypt_data: false,
             timeline: None,
             config: Vec::new(),
         }
@@ -65,12 +70,12 @@ impl Default for WorldOptions {
 impl WorldOptions {
     /// The defaults, changed by the environment variables `BURN_DDP_TIMEOUT`, `BURN_DDP_JOIN_TIMEOUT`,
     /// `BURN_DDP_HEARTBEAT`, `BURN_DDP_PEER_TIMEOUT` and `BURN_DDP_STALL` (seconds, fractions allowed),
-    /// `BURN_DDP_HISTORY` (a number), `BURN_DDP_ENGINE` (`shm`, `tcp`, `mpi` or `nccl`) and `BURN_DDP_TIMELINE` (a
-    /// file).
+    /// `BURN_DDP_HISTORY` (a number), `BURN_DDP_ENGINE` (`shm`, `tcp`, `mpi` or `nccl`), `BURN_DDP_ENCRYPT` (`data` or
+    /// `none`) and `BURN_DDP_TIMELINE` (a file).
     ///
     /// # Errors
-    /// [`Error::Environment`] if a variable is set to something that is not a positive number, or a peer timeout is no
-    /// more than two heartbeats.
+    /// [`Error::Environment`] if a variable is set to something that it cannot mean, a peer timeout is no more than two
+    /// heartbeats, or data are to be encrypted by an engine that does not encrypt.
     pub fn from_env() -> Result<WorldOptions> {
         WorldOptions::from_lookup(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
@@ -113,6 +118,7 @@ impl WorldOptions {
             })?;
         }
         options.engine = lookup("BURN_DDP_ENGINE").map(|text| text.parse()).transpose()?;
+        options.encrypt_data = encrypt_data(lookup)?;
         options.timeline = lookup("BURN_DDP_TIMELINE").map(PathBuf::from);
         options.check()?;
         Ok(options)
@@ -127,6 +133,14 @@ impl WorldOptions {
                                                    {SHORTEST_HEARTBEAT:?}"
             )));
         }
+        if let Some(EngineChoice::External(name)) = self.engine
+            && self.encrypt_data
+        {
+            return Err(Error::environment(format!(
+                "BURN_DDP_ENCRYPT=data, but BURN_DDP_ENGINE={name}: {name}'s connections are not encrypted; leave one \
+                 of the two unset"
+            )));
+        }
         match timeout {
             Some(timeout) if timeout <= heartbeat.saturating_mul(2) => Err(Error::environment(format!(
                 "a peer timeout of {timeout:?} with a heartbeat of {heartbeat:?}: healthy ranks would be lost; \
@@ -139,6 +153,17 @@ impl WorldOptions {
     /// Time after which a machine that does not answer is given up.
     pub(crate) fn machine_timeout(&self) -> Duration {
         self.peer_timeout.unwrap_or(MACHINE_TIMEOUT)
+    }
+}
+
+fn encrypt_data(lookup: &dyn Fn(&str) -> Option<String>) -> Result<bool> {
+    match lookup("BURN_DDP_ENCRYPT").as_deref().map(str::trim) {
+        None | Some("" | "none") => Ok(false),
+        Some("data") => Ok(true),
+        Some(other) => Err(Error::environment(format!(
+            "BURN_DDP_ENCRYPT={other:?} is neither \"data\" nor \"none\"; store and control connections are always \
+             encrypted"
+        ))),
     }
 }
 
@@ -177,6 +202,7 @@ mod tests {
             ("BURN_DDP_STALL", "5"),
             ("BURN_DDP_HISTORY", "6"),
             ("BURN_DDP_ENGINE", "tcp"),
+            ("BURN_DDP_ENCRYPT", "data"),
             ("BURN_DDP_TIMELINE", "trace.json"),
         ]);
         let expected = WorldOptions {
@@ -187,6 +213,7 @@ mod tests {
             stall: Duration::from_secs(5),
             history: 6,
             engine: Some(EngineChoice::Tcp),
+            encrypt_data: true,
             timeline: Some("trace.json".into()),
             config: Vec::new(),
         };
@@ -201,6 +228,8 @@ mod tests {
             (&[("BURN_DDP_HISTORY", "-1")], "from 0 to"),
             (&[("BURN_DDP_ENGINE", "gloo")], "is not an engine"),
             (&[("BURN_DDP_PEER_TIMEOUT", "2")], "more than two heartbeats"),
+            (&[("BURN_DDP_ENCRYPT", "all")], "neither \"data\" nor \"none\""),
+            (&[("BURN_DDP_ENCRYPT", "data"), ("BURN_DDP_ENGINE", "nccl")], "nccl's connections are not encrypted"),
         ] {
             let error = from(set).unwrap_err().to_string();
             assert!(error.contains(reason), "{error}");

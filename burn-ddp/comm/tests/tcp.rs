@@ -4,8 +4,8 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Element, ProcessGroup, ReduceOp, World};
-use common::on_tcp;
+use burn_ddp_comm::{Element, ProcessGroup, ReduceOp, World, WorldOptions};
+use common::{launcher_store, on_tcp, on_world, options, rank_at, world};
 
 /// Numbers whose sum depends on the order of the additions.
 fn ragged(rank: usize, len: usize) -> Vec<f32> {
@@ -51,6 +51,35 @@ fn the_bits_are_those_of_ranks_in_one_process() {
             let over_tcp = on_tcp(n, |world| results(&world.group().unwrap(), len));
             let in_process = World::spawn(n, |world| results(&world.group().unwrap(), len));
             assert!(over_tcp == in_process, "{n} ranks, {len} elements");
+        }
+    }
+}
+
+#[test]
+fn encrypted_data_have_the_same_bits() {
+    let encrypted = WorldOptions { encrypt_data: true, ..options() };
+    for n in [2, 3] {
+        for len in [1, 1000, 100_003] {
+            let over_tcp = on_world(world(n, &encrypted), |world| results(&world.group().unwrap(), len));
+            let in_process = World::spawn(n, |world| results(&world.group().unwrap(), len));
+            assert!(over_tcp == in_process, "{n} ranks, {len} elements");
+        }
+    }
+}
+
+#[test]
+fn ranks_that_disagree_about_encryption_say_so() {
+    let store = launcher_store();
+    let errors: Vec<String> = std::thread::scope(|s| {
+        let ranks = [false, true].map(|encrypt_data| {
+            let env = rank_at(&store, usize::from(encrypt_data), 2);
+            s.spawn(move || World::join(&env, WorldOptions { encrypt_data, ..options() }).unwrap_err().to_string())
+        });
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    for error in errors {
+        for part in ["disagree about encryption of data (BURN_DDP_ENCRYPT)", "has none", "has data"] {
+            assert!(error.contains(part), "{error}");
         }
     }
 }

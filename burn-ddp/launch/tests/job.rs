@@ -24,7 +24,7 @@ fn environments(lines: &[String]) -> Vec<BTreeMap<String, String>> {
 
 #[test]
 fn each_rank_gets_its_variables() {
-    let mut command = script(3, &["--standalone"], "env");
+    let mut command = script(3, &["--standalone", "--encrypt"], "env");
     command.env("TORCHELASTIC_USE_AGENT_STORE", "True").env("OMPI_COMM_WORLD_RANK", "7").env("PMI_RANK", "7");
     let finished = run(command.env("OMP_NUM_THREADS", "5").env("MINE", "kept"));
     assert_eq!(finished.code(), 0);
@@ -44,6 +44,7 @@ fn each_rank_gets_its_variables() {
         assert_eq!(variables["RAYON_NUM_THREADS"], (cores / 3).max(1).to_string());
         assert_eq!(variables["OMP_NUM_THREADS"], "5");
         assert_eq!(variables["MINE"], "kept");
+        assert_eq!(variables["BURN_DDP_ENCRYPT"], "data");
         assert!(!variables.contains_key("TORCHELASTIC_USE_AGENT_STORE"));
         assert_eq!(variables["BURN_DDP_JOB_ID"], ranks[0]["BURN_DDP_JOB_ID"]);
     }

@@ -21,7 +21,7 @@
 //! answer proves it to the one who connects. A refusal that is not sealed is only a number.
 //!
 //! Store and control connections go on with [records](crate::net::wire) under the keys that were agreed. Data
-//! connections go on in the clear.
+//! connections do so if all ranks ask for it, and else go on in the clear.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::time::{Duration, Instant};

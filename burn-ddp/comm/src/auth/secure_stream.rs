@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::io;
-use std::net::TcpStream;
 use std::sync::Arc;
 
 use snow::{HandshakeState, StatelessTransportState};
@@ -40,11 +39,6 @@ impl SecureStream {
         let stream = |end, keys| SecureStream { socket: std::os::fd::OwnedFd::from(end).into(), keys };
         Ok([stream(a, a_keys), stream(b, b_keys)])
     }
-
-    /// The bare connection: what follows is neither encrypted nor authenticated.
-    pub(crate) fn into_plain(self) -> TcpStream {
-        self.socket.into()
-    }
 }
 
 /// Keys of one connection, one for each direction.
@@ -76,9 +70,18 @@ impl SessionKeys {
     /// `InvalidData` if the bytes are not that record.
     pub(crate) fn open(&self, number: u64, sealed: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
         out.resize(sealed.len(), 0);
-        let opened = self.0.read_message(number, sealed, out).map_err(to_io);
+        let opened = self.open_into(number, sealed, out);
         out.truncate(*opened.as_ref().unwrap_or(&0));
         opened.map(drop)
+    }
+
+    /// Opens the other end's record `number` into the beginning of `out`; the number of bytes that it holds, which are
+    /// [`SEAL_BYTES`] fewer than the record's.
+    ///
+    /// # Errors
+    /// `InvalidData` if the bytes are not that record, or `out` is too short; then `out` may hold anything.
+    pub(crate) fn open_into(&self, number: u64, sealed: &[u8], out: &mut [u8]) -> io::Result<usize> {
+        self.0.read_message(number, sealed, out).map_err(to_io)
     }
 }
 

@@ -12,10 +12,14 @@ use super::interface::Interface;
 use crate::auth::handshake::Purpose;
 use crate::auth::job_key::LinkKey;
 use crate::auth::key::KEY_BYTES;
+use crate::auth::secure_stream::SecureStream;
+use crate::engine::tcp::{Reach, TcpFabric};
 use crate::membership::control::{self, Control};
 use crate::membership::{ControlMessage, Heartbeat, Membership, Outbox};
 use crate::poison_free_locks::lock;
-use crate::{JobKey, PeerInfo, Result, Secret, Store, StoreClient, StoreServer, WorldOptions};
+use crate::topology::Machines;
+use crate::world::Seat;
+use crate::{JobKey, PeerInfo, ReduceOp, Result, Secret, Store, StoreClient, StoreServer, World, WorldOptions};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Bytes of the handshake, by the side that sends them.
@@ -219,37 +223,47 @@ fn link_key(token: u8) -> LinkKey {
     JobKey::trusting_network("job", 0).links(&[token; KEY_BYTES])
 }
 
-fn connected(side: usize, tamper: Tamper) -> Ranks {
-    let start = |rank| {
+fn started() -> [(Arc<Control>, SocketAddr); 2] {
+    [0, 1].map(|rank| {
         let (listener, address) = control::listen([127, 0, 0, 1].into()).unwrap();
         (Arc::new(Control::start(listener, rank, 2, link_key(1)).unwrap()), address)
-    };
-    let ((low, address), (high, _)) = (start(0), start(1));
-    let relay = Relay::start(address);
-    relay.set(side, tamper);
+    })
+}
+
+/// Connects rank 1 to rank 0, which listens at `address` or behind a relay there.
+fn connected(controls: &[Arc<Control>; 2], address: SocketAddr, options: &WorldOptions) -> [Arc<Membership>; 2] {
     let (deadline, purpose) = (Instant::now() + PATIENCE, Purpose::Control { rank: 1 });
-    let to = ("127.0.0.1", relay.address.port());
+    let to = ("127.0.0.1", address.port());
     let dial = Dial { to, via: &Interface::default(), key: &link_key(1), peer: 0, purpose };
     let Ok(mine) = dial.connect(deadline, None) else { panic!("no connection") };
-    let theirs = low.links().claim(purpose, deadline, || Ok(())).unwrap().unwrap();
-    let membership = |rank, control: &Arc<Control>| {
-        // One heartbeat at once, and no more.
-        let options = WorldOptions { heartbeat: PATIENCE, ..WorldOptions::default() };
+    let theirs = controls[0].links().claim(purpose, deadline, || Ok(())).unwrap().unwrap();
+    let membership = |rank: usize| {
         let peers = (0..2).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
-        let membership = Membership::new(rank, peers, options);
-        membership.set_outbox(Arc::downgrade(&(control.clone() as Arc<dyn Outbox>)));
+        let membership = Membership::new(rank, peers, options.clone());
+        membership.set_outbox(Arc::downgrade(&(controls[rank].clone() as Arc<dyn Outbox>)));
         membership
     };
-    let memberships = [membership(0, &low), membership(1, &high)];
-    low.attach(vec![None, Some(theirs)], memberships[0].clone()).unwrap();
-    high.attach(vec![Some(mine), None], memberships[1].clone()).unwrap();
-    Ranks { relay, controls: [low, high], memberships }
+    let memberships = [membership(0), membership(1)];
+    controls[0].attach(vec![None, Some(theirs)], memberships[0].clone()).unwrap();
+    controls[1].attach(vec![Some(mine), None], memberships[1].clone()).unwrap();
+    memberships
+}
+
+fn controlled(side: usize, tamper: Tamper) -> Ranks {
+    let [(low, address), (high, _)] = started();
+    let relay = Relay::start(address);
+    relay.set(side, tamper);
+    let controls = [low, high];
+    // One heartbeat at once, and no more.
+    let options = WorldOptions { heartbeat: PATIENCE, ..WorldOptions::default() };
+    let memberships = connected(&controls, relay.address, &options);
+    Ranks { relay, controls, memberships }
 }
 
 /// What becomes of one rank's world while the other, which is `side` of the connection, sends three heartbeats and a
 /// goodbye: `Ok` if that one has left in peace.
 fn heard(side: usize, tamper: Tamper) -> (Result<()>, Ranks) {
-    let ranks = connected(side, tamper);
+    let ranks = controlled(side, tamper);
     // The client is rank 1.
     let (sender, receiver) = (1 - side, side);
     let deadline = Instant::now() + PATIENCE;
@@ -318,8 +332,9 @@ fn a_data_connection_needs_the_secret_of_its_world() {
     };
     // The same job, the same secret, another world.
     assert!(dialled(&link_key(2)).unwrap_err().contains("another secret"));
-    let mut mine = dialled(&link_key(1)).unwrap().into_plain();
-    let mut theirs = control.links().claim(purpose, deadline, || Ok(())).unwrap().unwrap().into_plain();
+    let plain = |stream: SecureStream| TcpStream::from(stream.into_parts().0);
+    let mut mine = plain(dialled(&link_key(1)).unwrap());
+    let mut theirs = plain(control.links().claim(purpose, deadline, || Ok(())).unwrap().unwrap());
     mine.write_all(b"gradients").unwrap();
     let mut got = [0; 9];
     while let Err(e) =
@@ -331,4 +346,81 @@ fn a_data_connection_needs_the_secret_of_its_world() {
     assert_eq!(&got, b"gradients");
     // What the first line of docs/security.md says.
     assert!(lock(&relay.shared.seen).windows(9).any(|bytes| bytes == b"gradients"));
+}
+
+/// Two ranks whose data connections go through the relay; their control connection does not.
+fn with_data_relayed(encrypt_data: bool) -> (Relay, [World; 2]) {
+    let [(low, address), (high, elsewhere)] = started();
+    let relay = Relay::start(address);
+    let options = WorldOptions { encrypt_data, timeout: PATIENCE, ..WorldOptions::default() };
+    let controls = [low, high];
+    let memberships = connected(&controls, address, &options);
+    let addresses = [relay.address, elsewhere].map(|address| (address.ip().to_string(), address.port()));
+    let world = |rank: usize| {
+        let (control, membership) = (controls[rank].clone(), memberships[rank].clone());
+        let (via, links) = (Interface::default(), control.links().clone());
+        let reach = Reach { rank, addresses: addresses.to_vec(), key: link_key(1), via, links };
+        let seat = Seat {
+            rank,
+            local_world_size: 2,
+            machines: Machines::new(&[(); 2]),
+            peers: membership.peers().to_vec(),
+            membership: membership.clone(),
+            fabric: Arc::new(TcpFabric::new(reach, membership)),
+            keep_alive: Some(Box::new(control)),
+        };
+        World::from_seat(seat, options.clone())
+    };
+    let worlds = [world(0), world(1)];
+    (relay, worlds)
+}
+
+const DATA: [i64; 64] = [i64::from_le_bytes(*b"gradient"); 64];
+
+/// What each rank gets: the sum of small data and of large ones.
+fn sums(worlds: [World; 2]) -> [Result<()>; 2] {
+    let rank_main = |world: World| {
+        let group = world.group()?;
+        for times in [1, 1000] {
+            let mut x = DATA.repeat(times);
+            group.all_reduce(&mut x, ReduceOp::Max)?;
+            assert!(x == DATA.repeat(times), "rank {} took changed data", world.rank());
+        }
+        group.barrier()
+    };
+    thread::scope(|s| worlds.map(|world| s.spawn(move || rank_main(world))).map(|rank| rank.join().unwrap()))
+}
+
+#[test]
+fn encrypted_data_cannot_be_read() {
+    for encrypt_data in [false, true] {
+        let (relay, worlds) = with_data_relayed(encrypt_data);
+        assert_eq!(sums(worlds), [Ok(()), Ok(())]);
+        let seen = lock(&relay.shared.seen);
+        assert!(seen.len() > 100_000, "{} bytes came past the relay", seen.len());
+        let legible = seen.windows(8).any(|bytes| bytes == b"gradient");
+        assert_eq!(legible, !encrypt_data);
+    }
+}
+
+#[test]
+fn no_tampered_byte_is_accepted_on_an_encrypted_data_connection() {
+    let mut cases = Vec::new();
+    for side in [CLIENT, LISTENER] {
+        // The records of the group's first barrier and of the small data, and one of the large data.
+        for nth in [0, 1, 4] {
+            cases.extend([0, 1, 2, 40, 300].map(|at| (side, Tamper::FlipIn(nth, at))));
+            cases.extend([Tamper::Drop(nth), Tamper::Repeat(nth), Tamper::Swap(nth)].map(|how| (side, how)));
+        }
+    }
+    thread::scope(|s| {
+        for (side, tamper) in cases {
+            s.spawn(move || {
+                let (relay, worlds) = with_data_relayed(true);
+                relay.set(side, tamper);
+                let outcome = sums(worlds);
+                assert!(outcome.iter().any(Result::is_err), "side {side}, {tamper:?} was not noticed");
+            });
+        }
+    });
 }

@@ -33,6 +33,7 @@ impl ComparedSettings {
                 "the engine (BURN_DDP_ENGINE)",
                 options.engine.map_or("none".to_owned(), |engine| engine.name().to_owned()),
             ),
+            ("encryption of data (BURN_DDP_ENCRYPT)", if options.encrypt_data { "data" } else { "none" }.to_owned()),
             ("peer timeout", options.peer_timeout.map_or("none".to_owned(), |time| format!("{time:?}"))),
         ];
         let own = own.into_iter().map(|(name, value)| (name.to_owned(), value));

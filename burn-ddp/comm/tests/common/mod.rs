@@ -89,9 +89,14 @@ pub fn world(n: usize, options: &WorldOptions) -> Vec<World> {
 
 /// Runs `rank_main` on each rank of a world over TCP.
 pub fn on_tcp<R: Send>(n: usize, rank_main: impl Fn(World) -> R + Sync) -> Vec<R> {
+    on_world(world(n, &options()), rank_main)
+}
+
+/// Runs `rank_main` on each rank of `world`.
+pub fn on_world<R: Send>(world: Vec<World>, rank_main: impl Fn(World) -> R + Sync) -> Vec<R> {
     thread::scope(|s| {
         let rank_main = &rank_main;
-        let ranks: Vec<_> = world(n, &options()).into_iter().map(|world| s.spawn(move || rank_main(world))).collect();
+        let ranks: Vec<_> = world.into_iter().map(|world| s.spawn(move || rank_main(world))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }

@@ -112,6 +112,7 @@ impl Read {
         ] {
             launcher = given.into_iter().fold(launcher, apply);
         }
+        launcher = if cli.encrypt { launcher.env("BURN_DDP_ENCRYPT", "data") } else { launcher };
         launcher = cli.interface.into_iter().fold(launcher, |launcher, name| launcher.env("BURN_DDP_INTERFACE", name));
         launcher = secret_file.into_iter().fold(launcher, Launcher::secret_file);
         launcher = cli.timeline.into_iter().fold(launcher, Launcher::timeline);

@@ -30,8 +30,8 @@ pub(super) fn invitation(matches: &ArgMatches, cli: &Cli) -> String {
 /// All arguments of this machine, from the command line or variables, as one line for a shell.
 fn command(matches: &ArgMatches, cli: &Cli, node: Option<usize>) -> String {
     let mut words = Vec::new();
-    // What the other machines need to be let in.
-    for name in ["BURN_DDP_SECRET_FILE", "BURN_DDP_TRUST_NETWORK"] {
+    // What the other machines need to be let in, and what all ranks must agree about.
+    for name in ["BURN_DDP_SECRET_FILE", "BURN_DDP_TRUST_NETWORK", "BURN_DDP_ENCRYPT"] {
         words.extend(std::env::var_os(name).map(|value| format!("{name}={}", quoted(&value))));
     }
     words.push("burnrun".to_owned());

@@ -101,6 +101,14 @@ pub(super) struct Cli {
     #[arg(long, value_name = "NAME", env = "BURNRUN_INTERFACE", help_heading = "Several machines")]
     pub(super) interface: Option<String>,
 
+    /// Encrypt and authenticate the data (gradients, weights) that ranks send each other over sockets
+    ///
+    /// The same on all machines. What all other connections carry is always encrypted. Shared memory stays plain; MPI
+    /// and, between machines, NCCL cannot be combined with it. BURN_DDP_ENCRYPT=data says the same, also without
+    /// burnrun.
+    #[arg(long, env = "BURNRUN_ENCRYPT", value_parser = BoolishValueParser::new(), help_heading = "Several machines")]
+    pub(super) encrypt: bool,
+
     /// How long to wait for all machines, and then all ranks, to come together [default: 300]
     #[arg(
         long,

@@ -1,16 +1,17 @@
 //! The tcp fabric: connects the ranks of a new group.
 
-use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::NAME;
+use super::data_stream::DataStream;
 use super::exchange::GRACE;
 use super::link::Link;
 use super::transport::TcpTransport;
 use crate::Result;
 use crate::auth::handshake::Purpose;
 use crate::auth::job_key::LinkKey;
+use crate::auth::secure_stream::SecureStream;
 use crate::call::Call;
 use crate::engine::{Engine, Fabric, HostEngine};
 use crate::membership::control::Links;
@@ -61,9 +62,9 @@ impl TcpFabric {
         if self.membership.has_left(peer) { Err(self.membership.left_error(peer)) } else { Ok(()) }
     }
 
-    /// The connection to the peer at a group rank for the group that `call` makes; its bytes are plain. The higher rank
-    /// of a pair connects.
-    fn connect(&self, call: &Call, at: usize) -> Result<TcpStream> {
+    /// The connection to the peer at a group rank for the group that `call` makes. The higher rank of a pair
+    /// connects.
+    fn connect(&self, call: &Call, at: usize) -> Result<SecureStream> {
         let Reach { rank, addresses, key, via, links } = &self.reach;
         let (rank, peer, group) = (*rank, call.world_rank(at), call.info.group);
         let mut watch = Watch::new(&self.membership, call);
@@ -71,7 +72,7 @@ impl TcpFabric {
             let purpose = Purpose::Data { rank: peer as u32, group };
             loop {
                 if let Some(stream) = links.claim(purpose, watch.look(&[at])?, || self.check(peer))? {
-                    return Ok(stream.into_plain());
+                    return Ok(stream);
                 }
             }
         }
@@ -82,7 +83,7 @@ impl TcpFabric {
             watch.look(&[at])?;
             self.check(peer)?;
             let cause = match dial.connect(call.deadline(), Some(&self.membership)) {
-                Ok(stream) => return Ok(stream.into_plain()),
+                Ok(stream) => return Ok(stream),
                 Err(cause) => cause,
             };
             if let Some(why) = cause.shortage(addresses.len()) {
@@ -111,9 +112,11 @@ impl Fabric for TcpFabric {
                 None
             } else {
                 let stream = self.connect(call, at)?;
-                let timeout = self.membership.options().machine_timeout();
-                let link = keep_alive::probe_when_idle(&stream, timeout).and_then(|()| Link::new(stream));
-                Some(link.map_err(|e| self.membership.lost_error(call.world_rank(at), e.to_string()))?)
+                let options = self.membership.options();
+                let stream = keep_alive::probe_when_idle(stream.socket(), options.machine_timeout())
+                    .and_then(|()| DataStream::new(stream, options.encrypt_data));
+                let stream = stream.map_err(|e| self.membership.lost_error(call.world_rank(at), e.to_string()))?;
+                Some(Link::new(stream))
             });
         }
         let arrivals = Arrivals { links: self.reach.links.clone(), group: call.info.group };

@@ -1,15 +1,13 @@
 //! One data connection: frames out of and into the caller's memory, without blocking.
 
-use std::io::{self, ErrorKind, IoSlice, Read};
-use std::net::TcpStream;
+use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::event::PollFlags;
-use rustix::net::{SendAncillaryBuffer, sendmsg};
 
+use super::data_stream::DataStream;
 use crate::call::Call;
 use crate::frame::{PREFIX_BYTES, Prefix};
-use crate::net::SEND_FLAGS;
 use crate::{Error, Result};
 
 /// Bytes read at a time while a header is expected: the header, and with it most small payloads.
@@ -20,7 +18,7 @@ const CHUNK_BYTES: usize = 256 * 1024;
 
 /// A connection to a peer.
 pub(super) struct Link {
-    stream: TcpStream,
+    stream: DataStream,
     /// Bytes that came with a header, from `consumed` on; more than one frame's if the peer is an exchange ahead.
     ahead: Vec<u8>,
     consumed: usize,
@@ -145,11 +143,9 @@ impl From<Error> for ReadError {
 }
 
 impl Link {
-    pub(super) fn new(stream: TcpStream) -> io::Result<Self> {
-        stream.set_nonblocking(true)?;
-        stream.set_nodelay(true)?;
+    pub(super) fn new(stream: DataStream) -> Self {
         // Buffer sizes are left to the kernel, which grows them further than it lets us ask for.
-        Ok(Self {
+        Self {
             stream,
             ahead: Vec::with_capacity(READ_AHEAD_BYTES),
             consumed: 0,
@@ -157,7 +153,7 @@ impl Link {
             write_blocked: false,
             read_ended: false,
             write_ended: false,
-        })
+        }
     }
 
     /// The part of `interest` worth polling for: a direction that has ended is always ready and never useful.
@@ -183,24 +179,20 @@ impl Link {
             return Ok(false);
         }
         let chunk = &frame.payload[..frame.payload.len().min(CHUNK_BYTES)];
-        let slices = [IoSlice::new(frame.header), IoSlice::new(chunk)];
-        loop {
-            match sendmsg(&self.stream, &slices, &mut SendAncillaryBuffer::default(), SEND_FLAGS) {
-                Ok(n) => {
-                    let of_header = n.min(frame.header.len());
-                    frame.header = &frame.header[of_header..];
-                    frame.payload = &frame.payload[n - of_header..];
-                    return Ok(true);
-                }
-                Err(rustix::io::Errno::INTR) => {}
-                Err(rustix::io::Errno::AGAIN) => {
-                    self.write_blocked = true;
-                    return Ok(false);
-                }
-                Err(e) => {
-                    self.write_ended = true;
-                    return Err(io::Error::from(e).into());
-                }
+        match self.stream.write(frame.header, chunk) {
+            Ok(n) => {
+                let of_header = n.min(frame.header.len());
+                frame.header = &frame.header[of_header..];
+                frame.payload = &frame.payload[n - of_header..];
+                Ok(true)
+            }
+            Err(e) if e.kind() == ErrorKind::WouldBlock => {
+                self.write_blocked = true;
+                Ok(false)
+            }
+            Err(e) => {
+                self.write_ended = true;
+                Err(e.into())
             }
         }
     }
@@ -220,7 +212,7 @@ impl Link {
             if !frame.wants() {
                 return Ok(moved);
             }
-            let read = self.receive(|mut stream| stream.read(frame.rest(filled)))?;
+            let read = self.receive(|stream| stream.read(frame.rest(filled)))?;
             frame.filled = Some(filled + read.unwrap_or(0));
             return Ok(moved || read.is_some());
         }
@@ -260,28 +252,25 @@ impl Link {
         let have = ahead.len();
         // A header is shorter than the room there is, so there always is some left while one is incomplete.
         ahead.resize(READ_AHEAD_BYTES, 0);
-        let read = self.receive(|mut stream| stream.read(&mut ahead[have..]));
+        let read = self.receive(|stream| stream.read(&mut ahead[have..]));
         ahead.truncate(have + read.as_ref().ok().copied().flatten().unwrap_or(0));
         self.ahead = ahead;
         Ok(read?.is_some())
     }
 
     /// One read; `None` if nothing is there.
-    fn receive(&mut self, mut read: impl FnMut(&TcpStream) -> io::Result<usize>) -> Result<Option<usize>, ReadError> {
+    fn receive(&mut self, read: impl FnOnce(&mut DataStream) -> io::Result<usize>) -> Result<Option<usize>, ReadError> {
         if self.read_ended || self.read_blocked {
             return Ok(None);
         }
-        let cause = loop {
-            match read(&self.stream) {
-                Ok(0) => break End::Closed,
-                Ok(n) => return Ok(Some(n)),
-                Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) if e.kind() == ErrorKind::WouldBlock => {
-                    self.read_blocked = true;
-                    return Ok(None);
-                }
-                Err(e) => break e.into(),
+        let cause = match read(&mut self.stream) {
+            Ok(0) => End::Closed,
+            Ok(n) => return Ok(Some(n)),
+            Err(e) if e.kind() == ErrorKind::WouldBlock => {
+                self.read_blocked = true;
+                return Ok(None);
             }
+            Err(e) => e.into(),
         };
         self.read_ended = true;
         Err(ReadError::Ended(cause))

@@ -4,7 +4,9 @@
 //! exchange makes progress with all peers at once, both ways, on the calling thread: it writes and reads what it can,
 //! then `poll` waits for a socket, a change of membership, or the deadline. Payloads are written from and read into the
 //! caller's memory. Elements to be reduced are read in pieces that stay in the cache until they are reduced.
+//! With [`WorldOptions::encrypt_data`](crate::WorldOptions::encrypt_data) all of it travels in sealed records.
 
+mod data_stream;
 mod exchange;
 mod fabric;
 mod link;
