@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::{
     Error, JobKey, LaunchEnv, Meeting, ReduceOp, Store, StoreClient, StoreServer, World, WorldOptions, fail_join,
 };
-use common::{FreePort, JOB, SecretFile, join_all, launcher_store, meeting_at, options, rank_at, rank_of};
+use common::{
+    FreePort, JOB, Process, SecretFile, join_all, launcher_store, meeting_at, options, rank_at, rank_of, say,
+};
 
 const AT_ONCE: Duration = Duration::from_secs(5);
 
@@ -247,6 +249,41 @@ fn the_store_of_another_job_is_told_apart() {
     let error = errors(vec![rank_at(&store, 0, 1)], &options()).remove(0);
     assert!(begin.elapsed() < AT_ONCE);
     says(&error, &["another job", &format!("{JOB:?}"), &store.local_addr().to_string()]);
+}
+
+/// What a rank of a job without a name does.
+#[test]
+#[ignore = "started by another test"]
+fn as_a_rank() {
+    let world = World::join(&LaunchEnv::detect().unwrap().unwrap(), options());
+    say(&world.map_or_else(|error| error.to_string(), |world| format!("joined as rank {}", world.rank())));
+}
+
+#[test]
+fn two_programs_at_one_port_are_two_jobs() {
+    let this = std::env::current_exe().unwrap();
+    let other = this.with_file_name(format!("other-program-{}", std::process::id()));
+    std::fs::hard_link(&this, &other).unwrap();
+    let port = FreePort::reserve();
+    let start = |program: &std::path::Path, rank: &str, more: &[(&str, &str)]| {
+        let mut command = std::process::Command::new(program);
+        command.env("RANK", rank).env("WORLD_SIZE", "2").envs(more.iter().copied());
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.port.to_string());
+        Process::start_plain(command, "as_a_rank")
+    };
+    let mut first = start(&this, "0", &[]);
+    let refused = start(&other, "1", &[]).hear();
+    for part in ["another job", "program other-program-", "BURN_DDP_JOB_ID", "MASTER_PORT"] {
+        assert!(refused.contains(part), "{refused}");
+    }
+    assert_eq!(start(&this, "1", &[]).hear(), "joined as rank 1", "the job was not disturbed");
+    assert_eq!(first.hear(), "joined as rank 0");
+
+    let one = [("BURN_DDP_JOB_ID", "mixed")];
+    let mut first = start(&this, "0", &one);
+    assert_eq!(start(&other, "1", &one).hear(), "joined as rank 1");
+    assert_eq!(first.hear(), "joined as rank 0");
+    std::fs::remove_file(other).unwrap();
 }
 
 #[test]

@@ -76,12 +76,13 @@ impl Job<'_> {
         let Some((host, port)) = spec.master.as_ref().filter(|_| spec.nnodes > 1) else {
             return Ok(Nodes::alone(own_host));
         };
+        let job = spec.meeting_name();
         let place = Meet {
             nnodes: spec.nnodes,
             node: spec.node_rank,
             host,
             port: *port,
-            job: &spec.meeting_id,
+            job: &job,
             nproc: spec.nproc,
             own_host,
             join_timeout: spec.join_timeout,

@@ -10,7 +10,7 @@ use crate::generations;
 use crate::output::settings::{OutputSettings, Streams};
 use crate::report::outcome::Outcome;
 use crate::report::user_notices::NoticeSink;
-use crate::spec::{JobSpec, Stdio};
+use crate::spec::{DEFAULT_MEETING_ID, JobSpec, Stdio};
 
 /// Longest grace time, which longer ones are cut to: some hundred years would overflow the clock.
 const MAX_GRACE: Duration = Duration::from_secs(30 * 24 * 3600);
@@ -58,7 +58,7 @@ impl Launcher {
             nnodes: 1,
             node_rank: None,
             master: None,
-            meeting_id: "burnrun".into(),
+            meeting_id: DEFAULT_MEETING_ID.into(),
             invitation: None,
             secret_file: None,
             join_timeout: Self::DEFAULT_JOIN_TIMEOUT,

@@ -11,6 +11,9 @@ use crate::report::user_notices::NoticeSink;
 /// Largest number of ranks on one machine; more are taken for a slip of the finger.
 const MAX_RANKS: usize = 4096;
 
+/// Name of a job to which nobody gave one.
+pub(crate) const DEFAULT_MEETING_ID: &str = "burnrun";
+
 /// Destination of the ranks' stdout and stderr, and source of their stdin.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -50,6 +53,15 @@ pub(crate) struct JobSpec {
 }
 
 impl JobSpec {
+    /// Name under which the launchers meet. Jobs without a name of their own are told apart by their programs.
+    pub(crate) fn meeting_name(&self) -> String {
+        let program = std::path::Path::new(&self.program.program).file_name().unwrap_or_default();
+        match self.meeting_id == DEFAULT_MEETING_ID {
+            true => format!("{DEFAULT_MEETING_ID}, program {}", program.to_string_lossy()),
+            false => self.meeting_id.clone(),
+        }
+    }
+
     /// Refuses settings that contradict each other.
     pub(crate) fn check(&self) -> Result<(), LaunchError> {
         if !(1..=MAX_RANKS).contains(&self.nproc) {

@@ -153,7 +153,8 @@ fn a_failure_on_one_machine_ends_all_with_its_code_and_name() {
 fn a_program_that_one_machine_lacks_ends_all() {
     let place = Place::new();
     let missing = place.with(Launcher::new("no-such-program-anywhere", [""; 0]), 1, 1);
-    let outcomes = run_all([place.launcher(0, 1, "sleep 600"), missing]);
+    let launchers = [place.launcher(0, 1, "sleep 600"), missing];
+    let outcomes = run_all(launchers.map(|launcher| launcher.meeting_id("of two programs")));
     for outcome in outcomes {
         let outcome = outcome.unwrap();
         let trouble = outcome.trouble.as_deref().unwrap_or_default();
@@ -180,7 +181,11 @@ fn machines_that_do_not_fit_are_refused() {
     let others = [
         (place.launcher(1, 1, "true").secret_file(&stranger), "secret"),
         (place.launcher(1, 1, "true").nodes(3, "127.0.0.1", place.port.port), "--nnodes 3 here, but 2 on node 0"),
-        (place.launcher(1, 1, "true").meeting_id("another"), "another"),
+        (place.launcher(1, 1, "true").meeting_id("another"), "this is job \"another\""),
+        (
+            place.with(Launcher::new("/usr/bin/env", ["true"]), 1, 1),
+            "another job or restart; this is job \"burnrun, program env\": give each job a --master-port or --rdzv-id",
+        ),
     ];
     thread::scope(|scope| {
         let host = scope.spawn(|| first.run());

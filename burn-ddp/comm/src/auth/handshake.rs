@@ -329,7 +329,7 @@ pub(crate) fn introduce(socket: Socket, me: &Introduction<'_>, deadline: Instant
     match answer.verdict(noise)? {
         Verdict::Welcome(keys) => Ok(SecureStream { socket, keys }),
         Verdict::Refused(cause) => Err(Refusal::Refused(cause)),
-        Verdict::OtherJob => Err(Refusal::Refused(format!("{} there is of another job", me.to))),
+        Verdict::OtherJob => Err(Refusal::Refused(format!("{} there is of another job or restart", me.to))),
         Verdict::OtherKey => Err(Refusal::Refused(format!(
             "{} there was started with another secret, or the handshake was changed on its way",
             me.to

@@ -11,6 +11,8 @@ use crate::{Error, Result};
 pub(crate) const PORTS_ABOVE: u16 = 64;
 /// Prefix of `BURN_DDP_MASTER` that names a local socket.
 pub(super) const LOCAL: &str = "local:";
+/// Bytes of the program's name that a job id has at most.
+const PROGRAM_CAP: usize = 100;
 /// Ports of Slurm jobs, by job and step: below those that systems hand out by themselves.
 const SLURM_PORTS: std::ops::Range<u64> = 20_000..32_000;
 
@@ -86,6 +88,8 @@ impl Meeting {
 pub(super) struct JobMeeting {
     pub(super) meeting: Meeting,
     pub(super) job_id: String,
+    /// True if other jobs of this user may have the same id, since nobody chose it.
+    is_default_id: bool,
     /// Name of the launcher.
     pub(super) launcher: &'static str,
     /// This process's rank on its machine, and the number of ranks there.
@@ -102,16 +106,30 @@ impl JobMeeting {
             Launcher::Slurm => by_slurm(me, lookup),
         };
         let mut job = job?;
-        if let Some(job_id) = lookup(JOB_ID) {
-            job.job_id = job_id;
+        let chosen = lookup(JOB_ID);
+        if let Some(job_id) = &chosen {
+            job.job_id.clone_from(job_id);
         }
         if let Meeting::Local { name } = &mut job.meeting
             && name.is_empty()
         {
             *name = format!("{}, {}, restart {restarts}", job.launcher, job.job_id);
         }
+        // Another job at the same place is met, and told apart.
+        if job.is_default_id && chosen.is_none() {
+            job.job_id = format!("{}, program {}", job.job_id, program());
+        }
         Ok(job)
     }
+}
+
+/// Name of this process's program, without its directory.
+fn program() -> String {
+    let path = std::env::current_exe().unwrap_or_default();
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    // Linux adds that to the name of a file that was replaced while it runs.
+    let name = name.trim_end_matches(" (deleted)");
+    name[..name.floor_char_boundary(PROGRAM_CAP)].to_owned()
 }
 
 /// Meeting on this machine, under a name that `find` makes.
@@ -124,7 +142,8 @@ fn ours(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
     let store = store.as_deref().map(str::trim);
     if let Some(name) = local_socket(lookup)? {
         let local = me.local.unwrap_or((me.rank, me.world_size));
-        return Ok(JobMeeting { job_id: name.clone(), meeting: Meeting::Local { name }, launcher: "burnrun", local });
+        let (job_id, meeting) = (name.clone(), Meeting::Local { name });
+        return Ok(JobMeeting { meeting, job_id, is_default_id: false, launcher: "burnrun", local });
     }
     let (host, port) = needed(master(lookup)?, MASTER)?;
     if let Some((plain_host, plain_port)) = plain_master(lookup)?
@@ -152,7 +171,7 @@ fn ours(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
             )));
         }
     };
-    Ok(JobMeeting { meeting, job_id, launcher: "burnrun", local })
+    Ok(JobMeeting { meeting, job_id, is_default_id: true, launcher: "burnrun", local })
 }
 
 /// The local socket that `BURN_DDP_MASTER` names, if it names one.
@@ -169,10 +188,10 @@ fn local_socket(lookup: Lookup<'_>) -> Result<Option<String>> {
 fn plain(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
     let (host, port) = needed(plain_master(lookup)?, MASTER_ADDR)?;
     let local = local(me, &host, Launcher::Plain)?;
-    let (launcher, job_id) = match lookup(RUN_ID) {
+    let (launcher, job_id, is_default_id) = match lookup(RUN_ID) {
         // Static torchrun jobs are all called "none"; the port tells them apart.
-        Some(run) => ("torchrun", format!("{run}, port {port}")),
-        None => ("variables", format!("port {port}")),
+        Some(run) => ("torchrun", format!("{run}, port {port}"), run == "none"),
+        None => ("variables", format!("port {port}"), true),
     };
     // torchrun's own store has the port, even if the ranks do not ask for it.
     let taken = flag(AGENT_STORE, lookup)?;
@@ -182,7 +201,7 @@ fn plain(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
         None if taken => Meeting::Rank0Above { host, port },
         None => Meeting::Rank0 { host, port },
     };
-    Ok(JobMeeting { meeting, job_id, launcher, local })
+    Ok(JobMeeting { meeting, job_id, is_default_id, launcher, local })
 }
 
 fn open_mpi(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
@@ -201,7 +220,7 @@ fn open_mpi(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
              ... (`burnrun secret $HOME/.burn-ddp-secret` makes the file; each machine needs it)"
         )));
     };
-    Ok(JobMeeting { meeting, job_id: namespace, launcher: "Open MPI", local })
+    Ok(JobMeeting { meeting, job_id: namespace, is_default_id: false, launcher: "Open MPI", local })
 }
 
 fn mpich(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
@@ -212,7 +231,7 @@ fn mpich(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
         Some((host, port)) => Meeting::Rank0 { host, port },
         None => Meeting::Pmi { fd, host: text(MPICH_HOST, lookup).unwrap_or_else(hostname) },
     };
-    Ok(JobMeeting { meeting, job_id: "MPICH".into(), launcher: "MPICH", local })
+    Ok(JobMeeting { meeting, job_id: "MPICH".into(), is_default_id: false, launcher: "MPICH", local })
 }
 
 fn by_slurm(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
@@ -236,7 +255,8 @@ fn by_slurm(me: &Identity, lookup: Lookup<'_>) -> Result<JobMeeting> {
         let port = SLURM_PORTS.start + job.wrapping_mul(67).wrapping_add(step.wrapping_mul(7)) % ports;
         Meeting::Rank0Above { host, port: port as u16 }
     };
-    Ok(JobMeeting { meeting, job_id: format!("Slurm job {job}.{step}"), launcher: "Slurm", local })
+    let job_id = format!("Slurm job {job}.{step}");
+    Ok(JobMeeting { meeting, job_id, is_default_id: false, launcher: "Slurm", local })
 }
 
 fn hostname() -> String {

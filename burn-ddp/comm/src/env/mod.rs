@@ -24,6 +24,8 @@
 //! - Incomplete variables, or a part of `BURN_DDP_*`, are an error, never a world of 1 by accident.
 //! - Variables of other launchers must agree, unless they describe a process around this one: burnrun and torchrun in a
 //!   task of mpirun or srun, mpirun in an allocation of Slurm.
+//! - Where no launcher names the job, its id consists of the port and the name of the program, so that two programs at
+//!   one port by mistake are two jobs. Ranks whose programs have different names need one `BURN_DDP_JOB_ID`.
 //! - Ranks that are all on one machine meet at a unix socket of the job's name; then no port is opened.
 
 mod inherited;

@@ -112,7 +112,8 @@ impl Round<'_> {
             let same_process = (&there.peer.host, there.peer.pid) == (&self.me.peer.host, self.me.peer.pid);
             if !(decided && same_process) {
                 let message = format!(
-                    "rank {} was started twice: by {} and by process {} on {}; each process needs a rank of its own",
+                    "rank {} was started twice: by {} and by process {} on {}; each process needs a rank of its own, \
+                     and each job a port or a BURN_DDP_JOB_ID of its own",
                     self.me.peer.rank, there.peer, self.me.peer.pid, self.me.peer.host
                 );
                 let error = Error::Rendezvous { message, came: Vec::new(), missing: Vec::new() };

@@ -10,6 +10,10 @@ use crate::net::{address, unix_socket};
 use crate::store::{Place, Serving, StoreClient, Unreached};
 use crate::{Error, JobKey, Result, Secret};
 
+/// Advice to a rank that met another job.
+const OTHER_JOB: &str = "; give each job a port (MASTER_PORT) or a BURN_DDP_JOB_ID of its own; if they are one job \
+                         whose ranks run programs of different names, set the same BURN_DDP_JOB_ID on all of them";
+
 /// Meeting point and key of a job, as its ranks agreed.
 pub(super) struct Agreed {
     pub(super) meeting: Meeting,
@@ -169,9 +173,10 @@ fn find_store(
                 Ok(store) => return Ok(store),
                 Err(Unreached::Refused(cause)) if places.len() == 1 => {
                     return Err(Error::environment(format!(
-                        "the store at {place} refused rank {} of job {:?}: {cause}",
+                        "the store at {place} refused rank {} of job {:?}: {cause}{}",
                         env.rank,
-                        job.name()
+                        job.name(),
+                        if cause.contains("of another job") { OTHER_JOB } else { "" }
                     )));
                 }
                 // A neighbour's port may well be another job's.

@@ -140,10 +140,14 @@ impl Process {
 
     /// By a command that runs this binary with the arguments it is given.
     pub fn start_by(mut command: Command, test: &str, role: &str, env: &LaunchEnv) -> Process {
+        command.env(ROLE, role).envs(env.variables());
+        Process::start_plain(command, test)
+    }
+
+    /// By a command that has its rank's variables.
+    pub fn start_plain(mut command: Command, test: &str) -> Process {
         let mut child = command
             .args(["--exact", test, "--nocapture", "--test-threads=1", "--include-ignored"])
-            .env(ROLE, role)
-            .envs(env.variables())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

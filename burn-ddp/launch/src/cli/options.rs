@@ -74,6 +74,8 @@ pub(super) struct Cli {
     pub(super) rdzv_endpoint: Option<String>,
 
     /// Name of the job, the same on all machines; tells jobs apart that use one address by mistake
+    ///
+    /// Without it the name of the program does, which then is the same on all machines.
     #[arg(long, alias = "rdzv_id", value_name = "NAME", env = "BURNRUN_RDZV_ID", default_value = "burnrun")]
     #[arg(help_heading = "Several machines")]
     pub(super) rdzv_id: String,

@@ -117,7 +117,7 @@ impl Meet<'_> {
         loop {
             let failure = match self.trust.connect(self.host, self.port, self.job, ATTEMPT, self.patience) {
                 Ok(store) => return Ok(store),
-                Err(error) if is_refusal(&error) => return Err(error.into()),
+                Err(error) if is_refusal(&error) => return Err(self.refused(&error)),
                 Err(error) => error.to_string(),
             };
             let place = format!("{}:{}", self.host, self.port);
@@ -232,6 +232,20 @@ impl Meet<'_> {
                 }
             })?;
         }
+    }
+
+    /// The error of a launcher that node 0's turned away.
+    fn refused(&self, error: &burn_ddp_comm::Error) -> Interrupted {
+        let advice = if error.to_string().contains("of another job") {
+            format!(
+                "; this is job {:?}: give each job a --master-port or --rdzv-id of its own; machines of one job whose \
+                 programs have different names need the same --rdzv-id",
+                self.job
+            )
+        } else {
+            String::new()
+        };
+        Interrupted::Error(LaunchError::Nodes(format!("{error}{advice}")))
     }
 
     fn failed(&self, reason: &str) -> Interrupted {

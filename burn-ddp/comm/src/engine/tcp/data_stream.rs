@@ -15,8 +15,8 @@ use crate::net::SEND_FLAGS;
 
 /// Bytes of a record's length.
 const LENGTH: usize = 2;
-/// Most payload in a record: sealed, sent and opened while it is in the cache, and the pieces of a payload are multiples
-/// of it, so most records are opened into the place where their bytes are wanted.
+/// Most payload in a record: sealed, sent and opened while it is in the cache. Pieces of a payload are multiples of it,
+/// so most records are opened into the place where their bytes are wanted.
 const PART_BYTES: usize = 32 * 1024;
 /// Most bytes that stand before the payload in one record.
 const HEADER_CAP: usize = RECORD_CAP - SEAL_BYTES - PART_BYTES;
