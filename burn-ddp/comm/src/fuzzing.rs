@@ -28,6 +28,10 @@ pub fn wire(bytes: &[u8]) {
     crate::net::wire::fuzz(bytes);
 }
 
+pub fn data_stream(bytes: &[u8]) {
+    crate::engine::tcp::fuzz_data_stream(bytes);
+}
+
 pub fn store(mut bytes: &[u8]) {
     let mut table = Table::default();
     while let Ok((request, rest)) = postcard::take_from_bytes::<Request>(bytes) {

@@ -303,6 +303,18 @@ fn ranks_with_the_secret_meet_and_one_without_does_not() {
 }
 
 #[test]
+fn rank_0_says_that_it_refused_a_wrong_secret() {
+    let (file, other, port) = (SecretFile::new("host"), SecretFile::new("guest"), FreePort::reserve());
+    let rank = |rank| rank_of(meeting_at(&port), rank, 2);
+    let errors = errors(vec![file.told(rank(0)), other.told(rank(1))], &join_within(2.0));
+    says(
+        &errors[0],
+        &["missing: rank 1", "its store refused 1 connection with another secret, the last from 127.0.0.1"],
+    );
+    says(&errors[1], &["refused rank 1", "another secret"]);
+}
+
+#[test]
 fn where_strangers_could_come_a_secret_is_asked_for() {
     let store = launcher_store();
     let far = Meeting::Rank0 { host: "192.0.2.1".into(), port: 29500 };

@@ -5,7 +5,7 @@ mod common;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{EngineChoice, ReduceOp, Result, World, WorldOptions};
+use burn_ddp_comm::{EngineChoice, LaunchEnv, ReduceOp, Result, World, WorldOptions};
 use common::{Process, await_go, launcher_store, options, rank_at, role, say};
 use rustix::process::Signal;
 
@@ -135,4 +135,38 @@ fn a_rank_that_connects_to_a_stopped_one_hears_that_another_dies() {
     let said = ranks[2].hear();
     assert!(said.starts_with("Some(1): rank 1 (host ") && said.contains("World::group (group 2)"), "{said}");
     assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
+}
+
+#[test]
+fn a_handshake_that_takes_long_is_reported() {
+    if let Some((_, env)) = role() {
+        let stall = Duration::from_millis(200);
+        let world = World::join(&env, WorldOptions { stall, ..options() }).unwrap();
+        world.group().unwrap();
+        say("ready");
+        await_go();
+        world.group().unwrap();
+        return say("done");
+    }
+    let store = launcher_store();
+    let events = std::env::temp_dir().join(format!("burn-ddp-test-{}-handshake", std::process::id()));
+    std::fs::File::create_new(&events).unwrap();
+    let start = |rank| {
+        let env = LaunchEnv { events: Some(events.clone()), ..rank_at(&store, rank, 2) };
+        Process::start("a_handshake_that_takes_long_is_reported", "rank", &env)
+    };
+    let mut ranks = [start(0), start(1)];
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    // The kernel goes on accepting its connections.
+    ranks[0].signal(Signal::STOP);
+    ranks[1].go();
+    let deadline = Instant::now() + AT_ONCE;
+    while !std::fs::read_to_string(&events).unwrap_or_default().contains("\"stall\"") {
+        assert!(Instant::now() < deadline, "{:?}", std::fs::read_to_string(&events));
+        thread::sleep(Duration::from_millis(20));
+    }
+    ranks[0].signal(Signal::CONT);
+    ranks[0].go();
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "done"));
+    std::fs::remove_file(events).unwrap();
 }

@@ -193,7 +193,11 @@ fn machines_that_do_not_fit_are_refused() {
             let error = launcher.run().expect_err(part).to_string();
             assert!(error.contains(part), "{part}: {error}");
         }
-        assert!(host.join().unwrap().unwrap_err().to_string().contains("missing is node 1"));
+        let error = host.join().unwrap().unwrap_err().to_string();
+        assert!(error.contains("missing is node 1; node 0 refused"), "{error}");
+        for part in ["connection with another secret", "of another job or restart", "the last from 127.0.0.1"] {
+            assert!(error.contains(part), "{error}");
+        }
     });
 }
 

@@ -168,6 +168,11 @@ impl Introduced {
         self.opening.tag()
     }
 
+    /// Address of the other end, if it is no local socket.
+    pub(crate) fn source(&self) -> Option<IpAddr> {
+        Some(self.socket.peer_addr().ok()?.as_socket()?.ip().to_canonical())
+    }
+
     /// Purpose of the connection, if the other end knows `key`.
     pub(crate) fn prove(&self, key: &Key) -> Option<Proved> {
         self.opening.prove(key, &self.greeting)

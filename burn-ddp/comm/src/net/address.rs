@@ -77,8 +77,13 @@ pub(crate) fn bind_once(host: &str, port: u16) -> io::Result<TcpListener> {
 
 /// Connects to one of the addresses `host` has now. One round, no retries. The socket does not block.
 pub(crate) fn connect_once(host: &str, port: u16, via: &Interface, deadline: Instant) -> io::Result<Socket> {
+    connect_any(&resolve(host, port)?, via, deadline)
+}
+
+/// Connects to one of `addresses`, as [`connect_once`].
+pub(crate) fn connect_any(addresses: &[SocketAddr], via: &Interface, deadline: Instant) -> io::Result<Socket> {
     let mut last = io::Error::from(ErrorKind::TimedOut);
-    for address in resolve(host, port)? {
+    for &address in addresses {
         let left = deadline.saturating_duration_since(Instant::now()).min(ATTEMPT);
         if left.is_zero() {
             break;

@@ -3,6 +3,7 @@
 //! - [`address`]: host names, loopback, binding and connecting with errors a person can act on;
 //! - [`descriptors`]: how many this process may have, and errors for want of them;
 //! - [`interface`]: the addresses to listen on and to connect from;
+//! - [`name_lookup`]: names looked up again with a back-off;
 //! - [`keep_alive`]: probes on idle connections;
 //! - [`unix_socket`], `peer_user`: unix sockets between processes of one user;
 //! - [`dial_rank`]: a proved connection to another rank;
@@ -14,6 +15,7 @@ pub(crate) mod descriptors;
 pub(crate) mod dial_rank;
 pub(crate) mod interface;
 pub(crate) mod keep_alive;
+pub(crate) mod name_lookup;
 #[cfg(target_os = "linux")]
 mod peer_user;
 #[cfg(test)]

@@ -135,7 +135,7 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
         memory,
         config: ComparedSettings::of(options),
     };
-    let round = Round { store: &store, job: &job, me: &me, hosts: server.is_some(), start, deadline };
+    let round = Round { store: &store, job: &job, me: &me, server: server.as_ref(), start, deadline };
     descriptors::check(env.world_size, server.is_some()).or_else(|why| round.give_up(&why))?;
     let (token, entries) = round.attend()?;
     let places: Vec<_> = entries.iter().map(|entry| (&entry.peer, entry.memory.as_deref())).collect();

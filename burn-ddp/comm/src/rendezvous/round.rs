@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::settings_check::{self, ComparedSettings};
 use crate::auth::key::{KEY_BYTES, random};
-use crate::store::{Store, StoreClient};
+use crate::store::{Serving, Store, StoreClient};
 use crate::{Error, JobKey, PeerInfo, Result};
 
 /// Rounds of one job in one store; more would be a program that joins in a loop.
@@ -54,8 +54,8 @@ pub(super) struct Round<'a> {
     pub(super) store: &'a StoreClient,
     pub(super) job: &'a JobKey,
     pub(super) me: &'a Entry,
-    /// True if the store lives in this process.
-    pub(super) hosts: bool,
+    /// The store, if it lives in this process.
+    pub(super) server: Option<&'a Serving>,
     pub(super) start: Instant,
     pub(super) deadline: Instant,
 }
@@ -70,7 +70,7 @@ impl Round<'_> {
             self.decide(number, &verdict)?;
         }
         // A rank that hosts the store gives up first: then the store may be gone before a later verdict arrives.
-        let late = if self.hosts { Duration::ZERO } else { AFTER_THE_HOST };
+        let late = if self.server.is_some() { Duration::ZERO } else { AFTER_THE_HOST };
         let left = (self.deadline + late).saturating_duration_since(Instant::now());
         let verdict = match self.store.get(&self.key(number, "verdict"), left) {
             Ok(bytes) => decode(&bytes)?,
@@ -168,11 +168,13 @@ impl Round<'_> {
         came.sort_by_key(|peer| peer.rank);
         let missing: Vec<usize> =
             (0..self.me.world_size).filter(|rank| came.iter().all(|peer| peer.rank != *rank)).collect();
+        let refused = self.server.and_then(Serving::refused).map(|refused| format!("; its store refused {refused}"));
         let message = format!(
-            "rank {} waited {:.1} s for all {} ranks to come",
+            "rank {} waited {:.1} s for all {} ranks to come{}",
             self.me.peer.rank,
             self.start.elapsed().as_secs_f64(),
-            self.me.world_size
+            self.me.world_size,
+            refused.unwrap_or_default()
         );
         Ok(Error::Rendezvous { message, came, missing })
     }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use crate::auth::handshake::HANDSHAKE_DEADLINE;
 use crate::env::{LaunchEnv, Meeting, PORTS_ABOVE};
 use crate::net::interface::Interface;
+use crate::net::name_lookup::NameLookup;
 use crate::net::{address, unix_socket};
 use crate::store::{Place, Serving, StoreClient, Unreached};
 use crate::{Error, JobKey, Result, Secret};
@@ -156,7 +157,7 @@ fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Resul
     Err(Error::environment(format!("rank 0 cannot host the store at {place}: {failure}{advice}")))
 }
 
-/// Connects to this job's store at one of `places`; tries again until the deadline.
+/// Connects to this job's store at one of `places`, which are on one host; tries again until the deadline.
 fn find_store(
     places: &[Place],
     env: &LaunchEnv,
@@ -167,9 +168,10 @@ fn find_store(
     // With several ports, a silent program on one of them must not keep us from the next for long.
     let mut patience = if places.len() == 1 { HANDSHAKE_DEADLINE } else { HANDSHAKE_DEADLINE / 10 };
     let mut failure = String::new();
+    let mut names = NameLookup::new(places.first().map_or("", Place::host));
     loop {
         for place in places {
-            match StoreClient::try_connect(place, job, deadline, patience) {
+            match StoreClient::try_connect(place, &mut names, job, deadline, patience) {
                 Ok(store) => return Ok(store),
                 Err(Unreached::Refused(cause)) if places.len() == 1 => {
                     return Err(Error::environment(format!(

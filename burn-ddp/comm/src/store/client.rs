@@ -10,6 +10,7 @@ use super::Store;
 use super::protocol::{MESSAGE_CAP, Request, Response};
 use crate::auth::handshake::{HANDSHAKE_DEADLINE, Introduction, Purpose, Refusal, Role, introduce};
 use crate::net::interface::Interface;
+use crate::net::name_lookup::NameLookup;
 use crate::net::wait::deadline_in;
 use crate::net::wire::Wire;
 use crate::net::{address, unix_socket};
@@ -57,6 +58,16 @@ pub(crate) enum Place {
     Local { name: String },
 }
 
+impl Place {
+    /// Host of a store that is reached by tcp; "localhost" for others.
+    pub(crate) fn host(&self) -> &str {
+        match self {
+            Self::Tcp { host, .. } => host,
+            Self::Local { .. } => "localhost",
+        }
+    }
+}
+
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -86,9 +97,9 @@ impl StoreClient {
         })?;
         let place = Place::Tcp { host: host.to_owned(), port, via: Interface::default() };
         let deadline = deadline_in(timeout);
-        let mut failure = String::new();
+        let (mut failure, mut names) = (String::new(), NameLookup::new(host));
         loop {
-            match Self::try_connect(&place, job, deadline, HANDSHAKE_DEADLINE) {
+            match Self::try_connect(&place, &mut names, job, deadline, HANDSHAKE_DEADLINE) {
                 Ok(store) => return Ok(store),
                 Err(Unreached::Refused(cause)) => {
                     return Err(Error::Environment {
@@ -112,14 +123,15 @@ impl StoreClient {
         }
     }
 
-    /// One attempt, in which the listener gets `patience` to answer.
+    /// One attempt, in which the listener gets `patience` to answer. `names` looks up the host of `place`.
     pub(crate) fn try_connect(
         place: &Place,
+        names: &mut NameLookup,
         job: &JobKey,
         deadline: Instant,
         patience: Duration,
     ) -> Result<StoreClient, Unreached> {
-        let wire = open(place, job, deadline, patience)?;
+        let wire = open(place, names, job, deadline, patience)?;
         let local = wire.socket().local_addr().map_err(|e| Unreached::Absent(e.to_string()))?;
         let local_ip = local.as_socket().map_or(Ipv4Addr::LOCALHOST.into(), |address| address.ip());
         let idle = Mutex::new(vec![wire]);
@@ -148,11 +160,7 @@ impl StoreClient {
         let idle = self.lock_idle().pop();
         let mut wire = match idle {
             Some(wire) => wire,
-            None => open(&self.place, &self.job, deadline_in(self.answer_within), HANDSHAKE_DEADLINE).map_err(
-                |unreached| match unreached {
-                    Unreached::Absent(cause) | Unreached::Refused(cause) => self.lost(&cause),
-                },
-            )?,
+            None => self.reopen()?,
         };
         let deadline = deadline_in(wait.saturating_add(self.answer_within));
         let answer = wire.send(request, deadline).and_then(|()| wire.recv(deadline));
@@ -166,6 +174,15 @@ impl StoreClient {
                 Ok(response)
             }
         }
+    }
+
+    /// A further connection.
+    fn reopen(&self) -> Result<Wire> {
+        let mut names = NameLookup::new(self.place.host());
+        let deadline = deadline_in(self.answer_within);
+        open(&self.place, &mut names, &self.job, deadline, HANDSHAKE_DEADLINE).map_err(|unreached| match unreached {
+            Unreached::Absent(cause) | Unreached::Refused(cause) => self.lost(&cause),
+        })
     }
 
     fn lock_idle(&self) -> std::sync::MutexGuard<'_, Vec<Wire>> {
@@ -188,10 +205,19 @@ impl StoreClient {
 }
 
 /// A connection to the store of `job`.
-pub(super) fn open(place: &Place, job: &JobKey, deadline: Instant, patience: Duration) -> Result<Wire, Unreached> {
+pub(super) fn open(
+    place: &Place,
+    names: &mut NameLookup,
+    job: &JobKey,
+    deadline: Instant,
+    patience: Duration,
+) -> Result<Wire, Unreached> {
     let absent = |e: std::io::Error| Unreached::Absent(e.to_string());
     let socket = match place {
-        Place::Tcp { host, port, via } => address::connect_once(host, *port, via, deadline).map_err(absent)?,
+        Place::Tcp { port, via, .. } => names
+            .addresses(*port)
+            .and_then(|addresses| address::connect_any(&addresses, via, deadline))
+            .map_err(absent)?,
         Place::Local { name } => unix_socket::connect(name).map_err(|e| match e.kind() {
             // Another user has the name: waiting does not help.
             ErrorKind::PermissionDenied => Unreached::Refused(e.to_string()),

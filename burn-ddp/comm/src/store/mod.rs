@@ -6,6 +6,7 @@
 mod client;
 mod memory;
 pub(crate) mod protocol;
+mod refusals;
 mod server;
 pub(crate) mod table;
 

@@ -16,6 +16,7 @@ use rustix::event::{PollFd, PollFlags};
 use socket2::Socket;
 
 use super::protocol::{MESSAGE_CAP, Request, Response};
+use super::refusals::Refusals;
 use super::table::Table;
 use crate::auth::handshake::{Purpose, Role};
 use crate::auth::job_key::JobTag;
@@ -55,6 +56,8 @@ struct Shared {
     jobs: Mutex<Vec<JobKey>>,
     /// Prefixes of keys to remove. Written by the handle, emptied by the server after a wake.
     forgotten: Mutex<Vec<String>>,
+    /// Written by the server, read by the handle.
+    refusals: Mutex<Refusals>,
     /// Set by the handle, ends the thread.
     stopped: AtomicBool,
     waker: Waker,
@@ -96,6 +99,12 @@ impl StoreServer {
         self.serving.shared.waker.wake();
     }
 
+    /// Number and latest source of the connections that were refused for want of the job's key, as a part of a
+    /// sentence; `None` if there were none.
+    pub fn refused(&self) -> Option<String> {
+        self.serving.refused()
+    }
+
     /// Closes the connections of a job's processes and accepts no more of them. Their values stay.
     pub fn expel(&self, job: &JobKey) {
         lock(&self.serving.shared.jobs).retain(|other| other.tag() != job.tag());
@@ -112,6 +121,7 @@ impl Serving {
         let shared = Arc::new(Shared {
             jobs: Mutex::new(vec![job.clone()]),
             forgotten: Mutex::default(),
+            refusals: Mutex::default(),
             stopped: AtomicBool::new(false),
             waker: Waker::new()?,
         });
@@ -126,6 +136,12 @@ impl Serving {
         };
         thread::Builder::new().name("burn-ddp store".into()).spawn(move || server.run())?;
         Ok(Serving { shared })
+    }
+
+    /// As of the [server](StoreServer::refused).
+    pub(crate) fn refused(&self) -> Option<String> {
+        let refusals = lock(&self.shared.refusals);
+        (!refusals.is_empty()).then(|| refusals.to_string())
     }
 }
 
@@ -262,7 +278,10 @@ impl Server {
             let same_job = named.peek().is_some();
             (named.find_map(|job| stranger.prove(job.store())), same_job)
         };
-        let Some(proved) = proved else { return stranger.turn_away(same_job) };
+        let Some(proved) = proved else {
+            lock(&self.shared.refusals).note(same_job, stranger.source());
+            return stranger.turn_away(same_job);
+        };
         if proved.purpose != Purpose::Store {
             return stranger.refuse(proved, "this is the store, not a rank");
         }
@@ -380,6 +399,7 @@ impl Client {
 mod tests {
     use super::*;
     use crate::net::interface::Interface;
+    use crate::net::name_lookup::NameLookup;
     use crate::store::client::open;
     use crate::store::{Place, Store, StoreClient, VALUE_CAP};
 
@@ -397,7 +417,8 @@ mod tests {
 
         let place = Place::Tcp { host: address.ip().to_string(), port: address.port(), via: Interface::default() };
         let deadline = Instant::now() + PATIENCE;
-        let mut wire = open(&place, &job, deadline, PATIENCE).unwrap_or_else(|_| panic!("no connection"));
+        let mut names = NameLookup::new(place.host());
+        let mut wire = open(&place, &mut names, &job, deadline, PATIENCE).unwrap_or_else(|_| panic!("no connection"));
         wire.socket().set_recv_buffer_size(64 * 1024).unwrap();
         for _ in 0..ANSWERS {
             wire.send(&Request::Get { key: "large".into(), wait_ms: 0 }, deadline).unwrap();

@@ -51,7 +51,7 @@ pub(crate) fn meet(meet: &Meet<'_>, sender: &Sender<Event>, events: &Receiver<Ev
     }
     let store = meet.connect(deadline, events)?;
     let node = meet.take_seat(&*store, server.is_some(), deadline, events)?;
-    let nodes = meet.await_all(&*store, node, deadline, events)?;
+    let nodes = meet.await_all(&*store, node, server.as_ref(), deadline, events)?;
     let link = Link::start(store, node, meet.nnodes, meet.patience, sender.clone())
         .map_err(|source| Interrupted::Error(LaunchError::System { doing: "start a thread", source }))?;
     Ok(Nodes { node, host: meet.own_host.clone(), others: Some(Others { nodes, link, server }) })
@@ -195,6 +195,7 @@ impl Meet<'_> {
         &self,
         store: &dyn Store,
         own: usize,
+        server: Option<&StoreServer>,
         deadline: Instant,
         events: &Receiver<Event>,
     ) -> Result<Vec<Node>, Interrupted> {
@@ -209,17 +210,20 @@ impl Meet<'_> {
                 return Ok(nodes.into_iter().flatten().collect());
             }
             let list = missing.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+            let refused = || server.and_then(StoreServer::refused).map(|refused| format!("; node 0 refused {refused}"));
             if Instant::now() >= deadline {
                 let came: Vec<_> = nodes.iter().flatten().map(|n| format!("{} (host {})", n.node, n.host)).collect();
                 let waited = self.join_timeout.as_secs_f64();
                 return Err(Interrupted::Error(LaunchError::Nodes(format!(
-                    "not all {} machines came within {waited:.0} s: there is node {}; missing is node {list}",
+                    "not all {} machines came within {waited:.0} s: there is node {}; missing is node {list}{}",
                     self.nnodes,
-                    came.join(", ")
+                    came.join(", "),
+                    refused().unwrap_or_default()
                 ))));
             }
             if own == 0 && comment.is_due() {
-                self.notices.show(&format!("still waiting for node {list} of {}", self.nnodes));
+                let refused = refused().unwrap_or_default();
+                self.notices.show(&format!("still waiting for node {list} of {}{refused}", self.nnodes));
             }
             if let Some(Stop::Interrupted { host, signal }) = take(store, STOP, Duration::ZERO)? {
                 self.notices.show(&format!("burnrun on host {host} was stopped by {}", signal_name(signal)));

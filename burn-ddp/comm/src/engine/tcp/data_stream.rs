@@ -197,6 +197,41 @@ fn send(socket: &TcpStream, first: &[u8], second: &[u8]) -> io::Result<usize> {
     }
 }
 
+/// Encrypted bytes: those of a stranger on the path, who has no keys, or records of a peer that has them, and reads of
+/// any size.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(bytes: &[u8]) {
+    use std::io::Write;
+    // Within what a socket buffers, so that one thread suffices.
+    let bytes = &bytes[..bytes.len().min(16 * 1024)];
+    let [kind, size, rest @ ..] = bytes else { return };
+    static KEYS: std::sync::OnceLock<[SessionKeys; 2]> = std::sync::OnceLock::new();
+    let keys = KEYS.get_or_init(crate::auth::handshake::agreed);
+    let Ok(ends) = SecureStream::pair(keys.clone()) else { return };
+    let [mut theirs, mut ours] = ends.map(|end| DataStream::new(end, true).expect("a socket"));
+    let has_keys = kind % 4 != 0;
+    let mut said = Vec::new();
+    if has_keys {
+        for part in rest.split(|byte| byte == kind).filter(|part| !part.is_empty()) {
+            theirs.write(&part[..part.len() / 2], &part[part.len() / 2..]).expect("the buffer takes it");
+            said.extend_from_slice(part);
+        }
+    } else {
+        (&theirs.socket).write_all(rest).expect("the buffer takes it");
+    }
+    drop(theirs);
+    let (mut heard, mut room) = (Vec::new(), vec![0; usize::from(*size) + 1]);
+    let end = loop {
+        match ours.read(&mut room) {
+            Ok(0) => break Ok(()),
+            Ok(n) => heard.extend_from_slice(&room[..n]),
+            Err(e) => break Err(e),
+        }
+    };
+    assert_eq!(heard, said);
+    assert!(!has_keys || end.is_ok(), "{end:?}");
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Write;

@@ -80,9 +80,10 @@ impl TcpFabric {
         let purpose = Purpose::Data { rank: rank as u32, group };
         let dial = Dial { to: (host, *port), via, key, peer, purpose };
         loop {
-            watch.look(&[at])?;
+            // A handshake that takes long is given up for a moment, to report it.
+            let until = watch.look(&[at])?;
             self.check(peer)?;
-            let cause = match dial.connect(call.deadline(), Some(&self.membership)) {
+            let cause = match dial.connect(until, Some(&self.membership)) {
                 Ok(stream) => return Ok(stream),
                 Err(cause) => cause,
             };

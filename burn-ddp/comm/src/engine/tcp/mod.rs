@@ -13,6 +13,8 @@ mod link;
 mod spin;
 mod transport;
 
+#[cfg(feature = "fuzzing")]
+pub(crate) use self::data_stream::fuzz as fuzz_data_stream;
 pub(crate) use self::fabric::{Reach, TcpFabric};
 
 pub(crate) const NAME: &str = "tcp";
