@@ -374,6 +374,8 @@ fn what_any_launcher_may_be_given_besides() {
         ("BURN_DDP_SECRET_FILE", "/s"),
         ("BURN_DDP_TRUST_NETWORK", "1"),
         ("BURN_DDP_INTERFACE", "eth0"),
+        ("BURN_DDP_BIND", "0.0.0.0"),
+        ("BURN_DDP_ADVERTISE", "198.51.100.7"),
         ("BURN_DDP_MACHINE", "left"),
         ("BURN_DDP_EVENTS", "/e"),
         ("BURN_DDP_REPORT_DIR", "/r"),
@@ -383,6 +385,7 @@ fn what_any_launcher_may_be_given_besides() {
         let env = env(&with(set, &more));
         assert_eq!((env.secret_file, env.trust_network), (Some("/s".into()), true));
         assert_eq!((env.interface.as_deref(), env.events), (Some("eth0"), Some("/e".into())));
+        assert_eq!((env.bind.as_deref(), env.advertise.as_deref()), (Some("0.0.0.0"), Some("198.51.100.7")));
         assert_eq!((env.report_dir, env.machine.as_deref()), (Some("/r".into()), Some("left")));
         refused(&with(set, &[("BURN_DDP_TRUST_NETWORK", "please")]), &["BURN_DDP_TRUST_NETWORK", "please"]);
     }
@@ -400,6 +403,8 @@ fn a_child_given_the_variables_is_the_same_rank() {
                 ("BURN_DDP_RESTART_COUNT", "4"),
                 ("BURN_DDP_SECRET_FILE", "/s"),
                 ("BURN_DDP_INTERFACE", "eth0"),
+                ("BURN_DDP_BIND", "::"),
+                ("BURN_DDP_ADVERTISE", "node1"),
                 ("BURN_DDP_MACHINE", "left"),
             ];
             let parent = env(&with(&OURS, &set));

@@ -235,6 +235,33 @@ fn a_master_elsewhere_cannot_be_hosted_here() {
 }
 
 #[test]
+fn a_masters_address_may_lead_to_rank_0_without_being_its_own() {
+    for (masters, bind) in [("192.0.2.1", "127.0.0.1"), ("localhost", "0.0.0.0")] {
+        let port = FreePort::reserve();
+        let at = |host: &str| Meeting::Rank0 { host: host.into(), port: port.port };
+        // Rank 1 is on the side of the router on which that address is rank 0's.
+        let first = LaunchEnv { bind: Some(bind.into()), ..rank_of(at(masters), 0, 2) };
+        work_together(joined(vec![first, rank_of(at("127.0.0.1"), 1, 2)]));
+    }
+}
+
+#[test]
+fn ranks_connect_where_a_rank_says_that_it_is_reached() {
+    let store = launcher_store();
+    let rank = |advertise: &str| LaunchEnv { advertise: Some(advertise.into()), ..rank_at(&store, 0, 2) };
+    work_together(joined(vec![rank("localhost"), rank_at(&store, 1, 2)]));
+
+    let store = launcher_store();
+    let port = store.local_addr().port();
+    let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port };
+    let first = LaunchEnv { advertise: Some("no.such.host.invalid".into()), ..rank_of(meeting, 0, 2) };
+    // It waits for rank 1 longer than this test.
+    std::thread::spawn(move || World::join(&first, options()));
+    let error = errors(vec![rank_at(&store, 1, 2)], &options()).remove(0);
+    says(&error, &["rank 0 (host", "could not be reached at no.such.host.invalid:"]);
+}
+
+#[test]
 fn a_master_on_loopback_is_no_master_for_other_machines() {
     let at = Meeting::Rank0 { host: "localhost".into(), port: 29500 };
     let env = LaunchEnv { local_world_size: 2, local_rank: 0, ..rank_of(at, 2, 4) };

@@ -291,7 +291,18 @@ pub(super) fn all_names() -> Vec<&'static str> {
         let row = launcher.row();
         row.rank_names().into_iter().chain(row.needed.iter().copied()).chain(row.hints.iter().copied())
     });
-    let more = [RESTART_COUNT, SECRET_FILE, TRUST_NETWORK, INTERFACE, EVENTS, REPORT_DIR, SLURM_TASKS, SLURM_RESTARTS];
+    let more = [
+        RESTART_COUNT,
+        SECRET_FILE,
+        TRUST_NETWORK,
+        INTERFACE,
+        BIND,
+        ADVERTISE,
+        EVENTS,
+        REPORT_DIR,
+        SLURM_TASKS,
+        SLURM_RESTARTS,
+    ];
     let mut names: Vec<_> = rows.chain(more).collect();
     names.sort_unstable();
     names.dedup();

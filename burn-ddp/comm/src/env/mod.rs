@@ -16,8 +16,9 @@
 //! machine. ³ `BURN_DDP_MASTER`, else `MASTER_ADDR` and `MASTER_PORT`, says where the ranks of several machines meet.
 //!
 //! With every launcher: `BURN_DDP_SECRET_FILE=file` (needed between machines, except with MPICH),
-//! `BURN_DDP_TRUST_NETWORK=1` (instead of a secret), `BURN_DDP_INTERFACE=name or address`, `BURN_DDP_EVENTS=file`,
-//! `BURN_DDP_REPORT_DIR=dir`, `BURN_DDP_JOB_ID`, and for tests `BURN_DDP_MACHINE=name`.
+//! `BURN_DDP_TRUST_NETWORK=1` (instead of a secret), `BURN_DDP_INTERFACE=name or address`, `BURN_DDP_BIND=address`,
+//! `BURN_DDP_ADVERTISE=name or address`, `BURN_DDP_EVENTS=file`, `BURN_DDP_REPORT_DIR=dir`, `BURN_DDP_JOB_ID`, and for
+//! tests `BURN_DDP_MACHINE=name`.
 //! [`WorldOptions`](crate::WorldOptions) reads the variables for deadlines and records.
 //!
 //! - The first launcher whose variables are complete counts.
@@ -92,6 +93,11 @@ pub struct LaunchEnv {
     pub trust_network: bool,
     /// Network interface or address on which this rank listens and from which it connects.
     pub interface: Option<String>,
+    /// Address on which rank 0 hosts the store, where no launcher does; `0.0.0.0` or `::` for all of its machine.
+    /// `None`: the master's. For a master's address that leads to rank 0's machine and is not its own: a service, a router.
+    pub bind: Option<String>,
+    /// Name or address at which the other ranks reach this one. `None`: the address on which it listens.
+    pub advertise: Option<String>,
     /// Name of the machine on which this rank pretends to be: one host is cut into machines, for tests of programs on
     /// several. Their ranks share no memory.
     pub machine: Option<String>,
@@ -139,6 +145,8 @@ impl LaunchEnv {
             secret_file: None,
             trust_network: false,
             interface: None,
+            bind: None,
+            advertise: None,
             machine: None,
             events: None,
             report_dir: None,
@@ -197,6 +205,8 @@ impl LaunchEnv {
             secret_file: path(SECRET_FILE),
             trust_network: parse::flag(TRUST_NETWORK, lookup)?,
             interface: parse::text(INTERFACE, lookup),
+            bind: parse::text(BIND, lookup),
+            advertise: parse::text(ADVERTISE, lookup),
             machine: parse::text(MACHINE, lookup),
             events: path(EVENTS),
             report_dir: path(REPORT_DIR),
@@ -237,8 +247,9 @@ impl LaunchEnv {
         if self.trust_network {
             variables.push((TRUST_NETWORK, "1".to_owned()));
         }
-        variables.extend(self.interface.iter().map(|interface| (INTERFACE, interface.clone())));
-        variables.extend(self.machine.iter().map(|machine| (MACHINE, machine.clone())));
+        let texts =
+            [(INTERFACE, &self.interface), (BIND, &self.bind), (ADVERTISE, &self.advertise), (MACHINE, &self.machine)];
+        variables.extend(texts.into_iter().filter_map(|(name, text)| text.clone().map(|text| (name, text))));
         let paths = [(SECRET_FILE, &self.secret_file), (EVENTS, &self.events), (REPORT_DIR, &self.report_dir)];
         variables.extend(
             paths

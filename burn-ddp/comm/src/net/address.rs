@@ -1,7 +1,7 @@
 //! Host names, loopback, binding and connecting.
 
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -91,6 +91,19 @@ pub(crate) fn connect_any(addresses: &[SocketAddr], via: &Interface, deadline: I
         match connect_to(address, via, left) {
             Ok(socket) if is_itself(&socket) => last = ErrorKind::ConnectionRefused.into(),
             Ok(socket) => return ready(socket),
+            Err(e) => last = e,
+        }
+    }
+    Err(last)
+}
+
+/// Address of this machine from which packets to `host` would leave. Sends nothing.
+pub(crate) fn from_where(host: &str, port: u16) -> io::Result<IpAddr> {
+    let mut last = io::Error::from(ErrorKind::NotFound);
+    for address in resolve(host, port)? {
+        let any: IpAddr = if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+        match UdpSocket::bind((any, 0)).and_then(|socket| socket.connect(address).and_then(|()| socket.local_addr())) {
+            Ok(local) => return Ok(local.ip()),
             Err(e) => last = e,
         }
     }

@@ -118,7 +118,10 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     };
     let (hosted, store) = store_location::meet(env, &meeting, &job, &via, start, deadline)?;
     server = server.or(hosted);
-    let local_ip = via.listens(store.local_ip()).unwrap_or(store.local_ip());
+    let local_ip = match via.listens(store.local_ip()) {
+        Some(chosen) => chosen,
+        None => store_location::local_ip(env, &meeting, &store)?,
+    };
     let (listener, listens) = control::listen(local_ip).map_err(|e| {
         Error::environment(format!(
             "cannot listen on {local_ip}, from where the master is reached: \
@@ -129,7 +132,7 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     let me = Entry {
         peer: PeerInfo::here(env.rank, env.local_rank, env.node_rank),
         world_size: env.world_size,
-        host: listens.ip().to_string(),
+        host: env.advertise.clone().unwrap_or_else(|| listens.ip().to_string()),
         port: listens.port(),
         machine: machine_of(env, memory.as_deref()),
         memory,

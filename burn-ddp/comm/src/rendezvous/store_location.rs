@@ -1,6 +1,7 @@
 //! The store of a job: rank 0 hosts it, all ranks find it.
 
 use std::io::ErrorKind;
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use crate::auth::handshake::HANDSHAKE_DEADLINE;
@@ -59,6 +60,22 @@ pub(super) fn job_key(env: &LaunchEnv, meeting: &Meeting) -> Result<JobKey> {
     }
 }
 
+/// Address of this machine on which this rank listens if no interface was chosen: the one from which it reached the
+/// store, or would reach the master if the store is its own and on all addresses.
+pub(super) fn local_ip(env: &LaunchEnv, meeting: &Meeting, store: &StoreClient) -> Result<IpAddr> {
+    let is_everywhere =
+        env.bind.as_deref().and_then(|bind| bind.parse().ok()).is_some_and(|ip: IpAddr| ip.is_unspecified());
+    let hosts = matches!(meeting, Meeting::Rank0 { .. } | Meeting::Rank0Above { .. }) && env.rank == 0;
+    if !(hosts && is_everywhere) {
+        return Ok(store.local_ip());
+    }
+    address::from_where(meeting.host(), meeting.port()).map_err(|e| {
+        Error::environment(format!(
+            "cannot find the address at which other ranks reach this one: {e}; say it with BURN_DDP_INTERFACE"
+        ))
+    })
+}
+
 /// Hosts the store, if this is rank 0 and the launcher does not, and connects to it.
 pub(super) fn meet(
     env: &LaunchEnv,
@@ -87,13 +104,21 @@ pub(super) fn meet(
     let mut ports: Vec<u16> =
         if above { (1..=PORTS_ABOVE).filter_map(|above| port.checked_add(above)).collect() } else { vec![*port] };
     let mut server = None;
+    let mut reached_at = host.as_str();
     if hosts {
-        let (serving, port) = host_store(host, &ports, env, job)?;
+        let (serving, port) = host_store(env.bind.as_deref().unwrap_or(host), &ports, env, job)?;
         server = Some(serving);
         ports = vec![port];
+        // The master's address may lead here only from elsewhere.
+        reached_at = match env.bind.as_deref() {
+            Some("0.0.0.0") => "127.0.0.1",
+            Some("::") => "::1",
+            Some(bind) => bind,
+            None => host,
+        };
     }
     let places: Vec<Place> =
-        ports.into_iter().map(|port| Place::Tcp { host: host.clone(), port, via: via.clone() }).collect();
+        ports.into_iter().map(|port| Place::Tcp { host: reached_at.to_owned(), port, via: via.clone() }).collect();
     Ok((server, find_store(&places, env, job, start, deadline)?))
 }
 
@@ -124,7 +149,7 @@ fn host_local(name: &str, job: &JobKey) -> Result<Serving> {
 fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Result<(Serving, u16)> {
     let far = env.local_world_size < env.world_size;
     let mut addresses = address::resolve(host, 0).into_iter().flatten().peekable();
-    if far && addresses.peek().is_some() && addresses.all(|address| address.ip().is_loopback()) {
+    if far && env.bind.is_none() && addresses.peek().is_some() && addresses.all(|address| address.ip().is_loopback()) {
         return Err(Error::environment(format!(
             "{host} means loopback on rank 0's machine, where ranks on other machines cannot come; give an address \
              instead of the name"
@@ -148,7 +173,10 @@ fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Resul
             "; another job, or what is left of an earlier one, listens there: end it, or choose another port for \
              MASTER_PORT (or BURN_DDP_MASTER)"
         }
-        ErrorKind::AddrNotAvailable => "; that is no address of this machine: rank 0 must run on the master",
+        ErrorKind::AddrNotAvailable => {
+            "; that is no address of this machine: rank 0 must run on the master, or BURN_DDP_BIND name an address of \
+             its machine to which the master's leads"
+        }
         ErrorKind::PermissionDenied => {
             "; ports below 1024 are reserved: choose another for MASTER_PORT (or BURN_DDP_MASTER)"
         }
