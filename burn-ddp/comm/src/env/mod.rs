@@ -94,7 +94,8 @@ pub struct LaunchEnv {
     /// Network interface or address on which this rank listens and from which it connects.
     pub interface: Option<String>,
     /// Address on which rank 0 hosts the store, where no launcher does; `0.0.0.0` or `::` for all of its machine.
-    /// `None`: the master's. For a master's address that leads to rank 0's machine and is not its own: a service, a router.
+    /// `None`: the master's. For a master's address that leads to rank 0's machine and is not its own, such as that of
+    /// a service or a router.
     pub bind: Option<String>,
     /// Name or address at which the other ranks reach this one. `None`: the address on which it listens.
     pub advertise: Option<String>,
