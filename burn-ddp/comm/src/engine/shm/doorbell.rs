@@ -19,6 +19,9 @@ pub(super) struct Doorbell {
     rings: AtomicU32,
     /// [`AWAKE`], or one more than the rank for which the owner sleeps. Written by the owner, read by the others.
     awaits: AtomicU32,
+    /// One more than the core on which the owner last waited or rang; 0 before that. Written by the owner, read by the
+    /// others.
+    core: AtomicU32,
 }
 
 impl Doorbell {
@@ -41,11 +44,28 @@ impl Doorbell {
         verdict.map(|_| ())
     }
 
-    /// Wakes the owner if it sleeps for `rank`, which has published something and passed a [`publication`].
-    pub(super) fn wake_for(&self, rank: usize) {
-        if self.awaits.load(Ordering::Relaxed) == rank as u32 + 1 {
+    /// Wakes the owner if it sleeps for `rank`, which has published something and passed a [`publication`]. True if it
+    /// was asleep.
+    pub(super) fn wake_for(&self, rank: usize) -> bool {
+        let asleep = self.awaits.load(Ordering::Relaxed) == rank as u32 + 1;
+        if asleep {
             self.ring();
         }
+        asleep
+    }
+
+    /// Shows the others that the owner runs on `core`. Stores only changes, so that the others' copies of the line stay
+    /// valid.
+    pub(super) fn runs_on(&self, core: usize) {
+        let shown = core as u32 + 1;
+        if self.core.load(Ordering::Relaxed) != shown {
+            self.core.store(shown, Ordering::Relaxed);
+        }
+    }
+
+    /// True if the owner last waited, or rang, on `core`.
+    pub(super) fn last_ran_on(&self, core: usize) -> bool {
+        self.core.load(Ordering::Relaxed) == core as u32 + 1
     }
 
     /// Wakes the owner, whatever it sleeps for.
@@ -58,4 +78,31 @@ impl Doorbell {
 /// The fence between publishing something and looking for ranks that sleep for it.
 pub(super) fn publication() {
     fence(Ordering::SeqCst);
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_is_on_the_core_that_it_showed_last() {
+        let bell = Doorbell::default();
+        assert!(!bell.last_ran_on(0), "nothing is known before the first wait");
+        bell.runs_on(0);
+        assert!(bell.last_ran_on(0) && !bell.last_ran_on(1));
+        bell.runs_on(1);
+        assert!(bell.last_ran_on(1) && !bell.last_ran_on(0));
+    }
+
+    #[test]
+    fn a_ring_is_reported_only_if_the_owner_sleeps_for_the_rank() {
+        let bell = Doorbell::default();
+        assert!(!bell.wake_for(3));
+        bell.sleep(3, Duration::ZERO, || {
+            assert!(bell.wake_for(3) && !bell.wake_for(2));
+            Ok::<_, ()>(false)
+        })
+        .unwrap();
+        assert!(!bell.wake_for(3));
+    }
 }

@@ -4,6 +4,8 @@
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use rustix::thread::sched_getcpu;
+
 use super::doorbell::publication;
 use super::layout::Layout;
 use super::rank_cell::{Cell, Pair};
@@ -15,7 +17,7 @@ use crate::{Error, Result};
 
 /// Looks before sleeping peers are woken: a sign that is due soon comes within them.
 const FIRST_LOOKS: u32 = 300;
-/// Time to spin, where there is a core for every rank.
+/// Time to spin, where there is a core for every rank and no missing peer shares this rank's.
 const SPIN: Duration = Duration::from_micros(100);
 /// Looks between two looks at the clock.
 const LOOKS: u32 = 32;
@@ -126,9 +128,21 @@ impl Board {
     /// Wakes the peers that sleep for this rank, which has published something.
     pub(super) fn wake_sleepers(&self) {
         publication();
+        let mut woken = false;
         for peer in &self.peers {
-            self.cell(*peer).bell.wake_for(self.rank);
+            woken |= self.cell(*peer).bell.wake_for(self.rank);
         }
+        if woken {
+            // The sleeper may have believed that this rank shares its core, and spins again if that is over.
+            self.mine().bell.runs_on(sched_getcpu());
+        }
+    }
+
+    /// True if one of `peers` last ran on the core of this rank: it can go on only when this rank leaves the core.
+    fn shares_core(&self, peers: &[usize]) -> bool {
+        let core = sched_getcpu();
+        self.mine().bell.runs_on(core);
+        peers.iter().any(|peer| self.cell(*peer).bell.last_ran_on(core))
     }
 
     /// Waits for `sign` of all `peers`, having published something; wakes the peers that sleep for that.
@@ -157,7 +171,7 @@ impl Board {
         let spin_end = Instant::now() + SPIN;
         let mut yields = 0;
         while wait.look(sign)? {
-            if self.spins && Instant::now() < spin_end {
+            if self.spins && Instant::now() < spin_end && !self.shares_core(&wait.missing) {
                 for _ in 0..LOOKS {
                     std::hint::spin_loop();
                     if wait.missing.iter().all(|peer| sign.is_there(*peer)) {
@@ -248,8 +262,11 @@ impl Wait<'_> {
         self.check(sign)?;
         let next_look = self.watch.look(&self.missing)?.saturating_duration_since(Instant::now());
         let grace = self.closed.get().map_or(next_look, |since| GRACE.saturating_sub(since.elapsed()));
-        let Some(&last) = self.missing.last() else { return Ok(()) };
-        self.board.mine().bell.sleep(last, next_look.min(grace), || {
+        // A peer that seems to share this rank's core shows by its ring where it runs now.
+        let core = sched_getcpu();
+        let shares_core = |peer: &&usize| self.board.cell(**peer).bell.last_ran_on(core);
+        let Some(&peer) = self.missing.iter().find(shares_core).or(self.missing.last()) else { return Ok(()) };
+        self.board.mine().bell.sleep(peer, next_look.min(grace), || {
             let came = self.missing.iter().any(|peer| sign.is_there(*peer));
             // No later change is slept over: the rank that makes it rings.
             if came { Ok(false) } else { self.check(sign).map(|()| true) }
