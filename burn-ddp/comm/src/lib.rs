@@ -78,7 +78,7 @@ mod world_options;
 
 pub use auth::{JobKey, Secret};
 pub use call::{Call, CallInfo, CallSite, CallingThread, Collective, GroupId, Members, RankCall, attribute_calls};
-pub use cores_per_rank::core_per_rank;
+pub use cores_per_rank::{Cores, core_per_rank};
 pub use dtype::{DType, Element};
 pub use engine::{EngineChoice, SharedBuffer, SharedView};
 pub use env::{HANDED_OVER, LaunchEnv, Meeting};

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::cores_per_rank::Cores;
+
 /// A rank as others see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerInfo {
@@ -17,6 +19,8 @@ pub struct PeerInfo {
     pub local_rank: usize,
     /// Number of its machine.
     pub node_rank: usize,
+    /// Cores that it may use. In a box, since errors hold ranks.
+    pub cores: Box<Cores>,
 }
 
 impl PeerInfo {
@@ -28,6 +32,7 @@ impl PeerInfo {
             pid: std::process::id(),
             local_rank,
             node_rank,
+            cores: Box::new(Cores::of_this_thread()),
         }
     }
 }

@@ -166,10 +166,7 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     }
     let memories: Vec<_> = entries.iter().map(|entry| entry.memory.clone()).collect();
     #[cfg(target_os = "linux")]
-    let shm: Option<Box<dyn Fabric>> = {
-        let local_ranks = machines.ranks_of(machines.machine_of(env.rank)).len();
-        Some(Box::new(ShmFabric::new(key.clone(), membership.clone(), local_ranks)))
-    };
+    let shm: Option<Box<dyn Fabric>> = Some(Box::new(ShmFabric::new(key.clone(), membership.clone())));
     #[cfg(not(target_os = "linux"))]
     let shm: Option<Box<dyn Fabric>> = None;
     let reach = Reach {

@@ -9,7 +9,7 @@ use super::peer_waits::Board;
 use super::segment_handover::Handover;
 use crate::auth::job_key::LinkKey;
 use crate::call::Call;
-use crate::cores_per_rank::cores_suffice;
+use crate::cores_per_rank::core_per_rank;
 use crate::engine::{Engine, Fabric, Unavailable};
 use crate::membership::Membership;
 use crate::{Error, Result};
@@ -18,13 +18,11 @@ use crate::{Error, Result};
 pub(crate) struct ShmFabric {
     key: LinkKey,
     membership: Arc<Membership>,
-    /// Number of the world's ranks on this machine.
-    local_ranks: usize,
 }
 
 impl ShmFabric {
-    pub(crate) fn new(key: LinkKey, membership: Arc<Membership>, local_ranks: usize) -> ShmFabric {
-        ShmFabric { key, membership, local_ranks }
+    pub(crate) fn new(key: LinkKey, membership: Arc<Membership>) -> ShmFabric {
+        ShmFabric { key, membership }
     }
 }
 
@@ -47,7 +45,7 @@ impl Fabric for ShmFabric {
             Err(reason) => return Ok(Err(reason)),
         };
         // Where ranks share cores, a spinning rank keeps the peers it waits for from running.
-        let spins = cores_suffice(self.local_ranks);
+        let spins = core_per_rank(self.membership.rank(), self.membership.peers());
         let board = Board::new(segment, size, rank, self.membership.clone(), spins);
         Ok(Ok(Box::new(ShmEngine::new(board, self.key.clone()))))
     }
