@@ -7,8 +7,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why an operation of burn-ddp failed.
 ///
-/// After [`Error::Backward`] and [`Error::ReplicasDiffer`] the ranks are no longer in step: start again from a
-/// checkpoint. After [`Error::Comm`] ask [`comm::Error::group_usable`]. Errors that all ranks see alike
+/// After [`Error::Backward`], [`Error::Sharding`] and [`Error::ReplicasDiffer`] the ranks are no longer in step: start
+/// again from a checkpoint. After [`Error::Comm`] ask [`comm::Error::group_usable`]. Errors that all ranks see alike
 /// ([`Error::Invalid`], [`Error::ModelsDiffer`], [`Error::File`]) leave the job usable.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
@@ -61,6 +61,14 @@ pub enum Error {
         /// The rank that failed first, as far as this rank knows.
         rank: usize,
         /// The problem, and what to do.
+        reason: String,
+    },
+    /// The ranks did not gather or reduce sharded parameters together.
+    #[error("sharded parameters on rank {rank}: {reason}")]
+    Sharding {
+        /// The first of the ranks that differ.
+        rank: usize,
+        /// The parameters, what each rank did, and what to do.
         reason: String,
     },
     /// Reading or writing a file failed.

@@ -4,6 +4,7 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 
 use crate::ddp::Ddp;
+use crate::intercept::refuse_sharded;
 use crate::wrap::{only, wrapped_in};
 use crate::{Error, Result, optimizer};
 
@@ -77,6 +78,7 @@ impl Ddp {
         if !wrapped.local().is_empty() {
             return Err(Error::invalid(NO_LOCAL_PARAMETERS));
         }
+        refuse_sharded(model, "`join`", "ranks that still train need the parts of all; give all as many batches")?;
         if self.world_size() == 1 {
             wrapped.discard();
             return Ok(0);

@@ -105,7 +105,7 @@ pub use optimizer::clip::{clip_grad_norm, clip_grad_value, grad_norm};
 pub use optimizer::distributed::DistributedOptimizer;
 pub use scalars::{FloatScalar, Scalar};
 pub use telemetry::{Stats, Straggler, Telemetry};
-pub use wrap::WrapConfig;
+pub use wrap::{Sharding, WrapConfig};
 
 /// Traits and types between burn-ddp and Burn's backends. Programs do not name them.
 #[doc(hidden)]
@@ -120,5 +120,7 @@ pub mod backend {
 pub mod prelude {
     #[cfg(feature = "train")]
     pub use crate::train::DdpTrainer;
-    pub use crate::{BufferPolicy, Collectives, Ddp, DdpConfig, GradientReduction, ReduceOp, WrapConfig, param_hash};
+    pub use crate::{
+        BufferPolicy, Collectives, Ddp, DdpConfig, GradientReduction, ReduceOp, Sharding, WrapConfig, param_hash,
+    };
 }

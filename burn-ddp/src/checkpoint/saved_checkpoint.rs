@@ -71,6 +71,7 @@ impl Checkpoint {
     pub fn model<M: Module>(&self, model: M) -> Result<M> {
         let name = format!("{}model.bpk", self.prefix);
         let entries = self.manifest.models.get(&name).ok_or_else(|| self.missing(&name))?;
+        intercept::refuse_sharded(&model, "loading a checkpoint", "load before `wrap`: it holds whole parameters")?;
         let load = |model: M| intercept::bypass(|| load_model(model, entries, self.read_file(&name)?));
         let loaded =
             main_first::main_first(self.ddp.group(), || if self.ddp.is_main() { load(model) } else { Ok(model) })?;
@@ -88,6 +89,8 @@ impl Checkpoint {
     pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
         let name = format!("{}optimizer.bpk", self.prefix);
         let saved_ids = self.manifest.optimizers.get(&name).ok_or_else(|| self.missing(&name))?;
+        let whole = "its state is of whole parameters; train without `with_sharding`, or with a new optimizer";
+        intercept::refuse_sharded(model, "loading the state of an optimizer", whole)?;
         let bytes = self.broadcast_file(&name)?;
         optimizer_state::warn_of_detour(model, &bytes);
         let ids = intercept::bypass(|| Schema::of(model)).map(|schema| optimizer_state::ids(&schema));

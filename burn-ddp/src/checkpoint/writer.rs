@@ -20,6 +20,11 @@ use crate::{Error, Result, agreement, intercept};
 /// Name of the work in errors of ranks that fill a checkpoint.
 const FILL: &str = "fill its checkpoint";
 
+/// Refusal of models with sharded parameters, and what to do.
+const CHECKPOINT: &str = "a checkpoint";
+const SAVE: &str = "it would hold rank 0's parts; `ddp.save(&model, path)` writes the whole model, without the \
+    optimizer's state";
+
 /// Takes the contents of a new checkpoint, in [`Checkpoints::save`](super::Checkpoints::save).
 ///
 /// Every rank calls the same methods. Only rank 0 copies the contents.
@@ -99,6 +104,7 @@ impl<'a> CheckpointWriter<'a> {
     #[track_caller]
     pub fn model<M: Module>(&mut self, model: &M) -> Result<()> {
         let wrapped = wrapped_in(self.group, model)?;
+        intercept::refuse_sharded(model, CHECKPOINT, SAVE)?;
         self.sync(model)?;
         if wrapped.iter().any(|wrapped| wrapped.holds_gradients()) {
             return Err(Error::invalid(
@@ -145,6 +151,7 @@ impl<'a> CheckpointWriter<'a> {
     /// [`Error::Invalid`] if it has state of parameters that are not in `model`, or an optimizer of this name was saved
     /// already.
     pub fn optimizer<M: Module>(&mut self, optim: &ModuleOptimizer, model: &M) -> Result<()> {
+        intercept::refuse_sharded(model, CHECKPOINT, SAVE)?;
         if !self.contents.collect {
             return Ok(());
         }

@@ -38,6 +38,18 @@ pub(crate) enum Contribution {
     Added(f64),
 }
 
+/// The running backward as the gradients of sharded parameters need it, which the reducer does not reduce.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MicroBatch {
+    pub(crate) contribution: Contribution,
+    /// True if the backward ends with a reduction.
+    pub(crate) reducing: bool,
+    /// Divisor of sums before they are reduced.
+    pub(crate) divisor: f64,
+    /// Items this rank contributes to the mean; `None` if the reduction is a sum.
+    pub(crate) weight_of_mean: Option<f64>,
+}
+
 /// Micro-batches since the last reduction, the running one included.
 #[derive(Debug)]
 pub(super) struct MicroBatches {
@@ -95,6 +107,15 @@ impl MicroBatches {
                 GradientReduction::Mean => self.weight,
                 GradientReduction::Sum => 1.0,
             })
+        }
+    }
+
+    pub(super) fn current(&self) -> MicroBatch {
+        MicroBatch {
+            contribution: self.contribution(),
+            reducing: self.reducing,
+            divisor: self.divisor(),
+            weight_of_mean: self.weight_of_mean(),
         }
     }
 

@@ -15,6 +15,8 @@ pub(crate) struct Slot {
     pub trainable: bool,
     /// The first slot of a clone of the same parameter, as of `wrap`: this slot itself if it is the first or only one.
     pub first_clone: usize,
+    /// True if each rank holds a part of the parameter: its gradient is in no bucket.
+    pub sharded: bool,
 }
 
 impl Slot {
@@ -134,7 +136,8 @@ impl Plan {
         let mut buckets: Vec<Bucket> = Vec::new();
         for dormant in [false, true] {
             let first = buckets.len();
-            for &slot in full.iter().filter(|&&s| slots[s].trainable != dormant) {
+            let takes = |slot: &Slot| !slot.sharded && slot.trainable != dormant;
+            for &slot in full.iter().filter(|&&slot| takes(&slots[slot])) {
                 // Buckets of other dtypes stay open while this one fills: mixed precision must not shatter the plan.
                 let open = buckets[first..].iter().rposition(|b| b.dtype == slots[slot].dtype).map(|i| first + i);
                 match open {
@@ -193,7 +196,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn slot(path: &str, n: usize, dtype: DType, trainable: bool) -> Slot {
-        Slot { path: path.into(), dims: vec![n], dtype, trainable, first_clone: 0 }
+        Slot { path: path.into(), dims: vec![n], dtype, trainable, first_clone: 0, sharded: false }
     }
 
     const CAPS: Caps = Caps { first_bytes: 40, bytes: 100 };

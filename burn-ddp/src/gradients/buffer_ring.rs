@@ -97,6 +97,7 @@ mod tests {
             dtype: DType::F32,
             trainable,
             first_clone: nth,
+            sharded: false,
         };
         let slots: Vec<_> = (0..6).map(|nth| slot(nth, nth > 0)).collect();
         Plan::new(&slots, &[], Caps { first_bytes: 4, bytes: 4 }, true)

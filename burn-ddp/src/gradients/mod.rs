@@ -15,8 +15,8 @@ mod reducer_settings;
 mod store;
 mod worker;
 
-pub(crate) use accumulation::Boundary;
 pub use accumulation::GradientReduction;
+pub(crate) use accumulation::{Boundary, Contribution, MicroBatch, Sum};
 pub(crate) use aligned_bytes::AlignedBytes;
 pub(crate) use bucket_plan::{Caps, Slot};
 pub use device_loan::DeviceLoan;

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use burn_ddp_comm::{ProcessGroup, SharedView};
 
-use super::accumulation::{Boundary, Contribution, MicroBatches};
+use super::accumulation::{Boundary, Contribution, MicroBatch, MicroBatches};
 use super::bucket_plan::{Bucket, Plan, Slot};
 use super::buffer_ring::BufferRing;
 use super::piggyback::{Piggyback, PiggybackResult, Submitted};
@@ -148,9 +148,9 @@ impl<T> Reducer<T> {
         }
     }
 
-    /// True if the running backward ends with a reduction.
-    pub(crate) fn is_reducing(&self) -> bool {
-        self.batches.reducing
+    /// The running backward.
+    pub(crate) fn micro_batch(&self) -> MicroBatch {
+        self.batches.current()
     }
 
     /// True if the next reduction compares the ranks' parameters. The same on all ranks.

@@ -27,6 +27,9 @@ impl WrappedModel {
         grads.register::<B>(state.sentinel.id(), state.sentinel.primitive().clone());
         let abandoned = std::mem::take(&mut state.running);
         state.reset();
+        if abandoned {
+            state.sharded.clear();
+        }
         let begun = if abandoned { state.reducer.abandon() } else { Ok(()) }.and_then(|()| self.begin(state));
         state.error = begun.err();
         state.running = true;
@@ -35,6 +38,7 @@ impl WrappedModel {
     fn begin<B: GradientMemory>(&self, state: &mut State<B>) -> Result<()> {
         self.lookups.forget_reads();
         self.refuse_stale()?;
+        self.refuse_unchecked_optimizer()?;
         self.warn_missed(state);
         self.measure_movements(state)?;
         self.ddp.world().set_step(state.reducer.step());
@@ -90,7 +94,7 @@ impl WrappedModel {
         let short = state.reducer.begin(batch.items, boundary)?;
         // A loop that has never stepped only looks at gradients.
         let short = short && self.mapped.load(Ordering::Acquire);
-        self.short_steps.note_kind(!state.reducer.is_reducing(), short);
+        self.short_steps.note_kind(!state.reducer.micro_batch().reducing, short);
         Ok(())
     }
 
@@ -107,7 +111,7 @@ impl WrappedModel {
         }
         state.reducer.receive_late()?;
         let mut piggyback = Piggyback::default();
-        if state.reducer.is_reducing() {
+        if state.reducer.micro_batch().reducing {
             piggyback = self.statistics(state)?;
             if state.reducer.compares_replicas() {
                 self.compare(state, &mut piggyback)?;

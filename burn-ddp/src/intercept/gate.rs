@@ -40,15 +40,33 @@ impl WrappedModel {
             None => self.deliver(state, grads),
         };
         state.reset();
+        if let Some(shards) = self.shards() {
+            shards.restart();
+        }
+        state.sharded.end_backward();
         state.values.iter_mut().for_each(|value| *value = None);
         state.compared.iter_mut().for_each(|value| *value = None);
         if result.is_err() {
             state.reducer.discard();
+            state.sharded.clear();
         }
         drop(guard);
         self.ended.fetch_add(1, Ordering::AcqRel);
         if let Err(e) = result {
             fail(&self.ddp, e);
+        }
+    }
+
+    /// Refuses a sharded parameter that an earlier micro-batch used, and the last one did not: its gradient would be
+    /// left out of the step.
+    fn refuse_unreduced<B: GradientMemory>(&self, state: &State<B>) -> Result<()> {
+        match state.sharded.unreduced() {
+            None => Ok(()),
+            Some(slot) => Err(self.fault(format!(
+                "the sharded parameter {} was used in an earlier micro-batch of the step and not in the last one: \
+                leave it unsharded (`with_sharding_above`), or use it in each",
+                self.slots[slot].path
+            ))),
         }
     }
 
@@ -63,6 +81,7 @@ impl WrappedModel {
         self.refuse_past_tap(state, grads)?;
         let step = state.reducer.step();
         let Some(results) = state.reducer.finish()? else { return Ok(()) };
+        self.refuse_unreduced(state)?;
         self.refuse_differences(state, step, &results)?;
         if let Some(statistics) = &mut state.statistics {
             statistics.receive(&results);
@@ -70,7 +89,13 @@ impl WrappedModel {
         let mut unused = Vec::new();
         let mut present = vec![false; state.slots.len()];
         for (slot, present) in present.iter_mut().enumerate() {
-            let Outcome::Whole(average) = state.reducer.outcome(slot) else { continue };
+            let average = match state.sharded.take(slot) {
+                Some(part) => part,
+                None => match state.reducer.outcome(slot) {
+                    Outcome::Whole(average) => average,
+                    Outcome::Absent => continue,
+                },
+            };
             *present = true;
             let leaf = match state.slots[slot].leaf {
                 Some(leaf) => {

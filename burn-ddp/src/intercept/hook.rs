@@ -6,7 +6,7 @@ use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::tensor::FloatTensor;
 
-use super::failure::fail;
+use super::failure::{fail, tell_peers};
 use super::model_state::State;
 use super::parameter_read::Read;
 use super::wrapped_model::WrappedModel;
@@ -71,7 +71,7 @@ impl WrappedModel {
         self.put(state, read.slot, sum)
     }
 
-    /// Gives the final gradient of a slot to the reducer.
+    /// Gives the final gradient of a slot to the reducer, or reduces it to this rank's part.
     pub(super) fn put<B: GradientMemory>(
         &self,
         state: &mut State<B>,
@@ -83,6 +83,14 @@ impl WrappedModel {
             let read = state.same_gradients.add::<B>(slot, &gradient);
             read.map_err(|e| self.fault(format!("reading the gradient of {}: {e}", self.slots[slot].path)))?;
         }
-        state.reducer.put(slot, gradient)
+        match self.shards().filter(|_| self.is_sharded(slot)) {
+            None => state.reducer.put(slot, gradient),
+            Some(shards) => {
+                let micro_batch = state.reducer.micro_batch();
+                let put = state.sharded.put(shards, &self.slots[slot], slot, gradient, micro_batch);
+                // The other ranks may wait for this gradient.
+                put.inspect_err(|error| tell_peers(&self.ddp, error))
+            }
+        }
     }
 }

@@ -7,6 +7,7 @@
 //! | averages go onto leaves | `gate`; of parameters that this rank did not use: `unused_parameters`, `unused_parameter_averages`, `shown_average`, `tied_clones` |
 //! | state | `open_model`, `wrapped_model` (of all copies), `model_state` (in tensors of the backend), `synced_statistics` |
 //! | checks and errors | `tap_and_replica_checks`, `same_gradients` (all ranks train on the same data), `short_steps`, `checked_backward` (`Ddp::backward`), `failure` |
+//! | parameters in parts | `shard/` |
 //! | outside of backward | `model_walk` (finds the taps of a model), `tap_bypass` (ignores them), `shadow_collectives` (ranks without data) |
 
 mod begin_and_submit;
@@ -29,6 +30,7 @@ mod param_mappers;
 mod parameter_read;
 mod same_gradients;
 mod shadow_collectives;
+mod shard;
 mod short_steps;
 mod shown_average;
 mod synced_statistics;
@@ -49,6 +51,7 @@ pub use model_state::ModelOpening;
 pub(crate) use model_walk::{TAP_NAME, find, read_all, taps};
 pub use nodes::DdpBackend;
 pub(crate) use open_model::open_model;
+pub(crate) use shard::{cut, refuse_sharded, sharded_parameters, whole};
 pub(crate) use synced_statistics::SyncedStatistics;
 pub(crate) use tap::Tap;
 pub(crate) use tap_bypass::bypass;

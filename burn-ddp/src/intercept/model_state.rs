@@ -12,6 +12,7 @@ use burn_ddp_comm::{ProcessGroup, Track};
 use super::depth_ladder::{AutodiffTensor, Ladder, scalar, untracked};
 use super::same_gradients::SameGradients;
 use super::shadow_collectives;
+use super::shard::ShardedGradients;
 use super::synced_statistics::SyncedStatistics;
 use super::unused_parameter_averages::{StandIns, WaitingAverages};
 use super::wrapped_model::WrappedModel;
@@ -76,6 +77,7 @@ pub(super) struct State<B: GradientMemory> {
     /// True if all buckets of the running backward are submitted.
     pub(super) submitted: bool,
     pub(super) slots: Vec<SlotState<B>>,
+    pub(super) sharded: ShardedGradients<B>,
     /// Value of each slot at its last read, kept until the backward ends: a gradient that went past the tap is on this
     /// leaf.
     pub(super) values: Vec<Option<AutodiffTensor<B>>>,
@@ -145,6 +147,7 @@ impl<B: GradientMemory> State<B> {
             gated: 0,
             submitted: false,
             slots: slots.iter().map(|_| SlotState::default()).collect(),
+            sharded: ShardedGradients::new(slots.len()),
             values: slots.iter().map(|_| None).collect(),
             compared: slots.iter().map(|_| None).collect(),
             movements: judges.then(|| Movements::new(slots.len())),
@@ -184,6 +187,7 @@ impl<B: GradientMemory> ModelState for State<B> {
     fn discard(&mut self) {
         self.last_batch = 0;
         self.epoch = None;
+        self.sharded.clear();
         self.reducer.discard_held();
     }
 

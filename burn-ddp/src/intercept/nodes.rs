@@ -1,17 +1,20 @@
 //! The backend extension: two autodiff nodes per read of a parameter, a gate and a hook. `README.md` has the protocol.
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::autodiff::{Autodiff, NodeId};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata, backend_extension};
 
+use super::depth_ladder::untracked;
 use super::model_state::ModelOpening;
 use super::parameter_read::Read;
+use super::shard::{Regather, evaluated, gathered};
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::backends::extend_backends;
 use crate::gradients::GradientMemory;
@@ -38,6 +41,11 @@ pub trait DdpBackend: Backend {
     fn grad_tap(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         let _ = tap;
         x
+    }
+
+    /// Returns the whole of a sharded parameter, of which `part` is this rank's, for a forward without backward.
+    fn gather_part(part: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
+        evaluated::<Self>(part, &tap)
     }
 
     /// Notes `x`, a parameter's value, until the next backward ends. Returns `x`.
@@ -106,6 +114,10 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
     fn grad_tap(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
         let TapHandle { model, slot, apart } = tap;
         if !x.is_tracked() {
+            if model.is_sharded(slot) {
+                let part = x.primitive().clone();
+                return untracked::<B>(evaluated::<B>(part, &TapHandle { model, slot, apart }));
+            }
             // A parameter that was trainable at `wrap` is frozen in a lagging copy: a target network.
             if model.compares() && !model.is_trainable(slot) {
                 model.note_value::<B>(slot, &x);
@@ -113,7 +125,7 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
             return x;
         }
         let leaf = x.id();
-        let value = model.compares().then(|| x.primitive().clone());
+        let value = (model.compares() && !model.is_sharded(slot)).then(|| x.primitive().clone());
         let before = model.lookups.before_read();
         let rung = model.rung::<B, C>(slot, &x);
         let (primitive, guard) = x.into_parts();
@@ -121,16 +133,29 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
             OpsKind::Tracked(prep) => prep.finish(model.clone(), primitive),
             OpsKind::UnTracked(prep) => return prep.finish(primitive),
         };
-        let (primitive, gate) = gate.into_parts();
-        match Backward::<B, 2>::prepare::<C>(Hook, [gate, rung]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => {
-                let read = Read::new(model.clone(), slot);
-                let value = prep.finish(HookState { read, leaf, apart, value }, primitive);
-                model.lookups.read(slot, leaf, before, value.id());
-                value
+        let read = || HookState { read: Read::new(model.clone(), slot), leaf, apart, value };
+        let read = match model.is_sharded(slot) {
+            true => {
+                let (whole, number) = gathered::<B>(&model, slot, gate.primitive().clone());
+                let again =
+                    Regather::<B> { model: model.clone(), slot, read: number, part: gate.id(), backend: PhantomData };
+                // Whatever the device's strategy: nothing keeps the whole until backward.
+                let prep = Backward::<B, 2>::prepare::<BalancedCheckpointing>(Hook, [gate.node(), rung]);
+                match prep.memory_bound().retro_forward(again).parents([&gate]).stateful() {
+                    OpsKind::Tracked(prep) => prep.finish(read(), whole),
+                    OpsKind::UnTracked(prep) => return prep.finish(whole),
+                }
             }
-            OpsKind::UnTracked(prep) => prep.finish(primitive),
-        }
+            false => {
+                let (primitive, gate) = gate.into_parts();
+                match Backward::<B, 2>::prepare::<C>(Hook, [gate, rung]).compute_bound().stateful() {
+                    OpsKind::Tracked(prep) => prep.finish(read(), primitive),
+                    OpsKind::UnTracked(prep) => return prep.finish(primitive),
+                }
+            }
+        };
+        model.lookups.read(slot, leaf, before, read.id());
+        read
     }
 
     fn note_value(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {

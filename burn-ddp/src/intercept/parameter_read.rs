@@ -52,7 +52,10 @@ impl WrappedModel {
     /// Notes the value of a slot until the next backward ends.
     pub(super) fn note_value<B: GradientMemory>(&self, slot: usize, value: &AutodiffTensor<B>) {
         if let Some(state) = self.lock().of::<B>() {
-            state.compared[slot] = Some(value.primitive().clone());
+            // The ranks hold different parts of a sharded parameter.
+            if !self.is_sharded(slot) {
+                state.compared[slot] = Some(value.primitive().clone());
+            }
             state.values[slot] = Some(value.clone());
         }
     }

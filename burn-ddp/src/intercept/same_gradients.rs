@@ -109,7 +109,7 @@ mod tests {
     use crate::telemetry::listener::Listener;
 
     fn slot(len: usize, trainable: bool) -> Slot {
-        Slot { path: "a".into(), dims: vec![len], dtype: DType::F32, trainable, first_clone: 0 }
+        Slot { path: "a".into(), dims: vec![len], dtype: DType::F32, trainable, first_clone: 0, sharded: false }
     }
 
     #[test]

@@ -87,8 +87,14 @@ impl Reparameterization for Tap {
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
         note_read(&self.handle);
-        if is_bypassed() || !base.is_autodiff() {
+        if is_bypassed() {
             return base;
+        }
+        if !base.is_autodiff() {
+            return match self.handle.model.is_sharded(self.handle.slot) {
+                true => Tensor::from_dispatch(Dispatch::gather_part(base.into_dispatch(), self.handle.clone())),
+                false => base,
+            };
         }
         self.handoff.read(&self.handle);
         Tensor::from_dispatch(Dispatch::grad_tap(base.into_dispatch(), self.handle()))

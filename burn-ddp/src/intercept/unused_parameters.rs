@@ -137,7 +137,7 @@ impl WrappedModel {
         }
         let slots = self.slots.iter().enumerate();
         let unused: Vec<&str> = slots
-            .filter(|(slot, s)| s.trainable && !state.reducer.is_present(*slot))
+            .filter(|(slot, s)| s.trainable && !s.sharded && !state.reducer.is_present(*slot))
             .map(|(_, s)| s.path.as_str())
             .collect();
         if !unused.is_empty() {

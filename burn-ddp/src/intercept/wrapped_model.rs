@@ -4,10 +4,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use burn::tensor::{DType, Device};
+use burn_ddp_comm::ProcessGroup;
 
 use super::failure;
 use super::lookups::Lookups;
 use super::model_state::ModelState;
+use super::shard::ShardGroup;
 use super::short_steps::ShortSteps;
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
@@ -28,6 +30,10 @@ pub(crate) struct WrappedModel {
     local: Vec<Entry>,
     /// True once a warning said that files hold rank 0's values of those. Used by rank 0.
     warned_local: AtomicBool,
+    /// The group of the sharded parameters, if there are some.
+    shards: Option<ShardGroup>,
+    /// True once an optimizer was found to step sharded parameters as it would step whole ones.
+    optimizer_fits: AtomicBool,
     reduction: GradientReduction,
     /// Number of reads of each slot whose hook may still run. Raised by forward, lowered when a hook's state is
     /// dropped.
@@ -107,6 +113,8 @@ impl WrappedModel {
             id,
             local: Vec::new(),
             warned_local: AtomicBool::new(false),
+            shards: None,
+            optimizer_fits: AtomicBool::new(false),
             reduction,
             outstanding: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
             taps: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
@@ -170,6 +178,44 @@ impl WrappedModel {
     /// The model with the parameters and buffers that each rank keeps for itself.
     pub(crate) fn with_local(self, local: Vec<Entry>) -> Self {
         WrappedModel { local, ..self }
+    }
+
+    /// The model with the group in which its sharded parameters are gathered.
+    pub(crate) fn with_shards(self, shards: Option<ProcessGroup>) -> Self {
+        let shards = shards.map(|group| ShardGroup::new(group, self.slots.clone()));
+        WrappedModel { shards, ..self }
+    }
+
+    /// The group of the sharded parameters, if there are some.
+    pub(crate) fn shards(&self) -> Option<&ShardGroup> {
+        self.shards.as_ref()
+    }
+
+    /// Notes that an optimizer steps sharded parameters as it would step whole ones.
+    pub(crate) fn note_optimizer(&self) {
+        self.optimizer_fits.store(true, Ordering::Release);
+    }
+
+    /// Refuses to train sharded parameters with an optimizer that was not checked.
+    pub(super) fn refuse_unchecked_optimizer(&self) -> Result<()> {
+        if self.shards.is_none() || self.optimizer_fits.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        Err(self.fault(
+            "the model has sharded parameters: `let mut optim = ddp.optimizer(optim, &model)?` before the first \
+            backward checks that the optimizer can train them"
+                .into(),
+        ))
+    }
+
+    /// True if each rank holds a part of the parameter of a slot.
+    pub(crate) fn is_sharded(&self, slot: usize) -> bool {
+        self.slots[slot].sharded
+    }
+
+    /// The slot of the sharded parameter at `path`.
+    pub(crate) fn sharded_at(&self, path: &str) -> Option<usize> {
+        self.slots.iter().position(|slot| slot.sharded && slot.path == path)
     }
 
     /// True if each rank keeps the parameter or buffer at `path` for itself.

@@ -27,8 +27,9 @@ pub(crate) fn model<M: Module>(group: &ProcessGroup, model: M, root: usize) -> R
         drop(model.valid());
         let schema = Schema::of(&model)?;
         let wrapped = find(&model);
-        let is_local = |path: &str| wrapped.iter().any(|wrapped| wrapped.is_local(path));
-        let is_local: Vec<bool> = schema.paths().into_iter().map(is_local).collect();
+        // Sharded parameters have one value, of which each rank keeps its part.
+        let is_kept = |path: &str| wrapped.iter().any(|w| w.is_local(path) || w.sharded_at(path).is_some());
+        let is_local: Vec<bool> = schema.paths().into_iter().map(is_kept).collect();
         Ok((schema.first_clones(&model)?, is_local, schema))
     });
     let (first_clone, is_local, schema) = agreement::on_outcome(group, "broadcast its model", mine)?;

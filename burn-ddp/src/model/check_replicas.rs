@@ -22,7 +22,7 @@ impl Ddp {
     /// more is an error. All other parameters, and all of a model that is not wrapped or wrapped with
     /// [`with_exact_replicas`](crate::WrapConfig::with_exact_replicas), must be the same bits. Running statistics of a
     /// wrapped model are brought together first ([`sync_buffers`](Self::sync_buffers)) and not compared, nor are
-    /// [local parameters](crate::WrapConfig::with_local_parameters).
+    /// [local](crate::WrapConfig::with_local_parameters) and [sharded](crate::WrapConfig::with_sharding) parameters.
     ///
     /// # Errors
     ///
@@ -36,7 +36,8 @@ impl Ddp {
         let Snapshot { schema, values } = agreement::on_outcome(group, "read its parameters", snapshot(model))?;
         let mut is_buffer = running_stats::which(model).into_iter();
         let is_parameter = |entry: &usize| !(schema.is_float[*entry] && is_buffer.next().unwrap_or(false));
-        let is_shared = |entry: &usize| !wrapped.iter().any(|w| w.is_local(&schema.entries[*entry].path));
+        let is_kept = |path: &str| wrapped.iter().any(|w| w.is_local(path) || w.sharded_at(path).is_some());
+        let is_shared = |entry: &usize| !is_kept(&schema.entries[*entry].path);
         let compared: Vec<usize> = (0..values.len()).filter(is_parameter).filter(is_shared).collect();
         let paths: Vec<&str> = compared.iter().map(|entry| schema.entries[*entry].path.as_str()).collect();
         let own: Vec<i64> = compared.iter().map(|entry| digest(values[*entry].as_bytes())).collect();

@@ -8,7 +8,7 @@ use burn::module::Module;
 use super::sync_buffers::sync_wrapped;
 use crate::checkpoint::leftover;
 use crate::ddp::Ddp;
-use crate::intercept::{bypass, find};
+use crate::intercept::{bypass, find, whole};
 use crate::{Result, main_first};
 
 impl Ddp {
@@ -33,8 +33,10 @@ impl Ddp {
         let path = with_extension(path.as_ref());
         sync_wrapped(self.group(), model)?;
         find(model).iter().for_each(|wrapped| wrapped.warn_of_local());
+        // `valid` brings running statistics up to date.
+        let whole = whole(bypass(|| model.valid()), self.is_main())?;
         main_first::on_main(self.group(), || {
-            write(model, &path).map_err(|e| format!("could not write {}: {e}", path.display()))
+            write(whole, &path).map_err(|e| format!("could not write {}: {e}", path.display()))
         })?;
         self.check_replicas(model)?;
         Ok(path)
@@ -49,11 +51,11 @@ fn with_extension(path: &Path) -> PathBuf {
 }
 
 /// Burn writes to a temporary file beside `path`, syncs it, renames it, and syncs the directory.
-fn write<M: Module>(model: &M, path: &Path) -> std::result::Result<(), String> {
+fn write<M: Module>(model: M, path: &Path) -> std::result::Result<(), String> {
     if let Err(e) = remove_leftovers(path) {
         tracing::warn!("cannot look for leftovers of {}: {e}", path.display());
     }
-    bypass(|| model.valid().into_record()).save(path).map_err(|e| e.to_string())
+    bypass(|| model.into_record()).save(path).map_err(|e| e.to_string())
 }
 
 /// Removes the temporary files of killed writes to `path`.

@@ -3,4 +3,5 @@
 pub(crate) mod burnpack;
 pub(crate) mod clip;
 pub(crate) mod distributed;
+mod element_wise;
 pub(crate) mod state;

@@ -126,6 +126,8 @@ pub(crate) fn broadcast_to<M: Module>(
     model: &M,
     root: usize,
 ) -> Result<()> {
+    let has_parts = "each rank has the state of its part; leave the call out";
+    intercept::refuse_sharded(model, "broadcasting the optimizer's state", has_parts)?;
     let mine = intercept::bypass(|| Schema::of(model)).and_then(|schema| {
         let state = if group.rank() == root { write(optim)? } else { Vec::new() };
         Ok((schema, state, fields(optim, model)?))

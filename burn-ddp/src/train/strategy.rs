@@ -46,6 +46,12 @@ impl<M: LearnerModel> DdpStrategy<M> {
                 "Burn's trainer accumulates by its own setting, `grads_accumulation(k)`: leave `with_accumulation` out",
             ));
         }
+        if self.config.shards() {
+            return Err(Error::invalid(
+                "Burn's trainer saves and validates models by itself, which sharded parameters do not allow: leave \
+                `with_sharding` out, or write the loop",
+            ));
+        }
         self.ddp.state().make_metric_group()?;
         let (model, agreed) = wrap::agree_and_broadcast(&self.ddp, learner.model(), &self.config)?;
         // The learner does not give its model away, but loads values into it.

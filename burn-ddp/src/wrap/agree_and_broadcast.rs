@@ -37,6 +37,8 @@ pub(crate) struct AgreedModel {
     /// Parameters and buffers left to each rank.
     local: Vec<Entry>,
     config: WrapConfig,
+    /// Line of `wrap`.
+    site: &'static Location<'static>,
 }
 
 /// Checks `model` and `config`, and compares them between the ranks. Returns the model with rank 0's values, and the
@@ -66,10 +68,14 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let alone = ddp.world_size() == 1 && !config.single_rank_reduction;
     let on_device = engine_choice::reduces_on_device(ddp, &device, !alone)?;
     let first_clone = broadcast::first_clones(world, 0, first_clone, &is_local)?;
-    let (slots, slot_of) = treatment::slots(&schema, &first_clone, &is_buffer, &is_local);
+    let (slots, slot_of) = {
+        let divides = |dims: &[usize]| config.divides(dims, world.world_size());
+        treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides)
+    };
     let mut group = ddp.state().new_group()?;
     // Errors in backward show the caller of `wrap`.
-    group.attribute_to(Location::caller());
+    let site = Location::caller();
+    group.attribute_to(site);
     let devices = broadcast::devices(&model);
     // Ranks that are threads may have started from one model, whose clones share running statistics.
     let model = if is_buffer.contains(&true) { running_stats::unshared(model) } else { model };
@@ -82,13 +88,14 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let entries = schema.entries.into_iter().zip(is_local);
     let local = entries.filter_map(|(entry, is_local)| is_local.then_some(entry)).collect();
     let config = config.clone();
-    Ok((model, AgreedModel { device, group, alone, on_device, slots, slot_of, is_shared_buffer, local, config }))
+    Ok((model, AgreedModel { device, group, alone, on_device, slots, slot_of, is_shared_buffer, local, config, site }))
 }
 
 impl AgreedModel {
     /// Taps of the agreed model, whose running statistics are those of `model`. *Collective*.
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Taps> {
-        let AgreedModel { device, group, alone, on_device, slots, slot_of, is_shared_buffer, local, config } = self;
+        let AgreedModel { device, group, alone, on_device, slots, slot_of, is_shared_buffer, local, config, site } =
+            self;
         let settings = ReducerSettings {
             reduction: config.reduction,
             accumulation: config.micro_batches(),
@@ -105,8 +112,16 @@ impl AgreedModel {
         let buffers =
             (policy != BufferPolicy::Local).then(|| running_stats::handle(model, &is_shared_buffer)).flatten();
         let statistics = buffers.map(|buffers| SyncedStatistics::new(buffers, policy));
+        let shards = match slots.iter().any(|slot| slot.sharded) {
+            true => {
+                let mut group = ddp.state().new_group()?;
+                group.attribute_to(site);
+                Some(group)
+            }
+            false => None,
+        };
         let wrapped = open_model(ddp.without_presence(), device, group, slots, settings, statistics)?;
-        Ok(Taps::new(ddp, Arc::new(wrapped.with_local(local)), slot_of))
+        Ok(Taps::new(ddp, Arc::new(wrapped.with_local(local).with_shards(shards)), slot_of))
     }
 }
 

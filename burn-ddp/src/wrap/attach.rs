@@ -7,7 +7,7 @@ use burn::module::{Module, Param, Reparameterizer};
 use burn::tensor::Tensor;
 
 use crate::ddp::Ddp;
-use crate::intercept::{Tap, WrappedModel};
+use crate::intercept::{Tap, WrappedModel, cut};
 
 /// The taps of a wrapped model, to attach to its copies. The reducer lives as long as this or a tapped copy does.
 pub(crate) struct Taps {
@@ -39,7 +39,8 @@ impl Drop for Taps {
     }
 }
 
-/// Puts a tap on every float parameter; the order of calls is the order of slots.
+/// Puts a tap on every float parameter, and cuts sharded ones to this rank's part. The order of calls is the order of
+/// slots.
 struct Attach {
     ddp: Ddp,
     wrapped: Arc<WrappedModel>,
@@ -53,6 +54,11 @@ impl Reparameterizer for Attach {
     fn reparameterize<const D: usize>(&mut self, _: &str, param: Param<Tensor<D>>) -> (Param<Tensor<D>>, Option<Tap>) {
         let slot = self.slot_of.pop_front().expect("map and visit see the same parameters");
         let Some(slot) = slot else { return (param, None) };
+        let shards = self.wrapped.shards().filter(|_| self.wrapped.is_sharded(slot));
+        let param = match shards {
+            Some(shards) => cut(param, shards.rows(slot).of(shards.rank())),
+            None => param,
+        };
         let (param, tap) = Tap::new(self.ddp.clone(), self.wrapped.clone(), slot, param);
         (param, Some(tap))
     }

@@ -28,7 +28,7 @@ pub(crate) use agree_and_broadcast::agree_and_broadcast;
 pub(crate) use attach::Taps;
 pub(crate) use local_parameters::refuse_accumulation;
 pub(crate) use owned::{only, wrapped_in};
-pub use wrap_config::WrapConfig;
+pub use wrap_config::{Sharding, WrapConfig};
 
 use crate::ddp::Ddp;
 use crate::intercept;
@@ -85,10 +85,11 @@ impl Ddp {
     }
 
     /// Removes the taps: returns the plain model with the same parameters and ids. Gradients held for accumulation are
-    /// discarded.
+    /// discarded. *Collective* if parameters are [sharded](WrapConfig::with_sharding): they become whole on every rank.
     ///
     /// # Errors
     ///
+    /// [`Error::Sharding`] or [`Error::Comm`] if sharded parameters cannot be gathered.
     /// [`Error::Invalid`] if the model carries other reparameterizations (LoRA), which Burn cannot keep while removing
     /// one.
     pub fn unwrap<M: Module>(&self, model: M) -> Result<M> {
@@ -104,6 +105,7 @@ impl Ddp {
                 wrapped.discard();
             }
         }
+        let model = intercept::whole(model, true)?;
         // Burn removes a reparameterization by folding it in; ours is the identity.
         Ok(intercept::bypass(|| model.materialize()))
     }

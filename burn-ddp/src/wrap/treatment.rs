@@ -13,6 +13,8 @@ use crate::model::schema::Schema;
 pub(crate) enum Treatment {
     /// The gradient is averaged over the ranks.
     Averaged,
+    /// Each rank holds a part of the value and of the average.
+    Sharded,
     /// No gradient as long as the parameter is frozen; the replica check compares its value.
     Frozen,
     /// Nothing: a local parameter keeps this rank's gradient; running statistics, quantized values, integers and bools
@@ -32,6 +34,8 @@ struct Value {
     is_buffer: bool,
     /// True if the settings leave it to each rank.
     is_local: bool,
+    /// True if the settings divide parameters of its shape, and it is not tied to another.
+    divides: bool,
 }
 
 fn treatment(value: Value) -> Treatment {
@@ -39,6 +43,7 @@ fn treatment(value: Value) -> Treatment {
         Value { is_local: true, .. } => Treatment::LeftOut,
         Value { is_float: false, .. } | Value { is_buffer: true, .. } => Treatment::LeftOut,
         Value { dtype, .. } if !dtype.is_float() => Treatment::LeftOut,
+        Value { trainable: true, divides: true, .. } => Treatment::Sharded,
         Value { trainable: true, .. } => Treatment::Averaged,
         Value { trainable: false, .. } => Treatment::Frozen,
     }
@@ -49,22 +54,28 @@ fn treatment(value: Value) -> Treatment {
 ///
 /// Averaged and frozen parameters have slots. Each clone of a parameter (tied weights) has its own slot, which names
 /// that of the first clone: `first_clone` comes from [`Schema::first_clones`], `is_buffer` from
-/// [`running_stats::which`](crate::model::running_stats::which); `is_local` is of each entry of the schema.
+/// [`running_stats::which`](crate::model::running_stats::which); `is_local` is of each entry of the schema; `divides`
+/// says whether parameters of a shape are sharded.
 pub(super) fn slots(
     schema: &Schema,
     first_clone: &[usize],
     is_buffer: &[bool],
     is_local: &[bool],
+    divides: impl Fn(&[usize]) -> bool,
 ) -> (Vec<Slot>, VecDeque<Option<usize>>) {
+    let is_tied = |entry: usize| first_clone.iter().filter(|first| **first == first_clone[entry]).count() > 1;
     let floats: Vec<usize> = (0..schema.entries.len()).filter(|&entry| schema.is_float[entry]).collect();
     let has_slot = |(&entry, &is_buffer): (&usize, &bool)| {
         let (dtype, trainable) = (schema.dtypes[entry], schema.entries[entry].trainable);
         let (is_float, is_local) = (schema.is_float[entry], is_local[entry]);
-        let treatment = treatment(Value { dtype, trainable, is_float, is_buffer, is_local });
-        (treatment != Treatment::LeftOut).then_some(entry)
+        let divides = divides(&schema.entries[entry].dims) && !is_tied(entry);
+        let treatment = treatment(Value { dtype, trainable, is_float, is_buffer, is_local, divides });
+        (treatment != Treatment::LeftOut).then_some((entry, treatment == Treatment::Sharded))
     };
-    let params: Vec<usize> = floats.iter().zip(is_buffer).filter_map(has_slot).collect();
-    let slot = |&entry: &usize| Slot {
+    let treated: Vec<(usize, bool)> = floats.iter().zip(is_buffer).filter_map(has_slot).collect();
+    let params: Vec<usize> = treated.iter().map(|(entry, _)| *entry).collect();
+    let slot = |&(entry, sharded): &(usize, bool)| Slot {
+        sharded,
         path: schema.entries[entry].path.clone(),
         dims: schema.entries[entry].dims.clone(),
         dtype: comm_dtype(schema.dtypes[entry]).expect("checked when the model was inspected"),
@@ -72,7 +83,7 @@ pub(super) fn slots(
         first_clone: params.binary_search(&first_clone[entry]).expect("clones are parameters too"),
     };
     let slot_of = floats.iter().map(|entry| params.binary_search(entry).ok()).collect();
-    (params.iter().map(slot).collect(), slot_of)
+    (treated.iter().map(slot).collect(), slot_of)
 }
 
 #[cfg(test)]
@@ -84,13 +95,14 @@ mod tests {
     use crate::model::schema::Entry;
 
     const WEIGHT: Value =
-        Value { dtype: DType::F32, trainable: true, is_float: true, is_buffer: false, is_local: false };
+        Value { dtype: DType::F32, trainable: true, is_float: true, is_buffer: false, is_local: false, divides: false };
 
     #[test]
     fn gradients_are_averaged_where_there_can_be_some() {
         assert_eq!(treatment(WEIGHT), Treatment::Averaged);
         assert_eq!(treatment(Value { dtype: DType::BF16, ..WEIGHT }), Treatment::Averaged);
-        assert_eq!(treatment(Value { trainable: false, ..WEIGHT }), Treatment::Frozen);
+        assert_eq!(treatment(Value { divides: true, ..WEIGHT }), Treatment::Sharded);
+        assert_eq!(treatment(Value { trainable: false, divides: true, ..WEIGHT }), Treatment::Frozen);
         let quantized = DType::QFloat(QuantScheme::default());
         for left_out in [
             Value { is_buffer: true, trainable: false, ..WEIGHT },
@@ -120,9 +132,12 @@ mod tests {
             schema.is_float.push(is_float);
         }
         let (slots, slot_of) =
-            slots(&schema, &[0, 1, 2, 3, 0], &[false, true, false, false], &[false, false, false, true, false]);
+            slots(&schema, &[0, 1, 2, 3, 0], &[false, true, false, false], &[false, false, false, true, false], |_| {
+                true
+            });
         assert_eq!(slot_of, [Some(0), None, None, Some(1)]);
         let described: Vec<_> = slots.iter().map(|slot| (slot.path.as_str(), slot.first_clone)).collect();
         assert_eq!(described, [("a", 0), ("tied", 0)]);
+        assert!(slots.iter().all(|slot| !slot.sharded), "tied parameters stay whole");
     }
 }

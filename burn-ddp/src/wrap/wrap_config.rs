@@ -9,6 +9,18 @@ use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::Schema;
 use crate::{Error, Result};
 
+/// What each rank holds of the model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Sharding {
+    /// All of it (the default).
+    #[default]
+    Off,
+    /// A part of each large parameter, of its gradient and of its optimizer state: what torch calls FSDP, and
+    /// DeepSpeed ZeRO-3.
+    Parameters,
+}
+
 /// Settings of [`Ddp::wrap_with`](crate::Ddp::wrap_with), the same on every rank.
 ///
 /// ```
@@ -33,6 +45,9 @@ pub struct WrapConfig {
     pub(super) single_rank_reduction: bool,
     /// Paths of parameters, buffers and modules that each rank keeps for itself; `*` stands for any text.
     pub(super) local_parameters: Vec<String>,
+    pub(super) sharding: Sharding,
+    /// Least number of elements of a sharded parameter.
+    sharding_above: usize,
 }
 
 impl Default for WrapConfig {
@@ -48,6 +63,8 @@ impl Default for WrapConfig {
             overlap: None,
             single_rank_reduction: false,
             local_parameters: Vec::new(),
+            sharding: Sharding::Off,
+            sharding_above: 1 << 14,
         }
     }
 }
@@ -211,6 +228,54 @@ impl WrapConfig {
     pub fn with_local_parameters_where<M: Module>(self, model: &M, is_local: impl Fn(&str) -> bool) -> Result<Self> {
         let schema = Schema::of(model)?;
         Ok(self.with_local_parameters(schema.paths().into_iter().filter(|path| is_local(path))))
+    }
+
+    /// Divides large parameters between the ranks: each holds a part of their values, gradients and optimizer state.
+    /// Off by default.
+    ///
+    /// Sharded are trainable parameters with two dimensions or more, at least as many rows in the first one as there
+    /// are ranks, and at least [`with_sharding_above`](Self::with_sharding_above) elements; each rank holds some of the
+    /// rows. The others are averaged as ever, as are frozen and tied ones. A read gathers the whole from all ranks,
+    /// and again in backward where a layer needs it; nothing keeps it in between. With one rank nothing is sharded.
+    ///
+    /// Every rank must read the same parameters in the same order, **also in evaluation**: a rank that skips a layer
+    /// or evaluates alone is an error on all ranks. Forwards wait for the other ranks.
+    /// [`Ddp::optimizer`](crate::Ddp::optimizer) must see the optimizer once before training.
+    ///
+    /// [`Ddp::save`](crate::Ddp::save), [`param_hash`](crate::param_hash) and [`Ddp::unwrap`](crate::Ddp::unwrap) mean
+    /// whole parameters, and are collective: each rank calls them. The whole model is in memory once on each rank in
+    /// `wrap`, `unwrap` and `param_hash`, and on rank 0 in `save`. Load before `wrap`. Refused are checkpoints,
+    /// [`Ddp::join`](crate::Ddp::join), norms of gradients ([`clip_grad_norm`](crate::clip_grad_norm)), and Burn's
+    /// trainer.
+    ///
+    /// # Panics
+    ///
+    /// A forward panics if a gather fails; Burn's `into_record` and `save_file` of such a model do, too, as they would
+    /// save parts.
+    #[must_use]
+    pub fn with_sharding(mut self, sharding: Sharding) -> Self {
+        self.sharding = sharding;
+        self
+    }
+
+    /// Least number of elements of a parameter that [`with_sharding`](Self::with_sharding) divides: 16384 by default.
+    /// Smaller ones cost less memory than the time to gather them.
+    #[must_use]
+    pub fn with_sharding_above(mut self, elements: usize) -> Self {
+        self.sharding_above = elements;
+        self
+    }
+
+    /// True if parameters may be divided between the ranks.
+    #[cfg(feature = "train")]
+    pub(crate) fn shards(&self) -> bool {
+        self.sharding == Sharding::Parameters
+    }
+
+    /// True if parameters of this shape are divided between `world` ranks.
+    pub(super) fn divides(&self, dims: &[usize], world: usize) -> bool {
+        let large = dims.iter().product::<usize>() >= self.sharding_above.max(1);
+        self.sharding == Sharding::Parameters && world > 1 && dims.len() > 1 && dims[0] >= world && large
     }
 
     /// Micro-batches per step, if set.

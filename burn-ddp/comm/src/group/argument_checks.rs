@@ -127,9 +127,10 @@ impl CallPath {
         input: &[u8],
         output: &mut [u8],
         op: ReduceOp,
+        tag: u64,
     ) -> Result<()> {
-        let request =
-            Request { reduce: Some(op), ..Request::elements(Collective::ReduceScatter, dtype, output.len(), caller) };
+        let request = Request::elements(Collective::ReduceScatter, dtype, output.len(), caller);
+        let request = Request { reduce: Some(op), tag, ..request };
         self.call(request, |engine, call| {
             check_whole(dtype, output.len())?;
             check_op(op, dtype)?;
@@ -148,10 +149,18 @@ impl CallPath {
         })
     }
 
-    pub(crate) fn all_gather(&self, caller: Caller, dtype: DType, input: &[u8], rows: &mut [u8]) -> Result<()> {
-        let request = Request::elements(Collective::AllGather, dtype, input.len(), caller);
+    pub(crate) fn all_gather(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        input: &[u8],
+        rows: &mut [u8],
+        tag: u64,
+    ) -> Result<()> {
+        let request = Request { tag, ..Request::elements(Collective::AllGather, dtype, input.len(), caller) };
         self.call(request, |engine, call| {
             check_whole(dtype, input.len())?;
+            check_rows("an output", dtype, rows.len(), self.size(), input.len())?;
             engine.all_gather(call, input, &mut self.rows_mut(rows, input.len()))
         })
     }

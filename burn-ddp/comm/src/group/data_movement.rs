@@ -69,7 +69,7 @@ impl ProcessGroup {
     pub fn all_gather<T: Element>(&self, input: &[T]) -> Result<Vec<T>> {
         let mut rows = T::zeros(input.len() * self.world_size());
         let caller = self.in_turn(Location::caller());
-        T::edit(&mut rows, |rows| self.calls.all_gather(caller, T::DTYPE, T::bytes(input), rows))?;
+        T::edit(&mut rows, |rows| self.calls.all_gather(caller, T::DTYPE, T::bytes(input), rows, 0))?;
         Ok(rows)
     }
 
@@ -81,8 +81,20 @@ impl ProcessGroup {
     pub fn all_gather_bytes(&self, dtype: DType, input: &[u8]) -> Result<Vec<u8>> {
         let mut rows = vec![0; input.len() * self.world_size()];
         let caller = self.in_turn(Location::caller());
-        self.calls.all_gather(caller, dtype, input, &mut rows)?;
+        self.calls.all_gather(caller, dtype, input, &mut rows, 0)?;
         Ok(rows)
+    }
+
+    /// [`all_gather`](Self::all_gather) on the bytes of `dtype` elements, into `rows`, which is `[world, n]`. `tag` is
+    /// compared between ranks like the other arguments.
+    ///
+    /// # Errors
+    /// Those of all collectives; [`Error::InvalidArgument`] for a part of an element, or lengths that do not fit
+    /// together.
+    #[track_caller]
+    pub fn all_gather_tagged(&self, dtype: DType, input: &[u8], rows: &mut [u8], tag: u64) -> Result<()> {
+        let caller = self.in_turn(Location::caller());
+        self.calls.all_gather(caller, dtype, input, rows, tag)
     }
 
     /// Collects all ranks' buffers on one rank.

@@ -146,6 +146,8 @@ struct Norms(Vec<(String, f64)>);
 
 impl Norms {
     fn of<M: Module>(grads: &GradientsParams, model: &M) -> Result<Norms> {
+        let parts = "each rank has the gradients of its parts; `clip_grad_value` clips them";
+        intercept::refuse_sharded(model, "the norm of the gradients", parts)?;
         struct Read<'a> {
             grads: &'a GradientsParams,
             seen: HashSet<u64>,

@@ -1,0 +1,25 @@
+//! Parameters of which each rank holds a part: their rows of dimension 0.
+//!
+//! A read gathers the parts of all ranks, under the same gate and hook as any read of a wrapped model (`../README.md`).
+//! Nothing keeps what was gathered: the node of the hook is memory-bound, so Burn gathers anew when a layer's backward
+//! asks for the value. The last hook of a parameter leaves each rank the average of its own rows, and the last gate
+//! registers that on the leaf, which is the part.
+//!
+//! | | |
+//! |---|---|
+//! | `rows` | which rows are whose; their form on the wire |
+//! | `shard_group` | the collectives of all parts, tagged, and their errors in words |
+//! | `gathered_read` | value of a read; the same again in backward |
+//! | `sharded_gradients` | from the gradient of the whole to the average of a part |
+//! | `parts_and_wholes` | a model cut into parts, and whole again |
+
+mod gathered_read;
+mod parts_and_wholes;
+mod rows;
+mod shard_group;
+mod sharded_gradients;
+
+pub(super) use gathered_read::{Regather, evaluated, gathered};
+pub(crate) use parts_and_wholes::{cut, refuse_sharded, sharded_parameters, whole};
+pub(super) use shard_group::ShardGroup;
+pub(super) use sharded_gradients::ShardedGradients;

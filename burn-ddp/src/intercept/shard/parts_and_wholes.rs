@@ -1,0 +1,135 @@
+//! A model cut into parts, and made whole again for files, hashes and `unwrap`.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::tensor::{Tensor, TensorData};
+
+use super::shard_group::Purpose;
+use crate::intercept::model_walk::{AtTap, find, walk};
+use crate::intercept::tap_bypass::bypass;
+use crate::intercept::wrapped_model::TapHandle;
+use crate::model::schema::unreadable;
+use crate::{Error, Result};
+
+/// `param` with only these rows of its value, in memory of their own.
+pub(crate) fn cut<const D: usize>(param: Param<Tensor<D>>, rows: Range<usize>) -> Param<Tensor<D>> {
+    let (id, whole, mapper) = param.consume();
+    let (device, dtype, trains) = (whole.device(), whole.dtype(), whole.is_require_grad());
+    // A slice of the tracked value would hold the whole in the graph.
+    let part = whole.inner().slice_dim(0, rows).into_data();
+    let part = Tensor::from_data(part, (&device, dtype)).set_require_grad(trains);
+    let (kept, rows) = (mapper.clone(), part.dims()[0]);
+    Param::from_mapped_value(id, part, mapper).save_mapper(move |value: Tensor<D>| {
+        assert!(
+            value.dims()[0] != rows,
+            "a parameter of this model is sharded, and a record would hold a part of it: save with \
+            `ddp.save(&model, path)`, or `ddp.unwrap(model)` first"
+        );
+        kept.on_save(value)
+    })
+}
+
+/// True if `model` has sharded parameters.
+fn is_sharded<M: Module>(model: &M) -> bool {
+    find(model).iter().any(|wrapped| wrapped.shards().is_some())
+}
+
+/// Refuses to do `what` with a model that has sharded parameters.
+pub(crate) fn refuse_sharded<M: Module>(model: &M, what: &str, instead: &str) -> Result<()> {
+    match is_sharded(model) {
+        false => Ok(()),
+        true => Err(Error::invalid(format!("{what} with sharded parameters in the model: {instead}"))),
+    }
+}
+
+/// Path, id and number of dimensions of each sharded parameter.
+pub(crate) fn sharded_parameters<M: Module>(model: &M) -> Vec<(String, ParamId, usize)> {
+    struct Find(Vec<(String, ParamId, usize)>);
+    impl AtTap for Find {
+        type Seen = (ParamId, usize);
+
+        fn parameter<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Self::Seen> {
+            Some((param.id, D))
+        }
+
+        fn leave(&mut self, path: &str, (id, dims): Self::Seen, tap: Option<TapHandle>) {
+            if tap.is_some_and(|tap| tap.model.is_sharded(tap.slot)) {
+                self.0.push((path.to_owned(), id, dims));
+            }
+        }
+    }
+    let mut find = Find(Vec::new());
+    walk(model, &mut find);
+    find.0
+}
+
+/// `model` with each sharded parameter made whole where `keeps` is true, one after the other. What other ranks get is
+/// dropped at once. *Collective* if there are sharded parameters.
+///
+/// The model still has its taps, so it must only be used in [`bypass`].
+pub(crate) fn whole<M: Module>(model: M, keeps: bool) -> Result<M> {
+    if !is_sharded(&model) {
+        return Ok(model);
+    }
+    struct Taps(VecDeque<Option<TapHandle>>);
+    impl AtTap for Taps {
+        type Seen = ();
+
+        fn parameter<const D: usize>(&mut self, _: &Param<Tensor<D>>) -> Option<()> {
+            self.0.push_back(None);
+            Some(())
+        }
+
+        fn leave(&mut self, _: &str, (): (), tap: Option<TapHandle>) {
+            if let Some(last) = self.0.back_mut() {
+                *last = tap.filter(|tap| tap.model.is_sharded(tap.slot));
+            }
+        }
+    }
+    let mut taps = Taps(VecDeque::new());
+    walk(&model, &mut taps);
+    let mut gather = Gather { taps: taps.0, keeps, error: None };
+    let model = bypass(|| model.map(&mut gather));
+    gather.error.map_or(Ok(model), Err)
+}
+
+struct Gather {
+    /// Tap of each float parameter and buffer to come, if it is sharded.
+    taps: VecDeque<Option<TapHandle>>,
+    keeps: bool,
+    /// The first error; nothing is gathered after it.
+    error: Option<Error>,
+}
+
+impl ModuleMapper for Gather {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(Some(tap)) = self.taps.pop_front() else { return param };
+        if self.error.is_some() {
+            return param;
+        }
+        let (id, part, mapper) = param.consume();
+        let value = match gathered(&tap, &part) {
+            Ok(Some(data)) if self.keeps => {
+                let whole = Tensor::from_data(data, (&part.device(), part.dtype()));
+                whole.set_require_grad(part.is_require_grad())
+            }
+            Ok(_) => part,
+            Err(error) => {
+                self.error = Some(error);
+                part
+            }
+        };
+        Param::from_mapped_value(id, value, mapper)
+    }
+}
+
+fn gathered<const D: usize>(tap: &TapHandle, part: &Tensor<D>) -> Result<Option<TensorData>> {
+    let TapHandle { model, slot, .. } = tap;
+    let Some(shards) = model.shards() else { return Ok(None) };
+    let s = &model.slots[*slot];
+    let data = part.clone().try_into_data().map_err(|e| unreadable(&s.path, &e))?;
+    let bytes = shards.gather(*slot, shards.rows(*slot), s.dtype, data.as_bytes(), Purpose::Whole)?;
+    Ok(Some(TensorData::from_bytes_vec(bytes, s.dims.clone(), data.dtype())))
+}

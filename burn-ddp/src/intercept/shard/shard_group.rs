@@ -1,0 +1,219 @@
+//! The collectives of the parts of one wrapped model, in one group: tagged, so that calls that do not belong together
+//! are an error, and never exchange data.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn_ddp_comm::{CallInfo, DType, Error as CommError, ProcessGroup, ReduceOp};
+
+use super::rows::Rows;
+use crate::agreement::list_ranks;
+use crate::gradients::Slot;
+use crate::{Error, Result};
+
+/// Purpose of a call. Its number is in the call's tag.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// Gathers for a forward whose backward may follow: the n-th read since the last backward.
+    Forward(usize),
+    /// Gathers for a forward without backward.
+    Evaluation,
+    /// Gathers in backward what the n-th read gathered.
+    Backward(usize),
+    /// Compares the weights of the ranks, before the first gradient of a backward.
+    Weights,
+    /// Reduces a gradient.
+    Gradient,
+    /// Gathers for a file, a hash, or a model without parts.
+    Whole,
+}
+
+/// Bits of a tag: purpose, number of the read, slot.
+const NUMBER_BITS: u32 = 24;
+const SLOT_BITS: u32 = 32;
+
+impl Purpose {
+    fn tag(self, slot: usize) -> u64 {
+        let (purpose, number) = match self {
+            Purpose::Forward(number) => (1, number),
+            Purpose::Evaluation => (2, 0),
+            Purpose::Backward(number) => (3, number),
+            Purpose::Weights => (4, 0),
+            Purpose::Gradient => (5, 0),
+            Purpose::Whole => (6, 0),
+        };
+        let number = number as u64 & ((1 << NUMBER_BITS) - 1);
+        purpose << (NUMBER_BITS + SLOT_BITS) | number << SLOT_BITS | slot as u64
+    }
+}
+
+/// The call with this tag in words.
+fn spoken(tag: u64, slots: &[Slot]) -> String {
+    let number = tag >> SLOT_BITS & ((1 << NUMBER_BITS) - 1);
+    let path = slots.get((tag & ((1 << SLOT_BITS) - 1)) as usize).map_or("?", |slot| &slot.path);
+    match tag >> (NUMBER_BITS + SLOT_BITS) {
+        1 => format!("reads {path} in a forward (read {number} since the last backward)"),
+        2 => format!("reads {path} without a gradient (evaluation)"),
+        3 => format!("needs {path} in backward (read {number})"),
+        4 => "begins to reduce the gradients of a backward".into(),
+        5 => format!("reduces the gradient of {path}"),
+        6 => format!("makes {path} whole (save, hash or unwrap)"),
+        _ => "makes another call".into(),
+    }
+}
+
+/// The group of one wrapped model in which parts become wholes, and gradients become averages of parts.
+pub(crate) struct ShardGroup {
+    group: ProcessGroup,
+    slots: Arc<[Slot]>,
+    /// Reads since the last backward.
+    reads: AtomicUsize,
+}
+
+impl ShardGroup {
+    pub(crate) fn new(group: ProcessGroup, slots: Arc<[Slot]>) -> Self {
+        group.hide_from_timeline();
+        ShardGroup { group, slots, reads: AtomicUsize::new(0) }
+    }
+
+    pub(crate) fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    /// Division of a slot.
+    pub(crate) fn rows(&self, slot: usize) -> Rows {
+        let s = &self.slots[slot];
+        Rows { rows: s.dims[0], row_bytes: s.len_bytes() / s.dims[0], world: self.group.world_size() }
+    }
+
+    /// Number of the next read.
+    pub(super) fn next_read(&self) -> usize {
+        self.reads.fetch_add(1, Ordering::AcqRel)
+    }
+
+    /// Begins to count reads anew, when a backward has ended.
+    pub(crate) fn restart(&self) {
+        self.reads.store(0, Ordering::Release);
+    }
+
+    /// The parts of all ranks, one after the other, each of `division`. *Collective*.
+    pub(crate) fn gather(
+        &self,
+        slot: usize,
+        division: Rows,
+        dtype: DType,
+        part: &[u8],
+        purpose: Purpose,
+    ) -> Result<Vec<u8>> {
+        let expected = division.bytes_of(self.rank()).len();
+        if part.len() != expected {
+            let path = &self.slots[slot].path;
+            return Err(self.fault(format!(
+                "this rank's part of {path} has {} bytes, and not the {expected} that `wrap` left it: it was replaced, \
+                or another optimizer's state was applied to it",
+                part.len()
+            )));
+        }
+        let sent_bytes = division.sent_bytes();
+        let mut rows = vec![0; sent_bytes * division.world];
+        let tag = purpose.tag(slot);
+        let gathered = if part.len() == sent_bytes {
+            self.group.all_gather_tagged(dtype, part, &mut rows, tag)
+        } else {
+            let mut sent = part.to_vec();
+            sent.resize(sent_bytes, 0);
+            self.group.all_gather_tagged(dtype, &sent, &mut rows, tag)
+        };
+        gathered.map_err(|e| self.explain(e))?;
+        Ok(division.join(rows))
+    }
+
+    /// The ranks' weights. *Collective*.
+    pub(super) fn weights(&self, weight: f64) -> Result<Vec<f64>> {
+        let mut weights = vec![0.0; self.group.world_size()];
+        let (own, all) = (bytemuck::bytes_of(&weight), bytemuck::cast_slice_mut(&mut weights));
+        self.group.all_gather_tagged(DType::F64, own, all, Purpose::Weights.tag(0)).map_err(|e| self.explain(e))?;
+        Ok(weights)
+    }
+
+    /// This rank's rows of the reduction of `whole`: of the mean by `weights`, which are those of all ranks, or of the
+    /// sum. *Collective*.
+    pub(super) fn reduce(&self, slot: usize, mut whole: Vec<u8>, weights: Option<&[f64]>) -> Result<Vec<u8>> {
+        let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, Purpose::Gradient.tag(slot));
+        let op = match weights {
+            None => ReduceOp::Sum,
+            Some(weights) if weights[0] > 0.0 && weights.iter().all(|weight| *weight == weights[0]) => ReduceOp::Mean,
+            Some(weights) => {
+                let weight = weights[self.rank()];
+                let reduced = self.group.all_reduce_weighted_bytes(dtype, &mut whole, weight, tag);
+                reduced.map_err(|e| self.explain(e))?;
+                return Ok(whole[division.bytes_of(self.rank())].to_vec());
+            }
+        };
+        let rows = if division.is_even() { whole } else { division.spread(&whole) };
+        let mut part = vec![0; division.sent_bytes()];
+        let reduced = self.group.reduce_scatter_tagged(dtype, &rows, &mut part, op, tag);
+        reduced.map_err(|e| self.explain(e))?;
+        part.truncate(division.bytes_of(self.rank()).len());
+        Ok(part)
+    }
+
+    /// An error that names this rank.
+    pub(super) fn fault(&self, reason: String) -> Error {
+        Error::Sharding { rank: self.group.ranks()[self.rank()], reason }
+    }
+
+    /// The error of a collective, with parameters named where ranks made different calls.
+    fn explain(&self, error: CommError) -> Error {
+        let calls: Vec<(Vec<usize>, &CallInfo)> = match &error {
+            CommError::Mismatch { first, second } => {
+                [first, second].into_iter().map(|call| (vec![call.rank], &call.call)).collect()
+            }
+            CommError::Deadlock { calls } => calls.iter().map(|stuck| (stuck.ranks.clone(), &stuck.call)).collect(),
+            CommError::Timeout { reporter, call, .. } => vec![(vec![*reporter], call)],
+            _ => Vec::new(),
+        };
+        if !calls.iter().any(|(_, call)| call.group == self.group.id()) {
+            return error.into();
+        }
+        let say = |(ranks, call): &(Vec<usize>, &CallInfo)| match call.group == self.group.id() {
+            true => format!("{} {}", list_ranks(ranks), spoken(call.tag, &self.slots)),
+            false => format!("{} is in {}", list_ranks(ranks), call.operation()),
+        };
+        let does: Vec<String> = calls.iter().map(say).collect();
+        let rank = calls.iter().flat_map(|(ranks, _)| ranks).copied().min().unwrap_or_default();
+        let reason = format!(
+            "{}: every rank must read the same parameters in the same order, in training and in evaluation ({error})",
+            does.join(", but ")
+        );
+        Error::Sharding { rank, reason }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tag_is_a_call_in_words() {
+        let slot = |path: &str| Slot {
+            path: path.into(),
+            dims: vec![2, 2],
+            dtype: DType::F32,
+            trainable: true,
+            first_clone: 0,
+            sharded: true,
+        };
+        let slots = [slot("a"), slot("b")];
+        for (purpose, says) in [
+            (Purpose::Forward(7), "reads b in a forward (read 7 since the last backward)"),
+            (Purpose::Evaluation, "reads b without a gradient (evaluation)"),
+            (Purpose::Backward(9), "needs b in backward (read 9)"),
+            (Purpose::Gradient, "reduces the gradient of b"),
+            (Purpose::Whole, "makes b whole (save, hash or unwrap)"),
+        ] {
+            assert_eq!(spoken(purpose.tag(1), &slots), says);
+            assert_ne!(purpose.tag(0), purpose.tag(1));
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! Check that an optimizer steps each element of a parameter alone, as sharded parameters need it.
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+
+use crate::ddp::Ddp;
+use crate::intercept::sharded_parameters;
+use crate::model::schema::unreadable;
+use crate::wrap::wrapped_in;
+use crate::{Error, Result};
+
+/// Rows and columns of the parameter that is stepped whole and in two parts: multiples of the widths of vector
+/// instructions, so that no kernel treats a rest of the parts in another way.
+const ROWS: usize = 32;
+const COLUMNS: usize = 32;
+
+impl Ddp {
+    /// Returns `optim` if it can train `model`, which has [sharded](crate::WrapConfig::with_sharding) parameters: to be
+    /// called once, after `wrap` and before the first backward, which is an error without it. Not collective.
+    ///
+    /// A rank holds some rows of a sharded parameter, so its optimizer must step each element by itself, as SGD, Adam
+    /// and AdamW do. For each sharded parameter this steps a copy of the optimizer on a small tensor, whole and in two
+    /// parts, with gradients that a norm would clip. For a model without sharded parameters it does nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] with the parameters whose elements depend on each other: under Muon, LAMB, Adafactor or
+    /// Burn's clipping by norm.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// use burn::grad_clipping::GradientClippingConfig;
+    /// use burn::optim::AdamWConfig;
+    ///
+    /// Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let config = WrapConfig::new().with_sharding(Sharding::Parameters);
+    ///     let model = ddp.wrap_with(LinearConfig::new(256, 256).init(&device), &config)?;
+    ///     assert!(ddp.optimizer(AdamWConfig::new().init(), &model).is_ok());
+    ///     let clips = AdamWConfig::new().with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)));
+    ///     assert!(ddp.optimizer(clips.init(), &model).unwrap_err().to_string().contains("weight"));
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
+        let wrapped = wrapped_in(self.group(), model)?;
+        // Without the state of earlier steps, which has the shape of a part.
+        let fresh = optim.clone().load_record(OptimizerRecord::default());
+        let mut refused = Vec::new();
+        for (path, id, dims) in sharded_parameters(model) {
+            let differs = match dims {
+                2 => differs::<2>(&fresh, &path, id)?,
+                3 => differs::<3>(&fresh, &path, id)?,
+                4 => differs::<4>(&fresh, &path, id)?,
+                5 => differs::<5>(&fresh, &path, id)?,
+                6 => differs::<6>(&fresh, &path, id)?,
+                7 => differs::<7>(&fresh, &path, id)?,
+                _ => differs::<8>(&fresh, &path, id)?,
+            };
+            if differs {
+                refused.push(path);
+            }
+        }
+        if !refused.is_empty() {
+            return Err(Error::invalid(format!(
+                "the optimizer does not step each element by itself, as sharded parameters need it ({}): use SGD, Adam \
+                 or AdamW, without clipping by norm",
+                refused.join(", ")
+            )));
+        }
+        wrapped.iter().for_each(|wrapped| wrapped.note_optimizer());
+        Ok(optim)
+    }
+}
+
+/// True if steps of the parameter differ from steps of its halves.
+fn differs<const D: usize>(optim: &ModuleOptimizer, path: &str, id: ParamId) -> Result<bool> {
+    let device = Device::default().without_autodiff();
+    let mut dims = [1; D];
+    (dims[0], dims[1]) = (ROWS, COLUMNS);
+    let ramp = |salt: f32, size: f32| -> Tensor<D> {
+        let ramp = Tensor::<1, Int>::arange(0..(ROWS * COLUMNS) as i64, &device).float();
+        ((ramp * 0.37 + salt).sin() * size).reshape(dims)
+    };
+    let steps = |rows: std::ops::Range<usize>| -> Result<TensorData> {
+        let start: Tensor<D> =
+            Tensor::from_data(ramp(0.5, 1.0).slice_dim(0, rows.clone()).into_data(), &device.clone().autodiff());
+        let mut probe = Probe { path: path.into(), param: Param::initialized(id, start.require_grad()) };
+        let mut optim = optim.clone();
+        for step in 0..3 {
+            let gradient = ramp(1.0 + step as f32, 1000.0).slice_dim(0, rows.clone());
+            let mut gradients = GradientsParams::new();
+            gradients.register(id, gradient);
+            probe = optim.step(0.01, probe, gradients);
+        }
+        probe.param.val().try_into_data().map_err(|e| unreadable(path, &e))
+    };
+    let (whole, first, second) = (steps(0..ROWS)?, steps(0..ROWS / 2)?, steps(ROWS / 2..ROWS)?);
+    Ok(*whole.as_bytes() != *[first.as_bytes(), second.as_bytes()].concat())
+}
+
+/// A module of one parameter, at the path of another: optimizers have groups by path.
+#[derive(Clone, Debug)]
+struct Probe<const D: usize> {
+    path: String,
+    param: Param<Tensor<D>>,
+}
+
+impl<const D: usize> Module for Probe<D> {
+    fn collect_devices(&self, devices: Vec<Device>) -> Vec<Device> {
+        self.param.collect_devices(devices)
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        Probe { param: self.param.fork(device), ..self }
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        Probe { param: self.param.to_device(device), ..self }
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        visitor.enter_module(&self.path, "Probe");
+        self.param.visit(visitor);
+        visitor.exit_module(&self.path, "Probe");
+    }
+
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        let Probe { path, param } = self;
+        mapper.enter_module(&path, "Probe");
+        let param = Module::map(param, mapper);
+        mapper.exit_module(&path, "Probe");
+        Probe { path, param }
+    }
+
+    fn valid(&self) -> Self {
+        Probe { path: self.path.clone(), param: self.param.valid() }
+    }
+
+    fn train(self) -> Self {
+        Probe { param: Module::train(self.param), ..self }
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+}

@@ -1,0 +1,274 @@
+//! `WrapConfig::with_sharding`: the bits of unsharded training, and errors where ranks do not read alike.
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::nn::{
+    BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig,
+    LinearLayout, RmsNorm, RmsNormConfig,
+};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamConfig, AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::prelude::*;
+use burn::tensor::activation::softmax;
+use burn_ddp::prelude::*;
+
+/// Makes parameters that depend on their place alone, and on the rank, so that only `wrap` makes them equal.
+struct Fill(f32);
+
+impl ModuleMapper for Fill {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.0 += 1.0;
+        param.map(|old| match old.is_require_grad() {
+            true => {
+                let (dims, device) = (old.dims(), old.device());
+                let ramp = Tensor::<1, Int>::arange(0..dims.iter().product::<usize>() as i64, &device).float();
+                (ramp * 0.7 + self.0).sin().reshape(dims).detach().require_grad()
+            }
+            false => old,
+        })
+    }
+}
+
+/// A decoder block over an embedding that the output reads too, with layers whose rows divide evenly and others.
+#[derive(Module, Debug)]
+struct Gpt {
+    tokens: Embedding,
+    norm: LayerNorm,
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    rms: RmsNorm,
+    up: Linear,
+    batch_norm: BatchNorm,
+    down: Linear,
+}
+
+impl Gpt {
+    fn new(device: &Device, salt: u64) -> Self {
+        let linear = |i, o| LinearConfig::new(i, o).init(device);
+        let model = Gpt {
+            tokens: EmbeddingConfig::new(11, 6).init(device),
+            norm: LayerNormConfig::new(6).init(device),
+            query: linear(6, 6),
+            key: linear(6, 6),
+            value: LinearConfig::new(6, 6).with_layout(LinearLayout::Col).init(device),
+            rms: RmsNormConfig::new(6).init(device),
+            up: linear(6, 9),
+            batch_norm: BatchNormConfig::new(9).init(device),
+            down: linear(9, 6),
+        };
+        model.map(&mut Fill(salt as f32))
+    }
+
+    /// `[n, t]` tokens → a loss.
+    fn loss(&self, tokens: Tensor<2, Int>) -> Tensor<1> {
+        let x = self.tokens.forward(tokens);
+        let h = self.norm.forward(x.clone());
+        let scores = self.query.forward(h.clone()).matmul(self.key.forward(h.clone()).swap_dims(1, 2));
+        let x = x + softmax(scores, 2).matmul(self.value.forward(h));
+        let h = self.up.forward(self.rms.forward(x.clone())).tanh();
+        let h = self.batch_norm.forward(h.swap_dims(1, 2)).swap_dims(1, 2);
+        let x = x + self.down.forward(h);
+        // The output reads the embedding, as tied models do.
+        x.matmul(self.tokens.weight.val().transpose().unsqueeze()).powf_scalar(2.0).mean()
+    }
+}
+
+fn tokens(rank: usize, step: usize, device: &Device) -> Tensor<2, Int> {
+    let token = |i: usize| ((7 * i + 3 * rank + 5 * step + i * i * (rank + 1)) % 11) as i32;
+    Tensor::<1, Int>::from_ints((0..12).map(token).collect::<Vec<_>>().as_slice(), device).reshape([3, 4])
+}
+
+fn optimizers() -> [(&'static str, ModuleOptimizer); 4] {
+    [
+        ("sgd", SgdConfig::new().init()),
+        ("momentum", SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init()),
+        ("adam", AdamConfig::new().init()),
+        ("adamw", AdamWConfig::new().init()),
+    ]
+}
+
+fn sharded() -> WrapConfig {
+    WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1)
+}
+
+fn train(
+    ddp: &Ddp,
+    config: &WrapConfig,
+    optim: ModuleOptimizer,
+    steps: usize,
+) -> anyhow::Result<(Gpt, ModuleOptimizer)> {
+    let device = ddp.device()?.autodiff();
+    let mut model = ddp.wrap_with(Gpt::new(&device, ddp.rank() as u64), config)?;
+    let mut optim = ddp.optimizer(optim, &model)?;
+    for step in 0..steps {
+        let loss = model.loss(tokens(ddp.rank(), step, &device));
+        let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+        if !grads.is_empty() {
+            model = optim.step(0.01, model, grads);
+        }
+    }
+    Ok((model, optim))
+}
+
+/// Hash of the model after training.
+fn hash(world: usize, config: &WrapConfig, optim: usize) -> String {
+    let hashes = Ddp::spawn(world, |ddp| {
+        let (model, _) = train(&ddp, config, optimizers()[optim].1.clone(), 20)?;
+        Ok(param_hash(&model)?)
+    });
+    let hashes = hashes.unwrap();
+    assert!(hashes.iter().all(|hash| *hash == hashes[0]));
+    hashes[0].clone()
+}
+
+#[test]
+fn twenty_steps_have_the_bits_of_unsharded_training() {
+    for world in 1..=4 {
+        for (optim, (name, _)) in optimizers().iter().enumerate() {
+            let [whole, parts] = [WrapConfig::new(), sharded()].map(|config| hash(world, &config, optim));
+            assert_eq!(whole, parts, "{name} on {world} ranks");
+        }
+    }
+}
+
+#[test]
+fn weights_sums_and_micro_batches_have_the_bits_of_unsharded_training() {
+    let settings: [fn(WrapConfig) -> WrapConfig; 2] =
+        [|config| config.with_accumulation(2), |config| config.with_reduction(GradientReduction::Sum)];
+    for (setting, settings) in settings.into_iter().enumerate() {
+        let [whole, parts] = [WrapConfig::new(), sharded()].map(|config| {
+            let hashes = Ddp::spawn(3, |ddp| {
+                let device = ddp.device()?.autodiff();
+                let mut model = ddp.wrap_with(Gpt::new(&device, 0), &settings(config.clone()))?;
+                let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
+                for step in 0..8 {
+                    // Uneven weights, one of them 0.
+                    ddp.set_batch_items([(1 + step % 3) as f64, 2.0, ((step + 1) % 2) as f64][ddp.rank()])?;
+                    let backward = || model.loss(tokens(ddp.rank(), step, &device)).backward();
+                    let grads = if step == 5 { ddp.no_sync(&model, backward)? } else { backward() };
+                    let grads = GradientsParams::from_grads(grads, &model);
+                    if !grads.is_empty() {
+                        model = optim.step(0.01, model, grads);
+                    }
+                }
+                Ok(param_hash(&model)?)
+            });
+            hashes.unwrap()
+        });
+        assert_eq!(whole, parts, "setting {setting}");
+    }
+}
+
+#[test]
+fn each_rank_holds_its_rows_and_files_hold_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.bpk");
+    let ranks = Ddp::spawn(4, |ddp| {
+        let (model, optim) = train(&ddp, &sharded(), AdamConfig::new().init(), 3)?;
+        let rows = [model.tokens.weight.base().dims()[0], model.up.weight.base().dims()[0]];
+        let norm = model.norm.gamma.base().dims()[0];
+        ddp.save(&model, &path)?;
+        let device = ddp.device()?;
+        let loss = model.valid().loss(tokens(0, 0, &device)).into_scalar::<f32>();
+        let x = Tensor::<2>::ones([2, 6], &device);
+        let copy = model.clone().no_grad().query.forward(x.clone()).into_data();
+        assert_eq!(model.valid().query.forward(x).into_data(), copy);
+        let hash = param_hash(&model)?;
+        let whole = ddp.unwrap(model)?;
+        assert_eq!(param_hash(&whole)?, hash);
+        assert_eq!(whole.valid().loss(tokens(0, 0, &device)).into_scalar::<f32>(), loss);
+        // Each moment of Adam is as large as this rank's part.
+        Ok((rows, norm, hash, loss, optim.into_bytes()?.len()))
+    });
+    let ranks = ranks.unwrap();
+    assert_eq!(ranks.iter().map(|rank| rank.0).collect::<Vec<_>>(), [[3, 2], [3, 2], [3, 1], [2, 1]]);
+    assert!(ranks.iter().all(|rank| rank.1 == 6 && rank.2 == ranks[0].2 && rank.3 == ranks[0].3));
+    let unsharded =
+        Ddp::spawn(1, |ddp| Ok(train(&ddp, &WrapConfig::new(), AdamConfig::new().init(), 3)?.1.into_bytes()?.len()));
+    assert!(ranks.iter().all(|rank| rank.4 < unsharded.as_ref().unwrap()[0]));
+    for world in 1..4 {
+        for config in [WrapConfig::new(), sharded()] {
+            let hashes = Ddp::spawn(world, |ddp| {
+                let model = Gpt::new(&ddp.device()?.autodiff(), 9).load_file(&path);
+                Ok(param_hash(&ddp.wrap_with(model, &config)?)?)
+            });
+            assert!(hashes.unwrap().iter().all(|hash| *hash == ranks[0].2), "{world} ranks");
+        }
+    }
+}
+
+/// Errors of the ranks that do `what`, and panic or return one.
+fn errors(what: impl Fn(&Ddp, &Gpt, &Device) -> anyhow::Result<()> + Sync) -> Vec<String> {
+    let errors = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap_with(Gpt::new(&device, 0), &sharded())?;
+        ddp.optimizer(AdamConfig::new().init(), &model)?;
+        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| what(&ddp, &model, &device)));
+        Ok(match done {
+            Ok(done) => done.err().map_or("no error".into(), |e| e.to_string()),
+            Err(panic) => {
+                let fixed = panic.downcast_ref::<&str>().map(ToString::to_string);
+                panic.downcast_ref::<String>().cloned().or(fixed).unwrap_or_default()
+            }
+        })
+    });
+    errors.unwrap()
+}
+
+#[test]
+fn a_rank_that_skips_a_layer_is_an_error_on_all() {
+    let skips = errors(|ddp, model, device| {
+        let x = Tensor::<3>::ones([1, 2, 6], device);
+        // Equal shapes, which could be mixed up.
+        let layers = if ddp.rank() == 0 { [&model.query, &model.key] } else { [&model.key, &model.query] };
+        layers[0].forward(layers[1].forward(x));
+        Ok(())
+    });
+    for error in &skips {
+        assert!(error.contains("rank 0 reads key.weight") && error.contains("rank 1 reads query.weight"), "{error}");
+    }
+    let evaluates = errors(|ddp, model, device| {
+        let x = Tensor::<3>::ones([1, 2, 6], device);
+        match ddp.rank() {
+            0 => drop(model.valid().query.forward(x.inner())),
+            _ => drop(model.query.forward(x)),
+        }
+        Ok(())
+    });
+    for error in &evaluates {
+        assert!(error.contains("rank 0 reads query.weight without a gradient (evaluation)"), "{error}");
+    }
+    let uses = errors(|ddp, model, device| {
+        let x = Tensor::<3>::ones([1, 2, 6], device);
+        let (a, b) = (model.query.forward(x.clone()).tanh(), model.key.forward(x).tanh());
+        let loss = if ddp.rank() == 0 { (a * b).sum() } else { a.sum() };
+        ddp.backward(&loss, model)?;
+        Ok(())
+    });
+    for error in &uses {
+        assert!(error.contains("key.weight") && error.contains("rank 0"), "{error}");
+    }
+}
+
+#[test]
+fn what_sharding_does_not_allow_is_refused_by_name() {
+    let refused = errors(|ddp, model, _| {
+        let clips = AdamConfig::new().with_grad_clipping(Some(burn::grad_clipping::GradientClippingConfig::Norm(1.0)));
+        let Err(error) = ddp.optimizer(clips.init(), model) else { anyhow::bail!("clipping was not refused") };
+        anyhow::ensure!(error.to_string().contains("(tokens.weight, query.weight"), "{error}");
+        let mut optim = AdamConfig::new().init();
+        let join = ddp.join(&mut model.clone(), &mut optim).unwrap_err().to_string();
+        anyhow::ensure!(join.contains("`join` with sharded parameters"), "{join}");
+        let norm = burn_ddp::grad_norm(&GradientsParams::new(), model).unwrap_err().to_string();
+        anyhow::ensure!(norm.contains("`clip_grad_value`"), "{norm}");
+        model.clone().into_record().into_bytes()?;
+        Ok(())
+    });
+    assert!(refused.iter().all(|error| error.contains("ddp.save(&model, path)")), "{refused:?}");
+    let forgotten = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap_with(Gpt::new(&device, 0), &sharded())?;
+        Ok(ddp.backward(&model.loss(tokens(0, 0, &device)), &model).err().unwrap().to_string())
+    });
+    assert!(forgotten.unwrap().iter().all(|error| error.contains("ddp.optimizer(optim, &model)")));
+}
