@@ -126,8 +126,7 @@ impl CallPath {
         dtype: DType,
         input: &[u8],
         output: &mut [u8],
-        op: ReduceOp,
-        tag: u64,
+        (op, tag): (ReduceOp, u64),
     ) -> Result<()> {
         let request = Request::elements(Collective::ReduceScatter, dtype, output.len(), caller);
         let request = Request { reduce: Some(op), tag, ..request };

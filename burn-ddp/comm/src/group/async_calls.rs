@@ -55,7 +55,7 @@ impl ProcessGroup {
     pub fn reduce_scatter_async<T: Element>(&self, input: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
         self.start(Location::caller(), move |calls, caller| {
             let mut row = T::zeros(input.len() / calls.size());
-            T::edit(&mut row, |row| calls.reduce_scatter(caller, T::DTYPE, T::bytes(&input), row, op, 0))?;
+            T::edit(&mut row, |row| calls.reduce_scatter(caller, T::DTYPE, T::bytes(&input), row, (op, 0)))?;
             Ok(row)
         })
     }

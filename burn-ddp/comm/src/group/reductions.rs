@@ -158,7 +158,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn reduce_scatter<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        T::edit(output, |output| self.calls.reduce_scatter(caller, T::DTYPE, T::bytes(input), output, op, 0))
+        T::edit(output, |output| self.calls.reduce_scatter(caller, T::DTYPE, T::bytes(input), output, (op, 0)))
     }
 
     /// [`reduce_scatter`](Self::reduce_scatter) on the bytes of `dtype` elements, which need not be aligned.
@@ -168,7 +168,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn reduce_scatter_bytes(&self, dtype: DType, input: &[u8], output: &mut [u8], op: ReduceOp) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        self.calls.reduce_scatter(caller, dtype, input, output, op, 0)
+        self.calls.reduce_scatter(caller, dtype, input, output, (op, 0))
     }
 
     /// [`reduce_scatter_bytes`](Self::reduce_scatter_bytes) with a `tag`, which is compared between ranks like
@@ -186,6 +186,6 @@ impl ProcessGroup {
         tag: u64,
     ) -> Result<()> {
         let caller = self.in_turn(Location::caller());
-        self.calls.reduce_scatter(caller, dtype, input, output, op, tag)
+        self.calls.reduce_scatter(caller, dtype, input, output, (op, tag))
     }
 }
