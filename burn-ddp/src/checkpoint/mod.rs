@@ -170,6 +170,7 @@ impl Checkpoints {
     /// ranks save different steps; [`Error::Comm`] if a rank does not call it.
     #[track_caller]
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut CheckpointWriter<'_>) -> Result<()>) -> Result<()> {
+        let _saving = self.ddp.state().meter.saving();
         let group = self.ddp.group();
         let all = group.all_gather_object(&(step, self.asynchronous))?;
         if let Some((&rank, other)) = group.ranks().iter().zip(&all).find(|(_, other)| **other != all[0]) {

@@ -209,8 +209,8 @@ impl Ddp {
         Ok(self.group().barrier()?)
     }
 
-    /// Ends the job: waits for checkpoints under way and for all ranks, then says goodbye. *Collective*. A rank may
-    /// leave without it where no other rank waits for it any more.
+    /// Ends the job: waits for checkpoints under way and for all ranks, logs the [report](Self::report), then says
+    /// goodbye. *Collective*. A rank may leave without it where no other rank waits for it any more.
     ///
     /// On a [part](Self::split) of the job it waits for the checkpoints and the ranks of this part; the rank stays in
     /// the job.
@@ -223,6 +223,10 @@ impl Ddp {
     pub fn finish(self) -> Result<()> {
         self.state.finish_background_writes()?;
         self.barrier()?;
+        let report = self.report()?;
+        if let Some(report) = report.filter(|_| self.is_main()) {
+            tracing::info!(target: "burn_ddp::report", "{report}");
+        }
         if !self.state.is_part() {
             self.world().leave();
         }

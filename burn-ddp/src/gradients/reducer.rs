@@ -392,7 +392,7 @@ impl<T> Reducer<T> {
                 return Err(self.fault(reason));
             }
         };
-        self.meter.launched(bucket.reduced_bytes(), during_backward && self.worker.is_threaded());
+        self.meter.launched(bucket.slots.len(), bucket.reduced_bytes(), during_backward && self.worker.is_threaded());
         let weight = self.batches.weight_of_mean();
         // 16 bits of discards, 28 of steps, 20 of buckets: enough to tell calls apart that could meet.
         let tag = (self.discards & 0xffff) << 48 | (self.step & 0xfff_ffff) << 20 | index as u64;

@@ -30,6 +30,7 @@ impl Ddp {
     /// [`check_replicas`](Self::check_replicas).
     #[track_caller]
     pub fn save<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
+        let _saving = self.state().meter.saving();
         let path = with_extension(path.as_ref());
         sync_wrapped(self.group(), model)?;
         find(model).iter().for_each(|wrapped| wrapped.warn_of_local());

@@ -31,10 +31,39 @@ struct Counts {
     until_last: Stats,
     /// Counters of the last step.
     last: Stats,
-    /// Time at which the last backward ended, and duration of all calls by then; taken by the next backward that
-    /// begins.
-    outside_since: Option<(Instant, Duration)>,
+    /// `total` at the end of the first step.
+    warm_up: Option<Stats>,
+    /// Taken by the next backward that begins.
+    pause: Option<Pause>,
     straggler: Option<Straggler>,
+}
+
+/// Time since the last backward.
+#[derive(Clone, Copy, Debug)]
+struct Pause {
+    since: Instant,
+    /// Duration of all calls until `since`, and of those in saves since then.
+    calls: Duration,
+    /// Duration of saves.
+    saving: Duration,
+}
+
+/// A save under way, from [`Meter::saving`]; its time is counted when this is dropped.
+pub(crate) struct Saving<'m> {
+    meter: &'m Meter,
+    since: Instant,
+    /// Duration of all calls when it began.
+    calls: Duration,
+}
+
+impl Drop for Saving<'_> {
+    fn drop(&mut self) {
+        let calls = self.meter.0.group.time_in_calls().saturating_sub(self.calls);
+        if let Some(pause) = &mut self.meter.counts().pause {
+            pause.saving += self.since.elapsed();
+            pause.calls += calls;
+        }
+    }
 }
 
 impl Meter {
@@ -51,6 +80,18 @@ impl Meter {
         self.counts().last
     }
 
+    /// Counters of all steps but the first, in which memory is allocated and kernels are compiled.
+    pub(crate) fn after_first_step(&self) -> Stats {
+        let counts = self.counts();
+        // What has been counted since the last step ended belongs to no step yet.
+        counts.warm_up.map_or_else(Stats::default, |warm_up| counts.until_last - warm_up)
+    }
+
+    /// Counts the time until the guard is dropped as saving.
+    pub(crate) fn saving(&self) -> Saving<'_> {
+        Saving { meter: self, since: Instant::now(), calls: self.0.group.time_in_calls() }
+    }
+
     pub(crate) fn straggler(&self) -> Option<Straggler> {
         self.counts().straggler.clone()
     }
@@ -61,7 +102,7 @@ impl Meter {
         {
             let mut counts = self.counts();
             // Waiting counts only if it lies between two backwards.
-            if counts.outside_since.is_some_and(|(since, _)| since <= time.start) {
+            if counts.pause.is_some_and(|pause| pause.since <= time.start) {
                 counts.total.data += time.end - time.start;
             }
         }
@@ -126,18 +167,20 @@ impl StepMeter {
         self.wait = Duration::ZERO;
         let called = self.meter.0.group.time_in_calls();
         let mut counts = self.meter.counts();
-        let Some((since, called_before)) = counts.outside_since.take() else { return };
+        let Some(Pause { since, calls, saving }) = counts.pause.take() else { return };
         counts.total.outside += now - since;
-        counts.total.calls += called.saturating_sub(called_before).min(now - since);
+        counts.total.calls += called.saturating_sub(calls).min(now - since);
+        counts.total.saving += saving;
         drop(counts);
         self.show("outside backward", since..now, &[]);
     }
 
-    /// Counts a bucket that is handed to the engine.
-    pub(crate) fn launched(&mut self, bytes: usize, overlapped: bool) {
+    /// Counts a bucket of `tensors` gradients that is handed to the engine.
+    pub(crate) fn launched(&mut self, tensors: usize, bytes: usize, overlapped: bool) {
         let mut counts = self.meter.counts();
         counts.total.collectives += 1;
         counts.total.overlapped += u64::from(overlapped);
+        counts.total.tensors += tensors as u64;
         counts.total.bytes += bytes as u64;
     }
 
@@ -178,6 +221,7 @@ impl StepMeter {
             counts.total.wait += self.wait;
             counts.last = counts.total - counts.until_last;
             counts.until_last = counts.total;
+            counts.warm_up = counts.warm_up.or(Some(counts.total));
             counts.last
         };
         let begin = self.step_began.replace(now).unwrap_or(now);
@@ -195,6 +239,7 @@ impl StepMeter {
             outside_us = us(last.outside),
             data_us = us(last.data),
             calls_us = us(last.calls),
+            saving_us = us(last.saving),
             backward_us = us(last.backward),
             wait_us = us(last.wait),
             busy_us = us(last.busy),
@@ -210,7 +255,7 @@ impl StepMeter {
         let called = self.meter.0.group.time_in_calls();
         let mut counts = self.meter.counts();
         counts.total.backward += (now - began).saturating_sub(self.wait);
-        counts.outside_since = Some((now, called));
+        counts.pause = Some(Pause { since: now, calls: called, saving: Duration::ZERO });
     }
 
     /// Report to the other ranks on the steps since the last report.
@@ -270,12 +315,12 @@ mod tests {
         tracing::subscriber::with_default(listener.clone(), || {
             let mut meter = step_meter();
             meter.begin();
-            meter.launched(100, true);
+            meter.launched(1, 100, true);
             let now = meter.waits(Instant::now());
             meter.end_step(0, now);
             meter.begin();
-            meter.launched(40, false);
-            meter.launched(50, false);
+            meter.launched(1, 40, false);
+            meter.launched(1, 50, false);
             meter.end_step(1, Instant::now());
         });
         let events = listener.events("burn_ddp::step");

@@ -3,9 +3,12 @@
 #[cfg(test)]
 pub(crate) mod listener;
 pub(crate) mod meter;
+mod report;
 mod step_counters;
 mod straggler;
+mod verdict;
 
+pub use report::{Bottleneck, Cause, Report};
 pub use step_counters::Stats;
 pub(crate) use straggler::REPORT_LEN;
 pub use straggler::Straggler;

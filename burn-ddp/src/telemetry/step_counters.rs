@@ -31,7 +31,7 @@ use std::time::Duration;
 /// })?;
 /// # Ok::<(), burn_ddp::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Stats {
     /// Number of reductions: optimizer steps, if each is followed by one.
     pub steps: u64,
@@ -39,6 +39,8 @@ pub struct Stats {
     pub collectives: u64,
     /// Number of those collectives that started while backward was still running.
     pub overlapped: u64,
+    /// Number of gradient tensors in those collectives.
+    pub tensors: u64,
     /// Bytes of gradients and flags handed to the engine by this rank.
     pub bytes: u64,
     /// Time in backward, from its first gradient on, without `wait`: computing gradients and copying them into buckets.
@@ -53,6 +55,9 @@ pub struct Stats {
     /// Part of `outside`: collectives that the program calls by itself on [`Ddp`](crate::Ddp) or its
     /// [group](crate::Ddp::group).
     pub calls: Duration,
+    /// Part of `outside`, beside `calls`: [`Ddp::save`](crate::Ddp::save) and
+    /// [`Checkpoints::save`](crate::checkpoint::Checkpoints::save), with the collectives in them.
+    pub saving: Duration,
     /// Time that communication took: on its own thread, most of it during backward, or in `wait` where there is no such
     /// thread.
     pub busy: Duration,
@@ -68,10 +73,11 @@ impl Stats {
         self.outside + self.backward + self.wait
     }
 
-    /// Time that this rank worked: without waiting for other ranks.
+    /// Time that this rank worked: without waiting for other ranks, and without `saving`, in which all ranks wait for
+    /// one of them.
     #[must_use]
     pub fn work(&self) -> Duration {
-        (self.outside + self.backward).saturating_sub(self.calls)
+        (self.outside + self.backward).saturating_sub(self.calls + self.saving)
     }
 
     /// Share of communication that was hidden behind backward: from 0, none, to 1, all of it.
@@ -91,12 +97,14 @@ impl Sub for Stats {
             steps: self.steps - earlier.steps,
             collectives: self.collectives - earlier.collectives,
             overlapped: self.overlapped - earlier.overlapped,
+            tensors: self.tensors - earlier.tensors,
             bytes: self.bytes - earlier.bytes,
             backward: self.backward - earlier.backward,
             wait: self.wait - earlier.wait,
             outside: self.outside - earlier.outside,
             data: self.data - earlier.data,
             calls: self.calls - earlier.calls,
+            saving: self.saving - earlier.saving,
             busy: self.busy - earlier.busy,
             rounded: self.rounded - earlier.rounded,
         }
@@ -111,8 +119,9 @@ mod tests {
     fn times_are_parts_of_each_other() {
         let ms = Duration::from_millis;
         let s =
-            Stats { outside: ms(10), backward: ms(20), wait: ms(5), calls: ms(3), busy: ms(20), ..Stats::default() };
-        assert_eq!((s.time(), s.work()), (ms(35), ms(27)));
+            Stats { outside: ms(10), backward: ms(20), wait: ms(5), calls: ms(3), saving: ms(2), ..Stats::default() };
+        let s = Stats { busy: ms(20), ..s };
+        assert_eq!((s.time(), s.work()), (ms(35), ms(25)));
         assert_eq!(s.overlap(), 0.75);
         assert_eq!(Stats { wait: ms(30), ..s }.overlap(), 0.0);
         assert_eq!(Stats::default().overlap(), 0.0);

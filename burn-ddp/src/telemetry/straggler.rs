@@ -11,8 +11,8 @@ pub(crate) const REPORT_LEN: usize = 3;
 /// Fewest steps from which ranks are compared.
 const MIN_STEPS: u64 = 5;
 /// A rank is a straggler if it works 1.2 × the median of the others and at least 2 ms longer per step.
-const FACTOR: f64 = 1.2;
-const MIN_DELAY: Duration = Duration::from_millis(2);
+pub(super) const FACTOR: f64 = 1.2;
+pub(super) const MIN_DELAY: Duration = Duration::from_millis(2);
 
 /// A rank that the others wait for, from [`Telemetry::straggler`](super::Telemetry::straggler).
 ///
