@@ -1,8 +1,8 @@
 //! Every fault in every phase, with real processes under a launcher: nobody hangs, the culprit is named in time,
 //! nothing stays behind.
 //!
-//! `BURN_DDP_SOAK=SECONDS cargo test --test faults -- --ignored --nocapture soak` repeats it at random;
-//! `BURN_DDP_SOAK_SEED` repeats a run.
+//! `BURN_DDP_SOAK=SECONDS cargo test --test faults -- --ignored --nocapture soak` draws cause, phase, engine and
+//! placement at random; `BURN_DDP_SOAK_SEED` repeats a run. Elsewhere the engine is that of `BURN_DDP_ENGINE`.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
@@ -31,6 +31,18 @@ struct Case<'a> {
     victim: usize,
     phase: &'a str,
     cause: &'a str,
+    /// Instead of that of the environment.
+    engine: Option<&'a str>,
+    placement: Placement,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Placement {
+    OneMachine,
+    /// Ranks in turn on two names of this host, so that groups span machines.
+    TwoMachines,
+    /// One core for all ranks and their launcher.
+    OneCore,
 }
 
 /// A job, and what it has printed.
@@ -46,10 +58,19 @@ struct Job {
 impl Job {
     fn start(case: Case<'_>, cause: &str) -> Job {
         let temp = tempfile::tempdir().unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rank"));
+        let program = env!("CARGO_BIN_EXE_rank");
+        let mut command = Command::new(if case.placement == Placement::OneCore { "taskset" } else { program });
         for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("BURN_DDP_") || name.contains("RANK")) {
-            command.env_remove(name);
+            if name != "BURN_DDP_ENGINE" {
+                command.env_remove(name);
+            }
         }
+        match case.placement {
+            Placement::OneMachine => {}
+            Placement::TwoMachines => drop(command.env("FAULT_MACHINES", "2")),
+            Placement::OneCore => drop(command.args(["-c", "0", program])),
+        }
+        command.envs(case.engine.map(|engine| ("BURN_DDP_ENGINE", engine)));
         let mut launcher = command
             .args(["fault", &case.world.to_string(), &case.victim.to_string(), case.phase, cause])
             .env("TMPDIR", temp.path())
@@ -194,8 +215,8 @@ fn launcher_dies(case: Case<'_>) -> Result<(), String> {
 
 /// A fault in each phase.
 fn in_every_phase(cause: &str) {
-    let problems: Vec<String> =
-        PHASES.iter().filter_map(|phase| try_case(Case { world: 3, victim: 1, phase, cause }).err()).collect();
+    let case = |phase| Case { world: 3, victim: 1, phase, cause, engine: None, placement: Placement::OneMachine };
+    let problems: Vec<String> = PHASES.iter().filter_map(|phase| try_case(case(phase)).err()).collect();
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 
@@ -279,20 +300,30 @@ fn soak() {
     };
     let causes = ["kill", "panic", "abort", "stop", "exit", "term launcher", "kill launcher"];
     let (start, mut counts, mut problems) = (Instant::now(), BTreeMap::new(), Vec::new());
+    let placements = [Placement::OneMachine, Placement::TwoMachines, Placement::OneCore];
     while start.elapsed() < duration {
         let world = 2 + below(3);
+        let placement = placements[below(placements.len())];
+        let engine = if placement == Placement::TwoMachines { "tcp" } else { ["shm", "tcp"][below(2)] };
         let case = Case {
             world,
             victim: below(world),
             phase: PHASES[below(PHASES.len())],
             cause: causes[below(causes.len())],
+            // `None`: shm on one machine, tcp between several.
+            engine: (below(3) > 0).then_some(engine),
+            placement,
         };
-        *counts.entry(format!("{} in {}", case.cause, case.phase)).or_insert(0_usize) += 1;
+        let Case { phase, cause, .. } = case;
+        for drawn in [format!("{cause} in {phase}"), format!("{placement:?}, engine {:?}", case.engine)] {
+            *counts.entry(drawn).or_insert(0_usize) += 1;
+        }
         if let Err(problem) = try_case(case) {
             println!("after {:?}: {problem}", start.elapsed());
             problems.push(problem);
         }
     }
-    println!("{} cases, {} problems: {counts:#?}", counts.values().sum::<usize>(), problems.len());
+    // Each case is counted by its fault and by its place.
+    println!("{} cases, {} problems: {counts:#?}", counts.values().sum::<usize>() / 2, problems.len());
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 use burn_ddp_comm::post_mortem::PostMortem;
 use burn_ddp_comm::timeline;
 
+use crate::control_group::ControlGroup;
 use crate::error::LaunchError;
 use crate::event::{Event, Stop, Trouble};
 use crate::generation_context::GenerationContext;
@@ -215,8 +216,9 @@ impl Job<'_> {
             .ok();
         // Of this launcher alone: others of the same job may run on this machine.
         let mark = random_id();
-        let mut guardian = Guardian::start(dir.temporary(), &mark);
-        let leftovers = Leftovers::new(&mark, guardian.pid(), spec.adopts_orphans);
+        let group = ControlGroup::create(&mark);
+        let mut guardian = Guardian::start(dir.temporary(), &mark, group.as_ref().map(ControlGroup::path));
+        let leftovers = Leftovers::new(&mark, group.as_ref(), guardian.pid(), spec.adopts_orphans);
         let settings = Settings {
             generation: *number,
             grace: spec.grace,
@@ -232,6 +234,7 @@ impl Job<'_> {
             node: nodes.node,
             report_dir: dir.path(),
             mark: &mark,
+            group: group.as_ref(),
             event_file: event_file.as_ref(),
         };
         let relay = match start.start_all(&mut processes, &mut guardian, self.sender.clone()) {

@@ -4,7 +4,7 @@
 //! On Linux a rank dies with its launcher, but what the rank started does not (`sh train.sh` leaves the training
 //! behind), and elsewhere not even the rank does. The helper is a shell that waits on a pipe whose other end only this
 //! process holds. It knows the groups and sessions because each rank's pid is written to it: the kernel gives a pid to
-//! no other process while a group or a session has it. Other processes of the job it knows by their mark.
+//! no other process while a group or a session has it. Other processes of the job it knows by their mark, and by their control group where there is one.
 
 use std::io::Write;
 use std::os::unix::process::CommandExt;
@@ -13,13 +13,14 @@ use std::process::{Child, Command, Stdio};
 
 use crate::leftovers::MARK;
 
-/// Ignores what a terminal sends. When the pipe ends, kills all groups, then the processes of those sessions and with
-/// that mark, until a look finds none (twenty looks at most: a process may start others meanwhile); removes the
-/// directory, if any.
+/// Ignores what a terminal sends. When the pipe ends, kills all groups, then the processes of those sessions, in that
+/// control group and with that mark, until a look finds none (twenty looks at most: a process may start others
+/// meanwhile); removes the control group and the directory, if any.
 const SCRIPT: &str = r#"trap '' HUP INT QUIT TERM TSTP
-directory=$1 mark=$2 leaders=' ' looks=0
+directory=$1 mark=$2 group=$3 leaders=' ' looks=0
 while read -r pid; do leaders="$leaders$pid "; done
 for leader in $leaders; do kill -s KILL -- "-$leader"; done
+[ -z "$group" ] || echo 1 >"$group/cgroup.kill"
 while [ $looks -lt 20 ]; do
     looks=$((looks + 1)) found=
     for stat in /proc/[0-9]*/stat; do
@@ -31,10 +32,22 @@ while [ $looks -lt 20 ]; do
         environ=${environ#/proc/}
         found="$found ${environ%/environ}"
     done
+    for procs in "$group"/cgroup.procs "$group"/*/cgroup.procs; do
+        [ -n "$group" ] && [ -r "$procs" ] || continue
+        # 0 is a process of another PID namespace.
+        while read -r pid; do [ "$pid" = 0 ] || found="$found $pid"; done <"$procs"
+    done
     [ -n "$found" ] || break
     kill -s KILL $found
 done
 [ -z "$directory" ] || rm -rf -- "$directory"
+# The kernel holds the group for a moment after its last process.
+looks=0
+while [ -d "$group" ] && [ $looks -lt 5 ]; do
+    looks=$((looks + 1))
+    rmdir "$group"/*/
+    rmdir "$group" || sleep 1
+done
 "#;
 
 /// Dropping it without [`dismiss`](Self::dismiss) has the ranks killed.
@@ -44,12 +57,14 @@ pub(crate) struct Guardian {
 }
 
 impl Guardian {
-    /// `temporary` goes when this process vanishes, and so do the processes that were started with `mark`.
-    pub(crate) fn start(temporary: Option<&Path>, mark: &str) -> Self {
+    /// `temporary` goes when this process vanishes, and so do the processes in `group` and those that were started
+    /// with `mark`.
+    pub(crate) fn start(temporary: Option<&Path>, mark: &str, group: Option<&Path>) -> Self {
         let helper = Command::new("/bin/sh")
             .args(["-c", SCRIPT, "burnrun-guardian"])
             .arg(temporary.unwrap_or(Path::new("")))
             .arg(format!("{MARK}={mark}"))
+            .arg(group.unwrap_or(Path::new("")))
             .current_dir("/")
             .stdin(Stdio::piped())
             .stdout(Stdio::null())

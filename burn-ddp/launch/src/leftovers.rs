@@ -3,6 +3,7 @@
 //! A signal to a rank's process group misses what has left the group: jobs of an interactive shell, `setsid`,
 //! daemons. A process is a leftover of the job if
 //!
+//! - it is in the generation's control group, where there is one;
 //! - its session is that of a rank (each rank leads one, and is not reaped before the end);
 //! - it was started with the generation's mark in its environment;
 //! - it is a child of this process and this process adopts orphans: then it has no other children than the ranks and
@@ -18,6 +19,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::process::{Signal, WaitId, WaitIdOptions, kill_process, waitid};
 
+use crate::control_group::ControlGroup;
 use crate::process_table::{Process, processes};
 
 /// Longest wait for killed leftovers to be gone.
@@ -40,7 +42,8 @@ pub(crate) fn become_parent_of_orphans() {
 }
 
 /// The leftovers of one generation on this machine.
-pub(crate) struct Leftovers {
+pub(crate) struct Leftovers<'a> {
+    group: Option<&'a ControlGroup>,
     /// Pids of the ranks, which are their sessions' ids too.
     ranks: HashSet<i32>,
     guardian: Option<i32>,
@@ -53,9 +56,10 @@ pub(crate) struct Leftovers {
     collected: Instant,
 }
 
-impl Leftovers {
-    pub(crate) fn new(mark: &str, guardian: Option<u32>, adopts: bool) -> Self {
+impl<'a> Leftovers<'a> {
+    pub(crate) fn new(mark: &str, group: Option<&'a ControlGroup>, guardian: Option<u32>, adopts: bool) -> Self {
         Self {
+            group,
             ranks: HashSet::new(),
             guardian: guardian.map(|pid| pid as i32),
             mark: format!("{MARK}={mark}"),
@@ -73,6 +77,9 @@ impl Leftovers {
     /// that remain and why.
     pub(crate) fn signal(&mut self, signal: Signal) -> Vec<(Process, Option<Errno>)> {
         let start = Instant::now();
+        if signal == Signal::KILL {
+            self.group.inspect(|group| group.kill());
+        }
         loop {
             let table = processes();
             let running = self.running(&table);
@@ -108,9 +115,13 @@ impl Leftovers {
             let pid = process.raw_pid();
             pid == me || self.guardian == Some(pid) || self.ranks.contains(&pid)
         };
+        let in_group = self.group.map(ControlGroup::pids).unwrap_or_default();
         let adopted = |process: &Process| self.adopts && process.parent == me;
         let is_root = |process: &Process| {
-            self.ranks.contains(&process.session) || adopted(process) || process.was_started_with(&self.mark)
+            in_group.contains(&process.raw_pid())
+                || self.ranks.contains(&process.session)
+                || adopted(process)
+                || process.was_started_with(&self.mark)
         };
         let found = family(table, spared, is_root, &self.ranks);
         let running: Vec<_> = found.into_iter().filter(Process::is_running).collect();

@@ -37,6 +37,7 @@
 #![deny(unsafe_code)] // only process_group.rs (between fork and exec) and signals.rs (handlers)
 
 mod command;
+mod control_group;
 mod error;
 mod event;
 mod exit;

@@ -17,20 +17,26 @@ use rustix::process::{Pid, getpid, getppid, setsid};
 /// mere group: a process without a controlling terminal may read and configure the terminal it inherited, where a
 /// background group of the launcher's session would be stopped by SIGTTIN or SIGTTOU.
 ///
-/// It inherits the descriptors `inherited`, which are open here.
+/// It inherits the descriptors `inherited`, and enters the control group whose list of processes is `group`; all are
+/// open here.
 ///
 /// On Linux the child is killed when the *thread* that called this ends, so that thread must live as long as the job.
-pub(crate) fn spawn(command: &mut Command, inherited: [Option<RawFd>; 2]) -> io::Result<Child> {
+pub(crate) fn spawn(command: &mut Command, inherited: [Option<RawFd>; 2], group: Option<RawFd>) -> io::Result<Child> {
     let launcher = getpid();
     // SAFETY: the closure runs in the forked child of a process that may have threads, so it may only do what is
     // async-signal-safe: `before_exec` makes a few system calls through rustix, which neither allocates nor locks
     // there, and builds its errors from codes, without allocating.
-    unsafe { command.pre_exec(move || before_exec(launcher, inherited)) };
+    unsafe { command.pre_exec(move || before_exec(launcher, inherited, group)) };
     command.spawn()
 }
 
-fn before_exec(launcher: Pid, inherited: [Option<RawFd>; 2]) -> io::Result<()> {
+fn before_exec(launcher: Pid, inherited: [Option<RawFd>; 2], group: Option<RawFd>) -> io::Result<()> {
     setsid()?;
+    if let Some(fd) = group {
+        // Where the kernel refuses, sessions and marks remain.
+        // SAFETY: the caller of `spawn` holds it open in the launcher, of which this is a copy.
+        let _ = rustix::io::write(unsafe { BorrowedFd::borrow_raw(fd) }, b"0");
+    }
     for fd in inherited.into_iter().flatten() {
         // SAFETY: the caller of `spawn` holds it open in the launcher, of which this is a copy.
         fcntl_setfd(unsafe { BorrowedFd::borrow_raw(fd) }, FdFlags::empty())?;

@@ -27,7 +27,7 @@ pub(crate) struct Processes<'a> {
     /// By local rank.
     children: Vec<Child>,
     /// Everything that the ranks started.
-    leftovers: Leftovers,
+    leftovers: Leftovers<'a>,
     sender: Sender<Event>,
     events: &'a Receiver<Event>,
 }
@@ -35,7 +35,7 @@ pub(crate) struct Processes<'a> {
 impl<'a> Processes<'a> {
     pub(crate) fn new(
         settings: Settings,
-        leftovers: Leftovers,
+        leftovers: Leftovers<'a>,
         sender: Sender<Event>,
         events: &'a Receiver<Event>,
     ) -> Self {

@@ -6,6 +6,7 @@ use std::sync::mpsc::Sender;
 
 use burn_ddp_comm::{LaunchEnv, Meeting};
 
+use crate::control_group::ControlGroup;
 use crate::error::LaunchError;
 use crate::event::Event;
 use crate::guardian::Guardian;
@@ -30,6 +31,8 @@ pub(crate) struct RankStart<'a> {
     pub(crate) report_dir: &'a Path,
     /// Mark of this generation's processes on this machine.
     pub(crate) mark: &'a str,
+    /// Control group of those, where there is one.
+    pub(crate) group: Option<&'a ControlGroup>,
     /// File for the ranks' events.
     pub(crate) event_file: Option<&'a EventFile>,
 }
@@ -79,7 +82,8 @@ impl RankStart<'_> {
         let keeps_terminal = self.keeps_terminal(local_rank);
         let mut command = program.command(self.spec.nproc, self.variables(local_rank), keeps_terminal);
         let inherited = [self.trust.fd(), self.event_file.and_then(EventFile::fd)];
-        process_group::spawn(&mut command, inherited).map_err(|source| program.spawn_error(rank, source))
+        let group = self.group.map(ControlGroup::entrance);
+        process_group::spawn(&mut command, inherited, group).map_err(|source| program.spawn_error(rank, source))
     }
 
     fn first_rank(&self) -> usize {

@@ -4,11 +4,12 @@
 #[allow(unreachable_pub, reason = "one module for several test files")]
 mod common;
 
+use std::fs;
 use std::path::Path;
 use std::process::Command;
 
 use burn_ddp_launch::Launcher;
-use common::{Job, assert_gone, burnrun, is_running, pid_in, run};
+use common::{Job, assert_gone, burnrun, is_running, pid_in, poll_until, run};
 use rustix::process::Signal;
 
 /// A shell's job in a group of its own, as under job control.
@@ -87,6 +88,78 @@ const ORPHANS: &str = r#"
         sleep 0.1
     done
     echo "$zombies zombies"; exit 1"#;
+
+/// Whether this process may make control groups of version 2; a line that says so if not.
+fn control_groups() -> bool {
+    let all = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let own = all.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
+    let mounts = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"].map(|mount| Path::new(mount).join(own));
+    let Some(parent) = mounts.iter().find(|parent| parent.join("cgroup.subtree_control").exists()) else {
+        println!("skipped: no control groups of version 2");
+        return false;
+    };
+    let probe = parent.join(format!("burn-ddp-probe-{}", std::process::id()));
+    match fs::create_dir(&probe).and_then(|()| fs::write(probe.join("cgroup.procs"), "")) {
+        Err(error) if error.kind() != std::io::ErrorKind::InvalidInput => {
+            println!("skipped: no right to make control groups: {error}");
+            let _ = fs::remove_dir(&probe);
+            false
+        }
+        _ => {
+            fs::remove_dir(&probe).unwrap();
+            true
+        }
+    }
+}
+
+/// The control group of version 2 of a process.
+fn control_group_of(pid: u32) -> Option<String> {
+    let all = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
+    all.lines().find_map(|line| line.strip_prefix("0::")).map(str::to_owned)
+}
+
+fn assert_removed(group: &str) {
+    poll_until("the control group is removed", || {
+        let mounts = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
+        mounts.iter().all(|mount| !Path::new(&format!("{mount}{group}")).exists()).then_some(())
+    });
+}
+
+#[test]
+fn a_daemon_of_a_rank_ends_with_a_killed_launcher() {
+    if !control_groups() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("daemon");
+    let job = Job::start(&mut bash("1", &format!("{DAEMON}\n{STARTED}; echo here; sleep 600"), &file));
+    job.line();
+    let pid = pid_in(&file);
+    let group = control_group_of(pid).unwrap();
+    assert!(is_running(pid));
+    job.signal(Signal::KILL);
+    assert_gone(pid);
+    assert_removed(&group);
+}
+
+#[test]
+fn a_daemon_of_a_rank_ends_with_a_program_that_launches_itself() {
+    if !control_groups() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("daemon");
+    // It has groups below that of the job.
+    let below = r#"for g in /sys/fs/cgroup /sys/fs/cgroup/unified; do
+        g=$g$(sed -n 's/^0:://p' /proc/self/cgroup)
+        [ ! -e $g/cgroup.kill ] || { mkdir $g/below && cat /proc/self/cgroup >"$FILE.group" && echo $$ >$g/below/cgroup.procs; }
+    done"#;
+    let launcher = Launcher::new("bash", ["-c", &format!("{below}\n{DAEMON}\n{STARTED}")]).env("FILE", &file);
+    assert_eq!(launcher.run().unwrap().exit_code, 0);
+    assert!(!is_running(pid_in(&file)));
+    let group = fs::read_to_string(dir.path().join("daemon.group")).unwrap();
+    assert_removed(group.lines().find_map(|line| line.strip_prefix("0::")).unwrap());
+}
 
 #[test]
 fn orphans_are_collected_while_the_job_runs() {

@@ -4,6 +4,8 @@
 //! Each process prints `PID n` first, the victim `FAULT ms` and the others `ERROR ms text`; times are milliseconds
 //! since 1970.
 
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
 use burn::tensor::DType;
@@ -19,6 +21,7 @@ pub(crate) fn main() -> anyhow::Result<()> {
     let Ok(rank) = std::env::var("BURN_DDP_RANK").or_else(|_| std::env::var("RANK")) else {
         return Ddp::launch(world.parse()?, |_| Ok(()));
     };
+    pretend_machine(&rank)?;
     println!("PID {}", std::process::id());
     let is_victim = rank == *victim;
     let result = run(phase, &|here: &str| {
@@ -30,6 +33,16 @@ pub(crate) fn main() -> anyhow::Result<()> {
         println!("ERROR {} {}", now_ms(), format!("{error:#}").replace('\n', " "));
     }
     result
+}
+
+/// Replaces this process by itself on one of `FAULT_MACHINES` machines, if that is set.
+fn pretend_machine(rank: &str) -> anyhow::Result<()> {
+    const MACHINE: &str = "BURN_DDP_MACHINE";
+    let Some(machines) = std::env::var("FAULT_MACHINES").ok().filter(|_| std::env::var_os(MACHINE).is_none()) else {
+        return Ok(());
+    };
+    let name = format!("machine {}", rank.parse::<usize>()? % machines.parse::<usize>()?);
+    Err(Command::new(std::env::current_exe()?).args(std::env::args_os().skip(1)).env(MACHINE, name).exec())?
 }
 
 fn now_ms() -> u128 {
