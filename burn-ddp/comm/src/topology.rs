@@ -51,6 +51,17 @@ impl Machines {
         &self.ranks[machine]
     }
 
+    /// Number of ranks.
+    pub(crate) fn rank_count(&self) -> usize {
+        self.machine_of.len()
+    }
+
+    /// Position of a rank among those of its machine.
+    pub(crate) fn local_rank_of(&self, rank: usize) -> usize {
+        let ranks = &self.ranks[self.machine_of[rank]];
+        ranks.partition_point(|other| *other < rank)
+    }
+
     /// Machine of a world rank.
     ///
     /// # Panics

@@ -473,7 +473,7 @@ fn every_rank_knows_the_machines_and_a_host_can_be_cut_into_several() {
                     (machines.count(), machines.ranks_of(0), machines.ranks_of(1)),
                     (2, &[0, 2][..], &[1, 3][..])
                 );
-                assert_eq!(world.engine(), "tcp", "no memory is shared between machines");
+                assert_eq!(world.engine(), "shm+tcp", "memory is shared inside machines alone");
                 let group = world.group().unwrap();
                 let local = group.split(Some(machines.machine_of(world.rank()) as u64), 0).unwrap().unwrap();
                 assert_eq!(local.ranks(), machines.ranks_of(world.rank() % 2));

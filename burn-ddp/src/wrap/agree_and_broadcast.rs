@@ -129,5 +129,5 @@ impl AgreedModel {
 fn overlap_pays(ddp: &Ddp, device: &Device) -> bool {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let state = ddp.state();
-    state.host_engine == "tcp" || cores >= 2 * ddp.local_world_size() || crate::device::is_asynchronous(device)
+    state.host_engine.contains("tcp") || cores >= 2 * ddp.local_world_size() || crate::device::is_asynchronous(device)
 }

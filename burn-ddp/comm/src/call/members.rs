@@ -1,5 +1,6 @@
 //! Members of a group, and those that its call under way waits for.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The ranks of a group, in its order. One per group and rank: `expect` and `arrived` are written by the exchange, read
@@ -11,13 +12,21 @@ pub struct Members {
     ranks: Box<[usize]>,
     /// True for group ranks whose part of the exchange has not arrived.
     awaited: Box<[AtomicBool]>,
+    /// For some of the members of a group: all of them, and the group rank there of each of these.
+    whole: Option<(Arc<Members>, Box<[usize]>)>,
 }
 
 impl Members {
     /// Members of a group of these world ranks.
     pub fn new(ranks: impl Into<Box<[usize]>>) -> Members {
         let ranks = ranks.into();
-        Members { awaited: ranks.iter().map(|_| AtomicBool::new(false)).collect(), ranks }
+        Members { awaited: ranks.iter().map(|_| AtomicBool::new(false)).collect(), ranks, whole: None }
+    }
+
+    /// The members of `whole` at these group ranks. Waits for them are noted in `whole` as well.
+    pub(crate) fn part(whole: &Arc<Members>, group_ranks: &[usize]) -> Members {
+        let ranks: Vec<usize> = group_ranks.iter().map(|rank| whole.world_rank(*rank)).collect();
+        Members { whole: Some((whole.clone(), group_ranks.into())), ..Members::new(ranks) }
     }
 
     /// All ranks of a world of `world_size`.
@@ -62,6 +71,11 @@ impl Members {
         if let Some(flag) = self.awaited.get(group_rank) {
             flag.store(awaited, Ordering::Relaxed);
         }
+        if let Some((whole, group_ranks)) = &self.whole
+            && let Some(rank) = group_ranks.get(group_rank)
+        {
+            whole.set(*rank, awaited);
+        }
     }
 }
 
@@ -76,5 +90,15 @@ mod tests {
         members.arrived(2);
         assert_eq!(members.awaited(), [1, 4]);
         assert_eq!((members.world_rank(0), members.world_rank(2), members.world_rank(7)), (4, 3, 7));
+    }
+
+    #[test]
+    fn waits_for_a_part_of_the_members_are_seen_in_the_whole() {
+        let whole = Arc::new(Members::new([4, 1, 3]));
+        let part = Members::part(&whole, &[0, 2]);
+        part.expect(0);
+        part.expect(1);
+        part.arrived(0);
+        assert_eq!((part.ranks(), part.awaited(), whole.awaited()), (&[4, 3][..], vec![3], vec![3]));
     }
 }

@@ -80,6 +80,21 @@ impl Call {
         Call { stage: self.stage + 1, ..self.clone() }
     }
 
+    /// An exchange of this call with a number of its own.
+    pub(crate) fn at_stage(&self, stage: u8) -> Call {
+        Call { stage, ..self.clone() }
+    }
+
+    /// This call among some of its members.
+    pub(crate) fn among(&self, members: &Arc<Members>) -> Call {
+        Call { members: members.clone(), ..self.clone() }
+    }
+
+    /// The half of a call with two other ranks that goes to, or comes from, the one at a group rank.
+    pub(crate) fn half_for(&self, peer: usize) -> Call {
+        Call { info: self.info_for(peer).clone(), receives: None, ..self.clone() }
+    }
+
     /// The call that the call of the peer at a group rank must fit.
     pub fn info_for(&self, peer: usize) -> &CallInfo {
         match self.receives.as_deref() {

@@ -1,10 +1,12 @@
 //! The fabric without an engine of its own: each group gets the fastest engine that its ranks can use, shm on one
-//! machine, tcp between several.
+//! machine, tcp between several, both where some of several machines have several ranks.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::{Engine, Fabric};
 use crate::call::Call;
+use crate::topology::Machines;
 use crate::{EngineChoice, Error, PeerInfo, Result};
 
 /// Opens a rank's groups by the engine that the user chose, or that fits the group.
@@ -13,8 +15,10 @@ pub(crate) struct AutoFabric {
     machines: Vec<Option<String>>,
     choice: Option<EngineChoice>,
     /// `None` on systems without it.
-    shm: Option<Box<dyn Fabric>>,
-    tcp: Box<dyn Fabric>,
+    shm: Option<Arc<dyn Fabric>>,
+    tcp: Arc<dyn Fabric>,
+    /// Shm inside machines and tcp between them. `None` on systems without shm.
+    two_level: Option<Arc<dyn Fabric>>,
     /// Set once memory could not be shared.
     shm_failed: AtomicBool,
 }
@@ -23,10 +27,11 @@ impl AutoFabric {
     pub(crate) fn new(
         machines: Vec<Option<String>>,
         choice: Option<EngineChoice>,
-        shm: Option<Box<dyn Fabric>>,
-        tcp: Box<dyn Fabric>,
+        shm: Option<Arc<dyn Fabric>>,
+        tcp: Arc<dyn Fabric>,
+        two_level: Option<Arc<dyn Fabric>>,
     ) -> AutoFabric {
-        AutoFabric { machines, choice, shm, tcp, shm_failed: AtomicBool::new(false) }
+        AutoFabric { machines, choice, shm, tcp, two_level, shm_failed: AtomicBool::new(false) }
     }
 
     /// The shm fabric, if `ranks` are all on one machine.
@@ -36,14 +41,27 @@ impl AutoFabric {
         let one_machine = first.is_some() && machines.all(|machine| machine == first);
         self.shm.as_deref().filter(|_| one_machine)
     }
+
+    /// The fabric for `ranks` on several machines: two-level if some share one.
+    fn between_machines(&self, ranks: impl IntoIterator<Item = usize>) -> &dyn Fabric {
+        let machines = ranks.into_iter().map(|rank| self.machines.get(rank).and_then(Option::as_ref));
+        let machines: Option<Vec<&String>> = machines.collect();
+        let shares = |machines: Vec<&String>| Machines::new(&machines).count() < machines.len();
+        match &self.two_level {
+            Some(two_level) if machines.is_some_and(shares) => &**two_level,
+            _ => &*self.tcp,
+        }
+    }
 }
 
 impl Fabric for AutoFabric {
     fn name(&self) -> &'static str {
-        let shm = self.shm_for(0..self.machines.len()).filter(|_| !self.shm_failed.load(Ordering::Relaxed));
-        match self.choice {
-            Some(choice @ (EngineChoice::Shm | EngineChoice::Tcp)) => choice.name(),
-            _ => shm.unwrap_or(&*self.tcp).name(),
+        let all = || 0..self.machines.len();
+        match (self.choice, self.shm_for(all())) {
+            (Some(choice @ (EngineChoice::Shm | EngineChoice::Tcp)), _) => choice.name(),
+            (_, Some(_)) if self.shm_failed.load(Ordering::Relaxed) => self.tcp.name(),
+            (_, Some(shm)) => shm.name(),
+            (_, None) => self.between_machines(all()).name(),
         }
     }
 
@@ -57,10 +75,11 @@ impl Fabric for AutoFabric {
             );
             return Err(Error::Environment { message });
         }
-        let shm = match self.shm_for(call.members.ranks().iter().copied()) {
-            Some(shm) if self.choice != Some(EngineChoice::Tcp) => shm,
-            _ => return self.tcp.open(call),
-        };
+        if self.choice == Some(EngineChoice::Tcp) {
+            return self.tcp.open(call);
+        }
+        let ranks = || call.members.ranks().iter().copied();
+        let Some(shm) = self.shm_for(ranks()) else { return self.between_machines(ranks()).open(call) };
         if self.choice == Some(EngineChoice::Shm) {
             return shm.open(call);
         }

@@ -28,6 +28,12 @@ impl<T: Transport> HostEngine<T> {
         HostEngine { transport, scratch: Vec::new(), slice: Vec::new() }
     }
 
+    /// The transport, for exchanges of one's own.
+    #[cfg(target_os = "linux")]
+    pub(super) fn transport(&mut self) -> &mut T {
+        &mut self.transport
+    }
+
     fn peers(&self) -> impl Iterator<Item = usize> + use<T> {
         let rank = self.transport.rank();
         (0..self.transport.world_size()).filter(move |peer| *peer != rank)

@@ -16,6 +16,8 @@ mod shared_buffer;
 pub(crate) mod shm;
 pub(crate) mod tcp;
 pub(crate) mod threads;
+#[cfg(target_os = "linux")]
+pub(crate) mod two_level;
 mod unavailable;
 
 pub use self::choice::EngineChoice;

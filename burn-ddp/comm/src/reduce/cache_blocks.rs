@@ -30,7 +30,7 @@ pub(super) struct Plan<'a> {
 }
 
 /// Type in which elements of `dtype` are accumulated.
-fn accumulator(dtype: DType) -> DType {
+pub(super) fn accumulator(dtype: DType) -> DType {
     match dtype {
         DType::F16 | DType::BF16 => DType::F32,
         other => other,

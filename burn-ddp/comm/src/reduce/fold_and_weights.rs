@@ -1,7 +1,7 @@
 //! Operations of a reduction: what folds two elements, and the factors and the divisor of a sum.
 
 use super::tree::MAX_SOURCES;
-use crate::DType;
+use crate::{DType, ReduceOp};
 
 /// The operation on two elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,6 +13,16 @@ pub(super) enum Fold {
 }
 
 impl Fold {
+    /// The operation of a reduce op; a mean is a sum that is divided.
+    pub(super) fn of(op: ReduceOp) -> Fold {
+        match op {
+            ReduceOp::Sum | ReduceOp::Mean => Fold::Sum,
+            ReduceOp::Min => Fold::Min,
+            ReduceOp::Max => Fold::Max,
+            ReduceOp::Product => Fold::Product,
+        }
+    }
+
     /// Number of sources of `dtype` that a pass takes. The sums that training lives on get loops for any number of
     /// them.
     pub(super) fn arity(self, dtype: DType) -> usize {

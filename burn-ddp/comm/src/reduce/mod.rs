@@ -11,6 +11,7 @@
 //! | choice of the sources that take part, and their factors | here |
 //! | one pass over memory, and its instructions | `kernel.rs` |
 //! | buffers cut in blocks, passes over the results of passes | `cache_blocks.rs` |
+//! | results of subtrees, put together elsewhere | `partial_sums.rs` |
 //! | the tree | `tree.rs` |
 //! | operations and element types, the definition of their bits | `fold_and_weights.rs`, `element.rs` |
 //! | loops over elements; the same with vector instructions, where f32 accumulates | `portable.rs`; `simd.rs`, `x86.rs` |
@@ -21,7 +22,9 @@ use std::sync::OnceLock;
 use self::cache_blocks::Plan;
 use self::fold_and_weights::Fold;
 use self::kernel::Isa;
+pub(crate) use self::partial_sums::{Form, Leaf, Terms};
 pub(crate) use self::source::Source;
+pub(crate) use self::tree::halves;
 use crate::{DType, Error, ReduceOp, Result};
 
 mod cache_blocks;
@@ -29,6 +32,7 @@ mod element;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "parts are for x86-64's vector instructions"))]
 mod fold_and_weights;
 mod kernel;
+mod partial_sums;
 mod portable;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "parts are for x86-64's vector instructions"))]
 mod simd;
@@ -90,21 +94,10 @@ fn reduce_with(
         return internal(format!("{} sources of {dtype} that do not fit {} bytes", sources.len(), out.len()));
     }
     let plan = |fold| Plan { isa, fold, dtype, sources, factors: None, total: 1.0 };
-    let defined = match reduction {
-        Reduction::Op(ReduceOp::Min | ReduceOp::Max) => true,
-        Reduction::Op(ReduceOp::Sum | ReduceOp::Product) => dtype != DType::Bool,
-        Reduction::Op(ReduceOp::Mean) | Reduction::Weighted(_) => dtype.is_float(),
-    };
-    if !defined {
-        return internal(format!("an undefined reduction of {dtype} reached the kernels"));
-    }
+    check_defined(dtype, reduction)?;
     match reduction {
         Reduction::Op(op) if also.is_none() && small_reductions::two(dtype, op, sources, out) => Ok(()),
-        Reduction::Op(ReduceOp::Sum) => plan(Fold::Sum).run(out, also),
-        Reduction::Op(ReduceOp::Mean) => Plan { total: sources.len() as f64, ..plan(Fold::Sum) }.run(out, also),
-        Reduction::Op(ReduceOp::Min) => plan(Fold::Min).run(out, also),
-        Reduction::Op(ReduceOp::Max) => plan(Fold::Max).run(out, also),
-        Reduction::Op(ReduceOp::Product) => plan(Fold::Product).run(out, also),
+        Reduction::Op(op) => Plan { total: divisor(op, sources.len()), ..plan(Fold::of(op)) }.run(out, also),
         Reduction::Weighted(weights) if weights.len() != sources.len() => {
             internal(format!("{} weights for {} sources", weights.len(), sources.len()))
         }
@@ -119,6 +112,21 @@ fn reduce_with(
     }
 }
 
+/// Fails if there is no such reduction.
+fn check_defined(dtype: DType, reduction: Reduction<'_>) -> Result<()> {
+    let defined = match reduction {
+        Reduction::Op(op) => op.supports(dtype),
+        Reduction::Weighted(_) => ReduceOp::Mean.supports(dtype),
+    };
+    let message = || format!("an undefined reduction of {dtype} reached the kernels");
+    if defined { Ok(()) } else { Err(Error::Internal { message: message() }) }
+}
+
+/// The divisor of `op` over `ranks` ranks.
+fn divisor(op: ReduceOp, ranks: usize) -> f64 {
+    if op == ReduceOp::Mean { ranks as f64 } else { 1.0 }
+}
+
 /// The weighted mean over the ranks with a weight, as if the others were not there: they are left out of `present`,
 /// which has room for all.
 fn weighted<'a>(plan: Plan<'a>, weights: &[f64], present: (&'a mut [Source<'a>], &'a mut [f64])) -> Plan<'a> {
@@ -129,12 +137,21 @@ fn weighted<'a>(plan: Plan<'a>, weights: &[f64], present: (&'a mut [Source<'a>],
         count += 1;
     }
     let (sources, factors) = (&sources[..count], &mut factors[..count]);
+    match scale(factors) {
+        Some(total) => Plan { sources, total, factors: Some(factors), ..plan },
+        None => Plan { sources, total: count as f64, ..plan },
+    }
+}
+
+/// Scales the weights of the ranks that have one; the divisor of their sum. `None` if all are equal: factors are not
+/// needed then.
+fn scale(factors: &mut [f64]) -> Option<f64> {
     if factors.windows(2).all(|pair| pair[0] == pair[1]) {
-        return Plan { sources, total: count as f64, ..plan };
+        return None;
     }
     // A power of two that brings the largest weight near 1 changes no ratio, and neither weights nor products overflow.
     let largest = factors.iter().copied().fold(0.0, f64::max);
     let scale = f64::powi(2.0, -(largest.log2().floor() as i32).clamp(-1000, 1000));
     factors.iter_mut().for_each(|factor| *factor *= scale);
-    Plan { sources, total: factors.iter().sum(), factors: Some(factors), ..plan }
+    Some(factors.iter().sum())
 }

@@ -15,6 +15,12 @@ pub(super) fn subtree(nth: usize, arity: usize, count: usize) -> Range<usize> {
     nth * arity..count.min((nth + 1) * arity)
 }
 
+/// The two subtrees of the subtree of `places`, of which there are at least two.
+pub(crate) fn halves(places: Range<usize>) -> (Range<usize>, Range<usize>) {
+    let middle = places.start + places.len().next_power_of_two() / 2;
+    (places.start..middle, middle..places.end)
+}
+
 /// Folds the array `$x` of `$len` elements along the tree, and yields what is left. A macro, so that `$fold` is part of
 /// the loop that has the vector instructions.
 macro_rules! fold_tree {

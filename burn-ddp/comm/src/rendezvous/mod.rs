@@ -33,6 +33,8 @@ use crate::engine::auto_fabric::{self, AutoFabric};
 #[cfg(target_os = "linux")]
 use crate::engine::shm::ShmFabric;
 use crate::engine::tcp::{Reach, TcpFabric};
+#[cfg(target_os = "linux")]
+use crate::engine::two_level::TwoLevelFabric;
 use crate::env::{LaunchEnv, Meeting};
 use crate::membership::control::{self, Control};
 use crate::membership::{Membership, Outbox, Wake};
@@ -166,9 +168,7 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     }
     let memories: Vec<_> = entries.iter().map(|entry| entry.memory.clone()).collect();
     #[cfg(target_os = "linux")]
-    let shm: Option<Box<dyn Fabric>> = Some(Box::new(ShmFabric::new(key.clone(), membership.clone())));
-    #[cfg(not(target_os = "linux"))]
-    let shm: Option<Box<dyn Fabric>> = None;
+    let shm = Arc::new(ShmFabric::new(key.clone(), membership.clone()));
     let reach = Reach {
         rank: env.rank,
         addresses: entries.into_iter().map(|entry| (entry.host, entry.port)).collect(),
@@ -176,13 +176,21 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
         via,
         links: control.links().clone(),
     };
+    let tcp = Arc::new(TcpFabric::new(reach, membership.clone()));
+    #[cfg(target_os = "linux")]
+    let (shm, two_level) = {
+        let two_level = TwoLevelFabric::new(memories.clone(), shm.clone(), tcp.clone(), membership.clone());
+        (Some(shm as Arc<dyn Fabric>), Some(Arc::new(two_level) as Arc<dyn Fabric>))
+    };
+    #[cfg(not(target_os = "linux"))]
+    let (shm, two_level) = (None, None);
     Ok(Seat {
         rank: env.rank,
         local_world_size: env.local_world_size,
         machines,
         peers,
-        membership: membership.clone(),
-        fabric: Arc::new(AutoFabric::new(memories, options.engine, shm, Box::new(TcpFabric::new(reach, membership)))),
+        membership,
+        fabric: Arc::new(AutoFabric::new(memories, options.engine, shm, tcp, two_level)),
         keep_alive: Some(Box::new((control, server))),
     })
 }

@@ -20,13 +20,38 @@ pub fn over_shm(n: usize, options: WorldOptions) -> Vec<World> {
     joined(n, WorldOptions { engine: Some(EngineChoice::Shm), ..options })
 }
 
+/// Ranks on two machines, in blocks, though they live in one process.
+pub fn on_two_machines(n: usize, options: WorldOptions) -> Vec<World> {
+    placed(n, options, |rank, n| rank * 2 / n)
+}
+
+/// Ranks dealt out to two machines.
+pub fn on_machines_in_turn(n: usize, options: WorldOptions) -> Vec<World> {
+    placed(n, options, |rank, _| rank % 2)
+}
+
+/// The first rank alone, the others on one machine.
+pub fn on_machines_of_one_and_many(n: usize, options: WorldOptions) -> Vec<World> {
+    placed(n, options, |rank, _| usize::from(rank > 0))
+}
+
+/// Ranks on machines of three.
+pub fn on_machines_of_three(n: usize, options: WorldOptions) -> Vec<World> {
+    placed(n, options, |rank, _| rank / 3)
+}
+
 fn joined(n: usize, options: WorldOptions) -> Vec<World> {
+    placed(n, options, |_, _| 0)
+}
+
+fn placed(n: usize, options: WorldOptions, machine: fn(usize, usize) -> usize) -> Vec<World> {
     let store = StoreServer::bind("127.0.0.1:0", &JobKey::trusting_network("conformance", 0)).expect("a store");
     let port = store.local_addr().port();
     thread::scope(|scope| {
         let join = |rank| {
             let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port };
-            let env = LaunchEnv { trust_network: true, ..LaunchEnv::new(rank, n, meeting, "conformance") };
+            let machine = Some(machine(rank, n).to_string());
+            let env = LaunchEnv { trust_network: true, machine, ..LaunchEnv::new(rank, n, meeting, "conformance") };
             World::join(&env, WorldOptions { join_timeout: patient().join_timeout, ..options.clone() })
                 .expect("a world")
         };

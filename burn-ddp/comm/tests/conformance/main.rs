@@ -17,3 +17,23 @@ mod tcp {
 mod shm {
     crate::conformance!(crate::harness::over_shm);
 }
+
+#[cfg(target_os = "linux")]
+mod two_machines {
+    crate::conformance!(crate::harness::on_two_machines);
+}
+
+#[cfg(target_os = "linux")]
+mod machines_in_turn {
+    crate::conformance!(crate::harness::on_machines_in_turn);
+}
+
+#[cfg(target_os = "linux")]
+mod one_and_many {
+    crate::conformance!(crate::harness::on_machines_of_one_and_many);
+}
+
+#[cfg(target_os = "linux")]
+mod machines_of_three {
+    crate::conformance!(crate::harness::on_machines_of_three);
+}

@@ -14,6 +14,9 @@ use crate::call::Call;
 use crate::reduce::Source;
 use crate::{DType, ReduceOp, Result};
 
+/// Takes the bytes of each rank at a range of the buffer, by group rank.
+pub(in crate::engine) type FoldRange<'a> = dyn FnMut(Range<usize>, &[&[u8]]) -> Result<()> + 'a;
+
 /// The ranks that read this rank's slots, and those whose slots it reads.
 struct Route<'a> {
     readers: &'a [usize],
@@ -211,5 +214,115 @@ impl ShmEngine {
             self.reduce(dtype, Some(op), source, &mut output[range.clone()])
         };
         self.stream(call, &route, chunks.count(), put, fold)
+    }
+
+    /// Hands `fold` the bytes of all ranks' `input` at this rank's ranges: `work` has those of each rank, of whole
+    /// elements. All ranks have announced the call.
+    pub(super) fn fold_ranges(
+        &self,
+        call: &Call,
+        work: &[Vec<Range<usize>>],
+        input: &[u8],
+        fold: &mut FoldRange<'_>,
+    ) -> Result<()> {
+        const LARGEST_ELEMENT: usize = 8;
+        let (me, size) = (self.board.rank(), self.board.size());
+        if self.board.peers().is_empty() {
+            return work[me].iter().try_for_each(|range| fold(range.clone(), &[&input[range.clone()]]));
+        }
+        let room = self.board.layout().slot_bytes() / size / LARGEST_ELEMENT * LARGEST_ELEMENT;
+        let route = Route { readers: self.board.peers(), sources: self.board.peers() };
+        let put = |chunk| {
+            for &peer in self.board.peers() {
+                for (at, range) in pieces(&work[peer], chunk, room) {
+                    let at = peer * room + at;
+                    self.put(chunk, at..at + range.len(), &input[range]);
+                }
+            }
+        };
+        let take = |chunk| {
+            for (at, range) in pieces(&work[me], chunk, room) {
+                let at = me * room + at;
+                let source = |rank| match rank == me {
+                    true => &input[range.clone()],
+                    // SAFETY: between ready and done, see `stream`.
+                    false => unsafe { self.slot(rank, chunk, at..at + range.len()) },
+                };
+                let sources: Vec<&[u8]> = (0..size).map(source).collect();
+                fold(range.clone(), &sources)?;
+            }
+            Ok(())
+        };
+        self.stream(call, &route, chunks_of(work, room), put, take)
+    }
+
+    /// Fills `out` with what each rank has made of its ranges: `work` has those of each rank, `mine` is what this rank
+    /// has made.
+    pub(super) fn spread_ranges(
+        &mut self,
+        call: &Call,
+        work: &[Vec<Range<usize>>],
+        mine: &[u8],
+        out: &mut [u8],
+    ) -> Result<()> {
+        self.announce(call, 0)?;
+        let (me, room) = (self.board.rank(), self.board.layout().slot_bytes());
+        for (at, range) in pieces(&work[me], 0, mine.len().max(1)) {
+            out[range.clone()].copy_from_slice(&mine[at..at + range.len()]);
+        }
+        let row = Chunks::new(mine.len(), 1, room);
+        let route = Route { readers: self.board.peers(), sources: self.board.peers() };
+        let put = |chunk| self.put(chunk, 0..row.range(chunk).len(), &mine[row.range(chunk)]);
+        let take = |chunk| {
+            for &peer in self.board.peers() {
+                for (at, range) in pieces(&work[peer], chunk, room) {
+                    self.take(peer, chunk, at..at + range.len(), &mut out[range]);
+                }
+            }
+            Ok(())
+        };
+        self.stream(call, &route, chunks_of(work, room), put, take)
+    }
+}
+
+/// The parts of `ranges`, put in a row and cut in chunks of `room` bytes, that lie in chunk `nth`: where in the chunk
+/// each begins, and its place.
+fn pieces(ranges: &[Range<usize>], nth: usize, room: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
+    let (start, end) = (nth * room, (nth + 1) * room);
+    let mut before = 0;
+    ranges.iter().filter_map(move |range| {
+        let from = start.saturating_sub(before).min(range.len());
+        let to = end.saturating_sub(before).min(range.len());
+        let at = (before + from).saturating_sub(start);
+        before += range.len();
+        (from < to).then(|| (at, range.start + from..range.start + to))
+    })
+}
+
+/// Number of chunks of `room` bytes in the longest row of `work`.
+fn chunks_of(work: &[Vec<Range<usize>>], room: usize) -> usize {
+    let len = |ranges: &Vec<Range<usize>>| ranges.iter().map(Range::len).sum::<usize>();
+    work.iter().map(len).max().unwrap_or(0).div_ceil(room)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_of_ranges_are_the_ranges() {
+        let ranges = [3..8, 20..20, 30..34, 40..50];
+        let row: Vec<usize> = ranges.iter().cloned().flatten().collect();
+        for room in 1..21 {
+            let mut found = Vec::new();
+            for chunk in 0..chunks_of(&[ranges.to_vec()], room) {
+                for (at, range) in pieces(&ranges, chunk, room) {
+                    assert_eq!(chunk * room + at, found.len());
+                    assert!(at + range.len() <= room);
+                    found.extend(range);
+                }
+            }
+            assert_eq!(found, row);
+        }
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 /// Part `nth` of `len` bytes in `count` runs of whole elements of `size` bytes, whose lengths differ by at most one.
-pub(super) fn part(len: usize, size: usize, count: usize, nth: usize) -> Range<usize> {
+pub(in crate::engine) fn part(len: usize, size: usize, count: usize, nth: usize) -> Range<usize> {
     let elements = len / size;
     let (share, longer) = (elements / count, elements % count);
     let start = nth * share + nth.min(longer);

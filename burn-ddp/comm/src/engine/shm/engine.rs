@@ -11,7 +11,7 @@ use crate::engine::{Engine, Incoming, Outgoing};
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
 /// One rank's side of a group.
-pub(super) struct ShmEngine {
+pub(in crate::engine) struct ShmEngine {
     pub(super) board: Board,
     pub(super) key: LinkKey,
     /// Number of calls that the group has announced; the same on all ranks.
@@ -47,6 +47,11 @@ impl ShmEngine {
             buffers: 0,
             segments: 1,
         }
+    }
+
+    /// The weight of each rank in its last call, by group rank.
+    pub(in crate::engine) fn weights(&self) -> &[f64] {
+        &self.weights
     }
 }
 

@@ -38,6 +38,13 @@ impl Fabric for ShmFabric {
     }
 
     fn try_open(&self, call: &Call) -> Result<Result<Box<dyn Engine>, Unavailable>> {
+        Ok(self.try_share(call)?.map(|engine| Box::new(engine) as Box<dyn Engine>))
+    }
+}
+
+impl ShmFabric {
+    /// [`try_open`](Fabric::try_open), for what builds on the engine.
+    pub(in crate::engine) fn try_share(&self, call: &Call) -> Result<Result<ShmEngine, Unavailable>> {
         let (size, rank) = (call.members.count(), call.group_rank()?);
         let handover = Handover { call, membership: &self.membership, key: &self.key, rank, number: 0 };
         let segment = match handover.share(Layout::new(size).len())? {
@@ -47,6 +54,6 @@ impl Fabric for ShmFabric {
         // Where ranks share cores, a spinning rank keeps the peers it waits for from running.
         let spins = core_per_rank(self.membership.rank(), self.membership.peers());
         let board = Board::new(segment, size, rank, self.membership.clone(), spins);
-        Ok(Ok(Box::new(ShmEngine::new(board, self.key.clone()))))
+        Ok(Ok(ShmEngine::new(board, self.key.clone())))
     }
 }

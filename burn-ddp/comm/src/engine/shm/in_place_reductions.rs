@@ -7,8 +7,10 @@
 //! free when all have (*done* again). Ranks that pass different kinds of buffers reduce them as plain slices.
 #![allow(unsafe_code)]
 
+use std::ops::Range;
 use std::sync::Arc;
 
+use super::chunked_data_movement::FoldRange;
 use super::chunks::part;
 use super::engine::ShmEngine;
 use super::in_place_buffer::{ArenaBuffer, Regions};
@@ -29,7 +31,67 @@ enum Passed {
     Plain,
 }
 
+/// Hands a fold the bytes of all ranks' inputs at this rank's ranges.
+pub(in crate::engine) type Inputs<'a> = dyn Fn(&mut FoldRange<'_>) -> Result<()> + 'a;
+
 impl ShmEngine {
+    /// A reduction of which each rank makes its ranges by `make`, out of the inputs there; all ranks get all of it.
+    /// `work` has the ranges of each rank, in whole elements; `make` returns this rank's in a row.
+    pub(in crate::engine) fn reduce_by<'m>(
+        &mut self,
+        call: &Call,
+        work: &[Vec<Range<usize>>],
+        buf: &mut [u8],
+        make: impl FnOnce(&Inputs<'_>) -> Result<&'m [u8]>,
+    ) -> Result<()> {
+        self.announce(call, 0)?;
+        let mine = make(&|fold| self.fold_ranges(call, work, buf, fold))?;
+        self.spread_ranges(&call.next_stage(), work, mine, buf)
+    }
+
+    /// [`reduce_by`](Self::reduce_by), but each rank only gets what it makes.
+    pub(in crate::engine) fn fold_by(
+        &mut self,
+        call: &Call,
+        work: &[Vec<Range<usize>>],
+        input: &[u8],
+        make: impl FnOnce(&Inputs<'_>) -> Result<()>,
+    ) -> Result<()> {
+        self.announce(call, 0)?;
+        make(&|fold| self.fold_ranges(call, work, input, fold))
+    }
+
+    /// [`reduce_by`](Self::reduce_by) of shared buffers.
+    pub(in crate::engine) fn reduce_shared_by<'m>(
+        &mut self,
+        call: &Call,
+        work: &[Vec<Range<usize>>],
+        buffer: &mut SharedBuffer,
+        make: impl FnOnce(&Inputs<'_>) -> Result<&'m [u8]>,
+    ) -> Result<SharedView> {
+        let note = self.note(buffer);
+        self.announce(call, note)?;
+        let outcome = match (self.passed(note), buffer.as_arena()) {
+            (passed @ (Passed::Free | Passed::Viewed), Some(arena)) => {
+                let make = || make(&|fold| self.fold_inputs(&work[self.board.rank()], arena, fold));
+                make().and_then(|mine| match passed {
+                    Passed::Free => self.spread_in_place(call, work, mine, arena),
+                    _ => self.spread_aside(call, work, mine, arena),
+                })
+            }
+            _ => {
+                let mine = make(&|fold| self.fold_ranges(call, work, buffer.bytes(), fold))?;
+                self.spread_ranges(&call.next_stage(), work, mine, buffer.bytes_mut())?;
+                return Ok(buffer.view());
+            }
+        };
+        if outcome.is_err() {
+            // Peers may still be reading the input.
+            *buffer = SharedBuffer::plain(buffer.len_bytes());
+        }
+        outcome
+    }
+
     pub(super) fn make_shared(&mut self, call: &Call, lens: &[usize]) -> Result<Vec<SharedBuffer>> {
         self.announce(call, 0)?;
         let (ranks, rank) = (self.board.size(), self.board.rank());
@@ -62,8 +124,7 @@ impl ShmEngine {
         buffer: &mut SharedBuffer,
         op: Option<ReduceOp>,
     ) -> Result<SharedView> {
-        let known = buffer.as_arena().and_then(|arena| Some((arena.number(&self.token)?, arena.is_viewed())));
-        let note = known.map_or(0, |(number, viewed)| number << 1 | u64::from(viewed));
+        let note = self.note(buffer);
         self.announce(call, note)?;
         self.check_weights(call, op)?;
         let outcome = match (self.passed(note), buffer.as_arena()) {
@@ -76,6 +137,12 @@ impl ShmEngine {
             *buffer = SharedBuffer::plain(buffer.len_bytes());
         }
         outcome
+    }
+
+    /// The number of `buffer`, if it is one of the group, and if this rank has a view of its last result.
+    fn note(&self, buffer: &mut SharedBuffer) -> u64 {
+        let known = buffer.as_arena().and_then(|arena| Some((arena.number(&self.token)?, arena.is_viewed())));
+        known.map_or(0, |(number, viewed)| number << 1 | u64::from(viewed))
     }
 
     /// The buffers that all ranks announced; `mine` is this rank's note.
@@ -135,6 +202,67 @@ impl ShmEngine {
             let slice = slice(peer);
             // SAFETY: the peer is done with its slice of its input, and waits until all have read it.
             result.bytes_mut()[slice.clone()].copy_from_slice(unsafe { arena.input(peer, &slice) });
+        }
+        self.done(1);
+        self.await_done(call, self.board.peers(), 1)?;
+        Ok(result.view())
+    }
+
+    /// Hands `fold` the inputs of all ranks at `ranges`. All ranks have announced the buffer, and do not know yet that
+    /// this rank is done with it.
+    fn fold_inputs(&self, ranges: &[Range<usize>], arena: &ArenaBuffer, fold: &mut FoldRange<'_>) -> Result<()> {
+        for range in ranges {
+            // SAFETY: all have announced; this rank is done when the result is spread.
+            let sources = (0..self.board.size()).map(|rank| unsafe { arena.input(rank, range) });
+            fold(range.clone(), &sources.collect::<Vec<_>>())?;
+        }
+        Ok(())
+    }
+
+    /// Writes what this rank has made to the result, which no rank has a view of.
+    fn spread_in_place(
+        &self,
+        call: &Call,
+        work: &[Vec<Range<usize>>],
+        mine: &[u8],
+        arena: &ArenaBuffer,
+    ) -> Result<SharedView> {
+        let mut rest = mine;
+        for range in &work[self.board.rank()] {
+            let (bytes, behind) = rest.split_at(range.len());
+            // SAFETY: no rank has a view of the result, and every rank writes ranges of its own.
+            unsafe { arena.result(range) }.copy_from_slice(bytes);
+            rest = behind;
+        }
+        self.done(0);
+        self.await_done(call, self.board.peers(), 0)?;
+        Ok(SharedView::arena(arena.view()))
+    }
+
+    /// Leaves what this rank has made in its input, and copies the others' from theirs.
+    fn spread_aside(
+        &self,
+        call: &Call,
+        work: &[Vec<Range<usize>>],
+        mine: &[u8],
+        arena: &ArenaBuffer,
+    ) -> Result<SharedView> {
+        let mut result = SharedBuffer::plain(arena.len());
+        let mut rest = mine;
+        for range in &work[self.board.rank()] {
+            let (bytes, behind) = rest.split_at(range.len());
+            // SAFETY: no other rank reads this range of this rank's input before it is done.
+            unsafe { arena.own_input(range) }.copy_from_slice(bytes);
+            result.bytes_mut()[range.clone()].copy_from_slice(bytes);
+            rest = behind;
+        }
+        self.done(0);
+        self.await_done(call, self.board.peers(), 0)?;
+        for &peer in self.board.peers() {
+            for range in &work[peer] {
+                // SAFETY: the peer is done with its ranges of its input, and waits until all have read them.
+                result.bytes_mut()[range.clone()].copy_from_slice(unsafe { arena.input(peer, range) });
+            }
         }
         self.done(1);
         self.await_done(call, self.board.peers(), 1)?;

@@ -285,7 +285,9 @@ impl Handover<'_> {
     /// The leader's address, which only ranks with the key can derive.
     fn name(&self) -> String {
         let (group, number) = (self.call.info.group.to_le_bytes(), self.number.to_le_bytes());
-        let key = self.key.key.derive(&[b"shm address", &group, &number]);
+        // A group has a segment on each of its machines, and tests have several machines on one.
+        let leader = (self.call.world_rank(0) as u64).to_le_bytes();
+        let key = self.key.key.derive(&[b"shm address", &group, &number, &leader]);
         key.bytes().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 

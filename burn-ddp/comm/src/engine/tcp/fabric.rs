@@ -106,6 +106,13 @@ impl Fabric for TcpFabric {
     }
 
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
+        Ok(Box::new(HostEngine::new(self.open_mesh(call)?)))
+    }
+}
+
+impl TcpFabric {
+    /// This rank's connections to all others of a new group.
+    pub(in crate::engine) fn open_mesh(&self, call: &Call) -> Result<TcpTransport> {
         let me = call.group_rank()?;
         let mut links = Vec::with_capacity(call.members.count());
         for at in 0..call.members.count() {
@@ -121,7 +128,6 @@ impl Fabric for TcpFabric {
             });
         }
         let arrivals = Arrivals { links: self.reach.links.clone(), group: call.info.group };
-        let transport = TcpTransport::new(me, links, self.membership.clone(), arrivals)?;
-        Ok(Box::new(HostEngine::new(transport)))
+        TcpTransport::new(me, links, self.membership.clone(), arrivals)
     }
 }

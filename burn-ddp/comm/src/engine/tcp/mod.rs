@@ -16,5 +16,7 @@ mod transport;
 #[cfg(feature = "fuzzing")]
 pub(crate) use self::data_stream::fuzz as fuzz_data_stream;
 pub(crate) use self::fabric::{Reach, TcpFabric};
+#[cfg(target_os = "linux")]
+pub(in crate::engine) use self::transport::TcpTransport;
 
 pub(crate) const NAME: &str = "tcp";

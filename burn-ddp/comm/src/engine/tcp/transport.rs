@@ -14,7 +14,7 @@ use crate::membership::{Membership, Watch};
 use crate::net::wait::Waker;
 
 /// One group's connections on one rank.
-pub(super) struct TcpTransport {
+pub(in crate::engine) struct TcpTransport {
     /// This rank in the group.
     rank: usize,
     /// By group rank; `None` for this one.

@@ -1,0 +1,415 @@
+//! One rank's side of a group that spans machines.
+
+use std::sync::Arc;
+use std::thread;
+
+use super::NAME;
+use super::schedule::Plan;
+use super::wire::Wire;
+use crate::call::{Call, Members};
+use crate::engine::shm::ShmEngine;
+use crate::engine::{Engine, Incoming, Outgoing, checked_weights};
+use crate::membership::Membership;
+use crate::reduce::{Reduction, Source, Terms, reduce};
+use crate::{DType, Error, ReduceOp, Result, SharedBuffer, SharedView};
+
+/// Most bytes, of all ranks together, of which the first rank of each machine sends all to those of the others: fewer
+/// exchanges, more bytes, the same bits.
+const ONE_EXCHANGE_MAX_BYTES: usize = 64 * 1024;
+
+/// Bytes of a broadcast that a machine passes on while it receives the next.
+const CHAIN_BYTES: usize = 1 << 20;
+
+/// Numbers of a call's exchanges inside a machine.
+const FIRST: u8 = 0;
+const SECOND: u8 = 1;
+const REDUCTION: u8 = 2;
+
+/// One rank's side of a group.
+pub(super) struct TwoLevelEngine {
+    /// Collectives of this machine's ranks.
+    local: ShmEngine,
+    /// This machine's ranks, in the order of the group.
+    neighbours: Arc<Members>,
+    wire: Wire,
+    membership: Arc<Membership>,
+}
+
+impl TwoLevelEngine {
+    pub(super) fn new(
+        local: ShmEngine,
+        neighbours: Arc<Members>,
+        wire: Wire,
+        membership: Arc<Membership>,
+    ) -> TwoLevelEngine {
+        TwoLevelEngine { local, neighbours, wire, membership }
+    }
+
+    /// An exchange of `call` inside the machine.
+    fn inside(&self, call: &Call, stage: u8) -> Call {
+        call.among(&self.neighbours).at_stage(stage)
+    }
+
+    fn leads(&self) -> bool {
+        self.wire.local_rank() == 0
+    }
+
+    fn size(&self) -> usize {
+        self.wire.machines.rank_count()
+    }
+
+    fn is_small(&self, len: usize) -> bool {
+        len.saturating_mul(self.size()) <= ONE_EXCHANGE_MAX_BYTES
+    }
+
+    fn reduce_all(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: Option<ReduceOp>) -> Result<()> {
+        if self.is_small(buf.len()) {
+            return self.reduce_small(call, dtype, buf, op);
+        }
+        let terms = self.terms(call, dtype, op)?;
+        let reducing = self.wire.reducing(dtype, terms);
+        let plan = self.wire.all_reduce_plan(&reducing, buf.len() / dtype.size_bytes());
+        let (inside, work) = (self.inside(call, REDUCTION), plan.work_bytes(&reducing));
+        let wire = &mut self.wire;
+        self.local.reduce_by(&inside, &work, buf, |inputs| wire.all_reduce(call, &reducing, &plan, inputs))
+    }
+
+    /// The leader of each machine collects its ranks' buffers, sends them to the other leaders, reduces all and hands
+    /// the result to its machine.
+    fn reduce_small(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: Option<ReduceOp>) -> Result<()> {
+        let (len, size) = (buf.len(), self.size());
+        let weight_bytes = if op.is_none() { size_of::<f64>() } else { 0 };
+        // What each rank gets: the weights by rank, if they matter, and the result.
+        let mut outcome = vec![0; size * weight_bytes + len];
+        let inside = self.inside(call, FIRST);
+        if self.leads() {
+            // By machine: the weights of its ranks, and their buffers.
+            let row = weight_bytes + len;
+            let mut rows = vec![0; size * row];
+            let mut places = self.places(&mut rows, row);
+            let mine = std::mem::take(&mut places[self.wire.here]);
+            let (weights, buffers) = mine.split_at_mut(self.wire.neighbours().len() * weight_bytes);
+            let mut outputs: Vec<&mut [u8]> = self.split(buffers, len);
+            self.local.gather(&inside, buf, Some(&mut outputs), 0)?;
+            if op.is_none() {
+                weights.copy_from_slice(bytemuck::cast_slice(self.local.weights()));
+            }
+            let leaders = self.wire.leaders();
+            self.wire.swap(&call.at_stage(SECOND), &leaders, mine, places)?;
+            self.reduce_rows(call, (dtype, op), &rows, &mut outcome)?;
+        } else {
+            self.local.gather(&inside, buf, None, 0)?;
+        }
+        self.local.broadcast(&self.inside(call, SECOND), &mut outcome, 0)?;
+        let (weights, result) = outcome.split_at(size * weight_bytes);
+        if op.is_none() {
+            checked_weights(call, &floats(weights))?;
+        }
+        buf.copy_from_slice(result);
+        Ok(())
+    }
+
+    /// Reduces the weights and buffers of all machines, see [`reduce_small`](Self::reduce_small), into an outcome.
+    fn reduce_rows(
+        &self,
+        call: &Call,
+        (dtype, op): (DType, Option<ReduceOp>),
+        rows: &[u8],
+        outcome: &mut [u8],
+    ) -> Result<()> {
+        let size = self.size();
+        let weight_bytes = if op.is_none() { size_of::<f64>() } else { 0 };
+        let (weights_out, result) = outcome.split_at_mut(size * weight_bytes);
+        let mut sources = vec![Source::Output; size];
+        let mut weights = vec![1.0; size];
+        let mut rest = rows;
+        for machine in 0..self.wire.machines.count() {
+            let ranks = self.wire.machines.ranks_of(machine);
+            let (of_ranks, behind) = rest.split_at(ranks.len() * weight_bytes);
+            let (buffers, behind) = behind.split_at(ranks.len() * result.len());
+            rest = behind;
+            for (nth, rank) in ranks.iter().enumerate() {
+                sources[*rank] = Source::Bytes(&buffers[nth * result.len()..][..result.len()]);
+                if op.is_none() {
+                    weights[*rank] = floats(&of_ranks[nth * weight_bytes..][..weight_bytes])[0];
+                }
+            }
+        }
+        if op.is_none() {
+            weights_out.copy_from_slice(bytemuck::cast_slice(&weights));
+        }
+        match op {
+            Some(op) => reduce(dtype, Reduction::Op(op), &sources, result),
+            // All ranks of all machines refuse these, once they have them.
+            None if checked_weights(call, &weights).is_err() => Ok(()),
+            None => reduce(dtype, Reduction::Weighted(&weights), &sources, result),
+        }
+    }
+
+    /// `rows`, of `len` bytes per rank, by machine.
+    fn places<'a>(&self, rows: &'a mut [u8], len: usize) -> Vec<&'a mut [u8]> {
+        let mut rest = rows;
+        let machines = 0..self.wire.machines.count();
+        let place = |machine| {
+            let count = self.wire.machines.ranks_of(machine).len();
+            let (place, behind) = std::mem::take(&mut rest).split_at_mut(count * len);
+            rest = behind;
+            place
+        };
+        machines.map(place).collect()
+    }
+
+    /// `rows`, of `len` bytes for each rank of this machine.
+    fn split<'a>(&self, rows: &'a mut [u8], len: usize) -> Vec<&'a mut [u8]> {
+        let mut rest = rows;
+        let row = |_| {
+            let (row, behind) = std::mem::take(&mut rest).split_at_mut(len);
+            rest = behind;
+            row
+        };
+        self.wire.neighbours().iter().map(row).collect()
+    }
+
+    /// What makes a reduction's elements; agrees on the weights, if they matter.
+    fn terms(&mut self, call: &Call, dtype: DType, op: Option<ReduceOp>) -> Result<Terms> {
+        let size = self.size();
+        if let Some(op) = op {
+            return Terms::new(dtype, Reduction::Op(op), size);
+        }
+        let mut weights = vec![0.0; size];
+        self.local.barrier(&self.inside(call, FIRST))?;
+        if self.leads() {
+            let mut rows = vec![0; size * size_of::<f64>()];
+            let mut places = self.places(&mut rows, size_of::<f64>());
+            let mine: &mut [u8] = std::mem::take(&mut places[self.wire.here]);
+            mine.copy_from_slice(bytemuck::cast_slice(self.local.weights()));
+            let leaders = self.wire.leaders();
+            self.wire.swap(&call.at_stage(SECOND), &leaders, mine, places)?;
+            let by_machine = (0..leaders.len()).flat_map(|machine| self.wire.machines.ranks_of(machine));
+            by_machine.zip(floats(&rows)).for_each(|(rank, weight)| weights[*rank] = weight);
+        }
+        self.local.broadcast(&self.inside(call, SECOND), bytemuck::cast_slice_mut(&mut weights), 0)?;
+        Terms::new(dtype, Reduction::Weighted(checked_weights(call, &weights)?), size)
+    }
+
+    /// Passes the root's `buf` from machine to machine, each of which is at work for one of `heads`: while one chunk
+    /// comes, the one before goes on.
+    fn pass_on(&mut self, call: &Call, heads: &[usize], root: usize, buf: &mut [u8]) -> Result<()> {
+        let machines = heads.len();
+        let first = self.wire.machines.machine_of(root);
+        let place = (self.wire.here + machines - first) % machines;
+        let at = |place: usize| heads[(first + place) % machines];
+        let chunks = buf.len().div_ceil(CHAIN_BYTES);
+        let mut wire_call = call.clone();
+        for step in place.saturating_sub(1)..chunks + place {
+            // At this step the machine before sends chunk `step - (place - 1)`, this one `step - place`.
+            let (coming, going) = ((step + 1).checked_sub(place), step.checked_sub(place));
+            let start = |chunk: usize| (chunk * CHAIN_BYTES).min(buf.len());
+            let boundary = start(coming.unwrap_or(0));
+            let coming_end = coming.map_or(0, |chunk| start(chunk + 1));
+            let going_start = going.map_or(0, start);
+            let (before, behind) = buf.split_at_mut(if place == 0 { buf.len() } else { boundary });
+            let mut sends = Vec::new();
+            if let Some(chunk) = going.filter(|_| place + 1 < machines) {
+                let end = if place == 0 { (going_start + CHAIN_BYTES).min(before.len()) } else { boundary };
+                debug_assert!(chunk < chunks);
+                sends.push(Outgoing { peer: at(place + 1), payload: &before[going_start..end] });
+            }
+            let mut receives = Vec::new();
+            if place > 0 && coming.is_some_and(|chunk| chunk < chunks) {
+                receives.push(Incoming::new(at(place - 1), &mut behind[..coming_end - boundary]));
+            }
+            wire_call = wire_call.at_stage(SECOND + 1 + (step % 128) as u8);
+            self.wire.exchange(&wire_call, &sends, &mut receives)?;
+        }
+        Ok(())
+    }
+}
+
+impl Engine for TwoLevelEngine {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn barrier(&mut self, call: &Call) -> Result<()> {
+        self.local.barrier(&self.inside(call, FIRST))?;
+        if self.leads() {
+            let leaders = self.wire.leaders();
+            self.wire.meet(&call.at_stage(FIRST), &leaders)?;
+        }
+        self.local.barrier(&self.inside(call, SECOND))
+    }
+
+    fn all_reduce(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: ReduceOp) -> Result<()> {
+        self.reduce_all(call, dtype, buf, Some(op))
+    }
+
+    fn all_reduce_weighted(&mut self, call: &Call, dtype: DType, buf: &mut [u8]) -> Result<()> {
+        self.reduce_all(call, dtype, buf, None)
+    }
+
+    /// The root hands the buffer to its machine, the leader there to the other leaders, and they to their machines.
+    fn broadcast(&mut self, call: &Call, buf: &mut [u8], root: usize) -> Result<()> {
+        let from = self.wire.machines.machine_of(root);
+        let is_from_here = from == self.wire.here;
+        let (first, second) = (self.inside(call, FIRST), self.inside(call, SECOND));
+        match is_from_here {
+            true => self.local.broadcast(&first, buf, self.wire.machines.local_rank_of(root))?,
+            false => self.local.barrier(&first)?,
+        }
+        if self.leads() {
+            let leaders = self.wire.leaders();
+            let is_direct = leaders.len() == 2 || buf.len().saturating_mul(leaders.len() - 1) <= ONE_EXCHANGE_MAX_BYTES;
+            let wire_call = call.at_stage(FIRST);
+            let mut places: Vec<&mut [u8]> = leaders.iter().map(|_| &mut [][..]).collect();
+            if !is_direct {
+                self.wire.meet(&wire_call, &leaders)?;
+                self.pass_on(call, &leaders, root, buf)?;
+            } else if is_from_here {
+                self.wire.swap(&wire_call, &leaders, buf, places)?;
+            } else {
+                places[from] = buf;
+                self.wire.swap(&wire_call, &leaders, &[], places)?;
+            }
+        }
+        if is_from_here { self.local.barrier(&second) } else { self.local.broadcast(&second, buf, 0) }
+    }
+
+    /// Each rank sends its buffer to one rank of each other machine, which hands it to its own.
+    fn all_gather(&mut self, call: &Call, input: &[u8], outputs: &mut [&mut [u8]]) -> Result<()> {
+        let wire = &mut self.wire;
+        self.local.barrier(&call.among(&self.neighbours).at_stage(FIRST))?;
+        outputs[wire.me].copy_from_slice(input);
+        // The rank of this machine that gets the buffer of `rank`.
+        let getter = |machine: usize, rank: usize| {
+            let ranks = wire.machines.ranks_of(machine);
+            ranks[wire.machines.local_rank_of(rank) % ranks.len()]
+        };
+        let others = (0..wire.machines.count()).filter(|machine| *machine != wire.here);
+        let sends: Vec<_> = others.map(|machine| Outgoing { peer: getter(machine, wire.me), payload: input }).collect();
+        // By local rank: its own rank, and those whose buffers it gets.
+        let mut held: Vec<Vec<usize>> = wire.neighbours().iter().map(|rank| vec![*rank]).collect();
+        for rank in (0..outputs.len()).filter(|rank| wire.machines.machine_of(*rank) != wire.here) {
+            held[wire.machines.local_rank_of(getter(wire.here, rank))].push(rank);
+        }
+        let local_rank = wire.local_rank();
+        let is_mine = |rank: usize| held[local_rank][1..].contains(&rank);
+        let rooms = outputs.iter_mut().enumerate().filter(|(rank, _)| is_mine(*rank));
+        let mut receives: Vec<_> = rooms.map(|(rank, room)| Incoming::new(rank, room)).collect();
+        wire.exchange(&call.at_stage(FIRST), &sends, &mut receives)?;
+        for turn in 0..held.iter().map(Vec::len).max().unwrap_or(0) {
+            let in_turn: Vec<Option<usize>> = held.iter().map(|ranks| ranks.get(turn).copied()).collect();
+            let mine = in_turn[local_rank].map_or_else(Vec::new, |rank| outputs[rank].to_vec());
+            let mut rooms: Vec<&mut [u8]> = in_turn.iter().map(|_| &mut [][..]).collect();
+            for (rank, output) in outputs.iter_mut().enumerate() {
+                if let Some(nth) = in_turn.iter().position(|held| *held == Some(rank)) {
+                    rooms[nth] = output;
+                }
+            }
+            let stage = SECOND + (turn % 128) as u8;
+            self.local.all_gather(&call.among(&self.neighbours).at_stage(stage), &mine, &mut rooms)?;
+        }
+        Ok(())
+    }
+
+    fn reduce_scatter(
+        &mut self,
+        call: &Call,
+        dtype: DType,
+        input: &[u8],
+        output: &mut [u8],
+        op: ReduceOp,
+    ) -> Result<()> {
+        let terms = self.terms(call, dtype, Some(op))?;
+        let reducing = self.wire.reducing(dtype, terms);
+        let plan = Plan::reduce_scatter(&self.wire.machines, self.wire.me, output.len() / dtype.size_bytes());
+        let (inside, work) = (self.inside(call, REDUCTION), plan.work_bytes(&reducing));
+        let wire = &mut self.wire;
+        self.local.fold_by(&inside, &work, input, |inputs| wire.reduce_own(call, &reducing, &plan, inputs, output))
+    }
+
+    fn reduce(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()> {
+        self.local.barrier(&self.inside(call, FIRST))?;
+        self.wire.flat.reduce(call, dtype, buf, op, root)
+    }
+
+    fn gather(&mut self, call: &Call, input: &[u8], outputs: Option<&mut [&mut [u8]]>, root: usize) -> Result<()> {
+        self.local.barrier(&self.inside(call, FIRST))?;
+        self.wire.flat.gather(call, input, outputs, root)
+    }
+
+    fn scatter(&mut self, call: &Call, inputs: Option<&[&[u8]]>, output: &mut [u8], root: usize) -> Result<()> {
+        self.local.barrier(&self.inside(call, FIRST))?;
+        self.wire.flat.scatter(call, inputs, output, root)
+    }
+
+    fn all_to_all(&mut self, call: &Call, input: &[u8], output: &mut [u8]) -> Result<()> {
+        self.local.barrier(&self.inside(call, FIRST))?;
+        self.wire.flat.all_to_all(call, input, output)
+    }
+
+    fn send_recv(&mut self, call: &Call, send: Option<Outgoing<'_>>, receive: Option<&mut Incoming<'_>>) -> Result<()> {
+        let (machines, here) = (&self.wire.machines, self.wire.here);
+        let is_near = |peer: usize| machines.machine_of(peer) == here;
+        let (near_send, far_send) = (send.filter(|to| is_near(to.peer)), send.filter(|to| !is_near(to.peer)));
+        let (near, far) = match receive {
+            Some(from) if is_near(from.peer) => (Some(from), None),
+            from => (None, from),
+        };
+        let peer_of = |send: &Option<Outgoing<'_>>, receive: &Option<&mut Incoming<'_>>| {
+            send.map(|to| to.peer).or(receive.as_ref().map(|from| from.peer))
+        };
+        let Some(near_peer) = peer_of(&near_send, &near) else { return self.wire.flat.send_recv(call, far_send, far) };
+        let inside = |peer: usize| machines.local_rank_of(peer);
+        let far_peer = peer_of(&far_send, &far);
+        let near_send = near_send.map(|to| Outgoing { peer: inside(to.peer), ..to });
+        let mut near = near.map(|from| Incoming::new(inside(from.peer), &mut *from.payload));
+        let Some(far_peer) = far_peer else {
+            let mut near_call = call.among(&self.neighbours);
+            near_call.receives = call.receives.clone().map(|halves| Box::new((inside(halves.0), halves.1)));
+            return self.local.send_recv(&near_call, near_send, near.as_mut());
+        };
+        // One half is here and one elsewhere: neither may wait for the other.
+        let (near_call, far_call) = (call.half_for(near_peer).among(&self.neighbours), call.half_for(far_peer));
+        let Self { local, wire, membership, .. } = self;
+        let conclude = |done: Result<()>, call: &Call| done.map_err(|error| membership.conclude(error, call));
+        thread::scope(|scope| {
+            let far_half = || conclude(wire.flat.send_recv(&far_call, far_send, far), &far_call);
+            let far = thread::Builder::new().spawn_scoped(scope, far_half).map_err(|error| Error::Environment {
+                message: format!("no thread for the half of a send_recv that goes to another machine: {error}"),
+            })?;
+            let near = conclude(local.send_recv(&near_call, near_send, near.as_mut()), &near_call);
+            near.and(far.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })
+    }
+
+    fn shared_buffers(&mut self, call: &Call, lens: &[usize]) -> Result<Vec<SharedBuffer>> {
+        self.barrier(call)?;
+        self.local.shared_buffers(&self.inside(call, REDUCTION), lens)
+    }
+
+    fn all_reduce_shared(
+        &mut self,
+        call: &Call,
+        dtype: DType,
+        buffer: &mut SharedBuffer,
+        op: Option<ReduceOp>,
+    ) -> Result<SharedView> {
+        let len = buffer.len_bytes();
+        if self.is_small(len) {
+            self.reduce_small(call, dtype, buffer.bytes_mut(), op)?;
+            return Ok(buffer.view());
+        }
+        let terms = self.terms(call, dtype, op)?;
+        let reducing = self.wire.reducing(dtype, terms);
+        let plan = self.wire.all_reduce_plan(&reducing, len / dtype.size_bytes());
+        let (inside, work) = (self.inside(call, REDUCTION), plan.work_bytes(&reducing));
+        let wire = &mut self.wire;
+        self.local.reduce_shared_by(&inside, &work, buffer, |inputs| wire.all_reduce(call, &reducing, &plan, inputs))
+    }
+}
+
+/// Numbers out of bytes, which need not be aligned.
+fn floats(bytes: &[u8]) -> Vec<f64> {
+    bytes.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
+}

@@ -1,0 +1,22 @@
+//! The engine of groups that span machines, at least one of which has several of the group's ranks: inside a machine
+//! through shared memory, between machines over tcp.
+//!
+//! | part | file |
+//! |---|---|
+//! | what crosses machines: subtrees, shares, each rank's plan; pure functions | `schedule.rs` |
+//! | exchanges between machines | `wire.rs` |
+//! | the collectives | `engine.rs` |
+//! | opening a group | `fabric.rs` |
+//!
+//! Each collective is compared inside the machine first. A rank sends a frame to another machine only after that, so a
+//! frame speaks for all ranks of the sender's machine; and each collective ends inside the machine, or with frames from
+//! all others: a rank that returns has heard, directly or through others, of the call of every rank.
+
+mod engine;
+mod fabric;
+mod schedule;
+mod wire;
+
+pub(crate) use self::fabric::TwoLevelFabric;
+
+pub(crate) const NAME: &str = "shm+tcp";
