@@ -81,16 +81,19 @@ pub fn a_rank_that_never_comes_is_named_after_the_deadline(make: Make) {
             assert!(start.elapsed() >= timeout - Duration::from_millis(200) && start.elapsed() < AT_ONCE);
             others_done.wait();
         }
-        error
+        (world.machines().count(), error)
     });
-    for error in results.into_iter().map(|result| result.unwrap()) {
+    for (machines, error) in results.into_iter().map(|result| result.unwrap()) {
         let Error::Timeout { reporter, waiting_for, timeout, call, culprit, why } = &error else { panic!("{error}") };
         assert!(*culprit == Some(2) && why.starts_with("rank 2 "), "{error}");
-        assert!(*reporter != 2 && *waiting_for == [2] && timeout.as_secs() == 1, "{error}");
+        // Between machines a rank may wait for one that waits for the missing one.
+        assert!(*waiting_for == [2] || machines > 1 && !waiting_for.contains(reporter), "{error}");
+        assert!(*reporter != 2 && timeout.as_secs() == 1, "{error}");
         assert!(call.site.to_string().starts_with(file!()), "{error}");
         let text = error.to_string();
         assert!(
-            text.contains("waited 1 s for rank 2 in all_reduce #0 of group 1 (i32, sum, 50000 elements)"),
+            machines > 1
+                || text.contains("waited 1 s for rank 2 in all_reduce #0 of group 1 (i32, sum, 50000 elements)"),
             "{text}"
         );
     }
