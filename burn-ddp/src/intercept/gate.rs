@@ -121,13 +121,12 @@ impl WrappedModel {
         self.lookups.delivered();
         state.reducer.end_step()?;
         self.comparing.store(state.reducer.compares_replicas(), Ordering::Release);
-        if self.ddp.world_size() > 1 {
-            let waits = !unused.is_empty();
-            let ended = self.ended.load(Ordering::Acquire);
-            let delivery = Delivery::new(state.reducer.step(), ended, present, unused);
-            state.stand_ins.deliver(delivery, &state.sentinel.device(), grads);
-            self.averages_wait.fetch_or(waits, Ordering::AcqRel);
-        }
+        // Also alone: a micro-batch before this backward may have used what this one has not.
+        let waits = !unused.is_empty();
+        let ended = self.ended.load(Ordering::Acquire);
+        let delivery = Delivery::new(state.reducer.step(), ended, present, unused);
+        state.stand_ins.deliver(delivery, &state.sentinel.device(), grads);
+        self.averages_wait.fetch_or(waits, Ordering::AcqRel);
         Ok(())
     }
 }
