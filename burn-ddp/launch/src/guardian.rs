@@ -4,7 +4,8 @@
 //! On Linux a rank dies with its launcher, but what the rank started does not (`sh train.sh` leaves the training
 //! behind), and elsewhere not even the rank does. The helper is a shell that waits on a pipe whose other end only this
 //! process holds. It knows the groups and sessions because each rank's pid is written to it: the kernel gives a pid to
-//! no other process while a group or a session has it. Other processes of the job it knows by their mark, and by their control group where there is one.
+//! no other process while a group or a session has it. Other processes of the job it knows by their mark, and by their
+//! control group where there is one.
 
 use std::io::Write;
 use std::os::unix::process::CommandExt;

@@ -152,7 +152,9 @@ fn a_daemon_of_a_rank_ends_with_a_program_that_launches_itself() {
     // It has groups below that of the job.
     let below = r#"for g in /sys/fs/cgroup /sys/fs/cgroup/unified; do
         g=$g$(sed -n 's/^0:://p' /proc/self/cgroup)
-        [ ! -e $g/cgroup.kill ] || { mkdir $g/below && cat /proc/self/cgroup >"$FILE.group" && echo $$ >$g/below/cgroup.procs; }
+        [ ! -e $g/cgroup.kill ] || {
+            mkdir $g/below && cat /proc/self/cgroup >"$FILE.group" && echo $$ >$g/below/cgroup.procs
+        }
     done"#;
     let launcher = Launcher::new("bash", ["-c", &format!("{below}\n{DAEMON}\n{STARTED}")]).env("FILE", &file);
     assert_eq!(launcher.run().unwrap().exit_code, 0);

@@ -230,7 +230,10 @@ mod tests {
                     let (head, tail) = partial.split_at_mut(at * size);
                     for (range, out) in [(0..at, head), (at..len, tail)] {
                         let range = range.start * dtype.size_bytes()..range.end * dtype.size_bytes();
-                        let part = |leaf: &Leaf<'_>| Leaf { places: leaf.places.clone(), bytes: &inputs[terms.ranks()[leaf.places.start]][range.clone()] };
+                        let part = |leaf: &Leaf<'_>| {
+                            let bytes = &inputs[terms.ranks()[leaf.places.start]][range.clone()];
+                            Leaf { places: leaf.places.clone(), bytes }
+                        };
                         let leaves: Vec<_> = leaves.iter().map(part).collect();
                         terms.reduce(places.clone(), &leaves, Form::Partial, out).unwrap();
                     }

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::thread;
 
 use super::NAME;
+use super::between_machines::Wire;
 use super::schedule::Plan;
-use super::wire::Wire;
 use crate::call::{Call, Members};
 use crate::engine::shm::ShmEngine;
 use crate::engine::{Engine, Incoming, Outgoing, checked_weights};

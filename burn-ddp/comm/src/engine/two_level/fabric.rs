@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::NAME;
+use super::between_machines::Wire;
 use super::engine::TwoLevelEngine;
-use super::wire::Wire;
 use crate::Result;
 use crate::call::{Call, Members};
 use crate::engine::shm::ShmFabric;

@@ -4,7 +4,7 @@
 //! | part | file |
 //! |---|---|
 //! | what crosses machines: subtrees, shares, each rank's plan; pure functions | `schedule.rs` |
-//! | exchanges between machines | `wire.rs` |
+//! | exchanges between machines | `between_machines.rs` |
 //! | the collectives | `engine.rs` |
 //! | opening a group | `fabric.rs` |
 //!
@@ -12,10 +12,10 @@
 //! frame speaks for all ranks of the sender's machine; and each collective ends inside the machine, or with frames from
 //! all others: a rank that returns has heard, directly or through others, of the call of every rank.
 
+mod between_machines;
 mod engine;
 mod fabric;
 mod schedule;
-mod wire;
 
 pub(crate) use self::fabric::TwoLevelFabric;
 
