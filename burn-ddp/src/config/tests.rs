@@ -5,7 +5,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{BufferPolicy, GradientReduction};
+use crate::{BufferPolicy, GradientReduction, Sharding};
 
 fn load(name: &str, text: &str) -> Result<DdpConfig> {
     let dir = tempfile::tempdir().unwrap();
@@ -112,6 +112,7 @@ fn files_with_every_key_load_as_ever() {
     let wrap = WrapConfig::new().with_accumulation(2).with_first_bucket_cap_bytes(262_144);
     let wrap = wrap.with_bucket_cap_bytes(1_048_576).with_replica_check(100).with_overlap(true);
     let wrap = wrap.with_local_parameters(["heads.0"]);
+    let wrap = wrap.with_sharding(Sharding::Parameters).with_sharding_above(4096);
     let data = DataSettings { workers: 2, shuffle: Some(42) };
     let checkpoint = Some(CheckpointSettings { dir: "checkpoints".into(), every: 1000, keep: Some(3) });
     let (train_batch, micro_batch, seed) = (Some(128), Some(16), Some(7));
