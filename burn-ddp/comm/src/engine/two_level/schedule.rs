@@ -203,3 +203,290 @@ fn common(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.max(b.start);
     start..a.end.min(b.end).max(start)
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::reduce::Reduction;
+    use crate::{DType, ReduceOp};
+
+    fn machines(identities: &[usize]) -> Machines {
+        Machines::new(identities)
+    }
+
+    fn blocks(sizes: &[usize]) -> Machines {
+        let of_machine = |(machine, size): (usize, &usize)| vec![machine; *size];
+        machines(&sizes.iter().enumerate().flat_map(of_machine).collect::<Vec<_>>())
+    }
+
+    fn sum(dtype: DType, ranks: usize) -> Terms {
+        Terms::new(dtype, Reduction::Op(ReduceOp::Sum), ranks).unwrap()
+    }
+
+    /// What all ranks know of a reduction.
+    struct Case {
+        machines: Machines,
+        subtrees: Vec<Subtree>,
+        partials: Vec<usize>,
+        size: usize,
+        plans: Vec<Plan>,
+    }
+
+    impl Case {
+        fn new(
+            machines: Machines,
+            dtype: DType,
+            terms: &Terms,
+            plan: impl Fn(&Machines, usize, &[f64]) -> Plan,
+        ) -> Case {
+            let subtrees = subtrees(&machines, terms);
+            let partials = partial_bytes(&subtrees, machines.count());
+            let size = dtype.size_bytes();
+            let shares = shares(&partials, size);
+            let plans = (0..machines.rank_count()).map(|rank| plan(&machines, rank, &shares)).collect();
+            Case { machines, subtrees, partials, size, plans }
+        }
+
+        fn all_reduce(machines: Machines, dtype: DType, terms: &Terms, len: usize) -> Case {
+            Case::new(machines, dtype, terms, |machines, rank, shares| {
+                Plan::all_reduce(machines, rank, &segments(len, shares))
+            })
+        }
+
+        fn reduce_scatter(machines: Machines, dtype: DType, terms: &Terms, len: usize) -> Case {
+            Case::new(machines, dtype, terms, |machines, rank, _| Plan::reduce_scatter(machines, rank, len))
+        }
+
+        /// All pairs of a sender and a receiver of partial results, and the elements, as the senders plan them.
+        fn sends(&self) -> Vec<(usize, usize, Range<usize>)> {
+            let of_rank = |(from, plan): (usize, &Plan)| {
+                let pieces = plan.pieces.iter().filter_map(|(peer, range)| Some(((*peer)?, range.clone())));
+                pieces.map(move |(to, range)| (from, to, range)).collect::<Vec<_>>()
+            };
+            sorted(self.plans.iter().enumerate().flat_map(of_rank).collect())
+        }
+
+        /// The same, as the receivers plan them.
+        fn receives(&self) -> Vec<(usize, usize, Range<usize>)> {
+            let of_rank = |(to, plan): (usize, &Plan)| {
+                plan.receives.iter().map(move |from| (from.peer, to, from.range.clone())).collect::<Vec<_>>()
+            };
+            sorted(self.plans.iter().enumerate().flat_map(of_rank).collect())
+        }
+
+        /// What holds for every reduction of `len` elements.
+        fn check(&self, len: usize) -> std::result::Result<(), TestCaseError> {
+            let Case { machines, subtrees, plans, .. } = self;
+            let places = subtrees.last().map_or(0, |subtree| subtree.places.end);
+            // No send without its receive, at most one between two ranks, none inside a machine or of nothing.
+            let sends = self.sends();
+            prop_assert_eq!(&sends, &self.receives());
+            for pair in sends.windows(2) {
+                prop_assert_ne!((pair[0].0, pair[0].1), (pair[1].0, pair[1].1), "two sends between two ranks");
+            }
+            for (from, to, range) in &sends {
+                prop_assert_ne!(machines.machine_of(*from), machines.machine_of(*to));
+                prop_assert!(!range.is_empty() || len == 0, "{} sends nothing to {}", from, to);
+                let own = plans[*to].own();
+                prop_assert!(own.start <= range.start && range.end <= own.end, "{range:?} is not of {to}'s {own:?}");
+            }
+            for (rank, plan) in plans.iter().enumerate() {
+                let neighbours = machines.ranks_of(machines.machine_of(rank));
+                prop_assert_eq!(&plan.work, &plans[neighbours[0]].work, "neighbours differ");
+                // The pieces are the work, cut further and in its order.
+                let work = &plan.work[machines.local_rank_of(rank)];
+                let work: Vec<usize> = work.iter().cloned().flatten().collect();
+                let pieces: Vec<usize> = plan.pieces.iter().flat_map(|(_, range)| range.clone()).collect();
+                prop_assert_eq!(work, pieces);
+                prop_assert!(plan.pieces.iter().filter(|(peer, _)| peer.is_none()).count() <= 1);
+            }
+            // Each machine makes its partial results of each element once, and each element is put together once.
+            for machine in 0..machines.count() {
+                let work = &plans[machines.ranks_of(machine)[0]].work;
+                prop_assert_eq!(
+                    times_covered(work.iter().flatten().cloned(), len),
+                    vec![1; len],
+                    "by machine {}",
+                    machine
+                );
+            }
+            prop_assert_eq!(times_covered(plans.iter().map(Plan::own), len), vec![1; len]);
+            // Where an element is put together, each subtree of each machine arrives once: the whole tree in order.
+            for element in 0..len {
+                let owner = plans.iter().position(|plan| plan.own().contains(&element)).unwrap();
+                let arriving = sends.iter().filter(|(_, to, range)| *to == owner && range.contains(&element));
+                let from: Vec<usize> =
+                    arriving.map(|(from, ..)| machines.machine_of(*from)).chain([machines.machine_of(owner)]).collect();
+                let there = subtrees.iter().flat_map(|subtree| {
+                    from.iter().filter(|machine| **machine == subtree.machine).flat_map(|_| subtree.places.clone())
+                });
+                prop_assert!(there.eq(0..places), "element {element} is put together of machines {from:?}");
+            }
+            Ok(())
+        }
+
+        /// Bytes that the busiest machine sends in an all-reduce ÷ those of the buffer of `len` elements.
+        fn sent(&self, len: usize) -> f64 {
+            let mut sent = vec![0; self.machines.count()];
+            for (from, to, range) in self.sends() {
+                let (from, to) = (self.machines.machine_of(from), self.machines.machine_of(to));
+                sent[from] += range.len() * self.partials[from];
+                sent[to] += range.len() * self.size;
+            }
+            sent.into_iter().max().unwrap() as f64 / (len * self.size) as f64
+        }
+    }
+
+    fn sorted(mut exchanges: Vec<(usize, usize, Range<usize>)>) -> Vec<(usize, usize, Range<usize>)> {
+        exchanges.sort_by_key(|(from, to, range)| (*from, *to, range.start));
+        exchanges
+    }
+
+    fn times_covered(ranges: impl Iterator<Item = Range<usize>>, len: usize) -> Vec<usize> {
+        let mut times = vec![0; len];
+        ranges.flatten().for_each(|element| times[element] += 1);
+        times
+    }
+
+    /// Bytes per element that the busiest direction of any machine carries.
+    fn busiest(shares: &[f64], partials: &[usize], size: usize) -> f64 {
+        let (others, size) = ((shares.len() - 1) as f64, size as f64);
+        let all: f64 = partials.iter().map(|bytes| *bytes as f64).sum();
+        let of_machine = |(share, own): (&f64, &usize)| {
+            let own = *own as f64;
+            ((1.0 - share) * own + share * others * size).max(share * (all - own) + (1.0 - share) * size)
+        };
+        shares.iter().zip(partials).map(of_machine).fold(0.0, f64::max)
+    }
+
+    prop_compose! {
+        /// Ranks on two to four machines, in any order.
+        fn placements()(
+            mut identities in proptest::collection::vec(0_usize..4, 2..12),
+        ) -> Vec<usize> {
+            if identities.iter().all(|identity| *identity == identities[0]) {
+                identities[0] = 4;
+            }
+            identities
+        }
+    }
+
+    /// Weights of which one at least is not 0; `None` for a sum.
+    fn weights() -> impl Strategy<Value = Option<Vec<f64>>> {
+        let weight = prop_oneof![Just(0.0), Just(1.0), 0.1_f64..9.0];
+        proptest::option::of(proptest::collection::vec(weight, 12))
+    }
+
+    fn terms_of(dtype: DType, weights: Option<Vec<f64>>, ranks: usize) -> Terms {
+        let Some(mut weights) = weights else { return sum(dtype, ranks) };
+        weights.truncate(ranks);
+        if weights.iter().all(|weight| *weight == 0.0) {
+            weights[ranks - 1] = 1.0;
+        }
+        Terms::new(dtype, Reduction::Weighted(&weights), ranks).unwrap()
+    }
+
+    const DTYPES: [DType; 3] = [DType::F64, DType::F32, DType::F16];
+
+    proptest! {
+        #[test]
+        fn an_all_reduce_is_complete(
+            identities in placements(),
+            dtype in proptest::sample::select(&DTYPES[..]),
+            weights in weights(),
+            len in prop_oneof![0_usize..20, 20_usize..400],
+        ) {
+            let terms = terms_of(dtype, weights, identities.len());
+            Case::all_reduce(machines(&identities), dtype, &terms, len).check(len)?;
+        }
+
+        #[test]
+        fn a_reduce_scatter_is_complete(
+            identities in placements(),
+            dtype in proptest::sample::select(&DTYPES[..]),
+            len in 0_usize..20,
+        ) {
+            let ranks = identities.len();
+            let case = Case::reduce_scatter(machines(&identities), dtype, &sum(dtype, ranks), len);
+            case.check(ranks * len)?;
+            for (rank, plan) in case.plans.iter().enumerate() {
+                prop_assert_eq!(plan.own(), rank * len..(rank + 1) * len);
+            }
+        }
+
+        #[test]
+        fn segments_lie_side_by_side_whatever_the_shares(
+            shares in proptest::collection::vec(0.0_f64..0.5, 1..6),
+            len in 0_usize..1000,
+        ) {
+            let segments = segments(len, &shares);
+            prop_assert_eq!(segments.iter().cloned().flatten().collect::<Vec<_>>(), (0..len).collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn subtrees_are_as_large_as_machines_allow(
+            identities in placements(),
+            dtype in proptest::sample::select(&DTYPES[..]),
+            weights in weights(),
+        ) {
+            let terms = terms_of(dtype, weights, identities.len());
+            let machines = machines(&identities);
+            let subtrees = subtrees(&machines, &terms);
+            let mut whole = vec![];
+            // Every subtree of the tree, larger ones first, that lies on one machine and in none found before.
+            let mut rest = std::collections::VecDeque::from([0..terms.ranks().len()]);
+            while let Some(places) = rest.pop_front() {
+                let on: Vec<usize> =
+                    places.clone().map(|place| machines.machine_of(terms.ranks()[place])).collect();
+                if on.iter().all(|machine| *machine == on[0]) {
+                    whole.push((places.clone(), on[0], terms.partial_bytes(&places)));
+                } else {
+                    let (left, right) = halves(places);
+                    rest.extend([left, right]);
+                }
+            }
+            whole.sort_by_key(|(places, ..)| places.start);
+            let found: Vec<_> =
+                subtrees.into_iter().map(|subtree| (subtree.places, subtree.machine, subtree.size)).collect();
+            prop_assert_eq!(found, whole);
+        }
+
+        #[test]
+        fn no_other_shares_have_a_lighter_busiest_direction(
+            partials in proptest::collection::vec(0_usize..40, 2..6),
+            others in proptest::collection::vec(0.01_f64..1.0, 6),
+            size in proptest::sample::select(vec![1_usize, 2, 4, 8]),
+        ) {
+            let shares = shares(&partials, size);
+            prop_assert!(shares.iter().all(|share| (-1e-9..=1.0 + 1e-9).contains(share)), "{shares:?}");
+            prop_assert!((shares.iter().sum::<f64>() - 1.0).abs() < 1e-6, "{shares:?}");
+            let all: f64 = others[..partials.len()].iter().sum();
+            let others: Vec<f64> = others[..partials.len()].iter().map(|share| share / all).collect();
+            let (ours, theirs) = (busiest(&shares, &partials, size), busiest(&others, &partials, size));
+            prop_assert!(ours <= theirs + 1e-6, "{shares:?}: {ours}, {others:?}: {theirs}");
+        }
+    }
+
+    #[test]
+    fn the_busiest_machine_sends_no_more_than_predicted() {
+        let in_turn = machines(&[0, 1, 0, 1, 0, 1, 0, 1]);
+        let predicted = [
+            ("f32 2 x 4", blocks(&[4, 4]), DType::F32, 1.0),
+            ("f32 4 x 4", blocks(&[4; 4]), DType::F32, 1.5),
+            ("f32 3 x 3", blocks(&[3; 3]), DType::F32, 2.1),
+            ("f32 2 x 3", blocks(&[3, 3]), DType::F32, 1.6),
+            ("f32 1 + 5", blocks(&[1, 5]), DType::F32, 1.1),
+            ("f32 2 x 4 in turn", in_turn, DType::F32, 2.6),
+            ("f16 2 x 4", blocks(&[4, 4]), DType::F16, 1.55),
+        ];
+        let len = 1 << 20;
+        for (name, machines, dtype, most) in predicted {
+            let terms = sum(dtype, machines.rank_count());
+            let sent = Case::all_reduce(machines, dtype, &terms, len).sent(len);
+            assert!(sent <= most + 0.001, "{name}: {sent} times the buffer");
+            assert!(sent > most * 0.8, "{name}: {sent} times the buffer are too few");
+        }
+    }
+}
