@@ -1,0 +1,171 @@
+//! Groups that span machines, bit by bit against ranks that are threads.
+#![cfg(target_os = "linux")]
+
+mod common;
+
+use burn_ddp_comm::{DType, LaunchEnv, ProcessGroup, ReduceOp, World, WorldOptions};
+use common::{join_all, launcher_store, on_world, options, rank_at};
+use half::{bf16, f16};
+
+const DTYPES: [DType; 5] = [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I32];
+
+/// All buffers of a collective together, in bytes: more than one exchange takes.
+const MANY: usize = 70_000;
+
+/// What came of one call, to be compared; an error as its text.
+type Outcome = (String, std::result::Result<Vec<u8>, String>);
+
+/// Ranks on the machines given, by rank.
+fn placed(machines: &[usize]) -> Vec<World> {
+    let store = launcher_store();
+    let at = |(rank, machine): (usize, &usize)| LaunchEnv {
+        machine: Some(machine.to_string()),
+        ..rank_at(&store, rank, machines.len())
+    };
+    let envs = machines.iter().enumerate().map(at).collect();
+    join_all(envs, &WorldOptions { engine: None, ..options() }).into_iter().map(|world| world.unwrap()).collect()
+}
+
+/// Element `index` of `rank`: numbers whose sums depend on the order, zeros of both signs, NaN and infinities.
+fn value(rank: usize, index: usize) -> f64 {
+    let mixed = (rank as u64 * 1_000_003 + index as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+    match index % 16 {
+        3 => -0.0,
+        5 if rank % 3 == 1 => f64::NAN,
+        5 => -f64::NAN,
+        7 if rank == index / 16 % 8 => f64::NAN,
+        9 => [0.0, -0.0][(rank + index / 16) % 2],
+        11 if rank == 1 => f64::NEG_INFINITY,
+        11 if index % 3 == 0 => f64::INFINITY,
+        _ => (mixed as f64 / f64::from(1 << 24) - 0.5) * [0.001, 0.7, 1.0, 37.0][(index + rank) % 4],
+    }
+}
+
+fn bytes(dtype: DType, rank: usize, len: usize) -> Vec<u8> {
+    let element = |index: usize| -> Vec<u8> {
+        let value = value(rank, index);
+        match dtype {
+            DType::F64 => value.to_le_bytes().to_vec(),
+            DType::F32 => (value as f32).to_le_bytes().to_vec(),
+            DType::F16 => f16::from_f64(value).to_le_bytes().to_vec(),
+            DType::BF16 => bf16::from_f64(value).to_le_bytes().to_vec(),
+            _ => ((value * 1e9) as i32).to_le_bytes().to_vec(),
+        }
+    };
+    (0..len).flat_map(element).collect()
+}
+
+/// Weights by rank, where ranks of weight 0 are on the machine of rank 0 or elsewhere.
+fn weights(machines: &[usize]) -> [(&'static str, Vec<f64>); 4] {
+    let ranks = || 0..machines.len();
+    [
+        ("equal weights", vec![2.5; machines.len()]),
+        ("different weights", ranks().map(|rank| 0.3 + rank as f64 * 1.7).collect()),
+        ("one weight 0", ranks().map(|rank| if rank == 1 { 0.0 } else { 1.0 + rank as f64 }).collect()),
+        (
+            "a machine of weight 0",
+            ranks().map(|rank| if machines[rank] == 1 { 0.0 } else { 1.5 + rank as f64 }).collect(),
+        ),
+    ]
+}
+
+/// Every reduction, on one rank.
+fn reductions(group: &ProcessGroup, machines: &[usize]) -> Vec<Outcome> {
+    let (rank, ranks) = (group.rank(), group.world_size());
+    let mut outcomes = Vec::new();
+    for dtype in DTYPES {
+        for len in [0, 1, 37, MANY / ranks / dtype.size_bytes()] {
+            let mut add = |what: String, result: burn_ddp_comm::Result<()>, buf: Vec<u8>| {
+                let what = format!("{what} of {len} elements of {dtype}");
+                outcomes.push((what, result.map(|()| buf).map_err(|error| error.to_string())));
+            };
+            for op in ReduceOp::ALL.into_iter().filter(|op| op.supports(dtype)) {
+                let mut buf = bytes(dtype, rank, len);
+                let done = group.all_reduce_bytes(dtype, &mut buf, op, 0);
+                add(format!("all_reduce, {op},"), done, buf);
+                let mut row = vec![0; len / 3 * dtype.size_bytes()];
+                let done = group.reduce_scatter_bytes(dtype, &bytes(dtype, rank, len / 3 * ranks), &mut row, op);
+                add(format!("reduce_scatter, {op},"), done, row);
+            }
+            for (name, weights) in weights(machines).iter().filter(|_| dtype.is_float()) {
+                let mut buf = bytes(dtype, rank, len);
+                let done = group.all_reduce_weighted_bytes(dtype, &mut buf, weights[rank], 0);
+                add(format!("all_reduce_weighted, {name},"), done, buf);
+            }
+            if dtype == DType::F32 {
+                let mut buffers = group.shared_buffers(&[len * dtype.size_bytes()]).unwrap();
+                buffers[0].bytes_mut().copy_from_slice(&bytes(dtype, rank, len));
+                let view = group.all_reduce_shared(dtype, &mut buffers[0], ReduceOp::Mean, 0);
+                let seen = view.as_ref().map_or_else(|_| vec![], |view| view.to_vec());
+                add("all_reduce_shared".into(), view.map(drop), seen);
+            }
+        }
+    }
+    outcomes
+}
+
+/// The same bits on each rank as of ranks that are threads.
+fn same_bits(machines: &[usize]) {
+    let run = |world: World| {
+        let group = world.group().unwrap();
+        let outcomes = reductions(&group, machines);
+        (group.engine(), outcomes)
+    };
+    let got = on_world(placed(machines), run);
+    let expected = World::spawn(machines.len(), run);
+    for (rank, ((engine, got), (_, expected))) in got.into_iter().zip(expected).enumerate() {
+        assert_eq!((engine, got.len()), ("shm+tcp", expected.len()));
+        for ((what, got), (_, expected)) in got.iter().zip(&expected) {
+            let (got, expected) = (got.as_ref().expect(what), expected.as_ref().expect(what));
+            let first = got.iter().zip(expected).position(|(got, expected)| got != expected);
+            assert_eq!((first, got.len()), (None, expected.len()), "byte of {what} on rank {rank} of {machines:?}");
+        }
+    }
+}
+
+#[test]
+fn two_machines_of_two() {
+    same_bits(&[0, 0, 1, 1]);
+}
+
+#[test]
+fn two_machines_of_four() {
+    same_bits(&[0, 0, 0, 0, 1, 1, 1, 1]);
+}
+
+#[test]
+fn three_machines_of_three() {
+    same_bits(&[0, 0, 0, 1, 1, 1, 2, 2, 2]);
+}
+
+#[test]
+fn two_machines_of_three() {
+    same_bits(&[0, 0, 0, 1, 1, 1]);
+}
+
+#[test]
+fn a_rank_alone_and_a_machine_of_five() {
+    same_bits(&[0, 1, 1, 1, 1, 1]);
+}
+
+#[test]
+fn ranks_dealt_out_to_two_machines() {
+    same_bits(&[0, 1, 0, 1, 0, 1, 0, 1]);
+}
+
+#[test]
+fn weights_that_are_all_0_are_refused_by_all() {
+    for len in [3, MANY] {
+        let text = |world: World| {
+            let mut buf = vec![1.0_f32; len];
+            let group = world.group().unwrap();
+            let error = group.all_reduce_weighted(&mut buf, 0.0).unwrap_err();
+            assert!(error.group_usable(), "{error}");
+            group.barrier().unwrap();
+            error.to_string()
+        };
+        let got = on_world(placed(&[0, 0, 1, 1]), text);
+        assert!(got.iter().all(|text| text.contains("weight")), "{got:?}");
+        assert_eq!(got, World::spawn(4, text));
+    }
+}
