@@ -436,7 +436,7 @@ mod tests {
             let subtrees = subtrees(&machines, &terms);
             let mut whole = vec![];
             // Every subtree of the tree, larger ones first, that lies on one machine and in none found before.
-            let mut rest = std::collections::VecDeque::from([0..terms.ranks().len()]);
+            let mut rest: std::collections::VecDeque<_> = std::iter::once(0..terms.ranks().len()).collect();
             while let Some(places) = rest.pop_front() {
                 let on: Vec<usize> =
                     places.clone().map(|place| machines.machine_of(terms.ranks()[place])).collect();
