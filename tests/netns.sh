@@ -8,38 +8,15 @@ if [ "${1:-}" = --try ]; then
     set -- none
 fi
 . "$(dirname "$0")/launchers/common.sh"
-burnrun=${2:-${BURNRUN:-}}
-if [ -z "$burnrun" ]; then
-    (cd "$root" && cargo build --quiet --offline --bin burnrun) || exit 1
-    burnrun=${CARGO_TARGET_DIR:-$root/target}/debug/burnrun
-fi
+find_burnrun "${2:-}"
 machines_possible || { echo "needs root, ip and unshare" >&2; exit 1; }
 machines_up || exit 1
-# two FLAGS -- COMMAND…: burnrun on both machines; fails as the first one that failed, and says how both ended.
-two=/tmp/$pair/two
-cat >"$two" <<END
-#!/bin/bash
-for m in 1 2; do
-    (
-        $at m\$m $burnrun --nnodes 2 --node-rank \$((m - 1)) --master-addr m1 -n 2 "\$@" 2>&1 | sed -u "s/^/m\$m: /"
-        code=\${PIPESTATUS[0]}
-        echo "m\$m: ended with \$code after \$SECONDS s"
-        exit \$code
-    ) &
-done
-wait -n || result=\$?
-wait -n || result=\${result:-\$?}
-exit \${result:-0}
-END
-chmod +x "$two"
+burnrun_on_both
 if [ ${#mine[@]} -gt 0 ]; then
     new_secret
     "$two" "${mine[@]}"
     exit
 fi
-both_ended_with() { said "m1: ended with $1 " 1; said "m2: ended with $1 " 1; }
-# after SECONDS COMMAND…: meanwhile.
-after() { (sleep "$1"; shift; "$@") & }
 long="--steps 3000 --pause 10"
 
 job "without a secret" "$two" "$hello"

@@ -63,6 +63,19 @@ no_rank_is_left() {
     [ -z "$left" ] || wrong "processes are left: $left"
 }
 
+both_ended_with() { said "m1: ended with $1 " 1; said "m2: ended with $1 " 1; }
+
+# after SECONDS COMMAND…: meanwhile.
+after() { (sleep "$1"; shift; "$@") & }
+
+# $burnrun: the given one, that of BURNRUN, or the one built here.
+find_burnrun() {
+    burnrun=${1:-${BURNRUN:-}}
+    [ -z "$burnrun" ] || return 0
+    (cd "$root" && cargo build --quiet --offline --bin burnrun) || exit 1
+    burnrun=${CARGO_TARGET_DIR:-$root/target}/debug/burnrun
+}
+
 # A new secret, in a file that is named to all ranks.
 new_secret() {
     export BURN_DDP_SECRET_FILE=/tmp/$pair/secret

@@ -51,6 +51,27 @@ machines_down() {
     rm -rf "/tmp/$pair"
 }
 
+# $two FLAGS -- COMMAND…: $burnrun on both machines, two ranks each; fails as the first one that failed, and says how
+# both ended.
+burnrun_on_both() {
+    two=/tmp/$pair/two
+    cat >"$two" <<END
+#!/bin/bash
+for m in 1 2; do
+    (
+        $at m\$m $burnrun --nnodes 2 --node-rank \$((m - 1)) --master-addr m1 -n 2 "\$@" 2>&1 | sed -u "s/^/m\$m: /"
+        code=\${PIPESTATUS[0]}
+        echo "m\$m: ended with \$code after \$SECONDS s"
+        exit \$code
+    ) &
+done
+wait -n || result=\$?
+wait -n || result=\${result:-\$?}
+exit \${result:-0}
+END
+    chmod +x "$two"
+}
+
 cable() { # up, down
     ip -n "$pair-1" link set "$pair-1" "$1"
 }

@@ -310,7 +310,7 @@ fn soak() {
             victim: below(world),
             phase: PHASES[below(PHASES.len())],
             cause: causes[below(causes.len())],
-            // `None`: shm on one machine, tcp between several.
+            // `None`: as chosen for each group.
             engine: (below(3) > 0).then_some(engine),
             placement,
         };

@@ -92,10 +92,15 @@ fn no_rank_survives_a_launcher_killed_together_with_its_guardian() {
     let tmp = tempfile::tempdir().unwrap();
     let job = Job::start(script(3, &[], "echo $$; exec sleep 600").env("TMPDIR", tmp.path()));
     let pids = pids(&job.lines(3));
+    let group = common::control_group(pids[0]);
     kill_process(child_of(job.pid(), "burnrun-guardian").expect("a guardian"), Signal::KILL).unwrap();
     assert!(pids.iter().all(|&pid| is_running(pid)));
     job.signal(Signal::KILL);
     pids.into_iter().for_each(assert_gone);
+    // Nor its control group, which has nobody left in it.
+    if let Some(group) = group {
+        common::poll_until("the control group is empty", || std::fs::remove_dir(&group).ok());
+    }
 }
 
 #[test]

@@ -20,8 +20,11 @@ use crate::trust::Trust;
 const COMMENT: Duration = Duration::from_secs(10);
 /// Key of the first generation's end, which may come before it begins.
 const STOP: &str = "0/stop";
-/// Longest attempt to reach node 0.
-const ATTEMPT: Duration = Duration::from_millis(500);
+/// Longest first attempt to reach node 0. Each further one may take twice as long, since the network may be slow. A
+/// signal is seen between two attempts.
+const FIRST_ATTEMPT: Duration = Duration::from_millis(500);
+/// Longest attempt of all.
+const ATTEMPT: Duration = Duration::from_secs(4);
 
 /// Place and participants of the meeting.
 pub(crate) struct Meet<'a> {
@@ -114,8 +117,9 @@ impl Meet<'_> {
 
     fn connect(&self, deadline: Instant, events: &Receiver<Event>) -> Result<Arc<dyn Store>, Interrupted> {
         let mut comment = Comment::new();
+        let mut attempt = FIRST_ATTEMPT;
         loop {
-            let failure = match self.trust.connect(self.host, self.port, self.job, ATTEMPT, self.patience) {
+            let failure = match self.trust.connect(self.host, self.port, self.job, attempt, self.patience) {
                 Ok(store) => return Ok(store),
                 Err(error) if is_refusal(&error) => return Err(self.refused(&error)),
                 Err(error) => error.to_string(),
@@ -132,6 +136,7 @@ impl Meet<'_> {
                 self.notices.show(&format!("waiting for node 0's launcher at {place}: {failure}"));
             }
             interruption(events)?;
+            attempt = (attempt * 2).min(ATTEMPT);
         }
     }
 

@@ -141,6 +141,8 @@ impl Nodes {
             for report in &reports {
                 if let Err(error) = put(&*store, &report_key(generation, report.rank), &shortened(report)) {
                     tracing::warn!(%error, rank = report.rank, "node 0 does not get this rank's report");
+                    // Each call to a store that does not answer takes the peer timeout.
+                    break;
                 }
             }
             wait.verdict(generation, self.node, &own).unwrap_or_else(|trouble| {
@@ -157,7 +159,9 @@ impl Nodes {
         let store = others.link.store();
         if others.server.is_none() {
             // Node 0 does not wait for it long.
-            let _ = store.set(&bye_key(self.node), b"");
+            if others.link.cut().is_none() {
+                let _ = store.set(&bye_key(self.node), b"");
+            }
             return;
         }
         let until = Instant::now() + FAREWELL;
@@ -215,11 +219,14 @@ impl Wait<'_> {
         let store = self.others.link.store();
         let mut published = false;
         loop {
-            published = published || put(&*store, &format!("{generation}/done/{node}"), own).is_ok();
-            match take::<Verdict>(&*store, &format!("{generation}/verdict"), LOOK) {
-                Ok(Some(verdict)) => return Ok(verdict),
-                Ok(None) => {}
-                Err(error) => tracing::debug!(%error, "no verdict yet"),
+            let reachable = self.others.link.cut().is_none();
+            published = published || reachable && put(&*store, &format!("{generation}/done/{node}"), own).is_ok();
+            if published {
+                match take::<Verdict>(&*store, &format!("{generation}/verdict"), LOOK) {
+                    Ok(Some(verdict)) => return Ok(verdict),
+                    Ok(None) => {}
+                    Err(error) => tracing::debug!(%error, "no verdict yet"),
+                }
             }
             if let Some(cut) = self.others.link.cut() {
                 return Err(cut);

@@ -3,7 +3,7 @@
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
@@ -126,6 +126,14 @@ pub fn child_of(parent: Pid, text: &str) -> Option<Pid> {
         String::from_utf8_lossy(&line).contains(text)
     });
     Pid::from_raw(i32::try_from(found?).unwrap())
+}
+
+/// Directory of the control group that `burnrun` made for a running process and others; `None` if it may not.
+pub fn control_group(pid: u32) -> Option<PathBuf> {
+    let all = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    let own = all.lines().find_map(|line| line.strip_prefix("0::/")).filter(|own| own.contains("burnrun-"))?;
+    let mounts = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"].map(|mount| Path::new(mount).join(own));
+    mounts.into_iter().find(|directory| directory.exists())
 }
 
 /// From `/proc`, so these tests run on Linux only.
