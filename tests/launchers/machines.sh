@@ -51,8 +51,8 @@ machines_down() {
     rm -rf "/tmp/$pair"
 }
 
-# $two FLAGS -- COMMAND…: $burnrun on both machines, two ranks each; fails as the first one that failed, and says how
-# both ended.
+# $two FLAGS -- COMMAND…: $burnrun on both machines, two ranks each; fails as the first of them that failed, in
+# the order of machines, and says how both ended.
 burnrun_on_both() {
     two=/tmp/$pair/two
     cat >"$two" <<END
@@ -64,9 +64,9 @@ for m in 1 2; do
         echo "m\$m: ended with \$code after \$SECONDS s"
         exit \$code
     ) &
+    pids+=(\$!)
 done
-wait -n || result=\$?
-wait -n || result=\${result:-\$?}
+for pid in \${pids[@]}; do wait \$pid || result=\${result:-\$?}; done
 exit \${result:-0}
 END
     chmod +x "$two"
