@@ -36,7 +36,7 @@ fn value(rank: usize, index: usize) -> f64 {
         7 if rank == index / 16 % 8 => f64::NAN,
         9 => [0.0, -0.0][(rank + index / 16) % 2],
         11 if rank == 1 => f64::NEG_INFINITY,
-        11 if index % 3 == 0 => f64::INFINITY,
+        11 if index.is_multiple_of(3) => f64::INFINITY,
         _ => (mixed as f64 / f64::from(1 << 24) - 0.5) * [0.001, 0.7, 1.0, 37.0][(index + rank) % 4],
     }
 }
