@@ -20,11 +20,17 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// The id of the jobs of these tests.
 pub const JOB: &str = "test";
 
+/// The number of machines over which ranks are dealt in blocks, for runs of these tests over the engine of groups that
+/// span machines: `BURN_DDP_TEST_MACHINES=2 cargo test --test faults`. Without it, all ranks are on one, over tcp.
+fn machines() -> Option<usize> {
+    Some(std::env::var("BURN_DDP_TEST_MACHINES").ok()?.parse().expect("BURN_DDP_TEST_MACHINES is a number"))
+}
+
 pub fn options() -> WorldOptions {
     WorldOptions {
         timeout: PATIENCE,
         join_timeout: PATIENCE,
-        engine: Some(EngineChoice::Tcp),
+        engine: if machines().is_none() { Some(EngineChoice::Tcp) } else { None },
         ..WorldOptions::default()
     }
 }
@@ -35,7 +41,8 @@ pub fn rank_at(store: &StoreServer, rank: usize, world_size: usize) -> LaunchEnv
 }
 
 pub fn rank_of(meeting: Meeting, rank: usize, world_size: usize) -> LaunchEnv {
-    LaunchEnv { trust_network: true, ..LaunchEnv::new(rank, world_size, meeting, JOB) }
+    let machine = machines().map(|machines| (rank * machines / world_size).to_string());
+    LaunchEnv { trust_network: true, machine, ..LaunchEnv::new(rank, world_size, meeting, JOB) }
 }
 
 pub fn launcher_store() -> StoreServer {
