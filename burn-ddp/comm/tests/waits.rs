@@ -33,7 +33,8 @@ fn rank_main() -> bool {
     let mut words = role.split('/');
     let (wait, engine, faulty) = (words.next().unwrap(), words.next().unwrap(), words.next().unwrap());
     let world_options = WorldOptions {
-        engine: Some(engine.parse().unwrap()),
+        // No choice where `common` deals the ranks out to machines.
+        engine: options().engine.and(Some(engine.parse().unwrap())),
         heartbeat: Duration::from_millis(100),
         peer_timeout: words.next().map(|_| SILENCE),
         ..options()

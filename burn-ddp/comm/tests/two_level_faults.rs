@@ -1,0 +1,93 @@
+//! Faults of a rank while a group that spans machines reduces: every other rank names it.
+#![cfg(target_os = "linux")]
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::{LaunchEnv, ReduceOp, World, WorldOptions};
+use common::{Process, launcher_store, options, rank_at, role, say};
+use rustix::process::Signal;
+
+/// Half of the deadline of a call.
+const AT_ONCE: Duration = Duration::from_secs(30);
+
+/// In a child: reduces until something goes wrong, or does what its role says in the middle.
+fn rank_main() -> bool {
+    let Some((role, env)) = role() else { return false };
+    let peer_timeout = (role == "silent").then_some(Duration::from_secs(2));
+    let lively = WorldOptions { engine: None, heartbeat: Duration::from_millis(100), peer_timeout, ..options() };
+    let world = World::join(&env, lively).unwrap();
+    let group = world.group().unwrap();
+    assert_eq!(group.engine(), "shm+tcp");
+    let mut buf = vec![1.0_f32; 1 << 20];
+    group.all_reduce(&mut buf, ReduceOp::Mean).unwrap();
+    say("ready");
+    let begin = Instant::now();
+    loop {
+        let result = group.all_reduce(&mut buf, ReduceOp::Mean);
+        if let Err(error) = result {
+            say(&format!("{:?}: {error}", error.rank()));
+            return true;
+        }
+        if begin.elapsed() > Duration::from_millis(300) {
+            match role.as_str() {
+                "panics" => panic!("out of luck"),
+                "fails" => world.fail("the disk is full"),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Four ranks on two machines, of which one has the role `faulty`: the last of its machine, or the first.
+fn check(test: &str, [faulty, waits]: [&str; 2], harm: impl Fn(&mut Process), expected: &str) {
+    for culprit in [1, 2] {
+        let store = launcher_store();
+        let start = |rank: usize| {
+            let env = LaunchEnv { machine: Some((rank / 2).to_string()), ..rank_at(&store, rank, 4) };
+            Process::start(test, if rank == culprit { faulty } else { waits }, &env)
+        };
+        let mut ranks: Vec<Process> = (0..4).map(start).collect();
+        ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+        let begin = Instant::now();
+        harm(&mut ranks[culprit]);
+        for rank in (0..4).filter(|rank| *rank != culprit) {
+            let said = ranks[rank].hear();
+            assert!(said.starts_with(&format!("Some({culprit}): rank {culprit} (host ")), "rank {rank}: {said}");
+            assert!(said.contains(expected), "rank {rank}: {said}");
+        }
+        assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
+    }
+}
+
+#[test]
+fn a_killed_rank_is_named_on_both_machines() {
+    if !rank_main() {
+        check("a_killed_rank_is_named_on_both_machines", ["waits"; 2], Process::kill, "it was killed by SIGKILL");
+    }
+}
+
+#[test]
+fn a_silent_rank_is_named_on_both_machines() {
+    if !rank_main() {
+        let stop = |rank: &mut Process| rank.signal(Signal::STOP);
+        check("a_silent_rank_is_named_on_both_machines", ["silent"; 2], stop, "silent for ");
+    }
+}
+
+#[test]
+fn a_rank_that_panics_is_named_on_both_machines() {
+    if !rank_main() {
+        let nothing = |_: &mut Process| {};
+        check("a_rank_that_panics_is_named_on_both_machines", ["panics", "waits"], nothing, "out of luck");
+    }
+}
+
+#[test]
+fn a_rank_that_gives_up_is_named_on_both_machines() {
+    if !rank_main() {
+        let nothing = |_: &mut Process| {};
+        check("a_rank_that_gives_up_is_named_on_both_machines", ["fails", "waits"], nothing, "the disk is full");
+    }
+}
