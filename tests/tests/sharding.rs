@@ -122,6 +122,44 @@ fn hash(world: usize, config: &WrapConfig, optim: usize) -> String {
 }
 
 #[test]
+fn a_transformer_of_burn_s_trains_and_its_parts_are_compared_and_broadcast() {
+    use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput};
+
+    /// A model whose parts a program saves or compares by themselves.
+    #[derive(Module, Debug)]
+    struct Outer {
+        encoder: TransformerEncoder,
+    }
+
+    let trained = |config: &WrapConfig, in_parts: bool| {
+        let hashes = Ddp::spawn(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let encoder = TransformerEncoderConfig::new(8, 16, 2, 1).with_dropout(0.0).init(&device);
+            let mut model = ddp.wrap_with(Outer { encoder }.map(&mut Fill(ddp.rank() as f32)), config)?;
+            let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
+            for step in 0..3 {
+                let x = Tensor::<1, Int>::arange(0..32, &device).float().add_scalar((ddp.rank() + step) as f32);
+                let loss = model.encoder.forward(TransformerEncoderInput::new(x.sin().reshape([2, 2, 8])));
+                let grads = GradientsParams::from_grads(ddp.backward(&loss.powf_scalar(2.0).mean(), &model)?, &model);
+                model = optim.step(0.01, model, grads);
+            }
+            // A part of the wrapped model, whose paths are others.
+            ddp.check_replicas(&model.encoder)?;
+            let hash = param_hash(&model)?;
+            model.encoder = ddp.broadcast_parameters(model.encoder, 0)?;
+            assert_eq!(param_hash(&model)?, hash, "each rank keeps its own rows");
+            if in_parts {
+                let used = ddp.optimizer(optim, &model).err().unwrap().to_string();
+                assert!(used.contains("the state of earlier steps"), "{used}");
+            }
+            Ok(hash)
+        });
+        hashes.unwrap()
+    };
+    assert_eq!(trained(&sharded(), true), trained(&WrapConfig::new(), false));
+}
+
+#[test]
 fn twenty_steps_have_the_bits_of_unsharded_training() {
     for world in 1..=4 {
         for (optim, (name, _)) in optimizers().iter().enumerate() {

@@ -213,11 +213,6 @@ impl WrappedModel {
         self.slots[slot].sharded
     }
 
-    /// The slot of the sharded parameter at `path`.
-    pub(crate) fn sharded_at(&self, path: &str) -> Option<usize> {
-        self.slots.iter().position(|slot| slot.sharded && slot.path == path)
-    }
-
     /// True if each rank keeps the parameter or buffer at `path` for itself.
     pub(crate) fn is_local(&self, path: &str) -> bool {
         self.local.iter().any(|local| local.path == path)

@@ -11,7 +11,7 @@ use burn_ddp_comm::{ProcessGroup, attribute_calls};
 
 use super::running_stats;
 use super::schema::{Schema, unreadable};
-use crate::intercept::{bypass, find};
+use crate::intercept::{bypass, find, sharded_paths};
 use crate::{Error, Result, agreement, byte_stream};
 
 /// `root`'s parameters and buffers on every rank, in a model that is wrapped or not; parameter ids stay what they are,
@@ -28,7 +28,8 @@ pub(crate) fn model<M: Module>(group: &ProcessGroup, model: M, root: usize) -> R
         let schema = Schema::of(&model)?;
         let wrapped = find(&model);
         // Sharded parameters have one value, of which each rank keeps its part.
-        let is_kept = |path: &str| wrapped.iter().any(|w| w.is_local(path) || w.sharded_at(path).is_some());
+        let sharded = sharded_paths(&model);
+        let is_kept = |path: &str| sharded.contains(path) || wrapped.iter().any(|w| w.is_local(path));
         let is_local: Vec<bool> = schema.paths().into_iter().map(is_kept).collect();
         Ok((schema.first_clones(&model)?, is_local, schema))
     });

@@ -10,7 +10,7 @@ use super::schema::Snapshot;
 use super::sync_buffers::sync_wrapped;
 use crate::convert::comm_dtype;
 use crate::ddp::Ddp;
-use crate::intercept::taps;
+use crate::intercept::{sharded_paths, taps};
 use crate::wrap::wrapped_in;
 use crate::{Error, Result, agreement};
 
@@ -36,7 +36,8 @@ impl Ddp {
         let Snapshot { schema, values } = agreement::on_outcome(group, "read its parameters", snapshot(model))?;
         let mut is_buffer = running_stats::which(model).into_iter();
         let is_parameter = |entry: &usize| !(schema.is_float[*entry] && is_buffer.next().unwrap_or(false));
-        let is_kept = |path: &str| wrapped.iter().any(|w| w.is_local(path) || w.sharded_at(path).is_some());
+        let sharded = sharded_paths(model);
+        let is_kept = |path: &str| sharded.contains(path) || wrapped.iter().any(|w| w.is_local(path));
         let is_shared = |entry: &usize| !is_kept(&schema.entries[*entry].path);
         let compared: Vec<usize> = (0..values.len()).filter(is_parameter).filter(is_shared).collect();
         let paths: Vec<&str> = compared.iter().map(|entry| schema.entries[*entry].path.as_str()).collect();

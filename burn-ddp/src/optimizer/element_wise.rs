@@ -26,7 +26,7 @@ impl Ddp {
     /// # Errors
     ///
     /// [`Error::Invalid`] with the parameters whose elements depend on each other: under Muon, LAMB, Adafactor or
-    /// Burn's clipping by norm.
+    /// Burn's clipping by norm; [`Error::Invalid`] too if the optimizer has made steps before.
     ///
     /// # Example
     ///
@@ -53,7 +53,8 @@ impl Ddp {
         // Without the state of earlier steps, which has the shape of a part.
         let fresh = optim.clone().load_record(OptimizerRecord::default());
         let mut refused = Vec::new();
-        for (path, id, dims) in sharded_parameters(model) {
+        let sharded = sharded_parameters(model);
+        for (path, id, dims) in sharded.clone() {
             let differs = match dims {
                 2 => differs::<2>(&fresh, &path, id)?,
                 3 => differs::<3>(&fresh, &path, id)?,
@@ -73,6 +74,12 @@ impl Ddp {
                  or AdamW, without clipping by norm",
                 refused.join(", ")
             )));
+        }
+        if !sharded.is_empty() && !optim.to_record().is_empty() {
+            return Err(Error::invalid(
+                "the optimizer has the state of earlier steps, which is not of this rank's parts of the parameters: \
+                 begin with a new one",
+            ));
         }
         wrapped.iter().for_each(|wrapped| wrapped.note_optimizer());
         Ok(optim)

@@ -20,6 +20,6 @@ mod shard_group;
 mod sharded_gradients;
 
 pub(super) use gathered_read::{Regather, evaluated, gathered};
-pub(crate) use parts_and_wholes::{cut, refuse_sharded, sharded_parameters, whole};
+pub(crate) use parts_and_wholes::{cut, refuse_sharded, sharded_parameters, sharded_paths, whole};
 pub(super) use shard_group::ShardGroup;
 pub(super) use sharded_gradients::ShardedGradients;

@@ -1,6 +1,6 @@
 //! A model cut into parts, and made whole again for files, hashes and `unwrap`.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
@@ -42,6 +42,11 @@ pub(crate) fn refuse_sharded<M: Module>(model: &M, what: &str, instead: &str) ->
         false => Ok(()),
         true => Err(Error::invalid(format!("{what} with sharded parameters in the model: {instead}"))),
     }
+}
+
+/// Paths of the sharded parameters, as they are in `model`: it may be a part of the model that was wrapped, or hold it.
+pub(crate) fn sharded_paths<M: Module>(model: &M) -> HashSet<String> {
+    sharded_parameters(model).into_iter().map(|(path, ..)| path).collect()
 }
 
 /// Path, id and number of dimensions of each sharded parameter.
