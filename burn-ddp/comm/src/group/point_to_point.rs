@@ -13,7 +13,8 @@ impl ProcessGroup {
     ///
     /// Returns when the other has it. Only the two take part, and their calls are compared like those of a collective:
     /// type and length must be alike, and between two ranks everything happens in one order, so that a `send` that
-    /// meets a collective, or another `send`, is an error that shows both calls.
+    /// meets a collective, or another `send`, is an error that shows both calls; between machines that share memory
+    /// inside (`shm+tcp`) it may be one at the deadline.
     ///
     /// # Errors
     /// Those of all collectives. [`Error::InvalidArgument`], which leaves the group usable, if

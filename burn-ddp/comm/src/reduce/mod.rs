@@ -150,8 +150,10 @@ fn scale(factors: &mut [f64]) -> Option<f64> {
         return None;
     }
     // A power of two that brings the largest weight near 1 changes no ratio, and neither weights nor products overflow.
+    // Its exponent comes from the bits: every machine finds the same one, whatever its logarithm.
     let largest = factors.iter().copied().fold(0.0, f64::max);
-    let scale = f64::powi(2.0, -(largest.log2().floor() as i32).clamp(-1000, 1000));
+    let exponent = (largest.to_bits() >> (f64::MANTISSA_DIGITS - 1)) as i32 - (f64::MAX_EXP - 1);
+    let scale = f64::powi(2.0, -exponent.clamp(-1000, 1000));
     factors.iter_mut().for_each(|factor| *factor *= scale);
     Some(factors.iter().sum())
 }

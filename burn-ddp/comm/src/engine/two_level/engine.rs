@@ -297,6 +297,9 @@ impl Engine for TwoLevelEngine {
         let rooms = outputs.iter_mut().enumerate().filter(|(rank, _)| is_mine(*rank));
         let mut receives: Vec<_> = rooms.map(|(rank, room)| Incoming::new(rank, room)).collect();
         wire.exchange(&call.at_stage(FIRST), &sends, &mut receives)?;
+        if held.len() == 1 {
+            return Ok(());
+        }
         for turn in 0..held.iter().map(Vec::len).max().unwrap_or(0) {
             let in_turn: Vec<Option<usize>> = held.iter().map(|ranks| ranks.get(turn).copied()).collect();
             let mine = in_turn[local_rank].map_or_else(Vec::new, |rank| outputs[rank].to_vec());
@@ -385,6 +388,9 @@ impl Engine for TwoLevelEngine {
 
     fn shared_buffers(&mut self, call: &Call, lens: &[usize]) -> Result<Vec<SharedBuffer>> {
         self.barrier(call)?;
+        if self.wire.neighbours().len() == 1 {
+            return Ok(lens.iter().map(|len| SharedBuffer::plain(*len)).collect());
+        }
         self.local.shared_buffers(&self.inside(call, REDUCTION), lens)
     }
 

@@ -47,7 +47,10 @@ impl Fabric for TwoLevelFabric {
     fn open(&self, call: &Call) -> Result<Box<dyn Engine>> {
         let me = call.group_rank()?;
         let memory = |rank: &usize| self.memories.get(*rank).and_then(Option::as_ref);
-        let machines = Machines::new(&call.members.ranks().iter().map(memory).collect::<Vec<_>>());
+        let Some(memories) = call.members.ranks().iter().map(memory).collect::<Option<Vec<_>>>() else {
+            return self.tcp.open(call);
+        };
+        let machines = Machines::new(&memories);
         let here = Arc::new(Members::part(&call.members, machines.ranks_of(machines.machine_of(me))));
         let local = self.shm.try_share(&call.among(&here))?;
         let mut flat = HostEngine::new(self.tcp.open_mesh(call)?);
