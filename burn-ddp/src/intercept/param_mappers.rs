@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use super::wrapped_model::TapHandle;
 
-/// What happened to a parameter.
+/// Event of a parameter.
 #[derive(Clone, Copy, PartialEq)]
 enum Event {
     Read,

@@ -9,7 +9,7 @@ use crate::Result;
 use crate::agreement::list_ranks;
 use crate::ddp::Ddp;
 
-/// Where the time of a run goes, and what makes it slow; from [`Ddp::report`]. `Display` says it in words.
+/// Shares of a run's time, and what makes it slow; from [`Ddp::report`]. `Display` says it in words.
 ///
 /// The rank that works longest decides how long a step takes, since the others wait for it; the parts of the step are
 /// those of this rank. Times are averages per step. `step` is the sum of the parts.
@@ -38,7 +38,7 @@ pub struct Report {
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Bottleneck {
-    /// What it is.
+    /// Kind of the bottleneck.
     pub cause: Cause,
     /// Time per step that it takes: the most that a step can become faster without it.
     pub cost: Duration,
@@ -46,7 +46,7 @@ pub struct Bottleneck {
     pub share: f64,
 }
 
-/// What makes steps slow. Ranks are numbers in the job; counts and times are averages per step.
+/// Causes of slow steps. Ranks are numbers in the job; counts and times are averages per step.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub enum Cause {

@@ -7,7 +7,7 @@ use clap::Args;
 
 use crate::simulated_machines::Machines;
 
-/// Where the ranks are, if not on one machine.
+/// Machines of the ranks, if there are several.
 #[derive(Args, Debug)]
 pub(super) struct MachineOptions {
     /// Ranks of each machine, such as 4,4: network namespaces with a cable each to a switch (needs root, ip and tc).

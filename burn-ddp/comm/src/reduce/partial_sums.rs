@@ -14,7 +14,7 @@ use crate::{DType, Result};
 /// Elements that are reduced at a time: intermediate results stay in the first cache level.
 const BLOCK: usize = 1024;
 
-/// What makes one element of several ranks' elements: the same for all parts of a reduction.
+/// Rule that makes one element of several ranks' elements: the same for all parts of a reduction.
 ///
 /// Ranks with a weight have *places* in the tree, 0, 1, and so on; a rank of weight 0 has none.
 #[derive(Clone, Debug)]
@@ -46,7 +46,7 @@ pub(crate) enum Form {
     Final,
 }
 
-/// Where in the leaves a block of elements is, and the type and the divisor of its result.
+/// Place of a block of elements in the leaves, and the type and the divisor of its result.
 #[derive(Clone, Copy)]
 struct Block {
     start: usize,

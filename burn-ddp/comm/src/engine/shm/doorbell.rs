@@ -19,8 +19,7 @@ pub(super) struct Doorbell {
     rings: AtomicU32,
     /// [`AWAKE`], or one more than the rank for which the owner sleeps. Written by the owner, read by the others.
     awaits: AtomicU32,
-    /// One more than the core on which the owner last waited or rang; 0 before that. Written by the owner, read by the
-    /// others.
+    /// Core on which the owner last waited or rang, plus 1; 0 before that. Written by the owner, read by the others.
     core: AtomicU32,
 }
 

@@ -10,7 +10,7 @@ use crate::call::Call;
 use crate::engine::{Engine, Incoming, Outgoing};
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
-/// One rank's side of a group.
+/// Engine of a rank in a group on one machine.
 pub(in crate::engine) struct ShmEngine {
     pub(super) board: Board,
     pub(super) key: LinkKey,

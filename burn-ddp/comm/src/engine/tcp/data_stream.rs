@@ -41,7 +41,7 @@ struct Sealing {
     sent: usize,
     /// Caller's bytes in that record.
     covers: usize,
-    /// What came, in `incoming[begin..end]`: whole records and the beginning of one.
+    /// Bytes that came, in `incoming[begin..end]`: whole records and the beginning of one.
     incoming: Vec<u8>,
     begin: usize,
     end: usize,
@@ -278,7 +278,7 @@ mod tests {
         (parts.iter().map(&mut seal).collect(), from, to)
     }
 
-    /// What an end makes of these bytes, and whether it met the end of the connection in peace.
+    /// Data that an end reads from these bytes, and true if it met the announced end of the connection.
     fn opened(from: DataStream, mut to: DataStream, bytes: &[u8]) -> (Vec<u8>, bool) {
         from.socket.set_nonblocking(false).unwrap();
         (&from.socket).write_all(bytes).unwrap();

@@ -1,4 +1,4 @@
-//! One rank's exchanges with ranks of other machines.
+//! Exchanges of a rank with ranks of other machines.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ use crate::{DType, Result};
 const PARTIALS: u8 = 2;
 const RESULTS: u8 = 3;
 
-/// One rank's connections to the others of its group. Ranks are group ranks.
+/// Connections of a rank to the others of its group. Ranks are group ranks.
 pub(super) struct Wire {
     /// Collectives over the connections alone.
     pub(super) flat: HostEngine<TcpTransport>,

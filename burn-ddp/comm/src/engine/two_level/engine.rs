@@ -1,4 +1,4 @@
-//! One rank's side of a group that spans machines.
+//! Collectives of a rank in a group that spans machines.
 
 use std::sync::Arc;
 use std::thread;
@@ -25,7 +25,7 @@ const FIRST: u8 = 0;
 const SECOND: u8 = 1;
 const REDUCTION: u8 = 2;
 
-/// One rank's side of a group.
+/// Engine of a rank in a group that spans machines.
 pub(super) struct TwoLevelEngine {
     /// Collectives of this machine's ranks.
     local: ShmEngine,
@@ -170,7 +170,7 @@ impl TwoLevelEngine {
         self.wire.neighbours().iter().map(row).collect()
     }
 
-    /// What makes a reduction's elements; agrees on the weights, if they matter.
+    /// Terms of a reduction's elements; agrees on the weights, if they matter.
     fn terms(&mut self, call: &Call, dtype: DType, op: Option<ReduceOp>) -> Result<Terms> {
         let size = self.size();
         if let Some(op) = op {

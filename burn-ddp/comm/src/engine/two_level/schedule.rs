@@ -27,7 +27,7 @@ pub(super) struct Exchanged {
     pub(super) range: Range<usize>,
 }
 
-/// One rank's part in a reduction.
+/// Part of a rank in a reduction.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Plan {
     /// By local rank of this machine, the elements of which it makes the machine's partial results.
@@ -225,7 +225,7 @@ mod tests {
         Terms::new(dtype, Reduction::Op(ReduceOp::Sum), ranks).unwrap()
     }
 
-    /// What all ranks know of a reduction.
+    /// Facts of a reduction that all ranks know.
     struct Case {
         machines: Machines,
         subtrees: Vec<Subtree>,
@@ -276,7 +276,7 @@ mod tests {
             sorted(self.plans.iter().enumerate().flat_map(of_rank).collect())
         }
 
-        /// What holds for every reduction of `len` elements.
+        /// Checks what holds for every reduction of `len` elements.
         fn check(&self, len: usize) -> std::result::Result<(), TestCaseError> {
             let Case { machines, subtrees, plans, .. } = self;
             let places = subtrees.last().map_or(0, |subtree| subtree.places.end);
