@@ -159,6 +159,8 @@ impl Lookups {
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use burn::module::{Module, ModuleMapper, Param};
     use burn::tensor::{Gradients, Tensor};
 
@@ -185,6 +187,17 @@ mod tests {
         warned.unwrap().remove(0)
     }
 
+    /// `warned(step)`, again until there is a warning: nodes that the tests beside this one make hide lookups as well.
+    fn warned_in_the_end(step: impl Fn(Pair, Gradients) -> Pair + Sync) -> Vec<String> {
+        let begin = Instant::now();
+        loop {
+            let paths = warned(&step);
+            if !paths.is_empty() || begin.elapsed() > Duration::from_secs(60) {
+                return paths;
+            }
+        }
+    }
+
     /// Steps the parameters for which a gradient was found.
     struct Move(Vec<Option<Tensor<1>>>);
 
@@ -205,7 +218,7 @@ mod tests {
             let found = [&model.b, &model.a].map(|param| param.val().grad(&grads));
             model.map(&mut Move(found.into()))
         };
-        assert_eq!(warned(step), ["\"b\""]);
+        assert_eq!(warned_in_the_end(step), ["\"b\""]);
     }
 
     #[test]
@@ -216,7 +229,7 @@ mod tests {
             let found = kept.grad(&grads);
             model.map(&mut Move(vec![found, None]))
         };
-        assert_eq!(warned(step), ["\"b\""]);
+        assert_eq!(warned_in_the_end(step), ["\"b\""]);
     }
 
     #[test]
