@@ -127,7 +127,7 @@ pub struct Pending {
     pub sequence: u64,
     /// Time since it began, in milliseconds.
     pub since_ms: u64,
-    /// Ranks whose part had not arrived.
+    /// Ranks whose part had not arrived. A rank that was itself in the call stands for those that it waited for.
     pub waiting_for: Vec<usize>,
 }
 

@@ -406,3 +406,8 @@ fn a_crowd_does_not_keep_clients_out() {
     println!("in past 1,000 idle connections after {:?}", begin.elapsed());
     assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
 }
+
+#[test]
+fn all_of_this_on_two_machines() {
+    common::again_on_two_machines();
+}

@@ -248,3 +248,8 @@ fn a_rank_that_dies_while_joining_costs_the_others_the_deadline_at_most() {
     let said = ranks[0].hear();
     assert!(said.starts_with("Rendezvous of Some(") && said.contains("missing: rank"), "{said}");
 }
+
+#[test]
+fn all_of_this_on_two_machines() {
+    common::again_on_two_machines();
+}

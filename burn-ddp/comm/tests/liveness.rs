@@ -408,3 +408,8 @@ fn a_machine_that_is_cut_off_is_lost_by_itself() {
         assert!(after > Duration::from_secs(25) && after < Duration::from_secs(50), "{after:?}");
     }
 }
+
+#[test]
+fn all_of_this_on_two_machines() {
+    common::again_on_two_machines();
+}

@@ -491,3 +491,8 @@ fn calls_from_different_lines_are_no_mistake() {
         });
     }
 }
+
+#[test]
+fn all_of_this_on_two_machines() {
+    common::again_on_two_machines();
+}

@@ -171,3 +171,8 @@ fn a_handshake_that_takes_long_is_reported() {
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "done"));
     std::fs::remove_file(events).unwrap();
 }
+
+#[test]
+fn all_of_this_on_two_machines() {
+    common::again_on_two_machines();
+}

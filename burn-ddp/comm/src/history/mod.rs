@@ -9,7 +9,7 @@ use crate::call::{CallingThread, GroupId, Members};
 use crate::clock::nanos;
 use crate::membership::{BlockedGroup, Heartbeat, PendingCall};
 use crate::poison_free_locks::lock;
-use crate::post_mortem::{Pending, Record, millis, since_1970};
+use crate::post_mortem::{Record, millis, since_1970};
 
 mod log;
 mod site_cell;
@@ -100,17 +100,12 @@ impl History {
     }
 
     /// Calls under way, for a report.
-    pub(crate) fn pending(&self) -> Vec<Pending> {
+    pub(crate) fn pending(&self) -> Vec<PendingCall> {
         let groups = lock(&self.groups);
         let pending = |log: &Arc<Log>| {
             let call = log.last(1).pop().filter(|call| call.ended.is_none())?;
-            Some(Pending {
-                call: call.info.to_string(),
-                group: call.info.group,
-                sequence: call.info.sequence,
-                since_ms: millis(call.started.elapsed()),
-                waiting_for: log.awaited(),
-            })
+            let since_ms = millis(call.started.elapsed());
+            Some(PendingCall { call: call.info, since_ms, waiting_for: log.awaited() })
         };
         groups.logs.iter().filter_map(pending).collect()
     }

@@ -12,7 +12,7 @@ const DESCRIBED: usize = 4;
 
 /// Activity of a rank, as far as it is known.
 pub(crate) struct Activity {
-    /// True if it lines goodbye.
+    /// True if it said goodbye.
     pub(crate) left: bool,
     /// Duration of its silence, if it is suspected.
     pub(crate) silent: Option<Duration>,
@@ -35,6 +35,35 @@ enum Sign {
     Idle,
     Left,
     Silent,
+}
+
+/// Ranks whose parts `call` lacks, where this rank waits for `waiting_for` in it. A rank that is in the call itself
+/// stands for the ranks that it waits for, as a rank of this machine may stand for those of another. `waiting_for`
+/// itself if that leads to no rank.
+pub(crate) fn missing(call: &CallInfo, waiting_for: &[usize], known: impl Fn(usize) -> Option<Activity>) -> Vec<usize> {
+    let mut queue = waiting_for.to_vec();
+    let mut seen = Vec::new();
+    let mut missing = Vec::new();
+    while let Some(rank) = queue.pop() {
+        if seen.contains(&rank) {
+            continue;
+        }
+        seen.push(rank);
+        match known(rank) {
+            Some(Activity { left: false, silent: None, beat: Some(beat) }) => {
+                match beat.pending.iter().find(|pending| same_call(&pending.call, call)) {
+                    Some(same) => queue.extend(&same.waiting_for),
+                    None => missing.push(rank),
+                }
+            }
+            _ => missing.push(rank),
+        }
+    }
+    if missing.is_empty() {
+        return waiting_for.to_vec();
+    }
+    missing.sort_unstable();
+    missing
 }
 
 /// Finds the reason that `call` waits for the ranks `waiting_for`, from the `known` activity of each rank.
@@ -166,6 +195,30 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_in_the_call_stands_for_those_that_it_waits_for() {
+        let state = |rank| match rank {
+            // The leaders of two machines, the first of which waits for its neighbour and for the other machine.
+            0 => known(in_call(call(1, 5), &[1, 2])),
+            2 => known(in_call(call(1, 5), &[0, 3])),
+            1 => known(in_call(call(1, 5), &[])),
+            _ => known(idle_after(call(1, 4))),
+        };
+        assert_eq!(missing(&call(1, 5), &[0], state), [3]);
+        assert_eq!(missing(&call(1, 5), &[2, 4], state), [3, 4]);
+        // Another call, or no heartbeat: its own part is missing.
+        assert_eq!(missing(&call(1, 6), &[0], state), [0]);
+        assert_eq!(missing(&call(1, 5), &[0], |_| None), [0]);
+        // A silent rank is missing, whatever it said before.
+        let silent = |rank| match rank {
+            2 => Some(Activity { silent: Some(Duration::from_secs(9)), ..state(2)? }),
+            _ => state(rank),
+        };
+        assert_eq!(missing(&call(1, 5), &[0], silent), [2]);
+        // Ranks of one call that wait for each other while its data is on its way.
+        assert_eq!(missing(&call(1, 5), &[1], |rank| known(in_call(call(1, 5), &[1 - rank]))), [1]);
+    }
+
+    #[test]
     fn a_silent_rank_is_blamed_before_one_that_computes() {
         let silent =
             Activity { left: false, silent: Some(Duration::from_secs(9)), beat: Some(in_call(call(1, 5), &[])) };
@@ -214,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_known_is_nothing_lines() {
+    fn nothing_known_is_nothing_said() {
         assert_eq!(diagnose(&call(1, 5), &[1], |_| None), Diagnosis::default());
     }
 }

@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use super::Membership;
+use super::{Membership, PendingCall};
 use crate::LaunchEnv;
 use crate::poison_free_locks::lock;
-use crate::post_mortem::{self, Event, PeerState, PostMortem, millis};
+use crate::post_mortem::{self, Event, PeerState, Pending, PostMortem, millis};
 
 impl Membership {
     /// Appends `event` to the launcher's event file, if there is one.
@@ -45,6 +45,13 @@ impl Membership {
                 step: beat.step,
             }
         });
+        let pending = self.history().pending().into_iter().map(|PendingCall { call, since_ms, waiting_for }| Pending {
+            waiting_for: self.missing(&call, &waiting_for),
+            since_ms,
+            group: call.group,
+            sequence: call.sequence,
+            call: call.to_string(),
+        });
         Some(PostMortem {
             rank: self.rank,
             world_size: self.shared.peers.len(),
@@ -56,7 +63,7 @@ impl Membership {
             cause: cause.to_string(),
             culprit: cause.culprit(),
             step: self.step(),
-            pending: self.history().pending(),
+            pending: pending.collect(),
             peers: peers.collect(),
             history: self.history().records(),
         })

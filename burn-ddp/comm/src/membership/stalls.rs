@@ -4,17 +4,17 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::Membership;
-use super::diagnosis::{Activity, Diagnosis, diagnose};
+use super::diagnosis::{Activity, Diagnosis, diagnose, missing};
 use super::world_failure::capped;
 use crate::Error;
-use crate::call::Call;
+use crate::call::{Call, CallInfo};
 use crate::poison_free_locks::lock;
 use crate::post_mortem::{self, Event, millis};
 
 impl Membership {
     /// Reports that `call` has waited for long, now for these group ranks. No error yet.
     pub fn stalled(&self, call: &Call, waiting_for: Vec<usize>) {
-        let waiting_for = call.world_ranks(&waiting_for);
+        let waiting_for = self.missing(&call.info, &call.world_ranks(&waiting_for));
         let Diagnosis { text, .. } = self.diagnose(call, &waiting_for);
         let described = if text.is_empty() { call.info.to_string() } else { format!("{}; {text}", call.info) };
         let since = call.started().elapsed();
@@ -26,11 +26,17 @@ impl Membership {
     /// `error` of `call`; a timeout with the reason that the ranks it waited for did not come.
     pub(super) fn explained(&self, mut error: Error, call: &Call) -> Error {
         if let Error::Timeout { waiting_for, culprit, why, .. } = &mut error {
+            *waiting_for = self.missing(&call.info, waiting_for);
             let diagnosis = self.diagnose(call, waiting_for);
             *culprit = diagnosis.culprit;
             *why = capped(diagnosis.text);
         }
         error
+    }
+
+    /// Ranks whose parts `call` lacks, see [`missing`].
+    pub(super) fn missing(&self, call: &CallInfo, waiting_for: &[usize]) -> Vec<usize> {
+        missing(call, waiting_for, |rank| self.activity(rank))
     }
 
     fn diagnose(&self, call: &Call, waiting_for: &[usize]) -> Diagnosis {

@@ -26,6 +26,20 @@ fn machines() -> Option<usize> {
     Some(std::env::var("BURN_DDP_TEST_MACHINES").ok()?.parse().expect("BURN_DDP_TEST_MACHINES is a number"))
 }
 
+/// Runs all tests of this binary again, with their ranks on two machines: over the engine of groups that span machines.
+pub fn again_on_two_machines() {
+    if machines().is_some() {
+        return;
+    }
+    let this = Command::new(std::env::current_exe().unwrap())
+        .args(["--skip", "on_two_machines"])
+        .env("BURN_DDP_TEST_MACHINES", "2")
+        .output()
+        .unwrap();
+    let (out, err) = (String::from_utf8_lossy(&this.stdout), String::from_utf8_lossy(&this.stderr));
+    assert!(this.status.success(), "{out}\n{err}");
+}
+
 pub fn options() -> WorldOptions {
     WorldOptions {
         timeout: PATIENCE,
