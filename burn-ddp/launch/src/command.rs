@@ -18,12 +18,11 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// The command of a rank that shares this machine with `nproc - 1` others. `job` are the variables that describe
-    /// the job.
-    pub(crate) fn command(&self, nproc: usize, job: Vec<(String, String)>, keeps_terminal: bool) -> Command {
+    /// The command of a rank whose pools have `threads` threads. `job` are the variables that describe the job.
+    pub(crate) fn command(&self, threads: usize, job: Vec<(String, String)>, keeps_terminal: bool) -> Command {
         let mut command = Command::new(&self.program);
         command.args(&self.args);
-        let threads = threads_per_rank(nproc).to_string();
+        let threads = threads.to_string();
         for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
             if std::env::var_os(name).is_none() {
                 command.env(name, &threads);
@@ -64,11 +63,6 @@ impl Program {
 #[must_use]
 pub fn available_cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
-}
-
-/// Threads for each of the ranks that share a machine's cores.
-fn threads_per_rank(nproc: usize) -> usize {
-    (available_cores() / nproc).max(1)
 }
 
 fn why_not_found(program: &OsStr) -> String {

@@ -48,6 +48,10 @@ pub enum LaunchError {
     #[error("{0}")]
     Usage(String),
 
+    /// The ranks cannot be bound to cores as asked.
+    #[error("{0}")]
+    Binding(String),
+
     /// The rendezvous store could not be opened.
     #[error("cannot open the rendezvous store: {0}")]
     Store(#[source] Box<dyn std::error::Error + Send + Sync>),
@@ -93,6 +97,7 @@ impl LaunchError {
             Self::ProgramNotExecutable { .. } => 126,
             Self::BadRankCount { .. } | Self::Usage(_) => 2,
             Self::Spawn { .. }
+            | Self::Binding(_)
             | Self::Store(_)
             | Self::Nodes(_)
             | Self::LogDir { .. }

@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 use burn_ddp_comm::post_mortem::PostMortem;
 use burn_ddp_comm::timeline;
 
+use crate::binding::Binding;
 use crate::control_group::ControlGroup;
 use crate::error::LaunchError;
 use crate::event::{Event, Stop, Trouble};
@@ -43,7 +44,7 @@ pub(crate) fn run(spec: &JobSpec) -> Result<Outcome, LaunchError> {
     if spec.adopts_orphans {
         leftovers::become_parent_of_orphans();
     }
-    let job = Job { spec, trust: Trust::of(spec)?, sender, events };
+    let job = Job { spec, trust: Trust::of(spec)?, binding: Binding::of(spec)?, sender, events };
     let mut nodes = match job.meet() {
         Ok(nodes) => nodes,
         Err(interrupted) => return interrupted.into_result(),
@@ -56,6 +57,8 @@ pub(crate) fn run(spec: &JobSpec) -> Result<Outcome, LaunchError> {
 struct Job<'a> {
     spec: &'a JobSpec,
     trust: Trust,
+    /// Cores of this machine's ranks, for all generations.
+    binding: Binding,
     sender: Sender<Event>,
     events: Receiver<Event>,
 }
@@ -229,6 +232,7 @@ impl Job<'_> {
         let start = RankStart {
             spec,
             trust: &self.trust,
+            binding: &self.binding,
             plan,
             generation: *number,
             node: nodes.node,

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::binding::BindTo;
 use crate::command::Program;
 use crate::error::LaunchError;
 use crate::generations;
@@ -50,6 +51,7 @@ impl Launcher {
         let spec = JobSpec {
             program: Program { program: program.into(), args, env: Vec::new() },
             nproc: 1,
+            bind_to: None,
             stdio: Stdio::default(),
             grace: Self::DEFAULT_GRACE,
             max_restarts: 0,
@@ -73,6 +75,16 @@ impl Launcher {
     #[must_use]
     pub fn nproc(mut self, ranks: usize) -> Self {
         self.spec.nproc = ranks;
+        self
+    }
+
+    /// Cores to which each rank is bound, of those that this process may use; never one that the ranks of another
+    /// launcher on this machine are bound to. Without this, ranks are bound to cores of their own
+    /// ([`BindTo::Core`]) where this process is bound to a part of the machine's cores and they suffice, as a
+    /// scheduler does it, and not bound elsewhere.
+    #[must_use]
+    pub fn bind_to(mut self, to: BindTo) -> Self {
+        self.spec.bind_to = Some(to);
         self
     }
 

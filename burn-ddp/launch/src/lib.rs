@@ -36,6 +36,7 @@
 //! ```
 #![deny(unsafe_code)] // only process_group.rs (between fork and exec) and signals.rs (handlers)
 
+mod binding;
 mod command;
 mod control_group;
 mod error;
@@ -65,6 +66,7 @@ mod spec;
 mod supervisor;
 mod trust;
 
+pub use binding::BindTo;
 pub use command::available_cores;
 pub use error::LaunchError;
 pub use exit::RankExit;

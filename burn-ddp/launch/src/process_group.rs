@@ -18,20 +18,34 @@ use rustix::process::{Pid, getpid, getppid, setsid};
 /// background group of the launcher's session would be stopped by SIGTTIN or SIGTTOU.
 ///
 /// It inherits the descriptors `inherited`, and enters the control group whose list of processes is `group`; all are
-/// open here.
+/// open here. It runs on `processors`, if they are given.
 ///
 /// On Linux the child is killed when the *thread* that called this ends, so that thread must live as long as the job.
-pub(crate) fn spawn(command: &mut Command, inherited: [Option<RawFd>; 2], group: Option<RawFd>) -> io::Result<Child> {
+pub(crate) fn spawn(
+    command: &mut Command,
+    inherited: [Option<RawFd>; 2],
+    group: Option<RawFd>,
+    processors: Option<&[u16]>,
+) -> io::Result<Child> {
     let launcher = getpid();
+    let affinity = processors.map(Affinity::of);
     // SAFETY: the closure runs in the forked child of a process that may have threads, so it may only do what is
     // async-signal-safe: `before_exec` makes a few system calls through rustix, which neither allocates nor locks
     // there, and builds its errors from codes, without allocating.
-    unsafe { command.pre_exec(move || before_exec(launcher, inherited, group)) };
+    unsafe { command.pre_exec(move || before_exec(launcher, inherited, group, affinity)) };
     command.spawn()
 }
 
-fn before_exec(launcher: Pid, inherited: [Option<RawFd>; 2], group: Option<RawFd>) -> io::Result<()> {
+fn before_exec(
+    launcher: Pid,
+    inherited: [Option<RawFd>; 2],
+    group: Option<RawFd>,
+    affinity: Option<Affinity>,
+) -> io::Result<()> {
     setsid()?;
+    if let Some(affinity) = affinity {
+        affinity.take()?;
+    }
     if let Some(fd) = group {
         // Where the kernel refuses, sessions and marks remain.
         // SAFETY: the caller of `spawn` holds it open in the launcher, of which this is a copy.
@@ -48,4 +62,30 @@ fn before_exec(launcher: Pid, inherited: [Option<RawFd>; 2], group: Option<RawFd
         return Err(io::Error::from_raw_os_error(libc::ESRCH));
     }
     Ok(())
+}
+
+/// Processors on which a process runs.
+#[derive(Clone, Copy)]
+struct Affinity(#[cfg(target_os = "linux")] rustix::thread::CpuSet);
+
+impl Affinity {
+    #[cfg(target_os = "linux")]
+    fn of(processors: &[u16]) -> Affinity {
+        let mut set = rustix::thread::CpuSet::new();
+        processors.iter().for_each(|processor| set.set(usize::from(*processor)));
+        Affinity(set)
+    }
+
+    /// Elsewhere no processors are given, see [`Binding`](crate::binding::Binding).
+    #[cfg(not(target_os = "linux"))]
+    fn of(_processors: &[u16]) -> Affinity {
+        Affinity()
+    }
+
+    /// Binds the calling thread.
+    fn take(self) -> io::Result<()> {
+        #[cfg(target_os = "linux")]
+        rustix::thread::sched_setaffinity(None, &self.0)?;
+        Ok(())
+    }
 }

@@ -6,6 +6,7 @@ use std::sync::mpsc::Sender;
 
 use burn_ddp_comm::{LaunchEnv, Meeting};
 
+use crate::binding::Binding;
 use crate::control_group::ControlGroup;
 use crate::error::LaunchError;
 use crate::event::Event;
@@ -24,6 +25,7 @@ use crate::trust::Trust;
 pub(crate) struct RankStart<'a> {
     pub(crate) spec: &'a JobSpec,
     pub(crate) trust: &'a Trust,
+    pub(crate) binding: &'a Binding,
     pub(crate) plan: &'a GenerationPlan,
     pub(crate) generation: u32,
     /// Number of this machine.
@@ -80,10 +82,13 @@ impl RankStart<'_> {
     fn spawn(&self, local_rank: usize) -> Result<Child, LaunchError> {
         let (program, rank) = (&self.spec.program, self.first_rank() + local_rank);
         let keeps_terminal = self.keeps_terminal(local_rank);
-        let mut command = program.command(self.spec.nproc, self.variables(local_rank), keeps_terminal);
+        let threads = self.binding.threads(local_rank);
+        let mut command = program.command(threads, self.variables(local_rank), keeps_terminal);
         let inherited = [self.trust.fd(), self.event_file.and_then(EventFile::fd)];
         let group = self.group.map(ControlGroup::entrance);
-        process_group::spawn(&mut command, inherited, group).map_err(|source| program.spawn_error(rank, source))
+        let processors = self.binding.processors(local_rank);
+        process_group::spawn(&mut command, inherited, group, processors)
+            .map_err(|source| program.spawn_error(rank, source))
     }
 
     fn first_rank(&self) -> usize {

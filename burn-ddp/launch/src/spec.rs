@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::binding::BindTo;
 use crate::command::Program;
 use crate::error::LaunchError;
 use crate::output::settings::OutputSettings;
@@ -33,6 +34,8 @@ pub enum Stdio {
 pub(crate) struct JobSpec {
     pub(crate) program: Program,
     pub(crate) nproc: usize,
+    /// Cores of the ranks; `None` leaves it to the affinity of this process.
+    pub(crate) bind_to: Option<BindTo>,
     pub(crate) stdio: Stdio,
     pub(crate) grace: Duration,
     pub(crate) max_restarts: u32,

@@ -44,7 +44,8 @@ Each rank gets, besides the caller's environment:
   BURN_DDP_EVENTS, BURN_DDP_REPORT_DIR              where to tell what went wrong
   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,   the same with torchrun's
     GROUP_RANK, MASTER_ADDR, MASTER_PORT            names
-  RAYON_NUM_THREADS, OMP_NUM_THREADS                cores / ranks, unless set
+  RAYON_NUM_THREADS, OMP_NUM_THREADS                cores / ranks, or cores of its own (--bind-to);
+                                                    unless set
 
 Stopping:
   The first rank that fails ends the job, on all machines: the others get up to

@@ -12,11 +12,11 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use burn_ddp_launch::{LaunchError, Launcher, Stdio};
+use burn_ddp_launch::{BindTo, LaunchError, Launcher, Stdio};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser};
 
-use options::{Cli, StdioMode};
+use options::{BindMode, Cli, StdioMode};
 
 /// Runs the command that the command line names; returns the exit code.
 pub(crate) fn main() -> i32 {
@@ -90,6 +90,11 @@ impl Read {
             StdioMode::Plain => Stdio::Plain,
             StdioMode::FirstRankInherits => Stdio::FirstRankInherits,
         };
+        let bind_to = cli.bind_to.map(|mode| match mode {
+            BindMode::Core => BindTo::Core,
+            BindMode::Numa => BindTo::Numa,
+            BindMode::None => BindTo::None,
+        });
         let mut words = cli.program.into_iter();
         let program = words.next().unwrap_or_default();
         let mut launcher = Launcher::new(program, words)
@@ -112,6 +117,7 @@ impl Read {
         ] {
             launcher = given.into_iter().fold(launcher, apply);
         }
+        launcher = bind_to.into_iter().fold(launcher, Launcher::bind_to);
         launcher = if cli.encrypt { launcher.env("BURN_DDP_ENCRYPT", "data") } else { launcher };
         launcher = cli.interface.into_iter().fold(launcher, |launcher, name| launcher.env("BURN_DDP_INTERFACE", name));
         launcher = secret_file.into_iter().fold(launcher, Launcher::secret_file);

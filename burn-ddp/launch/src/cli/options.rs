@@ -29,6 +29,14 @@ pub(super) struct Cli {
     #[arg(default_value = "1", value_parser = parse_nproc, allow_negative_numbers = true)]
     pub(super) nproc_per_node: usize,
 
+    /// Bind each rank to cores: `core`, `numa`, `none` [default: none, or core if burnrun itself is bound]
+    ///
+    /// Cores are those that burnrun may use (taskset, schedulers and container limits count), without those to which
+    /// another burnrun on this machine has bound ranks. Without this option ranks are bound to cores where burnrun may
+    /// use a part of the machine's cores only, if these suffice.
+    #[arg(long, alias = "bind_to", value_name = "WHAT", env = "BURNRUN_BIND_TO")]
+    pub(super) bind_to: Option<BindMode>,
+
     /// How often to start all ranks anew after one has failed
     ///
     /// A new generation starts when all ranks of the last one are dead, on all machines; BURN_DDP_RESTART_COUNT tells
@@ -195,6 +203,16 @@ pub(super) struct Cli {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
+pub(super) enum BindMode {
+    /// Each rank to an equal share of the physical cores, or of the hardware threads if cores are too few
+    Core,
+    /// Each rank to the cores of one NUMA node, which ranks may share
+    Numa,
+    /// No rank
+    None,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
 pub(super) enum StdioMode {
     /// Every line to burnrun's stdout or stderr, behind `[rank 0] `
     Prefixed,
@@ -330,6 +348,7 @@ mod tests {
             "burnrun --grace -1 train",
             "burnrun --grace nan train",
             "burnrun --stdio loud train",
+            "burnrun --bind-to socket train",
             "burnrun --no-such-flag train",
             "burnrun --nnodes 0 train",
             "burnrun --nnodes 1:4 train",
