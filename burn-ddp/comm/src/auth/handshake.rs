@@ -325,7 +325,9 @@ pub(crate) fn introduce(socket: Socket, me: &Introduction<'_>, deadline: Instant
     }
     let (opening, noise) = Opening::new(me.key, me.tag, me.purpose, &greeting)?;
     write(&socket, &opening.0, deadline)?;
-    let answer = Answer(read(&socket, deadline)?);
+    // The listener may have let this end in: giving up now would leave it with a connection that is dead, and refusing
+    // the next one. It answers at once, or has given up after the same time.
+    let answer = Answer(read(&socket, deadline.max(Instant::now() + HANDSHAKE_DEADLINE))?);
     match answer.verdict(noise)? {
         Verdict::Welcome(keys) => Ok(SecureStream { socket, keys }),
         Verdict::Refused(cause) => Err(Refusal::Refused(cause)),
@@ -496,6 +498,27 @@ mod tests {
             theirs.keys.open(0, &sealed, &mut opened).unwrap();
             assert_eq!(opened, b"text");
         }
+    }
+
+    #[test]
+    fn an_answer_that_is_under_way_is_waited_for() {
+        let (client, mut listener) = sockets();
+        let deadline = Instant::now() + Duration::from_millis(50);
+        let answered = std::thread::scope(|s| {
+            s.spawn(move || {
+                let greeting = Greeting::new(Role::Store).unwrap();
+                write(&listener, &greeting.0, soon()).unwrap();
+                let opening = Opening(read(&listener, soon()).unwrap());
+                opening.check().unwrap();
+                std::thread::sleep(deadline.saturating_duration_since(Instant::now()) + Duration::from_millis(20));
+                let (answer, _) = opening.prove(&key(1), &greeting).unwrap().answer(Ok(())).unwrap();
+                std::io::Write::write_all(&mut listener, &answer.0).unwrap();
+            });
+            let key = key(1);
+            let me = Introduction { key: &key, tag: TAG, to: Role::Store, purpose: Purpose::Store };
+            introduce(client, &me, deadline).is_ok()
+        });
+        assert!(answered);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Locks on cores, so that no two launchers of this machine bind ranks to the same one: a file per processor, locked for
+//! Locks on cores, so that no two launchers of this machine bind ranks to the same: a file per processor, locked for
 //! as long as the job lives. The kernel unlocks the files of a launcher that is killed.
 
 use std::fs::{self, File, OpenOptions, Permissions, TryLockError};

@@ -108,9 +108,9 @@ fn too_few(ranks: usize, allowed: &[u16], held: &[u16]) -> String {
         );
     }
     format!(
-        "cannot bind {ranks} ranks to cores: of those that this process may use ({all}) other jobs that burnrun started \
-        on this machine hold {}; start each job on cores of its own (taskset -c LIST burnrun …), or let the ranks share \
-        cores with --bind-to none",
+        "cannot bind {ranks} ranks to cores: of those that this process may use ({all}) other jobs of burnrun \
+        on this machine hold {}; start each job on cores of its own (taskset -c LIST burnrun …), or let the ranks \
+        share cores with --bind-to none",
         list_text(held)
     )
 }
