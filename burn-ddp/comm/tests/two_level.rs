@@ -153,6 +153,58 @@ fn ranks_dealt_out_to_two_machines() {
     same_bits(&[0, 1, 0, 1, 0, 1, 0, 1]);
 }
 
+/// Bytes of `len` elements that repeat after a while.
+fn long(dtype: DType, rank: usize, len: usize) -> Vec<u8> {
+    let some = bytes(dtype, rank, 10_007);
+    some.into_iter().cycle().take(len * dtype.size_bytes()).collect()
+}
+
+/// Reductions of more than one rank has under way at a time, on one rank.
+fn long_reductions(group: &ProcessGroup) -> Vec<Vec<u8>> {
+    let (rank, ranks, len) = (group.rank(), group.world_size(), 600_001);
+    let mut results = Vec::new();
+    for dtype in [DType::F32, DType::BF16] {
+        let mut mean = long(dtype, rank, len);
+        group.all_reduce_bytes(dtype, &mut mean, ReduceOp::Mean, 0).unwrap();
+        let mut row = vec![0; len / ranks * dtype.size_bytes()];
+        let rows = long(dtype, rank, len / ranks * ranks);
+        group.reduce_scatter_bytes(dtype, &rows, &mut row, ReduceOp::Sum).unwrap();
+        results.extend([mean, row]);
+        // Weights that stay and that change, a machine of weight 0, and one rank that has none.
+        for weights in
+            [[2.0; 5], [0.5; 5], [0.3, 0.0, 1.0, 7.5, 2.0], [0.6, 0.0, 2.0, 15.0, 4.0], [0.0, 0.0, 0.0, 1.0, 2.0]]
+        {
+            let mut weighted = long(dtype, rank, len);
+            group.all_reduce_weighted_bytes(dtype, &mut weighted, weights[rank], 0).unwrap();
+            results.push(weighted);
+            let error = group.all_reduce_weighted_bytes(dtype, &mut vec![0; len * 2], 0.0, 0).unwrap_err();
+            assert!(error.group_usable(), "{error}");
+        }
+    }
+    // The second one while the result of the first one is looked at.
+    let mut buffers = group.shared_buffers(&[len * 4]).unwrap();
+    buffers[0].bytes_mut().copy_from_slice(&long(DType::F32, rank, len));
+    let first = group.all_reduce_shared(DType::F32, &mut buffers[0], ReduceOp::Sum, 0).unwrap();
+    buffers[0].bytes_mut().copy_from_slice(&long(DType::F32, rank + 1, len));
+    let second = group.all_reduce_shared(DType::F32, &mut buffers[0], ReduceOp::Sum, 0).unwrap();
+    results.extend([first.to_vec(), second.to_vec()]);
+    results
+}
+
+#[test]
+fn long_buffers_have_the_bits_of_threads_too() {
+    for machines in [[0, 0, 0, 1, 1], [0, 1, 0, 2, 1]] {
+        let run = |world: World| long_reductions(&world.group().unwrap());
+        let (got, expected) = (on_world(placed(&machines), run), World::spawn(machines.len(), run));
+        for (rank, (got, expected)) in got.iter().zip(&expected).enumerate() {
+            for (nth, (got, expected)) in got.iter().zip(expected).enumerate() {
+                let first = got.iter().zip(expected).position(|(got, expected)| got != expected);
+                assert_eq!((first, got.len()), (None, expected.len()), "result {nth} on rank {rank} of {machines:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn weights_that_are_all_0_are_refused_by_all() {
     for len in [3, MANY] {

@@ -108,15 +108,6 @@ impl SharedBuffer {
         }
     }
 
-    /// This rank's input.
-    #[cfg(target_os = "linux")]
-    pub(crate) fn bytes(&self) -> &[u8] {
-        match &self.memory {
-            Memory::Plain(words) => words.bytes(),
-            Memory::Arena(arena) => arena.bytes(),
-        }
-    }
-
     /// The bytes as they are now, for reading only.
     pub fn view(&self) -> SharedView {
         match &self.memory {

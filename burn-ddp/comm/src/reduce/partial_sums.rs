@@ -72,6 +72,12 @@ impl Terms {
         })
     }
 
+    /// True if these terms of a weighted mean are those of ranks with `weights`.
+    pub(crate) fn are_of_weights(&self, weights: &[f64]) -> Result<bool> {
+        let theirs = Terms::new(self.dtype, Reduction::Weighted(weights), weights.len())?;
+        Ok((&self.ranks, &self.factors, self.total) == (&theirs.ranks, &theirs.factors, theirs.total))
+    }
+
     /// The rank at each place.
     pub(crate) fn ranks(&self) -> &[usize] {
         &self.ranks

@@ -17,6 +17,22 @@ use crate::{DType, ReduceOp, Result};
 /// Takes the bytes of each rank at a range of the buffer, by group rank.
 pub(in crate::engine) type FoldRange<'a> = dyn FnMut(Range<usize>, &[&[u8]]) -> Result<()> + 'a;
 
+/// What a rank has made of some of its elements, and their place in the buffer.
+pub(in crate::engine) type Made<'a> = (Range<usize>, &'a [u8]);
+
+/// The buffers of a reduction, of which the ranks of a machine reduce one part after the other. All ranks pass the same
+/// parts in the same order; the parts of each rank are in `work`, in bytes of whole elements.
+pub(in crate::engine) trait Parts {
+    /// Weights of the machine's ranks in this call.
+    fn weights(&self) -> &[f64];
+
+    /// Hands `fold` the bytes of all ranks' inputs at this rank's part.
+    fn fold(&mut self, work: &[Vec<Range<usize>>], fold: &mut FoldRange<'_>) -> Result<()>;
+
+    /// Hands what each rank has made of its part to all that want it; `mine` is what this rank has made.
+    fn spread(&mut self, work: &[Vec<Range<usize>>], mine: &[Made<'_>]) -> Result<()>;
+}
+
 /// The ranks that read this rank's slots, and those whose slots it reads.
 struct Route<'a> {
     readers: &'a [usize],
@@ -24,24 +40,24 @@ struct Route<'a> {
 }
 
 impl ShmEngine {
-    /// Puts and takes `count` chunks.
+    /// Puts and takes `chunks`, before which all earlier ones of the round have been taken.
     fn stream(
         &self,
         call: &Call,
         route: &Route<'_>,
-        count: usize,
+        chunks: Range<usize>,
         put: impl Fn(usize),
         mut take: impl FnMut(usize) -> Result<()>,
     ) -> Result<()> {
-        for step in 0..=count {
-            if step < count && !route.readers.is_empty() {
+        for step in chunks.start..=chunks.end {
+            if step < chunks.end && !route.readers.is_empty() {
                 if step >= SLOTS {
                     self.await_done(call, route.readers, step - SLOTS)?;
                 }
                 put(step);
                 self.ready(step);
             }
-            if step > 0 && !route.sources.is_empty() {
+            if step > chunks.start && !route.sources.is_empty() {
                 self.await_ready(call, route.sources, step - 1)?;
                 take(step - 1)?;
                 self.done(step - 1);
@@ -73,7 +89,7 @@ impl ShmEngine {
         if self.board.rank() == root {
             let route = Route { readers: self.board.peers(), sources: &[] };
             let put = |chunk| self.put(chunk, 0..chunks.range(chunk).len(), &buf[chunks.range(chunk)]);
-            return self.stream(call, &route, chunks.count(), put, |_| Ok(()));
+            return self.stream(call, &route, 0..chunks.count(), put, |_| Ok(()));
         }
         let route = Route { readers: &[], sources: &[root] };
         let take = |chunk| {
@@ -81,7 +97,7 @@ impl ShmEngine {
             self.take(root, chunk, 0..range.len(), &mut buf[range]);
             Ok(())
         };
-        self.stream(call, &route, chunks.count(), |_| (), take)
+        self.stream(call, &route, 0..chunks.count(), |_| (), take)
     }
 
     /// Gathers all ranks' `input` on the root, which passes `outputs`.
@@ -97,7 +113,7 @@ impl ShmEngine {
         let Some(outputs) = outputs else {
             let route = Route { readers: &[root], sources: &[] };
             let put = |chunk| self.put(chunk, 0..chunks.range(chunk).len(), &input[chunks.range(chunk)]);
-            return self.stream(call, &route, chunks.count(), put, |_| Ok(()));
+            return self.stream(call, &route, 0..chunks.count(), put, |_| Ok(()));
         };
         let route = Route { readers: &[], sources: self.board.peers() };
         let take = |chunk| {
@@ -107,7 +123,7 @@ impl ShmEngine {
             }
             Ok(())
         };
-        self.stream(call, &route, chunks.count(), |_| (), take)
+        self.stream(call, &route, 0..chunks.count(), |_| (), take)
     }
 
     /// Scatters the rows of `inputs`, which the root passes, to the other ranks.
@@ -128,7 +144,7 @@ impl ShmEngine {
                     self.put(chunk, place(peer, range.len()), &inputs[peer][range.clone()]);
                 }
             };
-            return self.stream(call, &route, chunks.count(), put, |_| Ok(()));
+            return self.stream(call, &route, 0..chunks.count(), put, |_| Ok(()));
         }
         let route = Route { readers: &[], sources: &[root] };
         let take = |chunk| {
@@ -136,7 +152,7 @@ impl ShmEngine {
             self.take(root, chunk, place(self.board.rank(), range.len()), &mut output[range]);
             Ok(())
         };
-        self.stream(call, &route, chunks.count(), |_| (), take)
+        self.stream(call, &route, 0..chunks.count(), |_| (), take)
     }
 
     /// Sends row `j` of `input` to rank `j`; rows of `len` bytes.
@@ -158,7 +174,7 @@ impl ShmEngine {
             }
             Ok(())
         };
-        self.stream(call, &route, chunks.count(), put, take)
+        self.stream(call, &route, 0..chunks.count(), put, take)
     }
 
     /// Gathers all ranks' `input`, of at most `longest` bytes, on all ranks.
@@ -180,7 +196,7 @@ impl ShmEngine {
             }
             Ok(())
         };
-        self.stream(call, &route, self.whole(longest).count(), put, take)
+        self.stream(call, &route, 0..self.whole(longest).count(), put, take)
     }
 
     pub(super) fn reduce_scatter_chunks(
@@ -213,35 +229,94 @@ impl ShmEngine {
             };
             self.reduce(dtype, Some(op), source, &mut output[range.clone()])
         };
-        self.stream(call, &route, chunks.count(), put, fold)
+        self.stream(call, &route, 0..chunks.count(), put, fold)
+    }
+}
+
+/// Slices of the ranks, of which they reduce one part after the other.
+pub(super) struct SliceParts<'a> {
+    pub(super) engine: &'a ShmEngine,
+    pub(super) call: &'a Call,
+    pub(super) buf: &'a mut [u8],
+    /// Number of the next chunk of slots.
+    pub(super) chunk: usize,
+}
+
+/// Like [`SliceParts`], but each rank only gets what it makes: one row after the other in `output`.
+pub(super) struct RowParts<'a> {
+    pub(super) engine: &'a ShmEngine,
+    pub(super) call: &'a Call,
+    pub(super) input: &'a [u8],
+    pub(super) output: &'a mut [u8],
+    /// Number of the next chunk of slots.
+    pub(super) chunk: usize,
+}
+
+impl Parts for SliceParts<'_> {
+    fn weights(&self) -> &[f64] {
+        self.engine.weights()
     }
 
+    fn fold(&mut self, work: &[Vec<Range<usize>>], fold: &mut FoldRange<'_>) -> Result<()> {
+        self.chunk += self.engine.fold_ranges(self.call, self.chunk, work, self.buf, fold)?;
+        Ok(())
+    }
+
+    fn spread(&mut self, work: &[Vec<Range<usize>>], mine: &[Made<'_>]) -> Result<()> {
+        self.chunk += self.engine.spread_ranges(self.call, self.chunk, work, mine, self.buf)?;
+        Ok(())
+    }
+}
+
+impl Parts for RowParts<'_> {
+    fn weights(&self) -> &[f64] {
+        self.engine.weights()
+    }
+
+    fn fold(&mut self, work: &[Vec<Range<usize>>], fold: &mut FoldRange<'_>) -> Result<()> {
+        self.chunk += self.engine.fold_ranges(self.call, self.chunk, work, self.input, fold)?;
+        Ok(())
+    }
+
+    fn spread(&mut self, _: &[Vec<Range<usize>>], mine: &[Made<'_>]) -> Result<()> {
+        for (_, bytes) in mine {
+            let (room, behind) = std::mem::take(&mut self.output).split_at_mut(bytes.len());
+            room.copy_from_slice(bytes);
+            self.output = behind;
+        }
+        Ok(())
+    }
+}
+
+impl ShmEngine {
     /// Hands `fold` the bytes of all ranks' `input` at this rank's ranges: `work` has those of each rank, of whole
-    /// elements. All ranks have announced the call.
-    pub(super) fn fold_ranges(
+    /// elements. All ranks have announced the call. Uses chunks from `first` on; returns their number.
+    fn fold_ranges(
         &self,
         call: &Call,
+        first: usize,
         work: &[Vec<Range<usize>>],
         input: &[u8],
         fold: &mut FoldRange<'_>,
-    ) -> Result<()> {
+    ) -> Result<usize> {
         const LARGEST_ELEMENT: usize = 8;
         let (me, size) = (self.board.rank(), self.board.size());
         if self.board.peers().is_empty() {
-            return work[me].iter().try_for_each(|range| fold(range.clone(), &[&input[range.clone()]]));
+            work[me].iter().try_for_each(|range| fold(range.clone(), &[&input[range.clone()]]))?;
+            return Ok(0);
         }
         let room = self.board.layout().slot_bytes() / size / LARGEST_ELEMENT * LARGEST_ELEMENT;
         let route = Route { readers: self.board.peers(), sources: self.board.peers() };
         let put = |chunk| {
             for &peer in self.board.peers() {
-                for (at, range) in pieces(&work[peer], chunk, room) {
+                for (at, range) in pieces(&work[peer], chunk - first, room) {
                     let at = peer * room + at;
                     self.put(chunk, at..at + range.len(), &input[range]);
                 }
             }
         };
         let take = |chunk| {
-            for (at, range) in pieces(&work[me], chunk, room) {
+            for (at, range) in pieces(&work[me], chunk - first, room) {
                 let at = me * room + at;
                 let source = |rank| match rank == me {
                     true => &input[range.clone()],
@@ -253,50 +328,72 @@ impl ShmEngine {
             }
             Ok(())
         };
-        self.stream(call, &route, chunks_of(work, room), put, take)
+        let count = chunks_of(work, room);
+        self.stream(call, &route, first..first + count, put, take)?;
+        Ok(count)
     }
 
     /// Fills `out` with what each rank has made of its ranges: `work` has those of each rank, `mine` is what this rank
-    /// has made.
-    pub(super) fn spread_ranges(
-        &mut self,
+    /// has made, in the order of its ranges. Uses chunks from `first` on; returns their number.
+    fn spread_ranges(
+        &self,
         call: &Call,
+        first: usize,
         work: &[Vec<Range<usize>>],
-        mine: &[u8],
+        mine: &[Made<'_>],
         out: &mut [u8],
-    ) -> Result<()> {
-        self.announce(call, 0)?;
-        let (me, room) = (self.board.rank(), self.board.layout().slot_bytes());
-        for (at, range) in pieces(&work[me], 0, mine.len().max(1)) {
-            out[range.clone()].copy_from_slice(&mine[at..at + range.len()]);
+    ) -> Result<usize> {
+        let room = self.board.layout().slot_bytes();
+        mine.iter().for_each(|(range, bytes)| out[range.clone()].copy_from_slice(bytes));
+        if self.board.peers().is_empty() {
+            return Ok(0);
         }
-        let row = Chunks::new(mine.len(), 1, room);
         let route = Route { readers: self.board.peers(), sources: self.board.peers() };
-        let put = |chunk| self.put(chunk, 0..row.range(chunk).len(), &mine[row.range(chunk)]);
+        let put = |chunk| {
+            for (at, nth, part) in cuts(mine.iter().map(|(_, bytes)| bytes.len()), chunk - first, room) {
+                self.put(chunk, at..at + part.len(), &mine[nth].1[part]);
+            }
+        };
         let take = |chunk| {
             for &peer in self.board.peers() {
-                for (at, range) in pieces(&work[peer], chunk, room) {
+                for (at, range) in pieces(&work[peer], chunk - first, room) {
                     self.take(peer, chunk, at..at + range.len(), &mut out[range]);
                 }
             }
             Ok(())
         };
-        self.stream(call, &route, chunks_of(work, room), put, take)
+        let count = chunks_of(work, room);
+        self.stream(call, &route, first..first + count, put, take)?;
+        Ok(count)
     }
+}
+
+/// Rows of `lens` bytes, put in one row and cut in chunks of `room` bytes: where in chunk `nth` each begins, which it
+/// is, and its part that lies there.
+fn cuts(
+    lens: impl Iterator<Item = usize>,
+    nth: usize,
+    room: usize,
+) -> impl Iterator<Item = (usize, usize, Range<usize>)> {
+    let (start, end) = (nth * room, (nth + 1) * room);
+    let mut before = 0;
+    lens.enumerate().filter_map(move |(which, len)| {
+        let from = start.saturating_sub(before).min(len);
+        let to = end.saturating_sub(before).min(len);
+        let at = (before + from).saturating_sub(start);
+        before += len;
+        (from < to).then_some((at, which, from..to))
+    })
 }
 
 /// The parts of `ranges`, put in a row and cut in chunks of `room` bytes, that lie in chunk `nth`: where in the chunk
 /// each begins, and its place.
 fn pieces(ranges: &[Range<usize>], nth: usize, room: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
-    let (start, end) = (nth * room, (nth + 1) * room);
-    let mut before = 0;
-    ranges.iter().filter_map(move |range| {
-        let from = start.saturating_sub(before).min(range.len());
-        let to = end.saturating_sub(before).min(range.len());
-        let at = (before + from).saturating_sub(start);
-        before += range.len();
-        (from < to).then(|| (at, range.start + from..range.start + to))
-    })
+    let place = |(at, which, part): (usize, usize, Range<usize>)| {
+        let start = ranges[which].start;
+        (at, start + part.start..start + part.end)
+    };
+    cuts(ranges.iter().map(Range::len), nth, room).map(place)
 }
 
 /// Number of chunks of `room` bytes in the longest row of `work`.

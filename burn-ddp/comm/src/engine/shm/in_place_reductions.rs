@@ -10,7 +10,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::chunked_data_movement::FoldRange;
+use super::chunked_data_movement::{FoldRange, Made, Parts, RowParts, SliceParts};
 use super::chunks::part;
 use super::engine::ShmEngine;
 use super::in_place_buffer::{ArenaBuffer, Regions};
@@ -31,57 +31,97 @@ enum Passed {
     Plain,
 }
 
-/// Hands a fold the bytes of all ranks' inputs at this rank's ranges.
-pub(in crate::engine) type Inputs<'a> = dyn Fn(&mut FoldRange<'_>) -> Result<()> + 'a;
+/// A shared buffer whose result no rank has a view of.
+struct ResultParts<'a> {
+    engine: &'a ShmEngine,
+    arena: &'a ArenaBuffer,
+}
 
-impl ShmEngine {
-    /// A reduction of which each rank makes its ranges by `make`, out of the inputs there; all ranks get all of it.
-    /// `work` has the ranges of each rank, in whole elements; `make` returns this rank's in a row.
-    pub(in crate::engine) fn reduce_by<'m>(
-        &mut self,
-        call: &Call,
-        work: &[Vec<Range<usize>>],
-        buf: &mut [u8],
-        make: impl FnOnce(&Inputs<'_>) -> Result<&'m [u8]>,
-    ) -> Result<()> {
-        self.announce(call, 0)?;
-        let mine = make(&|fold| self.fold_ranges(call, work, buf, fold))?;
-        self.spread_ranges(&call.next_stage(), work, mine, buf)
+/// A shared buffer whose last result some rank still looks at: results lie in the inputs at first.
+struct AsideParts<'a> {
+    engine: &'a ShmEngine,
+    arena: &'a ArenaBuffer,
+    /// What each part's ranks made, to be copied from their inputs.
+    spread: Vec<Vec<Vec<Range<usize>>>>,
+    result: &'a mut [u8],
+}
+
+impl Parts for ResultParts<'_> {
+    fn weights(&self) -> &[f64] {
+        self.engine.weights()
     }
 
-    /// [`reduce_by`](Self::reduce_by), but each rank only gets what it makes.
-    pub(in crate::engine) fn fold_by(
+    fn fold(&mut self, work: &[Vec<Range<usize>>], fold: &mut FoldRange<'_>) -> Result<()> {
+        self.engine.fold_inputs(self.arena, work, fold)
+    }
+
+    fn spread(&mut self, _: &[Vec<Range<usize>>], mine: &[Made<'_>]) -> Result<()> {
+        for (range, bytes) in mine {
+            // SAFETY: no rank has a view of the result, and every rank writes ranges of its own.
+            unsafe { self.arena.result(range) }.copy_from_slice(bytes);
+        }
+        Ok(())
+    }
+}
+
+impl Parts for AsideParts<'_> {
+    fn weights(&self) -> &[f64] {
+        self.engine.weights()
+    }
+
+    fn fold(&mut self, work: &[Vec<Range<usize>>], fold: &mut FoldRange<'_>) -> Result<()> {
+        self.engine.fold_inputs(self.arena, work, fold)
+    }
+
+    fn spread(&mut self, work: &[Vec<Range<usize>>], mine: &[Made<'_>]) -> Result<()> {
+        for (range, bytes) in mine {
+            // SAFETY: no other rank reads this range of this rank's input before it is done.
+            unsafe { self.arena.own_input(range) }.copy_from_slice(bytes);
+            self.result[range.clone()].copy_from_slice(bytes);
+        }
+        self.spread.push(work.to_vec());
+        Ok(())
+    }
+}
+
+impl ShmEngine {
+    /// A reduction that `make` does part by part, all of them in the end; all ranks get all of it.
+    pub(in crate::engine) fn reduce_by(
         &mut self,
         call: &Call,
-        work: &[Vec<Range<usize>>],
-        input: &[u8],
-        make: impl FnOnce(&Inputs<'_>) -> Result<()>,
+        buf: &mut [u8],
+        make: impl FnOnce(&mut dyn Parts) -> Result<()>,
     ) -> Result<()> {
         self.announce(call, 0)?;
-        make(&|fold| self.fold_ranges(call, work, input, fold))
+        make(&mut SliceParts { engine: self, call, buf, chunk: 0 })
+    }
+
+    /// [`reduce_by`](Self::reduce_by), but each rank only gets what it makes, in `output`.
+    pub(in crate::engine) fn reduce_rows_by(
+        &mut self,
+        call: &Call,
+        input: &[u8],
+        output: &mut [u8],
+        make: impl FnOnce(&mut dyn Parts) -> Result<()>,
+    ) -> Result<()> {
+        self.announce(call, 0)?;
+        make(&mut RowParts { engine: self, call, input, output, chunk: 0 })
     }
 
     /// [`reduce_by`](Self::reduce_by) of shared buffers.
-    pub(in crate::engine) fn reduce_shared_by<'m>(
+    pub(in crate::engine) fn reduce_shared_by(
         &mut self,
         call: &Call,
-        work: &[Vec<Range<usize>>],
         buffer: &mut SharedBuffer,
-        make: impl FnOnce(&Inputs<'_>) -> Result<&'m [u8]>,
+        make: impl FnOnce(&mut dyn Parts) -> Result<()>,
     ) -> Result<SharedView> {
         let note = self.note(buffer);
         self.announce(call, note)?;
         let outcome = match (self.passed(note), buffer.as_arena()) {
-            (passed @ (Passed::Free | Passed::Viewed), Some(arena)) => {
-                let make = || make(&|fold| self.fold_inputs(&work[self.board.rank()], arena, fold));
-                make().and_then(|mine| match passed {
-                    Passed::Free => self.spread_in_place(call, work, mine, arena),
-                    _ => self.spread_aside(call, work, mine, arena),
-                })
-            }
+            (Passed::Free, Some(arena)) => self.reduce_in_place_by(call, arena, make),
+            (Passed::Viewed, Some(arena)) => self.reduce_aside_by(call, arena, make),
             _ => {
-                let mine = make(&|fold| self.fold_ranges(call, work, buffer.bytes(), fold))?;
-                self.spread_ranges(&call.next_stage(), work, mine, buffer.bytes_mut())?;
+                make(&mut SliceParts { engine: self, call, buf: buffer.bytes_mut(), chunk: 0 })?;
                 return Ok(buffer.view());
             }
         };
@@ -208,60 +248,45 @@ impl ShmEngine {
         Ok(result.view())
     }
 
-    /// Hands `fold` the inputs of all ranks at `ranges`. All ranks have announced the buffer, and do not know yet that
-    /// this rank is done with it.
-    fn fold_inputs(&self, ranges: &[Range<usize>], arena: &ArenaBuffer, fold: &mut FoldRange<'_>) -> Result<()> {
-        for range in ranges {
-            // SAFETY: all have announced; this rank is done when the result is spread.
+    /// Hands `fold` the inputs of all ranks at this rank's part of `work`. All ranks have announced the buffer, and do
+    /// not know yet that this rank is done with it.
+    fn fold_inputs(&self, arena: &ArenaBuffer, work: &[Vec<Range<usize>>], fold: &mut FoldRange<'_>) -> Result<()> {
+        for range in &work[self.board.rank()] {
+            // SAFETY: all have announced; this rank is done when all parts are spread.
             let sources = (0..self.board.size()).map(|rank| unsafe { arena.input(rank, range) });
             fold(range.clone(), &sources.collect::<Vec<_>>())?;
         }
         Ok(())
     }
 
-    /// Writes what this rank has made to the result, which no rank has a view of.
-    fn spread_in_place(
+    fn reduce_in_place_by(
         &self,
         call: &Call,
-        work: &[Vec<Range<usize>>],
-        mine: &[u8],
         arena: &ArenaBuffer,
+        make: impl FnOnce(&mut dyn Parts) -> Result<()>,
     ) -> Result<SharedView> {
-        let mut rest = mine;
-        for range in &work[self.board.rank()] {
-            let (bytes, behind) = rest.split_at(range.len());
-            // SAFETY: no rank has a view of the result, and every rank writes ranges of its own.
-            unsafe { arena.result(range) }.copy_from_slice(bytes);
-            rest = behind;
-        }
+        make(&mut ResultParts { engine: self, arena })?;
         self.done(0);
         self.await_done(call, self.board.peers(), 0)?;
         Ok(SharedView::arena(arena.view()))
     }
 
-    /// Leaves what this rank has made in its input, and copies the others' from theirs.
-    fn spread_aside(
+    fn reduce_aside_by(
         &self,
         call: &Call,
-        work: &[Vec<Range<usize>>],
-        mine: &[u8],
         arena: &ArenaBuffer,
+        make: impl FnOnce(&mut dyn Parts) -> Result<()>,
     ) -> Result<SharedView> {
         let mut result = SharedBuffer::plain(arena.len());
-        let mut rest = mine;
-        for range in &work[self.board.rank()] {
-            let (bytes, behind) = rest.split_at(range.len());
-            // SAFETY: no other rank reads this range of this rank's input before it is done.
-            unsafe { arena.own_input(range) }.copy_from_slice(bytes);
-            result.bytes_mut()[range.clone()].copy_from_slice(bytes);
-            rest = behind;
-        }
+        let mut parts = AsideParts { engine: self, arena, spread: Vec::new(), result: result.bytes_mut() };
+        make(&mut parts)?;
+        let AsideParts { spread, result: out, .. } = parts;
         self.done(0);
         self.await_done(call, self.board.peers(), 0)?;
-        for &peer in self.board.peers() {
+        for (work, &peer) in spread.iter().flat_map(|work| self.board.peers().iter().map(move |peer| (work, peer))) {
             for range in &work[peer] {
                 // SAFETY: the peer is done with its ranges of its input, and waits until all have read them.
-                result.bytes_mut()[range.clone()].copy_from_slice(unsafe { arena.input(peer, range) });
+                out[range.clone()].copy_from_slice(unsafe { arena.input(peer, range) });
             }
         }
         self.done(1);

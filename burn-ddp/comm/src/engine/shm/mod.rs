@@ -27,11 +27,11 @@ mod rank_cell;
 mod segment;
 mod segment_handover;
 
+pub(in crate::engine) use self::chunked_data_movement::{Made, Parts};
 pub(in crate::engine) use self::chunks::part;
 pub(in crate::engine) use self::engine::ShmEngine;
 pub(crate) use self::fabric::ShmFabric;
 pub(crate) use self::in_place_buffer::{ArenaBuffer, ArenaView};
-pub(in crate::engine) use self::in_place_reductions::Inputs;
 pub(crate) use self::segment_handover::try_handover;
 
 pub(crate) const NAME: &str = "shm";

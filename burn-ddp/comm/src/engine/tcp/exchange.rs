@@ -27,22 +27,27 @@ pub(super) fn piece_bytes(peers: usize) -> usize {
     (PIECES_BYTES / peers.max(2)).max(MIN_PIECE_BYTES) / 64 * 64
 }
 
+/// The first peer whose connection ended too early, when, and how.
+pub(super) type Ended = (usize, Instant, End);
+
 /// One exchange under way.
-pub(super) struct Exchange<'a, 'b> {
+pub(super) struct Exchange<'a, 's, 'r> {
     pub(super) call: &'a Call,
     pub(super) membership: &'a Membership,
     pub(super) waker: &'a Waker,
-    /// Frames still to be written, with their receivers.
-    pub(super) sending: Vec<(usize, Sending<'a>)>,
+    /// Frames written, and still to be written, with their receivers.
+    pub(super) sending: &'a mut [(usize, Sending<'s>)],
     /// Frames read, and still to be read.
-    pub(super) receiving: &'a mut [Receiving<'b>],
-    /// The first peer whose connection ended too early, when, and how.
-    pub(super) ended: Option<(usize, Instant, End)>,
+    pub(super) receiving: &'a mut [Receiving<'r>],
+    /// Number of the first frames to write, and of the first to read, that it waits for.
+    pub(super) needed: (usize, usize),
+    pub(super) ended: &'a mut Option<Ended>,
     pub(super) watch: Watch<'a>,
 }
 
-impl Exchange<'_, '_> {
-    /// Writes and reads all frames. `take`, if given, gets a piece of all payloads whenever they fill their rooms.
+impl Exchange<'_, '_, '_> {
+    /// Writes and reads frames, until those that are needed are through and no more moves by itself. `take`, if given,
+    /// gets a piece of all payloads whenever they fill their rooms.
     pub(super) fn run(
         mut self,
         links: &mut [Option<Link>],
@@ -62,18 +67,25 @@ impl Exchange<'_, '_> {
                 }
                 moved = true;
             }
-            if take.is_none() && self.sending.is_empty() && self.receiving.iter().all(Receiving::is_complete) {
-                return Ok(());
-            }
             if moved {
                 continue;
             }
+            if take.is_none() && self.is_through() {
+                return Ok(());
+            }
             // Once a message has begun its sender is busy, and so may be the kernel on its behalf.
-            let is_short = self.sending.is_empty() && !self.receiving.iter().any(Receiving::has_begun);
+            let is_short =
+                self.sending.iter().all(|(_, send)| send.is_out()) && !self.receiving.iter().any(Receiving::has_begun);
             if !(is_short && self.ended.is_none() && spin.until(|| self.look_again(links))?) {
                 self.wait(links)?;
             }
         }
+    }
+
+    /// True if the frames that are needed are through.
+    fn is_through(&self) -> bool {
+        self.sending[..self.needed.0].iter().all(|(_, send)| send.is_out())
+            && self.receiving[..self.needed.1].iter().all(Receiving::is_complete)
     }
 
     fn look_again(&mut self, links: &mut [Option<Link>]) -> Result<bool> {
@@ -91,21 +103,30 @@ impl Exchange<'_, '_> {
 
     /// Writes and reads what can be now; whether anything could.
     fn progress(&mut self, links: &mut [Option<Link>]) -> Result<bool> {
-        let Self { call, sending, receiving, ended, .. } = self;
+        let Self { sending, receiving, ended, .. } = self;
         let mut moved = false;
         let mut end = |peer: usize, cause: End| {
             ended.get_or_insert_with(|| (peer, Instant::now(), cause));
         };
-        for (peer, send) in sending.iter_mut() {
+        for nth in 0..sending.len() {
+            let has_turn = sending[nth].1.before().is_none_or(|before| sending[before].1.is_out());
+            let (peer, send) = &mut sending[nth];
+            if send.is_out() || !has_turn {
+                continue;
+            }
             match link(links, *peer)?.write(send) {
                 Ok(wrote) => moved |= wrote,
                 Err(cause) => end(*peer, cause),
             }
         }
-        sending.retain(|(_, send)| !send.is_out());
-        for receive in receiving.iter_mut().filter(|receive| receive.wants()) {
+        for nth in 0..receiving.len() {
+            let has_turn = receiving[nth].before().is_none_or(|before| receiving[before].is_complete());
+            let receive = &mut receiving[nth];
+            if !receive.wants() || !has_turn {
+                continue;
+            }
             let peer = receive.peer();
-            match link(links, peer)?.read(receive, call) {
+            match link(links, peer)?.read(receive) {
                 Ok(read) => moved |= read,
                 Err(ReadError::Ended(cause)) => end(peer, cause),
                 Err(ReadError::Wrong(error)) => return Err(*error),
@@ -121,7 +142,7 @@ impl Exchange<'_, '_> {
             self.explain()?;
         }
         let mut interest = vec![PollFlags::empty(); links.len()];
-        for (peer, _) in &self.sending {
+        for (peer, _) in self.sending.iter().filter(|(_, send)| !send.is_out()) {
             interest[*peer] |= PollFlags::OUT;
         }
         for receive in self.receiving.iter().filter(|receive| receive.wants()) {
@@ -161,8 +182,8 @@ impl Exchange<'_, '_> {
     }
 
     fn waiting_for(&self) -> Vec<usize> {
-        let sending = self.sending.iter().map(|(peer, _)| *peer);
-        let missing = self.receiving.iter().filter(|receive| !receive.is_complete());
+        let sending = self.sending[..self.needed.0].iter().filter(|(_, send)| !send.is_out()).map(|(peer, _)| *peer);
+        let missing = self.receiving[..self.needed.1].iter().filter(|receive| !receive.is_complete());
         let mut waiting: Vec<usize> = sending.chain(missing.map(Receiving::peer)).collect();
         waiting.sort_unstable();
         waiting.dedup();

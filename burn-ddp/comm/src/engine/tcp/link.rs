@@ -35,11 +35,27 @@ pub(super) struct Link {
 pub(super) struct Sending<'a> {
     header: &'a [u8],
     payload: &'a [u8],
+    before: Option<usize>,
 }
 
 impl<'a> Sending<'a> {
     pub(super) fn new(header: &'a [u8], payload: &'a [u8]) -> Self {
-        Self { header, payload }
+        Self { header, payload, before: None }
+    }
+
+    /// Makes it follow the frame `before` of the same exchange, to the same peer.
+    pub(super) fn after(self, before: Option<usize>) -> Self {
+        Self { before, ..self }
+    }
+
+    /// The frame that it follows.
+    pub(super) fn before(&self) -> Option<usize> {
+        self.before
+    }
+
+    /// Bytes that are not out.
+    pub(super) fn len(&self) -> usize {
+        self.header.len() + self.payload.len()
     }
 
     pub(super) fn is_out(&self) -> bool {
@@ -50,6 +66,8 @@ impl<'a> Sending<'a> {
 /// A frame on its way in.
 pub(super) struct Receiving<'a> {
     peer: usize,
+    /// The call that it must fit.
+    call: &'a Call,
     /// Room for the payload: all of it, or the part from `begin` on.
     room: &'a mut [u8],
     begin: usize,
@@ -59,12 +77,33 @@ pub(super) struct Receiving<'a> {
     weight: f64,
     /// Bytes of the payload that are there; `None` before the header.
     filled: Option<usize>,
+    before: Option<usize>,
 }
 
 impl<'a> Receiving<'a> {
     /// `len` bytes from `peer`, as many of them at a time as there is `room`.
-    pub(super) fn new(peer: usize, len: usize, room: &'a mut [u8]) -> Self {
-        Self { peer, room, begin: 0, len, weight: f64::NAN, filled: None }
+    pub(super) fn new(peer: usize, call: &'a Call, len: usize, room: &'a mut [u8]) -> Self {
+        Self { peer, call, room, begin: 0, len, weight: f64::NAN, filled: None, before: None }
+    }
+
+    /// A frame from `peer` that fills `room`, of which so many bytes are there.
+    pub(super) fn resumed(peer: usize, call: &'a Call, room: &'a mut [u8], filled: Option<usize>) -> Self {
+        Self { filled, ..Self::new(peer, call, room.len(), room) }
+    }
+
+    /// Makes it follow the frame `before` of the same exchange, from the same peer.
+    pub(super) fn after(self, before: Option<usize>) -> Self {
+        Self { before, ..self }
+    }
+
+    /// The frame that it follows.
+    pub(super) fn before(&self) -> Option<usize> {
+        self.before
+    }
+
+    /// Bytes of the payload that are there; `None` before the header.
+    pub(super) fn filled(&self) -> Option<usize> {
+        self.filled
     }
 
     pub(super) fn peer(&self) -> usize {
@@ -198,11 +237,11 @@ impl Link {
     }
 
     /// Reads what is there, a chunk of the payload at most; whether anything was.
-    pub(super) fn read(&mut self, frame: &mut Receiving<'_>, call: &Call) -> Result<bool, ReadError> {
+    pub(super) fn read(&mut self, frame: &mut Receiving<'_>) -> Result<bool, ReadError> {
         let mut moved = false;
         loop {
             let Some(filled) = frame.filled else {
-                frame.filled = self.header(frame, call)?;
+                frame.filled = self.header(frame)?;
                 if frame.filled.is_none() && !self.read_ahead()? {
                     return Ok(moved);
                 }
@@ -220,8 +259,8 @@ impl Link {
 
     /// Takes the header out of what was read ahead, checks it, and takes what is there of the payload; how much that
     /// is. `None` if the header is incomplete.
-    fn header(&mut self, frame: &mut Receiving<'_>, call: &Call) -> Result<Option<usize>, ReadError> {
-        let peer = frame.peer;
+    fn header(&mut self, frame: &mut Receiving<'_>) -> Result<Option<usize>, ReadError> {
+        let (peer, call) = (frame.peer, frame.call);
         let Some((prefix, rest)) = self.ahead[self.consumed..].split_first_chunk::<PREFIX_BYTES>() else {
             return Ok(None);
         };

@@ -9,6 +9,7 @@
 mod data_stream;
 mod exchange;
 mod fabric;
+mod frames_under_way;
 mod link;
 mod spin;
 mod transport;
@@ -16,6 +17,8 @@ mod transport;
 #[cfg(feature = "fuzzing")]
 pub(crate) use self::data_stream::fuzz as fuzz_data_stream;
 pub(crate) use self::fabric::{Reach, TcpFabric};
+#[cfg(target_os = "linux")]
+pub(in crate::engine) use self::frames_under_way::FramesUnderWay;
 #[cfg(target_os = "linux")]
 pub(in crate::engine) use self::transport::TcpTransport;
 

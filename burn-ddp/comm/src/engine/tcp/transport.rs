@@ -41,6 +41,13 @@ impl TcpTransport {
     }
 }
 
+impl TcpTransport {
+    /// What an exchange works with.
+    pub(super) fn parts(&mut self) -> (&mut [Option<Link>], &mut Spin, &Membership, &Waker) {
+        (&mut self.links, &mut self.spin, &self.membership, &self.waker)
+    }
+}
+
 impl Transport for TcpTransport {
     fn name(&self) -> &'static str {
         NAME
@@ -57,7 +64,7 @@ impl Transport for TcpTransport {
     fn exchange(&mut self, call: &Call, sends: &[Outgoing<'_>], receives: &mut [Incoming<'_>]) -> Result<()> {
         let receive = |incoming| {
             let Incoming { peer, payload, .. }: &mut Incoming<'_> = incoming;
-            Receiving::new(*peer, payload.len(), payload)
+            Receiving::new(*peer, call, payload.len(), payload)
         };
         let mut receiving: Vec<_> = receives.iter_mut().map(receive).collect();
         self.run(call, sends, &mut receiving, None)?;
@@ -81,7 +88,7 @@ impl Transport for TcpTransport {
         let mut rest = &mut scratch[..];
         for peer in (0..count).filter(|peer| *peer != rank) {
             let (row, behind) = rest.split_at_mut(room);
-            receiving.push(Receiving::new(peer, len, row));
+            receiving.push(Receiving::new(peer, call, len, row));
             rest = behind;
         }
         self.run(call, sends, &mut receiving, Some(take))
@@ -110,8 +117,9 @@ impl TcpTransport {
             start = end;
         }
         let watch = Watch::new(&self.membership, call);
-        let exchange =
-            Exchange { call, membership: &self.membership, waker: &self.waker, sending, receiving, ended: None, watch };
+        let needed = (sending.len(), receiving.len());
+        let (sending, membership, waker) = (&mut sending[..], &self.membership, &self.waker);
+        let exchange = Exchange { call, membership, waker, sending, receiving, needed, ended: &mut None, watch };
         exchange.run(&mut self.links, &mut self.spin, take)
     }
 }

@@ -4,13 +4,12 @@ use std::sync::Arc;
 use std::thread;
 
 use super::NAME;
-use super::between_machines::Wire;
-use super::schedule::Plan;
+use super::between_machines::{Wire, floats};
 use crate::call::{Call, Members};
-use crate::engine::shm::ShmEngine;
+use crate::engine::shm::{Parts, ShmEngine};
 use crate::engine::{Engine, Incoming, Outgoing, checked_weights};
 use crate::membership::Membership;
-use crate::reduce::{Reduction, Source, Terms, reduce};
+use crate::reduce::{Reduction, Source, reduce};
 use crate::{DType, Error, ReduceOp, Result, SharedBuffer, SharedView};
 
 /// Most bytes, of all ranks together, of which the first rank of each machine sends all to those of the others: fewer
@@ -66,12 +65,10 @@ impl TwoLevelEngine {
         if self.is_small(buf.len()) {
             return self.reduce_small(call, dtype, buf, op);
         }
-        let terms = self.terms(call, dtype, op)?;
-        let reducing = self.wire.reducing(dtype, terms);
-        let plan = self.wire.all_reduce_plan(&reducing, buf.len() / dtype.size_bytes());
-        let (inside, work) = (self.inside(call, REDUCTION), plan.work_bytes(&reducing));
-        let wire = &mut self.wire;
-        self.local.reduce_by(&inside, &work, buf, |inputs| wire.all_reduce(call, &reducing, &plan, inputs))
+        let (inside, wire) = (self.inside(call, REDUCTION), &mut self.wire);
+        let (len, mut weights) = (buf.len(), vec![]);
+        self.local.reduce_by(&inside, buf, |parts| wire.all_reduce(call, (dtype, op), len, parts, &mut weights))?;
+        if op.is_none() { checked_weights(call, &weights).map(drop) } else { Ok(()) }
     }
 
     /// The leader of each machine collects its ranks' buffers, sends them to the other leaders, reduces all and hands
@@ -170,28 +167,6 @@ impl TwoLevelEngine {
         self.wire.neighbours().iter().map(row).collect()
     }
 
-    /// Terms of a reduction's elements; agrees on the weights, if they matter.
-    fn terms(&mut self, call: &Call, dtype: DType, op: Option<ReduceOp>) -> Result<Terms> {
-        let size = self.size();
-        if let Some(op) = op {
-            return Terms::new(dtype, Reduction::Op(op), size);
-        }
-        let mut weights = vec![0.0; size];
-        self.local.barrier(&self.inside(call, FIRST))?;
-        if self.leads() {
-            let mut rows = vec![0; size * size_of::<f64>()];
-            let mut places = self.places(&mut rows, size_of::<f64>());
-            let mine: &mut [u8] = std::mem::take(&mut places[self.wire.here]);
-            mine.copy_from_slice(bytemuck::cast_slice(self.local.weights()));
-            let leaders = self.wire.leaders();
-            self.wire.swap(&call.at_stage(SECOND), &leaders, mine, places)?;
-            let by_machine = (0..leaders.len()).flat_map(|machine| self.wire.machines.ranks_of(machine));
-            by_machine.zip(floats(&rows)).for_each(|(rank, weight)| weights[*rank] = weight);
-        }
-        self.local.broadcast(&self.inside(call, SECOND), bytemuck::cast_slice_mut(&mut weights), 0)?;
-        Terms::new(dtype, Reduction::Weighted(checked_weights(call, &weights)?), size)
-    }
-
     /// Passes the root's `buf` from machine to machine, each of which is at work for one of `heads`: while one chunk
     /// comes, the one before goes on.
     fn pass_on(&mut self, call: &Call, heads: &[usize], root: usize, buf: &mut [u8]) -> Result<()> {
@@ -280,17 +255,13 @@ impl Engine for TwoLevelEngine {
         let wire = &mut self.wire;
         self.local.barrier(&call.among(&self.neighbours).at_stage(FIRST))?;
         outputs[wire.me].copy_from_slice(input);
-        // The rank of this machine that gets the buffer of `rank`.
-        let getter = |machine: usize, rank: usize| {
-            let ranks = wire.machines.ranks_of(machine);
-            ranks[wire.machines.local_rank_of(rank) % ranks.len()]
-        };
         let others = (0..wire.machines.count()).filter(|machine| *machine != wire.here);
-        let sends: Vec<_> = others.map(|machine| Outgoing { peer: getter(machine, wire.me), payload: input }).collect();
+        let sends: Vec<_> =
+            others.map(|machine| Outgoing { peer: wire.counterpart(machine, wire.me), payload: input }).collect();
         // By local rank: its own rank, and those whose buffers it gets.
         let mut held: Vec<Vec<usize>> = wire.neighbours().iter().map(|rank| vec![*rank]).collect();
         for rank in (0..outputs.len()).filter(|rank| wire.machines.machine_of(*rank) != wire.here) {
-            held[wire.machines.local_rank_of(getter(wire.here, rank))].push(rank);
+            held[wire.machines.local_rank_of(wire.counterpart(wire.here, rank))].push(rank);
         }
         let local_rank = wire.local_rank();
         let is_mine = |rank: usize| held[local_rank][1..].contains(&rank);
@@ -323,12 +294,8 @@ impl Engine for TwoLevelEngine {
         output: &mut [u8],
         op: ReduceOp,
     ) -> Result<()> {
-        let terms = self.terms(call, dtype, Some(op))?;
-        let reducing = self.wire.reducing(dtype, terms);
-        let plan = Plan::reduce_scatter(&self.wire.machines, self.wire.me, output.len() / dtype.size_bytes());
-        let (inside, work) = (self.inside(call, REDUCTION), plan.work_bytes(&reducing));
-        let wire = &mut self.wire;
-        self.local.fold_by(&inside, &work, input, |inputs| wire.reduce_own(call, &reducing, &plan, inputs, output))
+        let (inside, wire, len) = (self.inside(call, REDUCTION), &mut self.wire, output.len());
+        self.local.reduce_rows_by(&inside, input, output, |parts| wire.reduce_scatter(call, (dtype, op), len, parts))
     }
 
     fn reduce(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()> {
@@ -406,16 +373,10 @@ impl Engine for TwoLevelEngine {
             self.reduce_small(call, dtype, buffer.bytes_mut(), op)?;
             return Ok(buffer.view());
         }
-        let terms = self.terms(call, dtype, op)?;
-        let reducing = self.wire.reducing(dtype, terms);
-        let plan = self.wire.all_reduce_plan(&reducing, len / dtype.size_bytes());
-        let (inside, work) = (self.inside(call, REDUCTION), plan.work_bytes(&reducing));
-        let wire = &mut self.wire;
-        self.local.reduce_shared_by(&inside, &work, buffer, |inputs| wire.all_reduce(call, &reducing, &plan, inputs))
+        let (inside, wire) = (self.inside(call, REDUCTION), &mut self.wire);
+        let mut weights = vec![];
+        let reduce = |parts: &mut dyn Parts| wire.all_reduce(call, (dtype, op), len, parts, &mut weights);
+        let view = self.local.reduce_shared_by(&inside, buffer, reduce)?;
+        if op.is_none() { checked_weights(call, &weights).map(|_| view) } else { Ok(view) }
     }
-}
-
-/// Numbers out of bytes, which need not be aligned.
-fn floats(bytes: &[u8]) -> Vec<f64> {
-    bytes.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
 }

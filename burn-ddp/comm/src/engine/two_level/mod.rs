@@ -5,6 +5,7 @@
 //! |---|---|
 //! | what crosses machines: subtrees, shares, each rank's plan; pure functions | `schedule.rs` |
 //! | exchanges between machines | `between_machines.rs` |
+//! | reductions, chunk by chunk | `chunked_reduction.rs` |
 //! | the collectives | `engine.rs` |
 //! | opening a group | `fabric.rs` |
 //!
@@ -13,6 +14,7 @@
 //! all others: a rank that returns has heard, directly or through others, of the call of every rank.
 
 mod between_machines;
+mod chunked_reduction;
 mod engine;
 mod fabric;
 mod schedule;

@@ -36,6 +36,33 @@ pub(super) struct Plan {
     pub(super) pieces: Vec<(Option<usize>, Range<usize>)>,
     /// Ranks of other machines, and the elements of which they send partial results for this rank to put together.
     pub(super) receives: Vec<Exchanged>,
+    /// True if results go back to the ranks whose partial results they are made of.
+    pub(super) returns: bool,
+}
+
+/// Share of the elements that each machine puts together, and what it was made for.
+#[derive(Debug)]
+pub(super) struct Shares {
+    partials: Vec<usize>,
+    size: usize,
+    of_machines: Vec<f64>,
+}
+
+impl Shares {
+    /// Shares as of [`shares`].
+    pub(super) fn new(partials: &[usize], size: usize) -> Shares {
+        Shares { partials: partials.to_vec(), size, of_machines: shares(partials, size) }
+    }
+
+    pub(super) fn are_of(&self, partials: &[usize], size: usize) -> bool {
+        (&self.partials[..], self.size) == (partials, size)
+    }
+}
+
+/// `len` elements in chunks of about the same length, at most `most` each; one chunk at least.
+pub(super) fn chunks(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let count = len.div_ceil(most.max(1)).max(1);
+    (0..count).map(move |nth| part(len, 1, count, nth))
 }
 
 /// The subtrees of the tree over the ranks of `terms`, in order.
@@ -118,12 +145,14 @@ pub(super) fn shares(partials: &[usize], size: usize) -> Vec<f64> {
     shares
 }
 
-/// The elements that each machine puts together: `len` elements, cut by `shares`.
-pub(super) fn segments(len: usize, shares: &[f64]) -> Vec<Range<usize>> {
-    let (mut sum, mut start) = (0.0, 0);
+/// The elements that each machine puts together: those of `chunk`, cut by `shares`.
+pub(super) fn segments(chunk: Range<usize>, shares: &Shares) -> Vec<Range<usize>> {
+    let (shares, len) = (&shares.of_machines, chunk.len() as f64);
+    let (mut sum, mut start) = (0.0, chunk.start);
     let cut = |(nth, share): (usize, &f64)| {
         sum += share;
-        let end = if nth + 1 == shares.len() { len } else { ((len as f64 * sum).round() as usize).clamp(start, len) };
+        let end = chunk.start + (len * sum).round() as usize;
+        let end = if nth + 1 == shares.len() { chunk.end } else { end.clamp(start, chunk.end) };
         let segment = start..end;
         start = end;
         segment
@@ -146,7 +175,8 @@ impl Plan {
                 (rank, start + part.start..start + part.end)
             })
         };
-        let mut plan = Plan { work: vec![Vec::new(); machines.ranks_of(here).len()], pieces: vec![], receives: vec![] };
+        let work = vec![Vec::new(); machines.ranks_of(here).len()];
+        let mut plan = Plan { work, pieces: vec![], receives: vec![], returns: true };
         for (machine, segment) in segments.iter().enumerate() {
             for (nth, (rank, part)) in parts(here, segment).enumerate().filter(|(_, (_, part))| !part.is_empty()) {
                 plan.work[nth].push(part.clone());
@@ -169,13 +199,15 @@ impl Plan {
         plan
     }
 
-    /// Plan of group rank `me` for a reduce-scatter of rows of `len` elements: each rank puts its row together. The
-    /// rows for rank `i` of another machine are the work of rank `i` here, counted round.
-    pub(super) fn reduce_scatter(machines: &Machines, me: usize, len: usize) -> Plan {
+    /// Plan of group rank `me` for the elements `chunk` of each row of a reduce-scatter of rows of `len` elements: each
+    /// rank puts its row together. The rows for rank `i` of another machine are the work of rank `i` here, counted
+    /// round.
+    pub(super) fn reduce_scatter(machines: &Machines, me: usize, len: usize, chunk: Range<usize>) -> Plan {
         let here = machines.machine_of(me);
         let ranks = machines.ranks_of(here);
-        let row = |rank: usize| rank * len..(rank + 1) * len;
-        let mut plan = Plan { work: vec![Vec::new(); ranks.len()], pieces: vec![], receives: vec![] };
+        let row = |rank: usize| rank * len + chunk.start..rank * len + chunk.end;
+        let work = vec![Vec::new(); ranks.len()];
+        let mut plan = Plan { work, pieces: vec![], receives: vec![], returns: false };
         for machine in 0..machines.count() {
             for (nth, rank) in machines.ranks_of(machine).iter().enumerate() {
                 let worker = nth % ranks.len();
@@ -239,24 +271,24 @@ mod tests {
             machines: Machines,
             dtype: DType,
             terms: &Terms,
-            plan: impl Fn(&Machines, usize, &[f64]) -> Plan,
+            plan: impl Fn(&Machines, usize, &Shares) -> Plan,
         ) -> Case {
             let subtrees = subtrees(&machines, terms);
             let partials = partial_bytes(&subtrees, machines.count());
             let size = dtype.size_bytes();
-            let shares = shares(&partials, size);
+            let shares = Shares::new(&partials, size);
             let plans = (0..machines.rank_count()).map(|rank| plan(&machines, rank, &shares)).collect();
             Case { machines, subtrees, partials, size, plans }
         }
 
         fn all_reduce(machines: Machines, dtype: DType, terms: &Terms, len: usize) -> Case {
             Case::new(machines, dtype, terms, |machines, rank, shares| {
-                Plan::all_reduce(machines, rank, &segments(len, shares))
+                Plan::all_reduce(machines, rank, &segments(0..len, shares))
             })
         }
 
         fn reduce_scatter(machines: Machines, dtype: DType, terms: &Terms, len: usize) -> Case {
-            Case::new(machines, dtype, terms, |machines, rank, _| Plan::reduce_scatter(machines, rank, len))
+            Case::new(machines, dtype, terms, |machines, rank, _| Plan::reduce_scatter(machines, rank, len, 0..len))
         }
 
         /// All pairs of a sender and a receiver of partial results, and the elements, as the senders plan them.
@@ -421,8 +453,9 @@ mod tests {
             shares in proptest::collection::vec(0.0_f64..0.5, 1..6),
             len in 0_usize..1000,
         ) {
-            let segments = segments(len, &shares);
-            prop_assert_eq!(segments.iter().cloned().flatten().collect::<Vec<_>>(), (0..len).collect::<Vec<_>>());
+            let shares = Shares { partials: vec![], size: 4, of_machines: shares };
+            let segments = segments(7..7 + len, &shares);
+            prop_assert_eq!(segments.iter().cloned().flatten().collect::<Vec<_>>(), (7..7 + len).collect::<Vec<_>>());
         }
 
         #[test]

@@ -1,0 +1,404 @@
+//! Reductions between machines, chunk by chunk: while one chunk is on the wire, a machine reduces the next one, and
+//! hands out the one before.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::between_machines::{Wire, floats};
+use super::schedule::{Plan, Shares, Subtree, chunks, partial_bytes, segments, subtrees};
+use crate::call::Call;
+use crate::engine::checked_weights;
+use crate::engine::shm::{Made, Parts};
+use crate::engine::tcp::FramesUnderWay;
+use crate::reduce::{Form, Leaf, Reduction, Terms};
+use crate::{DType, ReduceOp, Result};
+
+/// Bytes of a chunk, in the buffer of a rank.
+const CHUNK_BYTES: usize = 512 << 10;
+
+/// Number of the first exchange of a reduction between machines, and how many numbers there are.
+const FIRST_STAGE: usize = 2;
+const STAGES: usize = 128;
+
+/// A reduction, the same on all ranks.
+pub(super) struct Reducing {
+    terms: Terms,
+    subtrees: Vec<Subtree>,
+    /// Bytes per element of all partial results of a machine.
+    partial_bytes: Vec<usize>,
+    /// Bytes of an element.
+    size: usize,
+}
+
+/// Memory that is used again and again: at most what the chunks under way need.
+#[derive(Default)]
+pub(super) struct SpareMemory {
+    blocks: Vec<Vec<u8>>,
+}
+
+impl SpareMemory {
+    /// `len` bytes of any content.
+    fn take(&mut self, len: usize) -> Vec<u8> {
+        let fitting = self.blocks.iter().position(|block| block.len() == len);
+        let mut block = match fitting {
+            Some(nth) => self.blocks.swap_remove(nth),
+            None => self.blocks.pop().unwrap_or_default(),
+        };
+        block.resize(len, 0);
+        block
+    }
+
+    fn put_back(&mut self, block: Vec<u8>) {
+        self.blocks.push(block);
+    }
+
+    /// [`put_back`](Self::put_back) of memory that no frame needs any more.
+    fn put_back_shared(&mut self, block: Arc<Vec<u8>>) {
+        self.blocks.extend(Arc::into_inner(block));
+    }
+}
+
+/// Number of the step in which the machines exchange weights.
+const WEIGHTS: usize = 0;
+
+/// Number of the step of the frames with the partial results of chunk `nth`, and of those with its results. They travel
+/// in this order: a chunk's results behind the next chunk's partial results.
+fn steps(nth: usize) -> (usize, usize) {
+    (2 * nth + 1, 2 * nth + 4)
+}
+
+impl Wire {
+    /// All-reduces `len` bytes. `op` is `None` for the weighted mean: then `weights` are those of all ranks afterwards,
+    /// and nothing is reduced if they cannot be used.
+    ///
+    /// Machines exchange their weights along with the first partial results, which assume the weights of the last
+    /// weighted reduction. If they are wrong, all ranks find that at the same place and begin again.
+    pub(super) fn all_reduce(
+        &mut self,
+        call: &Call,
+        (dtype, op): (DType, Option<ReduceOp>),
+        len: usize,
+        parts: &mut dyn Parts,
+        weights: &mut Vec<f64>,
+    ) -> Result<()> {
+        let (ranks, len) = (self.machines.rank_count(), len / dtype.size_bytes());
+        let mut frames = FramesUnderWay::default();
+        let reduction = match op {
+            Some(op) => Reduction::Op(op),
+            None => {
+                self.queue_weights(call, parts.weights(), &mut frames);
+                Reduction::Weighted(&self.weights)
+            }
+        };
+        let reducing = self.reducing(dtype, Terms::new(dtype, reduction, ranks)?);
+        let plans = self.all_reduce_plans(&reducing, len);
+        let confirm = op.is_none().then_some(&mut *weights);
+        if self.reduce(call, &reducing, &plans, (parts, confirm), &mut frames)? {
+            return Ok(());
+        }
+        if checked_weights(call, weights).is_ok() {
+            self.weights.clone_from(weights);
+            let reducing = self.reducing(dtype, Terms::new(dtype, Reduction::Weighted(weights), ranks)?);
+            let plans = self.all_reduce_plans(&reducing, len);
+            self.reduce(call, &reducing, &plans, (parts, None), &mut frames)?;
+        }
+        Ok(())
+    }
+
+    /// Reduces rows of `len` bytes, of which each rank gets its own.
+    pub(super) fn reduce_scatter(
+        &mut self,
+        call: &Call,
+        (dtype, op): (DType, ReduceOp),
+        len: usize,
+        parts: &mut dyn Parts,
+    ) -> Result<()> {
+        let reducing = self.reducing(dtype, Terms::new(dtype, Reduction::Op(op), self.machines.rank_count())?);
+        let most = CHUNK_BYTES / reducing.size / self.machines.rank_count();
+        let len = len / reducing.size;
+        let plan = |chunk| Plan::reduce_scatter(&self.machines, self.me, len, chunk);
+        let plans: Vec<Plan> = chunks(len, most).map(plan).collect();
+        self.reduce(call, &reducing, &plans, (parts, None), &mut FramesUnderWay::default()).map(drop)
+    }
+
+    fn reducing(&self, dtype: DType, terms: Terms) -> Reducing {
+        let subtrees = subtrees(&self.machines, &terms);
+        let partial_bytes = partial_bytes(&subtrees, self.machines.count());
+        Reducing { terms, subtrees, partial_bytes, size: dtype.size_bytes() }
+    }
+
+    /// This rank's plans of an all-reduce of `len` elements, chunk by chunk.
+    fn all_reduce_plans(&mut self, reducing: &Reducing, len: usize) -> Vec<Plan> {
+        let known = self.shares.take().filter(|known| known.are_of(&reducing.partial_bytes, reducing.size));
+        let shares = known.unwrap_or_else(|| Shares::new(&reducing.partial_bytes, reducing.size));
+        let plan = |chunk| Plan::all_reduce(&self.machines, self.me, &segments(chunk, &shares));
+        let plans = chunks(len, CHUNK_BYTES / reducing.size).map(plan).collect();
+        self.shares = Some(shares);
+        plans
+    }
+
+    /// Queues the weights of this machine's ranks, to and from a rank of each other machine.
+    fn queue_weights(&self, call: &Call, of_machine: &[f64], frames: &mut FramesUnderWay) {
+        let call = self.call_of_step(call, WEIGHTS);
+        let payload = Arc::new(bytemuck::cast_slice(of_machine).to_vec());
+        let is_elsewhere = |rank: &usize| self.machines.machine_of(*rank) != self.here;
+        for rank in (0..self.machines.rank_count()).filter(is_elsewhere) {
+            if self.counterpart(self.here, rank) == self.me {
+                frames.send(&call, WEIGHTS, rank, (&payload, 0..payload.len()));
+            }
+        }
+        for machine in (0..self.machines.count()).filter(|machine| *machine != self.here) {
+            let room = vec![0; self.machines.ranks_of(machine).len() * size_of::<f64>()];
+            frames.receive(&call, WEIGHTS, self.counterpart(machine, self.me), room);
+        }
+    }
+
+    /// The weights of all ranks, once those that were [queued](Self::queue_weights) are here.
+    fn all_weights(&mut self, call: &Call, of_machine: &[f64], frames: &mut FramesUnderWay) -> Result<Vec<f64>> {
+        self.flat.transport().complete(call, frames, WEIGHTS)?;
+        let mut weights = vec![0.0; self.machines.rank_count()];
+        let mut received = frames.received(WEIGHTS).into_iter();
+        for machine in 0..self.machines.count() {
+            let ranks = self.machines.ranks_of(machine).iter();
+            let here = machine == self.here;
+            let of_ranks = if here { of_machine.to_vec() } else { floats(&received.next().unwrap_or_default()) };
+            ranks.zip(of_ranks).for_each(|(rank, weight)| weights[*rank] = weight);
+        }
+        Ok(weights)
+    }
+
+    /// Reduces chunk by chunk, as in `plans`. At each step a chunk's partial results leave, those of the chunk before
+    /// arrive and are put together, and the results of the one before that arrive.
+    ///
+    /// If there are weights to `confirm`, they are those of all ranks afterwards. Returns false, with nothing spread
+    /// and nothing under way, if `reducing` is not for them.
+    fn reduce(
+        &mut self,
+        call: &Call,
+        reducing: &Reducing,
+        plans: &[Plan],
+        (parts, mut confirm): (&mut dyn Parts, Option<&mut Vec<f64>>),
+        frames: &mut FramesUnderWay,
+    ) -> Result<bool> {
+        let (mut partials, mut results) = (VecDeque::new(), VecDeque::new());
+        for step in 0..plans.len() + 2 {
+            let chunk = |back: usize| step.checked_sub(back).and_then(|nth| Some((nth, plans.get(nth)?)));
+            if let Some(chunk) = chunk(0) {
+                partials.push_back(self.send_partials(call, reducing, chunk, parts, frames)?);
+            }
+            if step == 1
+                && let Some(weights) = confirm.take()
+            {
+                *weights = self.all_weights(call, parts.weights(), frames)?;
+                if !reducing.terms.are_of_weights(weights)? {
+                    let (last, _) = steps(partials.len() - 1);
+                    self.flat.transport().complete(call, frames, last)?;
+                    frames.received(last).into_iter().for_each(|room| self.spare.put_back(room));
+                    return Ok(false);
+                }
+            }
+            if let Some(chunk) = chunk(1)
+                && let Some(own) = partials.pop_front()
+            {
+                results.push_back(self.put_chunk_together(call, reducing, chunk, own, frames)?);
+            }
+            if let Some(chunk) = chunk(2)
+                && let Some(own) = results.pop_front()
+            {
+                self.spread(call, reducing, chunk, own, parts, frames)?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Makes this machine's partial results of a chunk at this rank's work, and sends them to the ranks that put them
+    /// together.
+    fn send_partials(
+        &mut self,
+        call: &Call,
+        reducing: &Reducing,
+        (nth, plan): (usize, &Plan),
+        parts: &mut dyn Parts,
+        frames: &mut FramesUnderWay,
+    ) -> Result<Arc<Vec<u8>>> {
+        let ours = reducing.partial_bytes[self.here];
+        let work: usize = plan.pieces.iter().map(|(_, range)| range.len()).sum();
+        let mut partials = self.spare.take(work * ours);
+        let bytes = plan.work_bytes(reducing);
+        parts.fold(&bytes, &mut |range, sources| self.fold(reducing, plan, &range, sources, &mut partials))?;
+
+        let (partials, (step, _)) = (Arc::new(partials), steps(nth));
+        let call_of_step = self.call_of_step(call, step);
+        let mut start = 0;
+        for (peer, range) in &plan.pieces {
+            let end = start + range.len() * ours;
+            if let Some(peer) = peer {
+                frames.send(&call_of_step, step, *peer, (&partials, start..end));
+            }
+            start = end;
+        }
+        for from in &plan.receives {
+            let len = from.range.len() * reducing.partial_bytes[self.machines.machine_of(from.peer)];
+            frames.receive(&call_of_step, step, from.peer, self.spare.take(len));
+        }
+        self.flat.transport().advance(call, frames)?;
+        Ok(partials)
+    }
+
+    /// Puts the elements of a chunk that are this rank's together, and sends the results to the ranks that want them.
+    fn put_chunk_together(
+        &mut self,
+        call: &Call,
+        reducing: &Reducing,
+        (nth, plan): (usize, &Plan),
+        partials: Arc<Vec<u8>>,
+        frames: &mut FramesUnderWay,
+    ) -> Result<Arc<Vec<u8>>> {
+        let (of_partials, step) = steps(nth);
+        self.flat.transport().complete(call, frames, of_partials)?;
+        let received = frames.received(of_partials);
+        let (all, ours) = (plan.own(), reducing.partial_bytes[self.here]);
+        let pieces_before = plan.pieces.iter().take_while(|(peer, _)| peer.is_some());
+        let start = pieces_before.map(|(_, range)| range.len()).sum::<usize>() * ours;
+        let own = if all.is_empty() { &[][..] } else { &partials[start..start + all.len() * ours] };
+        let mut result = self.spare.take(all.len() * reducing.size);
+        self.put_together(reducing, plan, own, &received, &mut result)?;
+        received.into_iter().for_each(|room| self.spare.put_back(room));
+        self.spare.put_back_shared(partials);
+
+        let result = Arc::new(result);
+        if plan.returns {
+            let call_of_step = self.call_of_step(call, step);
+            for from in &plan.receives {
+                let range = from.range.start - all.start..from.range.end - all.start;
+                let range = range.start * reducing.size..range.end * reducing.size;
+                frames.send(&call_of_step, step, from.peer, (&result, range));
+            }
+            for (peer, range) in &plan.pieces {
+                if let Some(peer) = peer {
+                    let room = self.spare.take(range.len() * reducing.size);
+                    frames.receive(&call_of_step, step, *peer, room);
+                }
+            }
+        }
+        Ok(result)
+    }
+
+    /// Hands the results of a chunk to the ranks of this machine.
+    fn spread(
+        &mut self,
+        call: &Call,
+        reducing: &Reducing,
+        (nth, plan): (usize, &Plan),
+        own: Arc<Vec<u8>>,
+        parts: &mut dyn Parts,
+        frames: &mut FramesUnderWay,
+    ) -> Result<()> {
+        let (_, step) = steps(nth);
+        self.flat.transport().complete(call, frames, step)?;
+        let received = frames.received(step);
+        let mut others = received.iter();
+        let place = |range: &Range<usize>| range.start * reducing.size..range.end * reducing.size;
+        let piece = |(peer, range): &(Option<usize>, Range<usize>)| -> Option<Made<'_>> {
+            let bytes = if peer.is_some() { others.next()? } else { &*own };
+            Some((place(range), bytes))
+        };
+        let mine: Vec<Made<'_>> = plan.pieces.iter().filter_map(piece).collect();
+        parts.spread(&plan.work_bytes(reducing), &mine)?;
+        received.into_iter().for_each(|room| self.spare.put_back(room));
+        self.spare.put_back_shared(own);
+        Ok(())
+    }
+
+    fn call_of_step(&self, call: &Call, step: usize) -> Call {
+        call.at_stage((FIRST_STAGE + step % STAGES) as u8)
+    }
+
+    /// Makes this machine's partial results of `range`, in bytes of the buffer, where the ranks of this machine have
+    /// `sources`.
+    fn fold(
+        &self,
+        reducing: &Reducing,
+        plan: &Plan,
+        range: &Range<usize>,
+        sources: &[&[u8]],
+        partials: &mut [u8],
+    ) -> Result<()> {
+        let Reducing { terms, subtrees, partial_bytes, size, .. } = reducing;
+        let range = range.start / size..range.end / size;
+        let mut before = 0;
+        for (_, piece) in &plan.pieces {
+            let room = &mut partials[before..][..piece.len() * partial_bytes[self.here]];
+            before += room.len();
+            let (start, end) = (range.start.max(piece.start), range.end.min(piece.end));
+            if start >= end {
+                continue;
+            }
+            let mut rest = room;
+            for subtree in subtrees.iter().filter(|subtree| subtree.machine == self.here) {
+                let (room, behind) = rest.split_at_mut(piece.len() * subtree.size);
+                rest = behind;
+                let of_rank = |place: usize| {
+                    let source = sources[self.machines.local_rank_of(terms.ranks()[place])];
+                    let bytes = &source[(start - range.start) * size..(end - range.start) * size];
+                    Leaf { places: place..place + 1, bytes }
+                };
+                let leaves: Vec<_> = subtree.places.clone().map(of_rank).collect();
+                let out = &mut room[(start - piece.start) * subtree.size..(end - piece.start) * subtree.size];
+                terms.reduce(subtree.places.clone(), &leaves, Form::Partial, out)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts the partial results of all machines together: this machine's in `own`, the others' as `plan` receives them.
+    fn put_together(
+        &self,
+        reducing: &Reducing,
+        plan: &Plan,
+        own: &[u8],
+        received: &[Vec<u8>],
+        out: &mut [u8],
+    ) -> Result<()> {
+        let Reducing { terms, subtrees, size, .. } = reducing;
+        let all = plan.own();
+        let mut cuts: Vec<usize> = plan.receives.iter().map(|from| from.range.start).collect();
+        cuts.extend([all.start, all.end]);
+        cuts.sort_unstable();
+        cuts.dedup();
+        for range in cuts.windows(2).map(|pair| pair[0]..pair[1]) {
+            let mut leaves = Vec::with_capacity(subtrees.len());
+            for machine in 0..self.machines.count() {
+                let (start, len, bytes) = if machine == self.here {
+                    (all.start, all.len(), own)
+                } else {
+                    let here = |peer: usize| self.machines.machine_of(peer) == machine;
+                    let sent = plan.receives.iter().zip(received);
+                    let mut fitting = sent.filter(|(from, _)| here(from.peer) && from.range.contains(&range.start));
+                    let Some((from, bytes)) = fitting.next() else { continue };
+                    (from.range.start, from.range.len(), &bytes[..])
+                };
+                let mut rest = bytes;
+                for subtree in subtrees.iter().filter(|subtree| subtree.machine == machine) {
+                    let (bytes, behind) = rest.split_at(len * subtree.size);
+                    rest = behind;
+                    let bytes = &bytes[(range.start - start) * subtree.size..(range.end - start) * subtree.size];
+                    leaves.push(Leaf { places: subtree.places.clone(), bytes });
+                }
+            }
+            leaves.sort_by_key(|leaf| leaf.places.start);
+            let out = &mut out[(range.start - all.start) * size..(range.end - all.start) * size];
+            terms.reduce(0..terms.ranks().len(), &leaves, Form::Final, out)?;
+        }
+        Ok(())
+    }
+}
+
+impl Plan {
+    /// The work of each rank of this machine, in bytes of elements of `reducing`.
+    pub(super) fn work_bytes(&self, reducing: &Reducing) -> Vec<Vec<Range<usize>>> {
+        let bytes = |range: &Range<usize>| range.start * reducing.size..range.end * reducing.size;
+        self.work.iter().map(|ranges| ranges.iter().map(bytes).collect()).collect()
+    }
+}
