@@ -310,3 +310,109 @@ fn what_sharding_does_not_allow_is_refused_by_name() {
     });
     assert!(forgotten.unwrap().iter().all(|error| error.contains("ddp.optimizer(optim, &model)")));
 }
+
+/// Two layers, of which a step may use one.
+#[derive(Module, Debug)]
+struct Two {
+    a: Linear,
+    b: Linear,
+}
+
+impl Two {
+    fn new(device: &Device) -> Self {
+        let linear = || LinearConfig::new(5, 5).with_bias(false).init(device);
+        Two { a: linear(), b: linear() }.map(&mut Fill(1.0))
+    }
+
+    fn loss(&self, ddp: &Ddp, step: usize, uses_b: bool) -> Tensor<1> {
+        let x = Tensor::<1, Int>::arange(0..10, &self.devices()[0]).float().add_scalar((3 * ddp.rank() + step) as f32);
+        let y = self.a.forward(x.sin().reshape([2, 5])).tanh();
+        let y = if uses_b { self.b.forward(y) } else { y };
+        y.powf_scalar(2.0).mean()
+    }
+}
+
+/// Trains [`Two`] sharded and not, on 1 to 3 ranks; `train` gets a model and an optimizer with momentum and weight
+/// decay.
+fn same_as_unsharded(
+    config: &WrapConfig,
+    train: impl Fn(&Ddp, Two, &mut ModuleOptimizer) -> anyhow::Result<Two> + Sync,
+) {
+    for world in 1..4 {
+        let [whole, parts] =
+            [config.clone(), config.clone().with_sharding(Sharding::Parameters).with_sharding_above(1)].map(|config| {
+                let hashes = Ddp::spawn(world, |ddp| {
+                    let model = ddp.wrap_with(Two::new(&ddp.device()?.autodiff()), &config)?;
+                    let mut optim = ddp.optimizer(AdamWConfig::new().with_weight_decay(0.1).init(), &model)?;
+                    Ok(param_hash(&train(&ddp, model, &mut optim)?)?)
+                });
+                hashes.unwrap()
+            });
+        assert_eq!(whole, parts, "{world} ranks");
+    }
+}
+
+fn stepped(optim: &mut ModuleOptimizer, model: Two, grads: GradientsParams) -> Two {
+    if grads.is_empty() { model } else { optim.step(0.1, model, grads) }
+}
+
+#[test]
+fn a_parameter_that_no_rank_used_is_not_stepped() {
+    same_as_unsharded(&WrapConfig::new().with_accumulation(2), |ddp, mut model, optim| {
+        // Micro-batches that use `b`: both of a step, the first of a step, and none of those that are left.
+        for (step, uses_b) in [true, true, true, false, false].into_iter().enumerate() {
+            let grads = ddp.backward(&model.loss(ddp, step, uses_b), &model)?;
+            model = stepped(optim, model.clone(), GradientsParams::from_grads(grads, &model));
+        }
+        let grads = ddp.sync_gradients(&model)?;
+        anyhow::ensure!(grads.get::<2>(model.a.weight.id).is_some() && grads.get::<2>(model.b.weight.id).is_none());
+        Ok(stepped(optim, model, grads))
+    });
+}
+
+#[test]
+fn a_parameter_that_only_batches_of_weight_0_used_is_not_stepped() {
+    same_as_unsharded(&WrapConfig::new().with_accumulation(2), |ddp, mut model, optim| {
+        for step in 0..4 {
+            // The last step has a micro-batch of weight 0, the only one that uses `b`.
+            let (weight, uses_b) = [(1.0, true), (2.0, true), (0.0, true), (1.0, false)][step];
+            ddp.set_batch_items(weight)?;
+            let grads = model.loss(ddp, step, uses_b).backward();
+            model = stepped(optim, model.clone(), GradientsParams::from_grads(grads, &model));
+        }
+        Ok(model)
+    });
+}
+
+#[test]
+fn forwards_without_a_backward_do_not_part_the_ranks() {
+    same_as_unsharded(&WrapConfig::new(), |ddp, mut model, optim| {
+        let mut kept = None;
+        for step in 0..30 {
+            let grads = GradientsParams::from_grads(model.loss(ddp, step, true).backward(), &model);
+            // A tracked forward that is only logged: on rank 0 its graph outlives the next backward.
+            let logged = model.loss(ddp, step + 1, true);
+            model = stepped(optim, model.clone(), grads);
+            kept = (ddp.rank() == 0).then_some(logged);
+            // Elsewhere Burn sweeps it away at the end of other backwards, of any thread.
+            for _ in 0..if ddp.rank() > 0 { 20 } else { 0 } {
+                let unrelated = Tensor::<1>::ones([1], &ddp.device()?.autodiff()).require_grad();
+                drop(unrelated.mul_scalar(2.0).backward());
+            }
+        }
+        drop(kept);
+        Ok(model)
+    });
+}
+
+#[test]
+fn a_generator_s_detached_forward_does_not_part_the_ranks() {
+    same_as_unsharded(&WrapConfig::new(), |ddp, mut model, optim| {
+        for step in 0..50 {
+            let generated = model.loss(ddp, step, true).detach();
+            let loss = model.loss(ddp, step + 1, true) + generated;
+            model = stepped(optim, model.clone(), GradientsParams::from_grads(loss.backward(), &model));
+        }
+        Ok(model)
+    });
+}

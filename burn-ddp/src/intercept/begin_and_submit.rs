@@ -4,8 +4,10 @@ use std::cell::RefCell;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
+use burn::backend::TensorMetadata;
 use burn::backend::autodiff::grads::Gradients;
 
+use super::failure::tell_peers;
 use super::model_state::State;
 use super::short_steps::Finding;
 use super::wrapped_model::WrappedModel;
@@ -104,9 +106,19 @@ impl WrappedModel {
         if std::mem::replace(&mut state.submitted, true) {
             return Ok(());
         }
+        let micro_batch = state.reducer.micro_batch();
+        let shards = self.shards().filter(|_| micro_batch.reducing);
+        if let Some(shards) = shards {
+            let agreed = state.sharded.agree(shards, &self.outstanding, micro_batch);
+            agreed.inspect_err(|error| tell_peers(&self.ddp, error))?;
+        }
         for slot in 0..state.slots.len() {
             if let Some(sum) = state.slots[slot].partial.take() {
                 self.put(state, slot, sum)?;
+            } else if let Some(shards) = shards.filter(|_| !state.slots[slot].done && state.sharded.must_reduce(slot)) {
+                let (s, device) = (&self.slots[slot], state.sentinel.device());
+                let reduced = state.sharded.reduce(shards, s, slot, None, micro_batch.divisor, &device);
+                reduced.inspect_err(|error| tell_peers(&self.ddp, error))?;
             }
         }
         state.reducer.receive_late()?;

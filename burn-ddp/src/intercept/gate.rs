@@ -57,19 +57,6 @@ impl WrappedModel {
         }
     }
 
-    /// Refuses a sharded parameter that an earlier micro-batch used, and the last one did not: its gradient would be
-    /// left out of the step.
-    fn refuse_unreduced<B: GradientMemory>(&self, state: &State<B>) -> Result<()> {
-        match state.sharded.unreduced() {
-            None => Ok(()),
-            Some(slot) => Err(self.fault(format!(
-                "the sharded parameter {} was used in an earlier micro-batch of the step and not in the last one: \
-                leave it unsharded (`with_sharding_above`), or use it in each",
-                self.slots[slot].path
-            ))),
-        }
-    }
-
     /// Waits for the averages and registers them.
     fn deliver<B: GradientMemory>(&self, state: &mut State<B>, grads: &mut Gradients) -> Result<()> {
         // `submit_all` has done it, unless another backward on this thread emptied `ENTERED` in between.
@@ -81,7 +68,6 @@ impl WrappedModel {
         self.refuse_past_tap(state, grads)?;
         let step = state.reducer.step();
         let Some(results) = state.reducer.finish()? else { return Ok(()) };
-        self.refuse_unreduced(state)?;
         self.refuse_differences(state, step, &results)?;
         if let Some(statistics) = &mut state.statistics {
             statistics.receive(&results);

@@ -64,11 +64,20 @@ impl WrappedModel {
             Some(earlier) => B::float_add(gradient, earlier),
             None => gradient,
         };
-        if !read.is_last() {
-            slot.partial = Some(sum);
+        let (number, micro_batch) = (read.slot, state.reducer.micro_batch());
+        let is_last = match self.shards().filter(|_| self.is_sharded(number) && micro_batch.reducing) {
+            None => read.is_last(),
+            Some(shards) => {
+                let agreed = state.sharded.agree(shards, &self.outstanding, micro_batch);
+                agreed.inspect_err(|error| tell_peers(&self.ddp, error))?;
+                state.sharded.is_last_hook(number)
+            }
+        };
+        if !is_last {
+            state.slots[number].partial = Some(sum);
             return Ok(());
         }
-        self.put(state, read.slot, sum)
+        self.put(state, number, sum)
     }
 
     /// Gives the final gradient of a slot to the reducer, or reduces it to this rank's part.

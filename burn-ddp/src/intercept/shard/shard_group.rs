@@ -20,8 +20,8 @@ pub(crate) enum Purpose {
     Evaluation,
     /// Gathers in backward what the n-th read gathered.
     Backward(usize),
-    /// Compares the weights of the ranks, before the first gradient of a backward.
-    Weights,
+    /// Agrees on which gradients there are, before the first one of a backward that reduces.
+    Agreement,
     /// Reduces a gradient.
     Gradient,
     /// Gathers for a file, a hash, or a model without parts.
@@ -38,7 +38,7 @@ impl Purpose {
             Purpose::Forward(number) => (1, number),
             Purpose::Evaluation => (2, 0),
             Purpose::Backward(number) => (3, number),
-            Purpose::Weights => (4, 0),
+            Purpose::Agreement => (4, 0),
             Purpose::Gradient => (5, 0),
             Purpose::Whole => (6, 0),
         };
@@ -86,6 +86,13 @@ impl ShardGroup {
         Rows { rows: s.dims[0], row_bytes: s.len_bytes() / s.dims[0], world: self.group.world_size() }
     }
 
+    /// Shape of this rank's part of a slot.
+    pub(crate) fn part_dims(&self, slot: usize) -> Vec<usize> {
+        let mut dims = self.slots[slot].dims.clone();
+        dims[0] = self.rows(slot).of(self.rank()).len();
+        dims
+    }
+
     /// Number of the next read.
     pub(super) fn next_read(&self) -> usize {
         self.reads.fetch_add(1, Ordering::AcqRel)
@@ -128,12 +135,18 @@ impl ShardGroup {
         Ok(division.join(rows))
     }
 
-    /// The ranks' weights. *Collective*.
-    pub(super) fn weights(&self, weight: f64) -> Result<Vec<f64>> {
-        let mut weights = vec![0.0; self.group.world_size()];
-        let (own, all) = (bytemuck::bytes_of(&weight), bytemuck::cast_slice_mut(&mut weights));
-        self.group.all_gather_tagged(DType::F64, own, all, Purpose::Weights.tag(0)).map_err(|e| self.explain(e))?;
-        Ok(weights)
+    /// What every rank passes, in the order of ranks: equally many numbers each. *Collective*.
+    pub(super) fn agree(&self, own: &[i64]) -> Result<Vec<i64>> {
+        let mut all = vec![0; own.len() * self.group.world_size()];
+        let (own, rows) = (bytemuck::cast_slice(own), bytemuck::cast_slice_mut(&mut all));
+        self.group.all_gather_tagged(DType::I64, own, rows, Purpose::Agreement.tag(0)).map_err(|e| self.explain(e))?;
+        Ok(all)
+    }
+
+    /// The error of a mean without weights, the same on all ranks. *Collective*.
+    pub(super) fn refuse_weights_of_zero(&self) -> Result<()> {
+        let refused = self.group.all_reduce_weighted_bytes(DType::F32, &mut [0; 4], 0.0, Purpose::Agreement.tag(1));
+        refused.map_err(|e| self.explain(e))
     }
 
     /// This rank's rows of the reduction of `whole`: of the mean by `weights`, which are those of all ranks, or of the

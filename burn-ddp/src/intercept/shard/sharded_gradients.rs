@@ -1,4 +1,11 @@
 //! Gradients of sharded parameters: summed over reads and micro-batches, then reduced to the average of a part.
+//!
+//! Each reduction is a call of its own, so all ranks must make the same ones in the same order. What a rank knows alone
+//! does not decide: a forward that was dropped counts as outstanding until Burn sweeps its graph, which depends on other
+//! threads. Before the first reduction of a backward the ranks therefore agree, once, on the reads to wait for and on
+//! the parameters that have a gradient.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
@@ -12,23 +19,79 @@ use crate::gradients::{Contribution, GradientMemory, MicroBatch, Slot, Sum};
 /// Gradients of the sharded parameters of one wrapped model on backend `B`.
 pub(in crate::intercept) struct ShardedGradients<B: Backend> {
     slots: Vec<State<B>>,
-    /// The ranks' weights in the running backward, once the first gradient is reduced.
+    /// Agreement of the ranks for the running backward, if it reduces and has reached a sharded parameter.
+    agreement: Option<Agreement>,
+}
+
+/// What the ranks agreed on before the first reduction of a backward.
+struct Agreement {
+    /// The ranks' weights, unless the reduction is a sum.
     weights: Option<Vec<f64>>,
+    /// True if this backward adds to the gradients of some rank: those of weight 0 do not.
+    contributes: bool,
+    /// Reads of each slot whose hooks may run in this backward: most of any rank.
+    reads: Vec<i64>,
+    /// True for each slot of which some rank holds a sum of earlier micro-batches.
+    held: Vec<bool>,
 }
 
 struct State<B: Backend> {
     /// Sum over micro-batches, of the whole parameter.
     held: Option<Sum>,
-    /// True if a micro-batch since the last reduction had a gradient.
-    pending: bool,
+    /// Hooks that have run in the running backward.
+    hooks: i64,
     /// Average of this rank's part.
     average: Option<FloatTensor<B>>,
 }
 
 impl<B: GradientMemory> ShardedGradients<B> {
     pub(in crate::intercept) fn new(slots: usize) -> Self {
-        let state = |_| State { held: None, pending: false, average: None };
-        ShardedGradients { slots: (0..slots).map(state).collect(), weights: None }
+        let state = |_| State { held: None, hooks: 0, average: None };
+        ShardedGradients { slots: (0..slots).map(state).collect(), agreement: None }
+    }
+
+    /// Agrees with the other ranks on the gradients of this backward, which reduces, unless it has done so already.
+    /// `outstanding` counts the reads of each slot whose hooks may still run. *Collective*.
+    pub(in crate::intercept) fn agree(
+        &mut self,
+        shards: &ShardGroup,
+        outstanding: &[AtomicUsize],
+        micro_batch: MicroBatch,
+    ) -> Result<()> {
+        if self.agreement.is_some() {
+            return Ok(());
+        }
+        let n = self.slots.len();
+        let contributes = micro_batch.contribution != Contribution::Ignored;
+        let mut own = vec![micro_batch.weight_of_mean.unwrap_or(1.0).to_bits() as i64, i64::from(contributes)];
+        own.extend(outstanding.iter().map(|reads| reads.load(Ordering::Acquire) as i64));
+        own.extend(self.slots.iter().map(|state| i64::from(state.held.is_some())));
+        let all = shards.agree(&own)?;
+        let ranks: Vec<&[i64]> = all.chunks_exact(own.len()).collect();
+        let most = |column: usize| ranks.iter().map(|of_rank| of_rank[column]).max().unwrap_or_default();
+        let weights: Vec<f64> = ranks.iter().map(|of_rank| f64::from_bits(of_rank[0] as u64)).collect();
+        if weights.iter().all(|weight| *weight <= 0.0) {
+            shards.refuse_weights_of_zero()?;
+        }
+        self.agreement = Some(Agreement {
+            weights: micro_batch.weight_of_mean.map(|_| weights),
+            contributes: most(1) > 0,
+            reads: (0..n).map(|slot| most(2 + slot)).collect(),
+            held: (0..n).map(|slot| most(2 + n + slot) > 0).collect(),
+        });
+        Ok(())
+    }
+
+    /// Counts a hook of a slot. Returns true if no other one of this backward follows, on any rank; a backward that
+    /// does not reduce leaves that open.
+    pub(in crate::intercept) fn is_last_hook(&mut self, slot: usize) -> bool {
+        self.slots[slot].hooks += 1;
+        self.agreement.as_ref().is_some_and(|agreed| self.slots[slot].hooks >= agreed.reads[slot])
+    }
+
+    /// True if a sum of earlier micro-batches must be reduced, which this rank or another one holds.
+    pub(in crate::intercept) fn must_reduce(&self, slot: usize) -> bool {
+        self.agreement.as_ref().is_some_and(|agreed| agreed.held[slot])
     }
 
     /// Takes the gradient of a slot in this backward. *Collective* if the backward reduces.
@@ -50,7 +113,6 @@ impl<B: GradientMemory> ShardedGradients<B> {
         }
         let unreadable = |reason| shards.fault(format!("reading the gradient of {}: {reason}", s.path));
         let state = &mut self.slots[slot];
-        state.pending = true;
         let mut whole = None;
         match micro_batch.contribution {
             Contribution::Ignored => {}
@@ -62,31 +124,41 @@ impl<B: GradientMemory> ShardedGradients<B> {
                 B::with_bytes(gradient, |_, bytes| sum.add(s.dtype, bytes, weight)).map_err(unreadable)?;
             }
         }
-        if !micro_batch.reducing {
+        match micro_batch.reducing {
+            true => self.reduce(shards, s, slot, whole, micro_batch.divisor, &device),
+            false => Ok(()),
+        }
+    }
+
+    /// Reduces the gradient of a slot: `whole`, or what is held of earlier micro-batches. If no rank has one, the slot
+    /// has no average. *Collective*.
+    pub(in crate::intercept) fn reduce(
+        &mut self,
+        shards: &ShardGroup,
+        s: &Slot,
+        slot: usize,
+        whole: Option<Vec<u8>>,
+        divisor: f64,
+        device: &B::Device,
+    ) -> Result<()> {
+        let Some(agreed) = &self.agreement else {
+            return Err(shards.fault(format!("the gradient of {} came before the ranks agreed on it", s.path)));
+        };
+        let state = &mut self.slots[slot];
+        if !agreed.contributes && !agreed.held[slot] {
             return Ok(());
         }
         let whole = whole.unwrap_or_else(|| {
             let mut bytes = vec![0; s.len_bytes()];
             if let Some(sum) = state.held.take() {
-                sum.write(s.dtype, micro_batch.divisor, &mut bytes);
+                sum.write(s.dtype, divisor, &mut bytes);
             }
             bytes
         });
-        if let (None, Some(weight)) = (&self.weights, micro_batch.weight_of_mean) {
-            self.weights = Some(shards.weights(weight)?);
-        }
-        let part = shards.reduce(slot, whole, self.weights.as_deref())?;
-        let mut dims = s.dims.clone();
-        dims[0] = shards.rows(slot).of(shards.rank()).len();
-        let state = &mut self.slots[slot];
-        state.pending = false;
-        state.average = Some(B::float_from_data(TensorData::from_bytes_vec(part, dims, burn_dtype(s.dtype)), &device));
+        let part = shards.reduce(slot, whole, agreed.weights.as_deref())?;
+        let data = TensorData::from_bytes_vec(part, shards.part_dims(slot), burn_dtype(s.dtype));
+        state.average = Some(B::float_from_data(data, device));
         Ok(())
-    }
-
-    /// First slot with a gradient of an earlier micro-batch that the backward which reduces has not reached.
-    pub(in crate::intercept) fn unreduced(&self) -> Option<usize> {
-        self.slots.iter().position(|state| state.pending)
     }
 
     /// The average of a slot's part, once.
@@ -94,18 +166,18 @@ impl<B: GradientMemory> ShardedGradients<B> {
         self.slots[slot].average.take()
     }
 
-    /// Ends a backward: the next one has other weights.
+    /// Ends a backward.
     pub(in crate::intercept) fn end_backward(&mut self) {
-        self.weights = None;
-        self.slots.iter_mut().for_each(|state| state.average = None);
+        self.agreement = None;
+        for state in &mut self.slots {
+            state.hooks = 0;
+            state.average = None;
+        }
     }
 
     /// Drops gradients that were not reduced.
     pub(in crate::intercept) fn clear(&mut self) {
         self.end_backward();
-        for state in &mut self.slots {
-            state.held = None;
-            state.pending = false;
-        }
+        self.slots.iter_mut().for_each(|state| state.held = None);
     }
 }
