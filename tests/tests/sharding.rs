@@ -235,9 +235,13 @@ fn each_rank_holds_its_rows_and_files_hold_all() {
     }
 }
 
-/// Errors of the ranks that do `what`, and panic or return one.
+/// Errors of two ranks that do `what`, and panic or return one.
 fn errors(what: impl Fn(&Ddp, &Gpt, &Device) -> anyhow::Result<()> + Sync) -> Vec<String> {
-    let errors = Ddp::spawn(2, |ddp| {
+    errors_of(2, what)
+}
+
+fn errors_of(world: usize, what: impl Fn(&Ddp, &Gpt, &Device) -> anyhow::Result<()> + Sync) -> Vec<String> {
+    let errors = Ddp::spawn(world, |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap_with(Gpt::new(&device, 0), &sharded())?;
         ddp.optimizer(AdamConfig::new().init(), &model)?;
@@ -290,25 +294,34 @@ fn a_rank_that_skips_a_layer_is_an_error_on_all() {
 
 #[test]
 fn what_sharding_does_not_allow_is_refused_by_name() {
-    let refused = errors(|ddp, model, _| {
-        let clips = AdamConfig::new().with_grad_clipping(Some(burn::grad_clipping::GradientClippingConfig::Norm(1.0)));
-        let Err(error) = ddp.optimizer(clips.init(), model) else { anyhow::bail!("clipping was not refused") };
-        anyhow::ensure!(error.to_string().contains("(tokens.weight, query.weight"), "{error}");
-        let mut optim = AdamConfig::new().init();
-        let join = ddp.join(&mut model.clone(), &mut optim).unwrap_err().to_string();
-        anyhow::ensure!(join.contains("`join` with sharded parameters"), "{join}");
-        let norm = burn_ddp::grad_norm(&GradientsParams::new(), model).unwrap_err().to_string();
-        anyhow::ensure!(norm.contains("`clip_grad_value`"), "{norm}");
-        model.clone().into_record().into_bytes()?;
-        Ok(())
-    });
-    assert!(refused.iter().all(|error| error.contains("ddp.save(&model, path)")), "{refused:?}");
-    let forgotten = Ddp::spawn(2, |ddp| {
-        let device = ddp.device()?.autodiff();
-        let model = ddp.wrap_with(Gpt::new(&device, 0), &sharded())?;
-        Ok(ddp.backward(&model.loss(tokens(0, 0, &device)), &model).err().unwrap().to_string())
-    });
-    assert!(forgotten.unwrap().iter().all(|error| error.contains("ddp.optimizer(optim, &model)")));
+    // A world of 1 is refused the same.
+    for world in [1, 2] {
+        let refused = errors_of(world, |ddp, model, _| {
+            let limit = Some(burn::grad_clipping::GradientClippingConfig::Norm(1.0));
+            let clips = AdamConfig::new().with_grad_clipping(limit);
+            let Err(error) = ddp.optimizer(clips.init(), model) else { anyhow::bail!("clipping was not refused") };
+            anyhow::ensure!(error.to_string().contains("(tokens.weight, query.weight"), "{error}");
+            let mut optim = AdamConfig::new().init();
+            let join = ddp.join(&mut model.clone(), &mut optim).unwrap_err().to_string();
+            anyhow::ensure!(join.contains("`join` with sharded parameters"), "{join}");
+            model.clone().into_record().into_bytes()?;
+            Ok(())
+        });
+        assert!(refused.iter().all(|error| error.contains("ddp.save(&model, path)")), "{refused:?}");
+        let forgotten = Ddp::spawn(world, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let model = ddp.wrap_with(Gpt::new(&device, 0), &sharded())?;
+            Ok(ddp.backward(&model.loss(tokens(0, 0, &device)), &model).err().unwrap().to_string())
+        });
+        assert!(forgotten.unwrap().iter().all(|error| error.contains("ddp.optimizer(optim, &model)")));
+        let saved = Ddp::spawn(world, |ddp| {
+            let dir = tempfile::tempdir()?;
+            let model = ddp.wrap_with(Gpt::new(&ddp.device()?.autodiff(), 0), &sharded())?;
+            ddp.save(&model, dir.path().join("model"))?;
+            Ok(ddp.unwrap(model)?.into_record().into_bytes()?.len())
+        });
+        assert!(saved.unwrap().iter().all(|len| *len > 0));
+    }
 }
 
 /// Two layers, of which a step may use one.
@@ -415,4 +428,137 @@ fn a_generator_s_detached_forward_does_not_part_the_ranks() {
         }
         Ok(model)
     });
+}
+
+#[test]
+fn every_optimizer_is_checked_for_the_parameters_that_it_steps() {
+    use burn::grad_clipping::GradientClippingConfig;
+
+    let backward = |ddp: &Ddp, checked: fn(&Ddp, &Two, &Two) -> burn_ddp::Result<()>| -> anyhow::Result<String> {
+        let device = ddp.device()?.autodiff();
+        let [model, other] =
+            [ddp.wrap_with(Two::new(&device), &sharded())?, ddp.wrap_with(Two::new(&device), &sharded())?];
+        checked(ddp, &model, &other)?;
+        Ok(ddp.backward(&model.loss(ddp, 0, true), &model).err().map_or("no error".into(), |e| e.to_string()))
+    };
+    for (checked, expected) in [
+        ((|_, _, _| Ok(())) as fn(&Ddp, &Two, &Two) -> burn_ddp::Result<()>, "the sharded parameter b.weight"),
+        (|ddp, _, other| ddp.optimizer(AdamConfig::new().init(), other).map(drop), "the sharded parameter b.weight"),
+        (|ddp, model, _| ddp.optimizer(AdamConfig::new().init(), &model.b).map(drop), "the sharded parameter a.weight"),
+        (
+            |ddp, model, _| {
+                ddp.optimizer(AdamConfig::new().init(), &model.b)?;
+                ddp.optimizer(SgdConfig::new().init(), &model.a).map(drop)
+            },
+            "no error",
+        ),
+    ] {
+        let errors = Ddp::spawn(2, |ddp| backward(&ddp, checked)).unwrap();
+        assert!(errors.iter().any(|error| error.contains(expected)), "{expected}: {errors:?}");
+    }
+    for limit in [1e-9, 1.0, 1e3, 1e5, 1e12, 1e17, f32::MAX.sqrt() / 20.0] {
+        let refused = Ddp::spawn(1, |ddp| {
+            let model = ddp.wrap_with(Two::new(&ddp.device()?.autodiff()), &sharded())?;
+            let clips = Some(GradientClippingConfig::Norm(limit));
+            let norm = [
+                SgdConfig::new().with_gradient_clipping(clips.clone()).init(),
+                SgdConfig::new()
+                    .with_momentum(Some(MomentumConfig::new()))
+                    .with_gradient_clipping(clips.clone())
+                    .init(),
+                AdamConfig::new().with_grad_clipping(clips.clone()).init(),
+                AdamWConfig::new().with_grad_clipping(clips).init(),
+            ];
+            let value = AdamConfig::new().with_grad_clipping(Some(GradientClippingConfig::Value(limit))).init();
+            ddp.optimizer(value, &model)?;
+            Ok(norm.map(|optim| ddp.optimizer(optim, &model).is_err()))
+        });
+        assert_eq!(refused.unwrap(), [[true; 4]], "{limit}");
+    }
+}
+
+#[test]
+fn unwrapping_a_copy_leaves_the_micro_batches_of_the_model() {
+    same_as_unsharded(&WrapConfig::new().with_accumulation(2), |ddp, mut model, optim| {
+        for step in 0..4 {
+            let grads = model.loss(ddp, step, true).backward();
+            model = stepped(optim, model.clone(), GradientsParams::from_grads(grads, &model));
+            drop(ddp.unwrap(model.clone())?);
+        }
+        // What was held counts: both micro-batches of a step are in its average.
+        anyhow::ensure!(ddp.sync_gradients(&model)?.is_empty(), "two whole steps");
+        Ok(model)
+    });
+}
+
+/// Adds a number to every parameter.
+struct Add(f64);
+
+impl ModuleMapper for Add {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|value| Tensor::from_inner(value.inner().add_scalar(self.0)).require_grad())
+    }
+}
+
+#[test]
+fn copies_evaluated_in_another_order_do_not_mix() {
+    let forward =
+        |model: &Two, device: &Device| model.valid().a.forward(Tensor::<2>::ones([1, 5], &device.clone().inner()));
+    let evaluate = |in_turn: bool| {
+        Ddp::spawn(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let model = ddp.wrap_with(Two::new(&device), &sharded())?;
+            // Equal values: which copy is read does not matter.
+            let (one, other) = (model.clone(), model.clone());
+            let equal = if ddp.is_main() { [&one, &other] } else { [&other, &one] };
+            assert_eq!(forward(equal[0], &device).into_data(), forward(equal[1], &device).into_data());
+            let (one, other) = (one.map(&mut Add(1.0)), other.map(&mut Add(2.0)));
+            let copies = if ddp.is_main() || in_turn { [&one, &other] } else { [&other, &one] };
+            let values = copies.map(|copy| {
+                let forward = std::panic::AssertUnwindSafe(|| forward(copy, &device).into_data().try_to_vec::<f32>());
+                std::panic::catch_unwind(forward).map(|values| values.unwrap())
+            });
+            Ok(values.map(|values| match values {
+                Ok(values) => format!("{values:?}"),
+                Err(panic) => panic.downcast_ref::<String>().cloned().unwrap_or_default(),
+            }))
+        })
+        .unwrap()
+    };
+    let in_turn = evaluate(true);
+    assert!(in_turn[0] == in_turn[1] && in_turn[0][0] != in_turn[0][1], "{in_turn:?}");
+    for [error, _] in evaluate(false) {
+        assert!(error.contains("rank 0 reads a.weight of the copy made by change 1"), "{error}");
+        assert!(error.contains("rank 1 reads a.weight of the copy made by change 2"), "{error}");
+    }
+}
+
+#[test]
+fn gradients_are_clipped_by_the_norm_over_all_parts() {
+    for world in 1..4 {
+        let [whole, parts] = [WrapConfig::new(), sharded()].map(|config| {
+            let ranks = Ddp::spawn(world, |ddp| {
+                let device = ddp.device()?.autodiff();
+                let mut model = ddp.wrap_with(Gpt::new(&device, 0), &config)?;
+                let mut optim = ddp.optimizer(SgdConfig::new().init(), &model)?;
+                let mut norms = Vec::new();
+                for step in 0..4 {
+                    let grads = model.loss(tokens(ddp.rank(), step, &device)).backward();
+                    let grads = GradientsParams::from_grads(grads, &model);
+                    let (grads, norm) = burn_ddp::clip_grad_norm(grads, &model, 0.5)?;
+                    let clipped = burn_ddp::grad_norm(&grads, &model)?;
+                    anyhow::ensure!(norm > 0.5 && (clipped - 0.5).abs() < 1e-5, "{norm}, then {clipped}");
+                    norms.push(norm);
+                    model = optim.step(0.1, model, grads);
+                }
+                Ok(norms)
+            });
+            let ranks = ranks.unwrap();
+            assert!(ranks.iter().all(|norms| norms == &ranks[0]), "the same bits on all ranks: {ranks:?}");
+            ranks[0].clone()
+        });
+        for (whole, parts) in whole.iter().zip(&parts) {
+            assert!((whole - parts).abs() <= 1e-6 * whole, "{whole} and {parts} on {world} ranks");
+        }
+    }
 }

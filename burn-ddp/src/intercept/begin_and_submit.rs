@@ -40,7 +40,6 @@ impl WrappedModel {
     fn begin<B: GradientMemory>(&self, state: &mut State<B>) -> Result<()> {
         self.lookups.forget_reads();
         self.refuse_stale()?;
-        self.refuse_unchecked_optimizer()?;
         self.warn_missed(state);
         self.measure_movements(state)?;
         self.ddp.world().set_step(state.reducer.step());

@@ -59,6 +59,9 @@ impl WrappedModel {
                 copy itself (a target network, an EMA) or detach it"
             )));
         }
+        if self.is_divided(read.slot) {
+            self.refuse_unchecked_optimizer(read.slot)?;
+        }
         slot.leaf = Some(leaf);
         let sum = match slot.partial.take() {
             Some(earlier) => B::float_add(gradient, earlier),

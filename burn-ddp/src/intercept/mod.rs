@@ -51,7 +51,9 @@ pub use model_state::ModelOpening;
 pub(crate) use model_walk::{TAP_NAME, find, read_all, taps};
 pub use nodes::DdpBackend;
 pub(crate) use open_model::open_model;
-pub(crate) use shard::{cut, refuse_sharded, sharded_parameters, sharded_paths, whole};
+pub(crate) use shard::{
+    ShardedParameter, cut, refuse_sharded, sharded_parameters, sharded_paths, sums_over_parts, whole,
+};
 pub(crate) use synced_statistics::SyncedStatistics;
 pub(crate) use tap::Tap;
 pub(crate) use tap_bypass::bypass;

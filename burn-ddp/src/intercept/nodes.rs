@@ -112,11 +112,11 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
     }
 
     fn grad_tap(x: FloatTensor<Self>, tap: TapHandle) -> FloatTensor<Self> {
-        let TapHandle { model, slot, apart } = tap;
+        let TapHandle { model, slot, apart, value_id } = tap;
         if !x.is_tracked() {
             if model.is_sharded(slot) {
                 let part = x.primitive().clone();
-                return untracked::<B>(evaluated::<B>(part, &TapHandle { model, slot, apart }));
+                return untracked::<B>(evaluated::<B>(part, &TapHandle { model, slot, apart, value_id }));
             }
             // A parameter that was trainable at `wrap` is frozen in a lagging copy: a target network.
             if model.compares() && !model.is_trainable(slot) {
@@ -136,9 +136,9 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
         let read = || HookState { read: Read::new(model.clone(), slot), leaf, apart, value };
         let read = match model.is_sharded(slot) {
             true => {
-                let (whole, number) = gathered::<B>(&model, slot, gate.primitive().clone());
-                let again =
-                    Regather::<B> { model: model.clone(), slot, read: number, part: gate.id(), backend: PhantomData };
+                let tap = TapHandle { model: model.clone(), slot, apart, value_id };
+                let (whole, number) = gathered::<B>(&tap, gate.primitive().clone());
+                let again = Regather::<B> { tap, read: number, part: gate.id(), backend: PhantomData };
                 // Whatever the device's strategy: nothing keeps the whole until backward.
                 let prep = Backward::<B, 2>::prepare::<BalancedCheckpointing>(Hook, [gate.node(), rung]);
                 match prep.memory_bound().retro_forward(again).parents([&gate]).stateful() {

@@ -59,7 +59,7 @@ impl Tap {
         slot: usize,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Self) {
-        let handle = TapHandle { model, slot, apart: false };
+        let handle = TapHandle { model, slot, apart: false, value_id: 0 };
         Dispatch::note_value(param.base().into_dispatch(), handle.clone());
         let handoff = Handoff::new(&param);
         let param = report_records(param, &handle);
@@ -68,7 +68,8 @@ impl Tap {
 
     /// The slot of the parameter and the wrapped model that this tap is a part of, as of now.
     pub(super) fn handle(&self) -> TapHandle {
-        TapHandle { apart: self.handoff.is_apart(), ..self.handle.clone() }
+        let (apart, value_id) = (self.handoff.is_apart(), self.handoff.value_id());
+        TapHandle { apart, value_id, ..self.handle.clone() }
     }
 
     /// The average of the parameter that this copy of the model may be stepped by.
@@ -92,7 +93,7 @@ impl Reparameterization for Tap {
         }
         if !base.is_autodiff() {
             return match self.handle.model.is_sharded(self.handle.slot) {
-                true => Tensor::from_dispatch(Dispatch::gather_part(base.into_dispatch(), self.handle.clone())),
+                true => Tensor::from_dispatch(Dispatch::gather_part(base.into_dispatch(), self.handle())),
                 false => base,
             };
         }
@@ -123,6 +124,11 @@ impl Module for Tap {
         let saves = saves(&self.handle);
         if !is_bypassed() {
             if saves {
+                assert!(
+                    !self.handle.model.is_divided(self.handle.slot),
+                    "a parameter of this model is sharded, and a record would hold a part of it: save with \
+                    `ddp.save(&model, path)`, or `ddp.unwrap(model)` first"
+                );
                 return;
             }
             self.handle.model.lookups.visited();

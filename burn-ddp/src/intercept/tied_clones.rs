@@ -20,7 +20,7 @@ pub(super) enum Substitute {
 impl TapHandle {
     /// True if the parameter shares its leaf with clones.
     fn shares_leaf(&self) -> bool {
-        let TapHandle { model, slot, apart } = self;
+        let TapHandle { model, slot, apart, .. } = self;
         model.cloned[*slot] && !apart && !model.clones_are_apart()
     }
 

@@ -167,6 +167,8 @@ pub(super) struct Handoff {
     mapped_at: Number,
     /// Number of the delivery of which averages had not been taken when this copy was mapped; 0 if there is none.
     mapped_without: Number,
+    /// See [`TapHandle::value_id`].
+    value_id: Number,
 }
 
 impl Handoff {
@@ -179,6 +181,7 @@ impl Handoff {
             apart: Number::default(),
             mapped_at: Number::default(),
             mapped_without: Number::default(),
+            value_id: Number::default(),
         }
     }
 
@@ -195,6 +198,11 @@ impl Handoff {
     /// Notes that this copy is mapped or moved.
     pub(super) fn note_apart(&self) {
         self.apart.set(1);
+    }
+
+    /// See [`TapHandle::value_id`].
+    pub(super) fn value_id(&self) -> u64 {
+        self.value_id.get()
     }
 
     /// Sets the parameter's id.
@@ -242,6 +250,7 @@ impl Handoff {
     /// the job ends.
     pub(super) fn map(&self, tap: &TapHandle, loads: bool, mapper: &mut impl ModuleMapper) {
         self.note_apart();
+        self.value_id.set(tap.model.next_value_id(tap.slot));
         self.mapped_at.set(tap.model.ended.load(Ordering::Acquire) + 1);
         if loads {
             self.loaded.set(1);

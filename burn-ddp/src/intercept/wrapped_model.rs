@@ -18,6 +18,9 @@ use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::{Entry, list_paths};
 use crate::{Error, Result};
 
+/// Bits of the number of a value that count changes since the last backward.
+pub(super) const CHANGES_BITS: u32 = 8;
+
 /// A wrapped model, shared by all its taps and by the autodiff nodes that its reads leave in graphs.
 pub(crate) struct WrappedModel {
     pub(crate) ddp: Ddp,
@@ -32,8 +35,12 @@ pub(crate) struct WrappedModel {
     warned_local: AtomicBool,
     /// The group of the sharded parameters, if there are some.
     shards: Option<ShardGroup>,
-    /// True once an optimizer was found to step sharded parameters as it would step whole ones.
-    optimizer_fits: AtomicBool,
+    /// True for each slot whose parameter the settings divide. In a world of 1 its part is the whole.
+    divided: Vec<bool>,
+    /// True for each slot whose parameter some optimizer was found to step element by element.
+    optimizer_fits: Vec<AtomicBool>,
+    /// Number of the last value that a mapper gave the parameter of a slot in any copy.
+    value_ids: Vec<AtomicU64>,
     reduction: GradientReduction,
     /// Number of reads of each slot whose hook may still run. Raised by forward, lowered when a hook's state is
     /// dropped.
@@ -86,6 +93,9 @@ pub struct TapHandle {
     pub(super) slot: usize,
     /// True if the copy of the model may have clones of the parameter on leaves of their own.
     pub(super) apart: bool,
+    /// Number of the parameter's value in this copy: copies whose values may differ have different ones, and each rank
+    /// has the same ones.
+    pub(super) value_id: u64,
 }
 
 impl std::fmt::Debug for WrappedModel {
@@ -114,7 +124,9 @@ impl WrappedModel {
             local: Vec::new(),
             warned_local: AtomicBool::new(false),
             shards: None,
-            optimizer_fits: AtomicBool::new(false),
+            divided: vec![false; slots.len()],
+            optimizer_fits: slots.iter().map(|_| AtomicBool::new(false)).collect(),
+            value_ids: slots.iter().map(|_| AtomicU64::new(0)).collect(),
             reduction,
             outstanding: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
             taps: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
@@ -180,10 +192,10 @@ impl WrappedModel {
         WrappedModel { local, ..self }
     }
 
-    /// The model with the group in which its sharded parameters are gathered.
-    pub(crate) fn with_shards(self, shards: Option<ProcessGroup>) -> Self {
+    /// The model with the parameters that its settings divide, and the group in which they are gathered.
+    pub(crate) fn with_shards(self, divided: Vec<bool>, shards: Option<ProcessGroup>) -> Self {
         let shards = shards.map(|group| ShardGroup::new(group, self.slots.clone()));
-        WrappedModel { shards, ..self }
+        WrappedModel { divided, shards, ..self }
     }
 
     /// The group of the sharded parameters, if there are some.
@@ -191,26 +203,41 @@ impl WrappedModel {
         self.shards.as_ref()
     }
 
-    /// Notes that an optimizer steps sharded parameters as it would step whole ones.
-    pub(crate) fn note_optimizer(&self) {
-        self.optimizer_fits.store(true, Ordering::Release);
+    /// Notes that an optimizer steps the parameter of a slot element by element.
+    pub(super) fn note_optimizer(&self, slot: usize) {
+        self.optimizer_fits[slot].store(true, Ordering::Release);
     }
 
-    /// Refuses to train sharded parameters with an optimizer that was not checked.
-    pub(super) fn refuse_unchecked_optimizer(&self) -> Result<()> {
-        if self.shards.is_none() || self.optimizer_fits.load(Ordering::Acquire) {
+    /// Refuses to train a sharded parameter that no checked optimizer steps.
+    pub(super) fn refuse_unchecked_optimizer(&self, slot: usize) -> Result<()> {
+        if self.optimizer_fits[slot].load(Ordering::Acquire) {
             return Ok(());
         }
-        Err(self.fault(
-            "the model has sharded parameters: `let mut optim = ddp.optimizer(optim, &model)?` before the first \
-            backward checks that the optimizer can train them"
-                .into(),
-        ))
+        let path = &self.slots[slot].path;
+        Err(self.fault(format!(
+            "no optimizer was checked for the sharded parameter {path}: `let mut optim = ddp.optimizer(optim, &model)?` \
+            before the first backward, with each optimizer and the model or the part of it that it steps; freeze what \
+            none steps"
+        )))
     }
 
-    /// True if each rank holds a part of the parameter of a slot.
+    /// Number of a value that a mapper has just given the parameter of a slot. After each backward the numbers go on
+    /// from its own, so that a rank which changed a copy alone is in step again.
+    pub(super) fn next_value_id(&self, slot: usize) -> u64 {
+        let least = self.ended.load(Ordering::Acquire) << CHANGES_BITS;
+        let next = |last: u64| Some(last.max(least) + 1);
+        let last = self.value_ids[slot].fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
+        last.unwrap_or_default().max(least) + 1
+    }
+
+    /// True if each of several ranks holds a part of the parameter of a slot.
     pub(crate) fn is_sharded(&self, slot: usize) -> bool {
         self.slots[slot].sharded
+    }
+
+    /// True if the settings divide the parameter of a slot, also in a world of 1.
+    pub(super) fn is_divided(&self, slot: usize) -> bool {
+        self.divided[slot]
     }
 
     /// True if each rank keeps the parameter or buffer at `path` for itself.

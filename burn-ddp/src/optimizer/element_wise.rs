@@ -5,7 +5,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use crate::ddp::Ddp;
-use crate::intercept::sharded_parameters;
+use crate::intercept::{ShardedParameter, sharded_parameters};
 use crate::model::schema::unreadable;
 use crate::wrap::wrapped_in;
 use crate::{Error, Result};
@@ -14,14 +14,22 @@ use crate::{Error, Result};
 /// instructions, so that no kernel treats a rest of the parts in another way.
 const ROWS: usize = 32;
 const COLUMNS: usize = 32;
+/// Sizes of the gradients. The largest has a norm near the largest whose square an f32 holds, so that it is clipped by
+/// any limit that a gradient may exceed; the others are for what depends on the size in another way.
+const SIZES: [f32; 3] = [1e-2, 1e3, 1e17];
+/// Steps at each size.
+const STEPS: usize = 4;
 
 impl Ddp {
-    /// Returns `optim` if it can train `model`, which has [sharded](crate::WrapConfig::with_sharding) parameters: to be
-    /// called once, after `wrap` and before the first backward, which is an error without it. Not collective.
+    /// Returns `optim` if it can train the [sharded](crate::WrapConfig::with_sharding) parameters of `model`: the model,
+    /// or the part of it that this optimizer steps. Call it after `wrap`, once for **every** optimizer, with the value
+    /// that `step` will get. The backward that first has a gradient of a sharded parameter is an error if no optimizer
+    /// was checked for it. A second optimizer that steps parameters of the first is not noticed. Not collective.
     ///
     /// A rank holds some rows of a sharded parameter, so its optimizer must step each element by itself, as SGD, Adam
     /// and AdamW do. For each sharded parameter this steps a copy of the optimizer on a small tensor, whole and in two
-    /// parts, with gradients that a norm would clip. For a model without sharded parameters it does nothing.
+    /// parts, with gradients of several sizes, up to one that any limit of a norm clips. For a model without sharded
+    /// parameters it does nothing.
     ///
     /// # Errors
     ///
@@ -49,23 +57,24 @@ impl Ddp {
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
     pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
-        let wrapped = wrapped_in(self.group(), model)?;
+        wrapped_in(self.group(), model)?;
         // Without the state of earlier steps, which has the shape of a part.
         let fresh = optim.clone().load_record(OptimizerRecord::default());
         let mut refused = Vec::new();
         let sharded = sharded_parameters(model);
-        for (path, id, dims) in sharded.clone() {
+        for ShardedParameter { path, id, dims, .. } in &sharded {
+            let id = *id;
             let differs = match dims {
-                2 => differs::<2>(&fresh, &path, id)?,
-                3 => differs::<3>(&fresh, &path, id)?,
-                4 => differs::<4>(&fresh, &path, id)?,
-                5 => differs::<5>(&fresh, &path, id)?,
-                6 => differs::<6>(&fresh, &path, id)?,
-                7 => differs::<7>(&fresh, &path, id)?,
-                _ => differs::<8>(&fresh, &path, id)?,
+                2 => differs::<2>(&fresh, path, id)?,
+                3 => differs::<3>(&fresh, path, id)?,
+                4 => differs::<4>(&fresh, path, id)?,
+                5 => differs::<5>(&fresh, path, id)?,
+                6 => differs::<6>(&fresh, path, id)?,
+                7 => differs::<7>(&fresh, path, id)?,
+                _ => differs::<8>(&fresh, path, id)?,
             };
             if differs {
-                refused.push(path);
+                refused.push(path.as_str());
             }
         }
         if !refused.is_empty() {
@@ -81,7 +90,7 @@ impl Ddp {
                  begin with a new one",
             ));
         }
-        wrapped.iter().for_each(|wrapped| wrapped.note_optimizer());
+        sharded.iter().for_each(ShardedParameter::note_optimizer);
         Ok(optim)
     }
 }
@@ -95,13 +104,21 @@ fn differs<const D: usize>(optim: &ModuleOptimizer, path: &str, id: ParamId) -> 
         let ramp = Tensor::<1, Int>::arange(0..(ROWS * COLUMNS) as i64, &device).float();
         ((ramp * 0.37 + salt).sin() * size).reshape(dims)
     };
+    let alternating = Tensor::<1, Int>::arange(0..(ROWS * COLUMNS) as i64, &device).remainder_scalar(2).float();
     let steps = |rows: std::ops::Range<usize>| -> Result<TensorData> {
+        // Every other element is 0, which the smallest step changes.
+        let start = ramp(0.5, 1.0) * alternating.clone().reshape(dims);
         let start: Tensor<D> =
-            Tensor::from_data(ramp(0.5, 1.0).slice_dim(0, rows.clone()).into_data(), &device.clone().autodiff());
+            Tensor::from_data(start.slice_dim(0, rows.clone()).into_data(), &device.clone().autodiff());
         let mut probe = Probe { path: path.into(), param: Param::initialized(id, start.require_grad()) };
         let mut optim = optim.clone();
-        for step in 0..3 {
-            let gradient = ramp(1.0 + step as f32, 1000.0).slice_dim(0, rows.clone());
+        // Row r grows with the step, so that norms of the halves do not keep their ratio.
+        let growth = Tensor::<1, Int>::arange(0..ROWS as i64, &device).float();
+        for (step, size) in SIZES.into_iter().flat_map(|size| (0..STEPS).map(move |step| (step, size))) {
+            let mut column = [1; D];
+            column[0] = ROWS;
+            let growth = growth.clone().mul_scalar(step as f32).add_scalar(1.0).reshape(column);
+            let gradient = (ramp(1.0 + step as f32, size) * growth).slice_dim(0, rows.clone());
             let mut gradients = GradientsParams::new();
             gradients.register(id, gradient);
             probe = optim.step(0.01, probe, gradients);

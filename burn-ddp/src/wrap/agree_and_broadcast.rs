@@ -30,6 +30,8 @@ pub(crate) struct AgreedModel {
     /// True if gradients are reduced on their device.
     on_device: bool,
     slots: Vec<Slot>,
+    /// True for each slot whose parameter the settings divide.
+    divided: Vec<bool>,
     /// Slot of each float parameter and buffer, in traversal order.
     slot_of: VecDeque<Option<usize>>,
     /// True for running statistics that the ranks bring together.
@@ -68,10 +70,15 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let alone = ddp.world_size() == 1 && !config.single_rank_reduction;
     let on_device = engine_choice::reduces_on_device(ddp, &device, !alone)?;
     let first_clone = broadcast::first_clones(world, 0, first_clone, &is_local)?;
-    let (slots, slot_of) = {
+    let (mut slots, slot_of) = {
         let divides = |dims: &[usize]| config.divides(dims, world.world_size());
         treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides)
     };
+    let divided = slots.iter().map(|slot| slot.sharded).collect();
+    if ddp.world_size() == 1 {
+        // The part is the whole: it is trained as any parameter.
+        slots.iter_mut().for_each(|slot| slot.sharded = false);
+    }
     let mut group = ddp.state().new_group()?;
     // Errors in backward show the caller of `wrap`.
     let site = Location::caller();
@@ -88,14 +95,17 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let entries = schema.entries.into_iter().zip(is_local);
     let local = entries.filter_map(|(entry, is_local)| is_local.then_some(entry)).collect();
     let config = config.clone();
-    Ok((model, AgreedModel { device, group, alone, on_device, slots, slot_of, is_shared_buffer, local, config, site }))
+    let agreed =
+        AgreedModel { device, group, alone, on_device, slots, divided, slot_of, is_shared_buffer, local, config, site };
+    Ok((model, agreed))
 }
 
 impl AgreedModel {
     /// Taps of the agreed model, whose running statistics are those of `model`. *Collective*.
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Taps> {
-        let AgreedModel { device, group, alone, on_device, slots, slot_of, is_shared_buffer, local, config, site } =
+        let AgreedModel { device, group, alone, on_device, slots, divided, slot_of, is_shared_buffer, local, .. } =
             self;
+        let (config, site) = (self.config, self.site);
         let settings = ReducerSettings {
             reduction: config.reduction,
             accumulation: config.micro_batches(),
@@ -112,7 +122,7 @@ impl AgreedModel {
         let buffers =
             (policy != BufferPolicy::Local).then(|| running_stats::handle(model, &is_shared_buffer)).flatten();
         let statistics = buffers.map(|buffers| SyncedStatistics::new(buffers, policy));
-        let shards = match slots.iter().any(|slot| slot.sharded) {
+        let shards = match divided.contains(&true) {
             true => {
                 let mut group = ddp.state().new_group()?;
                 group.attribute_to(site);
@@ -121,7 +131,7 @@ impl AgreedModel {
             false => None,
         };
         let wrapped = open_model(ddp.without_presence(), device, group, slots, settings, statistics)?;
-        Ok(Taps::new(ddp, Arc::new(wrapped.with_local(local).with_shards(shards)), slot_of))
+        Ok(Taps::new(ddp, Arc::new(wrapped.with_local(local).with_shards(divided, shards)), slot_of))
     }
 }
 

@@ -84,8 +84,8 @@ impl Ddp {
         Ok(agreed.taps(self, &model)?.attach(model))
     }
 
-    /// Removes the taps: returns the plain model with the same parameters and ids. Gradients held for accumulation are
-    /// discarded. *Collective* if parameters are [sharded](WrapConfig::with_sharding): they become whole on every rank.
+    /// Removes the taps: returns the plain model with the same parameters and ids. Gradients held for accumulation stay
+    /// with the other copies of the wrapped model; without one they are gone, with a warning. *Collective* if parameters are [sharded](WrapConfig::with_sharding): they become whole on every rank.
     ///
     /// # Errors
     ///
@@ -98,12 +98,6 @@ impl Ddp {
                 "the model carries the reparameterization {name:?} beside burn-ddp's: removing one would fold the \
                  other into the weights"
             )));
-        }
-        for wrapped in intercept::find(&model) {
-            if wrapped.holds_gradients() {
-                tracing::warn!("unwrap discards gradients of micro-batches that were not reduced");
-                wrapped.discard();
-            }
         }
         let model = intercept::whole(model, true)?;
         // Burn removes a reparameterization by folding it in; ours is the identity.

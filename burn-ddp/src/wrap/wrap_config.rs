@@ -236,17 +236,19 @@ impl WrapConfig {
     /// Sharded are trainable parameters with two dimensions or more, at least as many rows in the first one as there
     /// are ranks, and at least [`with_sharding_above`](Self::with_sharding_above) elements; each rank holds some of the
     /// rows. The others are averaged as ever, as are frozen and tied ones. A read gathers the whole from all ranks,
-    /// and again in backward where a layer needs it; nothing keeps it in between. With one rank nothing is sharded.
+    /// and again in backward where a layer needs it; nothing keeps it in between. In a world of 1 the part is the
+    /// whole, and everything that several ranks are refused is refused there, too.
     ///
     /// Every rank must read the same parameters in the same order, **also in evaluation**: a rank that skips a layer
     /// or evaluates alone is an error on all ranks. Forwards wait for the other ranks.
-    /// [`Ddp::optimizer`](crate::Ddp::optimizer) must see the optimizer once before training.
+    /// Copies of the model (an EMA) are changed in the same order, too. [`Ddp::optimizer`](crate::Ddp::optimizer) must see
+    /// each optimizer once before training.
     ///
     /// [`Ddp::save`](crate::Ddp::save), [`param_hash`](crate::param_hash) and [`Ddp::unwrap`](crate::Ddp::unwrap) mean
     /// whole parameters, and are collective: each rank calls them. The whole model is in memory once on each rank in
-    /// `wrap`, `unwrap` and `param_hash`, and on rank 0 in `save`. Load before `wrap`. Refused are checkpoints,
-    /// [`Ddp::join`](crate::Ddp::join), norms of gradients ([`clip_grad_norm`](crate::clip_grad_norm)), and Burn's
-    /// trainer.
+    /// `wrap`, `unwrap` and `param_hash`, and on rank 0 in `save`. Load before `wrap`. Norms of
+    /// gradients ([`clip_grad_norm`](crate::clip_grad_norm)) are over all ranks, and collective, too. Refused are
+    /// checkpoints, [`Ddp::join`](crate::Ddp::join), and Burn's trainer.
     ///
     /// # Panics
     ///
@@ -275,7 +277,7 @@ impl WrapConfig {
     /// True if parameters of this shape are divided between `world` ranks.
     pub(super) fn divides(&self, dims: &[usize], world: usize) -> bool {
         let large = dims.iter().product::<usize>() >= self.sharding_above.max(1);
-        self.sharding == Sharding::Parameters && world > 1 && dims.len() > 1 && dims[0] >= world && large
+        self.sharding == Sharding::Parameters && dims.len() > 1 && dims[0] >= world && large
     }
 
     /// Micro-batches per step, if set.

@@ -1,7 +1,6 @@
 //! Value of a read: the parts of all ranks, gathered in forward and, where a layer needs it, again in backward.
 
 use std::marker::PhantomData;
-use std::sync::Arc;
 
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::retro_forward::RetroForward;
@@ -14,28 +13,23 @@ use super::shard_group::Purpose;
 use crate::Result;
 use crate::convert::burn_dtype;
 use crate::intercept::failure::fail;
-use crate::intercept::wrapped_model::{TapHandle, WrappedModel};
+use crate::intercept::wrapped_model::TapHandle;
 
 /// The whole of a slot for a forward without backward.
 pub(in crate::intercept) fn evaluated<B: Backend>(part: FloatTensor<B>, tap: &TapHandle) -> FloatTensor<B> {
-    gathered_for::<B>(&tap.model, tap.slot, part, Purpose::Evaluation)
+    gathered_for::<B>(tap, part, Purpose::Evaluation)
 }
 
 /// The whole of a slot for a forward, and the number of the read. *Collective*.
-pub(in crate::intercept) fn gathered<B: Backend>(
-    model: &WrappedModel,
-    slot: usize,
-    part: FloatTensor<B>,
-) -> (FloatTensor<B>, usize) {
-    let read = model.shards().map_or(0, super::ShardGroup::next_read);
-    (gathered_for::<B>(model, slot, part, Purpose::Forward(read)), read)
+pub(in crate::intercept) fn gathered<B: Backend>(tap: &TapHandle, part: FloatTensor<B>) -> (FloatTensor<B>, usize) {
+    let read = tap.model.shards().map_or(0, super::ShardGroup::next_read);
+    (gathered_for::<B>(tap, part, Purpose::Forward(read)), read)
 }
 
 /// Gathers a slot again, for the backward of a layer that needs its value.
 #[derive(Debug)]
 pub(in crate::intercept) struct Regather<B: Backend> {
-    pub(in crate::intercept) model: Arc<WrappedModel>,
-    pub(in crate::intercept) slot: usize,
+    pub(in crate::intercept) tap: TapHandle,
     pub(in crate::intercept) read: usize,
     /// Node of the part.
     pub(in crate::intercept) part: NodeId,
@@ -45,36 +39,27 @@ pub(in crate::intercept) struct Regather<B: Backend> {
 impl<B: Backend> RetroForward for Regather<B> {
     fn forward(&self, states: &mut BackwardStates, out: NodeId) {
         let part = states.get_state::<FloatTensor<B>>(&self.part);
-        states.save(out, gathered_for::<B>(&self.model, self.slot, part, Purpose::Backward(self.read)));
+        states.save(out, gathered_for::<B>(&self.tap, part, Purpose::Backward(self.read)));
     }
 }
 
 /// The whole of a slot. If it cannot be gathered this panics, or, in `Ddp::backward`, notes the error and returns
 /// zeros.
-fn gathered_for<B: Backend>(
-    model: &WrappedModel,
-    slot: usize,
-    part: FloatTensor<B>,
-    purpose: Purpose,
-) -> FloatTensor<B> {
-    let (device, dims) = (part.device(), Shape::from(model.slots[slot].dims.clone()));
+fn gathered_for<B: Backend>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purpose) -> FloatTensor<B> {
+    let (device, dims) = (part.device(), Shape::from(tap.model.slots[tap.slot].dims.clone()));
     let dtype = part.dtype();
-    match gather::<B>(model, slot, part, purpose) {
+    match gather::<B>(tap, part, purpose) {
         Ok(whole) => whole,
         Err(error) => {
-            fail(&model.ddp, error);
+            fail(&tap.model.ddp, error);
             B::float_zeros(dims, &device, dtype.into())
         }
     }
 }
 
-fn gather<B: Backend>(
-    model: &WrappedModel,
-    slot: usize,
-    part: FloatTensor<B>,
-    purpose: Purpose,
-) -> Result<FloatTensor<B>> {
-    let (device, s) = (part.device(), &model.slots[slot]);
+fn gather<B: Backend>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purpose) -> Result<FloatTensor<B>> {
+    let TapHandle { model, slot, value_id, .. } = tap;
+    let (device, s) = (part.device(), &model.slots[*slot]);
     let Some(shards) = model.shards() else { return Ok(part) };
     let unreadable = |e| shards.fault(format!("reading {} from its device failed: {e:?}", s.path));
     let data = read_sync(B::float_into_data(part)).map_err(unreadable)?;
@@ -82,6 +67,6 @@ fn gather<B: Backend>(
         let (path, now, was) = (&s.path, data.dtype(), s.dtype);
         return Err(shards.fault(format!("{path} is {now:?}, but the model was wrapped with {was}: wrap it again")));
     }
-    let bytes = shards.gather(slot, shards.rows(slot), s.dtype, data.as_bytes(), purpose)?;
+    let bytes = shards.gather(*slot, *value_id, data.as_bytes(), purpose)?;
     Ok(B::float_from_data(TensorData::from_bytes_vec(bytes, s.dims.clone(), data.dtype()), &device))
 }

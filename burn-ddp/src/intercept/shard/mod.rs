@@ -12,14 +12,17 @@
 //! | `gathered_read` | value of a read; the same again in backward |
 //! | `sharded_gradients` | from the gradient of the whole to the average of a part |
 //! | `parts_and_wholes` | a model cut into parts, and whole again |
+//! | `sums_over_parts` | norms of gradients |
 
 mod gathered_read;
 mod parts_and_wholes;
 mod rows;
 mod shard_group;
 mod sharded_gradients;
+mod sums_over_parts;
 
 pub(super) use gathered_read::{Regather, evaluated, gathered};
-pub(crate) use parts_and_wholes::{cut, refuse_sharded, sharded_parameters, sharded_paths, whole};
+pub(crate) use parts_and_wholes::{ShardedParameter, cut, refuse_sharded, sharded_parameters, sharded_paths, whole};
 pub(super) use shard_group::ShardGroup;
 pub(super) use sharded_gradients::ShardedGradients;
+pub(crate) use sums_over_parts::sums_over_parts;

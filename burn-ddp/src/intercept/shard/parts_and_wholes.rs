@@ -20,15 +20,7 @@ pub(crate) fn cut<const D: usize>(param: Param<Tensor<D>>, rows: Range<usize>) -
     // A slice of the tracked value would hold the whole in the graph.
     let part = whole.inner().slice_dim(0, rows).into_data();
     let part = Tensor::from_data(part, (&device, dtype)).set_require_grad(trains);
-    let (kept, rows) = (mapper.clone(), part.dims()[0]);
-    Param::from_mapped_value(id, part, mapper).save_mapper(move |value: Tensor<D>| {
-        assert!(
-            value.dims()[0] != rows,
-            "a parameter of this model is sharded, and a record would hold a part of it: save with \
-            `ddp.save(&model, path)`, or `ddp.unwrap(model)` first"
-        );
-        kept.on_save(value)
-    })
+    Param::from_mapped_value(id, part, mapper)
 }
 
 /// True if `model` has sharded parameters.
@@ -46,12 +38,28 @@ pub(crate) fn refuse_sharded<M: Module>(model: &M, what: &str, instead: &str) ->
 
 /// Paths of the sharded parameters, as they are in `model`: it may be a part of the model that was wrapped, or hold it.
 pub(crate) fn sharded_paths<M: Module>(model: &M) -> HashSet<String> {
-    sharded_parameters(model).into_iter().map(|(path, ..)| path).collect()
+    sharded_parameters(model).into_iter().map(|parameter| parameter.path).collect()
 }
 
-/// Path, id and number of dimensions of each sharded parameter.
-pub(crate) fn sharded_parameters<M: Module>(model: &M) -> Vec<(String, ParamId, usize)> {
-    struct Find(Vec<(String, ParamId, usize)>);
+/// A sharded parameter of a module.
+pub(crate) struct ShardedParameter {
+    pub(crate) path: String,
+    pub(crate) id: ParamId,
+    /// Number of dimensions.
+    pub(crate) dims: usize,
+    pub(super) tap: TapHandle,
+}
+
+impl ShardedParameter {
+    /// Notes that an optimizer steps the parameter element by element.
+    pub(crate) fn note_optimizer(&self) {
+        self.tap.model.note_optimizer(self.tap.slot);
+    }
+}
+
+/// The sharded parameters of `model`.
+pub(crate) fn sharded_parameters<M: Module>(model: &M) -> Vec<ShardedParameter> {
+    struct Find(Vec<ShardedParameter>);
     impl AtTap for Find {
         type Seen = (ParamId, usize);
 
@@ -60,8 +68,8 @@ pub(crate) fn sharded_parameters<M: Module>(model: &M) -> Vec<(String, ParamId, 
         }
 
         fn leave(&mut self, path: &str, (id, dims): Self::Seen, tap: Option<TapHandle>) {
-            if tap.is_some_and(|tap| tap.model.is_sharded(tap.slot)) {
-                self.0.push((path.to_owned(), id, dims));
+            if let Some(tap) = tap.filter(|tap| tap.model.is_divided(tap.slot)) {
+                self.0.push(ShardedParameter { path: path.to_owned(), id, dims, tap });
             }
         }
     }
@@ -131,10 +139,10 @@ impl ModuleMapper for Gather {
 }
 
 fn gathered<const D: usize>(tap: &TapHandle, part: &Tensor<D>) -> Result<Option<TensorData>> {
-    let TapHandle { model, slot, .. } = tap;
+    let TapHandle { model, slot, value_id, .. } = tap;
     let Some(shards) = model.shards() else { return Ok(None) };
     let s = &model.slots[*slot];
     let data = part.clone().try_into_data().map_err(|e| unreadable(&s.path, &e))?;
-    let bytes = shards.gather(*slot, shards.rows(*slot), s.dtype, data.as_bytes(), Purpose::Whole)?;
+    let bytes = shards.gather(*slot, *value_id, data.as_bytes(), Purpose::Whole)?;
     Ok(Some(TensorData::from_bytes_vec(bytes, s.dims.clone(), data.dtype())))
 }

@@ -9,6 +9,7 @@ use burn_ddp_comm::{CallInfo, DType, Error as CommError, ProcessGroup, ReduceOp}
 use super::rows::Rows;
 use crate::agreement::list_ranks;
 use crate::gradients::Slot;
+use crate::intercept::wrapped_model::CHANGES_BITS;
 use crate::{Error, Result};
 
 /// Purpose of a call. Its number is in the call's tag.
@@ -26,14 +27,23 @@ pub(crate) enum Purpose {
     Gradient,
     /// Gathers for a file, a hash, or a model without parts.
     Whole,
+    /// Sums numbers of the parts.
+    Numbers,
 }
 
-/// Bits of a tag: purpose, number of the read, slot.
-const NUMBER_BITS: u32 = 24;
-const SLOT_BITS: u32 = 32;
+/// Bits of a tag after its purpose: number of the read, number of the value, slot.
+const READ_BITS: u32 = 20;
+const VALUE_BITS: u32 = 20;
+const SLOT_BITS: u32 = 20;
+
+/// The lowest `bits` of a number.
+fn low(number: u64, bits: u32) -> u64 {
+    number & ((1 << bits) - 1)
+}
 
 impl Purpose {
-    fn tag(self, slot: usize) -> u64 {
+    /// The tag of a call for a value of a slot. `value_id` tells copies of the model apart.
+    fn tag(self, slot: usize, value_id: u64) -> u64 {
         let (purpose, number) = match self {
             Purpose::Forward(number) => (1, number),
             Purpose::Evaluation => (2, 0),
@@ -41,23 +51,34 @@ impl Purpose {
             Purpose::Agreement => (4, 0),
             Purpose::Gradient => (5, 0),
             Purpose::Whole => (6, 0),
+            Purpose::Numbers => (7, 0),
         };
-        let number = number as u64 & ((1 << NUMBER_BITS) - 1);
-        purpose << (NUMBER_BITS + SLOT_BITS) | number << SLOT_BITS | slot as u64
+        let with_read = purpose << READ_BITS | low(number as u64, READ_BITS);
+        let with_value = with_read << VALUE_BITS | low(value_id, VALUE_BITS);
+        with_value << SLOT_BITS | low(slot as u64, SLOT_BITS)
     }
 }
 
 /// The call with this tag in words.
 fn spoken(tag: u64, slots: &[Slot]) -> String {
-    let number = tag >> SLOT_BITS & ((1 << NUMBER_BITS) - 1);
-    let path = slots.get((tag & ((1 << SLOT_BITS) - 1)) as usize).map_or("?", |slot| &slot.path);
-    match tag >> (NUMBER_BITS + SLOT_BITS) {
-        1 => format!("reads {path} in a forward (read {number} since the last backward)"),
-        2 => format!("reads {path} without a gradient (evaluation)"),
-        3 => format!("needs {path} in backward (read {number})"),
+    let path = slots.get(low(tag, SLOT_BITS) as usize).map_or("?", |slot| &slot.path);
+    let value = low(tag >> SLOT_BITS, VALUE_BITS);
+    let number = low(tag >> (SLOT_BITS + VALUE_BITS), READ_BITS);
+    let copy = match value {
+        0 => String::new(),
+        _ => {
+            let (backward, change) = (value >> CHANGES_BITS, low(value, CHANGES_BITS));
+            format!(" of the copy made by change {change} of {path} after backward {backward}")
+        }
+    };
+    match tag >> (READ_BITS + VALUE_BITS + SLOT_BITS) {
+        1 => format!("reads {path}{copy} in a forward (read {number} since the last backward)"),
+        2 => format!("reads {path}{copy} without a gradient (evaluation)"),
+        3 => format!("needs {path}{copy} in backward (read {number})"),
         4 => "begins to reduce the gradients of a backward".into(),
         5 => format!("reduces the gradient of {path}"),
-        6 => format!("makes {path} whole (save, hash or unwrap)"),
+        6 => format!("makes {path}{copy} whole (save, hash or unwrap)"),
+        7 => "computes the norm of the gradients".into(),
         _ => "makes another call".into(),
     }
 }
@@ -103,15 +124,9 @@ impl ShardGroup {
         self.reads.store(0, Ordering::Release);
     }
 
-    /// The parts of all ranks, one after the other, each of `division`. *Collective*.
-    pub(crate) fn gather(
-        &self,
-        slot: usize,
-        division: Rows,
-        dtype: DType,
-        part: &[u8],
-        purpose: Purpose,
-    ) -> Result<Vec<u8>> {
+    /// The whole of a slot, of whose value with this number each rank passes its part. *Collective*.
+    pub(crate) fn gather(&self, slot: usize, value_id: u64, part: &[u8], purpose: Purpose) -> Result<Vec<u8>> {
+        let (division, dtype) = (self.rows(slot), self.slots[slot].dtype);
         let expected = division.bytes_of(self.rank()).len();
         if part.len() != expected {
             let path = &self.slots[slot].path;
@@ -123,7 +138,7 @@ impl ShardGroup {
         }
         let sent_bytes = division.sent_bytes();
         let mut rows = vec![0; sent_bytes * division.world];
-        let tag = purpose.tag(slot);
+        let tag = purpose.tag(slot, value_id);
         let gathered = if part.len() == sent_bytes {
             self.group.all_gather_tagged(dtype, part, &mut rows, tag)
         } else {
@@ -139,20 +154,30 @@ impl ShardGroup {
     pub(super) fn agree(&self, own: &[i64]) -> Result<Vec<i64>> {
         let mut all = vec![0; own.len() * self.group.world_size()];
         let (own, rows) = (bytemuck::cast_slice(own), bytemuck::cast_slice_mut(&mut all));
-        self.group.all_gather_tagged(DType::I64, own, rows, Purpose::Agreement.tag(0)).map_err(|e| self.explain(e))?;
+        self.group
+            .all_gather_tagged(DType::I64, own, rows, Purpose::Agreement.tag(0, 0))
+            .map_err(|e| self.explain(e))?;
+        Ok(all)
+    }
+
+    /// Numbers that every rank passes, in the order of ranks: equally many each. *Collective*.
+    pub(super) fn numbers(&self, own: &[f64]) -> Result<Vec<f64>> {
+        let mut all = vec![0.0; own.len() * self.group.world_size()];
+        let (own, rows) = (bytemuck::cast_slice(own), bytemuck::cast_slice_mut(&mut all));
+        self.group.all_gather_tagged(DType::F64, own, rows, Purpose::Numbers.tag(0, 0)).map_err(|e| self.explain(e))?;
         Ok(all)
     }
 
     /// The error of a mean without weights, the same on all ranks. *Collective*.
     pub(super) fn refuse_weights_of_zero(&self) -> Result<()> {
-        let refused = self.group.all_reduce_weighted_bytes(DType::F32, &mut [0; 4], 0.0, Purpose::Agreement.tag(1));
+        let refused = self.group.all_reduce_weighted_bytes(DType::F32, &mut [0; 4], 0.0, Purpose::Agreement.tag(1, 0));
         refused.map_err(|e| self.explain(e))
     }
 
     /// This rank's rows of the reduction of `whole`: of the mean by `weights`, which are those of all ranks, or of the
     /// sum. *Collective*.
     pub(super) fn reduce(&self, slot: usize, mut whole: Vec<u8>, weights: Option<&[f64]>) -> Result<Vec<u8>> {
-        let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, Purpose::Gradient.tag(slot));
+        let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, Purpose::Gradient.tag(slot, 0));
         let op = match weights {
             None => ReduceOp::Sum,
             Some(weights) if weights[0] > 0.0 && weights.iter().all(|weight| *weight == weights[0]) => ReduceOp::Mean,
@@ -196,7 +221,8 @@ impl ShardGroup {
         let does: Vec<String> = calls.iter().map(say).collect();
         let rank = calls.iter().flat_map(|(ranks, _)| ranks).copied().min().unwrap_or_default();
         let reason = format!(
-            "{}: every rank must read the same parameters in the same order, in training and in evaluation ({error})",
+            "{}: every rank must read the same parameters of the same copies of the model in the same order, in training and \
+            in evaluation, and change copies in the same order ({error})",
             does.join(", but ")
         );
         Error::Sharding { rank, reason }
@@ -225,8 +251,13 @@ mod tests {
             (Purpose::Gradient, "reduces the gradient of b"),
             (Purpose::Whole, "makes b whole (save, hash or unwrap)"),
         ] {
-            assert_eq!(spoken(purpose.tag(1), &slots), says);
-            assert_ne!(purpose.tag(0), purpose.tag(1));
+            assert_eq!(spoken(purpose.tag(1, 0), &slots), says);
+            assert_ne!(purpose.tag(0, 0), purpose.tag(1, 0));
         }
+        let of_copy = spoken(Purpose::Evaluation.tag(1, 17 << CHANGES_BITS | 2), &slots);
+        assert_eq!(
+            of_copy,
+            "reads b of the copy made by change 2 of b after backward 17 without a gradient (evaluation)"
+        );
     }
 }

@@ -3,7 +3,7 @@
 //! The gradients of a wrapped model are the same bits on all ranks when `backward` returns, so ranks clip alike without
 //! a word.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
@@ -15,7 +15,9 @@ use crate::{Error, Result, intercept};
 /// `clip_grad_norm_`; returns them and the norm that they had.
 ///
 /// Call it between `GradientsParams::from_grads` and the optimizer's step. Not collective: gradients of a wrapped model
-/// are equal on all ranks, and what this computes from them is, too. Burn's `GradientClippingConfig::Norm` is something
+/// are equal on all ranks, and what this computes from them is, too. With
+/// [sharded](crate::WrapConfig::with_sharding) parameters it is *collective*: every rank calls it, and a number per
+/// parameter is exchanged; the norm is that of unsharded training to rounding in f64. Burn's `GradientClippingConfig::Norm` is something
 /// else: it looks at the norm of each parameter alone.
 ///
 /// Gradients are multiplied by `max_norm / (norm + 1e-6)` if that is below 1, and otherwise left as they are. The norm
@@ -25,7 +27,8 @@ use crate::{Error, Result, intercept};
 ///
 /// [`Error::Invalid`] if `max_norm` is negative or NaN, or the norm is infinite or NaN (torch's
 /// `error_if_nonfinite=True`): it names the first parameter to blame. Look at [`grad_norm`] first where that is to be
-/// expected, as with loss scaling. All ranks see the same error, and the job can go on.
+/// expected, as with loss scaling. All ranks see the same error, and the job can go on. [`Error::Sharding`] or
+/// [`Error::Comm`] as [`grad_norm`].
 ///
 /// # Example
 ///
@@ -70,11 +73,14 @@ pub fn clip_grad_norm<M: Module>(
 
 /// The 2-norm of all gradients of `model` together, as torch's `get_total_norm`; infinite or NaN if an element is.
 ///
-/// Not collective, and the same on all ranks of a wrapped model. Parameters without a gradient count as nothing.
+/// The same on all ranks of a wrapped model. Not collective, unless the model has
+/// [sharded](crate::WrapConfig::with_sharding) parameters: then every rank calls it. Parameters without a gradient count
+/// as nothing.
 ///
 /// # Errors
 ///
-/// [`Error::Invalid`] if a gradient cannot be read from its device.
+/// [`Error::Invalid`] if a gradient cannot be read from its device; [`Error::Sharding`] or [`Error::Comm`] if the ranks
+/// cannot sum up over sharded parameters.
 pub fn grad_norm<M: Module>(grads: &GradientsParams, model: &M) -> Result<f64> {
     Ok(Norms::of(grads, model)?.total())
 }
@@ -146,8 +152,6 @@ struct Norms(Vec<(String, f64)>);
 
 impl Norms {
     fn of<M: Module>(grads: &GradientsParams, model: &M) -> Result<Norms> {
-        let parts = "each rank has the gradients of its parts; `clip_grad_value` clips them";
-        intercept::refuse_sharded(model, "the norm of the gradients", parts)?;
         struct Read<'a> {
             grads: &'a GradientsParams,
             seen: HashSet<u64>,
@@ -178,7 +182,25 @@ impl Norms {
         }
         let mut read = Read { grads, seen: HashSet::new(), path: Vec::new(), norms: Ok(Norms(Vec::new())) };
         intercept::bypass(|| model.visit(&mut read));
-        read.norms
+        let mut norms = read.norms?;
+        norms.sum_over_parts(model)?;
+        Ok(norms)
+    }
+
+    /// Adds what the other ranks have of sharded parameters, each of which has a gradient on all ranks or on none.
+    /// *Collective* if there are some.
+    fn sum_over_parts<M: Module>(&mut self, model: &M) -> Result<()> {
+        let parameters = intercept::sharded_parameters(model);
+        let of_path: HashMap<&str, usize> =
+            self.0.iter().enumerate().map(|(nth, (path, _))| (path.as_str(), nth)).collect();
+        let places: Vec<Option<usize>> =
+            parameters.iter().map(|parameter| of_path.get(parameter.path.as_str()).copied()).collect();
+        let own: Vec<f64> = places.iter().map(|place| place.map_or(0.0, |nth| self.0[nth].1)).collect();
+        let sums = intercept::sums_over_parts(&parameters, &own)?;
+        for (nth, sum) in places.iter().zip(sums).filter_map(|(place, sum)| Some(((*place)?, sum))) {
+            self.0[nth].1 = sum;
+        }
+        Ok(())
     }
 
     fn total(&self) -> f64 {
