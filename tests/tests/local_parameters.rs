@@ -226,6 +226,25 @@ fn names_that_mean_nothing_or_half_a_parameter_are_refused_on_every_rank() {
 }
 
 #[test]
+fn calls_with_a_part_of_the_model_or_with_more_than_it_know_local_parameters() {
+    let ranks = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let config = WrapConfig::new().with_local_parameters(["heads.0"]);
+        // Each rank's head has values of its own, at the paths `0.weight` of a part and `1.heads.0.weight` of a pair.
+        let net = Net::new(3, ddp.rank() as u64, &device);
+        let model = ddp.wrap_with(net, &config)?;
+        ddp.check_replicas(&model)?;
+        ddp.check_replicas(&model.heads)?;
+        let before = by_path(&model.heads, None);
+        let pair = (LinearConfig::new(1, 1).with_bias(false).init(&device).no_grad(), model);
+        ddp.backward(&pair.1.loss(batch(ddp.rank(), 0, &device)), &pair)?;
+        let model = Net { heads: ddp.broadcast_parameters(pair.1.heads, 0)?, ..pair.1 };
+        Ok(by_path(&model.heads, None) == before)
+    });
+    assert_eq!(ranks.unwrap(), [true, true]);
+}
+
+#[test]
 fn ranks_may_hold_different_numbers_of_local_parameters() {
     for by_predicate in [false, true] {
         let ranks = Ddp::spawn(2, |ddp| {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::backend::autodiff::grads::Gradients as BackendGradients;
 use burn::backend::tensor::FloatTensor;
-use burn::module::{Module, Param};
+use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Gradients, Tensor, TensorData, read_sync};
 
 use super::model_state::State;
@@ -180,8 +180,8 @@ pub(super) fn find_past_tap<M: Module>(
         found: Result<Option<String>>,
     }
     impl AtTap for Compare<'_> {
-        /// Digest of the gradient on the parameter's leaf.
-        type Seen = Option<i64>;
+        /// Digest of the gradient on the parameter's leaf, and the parameter's id.
+        type Seen = (Option<i64>, ParamId);
 
         fn parameter<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Self::Seen> {
             let base = param.base();
@@ -194,14 +194,14 @@ pub(super) fn find_past_tap<M: Module>(
                     .map(|data| Some(digest::digest(data.as_bytes())))
                     .map_err(|e| Error::invalid(format!("reading a gradient failed: {e:?}"))),
             };
-            digest.map_err(|e| self.found = Err(e)).ok()
+            digest.map_err(|e| self.found = Err(e)).ok().map(|digest| (digest, param.id))
         }
 
-        fn leave(&mut self, path: &str, on_leaf: Self::Seen, tap: Option<TapHandle>) {
+        fn leave(&mut self, path: &str, (on_leaf, id): Self::Seen, tap: Option<TapHandle>) {
             let Ok(None) = &self.found else { return };
             match tap.filter(|tap| Arc::ptr_eq(&tap.model, self.wrapped)) {
                 Some(tap) if !self.wrapped.was_delivered(tap.slot, on_leaf) => self.found = Ok(Some(past_tap(path))),
-                None if on_leaf.is_some() && !self.wrapped.is_local(path) => self.found = Ok(Some(lost_tap(path))),
+                None if on_leaf.is_some() && !self.wrapped.is_local(path, id) => self.found = Ok(Some(lost_tap(path))),
                 _ => {}
             }
         }

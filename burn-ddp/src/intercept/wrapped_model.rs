@@ -1,8 +1,10 @@
 //! A wrapped model on one rank: the state that the taps of all its copies share.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use burn::module::ParamId;
 use burn::tensor::{DType, Device};
 use burn_ddp_comm::ProcessGroup;
 
@@ -31,6 +33,8 @@ pub(crate) struct WrappedModel {
     pub(super) slots: Arc<[Slot]>,
     /// Parameters and buffers that each rank keeps for itself.
     local: Vec<Entry>,
+    /// For each parameter and buffer, by the id that it had at `wrap`, true if each rank keeps it for itself.
+    is_local: HashMap<ParamId, bool>,
     /// True once a warning said that files hold rank 0's values of those. Used by rank 0.
     warned_local: AtomicBool,
     /// The group of the sharded parameters, if there are some.
@@ -122,6 +126,7 @@ impl WrappedModel {
             device,
             id,
             local: Vec::new(),
+            is_local: HashMap::new(),
             warned_local: AtomicBool::new(false),
             shards: None,
             divided: vec![false; slots.len()],
@@ -188,8 +193,8 @@ impl WrappedModel {
     }
 
     /// The model with the parameters and buffers that each rank keeps for itself.
-    pub(crate) fn with_local(self, local: Vec<Entry>) -> Self {
-        WrappedModel { local, ..self }
+    pub(crate) fn with_local(self, local: Vec<Entry>, is_local: HashMap<ParamId, bool>) -> Self {
+        WrappedModel { local, is_local, ..self }
     }
 
     /// The model with the parameters that its settings divide, and the group in which they are gathered.
@@ -240,9 +245,11 @@ impl WrappedModel {
         self.divided[slot]
     }
 
-    /// True if each rank keeps the parameter or buffer at `path` for itself.
-    pub(crate) fn is_local(&self, path: &str) -> bool {
-        self.local.iter().any(|local| local.path == path)
+    /// True if each rank keeps the parameter or buffer with this path and id for itself. A call may get a part of the
+    /// model that was wrapped, or one that holds it, so the id tells; the path does after a record with other ids.
+    pub(crate) fn is_local(&self, path: &str, id: ParamId) -> bool {
+        let by_path = || self.local.iter().any(|local| local.path == path);
+        self.is_local.get(&id).copied().unwrap_or_else(by_path)
     }
 
     /// Parameters and buffers that each rank keeps for itself.

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::panic::Location;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
 use burn_ddp_comm::{ProcessGroup, attribute_calls};
@@ -29,8 +29,10 @@ pub(crate) fn model<M: Module>(group: &ProcessGroup, model: M, root: usize) -> R
         let wrapped = find(&model);
         // Sharded parameters have one value, of which each rank keeps its part.
         let sharded = sharded_paths(&model);
-        let is_kept = |path: &str| sharded.contains(path) || wrapped.iter().any(|w| w.is_local(path));
-        let is_local: Vec<bool> = schema.paths().into_iter().map(is_kept).collect();
+        let is_kept = |(path, id): (&str, &ParamId)| {
+            sharded.contains(path) || wrapped.iter().any(|wrapped| wrapped.is_local(path, *id))
+        };
+        let is_local: Vec<bool> = schema.paths().into_iter().zip(&schema.ids).map(is_kept).collect();
         Ok((schema.first_clones(&model)?, is_local, schema))
     });
     let (first_clone, is_local, schema) = agreement::on_outcome(group, "broadcast its model", mine)?;

@@ -37,8 +37,10 @@ impl Ddp {
         let mut is_buffer = running_stats::which(model).into_iter();
         let is_parameter = |entry: &usize| !(schema.is_float[*entry] && is_buffer.next().unwrap_or(false));
         let sharded = sharded_paths(model);
-        let is_kept = |path: &str| sharded.contains(path) || wrapped.iter().any(|w| w.is_local(path));
-        let is_shared = |entry: &usize| !is_kept(&schema.entries[*entry].path);
+        let is_shared = |entry: &usize| {
+            let (path, id) = (&schema.entries[*entry].path, schema.ids[*entry]);
+            !sharded.contains(path) && !wrapped.iter().any(|wrapped| wrapped.is_local(path, id))
+        };
         let compared: Vec<usize> = (0..values.len()).filter(is_parameter).filter(is_shared).collect();
         let paths: Vec<&str> = compared.iter().map(|entry| schema.entries[*entry].path.as_str()).collect();
         let own: Vec<i64> = compared.iter().map(|entry| digest(values[*entry].as_bytes())).collect();

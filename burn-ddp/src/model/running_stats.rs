@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 use burn_ddp_comm::{DType, ProcessGroup};
 
@@ -112,14 +112,14 @@ impl<M: Module> Buffers for Handle<M> {
     }
 }
 
-/// Brings the running statistics of `model` together, but for those whose paths are `is_local`: those that differ
+/// Brings the running statistics of `model` together, but for those whose path and id are `is_local`: those that differ
 /// between ranks become rank 0's, or the mean in which each rank counts the same. *Collective*.
 #[track_caller]
 pub(crate) fn sync<M: Module>(
     group: &ProcessGroup,
     model: &M,
     policy: BufferPolicy,
-    is_local: impl Fn(&str) -> bool,
+    is_local: impl Fn(&str, ParamId) -> bool,
 ) -> Result<()> {
     let is_buffer = shared(model, which(model), is_local)?;
     if policy == BufferPolicy::Local || group.world_size() == 1 || !is_buffer.contains(&true) {
@@ -144,11 +144,12 @@ pub(crate) fn sync<M: Module>(
     Ok(())
 }
 
-/// For each float parameter and buffer of `model`, true if it `is_buffer` and its path is not `is_local`.
-fn shared<M: Module>(model: &M, is_buffer: Vec<bool>, is_local: impl Fn(&str) -> bool) -> Result<Vec<bool>> {
+/// For each float parameter and buffer of `model`, true if it `is_buffer`, and its path and id are not `is_local`.
+fn shared<M: Module>(model: &M, is_buffer: Vec<bool>, is_local: impl Fn(&str, ParamId) -> bool) -> Result<Vec<bool>> {
     let schema = intercept::bypass(|| Schema::of(model))?;
-    let paths = schema.paths();
-    Ok(schema.floats(&paths).zip(is_buffer).map(|(path, is_buffer)| is_buffer && !is_local(path)).collect())
+    let entries: Vec<(&str, ParamId)> = schema.paths().into_iter().zip(schema.ids.iter().copied()).collect();
+    let is_shared = |((path, id), is_buffer): ((&str, ParamId), bool)| is_buffer && !is_local(path, id);
+    Ok(schema.floats(&entries).zip(is_buffer).map(is_shared).collect())
 }
 
 /// The values back to back, one buffer per dtype in the order of first appearance.

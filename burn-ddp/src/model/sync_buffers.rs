@@ -46,7 +46,7 @@ impl Ddp {
     #[track_caller]
     pub fn sync_buffers<M: Module>(&self, model: &M) -> Result<()> {
         match wrapped_in(self.group(), model)?.is_empty() {
-            true => running_stats::sync(self.group(), model, BufferPolicy::Average, |_| false),
+            true => running_stats::sync(self.group(), model, BufferPolicy::Average, |_, _| false),
             false => sync_wrapped(self.group(), model),
         }
     }
@@ -58,7 +58,7 @@ impl Ddp {
 pub(crate) fn sync_wrapped<M: Module>(group: &ProcessGroup, model: &M) -> Result<()> {
     let wrapped = wrapped_in(group, model)?;
     match wrapped.first().and_then(|wrapped| Some((wrapped, wrapped.buffer_policy()?))) {
-        Some((wrapped, policy)) => running_stats::sync(group, model, policy, |path| wrapped.is_local(path)),
+        Some((wrapped, policy)) => running_stats::sync(group, model, policy, |path, id| wrapped.is_local(path, id)),
         None => Ok(()),
     }
 }

@@ -21,10 +21,11 @@ const SIZES: [f32; 3] = [1e-2, 1e3, 1e17];
 const STEPS: usize = 4;
 
 impl Ddp {
-    /// Returns `optim` if it can train the [sharded](crate::WrapConfig::with_sharding) parameters of `model`: the model,
-    /// or the part of it that this optimizer steps. Call it after `wrap`, once for **every** optimizer, with the value
-    /// that `step` will get. The backward that first has a gradient of a sharded parameter is an error if no optimizer
-    /// was checked for it. A second optimizer that steps parameters of the first is not noticed. Not collective.
+    /// Returns `optim` if it can train the [sharded](crate::WrapConfig::with_sharding) parameters of `model`: the
+    /// wrapped model, or the part of it that this optimizer steps. Call it after `wrap`, once for **every** optimizer,
+    /// with the value that `step` will get. A backward that has a gradient of a sharded parameter for which no optimizer
+    /// was checked is an error. An optimizer that was not checked, and steps parameters of one that was, is not noticed.
+    /// Not collective.
     ///
     /// A rank holds some rows of a sharded parameter, so its optimizer must step each element by itself, as SGD, Adam
     /// and AdamW do. For each sharded parameter this steps a copy of the optimizer on a small tensor, whole and in two

@@ -253,7 +253,7 @@ impl<M: LearnerModel> Run<'_, M> {
         let wrapped = &self.taps.wrapped;
         if let Some(policy) = wrapped.buffer_policy()
             && let Err(error) = attribute_calls(self.site, || {
-                running_stats::sync(self.ddp.group(), &model, policy, |path| wrapped.is_local(path))
+                running_stats::sync(self.ddp.group(), &model, policy, |path, id| wrapped.is_local(path, id))
             })
         {
             return fail(self.ddp, &self.interrupter, error);

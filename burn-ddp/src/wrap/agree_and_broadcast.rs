@@ -1,11 +1,11 @@
 //! Agreement of the ranks on a model and its settings, rank 0's values on every rank, and the reducer of the model's
 //! gradients.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::panic::Location;
 use std::sync::Arc;
 
-use burn::module::Module;
+use burn::module::{Module, ParamId};
 use burn::tensor::Device;
 use burn_ddp_comm::ProcessGroup;
 
@@ -38,6 +38,8 @@ pub(crate) struct AgreedModel {
     is_shared_buffer: Vec<bool>,
     /// Parameters and buffers left to each rank.
     local: Vec<Entry>,
+    /// For each parameter and buffer, true if it is left to each rank.
+    is_local: HashMap<ParamId, bool>,
     config: WrapConfig,
     /// Line of `wrap`.
     site: &'static Location<'static>,
@@ -92,19 +94,32 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     seed::separate_ranks(ddp, &device)?;
     let is_shared_buffer = schema.floats(&is_local).zip(is_buffer).map(|(is_local, is_buffer)| is_buffer && !is_local);
     let is_shared_buffer = is_shared_buffer.collect();
+    let of_ids = schema.ids.into_iter().zip(is_local.iter().copied()).collect();
     let entries = schema.entries.into_iter().zip(is_local);
     let local = entries.filter_map(|(entry, is_local)| is_local.then_some(entry)).collect();
     let config = config.clone();
-    let agreed =
-        AgreedModel { device, group, alone, on_device, slots, divided, slot_of, is_shared_buffer, local, config, site };
+    let agreed = AgreedModel {
+        device,
+        group,
+        alone,
+        on_device,
+        slots,
+        divided,
+        slot_of,
+        is_shared_buffer,
+        local,
+        is_local: of_ids,
+        config,
+        site,
+    };
     Ok((model, agreed))
 }
 
 impl AgreedModel {
     /// Taps of the agreed model, whose running statistics are those of `model`. *Collective*.
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Taps> {
-        let AgreedModel { device, group, alone, on_device, slots, divided, slot_of, is_shared_buffer, local, .. } =
-            self;
+        let AgreedModel { device, group, alone, on_device, slots, divided, slot_of, .. } = self;
+        let (is_shared_buffer, local, is_local) = (self.is_shared_buffer, self.local, self.is_local);
         let (config, site) = (self.config, self.site);
         let settings = ReducerSettings {
             reduction: config.reduction,
@@ -131,7 +146,7 @@ impl AgreedModel {
             false => None,
         };
         let wrapped = open_model(ddp.without_presence(), device, group, slots, settings, statistics)?;
-        Ok(Taps::new(ddp, Arc::new(wrapped.with_local(local).with_shards(divided, shards)), slot_of))
+        Ok(Taps::new(ddp, Arc::new(wrapped.with_local(local, is_local).with_shards(divided, shards)), slot_of))
     }
 }
 

@@ -17,8 +17,8 @@ use crate::{Error, Result, intercept};
 /// Call it between `GradientsParams::from_grads` and the optimizer's step. Not collective: gradients of a wrapped model
 /// are equal on all ranks, and what this computes from them is, too. With
 /// [sharded](crate::WrapConfig::with_sharding) parameters it is *collective*: every rank calls it, and a number per
-/// parameter is exchanged; the norm is that of unsharded training to rounding in f64. Burn's `GradientClippingConfig::Norm` is something
-/// else: it looks at the norm of each parameter alone.
+/// parameter is exchanged; the norm is that of unsharded training to rounding in f64. Burn's
+/// `GradientClippingConfig::Norm` is something else: it looks at the norm of each parameter alone.
 ///
 /// Gradients are multiplied by `max_norm / (norm + 1e-6)` if that is below 1, and otherwise left as they are. The norm
 /// is accumulated in f64, in one order.
@@ -74,8 +74,8 @@ pub fn clip_grad_norm<M: Module>(
 /// The 2-norm of all gradients of `model` together, as torch's `get_total_norm`; infinite or NaN if an element is.
 ///
 /// The same on all ranks of a wrapped model. Not collective, unless the model has
-/// [sharded](crate::WrapConfig::with_sharding) parameters: then every rank calls it. Parameters without a gradient count
-/// as nothing.
+/// [sharded](crate::WrapConfig::with_sharding) parameters: then every rank calls it. Parameters without a gradient
+/// count as nothing.
 ///
 /// # Errors
 ///
