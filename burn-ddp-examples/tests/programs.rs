@@ -108,11 +108,11 @@ fn one_rank_with_the_same_global_batch_follows_the_same_curve() {
 
 /// Two epochs of a small transformer on a text of its own.
 #[track_caller]
-fn train_on_text(dir: &Path, arguments: &str) -> (Summary, String) {
+fn train_on_text(dir: &Path, width: usize, arguments: &str) -> (Summary, String) {
     let (text, summary) = (dir.join("text"), dir.join("summary.json"));
     fs::write(&text, "the cat sat on the mat, and the rat ran. ".repeat(40)).unwrap();
     let arguments = format!(
-        "--text {} --summary {} --layers 1 --width 16 --heads 2 --context 16 --prompt th --sample 8 {arguments}",
+        "--text {} --summary {} --layers 1 --width {width} --heads 2 --context 16 --prompt th --sample 8 {arguments}",
         text.display(),
         summary.display()
     );
@@ -123,10 +123,11 @@ fn train_on_text(dir: &Path, arguments: &str) -> (Summary, String) {
 #[test]
 fn a_transformer_follows_one_rank_saves_and_writes() {
     let dir = tempfile::tempdir().unwrap();
-    let (one, _) = train_on_text(dir.path(), "--nproc 1 --epochs 2 --batch-size 8");
+    let (one, _) = train_on_text(dir.path(), 16, "--nproc 1 --epochs 2 --batch-size 8");
     let checkpoints = dir.path().join("checkpoints");
     let (two, shown) = train_on_text(
         dir.path(),
+        16,
         &format!("--nproc 2 --epochs 2 --batch-size 4 --checkpoints {}", checkpoints.display()),
     );
     for (a, b) in one.train_loss.iter().zip(&two.train_loss) {
@@ -138,8 +139,25 @@ fn a_transformer_follows_one_rank_saves_and_writes() {
 
     // Goes on from the checkpoint, on another number of ranks.
     let (three, _) =
-        train_on_text(dir.path(), &format!("--nproc 3 --epochs 3 --checkpoints {}", checkpoints.display()));
+        train_on_text(dir.path(), 16, &format!("--nproc 3 --epochs 3 --checkpoints {}", checkpoints.display()));
     assert_eq!((three.train_loss.len(), &three.train_loss[..2]), (3, &two.train_loss[..]));
+}
+
+#[test]
+fn a_sharded_transformer_trains_evaluates_and_writes_as_a_whole_one() {
+    let dir = tempfile::tempdir().unwrap();
+    // 10 test items: 4, 3 and 3 on three ranks, in 2, 1 and 1 batches. The largest parameters are sharded.
+    let line = "--nproc 3 --epochs 2 --batch-size 3";
+    let results = ["", "--shard"].map(|shard| train_on_text(dir.path(), 64, &format!("{line} {shard}")));
+    let [(whole, written), (sharded, sharded_written)] = results;
+    assert_eq!(sharded.train_loss, whole.train_loss);
+    assert_eq!(sharded.test_accuracy, whole.test_accuracy);
+    assert_eq!(sharded.param_hash, whole.param_hash);
+    let text = |shown: &str| shown.lines().last().unwrap().to_owned();
+    assert!(text(&written).starts_with("th"), "{written}");
+    assert_eq!(text(&sharded_written), text(&written));
+    fails(GPT, "--shard --checkpoints x", "--shard' cannot be used with '--checkpoints");
+    fails(GPT, "--nproc 2 --shard --context 8000 --sample 0", "1 test items for 2 ranks");
 }
 
 #[cfg(feature = "train")]

@@ -3,6 +3,7 @@
 //! ```sh
 //! cargo run --bin gpt                                         # two ranks, on this project's documentation
 //! cargo run --bin gpt -- --text my.txt --layers 4 --width 128 # a larger one, on a file of your own
+//! cargo run --bin gpt -- --shard --nproc 4                  # a quarter of parameters, gradients, state per rank
 //! burnrun -n 2 target/debug/gpt --summary summary.json        # two ranks, started by a launcher
 //! ```
 #![forbid(unsafe_code)]

@@ -81,9 +81,20 @@ pub fn run(ddp: &Ddp, args: &DigitArgs, steps: &LoopOptions) -> Result<()> {
     let model = args.model(&device);
     let optimizer = AdamConfig::new().init();
     let peak_lr = args.lr();
-    Training { ddp, options: &args.options, steps, task: Digits, model, optimizer, train, test, peak_lr }
-        .run()
-        .map(drop)
+    Training {
+        ddp,
+        options: &args.options,
+        steps,
+        task: Digits,
+        model,
+        optimizer,
+        sharding: Sharding::Off,
+        train,
+        test,
+        peak_lr,
+    }
+    .run()
+    .map(drop)
 }
 
 struct Digits;

@@ -51,6 +51,10 @@ pub struct TextArgs {
     #[arg(long, default_value_t = 0.0, value_name = "SHARE")]
     pub dropout: f64,
 
+    /// Divide large parameters, their gradients and the optimizer's state between the ranks, as FSDP does
+    #[arg(long, conflicts_with = "checkpoints")]
+    pub shard: bool,
+
     /// Start of the text that is written after the training
     #[arg(long, default_value = "The ", value_name = "TEXT")]
     pub prompt: String,
@@ -102,14 +106,18 @@ pub fn run(ddp: &Ddp, args: &TextArgs) -> Result<()> {
     }
     let optimizer = AdamWConfig::new().init();
     let peak_lr = options.lr.unwrap_or_default();
-    let training = Training { ddp, options, steps, task: Text, model, optimizer, train, test, peak_lr };
+    let sharding = if args.shard { Sharding::Parameters } else { Sharding::Off };
+    let training = Training { ddp, options, steps, task: Text, model, optimizer, sharding, train, test, peak_lr };
     let model = training.run()?;
-    if ddp.is_main() && args.sample > 0 {
+    // Every rank of a sharded model makes the forwards of a text.
+    if (ddp.is_main() || args.shard) && args.sample > 0 {
         let device = ddp.device()?;
         device.seed(options.seed);
         let draw = || Some(Tensor::<1>::random([1], Distribution::Uniform(0.0, 1.0), &device).into_scalar::<f64>());
         let text = model.valid().generate(args.prompt.as_bytes(), args.sample, &device, draw);
-        println!("\n{}{}", args.prompt, String::from_utf8_lossy(&text));
+        if ddp.is_main() {
+            println!("\n{}{}", args.prompt, String::from_utf8_lossy(&text));
+        }
     }
     Ok(())
 }

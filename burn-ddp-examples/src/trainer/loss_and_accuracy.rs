@@ -1,6 +1,6 @@
 //! Losses and accuracies over all ranks.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use burn::prelude::*;
 use burn_ddp::data::EvalLoader;
 use burn_ddp::{Ddp, ReduceOp};
@@ -29,17 +29,29 @@ impl Losses {
 
 /// Share of the test items that are recognised, over all ranks, 0–1. Each rank reads its own share, so every item
 /// counts once. `correct` returns the number of recognised items of a batch and the number of all its items.
-/// *Collective*.
-pub(crate) fn accuracy<B: Send + 'static>(
+/// `collective`: true if `correct` is collective, as with a sharded model; a rank with fewer batches than another then
+/// passes its last one again, which counts once. *Collective*.
+pub(crate) fn accuracy<B: Clone + Send + 'static>(
     ddp: &Ddp,
     test: &EvalLoader<B>,
+    collective: bool,
     mut correct: impl FnMut(B) -> (Tensor<1, Int>, usize),
 ) -> Result<f64> {
+    let mut most = [test.len() as i64];
+    if collective {
+        ddp.group().all_reduce(&mut most, ReduceOp::Max)?;
+    }
     let mut counts = [0, 0];
+    let mut last = None;
     for batch in test.iter() {
-        let (recognised, items) = correct(batch?);
+        let batch = batch?;
+        last = collective.then(|| batch.clone());
+        let (recognised, items) = correct(batch);
         counts[0] += recognised.into_scalar::<i64>();
         counts[1] += items as i64;
+    }
+    for _ in test.len() as i64..most[0] {
+        correct(last.clone().context("this rank has no test items")?);
     }
     ddp.group().all_reduce(&mut counts, ReduceOp::Sum)?;
     Ok(counts[0] as f64 / counts[1] as f64)

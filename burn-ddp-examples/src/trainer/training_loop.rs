@@ -22,7 +22,7 @@ pub(crate) trait Task {
     /// The network.
     type Model: Module + 'static;
     /// The items of a backward on one rank.
-    type Batch: Send + 'static;
+    type Batch: Clone + Send + 'static;
 
     /// Plural noun for the items.
     const ITEMS: &str = "samples";
@@ -43,6 +43,7 @@ pub(crate) struct Training<'a, T: Task> {
     /// The model, not yet wrapped.
     pub(crate) model: T::Model,
     pub(crate) optimizer: ModuleOptimizer,
+    pub(crate) sharding: Sharding,
     /// Made by [`loaders`], as is `test`.
     pub(crate) train: ShardedLoader<T::Batch>,
     pub(crate) test: EvalLoader<T::Batch>,
@@ -68,9 +69,18 @@ impl<T: Task> Training<'_, T> {
     /// Trains, evaluates after each epoch, reports, and returns the trained model. *Collective*: every rank calls it
     /// with the same options.
     pub(crate) fn run(self) -> Result<T::Model> {
-        let Training { ddp, options, task, mut optimizer, train, test, .. } = self;
+        let Training { ddp, options, task, sharding, train, test, .. } = self;
         let &LoopOptions { accumulate, schedule, .. } = self.steps;
-        let mut model = ddp.wrap_with(self.model, &WrapConfig::new().with_accumulation(accumulate))?;
+        let shards = sharding == Sharding::Parameters;
+        ensure!(
+            !shards || test.num_items() >= ddp.world_size(),
+            "{} test items for {} ranks: each rank of a sharded model evaluates at least one",
+            test.num_items(),
+            ddp.world_size()
+        );
+        let config = WrapConfig::new().with_accumulation(accumulate).with_sharding(sharding);
+        let mut model = ddp.wrap_with(self.model, &config)?;
+        let mut optimizer = ddp.optimizer(self.optimizer, &model)?;
 
         let steps_per_epoch = train.steps_per_epoch() / accumulate;
         ensure!(
@@ -115,7 +125,7 @@ impl<T: Task> Training<'_, T> {
             work.time += train_time;
 
             let valid = model.valid(); // no dropout, running statistics, no gradients
-            let test_accuracy = accuracy(ddp, &test, |batch| task.correct(&valid, batch))?;
+            let test_accuracy = accuracy(ddp, &test, shards, |batch| task.correct(&valid, batch))?;
             let epoch = Epoch { train_loss, test_accuracy, train_time };
             display.end(number, &epoch);
             progress.epochs.push(epoch);

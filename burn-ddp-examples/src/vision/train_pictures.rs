@@ -9,7 +9,7 @@ use burn::optim::SgdConfig;
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::prelude::*;
-use burn_ddp::Ddp;
+use burn_ddp::{Ddp, Sharding};
 use clap::Args;
 
 use super::augment::Augment;
@@ -101,7 +101,9 @@ pub fn run<M: Classifier>(
     let criterion = CrossEntropyLossConfig::new().with_smoothing(Some(args.label_smoothing)).init(&autodiff);
     let task = Pictures { args, channels, criterion, device, autodiff, model: PhantomData };
     let peak_lr = options.lr.unwrap_or(lr_of_256 * items / ITEMS);
-    Training { ddp, options, steps, task, model, optimizer, train, test, peak_lr }.run().map(drop)
+    Training { ddp, options, steps, task, model, optimizer, sharding: Sharding::Off, train, test, peak_lr }
+        .run()
+        .map(drop)
 }
 
 struct Pictures<'a, M> {
