@@ -8,6 +8,8 @@ use super::DdpConfig;
 use burn_ddp_comm::WorldOptions;
 use serde::{Deserialize, Serialize};
 
+use crate::data::DEFAULT_WORKERS;
+
 /// The section `[job]` of a [`DdpConfig`]: the [`WorldOptions`] of the same names, times in seconds. An environment
 /// variable such as `BURN_DDP_TIMEOUT` overrides each.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -40,14 +42,20 @@ pub struct JobSettings {
 }
 
 /// The section `[data]` of a [`DdpConfig`].
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DataSettings {
-    /// Threads that load batches ahead on each rank; 0, the default, for none.
+    /// Threads that load batches ahead on each rank; 1 by default, 0 for none.
     pub workers: usize,
     /// The seed of each epoch's order; without it, every epoch has the dataset's order.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shuffle: Option<u64>,
+}
+
+impl Default for DataSettings {
+    fn default() -> Self {
+        DataSettings { workers: DEFAULT_WORKERS, shuffle: None }
+    }
 }
 
 /// The section `[checkpoint]` of a [`DdpConfig`], for programs that write checkpoints.

@@ -9,7 +9,7 @@ use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
 use super::item_check::{Describe, Items, describe_by};
-use super::prefetch::{Pool, Source};
+use super::prefetch::{DEFAULT_WORKERS, Pool, Source};
 use super::sampler::{Order, Sampler};
 use super::sharded_loader::Weigh;
 use super::{DataError, EpochPlan, EvalLoader, ShardedLoader};
@@ -146,7 +146,7 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
             batcher: Arc::new(batcher),
             batch: BatchSize::PerRank(1),
             weigh: None,
-            num_workers: 0,
+            num_workers: DEFAULT_WORKERS,
             seed: None,
             sampler: None,
             drops_last: false,
@@ -163,8 +163,15 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
         self
     }
 
-    /// Threads that load batches ahead, in order; with 0, the default, each batch is loaded when it is asked for. A
-    /// worker holds up to three batches that were not yet taken.
+    /// Threads that load batches ahead of the loop, in order; 1 by default, and with 0 each batch is loaded when it is
+    /// asked for.
+    ///
+    /// Memory: each worker holds up to three batches that were not yet taken, on the device of the batches. Epochs share
+    /// the threads; they end with the loader. A panic of the dataset or the batcher is the error
+    /// [`DataError::WorkerPanicked`] of its batch; with 0 it unwinds through the loop.
+    ///
+    /// A batcher that draws from the device's generator does so while the model may draw too, so that numbers do not
+    /// repeat between runs: draw from the item, or use 0.
     pub fn num_workers(mut self, num_workers: usize) -> Self {
         self.num_workers = num_workers;
         self

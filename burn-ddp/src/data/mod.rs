@@ -48,6 +48,7 @@ pub use eval_loader::{EvalBatches, EvalLoader};
 pub use loader_builder::{Evaluation, LoaderBuilder, Training};
 pub use permutation::permutation;
 pub use position::Position;
+pub(crate) use prefetch::DEFAULT_WORKERS;
 pub use sampler::{Sampler, WeightedSampler};
 pub use sharded_dataset::ShardedDataset;
 pub use sharded_loader::ShardedLoader;

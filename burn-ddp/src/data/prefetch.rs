@@ -20,6 +20,9 @@ use burn::tensor::Device;
 /// Finished batches that wait in a worker's channel, at most.
 const AHEAD_PER_WORKER: usize = 2;
 
+/// Workers of a loader that sets no other number: one reads ahead of the training.
+pub(crate) const DEFAULT_WORKERS: usize = 1;
+
 /// Interval at which a waiting pass checks that the job goes on.
 const CHECK_EVERY: Duration = Duration::from_millis(200);
 

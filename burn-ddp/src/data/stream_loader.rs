@@ -8,6 +8,7 @@ use burn::tensor::Device;
 use burn_ddp_comm::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
+use super::DEFAULT_WORKERS;
 use super::DataError;
 use super::sharded_loader::Weigh;
 use super::stream::StreamSource;
@@ -72,7 +73,7 @@ impl Ddp {
             batcher: Arc::new(batcher),
             batch_size: 1,
             weigh: None,
-            num_workers: 0,
+            num_workers: DEFAULT_WORKERS,
             device: None,
         }
     }
@@ -105,8 +106,10 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
         self
     }
 
-    /// Threads that each read a part of their own, whose batches come in turn. With 0, the default, the rank has one
-    /// part, read when a batch is asked for.
+    /// Threads that each read a part of their own ahead of the loop, whose batches come in turn; 1 by default. With 0
+    /// the rank has one part too, read when a batch is asked for.
+    ///
+    /// Memory and batchers that draw random numbers: as for [`LoaderBuilder`](super::LoaderBuilder::num_workers).
     pub fn num_workers(mut self, num_workers: usize) -> Self {
         self.num_workers = num_workers;
         self
@@ -120,7 +123,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
     }
 
     /// Builds the loader. *Collective*: all ranks build the same loaders in the same order, with the same batch size
-    /// and workers.
+    /// and workers, of which 0 and 1 are alike.
     ///
     /// # Errors
     ///
@@ -138,7 +141,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
             ("the kind of loader", "streaming".to_string()),
             ("the number of the loader", id.to_string()),
             ("the batch size", batch_size.to_string()),
-            ("the number of workers", num_workers.to_string()),
+            ("the number of parts of a rank", num_workers.max(1).to_string()),
             ("the source of a batch's weight", weights.to_string()),
         ];
         let settings = settings.map(|(name, value)| (name.to_string(), value)).to_vec();

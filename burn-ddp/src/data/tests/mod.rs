@@ -1,5 +1,6 @@
 //! The loaders over worlds of 1 to 4, as threads.
 
+mod ahead;
 mod default_device;
 mod differing_ranks;
 mod eval;

@@ -159,8 +159,9 @@ fn a_rank_without_any_item_or_with_other_settings_is_an_error() {
     let error = error.unwrap_err().to_string();
     assert!(error.contains("rank 1") && error.contains("fewer parts than ranks and workers"), "{error}");
     spawn(2, |ddp| {
-        let error = build(&ddp, ddp.rank()).err().unwrap().to_string();
-        assert!(error.contains("the number of workers is 0 on rank 0 and 1 on rank 1"), "{error}");
+        let error = build(&ddp, 1 + ddp.rank()).err().unwrap().to_string();
+        assert!(error.contains("the number of parts of a rank is 1 on rank 0 and 2 on rank 1"), "{error}");
+        build(&ddp, ddp.rank())?; // one part each
         let two = build(&ddp, 2)?;
         read(&ddp, &two, 0, 1)?;
         let position = two.position()?;
