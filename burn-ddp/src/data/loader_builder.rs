@@ -166,8 +166,8 @@ impl<I, O, K> LoaderBuilder<I, O, K> {
     /// Threads that load batches ahead of the loop, in order; 1 by default, and with 0 each batch is loaded when it is
     /// asked for.
     ///
-    /// Memory: each worker holds up to three batches that were not yet taken, on the device of the batches. Epochs share
-    /// the threads; they end with the loader. A panic of the dataset or the batcher is the error
+    /// Memory: each worker holds up to three batches that were not yet taken, on the device of the batches. All epochs
+    /// use the same threads, which end with the loader. A panic of the dataset or the batcher is the error
     /// [`DataError::WorkerPanicked`] of its batch; with 0 it unwinds through the loop.
     ///
     /// A batcher that draws from the device's generator does so while the model may draw too, so that numbers do not

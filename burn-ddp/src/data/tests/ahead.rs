@@ -51,8 +51,8 @@ impl StreamSource<usize> for Counted {
     }
 }
 
-/// A pass of each loader, with `workers` or as many as it has by default: takes one batch of one item, calls `then` with
-/// the items, and leaves pass and loader.
+/// A pass of each loader, with `workers` or as many as it has by default: takes one batch of one item, calls `then`
+/// with the items, and leaves pass and loader.
 fn one_batch_of_each_loader(
     ddp: &Ddp,
     workers: Option<usize>,
