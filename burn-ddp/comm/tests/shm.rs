@@ -284,6 +284,90 @@ fn a_rank_killed_anywhere_leaves_no_wrong_number_and_nobody_waiting() {
     assert_eq!(in_dev_shm(), before);
 }
 
+/// Control group in which a rank's memory is limited; removed by the drop. `None` if this process may not make one.
+struct LimitedMemory(std::path::PathBuf);
+
+impl LimitedMemory {
+    fn new(bytes: usize) -> Option<LimitedMemory> {
+        let name = format!("burn-ddp-test-{}-{bytes}", std::process::id());
+        [("memory", "memory.limit_in_bytes"), ("", "memory.max")].into_iter().find_map(|(part, file)| {
+            let group = std::path::Path::new("/sys/fs/cgroup").join(part).join(&name);
+            std::fs::create_dir(&group).ok()?;
+            let limited = std::fs::OpenOptions::new().write(true).open(group.join(file));
+            let written =
+                limited.and_then(|mut file| std::io::Write::write_all(&mut file, bytes.to_string().as_bytes()));
+            let group = LimitedMemory(group);
+            written.is_ok().then_some(group)
+        })
+    }
+}
+
+impl Drop for LimitedMemory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+/// Four ranks with shared buffers of 32 MiB, one of which may use so many MiB of memory; if the buffers are shared.
+fn shared_under_a_limit(test: &str, limited: usize, mib: usize) -> Option<bool> {
+    const GROUP: &str = "BURN_DDP_TEST_GROUP";
+    if let Some((_, env)) = role() {
+        if let Some(group) = std::env::var_os(GROUP) {
+            std::fs::write(std::path::Path::new(&group).join("cgroup.procs"), "0").unwrap();
+        }
+        let world = World::join(&env, shm()).unwrap();
+        let group = world.group().unwrap();
+        let mut buffer = group.shared_buffers(&[32 << 20]).unwrap().remove(0);
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let is_large = |line: &str| {
+            let (start, rest) = line.split_once('-')?;
+            let bytes = |hex| u64::from_str_radix(hex, 16).ok();
+            (bytes(rest.split_once(' ')?.0)? - bytes(start)? > 64 << 20).then_some(())
+        };
+        let shared = maps.lines().filter(|line| line.contains("memfd:burn-ddp")).any(|line| is_large(line).is_some());
+        buffer.set_len(4);
+        buffer.bytes_mut().copy_from_slice(&1.0_f32.to_ne_bytes());
+        let sum = group.all_reduce_shared(DType::F32, &mut buffer, ReduceOp::Sum, 0).unwrap();
+        assert_eq!(*sum, 4.0_f32.to_ne_bytes());
+        say(if shared { "shared" } else { "plain" });
+        return None;
+    }
+    let Some(group) = LimitedMemory::new(mib << 20) else {
+        println!("skipped: this test needs the right to limit the memory of a control group");
+        return None;
+    };
+    let store = launcher_store();
+    let start = |rank| {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        if rank == limited {
+            command.env(GROUP, &group.0);
+        }
+        Process::start_by(command, test, "rank", &rank_at(&store, rank, 4))
+    };
+    let mut ranks: Vec<Process> = (0..4).map(start).collect();
+    let said: Vec<String> = ranks.iter_mut().map(Process::hear).collect();
+    ranks.iter_mut().for_each(|rank| assert!(rank.end().success()));
+    assert!(said.iter().all(|one| *one == said[0]), "{said:?}");
+    Some(said[0] == "shared")
+}
+
+#[test]
+fn each_rank_gives_memory_to_its_part_of_shared_buffers() {
+    const TEST: &str = "each_rank_gives_memory_to_its_part_of_shared_buffers";
+    // All of it is 160 MiB, the part of a rank 40.
+    for limited in [0, 1] {
+        assert_ne!(shared_under_a_limit(TEST, limited, 80), Some(false), "rank {limited}");
+    }
+}
+
+#[test]
+fn a_rank_without_memory_for_its_part_makes_buffers_plain_everywhere() {
+    const TEST: &str = "a_rank_without_memory_for_its_part_makes_buffers_plain_everywhere";
+    for limited in [0, 3] {
+        assert_ne!(shared_under_a_limit(TEST, limited, 30), Some(true), "rank {limited}");
+    }
+}
+
 /// Two users of one number, as in two containers without root: the kernel of each turns the other away.
 #[test]
 #[ignore = "needs root, `setpriv` and `unshare`"]

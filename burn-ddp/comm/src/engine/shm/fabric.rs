@@ -47,7 +47,8 @@ impl ShmFabric {
     pub(in crate::engine) fn try_share(&self, call: &Call) -> Result<Result<ShmEngine, Unavailable>> {
         let (size, rank) = (call.members.count(), call.group_rank()?);
         let handover = Handover { call, membership: &self.membership, key: &self.key, rank, number: 0 };
-        let segment = match handover.share(Layout::new(size).len())? {
+        let layout = Layout::new(size);
+        let segment = match handover.share(layout.len(), &layout.parts(rank))? {
             Ok(segment) => segment,
             Err(reason) => return Ok(Err(reason)),
         };

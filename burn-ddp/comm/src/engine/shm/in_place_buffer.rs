@@ -4,6 +4,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::layout::share;
 use super::segment::Segment;
 
 /// Regions begin at multiples of this.
@@ -30,6 +31,18 @@ impl Regions {
         }
         // An empty segment cannot be mapped.
         Some((all, end.max(ALIGN)))
+    }
+
+    /// What `rank` of `ranks` writes in buffers of these regions: its inputs, and its shares of the results. Those of
+    /// all ranks cover the segment.
+    pub(super) fn parts(all: &[Regions], rank: usize, ranks: usize) -> Vec<Range<usize>> {
+        // A segment without buffers has a page all the same.
+        let first = (rank == 0).then_some(0..ALIGN);
+        let of_buffer = |regions: &Regions| {
+            let (result, input) = (regions.start..regions.start + regions.stride, regions.input(rank).start);
+            [share(result, rank, ranks), input..input + regions.stride]
+        };
+        first.into_iter().chain(all.iter().flat_map(of_buffer)).collect()
     }
 
     /// The input of `rank`.
@@ -172,6 +185,10 @@ mod tests {
         ranges.sort_by_key(|range| range.start);
         assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start));
         assert!(ranges.iter().all(|range| range.end <= len && range.start.is_multiple_of(ALIGN)));
+        let mut parts: Vec<_> = (0..3).flat_map(|rank| Regions::parts(&buffers, rank, 3)).collect();
+        parts.sort_by_key(|part| part.start);
+        let covered = parts.iter().fold(0, |end, part| if part.start <= end { end.max(part.end) } else { end });
+        assert_eq!(covered, len);
         assert!(Regions::plan(&[usize::MAX / 2], 3).is_none());
         assert!(Regions::plan(&[], 3).unwrap().1 > 0);
     }

@@ -139,7 +139,10 @@ impl ShmEngine {
         self.segments += 1;
         let handover = Handover { call, membership: self.board.membership(), key: &self.key, rank, number };
         let made = match Regions::plan(lens, ranks) {
-            Some((regions, len)) => handover.share(len)?.map(|segment| (regions, Arc::new(segment))),
+            Some((regions, len)) => {
+                let shared = handover.share(len, &Regions::parts(&regions, rank, ranks))?;
+                shared.map(|segment| (regions, Arc::new(segment)))
+            }
             None => Err(Unavailable::TooLarge),
         };
         let (regions, segment) = match made {

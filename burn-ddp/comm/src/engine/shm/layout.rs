@@ -64,6 +64,16 @@ impl Layout {
         self.len
     }
 
+    /// What `rank` writes: the ranges that it makes present. Those of all ranks cover the segment.
+    pub(super) fn parts(&self, rank: usize) -> Vec<Range<usize>> {
+        let areas = [self.eager, self.slots, self.results, self.parcels, self.len];
+        // The words of all ranks are in front, and small.
+        let mut parts = if rank == 0 { vec![0..self.eager] } else { Vec::new() };
+        let of_area = |ends: &[usize]| share(ends[0]..ends[1], rank, self.n);
+        parts.extend(areas.windows(2).map(of_area));
+        parts
+    }
+
     pub(super) fn cell(&self, rank: usize) -> usize {
         debug_assert!(rank < self.n);
         rank * size_of::<Cell>()
@@ -118,6 +128,12 @@ impl Layout {
     }
 }
 
+/// The part of `rank` in an area that `n` ranks share equally.
+pub(super) fn share(area: Range<usize>, rank: usize, n: usize) -> Range<usize> {
+    let at = |rank: usize| area.start + (area.len() as u128 * rank as u128 / n as u128) as usize;
+    at(rank)..at(rank + 1)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -138,6 +154,23 @@ mod tests {
             ranges.sort_by_key(|range| range.start);
             assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start));
             assert!(ranges.last().is_some_and(|last| last.end <= layout.len()));
+        }
+    }
+
+    #[test]
+    fn parts_cover_the_segment() {
+        for n in [1, 2, 3, 7, 32] {
+            let layout = Layout::new(n);
+            let mut parts: Vec<Range<usize>> = (0..n).flat_map(|rank| layout.parts(rank)).collect();
+            parts.sort_by_key(|part| part.start);
+            assert!(parts.windows(2).all(|pair| pair[0].end == pair[1].start), "{parts:?}");
+            assert_eq!((parts[0].start, parts[parts.len() - 1].end), (0, layout.len()));
+            // A rank's slots are its own but for the edge of a page.
+            for rank in 0..n {
+                let slot = layout.slot(rank, 0, 0..SLOT_BYTES);
+                let own = layout.parts(rank).into_iter().find(|part| part.contains(&(slot.start + ALIGN))).unwrap();
+                assert!(own.start <= slot.start + ALIGN && own.end + ALIGN >= slot.end, "{own:?} {slot:?}");
+            }
         }
     }
 }

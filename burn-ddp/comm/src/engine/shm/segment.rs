@@ -1,8 +1,8 @@
 //! Memory that several processes map.
 //!
 //! A memfd: it has no name, so nothing is left behind when processes are killed. Its size is sealed, so no process can
-//! make another's access a SIGBUS by shrinking it, and all of its pages are there before it is used, so that missing
-//! memory is an error here.
+//! make another's access a SIGBUS by shrinking it, and all of its pages are there before it is used, each made by the
+//! rank that writes it, so that missing memory is an error here.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -21,6 +21,8 @@ use super::rank_cell::{Cell, Pair};
 
 /// Bytes of a huge page, where there are any.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// Bytes of the largest page that is not a huge one.
+const LARGEST_PAGE_BYTES: usize = 64 << 10;
 /// Seals that a peer's segment must have before it is mapped.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
@@ -50,15 +52,8 @@ unsafe impl Shared for Cell {}
 unsafe impl Shared for Pair {}
 
 impl Segment {
-    /// A new segment of `len` zeros, and the file descriptor by which other processes map it.
-    ///
-    /// # Errors
-    /// Those of the system; also if the machine or a control group has not as much memory to spare, since some systems
-    /// grant it and then end a process.
+    /// A new segment of `len` zeros, without memory yet, and the file descriptor by which other processes map it.
     pub(super) fn create(len: usize) -> io::Result<(Segment, OwnedFd)> {
-        if let Some(spare) = memory_limits::spare().filter(|spare| len as u64 > spare.bytes) {
-            return Err(io::Error::new(io::ErrorKind::OutOfMemory, spare.to_string()));
-        }
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = match rustix::fs::memfd_create("burn-ddp", flags | MemfdFlags::NOEXEC_SEAL) {
             // Older kernels do not know that data is not to be executed.
@@ -67,18 +62,39 @@ impl Segment {
         }?;
         rustix::fs::ftruncate(&fd, len as u64)?;
         rustix::fs::fcntl_add_seals(&fd, SEALS | SealFlags::SEAL)?;
-        let segment = Segment::map(fd.as_fd(), len)?;
-        // SAFETY: advice about a mapping of this segment; all pages become present, none changes.
-        match unsafe { rustix::mm::madvise(segment.pointer(), len, Advice::LinuxPopulateWrite) } {
-            // Older kernels: the memory is set aside all the same, and mapped when it is touched.
-            Err(Errno::INVAL) => rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len as u64)?,
-            result => result?,
-        }
-        Ok((segment, fd))
+        Ok((Segment::map(fd.as_fd(), len)?, fd))
     }
 
-    /// Maps what a peer created with `len` bytes. Pages that are there already are mapped as they are touched: all of
-    /// them for all ranks would be most of the time in which a large world meets.
+    /// Makes the pages in `ranges` present: they are near this rank's core, and count as memory of its control group.
+    /// `fd` is the segment's.
+    ///
+    /// # Errors
+    /// Those of the system; also if the machine or a control group has not as much memory to spare, since some systems
+    /// grant it and then end a process.
+    pub(super) fn populate(&self, fd: BorrowedFd<'_>, ranges: &[Range<usize>]) -> io::Result<()> {
+        let wanted: usize = ranges.iter().map(ExactSizeIterator::len).sum();
+        if let Some(spare) = memory_limits::spare().filter(|spare| wanted as u64 > spare.bytes) {
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, spare.to_string()));
+        }
+        for range in ranges.iter().filter(|range| !range.is_empty()) {
+            self.check(range);
+            let start = range.start / LARGEST_PAGE_BYTES * LARGEST_PAGE_BYTES;
+            let len = range.end.next_multiple_of(LARGEST_PAGE_BYTES).min(self.len) - start;
+            let first = self.base.as_ptr().wrapping_add(start).cast();
+            // SAFETY: advice about a mapping of this segment; its pages become present, none changes.
+            match unsafe { rustix::mm::madvise(first, len, Advice::LinuxPopulateWrite) } {
+                // Older kernels: the memory is set aside all the same, and mapped when it is touched.
+                Err(Errno::INVAL) => {
+                    rustix::fs::fallocate(fd, FallocateFlags::empty(), start as u64, len as u64)?;
+                }
+                result => result?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Maps what a peer created with `len` bytes. Pages that others have made present are mapped as they are touched:
+    /// all of them for all ranks would be most of the time in which a large world meets.
     pub(super) fn map(fd: BorrowedFd<'_>, len: usize) -> io::Result<Segment> {
         let (seals, size) = (rustix::fs::fcntl_get_seals(fd)?, rustix::fs::fstat(fd)?.st_size);
         if !seals.contains(SEALS) || u64::try_from(size).ok() != Some(len as u64) {
@@ -220,9 +236,16 @@ mod tests {
         assert!(Segment::map(open.as_fd(), 4096).is_err());
     }
 
+    /// A segment with all of its memory.
+    fn filled(len: usize) -> io::Result<Segment> {
+        let (segment, fd) = Segment::create(len)?;
+        segment.populate(fd.as_fd(), &[0..len])?;
+        Ok(segment)
+    }
+
     #[test]
     fn more_than_there_is_is_an_error() {
-        assert!(Segment::create(1 << 46).is_err());
+        assert!(filled(1 << 46).is_err());
     }
 
     /// Directory of the control group for the process that the test below starts.
@@ -234,10 +257,10 @@ mod tests {
         use std::process::Command;
         if let Ok(group) = std::env::var(GROUP) {
             std::fs::write(format!("{group}/cgroup.procs"), "0").unwrap();
-            let error = Segment::create(256 << 20).unwrap_err();
+            let error = filled(256 << 20).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::OutOfMemory);
             assert!(error.to_string().contains(&group), "{error}");
-            drop(Segment::create(16 << 20).unwrap());
+            drop(filled(16 << 20).unwrap());
             return;
         }
         let name = format!("burn-ddp-test-{}", std::process::id());

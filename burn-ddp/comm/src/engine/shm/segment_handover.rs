@@ -1,19 +1,23 @@
-//! One rank makes a segment and hands it to the others: all of them map it, or none does and all know why.
+//! One rank makes a segment and hands it to the others in turn: each maps it and gives memory to its part; all have it
+//! then, or none, and all know why.
 //!
 //! ```text
 //! member                         leader (rank 0 of the group)
 //! connects ─ Hello ───────────►  is it a process of this user, does it know the key?
 //!          ◄───────── Came ────  ranks still missing; again whenever one has come
-//!          ◄──── Offer + fd ───  all are there, and the segment is made      or Verdict(why not)
+//!          ◄──── Offer + fd ───  all are there, and it is this member's turn  or Verdict(why not)
 //! maps it ── Mapped(how) ─────►
 //!          ◄────── Verdict ────  all have mapped it, or the first reason why one has not
 //! ```
+//!
+//! In turn, since what a control group has to spare is known only when the last one has taken its part.
 //!
 //! The sockets are abstract ones of this machine, under names that follow from the key of the world's connections. They
 //! keep message boundaries, and are closed when the verdict has come.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -82,7 +86,8 @@ pub(crate) fn try_handover() -> io::Result<()> {
     let leader = listener.accept()?.0;
     unix_socket::check_peer(&leader)?;
     let len = Layout::new(1).len();
-    let (_segment, fd) = Segment::create(len)?;
+    let (segment, fd) = Segment::create(len)?;
+    segment.populate(fd.as_fd(), &[0..len])?;
     write(&leader, &Note::Offer { len: len as u64 }, Some(&fd))?;
     let offered = read(&member)?.1.ok_or_else(|| io::Error::other("a descriptor was lost on its way"))?;
     Segment::map(offered.as_fd(), len).map(drop)
@@ -97,17 +102,18 @@ struct Waits<'a> {
 }
 
 impl Handover<'_> {
-    /// A segment of `len` bytes that all ranks of the group have mapped; or, on all of them, why there is none.
+    /// A segment of `len` bytes that all ranks of the group have mapped; or, on all of them, why there is none. `parts`
+    /// are the ranges that this rank gives memory to; those of all ranks cover the segment.
     ///
     /// # Errors
     /// Those of a collective.
-    pub(super) fn share(&self, len: usize) -> Result<Result<Segment, Unavailable>> {
+    pub(super) fn share(&self, len: usize, parts: &[Range<usize>]) -> Result<Result<Segment, Unavailable>> {
         if self.size() == 1 {
-            return Ok(Segment::create(len).map(|(segment, _)| segment).map_err(|e| self.not_created(len, &e)));
+            return Ok(self.create(len, parts).map(|(segment, _)| segment));
         }
         let waker = self.membership.new_waker()?;
         let mut waits = Waits { handover: self, waker, watch: Watch::new(self.membership, self.call) };
-        if self.rank == 0 { self.lead(&mut waits, len) } else { self.follow(&mut waits, len) }
+        if self.rank == 0 { self.lead(&mut waits, len, parts) } else { self.follow(&mut waits, len, parts) }
     }
 
     fn size(&self) -> usize {
@@ -118,36 +124,36 @@ impl Handover<'_> {
         (0..self.size()).filter(|rank| *rank != self.rank).collect()
     }
 
-    fn lead(&self, waits: &mut Waits<'_>, len: usize) -> Result<Result<Segment, Unavailable>> {
+    /// A new segment in which the leader's parts have memory.
+    fn create(&self, len: usize, parts: &[Range<usize>]) -> Result<(Segment, OwnedFd), Unavailable> {
+        let made = Segment::create(len).and_then(|(segment, fd)| {
+            segment.populate(fd.as_fd(), parts)?;
+            Ok((segment, fd))
+        });
+        made.map_err(|e| self.not_created(len, &e))
+    }
+
+    fn lead(&self, waits: &mut Waits<'_>, len: usize, parts: &[Range<usize>]) -> Result<Result<Segment, Unavailable>> {
         let listener = unix_socket::bind_packets(&self.name()).map_err(|e| Error::Environment {
             message: format!("cannot listen on a local socket to share memory with the other ranks: {e}"),
         })?;
         let links = self.gather(waits, &listener)?;
         drop(listener);
-        let made = Segment::create(len).map_err(|e| self.not_created(len, &e));
-        let (segment, fd) = match made {
-            Ok((segment, fd)) => (Ok(segment), Some(fd)),
-            Err(why) => (Err(why), None),
-        };
-        if let Some(fd) = &fd {
-            for (rank, link) in &links {
-                self.send(waits, *rank, link, &Note::Offer { len: len as u64 }, Some(fd))?;
+        let mut made = self.create(len, parts);
+        for (rank, link) in &links {
+            let Ok((_, fd)) = &made else { break };
+            self.send(waits, *rank, link, &Note::Offer { len: len as u64 }, Some(fd))?;
+            match self.receive(waits, &[*rank], link)? {
+                (Note::Mapped(Ok(())), _) => {}
+                (Note::Mapped(Err(why)), _) => made = Err(Unavailable::OnPeer(why)),
+                (other, _) => return Err(self.unexpected(*rank, &other)),
             }
         }
-        let mut verdict = segment;
-        for (rank, link) in links.iter().filter(|_| fd.is_some()) {
-            let why = match self.receive(waits, &[*rank], link)? {
-                (Note::Mapped(Ok(())), _) => continue,
-                (Note::Mapped(Err(why)), _) => why,
-                (other, _) => return Err(self.unexpected(*rank, &other)),
-            };
-            verdict = verdict.and(Err(Unavailable::OnPeer(why)));
-        }
-        let told = Note::Verdict(verdict.as_ref().map(drop).map_err(Unavailable::to_string));
+        let told = Note::Verdict(made.as_ref().map(drop).map_err(Unavailable::to_string));
         for (rank, link) in &links {
             self.send(waits, *rank, link, &told, None)?;
         }
-        Ok(verdict)
+        Ok(made.map(|(segment, _)| segment))
     }
 
     /// Waits until every member has connected and proved its rank; yields their connections, by rank.
@@ -207,7 +213,12 @@ impl Handover<'_> {
         }
     }
 
-    fn follow(&self, waits: &mut Waits<'_>, len: usize) -> Result<Result<Segment, Unavailable>> {
+    fn follow(
+        &self,
+        waits: &mut Waits<'_>,
+        len: usize,
+        parts: &[Range<usize>],
+    ) -> Result<Result<Segment, Unavailable>> {
         let link = self.connect(waits)?;
         let rank = self.rank as u32;
         let proof = self.key.key.sign(&[HELLO, &rank.to_le_bytes()]);
@@ -228,7 +239,11 @@ impl Handover<'_> {
             }
         };
         let mapped = if theirs == len as u64 {
-            Segment::map(fd.as_fd(), len).map_err(|e| self.not_mapped(len, &e))
+            let filled = Segment::map(fd.as_fd(), len).and_then(|segment| {
+                segment.populate(fd.as_fd(), parts)?;
+                Ok(segment)
+            });
+            filled.map_err(|e| self.not_mapped(len, &e))
         } else {
             Err(Unavailable::SizesDiffer { rank: self.call.rank, own: len as u64, offered: theirs })
         };
