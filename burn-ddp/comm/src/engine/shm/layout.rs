@@ -68,10 +68,8 @@ impl Layout {
     pub(super) fn parts(&self, rank: usize) -> Vec<Range<usize>> {
         let areas = [self.eager, self.slots, self.results, self.parcels, self.len];
         // The words of all ranks are in front, and small.
-        let mut parts = if rank == 0 { vec![0..self.eager] } else { Vec::new() };
-        let of_area = |ends: &[usize]| share(ends[0]..ends[1], rank, self.n);
-        parts.extend(areas.windows(2).map(of_area));
-        parts
+        let words = (rank == 0).then_some(0..self.eager);
+        words.into_iter().chain(areas.windows(2).map(|ends| share(ends[0]..ends[1], rank, self.n))).collect()
     }
 
     pub(super) fn cell(&self, rank: usize) -> usize {

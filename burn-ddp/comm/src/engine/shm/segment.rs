@@ -239,7 +239,7 @@ mod tests {
     /// A segment with all of its memory.
     fn filled(len: usize) -> io::Result<Segment> {
         let (segment, fd) = Segment::create(len)?;
-        segment.populate(fd.as_fd(), &[0..len])?;
+        segment.populate(fd.as_fd(), std::slice::from_ref(&(0..len)))?;
         Ok(segment)
     }
 

@@ -85,9 +85,9 @@ pub(crate) fn try_handover() -> io::Result<()> {
     let member = unix_socket::connect_packets(&name)?;
     let leader = listener.accept()?.0;
     unix_socket::check_peer(&leader)?;
-    let len = Layout::new(1).len();
+    let (len, parts) = (Layout::new(1).len(), Layout::new(1).parts(0));
     let (segment, fd) = Segment::create(len)?;
-    segment.populate(fd.as_fd(), &[0..len])?;
+    segment.populate(fd.as_fd(), &parts)?;
     write(&leader, &Note::Offer { len: len as u64 }, Some(&fd))?;
     let offered = read(&member)?.1.ok_or_else(|| io::Error::other("a descriptor was lost on its way"))?;
     Segment::map(offered.as_fd(), len).map(drop)
