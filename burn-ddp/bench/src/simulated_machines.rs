@@ -1,7 +1,10 @@
-//! Several "machines" on this one: network namespaces, each with a cable of limited speed to a switch.
+//! Several "machines" on this one: network namespaces, each with a cable of limited speed to a switch, or with a device
+//! behind which a relay delays packets.
 
 use std::cell::Cell;
-use std::process::Command;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use burn_ddp_comm::{LaunchEnv, Meeting};
@@ -10,6 +13,8 @@ use burn_ddp_comm::{LaunchEnv, Meeting};
 pub(crate) const CABLE: &str = "cable";
 /// Bytes that may pass at once: what a timer tick lets through at a few Gbit/s.
 const BURST: &str = "512kb";
+/// Relay of machines with a delay between them; needs Python.
+const RELAY: &str = include_str!("../peers/delay.py");
 /// First port of the meetings; all ports above are free in namespaces of our own.
 const FIRST_PORT: u16 = 29_400;
 
@@ -17,6 +22,8 @@ const FIRST_PORT: u16 = 29_400;
 pub(crate) struct Machines {
     /// Names of the namespaces: the machines', and last the switch's.
     namespaces: Vec<String>,
+    /// Process that delays packets.
+    relay: Option<Child>,
     /// Machine of each rank.
     machine_of: Vec<usize>,
     /// Port of the next meeting: ranks of several contenders live side by side.
@@ -29,22 +36,60 @@ impl Machines {
     /// # Errors
     /// If this process has not root's rights, or `ip` or `tc` is missing.
     pub(crate) fn new(machine_of: Vec<usize>, gbit: f64) -> Result<Machines> {
+        let machines = Machines::unconnected(machine_of)?;
+        machines.connect(gbit)?;
+        Ok(machines)
+    }
+
+    /// Machines of ranks, by rank, between which each packet takes `delay`; their cables have no limit.
+    ///
+    /// # Errors
+    /// If this process has not root's rights, or `ip` or Python is missing.
+    pub(crate) fn with_delay(machine_of: Vec<usize>, delay: Duration) -> Result<Machines> {
+        let mut machines = Machines::unconnected(machine_of)?;
+        let relay = Command::new("python3")
+            .args(["-c", RELAY, &(delay.as_secs_f64() * 1e3).to_string(), CABLE])
+            .args(&machines.namespaces[..machines.count()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("cannot run python3, which delays packets")?;
+        let ready = machines.relay.insert(relay).stdout.take().map(|out| BufReader::new(out).lines().next());
+        if !matches!(ready, Some(Some(Ok(_)))) {
+            bail!("the relay that delays packets does not start");
+        }
+        for (nth, machine) in machines.namespaces[..machines.count()].iter().enumerate() {
+            run("ip", &["-n", machine, "addr", "add", &format!("{}/24", host(nth)), "dev", CABLE])?;
+            run("ip", &["-n", machine, "link", "set", CABLE, "up"])?;
+        }
+        Ok(machines)
+    }
+
+    /// Machines of ranks, by rank, and a switch, without cables.
+    fn unconnected(machine_of: Vec<usize>) -> Result<Machines> {
         let count = machine_of.iter().max().map_or(0, |last| last + 1);
         let name = |nth| format!("bdb{}-{nth}", std::process::id());
         // From here on, dropping the machines cleans up.
-        let mut machines = Machines { namespaces: Vec::new(), machine_of, port: Cell::new(FIRST_PORT) };
+        let port = Cell::new(FIRST_PORT);
+        let mut machines = Machines { namespaces: Vec::new(), relay: None, machine_of, port };
         for nth in 0..=count {
             run("ip", &["netns", "add", &name(nth)])?;
             machines.namespaces.push(name(nth));
+            run("ip", &["-n", &name(nth), "link", "set", "lo", "up"])?;
         }
-        let switch = &name(count);
+        Ok(machines)
+    }
+
+    /// Connects each machine to the switch.
+    fn connect(&self, gbit: f64) -> Result<()> {
+        let (machines, switch) = self.namespaces.split_at(self.count());
+        let switch = &switch[0];
         run("ip", &["-n", switch, "link", "add", "bridge", "type", "bridge"])?;
         run("ip", &["-n", switch, "link", "set", "bridge", "up"])?;
-        for nth in 0..count {
-            let (machine, port) = (&name(nth), &format!("port{nth}"));
+        for (nth, machine) in machines.iter().enumerate() {
+            let port = &format!("port{nth}");
             run("ip", &["-n", machine, "link", "add", CABLE, "type", "veth", "peer", "name", port, "netns", switch])?;
             run("ip", &["-n", machine, "addr", "add", &format!("{}/24", host(nth)), "dev", CABLE])?;
-            run("ip", &["-n", machine, "link", "set", "lo", "up"])?;
             run("ip", &["-n", machine, "link", "set", CABLE, "up"])?;
             run("ip", &["-n", switch, "link", "set", port, "master", "bridge", "up"])?;
             if gbit > 0.0 {
@@ -52,7 +97,7 @@ impl Machines {
                 pace(switch, port, gbit)?;
             }
         }
-        Ok(machines)
+        Ok(())
     }
 
     /// Number of ranks.
@@ -125,6 +170,9 @@ fn run(program: &str, words: &[&str]) -> Result<String> {
 
 impl Drop for Machines {
     fn drop(&mut self) {
+        if let Some(relay) = &mut self.relay {
+            let _ = relay.kill().and_then(|()| relay.wait());
+        }
         for name in &self.namespaces {
             let _ = run("ip", &["netns", "del", name]);
         }

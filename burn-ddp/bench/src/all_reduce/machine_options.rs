@@ -1,8 +1,9 @@
 //! Options of `all-reduce` for ranks on several machines.
 
 use std::fmt;
+use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 
 use crate::simulated_machines::Machines;
@@ -22,6 +23,10 @@ pub(super) struct MachineOptions {
     /// Speed of a machine's cable each way, in Gbit/s; 0 for no limit.
     #[arg(long, default_value_t = 1.0, requires = "machines")]
     gbit: f64,
+    /// Time that each packet takes from machine to machine, in milliseconds, over cables without a limit (needs
+    /// python3); 0 for as little as can be.
+    #[arg(long, default_value_t = 0.0, requires = "machines", conflicts_with = "gbit")]
+    delay_ms: f64,
     /// Deals ranks to the machines in turns, instead of one machine after the other.
     #[arg(long, requires = "machines")]
     cyclic: bool,
@@ -36,14 +41,19 @@ impl MachineOptions {
     /// The machines, if they were asked for.
     ///
     /// # Errors
-    /// If a machine has no rank, or a cable no speed; like [`Machines::new`].
+    /// If a machine has no rank, or a cable no speed; like [`Machines::new`] and [`Machines::with_delay`].
     pub(super) fn start(&self) -> Result<Option<Machines>> {
         if !self.any() {
             return Ok(None);
         }
         ensure!(self.machines.iter().all(|ranks| *ranks > 0), "a machine has at least one rank");
         ensure!(self.gbit >= 0.0 && self.gbit.is_finite(), "a cable has a speed");
-        Machines::new(placement(&self.machines, self.cyclic), self.gbit).map(Some)
+        let placement = placement(&self.machines, self.cyclic);
+        if self.delay_ms == 0.0 {
+            return Machines::new(placement, self.gbit).map(Some);
+        }
+        let delay = Duration::try_from_secs_f64(self.delay_ms / 1e3).context("a delay is not negative")?;
+        Machines::with_delay(placement, delay).map(Some)
     }
 }
 
@@ -54,6 +64,9 @@ impl fmt::Display for MachineOptions {
         }
         let ranks: Vec<String> = self.machines.iter().map(usize::to_string).collect();
         write!(f, " of {} ranks{}", ranks.join(" + "), if self.cyclic { ", dealt in turns," } else { "" })?;
+        if self.delay_ms > 0.0 {
+            return write!(f, " on machines {} ms apart", self.delay_ms);
+        }
         match self.gbit {
             0.0 => f.write_str(" on machines without a limit"),
             gbit => write!(f, " on machines with {gbit} Gbit/s"),
