@@ -3,6 +3,8 @@
 
 mod common;
 
+use std::time::{Duration, Instant};
+
 use burn_ddp_comm::{DType, LaunchEnv, ProcessGroup, ReduceOp, World, WorldOptions};
 use common::{join_all, launcher_store, on_world, options, rank_at};
 use half::{bf16, f16};
@@ -17,13 +19,17 @@ type Outcome = (String, std::result::Result<Vec<u8>, String>);
 
 /// Ranks on the machines given, by rank.
 fn placed(machines: &[usize]) -> Vec<World> {
+    placed_with(machines, &options())
+}
+
+fn placed_with(machines: &[usize], options: &WorldOptions) -> Vec<World> {
     let store = launcher_store();
     let at = |(rank, machine): (usize, &usize)| LaunchEnv {
         machine: Some(machine.to_string()),
         ..rank_at(&store, rank, machines.len())
     };
     let envs = machines.iter().enumerate().map(at).collect();
-    join_all(envs, &WorldOptions { engine: None, ..options() }).into_iter().map(|world| world.unwrap()).collect()
+    join_all(envs, &WorldOptions { engine: None, ..options.clone() }).into_iter().map(|world| world.unwrap()).collect()
 }
 
 /// Element `index` of `rank`: numbers whose sums depend on the order, zeros of both signs, NaN and infinities.
@@ -220,4 +226,21 @@ fn weights_that_are_all_0_are_refused_by_all() {
         assert!(got.iter().all(|text| text.contains("weight")), "{got:?}");
         assert_eq!(got, World::spawn(4, text));
     }
+}
+
+#[test]
+fn a_send_to_another_machine_that_meets_a_barrier_ends_at_once() {
+    let lively = WorldOptions { heartbeat: Duration::from_millis(100), ..options() };
+    let begin = Instant::now();
+    let errors = on_world(placed_with(&[0, 0, 1, 1], &lively), |world| {
+        let group = world.group().unwrap();
+        let result = if world.rank() == 1 { group.send(&[1_u8], 3) } else { group.barrier() };
+        result.unwrap_err().to_string()
+    });
+    for error in errors {
+        for part in ["rank 1 is in send", "are in barrier", "tests/two_level.rs"] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
+    assert!(begin.elapsed() < options().timeout / 2, "{:?}", begin.elapsed());
 }

@@ -2,7 +2,8 @@
 //!
 //! A call waits for the ranks that are not in it. Such a rank does not come while all its threads that call on the
 //! group are blocked in other calls, and never if those calls are as stuck. So of all calls under way those are removed
-//! again and again that may still go on; the calls that remain wait for each other in a circle. See [`circle`].
+//! again and again that may still go on; the calls that remain wait for each other in a circle. See [`circle`]. A
+//! transfer between two ranks is a call of its own on each of them, which waits for the other.
 //!
 //! Heartbeats are older than the state that they report. A circle counts only if it has not changed while every rank in
 //! it has sent [`BEATS`] heartbeats, and this process was not stopped meanwhile.
@@ -10,7 +11,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use super::messages::{BlockedGroup, Heartbeat};
+use super::messages::{BlockedGroup, Heartbeat, PendingCall};
 use super::stuck_call::StuckCall;
 use crate::call::CallInfo;
 
@@ -36,8 +37,11 @@ struct Suspicion {
 /// Last heartbeat of each rank, with its number.
 type NumberedBeats<'a> = BTreeMap<usize, (u64, &'a Heartbeat)>;
 
-/// Group and place of a call.
+/// Group of a call, and its place; for a transfer between two ranks [`TRANSFER`] and the rank that is in it.
 type CallKey = (u64, u64);
+
+/// Above all places.
+const TRANSFER: u64 = 1 << 63;
 
 impl WaitCircles {
     pub(crate) fn new(heartbeat: Duration, now: Instant) -> WaitCircles {
@@ -101,7 +105,7 @@ fn circle(beats: &BTreeMap<usize, &Heartbeat>) -> Option<(Vec<CallKey>, Vec<Stuc
     let mut calls: BTreeMap<CallKey, UnderWay<'_>> = BTreeMap::new();
     for (rank, beat) in beats {
         for pending in &beat.pending {
-            let Some(key) = key(&pending.call) else { continue };
+            let key = key(*rank, &pending.call);
             let (ranks, awaited) = (BTreeSet::new(), BTreeSet::new());
             let under_way = calls.entry(key).or_insert(UnderWay { ranks, call: &pending.call, awaited });
             under_way.ranks.insert(*rank);
@@ -116,7 +120,7 @@ fn circle(beats: &BTreeMap<usize, &Heartbeat>) -> Option<(Vec<CallKey>, Vec<Stuc
         .iter()
         .map(|(key, call)| {
             let missing = call.awaited.difference(&call.ranks);
-            (*key, missing.filter_map(|rank| Some((*rank, blocked_in(beats.get(rank)?, *key)?))).collect())
+            (*key, missing.filter_map(|rank| Some((*rank, blocked_in(*rank, beats.get(rank)?, *key)?))).collect())
         })
         .collect();
     // A call may go on if each rank that it waits for has a thread that may.
@@ -155,16 +159,29 @@ fn circle(beats: &BTreeMap<usize, &Heartbeat>) -> Option<(Vec<CallKey>, Vec<Stuc
     Some((keys, described))
 }
 
-fn key(call: &CallInfo) -> Option<CallKey> {
-    Some((call.group, call.place()?))
+/// The key of a call that `rank` is in.
+fn key(rank: usize, call: &CallInfo) -> CallKey {
+    (call.group, call.place().unwrap_or(TRANSFER | rank as u64))
 }
 
 /// Calls in which all threads of a rank are blocked that could make the call of this key. `None` if a thread may come,
 /// or the rank has made the call already.
-fn blocked_in(beat: &Heartbeat, (group, place): CallKey) -> Option<Vec<CallKey>> {
+fn blocked_in(rank: usize, beat: &Heartbeat, (group, place): CallKey) -> Option<Vec<CallKey>> {
     let blocked = |blocked: &&BlockedGroup| blocked.group == group && blocked.place < place;
     let BlockedGroup { calls, .. } = beat.blocked.iter().find(blocked)?;
-    let calls = calls.iter().map(|call| key(&beat.pending.get(*call as usize)?.call)).collect::<Option<Vec<_>>>()?;
+    let pending = calls.iter().map(|call| beat.pending.get(*call as usize)).collect::<Option<Vec<_>>>()?;
+    if place & TRANSFER != 0 {
+        // The other rank of a transfer makes a transfer of its own, which fits if it is with this one.
+        let peer = (place & !TRANSFER) as usize;
+        let fits = |pending: &&PendingCall| {
+            let with_peer = pending.call.root == Some(peer) || pending.waiting_for.contains(&peer);
+            pending.call.group == group && pending.call.place().is_none() && with_peer
+        };
+        if pending.iter().any(fits) {
+            return None;
+        }
+    }
+    let calls: Vec<CallKey> = pending.iter().map(|pending| key(rank, &pending.call)).collect();
     (!calls.is_empty()).then_some(calls)
 }
 
@@ -172,7 +189,6 @@ fn blocked_in(beat: &Heartbeat, (group, place): CallKey) -> Option<Vec<CallKey>>
 mod tests {
     use super::*;
     use crate::call::Collective;
-    use crate::membership::PendingCall;
 
     const BEAT: Duration = Duration::from_secs(1);
 
@@ -268,11 +284,42 @@ mod tests {
         assert_eq!(stuck.iter().map(|stuck| stuck.missing.clone()).collect::<Vec<_>>(), [[1], [2], [0]]);
     }
 
+    fn send(group: u64, to: usize) -> CallInfo {
+        CallInfo { collective: Collective::Send, root: Some(to), ..call(group, 0) }
+    }
+
+    fn recv(group: u64, from: usize) -> CallInfo {
+        CallInfo { collective: Collective::Recv, ..send(group, from) }
+    }
+
     #[test]
-    fn transfers_between_two_ranks_accuse_nobody() {
-        let send = CallInfo { collective: Collective::Send, root: Some(1), ..call(1, 4) };
-        let beats = [blocked(&send, &[1], &[(2, 8)]), blocked(&call(2, 7), &[0], &[(1, 5)])];
-        assert_eq!(found(&beats), None);
+    fn a_transfer_and_a_collective_that_wait_for_each_other_are_found() {
+        // Rank 1 sends to rank 2, which waits for rank 0 in a barrier, and that for rank 1.
+        let barrier = |waiting_for| blocked(&call(1, 7), &[waiting_for], &[(1, 9)]);
+        let beats = [barrier(1), blocked(&send(1, 2), &[2], &[(1, 8)]), barrier(0)];
+        let stuck = found(&beats).unwrap();
+        assert_eq!(stuck.iter().map(|stuck| stuck.ranks.clone()).collect::<Vec<_>>(), [vec![0, 2], vec![1]]);
+        assert_eq!(stuck.iter().map(|stuck| stuck.missing.clone()).collect::<Vec<_>>(), [[1], [2]]);
+        // In another group, too.
+        let beats = [blocked(&send(1, 1), &[1], &[(1, 3), (2, 8)]), blocked(&call(2, 7), &[0], &[(1, 5), (2, 9)])];
+        assert!(found(&beats).is_some());
+    }
+
+    #[test]
+    fn transfers_under_way_accuse_nobody() {
+        let transfer = |call: CallInfo, peer: usize| blocked(&call, &[peer], &[(1, 8)]);
+        assert_eq!(found(&[transfer(send(1, 1), 1), transfer(recv(1, 0), 0)]), None);
+        // Rank 1 passes on what it gets from rank 0 to rank 2.
+        let passes_on = blocked(&send(1, 2), &[0, 2], &[(1, 8)]);
+        assert_eq!(found(&[transfer(send(1, 1), 1), passes_on, transfer(recv(1, 1), 1)]), None);
+        // The peer computes.
+        assert_eq!(found(&[transfer(send(1, 1), 1), Heartbeat::default()]), None);
+    }
+
+    #[test]
+    fn ranks_that_all_send_first_are_found() {
+        let sends = |to: usize| blocked(&send(1, to), &[to], &[(1, 8)]);
+        assert_eq!(found(&[sends(1), sends(2), sends(0)]).unwrap().len(), 3);
     }
 
     /// Looks at `beats` once per heartbeat from `start` on; the beats of rank 1 come as `number` says.
