@@ -1,5 +1,5 @@
 //! Each case of `burn_ddp_tests::awkward` on two and three ranks, as threads and as processes, against one rank with
-//! the whole batch.
+//! the whole batch; and on threads with all parameters sharded that can be.
 
 use std::time::Duration;
 
@@ -16,22 +16,131 @@ macro_rules! tests {
             fn $case() {
                 super::check(concat!(stringify!($family), "::", stringify!($case)));
             })*
+
+            mod sharded {
+                $(#[test]
+                $(#[ignore = $why])?
+                fn $case() {
+                    super::super::check_sharded(concat!(stringify!($family), "::", stringify!($case)));
+                })*
+            }
         })*
     };
 }
 
 awkward_cases!(tests);
 
+/// Cases in which each rank uses other parameters, by its data. Sharding refuses that, so every rank has all data.
+const ROUTED: [&str; 38] = [
+    "experts::routed_by_data",
+    "lora::adapters_unused_on_some_ranks",
+    "nested_structures::arrays_and_tuples",
+    "nested_structures::enums",
+    "nested_structures::nested",
+    "nested_structures::options",
+    "nested_structures::vectors",
+    "optimizers::ada_grad",
+    "optimizers::adam_ams",
+    "optimizers::adam_w",
+    "optimizers::adan",
+    "optimizers::clipping_by_value",
+    "optimizers::learning_rates_per_group",
+    "optimizers::lion",
+    "optimizers::rms_prop",
+    "optimizers::sgd_decay_and_nesterov",
+    "optimizers::sgd_plain",
+    "records::clone_goes_on",
+    "records::fork_goes_on",
+    "records::moved_to_its_device",
+    "records::optimizer_record",
+    "records::unwrap_and_wrap",
+    "records::valid_and_train",
+    "repeated_reads::another_count_on_each_rank",
+    "shapes::in_bf16",
+    "shapes::in_f16",
+    "shapes::in_f32",
+    "shapes::in_mixed_dtypes",
+    "two_models::both_in_one_loss",
+    "two_models::one_after_the_other",
+    "two_models::with_accumulation",
+    "two_models::wrapped_twice",
+    "unused::by_all_but_one_rank",
+    "unused::checkpointing",
+    "unused::forward_without_backward",
+    "unused::graph_alive_beside",
+    "unused::on_changing_ranks",
+    "unused::on_some_ranks",
+];
+
+/// Cases that sharding refuses, and the error.
+const REFUSED: [(&str, &str); 14] = [
+    ("optimizers::adafactor", "does not step each element by itself"),
+    ("optimizers::clipping_by_norm", "does not step each element by itself"),
+    ("optimizers::lamb", "does not step each element by itself"),
+    ("optimizers::lbfgs", "no optimizer was checked"),
+    ("optimizers::lbfgs_with_unused", "no optimizer was checked"),
+    ("optimizers::muon", "does not step each element by itself"),
+    ("optimizers::optimizers_per_group", "does not step each element by itself"),
+    ("panics::one_rank_goes_on", "every rank must read the same parameters"),
+    ("records::a_copy_is_kept_aside", "ddp.save(&model, path)"),
+    ("records::from_plain_to_wrapped", "ddp.save(&model, path)"),
+    ("records::from_wrapped_to_plain", "ddp.save(&model, path)"),
+    ("records::from_wrapped_to_wrapped", "ddp.save(&model, path)"),
+    ("records::loaded_behind_the_taps_back", "ddp.save(&model, path)"),
+    ("unused::graph_dropped_half_way", "every rank must read the same parameters"),
+];
+
 fn check(case: &str) {
-    let oracle = &match threads(1, case) {
-        // Not every backend does all that Flex does: where plain Burn cannot, there is nothing to compare with.
-        Err(error) if !is_flex() && error.contains("not implemented") => return eprintln!("skipped: {error}"),
-        alone => alone.unwrap_or_else(|e| panic!("{case} on one rank: {e}")),
-    }[0];
+    let Some(oracle) = &oracle(case) else { return };
     for world in [2, 3] {
-        let ranks = threads(world, case).unwrap_or_else(|e| panic!("{case} on {world} threads: {e}"));
+        let ranks = threads(world, case, awkward::run).unwrap_or_else(|e| panic!("{case} on {world} threads: {e}"));
         compare(case, &format!("{world} threads"), oracle, &ranks);
         compare(case, &format!("{world} processes"), oracle, &processes(world, case));
+    }
+}
+
+/// The case passes with sharded parameters, or is refused with the error that is listed.
+fn check_sharded(case: &str) {
+    if case == "shapes::ten_thousand_tiny" {
+        return; // It has vectors alone, which stay whole.
+    }
+    let refused = REFUSED.iter().find(|(refused, _)| *refused == case);
+    let is_routed = ROUTED.contains(&case);
+    let Some(oracle) = &oracle(case) else { return };
+    for world in [2, 3] {
+        if is_routed {
+            // On three ranks some cases happen to use the same ones.
+            match threads(world, case, awkward::run_sharded) {
+                Ok(ranks) if world > 2 => compare(case, &format!("{world} sharded threads"), oracle, &ranks),
+                Ok(_) => panic!("{case} works with sharding on {world} threads: take it off the list"),
+                Err(e) => assert!(e.contains("every rank must read the same parameters"), "{case}: {e}"),
+            }
+        }
+        let run = match is_routed || refused.is_some() {
+            true => awkward::run_sharded_on_all_data,
+            false => awkward::run_sharded,
+        };
+        match (threads(world, case, run), refused) {
+            (Ok(ranks), None) if ranks[0].values.is_empty() => {
+                assert!(ranks.iter().all(|rank| rank.hash == ranks[0].hash), "{case}: the ranks differ");
+            }
+            (Ok(ranks), None) => compare(case, &format!("{world} sharded threads"), oracle, &ranks),
+            (Ok(_), Some(_)) => panic!("{case} works with sharding on {world} threads: take it off the list"),
+            (Err(error), None) => panic!("{case} with sharding on {world} threads: {error}"),
+            (Err(error), Some((_, words))) => assert!(error.contains(words), "{case} on {world} threads: {error}"),
+        }
+    }
+}
+
+/// What plain Burn makes of the case; `None` on a backend that cannot run it.
+fn oracle(case: &str) -> Option<Outcome> {
+    match threads(1, case, awkward::run) {
+        // Not every backend does all that Flex does: where plain Burn cannot, there is nothing to compare with.
+        Err(error) if !is_flex() && error.contains("not implemented") => {
+            eprintln!("skipped: {error}");
+            None
+        }
+        alone => Some(alone.unwrap_or_else(|e| panic!("{case} on one rank: {e}")).remove(0)),
     }
 }
 
@@ -39,14 +148,16 @@ fn is_flex() -> bool {
     std::env::var("BURN_DEVICE").map_or(true, |kind| kind == "flex")
 }
 
-fn threads(world: usize, case: &str) -> Result<Vec<Outcome>, String> {
+/// A way to run a case on a rank.
+type Runner = fn(&str, &Ddp) -> Option<anyhow::Result<Outcome>>;
+
+fn threads(world: usize, case: &str, run: Runner) -> Result<Vec<Outcome>, String> {
     let options = WorldOptions {
         timeout: Duration::from_secs(30),
         join_timeout: Duration::from_secs(30),
         ..WorldOptions::default()
     };
-    Ddp::spawn_with(world, options, |ddp| awkward::run(case, &ddp).expect("the case is in the list"))
-        .map_err(|e| e.to_string())
+    Ddp::spawn_with(world, options, |ddp| run(case, &ddp).expect("the case is in the list")).map_err(|e| e.to_string())
 }
 
 fn processes(world: usize, case: &str) -> Vec<Outcome> {

@@ -11,7 +11,7 @@ use burn_ddp_comm::ProcessGroup;
 use super::failure;
 use super::lookups::Lookups;
 use super::model_state::ModelState;
-use super::shard::ShardGroup;
+use super::shard::{CHANGES_BITS, ShardGroup};
 use super::short_steps::ShortSteps;
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
@@ -19,9 +19,6 @@ use crate::gradients::{GradientReduction, Slot};
 use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::{Entry, list_paths};
 use crate::{Error, Result};
-
-/// Bits of the number of a value that count changes since the last backward.
-pub(super) const CHANGES_BITS: u32 = 8;
 
 /// A wrapped model, shared by all its taps and by the autodiff nodes that its reads leave in graphs.
 pub(crate) struct WrappedModel {
@@ -220,9 +217,9 @@ impl WrappedModel {
         }
         let path = &self.slots[slot].path;
         Err(self.fault(format!(
-            "no optimizer was checked for the sharded parameter {path}: `let mut optim = ddp.optimizer(optim, &model)?` \
-            before the first backward, with each optimizer and the model or the part of it that it steps; freeze what \
-            none steps"
+            "no optimizer was checked for the sharded parameter {path}: call `let mut optim = ddp.optimizer(optim, \
+            &model)?` before the first backward, with each optimizer and the model or the part of it that it steps; \
+            freeze what none steps"
         )))
     }
 

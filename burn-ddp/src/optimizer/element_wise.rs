@@ -23,9 +23,9 @@ const STEPS: usize = 4;
 impl Ddp {
     /// Returns `optim` if it can train the [sharded](crate::WrapConfig::with_sharding) parameters of `model`: the
     /// wrapped model, or the part of it that this optimizer steps. Call it after `wrap`, once for **every** optimizer,
-    /// with the value that `step` will get. A backward that has a gradient of a sharded parameter for which no optimizer
-    /// was checked is an error. An optimizer that was not checked, and steps parameters of one that was, is not noticed.
-    /// Not collective.
+    /// with the value that `step` will get. A backward with a gradient of a sharded parameter for which no optimizer
+    /// was checked is an error. An unchecked optimizer that steps parameters of a checked one is not noticed. Not
+    /// collective.
     ///
     /// A rank holds some rows of a sharded parameter, so its optimizer must step each element by itself, as SGD, Adam
     /// and AdamW do. For each sharded parameter this steps a copy of the optimizer on a small tensor, whole and in two

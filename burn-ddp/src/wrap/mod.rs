@@ -84,9 +84,9 @@ impl Ddp {
         Ok(agreed.taps(self, &model)?.attach(model))
     }
 
-    /// Removes the taps: returns the plain model with the same parameters and ids. Gradients held for accumulation stay
-    /// with the other copies of the wrapped model; without one they are gone, with a warning. *Collective* if parameters
-    /// are [sharded](WrapConfig::with_sharding): they become whole on every rank.
+    /// Removes the taps: returns the plain model with the same parameters and ids. Gradients held for accumulation
+    /// stay with the other copies of the wrapped model; without one they are gone, with a warning. *Collective* if
+    /// parameters are [sharded](WrapConfig::with_sharding): they become whole on every rank.
     ///
     /// # Errors
     ///

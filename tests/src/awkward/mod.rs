@@ -56,10 +56,24 @@ macro_rules! awkward_cases {
 
 /// Runs the case `family::name` on this rank; `None` if there is no such case.
 pub fn run(name: &str, ddp: &burn_ddp::Ddp) -> Option<anyhow::Result<Outcome>> {
+    run_with(name, || Run::new(ddp))
+}
+
+/// [`run`] with all parameters sharded that can be.
+pub fn run_sharded(name: &str, ddp: &burn_ddp::Ddp) -> Option<anyhow::Result<Outcome>> {
+    run_with(name, || Ok(Run::new(ddp)?.sharded()))
+}
+
+/// [`run_sharded`] with the whole batch on every rank, so that all ranks use the same parameters.
+pub fn run_sharded_on_all_data(name: &str, ddp: &burn_ddp::Ddp) -> Option<anyhow::Result<Outcome>> {
+    run_with(name, || Ok(Run::new(ddp)?.sharded().on_all_data()))
+}
+
+fn run_with(name: &str, run: impl Fn() -> anyhow::Result<Run>) -> Option<anyhow::Result<Outcome>> {
     macro_rules! find {
         ($($family:ident: $($case:ident $(= $why:literal)?),* $(,)?;)*) => {
             $($(if name == concat!(stringify!($family), "::", stringify!($case)) {
-                return Some(Run::new(ddp).and_then(|run| $family::$case(&run)));
+                return Some(run().and_then(|run| $family::$case(&run)));
             })*)*
         };
     }

@@ -12,6 +12,7 @@ use burn::optim::{
     LionConfig, ModuleOptimizer, MuonConfig, RmsPropConfig, SgdConfig,
 };
 use burn::prelude::*;
+use burn_ddp::WrapConfig;
 
 use super::unused::Branches;
 use super::{Outcome, Run};
@@ -22,6 +23,7 @@ fn loss(run: &Run, model: &Branches, step: usize) -> Tensor<1> {
 
 fn train(run: &Run, mut optim: ModuleOptimizer) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(Branches::new(3, &run.device)))?;
+    optim = run.checked(optim, &model)?;
     for step in 0..6 {
         let grads = GradientsParams::from_grads(loss(run, &model, step).backward(), &model);
         model = optim.step(0.01, model, grads);
@@ -82,7 +84,8 @@ pub(super) fn muon(run: &Run) -> Result<Outcome> {
     let mut model = run.wrap(run.fill(Branches::new(3, &run.device)))?;
     let mut matrices = Matrices(Vec::new());
     model.visit(&mut matrices);
-    let (mut muon, mut sgd) = (MuonConfig::new().init(), SgdConfig::new().init());
+    let mut muon = run.checked(MuonConfig::new().init(), &model)?;
+    let mut sgd = run.checked(SgdConfig::new().init(), &model)?;
     for step in 0..6 {
         let mut grads = loss(run, &model, step).backward();
         let of_matrices = GradientsParams::from_params(&mut grads, &model, &matrices.0);
@@ -125,7 +128,9 @@ pub(super) fn clipping_by_value(run: &Run) -> Result<Outcome> {
 /// The closure is the user's: it says the loss of all ranks, so that all search the same way.
 fn with_lbfgs(run: &Run, branch: impl Fn(usize) -> usize) -> Result<Outcome> {
     let layer = || LinearConfig::new(6, 6).init(&run.device);
-    let mut model: Vec<Linear> = run.wrap(run.fill((0..3).map(|_| layer()).collect::<Vec<_>>()))?;
+    let layers: Vec<Linear> = run.fill((0..3).map(|_| layer()).collect());
+    // LBFGS is no optimizer that `Ddp::optimizer` could check.
+    let mut model = if run.is_oracle() { run.wrap(layers)? } else { run.wrap_for_others(layers, WrapConfig::new())? };
     let mut optim = LBFGSConfig::new().with_max_iter(4).init();
     for _ in 0..3 {
         let closure = |model: Vec<Linear>| {

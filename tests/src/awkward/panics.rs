@@ -12,8 +12,8 @@ use super::{Outcome, Run, sgd};
 /// The bomb lies between two layers: when it goes off, only the last one has its gradients.
 fn survive(run: &Run, config: WrapConfig, falls: impl Fn(usize) -> bool) -> Result<Outcome> {
     let init = || LinearConfig::new(6, 6).init(&run.device);
-    let mut model: Vec<Linear> = run.ddp.wrap_with(run.fill(vec![init(), init()]), &config)?;
-    let started = crate::values(&model);
+    let mut model: Vec<Linear> = run.wrap_bare(run.fill(vec![init(), init()]), config)?;
+    let started = run.values(&model);
     let loss = |model: &Vec<Linear>, step| {
         let h = trap(model[0].forward(run.batch(step)).tanh());
         run.scale(model[1].forward(h).powf_scalar(2.0).sum())
@@ -27,8 +27,8 @@ fn survive(run: &Run, config: WrapConfig, falls: impl Fn(usize) -> bool) -> Resu
         let l = loss(&model, step);
         model = run.step(&mut optim, model, l);
     }
-    anyhow::ensure!(started != crate::values(&model), "nothing was trained");
-    Ok(Outcome { hash: burn_ddp::param_hash(&model)?, values: crate::values(&model), tolerance: 1e-10 })
+    anyhow::ensure!(started != run.values(&model), "nothing was trained");
+    Ok(Outcome { hash: burn_ddp::param_hash(&model)?, values: run.values(&model), tolerance: 1e-10 })
 }
 
 /// All ranks fall in the same steps, and go on.

@@ -5,6 +5,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::prelude::*;
 use burn::tensor::DType;
+use burn_ddp::WrapConfig;
 
 use super::unused::Branches;
 use super::{Outcome, Run, adam};
@@ -60,7 +61,7 @@ pub(super) fn moved_to_its_device(run: &Run) -> Result<Outcome> {
 
 /// The record of a wrapped model, into another wrapped one, which has the ids of the record then.
 fn replaced(run: &Run, model: Branches) -> Result<Branches> {
-    let other = run.ddp.wrap(crate::to_f64(Branches::new(3, &run.device)))?;
+    let other = run.wrap_bare(crate::to_f64(Branches::new(3, &run.device)), WrapConfig::new())?;
     Ok(other.load_record(model.into_record()))
 }
 
@@ -116,12 +117,12 @@ pub(super) fn from_plain_to_wrapped(run: &Run) -> Result<Outcome> {
 pub(super) fn from_wrapped_to_plain(run: &Run) -> Result<Outcome> {
     around(run, |model| {
         let plain = Branches::new(3, &run.device).load_record(model.into_record());
-        run.ddp.wrap(plain).map_err(Into::into)
+        run.wrap_bare(plain, WrapConfig::new())
     })
 }
 
 pub(super) fn unwrap_and_wrap(run: &Run) -> Result<Outcome> {
-    around(run, |model| Ok(run.ddp.wrap(run.ddp.unwrap(model)?)?))
+    around(run, |model| run.wrap_bare(run.ddp.unwrap(model)?, WrapConfig::new()))
 }
 
 /// An optimizer is saved on every rank and taken up again; ids stay. Burn loads its state as f32.

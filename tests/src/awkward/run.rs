@@ -29,6 +29,10 @@ pub struct Run {
     pub device: Device,
     /// Type of parameters and data.
     pub dtype: DType,
+    /// True if parameters are sharded.
+    sharded: bool,
+    /// True if every rank has the whole batch.
+    on_all_data: bool,
     /// Initial values of the models, to check that training moved them.
     started: RefCell<Vec<Vec<f64>>>,
 }
@@ -71,13 +75,27 @@ impl Run {
     pub fn new(ddp: &Ddp) -> Result<Self> {
         let device = ddp.device()?.autodiff();
         let dtype = widest(&device);
-        Ok(Run { ddp: ddp.clone(), device, dtype, started: RefCell::default() })
+        Ok(Run { ddp: ddp.clone(), device, dtype, sharded: false, on_all_data: false, started: RefCell::default() })
+    }
+
+    /// The run with all parameters sharded that can be.
+    #[must_use]
+    pub fn sharded(self) -> Self {
+        Run { sharded: true, ..self }
+    }
+
+    /// The run with the whole batch on every rank.
+    #[must_use]
+    pub fn on_all_data(self) -> Self {
+        Run { on_all_data: true, ..self }
     }
 
     /// The same rank with other numbers.
     #[must_use]
     pub fn with_dtype(&self, dtype: DType) -> Self {
-        Run { ddp: self.ddp.clone(), device: self.device.clone(), dtype, started: RefCell::default() }
+        let (ddp, device) = (self.ddp.clone(), self.device.clone());
+        let (sharded, on_all_data) = (self.sharded, self.on_all_data);
+        Run { ddp, device, dtype, sharded, on_all_data, started: RefCell::default() }
     }
 
     /// Whether this is the run that the others are compared with.
@@ -87,6 +105,9 @@ impl Run {
 
     /// Parts of the batch that are this rank's.
     pub fn parts(&self) -> Range<usize> {
+        if self.on_all_data {
+            return 0..PARTS;
+        }
         let n = PARTS / self.ddp.world_size();
         self.ddp.rank() * n..(self.ddp.rank() + 1) * n
     }
@@ -105,7 +126,8 @@ impl Run {
     /// From a sum over items of this rank to a loss whose mean over ranks is the sum over all items / 8, in exact
     /// arithmetic.
     pub fn scale(&self, sum: Tensor<1>) -> Tensor<1> {
-        sum * (self.ddp.world_size() as f64 / 8.0)
+        let shares = if self.on_all_data { 1 } else { self.ddp.world_size() };
+        sum * (shares as f64 / 8.0)
     }
 
     /// The same for a loss of several terms, one for each part of the batch.
@@ -162,9 +184,39 @@ impl Run {
         // Both ways to reduce: beside backward and after it.
         let overlap = self.ddp.engine() == "threads";
         let config = config.with_first_bucket_cap_bytes(200).with_bucket_cap_bytes(500).with_overlap(overlap);
-        let model = self.ddp.wrap_with(model, &config)?;
-        self.started.borrow_mut().extend(values(&model));
+        let model = self.wrap_bare(model, config)?;
+        self.started.borrow_mut().extend(self.values(&model));
         Ok(model)
+    }
+
+    /// `ddp.wrap_with`, with sharding if the run has it, for [`sgd`] and [`adam`].
+    pub fn wrap_bare<M: Module + 'static>(&self, model: M, config: WrapConfig) -> Result<M> {
+        let model = self.wrap_for_others(model, config)?;
+        self.checked(adam(), &model)?;
+        Ok(model)
+    }
+
+    /// [`Run::wrap_bare`] for optimizers that the case checks itself, or that cannot be checked.
+    pub fn wrap_for_others<M: Module + 'static>(&self, model: M, config: WrapConfig) -> Result<M> {
+        let config = match self.sharded {
+            true => config.with_sharding(Sharding::Parameters).with_sharding_above(1),
+            false => config,
+        };
+        Ok(self.ddp.wrap_with(model, &config)?)
+    }
+
+    /// `optim`, if it can train `model`.
+    pub fn checked<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
+        Ok(self.ddp.optimizer(optim, model)?)
+    }
+
+    /// All values of a model, the whole of sharded parameters; none of a sharded model that has LoRA, which `unwrap`
+    /// does not take.
+    pub fn values<M: Module>(&self, model: &M) -> Vec<Vec<f64>> {
+        match self.sharded {
+            true => self.ddp.unwrap(model.clone()).map(|whole| values(&whole)).unwrap_or_default(),
+            false => values(model),
+        }
     }
 
     /// `ddp.backward`; on the oracle, Burn's.
@@ -180,10 +232,10 @@ impl Run {
 
     /// What is left of a model that was trained.
     pub fn outcome<M: Module>(&self, model: &M) -> Result<Outcome> {
-        let now = values(model);
+        let now = self.values(model);
         ensure!(now.iter().flatten().all(|v| v.is_finite()), "training diverged, so nothing can be compared");
         let moved = now.iter().any(|new| !new.is_empty() && !self.started.borrow().contains(new));
-        ensure!(moved, "training changed nothing, so nothing is compared");
+        ensure!(moved || now.is_empty(), "training changed nothing, so nothing is compared");
         let tolerance = if widest(&self.device) == DType::F64 { 1e-10 } else { 1e-4 };
         Ok(Outcome { hash: param_hash(model)?, values: now, tolerance })
     }

@@ -9,7 +9,6 @@ use burn_ddp_comm::{CallInfo, DType, Error as CommError, ProcessGroup, ReduceOp}
 use super::rows::Rows;
 use crate::agreement::list_ranks;
 use crate::gradients::Slot;
-use crate::intercept::wrapped_model::CHANGES_BITS;
 use crate::{Error, Result};
 
 /// Purpose of a call. Its number is in the call's tag.
@@ -35,6 +34,9 @@ pub(crate) enum Purpose {
 const READ_BITS: u32 = 20;
 const VALUE_BITS: u32 = 20;
 const SLOT_BITS: u32 = 20;
+
+/// Bits of the number of a value that count changes since the last backward.
+pub(in crate::intercept) const CHANGES_BITS: u32 = 8;
 
 /// The lowest `bits` of a number.
 fn low(number: u64, bits: u32) -> u64 {
@@ -221,8 +223,8 @@ impl ShardGroup {
         let does: Vec<String> = calls.iter().map(say).collect();
         let rank = calls.iter().flat_map(|(ranks, _)| ranks).copied().min().unwrap_or_default();
         let reason = format!(
-            "{}: every rank must read the same parameters of the same copies of the model in the same order, in training and \
-            in evaluation, and change copies in the same order ({error})",
+            "{}: every rank must read the same parameters of the same copies of the model in the same order, in \
+            training and in evaluation, and change copies in the same order ({error})",
             does.join(", but ")
         );
         Error::Sharding { rank, reason }

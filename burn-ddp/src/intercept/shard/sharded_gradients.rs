@@ -1,9 +1,9 @@
 //! Gradients of sharded parameters: summed over reads and micro-batches, then reduced to the average of a part.
 //!
-//! Each reduction is a call of its own, so all ranks must make the same ones in the same order. What a rank knows alone
-//! does not decide: a forward that was dropped counts as outstanding until Burn sweeps its graph, which depends on other
-//! threads. Before the first reduction of a backward the ranks therefore agree, once, on the reads to wait for and on
-//! the parameters that have a gradient.
+//! Each reduction is a call of its own, so all ranks must make the same ones in the same order. What one rank sees does
+//! not decide: a forward that was dropped counts as outstanding until Burn sweeps its graph, which depends on other
+//! threads. Before the first reduction of a backward the ranks agree, once, on the reads to wait for and on the
+//! parameters that have a gradient.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
