@@ -191,7 +191,8 @@ fn rank_fails(case: Case<'_>) -> Result<(), String> {
         ensure(error.contains(&format!("rank {}", case.victim)), format!("the culprit is not named: {error}"))?;
         // Survivors may be a call behind the victim.
         let in_call = matches!(case.phase, "backward" | "barrier");
-        ensure(!in_call || error.contains("called at"), format!("the operation is not named: {error}"))?;
+        let named = error.contains("called at") || error.contains("of the model wrapped at");
+        ensure(!in_call || named, format!("the operation is not named: {error}"))?;
         if case.cause == "panic" && case.phase != "rendezvous" {
             ensure(error.contains("the fault is here") && error.contains("fault.rs:"), format!("no message: {error}"))?;
         }

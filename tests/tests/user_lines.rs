@@ -86,6 +86,31 @@ fn every_call_says_where_it_was_made() {
     assert!(said.iter().all(|(_, text)| text.contains("out of memory")), "{said:#?}");
 }
 
+/// A backward's calls are made by hooks, which do not know its line: errors name the model.
+#[test]
+fn errors_of_a_backward_say_which_model_it_is_of() {
+    let said = Mutex::new(None);
+    let result = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let (line, model) = (line!(), ddp.wrap(LinearConfig::new(2, 1).init(&device))?);
+        let model: Linear = model;
+        if ddp.rank() == 1 {
+            anyhow::bail!("out of memory");
+        }
+        while ddp.world().check().is_ok() {
+            std::thread::yield_now();
+        }
+        let loss = model.forward(Tensor::<2>::ones([2, 2], &device)).sum();
+        let error = ddp.backward(&loss, &model).err().expect("rank 1 has failed").to_string();
+        *said.lock().unwrap() = Some((error, line));
+        Ok(())
+    });
+    assert!(result.is_err());
+    let (error, line) = said.into_inner().unwrap().unwrap();
+    assert!(error.contains(&format!("of the model wrapped at {}:{line}:", file!())), "{error}");
+    assert!(!error.contains("called at"), "{error}");
+}
+
 /// The panics of calls that return no error.
 #[test]
 fn panics_show_the_line_of_the_caller() {

@@ -57,8 +57,7 @@ pub(crate) fn fail(ddp: &Ddp, error: Error) {
     });
     if let Some(error) = unheard {
         panic!(
-            "{error}\nnote: calls that reduce gradients show the line of `wrap` where they were called; \
-             `loss.backward()` cannot return an error, `ddp.backward(&loss, &model)` returns this one"
+            "{error}\nnote: `loss.backward()` cannot return an error, `ddp.backward(&loss, &model)` returns this one"
         );
     }
 }

@@ -82,7 +82,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
         slots.iter_mut().for_each(|slot| slot.sharded = false);
     }
     let mut group = ddp.state().new_group()?;
-    // Errors in backward show the caller of `wrap`.
+    // Errors in backward name the model by the line of its `wrap`.
     let site = Location::caller();
     group.attribute_to(site);
     let devices = broadcast::devices(&model);

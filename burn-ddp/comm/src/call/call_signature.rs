@@ -154,7 +154,7 @@ impl fmt::Display for CallInfo {
         if let Some(step) = self.step {
             write!(f, " in step {step}")?;
         }
-        write!(f, " called at {}", self.site)
+        write!(f, " {}", self.site.clause())
     }
 }
 
@@ -196,6 +196,7 @@ pub struct RankCall {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::panic::Location;
 
     fn all_reduce() -> CallInfo {
         CallInfo {
@@ -220,6 +221,12 @@ mod tests {
         assert_eq!(stepped.to_string(), "World::group (group 1) in step 28 called at a.rs:1:1");
         let of_a_part = CallInfo { group: GroupId::led_by(2, 5).0, ..stepped };
         assert_eq!(of_a_part.to_string(), "ProcessGroup::split (group 2.5) in step 28 called at a.rs:1:1");
+        let line = Location::caller();
+        let of_a_model = CallInfo { site: CallSite::Wrapped(line), ..all_reduce() };
+        let text = format!("all_reduce #57 of group 1 (f32, sum, 1000 elements) of the model wrapped at {line}");
+        assert_eq!(of_a_model.to_string(), text);
+        let at_a_peer = CallInfo { site: of_a_model.site.to_string().as_str().into(), ..all_reduce() };
+        assert_eq!(at_a_peer.to_string(), text, "after its way over the wire");
         let text = "send #57 to rank 2 of group 1 (f32, 3 elements) called at src/main.rs:10:5";
         assert_eq!(send().to_string(), text);
         assert_eq!(

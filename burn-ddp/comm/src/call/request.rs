@@ -2,7 +2,7 @@
 
 use std::panic::Location;
 
-use super::Collective;
+use super::{CallSite, Collective};
 use crate::{DType, Error, ReduceOp, Result};
 
 /// Source line of the caller.
@@ -12,8 +12,16 @@ pub(crate) type Site = &'static Location<'static>;
 #[derive(Clone, Copy)]
 pub(crate) struct Caller {
     pub(crate) site: Site,
+    /// True if a model was wrapped at `site`, and the call is for it.
+    pub(crate) wrapped: bool,
     /// The training step, if the program has set one.
     pub(crate) step: Option<u64>,
+}
+
+impl Caller {
+    pub(crate) fn shown(&self) -> CallSite {
+        if self.wrapped { CallSite::Wrapped(self.site) } else { CallSite::Here(self.site) }
+    }
 }
 
 /// The arguments of a call, but for its buffers.

@@ -14,15 +14,34 @@ pub enum CallSite {
     Unknown,
     /// A line of this program.
     Here(&'static Location<'static>),
-    /// A line of another rank's program, as `file:line:column`.
+    /// A line of this program at which a model was wrapped; the call is for that model. See
+    /// [`ProcessGroup::attribute_to`](crate::ProcessGroup::attribute_to).
+    Wrapped(&'static Location<'static>),
+    /// Text of a line of another rank's program, as this type shows it.
     There(Arc<str>),
 }
 
+/// Mark of a line at which a model was wrapped. At the end, since long lines are cut at their beginning.
+const WRAPPED: &str = " (wrap)";
+
+impl CallSite {
+    /// The end of a sentence about the call: `called at src/main.rs:10:5`.
+    pub(super) fn clause(&self) -> String {
+        let text = self.to_string();
+        match text.strip_suffix(WRAPPED) {
+            Some(line) => format!("of the model wrapped at {line}"),
+            None => format!("called at {text}"),
+        }
+    }
+}
+
+/// The line as `file:line:column`, with ` (wrap)` behind it where a model was wrapped.
 impl fmt::Display for CallSite {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             CallSite::Unknown => f.write_str("an unknown line"),
             CallSite::Here(location) => location.fmt(f),
+            CallSite::Wrapped(location) => write!(f, "{location}{WRAPPED}"),
             CallSite::There(text) => f.write_str(text),
         }
     }

@@ -107,7 +107,7 @@ impl CallPath {
         *root = request.root.map(|root| self.members.world_rank(root));
         *tag = request.tag;
         *number = *sequence;
-        *site = request.caller.site.into();
+        *site = request.caller.shown();
         *step = request.caller.step;
         *sequence += 1;
         call.renew(request.weight);
@@ -156,7 +156,7 @@ impl CallPath {
                 len_elems: elements(len_bytes),
                 root: Some(self.members.world_rank(peer)),
                 step: caller.step,
-                ..CallInfo::bare(collective, self.id, 0, caller.site)
+                ..CallInfo::bare(collective, self.id, 0, caller.shown())
             };
             // A peer that does not exist is refused below, and has no number.
             if let Some(sequence) = pair_sequences.get_mut(peer) {

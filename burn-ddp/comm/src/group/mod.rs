@@ -89,7 +89,8 @@ impl ProcessGroup {
         self.calls.engine
     }
 
-    /// From now on errors and reports show `site` as the caller: for code that calls on behalf of another.
+    /// From now on errors and reports say that calls are "of the model wrapped at" `site`: for code that is called back
+    /// from a backward.
     pub fn attribute_to(&mut self, site: &'static Location<'static>) {
         self.site = Some(on_behalf_of().unwrap_or(site));
     }
@@ -139,8 +140,10 @@ impl ProcessGroup {
 
     #[inline]
     fn caller(&self, site: Site) -> Caller {
-        let site = on_behalf_of().or(self.site).unwrap_or(site);
-        Caller { site, step: self.calls.member.seat.membership.step() }
+        let on_behalf_of = on_behalf_of();
+        let wrapped = on_behalf_of.is_none() && self.site.is_some();
+        let site = on_behalf_of.or(self.site).unwrap_or(site);
+        Caller { site, wrapped, step: self.calls.member.seat.membership.step() }
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::panic::Location;
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 use crate::call::CallSite;
 
@@ -12,16 +12,19 @@ use crate::call::CallSite;
 pub(super) struct SiteCell {
     /// Null, or what was a `&'static Location<'static>`.
     line: AtomicPtr<Location<'static>>,
+    /// A model was wrapped at `line`. Read between two writes it may be that of another line, which changes words only.
+    wrapped: AtomicBool,
 }
 
 impl SiteCell {
     /// Keeps lines of this program; others count as unknown.
     pub(super) fn set(&self, site: &CallSite) {
         let line = match site {
-            CallSite::Here(line) => ptr::from_ref(*line).cast_mut(),
+            CallSite::Here(line) | CallSite::Wrapped(line) => ptr::from_ref(*line).cast_mut(),
             CallSite::Unknown | CallSite::There(_) => ptr::null_mut(),
         };
         self.line.store(line, Ordering::Relaxed);
+        self.wrapped.store(matches!(site, CallSite::Wrapped(_)), Ordering::Relaxed);
     }
 
     pub(super) fn get(&self) -> CallSite {
@@ -29,7 +32,8 @@ impl SiteCell {
         // it points to lives for ever, never changes, and was there before the program began, so any thread may read
         // it.
         let line: Option<&'static Location<'static>> = unsafe { self.line.load(Ordering::Relaxed).as_ref() };
-        line.map_or(CallSite::Unknown, CallSite::Here)
+        let known = if self.wrapped.load(Ordering::Relaxed) { CallSite::Wrapped } else { CallSite::Here };
+        line.map_or(CallSite::Unknown, known)
     }
 }
 
@@ -43,6 +47,8 @@ mod tests {
         assert_eq!(cell.get(), CallSite::Unknown);
         cell.set(&Location::caller().into());
         assert!(cell.get().to_string().starts_with(file!()));
+        cell.set(&CallSite::Wrapped(Location::caller()));
+        assert!(cell.get().to_string().ends_with(" (wrap)"));
         cell.set(&"a.rs:1:1".into());
         assert_eq!(cell.get(), CallSite::Unknown);
     }
