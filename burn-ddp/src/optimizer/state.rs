@@ -53,12 +53,17 @@ pub(crate) fn read(optim: ModuleOptimizer, bytes: &[u8], theirs: &Ids, mine: &Id
 
 /// Logs that the state passes through another device: Burn 0.22 loads it on its default device, and moves it to that of
 /// the parameters in the next step.
+///
+/// Nothing here can spare it. `ModuleOptimizer::load_record` takes no device and begins with `Device::default()`
+/// (`burn-optim-0.22.1/src/optim/module/module_optimizer.rs:248`); the states are private, and only a step moves them
+/// (line 471). `DispatchDevice::default()` (`burn-dispatch-0.22.1/src/device.rs:249`) is the first device of a kind,
+/// has no setter, and reads a kind without a number from `BURN_DEVICE`, which a process with threads cannot set safely.
 pub(crate) fn warn_of_detour<M: Module>(model: &M, bytes: &[u8]) {
     let (default, mib) = (Device::default(), bytes.len() >> 20);
     if let Some(own) = model.devices().into_iter().find(|device| *device != default) {
         tracing::warn!(
-            "the optimizer's state ({mib} MiB) is on {default:?} until the next step, then on {own:?}: show each rank \
-             its own GPU alone (CUDA_VISIBLE_DEVICES) if that is too much"
+            "the optimizer's state ({mib} MiB) is on {default:?} until the next step, then on {own:?}: if that is too \
+             much, show each rank its own GPU alone (CUDA_VISIBLE_DEVICES)"
         );
     }
 }
