@@ -21,7 +21,8 @@ use crate::Ddp;
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not known to be a mean, so its value over all ranks does not follow from theirs",
     note = "use `ddp.gathered_metric(metric)` for Burn's AUROC, precision, recall and F-scores; \
-            for a mean of your own `impl MeanMetric for …`"
+            for a mean of your own `impl MeanMetric for …`; one that needs no reduction (learning \
+            rate, CPU and GPU use) is registered without `ddp.metric`"
 )]
 pub trait MeanMetric: Metric + Numeric {
     /// A batch's value on the scale where the mean is taken. By default the value itself.
