@@ -4,7 +4,7 @@
 
 use crate::Secret;
 use crate::frame::{PREFIX_BYTES, Prefix};
-use crate::membership::ControlMessage;
+use crate::membership::{ControlMessage, Envelope};
 use crate::post_mortem::{Event, PostMortem};
 use crate::store::protocol::{MESSAGE_CAP, Request, Response};
 use crate::store::table::Table;
@@ -49,9 +49,10 @@ pub fn store(mut bytes: &[u8]) {
 }
 
 pub fn control(bytes: &[u8]) {
-    if let Ok(message) = postcard::from_bytes::<ControlMessage>(bytes) {
-        let again = postcard::to_stdvec(&message).expect("what we decode, we encode");
-        assert!(postcard::from_bytes::<ControlMessage>(&again).is_ok());
+    if let Ok(Envelope { origin, message }) = postcard::from_bytes::<Envelope<ControlMessage>>(bytes) {
+        crate::membership::routes::fuzz(origin);
+        let again = postcard::to_stdvec(&Envelope { origin, message: &message }).expect("what we decode, we encode");
+        assert!(postcard::from_bytes::<Envelope<ControlMessage>>(&again).is_ok());
     }
 }
 

@@ -14,6 +14,8 @@ const DESCRIBED: usize = 4;
 pub(crate) struct Activity {
     /// True if it said goodbye.
     pub(crate) left: bool,
+    /// The silent rank that would pass on its messages: what is known of it is old.
+    pub(crate) hidden_by: Option<usize>,
     /// Duration of its silence, if it is suspected.
     pub(crate) silent: Option<Duration>,
     /// Its last heartbeat, if there was one.
@@ -77,10 +79,15 @@ pub(crate) fn diagnose(call: &CallInfo, waiting_for: &[usize], known: impl Fn(us
             continue;
         }
         seen.push(rank);
-        let Some(Activity { left, silent, beat }) = known(rank) else { continue };
+        let Some(Activity { left, hidden_by, silent, beat }) = known(rank) else { continue };
         if left {
             signs.push((Sign::Left, rank));
             lines.push(format!("rank {rank} has left"));
+            continue;
+        }
+        if let Some(hidden_by) = hidden_by {
+            lines.push(format!("rank {rank} is out of sight, since its messages come through rank {hidden_by}"));
+            queue.push_back(hidden_by);
             continue;
         }
         if let Some(silent) = silent {
@@ -155,7 +162,7 @@ mod tests {
     }
 
     fn known(beat: Heartbeat) -> Option<Activity> {
-        Some(Activity { left: false, silent: None, beat: Some(beat) })
+        Some(Activity { left: false, hidden_by: None, silent: None, beat: Some(beat) })
     }
 
     fn in_call(call: CallInfo, waiting_for: &[usize]) -> Heartbeat {
@@ -220,8 +227,8 @@ mod tests {
 
     #[test]
     fn a_silent_rank_is_blamed_before_one_that_computes() {
-        let silent =
-            Activity { left: false, silent: Some(Duration::from_secs(9)), beat: Some(in_call(call(1, 5), &[])) };
+        let silent = Some(Duration::from_secs(9));
+        let silent = Activity { left: false, hidden_by: None, silent, beat: Some(in_call(call(1, 5), &[])) };
         let silent = std::cell::Cell::new(Some(silent));
         let diagnosis = diagnose(&call(1, 5), &[1, 2], |rank| match rank {
             1 => known(idle_after(call(1, 4))),
@@ -229,6 +236,16 @@ mod tests {
         });
         assert_eq!(diagnosis.culprit, Some(2));
         assert!(diagnosis.text.contains("rank 2 has been silent for 9.0 s"), "{}", diagnosis.text);
+    }
+
+    #[test]
+    fn a_rank_behind_a_silent_one_is_unknown_and_not_blamed() {
+        let diagnosis = diagnose(&call(1, 5), &[3], |rank| {
+            let (hidden_by, silent) = if rank == 3 { (Some(1), None) } else { (None, Some(Duration::from_secs(9))) };
+            Some(Activity { left: false, hidden_by, silent, beat: Some(idle_after(call(1, 4))) })
+        });
+        assert_eq!(diagnosis.culprit, Some(1));
+        assert!(diagnosis.text.starts_with("rank 3 is out of sight, since its messages come through rank 1; rank 1"));
     }
 
     #[test]

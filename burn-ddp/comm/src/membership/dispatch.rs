@@ -2,26 +2,48 @@
 
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::step_position::{Progress, Track};
 use super::world_failure::capped;
 use super::{ControlMessage, Membership};
 use crate::Result;
 use crate::poison_free_locks::lock;
+use crate::post_mortem::millis;
 
 impl Membership {
     /// Applies a control message of a rank in another process.
     pub fn receive(&self, from: usize, message: ControlMessage) {
-        let change = lock(&self.shared.liveness).heard(from, Instant::now());
+        let change = {
+            let (mut liveness, now) = (lock(&self.shared.liveness), Instant::now());
+            match &message {
+                ControlMessage::Silent { silent_ms } => {
+                    liveness.reported_silent(from, Duration::from_millis(*silent_ms), now)
+                }
+                _ => liveness.heard(from, now),
+            }
+        };
         self.note_changes(change);
         match message {
+            ControlMessage::Silent { .. } => {}
             ControlMessage::Heartbeat(beat) => lock(&self.shared.liveness).beat(from, beat),
-            // The rank that ended the world has sent this to all; it is passed on only when leaving, see `goodbye`.
+            // The rank that ended the world sends this to all; this rank repeats it only when leaving, see `goodbye`.
             ControlMessage::Fail { cause } => self.end(cause, false),
             ControlMessage::Goodbye => self.mark_left(from),
             ControlMessage::Stop { track, at, what } => self.mark_stop(from, track, at, &what),
         }
+    }
+
+    /// Messages that say what this rank knows of `rank`, for ranks that may have missed it.
+    pub(crate) fn known_of(&self, rank: usize) -> Vec<ControlMessage> {
+        let cause = self.check().err().map(|cause| ControlMessage::Fail { cause });
+        let silent = {
+            let liveness = lock(&self.shared.liveness);
+            liveness.silence(rank, Instant::now()).filter(|_| liveness.suspects(rank))
+        };
+        let silent = silent.map(|silent| ControlMessage::Silent { silent_ms: millis(silent) });
+        let goodbye = self.has_left(rank).then_some(ControlMessage::Goodbye);
+        [cause, silent, goodbye].into_iter().flatten().collect()
     }
 
     /// Leaves the world. If it has ended, this rank repeats the cause first: a peer that has not heard it otherwise

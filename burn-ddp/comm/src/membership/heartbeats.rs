@@ -15,7 +15,7 @@ impl Membership {
         ControlMessage::Heartbeat(self.shared.local_ranks[self.rank].heartbeat())
     }
 
-    /// Ranks to which a heartbeat is due.
+    /// Neighbours to which a heartbeat is due.
     pub(crate) fn due(&self, now: Instant) -> Vec<usize> {
         lock(&self.shared.liveness).due(now)
     }
@@ -25,9 +25,10 @@ impl Membership {
         lock(&self.shared.liveness).next_look(now)
     }
 
-    /// Checks the peers for silence. `late` is how much later than planned this check runs: if that is much, this
-    /// process itself was stopped, and its peers get that time.
-    pub(crate) fn look(&self, now: Instant, late: Duration) {
+    /// Checks the neighbours for silence; returns those that fell silent since the last check, and for how long. `late`
+    /// is how much later than planned this check runs: if that is much, this process itself was stopped, and its
+    /// neighbours get that time.
+    pub(crate) fn look(&self, now: Instant, late: Duration) -> Vec<(usize, Duration)> {
         self.announce_old_stops(now);
         let changes = {
             let mut liveness = lock(&self.shared.liveness);
@@ -37,8 +38,14 @@ impl Membership {
             }
             liveness.look(now)
         };
+        let fell_silent = changes.iter().filter_map(|change| match change {
+            Change::Suspect { peer, silent } => Some((*peer, *silent)),
+            _ => None,
+        });
+        let fell_silent = fell_silent.collect();
         self.note_changes(changes);
         self.look_for_circle(now);
+        fell_silent
     }
 
     /// Ends the world if ranks wait for each other for ever, this rank among them. Looks once per heartbeat.

@@ -1,8 +1,10 @@
 //! Signs of life of the other ranks: heard, silent, silent for too long.
 //!
 //! Every rank sends a heartbeat per period. A peer that misses two is suspected: its process may be stopped, its
-//! machine overloaded or cut off. A silent peer is lost only after the peer timeout, if the user set one: the kernel
-//! finds out by itself that a machine is gone, and a process that is merely stopped may go on.
+//! machine overloaded or cut off. Neighbours, which share a control connection with this rank, are judged by their
+//! silence here, other ranks by the report of the rank that passes on their messages. A silent peer is lost only after
+//! the peer timeout, if the user set one: the kernel finds out by itself that a machine is gone, and a process that is
+//! merely stopped may go on.
 
 use std::time::{Duration, Instant};
 
@@ -23,6 +25,8 @@ pub(crate) struct Liveness {
 
 #[derive(Debug)]
 struct Heard {
+    /// True if this rank has a connection to it.
+    near: bool,
     last: Instant,
     suspected: bool,
     /// True if it was given one heartbeat more since it was last heard.
@@ -45,10 +49,17 @@ pub(crate) enum Change {
 }
 
 impl Liveness {
-    /// State of all of `world_size` ranks but `rank`, heard `now`.
-    pub(crate) fn new(rank: usize, world_size: usize, options: &WorldOptions, now: Instant) -> Liveness {
+    /// State of all of `world_size` ranks but `rank`, heard `now`. Neighbours are those for which `is_near` holds.
+    pub(crate) fn new(
+        rank: usize,
+        world_size: usize,
+        is_near: impl Fn(usize) -> bool,
+        options: &WorldOptions,
+        now: Instant,
+    ) -> Liveness {
         let heard = |peer| {
             (peer != rank).then_some(Heard {
+                near: is_near(peer),
                 last: now,
                 suspected: false,
                 excused: false,
@@ -76,6 +87,14 @@ impl Liveness {
         })
     }
 
+    /// Notes that `peer`, which is no neighbour, has been silent for this time to the rank that passes on its messages.
+    pub(crate) fn reported_silent(&mut self, peer: usize, silent: Duration, now: Instant) -> Option<Change> {
+        let heard = self.peers.get_mut(peer)?.as_mut().filter(|heard| !heard.near && !heard.suspected)?;
+        heard.suspected = true;
+        heard.last = now.checked_sub(silent).map_or(heard.last, |at| heard.last.min(at));
+        Some(Change::Suspect { peer, silent })
+    }
+
     /// Notes the heartbeat of `peer`.
     pub(crate) fn beat(&mut self, peer: usize, beat: Heartbeat) {
         if let Some(Some(heard)) = self.peers.get_mut(peer) {
@@ -100,12 +119,12 @@ impl Liveness {
         }
     }
 
-    /// Peers that became suspected or lost by `now`.
+    /// Neighbours that became suspected or lost by `now`.
     pub(crate) fn look(&mut self, now: Instant) -> Vec<Change> {
         let suspect_after = self.suspect_after();
         let mut changes = Vec::new();
         for (peer, heard) in self.peers.iter_mut().enumerate() {
-            let Some(heard) = heard else { continue };
+            let Some(heard) = heard.as_mut().filter(|heard| heard.near) else { continue };
             let silent = now.saturating_duration_since(heard.last);
             if silent >= suspect_after && !heard.suspected {
                 heard.suspected = true;
@@ -119,11 +138,11 @@ impl Liveness {
         changes
     }
 
-    /// Peers to which a heartbeat is due. Silent peers get them ever more rarely, since they may not read them.
+    /// Neighbours to which a heartbeat is due. Silent peers get them ever more rarely, since they may not read them.
     pub(crate) fn due(&mut self, now: Instant) -> Vec<usize> {
         let mut due = Vec::new();
         for (peer, heard) in self.peers.iter_mut().enumerate() {
-            let Some(heard) = heard.as_mut().filter(|heard| heard.next_beat <= now) else { continue };
+            let Some(heard) = heard.as_mut().filter(|heard| heard.near && heard.next_beat <= now) else { continue };
             let silent = now.saturating_duration_since(heard.last);
             heard.next_beat = now + (silent / 4).clamp(self.heartbeat, self.heartbeat * SLOWEST_BEAT);
             due.push(peer);
@@ -133,7 +152,7 @@ impl Liveness {
 
     /// Time of the next heartbeat or check.
     pub(crate) fn next_look(&self, now: Instant) -> Option<Instant> {
-        let next = self.peers.iter().flatten().flat_map(|heard| {
+        let next = self.peers.iter().flatten().filter(|heard| heard.near).flat_map(|heard| {
             let suspect = (!heard.suspected).then(|| heard.last + self.suspect_after());
             let lost = self.peer_timeout.filter(|_| !heard.lost).map(|timeout| heard.last + timeout);
             [Some(heard.next_beat), suspect, lost]
@@ -185,7 +204,8 @@ mod tests {
     /// Rank 0 of three, and the time of its start.
     fn rank_0(peer_timeout: Option<Duration>) -> (Liveness, Instant) {
         let now = Instant::now();
-        (Liveness::new(0, 3, &WorldOptions { heartbeat: BEAT, peer_timeout, ..WorldOptions::default() }, now), now)
+        let options = WorldOptions { heartbeat: BEAT, peer_timeout, ..WorldOptions::default() };
+        (Liveness::new(0, 3, |_| true, &options, now), now)
     }
 
     #[test]
@@ -198,6 +218,24 @@ mod tests {
         assert_eq!(liveness.look(start + 3 * BEAT), []);
         assert_eq!(liveness.heard(1, start + 3 * BEAT), Some(Change::Recovered { peer: 1 }));
         assert_eq!(liveness.heard(1, start + 3 * BEAT), None);
+    }
+
+    #[test]
+    fn a_rank_without_a_connection_is_suspected_on_report_alone_until_it_is_heard() {
+        let start = Instant::now();
+        let options = WorldOptions { heartbeat: BEAT, peer_timeout: Some(5 * BEAT), ..WorldOptions::default() };
+        let mut liveness = Liveness::new(0, 3, |peer| peer == 1, &options, start);
+        let now = start + 100 * BEAT;
+        liveness.heard(1, now);
+        assert_eq!(liveness.look(now), []);
+        assert_eq!(liveness.due(now), [1]);
+        let silent = 3 * BEAT;
+        assert_eq!(liveness.reported_silent(1, silent, now), None, "this rank hears it itself");
+        assert_eq!(liveness.reported_silent(2, silent, now), Some(Change::Suspect { peer: 2, silent }));
+        assert_eq!(liveness.reported_silent(2, 2 * silent, now + silent), None);
+        assert!(liveness.suspects(2) && liveness.silence(2, now) >= Some(silent));
+        assert_eq!(liveness.heard(2, now + 2 * silent), Some(Change::Recovered { peer: 2 }));
+        assert!(!liveness.suspects(2));
     }
 
     #[test]

@@ -7,6 +7,13 @@ use crate::Error;
 use crate::call::CallInfo;
 use crate::net::wait::Waker;
 
+/// A message on a control connection: of the rank at its other end, or of one for which that rank passes it on.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Envelope<M> {
+    pub(crate) origin: usize,
+    pub(crate) message: M,
+}
+
 /// A message from one rank to all others, besides data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ControlMessage {
@@ -19,6 +26,12 @@ pub enum ControlMessage {
     Heartbeat(Heartbeat),
     /// The sender leaves in peace.
     Goodbye,
+    /// The sender has been silent on its connection to the rank that passes this on. Ranks that are connected to the
+    /// sender see that themselves.
+    Silent {
+        /// Duration of its silence, in milliseconds.
+        silent_ms: u64,
+    },
     /// The sender stopped on a track; see [`World::stop`](crate::World::stop).
     Stop {
         /// The track.

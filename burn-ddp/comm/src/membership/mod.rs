@@ -4,7 +4,7 @@
 //! |---|---|
 //! | identity of a rank | `peer_info` |
 //! | messages between ranks besides data; the traits of their carriers and of waits | `messages`, applied in `dispatch` |
-//! | the connections that carry them between processes | `control` |
+//! | the connections that carry them between processes | `control`; the ways between machines in `routes` |
 //! | the first cause, which every call returns from then on | `world_failure`; panics in `panics` |
 //! | signs of life | `liveness`, acted upon in `heartbeats` |
 //! | why a call waits | `diagnosis`, asked in `stalls` |
@@ -28,6 +28,7 @@ pub(crate) mod panics;
 mod peer_info;
 mod pending_stops;
 mod report;
+pub(crate) mod routes;
 mod stalls;
 mod state;
 mod step_position;
@@ -51,11 +52,13 @@ use crate::history::History;
 use crate::net::descriptors;
 use crate::net::wait::Waker;
 use crate::poison_free_locks::lock;
-use crate::{Error, LaunchEnv, Result, WorldOptions};
+use crate::{Error, LaunchEnv, Machines, Result, WorldOptions};
 
+pub(crate) use self::messages::Envelope;
 pub use self::messages::{BlockedGroup, ControlMessage, Heartbeat, Outbox, PendingCall, Wake};
 pub use self::peer_info::PeerInfo;
 pub(crate) use self::peer_info::list_ranks;
+pub(crate) use self::routes::Routes;
 pub use self::step_position::{Progress, Track};
 pub use self::stuck_call::StuckCall;
 pub use self::watch::Watch;
@@ -63,6 +66,7 @@ pub use self::watch::Watch;
 /// One rank's view of its world.
 pub struct Membership {
     rank: usize,
+    routes: Routes,
     shared: Arc<Shared>,
     /// The first collective of this rank that returned the cause; all later ones repeat it.
     noticed_by: OnceLock<Box<CallInfo>>,
@@ -74,28 +78,36 @@ pub struct Membership {
 
 impl Membership {
     /// View of `rank`, the only rank of the world in this process.
-    pub fn new(rank: usize, peers: Vec<PeerInfo>, options: WorldOptions) -> Arc<Membership> {
-        let liveness = Liveness::new(rank, peers.len(), &options, Instant::now());
-        Arc::new(Membership::view(rank, Shared::new(peers, options, liveness, false)))
+    pub(crate) fn new(rank: usize, peers: Vec<PeerInfo>, machines: Machines, options: WorldOptions) -> Arc<Membership> {
+        let routes = Routes::new(rank, machines);
+        let liveness = Liveness::new(rank, peers.len(), |peer| routes.is_near(peer), &options, Instant::now());
+        Arc::new(Membership::view(routes, Shared::new(peers, options, liveness, false)))
     }
 
     /// Views of all ranks of a world that lives in this process.
     pub fn shared(peers: Vec<PeerInfo>, options: WorldOptions) -> Vec<Arc<Membership>> {
         let world_size = peers.len();
         // Threads of one process need no heartbeats.
-        let liveness = Liveness::new(0, 0, &options, Instant::now());
+        let liveness = Liveness::new(0, 0, |_| false, &options, Instant::now());
         let shared = Shared::new(peers, options, liveness, true);
-        (0..world_size).map(|rank| Arc::new(Membership::view(rank, shared.clone()))).collect()
+        let machines = Machines::new(&vec![(); world_size]);
+        let view = |rank| Arc::new(Membership::view(Routes::new(rank, machines.clone()), shared.clone()));
+        (0..world_size).map(view).collect()
     }
 
-    fn view(rank: usize, shared: Arc<Shared>) -> Membership {
-        let (noticed_by, reported) = (OnceLock::new(), OnceLock::new());
-        Membership { rank, shared, noticed_by, reported, pending_stops: PendingStops::default() }
+    fn view(routes: Routes, shared: Arc<Shared>) -> Membership {
+        let (rank, noticed_by, reported) = (routes.rank(), OnceLock::new(), OnceLock::new());
+        Membership { rank, routes, shared, noticed_by, reported, pending_stops: PendingStops::default() }
     }
 
     /// The rank whose view this is.
     pub fn rank(&self) -> usize {
         self.rank
+    }
+
+    /// Ways of control messages to and from this rank.
+    pub(crate) fn routes(&self) -> &Routes {
+        &self.routes
     }
 
     /// See [`World::set_step`](crate::World::set_step).

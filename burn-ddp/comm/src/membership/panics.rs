@@ -91,7 +91,7 @@ mod tests {
 
     use super::*;
     use crate::membership::{ControlMessage, Outbox};
-    use crate::{PeerInfo, WorldOptions};
+    use crate::{Machines, PeerInfo, WorldOptions};
 
     /// Cannot send while its lock is held.
     struct Locked(Mutex<usize>);
@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn a_panic_under_a_lock_that_its_message_needs_does_not_hang() {
         let peers = (0..2).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
-        let membership = Membership::new(0, peers, WorldOptions::default());
+        let membership = Membership::new(0, peers, Machines::new(&[(); 2]), WorldOptions::default());
         let outbox = Arc::new(Locked(Mutex::new(0)));
         membership.set_outbox(Arc::downgrade(&(outbox.clone() as Arc<dyn Outbox>)));
         let held = lock(&outbox.0);

@@ -48,10 +48,12 @@ impl Membership {
         let left = self.shared.left.get(rank)?.load(Ordering::Acquire);
         if rank == self.rank || self.shared.local {
             let local = &self.shared.local_ranks[rank];
-            return Some(Activity { left, silent: None, beat: Some(local.heartbeat()) });
+            return Some(Activity { left, hidden_by: None, silent: None, beat: Some(local.heartbeat()) });
         }
+        let through = self.routes.through(rank, |rank| self.has_left(rank)).unwrap_or_default();
         let liveness = lock(&self.shared.liveness);
+        let hidden_by = through.into_iter().find(|through| liveness.suspects(*through));
         let silent = liveness.suspects(rank).then(|| liveness.silence(rank, Instant::now())).flatten();
-        Some(Activity { left, silent, beat: liveness.last_beat(rank).cloned() })
+        Some(Activity { left, hidden_by, silent, beat: liveness.last_beat(rank).cloned() })
     }
 }

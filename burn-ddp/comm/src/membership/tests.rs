@@ -31,10 +31,13 @@ impl Wake for Recorder {
     }
 }
 
+fn peers(n: usize) -> Vec<PeerInfo> {
+    (0..n).map(|rank| PeerInfo::here(rank, rank, 0)).collect()
+}
+
 /// Rank 0 of three, as in a process of its own.
 fn rank_0() -> (Arc<Membership>, Arc<Recorder>) {
-    let membership =
-        Membership::new(0, (0..3).map(|rank| PeerInfo::here(rank, rank, 0)).collect(), WorldOptions::default());
+    let membership = Membership::new(0, peers(3), Machines::new(&[(); 3]), WorldOptions::default());
     let recorder = Arc::new(Recorder::default());
     let (outbox, waker) = (recorder.clone() as Arc<dyn Outbox>, recorder.clone() as Arc<dyn Wake>);
     membership.set_outbox(Arc::downgrade(&outbox));
@@ -80,6 +83,30 @@ fn a_goodbye_ends_nothing() {
 }
 
 #[test]
+fn a_rank_without_a_connection_is_silent_by_report_and_unknown_behind_a_silent_one() {
+    // Rank 3 is heard through rank 1, its counterpart on this machine.
+    let machines = Machines::new(&[0, 0, 1, 1]);
+    let options = WorldOptions { heartbeat: Duration::from_millis(100), ..WorldOptions::default() };
+    let membership = Membership::new(0, peers(4), machines, options);
+    membership.receive(3, ControlMessage::Silent { silent_ms: 60_000 });
+    let activity = membership.activity(3).unwrap();
+    assert_eq!((activity.hidden_by, activity.silent.map(|silent| silent.as_secs())), (None, Some(60)));
+    assert!(matches!(membership.known_of(3)[..], [ControlMessage::Silent { silent_ms: 60_000.. }]));
+    membership.receive(3, ControlMessage::Heartbeat(Heartbeat::default()));
+    assert_eq!(membership.activity(3).unwrap().silent, None);
+    assert_eq!(membership.known_of(3), []);
+
+    let later = Instant::now() + Duration::from_secs(1);
+    let silent: Vec<usize> = membership.look(later, Duration::ZERO).iter().map(|(peer, _)| *peer).collect();
+    assert_eq!(silent, [1, 2], "neighbours alone are judged here");
+    let activity = membership.activity(3).unwrap();
+    assert_eq!((activity.hidden_by, activity.silent), (Some(1), None));
+    membership.receive(1, ControlMessage::Goodbye);
+    assert_eq!(membership.activity(3).unwrap().hidden_by, Some(2), "now its machine is heard through rank 2");
+    assert_eq!(membership.known_of(1), [ControlMessage::Goodbye]);
+}
+
+#[test]
 fn leaving_because_of_a_cause_repeats_it() {
     let (membership, recorder) = rank_0();
     let cause = membership.lost_error(2, "connection reset");
@@ -106,7 +133,7 @@ fn a_pending_stop_waits_for_a_step_a_goodbye_or_a_while_and_comes_after_an_error
     let announce: [fn(&Membership, Track); 3] = [
         |membership, other| membership.advance(other, at(1)).unwrap(),
         |membership, _| membership.goodbye(),
-        |membership, _| membership.look(Instant::now() + Duration::from_secs(1), Duration::ZERO),
+        |membership, _| drop(membership.look(Instant::now() + Duration::from_secs(1), Duration::ZERO)),
     ];
     for announce in announce {
         let (membership, recorder) = rank_0();
@@ -156,8 +183,7 @@ fn messages_are_small() {
 
 #[test]
 fn ranks_of_one_process_share_the_cause() {
-    let memberships =
-        Membership::shared((0..2).map(|rank| PeerInfo::here(rank, rank, 0)).collect(), WorldOptions::default());
+    let memberships = Membership::shared(peers(2), WorldOptions::default());
     memberships[1].fail_self("tired".to_string());
     assert_eq!(memberships[0].check(), memberships[1].check());
     assert_eq!(memberships[0].check().unwrap_err().rank(), Some(1));

@@ -36,13 +36,14 @@ pub(crate) fn raise_limit() {
     }
 }
 
-/// Fails with the fix if this process cannot have the connections without which no world of `world_size` ranks exists;
-/// a rank that `hosts` the store has one more for each rank.
-pub(crate) fn check(world_size: usize, hosts: bool) -> Result<(), String> {
+/// Fails with the fix if this process cannot have the connections without which no world of `world_size` ranks exists,
+/// of which `local_world_size` are on this machine; a rank that `hosts` the store has one more for each rank.
+pub(crate) fn check(world_size: usize, local_world_size: usize, hosts: bool) -> Result<(), String> {
     let Some(limit) = getrlimit(Resource::Nofile).current else { return Ok(()) };
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, |open| open.count() as u64);
-    let peers = world_size as u64 - 1;
-    let needed = open + RANK + peers * CONTROL + if hosts { peers } else { 0 };
+    // One for each rank of the machine, and one for each other machine.
+    let neighbours = local_world_size - 1 + (world_size - local_world_size).div_ceil(local_world_size);
+    let needed = open + RANK + neighbours as u64 * CONTROL + if hosts { world_size as u64 - 1 } else { 0 };
     if needed <= limit { Ok(()) } else { Err(too_few(limit, needed, world_size)) }
 }
 
@@ -93,11 +94,11 @@ mod tests {
     #[test]
     fn a_world_that_is_too_large_is_refused_with_the_number() {
         raise_limit();
-        assert_eq!(check(2, true), Ok(()));
+        assert_eq!(check(2, 2, true), Ok(()));
         let limit = getrlimit(Resource::Nofile).current.unwrap_or(1 << 40);
         let text = too_few(limit, limit + 1, 12);
         assert!(text.contains("in a world of 12 ranks") && text.contains("ulimit -Hn"), "{text}");
-        assert!(getrlimit(Resource::Nofile).current.is_none() || check(limit as usize, false).is_err());
+        assert!(getrlimit(Resource::Nofile).current.is_none() || check(limit as usize, limit as usize, false).is_err());
     }
 
     #[test]

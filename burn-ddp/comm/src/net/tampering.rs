@@ -93,6 +93,15 @@ impl Relay {
     fn passed(&self, side: usize) -> usize {
         self.shared.passed[side].load(Ordering::Relaxed)
     }
+
+    /// Waits for the first heartbeat of a control connection.
+    fn await_heartbeat(&self, side: usize) {
+        let deadline = Instant::now() + PATIENCE;
+        while self.passed(side) == HANDSHAKE[side] {
+            assert!(Instant::now() < deadline, "no heartbeat");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
 }
 
 impl Drop for Relay {
@@ -223,27 +232,40 @@ fn link_key(token: u8) -> LinkKey {
     JobKey::trusting_network("job", 0).links(&[token; KEY_BYTES])
 }
 
-fn started() -> [(Arc<Control>, SocketAddr); 2] {
-    [0, 1].map(|rank| {
+fn started<const RANKS: usize>() -> [(Arc<Control>, SocketAddr); RANKS] {
+    std::array::from_fn(|rank| {
         let (listener, address) = control::listen([127, 0, 0, 1].into()).unwrap();
-        (Arc::new(Control::start(listener, rank, 2, link_key(1)).unwrap()), address)
+        (Arc::new(Control::start(listener, rank, RANKS, link_key(1)).unwrap()), address)
+    })
+}
+
+/// Connects the rank `high` to rank 0, which listens at `address` or behind a relay there; both ends.
+fn streams(controls: &[Arc<Control>], high: u32, address: SocketAddr) -> (SecureStream, SecureStream) {
+    let (deadline, purpose) = (Instant::now() + PATIENCE, Purpose::Control { rank: high });
+    let to = ("127.0.0.1", address.port());
+    let dial = Dial { to, via: &Interface::default(), key: &link_key(1), peer: 0, purpose };
+    let Ok(mine) = dial.connect(deadline, None) else { panic!("no connection") };
+    (mine, controls[0].links().claim(purpose, deadline, || Ok(())).unwrap().unwrap())
+}
+
+/// Memberships of ranks on these machines.
+fn memberships<const RANKS: usize>(
+    controls: &[Arc<Control>; RANKS],
+    machines: [usize; RANKS],
+    options: &WorldOptions,
+) -> [Arc<Membership>; RANKS] {
+    std::array::from_fn(|rank| {
+        let peers = (0..RANKS).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
+        let membership = Membership::new(rank, peers, Machines::new(&machines), options.clone());
+        membership.set_outbox(Arc::downgrade(&(controls[rank].clone() as Arc<dyn Outbox>)));
+        membership
     })
 }
 
 /// Connects rank 1 to rank 0, which listens at `address` or behind a relay there.
 fn connected(controls: &[Arc<Control>; 2], address: SocketAddr, options: &WorldOptions) -> [Arc<Membership>; 2] {
-    let (deadline, purpose) = (Instant::now() + PATIENCE, Purpose::Control { rank: 1 });
-    let to = ("127.0.0.1", address.port());
-    let dial = Dial { to, via: &Interface::default(), key: &link_key(1), peer: 0, purpose };
-    let Ok(mine) = dial.connect(deadline, None) else { panic!("no connection") };
-    let theirs = controls[0].links().claim(purpose, deadline, || Ok(())).unwrap().unwrap();
-    let membership = |rank: usize| {
-        let peers = (0..2).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
-        let membership = Membership::new(rank, peers, options.clone());
-        membership.set_outbox(Arc::downgrade(&(controls[rank].clone() as Arc<dyn Outbox>)));
-        membership
-    };
-    let memberships = [membership(0), membership(1)];
+    let (mine, theirs) = streams(controls, 1, address);
+    let memberships = memberships(controls, [0; 2], options);
     controls[0].attach(vec![None, Some(theirs)], memberships[0].clone()).unwrap();
     controls[1].attach(vec![Some(mine), None], memberships[1].clone()).unwrap();
     memberships
@@ -266,27 +288,24 @@ fn heard(side: usize, tamper: Tamper) -> (Result<()>, Ranks) {
     let ranks = controlled(side, tamper);
     // The client is rank 1.
     let (sender, receiver) = (1 - side, side);
-    let deadline = Instant::now() + PATIENCE;
-    while ranks.relay.passed(side) == HANDSHAKE[side] {
-        assert!(Instant::now() < deadline, "no heartbeat");
-        thread::sleep(Duration::from_millis(1));
-    }
+    ranks.relay.await_heartbeat(side);
     for step in 0..2 {
         let beat = Heartbeat { step: Some(step), ..Heartbeat::default() };
         ranks.controls[sender].send_all(&ControlMessage::Heartbeat(beat));
     }
     ranks.controls[sender].send_all(&ControlMessage::Goodbye);
-    loop {
-        let world = &ranks.memberships[receiver];
-        if let Err(error) = world.check() {
-            return (Err(error), ranks);
-        }
-        if world.has_left(sender) {
-            return (Ok(()), ranks);
-        }
+    (await_goodbye(&ranks.memberships[receiver], sender, tamper), ranks)
+}
+
+/// Waits until `world` has heard that `sender` has left, or has ended.
+fn await_goodbye(world: &Membership, sender: usize, tamper: Tamper) -> Result<()> {
+    let deadline = Instant::now() + PATIENCE;
+    while !world.has_left(sender) {
+        world.check()?;
         assert!(Instant::now() < deadline, "{tamper:?}: neither a goodbye nor an error");
         thread::sleep(Duration::from_millis(1));
     }
+    world.check()
 }
 
 #[test]
@@ -304,6 +323,33 @@ fn no_tampered_byte_is_accepted_on_a_control_connection() {
             let error = heard(side, tamper).0.expect_err(&format!("{tamper:?} was not noticed"));
             assert_eq!(error.rank(), Some(1 - side), "{tamper:?}: {error}");
         }
+    }
+}
+
+#[test]
+fn no_tampered_byte_is_passed_on_to_another_rank() {
+    use Tamper::*;
+    for tamper in [Nothing, FlipIn(1, 3), FlipIn(2, 20), Drop(0), Repeat(1), Swap(1), Cut(2)] {
+        // Rank 2, the counterpart of rank 0, sends through a relay; rank 1 hears it through rank 0.
+        let started = started::<4>();
+        let relay = Relay::start(started[0].1);
+        relay.set(CLIENT, tamper);
+        let address = started[0].1;
+        let controls = started.map(|(control, _)| control);
+        let (far, from_far) = streams(&controls, 2, relay.address);
+        let (near, from_near) = streams(&controls, 1, address);
+        let options = WorldOptions { heartbeat: PATIENCE, ..WorldOptions::default() };
+        let memberships = memberships(&controls, [0, 0, 1, 1], &options);
+        let attach = |rank: usize, streams| controls[rank].attach(streams, memberships[rank].clone()).unwrap();
+        attach(0, vec![None, Some(from_near), Some(from_far), None]);
+        attach(1, vec![Some(near), None, None, None]);
+        attach(2, vec![Some(far), None, None, None]);
+        relay.await_heartbeat(CLIENT);
+        controls[2].send_all(&ControlMessage::Heartbeat(Heartbeat { step: Some(1), ..Heartbeat::default() }));
+        controls[2].send_all(&ControlMessage::Goodbye);
+        let heard = await_goodbye(&memberships[1], 2, tamper);
+        let culprit = if tamper == Nothing { None } else { Some(2) };
+        assert_eq!(heard.err().and_then(|error| error.rank()), culprit, "{tamper:?}");
     }
 }
 

@@ -5,9 +5,10 @@
 //! 2. Each rank posts its number and its address. The last one to come posts the verdict: the table of all ranks. A
 //!    rank that finds a fault, or whose deadline passes, posts that instead. The first verdict counts, so all ranks get
 //!    the same.
-//! 3. Of each pair of ranks the higher one connects to the lower one's listener: that is the control connection. Its
-//!    key is derived from the job's and a random token in the verdict, so that seeing the traffic is not enough to
-//!    connect.
+//! 3. Ranks of one machine connect with each other, and counterparts on two machines, see
+//!    [`routes`](crate::membership::routes): the higher rank of a pair to the lower one's listener. That is the control
+//!    connection. Its key is derived from the job's and a random token in the verdict, so that seeing the traffic is
+//!    not enough to connect.
 //!
 //! Keys in the store, below the job id: `{round}/rank/{r}` is a rank's [`Entry`], `{round}/arrived` the number of
 //! entries, `{round}/first` the first entry, `{round}/verdict` the [`Verdict`](round).
@@ -37,7 +38,7 @@ use crate::engine::tcp::{Reach, TcpFabric};
 use crate::engine::two_level::TwoLevelFabric;
 use crate::env::{LaunchEnv, Meeting};
 use crate::membership::control::{self, Control};
-use crate::membership::{Membership, Outbox, Wake};
+use crate::membership::{Membership, Outbox, Routes, Wake};
 use crate::net::dial_rank::Dial;
 use crate::net::interface::Interface;
 use crate::net::{address, descriptors};
@@ -141,7 +142,7 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
         config: ComparedSettings::of(options),
     };
     let round = Round { store: &store, job: &job, me: &me, server: server.as_ref(), start, deadline };
-    descriptors::check(env.world_size, server.is_some()).or_else(|why| round.give_up(&why))?;
+    descriptors::check(env.world_size, env.local_world_size, server.is_some()).or_else(|why| round.give_up(&why))?;
     let (token, entries) = round.attend()?;
     let places: Vec<_> = entries.iter().map(|entry| (&entry.peer, entry.memory.as_deref())).collect();
     auto_fabric::check(options.engine, &places)?;
@@ -150,9 +151,13 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     let control = Control::start(listener, env.rank, env.world_size, key.clone()).map_err(threads)?;
     let mesh_end =
         Instant::now() + deadline.saturating_duration_since(Instant::now()).clamp(*MESH_TIME.start(), *MESH_TIME.end());
-    let streams = connect_all(&control, &key, &via, env.rank, &entries, mesh_end)?;
+    let machines = Machines::new(&entries.iter().map(|entry| &entry.machine).collect::<Vec<_>>());
+    if let Some(name) = &env.machine {
+        tracing::info!(rank = env.rank, name, ?machines, "BURN_DDP_MACHINE cuts hosts into machines");
+    }
     let peers: Vec<PeerInfo> = entries.iter().map(|entry| entry.peer.clone()).collect();
-    let membership = Membership::new(env.rank, peers.clone(), options.clone());
+    let membership = Membership::new(env.rank, peers.clone(), machines.clone(), options.clone());
+    let streams = connect_neighbours(&control, &key, &via, membership.routes(), &entries, mesh_end)?;
     membership.report_to(env);
     let control = Arc::new(control);
     let as_outbox: Arc<dyn Outbox> = control.clone();
@@ -162,10 +167,6 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     control.attach(streams, membership.clone()).map_err(threads)?;
     tracing::debug!(rank = env.rank, world_size = env.world_size, elapsed = ?start.elapsed(), "joined");
 
-    let machines = Machines::new(&entries.iter().map(|entry| &entry.machine).collect::<Vec<_>>());
-    if let Some(name) = &env.machine {
-        tracing::info!(rank = env.rank, name, ?machines, "BURN_DDP_MACHINE cuts hosts into machines");
-    }
     let memories: Vec<_> = entries.iter().map(|entry| entry.memory.clone()).collect();
     #[cfg(target_os = "linux")]
     let shm = Arc::new(ShmFabric::new(key.clone(), membership.clone()));
@@ -232,32 +233,31 @@ fn check(env: &LaunchEnv) -> Result<()> {
     Ok(())
 }
 
-/// Connects to every peer for control; the streams by rank.
-fn connect_all(
+/// Connects to the neighbours for control; the streams by rank.
+fn connect_neighbours(
     control: &Control,
     key: &LinkKey,
     via: &Interface,
-    rank: usize,
+    routes: &Routes,
     entries: &[Entry],
     deadline: Instant,
 ) -> Result<Vec<Option<SecureStream>>> {
-    let mut streams = Vec::with_capacity(entries.len());
-    for entry in &entries[..rank] {
+    let rank = routes.rank();
+    let mut streams: Vec<Option<SecureStream>> = entries.iter().map(|_| None).collect();
+    for entry in entries[..rank].iter().filter(|entry| routes.is_near(entry.peer.rank)) {
         let purpose = Purpose::Control { rank: rank as u32 };
         let dial = Dial { to: (&entry.host, entry.port), via, key, peer: entry.peer.rank, purpose };
         let stream = dial.connect(deadline, None).map_err(|cause| match cause.shortage(entries.len()) {
             Some(why) => Error::environment(format!("{} cannot join: {why}", entries[rank].peer)),
             None => unreached(&entry.peer, &format!("at {}: {cause}", address::join(&entry.host, entry.port))),
         })?;
-        streams.push(Some(stream));
+        streams[entry.peer.rank] = Some(stream);
     }
-    streams.push(None);
-    for entry in &entries[rank + 1..] {
+    for entry in entries[rank + 1..].iter().filter(|entry| routes.is_near(entry.peer.rank)) {
         let purpose = Purpose::Control { rank: entry.peer.rank as u32 };
-        match control.links().claim(purpose, deadline, || Ok(()))? {
-            Some(stream) => streams.push(Some(stream)),
-            None => return Err(unreached(&entry.peer, "in time: it did not connect")),
-        }
+        let stream = control.links().claim(purpose, deadline, || Ok(()))?;
+        let stream = stream.ok_or_else(|| unreached(&entry.peer, "in time: it did not connect"))?;
+        streams[entry.peer.rank] = Some(stream);
     }
     Ok(streams)
 }

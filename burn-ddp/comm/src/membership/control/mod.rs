@@ -1,8 +1,9 @@
 //! Control connections between ranks of different processes.
 //!
-//! Every pair of ranks shares one TCP connection for [`ControlMessage`]s, and every rank has one thread, the
-//! [monitor](monitor), that serves them and the rank's listener. So a death is noticed at once, whatever the rank
-//! itself is doing: the kernel closes a dead process's sockets, and an end without a goodbye is a death.
+//! Ranks of one machine share one TCP connection per pair for [`ControlMessage`]s, and so do counterparts on two
+//! machines; the others hear of each other [through them](relay). Every rank has one thread, the [monitor](monitor),
+//! that serves its connections and its listener. So a death is noticed at once, whatever the rank itself is doing: the
+//! kernel closes a dead process's sockets, and an end without a goodbye is a death.
 //!
 //! **A goodbye must not be lost**, or a clean exit would look like a death. It is written by the thread that leaves,
 //! not by the monitor, since the process may exit right after; the kernel delivers what was written. One thing could
@@ -13,6 +14,7 @@
 
 mod monitor;
 mod proc_exit;
+mod relay;
 mod unclaimed_connections;
 
 use std::io;
@@ -25,7 +27,7 @@ pub(crate) use unclaimed_connections::Links;
 
 use crate::auth::job_key::LinkKey;
 use crate::auth::secure_stream::SecureStream;
-use crate::membership::{ControlMessage, Membership, Outbox};
+use crate::membership::{ControlMessage, Envelope, Membership, Outbox};
 use crate::net::wait::Waker;
 use crate::net::wire::{Wire, WireReader, WireWriter};
 use crate::net::{address, keep_alive};
@@ -48,9 +50,10 @@ struct Shared {
     rank: usize,
     /// Key that peers must prove to know.
     key: LinkKey,
-    /// Writing ends, by rank; set once, when all ranks are connected. `None` for this rank.
+    /// Writing ends, by rank; set once, when all neighbours are connected. `None` for ranks without a connection.
     senders: Mutex<Vec<Option<Sender>>>,
-    /// Reading ends for the monitor, by rank, once all ranks are connected, and the membership that they report to.
+    /// Reading ends for the monitor, by rank, once all neighbours are connected, and the membership that they report
+    /// to.
     mesh: Mutex<Option<Mesh>>,
     /// Written by this rank's threads, read by the monitor after a wake.
     phase: AtomicU8,
@@ -110,7 +113,7 @@ impl Control {
         &self.shared.links
     }
 
-    /// Hands over the control connections to the peers, by rank: from now on they are watched for `membership`.
+    /// Hands over the control connections to the neighbours, by rank: from now on they are watched for `membership`.
     pub(crate) fn attach(&self, streams: Vec<Option<SecureStream>>, membership: Arc<Membership>) -> io::Result<()> {
         let mut senders = Vec::with_capacity(streams.len());
         let mut readers = Vec::with_capacity(streams.len());
@@ -137,6 +140,7 @@ impl Control {
 impl Outbox for Control {
     fn send_all(&self, message: &ControlMessage) {
         let goodbye = matches!(message, ControlMessage::Goodbye);
+        let message = &Envelope { origin: self.shared.rank, message };
         let mut all_written = true;
         for sender in lock(&self.shared.senders).iter_mut().flatten() {
             all_written &= sender.send(message, goodbye);
@@ -159,14 +163,12 @@ impl Drop for Control {
 
 impl Sender {
     /// Sends a heartbeat if the socket has room: a peer that does not read needs no more of them.
-    fn beat(&mut self, message: &ControlMessage) {
-        if !self.wire.wants_write() {
-            self.send(message, false);
-        }
+    fn beat(&mut self, message: &Envelope<&ControlMessage>) -> bool {
+        self.wire.wants_write() || self.send(message, false)
     }
 
     /// Writes what the socket takes; `false` if something remains for the monitor to write.
-    fn send(&mut self, message: &ControlMessage, last: bool) -> bool {
+    fn send(&mut self, message: &Envelope<&ControlMessage>, last: bool) -> bool {
         if self.broken.is_some() || self.last {
             return true;
         }

@@ -14,7 +14,7 @@ use super::{CLOSED, PRESENT, Shared};
 use crate::auth::handshake::Role;
 use crate::auth::job_key::LinkKey;
 use crate::auth::unauthenticated::{Introduced, Strangers};
-use crate::membership::{ControlMessage, Membership};
+use crate::membership::{ControlMessage, Envelope, Membership};
 use crate::net::wait::wait;
 use crate::net::wire::WireReader;
 use crate::net::{address, descriptors};
@@ -33,7 +33,8 @@ pub(super) struct Monitor {
     listener: Option<TcpListener>,
     accept_after: Option<Instant>,
     strangers: Strangers,
-    /// Reading ends, by rank; `None` for this rank and for those that have closed. Empty until all ranks are connected.
+    /// Reading ends, by rank; `None` for ranks without a connection and for those that have closed. Empty until all
+    /// neighbours are connected.
     readers: Vec<Option<WireReader>>,
     /// Set with the readers.
     membership: Option<Arc<Membership>>,
@@ -158,10 +159,17 @@ impl Monitor {
         let Some(membership) = &self.membership else { return };
         while let Some(wire) = &mut self.readers[rank] {
             let present = self.shared.phase.load(Ordering::Acquire) == PRESENT;
-            match wire.next::<ControlMessage>() {
+            let received = match wire.next::<Envelope<ControlMessage>>() {
                 Ok(None) => return,
-                Ok(Some(message)) if present => membership.receive(rank, message),
-                Ok(Some(_)) => {}
+                Ok(Some(envelope)) if present => self
+                    .shared
+                    .receive(rank, envelope, membership)
+                    .map_err(|cause| io::Error::new(ErrorKind::InvalidData, cause)),
+                Ok(Some(_)) => Ok(()),
+                Err(e) => Err(e),
+            };
+            match received {
+                Ok(()) => {}
                 Err(e) => {
                     self.readers[rank] = None;
                     if present && !membership.has_left(rank) {
@@ -187,15 +195,17 @@ impl Monitor {
         let late = planned.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         let due = membership.due(now);
         if !due.is_empty() {
-            let message = membership.heartbeat();
+            let message = &Envelope { origin: self.shared.rank, message: &membership.heartbeat() };
             let mut senders = lock(&self.shared.senders);
             for peer in due {
                 if let Some(sender) = &mut senders[peer] {
-                    sender.beat(&message);
+                    sender.beat(message);
                 }
             }
         }
-        membership.look(now, late);
+        for (peer, silent) in membership.look(now, late) {
+            self.shared.report_silence(peer, silent, membership);
+        }
         self.look_at = membership.next_look(now);
     }
 

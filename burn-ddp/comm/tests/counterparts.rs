@@ -1,0 +1,198 @@
+//! Ranks on machines that are connected through counterparts only: faults of a rank are known to all others, and of
+//! ranks that pass messages on, no other is accused.
+#![cfg(target_os = "linux")]
+
+mod common;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use burn_ddp_comm::post_mortem::Event;
+use burn_ddp_comm::{LaunchEnv, StoreServer, World, WorldOptions};
+use common::{PATIENCE, Process, await_go, launcher_store, options, rank_at, role, say};
+use rustix::process::Signal;
+
+/// Half of the deadline of a call.
+const AT_ONCE: Duration = Duration::from_secs(30);
+const BEAT: Duration = Duration::from_millis(100);
+
+/// Ranks in these roles, as processes that run `test`, two on each machine.
+struct Job {
+    ranks: Vec<Process>,
+    events: PathBuf,
+    _store: StoreServer,
+}
+
+impl Job {
+    fn start(test: &str, roles: &[&str]) -> Job {
+        let store = launcher_store();
+        let events = std::env::temp_dir().join(format!("burn-ddp-{test}-{}", std::process::id()));
+        std::fs::write(&events, "").unwrap();
+        let start = |(rank, role): (usize, &&str)| {
+            let machine = Some((rank / 2).to_string());
+            let env = rank_at(&store, rank, roles.len());
+            Process::start(test, role, &LaunchEnv { machine, events: Some(events.clone()), ..env })
+        };
+        let ranks = roles.iter().enumerate().map(start).collect();
+        Job { ranks, events, _store: store }
+    }
+
+    fn hear_all(&mut self, said: &str) {
+        self.ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), said));
+    }
+
+    fn events(&self) -> Vec<Event> {
+        let lines = std::fs::read_to_string(&self.events).unwrap();
+        lines.lines().filter_map(Event::parse).collect()
+    }
+
+    fn await_event(&self, wanted: impl Fn(&Event) -> bool) {
+        let begin = Instant::now();
+        while !self.events().iter().any(&wanted) {
+            assert!(begin.elapsed() < PATIENCE, "it does not happen; these did: {:?}", self.events());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        self.ranks.clear();
+        let _ = std::fs::remove_file(&self.events);
+    }
+}
+
+fn lively() -> WorldOptions {
+    WorldOptions { heartbeat: BEAT, ..options() }
+}
+
+/// In a child: waits for the end of the world, outside of any call, and says why.
+fn say_cause(world: &World) {
+    let deadline = Instant::now() + PATIENCE;
+    let cause = loop {
+        match world.check() {
+            Ok(()) => assert!(Instant::now() < deadline, "the world goes on"),
+            Err(cause) => break cause,
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    say(&format!("{:?}: {cause}", cause.rank()));
+}
+
+/// Connections of this process over TCP.
+fn connections() -> usize {
+    let open = std::fs::read_dir("/proc/self/fd").unwrap();
+    let mine: Vec<String> =
+        open.filter_map(|fd| Some(std::fs::read_link(fd.ok()?.path()).ok()?.to_string_lossy().into_owned())).collect();
+    let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
+    let columns = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+    const ESTABLISHED: &str = "01";
+    columns.filter(|row| row[3] == ESTABLISHED && mine.contains(&format!("socket:[{}]", row[9]))).count()
+}
+
+#[test]
+fn a_killed_rank_is_named_by_ranks_without_a_connection_to_it() {
+    const TEST: &str = "a_killed_rank_is_named_by_ranks_without_a_connection_to_it";
+    if let Some((_, env)) = role() {
+        let world = World::join(&env, options()).unwrap();
+        // To the other rank of its machine and two counterparts, once that to the store is closed.
+        let begin = Instant::now();
+        while connections() != 3 {
+            assert!(begin.elapsed() < PATIENCE, "{} connections", connections());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        say("ready");
+        return say_cause(&world);
+    }
+    let mut job = Job::start(TEST, &["rank"; 6]);
+    job.hear_all("ready");
+    let begin = Instant::now();
+    job.ranks[3].kill();
+    for rank in [0, 1, 2, 4, 5] {
+        let said = job.ranks[rank].hear();
+        assert!(said.starts_with("Some(3): rank 3 (host "), "rank {rank}: {said}");
+        assert!(said.contains("was killed by SIGKILL"), "rank {rank}: {said}");
+    }
+    assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
+}
+
+#[test]
+fn a_cause_is_heard_by_all_though_the_rank_that_passed_messages_on_has_left() {
+    const TEST: &str = "a_cause_is_heard_by_all_though_the_rank_that_passed_messages_on_has_left";
+    if let Some((role, env)) = role() {
+        let world = World::join(&env, options()).unwrap();
+        say("ready");
+        match role.as_str() {
+            "leaves" => return drop(world),
+            "fails" => {
+                await_go();
+                world.fail("the disk is full");
+            }
+            _ => {}
+        }
+        return say_cause(&world);
+    }
+    for culprit in ["fails", "waits"] {
+        // Rank 0 is the counterpart of rank 2.
+        let mut job = Job::start(TEST, &["leaves", "waits", culprit, "waits"]);
+        job.hear_all("ready");
+        assert!(job.ranks[0].end().success());
+        let begin = Instant::now();
+        let expected = if culprit == "fails" {
+            job.ranks[2].go();
+            "the disk is full"
+        } else {
+            job.ranks[2].kill();
+            "was killed by SIGKILL"
+        };
+        for rank in [1, 3] {
+            let said = job.ranks[rank].hear();
+            assert!(said.starts_with("Some(2): rank 2 (host ") && said.contains(expected), "rank {rank}: {said}");
+        }
+        assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
+    }
+}
+
+#[test]
+fn a_stopped_rank_is_suspected_by_all_and_those_behind_it_are_unknown() {
+    const TEST: &str = "a_stopped_rank_is_suspected_by_all_and_those_behind_it_are_unknown";
+    if let Some((role, env)) = role() {
+        let world = World::join(&env, WorldOptions { timeout: Duration::from_secs(3), ..lively() }).unwrap();
+        let group = world.group().unwrap();
+        let pair = group.split([0, 3].contains(&world.rank()).then_some(0), 0).unwrap();
+        say("ready");
+        if role == "calls" {
+            await_go();
+            let error = pair.unwrap().barrier().unwrap_err();
+            return say(&format!("{:?}: {error}", error.rank()));
+        }
+        // Until the test ends.
+        return await_go();
+    }
+    // Rank 3 hears rank 0 through rank 2.
+    let mut job = Job::start(TEST, &["waits", "waits", "waits", "calls"]);
+    job.hear_all("ready");
+    job.ranks[2].signal(Signal::STOP);
+    for observer in [0, 1, 3] {
+        job.await_event(|event| matches!(event, Event::Suspect { rank, peer: 2, .. } if *rank == observer));
+    }
+    job.ranks[2].signal(Signal::CONT);
+    for observer in [0, 1, 3] {
+        job.await_event(|event| matches!(event, Event::Recovered { rank, peer: 2, .. } if *rank == observer));
+    }
+    job.ranks[2].signal(Signal::STOP);
+    let suspected_again = |events: &[Event]| {
+        let of_rank_3 = |event: &&Event| matches!(event, Event::Suspect { rank: 3, peer: 2, .. });
+        events.iter().filter(of_rank_3).count() > 1
+    };
+    let begin = Instant::now();
+    while !suspected_again(&job.events()) {
+        assert!(begin.elapsed() < PATIENCE, "{:?}", job.events());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    job.ranks[3].go();
+    let said = job.ranks[3].hear();
+    assert!(said.starts_with("Some(2): ") && said.contains("waited 3 s for rank 0"), "{said}");
+    let expected = "rank 0 is out of sight, since its messages come through rank 2; rank 2 has been silent for ";
+    assert!(said.contains(expected), "{said}");
+}
