@@ -9,10 +9,12 @@ use burn::data::dataloader::DataLoaderBuilder;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::{Dataset, DatasetError};
 use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::{ModuleMapper, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamConfig, ModuleOptimizer, SgdConfig};
+use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::activation::log_softmax;
 use burn::train::checkpoint::KeepLastNCheckpoints;
@@ -105,6 +107,8 @@ struct Net {
     /// Added to the first layer for rare items.
     rare: Option<Linear>,
     b: Linear,
+    /// Maps the model between backward and step.
+    shrinks: bool,
 }
 
 impl Net {
@@ -115,6 +119,7 @@ impl Net {
             sync_norm: None,
             rare: None,
             b: LinearConfig::new(16, CLASSES).init(device),
+            shrinks: false,
         }
     }
 
@@ -145,6 +150,23 @@ impl TrainStep for Net {
         let loss = CrossEntropyLossConfig::new().init(&output.device()).forward(output.clone(), batch.classes.clone());
         let grads = loss.backward();
         TrainOutput::new(self, grads, ClassificationOutput::new(loss, output, batch.classes))
+    }
+
+    fn optimize(self, optim: &mut ModuleOptimizer, lr: ModuleLearningRate, grads: GradientsParams) -> Self {
+        let model = if self.shrinks { self.map(&mut Shrink) } else { self };
+        optim.step(lr, model, grads)
+    }
+}
+
+/// A weight decay of the user's.
+struct Shrink;
+
+impl ModuleMapper for Shrink {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|t| match t.is_require_grad() {
+            true => (t * 0.98).detach().require_grad(),
+            false => t,
+        })
     }
 }
 
@@ -351,8 +373,8 @@ fn accumulation_and_its_tail_are_burns() {
     assert_eq!(steps.unwrap(), [3 * 3; 2], "one reduction per optimizer step");
 }
 
-/// The features that a model and its device bring into the trainer (`crossings.rs` has the others): with and without
-/// accumulation, in every world and resumed in another one, as Burn's trainer does alone.
+/// The features of `crossings.rs` that a model and its device bring into the trainer: with and without accumulation, in
+/// every world and resumed in another one, as Burn's trainer does alone.
 #[test]
 fn what_a_model_brings_along_is_as_alone() {
     let plain = device().autodiff();
@@ -362,6 +384,8 @@ fn what_a_model_brings_along_is_as_alone() {
         ("unused parameters", rare(model())),
         ("SyncBatchNorm", norm(model())),
         ("both", norm(rare(model()))),
+        ("a mapper", Net { shrinks: true, ..model() }),
+        ("a mapper and all others", Net { shrinks: true, ..norm(rare(model())) }),
         ("gradient checkpointing", Net::new(false, &plain.clone().gradient_checkpointing())),
     ];
     // Clones share running statistics.
