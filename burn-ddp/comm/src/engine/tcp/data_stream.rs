@@ -266,8 +266,8 @@ mod tests {
         (all, None)
     }
 
-    /// As [`read_all`], of a connection that the other end has closed. Its end may come late: a child process of another
-    /// test has the socket open, too, between fork and exec.
+    /// As [`read_all`], of a connection that the other end has closed. Its end may come late: a child process of
+    /// another test has the socket open, too, between fork and exec.
     fn read_to_end(stream: &mut DataStream, sizes: &[usize]) -> (Vec<u8>, Option<io::Result<()>>) {
         stream.socket.set_nonblocking(false).unwrap();
         stream.socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
