@@ -167,7 +167,7 @@ fn long(dtype: DType, rank: usize, len: usize) -> Vec<u8> {
 
 /// Reductions of more than one rank has under way at a time, on one rank.
 fn long_reductions(group: &ProcessGroup) -> Vec<Vec<u8>> {
-    let (rank, ranks, len) = (group.rank(), group.world_size(), 600_001);
+    let (rank, ranks, len) = (group.rank(), group.world_size(), 400_001);
     let mut results = Vec::new();
     for dtype in [DType::F32, DType::BF16] {
         let mut mean = long(dtype, rank, len);
@@ -231,16 +231,16 @@ fn weights_that_are_all_0_are_refused_by_all() {
 #[test]
 fn a_send_to_another_machine_that_meets_a_barrier_ends_at_once() {
     let lively = WorldOptions { heartbeat: Duration::from_millis(100), ..options() };
-    let begin = Instant::now();
     let errors = on_world(placed_with(&[0, 0, 1, 1], &lively), |world| {
         let group = world.group().unwrap();
+        let begin = Instant::now();
         let result = if world.rank() == 1 { group.send(&[1_u8], 3) } else { group.barrier() };
-        result.unwrap_err().to_string()
+        (result.unwrap_err().to_string(), begin.elapsed())
     });
-    for error in errors {
+    for (error, took) in errors {
         for part in ["rank 1 is in send", "are in barrier", "tests/two_level.rs"] {
             assert!(error.contains(part), "{error}");
         }
+        assert!(took < options().timeout / 2, "{took:?}");
     }
-    assert!(begin.elapsed() < options().timeout / 2, "{:?}", begin.elapsed());
 }

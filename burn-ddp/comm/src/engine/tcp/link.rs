@@ -35,6 +35,7 @@ pub(super) struct Link {
 pub(super) struct Sending<'a> {
     header: &'a [u8],
     payload: &'a [u8],
+    /// Frame of the same exchange that it follows on the connection, by its number.
     before: Option<usize>,
 }
 
@@ -44,6 +45,7 @@ impl<'a> Sending<'a> {
     }
 
     /// Makes it follow the frame `before` of the same exchange, to the same peer.
+    #[cfg(target_os = "linux")]
     pub(super) fn after(self, before: Option<usize>) -> Self {
         Self { before, ..self }
     }
@@ -54,6 +56,7 @@ impl<'a> Sending<'a> {
     }
 
     /// Bytes that are not out.
+    #[cfg(target_os = "linux")]
     pub(super) fn len(&self) -> usize {
         self.header.len() + self.payload.len()
     }
@@ -77,6 +80,7 @@ pub(super) struct Receiving<'a> {
     weight: f64,
     /// Bytes of the payload that are there; `None` before the header.
     filled: Option<usize>,
+    /// Frame of the same exchange that it follows on the connection, by its number.
     before: Option<usize>,
 }
 
@@ -87,11 +91,13 @@ impl<'a> Receiving<'a> {
     }
 
     /// A frame from `peer` that fills `room`, of which so many bytes are there.
+    #[cfg(target_os = "linux")]
     pub(super) fn resumed(peer: usize, call: &'a Call, room: &'a mut [u8], filled: Option<usize>) -> Self {
         Self { filled, ..Self::new(peer, call, room.len(), room) }
     }
 
     /// Makes it follow the frame `before` of the same exchange, from the same peer.
+    #[cfg(target_os = "linux")]
     pub(super) fn after(self, before: Option<usize>) -> Self {
         Self { before, ..self }
     }
@@ -102,6 +108,7 @@ impl<'a> Receiving<'a> {
     }
 
     /// Bytes of the payload that are there; `None` before the header.
+    #[cfg(target_os = "linux")]
     pub(super) fn filled(&self) -> Option<usize> {
         self.filled
     }

@@ -49,13 +49,8 @@ impl SpareMemory {
         block
     }
 
-    fn put_back(&mut self, block: Vec<u8>) {
-        self.blocks.push(block);
-    }
-
-    /// [`put_back`](Self::put_back) of memory that no frame needs any more.
-    fn put_back_shared(&mut self, block: Arc<Vec<u8>>) {
-        self.blocks.extend(Arc::into_inner(block));
+    fn put_back(&mut self, blocks: impl IntoIterator<Item = Vec<u8>>) {
+        self.blocks.extend(blocks);
     }
 }
 
@@ -94,14 +89,16 @@ impl Wire {
         let reducing = self.reducing(dtype, Terms::new(dtype, reduction, ranks)?);
         let plans = self.all_reduce_plans(&reducing, len);
         let confirm = op.is_none().then_some(&mut *weights);
-        if self.reduce(call, &reducing, &plans, (parts, confirm), &mut frames)? {
+        let chunks = Chunks { wire: self, call, reducing: &reducing, parts: &mut *parts, frames };
+        if chunks.reduce(&plans, confirm)? {
             return Ok(());
         }
         if checked_weights(call, weights).is_ok() {
             self.weights.clone_from(weights);
             let reducing = self.reducing(dtype, Terms::new(dtype, Reduction::Weighted(weights), ranks)?);
             let plans = self.all_reduce_plans(&reducing, len);
-            self.reduce(call, &reducing, &plans, (parts, None), &mut frames)?;
+            let frames = FramesUnderWay::default();
+            Chunks { wire: self, call, reducing: &reducing, parts, frames }.reduce(&plans, None)?;
         }
         Ok(())
     }
@@ -119,7 +116,8 @@ impl Wire {
         let len = len / reducing.size;
         let plan = |chunk| Plan::reduce_scatter(&self.machines, self.me, len, chunk);
         let plans: Vec<Plan> = chunks(len, most).map(plan).collect();
-        self.reduce(call, &reducing, &plans, (parts, None), &mut FramesUnderWay::default()).map(drop)
+        let frames = FramesUnderWay::default();
+        Chunks { wire: self, call, reducing: &reducing, parts, frames }.reduce(&plans, None).map(drop)
     }
 
     fn reducing(&self, dtype: DType, terms: Terms) -> Reducing {
@@ -140,7 +138,7 @@ impl Wire {
 
     /// Queues the weights of this machine's ranks, to and from a rank of each other machine.
     fn queue_weights(&self, call: &Call, of_machine: &[f64], frames: &mut FramesUnderWay) {
-        let call = self.call_of_step(call, WEIGHTS);
+        let call = call_of_step(call, WEIGHTS);
         let payload = Arc::new(bytemuck::cast_slice(of_machine).to_vec());
         let is_elsewhere = |rank: &usize| self.machines.machine_of(*rank) != self.here;
         for rank in (0..self.machines.rank_count()).filter(is_elsewhere) {
@@ -166,153 +164,6 @@ impl Wire {
             ranks.zip(of_ranks).for_each(|(rank, weight)| weights[*rank] = weight);
         }
         Ok(weights)
-    }
-
-    /// Reduces chunk by chunk, as in `plans`. At each step a chunk's partial results leave, those of the chunk before
-    /// arrive and are put together, and the results of the one before that arrive.
-    ///
-    /// If there are weights to `confirm`, they are those of all ranks afterwards. Returns false, with nothing spread
-    /// and nothing under way, if `reducing` is not for them.
-    fn reduce(
-        &mut self,
-        call: &Call,
-        reducing: &Reducing,
-        plans: &[Plan],
-        (parts, mut confirm): (&mut dyn Parts, Option<&mut Vec<f64>>),
-        frames: &mut FramesUnderWay,
-    ) -> Result<bool> {
-        let (mut partials, mut results) = (VecDeque::new(), VecDeque::new());
-        for step in 0..plans.len() + 2 {
-            let chunk = |back: usize| step.checked_sub(back).and_then(|nth| Some((nth, plans.get(nth)?)));
-            if let Some(chunk) = chunk(0) {
-                partials.push_back(self.send_partials(call, reducing, chunk, parts, frames)?);
-            }
-            if step == 1
-                && let Some(weights) = confirm.take()
-            {
-                *weights = self.all_weights(call, parts.weights(), frames)?;
-                if !reducing.terms.are_of_weights(weights)? {
-                    let (last, _) = steps(partials.len() - 1);
-                    self.flat.transport().complete(call, frames, last)?;
-                    frames.received(last).into_iter().for_each(|room| self.spare.put_back(room));
-                    return Ok(false);
-                }
-            }
-            if let Some(chunk) = chunk(1)
-                && let Some(own) = partials.pop_front()
-            {
-                results.push_back(self.put_chunk_together(call, reducing, chunk, own, frames)?);
-            }
-            if let Some(chunk) = chunk(2)
-                && let Some(own) = results.pop_front()
-            {
-                self.spread(call, reducing, chunk, own, parts, frames)?;
-            }
-        }
-        Ok(true)
-    }
-
-    /// Makes this machine's partial results of a chunk at this rank's work, and sends them to the ranks that put them
-    /// together.
-    fn send_partials(
-        &mut self,
-        call: &Call,
-        reducing: &Reducing,
-        (nth, plan): (usize, &Plan),
-        parts: &mut dyn Parts,
-        frames: &mut FramesUnderWay,
-    ) -> Result<Arc<Vec<u8>>> {
-        let ours = reducing.partial_bytes[self.here];
-        let work: usize = plan.pieces.iter().map(|(_, range)| range.len()).sum();
-        let mut partials = self.spare.take(work * ours);
-        let bytes = plan.work_bytes(reducing);
-        parts.fold(&bytes, &mut |range, sources| self.fold(reducing, plan, &range, sources, &mut partials))?;
-
-        let (partials, (step, _)) = (Arc::new(partials), steps(nth));
-        let call_of_step = self.call_of_step(call, step);
-        let mut start = 0;
-        for (peer, range) in &plan.pieces {
-            let end = start + range.len() * ours;
-            if let Some(peer) = peer {
-                frames.send(&call_of_step, step, *peer, (&partials, start..end));
-            }
-            start = end;
-        }
-        for from in &plan.receives {
-            let len = from.range.len() * reducing.partial_bytes[self.machines.machine_of(from.peer)];
-            frames.receive(&call_of_step, step, from.peer, self.spare.take(len));
-        }
-        self.flat.transport().advance(call, frames)?;
-        Ok(partials)
-    }
-
-    /// Puts the elements of a chunk that are this rank's together, and sends the results to the ranks that want them.
-    fn put_chunk_together(
-        &mut self,
-        call: &Call,
-        reducing: &Reducing,
-        (nth, plan): (usize, &Plan),
-        partials: Arc<Vec<u8>>,
-        frames: &mut FramesUnderWay,
-    ) -> Result<Arc<Vec<u8>>> {
-        let (of_partials, step) = steps(nth);
-        self.flat.transport().complete(call, frames, of_partials)?;
-        let received = frames.received(of_partials);
-        let (all, ours) = (plan.own(), reducing.partial_bytes[self.here]);
-        let pieces_before = plan.pieces.iter().take_while(|(peer, _)| peer.is_some());
-        let start = pieces_before.map(|(_, range)| range.len()).sum::<usize>() * ours;
-        let own = if all.is_empty() { &[][..] } else { &partials[start..start + all.len() * ours] };
-        let mut result = self.spare.take(all.len() * reducing.size);
-        self.put_together(reducing, plan, own, &received, &mut result)?;
-        received.into_iter().for_each(|room| self.spare.put_back(room));
-        self.spare.put_back_shared(partials);
-
-        let result = Arc::new(result);
-        if plan.returns {
-            let call_of_step = self.call_of_step(call, step);
-            for from in &plan.receives {
-                let range = from.range.start - all.start..from.range.end - all.start;
-                let range = range.start * reducing.size..range.end * reducing.size;
-                frames.send(&call_of_step, step, from.peer, (&result, range));
-            }
-            for (peer, range) in &plan.pieces {
-                if let Some(peer) = peer {
-                    let room = self.spare.take(range.len() * reducing.size);
-                    frames.receive(&call_of_step, step, *peer, room);
-                }
-            }
-        }
-        Ok(result)
-    }
-
-    /// Hands the results of a chunk to the ranks of this machine.
-    fn spread(
-        &mut self,
-        call: &Call,
-        reducing: &Reducing,
-        (nth, plan): (usize, &Plan),
-        own: Arc<Vec<u8>>,
-        parts: &mut dyn Parts,
-        frames: &mut FramesUnderWay,
-    ) -> Result<()> {
-        let (_, step) = steps(nth);
-        self.flat.transport().complete(call, frames, step)?;
-        let received = frames.received(step);
-        let mut others = received.iter();
-        let place = |range: &Range<usize>| range.start * reducing.size..range.end * reducing.size;
-        let piece = |(peer, range): &(Option<usize>, Range<usize>)| -> Option<Made<'_>> {
-            let bytes = if peer.is_some() { others.next()? } else { &*own };
-            Some((place(range), bytes))
-        };
-        let mine: Vec<Made<'_>> = plan.pieces.iter().filter_map(piece).collect();
-        parts.spread(&plan.work_bytes(reducing), &mine)?;
-        received.into_iter().for_each(|room| self.spare.put_back(room));
-        self.spare.put_back_shared(own);
-        Ok(())
-    }
-
-    fn call_of_step(&self, call: &Call, step: usize) -> Call {
-        call.at_stage((FIRST_STAGE + step % STAGES) as u8)
     }
 
     /// Makes this machine's partial results of `range`, in bytes of the buffer, where the ranks of this machine have
@@ -393,6 +244,141 @@ impl Wire {
         }
         Ok(())
     }
+}
+
+/// A reduction under way.
+struct Chunks<'a> {
+    wire: &'a mut Wire,
+    call: &'a Call,
+    reducing: &'a Reducing,
+    parts: &'a mut dyn Parts,
+    frames: FramesUnderWay,
+}
+
+impl Chunks<'_> {
+    /// Reduces chunk by chunk, as in `plans`. At each step a chunk's partial results leave, those of the chunk before
+    /// arrive and are put together, and the results of the one before that arrive.
+    ///
+    /// If there are weights to `confirm`, they are those of all ranks afterwards. Returns false, with nothing spread
+    /// and nothing under way, if the reduction is not for them.
+    fn reduce(mut self, plans: &[Plan], mut confirm: Option<&mut Vec<f64>>) -> Result<bool> {
+        let (mut partials, mut results) = (VecDeque::new(), VecDeque::new());
+        for step in 0..plans.len() + 2 {
+            let chunk = |back: usize| step.checked_sub(back).and_then(|nth| Some((nth, plans.get(nth)?)));
+            if let Some((nth, plan)) = chunk(0) {
+                partials.push_back(self.send_partials(nth, plan)?);
+            }
+            if step == 1
+                && let Some(weights) = confirm.take()
+            {
+                *weights = self.wire.all_weights(self.call, self.parts.weights(), &mut self.frames)?;
+                if !self.reducing.terms.are_of_weights(weights)? {
+                    let (last, _) = steps(partials.len() - 1);
+                    let received = self.complete(last)?;
+                    self.wire.spare.put_back(received);
+                    return Ok(false);
+                }
+            }
+            if let Some((nth, plan)) = chunk(1)
+                && let Some(own) = partials.pop_front()
+            {
+                results.push_back(self.put_together(nth, plan, own)?);
+            }
+            if let Some((nth, plan)) = chunk(2)
+                && let Some(own) = results.pop_front()
+            {
+                self.spread(nth, plan, own)?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// What arrived up to `step`, once all of it is there.
+    fn complete(&mut self, step: usize) -> Result<Vec<Vec<u8>>> {
+        self.wire.flat.transport().complete(self.call, &mut self.frames, step)?;
+        Ok(self.frames.received(step))
+    }
+
+    /// Makes this machine's partial results of a chunk at this rank's work, and sends them to the ranks that put them
+    /// together.
+    fn send_partials(&mut self, nth: usize, plan: &Plan) -> Result<Arc<Vec<u8>>> {
+        let Chunks { wire, call, reducing, parts, frames } = self;
+        let ours = reducing.partial_bytes[wire.here];
+        let work: usize = plan.pieces.iter().map(|(_, range)| range.len()).sum();
+        let mut partials = wire.spare.take(work * ours);
+        let bytes = plan.work_bytes(reducing);
+        parts.fold(&bytes, &mut |range, sources| wire.fold(reducing, plan, &range, sources, &mut partials))?;
+
+        let (partials, (step, _)) = (Arc::new(partials), steps(nth));
+        let call_of_step = call_of_step(call, step);
+        let mut start = 0;
+        for (peer, range) in &plan.pieces {
+            let end = start + range.len() * ours;
+            if let Some(peer) = peer {
+                frames.send(&call_of_step, step, *peer, (&partials, start..end));
+            }
+            start = end;
+        }
+        for from in &plan.receives {
+            let len = from.range.len() * reducing.partial_bytes[wire.machines.machine_of(from.peer)];
+            frames.receive(&call_of_step, step, from.peer, wire.spare.take(len));
+        }
+        wire.flat.transport().advance(call, frames)?;
+        Ok(partials)
+    }
+
+    /// Puts the elements of a chunk that are this rank's together, and sends the results to the ranks that want them.
+    fn put_together(&mut self, nth: usize, plan: &Plan, partials: Arc<Vec<u8>>) -> Result<Arc<Vec<u8>>> {
+        let (of_partials, step) = steps(nth);
+        let received = self.complete(of_partials)?;
+        let Chunks { wire, call, reducing, frames, .. } = self;
+        let (all, ours) = (plan.own(), reducing.partial_bytes[wire.here]);
+        let pieces_before = plan.pieces.iter().take_while(|(peer, _)| peer.is_some());
+        let start = pieces_before.map(|(_, range)| range.len()).sum::<usize>() * ours;
+        let own = if all.is_empty() { &[][..] } else { &partials[start..start + all.len() * ours] };
+        let mut result = wire.spare.take(all.len() * reducing.size);
+        wire.put_together(reducing, plan, own, &received, &mut result)?;
+        wire.spare.put_back(received);
+        wire.spare.put_back(Arc::into_inner(partials));
+
+        let result = Arc::new(result);
+        if plan.returns {
+            let call = call_of_step(call, step);
+            for from in &plan.receives {
+                let range = from.range.start - all.start..from.range.end - all.start;
+                let range = range.start * reducing.size..range.end * reducing.size;
+                frames.send(&call, step, from.peer, (&result, range));
+            }
+            for (peer, range) in &plan.pieces {
+                if let Some(peer) = peer {
+                    frames.receive(&call, step, *peer, wire.spare.take(range.len() * reducing.size));
+                }
+            }
+        }
+        Ok(result)
+    }
+
+    /// Hands the results of a chunk to the ranks of this machine.
+    fn spread(&mut self, nth: usize, plan: &Plan, own: Arc<Vec<u8>>) -> Result<()> {
+        let (_, step) = steps(nth);
+        let received = self.complete(step)?;
+        let mut others = received.iter();
+        let size = self.reducing.size;
+        let piece = |(peer, range): &(Option<usize>, Range<usize>)| -> Option<Made<'_>> {
+            let bytes = if peer.is_some() { others.next()? } else { &*own };
+            Some((range.start * size..range.end * size, bytes))
+        };
+        let mine: Vec<Made<'_>> = plan.pieces.iter().filter_map(piece).collect();
+        self.parts.spread(&plan.work_bytes(self.reducing), &mine)?;
+        self.wire.spare.put_back(received);
+        self.wire.spare.put_back(Arc::into_inner(own));
+        Ok(())
+    }
+}
+
+/// The call of the frames of a step.
+fn call_of_step(call: &Call, step: usize) -> Call {
+    call.at_stage((FIRST_STAGE + step % STAGES) as u8)
 }
 
 impl Plan {
