@@ -4,6 +4,8 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use burn_ddp_comm::Secret;
+
 use crate::binding::BindTo;
 use crate::command::Program;
 use crate::error::LaunchError;
@@ -63,6 +65,7 @@ impl Launcher {
             meeting_id: DEFAULT_MEETING_ID.into(),
             invitation: None,
             secret_file: None,
+            secret: None,
             join_timeout: Self::DEFAULT_JOIN_TIMEOUT,
             peer_timeout: Self::DEFAULT_PEER_TIMEOUT,
             notices: NoticeSink::default(),
@@ -197,6 +200,13 @@ impl Launcher {
     #[must_use]
     pub fn secret_file(mut self, path: impl Into<PathBuf>) -> Self {
         self.spec.secret_file = Some(path.into());
+        self
+    }
+
+    /// The job's secret itself, instead of a file with it (Linux). The ranks inherit it.
+    #[must_use]
+    pub fn secret(mut self, secret: Secret) -> Self {
+        self.spec.secret = Some(secret);
         self
     }
 

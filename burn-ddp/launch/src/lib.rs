@@ -49,6 +49,9 @@ mod generation_context;
 mod generations;
 mod guardian;
 mod handed_over;
+#[cfg(feature = "cli")]
+#[doc(hidden)]
+pub mod hosts;
 mod launcher;
 mod leftovers;
 mod node_outcome;

@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use burn_ddp_comm::Secret;
+
 use crate::binding::BindTo;
 use crate::command::Program;
 use crate::error::LaunchError;
@@ -48,6 +50,8 @@ pub(crate) struct JobSpec {
     pub(crate) meeting_id: String,
     pub(crate) invitation: Option<String>,
     pub(crate) secret_file: Option<PathBuf>,
+    /// The secret itself, instead of a file.
+    pub(crate) secret: Option<Secret>,
     pub(crate) join_timeout: Duration,
     pub(crate) peer_timeout: Duration,
     pub(crate) notices: NoticeSink,

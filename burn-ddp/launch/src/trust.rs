@@ -19,7 +19,7 @@ pub(crate) enum Trust {
     Secret {
         secret: Secret,
         path: PathBuf,
-        /// Holds a secret of this job alone, which ranks inherit.
+        /// Holds a secret without a file of its own, which ranks inherit.
         own: Option<HandedOver>,
     },
     /// None: every process that reaches the job's ports may join.
@@ -30,6 +30,9 @@ impl Trust {
     pub(crate) fn of(spec: &JobSpec) -> Result<Self, LaunchError> {
         let trusted =
             || std::env::var("BURN_DDP_TRUST_NETWORK").is_ok_and(|value| ["1", "true"].contains(&value.trim()));
+        if let Some(secret) = &spec.secret {
+            return Self::inherited(secret.clone());
+        }
         match &spec.secret_file {
             Some(path) => {
                 let path = std::path::absolute(path).map_err(|source| LaunchError::Store(source.into()))?;
@@ -43,13 +46,13 @@ impl Trust {
                  these machines, BURN_DDP_TRUST_NETWORK=1 does without"
                     .into(),
             )),
-            None => Self::for_this_job(),
+            // A secret that only this process and its ranks ever see.
+            None => Self::inherited(Secret::generate().map_err(|error| LaunchError::Store(error.into()))?),
         }
     }
 
-    /// A secret that only this process and its ranks ever see.
-    fn for_this_job() -> Result<Self, LaunchError> {
-        let secret = Secret::generate().map_err(|error| LaunchError::Store(error.into()))?;
+    /// A secret in no file that has a name.
+    fn inherited(secret: Secret) -> Result<Self, LaunchError> {
         let own = HandedOver::create("secret").and_then(|own| {
             secret.write_to(own.file().try_clone()?)?;
             own.seal()?;

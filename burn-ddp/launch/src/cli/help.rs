@@ -28,6 +28,7 @@ Examples:
   burnrun -n 2 --timeline trace.json ./train        what each rank does, for ui.perfetto.dev
   burnrun -n 4 --max-restarts 3 ./train --resume    up to three new starts after a failure
   burnrun -n 2 sh -c 'echo $RANK of $WORLD_SIZE'    see what a rank sees
+  burnrun --host node1:4,node2:4 ./train            on two machines, by ssh
 Two machines, once `burnrun secret ~/job.secret` was run and the file copied to both:
   burnrun --nnodes 2 --node-rank 0 --master-addr node0 --secret-file ~/job.secret -n 4 ./train
   burnrun --nnodes 2 --node-rank 1 --master-addr node0 --secret-file ~/job.secret -n 4 ./train

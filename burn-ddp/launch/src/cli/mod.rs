@@ -2,10 +2,14 @@
 
 mod devices;
 mod doctor;
+mod from_here;
 mod help;
+mod host_options;
 mod next_node;
+mod on_host;
 mod options;
 mod report;
+mod seconds;
 mod secret;
 
 use std::ffi::OsString;
@@ -24,6 +28,7 @@ pub(crate) fn main() -> i32 {
     match words.get(1).and_then(|word| word.to_str()) {
         Some("devices") => devices::main(&words[1..]),
         Some("doctor") => doctor::main(&words[1..]),
+        Some("remote") if words.len() == 2 => on_host::main(),
         Some("report") => report::main(&words[1..]),
         Some("secret") => secret::main(&words[1..]),
         _ => run(&words),
@@ -31,11 +36,15 @@ pub(crate) fn main() -> i32 {
 }
 
 fn run(words: &[OsString]) -> i32 {
-    let launched = Cli::read(words).launcher().and_then(|launcher| launcher.run());
-    let (report, code) = match launched {
-        Ok(outcome) => (outcome.to_string(), outcome.exit_code),
-        Err(error) => (error.to_string(), error.exit_code()),
+    let read = Cli::read(words);
+    let launched = if read.cli.hosts.are_given() {
+        from_here::fan_out(&read.matches, &read.cli).and_then(|job| job.run())
+    } else {
+        let invitation = next_node::invitation(&read.matches, &read.cli);
+        let launcher = read.launcher().map(|launcher| launcher.invitation(invitation));
+        launcher.and_then(|launcher| launcher.run()).map(|outcome| (outcome.to_string(), outcome.exit_code))
     };
+    let (report, code) = launched.unwrap_or_else(|error| (error.to_string(), error.exit_code()));
     say(&report);
     code
 }
@@ -52,13 +61,16 @@ fn parse<T: Parser>(words: &[OsString]) -> T {
 }
 
 impl Cli {
-    /// Reads the command line and the environment; on wrong input, and for `--help`, prints and exits.
+    /// Reads the command line and the environment.
+    fn try_read(words: &[OsString]) -> Result<Read, clap::Error> {
+        let matches = Cli::command().try_get_matches_from(words)?;
+        let cli = Cli::from_arg_matches(&matches)?;
+        Ok(Read { cli, matches })
+    }
+
+    /// As [`try_read`](Self::try_read); on wrong input, and for `--help`, prints and exits.
     fn read(words: &[OsString]) -> Read {
-        let parsed = Cli::command().try_get_matches_from(words).and_then(|matches| {
-            let cli = Cli::from_arg_matches(&matches)?;
-            Ok(Read { cli, matches })
-        });
-        parsed.unwrap_or_else(|mut error| {
+        Cli::try_read(words).unwrap_or_else(|mut error| {
             let unknown = error.kind() == ErrorKind::UnknownArgument;
             // clap's own tip, to write `--` before the option, would make the option the program.
             error.remove(ContextKind::Suggested);
@@ -82,7 +94,6 @@ struct Read {
 
 impl Read {
     fn launcher(self) -> Result<Launcher, LaunchError> {
-        let invitation = next_node::invitation(&self.matches, &self.cli);
         let cli = self.cli;
         let master = cli.master()?;
         let stdio = match cli.stdio {
@@ -106,7 +117,7 @@ impl Read {
             .notices(say)
             .adopt_orphans();
         if let Some((host, port)) = master {
-            launcher = launcher.nodes(cli.nnodes, host, port).invitation(invitation);
+            launcher = launcher.nodes(cli.nnodes, host, port);
         }
         let secret_file = cli.secret_file.or_else(|| std::env::var_os("BURN_DDP_SECRET_FILE").map(PathBuf::from));
         for (given, apply) in [

@@ -35,22 +35,34 @@ fn command(matches: &ArgMatches, cli: &Cli, node: Option<usize>) -> String {
         words.extend(std::env::var_os(name).map(|value| format!("{name}={}", quoted(&value))));
     }
     words.push("burnrun".to_owned());
-    let definition = Cli::command();
-    for argument in definition.get_arguments() {
-        let id = argument.get_id().as_str();
-        let said = matches!(matches.value_source(id), Some(ValueSource::CommandLine | ValueSource::EnvVariable));
-        let Some(name) = argument.get_long().filter(|_| said && !OWN.contains(&id)) else { continue };
-        if !argument.get_action().takes_values() {
-            words.extend(matches.get_flag(id).then(|| format!("--{name}")));
-            continue;
-        }
-        let values = matches.get_raw(id).into_iter().flatten();
-        let values: Vec<_> = values.map(|value| value.to_string_lossy().into_owned()).collect();
-        words.extend([format!("--{name}"), quoted(OsStr::new(&values.join(",")))]);
-    }
+    words.extend(options(matches, &OWN).iter().map(|word| quoted(OsStr::new(word))));
     words.extend(node.into_iter().flat_map(|node| ["--node-rank".to_owned(), node.to_string()]));
     words.extend(cli.program.iter().map(|word| quoted(word)));
     words.join(" ")
+}
+
+/// The options of this machine but `without`, from the command line or variables.
+pub(super) fn options(matches: &ArgMatches, without: &[&str]) -> Vec<String> {
+    let mut words = Vec::new();
+    let definition = Cli::command();
+    for argument in definition.get_arguments() {
+        let id = argument.get_id().as_str();
+        let Some(name) = argument.get_long().filter(|_| !without.contains(&id)) else { continue };
+        let Some(value) = given(matches, id) else { continue };
+        if argument.get_action().takes_values() {
+            words.extend([format!("--{name}"), value]);
+        } else {
+            words.extend(matches.get_flag(id).then(|| format!("--{name}")));
+        }
+    }
+    words
+}
+
+/// The value of an argument as it was given.
+pub(super) fn given(matches: &ArgMatches, id: &str) -> Option<String> {
+    let said = matches!(matches.value_source(id), Some(ValueSource::CommandLine | ValueSource::EnvVariable));
+    let values = matches.get_raw(id).into_iter().flatten().map(|value| value.to_string_lossy().into_owned());
+    said.then(|| values.collect::<Vec<_>>().join(","))
 }
 
 /// A word as a shell reads it back.

@@ -8,6 +8,8 @@ use burn_ddp_launch::{LaunchError, Streams, available_cores};
 use clap::builder::BoolishValueParser;
 use clap::{Parser, ValueEnum};
 
+use super::host_options::HostOptions;
+use super::seconds::{parse_positive_seconds, parse_seconds};
 use super::{devices, help};
 
 /// Starts the ranks of a data-parallel training program, watches them, and says which one failed and why.
@@ -106,6 +108,9 @@ pub(super) struct Cli {
     #[arg(long, alias = "secret_file", value_name = "FILE", env = "BURNRUN_SECRET_FILE")]
     #[arg(help_heading = "Several machines")]
     pub(super) secret_file: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(super) hosts: HostOptions,
 
     /// Network interface, by name or address, on which ranks listen and from which they connect
     #[arg(long, value_name = "NAME", env = "BURNRUN_INTERFACE", help_heading = "Several machines")]
@@ -287,16 +292,6 @@ fn parse_nnodes(text: &str) -> Result<usize, String> {
         }
         Err(_) => Err("expected a number".into()),
     }
-}
-
-fn parse_seconds(text: &str) -> Result<Duration, String> {
-    let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    seconds.ok_or_else(|| "expected a number of seconds, 0 or more, such as 10 or 0.5".to_owned())
-}
-
-fn parse_positive_seconds(text: &str) -> Result<Duration, String> {
-    let seconds = parse_seconds(text).ok().filter(|seconds| !seconds.is_zero());
-    seconds.ok_or_else(|| "expected a number of seconds above 0, such as 10 or 0.5".to_owned())
 }
 
 #[cfg(test)]

@@ -23,6 +23,8 @@ const STOP: &str = "0/stop";
 /// Longest first attempt to reach node 0. Each further one may take twice as long, since the network may be slow. A
 /// signal is seen between two attempts.
 const FIRST_ATTEMPT: Duration = Duration::from_millis(500);
+/// Longest time until the name of the meeting has an address.
+const NAME: Duration = Duration::from_secs(30);
 /// Longest attempt of all.
 const ATTEMPT: Duration = Duration::from_secs(4);
 
@@ -48,7 +50,7 @@ pub(crate) struct Meet<'a> {
 /// Blocks until all launchers are there.
 pub(crate) fn meet(meet: &Meet<'_>, sender: &Sender<Event>, events: &Receiver<Event>) -> Result<Nodes, Interrupted> {
     let deadline = Instant::now() + meet.join_timeout;
-    let server = meet.host_store()?;
+    let server = meet.host_store(deadline, events)?;
     if let (Some(_), Some(invitation)) = (&server, meet.invitation) {
         meet.notices.show(invitation);
     }
@@ -62,11 +64,15 @@ pub(crate) fn meet(meet: &Meet<'_>, sender: &Sender<Event>, events: &Receiver<Ev
 
 impl Meet<'_> {
     /// Hosts the store, if this is node 0.
-    fn host_store(&self) -> Result<Option<StoreServer>, Interrupted> {
+    fn host_store(&self, deadline: Instant, events: &Receiver<Event>) -> Result<Option<StoreServer>, Interrupted> {
         if self.node.is_some_and(|node| node > 0) {
             return Ok(None);
         }
-        let addresses = self.resolve().map_err(|error| self.failed(&error))?;
+        let addresses = self.addresses(deadline, events)?;
+        if addresses[0].ip().is_unspecified() {
+            let advice = "that means every address: name the one at which the other machines reach node 0";
+            return Err(self.failed(advice));
+        }
         let own = addresses.iter().all(|address| address.ip().is_loopback()) && !is_loopback_name(self.host);
         if own {
             return Err(self.failed(&format!(
@@ -101,18 +107,32 @@ impl Meet<'_> {
         }
     }
 
-    fn resolve(&self) -> Result<Vec<SocketAddr>, String> {
+    /// Addresses of the meeting, at least one. A name may get its address late, as the name of a pod does.
+    fn addresses(&self, deadline: Instant, events: &Receiver<Event>) -> Result<Vec<SocketAddr>, Interrupted> {
+        let deadline = deadline.min(Instant::now() + NAME);
+        let mut shown = false;
+        loop {
+            let failure = match self.resolve() {
+                Ok(found) if !found.is_empty() => return Ok(found),
+                Ok(_) => "the name has no address".to_owned(),
+                Err(error) => error.to_string(),
+            };
+            if Instant::now() >= deadline {
+                return Err(self.failed(&failure));
+            }
+            if !std::mem::replace(&mut shown, true) {
+                let seconds = NAME.as_secs();
+                self.notices.show(&format!("waiting up to {seconds} s for an address of {}: {failure}", self.host));
+            }
+            interruption(events)?;
+        }
+    }
+
+    fn resolve(&self) -> std::io::Result<Vec<SocketAddr>> {
         if self.host.eq_ignore_ascii_case("localhost") {
             return Ok(vec![SocketAddr::from(([127, 0, 0, 1], self.port))]);
         }
-        let found: Vec<_> = (self.host, self.port).to_socket_addrs().map_err(|error| error.to_string())?.collect();
-        match found.first() {
-            None => Err("the name has no address".into()),
-            Some(address) if address.ip().is_unspecified() => {
-                Err("that means every address: name the one at which the other machines reach node 0".into())
-            }
-            Some(_) => Ok(found),
-        }
+        Ok((self.host, self.port).to_socket_addrs()?.collect())
     }
 
     fn connect(&self, deadline: Instant, events: &Receiver<Event>) -> Result<Arc<dyn Store>, Interrupted> {

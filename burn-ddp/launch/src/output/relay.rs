@@ -207,7 +207,7 @@ fn is_readable(pipe: BorrowedFd<'_>) -> bool {
     rustix::io::retry_on_intr(|| poll(&mut polled, Some(&now))).is_ok_and(|ready| ready > 0)
 }
 
-fn write_to(output: Output, bytes: &[u8]) -> io::Result<()> {
+pub(crate) fn write_to(output: Output, bytes: &[u8]) -> io::Result<()> {
     match output {
         Output::Stdout => write_all(&mut io::stdout().lock(), bytes),
         Output::Stderr => write_all(&mut io::stderr().lock(), bytes),

@@ -1,0 +1,166 @@
+//! Hosts of a job: lines of a hostfile, or words of `--host`.
+
+use std::path::{Path, PathBuf};
+
+use crate::error::LaunchError;
+
+/// One machine of a job.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Host {
+    /// Name for ssh, also `user@name`.
+    pub name: String,
+    /// Number of ranks; `None` where none is given.
+    pub slots: Option<usize>,
+    /// Working directory, if it has one of its own.
+    pub directory: Option<PathBuf>,
+    /// Variables of its ranks, beside those of all hosts.
+    pub env: Vec<(String, String)>,
+}
+
+impl Host {
+    /// The hosts in the file at `path`: a host per line, such as `node1 slots=4 dir=/scratch env=NAME=value`; `#`
+    /// begins a comment.
+    ///
+    /// # Errors
+    ///
+    /// [`LaunchError::Usage`] with the line that is wrong, or why the file cannot be read.
+    pub fn read(path: &Path) -> Result<Vec<Self>, LaunchError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| LaunchError::Usage(format!("cannot read the hostfile {}: {error}", path.display())))?;
+        parse_file(&text).map_err(|wrong| LaunchError::Usage(format!("hostfile {}, {wrong}", path.display())))
+    }
+
+    /// The hosts of words such as `node1:4`.
+    ///
+    /// # Errors
+    ///
+    /// [`LaunchError::Usage`] with the word that is wrong.
+    pub fn list<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Vec<Self>, LaunchError> {
+        let hosts: Result<Vec<_>, _> = words.into_iter().map(parse_name).collect();
+        hosts.and_then(distinct).map_err(|wrong| LaunchError::Usage(format!("--host: {wrong}")))
+    }
+
+    /// Name without the user, at which other machines reach it.
+    #[must_use]
+    pub fn address(&self) -> &str {
+        self.name.rsplit_once('@').map_or(&self.name, |(_, host)| host)
+    }
+}
+
+fn parse_file(text: &str) -> Result<Vec<Host>, String> {
+    let mut hosts = Vec::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let line = line.split('#').next().unwrap_or_default().trim();
+        if !line.is_empty() {
+            hosts.push(parse_line(line).map_err(|wrong| format!("line {number}: {wrong}"))?);
+        }
+    }
+    distinct(hosts)
+}
+
+fn parse_line(line: &str) -> Result<Host, String> {
+    let mut words = line.split_whitespace();
+    let mut host = parse_name(words.next().unwrap_or_default())?;
+    for word in words {
+        match word.split_once('=') {
+            Some(("slots", slots)) if host.slots.is_none() => host.slots = Some(parse_slots(slots)?),
+            Some(("slots", _)) => return Err(format!("{} has two numbers of slots", host.name)),
+            Some(("dir", directory)) if !directory.is_empty() => host.directory = Some(directory.into()),
+            Some(("env", variable)) => {
+                let (name, value) = variable
+                    .split_once('=')
+                    .filter(|(name, _)| !name.is_empty())
+                    .ok_or_else(|| format!("{word:?} is not of the form env=NAME=VALUE"))?;
+                host.env.push((name.into(), value.into()));
+            }
+            _ => return Err(format!("{word:?} is none of slots=N, dir=DIRECTORY, env=NAME=VALUE")),
+        }
+    }
+    Ok(host)
+}
+
+/// `node1`, `user@node1`, `node1:4`, `[::1]:4`.
+fn parse_name(word: &str) -> Result<Host, String> {
+    let (name, slots) = match word.rsplit_once(':') {
+        Some((name, slots)) if !name.contains(':') || name.ends_with(']') => (name, Some(parse_slots(slots)?)),
+        _ => (word, None),
+    };
+    let name = name.replace(['[', ']'], "");
+    // ssh would take it for an option.
+    let plain = |c: char| c.is_alphanumeric() || "-_.@:%".contains(c);
+    if name.is_empty() || name.starts_with('-') || !name.chars().all(plain) {
+        return Err(format!("{word:?} is no name of a host"));
+    }
+    Ok(Host { name, slots, ..Host::default() })
+}
+
+fn parse_slots(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|slots| *slots > 0).ok_or_else(|| format!("{text:?} is no number of ranks from 1 up"))
+}
+
+/// Refuses none and the same twice: two launchers of one job on a machine would get in each other's way.
+fn distinct(hosts: Vec<Host>) -> Result<Vec<Host>, String> {
+    if hosts.is_empty() {
+        return Err("there is no host".into());
+    }
+    for (nth, host) in hosts.iter().enumerate() {
+        if hosts[..nth].iter().any(|other| other.name == host.name) {
+            return Err(format!("{} is there twice: give it all its slots at once", host.name));
+        }
+    }
+    Ok(hosts)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_are_read_line_by_line() {
+        let text = "# the cluster\nnode1 slots=4\n\n  me@node2\tslots=2 dir=/scratch/me env=A=b=c env=D= # a comment\n\
+                    node3:8\n";
+        let found = parse_file(text).unwrap();
+        let env = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+        let second = Host {
+            name: "me@node2".into(),
+            slots: Some(2),
+            directory: Some("/scratch/me".into()),
+            env: vec![env("A", "b=c"), env("D", "")],
+        };
+        let plain = |name: &str, slots| Host { name: name.into(), slots: Some(slots), ..Host::default() };
+        assert_eq!(found, [plain("node1", 4), second.clone(), plain("node3", 8)]);
+        assert_eq!((second.address(), found[0].address()), ("node2", "node1"));
+    }
+
+    #[test]
+    fn hosts_are_listed_as_words() {
+        let named = |words: &[&str]| {
+            let hosts = Host::list(words.iter().copied()).unwrap();
+            hosts.into_iter().map(|host| (host.name, host.slots)).collect::<Vec<_>>()
+        };
+        assert_eq!(named(&["a:4", "b"]), [("a".into(), Some(4)), ("b".into(), None)]);
+        assert_eq!(named(&["[fe80::1]:2", "fe80::2"]), [("fe80::1".into(), Some(2)), ("fe80::2".into(), None)]);
+    }
+
+    #[test]
+    fn wrong_lines_are_named() {
+        for (text, part) in [
+            ("", "no host"),
+            ("# nothing\n", "no host"),
+            ("a\nb slots=0\n", "line 2: \"0\" is no number"),
+            ("a slots=x", "no number"),
+            ("a:4 slots=2", "two numbers"),
+            ("a cpus=4", "none of slots=N"),
+            ("a env=B", "env=NAME=VALUE"),
+            ("a env==B", "env=NAME=VALUE"),
+            ("a dir=", "none of slots=N"),
+            ("a\nb\na", "a is there twice"),
+            ("-oProxyCommand=x", "no name"),
+            ("a;reboot", "no name"),
+            ("a:", "no number"),
+        ] {
+            let error = parse_file(text).unwrap_err();
+            assert!(error.contains(part), "{text:?}: {error}");
+        }
+    }
+}
