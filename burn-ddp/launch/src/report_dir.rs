@@ -25,8 +25,10 @@ impl ReportDir {
             let failed = |source| LaunchError::LogDir { path: dir.path().to_owned(), source };
             return made.map(Self::Permanent).map_err(failed);
         }
-        let path = std::env::temp_dir().join(format!("burn-ddp-{job_id}-{node}"));
-        let made = fs::DirBuilder::new().mode(0o700).create(&path);
+        let directory = std::env::temp_dir();
+        let path = directory.join(format!("burn-ddp-{job_id}-{node}"));
+        // An empty container has no /tmp.
+        let made = fs::create_dir_all(directory).and_then(|()| fs::DirBuilder::new().mode(0o700).create(&path));
         made.map(|()| Self::Temporary(path.clone())).map_err(|source| LaunchError::LogDir { path, source })
     }
 
