@@ -9,7 +9,7 @@
 //! | `running_stats` | BatchNorm's running statistics |
 //! | `sync_buffers`, `check_replicas` | bringing them together, and comparing parameters, outside of a backward |
 //! | `param_hash` | the values of this moment, and their hash |
-//! | `save` | one durable file |
+//! | `save`, `safetensors` | one durable file, Burn's or for other programs |
 
 pub(crate) mod broadcast;
 mod check_replicas;
@@ -17,6 +17,7 @@ pub(crate) mod digest;
 pub(crate) mod movement;
 pub(crate) mod param_hash;
 pub(crate) mod running_stats;
-pub(crate) mod save;
+pub(crate) mod safetensors;
+mod save;
 pub(crate) mod schema;
 pub(crate) mod sync_buffers;

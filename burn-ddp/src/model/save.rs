@@ -5,6 +5,8 @@ use std::{fs, io};
 
 use burn::module::Module;
 
+use super::safetensors;
+use super::schema::Snapshot;
 use super::sync_buffers::sync_wrapped;
 use crate::checkpoint::leftover;
 use crate::ddp::Ddp;
@@ -30,13 +32,46 @@ impl Ddp {
     /// [`check_replicas`](Self::check_replicas).
     #[track_caller]
     pub fn save<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
+        self.save_with(model, with_extension(path.as_ref(), "bpk"), |model, path| {
+            bypass(|| model.into_record()).save(path).map_err(|e| e.to_string())
+        })
+    }
+
+    /// Writes rank 0's model to `path` (with the extension `.safetensors` if it has none) for other programs, and
+    /// returns the path. *Collective*; in all else as [`save`](Self::save). Rank 0 needs memory for a copy of the
+    /// model.
+    ///
+    /// Names are the paths of parameters and buffers in the model, such as `conv.weight`. Values have Burn's layout: a
+    /// `Linear`'s weight is `[d_input, d_output]`, the transpose of torch's.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`save`](Self::save); [`Error::File`](crate::Error::File) also for quantized parameters.
+    #[track_caller]
+    pub fn save_safetensors<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
+        self.save_with(model, with_extension(path.as_ref(), "safetensors"), |model, path| {
+            let snapshot = bypass(|| Snapshot::of(&model)).map_err(|e| e.to_string())?;
+            safetensors::save(snapshot, path)
+        })
+    }
+
+    /// Writes rank 0's model, whole and up to date, by `write`.
+    #[track_caller]
+    fn save_with<M: Module>(
+        &self,
+        model: &M,
+        path: PathBuf,
+        write: impl FnOnce(M, &Path) -> std::result::Result<(), String>,
+    ) -> Result<PathBuf> {
         let _saving = self.state().meter.saving();
-        let path = with_extension(path.as_ref());
         sync_wrapped(self.group(), model)?;
         find(model).iter().for_each(|wrapped| wrapped.warn_of_local());
         // `valid` brings running statistics up to date.
         let whole = whole(bypass(|| model.valid()), self.is_main())?;
         main_first::on_main(self.group(), || {
+            if let Err(e) = remove_leftovers(&path) {
+                tracing::warn!("cannot look for leftovers of {}: {e}", path.display());
+            }
             write(whole, &path).map_err(|e| format!("could not write {}: {e}", path.display()))
         })?;
         self.check_replicas(model)?;
@@ -44,19 +79,11 @@ impl Ddp {
     }
 }
 
-fn with_extension(path: &Path) -> PathBuf {
+fn with_extension(path: &Path, extension: &str) -> PathBuf {
     match path.extension() {
         Some(_) => path.to_path_buf(),
-        None => path.with_extension("bpk"),
+        None => path.with_extension(extension),
     }
-}
-
-/// Burn writes to a temporary file beside `path`, syncs it, renames it, and syncs the directory.
-fn write<M: Module>(model: M, path: &Path) -> std::result::Result<(), String> {
-    if let Err(e) = remove_leftovers(path) {
-        tracing::warn!("cannot look for leftovers of {}: {e}", path.display());
-    }
-    bypass(|| model.into_record()).save(path).map_err(|e| e.to_string())
 }
 
 /// Removes the temporary files of killed writes to `path`.
@@ -72,7 +99,7 @@ fn remove_leftovers(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// True for Burn's temporary names of the file `name`: `<name>.<process>-<number>.tmp`.
+/// True for temporary names, Burn's and ours, of the file `name`: `<name>.<process>-<number>.tmp`.
 fn is_temporary(other: &str, name: &str) -> bool {
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let numbers = other.strip_prefix(name).and_then(|rest| rest.strip_prefix('.')?.strip_suffix(".tmp"));

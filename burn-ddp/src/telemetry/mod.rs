@@ -1,17 +1,20 @@
 //! Where the time of steps goes: counted on each rank, compared between ranks.
 
+mod event_record;
 #[cfg(test)]
 pub(crate) mod listener;
 pub(crate) mod meter;
 mod report;
 mod step_counters;
 mod straggler;
+mod tensorboard;
 mod verdict;
 
 pub use report::{Bottleneck, Cause, Report};
 pub use step_counters::Stats;
 pub(crate) use straggler::REPORT_LEN;
 pub use straggler::Straggler;
+pub use tensorboard::TensorBoard;
 
 use meter::Meter;
 

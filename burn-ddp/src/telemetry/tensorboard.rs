@@ -1,0 +1,110 @@
+//! `Ddp::tensorboard`: curves in TensorBoard's event files.
+
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::Telemetry;
+use super::event_record::{scalar, version};
+use crate::ddp::Ddp;
+use crate::{Error, Result, main_first};
+
+/// Curves of a run, from [`Ddp::tensorboard`]. Rank 0 writes; on other ranks the methods do nothing.
+#[derive(Debug)]
+pub struct TensorBoard {
+    telemetry: Telemetry,
+    /// Rank 0's event file.
+    file: Option<PathBuf>,
+}
+
+impl Ddp {
+    /// Begins an event file in `directory`, which rank 0 makes where it is missing, for `tensorboard --logdir
+    /// directory`. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`] on every rank if rank 0 cannot write there.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     let board = ddp.tensorboard(directory)?;
+    ///     for step in 0..3 {
+    ///         let loss = ddp.mean(1.0 / (step + 1) as f32)?; // on every rank
+    ///         board.scalar("loss", loss, step)?;
+    ///         board.telemetry(step)?;
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
+    #[track_caller]
+    pub fn tensorboard(&self, directory: impl AsRef<Path>) -> Result<TensorBoard> {
+        let directory = directory.as_ref();
+        let file = main_first::on_main(self.group(), || {
+            begin(directory).map_err(|e| format!("could not begin an event file in {}: {e}", directory.display()))
+        })?;
+        Ok(TensorBoard { telemetry: self.telemetry(), file: self.is_main().then_some(file) })
+    }
+}
+
+impl TensorBoard {
+    /// Adds the value of `tag` at `step`. Not collective: a mean over the ranks is made with
+    /// [`Ddp::mean`](crate::Ddp::mean) first. The value is in the file when this returns.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`] on rank 0 if it cannot write.
+    pub fn scalar(&self, tag: &str, value: f32, step: u64) -> Result<()> {
+        self.write(|| scalar(tag, value, step, now()))
+    }
+
+    /// Adds rank 0's times of the last step, in milliseconds: `step/time`, and its parts `step/backward`, `step/wait`,
+    /// `step/data`, `step/calls`; and `step/per_second`. See [`Stats`](crate::Stats). Not collective.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`scalar`](Self::scalar).
+    pub fn telemetry(&self, step: u64) -> Result<()> {
+        let last = self.telemetry.last_step();
+        let seconds = last.time().as_secs_f64();
+        if seconds == 0.0 {
+            return Ok(());
+        }
+        self.write(|| {
+            let parts = [("time", last.time()), ("backward", last.backward), ("wait", last.wait)];
+            let parts = parts.into_iter().chain([("data", last.data), ("calls", last.calls)]);
+            let values = parts.map(|(tag, time)| (tag, time.as_secs_f64() * 1e3));
+            let values = values.chain([("per_second", 1.0 / seconds)]);
+            let now = now();
+            values.flat_map(|(tag, value)| scalar(&format!("step/{tag}"), value as f32, step, now)).collect()
+        })
+    }
+
+    /// Appends records, on rank 0: in one write, so that readers see whole ones.
+    fn write(&self, records: impl FnOnce() -> Vec<u8>) -> Result<()> {
+        let Some(file) = &self.file else { return Ok(()) };
+        let written = OpenOptions::new().append(true).open(file).and_then(|mut file| file.write_all(&records()));
+        written.map_err(|e| Error::file(format!("could not write to {}: {e}", file.display())))
+    }
+}
+
+/// A new event file in `directory`. TensorBoard reads the files of a directory in the order of their names.
+fn begin(directory: &Path) -> std::io::Result<PathBuf> {
+    fs::create_dir_all(directory)?;
+    let (time, pid) = (now(), std::process::id());
+    // Two of one process in one second differ in their fractions.
+    let path = directory.join(format!("events.out.tfevents.{time:017.6}.{pid}"));
+    OpenOptions::new().write(true).create_new(true).open(&path)?.write_all(&version(time))?;
+    Ok(path)
+}
+
+/// Seconds since 1970.
+fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
+}
