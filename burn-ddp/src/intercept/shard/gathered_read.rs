@@ -68,5 +68,5 @@ fn gather<B: Backend>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purpose) -
         return Err(shards.fault(format!("{path} is {now:?}, but the model was wrapped with {was}: wrap it again")));
     }
     let bytes = shards.gather(*slot, *value_id, data.as_bytes(), purpose)?;
-    Ok(B::float_from_data(TensorData::from_bytes_vec(bytes, s.dims.clone(), data.dtype()), &device))
+    Ok(B::float_from_data(TensorData::from_bytes(bytes, s.dims.clone(), data.dtype()), &device))
 }

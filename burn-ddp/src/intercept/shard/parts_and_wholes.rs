@@ -144,5 +144,5 @@ fn gathered<const D: usize>(tap: &TapHandle, part: &Tensor<D>) -> Result<Option<
     let s = &model.slots[*slot];
     let data = part.clone().try_into_data().map_err(|e| unreadable(&s.path, &e))?;
     let bytes = shards.gather(*slot, *value_id, data.as_bytes(), Purpose::Whole)?;
-    Ok(Some(TensorData::from_bytes_vec(bytes, s.dims.clone(), data.dtype())))
+    Ok(Some(TensorData::from_bytes(bytes, s.dims.clone(), data.dtype())))
 }

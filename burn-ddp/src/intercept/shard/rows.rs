@@ -45,14 +45,13 @@ impl Rows {
         sent
     }
 
-    /// The whole parameter out of the parts of all ranks as they were sent.
-    pub(crate) fn join(self, mut sent: Vec<u8>) -> Vec<u8> {
+    /// Moves the whole parameter to the front of the parts of all ranks as they were sent, and returns its length.
+    pub(crate) fn join(self, sent: &mut [u8]) -> usize {
         for rank in 1..self.world {
             let (to, from) = (self.bytes_of(rank), rank * self.sent_bytes());
             sent.copy_within(from..from + to.len(), to.start);
         }
-        sent.truncate(self.rows * self.row_bytes);
-        sent
+        self.rows * self.row_bytes
     }
 }
 
@@ -66,9 +65,10 @@ mod tests {
             for rows in world..3 * world + 2 {
                 let division = Rows { rows, row_bytes: 3, world };
                 let whole: Vec<u8> = (0..rows * 3).map(|i| i as u8).collect();
-                let sent = division.spread(&whole);
+                let mut sent = division.spread(&whole);
                 assert_eq!(sent.len(), rows.div_ceil(world) * 3 * world);
-                assert_eq!(division.join(sent), whole);
+                let len = division.join(&mut sent);
+                assert_eq!(sent[..len], whole);
                 let lens: Vec<usize> = (0..world).map(|rank| division.of(rank).len()).collect();
                 assert_eq!(lens.iter().sum::<usize>(), rows);
                 assert!(lens.iter().all(|len| *len > 0 && *len + 1 >= lens[0] && *len <= lens[0]), "{lens:?}");

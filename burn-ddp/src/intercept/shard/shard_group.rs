@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use burn::tensor::Bytes;
 use burn_ddp_comm::{CallInfo, DType, Error as CommError, ProcessGroup, ReduceOp};
 
 use super::rows::Rows;
@@ -127,7 +128,7 @@ impl ShardGroup {
     }
 
     /// The whole of a slot, of whose value with this number each rank passes its part. *Collective*.
-    pub(crate) fn gather(&self, slot: usize, value_id: u64, part: &[u8], purpose: Purpose) -> Result<Vec<u8>> {
+    pub(crate) fn gather(&self, slot: usize, value_id: u64, part: &[u8], purpose: Purpose) -> Result<Bytes> {
         let (division, dtype) = (self.rows(slot), self.slots[slot].dtype);
         let expected = division.bytes_of(self.rank()).len();
         if part.len() != expected {
@@ -139,17 +140,19 @@ impl ShardGroup {
             )));
         }
         let sent_bytes = division.sent_bytes();
-        let mut rows = vec![0; sent_bytes * division.world];
         let tag = purpose.tag(slot, value_id);
-        let gathered = if part.len() == sent_bytes {
-            self.group.all_gather_tagged(dtype, part, &mut rows, tag)
-        } else {
-            let mut sent = part.to_vec();
-            sent.resize(sent_bytes, 0);
-            self.group.all_gather_tagged(dtype, &sent, &mut rows, tag)
+        let gather = |rows: &mut [u8]| {
+            let gathered = if part.len() == sent_bytes {
+                self.group.all_gather_tagged(dtype, part, rows, tag)
+            } else {
+                let mut sent = part.to_vec();
+                sent.resize(sent_bytes, 0);
+                self.group.all_gather_tagged(dtype, &sent, rows, tag)
+            };
+            gathered.map_err(|e| self.explain(e))?;
+            Ok(division.join(rows))
         };
-        gathered.map_err(|e| self.explain(e))?;
-        Ok(division.join(rows))
+        filled(dtype.size_bytes(), sent_bytes * division.world, gather)
     }
 
     /// What every rank passes, in the order of ranks: equally many numbers each. *Collective*.
@@ -228,6 +231,22 @@ impl ShardGroup {
             does.join(", but ")
         );
         Error::Sharding { rank, reason }
+    }
+}
+
+/// `len_bytes` bytes, of which `fill` says how many are used, with the alignment of elements of `elem_bytes`: Burn would
+/// copy bytes of a `Vec<u8>`.
+fn filled(elem_bytes: usize, len_bytes: usize, fill: impl FnOnce(&mut [u8]) -> Result<usize>) -> Result<Bytes> {
+    fn of<E: bytemuck::Pod + Send + Sync>(len: usize, fill: impl FnOnce(&mut [u8]) -> Result<usize>) -> Result<Bytes> {
+        let mut elems = vec![E::zeroed(); len / size_of::<E>()];
+        let used = fill(bytemuck::cast_slice_mut(&mut elems))?;
+        elems.truncate(used / size_of::<E>());
+        Ok(Bytes::from_elems(elems))
+    }
+    match elem_bytes {
+        2 => of::<u16>(len_bytes, fill),
+        4 => of::<u32>(len_bytes, fill),
+        _ => of::<u64>(len_bytes, fill),
     }
 }
 
