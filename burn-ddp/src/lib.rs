@@ -52,6 +52,7 @@
 //! | [`Telemetry`], [`Stats`], [`Straggler`] | where the time of steps goes |
 //! | [`TensorBoard`] | curves for TensorBoard, from [`Ddp::tensorboard`] |
 //! | [`Report`], [`Bottleneck`], [`Cause`] | why a run is slow, from [`Ddp::report`] |
+//! | [`MemoryUse`] | memory of a rank, before and in training |
 //! | [`DistributedOptimizer`] | Horovod's way: averages in front of the optimizer, for models that are not wrapped |
 //! | [`comm`] | the layer below: worlds, process groups, collectives on slices; knows nothing of Burn |
 //! | [`Error`] | what can go wrong |
@@ -106,7 +107,7 @@ pub use model::running_stats::BufferPolicy;
 pub use optimizer::clip::{clip_grad_norm, clip_grad_value, grad_norm};
 pub use optimizer::distributed::DistributedOptimizer;
 pub use scalars::{FloatScalar, Scalar};
-pub use telemetry::{Bottleneck, Cause, Report, Stats, Straggler, Telemetry, TensorBoard};
+pub use telemetry::{Bottleneck, Cause, MemoryUse, Report, Stats, Straggler, Telemetry, TensorBoard};
 pub use wrap::{Sharding, WrapConfig};
 
 /// Traits and types between burn-ddp and Burn's backends. Programs do not name them.

@@ -8,6 +8,7 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams};
 use burn::prelude::*;
+use burn_ddp::MemoryUse;
 use burn_ddp::prelude::*;
 
 /// Bytes that are allocated now.
@@ -103,6 +104,7 @@ struct Held {
 /// Memory of one rank in a step.
 #[derive(Debug)]
 struct Memory {
+    estimate: MemoryUse,
     with_gradients: Held,
     after_step: Held,
     /// Blocks of the size of a weight.
@@ -136,8 +138,13 @@ fn memory(world: usize, layers: usize) -> Vec<Memory> {
             let Held { bytes, parts } = held()?;
             Ok(Held { bytes: bytes - before.bytes, parts: parts - before.parts })
         };
-        let mut model = ddp.wrap_with(Stack::new(layers, &device), &config)?;
-        let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
+        let optim = AdamConfig::new().init();
+        let model = Stack::new(layers, &device);
+        let estimate = ddp.memory_estimate(&model, &config, world)?.with_optimizer(&optim)?;
+        let mut model = ddp.wrap_with(model, &config)?;
+        // All parts are as large as rank 0's.
+        assert_eq!(ddp.telemetry().memory().with_optimizer(&optim)?, estimate);
+        let mut optim = ddp.optimizer(optim, &model)?;
         let mut memory = None;
         for _ in 0..3 {
             // Blocks that came from other threads are no blocks of this one when they go.
@@ -152,6 +159,7 @@ fn memory(world: usize, layers: usize) -> Vec<Memory> {
             model = optim.step(0.01, model, grads);
             let (after_step, most_in_step) = (since()?, most());
             memory = Some(Memory {
+                estimate,
                 with_gradients,
                 after_step,
                 kept_by_forward,
@@ -167,7 +175,7 @@ fn memory(world: usize, layers: usize) -> Vec<Memory> {
 
 #[test]
 fn sharded_ranks_hold_their_parts_and_few_whole_layers() {
-    // Parameters, gradients, two moments of Adam; without the gradients after the step.
+    // Parameters, two moments of Adam, and gradients until the step.
     let layers = 24;
     for world in 1..=4 {
         for rank in memory(world, layers) {
@@ -178,6 +186,11 @@ fn sharded_ranks_hold_their_parts_and_few_whole_layers() {
                 let beyond = held.bytes - parts * (WEIGHT_BYTES / world) as f64;
                 let engine = 3.0 * WEIGHT_BYTES as f64;
                 assert!(beyond < engine + 512e3, "{world} ranks: {held:?}, {beyond} bytes beyond the parts");
+                let MemoryUse { parameters, gradients, optimizer, engine_buffers, .. } = rank.estimate;
+                let without = if tensors == 4 { 0 } else { gradients };
+                let estimate = (parameters + gradients + optimizer.unwrap_or(0) - without) as f64;
+                assert_eq!(estimate, parts * (WEIGHT_BYTES / world) as f64, "{world} ranks: {:?}", rank.estimate);
+                assert!(engine_buffers as f64 <= engine, "{world} ranks: {:?}", rank.estimate);
             }
         }
     }
@@ -188,6 +201,7 @@ fn sharded_ranks_hold_their_parts_and_few_whole_layers() {
             let Memory { kept_by_forward, most_in_forward, most_in_backward, most_in_step, .. } = rank;
             assert!(kept_by_forward <= 0 && most_in_forward <= 1 && most_in_step <= 0, "{layers} layers: {rank:?}");
             assert!(most_in_backward <= most, "{layers} layers: {rank:?}");
+            assert_eq!(rank.estimate.gathered, (most as usize * WEIGHT_BYTES) as u64, "{layers} layers");
         }
     }
 }

@@ -121,7 +121,7 @@ pub fn run(ddp: &Ddp, args: &LearnerArgs) -> Result<()> {
     let epochs_run = options.epochs - resume.unwrap_or(0);
     let share = |step| train.plan().share(step, ddp.rank()).len();
     let items = epochs_run * (0..train.steps_per_epoch()).map(share).sum::<usize>();
-    let ranks = RankReport::gather(ddp, &result.model, Work { items: items as u64, time })?;
+    let ranks = RankReport::gather(ddp, &result.model, None, Work { items: items as u64, time })?;
     // Burn's logs are on rank 0.
     let written = options.summary.is_some() && ddp.is_main();
     let epochs = if written { epochs(args, time)? } else { Vec::new() };

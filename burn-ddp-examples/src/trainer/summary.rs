@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use burn::module::Module;
-use burn_ddp::{Ddp, param_hash};
+use burn::optim::ModuleOptimizer;
+use burn_ddp::{Ddp, MemoryUse, param_hash};
 use serde::{Deserialize, Serialize};
 
 /// Results of one epoch, over all ranks.
@@ -39,16 +40,26 @@ pub struct RankReport {
     pub wait_seconds: f64,
     /// Hash of the rank's parameters.
     pub param_hash: String,
+    /// Memory of the model on the rank.
+    pub memory: MemoryUse,
 }
 
 impl RankReport {
-    /// Reports of all ranks, by rank; this one did `work` and ends with `model`. *Collective*.
-    pub fn gather<M: Module>(ddp: &Ddp, model: &M, work: Work) -> Result<Vec<RankReport>> {
+    /// Reports of all ranks, by rank; this one did `work` with `optimizer`, if it is at hand, and ends with `model`.
+    /// *Collective*.
+    pub fn gather<M: Module>(
+        ddp: &Ddp,
+        model: &M,
+        optimizer: Option<&ModuleOptimizer>,
+        work: Work,
+    ) -> Result<Vec<RankReport>> {
+        let memory = ddp.telemetry().memory();
         let own = RankReport {
             items: work.items,
             seconds: work.time.as_secs_f64(),
             wait_seconds: ddp.telemetry().stats().wait.as_secs_f64(),
             param_hash: param_hash(model)?,
+            memory: optimizer.map_or(Ok(memory), |optimizer| memory.with_optimizer(optimizer))?,
         };
         Ok(ddp.group().all_gather_object(&own)?)
     }
@@ -77,6 +88,8 @@ pub struct Summary {
     pub train_loss: Vec<f64>,
     /// Hash of the parameters of each rank: all equal.
     pub param_hash: Vec<String>,
+    /// Memory of the model on each rank, without activations.
+    pub memory: Vec<MemoryUse>,
 }
 
 impl Summary {
@@ -109,6 +122,7 @@ impl Summary {
             test_accuracy: epochs.last().map_or(0.0, |epoch| epoch.test_accuracy),
             train_loss: epochs.iter().map(|epoch| epoch.train_loss).collect(),
             param_hash: ranks.iter().map(|rank| rank.param_hash.clone()).collect(),
+            memory: ranks.iter().map(|rank| rank.memory).collect(),
         }
     }
 
@@ -119,15 +133,16 @@ impl Summary {
         std::fs::write(file, text).with_context(|| format!("cannot write the summary to {}", file.display()))
     }
 
-    /// Lines under the table: speed in `items`, as they are called, and waiting, in total and of each rank.
+    /// Lines under the table: speed in `items`, as they are called, in total and of each rank, its waiting and memory.
     pub fn speed(&self, items: &str) -> String {
         let mut text = format!(
             "{:.0} {items}/s on {} rank(s), engine {}, {} items per step\n",
             self.samples_per_second, self.world_size, self.engine, self.global_batch
         );
-        for (rank, (speed, wait)) in self.samples_per_second_per_rank.iter().zip(&self.communication_wait).enumerate() {
+        let ranks = self.samples_per_second_per_rank.iter().zip(&self.communication_wait).zip(&self.memory);
+        for (rank, ((speed, wait), memory)) in ranks.enumerate() {
             text += &format!(
-                "  rank {rank}: {speed:.0} {items}/s, {:.1} % of the time waiting for gradients\n",
+                "  rank {rank}: {speed:.0} {items}/s, {:.1} % of the time waiting for gradients; {memory}\n",
                 wait * 100.0
             );
         }
@@ -141,7 +156,9 @@ mod tests {
 
     #[test]
     fn a_summary_adds_up_and_survives_json() {
-        let rank = |items, seconds, wait_seconds| RankReport { items, seconds, wait_seconds, param_hash: "ab".into() };
+        let memory = MemoryUse::default();
+        let rank =
+            |items, seconds, wait_seconds| RankReport { items, seconds, wait_seconds, param_hash: "ab".into(), memory };
         let epoch = |train_loss, test_accuracy| Epoch { train_loss, test_accuracy, train_time: Duration::from_secs(1) };
         let summary =
             Summary::new("tcp", 64, &[epoch(0.5, 0.9), epoch(0.25, 0.975)], &[rank(101, 4.0, 1.0), rank(99, 5.0, 0.5)]);

@@ -135,7 +135,7 @@ impl<T: Task> Training<'_, T> {
         if let Some(file) = &options.save {
             ddp.save(&model, file)?;
         }
-        let ranks = RankReport::gather(ddp, &model, work)?;
+        let ranks = RankReport::gather(ddp, &model, Some(&optimizer), work)?;
         let summary = Summary::new(ddp.engine(), train.items_per_step() * accumulate, &progress.epochs, &ranks);
         display.finish(&summary.speed(T::ITEMS));
         summary.conclude(ddp, options.summary.as_deref())?;

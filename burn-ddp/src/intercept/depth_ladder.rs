@@ -101,6 +101,15 @@ pub(super) fn scalar<B: Backend>(device: &B::Device, dtype: DType) -> FloatTenso
     B::float_zeros(Shape::from([1]), device, dtype.into())
 }
 
+/// Number of reads that share the rung of the last of `reads` reads.
+pub(crate) fn reads_of_a_rung(reads: usize) -> usize {
+    let last = reads.clamp(1, MAX_READS) - 1;
+    match (last / OWN_RUNGS).checked_ilog2() {
+        None => 1,
+        Some(log) => 2 << log,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -109,6 +118,7 @@ mod tests {
     fn rungs_are_few_and_near() {
         let rungs: std::collections::BTreeSet<usize> = (0..MAX_READS).map(first_on_rung).collect();
         assert_eq!(rungs.len(), 112);
+        assert_eq!([0, 1, 32, 33, 64, 65, 1024, 9999].map(reads_of_a_rung), [1, 1, 1, 2, 2, 4, 32, 32]);
         for read in 0..MAX_READS {
             let first = first_on_rung(read);
             assert!(first <= read && (read - first) * OWN_RUNGS / 2 < read.max(1), "read {read} hangs at {first}");

@@ -18,6 +18,7 @@ use crate::ddp::Ddp;
 use crate::gradients::{GradientReduction, Slot};
 use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::{Entry, list_paths};
+use crate::telemetry::MemoryUse;
 use crate::{Error, Result};
 
 /// A wrapped model, shared by all its taps and by the autodiff nodes that its reads leave in graphs.
@@ -43,6 +44,8 @@ pub(crate) struct WrappedModel {
     /// Number of the last value that a mapper gave the parameter of a slot in any copy.
     value_ids: Vec<AtomicU64>,
     reduction: GradientReduction,
+    /// Keeps the model in the rank's report on memory, until its last tap is gone.
+    memory: Mutex<Option<Arc<MemoryUse>>>,
     /// Number of reads of each slot whose hook may still run. Raised by forward, lowered when a hook's state is
     /// dropped.
     pub(super) outstanding: Vec<AtomicUsize>,
@@ -130,6 +133,7 @@ impl WrappedModel {
             optimizer_fits: slots.iter().map(|_| AtomicBool::new(false)).collect(),
             value_ids: slots.iter().map(|_| AtomicU64::new(0)).collect(),
             reduction,
+            memory: Mutex::new(None),
             outstanding: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
             taps: slots.iter().map(|_| AtomicUsize::new(0)).collect(),
             holders: AtomicUsize::new(0),
@@ -167,6 +171,7 @@ impl WrappedModel {
         if appears {
             self.holders.fetch_add(1, Ordering::AcqRel);
         } else if self.holders.fetch_sub(1, Ordering::AcqRel) == 1 {
+            *self.memory.lock().unwrap_or_else(PoisonError::into_inner) = None;
             // The model is gone. Nodes that it left in graphs may keep this for long, but need no thread. If the state
             // is locked, a backward runs, which keeps the thread anyway.
             if let Ok(mut state) = self.state.try_lock() {
@@ -198,6 +203,11 @@ impl WrappedModel {
     pub(crate) fn with_shards(self, divided: Vec<bool>, shards: Option<ProcessGroup>) -> Self {
         let shards = shards.map(|group| ShardGroup::new(group, self.slots.clone()));
         WrappedModel { divided, shards, ..self }
+    }
+
+    /// The model in the rank's report on memory.
+    pub(crate) fn with_memory(self, memory: Arc<MemoryUse>) -> Self {
+        WrappedModel { memory: Mutex::new(Some(memory)), ..self }
     }
 
     /// The group of the sharded parameters, if there are some.

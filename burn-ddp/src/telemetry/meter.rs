@@ -2,12 +2,13 @@
 
 use std::fmt::Display;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::timeline::{Fact, Timeline};
 use burn_ddp_comm::{GroupId, ProcessGroup, World};
 
+use super::memory_use::MemoryUse;
 use super::step_counters::Stats;
 use super::straggler::{self, REPORT_LEN, Straggler};
 
@@ -36,6 +37,8 @@ struct Counts {
     /// Taken by the next backward that begins.
     pause: Option<Pause>,
     straggler: Option<Straggler>,
+    /// Memory of the wrapped models that are there; each owns its own.
+    memory: Vec<Weak<MemoryUse>>,
 }
 
 /// Time since the last backward.
@@ -90,6 +93,20 @@ impl Meter {
     /// Counts the time until the guard is dropped as saving.
     pub(crate) fn saving(&self) -> Saving<'_> {
         Saving { meter: self, since: Instant::now(), calls: self.0.group.time_in_calls() }
+    }
+
+    /// Counts the memory of a wrapped model as long as what it returns is there.
+    pub(crate) fn holds(&self, memory: MemoryUse) -> Arc<MemoryUse> {
+        let memory = Arc::new(memory);
+        let models = &mut self.counts().memory;
+        models.retain(|model| model.strong_count() > 0);
+        models.push(Arc::downgrade(&memory));
+        memory
+    }
+
+    /// Memory of all wrapped models that are there.
+    pub(crate) fn memory(&self) -> MemoryUse {
+        self.counts().memory.iter().filter_map(Weak::upgrade).map(|memory| *memory).sum()
     }
 
     pub(crate) fn straggler(&self) -> Option<Straggler> {

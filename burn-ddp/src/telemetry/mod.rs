@@ -3,6 +3,7 @@
 mod event_record;
 #[cfg(test)]
 pub(crate) mod listener;
+mod memory_use;
 pub(crate) mod meter;
 mod report;
 mod step_counters;
@@ -10,6 +11,7 @@ mod straggler;
 mod tensorboard;
 mod verdict;
 
+pub use memory_use::MemoryUse;
 pub use report::{Bottleneck, Cause, Report};
 pub use step_counters::Stats;
 pub(crate) use straggler::REPORT_LEN;
@@ -41,6 +43,13 @@ impl Telemetry {
     #[must_use]
     pub fn last_step(&self) -> Stats {
         self.meter.last_step()
+    }
+
+    /// Memory that the wrapped models of this rank take, by the shapes of their parameters, without the optimizer's
+    /// state ([`MemoryUse::with_optimizer`]).
+    #[must_use]
+    pub fn memory(&self) -> MemoryUse {
+        self.meter.memory()
     }
 
     /// The slowest rank, if one stands out; the same on all ranks.

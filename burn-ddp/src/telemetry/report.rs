@@ -1,8 +1,10 @@
 //! `Ddp::report`: why a run is slow, in words with numbers.
 
+use std::cmp::Reverse;
 use std::fmt;
 use std::time::Duration;
 
+use super::memory_use::MemoryUse;
 use super::step_counters::Stats;
 use super::verdict::judge;
 use crate::Result;
@@ -32,6 +34,8 @@ pub struct Report {
     pub saving: Duration,
     /// Causes that take at least 15 % of the step, the largest first. Empty if there is no bottleneck.
     pub bottlenecks: Vec<Bottleneck>,
+    /// Memory that the wrapped models of each rank take, by rank, without the optimizer's state.
+    pub memory: Vec<MemoryUse>,
 }
 
 /// A cause of slow steps, from [`Report::bottlenecks`]. `Display` adds what would help.
@@ -119,20 +123,21 @@ impl Ddp {
     /// })?;
     /// println!("{}", reports[0]); // … bottleneck: rank 1 is slow …
     /// assert_eq!(reports[0], reports[1]);
+    /// assert_eq!(reports[0].memory[1].parameters, 20); // a weight of four elements, and a bias
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
     #[track_caller]
     pub fn report(&self) -> Result<Option<Report>> {
-        let own: Stats = self.state().meter.after_first_step();
-        let all = self.group().all_gather_object(&own)?;
-        let ranks: Vec<(usize, Stats)> = self.group().ranks().iter().copied().zip(all).collect();
-        Ok(judge(&ranks))
+        let own: (Stats, MemoryUse) = (self.state().meter.after_first_step(), self.state().meter.memory());
+        let (stats, memory): (Vec<Stats>, Vec<_>) = self.group().all_gather_object(&own)?.into_iter().unzip();
+        let ranks: Vec<(usize, Stats)> = self.group().ranks().iter().copied().zip(stats).collect();
+        Ok(judge(&ranks).map(|report| Report { memory, ..report }))
     }
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Report { steps, step, compute, data, wait, calls, saving, bottlenecks } = self;
+        let Report { steps, step, compute, data, wait, calls, saving, bottlenecks, memory } = self;
         write!(f, "{steps} steps of {:.1} ms: ", ms(*step))?;
         let parts = [
             ("compute", compute),
@@ -148,6 +153,10 @@ impl fmt::Display for Report {
         match &bottlenecks[..] {
             [] => write!(f, "; no bottleneck beside compute"),
             all => all.iter().try_for_each(|bottleneck| write!(f, "; bottleneck: {bottleneck}")),
+        }?;
+        match memory.iter().enumerate().max_by_key(|(rank, memory)| (memory.total(), Reverse(*rank))) {
+            None => Ok(()),
+            Some((rank, memory)) => write!(f, "; memory of rank {rank}, which holds most: {memory}"),
         }
     }
 }
@@ -223,14 +232,16 @@ mod tests {
             },
         ];
         let (calls, saving) = (Duration::ZERO, Duration::ZERO);
-        let report = Report { steps: 99, step: time(100), compute, data, wait, calls, saving, bottlenecks };
+        let memory = vec![MemoryUse::default(); 2];
+        let report = Report { steps: 99, step: time(100), compute, data, wait, calls, saving, bottlenecks, memory };
         assert_eq!(
             report.to_string(),
             "99 steps of 100.0 ms: 30 % compute, 50 % data, 20 % waiting for gradients, 0 % collectives of the \
              program, 0 % saving; bottleneck: the loaders (50.0 ms per step, 50 %): all ranks wait for batches; more \
              `num_workers`, a cheaper batcher, or data that is decoded beforehand help; bottleneck: slow ranks 1, 3 \
              (20.0 ms per step, 20 %): 80.0 ms of work, other ranks 60.0 ms; look for other programs there, a slower \
-             device, or larger batches than elsewhere"
+             device, or larger batches than elsewhere; memory of rank 0, which holds most: parameters 0.0 MiB, \
+             gradients 0.0 MiB, gathered 0.0 MiB, engine buffers 0.0 MiB"
         );
     }
 }

@@ -101,6 +101,7 @@ pub(super) fn judge(ranks: &[(usize, Stats)]) -> Option<Report> {
         calls,
         saving,
         bottlenecks: found.filter(|bottleneck| bottleneck.share >= MIN_SHARE).collect(),
+        memory: Vec::new(),
     })
 }
 

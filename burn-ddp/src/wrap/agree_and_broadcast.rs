@@ -11,6 +11,7 @@ use burn_ddp_comm::ProcessGroup;
 
 use super::attach::Taps;
 use super::inspect::{Inspected, inspect};
+use super::memory_estimate::memory;
 use super::{WrapConfig, local_parameters, treatment};
 use crate::ddp::Ddp;
 use crate::gradients::{ReducerSettings, Slot};
@@ -18,6 +19,7 @@ use crate::intercept::{SyncedStatistics, open_model};
 use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::Entry;
 use crate::model::{broadcast, running_stats};
+use crate::telemetry::MemoryUse;
 use crate::{Error, Result, agreement, engine_choice, seed};
 
 /// Description of a model that all ranks hold.
@@ -41,6 +43,8 @@ pub(crate) struct AgreedModel {
     /// For each parameter and buffer, true if it is left to each rank.
     is_local: HashMap<ParamId, bool>,
     config: WrapConfig,
+    /// Memory of the wrapped model on this rank.
+    memory: MemoryUse,
     /// Line of `wrap`.
     site: &'static Location<'static>,
 }
@@ -72,6 +76,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let alone = ddp.world_size() == 1 && !config.single_rank_reduction;
     let on_device = engine_choice::reduces_on_device(ddp, &device, !alone)?;
     let first_clone = broadcast::first_clones(world, 0, first_clone, &is_local)?;
+    let caps = (!alone).then(|| config.caps(on_device));
     let (mut slots, slot_of) = {
         let divides = |dims: &[usize]| config.divides(dims, world.world_size());
         treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides)
@@ -81,6 +86,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
         // The part is the whole: it is trained as any parameter.
         slots.iter_mut().for_each(|slot| slot.sharded = false);
     }
+    let memory = memory(&schema, &first_clone, &slots, (world.rank(), world.world_size()), caps);
     let mut group = ddp.state().new_group()?;
     // Errors in backward name the model by the line of its `wrap`.
     let site = Location::caller();
@@ -110,6 +116,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
         local,
         is_local: of_ids,
         config,
+        memory,
         site,
     };
     Ok((model, agreed))
@@ -120,7 +127,7 @@ impl AgreedModel {
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Taps> {
         let AgreedModel { device, group, alone, on_device, slots, divided, slot_of, .. } = self;
         let (is_shared_buffer, local, is_local) = (self.is_shared_buffer, self.local, self.is_local);
-        let (config, site) = (self.config, self.site);
+        let (config, memory, site) = (self.config, ddp.state().meter.holds(self.memory), self.site);
         let settings = ReducerSettings {
             reduction: config.reduction,
             accumulation: config.micro_batches(),
@@ -146,7 +153,8 @@ impl AgreedModel {
             false => None,
         };
         let wrapped = open_model(ddp.without_presence(), device, group, slots, settings, statistics)?;
-        Ok(Taps::new(ddp, Arc::new(wrapped.with_local(local, is_local).with_shards(divided, shards)), slot_of))
+        let wrapped = wrapped.with_local(local, is_local).with_shards(divided, shards).with_memory(memory);
+        Ok(Taps::new(ddp, Arc::new(wrapped), slot_of))
     }
 }
 

@@ -7,6 +7,7 @@
 //! | `local_parameters` | selects those that each rank keeps for itself |
 //! | `treatment` | which parameters and buffers have averaged gradients |
 //! | `agree_and_broadcast` | agreement on the model and its settings; rank 0's values; the reducer |
+//! | `memory_estimate` | memory of a rank, from shapes |
 //! | `attach` | taps on the parameters |
 //! | `owned` | the wrapped models in a module, and the handle that each belongs to |
 //! | `sync_gradients` | reduction of held gradients without a backward of the user's |
@@ -15,6 +16,7 @@ mod agree_and_broadcast;
 mod attach;
 mod inspect;
 mod local_parameters;
+mod memory_estimate;
 mod owned;
 mod sync_gradients;
 mod treatment;

@@ -234,8 +234,8 @@ impl ShardGroup {
     }
 }
 
-/// `len_bytes` bytes, of which `fill` says how many are used, with the alignment of elements of `elem_bytes`: Burn would
-/// copy bytes of a `Vec<u8>`.
+/// `len_bytes` bytes, of which `fill` says how many are used, with the alignment of elements of `elem_bytes`: Burn
+/// would copy bytes of a `Vec<u8>`.
 fn filled(elem_bytes: usize, len_bytes: usize, fill: impl FnOnce(&mut [u8]) -> Result<usize>) -> Result<Bytes> {
     fn of<E: bytemuck::Pod + Send + Sync>(len: usize, fill: impl FnOnce(&mut [u8]) -> Result<usize>) -> Result<Bytes> {
         let mut elems = vec![E::zeroed(); len / size_of::<E>()];

@@ -1,0 +1,124 @@
+//! Memory that wrapped models take on a rank.
+
+use std::fmt;
+use std::iter::Sum;
+
+use burn::nn::LinearConfig;
+use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
+use burn::tensor::{DType, Device, Tensor};
+
+use crate::{Error, Result};
+
+/// Bytes that models take on one rank: from [`Ddp::memory_estimate`](crate::Ddp::memory_estimate) before training, and
+/// of its wrapped models from [`Telemetry::memory`](super::Telemetry::memory) and
+/// [`Report::memory`](super::Report::memory).
+///
+/// Computed from shapes. Activations, data and what Burn's kernels keep come on top, and while `wrap`, `unwrap`,
+/// `param_hash` and, on rank 0, `save` run, the whole model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[non_exhaustive]
+pub struct MemoryUse {
+    /// Parameters and buffers, or this rank's parts of them.
+    pub parameters: u64,
+    /// Averages, from a backward until the optimizer's step has used them; in a world of several ranks Flex keeps those
+    /// of whole parameters between steps, too, in the buffers where they are reduced.
+    pub gradients: u64,
+    /// State of the optimizer; `None` if unknown.
+    pub optimizer: Option<u64>,
+    /// Most that is there of [sharded](crate::WrapConfig::with_sharding) parameters as wholes, values and gradients, at
+    /// one moment of a step.
+    pub gathered: u64,
+    /// Buffers of the collectives: of up to three buckets, and for sharded parameters of the largest one, at most.
+    pub engine_buffers: u64,
+}
+
+impl MemoryUse {
+    /// Sum of all.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        let MemoryUse { parameters, gradients, optimizer, gathered, engine_buffers } = self;
+        parameters + gradients + optimizer.unwrap_or(0) + gathered + engine_buffers
+    }
+
+    /// The same with the state that optimizers like `optim` have after their first step. Steps copies of it on two
+    /// small parameters named `weight`, and takes the state to grow with the elements of a parameter as it does there.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if the optimizer cannot write its state.
+    pub fn with_optimizer(self, optim: &ModuleOptimizer) -> Result<Self> {
+        let (small, large) = (state_bytes(optim, 32)?, state_bytes(optim, 64)?);
+        let element_bytes = DType::from(Device::default().settings().float_dtype).size();
+        let per_byte = (large - small) as f64 / ((64 * 64 - 32 * 32) * element_bytes) as f64;
+        Ok(MemoryUse { optimizer: Some((self.gradients as f64 * per_byte).round() as u64), ..self })
+    }
+}
+
+/// Length of the state that a fresh optimizer like `optim` writes after a step of a parameter of `side` × `side`.
+fn state_bytes(optim: &ModuleOptimizer, side: usize) -> Result<usize> {
+    let device = Device::default().without_autodiff();
+    let mut optim = optim.clone().load_record(OptimizerRecord::default());
+    let model = LinearConfig::new(side, side).with_bias(false).init(&device.clone().autodiff());
+    let mut gradients = GradientsParams::new();
+    gradients.register(model.weight.id, Tensor::<2>::ones([side, side], &device));
+    optim.step(1e-3, model, gradients);
+    let bytes = optim.into_bytes().map_err(|e| Error::invalid(format!("the optimizer's state: {e}")))?;
+    Ok(bytes.len())
+}
+
+impl Sum for MemoryUse {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(MemoryUse::default(), |sum, one| MemoryUse {
+            parameters: sum.parameters + one.parameters,
+            gradients: sum.gradients + one.gradients,
+            optimizer: sum.optimizer.or(one.optimizer).map(|_| sum.optimizer.unwrap_or(0) + one.optimizer.unwrap_or(0)),
+            gathered: sum.gathered + one.gathered,
+            engine_buffers: sum.engine_buffers + one.engine_buffers,
+        })
+    }
+}
+
+impl fmt::Display for MemoryUse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        write!(f, "parameters {:.1} MiB, gradients {:.1} MiB", mib(self.parameters), mib(self.gradients))?;
+        if let Some(optimizer) = self.optimizer {
+            write!(f, ", optimizer {:.1} MiB", mib(optimizer))?;
+        }
+        write!(f, ", gathered {:.1} MiB, engine buffers {:.1} MiB", mib(self.gathered), mib(self.engine_buffers))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::optim::momentum::MomentumConfig;
+    use burn::optim::{AdamConfig, AdamWConfig, SgdConfig};
+
+    use super::*;
+
+    #[test]
+    fn optimizers_hold_none_one_or_two_tensors_per_parameter() {
+        let momentum = SgdConfig::new().with_momentum(Some(MomentumConfig::new()));
+        for (optim, tensors) in [
+            (SgdConfig::new().init(), 0),
+            (momentum.init(), 1),
+            (AdamConfig::new().init(), 2),
+            (AdamWConfig::new().init(), 2),
+        ] {
+            let memory = MemoryUse { gradients: 1 << 30, ..MemoryUse::default() }.with_optimizer(&optim).unwrap();
+            assert_eq!(memory.optimizer, Some(tensors << 30));
+            assert_eq!(memory.total(), (tensors + 1) << 30);
+        }
+    }
+
+    #[test]
+    fn memory_is_said_in_words_and_added() {
+        let one =
+            MemoryUse { parameters: 3 << 19, gradients: 1 << 20, optimizer: None, gathered: 0, engine_buffers: 0 };
+        assert_eq!(one.to_string(), "parameters 1.5 MiB, gradients 1.0 MiB, gathered 0.0 MiB, engine buffers 0.0 MiB");
+        let other = MemoryUse { optimizer: Some(1 << 21), ..one };
+        let both: MemoryUse = [one, other].into_iter().sum();
+        assert_eq!((both.parameters, both.optimizer), (3 << 20, Some(1 << 21)));
+        assert!(both.to_string().contains("optimizer 2.0 MiB"));
+    }
+}

@@ -1,0 +1,92 @@
+//! Memory that a rank needs for a model, from the shapes of its parameters.
+
+use burn::module::Module;
+
+use super::inspect::{Inspected, inspect};
+use super::{WrapConfig, treatment};
+use crate::ddp::Ddp;
+use crate::gradients::{Caps, Slot};
+use crate::intercept::{Rows, reads_of_a_rung};
+use crate::model::schema::Schema;
+use crate::telemetry::MemoryUse;
+use crate::{Error, Result};
+
+impl Ddp {
+    /// Memory that one of `world_size` ranks would take for `model`, wrapped with `config`: of the rank that holds most,
+    /// without the optimizer's state, which [`MemoryUse::with_optimizer`] adds. Not collective; `world_size` need not be
+    /// that of this job.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Ddp::wrap_with`] that a rank sees alone; [`Error::Invalid`] if `world_size` is 0.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, optim::AdamConfig};
+    /// # use burn_ddp::prelude::*;
+    /// let ddp = Ddp::init()?;
+    /// let model = LinearConfig::new(1024, 1024).with_bias(false).init(&ddp.device()?.autodiff()); // 4 MiB
+    /// let config = WrapConfig::new().with_sharding(Sharding::Parameters);
+    /// let memory = ddp.memory_estimate(&model, &config, 4)?.with_optimizer(&AdamConfig::new().init())?;
+    /// assert_eq!((memory.parameters, memory.gradients, memory.optimizer), (1 << 20, 1 << 20, Some(2 << 20)));
+    /// assert_eq!(memory.gathered, 8 << 20); // the weight and its gradient, for a moment
+    /// println!("{} bytes: {memory}", memory.total());
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    pub fn memory_estimate<M: Module>(&self, model: &M, config: &WrapConfig, world_size: usize) -> Result<MemoryUse> {
+        if world_size == 0 {
+            return Err(Error::invalid("a job has at least one rank"));
+        }
+        let Inspected { schema, first_clone, is_buffer, is_local, .. } = inspect(model, config)?;
+        // Alone, the part of a rank is the whole.
+        let divides = |dims: &[usize]| world_size > 1 && config.divides(dims, world_size);
+        let (slots, _) = treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides);
+        let alone = world_size == 1 && !config.single_rank_reduction;
+        // Rank 0 has the longest parts.
+        Ok(memory(&schema, &first_clone, &slots, (0, world_size), (!alone).then(|| config.caps(false))))
+    }
+}
+
+/// Memory of a rank of a world, `(rank, world_size)`, which reduces gradients by buckets of these sizes, if at all.
+pub(super) fn memory(
+    schema: &Schema,
+    first_clone: &[usize],
+    slots: &[Slot],
+    (rank, world): (usize, usize),
+    caps: Option<Caps>,
+) -> MemoryUse {
+    let (mut parameters, mut gradients) = (0, 0);
+    // Clones of a parameter share its memory.
+    for (nth, entry) in schema.entries.iter().enumerate().filter(|(nth, _)| first_clone[*nth] == *nth) {
+        let bytes = entry.dims.iter().product::<usize>() * schema.dtypes[nth].size();
+        parameters += bytes;
+        gradients += if entry.trainable { bytes } else { 0 };
+    }
+    let (mut sharded, mut largest) = (0, 0);
+    for s in slots.iter().filter(|s| s.sharded) {
+        let rows = Rows { rows: s.dims[0], row_bytes: s.len_bytes() / s.dims[0], world };
+        let left_out = s.len_bytes() - rows.bytes_of(rank).len();
+        (parameters, gradients) = (parameters - left_out, gradients - left_out);
+        sharded += rows.bytes_of(rank).len();
+        largest = largest.max(rows.sent_bytes() * world);
+    }
+    let buckets = caps.map_or(0, |caps| (3 * caps.bytes).min(gradients - sharded));
+    // Rows of the other ranks, and this rank's twice.
+    let rows_of_ranks = largest + largest / world;
+    MemoryUse {
+        parameters: parameters as u64,
+        gradients: gradients as u64,
+        optimizer: None,
+        gathered: (gradients_at_once(slots) + largest) as u64,
+        engine_buffers: (buckets + rows_of_ranks) as u64,
+    }
+}
+
+/// Most bytes of whole gradients of sharded parameters that wait for each other in backward: those of reads that share
+/// a rung, if each parameter is read once.
+fn gradients_at_once(slots: &[Slot]) -> usize {
+    let bytes: Vec<usize> = slots.iter().map(|s| if s.sharded { s.len_bytes() } else { 0 }).collect();
+    let together = reads_of_a_rung(slots.len()).min(slots.len().max(1));
+    bytes.windows(together).map(|window| window.iter().sum()).max().unwrap_or(0)
+}
