@@ -21,12 +21,19 @@ const CLASSES: usize = 4;
 
 #[test]
 fn f64_follows_torch() -> Result<()> {
-    follow(include_str!("../../parity/torch_f64.json"), DType::F64, 1e-10)
+    follow(include_str!("../../parity/torch_f64.json"), DType::F64, 1e-10, &WrapConfig::new())
+}
+
+/// Torch's FSDP2, on three ranks.
+#[test]
+fn sharded_f64_follows_torch() -> Result<()> {
+    let config = WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1);
+    follow(include_str!("../../parity/torch_fsdp.json"), DType::F64, 1e-10, &config)
 }
 
 #[test]
 fn f32_follows_torch() -> Result<()> {
-    follow(include_str!("../../parity/torch_f32.json"), DType::F32, 1e-5)
+    follow(include_str!("../../parity/torch_f32.json"), DType::F32, 1e-5, &WrapConfig::new())
 }
 
 #[derive(Deserialize)]
@@ -56,13 +63,13 @@ struct Mlp {
 }
 
 /// Trains as torch did; `tolerance` is relative, by the norm of each tensor.
-fn follow(numbers: &str, dtype: DType, tolerance: f64) -> Result<()> {
+fn follow(numbers: &str, dtype: DType, tolerance: f64, config: &WrapConfig) -> Result<()> {
     let torch: Torch = serde_json::from_str(numbers)?;
     let results = Ddp::spawn(torch.world_size, |ddp| {
         let device = ddp.device()?.autodiff();
-        let mut model = ddp.wrap(Mlp::from_torch(&torch.initial, dtype, &device)?)?;
+        let mut model = ddp.wrap_with(Mlp::from_torch(&torch.initial, dtype, &device)?, config)?;
         let momentum = MomentumConfig { momentum: torch.momentum, dampening: 0.0, nesterov: false };
-        let mut optim = SgdConfig::new().with_momentum(Some(momentum)).init();
+        let mut optim = ddp.optimizer(SgdConfig::new().with_momentum(Some(momentum)).init(), &model)?;
         let (mut losses, mut first_gradients) = (Vec::new(), None);
         for step in 0..torch.steps {
             let first_row = (step * ddp.world_size() + ddp.rank()) * torch.batch_per_rank;
@@ -70,14 +77,16 @@ fn follow(numbers: &str, dtype: DType, tolerance: f64) -> Result<()> {
             losses.push(loss.clone().into_scalar::<f64>());
             let grads = ddp.backward(&loss, &model)?;
             if first_gradients.is_none() {
-                first_gradients =
-                    Some(model.as_torch(|param| param.base().grad(&grads), |param| param.base().grad(&grads))?);
+                let matrix = |param: &Param<Tensor<2>>| whole(&ddp, param.base().grad(&grads)?).ok();
+                first_gradients = Some(model.as_torch(matrix, |param| param.base().grad(&grads))?);
             }
             let grads = GradientsParams::from_grads(grads, &model);
             model = optim.step(torch.lr, model, grads);
         }
+        let hash = param_hash(&model)?;
+        let model = ddp.unwrap(model)?;
         let weights = model.as_torch(|param| Some(param.val().inner()), |param| Some(param.val().inner()))?;
-        Ok((losses, first_gradients.context("no step was made")?, weights, param_hash(&model)?))
+        Ok((losses, first_gradients.context("no step was made")?, weights, hash))
     })?;
 
     for (rank, (losses, first_gradients, weights, hash)) in results.iter().enumerate() {
@@ -92,6 +101,19 @@ fn follow(numbers: &str, dtype: DType, tolerance: f64) -> Result<()> {
         assert_eq!(*hash, results[0].3, "rank {rank} holds other weights than rank 0");
     }
     Ok(())
+}
+
+/// The gradient of a layer's weight, of which `part` is this rank's rows if the weight is sharded.
+fn whole(ddp: &Ddp, part: Tensor<2>) -> Result<Tensor<2>> {
+    let [rows, columns] = part.dims();
+    let all = if columns == HIDDEN { FEATURES } else { HIDDEN };
+    if rows == all {
+        return Ok(part);
+    }
+    let (device, dtype) = (part.device(), part.dtype());
+    let own: Vec<f64> = part.into_data().iter::<f64>().collect();
+    let values = ddp.group().all_gather_object(&own)?.concat();
+    Ok(Tensor::from_data(TensorData::new(values, [all, columns]), (&device, dtype)))
 }
 
 impl Mlp {
