@@ -12,9 +12,9 @@ use crate::telemetry::MemoryUse;
 use crate::{Error, Result};
 
 impl Ddp {
-    /// Memory that one of `world_size` ranks would take for `model`, wrapped with `config`: of the rank that holds most,
-    /// without the optimizer's state, which [`MemoryUse::with_optimizer`] adds. Not collective; `world_size` need not be
-    /// that of this job.
+    /// Memory that the rank that holds most of `world_size` ranks would take for `model`, wrapped with `config`.
+    /// [`MemoryUse::with_optimizer`] adds the optimizer's state. Not collective; `world_size` need not be that of this
+    /// job.
     ///
     /// # Errors
     ///

@@ -54,6 +54,8 @@ pub(crate) enum Model {
     Cnn,
     /// Square layers of 1 MiB.
     Mlp,
+    /// A decoder-only transformer of blocks of 3 MiB over items of 64 tokens, with Adam. Only in Burn.
+    Gpt,
 }
 
 /// Way of training.
@@ -68,6 +70,8 @@ pub(crate) enum Side {
     Nodes,
     /// Data-parallel by `Ddp::wrap`, or by torch's `DistributedDataParallel`.
     Wrapped,
+    /// `Wrapped`, with parameters in parts. Only in Burn.
+    Sharded,
 }
 
 /// Framework that trains.
@@ -200,9 +204,10 @@ impl fmt::Display for Trainer {
             (Framework::Burn(_), Side::Barrier) => f.write_str("burn + barrier"),
             (Framework::Burn(_), Side::Nodes) => f.write_str("burn + barrier + nodes"),
             (Framework::Burn(engine), Side::Wrapped) => write!(f, "burn-ddp/{engine}"),
+            (Framework::Burn(engine), Side::Sharded) => write!(f, "burn-ddp/{engine}, sharded"),
             (Framework::Torch, Side::Plain) => f.write_str("torch"),
             (Framework::Torch, Side::Barrier | Side::Nodes) => f.write_str("torch + barrier"),
-            (Framework::Torch, Side::Wrapped) => f.write_str("torch DDP"),
+            (Framework::Torch, Side::Wrapped | Side::Sharded) => f.write_str("torch DDP"),
         }?;
         self.bucket_bytes.map_or(Ok(()), |bytes| write!(f, " ({})", crate::table::bytes(bytes)))
     }

@@ -6,6 +6,8 @@ mod random_collectives;
 mod socket_limit;
 #[cfg(feature = "burn")]
 mod train;
+#[cfg(feature = "burn")]
+mod transformer;
 
 use std::path::{Path, PathBuf};
 use std::thread;

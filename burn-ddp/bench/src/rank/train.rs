@@ -13,6 +13,7 @@ use burn_ddp::prelude::*;
 use burn_ddp_comm::World;
 
 use super::Workload;
+use super::transformer::Transformer;
 use crate::contender::{Model, Side};
 use crate::spin_barrier::Meeting;
 
@@ -40,6 +41,8 @@ enum Trainee {
     Tensors(Tensors, Option<GradientsParams>),
     Cnn(Box<(Cnn, ModuleOptimizer, Tensor<4>, Tensor<1, Int>)>),
     Mlp(Box<(Vec<Linear>, Tensor<2>)>),
+    /// With the number of items.
+    Transformer(Box<(Transformer, ModuleOptimizer, usize)>),
 }
 
 /// A model of bare parameters.
@@ -119,11 +122,14 @@ impl TrainRank {
     }
 
     fn wrap<M: Module + 'static>(&self, model: M) -> Result<M> {
-        if self.side != Side::Wrapped {
-            return Ok(model);
-        }
+        let sharding = match self.side {
+            Side::Wrapped => Sharding::Off,
+            Side::Sharded => Sharding::Parameters,
+            Side::Plain | Side::Barrier | Side::Nodes => return Ok(model),
+        };
         // Bare tensors are there to see what reducing costs, also alone.
         let config = WrapConfig::new().with_single_rank_reduction(self.what == Model::Tensors);
+        let config = config.with_sharding(sharding);
         let config = match self.bucket_bytes {
             Some(bytes) => config.with_bucket_cap_bytes(bytes),
             None => config,
@@ -165,6 +171,11 @@ impl Workload for TrainRank {
             Model::Tensors => Trainee::Tensors(self.wrap(Tensors::new(bytes, count, &self.device))?, None),
             Model::Cnn => self.cnn()?,
             Model::Mlp => self.mlp(bytes, count)?,
+            Model::Gpt => {
+                let model = self.wrap(Transformer::new(bytes, &self.device))?;
+                let optim = self.ddp.optimizer(AdamConfig::new().init(), &model)?;
+                Trainee::Transformer(Box::new((model, optim, count)))
+            }
         });
         Ok(())
     }
@@ -201,6 +212,14 @@ impl Workload for TrainRank {
                 let seen = loss.clone().into_scalar::<f32>();
                 drop(GradientsParams::from_grads(loss.backward(), &model));
                 (Trainee::Mlp(Box::new((model, x))), seen)
+            }
+            Trainee::Transformer(transformer) => {
+                let (model, mut optim, items) = *transformer;
+                let loss = model.loss(items, self.ddp.rank(), &self.device);
+                let seen = loss.clone().into_scalar::<f32>();
+                let grads = GradientsParams::from_grads(loss.backward(), &model);
+                let model = optim.step(LEARNING_RATE, model, grads);
+                (Trainee::Transformer(Box::new((model, optim, items))), seen)
             }
         };
         self.trainee = Some(trainee);

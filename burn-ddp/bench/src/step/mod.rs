@@ -58,8 +58,8 @@ pub(crate) struct Step {
         hide_default_value = true
     )]
     bytes: Vec<usize>,
-    /// Numbers of tensors of `tensors`, or of items in a batch of `mlp` [default: 10 to 10,000; with --memory 64, with
-    /// --bucket-bytes and for mlp 256].
+    /// Numbers of tensors of `tensors`, or of items in a batch of `mlp` and `gpt` [default: 10 to 10,000; with --memory
+    /// 64, with --bucket-bytes and for mlp 256, for gpt 16].
     #[arg(
         long,
         value_delimiter = ',',
@@ -68,6 +68,7 @@ pub(crate) struct Step {
             ("memory", "true".into(), "64"),
             ("bucket_bytes", IsPresent, "256"),
             ("model", "mlp".into(), "256"),
+            ("model", "gpt".into(), "16"),
             ("model", "cnn".into(), "1"),
         ],
         hide_default_value = true
@@ -155,7 +156,9 @@ impl Step {
             let sizes = [None].into_iter().chain(self.bucket_bytes.iter().copied().map(Some));
             all.extend(sizes.map(|size| trainer(Framework::Burn(*engine), Side::Wrapped, size)));
         }
-        if !self.alone {
+        if self.model == Model::Gpt {
+            all.push(trainer(ours, Side::Sharded, None));
+        } else if !self.alone {
             all.extend([base, Side::Wrapped].map(|side| trainer(Framework::Torch, side, None)));
         }
         all

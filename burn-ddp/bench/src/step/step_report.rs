@@ -16,6 +16,8 @@ pub(super) struct Pair<'a> {
     nodes: Option<&'a Timing>,
     /// The wrapped step over the same engine with the reducer's own bucket size.
     own_buckets: Option<&'a Timing>,
+    /// The step of the sharded one's counterpart that holds whole parameters.
+    whole: Option<&'a Timing>,
     trainer: Trainer,
 }
 
@@ -25,14 +27,15 @@ pub(super) fn pairs(timings: &[Timing]) -> Vec<Pair<'_>> {
     timings
         .iter()
         .filter_map(|wrapped| {
-            let trainer = wrapped.trainer().filter(|one| one.side == Side::Wrapped)?;
+            let trainer = wrapped.trainer().filter(|one| matches!(one.side, Side::Wrapped | Side::Sharded))?;
             let torch = trainer.framework == Framework::Torch;
             let of = |sides: &'static [Side]| {
                 find(&|one| (one.framework == Framework::Torch) == torch && sides.contains(&one.side))
             };
             let own_buckets = find(&|one| one == Trainer { bucket_bytes: None, ..trainer });
             let base = of(&[Side::Plain, Side::Barrier])?;
-            Some(Pair { wrapped, base, nodes: of(&[Side::Nodes]), own_buckets, trainer })
+            let whole = find(&|one| trainer.side == Side::Sharded && one == Trainer { side: Side::Wrapped, ..trainer });
+            Some(Pair { wrapped, base, nodes: of(&[Side::Nodes]), own_buckets, whole, trainer })
         })
         .collect()
 }
@@ -56,6 +59,8 @@ pub(super) struct Point {
     beyond_nodes_us: Option<f64>,
     /// Time as a multiple of that with the reducer's own bucket size.
     of_own: Option<f64>,
+    /// Speed as a multiple of that with whole parameters.
+    speed_of_whole: Option<f64>,
     pub(super) memory: Option<Memory>,
 }
 
@@ -86,6 +91,7 @@ impl Point {
             added_percent: 100.0 * (wrapped.times_longer_than(base) - 1.0),
             beyond_nodes_us: pair.nodes.map(|nodes| wrapped.longer_than_us(nodes)),
             of_own: pair.own_buckets.map(|own| wrapped.times_longer_than(own)),
+            speed_of_whole: pair.whole.map(|whole| 1.0 / wrapped.times_longer_than(whole)),
             memory: None,
         }
     }
@@ -133,7 +139,8 @@ impl Point {
             "bucket_bytes": self.trainer.bucket_bytes, "median_us": self.step_us, "p95_us": self.p95_us,
             "best_us": self.best_us, "base_us": self.base_us, "added_us": self.added_us,
             "added_percent": self.added_percent, "added_ns_per_byte": self.added_ns_per_byte(), "of_own": self.of_own,
-            "beyond_nodes_us": self.beyond_nodes_us, "step_of_fewest": growth, "marginal_ns_per_tensor": marginal_ns,
+            "speed_of_whole": self.speed_of_whole, "beyond_nodes_us": self.beyond_nodes_us, "step_of_fewest": growth,
+            "marginal_ns_per_tensor": marginal_ns,
             "marginal_ns_per_tensor_beyond_nodes": own_marginal_ns,
             "added_times_less_than_torch": self.times_less_than_torch(points)});
         if let (Some(memory), Some(row)) = (&self.memory, row.as_object_mut()) {
@@ -177,6 +184,9 @@ pub(super) fn table(model: Model, points: &[Point]) -> Table {
                 point.beside_fewest(points).own_marginal_ns.map_or(String::new(), |ns| format!("{ns:.0}"))
             }),
         ]);
+    }
+    if points.iter().any(|point| point.speed_of_whole.is_some()) {
+        columns.push(("speed of whole", |point, _| point.speed_of_whole.map_or(String::new(), ratio)));
     }
     if points.iter().any(|point| point.trainer.bucket_bytes.is_some()) {
         columns.push(("of the reducer's own", |point, _| point.of_own.map_or(String::new(), ratio)));
@@ -254,6 +264,7 @@ mod tests {
             added_percent: 0.0,
             beyond_nodes_us: Some((step_us - 10.0) / 2.0),
             of_own: None,
+            speed_of_whole: None,
             memory: None,
         };
         let points = [point("a", 100, 290.0), point("a", 10, 20.0), point("b", 1, 1.0)];
