@@ -21,8 +21,6 @@ pub fn burnrun<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     {
         command.env_remove(name);
     }
-    // On a machine of which these tests may use a part only, ranks would be bound.
-    command.env("BURNRUN_BIND_TO", "none");
     command.env_remove("RAYON_NUM_THREADS").env_remove("OMP_NUM_THREADS").args(args);
     command
 }
