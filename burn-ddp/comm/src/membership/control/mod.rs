@@ -17,7 +17,7 @@ mod proc_exit;
 mod relay;
 mod unclaimed_connections;
 
-use std::io;
+use std::io::{self, ErrorKind};
 use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex};
@@ -85,8 +85,10 @@ struct Sender {
     wire: WireWriter,
     /// True after the goodbye: this direction is closed once everything is written.
     last: bool,
-    /// Reason that nothing can be sent any more.
-    broken: Option<String>,
+    /// True if nothing can be sent any more.
+    broken: bool,
+    /// Reason for that, where it is no end of the peer's side: the reading end meets that as well.
+    cause: Option<String>,
 }
 
 impl Control {
@@ -127,7 +129,7 @@ impl Control {
             keep_alive::probe_when_idle(stream.socket(), timeout)?;
             keep_alive::limit_silence(stream.socket(), timeout)?;
             let (reader, writer) = Wire::new(stream, MESSAGE_CAP)?.split();
-            senders.push(Some(Sender { wire: writer, last: false, broken: None }));
+            senders.push(Some(Sender { wire: writer, last: false, broken: false, cause: None }));
             readers.push(Some(reader));
         }
         *lock(&self.shared.senders) = senders;
@@ -169,7 +171,7 @@ impl Sender {
 
     /// Writes what the socket takes; `false` if something remains for the monitor to write.
     fn send(&mut self, message: &Envelope<&ControlMessage>, last: bool) -> bool {
-        if self.broken.is_some() || self.last {
+        if self.broken || self.last {
             return true;
         }
         self.last = last;
@@ -184,7 +186,7 @@ impl Sender {
 
     /// As for [`send`](Self::send).
     fn flush(&mut self) -> bool {
-        if self.broken.is_some() {
+        if self.broken {
             return true;
         }
         match self.wire.flush() {
@@ -198,14 +200,16 @@ impl Sender {
             Ok(false) => false,
             // The reading end finds out what happened to the peer, after the peer's last messages.
             Err(e) => {
-                self.broken = Some(e.to_string());
+                self.broken = true;
+                let ended = matches!(e.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset);
+                self.cause = (!ended).then(|| e.to_string());
                 true
             }
         }
     }
 
     fn give_up(&mut self, cause: String) {
-        self.broken = Some(cause);
+        (self.broken, self.cause) = (true, Some(cause));
         // Ends the reading end, and so reports the cause.
         let _ = self.wire.socket().shutdown(Shutdown::Both);
     }

@@ -123,8 +123,7 @@ impl Monitor {
         {
             let senders = lock(&self.shared.senders);
             for (rank, reader) in self.readers.iter().enumerate() {
-                let pending =
-                    senders[rank].as_ref().is_some_and(|sender| sender.broken.is_none() && sender.wire.wants_write());
+                let pending = senders[rank].as_ref().is_some_and(|sender| !sender.broken && sender.wire.wants_write());
                 fds.push(match reader {
                     Some(wire) if pending => PollFd::from_borrowed_fd(wire.as_fd(), PollFlags::IN | PollFlags::OUT),
                     Some(wire) => PollFd::from_borrowed_fd(wire.as_fd(), PollFlags::IN),
@@ -173,8 +172,8 @@ impl Monitor {
                 Err(e) => {
                     self.readers[rank] = None;
                     if present && !membership.has_left(rank) {
-                        let broken = lock(&self.shared.senders)[rank].as_ref().and_then(|sender| sender.broken.clone());
-                        membership.peer_lost(rank, describe(&e, broken, membership, rank));
+                        let cause = lock(&self.shared.senders)[rank].as_ref().and_then(|sender| sender.cause.clone());
+                        membership.peer_lost(rank, describe(&e, cause, membership, rank));
                     }
                 }
             }
@@ -269,9 +268,9 @@ impl Monitor {
 }
 
 /// Description of what happened to `rank`, whose control connection ended.
-fn describe(error: &io::Error, broken: Option<String>, membership: &Membership, rank: usize) -> String {
-    match (error.kind(), broken) {
-        (ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset, None) => {
+fn describe(error: &io::Error, cause: Option<String>, membership: &Membership, rank: usize) -> String {
+    match (error.kind(), cause) {
+        (ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe, None) => {
             let (me, peer) = (&membership.peers()[membership.rank()], &membership.peers()[rank]);
             let seen = (me.host == peer.host).then(|| cause_of_exit(peer.pid)).flatten();
             let how = seen.unwrap_or_else(|| "was killed, crashed, or exited before its work was done".to_owned());
@@ -283,7 +282,7 @@ fn describe(error: &io::Error, broken: Option<String>, membership: &Membership, 
             format!("its machine has not answered for {seconds} s: it is down, or the network between is cut")
         }
         (ErrorKind::InvalidData, _) => format!("it broke the protocol of the control connection: {error}"),
-        (_, Some(broken)) => broken,
+        (_, Some(cause)) => cause,
         (_, None) => format!("its control connection broke: {error}"),
     }
 }
