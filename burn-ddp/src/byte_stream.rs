@@ -16,7 +16,15 @@ pub(crate) fn send(group: &ProcessGroup, bytes: &[u8]) -> Result<()> {
 /// The `len` bytes that `root` [sends](send). *Collective*.
 #[track_caller]
 pub(crate) fn receive(group: &ProcessGroup, len: usize, root: usize) -> Result<Vec<u8>> {
-    receive_in_chunks(group, len, root, CHUNK_BYTES)
+    let mut bytes = vec![0; len];
+    receive_into(group, &mut bytes, root)?;
+    Ok(bytes)
+}
+
+/// Fills `bytes` with those that `root` [sends](send). *Collective*.
+#[track_caller]
+pub(crate) fn receive_into(group: &ProcessGroup, bytes: &mut [u8], root: usize) -> Result<()> {
+    receive_in_chunks(group, bytes, root, CHUNK_BYTES)
 }
 
 #[track_caller]
@@ -31,12 +39,8 @@ fn send_in_chunks(group: &ProcessGroup, bytes: &[u8], chunk_bytes: usize) -> Res
 }
 
 #[track_caller]
-fn receive_in_chunks(group: &ProcessGroup, len: usize, root: usize, chunk_bytes: usize) -> Result<Vec<u8>> {
-    let mut bytes = vec![0; len];
-    for chunk in bytes.chunks_mut(chunk_bytes) {
-        group.broadcast_bytes(DType::U8, chunk, root)?;
-    }
-    Ok(bytes)
+fn receive_in_chunks(group: &ProcessGroup, bytes: &mut [u8], root: usize, chunk_bytes: usize) -> Result<()> {
+    bytes.chunks_mut(chunk_bytes).try_for_each(|chunk| group.broadcast_bytes(DType::U8, chunk, root))
 }
 
 #[cfg(test)]
@@ -55,7 +59,9 @@ mod tests {
                     send_in_chunks(group, &sent, CHUNK)?;
                     return Ok(sent.clone());
                 }
-                Ok(receive_in_chunks(group, len, 1, CHUNK)?)
+                let mut received = vec![0; len];
+                receive_in_chunks(group, &mut received, 1, CHUNK)?;
+                Ok(received)
             });
             assert!(ranks.unwrap().iter().all(|received| *received == sent), "{len} bytes");
         }

@@ -530,7 +530,7 @@ fn a_rank_that_fails_before_the_running_statistics_are_brought_together_is_an_er
         let errors = Ddp::spawn(2, |ddp| {
             let model = ddp.wrap(Normed::new(&ddp.device()?.autodiff()))?;
             let checkpoints = ddp.checkpoints(directory.path())?;
-            let refused = checkpoints.save(1, |c| {
+            let refused = checkpoints.save(1 + failing as u64, |c| {
                 c.named("first").model(&model)?;
                 if ddp.rank() == failing {
                     return Err(burn_ddp::Error::Invalid { rank: None, reason: "no config".into() });

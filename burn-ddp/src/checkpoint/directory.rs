@@ -7,10 +7,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use tempfile::TempDir;
+
 use super::leftover;
 use super::manifest::{self, Checksum, Manifest, VerifyError};
 use super::metric::Best;
-use super::writer::Contents;
+use super::writer::{Content, Contents};
 
 /// Prefix of what is not yet, or no longer, a checkpoint.
 const TEMPORARY: &str = ".burn-ddp-";
@@ -71,7 +73,7 @@ impl Directory {
     }
 
     /// Locks the directory for this job, and removes what earlier jobs left unfinished.
-    pub(super) fn own(&self) -> Result<(), String> {
+    fn own(&self) -> Result<(), String> {
         let mut owned = self.owned();
         if owned.is_some() {
             return Ok(());
@@ -99,25 +101,40 @@ impl Directory {
         Ok(())
     }
 
-    /// Writes `contents` as a new checkpoint, then removes those that are not to be kept. Needs
-    /// [`own`](Directory::own).
-    pub(super) fn write(&self, contents: Contents, keep: &Keep) -> Result<(), String> {
-        let step = contents.manifest.step;
-        let mut owned = self.owned();
-        let Some(owned) = owned.as_mut() else { return Err("does not own the directory of checkpoints".into()) };
-        if let Some(newest) = owned.newest.filter(|newest| step < *newest) {
+    /// Locks the directory for this job, which saves a checkpoint of `step` next.
+    pub(super) fn begin(&self, step: u64) -> Result<(), String> {
+        self.own()?;
+        let newest = self.owned().as_ref().and_then(|owned| owned.newest);
+        if let Some(newest) = newest.filter(|newest| step < *newest) {
             return Err(format!(
                 "cannot save step {step}: {} holds a checkpoint of step {newest}; \
                  go on from that (`latest`), or use another directory",
                 self.path.display()
             ));
         }
-        let failed = |e: &dyn std::fmt::Display| {
-            format!("cannot write the checkpoint of step {step} to {}: {e}", self.path.display())
-        };
+        Ok(())
+    }
+
+    /// Makes a temporary directory for the files of a checkpoint of `step`. It is removed on drop.
+    pub(super) fn temporary_of(&self, step: u64) -> Result<TempDir, String> {
+        self.temporary().map_err(|e| format!("{}: {e}", self.cannot_write(step)))
+    }
+
+    /// The work that failed, for errors.
+    pub(super) fn cannot_write(&self, step: u64) -> String {
+        format!("cannot write the checkpoint of step {step} to {}", self.path.display())
+    }
+
+    /// Writes those of `contents` that are not in their `temporary` directory yet, makes that a new checkpoint, and
+    /// removes those that are not to be kept. Needs [`begin`](Directory::begin).
+    pub(super) fn write(&self, contents: Contents, temporary: TempDir, keep: &Keep) -> Result<(), String> {
+        let step = contents.manifest.step;
+        let mut owned = self.owned();
+        let Some(owned) = owned.as_mut() else { return Err("does not own the directory of checkpoints".into()) };
+        let failed = |e: &dyn std::fmt::Display| format!("{}: {e}", self.cannot_write(step));
         let earlier = self.names().map_err(|e| failed(&e))?.into_iter().find(|other| other.step == step);
         let name = Name { step, attempt: earlier.map_or(0, |other| other.attempt + 1) };
-        self.commit(&self.path.join(name.to_string()), contents).map_err(|e| failed(&e))?;
+        self.commit(&self.path.join(name.to_string()), contents, temporary).map_err(|e| failed(&e))?;
         self.known().insert(name, true);
         owned.newest = Some(step);
         if let Err(e) = self.prune(keep) {
@@ -245,17 +262,24 @@ impl Directory {
         Ok(names)
     }
 
-    fn commit(&self, target: &Path, mut contents: Contents) -> io::Result<()> {
-        // Removed on drop, unless it was renamed.
-        let temporary = self.temporary()?;
-        let checksums = contents.files.iter().map(|(name, bytes)| (name.clone(), Checksum::of(bytes)));
-        contents.manifest.files = checksums.collect();
-        let manifest = contents.manifest.to_files().map_err(io::Error::other)?;
-        let files = contents.files.iter().map(|(name, bytes)| (name.as_str(), bytes));
-        for (name, bytes) in files.chain(manifest.iter().map(|(name, bytes)| (*name, bytes))) {
+    fn commit(&self, target: &Path, mut contents: Contents, temporary: TempDir) -> io::Result<()> {
+        let write = |name: &str, bytes: &[u8]| {
             let mut file = File::create_new(temporary.path().join(name))?;
             file.write_all(bytes)?;
-            file.sync_all()?;
+            file.sync_all()
+        };
+        for (name, content) in contents.files {
+            let checksum = match content {
+                Content::Memory(bytes) => {
+                    write(&name, &bytes)?;
+                    Checksum::of(&bytes)
+                }
+                Content::Written(checksum) => checksum,
+            };
+            contents.manifest.files.insert(name, checksum);
+        }
+        for (name, bytes) in contents.manifest.to_files().map_err(io::Error::other)? {
+            write(name, &bytes)?;
         }
         sync_dir(temporary.path())?;
         fs::rename(temporary.path(), target)?;
@@ -307,7 +331,8 @@ impl Directory {
         temporary.close()
     }
 
-    fn temporary(&self) -> io::Result<tempfile::TempDir> {
+    /// A directory that is removed on drop.
+    fn temporary(&self) -> io::Result<TempDir> {
         let mut builder = tempfile::Builder::new();
         // The umask decides about permissions, as for any directory; temporary files are private by default.
         builder.prefix(TEMPORARY).permissions(fs::Permissions::from_mode(0o777)).tempdir_in(&self.path)

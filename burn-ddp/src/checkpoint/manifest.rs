@@ -95,12 +95,17 @@ impl Checksum {
         Checksum { bytes: bytes.len() as u64, sha256: hex(Sha256::digest(bytes).as_slice()) }
     }
 
+    /// Checksum of `bytes` bytes that went through `sha`.
+    pub(super) fn new(bytes: u64, sha: Sha256) -> Self {
+        Checksum { bytes, sha256: hex(sha.finalize().as_slice()) }
+    }
+
     /// Checksum of a file, which is read in pieces.
-    fn of_file(path: &Path) -> io::Result<Self> {
-        let (mut file, mut sha, mut piece, mut bytes) = (File::open(path)?, Sha256::new(), vec![0; 1 << 20], 0);
+    pub(super) fn of_file(file: &mut File) -> io::Result<Self> {
+        let (mut sha, mut piece, mut bytes) = (Sha256::new(), vec![0; 1 << 20], 0);
         loop {
             match file.read(&mut piece) {
-                Ok(0) => return Ok(Checksum { bytes, sha256: hex(sha.finalize().as_slice()) }),
+                Ok(0) => return Ok(Checksum::new(bytes, sha)),
                 Ok(n) => {
                     sha.update(&piece[..n]);
                     bytes += n as u64;
@@ -142,7 +147,8 @@ pub(super) fn verify(dir: &Path) -> Result<String, VerifyError> {
     let failed = |name: &str, e: &io::Error| verify_error(dir, name, e);
     let (text, manifest) = read(dir)?;
     for (name, expected) in &manifest.files {
-        let actual = Checksum::of_file(&dir.join(name)).map_err(|e| failed(name, &e))?;
+        let file = File::open(dir.join(name));
+        let actual = file.and_then(|mut file| Checksum::of_file(&mut file)).map_err(|e| failed(name, &e))?;
         if actual != *expected {
             let (expected, actual) = (expected.bytes, actual.bytes);
             return Err(corrupt(name, &format!("checksum mismatch ({actual} bytes, {expected} expected)")));

@@ -14,6 +14,8 @@
 pub(crate) mod background;
 mod directory;
 pub(crate) mod leftover;
+mod load_model;
+mod load_state;
 mod manifest;
 mod metric;
 mod saved_checkpoint;
@@ -187,8 +189,18 @@ impl Checkpoints {
             return Err(Error::invalid("the newest checkpoint always stays: use at least `keep_last(1)`"));
         }
         self.wait()?;
-        let mut contents = writer::Contents::new(step, self.ddp.world_size(), self.ddp.is_main());
-        let filled = fill(&mut CheckpointWriter::new(&mut contents, group));
+        let mut temporary = None;
+        main_first::on_main(group, || {
+            self.directory.begin(step)?;
+            if !self.asynchronous {
+                temporary = Some(self.directory.temporary_of(step)?);
+            }
+            Ok(())
+        })?;
+        let streams_to = temporary.as_ref().map(|temporary| temporary.path().to_path_buf());
+        let mut contents = writer::Contents::new(step, self.ddp.world_size(), self.ddp.is_main(), streams_to);
+        let cannot_write = self.directory.cannot_write(step);
+        let filled = fill(&mut CheckpointWriter::new(&mut contents, group, &cannot_write));
         let differing = contents.end(group, filled)?;
         if let Some(name) = differing.first().filter(|_| self.ddp.is_main() && !self.warned.swap(true, Relaxed)) {
             tracing::warn!(
@@ -198,9 +210,11 @@ impl Checkpoints {
                 group.ranks()[0]
             );
         }
-        main_first::on_main(group, || self.directory.own())?;
         let (directory, keep) = (self.directory.clone(), self.keep.clone());
-        let write = move || directory.write(contents, &keep);
+        let write = move || {
+            let temporary = temporary.map_or_else(|| directory.temporary_of(step), Ok)?;
+            directory.write(contents, temporary, &keep)
+        };
         match self.asynchronous {
             false => main_first::on_main(group, write),
             true => self.background.start(group, step, write),

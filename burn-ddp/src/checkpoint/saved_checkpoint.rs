@@ -1,26 +1,27 @@
-//! Loading a saved checkpoint: rank 0 reads its files and broadcasts them.
+//! Loading a saved checkpoint: rank 0 reads its files and sends their contents.
 
-use std::collections::VecDeque;
-use std::fs;
+use std::fs::File;
+use std::io::{self, Read, Seek};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use burn::lr_scheduler::LrSchedulerRecord;
-use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::module::Module;
 use burn::optim::ModuleOptimizer;
-use burn::store::ModuleRecord;
-use burn::tensor::{Bool, Bytes, Int, Tensor};
+use burn::tensor::Bytes;
 use serde::de::DeserializeOwned;
 
 use super::manifest::{Checksum, Manifest};
+use super::{load_model, load_state};
 use crate::ddp::Ddp;
-use crate::model::schema::{Entry, Schema};
-use crate::optimizer::state as optimizer_state;
-use crate::{Error, Result, agreement, byte_stream, intercept, main_first};
+use crate::model::schema::Entry;
+use crate::model::tensor_file::TensorFile;
+use crate::model::values::values;
+use crate::{Error, Result, agreement, byte_stream, main_first};
 
 /// A complete checkpoint, the same one on all ranks; from [`Checkpoints::latest`](super::Checkpoints::latest).
 ///
-/// Rank 0 reads the files and broadcasts their contents, so all ranks load the same things in the same order.
+/// Rank 0 reads the files and sends their contents, so all ranks load the same things in the same order.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     ddp: Ddp,
@@ -61,7 +62,8 @@ impl Checkpoint {
 
     /// Returns `model` with the parameters and buffers of the checkpoint. *Collective*.
     ///
-    /// The model may be wrapped or not; parameter ids do not change.
+    /// The model may be wrapped or not, also with [sharded](crate::WrapConfig::with_sharding) parameters; parameter ids
+    /// do not change. Rank 0 reads one tensor after the other, and sends it, or each rank its rows of it.
     ///
     /// # Errors
     ///
@@ -71,15 +73,22 @@ impl Checkpoint {
     pub fn model<M: Module>(&self, model: M) -> Result<M> {
         let name = format!("{}model.bpk", self.prefix);
         let entries = self.manifest.models.get(&name).ok_or_else(|| self.missing(&name))?;
-        intercept::refuse_sharded(&model, "loading a checkpoint", "load before `wrap`: it holds whole parameters")?;
-        let load = |model: M| intercept::bypass(|| load_model(model, entries, self.read_file(&name)?));
-        let loaded =
-            main_first::main_first(self.ddp.group(), || if self.ddp.is_main() { load(model) } else { Ok(model) })?;
-        let model = agreement::on_outcome(self.ddp.group(), &format!("load {name}"), loaded)?;
+        let group = self.ddp.group();
+        let fits = values(&model).and_then(|(schema, _)| match difference(entries, &schema.entries) {
+            None => Ok(()),
+            Some(difference) => Err(Error::invalid(format!("the checkpoint is of another model: {difference}"))),
+        });
+        agreement::on_outcome(group, &format!("load {name}"), fits)?;
+        let file = self.open(&name)?;
+        let model = load_model::load(group, model, file, &name)?;
         self.ddp.broadcast_parameters(model, 0)
     }
 
     /// Returns `optim` with the state of the checkpoint, for the parameters of `model`, wrapped or not. *Collective*.
+    ///
+    /// Of [sharded](crate::WrapConfig::with_sharding) parameters each rank gets the state of its rows: call
+    /// [`Ddp::optimizer`] before. Rank 0 reads one tensor after the other; Burn loads a whole record, so each rank
+    /// needs host memory for a copy of its state.
     ///
     /// # Errors
     ///
@@ -89,13 +98,8 @@ impl Checkpoint {
     pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
         let name = format!("{}optimizer.bpk", self.prefix);
         let saved_ids = self.manifest.optimizers.get(&name).ok_or_else(|| self.missing(&name))?;
-        let whole = "its state is of whole parameters; train without `with_sharding`, or with a new optimizer";
-        intercept::refuse_sharded(model, "loading the state of an optimizer", whole)?;
-        let bytes = self.broadcast_file(&name)?;
-        optimizer_state::warn_of_detour(model, &bytes);
-        let ids = intercept::bypass(|| Schema::of(model)).map(|schema| optimizer_state::ids(&schema));
-        let loaded = ids.and_then(|ids| optimizer_state::read(optim, &bytes, saved_ids, &ids));
-        agreement::on_outcome(self.ddp.group(), &format!("load {name}"), loaded)
+        let file = self.open(&name)?;
+        load_state::load(self.ddp.group(), optim, model, file.as_ref(), saved_ids, &name)
     }
 
     /// State of the learning-rate schedule: `scheduler = scheduler.load_record(checkpoint.scheduler()?)`. *Collective*.
@@ -130,14 +134,29 @@ impl Checkpoint {
         Error::invalid(format!("the checkpoint of step {} has no {what}; it holds {}", self.step(), held.join(", ")))
     }
 
-    /// Reads a file and compares its checksum with the manifest's.
-    fn read_file(&self, name: &str) -> Result<Vec<u8>> {
+    /// Opens a file, and compares its checksum with the manifest's.
+    fn verified(&self, name: &str) -> Result<File, String> {
         let path = self.path.join(name);
-        let bytes = fs::read(&path).map_err(|e| Error::file(format!("cannot read {}: {e}", path.display())))?;
-        match self.manifest.files.get(name) {
-            Some(checksum) if *checksum == Checksum::of(&bytes) => Ok(bytes),
-            _ => Err(Error::file(format!("{} has changed since the checkpoint was chosen", path.display()))),
+        let failed = |e: io::Error| format!("cannot read {}: {e}", path.display());
+        let mut file = File::open(&path).map_err(failed)?;
+        let checksum = Checksum::of_file(&mut file).map_err(failed)?;
+        if self.manifest.files.get(name) != Some(&checksum) {
+            return Err(format!("{} has changed since the checkpoint was chosen", path.display()));
         }
+        file.rewind().map_err(failed)?;
+        Ok(file)
+    }
+
+    /// Opens a file of tensors on rank 0. *Collective*.
+    #[track_caller]
+    fn open(&self, name: &str) -> Result<Option<TensorFile>> {
+        let mut opened = None;
+        main_first::on_main(self.ddp.group(), || {
+            let file = TensorFile::read(self.verified(name)?);
+            opened = Some(file.map_err(|e| format!("cannot read {}: {e}", self.path.join(name).display()))?);
+            Ok(())
+        })?;
+        Ok(opened)
     }
 
     /// Reads a file on rank 0 and broadcasts its contents. *Collective*.
@@ -145,7 +164,7 @@ impl Checkpoint {
     fn broadcast_file(&self, name: &str) -> Result<Vec<u8>> {
         let (group, mut bytes) = (self.ddp.group(), Vec::new());
         let len = main_first::on_main(group, || {
-            bytes = self.read_file(name).map_err(|e| e.to_string())?;
+            self.verified(name)?.read_to_end(&mut bytes).map_err(|e| e.to_string())?;
             Ok(bytes.len())
         })?;
         if !self.ddp.is_main() {
@@ -154,19 +173,6 @@ impl Checkpoint {
         byte_stream::send(group, &bytes)?;
         Ok(bytes)
     }
-}
-
-/// Loads a record into `model`, whose parameters keep their ids.
-fn load_model<M: Module>(model: M, saved: &[Entry], record: Vec<u8>) -> Result<M> {
-    let schema = Schema::of(&model)?;
-    if let Some(difference) = difference(saved, &schema.entries) {
-        return Err(Error::invalid(format!("the checkpoint is of another model: {difference}")));
-    }
-    // Applies pending updates of running statistics now, so that they are not added to the loaded ones later.
-    drop(model.valid());
-    let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(record)).map_err(|e| Error::file(e.to_string()))?;
-    let loaded = model.try_load_record(record).map_err(|e| Error::invalid(e.to_string()))?;
-    Ok(loaded.map(&mut RestoreIds(schema.ids.into())))
 }
 
 /// The first difference between the saved entries and those of the model to load.
@@ -184,30 +190,4 @@ fn difference(saved: &[Entry], here: &[Entry]) -> Option<String> {
             Some(_) => None,
         })
         .or_else(|| extra.map(|e| format!("{e} is not in the checkpoint")))
-}
-
-/// Sets the ids of a model's parameters and buffers, in traversal order.
-struct RestoreIds(VecDeque<ParamId>);
-
-impl RestoreIds {
-    fn next(&mut self, old: ParamId) -> ParamId {
-        self.0.pop_front().unwrap_or(old)
-    }
-}
-
-impl ModuleMapper for RestoreIds {
-    fn map_float<const D: usize>(&mut self, mut param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        param.id = self.next(param.id);
-        param
-    }
-
-    fn map_int<const D: usize>(&mut self, mut param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        param.id = self.next(param.id);
-        param
-    }
-
-    fn map_bool<const D: usize>(&mut self, mut param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
-        param.id = self.next(param.id);
-        param
-    }
 }

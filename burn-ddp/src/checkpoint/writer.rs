@@ -1,4 +1,9 @@
-//! Filling a checkpoint: models, optimizers, schedules and values, encoded in memory.
+//! Filling a checkpoint: models, optimizers, schedules and values, written tensor after tensor, or encoded in memory.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Seek;
+use std::path::PathBuf;
 
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::module::Module;
@@ -8,61 +13,72 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::manifest::Manifest;
+use sha2::Sha256;
+
+use super::manifest::{Checksum, Manifest};
+use crate::intercept::{self, Part};
+use crate::model::burnpack;
 use crate::model::digest::digest;
 use crate::model::param_hash::param_hash;
-use crate::model::schema::Schema;
+use crate::model::streamed_file::{self, Sink};
 use crate::model::sync_buffers::sync_wrapped;
-use crate::optimizer::state as optimizer_state;
+use crate::model::values::values;
+use crate::optimizer::state::{self as optimizer_state, Ids};
+use crate::optimizer::state_in_parts::StateInParts;
 use crate::wrap::wrapped_in;
-use crate::{Error, Result, agreement, intercept};
+use crate::{Error, Result, agreement, main_first};
 
 /// Name of the work in errors of ranks that fill a checkpoint.
 const FILL: &str = "fill its checkpoint";
 
-/// Refusal of models with sharded parameters, and what to do.
-const CHECKPOINT: &str = "a checkpoint";
-const SAVE: &str = "it would hold rank 0's parts; `ddp.save(&model, path)` writes the whole model, without the \
-    optimizer's state";
-
 /// Takes the contents of a new checkpoint, in [`Checkpoints::save`](super::Checkpoints::save).
 ///
-/// Every rank calls the same methods. Only rank 0 copies the contents.
+/// Every rank calls the same methods. Only rank 0 writes the contents.
 #[derive(Debug)]
 pub struct CheckpointWriter<'a> {
     contents: &'a mut Contents,
     group: &'a ProcessGroup,
     /// Prefix of names, such as `"generator-"`; empty without [`named`](Self::named).
     prefix: String,
+    /// The work that failed, for errors of rank 0.
+    cannot_write: &'a str,
 }
 
-/// The encoded files of a checkpoint.
+/// The files of a checkpoint.
 #[derive(Debug)]
 pub(super) struct Contents {
     pub(super) manifest: Manifest,
-    pub(super) files: Vec<(String, Vec<u8>)>,
+    pub(super) files: Vec<(String, Content)>,
     /// True on rank 0; the other ranks collect nothing.
     collect: bool,
-    /// Error of another rank, which has ended the filling on every rank.
+    /// Rank 0's directory for models and optimizers; `None` if a thread writes them later.
+    streams_to: Option<PathBuf>,
+    /// The error that has ended the filling on every rank.
     ended: Option<Error>,
     /// Names and digests of models that are not wrapped; empty in a world of 1.
     not_wrapped: Vec<(String, i64)>,
 }
 
+/// A file of a checkpoint.
+#[derive(Debug)]
+pub(super) enum Content {
+    Memory(Vec<u8>),
+    /// In the directory already.
+    Written(Checksum),
+}
+
 impl Contents {
-    pub(super) fn new(step: u64, world_size: usize, collect: bool) -> Self {
+    pub(super) fn new(step: u64, world_size: usize, collect: bool, streams_to: Option<PathBuf>) -> Self {
         let manifest = Manifest::new(step, world_size);
-        Contents { manifest, files: Vec::new(), collect, ended: None, not_wrapped: Vec::new() }
+        let (files, not_wrapped) = (Vec::new(), Vec::new());
+        Contents { manifest, files, collect, streams_to, ended: None, not_wrapped }
     }
 
     /// Agrees on the outcome of filling. Returns the models that are not wrapped and differ between ranks.
-    /// *Collective*, unless another rank has ended it.
+    /// *Collective*, unless an error has ended it on every rank.
     #[track_caller]
     pub(super) fn end(&mut self, group: &ProcessGroup, filled: Result<()>) -> Result<Vec<String>> {
-        match self.ended.take() {
-            Some(error) => Err(error),
-            None => agreement::on_outcome(group, FILL, filled),
-        }?;
+        self.agree(group, "nothing more", filled)?;
         let all = group.all_gather_object(&self.not_wrapped)?;
         let differs = |(name, digest): &&(String, i64)| {
             all.iter().flatten().any(|(other, of_other)| other == name && of_other != digest)
@@ -70,42 +86,118 @@ impl Contents {
         Ok(self.not_wrapped.iter().filter(differs).map(|(name, _)| name.clone()).collect())
     }
 
-    /// Adds a file. The thread that writes it makes its checksum.
-    fn add(&mut self, name: String, bytes: Vec<u8>) -> Result<()> {
-        if self.files.iter().any(|(other, _)| *other == name) {
-            return Err(Error::invalid(format!("{name} is in the checkpoint already: tell them apart with `named`")));
+    /// This rank's result, if all ranks save `what` next and no rank has failed. *Collective*, unless an error has
+    /// ended the filling on every rank.
+    #[track_caller]
+    fn agree<T>(&mut self, group: &ProcessGroup, what: &str, mine: Result<T>) -> Result<T> {
+        self.ended.clone().map_or(Ok(()), Err)?;
+        let reason = mine.as_ref().err().map(ToString::to_string);
+        let all = group.all_gather_object(&(what.to_owned(), reason)).map_err(Error::from);
+        let agreed = all.and_then(|all| {
+            let mine = mine?;
+            let mut ranks = group.ranks().iter().zip(&all);
+            if let Some((&rank, reason)) = ranks.clone().find_map(|(rank, (_, reason))| Some((rank, reason.as_ref()?)))
+            {
+                return Err(Error::Invalid { rank: Some(rank), reason: format!("cannot {FILL}: {reason}") });
+            }
+            match ranks.find(|(_, (other, _))| *other != all[0].0) {
+                None => Ok(mine),
+                Some((rank, (other, _))) => Err(Error::invalid(format!(
+                    "the ranks fill their checkpoints in different ways: rank {} saves {}, rank {rank} {other}",
+                    group.ranks()[0],
+                    all[0].0
+                ))),
+            }
+        });
+        agreed.inspect_err(|e| self.ended = Some(e.clone()))
+    }
+
+    /// Destination of a new file of this name.
+    fn open(&self, name: &str) -> Result<Sink> {
+        self.check_new(name)?;
+        Ok(match &self.streams_to {
+            _ if !self.collect => Sink::Absent,
+            None => Sink::Memory(Vec::new()),
+            Some(directory) => {
+                let path = directory.join(name);
+                let file = File::create_new(&path).map_err(|e| Error::file(format!("{}: {e}", path.display())))?;
+                Sink::File(file, 0, Some(Sha256::default()))
+            }
+        })
+    }
+
+    /// Adds a file.
+    fn add(&mut self, name: String, content: Content) {
+        self.files.push((name, content));
+    }
+
+    /// Checks that a file is new.
+    fn check_new(&self, name: &str) -> Result<()> {
+        match self.files.iter().any(|(other, _)| *other == name) {
+            false => Ok(()),
+            true => Err(Error::invalid(format!("{name} is in the checkpoint already: tell them apart with `named`"))),
         }
-        self.files.push((name, bytes));
-        Ok(())
+    }
+}
+
+impl From<Sink> for Content {
+    fn from(sink: Sink) -> Self {
+        match sink {
+            Sink::File(_, len, sha) => Content::Written(Checksum::new(len, sha.unwrap_or_default())),
+            Sink::Memory(bytes) => Content::Memory(bytes),
+            Sink::Absent => Content::Memory(Vec::new()),
+        }
     }
 }
 
 impl<'a> CheckpointWriter<'a> {
-    pub(super) fn new(contents: &'a mut Contents, group: &'a ProcessGroup) -> Self {
-        CheckpointWriter { contents, group, prefix: String::new() }
+    pub(super) fn new(contents: &'a mut Contents, group: &'a ProcessGroup, cannot_write: &'a str) -> Self {
+        CheckpointWriter { contents, group, prefix: String::new(), cannot_write }
     }
 
     /// A writer for a further model, optimizer or schedule: `c.named("generator").model(&generator)?`. Load it by the
     /// same name, see [`Checkpoint::named`](super::Checkpoint::named).
     pub fn named(&mut self, name: &str) -> CheckpointWriter<'_> {
-        CheckpointWriter { prefix: format!("{}{name}-", self.prefix), contents: self.contents, group: self.group }
+        let prefix = format!("{}{name}-", self.prefix);
+        CheckpointWriter { prefix, contents: self.contents, group: self.group, cannot_write: self.cannot_write }
     }
 
-    /// Saves parameters and buffers of `model`, wrapped or not. Plain Burn reads the file `model.bpk`. Of [local
-    /// parameters](crate::WrapConfig::with_local_parameters) it holds rank 0's, with a warning the first time.
+    /// Saves parameters and buffers of `model`, wrapped or not. *Collective*. Plain Burn reads the file `model.bpk`. Of
+    /// [local parameters](crate::WrapConfig::with_local_parameters) it holds rank 0's, with a warning the first time.
     ///
-    /// *Collective* for a wrapped model with running statistics, which the ranks bring together first, as
-    /// [`Ddp::sync_buffers`](crate::Ddp::sync_buffers) does.
+    /// Running statistics of a wrapped model are brought together first, as
+    /// [`Ddp::sync_buffers`](crate::Ddp::sync_buffers) does. Rank 0 writes one parameter after the other, and gathers
+    /// [sharded](crate::WrapConfig::with_sharding) ones one at a time;
+    /// [asynchronously](super::Checkpoints::asynchronous) it keeps a copy of all in host memory.
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the model cannot be read from its device, or a model of this name was saved already; if
-    /// any rank holds gradients of micro-batches, which a resumed run would miss: save after the optimizer step.
+    /// On every rank: [`Error::Invalid`] if the model cannot be read from its device, or a model of this name was saved
+    /// already; if any rank holds gradients of micro-batches, which a resumed run would miss: save after the optimizer
+    /// step. [`Error::File`] if rank 0 cannot write.
     #[track_caller]
     pub fn model<M: Module>(&mut self, model: &M) -> Result<()> {
+        let name = format!("{}model.bpk", self.prefix);
+        let ready = self.ready_to_save(&name, model);
+        let mut sink = self.contents.agree(self.group, &name, ready)?;
+        let saved = sync_wrapped(self.group, model)
+            .and_then(|()| agreement::on_outcome(self.group, FILL, values(model)))
+            .and_then(|(schema, values)| {
+                streamed_file::write(self.group, values, &[], &mut sink, self.cannot_write)?;
+                Ok(schema)
+            });
+        let schema = saved.inspect_err(|e| self.contents.ended = Some(e.clone()))?;
+        if self.contents.collect {
+            self.contents.manifest.models.insert(name.clone(), schema.entries);
+            self.contents.add(name, sink.into());
+        }
+        Ok(())
+    }
+
+    /// Destination of the file of `model`, if this rank can save it.
+    fn ready_to_save<M: Module>(&mut self, name: &str, model: &M) -> Result<Sink> {
+        self.check_name()?;
         let wrapped = wrapped_in(self.group, model)?;
-        intercept::refuse_sharded(model, CHECKPOINT, SAVE)?;
-        self.sync(model)?;
         if wrapped.iter().any(|wrapped| wrapped.holds_gradients()) {
             return Err(Error::invalid(
                 "the model holds gradients of micro-batches, which a checkpoint would lose: save after the optimizer \
@@ -114,53 +206,87 @@ impl<'a> CheckpointWriter<'a> {
         }
         wrapped.iter().for_each(|wrapped| wrapped.warn_of_local());
         if wrapped.is_empty() && self.group.world_size() > 1 {
-            let name = format!("{}model", self.prefix);
-            self.contents.not_wrapped.push((name, digest(param_hash(model)?.as_bytes())));
+            let digest = digest(param_hash(model)?.as_bytes());
+            self.contents.not_wrapped.push((format!("{}model", self.prefix), digest));
         }
-        if !self.contents.collect {
-            return Ok(());
-        }
-        let name = self.file("model.bpk")?;
-        let (schema, bytes) = intercept::bypass(|| {
-            // `valid` brings running statistics up to date.
-            Ok::<_, Error>((Schema::of(model)?, model.valid().into_record().into_bytes()))
-        })?;
-        let bytes = bytes.map_err(|e| Error::invalid(format!("the model cannot be saved: {e}")))?;
-        self.contents.manifest.models.insert(name.clone(), schema.entries);
-        self.contents.add(name, bytes.to_vec())
+        self.contents.open(name)
     }
 
-    /// Brings the running statistics of a wrapped `model` together. *Collective* if it has some. An error of a rank
-    /// that has ended before it came here is the error of all.
-    #[track_caller]
-    fn sync<M: Module>(&mut self, model: &M) -> Result<()> {
-        if intercept::find(model).iter().all(|wrapped| wrapped.buffer_policy().is_none()) {
-            return Ok(());
-        }
-        self.contents.ended.clone().map_or(Ok(()), Err)?;
-        // Such a rank is in `Contents::end`.
-        agreement::on_outcome(self.group, FILL, Ok(())).inspect_err(|e| self.contents.ended = Some(e.clone()))?;
-        sync_wrapped(self.group, model)
-    }
-
-    /// Saves the state of the optimizer that trains `model`. Plain Burn reads the file `optimizer.bpk`, together with
-    /// `model.bpk`.
+    /// Saves the state of the optimizer that trains `model`. *Collective*. Plain Burn reads the file `optimizer.bpk`,
+    /// together with `model.bpk`.
+    ///
+    /// Burn gives an optimizer's state away as a whole only: rank 0 needs host memory for a copy of it; if parameters
+    /// are [sharded](crate::WrapConfig::with_sharding), each rank for copies of its part, which rank 0 gathers one
+    /// tensor at a time.
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if it has state of parameters that are not in `model`, or an optimizer of this name was saved
-    /// already.
+    /// On every rank: [`Error::Invalid`] if it has state of parameters that are not in `model`, or an optimizer of this
+    /// name was saved already; [`Error::File`] if rank 0 cannot write.
+    #[track_caller]
     pub fn optimizer<M: Module>(&mut self, optim: &ModuleOptimizer, model: &M) -> Result<()> {
-        intercept::refuse_sharded(model, CHECKPOINT, SAVE)?;
-        if !self.contents.collect {
-            return Ok(());
+        let name = format!("{}optimizer.bpk", self.prefix);
+        let ready = self.check_name().and_then(|()| {
+            self.contents.check_new(&name)?;
+            Ok((intercept::parts(model), optimizer_state::ids_of(model)?))
+        });
+        let (parts, ids) = self.contents.agree(self.group, &name, ready)?;
+        let saved = match parts.is_empty() {
+            true => self.whole_state(&name, optim, &ids),
+            false => self.state_in_parts(&name, optim, &ids, &parts),
+        };
+        let content = saved.inspect_err(|e| self.contents.ended = Some(e.clone()))?;
+        if self.contents.collect {
+            self.contents.manifest.optimizers.insert(name.clone(), ids);
+            self.contents.add(name, content);
         }
-        let name = self.file("optimizer.bpk")?;
-        let ids = optimizer_state::ids(&intercept::bypass(|| Schema::of(model))?);
-        let bytes = optimizer_state::write(optim)?;
-        optimizer_state::check(&bytes, &ids)?;
-        self.contents.manifest.optimizers.insert(name.clone(), ids);
-        self.contents.add(name, bytes)
+        Ok(())
+    }
+
+    /// Writes rank 0's state. *Collective*.
+    fn whole_state(&self, name: &str, optim: &ModuleOptimizer, ids: &Ids) -> Result<Content> {
+        let mut content = Content::Memory(Vec::new());
+        let refused = main_first::on_main(self.group, || {
+            let failed = |e: &dyn std::fmt::Display| format!("{}: {e}", self.cannot_write);
+            let header;
+            (header, content) = match &self.contents.streams_to {
+                None => {
+                    let bytes = optimizer_state::write(optim).map_err(|e| failed(&e))?;
+                    (burnpack::read_header(&mut bytes.as_slice()), Content::Memory(bytes))
+                }
+                Some(directory) => {
+                    let path = directory.join(name);
+                    // Into the file without a second copy.
+                    optim.to_record().save(&path).map_err(|e| failed(&e))?;
+                    let mut file = File::open(path).map_err(|e| failed(&e))?;
+                    let header = burnpack::read_header(&mut file);
+                    file.rewind().map_err(|e| failed(&e))?;
+                    (header, Content::Written(Checksum::of_file(&mut file).map_err(|e| failed(&e))?))
+                }
+            };
+            let (header, _) = header.map_err(|e| failed(&e))?;
+            Ok(optimizer_state::check(&header, ids).err().map(|e| e.to_string()))
+        })?;
+        match refused {
+            None => Ok(content),
+            Some(reason) => Err(Error::Invalid { rank: Some(self.group.ranks()[0]), reason }),
+        }
+    }
+
+    /// Writes the state of all ranks' parts, tensor after tensor. *Collective*.
+    fn state_in_parts(
+        &self,
+        name: &str,
+        optim: &ModuleOptimizer,
+        ids: &Ids,
+        parts: &HashMap<String, Part>,
+    ) -> Result<Content> {
+        let bytes = optimizer_state::write(optim);
+        let own = bytes.as_ref().map_err(Clone::clone).and_then(|bytes| StateInParts::read(bytes, ids, parts));
+        let own = own.and_then(|state| Ok((state, self.contents.open(name)?)));
+        let (state, mut sink) = agreement::on_outcome(self.group, FILL, own)?;
+        state.write(self.group, &mut sink, self.cannot_write)?;
+        Ok(sink.into())
     }
 
     /// Saves the state of a learning-rate schedule of any type: `c.scheduler(scheduler.to_record())`.
@@ -172,9 +298,12 @@ impl<'a> CheckpointWriter<'a> {
         if !self.contents.collect {
             return Ok(());
         }
-        let name = self.file("scheduler.bpk")?;
+        self.check_name()?;
+        let name = format!("{}scheduler.bpk", self.prefix);
         let bytes = record.into_bytes().map_err(|e| Error::invalid(format!("the scheduler cannot be saved: {e}")))?;
-        self.contents.add(name, bytes.to_vec())
+        self.contents.check_new(&name)?;
+        self.contents.add(name, Content::Memory(bytes.to_vec()));
+        Ok(())
     }
 
     /// Saves rank 0's serde value: a loader's position, a configuration, the best loss so far. Floats keep their bits.
@@ -194,10 +323,11 @@ impl<'a> CheckpointWriter<'a> {
         }
     }
 
-    fn file(&self, name: &str) -> Result<String> {
+    /// Checks that the name of the part can be in the names of files.
+    fn check_name(&self) -> Result<()> {
         let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
         if self.prefix.chars().all(plain) {
-            return Ok(format!("{}{name}", self.prefix));
+            return Ok(());
         }
         let named = self.prefix.trim_end_matches('-');
         Err(Error::invalid(format!("{named:?} becomes part of a file's name: use letters, digits, - and _")))

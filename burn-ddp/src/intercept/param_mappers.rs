@@ -5,6 +5,7 @@ use std::cell::Cell;
 use burn::module::Param;
 use burn::tensor::Tensor;
 
+use super::tap_bypass::is_bypassed;
 use super::wrapped_model::TapHandle;
 
 /// Event of a parameter.
@@ -21,17 +22,22 @@ thread_local! {
 }
 
 /// Returns `param` with a load mapper and a save mapper that note that a record is loaded or taken, before those that
-/// were there.
+/// were there. What this crate loads and saves itself keeps ids and is not noted.
 pub(super) fn report_records<const D: usize>(param: Param<Tensor<D>>, tap: &TapHandle) -> Param<Tensor<D>> {
     let (model, slot) = (tap.model.id, tap.slot);
     let (id, value, mapper) = param.consume();
     let (loading, saving) = (mapper.clone(), mapper.clone());
     let param = Param::from_mapped_value(id, value, mapper);
     let param = param.load_mapper(move |value| {
-        LAST.set(Some((Event::Loaded, model, slot)));
+        if !is_bypassed() {
+            LAST.set(Some((Event::Loaded, model, slot)));
+        }
         loading.on_load(value)
     });
     param.save_mapper(move |value| {
+        if is_bypassed() {
+            return saving.on_save(value);
+        }
         // A visitor sees the parameter without its tap. A program that transforms it itself reads it through the tap.
         let through_tap = LAST.get() == Some((Event::Read, model, slot)) && !value.is_require_grad();
         LAST.set((!through_tap).then_some((Event::Saved, model, slot)));

@@ -4,13 +4,12 @@ use burn::module::Module;
 
 use super::digest::{Comparison, differing, digest};
 use super::movement::{Sketch, from_row, to_row, tolerance};
-use super::param_hash::snapshot;
 use super::running_stats;
-use super::schema::Snapshot;
 use super::sync_buffers::sync_wrapped;
+use super::values::values;
 use crate::convert::comm_dtype;
 use crate::ddp::Ddp;
-use crate::intercept::{sharded_paths, taps};
+use crate::intercept::taps;
 use crate::wrap::wrapped_in;
 use crate::{Error, Result, agreement};
 
@@ -33,17 +32,17 @@ impl Ddp {
         let group = self.group();
         let wrapped = wrapped_in(group, model)?;
         sync_wrapped(group, model)?;
-        let Snapshot { schema, values } = agreement::on_outcome(group, "read its parameters", snapshot(model))?;
+        let (schema, values) = agreement::on_outcome(group, "read its parameters", values(model))?;
         let mut is_buffer = running_stats::which(model).into_iter();
         let is_parameter = |entry: &usize| !(schema.is_float[*entry] && is_buffer.next().unwrap_or(false));
-        let sharded = sharded_paths(model);
         let is_shared = |entry: &usize| {
-            let (path, id) = (&schema.entries[*entry].path, schema.ids[*entry]);
-            !sharded.contains(path) && !wrapped.iter().any(|wrapped| wrapped.is_local(path, id))
+            let (value, id) = (&values[*entry], schema.ids[*entry]);
+            !value.is_sharded() && !wrapped.iter().any(|wrapped| wrapped.is_local(&value.path, id))
         };
         let compared: Vec<usize> = (0..values.len()).filter(is_parameter).filter(is_shared).collect();
         let paths: Vec<&str> = compared.iter().map(|entry| schema.entries[*entry].path.as_str()).collect();
-        let own: Vec<i64> = compared.iter().map(|entry| digest(values[*entry].as_bytes())).collect();
+        let own = compared.iter().map(|entry| Ok(digest(values[*entry].own()?.as_bytes()))).collect();
+        let own: Vec<i64> = agreement::on_outcome(group, "read its parameters", own)?;
         let digests = group.all_gather_object(&own)?;
         let comparison = Comparison { paths: &paths, ranks: group.ranks(), digests: &digests, step: None };
         let (differing, taps) = (differing(&digests), taps(model));
@@ -53,10 +52,11 @@ impl Ddp {
             return if taps.is_empty() { outcome.map_err(not_wrapped) } else { outcome };
         }
         let movement = |&i: &usize| match taps.get(paths[i]) {
-            Some(tap) => tap.movement_until(&Sketch::of(&values[compared[i]])),
-            None => Sketch::UNKNOWN,
+            Some(tap) => Ok(tap.movement_until(&Sketch::of(&values[compared[i]].own()?))),
+            None => Ok(Sketch::UNKNOWN),
         };
-        let own = to_row(differing.iter().map(movement));
+        let movements = differing.iter().map(movement).collect::<Result<Vec<_>>>();
+        let own = to_row(agreement::on_outcome(group, "read its parameters", movements)?.into_iter());
         let movements: Vec<Vec<Sketch>> = group.all_gather(&own)?.chunks(own.len()).map(from_row).collect();
         let tolerance = |entry: &usize| comm_dtype(schema.dtypes[*entry]).map_or(0.0, tolerance);
         let tolerances: Vec<f64> = compared.iter().map(tolerance).collect();

@@ -9,9 +9,13 @@
 //! | `running_stats` | BatchNorm's running statistics |
 //! | `sync_buffers`, `check_replicas` | bringing them together, and comparing parameters, outside of a backward |
 //! | `param_hash` | the values of this moment, and their hash |
+//! | `values` | parameters and buffers, each read when it is asked for |
 //! | `save`, `safetensors` | one durable file, Burn's or for other programs |
+//! | `burnpack`, `stored_tensors` | Burn's file format: its header, and the tensors that it describes |
+//! | `streamed_file`, `tensor_file` | such files written and read one tensor at a time |
 
 pub(crate) mod broadcast;
+pub(crate) mod burnpack;
 mod check_replicas;
 pub(crate) mod digest;
 pub(crate) mod movement;
@@ -20,4 +24,8 @@ pub(crate) mod running_stats;
 pub(crate) mod safetensors;
 mod save;
 pub(crate) mod schema;
+pub(crate) mod stored_tensors;
+pub(crate) mod streamed_file;
 pub(crate) mod sync_buffers;
+pub(crate) mod tensor_file;
+pub(crate) mod values;

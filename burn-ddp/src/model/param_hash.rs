@@ -1,14 +1,14 @@
-//! The values of a model at one moment, and their hash.
+//! The hash of the values of this moment.
 
 use burn::module::Module;
+use sha2::{Digest, Sha256};
 
-use super::schema::Snapshot;
+use super::values::values;
 use crate::Result;
-use crate::intercept::{bypass, whole};
 
 /// SHA-256 of all parameters and buffers (paths, dtypes, shapes, bytes) in hexadecimal: equal on two ranks if and only
 /// if their models are. *Collective* if parameters are [sharded](crate::WrapConfig::with_sharding): the hash is that of
-/// the whole ones.
+/// the whole ones, which are gathered one at a time.
 ///
 /// # Errors
 ///
@@ -16,11 +16,17 @@ use crate::intercept::{bypass, whole};
 /// gathered.
 /// [`Error::Invalid`](crate::Error::Invalid) if a value cannot be read from its device.
 pub fn param_hash<M: Module>(model: &M) -> Result<String> {
-    let model = whole(bypass(|| model.valid()), true)?;
-    Ok(bypass(|| Snapshot::of(&model))?.hash())
-}
-
-/// Values of this moment: nothing pending, running statistics up to date.
-pub(super) fn snapshot<M: Module>(model: &M) -> Result<Snapshot> {
-    bypass(|| Snapshot::of(&model.valid()))
+    let (schema, values) = values(model)?;
+    let mut sha = Sha256::new();
+    for (entry, value) in schema.entries.iter().zip(values) {
+        sha.update((entry.path.len() as u64).to_le_bytes());
+        sha.update(&entry.path);
+        sha.update(&entry.dtype);
+        sha.update((entry.dims.len() as u64).to_le_bytes());
+        for d in &entry.dims {
+            sha.update((*d as u64).to_le_bytes());
+        }
+        sha.update(value.whole()?.as_bytes());
+    }
+    Ok(sha.finalize().iter().map(|b| format!("{b:02x}")).collect())
 }

@@ -1,17 +1,21 @@
 //! Saving a model as a durable file.
 
+use std::fs::{self, File};
+use std::io;
 use std::path::{Path, PathBuf};
-use std::{fs, io};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use burn::module::Module;
 
 use super::safetensors;
-use super::schema::Snapshot;
+use super::schema::{Schema, Snapshot};
+use super::streamed_file::{self, Sink};
 use super::sync_buffers::sync_wrapped;
+use super::values::{Value, values};
 use crate::checkpoint::leftover;
 use crate::ddp::Ddp;
-use crate::intercept::{bypass, find, whole};
-use crate::{Result, main_first};
+use crate::intercept::find;
+use crate::{Result, agreement, main_first};
 
 impl Ddp {
     /// Writes rank 0's model to `path` (with Burn's extension `.bpk` if it has none), so that plain Burn reads it with
@@ -19,7 +23,8 @@ impl Ddp {
     ///
     /// The file appears complete or not at all: it is written under a temporary name, synced, then renamed. What a
     /// killed save to `path` has left is removed; so only one job at a time may save to it. Rank 0 may write for
-    /// longer than the deadline of a collective: the others wait as long as it lives.
+    /// longer than the deadline of a collective: the others wait as long as it lives. It reads one parameter after the
+    /// other, and gathers [sharded](crate::WrapConfig::with_sharding) ones one at a time.
     ///
     /// The ranks bring running statistics together first, as [`sync_buffers`](Self::sync_buffers) does. Of [local
     /// parameters](crate::WrapConfig::with_local_parameters) the file holds rank 0's, with a warning the first time.
@@ -32,9 +37,23 @@ impl Ddp {
     /// [`check_replicas`](Self::check_replicas).
     #[track_caller]
     pub fn save<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
-        self.save_with(model, with_extension(path.as_ref(), "bpk"), |model, path| {
-            bypass(|| model.into_record()).save(path).map_err(|e| e.to_string())
-        })
+        let path = with_extension(path.as_ref(), "bpk");
+        self.save_with(model, &path, |_, values| {
+            let failed = format!("could not write {}", path.display());
+            let mut temporary = None;
+            let mut sink = Sink::Absent;
+            main_first::on_main(self.group(), || {
+                let (file, at) = Temporary::create(&path).map_err(|e| format!("{failed}: {e}"))?;
+                (sink, temporary) = (Sink::File(file, 0, None), Some(at));
+                Ok(())
+            })?;
+            streamed_file::write(self.group(), values, &[], &mut sink, &failed)?;
+            main_first::on_main(self.group(), || {
+                let published = temporary.map_or(Ok(()), |temporary| temporary.publish(&path));
+                published.map_err(|e| format!("{failed}: {e}"))
+            })
+        })?;
+        Ok(path)
     }
 
     /// Writes rank 0's model to `path` (with the extension `.safetensors` if it has none) for other programs, and
@@ -49,33 +68,41 @@ impl Ddp {
     /// Those of [`save`](Self::save); [`Error::File`](crate::Error::File) also for quantized parameters.
     #[track_caller]
     pub fn save_safetensors<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
-        self.save_with(model, with_extension(path.as_ref(), "safetensors"), |model, path| {
-            let snapshot = bypass(|| Snapshot::of(&model)).map_err(|e| e.to_string())?;
-            safetensors::save(snapshot, path)
-        })
+        let path = with_extension(path.as_ref(), "safetensors");
+        self.save_with(model, &path, |schema, values| {
+            let mut wholes = Vec::new();
+            for value in values.into_iter().filter(|value| self.is_main() || value.is_sharded()) {
+                let whole = value.whole()?;
+                wholes.extend(self.is_main().then_some(whole));
+            }
+            main_first::on_main(self.group(), || {
+                let saved = safetensors::save(Snapshot { schema, values: wholes }, &path);
+                saved.map_err(|e| format!("could not write {}: {e}", path.display()))
+            })
+        })?;
+        Ok(path)
     }
 
-    /// Writes rank 0's model, whole and up to date, by `write`.
+    /// Writes the model, up to date, by `write`, and compares the ranks' parameters.
     #[track_caller]
     fn save_with<M: Module>(
         &self,
         model: &M,
-        path: PathBuf,
-        write: impl FnOnce(M, &Path) -> std::result::Result<(), String>,
-    ) -> Result<PathBuf> {
+        path: &Path,
+        write: impl FnOnce(Schema, Vec<Value>) -> Result<()>,
+    ) -> Result<()> {
         let _saving = self.state().meter.saving();
         sync_wrapped(self.group(), model)?;
         find(model).iter().for_each(|wrapped| wrapped.warn_of_local());
-        // `valid` brings running statistics up to date.
-        let whole = whole(bypass(|| model.valid()), self.is_main())?;
+        let (schema, values) = agreement::on_outcome(self.group(), "save its model", values(model))?;
         main_first::on_main(self.group(), || {
-            if let Err(e) = remove_leftovers(&path) {
+            if let Err(e) = remove_leftovers(path) {
                 tracing::warn!("cannot look for leftovers of {}: {e}", path.display());
             }
-            write(whole, &path).map_err(|e| format!("could not write {}: {e}", path.display()))
+            Ok(())
         })?;
-        self.check_replicas(model)?;
-        Ok(path)
+        write(schema, values)?;
+        self.check_replicas(model)
     }
 }
 
@@ -86,11 +113,45 @@ fn with_extension(path: &Path, extension: &str) -> PathBuf {
     }
 }
 
+/// A file beside the one that it becomes, as Burn names and writes them. Removed on drop.
+struct Temporary(PathBuf);
+
+impl Temporary {
+    fn create(path: &Path) -> io::Result<(File, Self)> {
+        static NUMBER: AtomicUsize = AtomicUsize::new(0);
+        let mut name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?.to_os_string();
+        name.push(format!(".{}-{}.tmp", std::process::id(), NUMBER.fetch_add(1, Relaxed)));
+        let temporary = path.with_file_name(name);
+        let file = File::create_new(&temporary)?;
+        Ok((file, Temporary(temporary)))
+    }
+
+    /// Gives the file its name, with the permissions of the file that it replaces.
+    fn publish(self, path: &Path) -> io::Result<()> {
+        if let Some(replaced) = fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file) {
+            fs::set_permissions(&self.0, replaced.permissions())?;
+        }
+        // Nothing has the temporary name then, so that its removal on drop does nothing.
+        fs::rename(&self.0, path)?;
+        File::open(directory_of(path))?.sync_all()
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        // Its directory may be gone.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+fn directory_of(path: &Path) -> &Path {
+    path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
 /// Removes the temporary files of killed writes to `path`.
 fn remove_leftovers(path: &Path) -> io::Result<()> {
     let Some(name) = path.file_name().map(|name| name.to_string_lossy()) else { return Ok(()) };
-    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    for entry in fs::read_dir(dir)? {
+    for entry in fs::read_dir(directory_of(path))? {
         let entry = entry?;
         if is_temporary(&entry.file_name().to_string_lossy(), &name) {
             leftover::remove(&entry);

@@ -89,30 +89,6 @@ impl Schema {
     }
 }
 
-impl Snapshot {
-    /// Reads every parameter and buffer of `model` to the host.
-    pub(crate) fn of<M: Module>(model: &M) -> Result<Self> {
-        let (schema, values) = read(model, |_| true)?;
-        Ok(Snapshot { schema, values: values.into_values().collect() })
-    }
-
-    /// SHA-256 over paths, dtypes, shapes and bytes, in hexadecimal.
-    pub(crate) fn hash(&self) -> String {
-        let mut sha = Sha256::new();
-        for (entry, value) in self.schema.entries.iter().zip(&self.values) {
-            sha.update((entry.path.len() as u64).to_le_bytes());
-            sha.update(&entry.path);
-            sha.update(&entry.dtype);
-            sha.update((entry.dims.len() as u64).to_le_bytes());
-            for d in &entry.dims {
-                sha.update((*d as u64).to_le_bytes());
-            }
-            sha.update(value.as_bytes());
-        }
-        sha.finalize().iter().map(|b| format!("{b:02x}")).collect()
-    }
-}
-
 /// SHA-256 of entries, so that ranks exchange 32 bytes when all is well.
 pub(crate) fn digest(entries: &[Entry]) -> [u8; 32] {
     let mut sha = Sha256::new();

@@ -10,9 +10,13 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bytes, DType as BurnDType, Device, Tensor};
 use burn_ddp_comm::ProcessGroup;
 
-use super::burnpack::{Item, Pack};
+use crate::model::burnpack::{self, Item};
 use crate::model::schema::Schema;
+use crate::model::stored_tensors::{self, StoredTensor};
 use crate::{Error, Result, agreement, byte_stream, intercept};
+
+/// Name of the work in errors of ranks that take another one's state.
+const TAKE: &str = "take the optimizer's state";
 
 /// The path and the id of each parameter of a model, in traversal order. Clones of a parameter have its id.
 pub(crate) type Ids = Vec<(String, u64)>;
@@ -22,33 +26,62 @@ const DIMENSIONS: &str = "__rank";
 /// Names of the floating-point types in a record.
 const FLOATS: [&str; 5] = ["F64", "F32", "Flex32", "F16", "BF16"];
 
-pub(crate) fn ids(schema: &Schema) -> Ids {
+fn ids(schema: &Schema) -> Ids {
     schema.entries.iter().zip(&schema.ids).map(|(entry, id)| (entry.path.clone(), id.val())).collect()
 }
 
-/// The state as plain Burn writes it.
-pub(crate) fn write(optim: &ModuleOptimizer) -> Result<Vec<u8>> {
-    optim.into_bytes().map(|bytes| bytes.to_vec()).map_err(|e| Error::invalid(format!("the optimizer's state: {e}")))
+/// Paths and ids of the parameters and buffers of `model`.
+pub(crate) fn ids_of<M: Module>(model: &M) -> Result<Ids> {
+    Ok(ids(&intercept::bypass(|| Schema::of(model))?))
 }
 
-/// `optim` with the state in `bytes`, which the owner of `theirs` wrote; it is for the model with the ids `mine`.
+/// The state as plain Burn writes it. Needs host memory for two copies: Burn's record, and the bytes.
+pub(crate) fn write(optim: &ModuleOptimizer) -> Result<Vec<u8>> {
+    let bytes = optim.into_bytes().map_err(|e| Error::invalid(format!("the optimizer's state: {e}")))?;
+    Ok(bytes.try_into_vec().unwrap_or_else(|bytes| bytes.to_vec()))
+}
+
+/// Header of a state for the model with the ids `mine`, from that which the owner of `theirs` wrote.
 ///
 /// # Errors
 ///
-/// [`Error::Invalid`] if the state belongs to parameters that the model does not have, or to another optimizer.
-pub(crate) fn read(optim: ModuleOptimizer, bytes: &[u8], theirs: &Ids, mine: &Ids) -> Result<ModuleOptimizer> {
-    let unusable = |reason: String| Error::invalid(format!("the optimizer's state cannot be loaded: {reason}"));
-    let mut pack = Pack::read(bytes).map_err(unusable)?;
-    rename(&mut pack, theirs, mine).map_err(unusable)?;
-    let renamed = Bytes::from_bytes_vec(pack.to_bytes().map_err(unusable)?);
-    let loaded = optim.from_bytes(renamed).map_err(|e| unusable(e.to_string()))?;
-    // Burn leaves out what the optimizer has no place for, and converts to the device's default dtype.
-    let kept = write(&loaded)?;
-    let kept = Pack::read(&kept).map_err(unusable)?;
-    match first_change(&pack, &kept, mine) {
-        None => Ok(loaded),
-        Some(change) => Err(unusable(change)),
-    }
+/// [`Error::Invalid`] if the state belongs to parameters that the model does not have, or to another optimizer than
+/// `optim`.
+pub(crate) fn renamed(optim: &ModuleOptimizer, mut header: Item, theirs: &Ids, mine: &Ids) -> Result<Item> {
+    let checked = rename(&mut header, theirs, mine).and_then(|()| check_fields(optim, &header, mine));
+    checked.map_err(unusable)?;
+    Ok(header)
+}
+
+/// `optim` with the state in `bytes`, whose header is [`renamed`].
+///
+/// # Errors
+///
+/// [`Error::Invalid`] if Burn cannot read them.
+pub(crate) fn read(optim: ModuleOptimizer, bytes: Vec<u8>) -> Result<ModuleOptimizer> {
+    optim.from_bytes(Bytes::from_bytes_vec(bytes)).map_err(|e| unusable(e.to_string()))
+}
+
+fn unusable(reason: String) -> Error {
+    Error::invalid(format!("the optimizer's state cannot be loaded: {reason}"))
+}
+
+/// Checks that `optim` takes all that a state holds, and as it is: Burn leaves out what the optimizer has no place for,
+/// and converts to the device's default dtype. Loads a state of the same fields, of one element each.
+fn check_fields(optim: &ModuleOptimizer, header: &Item, ids: &Ids) -> std::result::Result<(), String> {
+    let small = |(tensor, _): (StoredTensor, _)| {
+        let (dims, len_bytes) = (vec![1; tensor.dims.len()], tensor.dtype.size());
+        StoredTensor { dims, len_bytes, ..tensor }
+    };
+    let tensors: Vec<StoredTensor> = stored_tensors::tensors(header)?.into_iter().map(small).collect();
+    let small = stored_tensors::header(&tensors, &stored_tensors::others(header))?;
+    let mut bytes = burnpack::header_bytes(&small)?;
+    let data = tensors.iter().fold(0, |end, tensor| stored_tensors::aligned(end) + tensor.len_bytes);
+    bytes.resize(bytes.len() + data, 0);
+    let loaded = optim.clone().from_bytes(Bytes::from_bytes_vec(bytes)).map_err(|e| e.to_string())?;
+    let kept = write(&loaded).map_err(|e| e.to_string())?;
+    let (kept, _) = burnpack::read_header(&mut kept.as_slice())?;
+    first_change(header, &kept, ids).map_or(Ok(()), Err)
 }
 
 /// Logs that the state passes through another device: Burn 0.22 loads it on its default device, and moves it to that of
@@ -58,8 +91,8 @@ pub(crate) fn read(optim: ModuleOptimizer, bytes: &[u8], theirs: &Ids, mine: &Id
 /// (`burn-optim-0.22.1/src/optim/module/module_optimizer.rs:248`); the states are private, and only a step moves them
 /// (line 471). `DispatchDevice::default()` (`burn-dispatch-0.22.1/src/device.rs:249`) is the first device of a kind,
 /// has no setter, and reads a kind without a number from `BURN_DEVICE`, which a process with threads cannot set safely.
-pub(crate) fn warn_of_detour<M: Module>(model: &M, bytes: &[u8]) {
-    let (default, mib) = (Device::default(), bytes.len() >> 20);
+pub(crate) fn warn_of_detour<M: Module>(model: &M, len_bytes: usize) {
+    let (default, mib) = (Device::default(), len_bytes >> 20);
     if let Some(own) = model.devices().into_iter().find(|device| *device != default) {
         tracing::warn!(
             "the optimizer's state ({mib} MiB) is on {default:?} until the next step, then on {own:?}: if that is too \
@@ -68,18 +101,17 @@ pub(crate) fn warn_of_detour<M: Module>(model: &M, bytes: &[u8]) {
     }
 }
 
-/// Checks that the state in `bytes` can be loaded again: it belongs to parameters in `ids`, and Burn rounds nothing.
+/// Checks that a state can be loaded again: it belongs to parameters in `ids`, and Burn rounds nothing.
 ///
 /// # Errors
 ///
 /// [`Error::Invalid`] with the parameter and the reason.
-pub(crate) fn check(bytes: &[u8], ids: &Ids) -> Result<()> {
-    let checked = Pack::read(bytes).and_then(|mut pack| {
-        rename(&mut pack, ids, ids)?;
+pub(crate) fn check(header: &Item, ids: &Ids) -> Result<()> {
+    let checked = rename(&mut header.clone(), ids, ids).and_then(|()| {
         let default = format!("{:?}", BurnDType::from(Device::default().settings().float_dtype));
         let dtype = |tensor: &'_ Item| tensor.get("dtype").and_then(Item::text).map(str::to_string);
         let is_other = |dtype: &str| FLOATS.contains(&dtype) && dtype != default;
-        match pack.entries("tensors").iter().find_map(|(name, t)| Some((name, dtype(t).filter(|d| is_other(d))?))) {
+        match header.entries("tensors").iter().find_map(|(name, t)| Some((name, dtype(t).filter(|d| is_other(d))?))) {
             Some((name, dtype)) => Err(rounded(&spoken(name, ids), &dtype, &default)),
             None => Ok(()),
         }
@@ -149,18 +181,32 @@ pub(crate) fn broadcast_to<M: Module>(
         )));
     }
     let mine = ids(&schema);
-    let (len, theirs) = group.broadcast_object(Some((state.len(), mine.clone())), root)?;
-    match group.rank() == root {
-        true => byte_stream::send(group, &state)?,
-        false => state = byte_stream::receive(group, len, root)?,
+    let start = burnpack::read_header(&mut state.as_slice()).map_or(0, |(_, start)| start);
+    let (header, data_bytes) = (state[..start].to_vec(), state.len() - start);
+    let (theirs, header, data_bytes) = group.broadcast_object(Some((mine.clone(), header, data_bytes)), root)?;
+    if group.rank() == root {
+        agreement::on_outcome(group, TAKE, Ok(()))?;
+        byte_stream::send(group, &state[start..])?;
+        agreement::on_outcome(group, TAKE, Ok(()))?;
+        return Ok(());
     }
-    let loaded = if takes && group.rank() != root {
-        warn_of_detour(model, &state);
-        read(optim.clone(), &state, &theirs, &mine)
+    let header = burnpack::read_header(&mut header.as_slice()).map_err(unusable);
+    let header = header.and_then(|(header, _)| match takes {
+        true => burnpack::header_bytes(&renamed(optim, header, &theirs, &mine)?).map_err(unusable),
+        false => Ok(Vec::new()),
+    });
+    // The data follow the header in one buffer, so that they are there once.
+    state = agreement::on_outcome(group, TAKE, header)?;
+    let start = state.len();
+    state.resize(start + data_bytes, 0);
+    byte_stream::receive_into(group, &mut state[start..], root)?;
+    let loaded = if takes {
+        warn_of_detour(model, data_bytes);
+        read(optim.clone(), state)
     } else {
         Ok(optim.clone())
     };
-    *optim = agreement::on_outcome(group, "take the optimizer's state", loaded)?;
+    *optim = agreement::on_outcome(group, TAKE, loaded)?;
     Ok(())
 }
 
@@ -173,9 +219,9 @@ fn fields<M: Module>(optim: &ModuleOptimizer, model: &M) -> Result<BTreeSet<Stri
     gradients.register(id, Tensor::<2>::ones([2, 2], &device));
     drop(optim.step(0.0, param, gradients));
     let bytes = write(&optim)?;
-    let pack = Pack::read(&bytes).map_err(Error::invalid)?;
+    let (header, _) = burnpack::read_header(&mut bytes.as_slice()).map_err(Error::invalid)?;
     let of_id = |(name, _): &(Item, Item)| Some(split(name.text()?).filter(|(of, _)| *of == id.val())?.1.to_string());
-    let names = pack.entries("tensors").iter().chain(pack.entries("scalars")).filter_map(of_id);
+    let names = header.entries("tensors").iter().chain(header.entries("scalars")).filter_map(of_id);
     Ok(names.filter(|name| name != DIMENSIONS).collect())
 }
 
@@ -187,13 +233,13 @@ fn listed(fields: &BTreeSet<String>) -> String {
 }
 
 /// The id and the field of a name in an optimizer's record: `<id>.<field>`, or `<id>` alone.
-fn split(name: &str) -> Option<(u64, &str)> {
+pub(super) fn split(name: &str) -> Option<(u64, &str)> {
     let (id, field) = name.split_once('.').unwrap_or((name, ""));
     Some((id.parse().ok()?, field))
 }
 
 /// Replaces ids of `theirs` in the header by those of `mine` at the same paths.
-fn rename(pack: &mut Pack<'_>, theirs: &Ids, mine: &Ids) -> std::result::Result<(), String> {
+fn rename(header: &mut Item, theirs: &Ids, mine: &Ids) -> std::result::Result<(), String> {
     let path_of: BTreeMap<&str, u64> = mine.iter().map(|(path, id)| (path.as_str(), *id)).collect();
     let mut mine_of: HashMap<u64, (u64, &str)> = HashMap::new();
     for (path, id) in theirs {
@@ -218,7 +264,7 @@ fn rename(pack: &mut Pack<'_>, theirs: &Ids, mine: &Ids) -> std::result::Result<
             _ => Err(format!("{path} is tied to another parameter here, but was not where the state was written")),
         }
     };
-    let Item::Map(sections) = &mut pack.header else { return Err("its header is no map".into()) };
+    let Item::Map(sections) = header else { return Err("its header is no map".into()) };
     for entries in sections.iter_mut().filter_map(|(_, section)| match section {
         Item::Map(entries) => Some(entries),
         _ => None,
@@ -239,7 +285,7 @@ fn rename(pack: &mut Pack<'_>, theirs: &Ids, mine: &Ids) -> std::result::Result<
 }
 
 /// First difference between the record that was loaded and the record of the optimizer that loaded it.
-fn first_change(loaded: &Pack<'_>, kept: &Pack<'_>, ids: &Ids) -> Option<String> {
+fn first_change(loaded: &Item, kept: &Item, ids: &Ids) -> Option<String> {
     for section in ["tensors", "scalars"] {
         let kept: HashMap<&str, &Item> =
             kept.entries(section).iter().filter_map(|(name, value)| Some((name.text()?, value))).collect();
@@ -264,6 +310,7 @@ fn first_change(loaded: &Pack<'_>, kept: &Pack<'_>, ids: &Ids) -> Option<String>
 mod tests {
     use super::*;
     use crate::ddp::Ddp;
+    use crate::model::burnpack::Pack;
     use crate::param_hash;
     use burn::module::{Lora, ModuleVisitor};
     use burn::nn::{Linear, LinearConfig};
@@ -326,7 +373,11 @@ mod tests {
             let [Item::Uint(start), Item::Uint(end)] = range[..] else { panic!("{range:?}") };
             (format!("{path} {field}"), pack.data()[start as usize..end as usize].to_vec())
         };
-        pack.entries("tensors").iter().map(value).collect()
+        pack.header.entries("tensors").iter().map(value).collect()
+    }
+
+    fn header(optim: &ModuleOptimizer) -> Item {
+        burnpack::read_header(&mut write(optim).unwrap().as_slice()).unwrap().0
     }
 
     fn device() -> Device {
@@ -452,9 +503,9 @@ mod tests {
     fn a_state_for_another_model_or_optimizer_is_refused() {
         let mut optim = AdamConfig::new().init();
         let model = train(&mut optim, Two::new(&device()), 0..1);
-        let (bytes, theirs) = (write(&optim).unwrap(), ids(&Schema::of(&model).unwrap()));
+        let (header, theirs) = (header(&optim), ids(&Schema::of(&model).unwrap()));
         let load = |optim: ModuleOptimizer, theirs: &Ids, mine: &Ids| {
-            read(optim, &bytes, theirs, mine).err().unwrap().to_string()
+            renamed(&optim, header.clone(), theirs, mine).err().unwrap().to_string()
         };
         let without_b = theirs[..2].to_vec();
         let e = load(AdamConfig::new().init(), &theirs, &without_b);
@@ -476,8 +527,8 @@ mod tests {
         let model = Linear { weight: Param::from_tensor(weight), bias: None };
         let mut optim = AdamConfig::new().init();
         let model = train(&mut optim, model, 0..1);
-        let (ids, bytes) = (ids(&Schema::of(&model).unwrap()), write(&optim).unwrap());
-        let (saved, loaded) = (check(&bytes, &ids), read(AdamConfig::new().init(), &bytes, &ids, &ids));
+        let (ids, header) = (ids(&Schema::of(&model).unwrap()), header(&optim));
+        let (saved, loaded) = (check(&header, &ids), renamed(&AdamConfig::new().init(), header, &ids, &ids));
         // A test that trains in f64 may have made it the default of this process.
         match Device::flex().settings().float_dtype {
             FloatDType::F64 => drop((saved.unwrap(), loaded.unwrap())),
@@ -496,7 +547,7 @@ mod tests {
         let model = Two { a: linear(BurnDType::F32), b: linear(BurnDType::F64) };
         let mut optim = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
         let model = train(&mut optim, model, 0..1);
-        let refused = check(&write(&optim).unwrap(), &ids(&Schema::of(&model).unwrap())).unwrap_err().to_string();
+        let refused = check(&header(&optim), &ids(&Schema::of(&model).unwrap())).unwrap_err().to_string();
         assert!(refused.contains(".weight is F") && refused.contains("several dtypes cannot be loaded"), "{refused}");
     }
 }

@@ -244,11 +244,12 @@ impl WrapConfig {
     /// Copies of the model (an EMA) are changed in the same order, too. [`Ddp::optimizer`](crate::Ddp::optimizer) must
     /// see each optimizer once before training.
     ///
-    /// [`Ddp::save`](crate::Ddp::save), [`param_hash`](crate::param_hash) and [`Ddp::unwrap`](crate::Ddp::unwrap) mean
-    /// whole parameters, and are collective: each rank calls them. The whole model is in memory once on each rank in
-    /// `wrap`, `unwrap` and `param_hash`, and on rank 0 in `save`. Load before `wrap`. Norms of
+    /// [`Ddp::save`](crate::Ddp::save), [checkpoints](crate::checkpoint), [`param_hash`](crate::param_hash) and
+    /// [`Ddp::unwrap`](crate::Ddp::unwrap) mean whole parameters, and are collective: each rank calls them. The whole
+    /// model is in memory once on each rank in `wrap` and `unwrap`; files and hashes gather one parameter at a time.
+    /// Checkpoints load before or after `wrap`, on any number of ranks; Burn's own files before. Norms of
     /// gradients ([`clip_grad_norm`](crate::clip_grad_norm)) are over all ranks, and collective, too. Refused are
-    /// checkpoints, [`Ddp::join`](crate::Ddp::join), and Burn's trainer.
+    /// [`Ddp::join`](crate::Ddp::join) and Burn's trainer.
     ///
     /// # Panics
     ///

@@ -11,10 +11,12 @@
 //! | `shard_group` | the collectives of all parts, tagged, and their errors in words |
 //! | `gathered_read` | value of a read; the same again in backward |
 //! | `sharded_gradients` | from the gradient of the whole to the average of a part |
+//! | `part` | this rank's part of a parameter, for files and hashes |
 //! | `parts_and_wholes` | a model cut into parts, and whole again |
 //! | `sums_over_parts` | norms of gradients |
 
 mod gathered_read;
+mod part;
 mod parts_and_wholes;
 mod rows;
 mod shard_group;
@@ -22,6 +24,7 @@ mod sharded_gradients;
 mod sums_over_parts;
 
 pub(super) use gathered_read::{Regather, evaluated, gathered};
+pub(crate) use part::{Part, parts};
 pub(crate) use parts_and_wholes::{ShardedParameter, cut, refuse_sharded, sharded_parameters, sharded_paths, whole};
 pub(crate) use rows::Rows;
 pub(super) use shard_group::{CHANGES_BITS, ShardGroup};

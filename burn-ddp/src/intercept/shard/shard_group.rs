@@ -129,7 +129,19 @@ impl ShardGroup {
 
     /// The whole of a slot, of whose value with this number each rank passes its part. *Collective*.
     pub(crate) fn gather(&self, slot: usize, value_id: u64, part: &[u8], purpose: Purpose) -> Result<Bytes> {
-        let (division, dtype) = (self.rows(slot), self.slots[slot].dtype);
+        self.gather_as((self.rows(slot), self.slots[slot].dtype), slot, value_id, part, purpose)
+    }
+
+    /// [`gather`](Self::gather) of values that are divided and stored as said, and belong to the slot: the state of an
+    /// optimizer. *Collective*.
+    pub(super) fn gather_as(
+        &self,
+        (division, dtype): (Rows, DType),
+        slot: usize,
+        value_id: u64,
+        part: &[u8],
+        purpose: Purpose,
+    ) -> Result<Bytes> {
         let expected = division.bytes_of(self.rank()).len();
         if part.len() != expected {
             let path = &self.slots[slot].path;

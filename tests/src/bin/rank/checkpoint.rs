@@ -1,4 +1,4 @@
-//! Trains and saves: `rank checkpoint DIRECTORY STEPS EVERY [now|later] [kill AT]`.
+//! Trains and saves: `rank checkpoint DIRECTORY STEPS EVERY [now|later|sharded] [kill AT]`.
 
 use std::io::Write;
 use std::path::Path;
@@ -24,8 +24,13 @@ pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
     let kill_at: Option<u64> = if arg(4) == "kill" { Some(arg(5).parse()?) } else { None };
     let device = ddp.device()?.autodiff();
     ddp.seed(&device, 7);
-    let mut model = ddp.wrap(Normed { norm: BatchNormConfig::new(6).init(&device), mlp: Mlp::new(&device) })?;
-    let mut optim = AdamConfig::new().init();
+    let config = match arg(3) {
+        "sharded" => WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1),
+        _ => WrapConfig::new(),
+    };
+    let model = Normed { norm: BatchNormConfig::new(6).init(&device), mlp: Mlp::new(&device) };
+    let mut model = ddp.wrap_with(model, &config)?;
+    let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
     let schedule = CosineAnnealingLrSchedulerConfig::new(1e-2, 1000);
     let mut scheduler = schedule.init().map_err(anyhow::Error::msg)?;
     let mut start = 0;

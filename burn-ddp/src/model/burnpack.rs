@@ -1,12 +1,16 @@
-//! The header of Burn's file format (burnpack), as far as renaming its entries needs it.
+//! The header of Burn's file format (burnpack): ten bytes, a map in CBOR (RFC 8949), padding to 256. Data follow.
 //!
-//! An optimizer's record can be written and read, but not looked into: its names hold parameter ids, which differ
-//! between processes. So the names are changed in the bytes: ten bytes of header, a map in CBOR (RFC 8949), padding to
-//! 256, data.
+//! Burn writes and reads whole records only, and an optimizer's record cannot be looked into: its names hold parameter
+//! ids, which differ between processes. So headers are read, changed and written here.
+
+use std::io::Read;
 
 const HEADER: usize = 10;
 const MAGIC: &[u8; 6] = b"NRUB\x01\x00";
-const ALIGNMENT: usize = 256;
+/// Alignment of the data, and of each tensor in it.
+pub(crate) const ALIGNMENT: usize = 256;
+/// Greatest length of a map, as in Burn's reader.
+const MAX_MAP: usize = 100 << 20;
 /// Greatest depth of nested items; Burn writes five.
 const MAX_DEPTH: usize = 16;
 
@@ -30,40 +34,47 @@ pub(crate) struct Pack<'a> {
 
 impl<'a> Pack<'a> {
     pub(crate) fn read(bytes: &'a [u8]) -> Result<Self, String> {
-        let (head, rest) = bytes.split_at_checked(HEADER).ok_or("it is too short")?;
-        let (magic, len) = head.split_at(MAGIC.len());
-        if magic != MAGIC {
-            return Err("it is no burnpack of version 1".into());
-        }
-        let len = len.try_into().map_or(0, u32::from_le_bytes) as usize;
-        let mut map = rest.get(..len).ok_or("its header is cut off")?;
-        let header = decode(&mut map, 0)?;
-        let data = bytes.get(data_start(len)..).unwrap_or_default();
-        Ok(Pack { header, data })
+        let (header, start) = read_header(&mut &*bytes)?;
+        Ok(Pack { header, data: bytes.get(start..).unwrap_or_default() })
     }
 
+    #[cfg(test)]
     pub(crate) fn to_bytes(&self) -> Result<Vec<u8>, String> {
-        let mut map = Vec::new();
-        encode(&self.header, &mut map);
-        let len = u32::try_from(map.len()).map_err(|_| "its header is too long")?;
-        let mut bytes = [MAGIC.as_slice(), &len.to_le_bytes(), &map].concat();
-        bytes.resize(data_start(map.len()), 0);
+        let mut bytes = header_bytes(&self.header)?;
         bytes.extend_from_slice(self.data);
         Ok(bytes)
     }
 
-    #[cfg(test)]
-    pub(crate) fn data(&self) -> &[u8] {
+    pub(crate) fn data(&self) -> &'a [u8] {
         self.data
     }
+}
 
-    /// The entries of one of the header's maps: `tensors`, `scalars` or `metadata`.
-    pub(crate) fn entries(&self, of: &str) -> &[(Item, Item)] {
-        match self.header.get(of) {
-            Some(Item::Map(entries)) => entries,
-            _ => &[],
-        }
+/// Reads a header. Returns the offset of the data, too.
+pub(crate) fn read_header(file: &mut impl Read) -> Result<(Item, usize), String> {
+    let mut head = [0; HEADER];
+    file.read_exact(&mut head).map_err(|_| "it is too short")?;
+    let (magic, len) = head.split_at(MAGIC.len());
+    if magic != MAGIC {
+        return Err("it is no burnpack of version 1".into());
     }
+    let len = len.try_into().map_or(0, u32::from_le_bytes) as usize;
+    let mut map = Vec::new();
+    let read = file.take(len.min(MAX_MAP) as u64).read_to_end(&mut map);
+    if read.map_err(|e| e.to_string())? != len {
+        return Err("its header is cut off".into());
+    }
+    Ok((decode(&mut map.as_slice(), 0)?, data_start(len)))
+}
+
+/// A file up to its data.
+pub(crate) fn header_bytes(header: &Item) -> Result<Vec<u8>, String> {
+    let mut map = Vec::new();
+    encode(header, &mut map);
+    let len = u32::try_from(map.len()).map_err(|_| "its header is too long")?;
+    let mut bytes = [MAGIC.as_slice(), &len.to_le_bytes(), &map].concat();
+    bytes.resize(data_start(map.len()), 0);
+    Ok(bytes)
 }
 
 impl Item {
@@ -71,6 +82,14 @@ impl Item {
     pub(crate) fn get(&self, name: &str) -> Option<&Item> {
         let Item::Map(entries) = self else { return None };
         entries.iter().find(|(key, _)| key.text() == Some(name)).map(|(_, value)| value)
+    }
+
+    /// The entries of one of a header's maps: `tensors`, `scalars` or `metadata`.
+    pub(crate) fn entries(&self, of: &str) -> &[(Item, Item)] {
+        match self.get(of) {
+            Some(Item::Map(entries)) => entries,
+            _ => &[],
+        }
     }
 
     pub(crate) fn text(&self) -> Option<&str> {
@@ -213,9 +232,9 @@ mod tests {
         let record = burn::nn::LinearConfig::new(3, 2).init(&burn::tensor::Device::flex()).into_record();
         let bytes = record.into_bytes().unwrap();
         let pack = Pack::read(&bytes).unwrap();
-        let names: Vec<_> = pack.entries("tensors").iter().filter_map(|(name, _)| name.text()).collect();
+        let names: Vec<_> = pack.header.entries("tensors").iter().filter_map(|(name, _)| name.text()).collect();
         assert_eq!(names, ["bias", "weight"]);
-        assert_eq!(pack.entries("tensors")[1].1.get("dtype").and_then(Item::text), Some("F32"));
+        assert_eq!(pack.header.entries("tensors")[1].1.get("dtype").and_then(Item::text), Some("F32"));
         assert_eq!(pack.to_bytes().unwrap(), bytes.to_vec());
     }
 }

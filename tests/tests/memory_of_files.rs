@@ -1,0 +1,138 @@
+//! Memory that saving and loading need, counted by the allocator of this process: a few parameters, and not a model.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use burn::module::Module;
+use burn::nn::{Initializer, Linear, LinearConfig};
+use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer};
+use burn::prelude::*;
+use burn_ddp::prelude::*;
+
+/// Bytes in use, and the most that there were since the count began.
+struct Counting;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: passes every call on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        PEAK.fetch_max(LIVE.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+/// Bytes of one parameter.
+const PARAMETER: usize = 256 * 256 * 4;
+/// Parameters of the model.
+const PARAMETERS: usize = 24;
+const RANKS: usize = 3;
+
+#[derive(Module, Debug)]
+struct Deep {
+    layers: Vec<Linear>,
+}
+
+impl Deep {
+    fn new(device: &Device) -> Self {
+        let layer = LinearConfig::new(256, 256).with_bias(false);
+        let layer = layer.with_initializer(Initializer::Constant { value: 0.01 });
+        Deep { layers: (0..PARAMETERS).map(|_| layer.init(device)).collect() }
+    }
+
+    /// Steps without a backward, which would take memory of its own.
+    fn step(self, optim: &mut ModuleOptimizer) -> Self {
+        let mut gradients = GradientsParams::new();
+        for layer in &self.layers {
+            gradients.register(layer.weight.id, layer.weight.base().inner().mul_scalar(0.5));
+        }
+        optim.step(0.1, self, gradients)
+    }
+}
+
+/// Most parameters' worth of memory that `work` of all ranks together had in use at once, beyond what was there before.
+/// Collective.
+fn parameters_needed<T>(ddp: &Ddp, work: impl FnOnce() -> burn_ddp::Result<T>) -> anyhow::Result<(T, f64)> {
+    ddp.barrier()?;
+    let before = LIVE.load(Relaxed);
+    PEAK.store(before, Relaxed);
+    ddp.barrier()?;
+    let done = work()?;
+    ddp.barrier()?;
+    let needed = PEAK.load(Relaxed).saturating_sub(before) as f64 / PARAMETER as f64;
+    ddp.barrier()?;
+    Ok((done, needed))
+}
+
+fn measure(directory: &Path, config: &WrapConfig) -> Vec<(&'static str, f64)> {
+    let needed = Ddp::spawn(RANKS, |ddp| {
+        let model = ddp.wrap_with(Deep::new(&ddp.device()?.autodiff()), config)?;
+        let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
+        let model = model.step(&mut optim);
+        let mut needed = Vec::new();
+        let mut note = |what, parameters| needed.push((what, parameters));
+        note("hash", parameters_needed(&ddp, || param_hash(&model))?.1);
+        note("ddp.save", parameters_needed(&ddp, || ddp.save(&model, directory.join("model")))?.1);
+        let checkpoints = ddp.checkpoints(directory.join("checkpoints"))?;
+        note("save model", parameters_needed(&ddp, || checkpoints.save(1, |c| c.model(&model)))?.1);
+        note("save state", parameters_needed(&ddp, || checkpoints.save(2, |c| c.optimizer(&optim, &model)))?.1);
+        let saved = [1, 2].map(|step| checkpoints.at(step));
+        let [Some(of_model), Some(of_state)] = saved.map(|found| found.ok().flatten()) else {
+            anyhow::bail!("they were saved")
+        };
+        // The values that the loaded ones take the place of go meanwhile.
+        let (model, extra) = parameters_needed(&ddp, || of_model.model(model))?;
+        note("load model", extra);
+        drop(optim);
+        let fresh = ddp.optimizer(AdamConfig::new().init(), &model)?;
+        let (_state, extra) = parameters_needed(&ddp, || of_state.optimizer(fresh, &model))?;
+        note("load state", extra);
+        Ok(needed)
+    });
+    needed.unwrap().remove(0)
+}
+
+#[test]
+fn saving_and_loading_need_the_memory_of_some_parameters() {
+    /// Bytes of Adam's moments, in parameters.
+    const STATE: f64 = 2.0 * PARAMETERS as f64;
+    /// Parameters and parts of them that the ranks together read, gather, write and send at once.
+    const SOME: f64 = 16.0;
+    /// Copies of what travels at once, of 4 MiB at most, that ranks keep.
+    const TRAVELS: f64 = 2.0 * ((4 << 20) / PARAMETER) as f64;
+    for sharded in [false, true] {
+        let config = match sharded {
+            true => WrapConfig::new().with_sharding(Sharding::Parameters),
+            false => WrapConfig::new(),
+        };
+        let directory = tempfile::tempdir().unwrap();
+        for (work, needed) in measure(directory.path(), &config) {
+            // Burn takes and makes records of a whole optimizer.
+            let records = match (work, sharded) {
+                // Rank 0's; of the parts of all ranks a record and its bytes.
+                ("save state", false) => STATE,
+                ("save state", true) => 2.0 * STATE,
+                // The state itself, and a record of it: of all on each rank, or of the parts of all.
+                ("load state", false) => 2.0 * STATE * RANKS as f64 + TRAVELS,
+                ("load state", true) => 2.0 * STATE,
+                _ => 0.0,
+            };
+            assert!(
+                needed < records + SOME,
+                "{work}, sharded: {sharded}: {needed:.1} parameters, {records} in records"
+            );
+        }
+    }
+}
