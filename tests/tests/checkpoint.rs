@@ -704,6 +704,12 @@ fn killed_at_random_moments_while_a_thread_writes() {
     kill_and_go_on(8, "later");
 }
 
+/// The end, of whole parameters, loads what sharded ones have left.
+#[test]
+fn killed_at_random_moments_while_parts_are_gathered() {
+    kill_and_go_on(6, "sharded");
+}
+
 #[test]
 #[ignore = "takes minutes: 1,000 kills"]
 fn killed_a_thousand_times() {

@@ -1,6 +1,6 @@
 //! Checkpoints: everything a run needs to go on, saved as one unit by [`Checkpoints`].
 //!
-//! Rank 0 writes and reads, and broadcasts what it read. So the directory needs to be on its machine only, and a
+//! Rank 0 writes and reads, and sends what it read. So the directory needs to be on its machine only, and a
 //! checkpoint of any number of ranks is loaded by any other number.
 //!
 //! Three ways to save, and when to use which:
