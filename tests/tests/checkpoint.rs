@@ -549,6 +549,32 @@ fn a_rank_that_fails_before_the_running_statistics_are_brought_together_is_an_er
 }
 
 #[test]
+fn local_parameters_may_have_other_shapes_on_each_rank() {
+    #[derive(Module, Debug)]
+    struct Experts {
+        shared: Linear,
+        own: Linear,
+    }
+    let directory = tempfile::tempdir().unwrap();
+    Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let config = WrapConfig::new().with_local_parameters(["own"]);
+        let init = |outputs| LinearConfig::new(3, outputs).init(&device);
+        let model = || ddp.wrap_with(Experts { shared: init(2), own: init(2 + ddp.rank()) }, &config);
+        let (saved, other) = (model()?, model()?);
+        let checkpoints = ddp.checkpoints(directory.path())?;
+        checkpoints.save(1, |c| c.model(&saved))?;
+        let own = param_hash(&other.own)?;
+        let loaded = checkpoints.latest()?.expect("it was saved").model(other)?;
+        assert_eq!(param_hash(&loaded.shared)?, param_hash(&saved.shared)?);
+        let expected = if ddp.is_main() { param_hash(&saved.own)? } else { own };
+        assert_eq!(param_hash(&loaded.own)?, expected, "the file holds rank 0's");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
 fn a_directory_that_cannot_be_is_an_error_on_every_rank() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("file");

@@ -14,7 +14,7 @@ use serde::de::DeserializeOwned;
 use super::manifest::{Checksum, Manifest};
 use super::{load_model, load_state};
 use crate::ddp::Ddp;
-use crate::model::schema::Entry;
+use crate::model::schema::{Entry, Schema};
 use crate::model::tensor_file::TensorFile;
 use crate::model::values::values;
 use crate::{Error, Result, agreement, byte_stream, main_first};
@@ -74,7 +74,9 @@ impl Checkpoint {
         let name = format!("{}model.bpk", self.prefix);
         let entries = self.manifest.models.get(&name).ok_or_else(|| self.missing(&name))?;
         let group = self.ddp.group();
-        let fits = values(&model).and_then(|(schema, _)| match difference(entries, &schema.entries) {
+        // The model of another rank may differ in local parameters.
+        let is_other = |schema: &Schema| difference(entries, &schema.entries).filter(|_| self.ddp.is_main());
+        let fits = values(&model).and_then(|(schema, _)| match is_other(&schema) {
             None => Ok(()),
             Some(difference) => Err(Error::invalid(format!("the checkpoint is of another model: {difference}"))),
         });

@@ -12,7 +12,6 @@ use burn_ddp_comm::ProcessGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-
 use sha2::Sha256;
 
 use super::manifest::{Checksum, Manifest};
