@@ -571,3 +571,38 @@ fn gradients_are_clipped_by_the_norm_over_all_parts() {
         }
     }
 }
+
+#[test]
+fn what_stays_whole_is_compared_between_the_ranks() {
+    let differs = |changed: &str| {
+        let errors = Ddp::spawn(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let model = Gpt::new(&device, 0);
+            let model = Gpt { down: model.down.clone().no_grad(), ..model };
+            let mut model = ddp.wrap_with(model, &sharded())?;
+            ddp.check_replicas(&model)?;
+            if ddp.rank() == 1 {
+                match changed {
+                    "norm.gamma" => model.norm = model.norm.map(&mut Add(1.0)),
+                    "down.weight" => model.down = model.down.map(&mut Add(1.0)).no_grad(),
+                    // Rows that no other rank has, so that nothing can be compared.
+                    _ => model.query = model.query.map(&mut AddToMatrix),
+                }
+            }
+            Ok(ddp.check_replicas(&model).err().map_or("no error".into(), |e| e.to_string()))
+        });
+        errors.unwrap()
+    };
+    for (changed, expected) in [("norm.gamma", "norm."), ("down.weight", "down."), ("query.weight", "no error")] {
+        assert!(differs(changed).iter().all(|error| error.contains(expected)), "{changed}: {:?}", differs(changed));
+    }
+}
+
+/// Adds 1 to matrices.
+struct AddToMatrix;
+
+impl ModuleMapper for AddToMatrix {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if D == 2 { Add(1.0).map_float(param) } else { param }
+    }
+}

@@ -115,8 +115,8 @@ impl WrappedModel {
             if let Some(sum) = state.slots[slot].partial.take() {
                 self.put(state, slot, sum)?;
             } else if let Some(shards) = shards.filter(|_| !state.slots[slot].done && state.sharded.must_reduce(slot)) {
-                let (s, device) = (&self.slots[slot], state.sentinel.device());
-                let reduced = state.sharded.reduce(shards, s, slot, None, micro_batch.divisor, &device);
+                let device = state.sentinel.device();
+                let reduced = state.sharded.reduce(shards, slot, None, micro_batch.divisor, &device);
                 reduced.inspect_err(|error| tell_peers(&self.ddp, error))?;
             }
         }

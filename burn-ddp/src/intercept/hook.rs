@@ -99,7 +99,7 @@ impl WrappedModel {
             None => state.reducer.put(slot, gradient),
             Some(shards) => {
                 let micro_batch = state.reducer.micro_batch();
-                let put = state.sharded.put(shards, &self.slots[slot], slot, gradient, micro_batch);
+                let put = state.sharded.put(shards, slot, gradient, micro_batch);
                 // The other ranks may wait for this gradient.
                 put.inspect_err(|error| tell_peers(&self.ddp, error))
             }

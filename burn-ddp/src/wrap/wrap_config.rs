@@ -128,7 +128,8 @@ impl WrapConfig {
     /// by at most 1e-3 of themselves (1e-2 for f16 and bf16) are rounding: training goes on, with a warning the first
     /// time and a count in [`Stats::rounded`](crate::Stats::rounded). A larger difference, and any in a parameter that
     /// did not move, fails the backward on every rank with [`Error::ReplicasDiffer`], which names the parameter and
-    /// the rank.
+    /// the rank. Of [sharded](Self::with_sharding) parameters each rank has rows that no other one has, so those are
+    /// not compared.
     ///
     /// Rounding differs between ranks since Burn need not repeat its bits: on Flex sums over 4 Mi elements and more
     /// (norm clipping, LAMB, Adafactor, Muon), and on GPUs of different kinds. It is not corrected: parameters and

@@ -104,6 +104,11 @@ impl ShardGroup {
         self.group.rank()
     }
 
+    /// The whole parameter of a slot.
+    pub(super) fn slot(&self, slot: usize) -> &Slot {
+        &self.slots[slot]
+    }
+
     /// Division of a slot.
     pub(crate) fn rows(&self, slot: usize) -> Rows {
         let s = &self.slots[slot];

@@ -14,7 +14,7 @@ use burn::tensor::TensorData;
 use super::shard_group::ShardGroup;
 use crate::Result;
 use crate::convert::{burn_dtype, comm_dtype};
-use crate::gradients::{Contribution, GradientMemory, MicroBatch, Slot, Sum};
+use crate::gradients::{Contribution, GradientMemory, MicroBatch, Sum};
 
 /// Gradients of the sharded parameters of one wrapped model on backend `B`.
 pub(in crate::intercept) struct ShardedGradients<B: Backend> {
@@ -98,11 +98,11 @@ impl<B: GradientMemory> ShardedGradients<B> {
     pub(in crate::intercept) fn put(
         &mut self,
         shards: &ShardGroup,
-        s: &Slot,
         slot: usize,
         gradient: FloatTensor<B>,
         micro_batch: MicroBatch,
     ) -> Result<()> {
+        let s = shards.slot(slot);
         let (device, shape, dtype) = (gradient.device(), gradient.shape(), gradient.dtype());
         if shape.to_vec() != s.dims || comm_dtype(dtype) != Some(s.dtype) {
             let (path, dims, expected) = (&s.path, &s.dims, s.dtype);
@@ -125,7 +125,7 @@ impl<B: GradientMemory> ShardedGradients<B> {
             }
         }
         match micro_batch.reducing {
-            true => self.reduce(shards, s, slot, whole, micro_batch.divisor, &device),
+            true => self.reduce(shards, slot, whole, micro_batch.divisor, &device),
             false => Ok(()),
         }
     }
@@ -135,12 +135,12 @@ impl<B: GradientMemory> ShardedGradients<B> {
     pub(in crate::intercept) fn reduce(
         &mut self,
         shards: &ShardGroup,
-        s: &Slot,
         slot: usize,
         whole: Option<Vec<u8>>,
         divisor: f64,
         device: &B::Device,
     ) -> Result<()> {
+        let s = shards.slot(slot);
         let Some(agreed) = &self.agreement else {
             return Err(shards.fault(format!("the gradient of {} came before the ranks agreed on it", s.path)));
         };
