@@ -9,8 +9,10 @@
 //! not by the monitor, since the process may exit right after; the kernel delivers what was written. One thing could
 //! destroy it: a socket closed while it holds unread bytes is reset, and a reset discards what the network has not
 //! delivered yet. Unread bytes can only be a message that the peer sent at the very same time: its own goodbye, and
-//! then it no longer cares; or a failure, and then the world has ended anyway. In a process that lives on, the monitor
-//! keeps reading until the peers have closed (or [`LINGER`](monitor::LINGER) is over), so that nothing is reset.
+//! then it no longer cares; a failure, and then the world has ended anyway; or a heartbeat or another rank's message,
+//! where only a goodbye that the network loses at that moment is not sent again. In a process that lives on, the
+//! monitor keeps reading until the peers have closed (or [`LINGER`](monitor::LINGER) is over), so that nothing is
+//! reset.
 
 mod monitor;
 mod proc_exit;
