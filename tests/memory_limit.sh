@@ -1,14 +1,14 @@
 #!/bin/bash
-# `gpt` in control groups that limit the memory of each of four ranks to less than parameters, gradients and Adam's state
+# `gpt` in control groups that limit the memory of each of four ranks to two thirds of what parameters, gradients and Adam's state
 # take: it trains with --shard, and is killed without.
-# Usage: memory_limit.sh [FOLDER OF gpt AND burnrun, target/debug [MIB PER RANK, 460]]; needs root and a memory controller
+# Usage: memory_limit.sh [FOLDER OF gpt AND burnrun, target/debug [MIB PER RANK, 390]]; needs root and a memory controller
 # of control groups, v1 or v2.
 set -u
 bin=$(realpath "${1:-$(dirname "$0")/../target/debug}")
 work=$(mktemp -d)
 # 146 MiB of parameters: 585 MiB with gradients and two moments.
 model="--layers 3 --width 1024 --heads 8 --context 16 --batch-size 8 --epochs 1 --sample 4"
-limit=$((${2:-460} << 20))
+limit=$((${2:-390} << 20))
 
 if [ -w /sys/fs/cgroup/memory ]; then
     groups=/sys/fs/cgroup/memory/burn-ddp-$$ file=memory.limit_in_bytes

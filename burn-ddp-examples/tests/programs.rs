@@ -156,7 +156,13 @@ fn a_sharded_transformer_trains_evaluates_and_writes_as_a_whole_one() {
     let text = |shown: &str| shown.lines().last().unwrap().to_owned();
     assert!(text(&written).starts_with("th"), "{written}");
     assert_eq!(text(&sharded_written), text(&written));
-    fails(GPT, "--shard --checkpoints x", "--shard' cannot be used with '--checkpoints");
+
+    // Goes on from a checkpoint of parts, on another number of ranks, with whole parameters.
+    let checkpoints = dir.path().join("checkpoints");
+    let saved = format!("--checkpoints {}", checkpoints.display());
+    let (parts, _) = train_on_text(dir.path(), 64, &format!("--nproc 2 --epochs 1 --shard {saved}"));
+    let (resumed, _) = train_on_text(dir.path(), 64, &format!("--nproc 3 --epochs 2 {saved}"));
+    assert_eq!(resumed.train_loss[..1], parts.train_loss);
     fails(GPT, "--nproc 2 --shard --context 8000 --sample 0", "1 test items for 2 ranks");
 }
 

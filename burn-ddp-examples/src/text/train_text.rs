@@ -52,7 +52,7 @@ pub struct TextArgs {
     pub dropout: f64,
 
     /// Divide large parameters, their gradients and the optimizer's state between the ranks, as FSDP does
-    #[arg(long, conflicts_with = "checkpoints")]
+    #[arg(long)]
     pub shard: bool,
 
     /// Start of the text that is written after the training
