@@ -102,7 +102,7 @@ impl Ddp {
                  other into the weights"
             )));
         }
-        let model = intercept::whole(model, true)?;
+        let model = intercept::whole(model)?;
         // Burn removes a reparameterization by folding it in; ours is the identity.
         Ok(intercept::bypass(|| model.materialize()))
     }

@@ -78,11 +78,10 @@ pub(crate) fn sharded_parameters<M: Module>(model: &M) -> Vec<ShardedParameter> 
     find.0
 }
 
-/// `model` with each sharded parameter made whole where `keeps` is true, one after the other. What other ranks get is
-/// dropped at once. *Collective* if there are sharded parameters.
+/// `model` with each sharded parameter made whole, one after the other. *Collective* if there are sharded parameters.
 ///
 /// The model still has its taps, so it must only be used in [`bypass`].
-pub(crate) fn whole<M: Module>(model: M, keeps: bool) -> Result<M> {
+pub(crate) fn whole<M: Module>(model: M) -> Result<M> {
     if !is_sharded(&model) {
         return Ok(model);
     }
@@ -103,7 +102,7 @@ pub(crate) fn whole<M: Module>(model: M, keeps: bool) -> Result<M> {
     }
     let mut taps = Taps(VecDeque::new());
     walk(&model, &mut taps);
-    let mut gather = Gather { taps: taps.0, keeps, error: None };
+    let mut gather = Gather { taps: taps.0, error: None };
     let model = bypass(|| model.map(&mut gather));
     gather.error.map_or(Ok(model), Err)
 }
@@ -111,7 +110,6 @@ pub(crate) fn whole<M: Module>(model: M, keeps: bool) -> Result<M> {
 struct Gather {
     /// Tap of each float parameter and buffer to come, if it is sharded.
     taps: VecDeque<Option<TapHandle>>,
-    keeps: bool,
     /// The first error; nothing is gathered after it.
     error: Option<Error>,
 }
@@ -124,11 +122,11 @@ impl ModuleMapper for Gather {
         }
         let (id, part, mapper) = param.consume();
         let value = match gathered(&tap, &part) {
-            Ok(Some(data)) if self.keeps => {
+            Ok(Some(data)) => {
                 let whole = Tensor::from_data(data, (&part.device(), part.dtype()));
                 whole.set_require_grad(part.is_require_grad())
             }
-            Ok(_) => part,
+            Ok(None) => part,
             Err(error) => {
                 self.error = Some(error);
                 part
