@@ -258,8 +258,8 @@ fn the_first_machine_says_what_to_run_on_the_next() {
     assert_eq!(
         command,
         format!(
-            "burnrun --nproc-per-node 1 --bind-to none --nnodes 2 --master-addr 127.0.0.1 --master-port {port} \
-             --secret-file {secret} --join-timeout 60 --peer-timeout 60 --node-rank 1 sh -c 'echo first'"
+            "burnrun --nproc-per-node 1 --nnodes 2 --master-addr 127.0.0.1 --master-port {port} --secret-file {secret} \
+             --join-timeout 60 --peer-timeout 60 --node-rank 1 sh -c 'echo first'"
         )
     );
 }
