@@ -99,7 +99,8 @@ fn first(report: &Report) -> Option<&Cause> {
 fn slow_loaders_are_told_from_one_slow_loader() {
     let report = slow_loader();
     assert_eq!(first(&report), Some(&Cause::Data), "{report}");
-    assert!(report.data >= LONG && report.steps == STEPS as u64 - 1, "{report}");
+    // The loader reads ahead: a little of it is hidden.
+    assert!(report.data >= LONG / 2 && report.steps == STEPS as u64 - 1, "{report}");
     let report = slow_loader_of_one_rank();
     assert!(matches!(first(&report), Some(Cause::DataOfSomeRanks { ranks, .. }) if *ranks == [WORLD - 1]), "{report}");
 }

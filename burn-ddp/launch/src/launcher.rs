@@ -53,7 +53,7 @@ impl Launcher {
         let spec = JobSpec {
             program: Program { program: program.into(), args, env: Vec::new() },
             nproc: 1,
-            bind_to: None,
+            bind_to: BindTo::None,
             stdio: Stdio::default(),
             grace: Self::DEFAULT_GRACE,
             max_restarts: 0,
@@ -82,12 +82,10 @@ impl Launcher {
     }
 
     /// Cores to which each rank is bound, of those that this process may use; never one that the ranks of another
-    /// launcher on this machine are bound to. Without this, ranks are bound to cores of their own
-    /// ([`BindTo::Core`]) where this process is bound to a part of the machine's cores and they suffice, as a
-    /// scheduler does it, and not bound elsewhere.
+    /// launcher on this machine are bound to. [`BindTo::None`] without this.
     #[must_use]
     pub fn bind_to(mut self, to: BindTo) -> Self {
-        self.spec.bind_to = Some(to);
+        self.spec.bind_to = to;
         self
     }
 

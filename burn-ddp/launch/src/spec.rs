@@ -36,8 +36,7 @@ pub enum Stdio {
 pub(crate) struct JobSpec {
     pub(crate) program: Program,
     pub(crate) nproc: usize,
-    /// Cores of the ranks; `None` leaves it to the affinity of this process.
-    pub(crate) bind_to: Option<BindTo>,
+    pub(crate) bind_to: BindTo,
     pub(crate) stdio: Stdio,
     pub(crate) grace: Duration,
     pub(crate) max_restarts: u32,

@@ -5,19 +5,19 @@
 mod common;
 
 use std::collections::BTreeSet;
-use std::path::Path;
 use std::process::Command;
+use std::sync::Mutex;
 
 use common::{Job, run, script};
 
 /// Prints the cores of a rank and the threads of its pools.
 const SHOW: &str = "grep Cpus_allowed_list: /proc/self/status; echo threads: $RAYON_NUM_THREADS";
 
-/// `burnrun`, whose locks on cores are in `directory`, so that other jobs of this machine do not matter.
-fn bound(directory: &Path, nproc: usize, options: &[&str], text: &str) -> Command {
-    let mut command = script(nproc, &[&["--stdio", "plain"], options].concat(), text);
-    command.env("TMPDIR", directory);
-    command
+/// Held by the test that binds ranks: the others would find its cores taken.
+static CORES: Mutex<()> = Mutex::new(());
+
+fn bound(nproc: usize, options: &[&str], text: &str) -> Command {
+    script(nproc, &[&["--stdio", "plain"], options].concat(), text)
 }
 
 /// Numbers of a list such as `0-3,8`.
@@ -41,9 +41,9 @@ fn own_cores() -> BTreeSet<usize> {
 
 #[test]
 fn each_rank_has_cores_of_its_own_and_as_many_threads() {
-    let (directory, own) = (tempfile::tempdir().unwrap(), own_cores());
+    let (_cores, own) = (CORES.lock(), own_cores());
     let nproc = own.len().min(2);
-    let finished = run(&mut bound(directory.path(), nproc, &["--bind-to", "core"], SHOW));
+    let finished = run(&mut bound(nproc, &["--bind-to", "core"], SHOW));
     assert_eq!(finished.code(), 0, "{finished:?}");
     let cores: Vec<_> = shown(&finished.stdout, "Cpus_allowed_list:").map(numbers).collect();
     assert_eq!(cores.len(), nproc);
@@ -59,12 +59,12 @@ fn each_rank_has_cores_of_its_own_and_as_many_threads() {
 
 #[test]
 fn cores_of_another_job_are_left_alone_until_it_ends() {
-    let (directory, own) = (tempfile::tempdir().unwrap(), own_cores());
-    let first = Job::start(&mut bound(directory.path(), 1, &["--bind-to", "numa"], "echo here; sleep 60"));
+    let (_cores, own) = (CORES.lock(), own_cores());
+    let first = Job::start(&mut bound(1, &["--bind-to", "numa"], "echo here; sleep 60"));
     assert_eq!(first.line(), "here");
     // It holds a node, or the cores of this process there.
     let nproc = own.len().to_string();
-    let second = |to: &str| run(&mut bound(directory.path(), own.len(), &["--bind-to", to], "true"));
+    let second = |to: &str| run(&mut bound(own.len(), &["--bind-to", to], "true"));
     let refused = second("core");
     assert_eq!(refused.code(), 1, "{refused:?}");
     for part in [&format!("cannot bind {nproc} ranks to cores")[..], "other jobs", "taskset -c", "--bind-to none"] {
@@ -78,33 +78,8 @@ fn cores_of_another_job_are_left_alone_until_it_ends() {
 
 #[test]
 fn more_ranks_than_cores_are_refused_with_the_fix() {
-    let (directory, cores) = (tempfile::tempdir().unwrap(), own_cores().len());
-    let refused = run(&mut bound(directory.path(), cores + 1, &["--bind-to", "core"], "true"));
+    let (_cores, cores) = (CORES.lock(), own_cores().len());
+    let refused = run(&mut bound(cores + 1, &["--bind-to", "core"], "true"));
     assert_eq!(refused.code(), 1, "{refused:?}");
     assert!(refused.stderr.contains(&format!("(-n {cores})")), "{refused:?}");
-}
-
-#[test]
-fn ranks_of_a_launcher_that_is_bound_are_bound_without_being_asked() {
-    let (directory, own) = (tempfile::tempdir().unwrap(), own_cores());
-    let online = numbers(&std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap());
-    if own.len() < 2 || online.len() < 3 {
-        println!("skipped: this test needs 2 of 3 cores");
-        return;
-    }
-    // A part of the machine's cores, two of them.
-    let two: Vec<String> = own.iter().take(2).map(usize::to_string).collect();
-    let inner = bound(directory.path(), 2, &[], SHOW);
-    let mut command = Command::new("taskset");
-    command
-        .args(["-c", &two.join(",")])
-        .arg(inner.get_program())
-        .args(inner.get_args())
-        .env("TMPDIR", directory.path());
-    command.env_remove("BURNRUN_BIND_TO").env_remove("RAYON_NUM_THREADS");
-    let finished = run(&mut command);
-    assert_eq!(finished.code(), 0, "{finished:?}");
-    let mut cores: Vec<String> = shown(&finished.stdout, "Cpus_allowed_list:").map(str::to_owned).collect();
-    cores.sort_by_key(|core| core.parse::<usize>().unwrap());
-    assert_eq!(cores, two, "{finished:?}");
 }

@@ -8,7 +8,6 @@ use burn::tensor::Device;
 use burn_ddp_comm::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
-use super::DEFAULT_WORKERS;
 use super::DataError;
 use super::sharded_loader::Weigh;
 use super::stream::StreamSource;
@@ -73,7 +72,7 @@ impl Ddp {
             batcher: Arc::new(batcher),
             batch_size: 1,
             weigh: None,
-            num_workers: DEFAULT_WORKERS,
+            num_workers: 0,
             device: None,
         }
     }
@@ -106,8 +105,9 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamBuilder<I, O> {
         self
     }
 
-    /// Threads that each read a part of their own ahead of the loop, whose batches come in turn; 1 by default. With 0
-    /// the rank has one part too, read when a batch is asked for.
+    /// Threads that each read a part of their own ahead of the loop, whose batches come in turn. With 0, the default,
+    /// the rank has one part too, read when a batch is asked for: nothing is taken from a source, such as a queue, that
+    /// an epoch which ends early would lose. Threads live as long as their epoch.
     ///
     /// Memory and batchers that draw random numbers: as for [`LoaderBuilder`](super::LoaderBuilder::num_workers).
     pub fn num_workers(mut self, num_workers: usize) -> Self {

@@ -25,6 +25,8 @@ thread_local! {
 /// were there. What this crate loads and saves itself keeps ids and is not noted.
 pub(super) fn report_records<const D: usize>(param: Param<Tensor<D>>, tap: &TapHandle) -> Param<Tensor<D>> {
     let (model, slot) = (tap.model.id, tap.slot);
+    // What is read through the tap of a sharded parameter has all rows; a record would get those of this rank.
+    let rows = tap.model.is_divided(slot).then(|| tap.model.slots[slot].dims[0]);
     let (id, value, mapper) = param.consume();
     let (loading, saving) = (mapper.clone(), mapper.clone());
     let param = Param::from_mapped_value(id, value, mapper);
@@ -39,7 +41,9 @@ pub(super) fn report_records<const D: usize>(param: Param<Tensor<D>>, tap: &TapH
             return saving.on_save(value);
         }
         // A visitor sees the parameter without its tap. A program that transforms it itself reads it through the tap.
-        let through_tap = LAST.get() == Some((Event::Read, model, slot)) && !value.is_require_grad();
+        let through_tap = LAST.get() == Some((Event::Read, model, slot))
+            && !value.is_require_grad()
+            && rows.is_none_or(|rows| value.dims()[0] == rows);
         LAST.set((!through_tap).then_some((Event::Saved, model, slot)));
         saving.on_save(value)
     })

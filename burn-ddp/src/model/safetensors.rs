@@ -4,13 +4,13 @@
 //! depends on.
 
 use std::cmp::Reverse;
-use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 use burn::tensor::{DType, TensorData};
 use serde_json::{Map, Value, json};
 
+use super::save::Temporary;
 use super::schema::Snapshot;
 use crate::convert::with_dtype;
 
@@ -29,21 +29,14 @@ struct Entry {
 /// Writes `snapshot` to a temporary file beside `path`, syncs it, renames it, and syncs the directory.
 pub(super) fn save(snapshot: Snapshot, path: &Path) -> Result<(), String> {
     let entries = entries(snapshot)?;
-    let directory = path.parent().filter(|directory| !directory.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let name = path.file_name().ok_or("the path names no file")?.to_string_lossy();
-    // A name as Burn's, which the next save to `path` removes if this one is killed.
-    let temporary = directory.join(format!("{name}.{}-0.tmp", std::process::id()));
-    let written = (|| -> io::Result<()> {
-        let mut file = BufWriter::new(File::create(&temporary)?);
+    let written = || -> io::Result<()> {
+        let (file, temporary) = Temporary::create(path)?;
+        let mut file = BufWriter::new(file);
         write(&entries, &mut file)?;
         file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
-        fs::rename(&temporary, path)?;
-        File::open(directory)?.sync_all()
-    })();
-    written.map_err(|error| {
-        let _ = fs::remove_file(&temporary);
-        error.to_string()
-    })
+        temporary.publish(path)
+    };
+    written().map_err(|error| error.to_string())
 }
 
 /// Tensors with wide elements come first: then all are aligned without gaps, which the format forbids.

@@ -114,10 +114,10 @@ fn with_extension(path: &Path, extension: &str) -> PathBuf {
 }
 
 /// A file beside the one that it becomes, as Burn names and writes them. Removed on drop.
-struct Temporary(PathBuf);
+pub(super) struct Temporary(PathBuf);
 
 impl Temporary {
-    fn create(path: &Path) -> io::Result<(File, Self)> {
+    pub(super) fn create(path: &Path) -> io::Result<(File, Self)> {
         static NUMBER: AtomicUsize = AtomicUsize::new(0);
         let mut name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?.to_os_string();
         name.push(format!(".{}-{}.tmp", std::process::id(), NUMBER.fetch_add(1, Relaxed)));
@@ -127,7 +127,7 @@ impl Temporary {
     }
 
     /// Gives the file its name, with the permissions of the file that it replaces.
-    fn publish(self, path: &Path) -> io::Result<()> {
+    pub(super) fn publish(self, path: &Path) -> io::Result<()> {
         if let Some(replaced) = fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file) {
             fs::set_permissions(&self.0, replaced.permissions())?;
         }

@@ -1,6 +1,7 @@
 //! `Ddp::report`: why a run is slow, in words with numbers.
 
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
@@ -35,7 +36,7 @@ pub struct Report {
     /// Causes that take at least 15 % of the step, the largest first. Empty if there is no bottleneck.
     pub bottlenecks: Vec<Bottleneck>,
     /// Memory that the wrapped models of each rank take, by rank, without the optimizer's state.
-    pub memory: Vec<MemoryUse>,
+    pub memory: BTreeMap<usize, MemoryUse>,
 }
 
 /// A cause of slow steps, from [`Report::bottlenecks`]. `Display` adds what would help.
@@ -123,13 +124,14 @@ impl Ddp {
     /// })?;
     /// println!("{}", reports[0]); // … bottleneck: rank 1 is slow …
     /// assert_eq!(reports[0], reports[1]);
-    /// assert_eq!(reports[0].memory[1].parameters, 20); // a weight of four elements, and a bias
+    /// assert_eq!(reports[0].memory[&1].parameters, 20); // a weight of four elements, and a bias
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
     #[track_caller]
     pub fn report(&self) -> Result<Option<Report>> {
         let own: (Stats, MemoryUse) = (self.state().meter.after_first_step(), self.state().meter.memory());
         let (stats, memory): (Vec<Stats>, Vec<_>) = self.group().all_gather_object(&own)?.into_iter().unzip();
+        let memory: BTreeMap<usize, MemoryUse> = self.group().ranks().iter().copied().zip(memory).collect();
         let ranks: Vec<(usize, Stats)> = self.group().ranks().iter().copied().zip(stats).collect();
         Ok(judge(&ranks).map(|report| Report { memory, ..report }))
     }
@@ -154,7 +156,7 @@ impl fmt::Display for Report {
             [] => write!(f, "; no bottleneck beside compute"),
             all => all.iter().try_for_each(|bottleneck| write!(f, "; bottleneck: {bottleneck}")),
         }?;
-        match memory.iter().enumerate().max_by_key(|(rank, memory)| (memory.total(), Reverse(*rank))) {
+        match memory.iter().max_by_key(|(rank, memory)| (memory.total(), Reverse(**rank))) {
             None => Ok(()),
             Some((rank, memory)) => write!(f, "; memory of rank {rank}, which holds most: {memory}"),
         }
@@ -232,7 +234,7 @@ mod tests {
             },
         ];
         let (calls, saving) = (Duration::ZERO, Duration::ZERO);
-        let memory = vec![MemoryUse::default(); 2];
+        let memory = (0..2).map(|rank| (rank, MemoryUse::default())).collect();
         let report = Report { steps: 99, step: time(100), compute, data, wait, calls, saving, bottlenecks, memory };
         assert_eq!(
             report.to_string(),

@@ -1,6 +1,7 @@
 //! From the counters of all ranks to what makes a run slow: a pure function.
 
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::report::{Bottleneck, Cause, Report};
@@ -101,7 +102,7 @@ pub(super) fn judge(ranks: &[(usize, Stats)]) -> Option<Report> {
         calls,
         saving,
         bottlenecks: found.filter(|bottleneck| bottleneck.share >= MIN_SHARE).collect(),
-        memory: Vec::new(),
+        memory: BTreeMap::new(),
     })
 }
 

@@ -64,6 +64,7 @@ pub(super) fn memory(
         gradients += if entry.trainable { bytes } else { 0 };
     }
     let (mut sharded, mut largest) = (0, 0);
+    let largest_whole = slots.iter().filter(|s| !s.sharded).map(Slot::len_bytes).max().unwrap_or(0);
     for s in slots.iter().filter(|s| s.sharded) {
         let rows = Rows { rows: s.dims[0], row_bytes: s.len_bytes() / s.dims[0], world };
         let left_out = s.len_bytes() - rows.bytes_of(rank).len();
@@ -71,7 +72,9 @@ pub(super) fn memory(
         sharded += rows.bytes_of(rank).len();
         largest = largest.max(rows.sent_bytes() * world);
     }
-    let buckets = caps.map_or(0, |caps| (3 * caps.bytes).min(gradients - sharded));
+    // A parameter above the cap has a bucket of its own.
+    let of_three = |caps: Caps| caps.bytes.max(largest_whole).saturating_mul(3);
+    let buckets = caps.map_or(0, |caps| of_three(caps).min(gradients - sharded));
     // Rows of the other ranks, and this rank's twice.
     let rows_of_ranks = largest + largest / world;
     MemoryUse {

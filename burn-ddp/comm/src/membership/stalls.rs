@@ -50,7 +50,10 @@ impl Membership {
             let local = &self.shared.local_ranks[rank];
             return Some(Activity { left, hidden_by: None, silent: None, beat: Some(local.heartbeat()) });
         }
-        let through = self.routes.through(rank, |rank| self.has_left(rank)).unwrap_or_default();
+        let Some(through) = self.routes.through(rank, |rank| self.has_left(rank)) else {
+            // What was heard of it before the last rank on the way left is old.
+            return Some(Activity { left, hidden_by: None, silent: None, beat: None });
+        };
         let liveness = lock(&self.shared.liveness);
         let hidden_by = through.into_iter().find(|through| liveness.suspects(*through));
         let silent = liveness.suspects(rank).then(|| liveness.silence(rank, Instant::now())).flatten();

@@ -1,51 +1,56 @@
-//! Locks on cores, so that no two launchers of this machine bind ranks to the same: a file per processor, locked for
-//! as long as the job lives. The kernel unlocks the files of a launcher that is killed.
+//! Locks on cores, so that no two launchers of this machine bind ranks to the same: an abstract unix socket per
+//! processor, bound for as long as the job lives. It is no file that could stay behind, be another user's or lead
+//! elsewhere, and the kernel frees it when the launcher ends in any way. Network namespaces have names of their own.
 
-use std::fs::{self, File, OpenOptions, Permissions, TryLockError};
 use std::io;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
 
-/// Processors that this process holds, each with the lock of its file.
+/// Name of the lock that a launcher holds while it chooses.
+const CHOICE: &str = "burn-ddp-cores";
+/// Longest time that a launcher may need to choose.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Processors that this process holds.
 pub(super) struct CoreLocks {
-    held: Vec<(u16, Lock)>,
-    /// A lock on the directory, which keeps services that clean up old files out of it.
-    _directory: Lock,
+    held: Vec<(u16, UnixListener)>,
 }
 
-/// A locked file.
-struct Lock(File);
+/// This process's turn to choose: no other launcher takes processors meanwhile.
+pub(super) struct Turn(#[expect(dead_code, reason = "held")] UnixListener);
 
-/// Unlocks it, also for copies of the descriptor in child processes that are about to become other programs.
-impl Drop for Lock {
-    fn drop(&mut self) {
-        // It was locked, and closing unlocks it too.
-        let _ = self.0.unlock();
+impl Turn {
+    /// Waits for the turn.
+    ///
+    /// # Errors
+    ///
+    /// [`TimedOut`](io::ErrorKind::TimedOut) if another process keeps it for 10 seconds.
+    pub(super) fn take() -> io::Result<Turn> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(lock) = lock(CHOICE)? {
+                return Ok(Turn(lock));
+            }
+            if Instant::now() >= deadline {
+                return Err(io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    format!("another process has held the abstract unix socket {CHOICE} for 10 s"),
+                ));
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
-}
-
-/// Directory of the files, the same for all users of this machine.
-pub(super) fn directory() -> PathBuf {
-    std::env::temp_dir().join("burn-ddp-cores")
 }
 
 impl CoreLocks {
     /// Locks those of `processors` that are free; yields the locks, and the processors that other processes hold.
-    pub(super) fn take(directory: &Path, processors: &[u16]) -> io::Result<(CoreLocks, Vec<u16>)> {
-        if fs::create_dir(directory).is_ok() {
-            // Other users make files as well, and none removes another's.
-            fs::set_permissions(directory, Permissions::from_mode(0o1777))?;
-        }
-        let guard = File::open(directory)?;
-        guard.lock_shared()?;
-        let mut locks = CoreLocks { held: Vec::new(), _directory: Lock(guard) };
+    pub(super) fn take(_: &Turn, processors: &[u16]) -> io::Result<(CoreLocks, Vec<u16>)> {
+        let mut locks = CoreLocks { held: Vec::new() };
         let mut others = Vec::new();
         for processor in processors {
-            let file = open(&directory.join(format!("cpu{processor}")))?;
-            match file.try_lock() {
-                Ok(()) => locks.held.push((*processor, Lock(file))),
-                Err(TryLockError::WouldBlock) => others.push(*processor),
-                Err(TryLockError::Error(e)) => return Err(e),
+            match lock(&format!("burn-ddp-cpu{processor}"))? {
+                Some(lock) => locks.held.push((*processor, lock)),
+                None => others.push(*processor),
             }
         }
         Ok((locks, others))
@@ -57,46 +62,43 @@ impl CoreLocks {
     }
 }
 
-/// A file that may be another user's: a lock needs no right to write it.
-fn open(path: &Path) -> io::Result<File> {
-    let plain = || OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path);
-    match plain() {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            match OpenOptions::new().write(true).create_new(true).mode(0o644).open(path) {
-                // Another launcher was faster.
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => plain(),
-                other => other,
-            }
-        }
-        other => other,
+/// Binds the abstract name `name`; `None` if another socket has it.
+#[cfg(target_os = "linux")]
+fn lock(name: &str) -> io::Result<Option<UnixListener>> {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::SocketAddr;
+    match UnixListener::bind_addr(&SocketAddr::from_abstract_name(name)?) {
+        Ok(listener) => Ok(Some(listener)),
+        Err(e) if e.kind() == io::ErrorKind::AddrInUse => Ok(None),
+        Err(e) => Err(e),
     }
 }
 
-#[cfg(test)]
+#[cfg(not(target_os = "linux"))]
+fn lock(_: &str) -> io::Result<Option<UnixListener>> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+#[cfg(all(test, target_os = "linux"))]
 mod tests {
     use super::*;
 
     #[test]
     fn a_core_is_held_by_one_process_at_a_time() {
-        let directory = tempfile::tempdir().unwrap();
-        let directory = directory.path().join("cores");
-        let (mut one, others) = CoreLocks::take(&directory, &[0, 1, 2]).unwrap();
+        // No machine has these.
+        let [a, b, c, d] = [0, 1, 2, 5].map(|nth| 60_000 + nth);
+        let turn = Turn::take().unwrap();
+        let (mut one, others) = CoreLocks::take(&turn, &[a, b, c]).unwrap();
         assert_eq!(others, [0_u16; 0]);
-        one.give_back(|processor| processor == 1);
-        let (two, others) = CoreLocks::take(&directory, &[0, 1, 5]).unwrap();
-        assert_eq!(others, [0]);
-        assert_eq!(two.held.iter().map(|(processor, _)| *processor).collect::<Vec<_>>(), [1, 5]);
+        one.give_back(|processor| processor == b);
+        let (two, others) = CoreLocks::take(&turn, &[a, b, d]).unwrap();
+        assert_eq!(others, [a]);
+        assert_eq!(two.held.iter().map(|(processor, _)| *processor).collect::<Vec<_>>(), [b, d]);
         drop(one);
-        let (_, others) = CoreLocks::take(&directory, &[0, 1]).unwrap();
-        assert_eq!(others, [1]);
-    }
-
-    #[test]
-    fn a_link_is_not_followed() {
-        let directory = tempfile::tempdir().unwrap();
-        let target = directory.path().join("target");
-        std::os::unix::fs::symlink(&target, directory.path().join("cpu0")).unwrap();
-        assert!(CoreLocks::take(directory.path(), &[0]).is_err());
-        assert!(!target.exists());
+        // A child process that another test starts has the socket open, too, between fork and exec.
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while CoreLocks::take(&turn, &[a, b]).unwrap().1 != [b] {
+            assert!(Instant::now() < deadline, "a core that was given back is still held");
+        }
     }
 }

@@ -25,14 +25,6 @@ pub(super) fn of_this_process() -> Result<Vec<u16>, String> {
     Err("ranks can be bound to cores on Linux only; leave --bind-to out".into())
 }
 
-/// True if this process may use a part only of the machine's processors: a user, a scheduler or a container has bound
-/// it.
-pub(super) fn is_restricted(sys: &Path) -> bool {
-    let Ok(own) = of_this_process() else { return false };
-    let online = fs::read_to_string(sys.join("cpu/online")).unwrap_or_default();
-    parse_list(&online).iter().any(|processor| !own.contains(processor))
-}
-
 /// The cores of `processors`, ordered by node and number. Processors of which `sys` says nothing are cores of their own
 /// on node 0.
 pub(super) fn list(sys: &Path, processors: &[u16]) -> Vec<Core> {
@@ -124,17 +116,5 @@ mod tests {
         // A system that says nothing.
         let nothing = tempfile::tempdir().unwrap();
         assert_eq!(list(nothing.path(), &[3, 5]), [core(0, &[3]), core(0, &[5])]);
-    }
-
-    #[test]
-    fn a_process_that_may_use_all_is_not_restricted() {
-        let sys = tempfile::tempdir().unwrap();
-        assert!(!is_restricted(sys.path()));
-        fs::create_dir(sys.path().join("cpu")).unwrap();
-        let own = of_this_process().unwrap();
-        fs::write(sys.path().join("cpu/online"), list_text(&own)).unwrap();
-        assert!(!is_restricted(sys.path()));
-        fs::write(sys.path().join("cpu/online"), format!("{},{}", list_text(&own), own.last().unwrap() + 1)).unwrap();
-        assert!(is_restricted(sys.path()));
     }
 }

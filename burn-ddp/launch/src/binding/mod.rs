@@ -12,7 +12,7 @@ mod machine_cores;
 
 use std::path::Path;
 
-use self::core_locks::CoreLocks;
+use self::core_locks::{CoreLocks, Turn};
 use self::machine_cores::{Core, list_text};
 use crate::command::available_cores;
 use crate::error::LaunchError;
@@ -40,17 +40,12 @@ pub(crate) struct Binding {
 }
 
 impl Binding {
-    /// Takes cores for the ranks of `spec`, and shows what was taken. Without a choice by the user ranks are bound to
-    /// cores if the launcher is, and if there are enough.
+    /// Takes cores for the ranks of `spec`, and shows what was taken.
     pub(crate) fn of(spec: &JobSpec) -> Result<Binding, LaunchError> {
         let sys = Path::new("/sys/devices/system");
         let taken = match spec.bind_to {
-            Some(BindTo::None) => None,
-            Some(to) => Some(take(sys, to, spec.nproc).map_err(LaunchError::Binding)?),
-            None if spec.nproc > 1 && machine_cores::is_restricted(sys) => take(sys, BindTo::Core, spec.nproc)
-                .inspect_err(|why| tracing::info!(%why, "ranks are not bound to cores"))
-                .ok(),
-            None => None,
+            BindTo::None => None,
+            to => Some(take(sys, to, spec.nproc).map_err(LaunchError::Binding)?),
         };
         let (shares, held) = taken.unzip();
         let shares = shares.unwrap_or_default();
@@ -83,8 +78,9 @@ impl Binding {
 /// The error says what is missing and the fix.
 fn take(sys: &Path, to: BindTo, ranks: usize) -> Result<(Vec<Vec<u16>>, CoreLocks), String> {
     let allowed = machine_cores::of_this_process()?;
-    let (mut locks, held) = CoreLocks::take(&core_locks::directory(), &allowed)
-        .map_err(|e| format!("cannot lock cores in {}: {e}", core_locks::directory().display()))?;
+    let failed = |e| format!("cannot lock cores: {e}; --bind-to none needs no locks");
+    let turn = Turn::take().map_err(failed)?;
+    let (mut locks, held) = CoreLocks::take(&turn, &allowed).map_err(failed)?;
     let free: Vec<u16> = allowed.iter().copied().filter(|processor| !held.contains(processor)).collect();
     let cores: Vec<Core> = machine_cores::list(sys, &free);
     let shares = match to {

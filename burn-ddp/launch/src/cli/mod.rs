@@ -101,11 +101,11 @@ impl Read {
             StdioMode::Plain => Stdio::Plain,
             StdioMode::FirstRankInherits => Stdio::FirstRankInherits,
         };
-        let bind_to = cli.bind_to.map(|mode| match mode {
+        let bind_to = match cli.bind_to {
             BindMode::Core => BindTo::Core,
             BindMode::Numa => BindTo::Numa,
             BindMode::None => BindTo::None,
-        });
+        };
         let mut words = cli.program.into_iter();
         let program = words.next().unwrap_or_default();
         let mut launcher = Launcher::new(program, words)
@@ -128,7 +128,7 @@ impl Read {
         ] {
             launcher = given.into_iter().fold(launcher, apply);
         }
-        launcher = bind_to.into_iter().fold(launcher, Launcher::bind_to);
+        launcher = launcher.bind_to(bind_to);
         launcher = if cli.encrypt { launcher.env("BURN_DDP_ENCRYPT", "data") } else { launcher };
         launcher = cli.interface.into_iter().fold(launcher, |launcher, name| launcher.env("BURN_DDP_INTERFACE", name));
         launcher = secret_file.into_iter().fold(launcher, Launcher::secret_file);

@@ -31,13 +31,12 @@ pub(super) struct Cli {
     #[arg(default_value = "1", value_parser = parse_nproc, allow_negative_numbers = true)]
     pub(super) nproc_per_node: usize,
 
-    /// Bind each rank to cores: `core`, `numa`, `none` [default: none, or core if burnrun itself is bound]
+    /// Bind each rank to cores: `core`, `numa`, `none`
     ///
     /// Cores are those that burnrun may use (taskset, schedulers and container limits count), without those to which
-    /// another burnrun on this machine has bound ranks. Without this option ranks are bound to cores where burnrun may
-    /// use a part of the machine's cores only, if these suffice.
-    #[arg(long, alias = "bind_to", value_name = "WHAT", env = "BURNRUN_BIND_TO")]
-    pub(super) bind_to: Option<BindMode>,
+    /// another burnrun on this machine has bound ranks. `none`: all ranks may run on all cores that burnrun may use.
+    #[arg(long, alias = "bind_to", value_name = "WHAT", env = "BURNRUN_BIND_TO", default_value = "none")]
+    pub(super) bind_to: BindMode,
 
     /// How often to start all ranks anew after one has failed
     ///

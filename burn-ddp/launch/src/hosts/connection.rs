@@ -123,7 +123,10 @@ fn read(mut pipe: impl Read, output: Output, console: &Mutex<Console>, node: usi
         for line in complete.split_inclusive(|&byte| byte == b'\n') {
             let answer = (output == Output::Stdout).then(|| Answer::read(line.trim_ascii_end())).flatten();
             match answer {
-                Some(answer) => {
+                Some((before, answer)) => {
+                    if !before.is_empty() {
+                        shown.extend(lock(console).pass(before, output));
+                    }
                     lock(console).is_answered();
                     let _ = news.send(News::Answer(node, answer));
                 }

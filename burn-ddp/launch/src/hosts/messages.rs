@@ -49,9 +49,12 @@ impl Answer {
         format!("{MARK}{}", to_line(self))
     }
 
-    /// The answer in a line of output, if it is one.
-    pub(super) fn read(line: &[u8]) -> Option<Self> {
-        serde_json::from_slice(line.strip_prefix(MARK.as_bytes())?).ok()
+    /// The answer at the end of a line of output, if there is one, and what stands before it: a shell's start-up files
+    /// may write without a newline.
+    pub(super) fn read(line: &[u8]) -> Option<(&[u8], Self)> {
+        let mark = MARK.as_bytes();
+        let at = line.windows(mark.len()).position(|window| window == mark)?;
+        Some((&line[..at], serde_json::from_slice(&line[at + mark.len()..]).ok()?))
     }
 }
 
@@ -81,7 +84,10 @@ mod tests {
         for answer in [Answer::Ready { version: "1".into() }, Answer::Report("a\nb \u{2}".into()), Answer::Ended(7)] {
             let line = answer.line();
             assert_eq!(line.matches('\n').count(), 1, "{line:?}");
-            assert_eq!(Answer::read(line.trim_end().as_bytes()), Some(answer));
+            let title = format!("\u{1b}]0;node1\u{7}{line}");
+            for (said, before) in [(&line, &b""[..]), (&title, b"\x1b]0;node1\x07")] {
+                assert_eq!(Answer::read(said.trim_end().as_bytes()), Some((before, answer.clone())));
+            }
         }
         for output in ["[rank 0] {}", "{\"Ended\":0}", "\u{2}burnrun x", ""] {
             assert_eq!(Answer::read(output.as_bytes()), None, "{output:?}");
