@@ -324,6 +324,19 @@ fn what_sharding_does_not_allow_is_refused_by_name() {
     }
 }
 
+#[test]
+fn a_record_of_a_copy_that_was_just_read_is_refused() {
+    let error = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let model = ddp.wrap_with(LinearConfig::new(4, 4).with_bias(false).init(&device), &sharded())?;
+        let copy = model.valid();
+        copy.forward(Tensor::<2>::ones([1, 4], &copy.devices()[0]));
+        Ok(copy.into_record().into_bytes()?.len())
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("ddp.save(&model, path)"), "{error}");
+}
+
 /// Two layers, of which a step may use one.
 #[derive(Module, Debug)]
 struct Two {

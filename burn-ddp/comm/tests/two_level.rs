@@ -229,6 +229,25 @@ fn weights_that_are_all_0_are_refused_by_all() {
 }
 
 #[test]
+fn a_refused_weight_replaces_no_buffer() {
+    for refused in [f64::NAN, -1.0] {
+        let unchanged = on_world(placed(&[0, 0, 1, 1]), |world| {
+            let group = world.group().unwrap();
+            let own = vec![group.rank() as f32; 400_001];
+            let mut buf = own.clone();
+            // The refused weight looks like the 0 of the call before.
+            group.all_reduce_weighted(&mut buf, f64::from(u8::from(group.rank() != 1))).unwrap();
+            buf.clone_from(&own);
+            let error = group.all_reduce_weighted(&mut buf, if group.rank() == 1 { refused } else { 1.0 }).unwrap_err();
+            assert!(error.group_usable() && error.to_string().contains("the weight of rank 1"), "{error}");
+            group.barrier().unwrap();
+            buf == own
+        });
+        assert_eq!(unchanged, [true; 4], "{refused}");
+    }
+}
+
+#[test]
 fn a_send_to_another_machine_that_meets_a_barrier_ends_at_once() {
     let lively = WorldOptions { heartbeat: Duration::from_millis(100), ..options() };
     let errors = on_world(placed_with(&[0, 0, 1, 1], &lively), |world| {
