@@ -67,13 +67,16 @@ impl Lines {
     }
 
     pub(crate) fn say(&mut self, line: &str) -> Result<()> {
-        self.stream.get_mut().write_all(format!("{line}\n").as_bytes()).context("the other end is gone")
+        self.stream
+            .get_mut()
+            .write_all(format!("{line}\n").as_bytes())
+            .context("the other process closed the benchmark's socket")
     }
 
     /// The next line; `None` at the end.
     pub(crate) fn hear(&mut self) -> Result<Option<String>> {
         let mut line = String::new();
-        let n = self.stream.read_line(&mut line).context("no answer")?;
+        let n = self.stream.read_line(&mut line).context("no answer on the benchmark's socket")?;
         Ok((n > 0).then(|| line.trim_end().to_owned()))
     }
 }

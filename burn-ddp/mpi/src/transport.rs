@@ -129,7 +129,7 @@ impl Drop for MpiTransport {
                 sent => sent,
             };
             if let Err(failure) = received {
-                tracing::debug!(%failure, peer, "a group closes unheard");
+                tracing::debug!(%failure, peer, "could not tell a peer that this group closes");
                 return;
             }
         }

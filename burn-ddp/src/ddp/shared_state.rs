@@ -137,8 +137,8 @@ impl SharedState {
         self.metric_group.get().ok_or_else(missing)
     }
 
-    /// Takes the weight of the backward of a wrapped model that begins. An error if a peer left its epoch before this
-    /// backward.
+    /// Begins a backward of a wrapped model: returns the weight of its batch. An error if a peer left its epoch before
+    /// this backward.
     pub(crate) fn begin_backward(&self) -> Result<Batch> {
         if self.batch_weight.shows_reading_ahead() && self.world.rank() == 0 {
             tracing::warn!(

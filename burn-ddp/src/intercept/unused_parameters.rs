@@ -237,7 +237,7 @@ impl Handoff {
         }
     }
 
-    /// The average that this copy may be stepped by.
+    /// Looks up the waiting average that an optimizer may apply to this copy of the parameter.
     pub(super) fn find(&self, tap: &TapHandle) -> Found {
         if !tap.model.averages_wait() {
             return Found::Nothing;

@@ -75,7 +75,7 @@ pub(crate) fn tensors(header: &Item) -> Result<Vec<(StoredTensor, Range<usize>)>
         let len_bytes = end.checked_sub(start).ok_or_else(|| wrong("the place"))?;
         let expected = dims.iter().try_fold(dtype.size(), |len, dim| len.checked_mul(*dim));
         if !matches!(dtype, DType::QFloat(_)) && expected != Some(len_bytes) {
-            return Err(format!("{name} has {len_bytes} bytes, which do not fit to its shape {dims:?}"));
+            return Err(format!("{name} has {len_bytes} bytes, which do not fit its shape {dims:?}"));
         }
         let id = match fields.get("param_id") {
             Some(Item::Uint(id)) => Some(*id),

@@ -208,6 +208,6 @@ mod tests {
         let at = bytes.windows(5).position(|text| text == b"shape").unwrap() + 6;
         bytes[at] += 1;
         let (header, _) = crate::model::burnpack::read_header(&mut bytes.as_slice()).unwrap();
-        assert!(tensors(&header).unwrap_err().contains("do not fit to its shape"));
+        assert!(tensors(&header).unwrap_err().contains("do not fit its shape"));
     }
 }

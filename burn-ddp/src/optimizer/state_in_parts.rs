@@ -25,7 +25,7 @@ pub(crate) struct StateInParts<'a> {
 struct StateTensor<'a> {
     /// Path of the parameter and name of the field: the same on all ranks.
     key: (String, String),
-    /// The whole tensor.
+    /// Name, dtype and shape of the whole tensor in the file.
     stored: StoredTensor,
     part: Option<Part>,
     /// Bytes of the value on this rank.

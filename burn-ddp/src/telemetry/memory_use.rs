@@ -13,9 +13,9 @@ use crate::{Error, Result};
 /// of its wrapped models from [`Telemetry::memory`](super::Telemetry::memory) and
 /// [`Report::memory`](super::Report::memory).
 ///
-/// Computed from shapes. Activations, data, what Burn's kernels keep and sums of accumulation come on top; during `wrap`
-/// and `unwrap` the whole model on each rank, and during `save_safetensors` and asynchronous checkpoints a copy of what is
-/// saved on rank 0.
+/// Computed from shapes. Activations, data, what Burn's kernels keep and sums of accumulation come on top; during
+/// `wrap` and `unwrap` the whole model on each rank, and during `save_safetensors` and asynchronous checkpoints a copy
+/// of what is saved on rank 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub struct MemoryUse {
@@ -29,8 +29,9 @@ pub struct MemoryUse {
     /// Most that is there of [sharded](crate::WrapConfig::with_sharding) parameters as wholes, values and gradients, at
     /// one moment of a step.
     pub gathered: u64,
-    /// Buffers of the collectives in host memory: at most of three buckets of the largest size, and for sharded parameters
-    /// of the largest one. Where gradients come from a GPU and NCCL does not reduce them, all buckets have one.
+    /// Buffers of the collectives in host memory: at most of three buckets of the largest size, and for sharded
+    /// parameters of the largest one. Where gradients come from a GPU and NCCL does not reduce them, every bucket has
+    /// one.
     pub engine_buffers: u64,
 }
 

@@ -64,7 +64,7 @@ pub(super) struct Point {
     pub(super) memory: Option<Memory>,
 }
 
-/// Growth of times from the fewest tensors of a contender to more.
+/// Times of a contender with many tensors, compared with its run with the fewest.
 struct Growth {
     /// Time of a step as a multiple of that with the fewest.
     growth: f64,

@@ -86,7 +86,7 @@ impl Fabric for AutoFabric {
         match shm.try_open(call)? {
             Ok(engine) => Ok(engine),
             Err(reason) => {
-                tracing::warn!(rank = call.rank, why = %reason, "the ranks cannot share memory; tcp takes its place");
+                tracing::warn!(rank = call.rank, why = %reason, "the ranks cannot share memory: collectives use tcp");
                 self.shm_failed.store(true, Ordering::Relaxed);
                 self.tcp.open(call)
             }
@@ -102,7 +102,7 @@ pub(crate) fn machine(name: Option<&str>) -> Option<String> {
     use std::os::unix::fs::MetadataExt;
     #[cfg(target_os = "linux")]
     if let Err(error) = super::shm::try_handover() {
-        tracing::warn!(%error, "this process cannot share memory with others; tcp takes its place");
+        tracing::warn!(%error, "this process cannot share memory with others: its collectives go through tcp");
         return None;
     }
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;

@@ -93,7 +93,7 @@ impl<R> Promise<R> {
     fn set(&self, result: Result<R>) {
         // Only this end is left.
         if let (1, Err(error)) = (Arc::strong_count(&self.outcome), &result) {
-            tracing::warn!(%error, "a collective that nobody waits for went wrong");
+            tracing::warn!(%error, "a collective whose handle was dropped failed");
         }
         *lock(&self.outcome.result) = Some(result);
         self.outcome.done.notify_all();

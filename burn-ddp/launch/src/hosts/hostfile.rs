@@ -105,7 +105,7 @@ fn distinct(hosts: Vec<Host>) -> Result<Vec<Host>, String> {
     }
     for (nth, host) in hosts.iter().enumerate() {
         if hosts[..nth].iter().any(|other| other.name == host.name) {
-            return Err(format!("{} is there twice: give it all its slots at once", host.name));
+            return Err(format!("{} is listed twice: list it once, with all its slots", host.name));
         }
     }
     Ok(hosts)
@@ -154,7 +154,7 @@ mod tests {
             ("a env=B", "env=NAME=VALUE"),
             ("a env==B", "env=NAME=VALUE"),
             ("a dir=", "none of slots=N"),
-            ("a\nb\na", "a is there twice"),
+            ("a\nb\na", "a is listed twice"),
             ("-oProxyCommand=x", "no name"),
             ("a;reboot", "no name"),
             ("a:", "no number"),

@@ -60,7 +60,7 @@ impl Fabric for TwoLevelFabric {
         if let Some(rank) = shares.iter().position(|share| *share != [1]) {
             let rank = call.world_rank(rank);
             let why = local.err().map_or_else(|| format!("rank {rank} cannot"), |why| why.to_string());
-            tracing::warn!(rank = call.rank, %why, "ranks of a machine cannot share memory; tcp takes its place");
+            tracing::warn!(rank = call.rank, %why, "ranks of a machine cannot share memory: collectives use tcp");
             self.failed.store(true, Ordering::Relaxed);
             return Ok(Box::new(flat));
         }
