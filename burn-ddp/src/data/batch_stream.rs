@@ -1,7 +1,6 @@
 //! The batches of one epoch or one evaluation: each from the pool, with an error that names the batch.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use burn_ddp_comm::World;
 
@@ -49,8 +48,7 @@ impl<O: Send + 'static> BatchStream<O> {
                 self.pass.insert(started.map_err(not_started)?)
             }
         };
-        // Alone, no rank waits for the batch.
-        let timeout = if world.world_size() > 1 { world.options().timeout } else { Duration::MAX };
+        let timeout = world.options().timeout;
         match pass.next(timeout, || world.check()) {
             Some(loaded) => loaded.map_err(|failure| DataError::from_failure(name(), failure, timeout)),
             None => unreachable!("a caller asks for as many batches as its list has"),

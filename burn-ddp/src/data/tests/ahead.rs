@@ -1,5 +1,6 @@
-//! Loading while the loop has a batch: by default of all loaders.
+//! Loading while the loop has a batch: by default of all loaders but streams.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -90,9 +91,18 @@ fn loaders_read_ahead_of_the_loop_within_a_bound() {
     spawn(1, |ddp| {
         // Taken: one. Ahead: two in the worker's channel, one in its hands. A stream looks one step ahead.
         let ahead = |items: &Counted| assert!(items.comes(|items| items.reads() >= 4), "{} reads", items.reads());
-        let all = one_batch_of_each_loader(&ddp, None, ahead)?;
+        let all = one_batch_of_each_loader(&ddp, Some(1), ahead)?;
         let reads = all.each_ref().map(Counted::reads);
         assert!(reads[0] <= 5 && reads[1] <= 5 && reads[2] <= 6, "{reads:?}");
+        // By default all but streams do so.
+        let nth = Cell::new(0);
+        let of_datasets = |items: &Counted| {
+            if nth.replace(nth.get() + 1) < 2 {
+                ahead(items);
+            }
+        };
+        let [.., stream] = one_batch_of_each_loader(&ddp, None, of_datasets)?;
+        assert_eq!(stream.reads(), 2);
         Ok(())
     });
 }
