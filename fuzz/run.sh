@@ -9,8 +9,7 @@ amount=${1:-10000000}
 [ $# -gt 0 ] && shift
 [ $# -gt 0 ] || set -- $(ls targets | sed 's/\.rs$//')
 
-# What cargo-fuzz passes, without a sanitizer: those need a nightly toolchain. The parsers are safe code; the files with unsafe code
-# are none of the targets.
+# What cargo-fuzz passes, without a sanitizer: the parsers are safe code, and the files with unsafe code are none of the targets.
 export RUSTFLAGS="--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
 -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
 -Cllvm-args=-sanitizer-coverage-trace-compares"

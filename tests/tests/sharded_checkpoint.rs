@@ -4,13 +4,13 @@
 use std::fs;
 use std::path::Path;
 
-use burn::module::{Module, ModuleMapper, Param};
+use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig, LinearLayout};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn_ddp::prelude::*;
-use burn_ddp_tests::job;
+use burn_ddp_tests::{Fill, job};
 
 /// Layers whose rows divide evenly and others, one that is stored transposed, a frozen one, and running statistics.
 #[derive(Module, Debug)]
@@ -26,20 +26,6 @@ struct Net {
 impl Net {
     /// Values depend on `salt`.
     fn new(device: &Device, salt: usize) -> Self {
-        struct Fill(f32);
-        impl ModuleMapper for Fill {
-            fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-                self.0 += 1.0;
-                param.map(|old| match old.is_require_grad() {
-                    true => {
-                        let (dims, device) = (old.dims(), old.device());
-                        let ramp = Tensor::<1, Int>::arange(0..dims.iter().product::<usize>() as i64, &device).float();
-                        (ramp * 0.7 + self.0).sin().reshape(dims).detach().require_grad()
-                    }
-                    false => old,
-                })
-            }
-        }
         let linear = |i, o| LinearConfig::new(i, o).init(device);
         let model = Net {
             tokens: EmbeddingConfig::new(11, 6).init(device),

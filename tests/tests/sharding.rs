@@ -10,23 +10,7 @@ use burn::optim::{AdamConfig, AdamWConfig, GradientsParams, ModuleOptimizer, Sgd
 use burn::prelude::*;
 use burn::tensor::activation::softmax;
 use burn_ddp::prelude::*;
-
-/// Makes parameters that depend on their place alone, and on the rank, so that only `wrap` makes them equal.
-struct Fill(f32);
-
-impl ModuleMapper for Fill {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        self.0 += 1.0;
-        param.map(|old| match old.is_require_grad() {
-            true => {
-                let (dims, device) = (old.dims(), old.device());
-                let ramp = Tensor::<1, Int>::arange(0..dims.iter().product::<usize>() as i64, &device).float();
-                (ramp * 0.7 + self.0).sin().reshape(dims).detach().require_grad()
-            }
-            false => old,
-        })
-    }
-}
+use burn_ddp_tests::Fill;
 
 /// A decoder block over an embedding that the output reads too, with layers whose rows divide evenly and others.
 #[derive(Module, Debug)]
