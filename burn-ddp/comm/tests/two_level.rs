@@ -14,7 +14,7 @@ const DTYPES: [DType; 5] = [DType::F64, DType::F32, DType::F16, DType::BF16, DTy
 /// All buffers of a collective together, in bytes: more than one exchange takes.
 const MANY: usize = 70_000;
 
-/// What came of one call, to be compared; an error as its text.
+/// Result of one call, to be compared; an error as its text.
 type Outcome = (String, std::result::Result<Vec<u8>, String>);
 
 /// Ranks on the machines given, by rank.

@@ -17,7 +17,7 @@ use crate::{DType, ReduceOp, Result};
 /// Takes the bytes of each rank at a range of the buffer, by group rank.
 pub(in crate::engine) type FoldRange<'a> = dyn FnMut(Range<usize>, &[&[u8]]) -> Result<()> + 'a;
 
-/// What a rank has made of some of its elements, and their place in the buffer.
+/// Bytes that a rank has made of some of its elements, and their place in the buffer.
 pub(in crate::engine) type Made<'a> = (Range<usize>, &'a [u8]);
 
 /// The buffers of a reduction, of which the ranks of a machine reduce one part after the other. All ranks pass the same

@@ -33,8 +33,8 @@ impl Regions {
         Some((all, end.max(ALIGN)))
     }
 
-    /// What `rank` of `ranks` writes in buffers of these regions: its inputs, and its shares of the results. Those of
-    /// all ranks cover the segment.
+    /// Ranges that `rank` of `ranks` writes in buffers of these regions: its inputs, and its shares of the results.
+    /// Those of all ranks cover the segment.
     pub(super) fn parts(all: &[Regions], rank: usize, ranks: usize) -> Vec<Range<usize>> {
         // A segment without buffers has a page all the same.
         let first = (rank == 0).then_some(0..ALIGN);

@@ -41,7 +41,7 @@ struct ResultParts<'a> {
 struct AsideParts<'a> {
     engine: &'a ShmEngine,
     arena: &'a ArenaBuffer,
-    /// What each part's ranks made, to be copied from their inputs.
+    /// Ranges that each part's ranks made, to be copied from their inputs.
     spread: Vec<Vec<Vec<Range<usize>>>>,
     result: &'a mut [u8],
 }

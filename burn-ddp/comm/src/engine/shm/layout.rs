@@ -64,7 +64,7 @@ impl Layout {
         self.len
     }
 
-    /// What `rank` writes: the ranges that it makes present. Those of all ranks cover the segment.
+    /// Ranges that `rank` writes, which makes them present. Those of all ranks cover the segment.
     pub(super) fn parts(&self, rank: usize) -> Vec<Range<usize>> {
         let areas = [self.eager, self.slots, self.results, self.parcels, self.len];
         // The words of all ranks are in front, and small.

@@ -42,7 +42,7 @@ impl TcpTransport {
 }
 
 impl TcpTransport {
-    /// What an exchange works with.
+    /// Means of an exchange.
     #[cfg(target_os = "linux")]
     pub(super) fn parts(&mut self) -> (&mut [Option<Link>], &mut Spin, &Membership, &Waker) {
         (&mut self.links, &mut self.spin, &self.membership, &self.waker)

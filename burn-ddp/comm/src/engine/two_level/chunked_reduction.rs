@@ -294,7 +294,7 @@ impl Chunks<'_> {
         Ok(true)
     }
 
-    /// What arrived up to `step`, once all of it is there.
+    /// Frames that arrived up to `step`, once all are there.
     fn complete(&mut self, step: usize) -> Result<Vec<Vec<u8>>> {
         self.wire.flat.transport().complete(self.call, &mut self.frames, step)?;
         Ok(self.frames.received(step))
