@@ -47,7 +47,7 @@ pub struct WorldOptions {
 const MACHINE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Shortest heartbeat; shorter ones would only make work.
 const SHORTEST_HEARTBEAT: Duration = Duration::from_millis(10);
-/// Longest history, more than anybody reads.
+/// Longest history.
 const MAX_HISTORY: usize = 1_000_000;
 
 impl Default for WorldOptions {

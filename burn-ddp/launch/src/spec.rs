@@ -14,7 +14,7 @@ use crate::report::user_notices::NoticeSink;
 /// Largest number of ranks on one machine; more are taken for a slip of the finger.
 const MAX_RANKS: usize = 4096;
 
-/// Name of a job to which nobody gave one.
+/// Name of a job that was given none.
 pub(crate) const DEFAULT_MEETING_ID: &str = "burnrun";
 
 /// Destination of the ranks' stdout and stderr, and source of their stdin.

@@ -33,7 +33,7 @@ pub struct Communicator {
     broken: bool,
 }
 
-/// NcclOp long the others may take to end a communicator, after which this rank ends it alone. Nobody waits for that.
+/// Time that the other ranks may take to end a communicator; after it this rank ends it alone, on a thread of its own.
 const FINALIZE: Duration = Duration::from_secs(60);
 
 impl Communicator {

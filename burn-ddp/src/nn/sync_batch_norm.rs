@@ -18,7 +18,7 @@ use crate::intercept::{Tap, WrappedModel, tell_peers};
 /// A wrapper of Burn's [`BatchNorm`]: it has the same parameters, running statistics and settings under
 /// the same names, and so loads the records of models with Burn's layer, and saves what they load. Declare the field of
 /// the model as `SyncBatchNorm` and make it by `BatchNormConfig::new(channels).init(device).into()`;
-/// [`Ddp::wrap`](crate::Ddp::wrap) does the rest, by which it learns of the ranks. Where there is nobody else it is
+/// [`Ddp::wrap`](crate::Ddp::wrap) does the rest, by which it learns of the ranks. Without other ranks it is
 /// Burn's layer, bit for bit: in a model that is not wrapped, in a world of 1, in evaluation (`valid()`, or frozen).
 ///
 /// In training, each forward is a *collective* (an all-gather of count, mean and variance) and so is its backward (an

@@ -1,7 +1,7 @@
 //! The state of an optimizer, carried from one process to another.
 //!
 //! Burn keys it by parameter id, and ids are random in each process. What two processes share is where a parameter is
-//! in the model: states travel under the ids of whoever wrote them, together with the path of each id.
+//! in the model: states travel under the ids of the process that wrote them, together with the path of each id.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 

@@ -5,7 +5,7 @@
 //! every version, so that two versions can recognise each other.
 //!
 //! ```text
-//! greeting, by the one who accepts        opening, by the one who connects        answer, by the one who accepts
+//! greeting, by the listener               opening, by the client                  answer, by the listener
 //!  0  8  magic "burn-ddp"                  0  8  magic                             0    8  magic
 //!  8  2  version                           8  2  version                           8    2  version
 //! 10  1  role: 1 store, 2 rank            10  1  purpose: 1 store, 2 control,     10    1  0 Noise, 2 another job,
@@ -18,7 +18,7 @@
 //!
 //! The greeting and the clear part of the opening are the prologue of Noise: neither end goes on unless both saw the
 //! same. The nonce makes the opening worthless on any other connection, so it proves the key before it is answered. The
-//! answer proves it to the one who connects. A refusal that is not sealed is only a number.
+//! answer proves it to the client. A refusal that is not sealed is only a number.
 //!
 //! Store and control connections go on with [records](crate::net::wire) under the keys that were agreed. Data
 //! connections do so if all ranks ask for it, and else go on in the clear.

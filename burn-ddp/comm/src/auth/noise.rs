@@ -132,7 +132,7 @@ mod tests {
         }
     }
 
-    /// True if one who recorded a connection and has its key opens what the client sent.
+    /// True if a recording of the connection, together with its key, opens what the client sent.
     fn opened_later(exchange: bool) -> bool {
         let key = Key::new([3; 32]);
         let mut client = handshake(&key, b"prologue", exchange, true).unwrap();

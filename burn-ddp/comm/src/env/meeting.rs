@@ -88,7 +88,7 @@ impl Meeting {
 pub(super) struct JobMeeting {
     pub(super) meeting: Meeting,
     pub(super) job_id: String,
-    /// True if other jobs of this user may have the same id, since nobody chose it.
+    /// True if other jobs of this user may have the same id, since it was not chosen.
     is_default_id: bool,
     /// Name of the launcher.
     pub(super) launcher: &'static str,

@@ -8,8 +8,8 @@ use std::time::Duration;
 /// likes.
 const PROBES: u32 = 4;
 
-/// Sends probes while the connection is idle: they keep routers on the way from forgetting it, and end it if nobody
-/// answers for `timeout`. A process that is merely stopped does not matter, its machine still answers.
+/// Sends probes while the connection is idle: they keep routers on the way from forgetting it, and end it if no
+/// answer comes for `timeout`. A process that is merely stopped does not matter, its machine still answers.
 pub(crate) fn probe_when_idle(socket: &impl AsFd, timeout: Duration) -> io::Result<()> {
     let probe = Duration::from_secs((whole_seconds(timeout).as_secs() / u64::from(PROBES)).clamp(1, 30));
     let probes = socket2::TcpKeepalive::new().with_time(probe).with_interval(probe);

@@ -6,7 +6,7 @@
 //! before anything in it is looked at. A message longer than the connection's cap is refused before its bytes come,
 //! memory grows only with bytes that arrived, and nothing is read beyond the message asked for.
 //!
-//! The end of a connection says nothing: anybody on the path can make one. Peers that take leave do so by a message.
+//! The end of a connection says nothing: every machine on the path can make one. Ranks leave by a message.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};

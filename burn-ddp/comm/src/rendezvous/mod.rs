@@ -55,7 +55,7 @@ impl World {
     /// Groups of ranks that share a machine, and a user of it, talk through shared memory; others over TCP: each to
     /// each, over a connection per pair and group. [`WorldOptions::engine`] demands one or the other. Ranks listen on
     /// [`LaunchEnv::interface`], or the interface through which they reach the master; on loopback if the master is
-    /// this machine by name. Whoever connects proves to know the job's [`Secret`](crate::Secret); without one, ranks of
+    /// this machine by name. A process that connects proves to know the job's [`Secret`](crate::Secret); without one, ranks of
     /// one machine meet by a local socket.
     ///
     /// ```

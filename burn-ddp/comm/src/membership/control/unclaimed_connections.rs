@@ -111,7 +111,7 @@ impl Links {
         }
     }
 
-    /// Forgets the connections for a group that is gone, and closes those that nobody claimed.
+    /// Forgets the connections for a group that is gone, and closes those that were not claimed.
     pub(crate) fn forget(&self, group: u64) {
         let of_another = |purpose: &Purpose| !matches!(purpose, Purpose::Data { group: other, .. } if *other == group);
         let mut board = lock(&self.board);
