@@ -26,6 +26,8 @@ enum Feature {
     Join,
     /// The second epoch is trained by another number of ranks.
     ResumeElsewhere,
+    /// The same, and the last micro-batch of the first epoch waits in the checkpoint for its reduction.
+    ResumeHeld,
     /// Two wrapped models with an optimizer each.
     TwoModels,
     SyncBatchNorm,
@@ -37,11 +39,12 @@ enum Feature {
 
 use Feature::*;
 
-const ALL: [Feature; 9] = [
+const ALL: [Feature; 10] = [
     Accumulation,
     UnusedParameters,
     Join,
     ResumeElsewhere,
+    ResumeHeld,
     TwoModels,
     SyncBatchNorm,
     GradientCheckpointing,
@@ -53,6 +56,7 @@ const ALL: [Feature; 9] = [
 fn forbidden(a: Feature, b: Feature) -> Option<&'static str> {
     match (a, b) {
         (Join, SyncBatchNorm) => Some("all ranks must make the same passes through the layer"),
+        (Join, ResumeHeld) => Some("`join` reduces what is held, so nothing waits at the end of an epoch"),
         _ => None,
     }
 }
@@ -137,7 +141,16 @@ impl Cell {
     }
 
     fn accumulation(&self) -> usize {
-        if self.has(Accumulation) { 2 } else { 1 }
+        if self.has(Accumulation) || self.has(ResumeHeld) { 2 } else { 1 }
+    }
+
+    fn resumes(&self) -> bool {
+        self.has(ResumeElsewhere) || self.has(ResumeHeld)
+    }
+
+    /// True if an epoch ends with micro-batches that were not reduced.
+    fn leaves_held(&self, epoch: usize) -> bool {
+        self.has(ResumeHeld) && epoch + 1 < EPOCHS
     }
 
     /// Micro-batches of a rank in an epoch.
@@ -154,7 +167,7 @@ impl Cell {
         if self.has(GradientCheckpointing) {
             run.device = ddp.device()?.autodiff().gradient_checkpointing();
         }
-        if self.has(Join) || self.has(ResumeElsewhere) {
+        if self.has(Join) || self.resumes() {
             // Burn cannot load optimizer state of f64.
             run.dtype = DType::F32;
         }
@@ -202,7 +215,7 @@ fn epoch(cell: &Cell, run: &Run, units: &mut [Unit], number: usize) -> anyhow::R
     for unit in units {
         if cell.has(Join) {
             ddp.join(&mut unit.nets, &mut unit.optim)?;
-        } else {
+        } else if !cell.leaves_held(number) {
             unit.step(cell, ddp.sync_gradients(&unit.nets)?);
         }
     }
@@ -223,7 +236,7 @@ fn train(cell: &Cell, worlds: [usize; EPOCHS], directory: &Path) -> Vec<Outcome>
         Ddp::spawn(world, |ddp| {
             let (run, mut units) = cell.start(&ddp)?;
             cell.wrap(&run, &mut units)?;
-            let checkpoints = cell.has(ResumeElsewhere).then(|| ddp.checkpoints(directory)).transpose()?;
+            let checkpoints = cell.resumes().then(|| ddp.checkpoints(directory)).transpose()?;
             if let Some(saved) = checkpoints.as_ref().map(|c| c.latest()).transpose()?.flatten() {
                 for (number, unit) in units.iter_mut().enumerate() {
                     let saved = saved.named(&number.to_string());
@@ -247,7 +260,7 @@ fn train(cell: &Cell, worlds: [usize; EPOCHS], directory: &Path) -> Vec<Outcome>
         })
     };
     let name = |e| panic!("{:?}, {worlds:?} ranks: {e}", cell.0);
-    if !cell.has(ResumeElsewhere) {
+    if !cell.resumes() {
         return trained(worlds[0], 0..EPOCHS).unwrap_or_else(name);
     }
     trained(worlds[0], 0..1).unwrap_or_else(name);
@@ -258,17 +271,20 @@ fn train(cell: &Cell, worlds: [usize; EPOCHS], directory: &Path) -> Vec<Outcome>
 fn oracle(cell: &Cell, worlds: [usize; EPOCHS]) -> Outcome {
     let outcome = Ddp::spawn(1, |ddp| {
         let (run, mut units) = cell.start(&ddp)?;
+        let mut to_come: Vec<(usize, usize, usize)> = Vec::new();
         for (number, world) in worlds.into_iter().enumerate() {
-            let micro_batches: Vec<usize> = (0..cell.micro_batches(world - 1, world)).collect();
+            let rows_of = |micro_batch: usize, world: usize| -> Vec<usize> {
+                let trains = |rank: &usize| micro_batch < cell.micro_batches(*rank, world);
+                (0..world).filter(trains).flat_map(|rank| parts(rank, world)).collect()
+            };
+            to_come.extend((0..cell.micro_batches(world - 1, world)).map(|micro_batch| (number, world, micro_batch)));
+            let held = if cell.leaves_held(number) { to_come.len() % cell.accumulation() } else { 0 };
+            let micro_batches: Vec<_> = to_come.drain(..to_come.len() - held).collect();
             for step in micro_batches.chunks(cell.accumulation()) {
-                let rows_of = |micro_batch: usize| -> Vec<usize> {
-                    let trains = |rank: &usize| micro_batch < cell.micro_batches(*rank, world);
-                    (0..world).filter(trains).flat_map(|rank| parts(rank, world)).collect()
-                };
                 for unit in &mut units {
                     let (mut loss, mut items) = (None, 0);
-                    for &micro_batch in step {
-                        let rows = rows_of(micro_batch);
+                    for &(number, world, micro_batch) in step {
+                        let rows = rows_of(micro_batch, world);
                         let of_micro_batch = unit.loss(&run, 10 * number + micro_batch, &rows);
                         items += rows.len();
                         loss = Some(loss.map_or(of_micro_batch.clone(), |loss| loss + of_micro_batch));
@@ -292,7 +308,7 @@ fn cross(feature: Feature) {
             continue;
         }
         let cell = Cell([feature, other]);
-        let worlds: &[[usize; EPOCHS]] = match (cell.has(WorldOfOne), cell.has(ResumeElsewhere)) {
+        let worlds: &[[usize; EPOCHS]] = match (cell.has(WorldOfOne), cell.resumes()) {
             (true, true) => &[[1, 2], [3, 1]],
             (true, false) => &[[1, 1]],
             (false, true) => &[[2, 3], [3, 2]],
@@ -328,6 +344,7 @@ rows! {
     unused_parameters UnusedParameters,
     join Join,
     resume_elsewhere ResumeElsewhere,
+    resume_held ResumeHeld,
     two_models TwoModels,
     sync_batch_norm SyncBatchNorm,
     gradient_checkpointing GradientCheckpointing,

@@ -297,6 +297,40 @@ fn a_model_belongs_to_the_handle_that_wrapped_it() {
 }
 
 #[test]
+fn a_checkpoint_is_loaded_by_the_handle_that_wrapped_the_model() {
+    let directory = tempfile::tempdir().unwrap();
+    let errors = Ddp::spawn(4, |job| {
+        let part = job.split(Some(job.rank() as u64 / 2), 0)?.unwrap();
+        let line = |device: &Device| -> Linear { LinearConfig::new(4, 4).init(device) };
+        let device = job.device()?.autodiff();
+        let optim = || SgdConfig::new().init();
+        let checkpoints = job.checkpoints(directory.path())?;
+        checkpoints.save(1, |c| {
+            let whole = job.wrap(line(&device))?;
+            c.model(&whole)?;
+            c.optimizer(&optim(), &whole)
+        })?;
+        let saved = checkpoints.latest()?.unwrap();
+        let mut errors = Vec::new();
+        for sharding in [Sharding::Off, Sharding::Parameters] {
+            let config = WrapConfig::new().with_sharding(sharding).with_sharding_above(1);
+            let model = part.wrap_with(line(&device), &config)?;
+            errors.push(saved.optimizer(optim(), &model).err());
+            errors.push(checkpoints.save(2, |c| c.optimizer(&optim(), &model)).err());
+            errors.push(saved.model(model).err());
+        }
+        job.barrier()?;
+        Ok(errors.into_iter().map(|error| error.map_or("none".into(), |e| e.to_string())).collect::<Vec<_>>())
+    });
+    for (rank, errors) in errors.unwrap().iter().enumerate() {
+        let part = if rank < 2 { "the handle of ranks 0, 1 of the job" } else { "the handle of ranks 2, 3 of the job" };
+        for error in errors {
+            assert!(error.contains(part) && error.contains("the handle of ranks 0, 1, 2, 3"), "{error}");
+        }
+    }
+}
+
+#[test]
 fn errors_name_ranks_of_the_job() {
     struct Keep;
     impl burn::data::dataloader::batcher::Batcher<u32, Vec<u32>> for Keep {

@@ -266,26 +266,6 @@ fn ranks_may_hold_different_numbers_of_micro_batches_when_gradients_are_synchron
 }
 
 #[test]
-fn a_checkpoint_between_two_reductions_is_refused_on_every_rank() {
-    let directory = tempfile::tempdir().unwrap();
-    let errors = Ddp::spawn(2, |ddp| {
-        let model = line(&ddp, &WrapConfig::new())?;
-        if ddp.rank() == 1 {
-            ddp.no_sync(&model, || slope(&ddp, &model, &[1.0]))??;
-        }
-        let checkpoints = ddp.checkpoints(directory.path())?;
-        let error = checkpoints.save(1, |c| c.model(&model)).unwrap_err().to_string();
-        assert!(checkpoints.latest()?.is_none());
-        assert!(!ddp.sync_gradients(&model)?.is_empty());
-        checkpoints.save(1, |c| c.model(&model))?;
-        Ok(error)
-    });
-    for error in errors.unwrap() {
-        assert!(error.contains("the model holds gradients of micro-batches"), "{error}");
-    }
-}
-
-#[test]
 fn a_batch_without_a_sensible_weight_is_an_error_that_names_it() {
     let errors = Ddp::spawn(1, |ddp| {
         let train = ddp.loader(Together).weigh(|batch: &Texts| batch.tokens as f64 - 1.0).build(texts(2))?;

@@ -14,6 +14,7 @@ use crate::model::burnpack::{header_bytes, read_header};
 use crate::model::stored_tensors::{self, StoredTensor, aligned, others, tensors};
 use crate::model::tensor_file::TensorFile;
 use crate::optimizer::state::{Ids, ids_of, read, renamed, warn_of_detour};
+use crate::wrap::wrapped_in;
 use crate::{Error, Result, agreement, main_first};
 
 /// Bytes of a broadcast, so that its deadline bounds how slow the network may be and not how large the state; an engine
@@ -41,7 +42,8 @@ pub(super) fn load<M: Module>(
     let header = file.map(|file| header_bytes(&file.header)).transpose().map_err(Error::file);
     let header = agreement::on_outcome(group, &work, header)?;
     let header: Vec<u8> = group.broadcast_object(header, 0)?;
-    let (mut record, pieces) = agreement::on_outcome(group, &work, record(&optim, model, &header, saved_ids))?;
+    let record = wrapped_in(group, model).and_then(|_| record(&optim, model, &header, saved_ids));
+    let (mut record, pieces) = agreement::on_outcome(group, &work, record)?;
     warn_of_detour(model, record.len());
     for piece in pieces {
         piece.fill(group, file, &mut record)?;

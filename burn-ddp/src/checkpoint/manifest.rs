@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
+use crate::gradients::HeldBatches;
 use crate::model::schema::Entry;
 use crate::optimizer::state::Ids;
 
@@ -31,6 +32,10 @@ pub(super) struct Manifest {
     pub(super) models: BTreeMap<String, Vec<Entry>>,
     /// Paths of the parameters whose state the file holds, each with the id it is stored under; by name of the file.
     pub(super) optimizers: BTreeMap<String, Ids>,
+    /// Micro-batches that the ranks held, by name of the model's file: of each wrapped model in it those of each rank.
+    /// Missing if no rank held any.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(super) held: BTreeMap<String, Vec<Vec<HeldBatches>>>,
     /// Serde values, by name.
     pub(super) values: BTreeMap<String, Value>,
 }
@@ -58,6 +63,7 @@ impl Manifest {
             files: BTreeMap::new(),
             models: BTreeMap::new(),
             optimizers: BTreeMap::new(),
+            held: BTreeMap::new(),
             values: BTreeMap::new(),
         }
     }

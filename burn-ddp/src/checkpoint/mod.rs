@@ -13,6 +13,7 @@
 
 pub(crate) mod background;
 mod directory;
+mod held_gradients;
 pub(crate) mod leftover;
 mod load_model;
 mod load_state;

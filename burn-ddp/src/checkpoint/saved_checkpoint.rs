@@ -8,15 +8,16 @@ use std::sync::Arc;
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
-use burn::tensor::Bytes;
+use burn::tensor::{Bytes, Device};
 use serde::de::DeserializeOwned;
 
 use super::manifest::{Checksum, Manifest};
-use super::{load_model, load_state};
+use super::{held_gradients, load_model, load_state};
 use crate::ddp::Ddp;
 use crate::model::schema::{Entry, Schema};
 use crate::model::tensor_file::TensorFile;
 use crate::model::values::values;
+use crate::wrap::wrapped_in;
 use crate::{Error, Result, agreement, byte_stream, main_first};
 
 /// A complete checkpoint, the same one on all ranks; from [`Checkpoints::latest`](super::Checkpoints::latest).
@@ -65,25 +66,47 @@ impl Checkpoint {
     /// The model may be wrapped or not, also with [sharded](crate::WrapConfig::with_sharding) parameters; parameter ids
     /// do not change. Rank 0 reads one tensor after the other, and sends it, or each rank its rows of it.
     ///
+    /// A wrapped model drops gradients of micro-batches that it holds, and gets those that it held at the save: the
+    /// next backward goes on with them. In a world of the same size each rank gets its own, so that the step has the
+    /// bits of a run without interruption; in another the ranks' sums are added in another order, which rounds
+    /// differently.
+    ///
     /// # Errors
     ///
     /// On every rank: [`Error::Invalid`] naming the first parameter that differs from the checkpoint, with both shapes;
+    /// if the model was wrapped by another handle; if the checkpoint holds gradients of micro-batches, and the model is
+    /// to be trained but not wrapped yet, or wrapped with another [`GradientReduction`](crate::GradientReduction).
     /// [`Error::File`] if rank 0 can no longer read the file.
     #[track_caller]
     pub fn model<M: Module>(&self, model: M) -> Result<M> {
         let name = format!("{}model.bpk", self.prefix);
         let entries = self.manifest.models.get(&name).ok_or_else(|| self.missing(&name))?;
         let group = self.ddp.group();
+        let (wrapped, held) = (wrapped_in(group, &model), self.manifest.held.get(&name));
+        let trains = model.devices().iter().any(Device::is_autodiff);
         // The model of another rank may differ in local parameters.
         let is_other = |schema: &Schema| difference(entries, &schema.entries).filter(|_| self.ddp.is_main());
         let fits = values(&model).and_then(|(schema, _)| match is_other(&schema) {
             None => Ok(()),
             Some(difference) => Err(Error::invalid(format!("the checkpoint is of another model: {difference}"))),
         });
-        agreement::on_outcome(group, &format!("load {name}"), fits)?;
+        let fits = fits.and(wrapped).and_then(|wrapped| {
+            let goes_on = held.filter(|_| trains || !wrapped.is_empty());
+            goes_on.map_or(Ok(()), |held| held_gradients::check(&wrapped, held))?;
+            Ok(wrapped)
+        });
+        let wrapped = agreement::on_outcome(group, &format!("load {name}"), fits)?;
         let file = self.open(&name)?;
         let model = load_model::load(group, model, file, &name)?;
-        self.ddp.broadcast_parameters(model, 0)
+        let model = self.ddp.broadcast_parameters(model, 0)?;
+        match held.filter(|_| !wrapped.is_empty()) {
+            Some(held) => {
+                let file = self.open(&held_gradients::file_of(&name))?;
+                held_gradients::load(group, &wrapped, held, file)?;
+            }
+            None => wrapped.iter().for_each(|wrapped| wrapped.discard()),
+        }
+        Ok(model)
     }
 
     /// Returns `optim` with the state of the checkpoint, for the parameters of `model`, wrapped or not. *Collective*.
@@ -95,7 +118,8 @@ impl Checkpoint {
     /// # Errors
     ///
     /// On every rank: [`Error::Invalid`] if the state belongs to another kind of optimizer or to parameters that
-    /// `model` does not have; [`Error::File`] if rank 0 can no longer read the file.
+    /// `model` does not have, or if the model was wrapped by another handle; [`Error::File`] if rank 0 can no longer
+    /// read the file.
     #[track_caller]
     pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
         let name = format!("{}optimizer.bpk", self.prefix);

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::Seek;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::module::Module;
@@ -14,8 +15,9 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use sha2::Sha256;
 
+use super::held_gradients;
 use super::manifest::{Checksum, Manifest};
-use crate::intercept::{self, Part};
+use crate::intercept::{self, Part, WrappedModel};
 use crate::model::burnpack;
 use crate::model::digest::digest;
 use crate::model::param_hash::param_hash;
@@ -169,16 +171,19 @@ impl<'a> CheckpointWriter<'a> {
     /// [sharded](crate::WrapConfig::with_sharding) ones one at a time;
     /// [asynchronously](super::Checkpoints::asynchronous) it keeps a copy of all in host memory.
     ///
+    /// Gradients of micro-batches that a wrapped model holds are saved with it, in a further file: each rank's sums, of
+    /// 4 bytes per parameter and rank (8 for f64). So a checkpoint may be saved in the middle of an accumulation, with
+    /// the position of the loader. What Burn's `GradientsAccumulator` holds is not seen: save after its step.
+    ///
     /// # Errors
     ///
     /// On every rank: [`Error::Invalid`] if the model cannot be read from its device, or a model of this name was saved
-    /// already; if any rank holds gradients of micro-batches, which a resumed run would miss: save after the optimizer
-    /// step. [`Error::File`] if rank 0 cannot write.
+    /// already; [`Error::File`] if rank 0 cannot write.
     #[track_caller]
     pub fn model<M: Module>(&mut self, model: &M) -> Result<()> {
         let name = format!("{}model.bpk", self.prefix);
         let ready = self.ready_to_save(&name, model);
-        let mut sink = self.contents.agree(self.group, &name, ready)?;
+        let (mut sink, wrapped) = self.contents.agree(self.group, &name, ready)?;
         let saved = sync_wrapped(self.group, model)
             .and_then(|()| agreement::on_outcome(self.group, FILL, values(model)))
             .and_then(|(schema, values)| {
@@ -188,27 +193,35 @@ impl<'a> CheckpointWriter<'a> {
         let schema = saved.inspect_err(|e| self.contents.ended = Some(e.clone()))?;
         if self.contents.collect {
             self.contents.manifest.models.insert(name.clone(), schema.entries);
+            self.contents.add(name.clone(), sink.into());
+        }
+        self.held_gradients(name, &wrapped).inspect_err(|e| self.contents.ended = Some(e.clone()))
+    }
+
+    /// Saves what the ranks hold of micro-batches for the wrapped models in the `model`. *Collective*.
+    fn held_gradients(&mut self, model: String, wrapped: &[Arc<WrappedModel>]) -> Result<()> {
+        let Some(held) = held_gradients::of(self.group, wrapped)? else { return Ok(()) };
+        let name = held_gradients::file_of(&model);
+        let sink = self.contents.open(&name);
+        let mut sink = self.contents.agree(self.group, &name, sink)?;
+        streamed_file::write(self.group, held.sums, &[], &mut sink, self.cannot_write)?;
+        if self.contents.collect {
+            self.contents.manifest.held.insert(model, held.batches);
             self.contents.add(name, sink.into());
         }
         Ok(())
     }
 
-    /// Destination of the file of `model`, if this rank can save it.
-    fn ready_to_save<M: Module>(&mut self, name: &str, model: &M) -> Result<Sink> {
+    /// Destination of the file of `model`, and the wrapped models in it, if this rank can save it.
+    fn ready_to_save<M: Module>(&mut self, name: &str, model: &M) -> Result<(Sink, Vec<Arc<WrappedModel>>)> {
         self.check_name()?;
         let wrapped = wrapped_in(self.group, model)?;
-        if wrapped.iter().any(|wrapped| wrapped.holds_gradients()) {
-            return Err(Error::invalid(
-                "the model holds gradients of micro-batches, which a checkpoint would lose: save after the optimizer \
-                 step; `ddp.sync_gradients(&model)` completes one, `ddp.discard_accumulated(&model)` drops them",
-            ));
-        }
         wrapped.iter().for_each(|wrapped| wrapped.warn_of_local());
         if wrapped.is_empty() && self.group.world_size() > 1 {
             let digest = digest(param_hash(model)?.as_bytes());
             self.contents.not_wrapped.push((format!("{}model", self.prefix), digest));
         }
-        self.contents.open(name)
+        Ok((self.contents.open(name)?, wrapped))
     }
 
     /// Saves the state of the optimizer that trains `model`. *Collective*. Plain Burn reads the file `optimizer.bpk`,
@@ -227,6 +240,7 @@ impl<'a> CheckpointWriter<'a> {
         let name = format!("{}optimizer.bpk", self.prefix);
         let ready = self.check_name().and_then(|()| {
             self.contents.check_new(&name)?;
+            wrapped_in(self.group, model)?;
             Ok((intercept::parts(model), optimizer_state::ids_of(model)?))
         });
         let (parts, ids) = self.contents.agree(self.group, &name, ready)?;

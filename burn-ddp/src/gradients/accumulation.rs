@@ -50,6 +50,16 @@ pub(crate) struct MicroBatch {
     pub(crate) weight_of_mean: Option<f64>,
 }
 
+/// Micro-batches that a rank holds between backwards, as a checkpoint has them.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct HeldBatches {
+    pub(crate) count: usize,
+    /// Items of all of them.
+    pub(crate) items: f64,
+    /// The reduction that the sums are for.
+    pub(crate) reduction: GradientReduction,
+}
+
 /// Micro-batches since the last reduction, the running one included.
 #[derive(Debug)]
 pub(super) struct MicroBatches {
@@ -84,6 +94,15 @@ impl MicroBatches {
     pub(super) fn clear(&mut self) {
         self.count = 0;
         self.items = 0.0;
+    }
+
+    pub(super) fn held(&self) -> HeldBatches {
+        HeldBatches { count: self.count, items: self.items, reduction: self.reduction }
+    }
+
+    /// Makes `held` the micro-batches since the last reduction.
+    pub(super) fn restore(&mut self, held: HeldBatches) {
+        (self.count, self.items) = (held.count, held.items);
     }
 
     /// Number of micro-batches since the last reduction.
@@ -135,7 +154,7 @@ impl MicroBatches {
 
 /// A gradient summed over micro-batches: in f64 for f64, in f32 for everything narrower; rounded once, when it is
 /// written.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Sum {
     F32(Vec<f32>),
     F64(Vec<f64>),
@@ -146,6 +165,32 @@ impl Sum {
         match dtype {
             DType::F64 => Sum::F64(vec![0.0; len_elems]),
             _ => Sum::F32(vec![0.0; len_elems]),
+        }
+    }
+
+    /// The sum of these bytes, which are f64 if `dtype` is, and f32 otherwise.
+    pub(crate) fn from_bytes(dtype: DType, bytes: &[u8]) -> Self {
+        fn read<T: bytemuck::AnyBitPattern>(bytes: &[u8]) -> Vec<T> {
+            bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
+        }
+        match dtype {
+            DType::F64 => Sum::F64(read(bytes)),
+            _ => Sum::F32(read(bytes)),
+        }
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        match self {
+            Sum::F32(sum) => bytemuck::cast_slice(sum),
+            Sum::F64(sum) => bytemuck::cast_slice(sum),
+        }
+    }
+
+    /// Type of the elements.
+    pub(crate) fn dtype(&self) -> DType {
+        match self {
+            Sum::F32(_) => DType::F32,
+            Sum::F64(_) => DType::F64,
         }
     }
 

@@ -6,6 +6,7 @@ mod aligned_bytes;
 mod bucket_plan;
 mod buffer_ring;
 mod device_loan;
+mod held_sums;
 mod memory;
 mod piggyback;
 mod presence_flags;
@@ -16,7 +17,7 @@ mod store;
 mod worker;
 
 pub use accumulation::GradientReduction;
-pub(crate) use accumulation::{Boundary, Contribution, MicroBatch, Sum};
+pub(crate) use accumulation::{Boundary, Contribution, HeldBatches, MicroBatch, Sum};
 pub(crate) use aligned_bytes::AlignedBytes;
 pub(crate) use bucket_plan::{Caps, Slot};
 pub use device_loan::DeviceLoan;

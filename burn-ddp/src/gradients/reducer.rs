@@ -26,13 +26,13 @@ pub(crate) struct Reducer<T> {
     settings: ReducerSettings,
     slots: Arc<[Slot]>,
     plan: Plan,
-    store: Box<dyn GradientStore<T>>,
+    pub(super) store: Box<dyn GradientStore<T>>,
     worker: Worker,
     meter: StepMeter,
     ring: BufferRing,
     /// Number of buffers of the ring; `None` means one per bucket. The same on all ranks.
     ring_len: Option<usize>,
-    batches: MicroBatches,
+    pub(super) batches: MicroBatches,
     /// Number of slots of each bucket that arrived in this backward.
     filled: Vec<usize>,
     /// Order in which slots arrived in this backward.

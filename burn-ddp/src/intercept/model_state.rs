@@ -16,7 +16,7 @@ use super::shard::ShardedGradients;
 use super::synced_statistics::SyncedStatistics;
 use super::unused_parameter_averages::{StandIns, WaitingAverages};
 use super::wrapped_model::WrappedModel;
-use crate::gradients::{GradientMemory, Reducer, ReducerSettings, Slot, open_store};
+use crate::gradients::{GradientMemory, HeldBatches, Reducer, ReducerSettings, Slot, Sum, open_store};
 use crate::model::movement::Movements;
 use crate::model::running_stats::BufferPolicy;
 use crate::telemetry::meter::Meter;
@@ -32,6 +32,18 @@ pub(super) trait ModelState: Any + Send {
 
     /// Drops gradients of micro-batches that were not reduced yet.
     fn discard(&mut self);
+
+    /// The micro-batches that are waiting, and the slots that this rank holds a sum for.
+    fn held(&self) -> (HeldBatches, Vec<usize>);
+
+    /// The sum over those for a slot.
+    fn held_sum(&self, slot: usize) -> Result<Option<Sum>, String>;
+
+    /// Drops what is held, and makes `batches` the micro-batches that are waiting.
+    fn restore_held(&mut self, batches: HeldBatches);
+
+    /// Adds to the sum of a slot, whose parameter is `sharded` or not.
+    fn add_held_sum(&mut self, slot: usize, sharded: bool, sum: Sum);
 
     /// Ends the communication thread.
     fn retire(&mut self);
@@ -189,6 +201,30 @@ impl<B: GradientMemory> ModelState for State<B> {
         self.epoch = None;
         self.sharded.clear();
         self.reducer.discard_held();
+    }
+
+    fn held(&self) -> (HeldBatches, Vec<usize>) {
+        let holds = |slot: &usize| self.reducer.holds_sum(*slot) || self.sharded.held_sum(*slot).is_some();
+        (self.reducer.held(), (0..self.slots.len()).filter(holds).collect())
+    }
+
+    fn held_sum(&self, slot: usize) -> Result<Option<Sum>, String> {
+        match self.sharded.held_sum(slot) {
+            Some(sum) => Ok(Some(sum.clone())),
+            None => self.reducer.held_sum(slot),
+        }
+    }
+
+    fn restore_held(&mut self, batches: HeldBatches) {
+        self.discard();
+        self.reducer.restore_held(batches);
+    }
+
+    fn add_held_sum(&mut self, slot: usize, sharded: bool, sum: Sum) {
+        match sharded {
+            true => self.sharded.add_held_sum(slot, sum),
+            false => self.reducer.add_held_sum(slot, sum),
+        }
     }
 
     fn retire(&mut self) {

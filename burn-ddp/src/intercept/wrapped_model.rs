@@ -15,7 +15,7 @@ use super::shard::{CHANGES_BITS, ShardGroup};
 use super::short_steps::ShortSteps;
 use crate::convert::burn_dtype;
 use crate::ddp::Ddp;
-use crate::gradients::{GradientReduction, Slot};
+use crate::gradients::{GradientReduction, HeldBatches, Slot, Sum};
 use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::{Entry, list_paths};
 use crate::telemetry::MemoryUse;
@@ -28,7 +28,7 @@ pub(crate) struct WrappedModel {
     pub(super) device: Device,
     /// Orders the wrapped models of a rank in the same way on all ranks.
     pub(super) id: u64,
-    pub(super) slots: Arc<[Slot]>,
+    pub(crate) slots: Arc<[Slot]>,
     /// Parameters and buffers that each rank keeps for itself.
     local: Vec<Entry>,
     /// For each parameter and buffer, by the id that it had at `wrap`, true if each rank keeps it for itself.
@@ -277,6 +277,10 @@ impl WrappedModel {
         }
     }
 
+    pub(crate) fn reduction(&self) -> GradientReduction {
+        self.reduction
+    }
+
     /// True if a rank's gradients are weighted by its number of items.
     pub(crate) fn weighs_items(&self) -> bool {
         self.reduction == GradientReduction::Mean
@@ -370,6 +374,26 @@ impl WrappedModel {
     /// True if gradients of micro-batches are waiting for their reduction.
     pub(crate) fn holds_gradients(&self) -> bool {
         self.lock().holds_gradients()
+    }
+
+    /// The micro-batches that this rank holds, and the slots that it holds a sum over them for.
+    pub(crate) fn held(&self) -> (HeldBatches, Vec<usize>) {
+        self.lock().held()
+    }
+
+    /// The sum that is held for a slot: of a sharded parameter that for the whole. Waits for the device.
+    pub(crate) fn held_sum(&self, slot: usize) -> Result<Option<Sum>, String> {
+        self.lock().held_sum(slot)
+    }
+
+    /// Drops what is held, as all ranks do, and makes `batches` the micro-batches that are held.
+    pub(crate) fn restore_held(&self, batches: HeldBatches) {
+        self.lock().restore_held(batches);
+    }
+
+    /// Adds to the sum that is held for a slot.
+    pub(crate) fn add_held_sum(&self, slot: usize, sum: Sum) {
+        self.lock().add_held_sum(slot, self.is_sharded(slot), sum);
     }
 
     /// An error of a backward that names this rank.

@@ -1,4 +1,4 @@
-//! Writing a burnpack tensor after tensor: rank 0 writes, and gathers sharded ones one at a time.
+//! Writing a burnpack tensor after tensor: rank 0 writes, and gathers what other ranks have, one tensor at a time.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -9,7 +9,6 @@ use sha2::{Digest, Sha256};
 
 use super::burnpack::{Item, header_bytes};
 use super::stored_tensors::{StoredTensor, aligned, header};
-use crate::intercept::Part;
 use crate::{Error, Result, agreement, main_first};
 
 /// A tensor to be written.
@@ -17,14 +16,17 @@ pub(crate) trait Source {
     /// The tensor in the file.
     fn stored(&self) -> Result<StoredTensor>;
 
-    /// This rank's part, if the tensor is sharded.
-    fn part(&self) -> Option<&Part>;
+    /// True if rank 0 has it. Otherwise it is gathered. The same on all ranks.
+    fn is_on_main(&self) -> bool;
 
-    /// Size of an element of a sharded tensor.
-    fn element_bytes(&self) -> usize;
+    /// Bytes of this rank's part of a tensor that is gathered.
+    fn own_len_bytes(&self) -> usize;
 
-    /// The value on this rank, of a sharded tensor its part.
+    /// This rank's part of a tensor that is gathered.
     fn own(&self) -> Result<TensorData>;
+
+    /// The tensor on rank 0, of the ranks' parts. *Collective*.
+    fn gather(&self, group: &ProcessGroup, own: &[u8]) -> Result<Bytes>;
 
     /// Calls `write` with the bytes of the file: of the value on this rank, or of `whole`, which was gathered.
     fn put(&self, whole: Option<Bytes>, write: &mut dyn FnMut(&[u8]) -> Result<(), String>) -> Result<(), String>;
@@ -45,7 +47,7 @@ pub(crate) fn write<S: Source>(
     what: &str,
 ) -> Result<()> {
     let is_main = group.rank() == 0;
-    let any_sharded = tensors.iter().any(|tensor| tensor.part().is_some());
+    let any_gathered = !tensors.iter().all(Source::is_on_main);
     let mut opening = is_main.then(|| {
         let stored = tensors.iter().map(Source::stored).collect::<Result<Vec<_>>>();
         header_bytes(&header(&stored.map_err(|e| e.to_string())?, others)?)
@@ -55,7 +57,7 @@ pub(crate) fn write<S: Source>(
     let mut tensors = tensors.into_iter().peekable();
     loop {
         let mut run: Vec<S> = Vec::new();
-        while let Some(tensor) = tensors.next_if(|tensor| tensor.part().is_none()) {
+        while let Some(tensor) = tensors.next_if(Source::is_on_main) {
             run.push(tensor);
         }
         let is_last = tensors.peek().is_none();
@@ -81,16 +83,13 @@ pub(crate) fn write<S: Source>(
         // A rank that cannot read its part takes part in the calls that the others make.
         let own = tensor.own().unwrap_or_else(|e| {
             unread.get_or_insert(e);
-            let dims = tensor.part().map(Part::own_dims).unwrap_or_default();
-            let len = dims.iter().product::<usize>() * tensor.element_bytes();
+            let len = tensor.own_len_bytes();
             TensorData::from_bytes_vec(vec![0; len], [len], burn::tensor::DType::U8)
         });
-        if let Some(part) = tensor.part() {
-            let whole = part.gather(tensor.element_bytes(), own.as_bytes())?;
-            gathered = is_main.then_some((tensor, whole));
-        }
+        let whole = tensor.gather(group, own.as_bytes())?;
+        gathered = is_main.then_some((tensor, whole));
     }
-    match any_sharded {
+    match any_gathered {
         true => agreement::on_outcome(group, "save its parts", unread.map_or(Ok(()), Err::<(), Error>)),
         false => Ok(()),
     }

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use burn::module::{Module, ModuleVisitor, Param, ParamId, Parameter};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Bytes, DType, Int, Tensor, TensorData};
+use burn_ddp_comm::ProcessGroup;
 
 use super::schema::{Schema, unreadable};
 use super::stored_tensors::StoredTensor;
@@ -80,16 +81,21 @@ impl Source for Value {
         Ok(StoredTensor { name, dtype, dims, len_bytes, id })
     }
 
-    fn part(&self) -> Option<&Part> {
-        self.part.as_ref()
+    fn is_on_main(&self) -> bool {
+        self.part.is_none()
     }
 
-    fn element_bytes(&self) -> usize {
-        self.dtype.size()
+    fn own_len_bytes(&self) -> usize {
+        self.part.as_ref().map_or(0, |part| part.own_len_bytes(self.dtype.size()))
     }
 
     fn own(&self) -> Result<TensorData> {
         Value::own(self)
+    }
+
+    fn gather(&self, _: &ProcessGroup, own: &[u8]) -> Result<Bytes> {
+        let copy = || Ok(Bytes::from_bytes_vec(own.to_vec()));
+        self.part.as_ref().map_or_else(copy, |part| part.gather(self.dtype.size(), own))
     }
 
     fn put(&self, whole: Option<Bytes>, write: &mut dyn FnMut(&[u8]) -> Result<(), String>) -> Result<(), String> {

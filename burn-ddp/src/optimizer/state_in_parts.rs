@@ -107,16 +107,21 @@ impl Source for StateTensor<'_> {
         Ok(self.stored.clone())
     }
 
-    fn part(&self) -> Option<&Part> {
-        self.part.as_ref()
+    fn is_on_main(&self) -> bool {
+        self.part.is_none()
     }
 
-    fn element_bytes(&self) -> usize {
-        self.stored.dtype.size()
+    fn own_len_bytes(&self) -> usize {
+        self.part.as_ref().map_or(0, |part| part.own_len_bytes(self.stored.dtype.size()))
     }
 
     fn own(&self) -> Result<TensorData> {
         Ok(TensorData::from_bytes_vec(self.own.to_vec(), [self.own.len()], burn::tensor::DType::U8))
+    }
+
+    fn gather(&self, _: &ProcessGroup, own: &[u8]) -> Result<Bytes> {
+        let copy = || Ok(Bytes::from_bytes_vec(own.to_vec()));
+        self.part.as_ref().map_or_else(copy, |part| part.gather(self.stored.dtype.size(), own))
     }
 
     fn put(&self, whole: Option<Bytes>, write: &mut dyn FnMut(&[u8]) -> Result<(), String>) -> Result<(), String> {

@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::{DType, FloatDType, Scalar, Shape};
+use burn::tensor::{DType, FloatDType, Scalar, Shape, TensorData};
 use burn_ddp_comm::SharedView;
 
 use super::{Arrival, GradientStore, Outcome};
 use crate::convert::burn_dtype;
-use crate::gradients::accumulation::Contribution;
+use crate::gradients::accumulation::{Contribution, Sum};
 use crate::gradients::bucket_plan::{Bucket, BucketRange, Slot};
 use crate::gradients::device_loan::DeviceLoan;
 use crate::gradients::memory::GradientMemory;
@@ -102,6 +102,23 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for DeviceStore<B> {
 
     fn holds(&self, slot: usize) -> bool {
         self.gradients[slot].is_some()
+    }
+
+    fn sum(&self, slot: usize) -> Result<Option<Sum>, String> {
+        let Some(Gradient::Sum(sum)) = &self.gradients[slot] else { return Ok(None) };
+        let dtype = self.slots[slot].dtype;
+        let read = B::with_bytes(sum.clone(), |_, bytes| Sum::from_bytes(dtype, bytes));
+        read.map(Some).map_err(|e| format!("reading the gradient of {}: {e}", self.slots[slot].path))
+    }
+
+    fn add_sum(&mut self, slot: usize, sum: Sum) {
+        let (dims, dtype) = (self.slots[slot].dims.clone(), burn_dtype(sum.dtype()));
+        let data = TensorData::from_bytes_vec(sum.bytes().to_vec(), dims, dtype);
+        let sum = B::float_from_data(data, &self.device);
+        self.gradients[slot] = Some(Gradient::Sum(match self.gradients[slot].take() {
+            Some(Gradient::Sum(held)) => B::float_add(held, sum),
+            _ => sum,
+        }));
     }
 
     fn fill(

@@ -150,6 +150,21 @@ impl<B: GradientMemory> GradientStore<FloatTensor<B>> for HostStore<B> {
         self.gradients[slot].is_some()
     }
 
+    fn sum(&self, slot: usize) -> Result<Option<Sum>, String> {
+        Ok(match &self.gradients[slot] {
+            Some(Gradient::Sum(sum)) => Some(sum.clone()),
+            _ => None,
+        })
+    }
+
+    fn add_sum(&mut self, slot: usize, sum: Sum) {
+        match &mut self.gradients[slot] {
+            Some(Gradient::Sum(held)) => held.add(sum.dtype(), sum.bytes(), 1.0),
+            // As it is: zero plus -0 would be another zero.
+            empty => *empty = Some(Gradient::Sum(sum)),
+        }
+    }
+
     fn fill(
         &mut self,
         bucket: &Bucket,

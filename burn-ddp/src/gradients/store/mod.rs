@@ -8,7 +8,7 @@ use std::sync::Arc;
 use burn::backend::tensor::FloatTensor;
 use burn_ddp_comm::SharedView;
 
-use super::accumulation::Contribution;
+use super::accumulation::{Contribution, Sum};
 use super::bucket_plan::{Bucket, BucketRange, Slot};
 use super::device_loan::DeviceLoan;
 use super::memory::GradientMemory;
@@ -65,6 +65,12 @@ pub(crate) trait GradientStore<T>: Send {
 
     /// True if this rank has a gradient for the slot in the next reduction.
     fn holds(&self, slot: usize) -> bool;
+
+    /// The sum over micro-batches that is held for a slot. Waits for the device.
+    fn sum(&self, slot: usize) -> Result<Option<Sum>, String>;
+
+    /// Adds to the sum over micro-batches that is held for a slot.
+    fn add_sum(&mut self, slot: usize, sum: Sum);
 
     /// Moves the gradients of a bucket into `buffer`, with zeros for slots without one; sums over micro-batches are
     /// divided by `divisor`. Gradients that stay on their device are lent to the group's engine instead. Does not wait

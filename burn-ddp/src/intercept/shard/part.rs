@@ -36,6 +36,11 @@ impl Part {
         [&[own], &self.dims()[1..]].concat()
     }
 
+    /// Bytes of the rows of this rank, of `element_bytes` per element.
+    pub(crate) fn own_len_bytes(&self, element_bytes: usize) -> usize {
+        self.own_dims().iter().product::<usize>() * element_bytes
+    }
+
     /// Bytes of the rows of each rank in the whole, of `element_bytes` per element.
     pub(crate) fn byte_ranges(&self, element_bytes: usize) -> Vec<Range<usize>> {
         let division = self.division(element_bytes);

@@ -161,6 +161,19 @@ impl<B: GradientMemory> ShardedGradients<B> {
         Ok(())
     }
 
+    /// The sum that is held for a slot, if this rank has one.
+    pub(in crate::intercept) fn held_sum(&self, slot: usize) -> Option<&Sum> {
+        self.slots[slot].held.as_ref()
+    }
+
+    /// Adds to the sum that is held for a slot.
+    pub(in crate::intercept) fn add_held_sum(&mut self, slot: usize, sum: Sum) {
+        match &mut self.slots[slot].held {
+            Some(held) => held.add(sum.dtype(), sum.bytes(), 1.0),
+            empty => *empty = Some(sum),
+        }
+    }
+
     /// The average of a slot's part, once.
     pub(in crate::intercept) fn take(&mut self, slot: usize) -> Option<FloatTensor<B>> {
         self.slots[slot].average.take()
