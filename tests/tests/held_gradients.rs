@@ -242,6 +242,49 @@ fn ranks_that_hold_different_numbers_of_micro_batches_go_on_in_any_world() {
 }
 
 #[test]
+fn sums_of_sharded_parameters_are_those_of_whole_ones() {
+    let device = |ddp: &Ddp| anyhow::Ok(ddp.device()?.autodiff());
+    let model = |ddp: &Ddp, kind: Kind| anyhow::Ok(ddp.wrap_with(net(kind, &device(ddp)?), &kind.config())?);
+    let backward = |ddp: &Ddp, net: &Net, part: usize| {
+        let loss = net.loss(&[3 * part, 3 * part + 1, 3 * part + 2], 0, &device(ddp)?);
+        ddp.backward(&loss, net)?;
+        anyhow::Ok(())
+    };
+    // One rank that holds all.
+    let expected = Ddp::spawn(1, |ddp| {
+        let net = model(&ddp, Kind::NoSync)?;
+        (0..4).try_for_each(|part| ddp.no_sync(&net, || backward(&ddp, &net, part))?)?;
+        let grads = ddp.sync_gradients(&net)?;
+        Ok(grads.get::<2>(net.trunk.weight.id).unwrap().into_data().try_to_vec::<f32>()?)
+    });
+    let expected = expected.unwrap().remove(0);
+    for (saved_as, loaded_as) in [(Kind::Sharded, Kind::Plain), (Kind::Plain, Kind::Sharded)] {
+        let directory = tempfile::tempdir().unwrap();
+        Ddp::spawn(2, |ddp| {
+            let net = model(&ddp, saved_as)?;
+            ddp.optimizer(SgdConfig::new().init(), &net)?;
+            for micro_batch in 0..2 {
+                backward(&ddp, &net, 2 * micro_batch + ddp.rank())?;
+            }
+            Ok(ddp.checkpoints(directory.path())?.save(0, |c| c.model(&net))?)
+        })
+        .unwrap();
+        for world in 1..=3 {
+            let parts = Ddp::spawn(world, |ddp| {
+                let net = ddp.checkpoints(directory.path())?.latest()?.unwrap().model(model(&ddp, loaded_as)?)?;
+                ddp.optimizer(SgdConfig::new().init(), &net)?;
+                let grads = ddp.sync_gradients(&net)?;
+                Ok(grads.get::<2>(net.trunk.weight.id).unwrap().into_data().try_to_vec::<f32>()?)
+            });
+            let parts = parts.unwrap();
+            let whole = if loaded_as == Kind::Sharded { parts.concat() } else { parts[world - 1].clone() };
+            let distance = whole.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(whole.len() == expected.len() && distance < 1e-6, "{distance:e} as {loaded_as:?} on {world}");
+        }
+    }
+}
+
+#[test]
 fn a_model_that_cannot_take_them_is_refused_on_every_rank_and_inference_is_not() {
     let directory = tempfile::tempdir().unwrap();
     let errors = Ddp::spawn(2, |ddp| {
@@ -285,4 +328,32 @@ fn loading_drops_what_the_model_holds() {
     for slopes in slopes.unwrap() {
         assert_eq!(slopes, [(false, Some(3.0)), (true, Some(51.0))]);
     }
+}
+
+#[test]
+fn copies_that_are_not_trained_leave_what_is_held() {
+    let directory = tempfile::tempdir().unwrap();
+    let slopes = Ddp::spawn(2, |ddp| {
+        let model = ddp.wrap_with(line(&ddp)?, &WrapConfig::new().with_accumulation(2))?;
+        let checkpoints = ddp.checkpoints(directory.path())?;
+        checkpoints.save(0, |c| c.model(&model))?;
+        slope(&ddp, &model, 2.0)?;
+        checkpoints.save(1, |c| {
+            c.model(&model)?;
+            c.named("average").model(&model.clone().no_grad())
+        })?;
+        for (nth, copy) in [model.valid(), model.clone().no_grad(), model.valid()].into_iter().enumerate() {
+            let saved = checkpoints.at(nth as u64 % 2)?.unwrap();
+            saved.model(copy)?;
+        }
+        if ddp.is_main() {
+            let newest = checkpoints.latest()?.unwrap();
+            let file = |name: &str| newest.path().join(name).exists();
+            assert!(file("held.bpk") && !file("average-held.bpk"));
+        } else {
+            checkpoints.latest()?;
+        }
+        slope(&ddp, &model, 4.0)
+    });
+    assert_eq!(slopes.unwrap(), [Some(3.0), Some(3.0)]);
 }

@@ -5,12 +5,14 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{Bytes, TensorData};
+use burn::module::Module;
+use burn::tensor::{Bytes, Device, TensorData};
 use burn_ddp_comm::{DType, ProcessGroup};
 
 use crate::convert::burn_dtype;
 use crate::gradients::{HeldBatches, Sum};
 use crate::intercept::WrappedModel;
+use crate::model::schema::Schema;
 use crate::model::stored_tensors::{StoredTensor, tensors};
 use crate::model::streamed_file::Source;
 use crate::model::tensor_file::TensorFile;
@@ -32,6 +34,12 @@ pub(super) struct HeldSum {
     /// The rank that holds it, and this rank.
     holder: usize,
     rank: usize,
+}
+
+/// True if `model`, which has this `schema`, is trained: copies for evaluation or a moving average have no gradients,
+/// though they share the taps of the model that has.
+pub(super) fn is_trained<M: Module>(model: &M, schema: &Schema) -> bool {
+    schema.entries.iter().any(|entry| entry.trainable) && model.devices().iter().any(Device::is_autodiff)
 }
 
 /// What the ranks hold for these wrapped models; `None` if no rank holds anything. *Collective*.

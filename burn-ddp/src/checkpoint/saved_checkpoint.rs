@@ -8,7 +8,7 @@ use std::sync::Arc;
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
-use burn::tensor::{Bytes, Device};
+use burn::tensor::Bytes;
 use serde::de::DeserializeOwned;
 
 use super::manifest::{Checksum, Manifest};
@@ -66,10 +66,10 @@ impl Checkpoint {
     /// The model may be wrapped or not, also with [sharded](crate::WrapConfig::with_sharding) parameters; parameter ids
     /// do not change. Rank 0 reads one tensor after the other, and sends it, or each rank its rows of it.
     ///
-    /// A wrapped model drops gradients of micro-batches that it holds, and gets those that it held at the save: the
-    /// next backward goes on with them. In a world of the same size each rank gets its own, so that the step has the
-    /// bits of a run without interruption; in another the ranks' sums are added in another order, which rounds
-    /// differently.
+    /// A wrapped model that is trained drops gradients of micro-batches that it holds, and gets those that it held at
+    /// the save: the next backward goes on with them. In a world of the same size each rank gets its own, so that the
+    /// step has the bits of a run without interruption; in another the ranks' sums are added in another order, which
+    /// rounds differently.
     ///
     /// # Errors
     ///
@@ -82,29 +82,30 @@ impl Checkpoint {
         let name = format!("{}model.bpk", self.prefix);
         let entries = self.manifest.models.get(&name).ok_or_else(|| self.missing(&name))?;
         let group = self.ddp.group();
-        let (wrapped, held) = (wrapped_in(group, &model), self.manifest.held.get(&name));
-        let trains = model.devices().iter().any(Device::is_autodiff);
+        let held = self.manifest.held.get(&name);
         // The model of another rank may differ in local parameters.
         let is_other = |schema: &Schema| difference(entries, &schema.entries).filter(|_| self.ddp.is_main());
-        let fits = values(&model).and_then(|(schema, _)| match is_other(&schema) {
-            None => Ok(()),
-            Some(difference) => Err(Error::invalid(format!("the checkpoint is of another model: {difference}"))),
-        });
-        let fits = fits.and(wrapped).and_then(|wrapped| {
-            let goes_on = held.filter(|_| trains || !wrapped.is_empty());
-            goes_on.map_or(Ok(()), |held| held_gradients::check(&wrapped, held))?;
+        let fits = wrapped_in(group, &model).and_then(|wrapped| {
+            let (schema, _) = values(&model)?;
+            if let Some(difference) = is_other(&schema) {
+                return Err(Error::invalid(format!("the checkpoint is of another model: {difference}")));
+            }
+            if !held_gradients::is_trained(&model, &schema) {
+                return Ok(Vec::new());
+            }
+            held.map_or(Ok(()), |held| held_gradients::check(&wrapped, held))?;
             Ok(wrapped)
         });
-        let wrapped = agreement::on_outcome(group, &format!("load {name}"), fits)?;
+        let trained = agreement::on_outcome(group, &format!("load {name}"), fits)?;
         let file = self.open(&name)?;
         let model = load_model::load(group, model, file, &name)?;
         let model = self.ddp.broadcast_parameters(model, 0)?;
-        match held.filter(|_| !wrapped.is_empty()) {
+        match held.filter(|_| !trained.is_empty()) {
             Some(held) => {
                 let file = self.open(&held_gradients::file_of(&name))?;
-                held_gradients::load(group, &wrapped, held, file)?;
+                held_gradients::load(group, &trained, held, file)?;
             }
-            None => wrapped.iter().for_each(|wrapped| wrapped.discard()),
+            None => trained.iter().for_each(|wrapped| wrapped.discard()),
         }
         Ok(model)
     }

@@ -191,11 +191,12 @@ impl<'a> CheckpointWriter<'a> {
                 Ok(schema)
             });
         let schema = saved.inspect_err(|e| self.contents.ended = Some(e.clone()))?;
+        let trained = if held_gradients::is_trained(model, &schema) { &wrapped[..] } else { &[] };
         if self.contents.collect {
             self.contents.manifest.models.insert(name.clone(), schema.entries);
             self.contents.add(name.clone(), sink.into());
         }
-        self.held_gradients(name, &wrapped).inspect_err(|e| self.contents.ended = Some(e.clone()))
+        self.held_gradients(name, trained).inspect_err(|e| self.contents.ended = Some(e.clone()))
     }
 
     /// Saves what the ranks hold of micro-batches for the wrapped models in the `model`. *Collective*.
