@@ -294,6 +294,21 @@ fn a_parameter_that_only_a_rank_of_little_weight_uses_is_used() {
     }
 }
 
+#[test]
+fn batches_that_are_taken_out_of_their_epochs_train() {
+    let slopes = Ddp::spawn(2, |ddp| {
+        let model = line(&ddp, &WrapConfig::new())?;
+        let train = ddp.loader(Together).global_batch_size(3).build(texts(6))?;
+        let slopes = (0..3).map(|_| {
+            // Texts 0 and 1 on rank 0, 2 on rank 1, in each epoch; the iterator is gone before the backward.
+            let batch = train.iter().next().expect("an epoch has batches")?;
+            slope(&ddp, &model, &batch.texts.iter().map(|text| *text as f64).collect::<Vec<_>>())
+        });
+        slopes.collect::<anyhow::Result<Vec<_>>>()
+    });
+    assert_eq!(slopes.unwrap(), [vec![1.0; 3], vec![1.0; 3]]);
+}
+
 /// A weight that is set once stands for all backwards, also where each step has several.
 #[test]
 fn a_weight_set_once_serves_all_micro_batches() {

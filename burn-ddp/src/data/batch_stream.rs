@@ -1,6 +1,8 @@
 //! The batches of one epoch or one evaluation: each from the pool, with an error that names the batch.
 
+use std::cell::Cell;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use burn_ddp_comm::World;
 
@@ -26,8 +28,8 @@ impl<O: Send + 'static> BatchStream<O> {
         self.taken
     }
 
-    /// Takes the next batch; waits until it is loaded. `list` makes the list of all batches, the first time; `name`
-    /// names the batch in an error.
+    /// Takes the next batch; waits until it is loaded, with a deadline if there are several ranks. `list` makes the
+    /// list of all batches, the first time; `name` names the batch in an error.
     ///
     /// # Errors
     ///
@@ -49,7 +51,20 @@ impl<O: Send + 'static> BatchStream<O> {
             }
         };
         let timeout = world.options().timeout;
-        match pass.next(timeout, || world.check()) {
+        // Alone no other rank waits: storage may be as slow as it is without a thread that loads ahead.
+        let deadline = if world.world_size() == 1 { Duration::MAX } else { timeout };
+        let (asked, warned) = (Instant::now(), Cell::new(false));
+        let check = || {
+            if asked.elapsed() >= timeout && !warned.replace(true) {
+                tracing::warn!(
+                    target: "burn_ddp::data",
+                    "a batch has been loading for {} s, and training waits for it: is its storage reachable?",
+                    timeout.as_secs()
+                );
+            }
+            world.check()
+        };
+        match pass.next(deadline, check) {
             Some(loaded) => loaded.map_err(|failure| DataError::from_failure(name(), failure, timeout)),
             None => unreachable!("a caller asks for as many batches as its list has"),
         }

@@ -155,7 +155,8 @@ pub enum DataError {
         /// The panic's message.
         message: String,
     },
-    /// A worker did not deliver a batch within [`WorldOptions::timeout`](comm::WorldOptions::timeout).
+    /// A worker did not deliver a batch within [`WorldOptions::timeout`](comm::WorldOptions::timeout), in a job of
+    /// several ranks. Alone a rank waits on, with a warning.
     #[error("{what} did not arrive: worker {worker} has been loading it for {seconds} s; is its storage reachable?")]
     WorkerStalled {
         /// The batch: step, epoch, loader and rank.

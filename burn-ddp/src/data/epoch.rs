@@ -224,10 +224,11 @@ impl<O: Send + 'static> Epoch<O> {
             None => format!("loader {id} ({steps} steps)"),
         };
         let (ddp, track) = (self.loader.ddp(), self.track());
-        // The last batch may have had no backward here; then the others may be waiting in theirs.
+        // If the last batch had no backward, that may follow: the batch was taken out of its epoch.
         let used = ddp.state().batch_weight.used(track).unwrap_or(begin);
-        let unused = format!("{name}, with a batch read but no backward");
-        ddp.world().stop_with_next_call(track.backwards(), used.max(begin), &unused);
+        if used.max(begin) == reached {
+            ddp.world().stop_with_next_call(track.backwards(), reached, &name);
+        }
         ddp.world().stop_with_next_call(track, reached, &name);
     }
 }

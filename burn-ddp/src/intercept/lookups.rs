@@ -161,21 +161,33 @@ impl Lookups {
 mod tests {
     use std::time::{Duration, Instant};
 
+    use burn::data::dataloader::batcher::Batcher;
+    use burn::data::dataset::InMemDataset;
     use burn::module::{Module, ModuleMapper, Param};
-    use burn::tensor::{Gradients, Tensor};
+    use burn::tensor::{Device, Gradients, Tensor};
 
     use crate::Ddp;
     use crate::intercept::pair::Pair;
     use crate::telemetry::listener::Listener;
 
-    /// Parameters that rank 0 is warned of while it trains by `step`.
+    /// Makes nodes in graphs, on a thread of the loader.
+    struct Numbers;
+
+    impl Batcher<f32, Tensor<1>> for Numbers {
+        fn batch(&self, items: Vec<f32>, device: &Device) -> Tensor<1> {
+            Tensor::from_floats(items.as_slice(), device)
+        }
+    }
+
+    /// Parameters that rank 0 is warned of while it trains by `step`, on data that are read ahead.
     fn warned(step: impl Fn(Pair, Gradients) -> Pair + Sync) -> Vec<String> {
         let warned = Ddp::spawn(2, |ddp| {
             let listener = Listener::default();
             tracing::subscriber::with_default(listener.clone(), || {
                 let mut model = ddp.wrap(Pair::ones())?;
                 // Nodes that other threads make may hide a lookup.
-                for _ in 0..20 {
+                for batch in ddp.loader(Numbers).build(InMemDataset::new(vec![1.0; 40]))?.iter() {
+                    assert_eq!(batch?.dims(), [1]);
                     let grads = (model.a.val() * model.b.val()).backward();
                     model = step(model, grads);
                 }

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use super::*;
 use crate::data::{DataError, Stream, StreamShard, StreamSource};
+use crate::telemetry::listener::Listener;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
@@ -151,4 +152,34 @@ fn a_panic_of_the_thread_that_reads_ahead_is_the_error_of_its_batch() {
         assert_eq!(read, [Ok(vec![0]), Err(error.to_string()), Ok(vec![2])]);
         Ok(())
     });
+}
+
+/// Items that take a while.
+struct Slow(Duration);
+
+impl Dataset<usize> for Slow {
+    fn get(&self, index: usize) -> Result<usize, DatasetError> {
+        thread::sleep(self.0);
+        Ok(index)
+    }
+
+    fn len(&self) -> usize {
+        2
+    }
+}
+
+#[test]
+fn a_rank_alone_waits_for_slow_storage_as_long_as_it_takes() {
+    let options = WorldOptions { timeout: Duration::from_millis(100), ..WorldOptions::default() };
+    let read = Ddp::spawn_with(1, options, |ddp| {
+        let listener = Listener::default();
+        let slow = || Slow(Duration::from_millis(500));
+        let read = tracing::subscriber::with_default(listener.clone(), || {
+            let read = ddp.loader(Keep).batch_size(2).build(slow())?.iter().collect::<Result<Vec<_>, _>>()?;
+            let again = ddp.eval_loader(Keep).batch_size(2).build(slow())?.iter().collect::<Result<Vec<_>, _>>()?;
+            anyhow::Ok((read.concat(), again.concat()))
+        })?;
+        Ok((read, listener.events("burn_ddp::data").len()))
+    });
+    assert_eq!(read.unwrap(), [((vec![0, 1], vec![0, 1]), 2)], "a warning for each");
 }

@@ -188,36 +188,31 @@ fn a_worker_that_panics_or_hangs_is_named() {
     impl Batcher<usize, Vec<usize>> for Bad {
         fn batch(&self, items: Vec<usize>, _: &Device) -> Vec<usize> {
             match (self.0, items[0]) {
-                ("panics", 4) => panic!("odd one out"),
-                ("hangs", 4) => std::thread::sleep(Duration::from_secs(3)),
+                ("panics", 4 | 5) => panic!("odd one out"),
+                ("hangs", 4 | 5) => std::thread::sleep(Duration::from_secs(6)),
                 _ => {}
             }
             items
         }
     }
-    let options = WorldOptions { timeout: Duration::from_secs(1), ..WorldOptions::default() };
-    let errors = Ddp::spawn_with(1, options, |ddp| {
+    let options = WorldOptions { timeout: Duration::from_secs(2), ..WorldOptions::default() };
+    let ranks = Ddp::spawn_with(2, options, |ddp| {
         let read = |kind| -> Vec<String> {
-            let loader = ddp.loader(Bad(kind)).batch_size(2).num_workers(2).build(numbers(8)).unwrap();
+            let loader = ddp.loader(Bad(kind)).batch_size(1).num_workers(2).build(numbers(8)).unwrap();
             let epoch = loader.iter();
             epoch.map(|batch| batch.map_or_else(|error| error.to_string(), |batch| format!("{batch:?}"))).collect()
         };
         Ok([read("panics"), read("hangs")])
     });
-    let [panics, hangs] = &errors.unwrap()[0];
-    let what = "step 3 of 4 in epoch 1 of loader";
-    assert_eq!(
-        panics[..],
-        [
-            "[0, 1]",
-            "[2, 3]",
-            &format!("{what} 0 on rank 0 could not be loaded: worker 0 panicked: odd one out"),
-            "[6, 7]"
-        ]
-    );
-    let hung =
-        format!("{what} 1 on rank 0 did not arrive: worker 0 has been loading it for 1 s; is its storage reachable?");
-    assert_eq!(hangs[..], ["[0, 1]", "[2, 3]", &hung]);
+    for (rank, [panics, hangs]) in ranks.unwrap().into_iter().enumerate() {
+        let batch = |step: usize| format!("[{}]", 2 * step + rank);
+        let failed =
+            |loader: usize, how: &str| format!("step 3 of 4 in epoch 1 of loader {loader} on rank {rank} {how}");
+        let panicked = failed(0, "could not be loaded: worker 0 panicked: odd one out");
+        assert_eq!(panics, [batch(0), batch(1), panicked, batch(3)]);
+        let hung = failed(1, "did not arrive: worker 0 has been loading it for 2 s; is its storage reachable?");
+        assert_eq!(hangs, [batch(0), batch(1), hung]);
+    }
 }
 
 #[test]
