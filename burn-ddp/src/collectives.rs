@@ -4,8 +4,9 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Tensor, TensorData};
 use burn_ddp_comm::{DType, ProcessGroup, ReduceOp};
 
-use crate::convert::{back, read};
+use crate::convert::{back, data_of, with_dtype};
 use crate::ddp::Ddp;
+use crate::intercept::tell_peers;
 use crate::{Error, Result};
 
 /// Collectives on tensors, implemented by [`Ddp`].
@@ -266,13 +267,13 @@ impl Collectives for Ddp {
     #[track_caller]
     fn all_reduce<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, op: ReduceOp) -> Result<Tensor<D, K>> {
         let device = tensor.device();
-        Ok(back(all_reduce(self.group(), read(tensor)?, op)?, &device))
+        Ok(back(all_reduce(self.group(), read(self, tensor)?, op)?, &device))
     }
 
     #[track_caller]
     fn broadcast<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, root: usize) -> Result<Tensor<D, K>> {
         let device = tensor.device();
-        let (dtype, mut data) = read(tensor)?;
+        let (dtype, mut data) = read(self, tensor)?;
         in_place(&mut data, |bytes| self.group().broadcast_bytes(dtype, bytes, root))?;
         Ok(back(data, &device))
     }
@@ -280,13 +281,13 @@ impl Collectives for Ddp {
     #[track_caller]
     fn all_gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
         let device = tensor.device();
-        Ok(back(all_gather(self.group(), read(tensor)?)?, &device))
+        Ok(back(all_gather(self.group(), read(self, tensor)?)?, &device))
     }
 
     #[track_caller]
     fn reduce_scatter<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, op: ReduceOp) -> Result<Tensor<D, K>> {
         let device = tensor.device();
-        Ok(back(reduce_scatter(self.group(), read(tensor)?, op)?, &device))
+        Ok(back(reduce_scatter(self.group(), read(self, tensor)?, op)?, &device))
     }
 
     #[track_caller]
@@ -297,7 +298,7 @@ impl Collectives for Ddp {
         root: usize,
     ) -> Result<Tensor<D, K>> {
         let device = tensor.device();
-        let (dtype, mut data) = read(tensor)?;
+        let (dtype, mut data) = read(self, tensor)?;
         in_place(&mut data, |bytes| self.group().reduce_bytes(dtype, bytes, op, root))?;
         Ok(back(data, &device))
     }
@@ -305,7 +306,7 @@ impl Collectives for Ddp {
     #[track_caller]
     fn gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, root: usize) -> Result<Option<Tensor<D, K>>> {
         let device = tensor.device();
-        let (dtype, data) = read(tensor)?;
+        let (dtype, data) = read(self, tensor)?;
         let mut shape = data.shape().clone();
         shape[0] *= self.world_size();
         let rows = self.group().gather_bytes(dtype, data.as_bytes(), root)?;
@@ -320,8 +321,8 @@ impl Collectives for Ddp {
         root: usize,
     ) -> Result<Tensor<D, K>> {
         let device = like.device();
-        let (dtype, mut part) = read(like)?;
-        let whole = tensor.filter(|_| self.rank() == root).map(read).transpose()?;
+        let (dtype, mut part) = read(self, like)?;
+        let whole = tensor.filter(|_| self.rank() == root).map(|whole| read(self, whole)).transpose()?;
         if let Some((other, _)) = &whole
             && *other != dtype
         {
@@ -335,7 +336,7 @@ impl Collectives for Ddp {
     #[track_caller]
     fn all_to_all<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
         let device = tensor.device();
-        let (dtype, data) = read(tensor)?;
+        let (dtype, data) = read(self, tensor)?;
         check_rows("all_to_all", data.shape()[0], self.world_size())?;
         let mut out = vec![0u8; data.as_bytes().len()];
         self.group().all_to_all_bytes(dtype, data.as_bytes(), &mut out)?;
@@ -344,17 +345,26 @@ impl Collectives for Ddp {
 
     #[track_caller]
     fn send<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, to: usize) -> Result<()> {
-        let (dtype, data) = read(tensor)?;
+        let (dtype, data) = read(self, tensor)?;
         Ok(self.group().send_bytes(dtype, data.as_bytes(), to)?)
     }
 
     #[track_caller]
     fn recv<const D: usize, K: Basic>(&self, like: Tensor<D, K>, from: usize) -> Result<Tensor<D, K>> {
         let device = like.device();
-        let (dtype, mut data) = read(like)?;
+        let (dtype, mut data) = read(self, like)?;
         in_place(&mut data, |bytes| self.group().recv_bytes(dtype, bytes, from))?;
         Ok(back(data, &device))
     }
+}
+
+/// Elements of a tensor, for a collective in which the other ranks wait: if this rank cannot read them it ends the job.
+pub(crate) fn read<const D: usize, K: Basic>(ddp: &Ddp, tensor: Tensor<D, K>) -> Result<(DType, TensorData)> {
+    if D == 0 {
+        return Err(Error::invalid("collectives take tensors of one dimension or more"));
+    }
+    let unreadable = |e| Error::invalid(format!("reading the tensor from its device failed: {e}"));
+    with_dtype(data_of(tensor).map_err(unreadable).inspect_err(|e| tell_peers(ddp, e))?)
 }
 
 #[track_caller]

@@ -32,7 +32,7 @@ impl Ddp {
     /// ```
     #[track_caller]
     pub fn broadcast_parameters<M: Module>(&self, model: M, root: usize) -> Result<M> {
-        broadcast::model(self.group(), model, root)
+        broadcast::model(self, model, root)
     }
 
     /// Gives every rank the state of `root`'s optimizer (momentum, moments, step counts), bit by bit. *Collective*.

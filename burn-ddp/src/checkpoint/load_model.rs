@@ -7,6 +7,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Bytes, DType, Int, Tensor, TensorData};
 use burn_ddp_comm::{DType as CommDType, ProcessGroup};
 
+use crate::convert::data_of;
 use crate::intercept::{Part, bypass, parts};
 use crate::model::schema::unreadable;
 use crate::model::tensor_file::TensorFile;
@@ -106,7 +107,7 @@ impl LoadParts<'_> {
             if dims[..] != *part.dims() || is != dtype {
                 return Err(format!("{path} is {:?} {dtype:?} in the model, but {dims:?} {is:?} here", part.dims()));
             }
-            let data = loaded.try_into_data().map_err(|e| unreadable(path, &e).to_string())?;
+            let data = data_of(loaded).map_err(|e| unreadable(path, &e).to_string())?;
             whole = data.into_bytes();
             Ok(())
         })?;

@@ -118,7 +118,7 @@ impl Differentiable<'_> {
         if x.is_tracked() {
             crate::device::check_supported(&device)?;
         }
-        let elements = convert::read(x.clone())?;
+        let elements = collectives::read(self.ddp, x.clone())?;
         let group = self.ddp.state().graph_group()?;
         let y: Tensor<D> = convert::back(forward(&group, elements)?, &device);
         if !x.is_tracked() {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{Gradients, Tensor};
 
+use super::failure::tell_peers;
 use super::gradient_of::settle;
 use super::model_walk::note_values;
 use super::tap_and_replica_checks::find_past_tap;
@@ -27,7 +28,7 @@ pub(crate) fn checked_backward<const D: usize, M: Module>(
         (frozen, or replaced after `wrap`)";
         return Err(refused(&wrapped.ddp, reason.into()));
     }
-    match find_past_tap(model, wrapped, &gradients)? {
+    match find_past_tap(model, wrapped, &gradients).inspect_err(|e| tell_peers(&wrapped.ddp, e))? {
         None => {
             settle(model, wrapped, &mut gradients);
             Ok(gradients)

@@ -52,7 +52,8 @@ pub(crate) use model_walk::{TAP_NAME, find, read_all, taps};
 pub use nodes::DdpBackend;
 pub(crate) use open_model::open_model;
 pub(crate) use shard::{
-    Part, Rows, ShardedParameter, cut, parts, refuse_sharded, sharded_parameters, sharded_paths, sums_over_parts, whole,
+    Part, Rows, ShardedParameter, cut, parts, refuse_sharded, sharded_parameters, sharded_paths, sums_over_parts,
+    tell_peers_of_parts, whole,
 };
 pub(crate) use synced_statistics::SyncedStatistics;
 pub(crate) use tap::Tap;

@@ -11,6 +11,7 @@ use burn::tensor::{Gradients, Tensor, TensorData, read_sync};
 use super::model_state::State;
 use super::model_walk::{AtTap, note_values, walk};
 use super::wrapped_model::{TapHandle, WrappedModel};
+use crate::convert::data_of;
 use crate::gradients::{GradientMemory, Piggyback, PiggybackResult};
 use crate::model::digest::{self, Comparison};
 use crate::model::movement::{Sketch, tolerance};
@@ -189,10 +190,9 @@ pub(super) fn find_past_tap<M: Module>(
             let digest = match gradient {
                 None => Ok(None),
                 Some(_) if !self.digested => Ok(Some(UNREAD)),
-                Some(gradient) => gradient
-                    .try_into_data()
+                Some(gradient) => data_of(gradient)
                     .map(|data| Some(digest::digest(data.as_bytes())))
-                    .map_err(|e| Error::invalid(format!("reading a gradient failed: {e:?}"))),
+                    .map_err(|e| Error::invalid(format!("reading a gradient failed: {e}"))),
             };
             digest.map_err(|e| self.found = Err(e)).ok().map(|digest| (digest, param.id))
         }

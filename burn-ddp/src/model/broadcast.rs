@@ -11,7 +11,9 @@ use burn_ddp_comm::{ProcessGroup, attribute_calls};
 
 use super::running_stats;
 use super::schema::{Schema, unreadable};
-use crate::intercept::{bypass, find, sharded_paths};
+use crate::convert::data_of;
+use crate::ddp::Ddp;
+use crate::intercept::{bypass, find, sharded_paths, tell_peers};
 use crate::{Error, Result, agreement, byte_stream};
 
 /// `root`'s parameters and buffers on every rank, in a model that is wrapped or not; parameter ids stay what they are,
@@ -21,7 +23,8 @@ use crate::{Error, Result, agreement, byte_stream};
 ///
 /// On every rank: [`Error::ModelsDiffer`]; [`Error::Comm`] if a peer failed or `root` is no rank.
 #[track_caller]
-pub(crate) fn model<M: Module>(group: &ProcessGroup, model: M, root: usize) -> Result<M> {
+pub(crate) fn model<M: Module>(ddp: &Ddp, model: M, root: usize) -> Result<M> {
+    let group = ddp.group();
     let mine = bypass(|| {
         // Running statistics lag one update behind what `visit` shows; `valid` brings them up to date.
         drop(model.valid());
@@ -42,7 +45,7 @@ pub(crate) fn model<M: Module>(group: &ProcessGroup, model: M, root: usize) -> R
     let devices = devices(&model);
     // Ranks that are threads may have started from one model, whose clones share running statistics.
     let model = if trains && find(&model).is_empty() { running_stats::unshared(model) } else { model };
-    let source = (group.world_size() > 1).then_some((group, root));
+    let source = (group.world_size() > 1).then_some((ddp, group, root));
     let site = Location::caller();
     attribute_calls(site, || bypass(|| values(model, source, devices, &schema, first_clone, &is_local)))
 }
@@ -92,7 +95,7 @@ pub(crate) fn devices<M: Module>(model: &M) -> Vec<Device> {
 #[track_caller]
 pub(crate) fn values<M: Module>(
     model: M,
-    root: Option<(&ProcessGroup, usize)>,
+    root: Option<(&Ddp, &ProcessGroup, usize)>,
     devices: Vec<Device>,
     schema: &Schema,
     first_clone: Vec<usize>,
@@ -107,8 +110,8 @@ pub(crate) fn values<M: Module>(
 /// Replaces every value by the root's, as a fresh leaf: ranks that are threads must not share nodes. One at a time, in
 /// the memory of the old one if nothing else holds it, so that a model never needs its size again.
 struct Broadcast<'a> {
-    /// The group and its rank whose values all get; `None` in a world of 1.
-    root: Option<(&'a ProcessGroup, usize)>,
+    /// The handle, the group, and its rank whose values all get; `None` in a world of 1.
+    root: Option<(&'a Ddp, &'a ProcessGroup, usize)>,
     /// Device of each value, with the checkpointing strategy.
     devices: VecDeque<Device>,
     paths: Vec<&'a str>,
@@ -131,10 +134,11 @@ impl Broadcast<'_> {
             return old;
         }
         let dims = old.dims();
-        let values = old
-            .try_into_data()
-            .map_err(|e| unreadable(path, &e))
-            .and_then(|data| if is_local { Ok(data) } else { self.broadcast(data) });
+        let own = data_of(old).map_err(|e| unreadable(path, &e)).inspect_err(|e| {
+            // The others take part in the broadcast of this value.
+            self.root.iter().for_each(|(ddp, ..)| tell_peers(ddp, e));
+        });
+        let values = own.and_then(|data| if is_local { Ok(data) } else { self.broadcast(data) });
         match values {
             // Data of quantized values carry their scheme.
             Ok(data) => match data.dtype() {
@@ -150,7 +154,7 @@ impl Broadcast<'_> {
 
     /// The root's `data` on every rank.
     fn broadcast(&self, data: TensorData) -> Result<TensorData> {
-        let Some((group, root)) = self.root else { return Ok(data) };
+        let Some((_, group, root)) = self.root else { return Ok(data) };
         if group.rank() == root {
             byte_stream::send(group, data.as_bytes())?;
             return Ok(data);

@@ -12,7 +12,7 @@ use burn_ddp_comm::{DType, ProcessGroup};
 
 use super::digest::digest;
 use super::schema::Schema;
-use crate::convert::comm_dtype;
+use crate::convert::{comm_dtype, data_of};
 use crate::gradients::AlignedBytes;
 use crate::{Error, Result, agreement, intercept};
 
@@ -202,9 +202,9 @@ impl ModuleVisitor for Read<'_> {
         let is_buffer = self.is_buffer.get(self.next).copied().unwrap_or(false);
         self.next += 1;
         if let (true, Ok(values)) = (is_buffer, &mut self.values) {
-            match param.base().try_into_data() {
+            match data_of(param.base()) {
                 Ok(data) => values.push(data),
-                Err(e) => self.values = Err(Error::invalid(format!("reading running statistics failed: {e:?}"))),
+                Err(e) => self.values = Err(Error::invalid(format!("reading running statistics failed: {e}"))),
             }
         }
     }

@@ -70,12 +70,16 @@ impl Ddp {
     pub fn save_safetensors<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
         let path = with_extension(path.as_ref(), "safetensors");
         self.save_with(model, &path, |schema, values| {
-            let mut wholes = Vec::new();
+            let (mut wholes, mut unread) = (Vec::new(), None);
             for value in values.into_iter().filter(|value| self.is_main() || value.is_sharded()) {
-                let whole = value.whole()?;
-                wholes.extend(self.is_main().then_some(whole));
+                match value.whole() {
+                    // The parts that follow take all ranks.
+                    Err(e) if !value.is_sharded() => drop(unread.get_or_insert(e)),
+                    whole => wholes.extend(Some(whole?).filter(|_| self.is_main())),
+                }
             }
             main_first::on_main(self.group(), || {
+                unread.map_or(Ok(()), |e| Err(format!("could not write {}: {e}", path.display())))?;
                 let saved = safetensors::save(Snapshot { schema, values: wholes }, &path);
                 saved.map_err(|e| format!("could not write {}: {e}", path.display()))
             })

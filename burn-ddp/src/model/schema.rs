@@ -8,7 +8,7 @@ use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::convert::comm_dtype;
+use crate::convert::{comm_dtype, data_of};
 use crate::{Error, Result};
 
 /// One parameter or buffer of a model, without its values.
@@ -181,7 +181,7 @@ impl<W: Fn(usize) -> bool> Reader<W> {
             return;
         }
         if (self.wanted)(nth) {
-            match tensor.try_into_data() {
+            match data_of(tensor) {
                 Ok(data) => drop(self.values.insert(nth, data)),
                 Err(e) => {
                     self.error = Some(unreadable(&path, &e));
@@ -197,8 +197,8 @@ impl<W: Fn(usize) -> bool> Reader<W> {
 }
 
 /// The error of a value that cannot be read.
-pub(crate) fn unreadable(path: &str, e: &impl std::fmt::Debug) -> Error {
-    Error::invalid(format!("reading {path} from its device failed: {e:?}"))
+pub(crate) fn unreadable(path: &str, e: &str) -> Error {
+    Error::invalid(format!("reading {path} from its device failed: {e}"))
 }
 
 impl<W: Fn(usize) -> bool> ModuleVisitor for Reader<W> {

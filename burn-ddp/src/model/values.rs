@@ -11,6 +11,7 @@ use super::schema::{Schema, unreadable};
 use super::stored_tensors::StoredTensor;
 use super::streamed_file::Source;
 use crate::Result;
+use crate::convert::data_of;
 use crate::intercept::{Part, bypass, parts};
 
 /// The parameters and buffers of `model` in traversal order, as of now. Sharded parameters are described as whole ones.
@@ -46,10 +47,11 @@ impl Value {
         bypass(|| self.lazy.data()).map_err(|e| unreadable(&self.path, &e))
     }
 
-    /// The whole value. *Collective* for a sharded parameter.
+    /// The whole value. *Collective* for a sharded parameter: a rank that cannot read its part ends the job.
     pub(crate) fn whole(&self) -> Result<TensorData> {
-        let own = self.own()?;
-        let Some(part) = &self.part else { return Ok(own) };
+        let own = self.own();
+        let Some(part) = &self.part else { return own };
+        let own = own.inspect_err(|e| part.tell_peers(e))?;
         let bytes = part.gather(own.dtype().size(), own.as_bytes())?;
         Ok(TensorData::from_bytes(bytes, part.dims().to_vec(), own.dtype()))
     }
@@ -62,7 +64,7 @@ impl Value {
 
 impl Source for Value {
     fn stored(&self) -> Result<StoredTensor> {
-        let unreadable = |e| unreadable(&self.path, &e);
+        let unreadable = |e: String| unreadable(&self.path, &e);
         let dims = bypass(|| self.lazy.saved_dims(self.part.as_ref().map(Part::dims)));
         let (name, id) = (self.path.clone(), Some(self.id.val()));
         let len_of = |dtype: DType| dims.iter().product::<usize>() * dtype.size();
@@ -123,7 +125,7 @@ where
     Tensor<D, K>: Parameter,
 {
     fn data(&self) -> Result<TensorData, String> {
-        self.base().try_into_data().map_err(|e| format!("{e:?}"))
+        data_of(self.base())
     }
 
     fn saved(&self, other: Option<TensorData>) -> Result<TensorData, String> {
@@ -136,7 +138,7 @@ where
         };
         // Consumed, so that the memory is moved where nothing else holds it.
         let (_, value, _) = saved.consume();
-        value.try_into_data().map_err(|e| format!("{e:?}"))
+        data_of(value)
     }
 
     fn saved_dims(&self, other: Option<&[usize]>) -> Vec<usize> {

@@ -29,7 +29,8 @@ impl Moments {
         let x: Tensor<2> = x.swap_dims(0, 1).reshape([channels, count]);
         let mean = x.clone().mean_dim(1);
         let variance = (x - mean.clone()).square().mean_dim(1);
-        let (_, data) = convert::read(Tensor::cat(vec![mean, variance], 0))?;
+        let data = convert::data_of(Tensor::cat(vec![mean, variance], 0));
+        let data = data.map_err(|e| Error::invalid(format!("reading moments from their device failed: {e}")))?;
         let mut means = values(data)?;
         let variances = means.split_off(channels);
         Ok(Moments { count: count as f64, means, variances })

@@ -8,7 +8,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_ddp_comm::ReduceOp;
 
-use crate::convert::{burn_dtype, comm_dtype};
+use crate::convert::{burn_dtype, comm_dtype, data_of};
 use crate::ddp::Ddp;
 use crate::model::schema::{Schema, digest, unreadable};
 use crate::{Error, Result, agreement, intercept};
@@ -199,7 +199,7 @@ struct Take<'a> {
 
 impl ModuleVisitor for Take<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        match self.grads.remove::<D>(param.id).map(Tensor::try_into_data) {
+        match self.grads.remove::<D>(param.id).map(data_of) {
             Some(Ok(data)) => drop(self.taken.insert(param.id, data)),
             Some(Err(e)) => self.error = Some(unreadable("a gradient", &e)),
             None => {}

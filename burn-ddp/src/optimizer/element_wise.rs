@@ -4,6 +4,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
+use crate::convert::data_of;
 use crate::ddp::Ddp;
 use crate::intercept::{ShardedParameter, sharded_parameters};
 use crate::model::schema::unreadable;
@@ -124,7 +125,7 @@ fn differs<const D: usize>(optim: &ModuleOptimizer, path: &str, id: ParamId) -> 
             gradients.register(id, gradient);
             probe = optim.step(0.01, probe, gradients);
         }
-        probe.param.val().try_into_data().map_err(|e| unreadable(path, &e))
+        data_of(probe.param.val()).map_err(|e| unreadable(path, &e))
     };
     let (whole, first, second) = (steps(0..ROWS)?, steps(0..ROWS / 2)?, steps(ROWS / 2..ROWS)?);
     Ok(*whole.as_bytes() != *[first.as_bytes(), second.as_bytes()].concat())

@@ -94,7 +94,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let devices = broadcast::devices(&model);
     // Ranks that are threads may have started from one model, whose clones share running statistics.
     let model = if is_buffer.contains(&true) { running_stats::unshared(model) } else { model };
-    let source = (ddp.world_size() > 1).then_some((&group, 0));
+    let source = (ddp.world_size() > 1).then_some((ddp, &group, 0));
     let model = broadcast::values(model, source, devices, &schema, first_clone, &is_local)?;
     ddp.state().note_model_device(&device);
     seed::separate_ranks(ddp, &device)?;

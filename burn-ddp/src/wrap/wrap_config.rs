@@ -242,8 +242,9 @@ impl WrapConfig {
     ///
     /// Every rank must read the same parameters in the same order, **also in evaluation**: a rank that skips a layer
     /// or evaluates alone is an error on all ranks. Forwards wait for the other ranks.
-    /// Copies of the model (an EMA) are changed in the same order, too. [`Ddp::optimizer`](crate::Ddp::optimizer) must
-    /// see each optimizer once before training.
+    /// Copies of the model (an EMA) are changed in the same order, too; one that a rank changed alone is an error when
+    /// it is read, saved or hashed next. [`Ddp::optimizer`](crate::Ddp::optimizer) must see each optimizer once before
+    /// training.
     ///
     /// [`Ddp::save`](crate::Ddp::save), [checkpoints](crate::checkpoint), [`param_hash`](crate::param_hash) and
     /// [`Ddp::unwrap`](crate::Ddp::unwrap) mean whole parameters, and are collective: each rank calls them. The whole

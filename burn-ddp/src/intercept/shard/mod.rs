@@ -25,7 +25,9 @@ mod sums_over_parts;
 
 pub(super) use gathered_read::{Regather, evaluated, gathered};
 pub(crate) use part::{Part, parts};
-pub(crate) use parts_and_wholes::{ShardedParameter, cut, refuse_sharded, sharded_parameters, sharded_paths, whole};
+pub(crate) use parts_and_wholes::{
+    ShardedParameter, cut, refuse_sharded, sharded_parameters, sharded_paths, tell_peers_of_parts, whole,
+};
 pub(crate) use rows::Rows;
 pub(super) use shard_group::{CHANGES_BITS, ShardGroup};
 pub(super) use sharded_gradients::ShardedGradients;

@@ -10,6 +10,7 @@ use burn_ddp_comm::DType;
 use super::ShardGroup;
 use super::rows::Rows;
 use super::shard_group::Purpose;
+use crate::intercept::failure::tell_peers;
 use crate::intercept::model_walk::taps;
 use crate::intercept::wrapped_model::TapHandle;
 use crate::{Error, Result};
@@ -57,6 +58,11 @@ impl Part {
         Err(Error::invalid(format!(
             "this rank's part of {path} is {dims:?}, and not {expected:?} as `wrap` left it: it was replaced"
         )))
+    }
+
+    /// Ends the waits of the other ranks in [`gather`](Self::gather) with an error of this rank.
+    pub(crate) fn tell_peers(&self, error: &Error) {
+        tell_peers(&self.0.model.ddp, error);
     }
 
     /// Rows of all ranks, one after the other, of `element_bytes` per element. `own` are the bytes of this rank's.

@@ -7,6 +7,8 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 
 use super::shard_group::Purpose;
+use crate::convert::data_of;
+use crate::intercept::failure::tell_peers;
 use crate::intercept::model_walk::{AtTap, find, walk};
 use crate::intercept::tap_bypass::bypass;
 use crate::intercept::wrapped_model::TapHandle;
@@ -26,6 +28,11 @@ pub(crate) fn cut<const D: usize>(param: Param<Tensor<D>>, rows: Range<usize>) -
 /// True if `model` has sharded parameters.
 fn is_sharded<M: Module>(model: &M) -> bool {
     find(model).iter().any(|wrapped| wrapped.shards().is_some())
+}
+
+/// Ends the waits of the other ranks for this one's parts of `model`, if it has some, with an error of this rank.
+pub(crate) fn tell_peers_of_parts<M: Module>(model: &M, error: &Error) {
+    find(model).iter().filter(|wrapped| wrapped.shards().is_some()).for_each(|wrapped| tell_peers(&wrapped.ddp, error));
 }
 
 /// Refuses to do `what` with a model that has sharded parameters.
@@ -140,7 +147,8 @@ fn gathered<const D: usize>(tap: &TapHandle, part: &Tensor<D>) -> Result<Option<
     let TapHandle { model, slot, value_id, .. } = tap;
     let Some(shards) = model.shards() else { return Ok(None) };
     let s = &model.slots[*slot];
-    let data = part.clone().try_into_data().map_err(|e| unreadable(&s.path, &e))?;
+    let data = data_of(part.clone()).map_err(|e| unreadable(&s.path, &e));
+    let data = data.inspect_err(|e| tell_peers(&model.ddp, e))?;
     let bytes = shards.gather(*slot, *value_id, data.as_bytes(), Purpose::Whole)?;
     Ok(Some(TensorData::from_bytes(bytes, s.dims.clone(), data.dtype())))
 }

@@ -9,6 +9,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, TensorData};
 
+use crate::convert::data_of;
 use crate::{Error, Result, intercept};
 
 /// Scales the gradients of `model` together so that their common 2-norm is at most `max_norm`, as torch's
@@ -55,8 +56,8 @@ pub fn clip_grad_norm<M: Module>(
     model: &M,
     max_norm: f64,
 ) -> Result<(GradientsParams, f64)> {
-    check_limit("max_norm", max_norm)?;
     let norms = Norms::of(&grads, model)?;
+    check_limit("max_norm", max_norm)?;
     let norm = norms.total();
     if !norm.is_finite() {
         let path = norms.0.iter().find(|(_, squares)| !squares.is_finite()).map_or("all together", |(path, _)| path);
@@ -182,7 +183,8 @@ impl Norms {
         }
         let mut read = Read { grads, seen: HashSet::new(), path: Vec::new(), norms: Ok(Norms(Vec::new())) };
         intercept::bypass(|| model.visit(&mut read));
-        let mut norms = read.norms?;
+        // Where there are parts the other ranks wait in the exchange.
+        let mut norms = read.norms.inspect_err(|e| intercept::tell_peers_of_parts(model, e))?;
         norms.sum_over_parts(model)?;
         Ok(norms)
     }
@@ -211,7 +213,7 @@ impl Norms {
 /// The sum of the squares in f64, by the host: kernels may sum large tensors in an order of their own in every run, and
 /// then ranks would clip by factors that differ in the last bit.
 fn squares<const D: usize>(gradient: Tensor<D>) -> Result<f64, String> {
-    let data = gradient.try_into_data().map_err(|e| format!("{e:?}"))?;
+    let data = data_of(gradient)?;
     let squares = match data.dtype() {
         DType::F64 => data.as_slice::<f64>().map(|x| sum_of_squares(x, |x| x)),
         DType::F32 => data.as_slice::<f32>().map(|x| sum_of_squares(x, f64::from)),
