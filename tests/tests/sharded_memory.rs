@@ -194,9 +194,9 @@ fn sharded_ranks_hold_their_parts_and_few_whole_layers() {
             }
         }
     }
-    // In forward the layer that computes; in backward its gradient, too, and the copy of it that is reduced. From the
-    // 32nd read on two hooks share a depth, and so two gradients are there.
-    for (layers, most) in [(32, 2), (64, 3)] {
+    // In forward the layer that computes; in backward its gradient, too, and the copy of it that is reduced.
+    let most = 2;
+    for layers in [32, 100] {
         for rank in memory(2, layers) {
             let Memory { kept_by_forward, most_in_forward, most_in_backward, most_in_step, .. } = rank;
             assert!(kept_by_forward <= 0 && most_in_forward <= 1 && most_in_step <= 0, "{layers} layers: {rank:?}");

@@ -45,7 +45,7 @@ mod unused_parameters;
 mod wrapped_model;
 
 pub(crate) use checked_backward::{checked_backward, refused};
-pub(crate) use depth_ladder::{reads_of_a_rung, rung_above, untracked};
+pub(crate) use depth_ladder::{rung_above, untracked};
 pub(crate) use failure::{fail, tell_peers};
 pub use model_state::ModelOpening;
 pub(crate) use model_walk::{TAP_NAME, find, read_all, taps};

@@ -69,7 +69,7 @@ impl WrappedModel {
         match self.lock().of::<B>() {
             Some(state) => {
                 state.values[slot] = Some(like.clone());
-                state.ladder.next::<C>(like)
+                state.ladder.next::<C>(like, self.is_sharded(slot))
             }
             None => untracked::<B>(scalar::<B>(&like.device(), like.dtype())).node(),
         }

@@ -6,7 +6,7 @@ use super::inspect::{Inspected, inspect};
 use super::{WrapConfig, treatment};
 use crate::ddp::Ddp;
 use crate::gradients::{Caps, Slot};
-use crate::intercept::{Rows, reads_of_a_rung};
+use crate::intercept::Rows;
 use crate::model::schema::Schema;
 use crate::telemetry::MemoryUse;
 use crate::{Error, Result};
@@ -63,7 +63,7 @@ pub(super) fn memory(
         parameters += bytes;
         gradients += if entry.trainable { bytes } else { 0 };
     }
-    let (mut sharded, mut largest) = (0, 0);
+    let (mut sharded, mut largest, mut largest_gradient) = (0, 0, 0);
     let largest_whole = slots.iter().filter(|s| !s.sharded).map(Slot::len_bytes).max().unwrap_or(0);
     for s in slots.iter().filter(|s| s.sharded) {
         let rows = Rows { rows: s.dims[0], row_bytes: s.len_bytes() / s.dims[0], world };
@@ -71,6 +71,7 @@ pub(super) fn memory(
         (parameters, gradients) = (parameters - left_out, gradients - left_out);
         sharded += rows.bytes_of(rank).len();
         largest = largest.max(rows.sent_bytes() * world);
+        largest_gradient = largest_gradient.max(s.len_bytes());
     }
     // A parameter above the cap has a bucket of its own.
     let of_three = |caps: Caps| caps.bytes.max(largest_whole).saturating_mul(3);
@@ -81,15 +82,7 @@ pub(super) fn memory(
         parameters: parameters as u64,
         gradients: gradients as u64,
         optimizer: None,
-        gathered: (gradients_at_once(slots) + largest) as u64,
+        gathered: (largest_gradient + largest) as u64,
         engine_buffers: (buckets + rows_of_ranks) as u64,
     }
-}
-
-/// Most bytes of whole gradients of sharded parameters that wait for each other in backward: those of reads that share
-/// a rung, if each parameter is read once.
-fn gradients_at_once(slots: &[Slot]) -> usize {
-    let bytes: Vec<usize> = slots.iter().map(|s| if s.sharded { s.len_bytes() } else { 0 }).collect();
-    let together = reads_of_a_rung(slots.len()).min(slots.len().max(1));
-    bytes.windows(together).map(|window| window.iter().sum()).max().unwrap_or(0)
 }
