@@ -323,7 +323,10 @@ fn a_flipped_bit_is_named_within_the_interval() {
     }
     let unwanted = flipped(&every(0), 10, LOW, true);
     assert!(unwanted.iter().all(|(done, error)| *done == 40 && error.is_empty()), "never, if unwanted");
-    assert_eq!(flipped(&every(100), 1, SIGN, false)[0].0, 1, "the first steps are always compared");
+    for (flip, found) in [(1, 1), (5, 8), (17, 32)] {
+        let ranks = flipped(&WrapConfig::new(), flip, SIGN, false);
+        assert_eq!(ranks.iter().map(|(done, _)| *done).collect::<Vec<_>>(), [found; 2], "flipped before step {flip}");
+    }
 }
 
 /// A rank's fault in a step, given the model and the step's number.
@@ -370,7 +373,7 @@ fn ranks_that_round_differently_train_on_and_count_it() {
     let every = WrapConfig::new().with_replica_check(10);
     for (rounded, error) in faulty(&every, last_bit) {
         assert_eq!(error, None);
-        assert_eq!(rounded, 6, "in steps 1, 2, 10, 20 and 30, and in the end");
+        assert_eq!(rounded, 8, "in steps 1, 2, 4, 8, 10, 20 and 30, and in the end");
     }
     for (_, error) in faulty(&every.with_exact_replicas(true), last_bit) {
         let (step, error) = error.expect("an error");

@@ -155,8 +155,7 @@ impl<T> Reducer<T> {
 
     /// True if the next reduction compares the ranks' parameters. The same on all ranks.
     pub(crate) fn compares_replicas(&self) -> bool {
-        let every = self.settings.replica_check;
-        every > 0 && self.step > 0 && (self.step <= 2 || self.step.is_multiple_of(every))
+        self.settings.compares_replicas(self.step)
     }
 
     /// Waits for gradients that arrive after the last [`put`](Self::put), and submits buckets that become complete.

@@ -25,3 +25,13 @@ pub(crate) struct ReducerSettings {
     /// True if gradients stay where they are, since no other rank adds to them: micro-batches are only summed.
     pub alone: bool,
 }
+
+impl ReducerSettings {
+    /// True if a step, numbered from 0, compares the ranks' parameters: each `replica_check`-th does, and before the
+    /// first of those the powers of two, so that a short training is compared, too.
+    pub(super) fn compares_replicas(&self, step: u64) -> bool {
+        let every = self.replica_check;
+        let early = step.is_power_of_two() && step < every.max(3);
+        every > 0 && step > 0 && (early || step.is_multiple_of(every))
+    }
+}

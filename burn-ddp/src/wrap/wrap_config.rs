@@ -120,8 +120,9 @@ impl WrapConfig {
         self
     }
 
-    /// Number of steps between comparisons of the ranks' parameters, by digests: 100 by default, 0 for never. The first
-    /// two steps after the first are compared too, since that is where mistakes show.
+    /// Number of steps between comparisons of the ranks' parameters, by digests: 100 by default, 0 for never. Steps 1,
+    /// 2, 4, 8, … of the first interval are compared too (the first step is number 0), since that is where mistakes
+    /// show.
     ///
     /// A step compares the parameters that got a gradient from its forward, and the frozen ones that were read. Where
     /// bits differ, the ranks compare how far the parameter has moved since the last comparison. Movements that differ
