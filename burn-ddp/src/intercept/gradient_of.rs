@@ -59,6 +59,7 @@ impl Ddp {
                 tap.model.warn_outdated(tap.slot);
                 return None;
             }
+            Found::Unclear => tap.model.warn_unclear(tap.slot),
             Found::Waits => {}
         }
         let average = tap.stand_in::<D>().grad(grads)?;

@@ -97,12 +97,25 @@ struct Waiting {
     missed: bool,
 }
 
+/// Last changes of a parameter in a copy of the model, as numbers of backwards that had ended; `None` for never.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Changes {
+    /// A mapper was shown the parameter, and may have changed it.
+    pub(super) mapped_at: Option<u64>,
+    /// The same, and nothing had visited the parameter since the last backward, as a step takes gradients.
+    pub(super) mapped_unvisited_at: Option<u64>,
+    /// A record was loaded, which gives parameters new leaves.
+    pub(super) loaded_at: Option<u64>,
+}
+
 /// Average of a slot as a copy of the model finds it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Found {
     Nothing,
     Waits,
-    /// It is of values that a step has changed since: Burn finds no such gradient on the leaf of a parameter.
+    /// The parameter was mapped since, by no optimizer. If the mapper changed it, it is outdated.
+    Unclear,
+    /// It is of values that a step or a record has changed since: Burn finds no such gradient on a parameter's leaf.
     Outdated,
 }
 
@@ -143,17 +156,21 @@ impl WaitingAverages {
         self.0.iter_mut().filter(|of| of.alive).flat_map(|of| &mut of.averages).filter(move |of| of.slot == slot)
     }
 
-    /// The average of a slot for a copy of the model that was last mapped when `mapped_at` backwards had ended, if it
-    /// was. Two `Gradients` with averages of a parameter are stepped one after the other: the first step gives the
-    /// parameter a new leaf, so ranks that have used it find nothing in the second.
-    pub(super) fn find(&self, slot: usize, mapped_at: Option<u64>) -> Found {
+    /// The average of a slot for a copy of the model with these changes. Two `Gradients` with averages of a parameter
+    /// are stepped one after the other: the first step gives the parameter a new leaf, so ranks that have used it find
+    /// nothing in the second.
+    pub(super) fn find(&self, slot: usize, changes: Changes) -> Found {
         let of_slot = |of: &&Waiting| of.slot == slot;
         let waiting =
             self.0.iter().filter(|of| of.alive).flat_map(|of| of.averages.iter().find(of_slot).map(|w| (of, w)));
         let mut found = Found::Nothing;
         for (delivery, average) in waiting {
-            if !average.rivalled || mapped_at.is_none_or(|mapped_at| mapped_at <= delivery.ended) {
+            let is_since = |change: Option<u64>| change.is_some_and(|ended| ended > delivery.ended);
+            if !is_since(changes.mapped_at) {
                 return Found::Waits;
+            }
+            if !average.rivalled && !is_since(changes.loaded_at) {
+                return if is_since(changes.mapped_unvisited_at) { Found::Unclear } else { Found::Waits };
             }
             found = Found::Outdated;
         }

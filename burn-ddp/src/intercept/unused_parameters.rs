@@ -14,7 +14,7 @@ use super::depth_ladder::AutodiffTensor;
 use super::model_state::State;
 use super::nodes::DdpBackend;
 use super::shown_average::show;
-use super::unused_parameter_averages::Found;
+use super::unused_parameter_averages::{Changes, Found};
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::gradients::GradientMemory;
 
@@ -47,14 +47,14 @@ impl TapHandle {
 
     /// True if an average of the parameter waits.
     pub(super) fn waits(&self) -> bool {
-        self.find(None) != Found::Nothing
+        self.find(Changes::default()) != Found::Nothing
     }
 
-    /// The average of the parameter in a copy of the model that was last mapped when `mapped_at` backwards had ended.
-    fn find(&self, mapped_at: Option<u64>) -> Found {
+    /// The average of the parameter in a copy of the model with these changes.
+    fn find(&self, changes: Changes) -> Found {
         let mut state = self.model.lock();
         let waiting = state.waiting();
-        let found = self.sharing_slots().map(|slot| waiting.find(slot, mapped_at));
+        let found = self.sharing_slots().map(|slot| waiting.find(slot, changes));
         found.max_by_key(|found| *found as u8).unwrap_or(Found::Nothing)
     }
 
@@ -123,9 +123,23 @@ impl WrappedModel {
                 target: "burn_ddp::gradients",
                 parameter = self.slots[slot].path,
                 rank = self.ddp.rank(),
-                "two backwards have gradients of a parameter, and the second is not used for it: the step of the first \
-                has changed it, and Burn has no gradients of values that have changed; step after each backward, or \
-                add the losses up"
+                "the average of a parameter is not used: another step or a record has changed the parameter since the \
+                backward, and Burn has no gradients of values that have changed; step after each backward, or add the \
+                losses up, and load records before the forward"
+            );
+        }
+    }
+
+    /// Warns once of an average that is taken after a mapper that was no optimizer was shown the parameter.
+    pub(super) fn warn_unclear(&self, slot: usize) {
+        if !self.warned_unclear.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                target: "burn_ddp::gradients",
+                parameter = self.slots[slot].path,
+                rank = self.ddp.rank(),
+                "the average of a parameter that this rank did not use is taken after the model was mapped; if the \
+                mapper changed the parameter, Burn has no gradient of it on the ranks that used it, and the ranks \
+                train apart: call `GradientsParams::from_grads` before the model is changed"
             );
         }
     }
@@ -165,6 +179,12 @@ pub(super) struct Handoff {
     apart: Number,
     /// 1 more than the number of backwards that had ended when this copy was last mapped; 0 if it never was.
     mapped_at: Number,
+    /// The same of the last map that nothing had visited this copy before, since the last backward.
+    mapped_unvisited_at: Number,
+    /// The same of the last record that was loaded.
+    loaded_at: Number,
+    /// The same of the last visit.
+    visited_at: Number,
     /// Number of the delivery of which averages had not been taken when this copy was mapped; 0 if there is none.
     mapped_without: Number,
     /// See [`TapHandle::value_id`].
@@ -180,6 +200,9 @@ impl Handoff {
             loaded: Number::default(),
             apart: Number::default(),
             mapped_at: Number::default(),
+            mapped_unvisited_at: Number::default(),
+            loaded_at: Number::default(),
+            visited_at: Number::default(),
             mapped_without: Number::default(),
             value_id: Number::default(),
         }
@@ -218,11 +241,15 @@ impl Handoff {
         if !self.trains {
             return;
         }
+        self.visited_at.set(tap.model.ended.load(Ordering::Acquire) + 1);
         match self.find(tap) {
             Found::Nothing => {}
-            Found::Waits => {
+            found @ (Found::Waits | Found::Unclear) => {
                 if with_dims!(self.dims, D => show(self.id(), tap.stand_in::<D>(), visitor), else false) {
                     tap.take_waiting();
+                    if found == Found::Unclear {
+                        tap.model.warn_unclear(tap.slot);
+                    }
                     if self.loaded.get() > 0 {
                         self.loaded.set(2);
                     }
@@ -242,7 +269,12 @@ impl Handoff {
         if !tap.model.averages_wait() {
             return Found::Nothing;
         }
-        tap.find(self.mapped_at.get().checked_sub(1))
+        let ended = |at: &Number| at.get().checked_sub(1);
+        tap.find(Changes {
+            mapped_at: ended(&self.mapped_at),
+            mapped_unvisited_at: ended(&self.mapped_unvisited_at),
+            loaded_at: ended(&self.loaded_at),
+        })
     }
 
     /// Notes that this copy is mapped, by a record that is loaded if `loads`. The first mapper after a record and an
@@ -252,8 +284,12 @@ impl Handoff {
         self.note_apart();
         self.value_id.set(tap.model.next_value_id(tap.slot));
         self.mapped_at.set(tap.model.ended.load(Ordering::Acquire) + 1);
+        if self.visited_at.get() < self.mapped_at.get() {
+            self.mapped_unvisited_at.set(self.mapped_at.get());
+        }
         if loads {
             self.loaded.set(1);
+            self.loaded_at.set(self.mapped_at.get());
         } else if self.loaded.get() == 2 {
             self.loaded.set(0);
             if with_dims!(self.dims, D => self.missed_average::<D>(tap, mapper), else false) {
@@ -451,6 +487,29 @@ mod tests {
             model.step(grads).map(&mut Clamp)
         };
         assert_eq!(trained(|_| (), step), Trained { warnings: Vec::new(), same: true });
+    }
+
+    #[test]
+    fn an_average_that_is_taken_after_the_model_was_changed_is_a_warning() {
+        let changes_first = |_, model: Pair, grads: Gradients| model.map(&mut Clamp).step(grads);
+        // Burn has no gradient of the new values on rank 0, and does not step `b` there.
+        assert_eq!(trained(|_| (), changes_first), Trained { warnings: warned(""), same: false });
+        struct Unchanged;
+        impl ModuleMapper for Unchanged {}
+        let only_looks = |_, model: Pair, grads: Gradients| model.map(&mut Unchanged).step(grads);
+        assert_eq!(trained(|_| (), only_looks), Trained { warnings: warned(""), same: true });
+    }
+
+    #[test]
+    fn a_record_that_is_loaded_after_the_backward_makes_its_averages_outdated_on_all_ranks() {
+        let loads = |number, model: Pair, grads: Gradients| match number {
+            2 => {
+                let record = model.clone().into_record();
+                model.load_record(record).step(grads)
+            }
+            _ => model.step(grads),
+        };
+        assert_eq!(trained(|_| (), loads), Trained { warnings: warned(""), same: true });
     }
 
     #[test]

@@ -67,6 +67,8 @@ pub(crate) struct WrappedModel {
     pub(super) averages_wait: AtomicBool,
     /// True once a warning said that an average was too old for a step.
     pub(super) warned_outdated: AtomicBool,
+    /// True once a warning said that the model was mapped before an average was taken.
+    pub(super) warned_unclear: AtomicBool,
     /// Number of backwards that reached this model and ended, with or without an error.
     pub(super) ended: AtomicU64,
     /// Depth of nested `no_sync`.
@@ -143,6 +145,7 @@ impl WrappedModel {
             state: Mutex::new(state),
             averages_wait: AtomicBool::new(false),
             warned_outdated: AtomicBool::new(false),
+            warned_unclear: AtomicBool::new(false),
             ended: AtomicU64::new(0),
             holding: AtomicUsize::new(0),
             short_steps: ShortSteps::default(),
