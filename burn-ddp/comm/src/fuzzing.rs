@@ -51,6 +51,9 @@ pub fn store(mut bytes: &[u8]) {
 pub fn control(bytes: &[u8]) {
     if let Ok(Envelope { origin, message }) = postcard::from_bytes::<Envelope<ControlMessage>>(bytes) {
         crate::membership::routes::fuzz(origin);
+        if let ControlMessage::PassedOn(beats) = &message {
+            beats.iter().for_each(|(origin, _)| crate::membership::routes::fuzz(*origin));
+        }
         let again = postcard::to_stdvec(&Envelope { origin, message: &message }).expect("what we decode, we encode");
         assert!(postcard::from_bytes::<Envelope<ControlMessage>>(&again).is_ok());
     }

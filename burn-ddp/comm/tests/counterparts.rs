@@ -16,7 +16,7 @@ use rustix::process::Signal;
 const AT_ONCE: Duration = Duration::from_secs(30);
 const BEAT: Duration = Duration::from_millis(100);
 
-/// Ranks in these roles, as processes that run `test`, two on each machine.
+/// Ranks in these roles, as processes that run `test`.
 struct Job {
     ranks: Vec<Process>,
     events: PathBuf,
@@ -24,12 +24,19 @@ struct Job {
 }
 
 impl Job {
+    /// Two on each machine.
     fn start(test: &str, roles: &[&str]) -> Job {
+        let machines: Vec<usize> = (0..roles.len()).map(|rank| rank / 2).collect();
+        Job::start_on(&machines, test, roles)
+    }
+
+    /// Each on its machine.
+    fn start_on(machines: &[usize], test: &str, roles: &[&str]) -> Job {
         let store = launcher_store();
         let events = std::env::temp_dir().join(format!("burn-ddp-{test}-{}", std::process::id()));
         std::fs::write(&events, "").unwrap();
         let start = |(rank, role): (usize, &&str)| {
-            let machine = Some((rank / 2).to_string());
+            let machine = Some(machines[rank].to_string());
             let env = rank_at(&store, rank, roles.len());
             Process::start(test, role, &LaunchEnv { machine, events: Some(events.clone()), ..env })
         };
@@ -79,6 +86,15 @@ fn say_cause(world: &World) {
     say(&format!("{:?}: {cause}", cause.rank()));
 }
 
+/// In a child: waits until this process has this many connections over TCP.
+fn await_connections(wanted: usize) {
+    let begin = Instant::now();
+    while connections() != wanted {
+        assert!(begin.elapsed() < PATIENCE, "{} connections", connections());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// Connections of this process over TCP.
 fn connections() -> usize {
     let open = std::fs::read_dir("/proc/self/fd").unwrap();
@@ -96,11 +112,7 @@ fn a_killed_rank_is_named_by_ranks_without_a_connection_to_it() {
     if let Some((_, env)) = role() {
         let world = World::join(&env, options()).unwrap();
         // To the other rank of its machine and two counterparts, once that to the store is closed.
-        let begin = Instant::now();
-        while connections() != 3 {
-            assert!(begin.elapsed() < PATIENCE, "{} connections", connections());
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        await_connections(3);
         say("ready");
         return say_cause(&world);
     }
@@ -195,4 +207,101 @@ fn a_stopped_rank_is_suspected_by_all_and_those_behind_it_are_unknown() {
     assert!(said.starts_with("Some(2): ") && said.contains("waited 3 s for rank 0"), "{said}");
     let expected = "rank 0 is out of sight, since its messages come through rank 2; rank 2 has been silent for ";
     assert!(said.contains(expected), "{said}");
+}
+
+/// Three ranks on one machine and two on the other, of which ranks 1 and 3 leave: no pair of counterparts is left.
+const UNEVEN: [usize; 5] = [0, 0, 0, 1, 1];
+
+/// In a child of a job on [`UNEVEN`] machines: leaves, or waits for connections to the two other ranks that do not.
+fn cut_off() -> Option<(String, World)> {
+    let (role, env) = role()?;
+    let world = World::join(&env, lively()).unwrap();
+    if role == "leaves" {
+        say("ready");
+        await_go();
+    } else {
+        // Ranks 0 and 2 are connected with 1, 3 and each other, rank 4 with 1 and 3.
+        await_connections(if world.rank() == 4 { 2 } else { 3 });
+        say("ready");
+        // Each with each.
+        await_go();
+        await_connections(2);
+        say("connected");
+    }
+    Some((role, world))
+}
+
+fn start_cut_off(test: &str, roles: &[&str; 5]) -> Job {
+    let mut job = Job::start_on(&UNEVEN, test, roles);
+    job.hear_all("ready");
+    for rank in [1, 3] {
+        job.ranks[rank].go();
+        assert!(job.ranks[rank].end().success());
+    }
+    for rank in [0, 2, 4] {
+        job.ranks[rank].go();
+        assert_eq!(job.ranks[rank].hear(), "connected");
+    }
+    job
+}
+
+#[test]
+fn a_rank_is_named_on_a_machine_to_which_no_counterparts_are_left() {
+    const TEST: &str = "a_rank_is_named_on_a_machine_to_which_no_counterparts_are_left";
+    if let Some((role, world)) = cut_off() {
+        match role.as_str() {
+            "leaves" => return drop(world),
+            "fails" => {
+                await_go();
+                world.fail("the disk is full");
+            }
+            _ => {}
+        }
+        return say_cause(&world);
+    }
+    for (culprit, role) in [(4, "waits"), (0, "waits"), (2, "fails")] {
+        let mut roles = ["waits", "leaves", "waits", "leaves", "waits"];
+        roles[culprit] = role;
+        let mut job = start_cut_off(TEST, &roles);
+        let begin = Instant::now();
+        let expected = if role == "fails" {
+            job.ranks[culprit].go();
+            "the disk is full"
+        } else {
+            job.ranks[culprit].kill();
+            "was killed by SIGKILL"
+        };
+        for rank in [0, 2, 4].into_iter().filter(|rank| *rank != culprit) {
+            let (said, name) = (job.ranks[rank].hear(), format!("Some({culprit}): rank {culprit} (host "));
+            assert!(said.starts_with(&name) && said.contains(expected), "rank {rank}: {said}");
+        }
+        assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
+    }
+}
+
+#[test]
+fn a_stopped_rank_is_suspected_where_no_counterparts_are_left_and_leaving_is_no_death() {
+    const TEST: &str = "a_stopped_rank_is_suspected_where_no_counterparts_are_left_and_leaving_is_no_death";
+    if let Some((role, world)) = cut_off() {
+        if role == "leaves" {
+            return drop(world);
+        }
+        await_go();
+        assert_eq!(world.check(), Ok(()));
+        return drop(world);
+    }
+    let mut job = start_cut_off(TEST, &["waits", "leaves", "waits", "leaves", "waits"]);
+    job.ranks[4].signal(Signal::STOP);
+    for observer in [0, 2] {
+        job.await_event(|event| matches!(event, Event::Suspect { rank, peer: 4, .. } if *rank == observer));
+    }
+    job.ranks[4].signal(Signal::CONT);
+    for observer in [0, 2] {
+        job.await_event(|event| matches!(event, Event::Recovered { rank, peer: 4, .. } if *rank == observer));
+    }
+    for rank in [4, 0, 2] {
+        job.ranks[rank].go();
+        assert!(job.ranks[rank].end().success());
+    }
+    assert!(!job.events().iter().any(|event| matches!(event, Event::Failed { .. })), "{:?}", job.events());
 }

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Result, StoreServer, World};
+use burn_ddp_comm::{LaunchEnv, Result, StoreServer, World};
 use common::{Process, await_go, launcher_store, options, rank_at, role, say};
 
 /// Half of the deadline of joining and of calls.
@@ -16,14 +16,16 @@ const AT_ONCE: Duration = Duration::from_secs(30);
 /// Starts the ranks of `test`, each after a `ulimit` command of the shell, none where that is empty.
 fn start(test: &str, limits: &[&str]) -> (StoreServer, Vec<Process>) {
     let store = launcher_store();
-    let start = |(rank, limit): (usize, &&str)| {
-        let mut shell = Command::new("sh");
-        shell.args(["-c", &format!("{limit}\nexec \"$0\" \"$@\"")]).arg(std::env::current_exe().unwrap());
-        let role = if limit.is_empty() { "rank" } else { "limited" };
-        Process::start_by(shell, test, role, &rank_at(&store, rank, limits.len()))
-    };
+    let start = |(rank, limit): (usize, &&str)| start_limited(test, limit, &rank_at(&store, rank, limits.len()));
     let ranks: Vec<Process> = limits.iter().enumerate().map(start).collect();
     (store, ranks)
+}
+
+/// Starts a rank of `test` after a `ulimit` command of the shell.
+fn start_limited(test: &str, limit: &str, env: &LaunchEnv) -> Process {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", &format!("{limit}\nexec \"$0\" \"$@\"")]).arg(std::env::current_exe().unwrap());
+    Process::start_by(shell, test, if limit.is_empty() { "rank" } else { "limited" }, env)
 }
 
 fn tell<R>(result: Result<R>) {
@@ -48,6 +50,28 @@ fn a_rank_with_too_few_for_the_world_ends_the_joining_of_all_at_once() {
         assert!(said.contains("ulimit -Hn"), "{said}");
     }
     assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
+}
+
+#[test]
+fn a_rank_with_too_few_for_its_place_among_machines_says_how_many_it_needs() {
+    const TEST: &str = "a_rank_with_too_few_for_its_place_among_machines_says_how_many_it_needs";
+    if let Some((_, env)) = role() {
+        return tell(World::join(&env, options()));
+    }
+    // Rank 0 is connected with rank 1, on its machine, and with each rank that is alone on another.
+    let (store, limit) = (launcher_store(), "ulimit -n 22");
+    let start = |rank: usize| {
+        let machine = Some(rank.saturating_sub(1).to_string());
+        let (local_rank, local_world_size) = if rank < 2 { (rank, 2) } else { (0, 1) };
+        let env = LaunchEnv { machine, local_rank, local_world_size, ..rank_at(&store, rank, 12) };
+        start_limited(TEST, if rank == 0 { limit } else { "" }, &env)
+    };
+    let mut ranks: Vec<Process> = (0..12).map(start).collect();
+    for rank in &mut ranks {
+        let said = rank.hear();
+        assert!(said.starts_with("Some(0): rank 0 (host ") && said.contains("may have 22 open files"), "{said}");
+        assert!(said.contains("in a world of 12 ranks") && said.contains("ulimit -Hn"), "{said}");
+    }
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
@@ -481,4 +482,40 @@ fn every_rank_knows_the_machines_and_a_host_can_be_cut_into_several() {
             });
         }
     });
+}
+
+/// Listens at `port` like a store of another version of the protocol, for one client.
+fn store_of_another_version(port: u16) -> std::thread::JoinHandle<()> {
+    let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    std::thread::spawn(move || {
+        let mut client = listener.accept().unwrap().0;
+        // Magic, version, role.
+        let mut greeting = [0; 48];
+        greeting[..11].copy_from_slice(b"burn-ddp\x4d\0\x01");
+        client.write_all(&greeting).unwrap();
+        // Until the client has gone.
+        let _ = client.read(&mut [0]);
+    })
+}
+
+#[test]
+fn another_version_is_named_at_once_and_behind_a_port_of_many_at_the_deadline() {
+    let port = FreePort::reserve();
+    let store = store_of_another_version(port.port);
+    let begin = Instant::now();
+    let far = |env: LaunchEnv| LaunchEnv { local_world_size: 1, local_rank: 0, ..env };
+    let launcher = Meeting::Launcher { host: "127.0.0.1".into(), port: port.port };
+    let error = World::join(&far(rank_of(launcher, 1, 2)), options()).unwrap_err();
+    says(&error, &[", 77 there: all ranks and the launcher must be built with the same burn-ddp"]);
+    assert!(begin.elapsed() < AT_ONCE * 3, "{:?}", begin.elapsed());
+    store.join().unwrap();
+
+    let store = store_of_another_version(port.port);
+    let above = Meeting::Rank0Above { host: "127.0.0.1".into(), port: port.port - 3 };
+    let env = LaunchEnv { local_world_size: 2, ..rank_of(above, 1, 2) };
+    let error = World::join(&env, join_within(1.0)).unwrap_err();
+    // The other ports are closed, but for those of other programs here, and none of them says more.
+    let text = error.to_string();
+    assert!(text.contains(" there: all ranks") || text.contains("of another job"), "{text}");
+    store.join().unwrap();
 }

@@ -15,7 +15,7 @@ const AT_ONCE: Duration = Duration::from_secs(30);
 const SILENCE: Duration = Duration::from_secs(2);
 
 /// The waits: what a rank waits in, and for which engine.
-const WAITS: [(&str, EngineChoice); 9] = [
+const WAITS: [(&str, EngineChoice); 13] = [
     ("group", EngineChoice::Tcp),
     ("group", EngineChoice::Shm),
     ("barrier", EngineChoice::Tcp),
@@ -25,6 +25,10 @@ const WAITS: [(&str, EngineChoice); 9] = [
     ("pending", EngineChoice::Tcp),
     ("shared buffers", EngineChoice::Shm),
     ("large broadcast", EngineChoice::Tcp),
+    ("large send", EngineChoice::Tcp),
+    ("large send", EngineChoice::Shm),
+    ("split", EngineChoice::Tcp),
+    ("split", EngineChoice::Shm),
 ];
 
 /// In a child: joins, and is in the wait of its role once told to go; the faulty rank is not.
@@ -57,6 +61,8 @@ fn rank_main() -> bool {
         "pending" => group.all_reduce_async(vec![1.0_f32; 4], ReduceOp::Sum).wait().map(drop),
         "shared buffers" => group.shared_buffers(&[1 << 20]).map(drop),
         "large broadcast" => group.broadcast(&mut vec![0_u8; 32 << 20], 0),
+        "large send" => group.send(&vec![0_u8; 32 << 20], peer),
+        "split" => group.split(Some(0), 0).map(drop),
         other => panic!("{other}"),
     };
     let error = waited.unwrap_err();

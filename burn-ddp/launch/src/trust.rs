@@ -1,7 +1,8 @@
 //! Proof that a process belongs to the job, by which stores of launchers and ranks let it in.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::net::TcpListener;
+use std::io;
+use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -69,9 +70,9 @@ impl Trust {
         }
     }
 
-    /// Serves the launchers' meeting where `listener` listens.
-    pub(crate) fn serve(&self, listener: TcpListener, job: &str) -> Result<StoreServer, LaunchError> {
-        StoreServer::serve(listener, &self.key(job, 0)).map_err(|source| LaunchError::Store(source.into()))
+    /// Serves the launchers' meeting at those of `addresses` that this machine has.
+    pub(crate) fn serve(&self, addresses: &[SocketAddr], job: &str) -> io::Result<StoreServer> {
+        StoreServer::serve(addresses, &self.key(job, 0))
     }
 
     /// Visits the launchers' meeting.

@@ -27,6 +27,9 @@ impl Membership {
         match message {
             ControlMessage::Silent { .. } => {}
             ControlMessage::Heartbeat(beat) => lock(&self.shared.liveness).beat(from, beat),
+            ControlMessage::PassedOn(beats) => {
+                beats.into_iter().for_each(|(rank, beat)| self.receive(rank, ControlMessage::Heartbeat(beat)));
+            }
             // The rank that ended the world sends this to all; this rank repeats it only when leaving, see `goodbye`.
             ControlMessage::Fail { cause } => self.end(cause, false),
             ControlMessage::Goodbye => self.mark_left(from),
@@ -36,14 +39,23 @@ impl Membership {
 
     /// Messages that say what this rank knows of `rank`, for ranks that may have missed it.
     pub(crate) fn known_of(&self, rank: usize) -> Vec<ControlMessage> {
-        let cause = self.check().err().map(|cause| ControlMessage::Fail { cause });
+        let news = match self.check() {
+            Err(cause) => vec![ControlMessage::Fail { cause: self.for_others(cause) }],
+            Ok(()) => {
+                let stops = lock(&self.shared.state).tracks.stops_of(rank);
+                stops
+                    .into_iter()
+                    .map(|(track, at, what)| ControlMessage::Stop { track, at, what: capped(what) })
+                    .collect()
+            }
+        };
         let silent = {
             let liveness = lock(&self.shared.liveness);
             liveness.silence(rank, Instant::now()).filter(|_| liveness.suspects(rank))
         };
         let silent = silent.map(|silent| ControlMessage::Silent { silent_ms: millis(silent) });
         let goodbye = self.has_left(rank).then_some(ControlMessage::Goodbye);
-        [cause, silent, goodbye].into_iter().flatten().collect()
+        news.into_iter().chain(silent).chain(goodbye).collect()
     }
 
     /// Leaves the world. If it has ended, this rank repeats the cause first: a peer that has not heard it otherwise
@@ -51,7 +63,7 @@ impl Membership {
     pub(crate) fn goodbye(&self) {
         self.announce_stops();
         if let Err(cause) = self.check() {
-            self.send_all(&ControlMessage::Fail { cause });
+            self.send_all(&ControlMessage::Fail { cause: self.for_others(cause) });
         }
         self.mark_left(self.rank);
         self.send_all(&ControlMessage::Goodbye);
@@ -73,8 +85,9 @@ impl Membership {
 
     /// See [`World::stop`](crate::World::stop).
     pub(crate) fn stop(&self, track: Track, at: Progress, what: &str) {
-        self.send_all(&ControlMessage::Stop { track, at, what: capped(what.to_string()) });
+        // First here, so that a rank that connects now hears of it, too.
         self.mark_stop(self.rank, track, at, what);
+        self.send_all(&ControlMessage::Stop { track, at, what: capped(what.to_string()) });
     }
 
     fn mark_left(&self, rank: usize) {

@@ -76,6 +76,18 @@ impl Liveness {
         }
     }
 
+    /// Notes that this rank has a connection to `peer` since `now`.
+    pub(crate) fn connected(&mut self, peer: usize, now: Instant) {
+        if let Some(Some(heard)) = self.peers.get_mut(peer) {
+            (heard.near, heard.last, heard.next_beat) = (true, now, now);
+        }
+    }
+
+    /// True if this rank has a connection to `peer`, which takes part.
+    pub(crate) fn is_near(&self, peer: usize) -> bool {
+        matches!(self.peers.get(peer), Some(Some(Heard { near: true, .. })))
+    }
+
     /// Notes a message of `peer`.
     pub(crate) fn heard(&mut self, peer: usize, now: Instant) -> Option<Change> {
         let heard = self.peers.get_mut(peer)?.as_mut()?;
@@ -236,6 +248,11 @@ mod tests {
         assert!(liveness.suspects(2) && liveness.silence(2, now) >= Some(silent));
         assert_eq!(liveness.heard(2, now + 2 * silent), Some(Change::Recovered { peer: 2 }));
         assert!(!liveness.suspects(2));
+        let later = now + 200 * BEAT;
+        liveness.heard(1, later);
+        liveness.connected(2, later);
+        assert_eq!((liveness.is_near(2), liveness.look(later + BEAT), liveness.due(later)), (true, vec![], vec![1, 2]));
+        assert!(matches!(liveness.look(later + 3 * BEAT)[..], [_, Change::Suspect { peer: 2, .. }]));
     }
 
     #[test]

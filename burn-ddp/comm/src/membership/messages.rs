@@ -24,6 +24,8 @@ pub enum ControlMessage {
     },
     /// The sender is alive.
     Heartbeat(Heartbeat),
+    /// Last heartbeats of ranks that have no connection to the receiver. The sender passes them on with its own.
+    PassedOn(Vec<(usize, Heartbeat)>),
     /// The sender leaves in peace.
     Goodbye,
     /// The sender has been silent on its connection to the rank that passes this on. Ranks that are connected to the
@@ -99,5 +101,41 @@ pub trait Wake: Send + Sync {
 impl Wake for Waker {
     fn wake(&self) {
         Waker::wake(self);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::Collective;
+    use crate::frame::PROTOCOL_VERSION;
+
+    /// A change of these bytes needs another version.
+    #[test]
+    fn messages_have_the_layout_of_this_version() {
+        let call = CallInfo::bare(Collective::Barrier, 1, 2, "a.rs:1:1");
+        let pending = vec![PendingCall { call: call.clone(), since_ms: 300, waiting_for: vec![1] }];
+        let blocked = vec![BlockedGroup { group: 1, place: 2, calls: vec![0] }];
+        let beat = Heartbeat { step: Some(5), pending, last: Some(call), idle_ms: 6, blocked };
+        let (track, at) = (Track::Batches { group: 1, loader: 4, run: 0 }, Progress { epoch: 1, step: 2 });
+        let messages = [
+            ControlMessage::Fail { cause: Error::environment("no") },
+            ControlMessage::Heartbeat(beat.clone()),
+            ControlMessage::PassedOn(vec![(3, beat)]),
+            ControlMessage::Goodbye,
+            ControlMessage::Silent { silent_ms: 7 },
+            ControlMessage::Stop { track, at, what: "it".to_owned() },
+        ];
+        let bytes = messages.map(|message| postcard::to_stdvec(&Envelope { origin: 9, message }).unwrap());
+        const CALL: &[u8] = &[1, 1, 0, 0, 0, 0, 0, 1, 2, 8, b'a', b'.', b'r', b's', b':', b'1', b':', b'1', 0];
+        let beat = [&[1, 5, 1], &CALL[1..], &[172, 2, 1, 1], CALL, &[6, 1, 1, 2, 1, 0]].concat();
+        let expected = [
+            &[9, 0, 9, 2, b'n', b'o', 9, 1][..],
+            &beat,
+            &[9, 2, 1, 3],
+            &beat,
+            &[9, 3, 9, 4, 7, 9, 5, 1, 4, 130, 128, 128, 128, 16, 2, b'i', b't'],
+        ];
+        assert_eq!((PROTOCOL_VERSION, bytes.concat()), (3, expected.concat()));
     }
 }

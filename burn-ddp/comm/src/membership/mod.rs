@@ -110,6 +110,19 @@ impl Membership {
         &self.routes
     }
 
+    /// Ranks of which this rank hears nothing: through none, and on no connection of its own.
+    pub(crate) fn cut_off(&self) -> Vec<usize> {
+        let mut cut_off = self.routes.cut_off(|rank| self.has_left(rank));
+        let liveness = lock(&self.shared.liveness);
+        cut_off.retain(|rank| !liveness.is_near(*rank));
+        cut_off
+    }
+
+    /// Notes that this rank has a connection of its own to `rank`.
+    pub(crate) fn connected(&self, rank: usize) {
+        lock(&self.shared.liveness).connected(rank, Instant::now());
+    }
+
     /// See [`World::set_step`](crate::World::set_step).
     pub(crate) fn set_step(&self, step: u64) {
         self.shared.local_ranks[self.rank].step.store(step, Ordering::Relaxed);

@@ -46,6 +46,17 @@ impl Tracks {
         epoch.conflict(track, at.epoch, peers)
     }
 
+    /// Last stop of `rank` on each track, with its name of the track.
+    pub(crate) fn stops_of(&self, rank: usize) -> Vec<(Track, Progress, String)> {
+        let mut last: BTreeMap<Track, (Progress, &String)> = BTreeMap::new();
+        for ((track, number), epoch) in &self.epochs {
+            if let Some((step, what)) = epoch.stops.get(&rank) {
+                last.insert(*track, (Progress { epoch: *number, step: *step }, what));
+            }
+        }
+        last.into_iter().map(|(track, (at, what))| (track, at, what.clone())).collect()
+    }
+
     /// The epoch's entry; makes room for a new one by forgetting the oldest of the track.
     fn epoch(&mut self, track: Track, number: u32) -> &mut Epoch {
         let key = (track, number);
@@ -138,6 +149,20 @@ mod tests {
         tracks.advance(0, TRACK, at(0, 5), &peers);
         tracks.advance(0, TRACK, at(1, 0), &peers);
         assert!(tracks.stop(1, TRACK, at(0, 3), "loader", &peers).is_some());
+    }
+
+    #[test]
+    fn the_last_stops_of_a_rank_are_known() {
+        let (peers, mut tracks) = (peers(), Tracks::default());
+        let other = TRACK.backwards();
+        for (rank, track, at) in
+            [(1, TRACK, at(0, 3)), (1, TRACK, at(2, 5)), (1, other, at(1, 4)), (2, TRACK, at(3, 3))]
+        {
+            assert_eq!(tracks.stop(rank, track, at, "loader", &peers), None);
+        }
+        let name = || "loader".to_string();
+        assert_eq!(tracks.stops_of(1), [(TRACK, at(2, 5), name()), (other, at(1, 4), name())]);
+        assert_eq!(tracks.stops_of(0), []);
     }
 
     #[test]

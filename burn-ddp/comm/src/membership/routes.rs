@@ -3,7 +3,9 @@
 //! Connected are the ranks of a machine with each other, and each rank with its counterparts: the ranks at its position
 //! on the other machines. A message goes from its origin to its machine and to its counterparts, and from each
 //! counterpart to the rest of that machine. Where no counterpart takes part any more, the next rank of the origin's
-//! machine that has one sends it there. All ranks find the way by the same rules from the ranks that have left.
+//! machine that has one sends it there. All ranks find the way by the same rules from the ranks that have left. Two
+//! machines of which no pair of counterparts is left are cut off from each other, until their ranks connect each to
+//! each.
 
 use crate::topology::Machines;
 
@@ -41,12 +43,21 @@ impl Routes {
             && (machine_of(from) == machine_of(self.rank) || machine_of(from) == machine_of(origin))
     }
 
-    /// Neighbours to which this rank passes on a message of `origin` that the neighbour `from` has sent.
-    pub(crate) fn onward(&self, from: usize, origin: usize, left: impl Fn(usize) -> bool) -> Vec<usize> {
+    /// Neighbours to which this rank passes on a message of `origin` that the neighbour `from` has sent. Where `origin`
+    /// has several counterparts on this machine, each of them passes it on, as another may be about to leave; only one
+    /// does if the message comes again anyway.
+    pub(crate) fn onward(
+        &self,
+        from: usize,
+        origin: usize,
+        comes_again: bool,
+        left: impl Fn(usize) -> bool,
+    ) -> Vec<usize> {
         let (here, of_origin) = (self.machines.machine_of(self.rank), self.machines.machine_of(origin));
         if self.machines.machine_of(from) != here {
-            // Of several counterparts of the origin one passes it on; another sender has chosen this rank.
-            if from == origin && self.way(origin, here, &left) != Some((origin, self.rank)) {
+            let is_chosen = || from != origin || self.way(origin, here, &left) == Some((origin, self.rank));
+            // Ranks of machines that were cut off are connected each to each.
+            if !self.connected(from, self.rank) || comes_again && !is_chosen() {
                 return Vec::new();
             }
             let ranks = self.machines.ranks_of(here).iter().copied();
@@ -79,6 +90,19 @@ impl Routes {
         }
         let (sender, receiver) = self.way(origin, self.machines.machine_of(self.rank), &left)?;
         Some([receiver, sender].into_iter().filter(|rank| ![origin, self.rank].contains(rank)).collect())
+    }
+
+    /// Ranks that take part on machines from which this rank's is cut off: no pair of counterparts is left of the two.
+    pub(crate) fn cut_off(&self, left: impl Fn(usize) -> bool) -> Vec<usize> {
+        let here = self.machines.machine_of(self.rank);
+        let present = |machine: usize| self.machines.ranks_of(machine).iter().copied().filter(|rank| !left(*rank));
+        let is_cut_off = |machine: &usize| !present(here).any(|a| present(*machine).any(|b| self.connected(a, b)));
+        (0..self.machines.count()).filter(is_cut_off).flat_map(present).collect()
+    }
+
+    /// Ranks of this rank's machine.
+    pub(crate) fn of_machine(&self) -> &[usize] {
+        self.machines.ranks_of(self.machines.machine_of(self.rank))
     }
 
     /// Neighbours on other machines to which this rank sends the messages of `origin`, a rank of its machine.
@@ -119,7 +143,7 @@ pub(crate) fn fuzz(origin: usize) {
     for (rank, from) in [(0, 1), (0, 2), (3, 4), (3, 1)] {
         let routes = Routes::new(rank, machines.clone());
         if routes.may_pass_on(from, origin) {
-            assert!(routes.onward(from, origin, |_| false).iter().all(|to| routes.is_near(*to) && *to != from));
+            assert!(routes.onward(from, origin, false, |_| false).iter().all(|to| routes.is_near(*to) && *to != from));
         }
     }
 }
@@ -140,21 +164,31 @@ mod tests {
         &[1, 0, 1, 2, 0, 2, 1],
     ];
 
-    /// A world in which ranks leave, and messages arrive in any order but that of their connection.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+    enum Said {
+        Stop,
+        Goodbye,
+    }
+
+    /// A world in which ranks stop and leave, and messages arrive in any order but that of their connection.
     struct World {
         routes: Vec<Routes>,
-        /// Ranks that have left, by what each rank knows.
-        known: Vec<BTreeSet<usize>>,
+        /// What each rank has heard and said, by origin.
+        known: Vec<BTreeSet<(usize, Said)>>,
         /// Ranks that have left.
         gone: BTreeSet<usize>,
-        /// Goodbyes on their way, by sender and receiver.
-        links: BTreeMap<(usize, usize), VecDeque<usize>>,
+        /// Messages on their way, by sender and receiver.
+        links: BTreeMap<(usize, usize), VecDeque<(usize, Said)>>,
+        /// Pairs of ranks that have connected since.
+        direct: BTreeSet<(usize, usize)>,
     }
 
     impl World {
         fn new(shape: &[usize]) -> World {
             let routes: Vec<Routes> = (0..shape.len()).map(|rank| Routes::new(rank, Machines::new(shape))).collect();
-            World { known: vec![BTreeSet::new(); shape.len()], routes, gone: BTreeSet::new(), links: BTreeMap::new() }
+            let known = vec![BTreeSet::new(); shape.len()];
+            let (gone, links, direct) = (BTreeSet::new(), BTreeMap::new(), BTreeSet::new());
+            World { known, routes, gone, links, direct }
         }
 
         fn ranks(&self) -> std::ops::Range<usize> {
@@ -165,15 +199,32 @@ mod tests {
             self.ranks().filter(|rank| !self.gone.contains(rank)).collect()
         }
 
-        fn send(&mut self, from: usize, to: usize, origin: usize) {
-            assert!(self.routes[from].is_near(to), "{from} sends to {to}");
-            self.links.entry((from, to)).or_default().push_back(origin);
+        fn knows_gone(&self, rank: usize) -> impl Fn(usize) -> bool {
+            move |other| self.known[rank].contains(&(other, Said::Goodbye))
         }
 
-        fn leave(&mut self, rank: usize) {
-            self.gone.insert(rank);
-            let neighbours: Vec<usize> = self.ranks().filter(|to| self.routes[rank].is_near(*to)).collect();
-            neighbours.into_iter().for_each(|to| self.send(rank, to, rank));
+        fn are_connected(&self, a: usize, b: usize) -> bool {
+            self.routes[a].is_near(b) || self.direct.contains(&(a, b))
+        }
+
+        fn send(&mut self, from: usize, to: usize, origin: usize, said: Said) {
+            assert!(self.are_connected(from, to), "{from} sends to {to}");
+            self.links.entry((from, to)).or_default().push_back((origin, said));
+        }
+
+        fn say(&mut self, rank: usize, said: Said) {
+            self.known[rank].insert((rank, said));
+            let neighbours: Vec<usize> = self.ranks().filter(|to| self.are_connected(rank, *to)).collect();
+            neighbours.into_iter().for_each(|to| self.send(rank, to, rank, said));
+            if said == Said::Goodbye {
+                self.gone.insert(rank);
+            }
+        }
+
+        /// Sends what `from` knows of `origin`.
+        fn repeat(&mut self, from: usize, to: usize, origin: usize) {
+            let known: Vec<_> = self.known[from].iter().copied().filter(|(of, _)| *of == origin).collect();
+            known.into_iter().for_each(|(origin, said)| self.send(from, to, origin, said));
         }
 
         /// Delivers the next message of the `nth` connection; false if there is none at all.
@@ -181,27 +232,46 @@ mod tests {
             self.links.retain(|_, messages| !messages.is_empty());
             let nth = nth % self.links.len().max(1);
             let Some((&(from, to), messages)) = self.links.iter_mut().nth(nth) else { return false };
-            let origin = messages.pop_front().unwrap();
+            let (origin, said) = messages.pop_front().unwrap();
             if self.gone.contains(&to) {
                 return true;
             }
             let routes = self.routes[to].clone();
             assert!(routes.may_pass_on(from, origin));
-            for onward in routes.onward(from, origin, |rank| self.known[to].contains(&rank)) {
-                self.send(to, onward, origin);
+            for onward in routes.onward(from, origin, false, self.knows_gone(to)) {
+                self.send(to, onward, origin, said);
             }
-            if !self.known[to].insert(origin) {
-                return true;
-            }
-            for (origin, onward) in routes.inherited(origin, |rank| self.known[to].contains(&rank)) {
-                if self.known[to].contains(&origin) {
-                    self.send(to, onward, origin);
+            if self.known[to].insert((origin, said)) && said == Said::Goodbye {
+                for (origin, onward) in routes.inherited(origin, self.knows_gone(to)) {
+                    self.repeat(to, onward, origin);
                 }
             }
             true
         }
 
-        /// Times that a message of `origin` reaches each other rank that takes part.
+        /// Delivers all messages.
+        fn settle(&mut self, state: &mut u64) {
+            while self.deliver(random(state)) {}
+        }
+
+        /// Ranks connect with those from which they are cut off, or find that they have left.
+        fn connect_cut_off(&mut self) {
+            for rank in self.present() {
+                for peer in self.routes[rank].cut_off(self.knows_gone(rank)) {
+                    if self.gone.contains(&peer) {
+                        self.known[rank].insert((peer, Said::Goodbye));
+                    } else if self.direct.insert((rank, peer)) {
+                        self.direct.insert((peer, rank));
+                        for (from, to) in [(rank, peer), (peer, rank)] {
+                            let origins = self.routes[from].of_machine().to_vec();
+                            origins.into_iter().for_each(|origin| self.repeat(from, to, origin));
+                        }
+                    }
+                }
+            }
+        }
+
+        /// Times that a heartbeat of `origin` reaches each other rank that takes part.
         fn arrivals(&self, origin: usize) -> BTreeMap<usize, usize> {
             let mut arrivals = BTreeMap::new();
             let mut queue: VecDeque<(usize, usize)> = self
@@ -213,7 +283,7 @@ mod tests {
             while let Some((from, to)) = queue.pop_front() {
                 *arrivals.entry(to).or_default() += 1;
                 assert!(self.routes[to].may_pass_on(from, origin));
-                let onward = self.routes[to].onward(from, origin, |rank| self.known[to].contains(&rank));
+                let onward = self.routes[to].onward(from, origin, true, self.knows_gone(to));
                 queue.extend(onward.into_iter().map(|onward| (to, onward)));
             }
             arrivals
@@ -261,39 +331,89 @@ mod tests {
                         break;
                     }
                     world.gone.insert(present[random(&mut state) % present.len()]);
-                    world.known.fill(world.gone.clone());
+                    world.known.fill(world.gone.iter().map(|gone| (*gone, Said::Goodbye)).collect());
                 }
             }
         }
     }
 
-    #[test]
-    fn every_goodbye_is_heard_in_whatever_order_ranks_leave() {
-        for shape in SHAPES {
-            for seed in 0..500 {
-                let (mut world, mut state) = (World::new(shape), seed);
-                for _ in 0..random(&mut state) % shape.len() {
+    /// Runs worlds of all shapes in which ranks do `deeds` at random, with some messages delivered in between, and all
+    /// at last.
+    fn after(deeds: impl Fn(&mut World, usize, &mut u64), check: impl Fn(&mut World, &str)) {
+        let named = SHAPES.into_iter().map(<[usize]>::to_vec);
+        for (shape, seeds) in named.zip([150; SHAPES.len()]).chain((0..500).map(|seed| (random_shape(seed), 1))) {
+            for seed in 0..seeds {
+                let (mut world, mut state) = (World::new(&shape), seed);
+                for _ in 0..random(&mut state) % (2 * shape.len()) {
                     let present = world.present();
-                    world.leave(present[random(&mut state) % present.len()]);
+                    deeds(&mut world, present[random(&mut state) % present.len()], &mut state);
                     for _ in 0..random(&mut state) % 8 {
                         let nth = random(&mut state);
                         world.deliver(nth);
                     }
                 }
-                loop {
-                    let nth = random(&mut state);
-                    if !world.deliver(nth) {
-                        break;
-                    }
-                }
-                for rank in world.present() {
-                    let routes = &world.routes[rank];
-                    let audible = |gone: &&usize| routes.through(**gone, |rank| world.gone.contains(&rank)).is_some();
-                    let missed: Vec<_> = world.gone.iter().filter(audible).collect();
-                    assert!(missed.iter().all(|gone| world.known[rank].contains(gone)), "{shape:?}, seed {seed}");
-                }
+                world.settle(&mut state);
+                check(&mut world, &format!("{shape:?}, seed {seed}"));
             }
         }
+    }
+
+    fn random_shape(seed: u64) -> Vec<usize> {
+        let mut state = seed;
+        let (ranks, machines) = (2 + random(&mut state) % 9, 1 + random(&mut state) % 4);
+        (0..ranks).map(|_| random(&mut state) % machines).collect()
+    }
+
+    fn stop_or_leave(world: &mut World, rank: usize, state: &mut u64) {
+        if random(state).is_multiple_of(2) {
+            world.say(rank, Said::Stop);
+        } else if world.present().len() > 1 {
+            world.say(rank, Said::Goodbye);
+        }
+    }
+
+    #[test]
+    fn stops_and_goodbyes_are_heard_in_whatever_order_ranks_leave() {
+        after(stop_or_leave, |world, seed| {
+            for rank in world.present() {
+                let audible =
+                    |origin: usize| world.routes[rank].through(origin, |other| world.gone.contains(&other)).is_some();
+                for origin in world.ranks().filter(|origin| *origin != rank && audible(*origin)) {
+                    for said in world.known[origin].iter().filter(|(of, _)| *of == origin) {
+                        assert!(world.known[rank].contains(said), "{seed}: {rank} has missed {said:?}");
+                    }
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn ranks_that_are_cut_off_find_each_other_and_hear_all_that_goes_on() {
+        after(stop_or_leave, |world, seed| {
+            // Ranks stop and leave while others connect.
+            let mut state = 7;
+            for _ in 0..2 * world.ranks().len() {
+                world.connect_cut_off();
+                let present = world.present();
+                stop_or_leave(world, present[random(&mut state) % present.len()], &mut state);
+                world.settle(&mut state);
+            }
+            world.connect_cut_off();
+            world.settle(&mut state);
+            for rank in world.present() {
+                for other in world.ranks().filter(|other| *other != rank) {
+                    let is_gone = world.gone.contains(&other);
+                    assert_eq!(world.knows_gone(rank)(other), is_gone, "{seed}: {rank} of {other}");
+                    let through = world.routes[rank].through(other, world.knows_gone(rank));
+                    assert!(
+                        is_gone || through.is_some() || world.are_connected(rank, other),
+                        "{seed}: {rank}, {other}"
+                    );
+                    let stopped = world.known[other].contains(&(other, Said::Stop));
+                    assert!(is_gone || !stopped || world.known[rank].contains(&(other, Said::Stop)), "{seed}");
+                }
+            }
+        });
     }
 
     #[test]

@@ -50,11 +50,15 @@ impl Membership {
             let local = &self.shared.local_ranks[rank];
             return Some(Activity { left, hidden_by: None, silent: None, beat: Some(local.heartbeat()) });
         }
-        let Some(through) = self.routes.through(rank, |rank| self.has_left(rank)) else {
+        let liveness = lock(&self.shared.liveness);
+        let through = if liveness.is_near(rank) {
+            Vec::new()
+        } else if let Some(through) = self.routes.through(rank, |rank| self.has_left(rank)) {
+            through
+        } else {
             // What was heard of it before the last rank on the way left is old.
             return Some(Activity { left, hidden_by: None, silent: None, beat: None });
         };
-        let liveness = lock(&self.shared.liveness);
         let hidden_by = through.into_iter().find(|through| liveness.suspects(*through));
         let silent = liveness.suspects(rank).then(|| liveness.silence(rank, Instant::now())).flatten();
         Some(Activity { left, hidden_by, silent, beat: liveness.last_beat(rank).cloned() })

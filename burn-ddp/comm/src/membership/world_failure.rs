@@ -80,7 +80,7 @@ impl Membership {
     }
 
     /// Error of the other ranks for this rank's `cause`: one about this process names its rank.
-    fn for_others(&self, cause: Error) -> Error {
+    pub(super) fn for_others(&self, cause: Error) -> Error {
         if !cause.is_of_this_process() {
             return cause;
         }

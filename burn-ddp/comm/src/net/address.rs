@@ -60,7 +60,7 @@ pub(crate) fn listener(socket: &Socket) -> io::Result<()> {
 }
 
 /// Binds `host:port`. Tries for a second while the port is in use: the process that had it may be just ending.
-pub(crate) fn bind(host: &str, port: u16) -> io::Result<TcpListener> {
+pub(crate) fn bind(host: &str, port: u16) -> io::Result<Vec<TcpListener>> {
     let give_up = Instant::now() + Duration::from_secs(1);
     loop {
         match bind_once(host, port) {
@@ -70,9 +70,27 @@ pub(crate) fn bind(host: &str, port: u16) -> io::Result<TcpListener> {
     }
 }
 
-/// Binds `host:port`, if it is free now.
-pub(crate) fn bind_once(host: &str, port: u16) -> io::Result<TcpListener> {
-    TcpListener::bind(&resolve(host, port)?[..])
+/// Binds `host:port`, if it is free now: all addresses of the name that this machine has, with one port.
+pub(crate) fn bind_once(host: &str, port: u16) -> io::Result<Vec<TcpListener>> {
+    bind_all(&resolve(host, port)?)
+}
+
+/// Binds all of `addresses` that this machine has; port 0 is one free port.
+pub(crate) fn bind_all(addresses: &[SocketAddr]) -> io::Result<Vec<TcpListener>> {
+    let first = TcpListener::bind(addresses)?;
+    let bound = first.local_addr()?;
+    let mut listeners = vec![first];
+    for &(mut address) in addresses {
+        address.set_port(bound.port());
+        if address.ip() != bound.ip() {
+            match TcpListener::bind(address) {
+                Ok(listener) => listeners.push(listener),
+                // Other addresses lead to other machines, or the first one includes them.
+                Err(error) => tracing::debug!(%address, %error, "not bound"),
+            }
+        }
+    }
+    Ok(listeners)
 }
 
 /// Connects to one of the addresses `host` has now. One round, no retries. The socket does not block.
@@ -83,8 +101,10 @@ pub(crate) fn connect_once(host: &str, port: u16, via: &Interface, deadline: Ins
 /// Connects to one of `addresses`, as [`connect_once`].
 pub(crate) fn connect_any(addresses: &[SocketAddr], via: &Interface, deadline: Instant) -> io::Result<Socket> {
     let mut last = io::Error::from(ErrorKind::TimedOut);
-    for &address in addresses {
-        let left = deadline.saturating_duration_since(Instant::now()).min(ATTEMPT);
+    for (nth, &address) in addresses.iter().enumerate() {
+        // Each has its share of the time, as the network may swallow what goes to one of them.
+        let share = deadline.saturating_duration_since(Instant::now()) / (addresses.len() - nth) as u32;
+        let left = share.min(ATTEMPT);
         if left.is_zero() {
             break;
         }
@@ -111,10 +131,10 @@ pub(crate) fn from_where(host: &str, port: u16) -> io::Result<IpAddr> {
 }
 
 fn connect_to(address: SocketAddr, via: &Interface, timeout: Duration) -> io::Result<Socket> {
-    let from = via.toward(address.ip())?;
+    let (address, from) = (via.in_zone(address), via.toward(address.ip())?);
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     if let Some(from) = from {
-        socket.bind(&SocketAddr::new(from, 0).into())?;
+        socket.bind(&via.in_zone(SocketAddr::new(from, 0)).into())?;
     }
     socket.connect_timeout(&address.into(), timeout)?;
     Ok(socket)
@@ -161,9 +181,57 @@ mod tests {
 
     #[test]
     fn nobody_listens() {
-        let free = bind("localhost", 0).unwrap().local_addr().unwrap().port();
+        let free = bind("localhost", 0).unwrap()[0].local_addr().unwrap().port();
         let error = connect_once("localhost", free, &Interface::default(), Instant::now() + Duration::from_secs(5))
             .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
+    }
+
+    #[test]
+    fn a_name_with_two_addresses_is_served_on_both_and_reached_at_either() {
+        let both: [SocketAddr; 2] = [([127, 0, 0, 1], 0).into(), (Ipv6Addr::LOCALHOST, 0).into()];
+        let listeners = bind_all(&both).unwrap();
+        let addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local_addr().unwrap()).collect();
+        assert_eq!(addresses.len(), 2);
+        assert_eq!(addresses[0].port(), addresses[1].port());
+        let soon = || Instant::now() + Duration::from_secs(10);
+        for address in &addresses {
+            let socket = connect_any(&[*address], &Interface::default(), soon()).unwrap();
+            assert_eq!(socket.peer_addr().unwrap().as_socket(), Some(*address));
+        }
+        // An address that other machines have is none to bind.
+        let elsewhere = ([192, 0, 2, 1], 0).into();
+        assert_eq!(bind_all(&[elsewhere, both[0]]).unwrap().len(), 1);
+        assert!(bind_all(&[elsewhere]).is_err());
+        // Everywhere includes both.
+        let everywhere = bind("::", 0).unwrap();
+        for ip in [both[0].ip(), both[1].ip()] {
+            let port = everywhere[0].local_addr().unwrap().port();
+            connect_any(&[SocketAddr::new(ip, port)], &Interface::default(), soon()).unwrap();
+        }
+    }
+
+    #[test]
+    fn an_address_that_swallows_all_leaves_time_for_the_next() {
+        // A listener whose queue is full answers nothing.
+        let full = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        full.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+        full.listen(0).unwrap();
+        let swallows = full.local_addr().unwrap().as_socket().unwrap();
+        let fill = || {
+            let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+            socket.set_nonblocking(true).unwrap();
+            let _ = socket.connect(&swallows.into());
+            socket
+        };
+        let _queue: Vec<Socket> = (0..8).map(|_| fill()).collect();
+        thread::sleep(Duration::from_millis(50));
+        let open = TcpListener::bind("[::1]:0").unwrap();
+        let addresses = [swallows, open.local_addr().unwrap()];
+        let deadline = Instant::now() + Duration::from_secs(2);
+        let socket = connect_any(&addresses, &Interface::default(), deadline).unwrap();
+        assert_eq!(socket.peer_addr().unwrap().as_socket(), Some(addresses[1]));
+        let alone = connect_any(&addresses[..1], &Interface::default(), Instant::now() + Duration::from_millis(100));
+        assert_eq!(alone.unwrap_err().kind(), ErrorKind::TimedOut);
     }
 }

@@ -4,6 +4,7 @@ use std::io;
 
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use serde::{Deserialize, Serialize};
 
 /// Descriptors of a program besides those of its world: standard streams, data files, a device.
 const PROGRAM: u64 = 64;
@@ -36,24 +37,40 @@ pub(crate) fn raise_limit() {
     }
 }
 
-/// Fails with the fix if this process cannot have the connections without which no world of `world_size` ranks exists,
-/// of which `local_world_size` are on this machine; a rank that `hosts` the store has one more for each rank.
-pub(crate) fn check(world_size: usize, local_world_size: usize, hosts: bool) -> Result<(), String> {
-    let Some(limit) = getrlimit(Resource::Nofile).current else { return Ok(()) };
-    let open = std::fs::read_dir("/proc/self/fd").map_or(0, |open| open.count() as u64);
-    // One for each rank of the machine, and one for each other machine.
-    let neighbours = local_world_size - 1 + (world_size - local_world_size).div_ceil(local_world_size);
-    let needed = open + RANK + neighbours as u64 * CONTROL + if hosts { world_size as u64 - 1 } else { 0 };
-    if needed <= limit { Ok(()) } else { Err(too_few(limit, needed, world_size)) }
+/// Descriptors of a rank when it joins: it posts them, and they are judged when all machines are known.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Room {
+    /// `None` if it may have any number.
+    limit: Option<u64>,
+    /// Those it has, and those of a store's clients that come.
+    taken: u64,
 }
 
-fn too_few(limit: u64, needed: u64, world_size: usize) -> String {
-    let comfortable = comfortable(world_size).max(needed);
-    format!(
-        "this process may have {limit} open files, and needs at least {needed} in a world of {world_size} ranks: raise \
-         the hard limit to {comfortable} (`ulimit -Hn {comfortable}`, LimitNOFILE= of systemd, --ulimit \
-         nofile={comfortable} of containers)"
-    )
+impl Room {
+    /// Of this process, which serves the store to this many ranks.
+    pub(crate) fn here(served: usize) -> Room {
+        let limit = getrlimit(Resource::Nofile).current;
+        let open = std::fs::read_dir("/proc/self/fd").map_or(0, |open| open.count() as u64);
+        Room { limit, taken: open + served as u64 }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn limited(limit: u64, taken: u64) -> Room {
+        Room { limit: Some(limit), taken }
+    }
+
+    /// Fails with the fix if there is no room for control connections with this many ranks, without which no world of
+    /// `world_size` ranks exists.
+    pub(crate) fn check(&self, neighbours: usize, world_size: usize) -> Result<(), String> {
+        let needed = self.taken + RANK + neighbours as u64 * CONTROL;
+        let Some(limit) = self.limit.filter(|limit| needed > *limit) else { return Ok(()) };
+        let comfortable = comfortable(world_size).max(needed);
+        Err(format!(
+            "its process may have {limit} open files, and needs at least {needed} in a world of {world_size} ranks: \
+             raise the hard limit to {comfortable} (`ulimit -Hn {comfortable}`, LimitNOFILE= of systemd, --ulimit \
+             nofile={comfortable} of containers)"
+        ))
+    }
 }
 
 /// The reason and the fix if `e` is for want of descriptors or ports on this machine, in a world of `world_size` ranks.
@@ -94,11 +111,13 @@ mod tests {
     #[test]
     fn a_world_that_is_too_large_is_refused_with_the_number() {
         raise_limit();
-        assert_eq!(check(2, 2, true), Ok(()));
-        let limit = getrlimit(Resource::Nofile).current.unwrap_or(1 << 40);
-        let text = too_few(limit, limit + 1, 12);
-        assert!(text.contains("in a world of 12 ranks") && text.contains("ulimit -Hn"), "{text}");
-        assert!(getrlimit(Resource::Nofile).current.is_none() || check(limit as usize, limit as usize, false).is_err());
+        assert_eq!(Room::here(1).check(1, 2), Ok(()));
+        let room = Room::limited(30, 12);
+        assert_eq!(room.check(10, 12), Ok(()));
+        let text = room.check(11, 12).unwrap_err();
+        assert!(text.contains("30 open files, and needs at least 31 in a world of 12 ranks"), "{text}");
+        assert!(text.contains(&format!("ulimit -Hn {}", comfortable(12))), "{text}");
+        assert_eq!(Room { limit: None, ..room }.check(1 << 20, 1 << 20), Ok(()));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Addresses of this machine on which a rank listens and from which it connects.
 
 use std::io;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use crate::{Error, Result};
 
@@ -9,6 +9,9 @@ use crate::{Error, Result};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Interface {
     addresses: Vec<IpAddr>,
+    /// Number of the link of addresses that are valid on a link only, by which the store was reached; 0 if it has
+    /// none.
+    zone: u32,
 }
 
 impl Interface {
@@ -30,7 +33,24 @@ impl Interface {
             };
             return Err(Error::environment(format!("the interface {text:?} {what}; it has {}", listed(&all))));
         }
-        Ok(Interface { addresses })
+        Ok(Interface { addresses, zone: 0 })
+    }
+
+    /// The same, with the link by which the store was reached.
+    pub(crate) fn with_zone(self, zone: u32) -> Interface {
+        Interface { zone, ..self }
+    }
+
+    /// `address` on the link by which the store was reached, if it is valid on a link only and names none: another
+    /// machine's number of the link means nothing here, so ranks post their addresses without.
+    pub(crate) fn in_zone(&self, mut address: SocketAddr) -> SocketAddr {
+        if let SocketAddr::V6(address) = &mut address
+            && address.ip().is_unicast_link_local()
+            && address.scope_id() == 0
+        {
+            address.set_scope_id(self.zone);
+        }
+        address
     }
 
     /// Address from which to connect to `target`; `None` leaves it to the system.
@@ -109,14 +129,24 @@ mod tests {
 
     #[test]
     fn the_address_fits_the_other_end() {
-        let eth0 = Interface { addresses: choose("eth0", &all()) };
+        let eth0 = Interface { addresses: choose("eth0", &all()), zone: 0 };
         assert_eq!(eth0.toward(ip("10.9.9.9")).unwrap(), Some(ip("10.0.0.7")));
         assert_eq!(eth0.toward(ip("2001:db8::9")).unwrap(), Some(ip("2001:db8::7")));
         assert_eq!(eth0.toward(ip("127.0.0.1")).unwrap(), None, "loopback is reached from loopback");
         assert_eq!(eth0.listens(ip("::1")), Some(ip("2001:db8::7")));
-        let ib0 = Interface { addresses: choose("ib0", &all()) };
+        let ib0 = Interface { addresses: choose("ib0", &all()), zone: 0 };
         assert!(ib0.toward(ip("2001:db8::9")).unwrap_err().to_string().contains("no IPv6 address, only 10.1.0.7"));
         assert_eq!(ib0.listens(ip("::1")), Some(ip("10.1.0.7")));
         assert_eq!(Interface::default().toward(ip("10.9.9.9")).unwrap(), None);
+    }
+
+    #[test]
+    fn an_address_of_a_link_gets_the_link_of_the_store() {
+        let via = Interface::default().with_zone(3);
+        let zoned = |text: &str| via.in_zone(text.parse().unwrap()).to_string();
+        assert_eq!(zoned("[fe80::1]:7"), "[fe80::1%3]:7");
+        for other in ["[fe80::1%2]:7", "[2001:db8::7]:7", "10.0.0.7:7"] {
+            assert_eq!(zoned(other), other);
+        }
     }
 }

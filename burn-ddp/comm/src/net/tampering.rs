@@ -14,7 +14,7 @@ use crate::auth::job_key::LinkKey;
 use crate::auth::key::KEY_BYTES;
 use crate::auth::secure_stream::SecureStream;
 use crate::engine::tcp::{Reach, TcpFabric};
-use crate::membership::control::{self, Control};
+use crate::membership::control::{self, Control, Directory};
 use crate::membership::{ControlMessage, Heartbeat, Membership, Outbox};
 use crate::poison_free_locks::lock;
 use crate::topology::Machines;
@@ -234,7 +234,7 @@ fn link_key(token: u8) -> LinkKey {
 
 fn started<const RANKS: usize>() -> [(Arc<Control>, SocketAddr); RANKS] {
     std::array::from_fn(|rank| {
-        let (listener, address) = control::listen([127, 0, 0, 1].into()).unwrap();
+        let (listener, address) = control::listen([127, 0, 0, 1].into(), &Interface::default()).unwrap();
         (Arc::new(Control::start(listener, rank, RANKS, link_key(1)).unwrap()), address)
     })
 }
@@ -266,8 +266,8 @@ fn memberships<const RANKS: usize>(
 fn connected(controls: &[Arc<Control>; 2], address: SocketAddr, options: &WorldOptions) -> [Arc<Membership>; 2] {
     let (mine, theirs) = streams(controls, 1, address);
     let memberships = memberships(controls, [0; 2], options);
-    controls[0].attach(vec![None, Some(theirs)], memberships[0].clone()).unwrap();
-    controls[1].attach(vec![Some(mine), None], memberships[1].clone()).unwrap();
+    controls[0].attach(vec![None, Some(theirs)], memberships[0].clone(), Directory::default()).unwrap();
+    controls[1].attach(vec![Some(mine), None], memberships[1].clone(), Directory::default()).unwrap();
     memberships
 }
 
@@ -340,7 +340,9 @@ fn no_tampered_byte_is_passed_on_to_another_rank() {
         let (near, from_near) = streams(&controls, 1, address);
         let options = WorldOptions { heartbeat: PATIENCE, ..WorldOptions::default() };
         let memberships = memberships(&controls, [0, 0, 1, 1], &options);
-        let attach = |rank: usize, streams| controls[rank].attach(streams, memberships[rank].clone()).unwrap();
+        let attach = |rank: usize, streams| {
+            controls[rank].attach(streams, memberships[rank].clone(), Directory::default()).unwrap()
+        };
         attach(0, vec![None, Some(from_near), Some(from_far), None]);
         attach(1, vec![Some(near), None, None, None]);
         attach(2, vec![Some(far), None, None, None]);
@@ -366,7 +368,7 @@ fn a_cut_control_connection_is_a_dead_rank() {
 
 #[test]
 fn a_data_connection_needs_the_secret_of_its_world() {
-    let (listener, address) = control::listen([127, 0, 0, 1].into()).unwrap();
+    let (listener, address) = control::listen([127, 0, 0, 1].into(), &Interface::default()).unwrap();
     let control = Control::start(listener, 0, 2, link_key(1)).unwrap();
     let relay = Relay::start(address);
     let purpose = Purpose::Data { rank: 1, group: 7 };

@@ -1,5 +1,6 @@
 //! Meeting point and secret of ranks that MPICH's mpirun started, exchanged through its process manager.
 
+use std::net::TcpListener;
 use std::sync::Mutex;
 use std::time::Instant;
 
@@ -114,12 +115,12 @@ fn no_common_secret() -> Error {
 }
 
 fn host_store(host: &str, job: &JobKey) -> Result<(Serving, u16)> {
-    let hosted = address::bind(host, 0).and_then(|listener| {
-        let at = listener.local_addr()?;
-        if at.ip().is_loopback() {
+    let hosted = address::bind(host, 0).and_then(|listeners| {
+        let at = listeners.iter().map(TcpListener::local_addr).collect::<Result<Vec<_>, _>>()?;
+        if at.iter().all(|at| at.ip().is_loopback()) {
             return Err(std::io::Error::other("that means loopback here, where ranks on other machines cannot come"));
         }
-        Ok((Serving::start(listener, job)?, at.port()))
+        Ok((Serving::start(listeners, job)?, at[0].port()))
     });
     hosted.map_err(|e| {
         Error::environment(format!(

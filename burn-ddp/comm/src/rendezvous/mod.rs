@@ -37,11 +37,12 @@ use crate::engine::tcp::{Reach, TcpFabric};
 #[cfg(target_os = "linux")]
 use crate::engine::two_level::TwoLevelFabric;
 use crate::env::{LaunchEnv, Meeting};
-use crate::membership::control::{self, Control};
+use crate::membership::control::{self, Control, Directory};
 use crate::membership::{Membership, Outbox, Routes, Wake};
+use crate::net::address;
+use crate::net::descriptors::{self, Room};
 use crate::net::dial_rank::Dial;
 use crate::net::interface::Interface;
-use crate::net::{address, descriptors};
 use crate::topology::Machines;
 use crate::world::{Seat, World};
 use crate::{Error, PeerInfo, Result, WorldOptions};
@@ -125,7 +126,8 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
         Some(chosen) => chosen,
         None => store_location::local_ip(env, &meeting, &store)?,
     };
-    let (listener, listens) = control::listen(local_ip).map_err(|e| {
+    let via = via.with_zone(store.zone());
+    let (listener, listens) = control::listen(local_ip, &via).map_err(|e| {
         Error::environment(format!(
             "cannot listen on {local_ip}, from where the master is reached: \
                                                  {e}"
@@ -140,9 +142,11 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
         machine: machine_of(env, memory.as_deref()),
         memory,
         config: ComparedSettings::of(options),
+        room: Room::here(if server.is_some() { env.world_size - 1 } else { 0 }),
     };
     let round = Round { store: &store, job: &job, me: &me, server: server.as_ref(), start, deadline };
-    descriptors::check(env.world_size, env.local_world_size, server.is_some()).or_else(|why| round.give_up(&why))?;
+    // The verdict counts the connections, but without room for all clients the store cannot serve this round.
+    me.room.check(0, env.world_size).or_else(|why| round.give_up(&why))?;
     let (token, entries) = round.attend()?;
     let places: Vec<_> = entries.iter().map(|entry| (&entry.peer, entry.memory.as_deref())).collect();
     auto_fabric::check(options.engine, &places)?;
@@ -157,6 +161,7 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     }
     let peers: Vec<PeerInfo> = entries.iter().map(|entry| entry.peer.clone()).collect();
     let membership = Membership::new(env.rank, peers.clone(), machines.clone(), options.clone());
+    let memories: Vec<_> = entries.iter().map(|entry| entry.memory.clone()).collect();
     let streams = connect_neighbours(&control, &key, &via, membership.routes(), &entries, mesh_end)?;
     membership.report_to(env);
     let control = Arc::new(control);
@@ -164,19 +169,14 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     membership.set_outbox(Arc::downgrade(&as_outbox));
     let links: Weak<dyn Wake> = Arc::downgrade(control.links()) as Weak<dyn Wake>;
     membership.add_waker(links);
-    control.attach(streams, membership.clone()).map_err(threads)?;
+    let addresses: Vec<_> = entries.into_iter().map(|entry| (entry.host, entry.port)).collect();
+    let directory = Directory { addresses: addresses.clone(), via: via.clone() };
+    control.attach(streams, membership.clone(), directory).map_err(threads)?;
     tracing::debug!(rank = env.rank, world_size = env.world_size, elapsed = ?start.elapsed(), "joined");
 
-    let memories: Vec<_> = entries.iter().map(|entry| entry.memory.clone()).collect();
     #[cfg(target_os = "linux")]
     let shm = Arc::new(ShmFabric::new(key.clone(), membership.clone()));
-    let reach = Reach {
-        rank: env.rank,
-        addresses: entries.into_iter().map(|entry| (entry.host, entry.port)).collect(),
-        key,
-        via,
-        links: control.links().clone(),
-    };
+    let reach = Reach { rank: env.rank, addresses, key, via, links: control.links().clone() };
     let tcp = Arc::new(TcpFabric::new(reach, membership.clone()));
     #[cfg(target_os = "linux")]
     let (shm, two_level) = {

@@ -7,7 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use super::settings_check::{self, ComparedSettings};
 use crate::auth::key::{KEY_BYTES, random};
+use crate::membership::Routes;
+use crate::net::descriptors::Room;
 use crate::store::{Serving, Store, StoreClient};
+use crate::topology::Machines;
 use crate::{Error, JobKey, PeerInfo, Result};
 
 /// Rounds of one job in one store; more would be a program that joins in a loop.
@@ -28,6 +31,7 @@ pub(super) struct Entry {
     /// Equal for ranks of one machine.
     pub(super) machine: String,
     pub(super) config: ComparedSettings,
+    pub(super) room: Room,
 }
 
 impl Entry {
@@ -90,8 +94,7 @@ impl Round<'_> {
     /// Always: the verdict.
     pub(super) fn give_up(&self, why: &str) -> Result<()> {
         let number = self.post()?;
-        let message = format!("{} cannot join: {why}", self.me.peer);
-        let error = Error::Rendezvous { message, came: Vec::new(), missing: vec![self.me.peer.rank] };
+        let error = cannot_join(&self.me.peer, why);
         match self.decide(number, &Verdict::Failed(error.clone()))? {
             Verdict::Failed(first) => Err(first),
             Verdict::Complete { .. } => Err(error),
@@ -155,6 +158,9 @@ impl Round<'_> {
         }
         if let Some((one, other)) = settings_check::different_programs(entries.iter().map(Entry::settings)) {
             tracing::warn!("{one} and {other} run different programs");
+        }
+        if let Some((peer, why)) = without_room(&entries) {
+            return Ok(Verdict::Failed(cannot_join(peer, &why)));
         }
         for entry in &mut entries {
             entry.config = std::mem::take(&mut entry.config).compared();
@@ -230,6 +236,24 @@ pub fn fail_join(store: &dyn Store, job: &JobKey, missing: &[usize], cause: &str
     Err(Error::environment(format!("job {:?} has joined {ROUNDS_CAP} times", job.name())))
 }
 
+/// The first rank that cannot have the control connections of its place, and why.
+fn without_room(entries: &[Entry]) -> Option<(&PeerInfo, String)> {
+    let size = entries.len();
+    let machines = Machines::new(&entries.iter().map(|entry| &entry.machine).collect::<Vec<_>>());
+    entries.iter().find_map(|entry| {
+        // Most have room for connections to all.
+        entry.room.check(size - 1, size).err()?;
+        let routes = Routes::new(entry.peer.rank, machines.clone());
+        let neighbours = (0..size).filter(|other| routes.is_near(*other)).count();
+        Some((&entry.peer, entry.room.check(neighbours, size).err()?))
+    })
+}
+
+fn cannot_join(peer: &PeerInfo, why: &str) -> Error {
+    let message = format!("{peer} cannot join: {why}");
+    Error::Rendezvous { message, came: Vec::new(), missing: vec![peer.rank] }
+}
+
 /// Entries of the ranks that have come so far.
 fn entries(store: &dyn Store, job: &JobKey, number: u32) -> Result<Vec<Entry>> {
     let keys = store.keys(&key(job, number, "rank/"))?;
@@ -274,5 +298,62 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     if let Ok(Verdict::Complete { entries, .. }) = decode(bytes) {
         let ranks = || entries.iter().map(Entry::settings);
         let _ = (settings_check::difference(ranks()), settings_check::different_programs(ranks()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::WorldOptions;
+    use crate::frame::PROTOCOL_VERSION;
+
+    fn entry(rank: usize, machine: usize, room: Room) -> Entry {
+        Entry {
+            peer: PeerInfo { host: "h".to_owned(), pid: 7, ..PeerInfo::here(rank, rank, 0) },
+            world_size: 2,
+            host: "h".to_owned(),
+            port: 9,
+            memory: None,
+            machine: machine.to_string(),
+            config: ComparedSettings::of(&WorldOptions::default()).compared(),
+            room,
+        }
+    }
+
+    #[test]
+    fn the_descriptors_of_a_place_among_machines_are_counted() {
+        // Machines of the ranks, and the most connections of one, with the rank that has them.
+        for (machines, most, of) in [
+            (&[0, 0, 0, 0][..], 3, 0),
+            (&[0, 1, 2, 3], 3, 0),
+            (&[0, 0, 1, 1, 2, 2], 3, 0),
+            (&[0, 0, 1, 2, 3, 4], 5, 0),
+            (&[0, 1, 1, 1, 1, 1], 5, 0),
+            (&[1, 0, 0, 0, 0, 0, 1], 5, 1),
+            (&[0, 0, 0, 1, 1], 3, 0),
+        ] {
+            let with = |limit| -> Vec<Entry> {
+                let entry = |(rank, machine): (usize, &usize)| entry(rank, *machine, Room::limited(limit, 0));
+                machines.iter().enumerate().map(entry).collect()
+            };
+            let fixed = 8;
+            assert!(without_room(&with(fixed + most)).is_none(), "{machines:?}");
+            let entries = with(fixed + most - 1);
+            let (peer, why) = without_room(&entries).unwrap();
+            assert_eq!(peer.rank, of, "{machines:?}");
+            assert!(why.contains(&format!("needs at least {} in a world of {} ranks", fixed + most, machines.len())));
+        }
+    }
+
+    /// A change of these bytes needs another version.
+    #[test]
+    fn entries_have_the_layout_of_this_version() {
+        let mut entry = entry(1, 0, Room::limited(30, 12));
+        entry.config = ComparedSettings::default();
+        let bytes = encode(&entry).unwrap();
+        // The cores of the machine are in the middle.
+        let (begin, end) = (&bytes[..6], &bytes[bytes.len() - 12..]);
+        let expected = (&[1, 1, b'h', 7, 1, 0][..], &[2, 1, b'h', 9, 0, 1, b'0', 0, 0, 1, 30, 12][..]);
+        assert_eq!((PROTOCOL_VERSION, (begin, end)), (3, expected));
     }
 }

@@ -127,7 +127,7 @@ fn host_local(name: &str, job: &JobKey) -> Result<Serving> {
     // The process that had the name may be just ending.
     let give_up = Instant::now() + Duration::from_secs(1);
     loop {
-        match unix_socket::bind(name).and_then(|listener| Serving::start(listener, job)) {
+        match unix_socket::bind(name).and_then(|listener| Serving::start(vec![listener], job)) {
             Ok(serving) => return Ok(serving),
             Err(e) if e.kind() == ErrorKind::AddrInUse && Instant::now() < give_up => {
                 std::thread::sleep(address::RETRY)
@@ -159,7 +159,7 @@ fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Resul
     for port in ports {
         // With one port, wait for the process that had it to end; with many, try the next.
         let bound = if ports.len() == 1 { address::bind(host, *port) } else { address::bind_once(host, *port) };
-        match bound.and_then(|listener| Serving::start(listener, job)) {
+        match bound.and_then(|listeners| Serving::start(listeners, job)) {
             Ok(server) => return Ok((server, *port)),
             Err(e) => failure = e,
         }
@@ -195,7 +195,7 @@ fn find_store(
 ) -> Result<StoreClient> {
     // With several ports, a silent program on one of them must not keep us from the next for long.
     let mut patience = if places.len() == 1 { HANDSHAKE_DEADLINE } else { HANDSHAKE_DEADLINE / 10 };
-    let mut failure = String::new();
+    let (mut failure, mut refused) = (String::new(), false);
     let mut names = NameLookup::new(places.first().map_or("", Place::host));
     loop {
         for place in places {
@@ -209,10 +209,11 @@ fn find_store(
                         if cause.contains("of another job") { OTHER_JOB } else { "" }
                     )));
                 }
-                // A neighbour's port may well be another job's.
-                Err(Unreached::Refused(cause) | Unreached::Absent(cause)) => {
+                // A neighbour's port may well be another job's. But a refusal says more than a port without a store.
+                Err(Unreached::Refused(cause)) => (failure, refused) = (format!("{place}: {cause}"), true),
+                Err(Unreached::Absent(cause)) => {
                     // An attempt cut short by the deadline says less than the one before.
-                    if failure.is_empty() || Instant::now() < deadline {
+                    if !refused && (failure.is_empty() || Instant::now() < deadline) {
                         failure = format!("{place}: {cause}");
                     }
                 }
@@ -222,7 +223,7 @@ fn find_store(
             let who = if matches!(env.meeting, Meeting::Launcher { .. }) { "the launcher" } else { "rank 0" };
             let port = if matches!(env.meeting, Meeting::Local { .. }) { "" } else { ", and is the port open" };
             let message = format!(
-                "rank {} could not reach the master at {} within {:.1} s (last attempt: {failure}); is {who} running \
+                "rank {} could not reach the master at {} within {:.1} s ({failure}); is {who} running \
                  there{port}?",
                 env.rank,
                 env.meeting,

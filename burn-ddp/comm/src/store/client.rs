@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -42,6 +42,8 @@ pub struct StoreClient {
     /// Connections that no call uses.
     idle: Mutex<Vec<Wire>>,
     local_ip: IpAddr,
+    /// Number of the link by which the store was reached, if its address is valid on a link only; else 0.
+    zone: u32,
     answer_within: Duration,
 }
 
@@ -133,9 +135,11 @@ impl StoreClient {
     ) -> Result<StoreClient, Unreached> {
         let wire = open(place, names, job, deadline, patience)?;
         let local = wire.socket().local_addr().map_err(|e| Unreached::Absent(e.to_string()))?;
-        let local_ip = local.as_socket().map_or(Ipv4Addr::LOCALHOST.into(), |address| address.ip());
+        let local = local.as_socket().unwrap_or(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
+        let zone = if let SocketAddr::V6(local) = local { local.scope_id() } else { 0 };
         let idle = Mutex::new(vec![wire]);
-        Ok(StoreClient { place: place.clone(), job: job.clone(), idle, local_ip, answer_within: ANSWER_DEADLINE })
+        let (place, job, local_ip) = (place.clone(), job.clone(), local.ip());
+        Ok(StoreClient { place, job, idle, local_ip, zone, answer_within: ANSWER_DEADLINE })
     }
 
     /// Sets the silence, beyond the wait of a call, after which the server counts as lost. 30 s by default.
@@ -148,6 +152,10 @@ impl StoreClient {
     /// The address of the interface through which this machine reaches the store; loopback if the store is on it.
     pub fn local_ip(&self) -> IpAddr {
         self.local_ip
+    }
+
+    pub(crate) fn zone(&self) -> u32 {
+        self.zone
     }
 
     /// Address of the store: `host:port`, or the name of a local socket.

@@ -35,6 +35,38 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::frame::PROTOCOL_VERSION;
+
+    /// A change of these bytes needs another version.
+    #[test]
+    fn messages_have_the_layout_of_this_version() {
+        let (key, value) = (|| "k".to_owned(), || vec![7]);
+        let requests = [
+            Request::Set { key: key(), value: value() },
+            Request::Get { key: key(), wait_ms: 300 },
+            Request::SetNew { key: key(), value: value() },
+            Request::Add { key: key(), delta: -1 },
+            Request::Keys { prefix: key() },
+        ];
+        let responses = [
+            Response::Done,
+            Response::Value(value()),
+            Response::Absent,
+            Response::Number(-1),
+            Response::Keys(vec![key()]),
+            Response::Refused(key()),
+        ];
+        let requests = requests.map(|request| postcard::to_stdvec(&request).unwrap()).concat();
+        let responses = responses.map(|response| postcard::to_stdvec(&response).unwrap()).concat();
+        assert_eq!(
+            (PROTOCOL_VERSION, requests, responses),
+            (
+                3,
+                vec![0, 1, 107, 1, 7, 1, 1, 107, 172, 2, 2, 1, 107, 1, 7, 3, 1, 107, 1, 4, 1, 107],
+                vec![0, 1, 1, 7, 2, 3, 1, 4, 1, 1, 107, 5, 1, 107]
+            )
+        );
+    }
 
     proptest! {
         /// What clients send is refused or understood, and nothing else.

@@ -5,7 +5,7 @@
 //! connection only.
 
 use std::io::{self, ErrorKind};
-use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -69,21 +69,24 @@ impl StoreServer {
     /// # Errors
     /// [`Error::Environment`] if the address is not free or not of this machine.
     pub fn bind(address: impl ToSocketAddrs + std::fmt::Debug, job: &JobKey) -> Result<StoreServer> {
-        TcpListener::bind(&address)
-            .and_then(|listener| Self::serve(listener, job))
+        let addresses = address.to_socket_addrs().map(Iterator::collect::<Vec<_>>);
+        addresses
+            .and_then(|addresses| Self::serve(&addresses, job))
             .map_err(|e| Error::Environment { message: format!("cannot host a store at {address:?}: {e}") })
     }
 
-    /// Serves on `listener`, for a caller that must know why it cannot be bound.
+    /// Serves at `addresses`, those of them that this machine has, for a caller that must know why they cannot be
+    /// bound.
     ///
     /// # Errors
-    /// If the system refuses a thread.
-    pub fn serve(listener: TcpListener, job: &JobKey) -> io::Result<StoreServer> {
-        let address = listener.local_addr()?;
-        Ok(StoreServer { address, serving: Serving::start(listener, job)? })
+    /// If none of them can be bound, or the system refuses a thread.
+    pub fn serve(addresses: &[SocketAddr], job: &JobKey) -> io::Result<StoreServer> {
+        let listeners = address::bind_all(addresses)?;
+        let address = listeners[0].local_addr()?;
+        Ok(StoreServer { address, serving: Serving::start(listeners, job)? })
     }
 
-    /// Address on which it listens.
+    /// First address on which it listens.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
@@ -113,11 +116,14 @@ impl StoreServer {
 }
 
 impl Serving {
-    /// Serves on a bound socket.
-    pub(crate) fn start(listener: impl Into<Socket>, job: &JobKey) -> io::Result<Serving> {
-        let listener = listener.into();
-        address::listener(&listener)?;
-        let is_local = listener.local_addr()?.is_unix();
+    /// Serves on bound sockets.
+    pub(crate) fn start<L: Into<Socket>>(listeners: Vec<L>, job: &JobKey) -> io::Result<Serving> {
+        let listeners: Vec<Socket> = listeners.into_iter().map(Into::into).collect();
+        let mut is_local = false;
+        for listener in &listeners {
+            address::listener(listener)?;
+            is_local |= listener.local_addr()?.is_unix();
+        }
         let shared = Arc::new(Shared {
             jobs: Mutex::new(vec![job.clone()]),
             forgotten: Mutex::default(),
@@ -126,7 +132,7 @@ impl Serving {
             waker: Waker::new()?,
         });
         let server = Server {
-            listener,
+            listeners,
             is_local,
             shared: shared.clone(),
             table: Table::default(),
@@ -154,7 +160,7 @@ impl Drop for Serving {
 }
 
 struct Server {
-    listener: Socket,
+    listeners: Vec<Socket>,
     /// A unix socket, for processes of this user only.
     is_local: bool,
     shared: Arc<Shared>,
@@ -184,7 +190,7 @@ impl Server {
     fn run(mut self) {
         while !self.shared.stopped.load(Ordering::Acquire) {
             if let Err(e) = self.turn() {
-                tracing::error!("the store at {:?} ended: {e}", self.listener.local_addr());
+                tracing::error!("the store at {:?} ended: {e}", self.listeners.first().map(Socket::local_addr));
                 return;
             }
         }
@@ -193,13 +199,14 @@ impl Server {
     /// Waits for something to do, and does it.
     fn turn(&mut self) -> io::Result<()> {
         let ready = self.wait()?;
-        let (ready, strangers) = ready.split_at(2 + self.clients.len());
+        let (listeners, ready) = ready[1..].split_at(self.listeners.len());
+        let (clients, strangers) = ready.split_at(self.clients.len());
 
         self.shared.waker.clear();
         for prefix in std::mem::take(&mut *lock(&self.shared.forgotten)) {
             self.table.remove(&prefix);
         }
-        for (i, _) in ready[2..].iter().enumerate().filter(|(_, ready)| **ready) {
+        for (i, _) in clients.iter().enumerate().filter(|(_, ready)| **ready) {
             self.serve_client(i);
         }
         let now = Instant::now();
@@ -218,18 +225,19 @@ impl Server {
         if self.accept_after.is_some_and(|at| at <= now) {
             self.accept_after = None;
         }
-        if ready[1] {
-            self.accept();
+        for (nth, _) in listeners.iter().enumerate().filter(|(_, ready)| **ready) {
+            self.accept(nth);
         }
         Ok(())
     }
 
-    /// Waits; true for the waker, the listener, each client and each stranger that is ready, in this order.
+    /// Waits; true for the waker, each listener, each client and each stranger that is ready, in this order.
     fn wait(&self) -> io::Result<Vec<bool>> {
         let accepting = self.accept_after.is_none();
-        let mut fds = Vec::with_capacity(2 + self.clients.len());
+        let mut fds = Vec::with_capacity(1 + self.listeners.len() + self.clients.len());
         fds.push(PollFd::new(&self.shared.waker, PollFlags::IN));
-        fds.push(PollFd::new(&self.listener, if accepting { PollFlags::IN } else { PollFlags::empty() }));
+        let wanted = if accepting { PollFlags::IN } else { PollFlags::empty() };
+        fds.extend(self.listeners.iter().map(|listener| PollFd::new(listener, wanted)));
         fds.extend(self.clients.iter().map(|client| {
             // A client that does not read its answer is not heard either, so it costs one answer and no more.
             let awaited = if client.wire.wants_write() { PollFlags::OUT } else { PollFlags::IN };
@@ -241,9 +249,9 @@ impl Server {
         Ok(fds.iter().map(|fd| !fd.revents().is_empty()).collect())
     }
 
-    fn accept(&mut self) {
+    fn accept(&mut self, nth: usize) {
         for _ in 0..ACCEPTS_PER_TURN {
-            match self.accept_one() {
+            match self.accept_one(nth) {
                 Ok(()) => {}
                 Err(e) if e.kind() == ErrorKind::WouldBlock => return,
                 Err(e) => {
@@ -255,8 +263,8 @@ impl Server {
         }
     }
 
-    fn accept_one(&mut self) -> io::Result<()> {
-        let (socket, from) = self.listener.accept()?;
+    fn accept_one(&mut self, nth: usize) -> io::Result<()> {
+        let (socket, from) = self.listeners[nth].accept()?;
         let prepared = if self.is_local {
             unix_socket::check_peer(&socket).and_then(|()| socket.set_nonblocking(true)).map(|()| socket)
         } else {

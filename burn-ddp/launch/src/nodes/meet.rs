@@ -1,7 +1,7 @@
 //! Meeting of the launchers of a job, in a store that node 0 hosts.
 
 use std::io::ErrorKind;
-use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
@@ -80,11 +80,8 @@ impl Meet<'_> {
                 addresses[0].ip()
             )));
         }
-        match TcpListener::bind(&addresses[..]) {
-            Ok(listener) => {
-                let server = self.trust.serve(listener, self.job).map_err(|error| self.failed(&error.to_string()))?;
-                Ok(Some(server))
-            }
+        match self.trust.serve(&addresses, self.job) {
+            Ok(server) => Ok(Some(server)),
             // The address of another machine, or, on one machine, another launcher of the job came first.
             Err(error)
                 if self.node.is_none()

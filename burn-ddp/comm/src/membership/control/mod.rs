@@ -1,9 +1,10 @@
 //! Control connections between ranks of different processes.
 //!
 //! Ranks of one machine share one TCP connection per pair for [`ControlMessage`]s, and so do counterparts on two
-//! machines; the others hear of each other [through them](relay). Every rank has one thread, the [monitor](monitor),
-//! that serves its connections and its listener. So a death is noticed at once, whatever the rank itself is doing: the
-//! kernel closes a dead process's sockets, and an end without a goodbye is a death.
+//! machines; the others hear of each other [through them](relay), or [connect](cut_off) when none are left. Every rank
+//! has one thread, the [monitor](monitor), that serves its connections and its listener. So a death is noticed at once,
+//! whatever the rank itself is doing: the kernel closes a dead process's sockets, and an end without a goodbye is a
+//! death.
 //!
 //! **A goodbye must not be lost**, or a clean exit would look like a death. It is written by the thread that leaves,
 //! not by the monitor, since the process may exit right after; the kernel delivers what was written. One thing could
@@ -14,22 +15,26 @@
 //! monitor keeps reading until the peers have closed (or [`LINGER`](monitor::LINGER) is over), so that nothing is
 //! reset.
 
+mod cut_off;
 mod monitor;
 mod proc_exit;
 mod relay;
 mod unclaimed_connections;
 
+use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
-use std::net::{Shutdown, SocketAddr, TcpListener};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
+pub(crate) use cut_off::Directory;
 pub(crate) use unclaimed_connections::Links;
 
 use crate::auth::job_key::LinkKey;
 use crate::auth::secure_stream::SecureStream;
-use crate::membership::{ControlMessage, Envelope, Membership, Outbox};
+use crate::membership::{ControlMessage, Envelope, Heartbeat, Membership, Outbox};
+use crate::net::interface::Interface;
 use crate::net::wait::Waker;
 use crate::net::wire::{Wire, WireReader, WireWriter};
 use crate::net::{address, keep_alive};
@@ -39,6 +44,8 @@ use crate::poison_free_locks::lock;
 const MESSAGE_CAP: usize = 64 * 1024;
 /// Bytes of unread control messages at which a peer is given up.
 const UNREAD_CAP: usize = 1024 * 1024;
+/// Bytes of heartbeats in a message from which on the next ones go into another. Each has a few kilobytes at most.
+const BEATS_CAP: usize = MESSAGE_CAP / 2;
 
 /// The control connections of one rank. Dropping it ends the monitor, without waiting for it.
 #[derive(Debug)]
@@ -66,6 +73,7 @@ struct Shared {
 struct Mesh {
     readers: Vec<Option<WireReader>>,
     membership: Arc<Membership>,
+    directory: Directory,
 }
 
 impl std::fmt::Debug for Mesh {
@@ -85,6 +93,8 @@ const CLOSED: u8 = 2;
 #[derive(Debug)]
 struct Sender {
     wire: WireWriter,
+    /// Heartbeats of other ranks, by rank, to be passed on with this rank's next one.
+    beats: BTreeMap<usize, Heartbeat>,
     /// True after the goodbye: this direction is closed once everything is written.
     last: bool,
     /// True if nothing can be sent any more.
@@ -118,7 +128,13 @@ impl Control {
     }
 
     /// Hands over the control connections to the neighbours, by rank: from now on they are watched for `membership`.
-    pub(crate) fn attach(&self, streams: Vec<Option<SecureStream>>, membership: Arc<Membership>) -> io::Result<()> {
+    /// `directory` leads to ranks that are cut off.
+    pub(crate) fn attach(
+        &self,
+        streams: Vec<Option<SecureStream>>,
+        membership: Arc<Membership>,
+        directory: Directory,
+    ) -> io::Result<()> {
         let mut senders = Vec::with_capacity(streams.len());
         let mut readers = Vec::with_capacity(streams.len());
         for stream in streams {
@@ -127,18 +143,24 @@ impl Control {
                 readers.push(None);
                 continue;
             };
-            let timeout = membership.options().machine_timeout();
-            keep_alive::probe_when_idle(stream.socket(), timeout)?;
-            keep_alive::limit_silence(stream.socket(), timeout)?;
-            let (reader, writer) = Wire::new(stream, MESSAGE_CAP)?.split();
-            senders.push(Some(Sender { wire: writer, last: false, broken: false, cause: None }));
+            let (reader, sender) = ends(stream, &membership)?;
+            senders.push(Some(sender));
             readers.push(Some(reader));
         }
         *lock(&self.shared.senders) = senders;
-        *lock(&self.shared.mesh) = Some(Mesh { readers, membership });
+        *lock(&self.shared.mesh) = Some(Mesh { readers, membership, directory });
         self.shared.waker.wake();
         Ok(())
     }
+}
+
+/// Both ends of a control connection.
+fn ends(stream: SecureStream, membership: &Membership) -> io::Result<(WireReader, Sender)> {
+    let timeout = membership.options().machine_timeout();
+    keep_alive::probe_when_idle(stream.socket(), timeout)?;
+    keep_alive::limit_silence(stream.socket(), timeout)?;
+    let (reader, wire) = Wire::new(stream, MESSAGE_CAP)?.split();
+    Ok((reader, Sender { wire, beats: BTreeMap::new(), last: false, broken: false, cause: None }))
 }
 
 impl Outbox for Control {
@@ -166,9 +188,26 @@ impl Drop for Control {
 }
 
 impl Sender {
-    /// Sends a heartbeat if the socket has room: a peer that does not read needs no more of them.
-    fn beat(&mut self, message: &Envelope<&ControlMessage>) -> bool {
-        self.wire.wants_write() || self.send(message, false)
+    /// Sends this rank's heartbeat, and those of others that it passes on, if the socket has room: a peer that does not
+    /// read needs no more of them.
+    fn beat(&mut self, rank: usize, message: &ControlMessage) {
+        if self.wire.wants_write() || self.broken || self.last {
+            return;
+        }
+        self.queue(&Envelope { origin: rank, message });
+        let mut beats = std::mem::take(&mut self.beats).into_iter().peekable();
+        while beats.peek().is_some() {
+            let mut bytes = 0;
+            let some = std::iter::from_fn(|| {
+                let beat = beats.next_if(|_| bytes < BEATS_CAP)?;
+                bytes += postcard::to_stdvec(&beat).map_or(BEATS_CAP, |beat| beat.len());
+                Some(beat)
+            });
+            let message = &ControlMessage::PassedOn(some.collect());
+            self.queue(&Envelope { origin: rank, message });
+        }
+        // The monitor writes what remains.
+        let _all_written = self.flush();
     }
 
     /// Writes what the socket takes; `false` if something remains for the monitor to write.
@@ -177,13 +216,17 @@ impl Sender {
             return true;
         }
         self.last = last;
+        self.queue(message);
+        self.flush()
+    }
+
+    fn queue(&mut self, message: &Envelope<&ControlMessage>) {
         if let Err(e) = self.wire.queue(message) {
             self.give_up(format!("a control message could not be written: {e}"));
         }
         if self.wire.unsent_bytes() > UNREAD_CAP {
             self.give_up("it does not read its control connection".to_owned());
         }
-        self.flush()
     }
 
     /// As for [`send`](Self::send).
@@ -218,8 +261,52 @@ impl Sender {
 }
 
 /// Listens on the address `local`, at any port, for connections of other ranks.
-pub(crate) fn listen(local: std::net::IpAddr) -> io::Result<(TcpListener, SocketAddr)> {
-    let listener = TcpListener::bind((local, 0))?;
+pub(crate) fn listen(local: IpAddr, via: &Interface) -> io::Result<(TcpListener, SocketAddr)> {
+    let listener = TcpListener::bind(via.in_zone(SocketAddr::new(local, 0)))?;
     let address = listener.local_addr()?;
     Ok((listener, address))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::auth::handshake::agreed;
+    use crate::membership::BlockedGroup;
+
+    /// A sender to a rank, and the end at which that rank reads.
+    fn connected() -> (Sender, WireReader) {
+        let [a, b] = SecureStream::pair(agreed()).unwrap().map(|end| Wire::new(end, MESSAGE_CAP).unwrap().split());
+        (Sender { wire: a.1, beats: BTreeMap::new(), last: false, broken: false, cause: None }, b.0)
+    }
+
+    #[test]
+    fn heartbeats_of_others_travel_with_the_next_own_one_in_one_message() {
+        let (mut sender, mut reader) = connected();
+        let small = Heartbeat::default();
+        let large = Heartbeat {
+            blocked: vec![BlockedGroup { group: 1, place: 0, calls: Vec::new() }; 3000],
+            ..Heartbeat::default()
+        };
+        for (beat, origins, messages) in [(&small, 0, 1), (&small, 1000, 2), (&large, 20, 6)] {
+            for again in [0, 1] {
+                (2..2 + origins)
+                    .for_each(|origin| drop(sender.beats.insert(origin, Heartbeat { idle_ms: again, ..beat.clone() })));
+            }
+            sender.beat(7, &ControlMessage::Heartbeat(small.clone()));
+            let mut received = Vec::new();
+            while received.len() < messages {
+                received.extend(reader.next::<Envelope<ControlMessage>>().unwrap());
+                sender.flush();
+            }
+            assert!(reader.next::<Envelope<ControlMessage>>().unwrap().is_none());
+            assert!(received.iter().all(|envelope| envelope.origin == 7));
+            assert_eq!(received.remove(0).message, ControlMessage::Heartbeat(small.clone()));
+            let passed_on = received.into_iter().flat_map(|envelope| match envelope.message {
+                ControlMessage::PassedOn(beats) => beats,
+                other => panic!("{other:?}"),
+            });
+            let passed_on: Vec<_> = passed_on.map(|(origin, beat)| (origin, beat.idle_ms)).collect();
+            assert_eq!(passed_on, (2..2 + origins).map(|origin| (origin, 1)).collect::<Vec<_>>(), "the latest of each");
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! The thread that watches a rank's control connections and accepts connections for it.
 
+use std::collections::BTreeSet;
 use std::io::{self, ErrorKind};
 use std::net::TcpListener;
 use std::os::fd::AsFd;
@@ -9,9 +10,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
+use super::cut_off::CutOff;
 use super::proc_exit::cause_of_exit;
-use super::{CLOSED, PRESENT, Shared};
-use crate::auth::handshake::Role;
+use super::{CLOSED, PRESENT, Shared, ends};
+use crate::auth::handshake::{Purpose, Role};
 use crate::auth::job_key::LinkKey;
 use crate::auth::unauthenticated::{Introduced, Strangers};
 use crate::membership::{ControlMessage, Envelope, Membership};
@@ -38,6 +40,10 @@ pub(super) struct Monitor {
     readers: Vec<Option<WireReader>>,
     /// Set with the readers.
     membership: Option<Arc<Membership>>,
+    cut_off: Option<CutOff>,
+    /// Ranks that have sent nothing yet on a connection that was made since the world began. If they send nothing
+    /// before its end, they were just leaving.
+    unheard: BTreeSet<usize>,
     /// Time of the next heartbeat or check for silence. Set while the rank takes part.
     look_at: Option<Instant>,
     /// Time to end although peers have not closed; set when the handle is gone.
@@ -55,6 +61,8 @@ impl Monitor {
             strangers,
             readers: Vec::new(),
             membership: None,
+            cut_off: None,
+            unheard: BTreeSet::new(),
             look_at: None,
             end: None,
         }
@@ -86,6 +94,7 @@ impl Monitor {
 
         self.shared.waker.clear();
         self.adopt_mesh();
+        self.adopt_connections();
         // Peers first: their messages are older than what happens now.
         for rank in ready
             .by_ref()
@@ -143,6 +152,26 @@ impl Monitor {
         if let Some(mesh) = lock(&self.shared.mesh).take() {
             self.readers = mesh.readers;
             self.membership = Some(mesh.membership);
+            self.cut_off = Some(CutOff::new(mesh.directory));
+        }
+    }
+
+    /// Takes over control connections that were made since the world began.
+    fn adopt_connections(&mut self) {
+        let Some(membership) = &self.membership else { return };
+        for (rank, stream) in self.shared.links.take_control() {
+            match ends(stream, membership) {
+                Ok((reader, sender)) => {
+                    self.readers[rank] = Some(reader);
+                    self.unheard.insert(rank);
+                    self.shared.introduce(rank, sender, membership);
+                    // A heartbeat is due.
+                    self.look_at = Some(Instant::now());
+                }
+                Err(error) => {
+                    tracing::warn!(rank = self.shared.rank, peer = rank, %error, "a connection broke at once")
+                }
+            }
         }
     }
 
@@ -168,10 +197,12 @@ impl Monitor {
                 Err(e) => Err(e),
             };
             match received {
-                Ok(()) => {}
+                Ok(()) => drop(self.unheard.remove(&rank)),
                 Err(e) => {
                     self.readers[rank] = None;
-                    if present && !membership.has_left(rank) {
+                    if self.unheard.remove(&rank) {
+                        membership.receive(rank, ControlMessage::Goodbye);
+                    } else if present && !membership.has_left(rank) {
                         let cause = lock(&self.shared.senders)[rank].as_ref().and_then(|sender| sender.cause.clone());
                         membership.peer_lost(rank, describe(&e, cause, membership, rank));
                     }
@@ -194,16 +225,19 @@ impl Monitor {
         let late = planned.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         let due = membership.due(now);
         if !due.is_empty() {
-            let message = &Envelope { origin: self.shared.rank, message: &membership.heartbeat() };
+            let message = &membership.heartbeat();
             let mut senders = lock(&self.shared.senders);
             for peer in due {
                 if let Some(sender) = &mut senders[peer] {
-                    sender.beat(message);
+                    sender.beat(self.shared.rank, message);
                 }
             }
         }
         for (peer, silent) in membership.look(now, late) {
             self.shared.report_silence(peer, silent, membership);
+        }
+        if let Some(cut_off) = &mut self.cut_off {
+            cut_off.connect(&self.shared, membership, now);
         }
         self.look_at = membership.next_look(now);
     }
@@ -221,6 +255,10 @@ impl Monitor {
             Ok(()) => {
                 if let Some(stream) = stranger.welcome(proved) {
                     self.shared.links.put(purpose, stream);
+                    if matches!(purpose, Purpose::Control { .. }) {
+                        // To adopt it, if the world has begun.
+                        self.shared.waker.wake();
+                    }
                 }
             }
         }

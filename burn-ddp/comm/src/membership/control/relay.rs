@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use super::Shared;
-use crate::membership::{ControlMessage, Envelope, Membership};
+use super::{Sender, Shared};
+use crate::membership::{ControlMessage, Envelope, Heartbeat, Membership};
 use crate::poison_free_locks::lock;
 use crate::post_mortem::millis;
 
@@ -17,10 +17,20 @@ impl Shared {
         membership: &Membership,
     ) -> Result<(), String> {
         let routes = membership.routes();
-        if !routes.may_pass_on(from, origin) {
+        let origins: Vec<usize> = match &message {
+            ControlMessage::PassedOn(beats) => beats.iter().map(|(origin, _)| *origin).collect(),
+            _ => vec![origin],
+        };
+        if let Some(origin) = origins.iter().find(|origin| !routes.may_pass_on(from, **origin)) {
             return Err(format!("it passed on a message of rank {origin}"));
         }
-        self.pass_on(from, origin, &message, membership);
+        match &message {
+            ControlMessage::Heartbeat(beat) => self.pass_on_later(from, origin, beat, membership),
+            ControlMessage::PassedOn(beats) => {
+                beats.iter().for_each(|(origin, beat)| self.pass_on_later(from, *origin, beat, membership));
+            }
+            message => self.pass_on(from, origin, message, membership),
+        }
         let leaves = message == ControlMessage::Goodbye && !membership.has_left(origin);
         membership.receive(origin, message);
         if leaves {
@@ -38,19 +48,39 @@ impl Shared {
     }
 
     fn pass_on(&self, from: usize, origin: usize, message: &ControlMessage, membership: &Membership) {
-        for to in membership.routes().onward(from, origin, |rank| membership.has_left(rank)) {
+        for to in membership.routes().onward(from, origin, false, |rank| membership.has_left(rank)) {
             self.send(to, origin, std::slice::from_ref(message));
         }
     }
 
+    /// Passes on a heartbeat with this rank's next one.
+    fn pass_on_later(&self, from: usize, origin: usize, beat: &Heartbeat, membership: &Membership) {
+        let onward = membership.routes().onward(from, origin, true, |rank| membership.has_left(rank));
+        let mut senders = lock(&self.senders);
+        for to in onward {
+            if let Some(Some(sender)) = senders.get_mut(to) {
+                sender.beats.insert(origin, beat.clone());
+            }
+        }
+    }
+
+    /// Begins with a neighbour that connected when its machine had been cut off: it hears what it may have missed.
+    pub(super) fn introduce(&self, peer: usize, sender: Sender, membership: &Membership) {
+        lock(&self.senders)[peer] = Some(sender);
+        membership.connected(peer);
+        for origin in membership.routes().of_machine() {
+            self.send(peer, *origin, &membership.known_of(*origin));
+        }
+    }
+
     /// Sends messages of `origin` to a neighbour; the monitor writes what remains.
-    fn send(&self, to: usize, origin: usize, messages: &[ControlMessage]) {
+    pub(super) fn send(&self, to: usize, origin: usize, messages: &[ControlMessage]) {
         let mut senders = lock(&self.senders);
         let Some(Some(sender)) = senders.get_mut(to) else { return };
+        // The heartbeat that waits is older than they are.
+        sender.beats.remove(&origin);
         for message in messages {
-            let heartbeat = matches!(message, ControlMessage::Heartbeat(_));
-            let message = Envelope { origin, message };
-            let _all_written = if heartbeat { sender.beat(&message) } else { sender.send(&message, false) };
+            let _all_written = sender.send(&Envelope { origin, message }, false);
         }
     }
 }

@@ -65,6 +65,17 @@ impl Links {
         Ok(())
     }
 
+    /// Takes the control connections, each with the rank at its other end.
+    pub(super) fn take_control(&self) -> Vec<(usize, SecureStream)> {
+        let is_control = |purpose: &Purpose, _: &mut SecureStream| matches!(purpose, Purpose::Control { .. });
+        let taken = lock(&self.board).waiting.extract_if(is_control).collect::<Vec<_>>();
+        let with_rank = |(purpose, stream)| match purpose {
+            Purpose::Control { rank } => Some((rank as usize, stream)),
+            _ => None,
+        };
+        taken.into_iter().filter_map(with_rank).collect()
+    }
+
     /// Adds a welcomed connection, to be claimed.
     pub(crate) fn put(&self, purpose: Purpose, stream: SecureStream) {
         let mut board = lock(&self.board);
