@@ -519,3 +519,32 @@ fn another_version_is_named_at_once_and_behind_a_port_of_many_at_the_deadline() 
     assert!(text.contains(" there: all ranks") || text.contains("of another job"), "{text}");
     store.join().unwrap();
 }
+
+/// A link-local address of this machine, with its link.
+fn link_local() -> String {
+    let table = std::fs::read_to_string("/proc/net/if_inet6").unwrap();
+    let row = table.lines().find(|row| row.starts_with("fe80")).expect("an interface with a link-local address");
+    let (digits, link) = (&row[..32], row.rsplit(' ').next().unwrap());
+    let groups: Vec<&str> = (0..8).map(|nth| &digits[4 * nth..4 * nth + 4]).collect();
+    format!("{}%{link}", groups.join(":"))
+}
+
+#[test]
+#[ignore = "needs a network interface with a link-local IPv6 address"]
+fn ranks_meet_at_an_address_of_a_link() {
+    let port = FreePort::reserve();
+    let meeting = || Meeting::Rank0 { host: link_local(), port: port.port };
+    work_together(joined((0..3).map(|rank| rank_of(meeting(), rank, 3)).collect()));
+    let above = || Meeting::Rank0Above { host: link_local(), port: port.port };
+    work_together(joined((0..2).map(|rank| rank_of(above(), rank, 2)).collect()));
+}
+
+#[test]
+fn ranks_meet_on_the_other_kind_of_loopback_and_on_all_addresses() {
+    for (bind, host) in [("::1", "::1"), ("::", "::1"), ("::", "127.0.0.1")] {
+        let port = FreePort::reserve();
+        let meeting = || Meeting::Rank0 { host: host.into(), port: port.port };
+        let env = |rank| LaunchEnv { bind: Some(bind.into()), ..rank_of(meeting(), rank, 2) };
+        work_together(joined((0..2).map(env).collect()));
+    }
+}
