@@ -7,6 +7,7 @@ mod common;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -318,7 +319,8 @@ struct Machine {
 
 impl Machine {
     fn new() -> Machine {
-        let id = std::process::id() % 60_000;
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let id = (std::process::id() + 7919 * MADE.fetch_add(1, Ordering::Relaxed)) % 60_000;
         let (name, cable) = (format!("bddp-{id}"), format!("bd{id}"));
         let (net, host) = (id / 250, id % 250 * 4 % 250);
         let (here, there) = (format!("10.{}.{host}.1", 100 + net % 100), format!("10.{}.{host}.2", 100 + net % 100));

@@ -24,7 +24,7 @@ pub enum ControlMessage {
     },
     /// The sender is alive.
     Heartbeat(Heartbeat),
-    /// Last heartbeats of ranks that have no connection to the receiver. The sender passes them on with its own.
+    /// Last heartbeats of ranks that have no connection to the receiver. The sender passes them on together.
     PassedOn(Vec<(usize, Heartbeat)>),
     /// The sender leaves in peace.
     Goodbye,

@@ -47,8 +47,8 @@ impl CutOff {
         CutOff { directory: Arc::new(directory), attempts: BTreeMap::new(), look_at: None }
     }
 
-    /// Begins to connect to the ranks that have been cut off for two heartbeats: most worlds end sooner. Looks twice per
-    /// heartbeat. Does not wait.
+    /// Begins to connect to the ranks that have been cut off for two heartbeats: most worlds end sooner. Looks twice
+    /// per heartbeat. Does not wait.
     pub(super) fn connect(&mut self, shared: &Arc<Shared>, membership: &Arc<Membership>, now: Instant) {
         let heartbeat = membership.options().heartbeat;
         if self.look_at.is_some_and(|at| now < at) {

@@ -26,6 +26,8 @@ use crate::poison_free_locks::lock;
 pub(super) const LINGER: Duration = Duration::from_secs(5);
 /// Most connections accepted before the existing ones are served.
 const ACCEPTS_PER_TURN: usize = 64;
+/// Times in a heartbeat at which a rank passes on what has come of other ranks' heartbeats, at most.
+const PASSED_ON_PER_BEAT: u32 = 4;
 /// Pause after a failed accept, typically for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -46,6 +48,8 @@ pub(super) struct Monitor {
     unheard: BTreeSet<usize>,
     /// Time of the next heartbeat or check for silence. Set while the rank takes part.
     look_at: Option<Instant>,
+    /// Time to pass on the heartbeats that wait for it. Set while there are some.
+    pass_on_at: Option<Instant>,
     /// Time to end although peers have not closed; set when the handle is gone.
     end: Option<Instant>,
 }
@@ -64,6 +68,7 @@ impl Monitor {
             cut_off: None,
             unheard: BTreeSet::new(),
             look_at: None,
+            pass_on_at: None,
             end: None,
         }
     }
@@ -119,7 +124,7 @@ impl Monitor {
 
     /// Waits; true for the listener, each peer and each stranger that is ready, in this order.
     fn wait(&mut self) -> io::Result<Vec<bool>> {
-        let now = Instant::now();
+        let (now, mut beats_wait) = (Instant::now(), false);
         if self.accept_after.is_some_and(|at| at <= now) {
             self.accept_after = None;
         }
@@ -132,7 +137,9 @@ impl Monitor {
         {
             let senders = lock(&self.shared.senders);
             for (rank, reader) in self.readers.iter().enumerate() {
-                let pending = senders[rank].as_ref().is_some_and(|sender| !sender.broken && sender.wire.wants_write());
+                let sender = senders[rank].as_ref().filter(|sender| !sender.broken);
+                let pending = sender.is_some_and(|sender| sender.wire.wants_write());
+                beats_wait |= sender.is_some_and(|sender| !sender.beats.is_empty());
                 fds.push(match reader {
                     Some(wire) if pending => PollFd::from_borrowed_fd(wire.as_fd(), PollFlags::IN | PollFlags::OUT),
                     Some(wire) => PollFd::from_borrowed_fd(wire.as_fd(), PollFlags::IN),
@@ -141,9 +148,12 @@ impl Monitor {
             }
         }
         fds.extend(self.strangers.poll_fds());
-        let deadline =
-            self.strangers.deadline().into_iter().chain(self.accept_after).chain(self.look_at).chain(self.end).min();
-        wait(&mut fds, deadline)?;
+        if beats_wait && self.pass_on_at.is_none() {
+            let heartbeat = self.membership.as_ref().map(|membership| membership.options().heartbeat);
+            self.pass_on_at = heartbeat.map(|heartbeat| now + heartbeat / PASSED_ON_PER_BEAT);
+        }
+        let deadlines = [self.strangers.deadline(), self.accept_after, self.look_at, self.pass_on_at, self.end];
+        wait(&mut fds, deadlines.into_iter().flatten().min())?;
         Ok(fds[1..].iter().map(|fd| !fd.revents().is_empty()).collect())
     }
 
@@ -216,7 +226,7 @@ impl Monitor {
         let Some(membership) =
             self.membership.as_ref().filter(|_| self.shared.phase.load(Ordering::Acquire) == PRESENT)
         else {
-            self.look_at = None;
+            (self.look_at, self.pass_on_at) = (None, None);
             return;
         };
         let now = Instant::now();
@@ -224,12 +234,14 @@ impl Monitor {
         let planned = self.look_at.or_else(|| membership.next_look(now));
         let late = planned.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         let due = membership.due(now);
-        if !due.is_empty() {
+        let passes_on = self.pass_on_at.take_if(|at| *at <= now).is_some();
+        if !due.is_empty() || passes_on {
             let message = &membership.heartbeat();
-            let mut senders = lock(&self.shared.senders);
-            for peer in due {
-                if let Some(sender) = &mut senders[peer] {
-                    sender.beat(self.shared.rank, message);
+            for (peer, sender) in lock(&self.shared.senders).iter_mut().enumerate() {
+                let Some(sender) = sender else { continue };
+                let own = due.contains(&peer).then_some(message);
+                if own.is_some() || passes_on {
+                    sender.beat(self.shared.rank, own);
                 }
             }
         }

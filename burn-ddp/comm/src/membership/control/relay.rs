@@ -53,7 +53,7 @@ impl Shared {
         }
     }
 
-    /// Passes on a heartbeat with this rank's next one.
+    /// Passes on a heartbeat, soon, together with others.
     fn pass_on_later(&self, from: usize, origin: usize, beat: &Heartbeat, membership: &Membership) {
         let onward = membership.routes().onward(from, origin, true, |rank| membership.has_left(rank));
         let mut senders = lock(&self.senders);
