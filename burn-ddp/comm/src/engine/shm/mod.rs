@@ -18,6 +18,8 @@ mod in_place_buffer;
 mod in_place_reductions;
 mod layout;
 #[cfg(all(test, loom))]
+mod loom_machine;
+#[cfg(all(test, loom))]
 mod loom_models;
 mod memory_limits;
 mod pair;
