@@ -35,6 +35,11 @@ pub fn launcher(bytes: &[u8]) {
     report_files::fuzz(bytes);
 }
 
+/// A hostfile, or a line between the launcher at the terminal and one on a host.
+pub fn hosts(bytes: &[u8]) {
+    crate::hosts::fuzz(bytes);
+}
+
 /// A value, of which the text says the same once more.
 pub(crate) fn parse<T: DeserializeOwned + Serialize>(bytes: &[u8]) -> Option<T> {
     let value: T = serde_json::from_slice(bytes).ok()?;

@@ -49,7 +49,7 @@ mod generation_context;
 mod generations;
 mod guardian;
 mod handed_over;
-#[cfg(feature = "cli")]
+#[cfg(any(feature = "cli", feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod hosts;
 mod launcher;

@@ -85,13 +85,16 @@ fn parse_name(word: &str) -> Result<Host, String> {
         Some((name, slots)) if !name.contains(':') || name.ends_with(']') => (name, Some(parse_slots(slots)?)),
         _ => (word, None),
     };
-    let name = name.replace(['[', ']'], "");
-    // ssh would take it for an option.
+    let (user, address) = name.rsplit_once('@').map_or(("", name), |(user, address)| (&name[..=user.len()], address));
+    let bracketed = address.strip_prefix('[').and_then(|inner| inner.strip_suffix(']'));
+    let address = bracketed.unwrap_or(address);
     let plain = |c: char| c.is_alphanumeric() || "-_.@:%".contains(c);
-    if name.is_empty() || name.starts_with('-') || !name.chars().all(plain) {
+    // ssh would take a leading `-` for an option.
+    let wrong = |part: &str| part.starts_with('-') || !part.chars().all(plain);
+    if address.is_empty() || user == "@" || wrong(user) || wrong(address) {
         return Err(format!("{word:?} is no name of a host"));
     }
-    Ok(Host { name, slots, ..Host::default() })
+    Ok(Host { name: format!("{user}{address}"), slots, ..Host::default() })
 }
 
 fn parse_slots(text: &str) -> Result<usize, String> {
@@ -109,6 +112,16 @@ fn distinct(hosts: Vec<Host>) -> Result<Vec<Host>, String> {
         }
     }
     Ok(hosts)
+}
+
+/// A hostfile, whose hosts are what they are as words of `--host`.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(text: &str) {
+    for host in parse_file(text).unwrap_or_default() {
+        assert!(!host.address().is_empty() && !host.name.starts_with('-'), "{host:?}");
+        assert!(host.slots != Some(0) && host.env.iter().all(|(name, _)| !name.is_empty()), "{host:?}");
+    }
+    let _ = Host::list(text.split(','));
 }
 
 #[cfg(test)]
@@ -158,6 +171,11 @@ mod tests {
             ("-oProxyCommand=x", "no name"),
             ("a;reboot", "no name"),
             ("a:", "no number"),
+            ("me@", "no name"),
+            ("@a", "no name"),
+            ("me@-oProxyCommand=x", "no name"),
+            ("a[b", "no name"),
+            ("[::1", "no name"),
         ] {
             let error = parse_file(text).unwrap_err();
             assert!(error.contains(part), "{text:?}: {error}");

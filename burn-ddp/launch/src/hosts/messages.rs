@@ -75,6 +75,19 @@ fn to_line(message: &impl Serialize) -> String {
     serde_json::to_string(message).unwrap_or_default() + "\n"
 }
 
+/// A line from the other end of a connection, on either side.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(bytes: &[u8]) {
+    if let Some((before, answer)) = Answer::read(bytes) {
+        assert!(bytes.starts_with(before));
+        assert_eq!(Answer::read(answer.line().trim_end().as_bytes()), Some((&b""[..], answer.clone())));
+    }
+    let order = crate::fuzzing::parse::<Order>(bytes);
+    drop(order.map(|order| order.line()));
+    let signalled = crate::fuzzing::parse::<Signalled>(bytes);
+    drop(signalled.map(|signalled| signalled.line()));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -22,3 +22,10 @@ pub use fan_out::FanOut;
 pub use hostfile::Host;
 pub use messages::{Answer, Order};
 pub use remote::Remote;
+
+/// A hostfile, or a line of a connection.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn fuzz(bytes: &[u8]) {
+    hostfile::fuzz(&String::from_utf8_lossy(bytes));
+    messages::fuzz(bytes);
+}
