@@ -1,4 +1,5 @@
-//! The processes of this machine, as `/proc` shows them; none where there is no `/proc`.
+//! The processes of this machine, as `/proc` shows them; none where there is no `/proc`, or only that of another PID
+//! namespace, whose numbers mean other processes here (`unshare --pid` without `--mount-proc`).
 
 use std::fs;
 
@@ -57,6 +58,10 @@ impl Process {
 
 /// All processes that this one sees.
 pub(crate) fn processes() -> Vec<Process> {
+    let me = rustix::process::getpid().as_raw_nonzero().to_string();
+    if fs::read_link("/proc/self").is_ok_and(|shown| shown.as_os_str() != me.as_str()) {
+        return Vec::new();
+    }
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     pids.filter_map(Process::read).collect()

@@ -10,7 +10,7 @@ use std::process::Command;
 use std::sync::LazyLock;
 
 use burn_ddp_launch::Launcher;
-use common::{Job, assert_gone, burnrun, control_group, is_running, pid_in, poll_until, run};
+use common::{Finished, Job, assert_gone, burnrun, control_group, is_running, pid_in, poll_until, run};
 use rustix::process::Signal;
 
 /// A shell's job in a group of its own, as under job control.
@@ -164,12 +164,27 @@ fn orphans_are_collected_while_the_job_runs() {
     let finished = run(&mut burnrun(args));
     assert_eq!(finished.code(), 0, "{:?}", finished.stdout);
     // As the first process of a container, where orphans have no other parent.
-    let mut first = Command::new("unshare");
-    first.args(["--pid", "--fork", "--mount-proc", env!("CARGO_BIN_EXE_burnrun")]).args(args);
-    let finished = run(&mut first);
-    if finished.stderr.starts_with("unshare: ") {
-        println!("skipped: burnrun as process 1, since {}", finished.stderr);
-        return;
-    }
+    let Some(finished) = run_as_first_process(&["--mount-proc"], &args) else { return };
     assert_eq!(finished.code(), 0, "{:?} {}", finished.stdout, finished.stderr);
+}
+
+/// The first process of a PID namespace is process 1, and so is the parent of most daemons of the machine, which the
+/// machine's `/proc` shows.
+#[test]
+fn processes_of_another_pid_namespace_are_none_of_the_job_s() {
+    let Some(finished) = run_as_first_process(&[], &["-n", "1", "sh", "-c", "exit 3"]) else { return };
+    assert_eq!(finished.code(), 3, "{}", finished.stderr);
+    assert!(!finished.stderr.contains("survives the job"), "{}", finished.stderr);
+}
+
+/// Runs burnrun as the first process of a PID namespace; `None`, and a line that says so, where that is not allowed.
+fn run_as_first_process(options: &[&str], args: &[&str]) -> Option<Finished> {
+    let mut first = Command::new("unshare");
+    first.args(["--pid", "--fork"]).args(options).arg(env!("CARGO_BIN_EXE_burnrun")).args(args);
+    let finished = run(&mut first);
+    let refused = finished.stderr.starts_with("unshare: ");
+    if refused {
+        println!("skipped: burnrun as process 1, since {}", finished.stderr);
+    }
+    (!refused).then_some(finished)
 }
