@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{LaunchEnv, World, WorldOptions};
 use burn_ddp_launch::{Launcher, Outcome, RankExit};
-use rustix::process::{Resource, Rlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, Signal, getpid, kill_process, setrlimit};
 
 const AS_A_RANK: [&str; 4] = ["--exact", "as_a_rank", "--ignored", "--nocapture"];
 /// Longest time from a fault to the end of the job: far below the deadline of a call, far above what it takes.
@@ -17,6 +17,10 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// Three ranks, of which rank 1 meets the fault; `place` is a control group or a directory that it needs.
 fn launch(fault: &str, place: &Path) -> Outcome {
+    launch_with(Duration::from_secs(4), fault, place)
+}
+
+fn launch_with(peer_timeout: Duration, fault: &str, place: &Path) -> Outcome {
     Launcher::new(std::env::current_exe().unwrap(), AS_A_RANK)
         .env("FAULT", fault)
         .env("PLACE", place)
@@ -24,7 +28,7 @@ fn launch(fault: &str, place: &Path) -> Outcome {
         .env("BURN_DDP_TIMEOUT", "300")
         .env("BURN_DDP_HEARTBEAT", "0.5")
         .join_timeout(Duration::from_secs(300))
-        .peer_timeout(Duration::from_secs(4))
+        .peer_timeout(peer_timeout)
         .nproc(3)
         .run()
         .unwrap()
@@ -46,11 +50,16 @@ fn as_a_rank() {
         suffers("no descriptors to connect");
         let group = world.group()?;
         group.barrier()?;
-        suffers("frozen");
-        suffers("out of memory");
+        for fault in ["stopped", "frozen", "frozen for a while", "out of memory"] {
+            suffers(fault);
+        }
         group.barrier()?;
         Ok(())
     });
+    if fault == "frozen for a while" {
+        result.unwrap();
+        return;
+    }
     let error = result.expect_err("the fault has no effect").to_string();
     eprintln!("{error}");
     if env.rank != 1 {
@@ -62,9 +71,16 @@ fn as_a_rank() {
 
 fn suffer(fault: &str, place: &Path) {
     match fault {
-        "frozen" => {
-            fs::write(place.join("freezer/cgroup.procs"), "0").unwrap();
-            fs::write(place.join("freezer/freezer.state"), "FROZEN").unwrap();
+        "stopped" => {
+            kill_process(getpid(), Signal::STOP).unwrap();
+            // Another thread of this process may be the first to stop.
+            std::thread::sleep(Duration::from_secs(1));
+        }
+        "frozen" | "frozen for a while" => {
+            let group = place.join("group");
+            fs::write(group.join("cgroup.procs"), "0").unwrap();
+            let freezer = Freezer::of(&group);
+            fs::write(group.join(freezer.file), freezer.frozen).unwrap();
         }
         "out of memory" => {
             fs::write(place.join("cgroup.procs"), "0").unwrap();
@@ -88,9 +104,14 @@ fn suffer(fault: &str, place: &Path) {
 struct Group(PathBuf);
 
 impl Group {
-    /// `None`, and a line that says so, where control groups of version 1 cannot be made.
-    fn new(controller: &str) -> Option<Self> {
-        let path = Path::new("/sys/fs/cgroup").join(controller).join(format!("burn-ddp-faults-{}", std::process::id()));
+    /// `None`, and a line that says so, where it cannot be made. `hierarchy` is a controller of version 1, or
+    /// `unified`; `name` tells the groups of tests that run side by side apart.
+    fn new(hierarchy: &str, name: &str) -> Option<Self> {
+        let root = Path::new("/sys/fs/cgroup");
+        // Where there is no version 1, version 2 is mounted alone.
+        let is_alone = hierarchy == "unified" && root.join("cgroup.procs").exists();
+        let root = if is_alone { root.to_owned() } else { root.join(hierarchy) };
+        let path = root.join(format!("burn-ddp-{name}-{}", std::process::id()));
         match fs::create_dir(&path) {
             Ok(()) => Some(Self(path)),
             Err(error) => {
@@ -98,6 +119,11 @@ impl Group {
                 None
             }
         }
+    }
+
+    fn thaw(&self) {
+        let freezer = Freezer::of(&self.0);
+        fs::write(self.0.join(freezer.file), freezer.thawed).unwrap();
     }
 }
 
@@ -110,31 +136,96 @@ impl Drop for Group {
     }
 }
 
-#[test]
-fn a_frozen_rank_is_named_by_the_others() {
-    let Some(group) = Group::new("freezer") else { return };
-    let dir = tempfile::tempdir().unwrap();
-    std::os::unix::fs::symlink(&group.0, dir.path().join("freezer")).unwrap();
-    let started = Instant::now();
-    let outcome = std::thread::scope(|scope| {
-        let outcome = scope.spawn(|| launch("frozen", dir.path()));
-        // Not even SIGKILL ends what is frozen, so it thaws once the others have their errors.
-        while !(0..3).step_by(2).all(|rank| dir.path().join(format!("error-{rank}")).exists()) {
-            assert!(started.elapsed() < LIMIT, "the others wait for a frozen rank");
-            std::thread::sleep(Duration::from_millis(20));
+/// How the processes of a control group are frozen.
+struct Freezer {
+    file: &'static str,
+    frozen: &'static str,
+    thawed: &'static str,
+}
+
+impl Freezer {
+    fn of(group: &Path) -> Self {
+        match group.join("cgroup.freeze").exists() {
+            true => Self { file: "cgroup.freeze", frozen: "1", thawed: "0" },
+            false => Self { file: "freezer.state", frozen: "FROZEN", thawed: "THAWED" },
         }
-        fs::write(group.0.join("freezer.state"), "THAWED").unwrap();
+    }
+}
+
+fn poll_until(what: &str, there: impl Fn() -> bool) {
+    let started = Instant::now();
+    while !there() {
+        assert!(started.elapsed() < LIMIT, "gave up waiting: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// What the others say about rank 1, without numbers of seconds.
+fn said_of_rank_1(place: &Path) -> String {
+    let error = fs::read_to_string(place.join("error-0")).unwrap();
+    assert!(error.contains("rank 1") && error.contains("its process is stopped"), "{error}");
+    let about = error.split(" silent for ").nth(1).unwrap();
+    about.split_once(" s, ").unwrap().1.split(';').next().unwrap().to_owned()
+}
+
+#[test]
+fn a_frozen_rank_is_named_like_a_stopped_one() {
+    let stopped = tempfile::tempdir().unwrap();
+    std::thread::scope(|scope| {
+        let job = scope.spawn(|| launch("stopped", stopped.path()));
+        let said: Vec<_> = ["freezer", "unified"].map(|hierarchy| scope.spawn(move || freeze(hierarchy))).into();
+        let outcome = job.join().unwrap();
+        assert!(outcome.exit_code != 0 && outcome.elapsed < LIMIT, "{outcome}");
+        for said in said.into_iter().filter_map(|said| said.join().unwrap()) {
+            assert_eq!(said, said_of_rank_1(stopped.path()));
+        }
+    });
+}
+
+/// A job whose rank 1 is frozen by a group of `hierarchy`: what the others say about it.
+fn freeze(hierarchy: &str) -> Option<String> {
+    let group = Group::new(hierarchy, "frozen")?;
+    let place = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(&group.0, place.path().join("group")).unwrap();
+    let outcome = std::thread::scope(|scope| {
+        let outcome = scope.spawn(|| launch("frozen", place.path()));
+        let has_error = |rank: usize| place.path().join(format!("error-{rank}")).exists();
+        poll_until("the others wait for a frozen rank", || has_error(0) && has_error(2));
+        // Of version 1, not even SIGKILL ends what is frozen.
+        group.thaw();
         outcome.join().unwrap()
     });
-    let error = fs::read_to_string(dir.path().join("error-0")).unwrap();
-    assert!(error.contains("rank 1"), "{error}");
-    assert_ne!(outcome.exit_code, 0);
-    assert!(outcome.to_string().contains("rank 1"), "{outcome}");
+    assert!(outcome.exit_code != 0 && outcome.elapsed < LIMIT, "{hierarchy}: {outcome}");
+    assert!(outcome.to_string().contains("rank 1"), "{hierarchy}: {outcome}");
+    Some(said_of_rank_1(place.path()))
+}
+
+#[test]
+fn a_rank_that_thaws_in_time_goes_on() {
+    for hierarchy in ["freezer", "unified"] {
+        let Some(group) = Group::new(hierarchy, "thawed") else { continue };
+        let place = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink(&group.0, place.path().join("group")).unwrap();
+        let outcome = std::thread::scope(|scope| {
+            let outcome = scope.spawn(|| launch_with(Duration::from_secs(120), "frozen for a while", place.path()));
+            let frozen = || {
+                let state = fs::read_to_string(group.0.join("freezer.state")).unwrap_or_default();
+                let events = fs::read_to_string(group.0.join("cgroup.events")).unwrap_or_default();
+                state.trim() == "FROZEN" || events.contains("frozen 1")
+            };
+            poll_until("a frozen rank", frozen);
+            // For longer than a heartbeat.
+            std::thread::sleep(Duration::from_millis(700));
+            group.thaw();
+            outcome.join().unwrap()
+        });
+        assert_eq!(outcome.exit_code, 0, "{hierarchy}: {outcome}");
+    }
 }
 
 #[test]
 fn a_rank_that_the_kernel_kills_for_its_memory_is_the_cause() {
-    let Some(group) = Group::new("memory") else { return };
+    let Some(group) = Group::new("memory", "memory") else { return };
     fs::write(group.0.join("memory.limit_in_bytes"), (64 << 20).to_string()).unwrap();
     let outcome = launch("out of memory", &group.0);
     let failure = outcome.failure.as_ref().unwrap();

@@ -31,7 +31,10 @@ impl fmt::Display for Outcome {
             lines.push(format!("{} did not end when told to and had to be killed", ranks(&self.killed)));
         }
         for (rank, pid) in &self.left_over {
-            lines.push(format!("rank {rank} (pid {pid}) does not die even of SIGKILL: it is stuck in the kernel"));
+            lines.push(format!(
+                "rank {rank} (pid {pid}) does not die even of SIGKILL: it is stuck in the kernel, or its control group \
+                 is frozen"
+            ));
         }
         lines.extend(self.output_lost.clone());
         if self.exit_code != 0 && self.restarts > 0 {
