@@ -1,45 +1,153 @@
 #!/usr/bin/env bash
-# Verifies burn-ddp on NVIDIA GPUs with what `build.sh` made: `DIR/run.sh [RANKS]`, by default one rank per GPU. Prints a line per check; the
-# outputs are in DIR/out. With more ranks than GPUs they share them, which takes NCCL 2.30.
+# Verifies and times burn-ddp on the NVIDIA GPUs of this machine: `./run.sh` for all, `./run.sh b d` for some steps. See README.md.
+# Goes on after failures; ends after KIT_SECONDS (1200). Outputs are in `out`, packed as `out.tar.gz`; the last lines are a table.
 set -uo pipefail
-cd "$(dirname "$0")"
-gpus=$(nvidia-smi -L | wc -l)
-ranks=${1:-$gpus}
-mkdir -p out "$(dirname "$(cat rank.path)")"
-ln -sf "$PWD/rank" "$(cat rank.path)"
-export BURN_DEVICE=cuda BURN_DDP_ENGINE=nccl RUST_BACKTRACE=0 RUST_LOG=burn_ddp=info
-if [ "$ranks" -gt "$gpus" ] || [ "$gpus" -lt 3 ]; then # the suites use up to three ranks
-  export BURN_DDP_SHARE_DEVICES=1 NCCL_MULTI_RANK_GPU_ENABLE=1
-fi
-failed=0
-check() { # name, seconds, command…
-  local name=$1 limit=$2 start=$SECONDS
+cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
+shopt -s nullglob
+
+# `run.sh ranks N COMMAND…`: N ranks without a launcher, which would end the others when one dies. Ends with rank 0.
+if [ "${1:-}" = ranks ]; then
+  world=$2
   shift 2
-  if timeout "$limit" "$@" >"out/$name.txt" 2>&1; then result=ok; else result="FAILED ($?)"; failed=1; fi
-  printf '%-28s %-12s %4s s\n' "$name" "$result" $((SECONDS - start))
+  export WORLD_SIZE=$world MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + RANDOM % 10000))
+  for ((rank = 1; rank < world; rank++)); do RANK=$rank "$@" & done
+  RANK=0 "$@"
+  code=$?
+  jobs -p | xargs -r kill -KILL 2>/dev/null
+  exit $code
+fi
+
+steps=${*:-a b c d e f g h}
+for step in $steps; do
+  [[ $step == [a-h] ]] || { echo "usage: $0 [a|b|c|d|e|f|g|h]..." >&2; exit 2; }
+done
+end=$((SECONDS + ${KIT_SECONDS:-1200}))
+export BURN_DEVICE=${BURN_DEVICE:-cuda} BURN_DDP_ENGINE=${BURN_DDP_ENGINE:-nccl}
+export RUST_BACKTRACE=0 RUST_LOG=${RUST_LOG:-burn_ddp=info} BURN_DDP_TIMEOUT=60 BURN_DDP_JOIN_TIMEOUT=60
+engine=$BURN_DDP_ENGINE
+# Ranks share GPUs where there are fewer than four.
+export BURN_DDP_SHARE_DEVICES=1 NCCL_MULTI_RANK_GPU_ENABLE=1
+[ -e libnccl.so.2 ] && export BURN_DDP_NCCL=$PWD/libnccl.so.2
+
+# The programs are one file. Its names are hard links, since ranks are started by the name of the running file.
+for program in burnrun burn-ddp-bench mnist nccl_check rank resnet; do
+  ln -f burn-ddp-gpu-kit "$program" 2>/dev/null || cp -f burn-ddp-gpu-kit "$program"
+done
+
+# CubeCL compiles kernels by NVRTC, with CUDA's headers: in an installed CUDA, or in pip's packages.
+python=${KIT_PYTHON:-python3}
+wheels=$("$python" -c 'import nvidia; print(*nvidia.__path__)' 2>/dev/null)
+nvcc=$(dirname "$(dirname "$(command -v nvcc || echo /-/-)")")
+for cuda in ${CUDA_PATH:-} /usr/local/cuda "$nvcc" /opt/cuda ${wheels:+"$wheels/cu13" "$wheels/cuda_runtime"}; do
+  [ -e "$cuda/include/cuda_fp16.h" ] && { export CUDA_PATH=$cuda; break; }
+done
+mkdir -p lib out
+for nvrtc in \
+  ${CUDA_PATH:+"$CUDA_PATH"/lib64/libnvrtc.so* "$CUDA_PATH"/lib/libnvrtc.so* "$CUDA_PATH"/targets/x86_64-linux/lib/libnvrtc.so*} \
+  ${wheels:+"$wheels"/cu13/lib/libnvrtc.so* "$wheels"/cuda_nvrtc/lib/libnvrtc.so*}; do
+  ln -sf "$nvrtc" lib/libnvrtc.so # the name that is looked for
+  LD_LIBRARY_PATH=$PWD/lib:$(dirname "$nvrtc")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  break
+done
+[ -d /usr/local/nvidia/lib64 ] && LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/usr/local/nvidia/lib64
+export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}
+
+rows=() shown=()
+# check STEP NAME SECONDS PATTERN COMMAND…: runs the command. Its output must have a line with PATTERN; such lines are printed at the end.
+check() {
+  local step=$1 name=$2 limit=$3 pattern=$4 start=$SECONDS result code lines
+  shift 4
+  limit=${KIT_CHECK_SECONDS:-$limit}
+  [[ " $steps " == *" $step "* ]] || return 0
+  [ $limit -gt $((end - SECONDS)) ] && limit=$((end - SECONDS))
+  if [ $limit -lt 5 ]; then
+    rows+=("$step|$name|skipped: no time||")
+    return 0
+  fi
+  # The pause before KILL is for a launcher, which ends its ranks.
+  timeout --kill-after=8 "$limit" "$@" >"out/$name.txt" 2>&1 </dev/null
+  code=$?
+  lines=$(grep -aE "$pattern" "out/$name.txt")
+  case $code in
+    0) [ -n "$lines" ] && result=ok || result="FAILED: no result" ;;
+    124 | 137) result="FAILED: over $limit s" ;;
+    *) result="FAILED: exit code $code" ;;
+  esac
+  rows+=("$step|$name|$result|$((SECONDS - start)) s|$(tail -n 1 <<<"$lines" | cut -c 1-90)")
+  shown+=("== $step $name: $result"$'\n'"$(if [ "$result" = ok ]; then head -n 14 <<<"$lines"; else
+    grep -aiE "^test .*failed|panicked|error" "out/$name.txt" | grep -av "^\s*$" | head -n 8
+    echo "…"
+    tail -n 5 "out/$name.txt"
+  fi | cut -c 1-220)")
+  echo "$(date +%T) $step $name: $result, $((SECONDS - start)) s"
 }
+# suite STEP NAME SECONDS FILTER…: system tests, by the beginnings of their names.
+suite() { check "$1" "$2" "$3" "^test result:" ./burn-ddp-gpu-kit --test-threads 1 "${@:4}"; }
+bench() { check "$1" "$2" "$3" "^\| " ./burn-ddp-bench step --engine "$engine" "${@:4}"; }
 
-nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
-check devices 20 ./burnrun devices
-check doctor 60 ./burnrun doctor
-# NCCL through burn-ddp: right results, and time against a loop of ncclAllReduce.
-check nccl-1 120 ./burnrun -n 1 ./nccl_check
-[ "$ranks" -lt 2 ] || check "nccl-$ranks" 180 ./burnrun -n "$ranks" ./nccl_check
-# The system tests: gradients against one rank, the awkward models, mixed devices.
-for suite in gradients models mixed awkward; do check "$suite" 600 "./test-$suite" --test-threads 1; done
-# The same without NCCL: gradients through host memory.
-for suite in gradients models; do check "$suite-shm" 600 env BURN_DDP_ENGINE=shm "./test-$suite" --test-threads 1; done
-# Whole trainings.
-check mnist 300 ./burnrun -n "$ranks" ./mnist --epochs 2 --summary out/mnist.json
-check resnet 300 ./burnrun -n "$ranks" ./resnet --data synthetic --epochs 2 --summary out/resnet.json
-# What intercepting and reducing costs: at world 1 and more, beside torch's DDP if python3 has torch; by number of tensors; and by size of buckets,
-# of which the last takes all gradients, so that nothing overlaps.
-worlds=$(echo 1 "$ranks" | xargs -n 1 | sort -nu | paste -sd ,)
-check step 300 ./burn-ddp-bench step --engine nccl --world "$worlds"
-check tensors 300 ./burn-ddp-bench step --model tensors --engine nccl --world "$ranks" --counts 10,1000 --rounds 5 --alone
-check buckets 300 ./burn-ddp-bench step --model mlp --engine nccl --world "$ranks" --bytes 134217728 --counts 512 \
-  --bucket-bytes 1048576,26214400,1073741824 --alone
+{
+  date
+  uname -a
+  nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no GPU: there is no nvidia-smi"
+  echo "CUDA_PATH=${CUDA_PATH:-, none found} LD_LIBRARY_PATH=$LD_LIBRARY_PATH"
+  readlink lib/libnvrtc.so
+  "$python" -c 'import torch; print("torch", torch.__version__, "NCCL", torch.cuda.nccl.version())' 2>&1 | tail -n 1
+} 2>/dev/null | tee out/machine.txt
 
-grep -hE "×|us|ratio" out/nccl-*.txt
-cat out/step.txt out/tensors.txt out/buckets.txt
-exit $failed
+# a: one rank, NCCL forced: the driver and NCCL by themselves, then training steps with a gradient that is known.
+check a devices 15 . ./burnrun devices
+check a nccl-1 60 "reductions are right" ./burnrun -n 1 ./nccl_check --rounds 5
+bench a train-1 60 --model tensors --world 1 --counts 10 --rounds 2 --alone
+
+# b: more ranks, on one GPU if there is one: collectives, then gradients against one rank.
+for n in 2 4; do check b "nccl-$n" 60 "reductions are right" ./burnrun -n $n ./nccl_check --rounds 5; done
+suite b processes 100 processes::every_world_size
+suite b gradients 150 gradients::
+
+# c: torch's numbers; models of many kinds; models that are hard to intercept.
+suite c parity 90 parity::
+suite c models 90 models:: mixed:: --skip awkward::
+BURN_DDP_TEST_THREADS_ALONE=1 suite c awkward 200 awkward::
+
+# d: all-reduce beside a loop of ncclAllReduce.
+for n in 1 2; do check d "all-reduce-$n" 60 "ratio" ./burnrun -n $n ./nccl_check --rounds 40; done
+
+# e: a step beside plain Burn; by number of tensors; by size of buckets, of which the last takes all gradients, so that nothing overlaps.
+bench e step 60 --world 1,2 --rounds 6 --alone
+bench e tensors 60 --model tensors --world 1,2 --counts 10,1000 --rounds 4 --alone
+bench e buckets 60 --model mlp --world 2 --bytes 134217728 --counts 512 --bucket-bytes 1048576,26214400,1073741824 --rounds 4 --alone
+
+# f: torch's DDP in the same rounds, over the same NCCL, which lets ranks share a GPU.
+if [ "$BURN_DEVICE" = cuda ] && [ -n "${BURN_DDP_NCCL:-}" ]; then preload=(env "LD_PRELOAD=$BURN_DDP_NCCL"); else preload=(env); fi
+for n in 1 2; do
+  check f "torch-$n" 90 "torch" "${preload[@]}" ./burn-ddp-bench step --engine "$engine" --world $n --rounds 6 --python "$python"
+done
+
+# g: a rank that dies, stops or lags while NCCL's kernels run: the error, its delay, and the end of the kernels. Then in training.
+export BURN_DDP_TIMEOUT=10 BURN_DDP_HEARTBEAT=0.5 BURN_DDP_PEER_TIMEOUT=5
+for cause in kill stop lag; do check g "nccl-$cause" 45 "the device is idle" ./run.sh ranks 2 ./nccl_check --fault $cause; done
+check g train-kill 45 "^error after" bash -c './run.sh ranks 2 ./rank kill; [ $? = 1 ]'
+check g train-stop 45 "ERROR [0-9]" bash -c './rank fault 2 1 backward stop; [ $? != 0 ]'
+export BURN_DDP_TIMEOUT=60
+unset BURN_DDP_HEARTBEAT BURN_DDP_PEER_TIMEOUT
+suite g train-more 90 processes::a_dead processes::a_panic processes::models_that_differ
+
+# h: whole trainings, one with a timeline.
+check h timeline 90 "[0-9] %|buckets" bash -c 'rm -f out/timeline.json
+  ./burnrun -n 2 --timeline out/timeline.json ./mnist --epochs 1 --summary out/mnist.json &&
+  echo "buckets in the timeline: $(grep -o "\"bucket [0-9]*\"" out/timeline.json | wc -l)"'
+check h resnet 90 "[0-9] %" ./burnrun -n 2 ./resnet --data synthetic --epochs 1 --summary out/resnet.json
+
+{
+  printf '%s\n\n' "${shown[@]}"
+  printf '%-5s%-15s%-24s%-7s%s\n' step what result time "last result"
+  failed=0
+  for row in "${rows[@]}"; do
+    IFS='|' read -r step name result time last <<<"$row"
+    printf '%-5s%-15s%-24s%-7s%s\n' "$step" "$name" "$result" "$time" "$last"
+    [ "$result" = ok ] || failed=$((failed + 1))
+  done
+  echo "$failed of ${#rows[@]} failed or were skipped, after $SECONDS s, on $(sed -n 3p out/machine.txt)"
+} | tee out/table.txt
+tar -czf out.tar.gz out
+tail -n 1 out/table.txt | grep -q '^0 of'

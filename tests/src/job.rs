@@ -11,6 +11,15 @@ pub use free_port::FreePort;
 /// Variables that are not a launcher's: device and engine.
 const KEPT: [&str; 3] = ["BURN_DDP_ENGINE", "BURN_DDP_NCCL", "BURN_DDP_SHARE_DEVICES"];
 
+/// The program `rank`: the one beside this program, as in the GPU kit, otherwise `built`, where cargo has put it.
+pub fn rank_program(built: &str) -> String {
+    let beside = std::env::current_exe().map(|this| this.with_file_name("rank"));
+    match beside {
+        Ok(beside) if beside.is_file() => beside.display().to_string(),
+        _ => built.to_owned(),
+    }
+}
+
 /// A rank of `program` with torchrun's plain variables and nothing else of a launcher's.
 pub fn rank(program: &str, rank: usize, world: usize, port: u16, args: &[&str]) -> Command {
     let mut command = Command::new(program);

@@ -132,9 +132,17 @@ pub fn widest(device: &Device) -> DType {
 
 /// True if gradients are read from the device at the end of backward, so that no bucket is under way before.
 pub fn reads_at_the_end() -> bool {
-    let is = |name, values: &[&str]| std::env::var(name).is_ok_and(|value| values.contains(&value.as_str()));
     // NCCL takes them where they are.
-    is("BURN_DEVICE", &["wgpu", "vulkan", "metal", "webgpu", "cuda", "rocm"]) && !is("BURN_DDP_ENGINE", &["nccl"])
+    is_set("BURN_DEVICE", &["wgpu", "vulkan", "metal", "webgpu", "cuda", "rocm"]) && !reduces_by_nccl()
+}
+
+/// True if NCCL reduces gradients: the order of its additions depends on the size of a bucket.
+pub fn reduces_by_nccl() -> bool {
+    is_set("BURN_DDP_ENGINE", &["nccl"])
+}
+
+fn is_set(name: &str, values: &[&str]) -> bool {
+    std::env::var(name).is_ok_and(|value| values.contains(&value.as_str()))
 }
 
 /// Optimizers of the tests.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use burn_ddp::{Ddp, WorldOptions};
 use burn_ddp_tests::awkward::{self, Outcome};
-use burn_ddp_tests::job::{job, line, stderr, stdout};
+use burn_ddp_tests::job::{job, line, rank_program, stderr, stdout};
 use burn_ddp_tests::{awkward_cases, distance};
 
 macro_rules! tests {
@@ -95,7 +95,10 @@ fn check(case: &str) {
     for world in [2, 3] {
         let ranks = threads(world, case, awkward::run).unwrap_or_else(|e| panic!("{case} on {world} threads: {e}"));
         compare(case, &format!("{world} threads"), oracle, &ranks);
-        compare(case, &format!("{world} processes"), oracle, &processes(world, case));
+        // On a GPU every process compiles its kernels, which takes most of the time.
+        if std::env::var_os("BURN_DDP_TEST_THREADS_ALONE").is_none() {
+            compare(case, &format!("{world} processes"), oracle, &processes(world, case));
+        }
     }
 }
 
@@ -161,7 +164,7 @@ fn threads(world: usize, case: &str, run: Runner) -> Result<Vec<Outcome>, String
 }
 
 fn processes(world: usize, case: &str) -> Vec<Outcome> {
-    let outputs = job(env!("CARGO_BIN_EXE_rank"), world, &["case", case]);
+    let outputs = job(&rank_program(env!("CARGO_BIN_EXE_rank")), world, &["case", case]);
     for output in &outputs {
         assert!(output.status.success(), "{case} in {world} processes: {}", stderr(output));
     }

@@ -53,9 +53,9 @@ fn follows_one_rank(dtype: DType, optim: Optim, tolerance: f64) {
         let d = distance(&many[0].0, &one[0].0);
         assert!(d <= tolerance, "{optim:?} {dtype:?} world {world}: {d:e}");
         assert!(d > 0.0 || world == 1, "different sums of floats are never all equal: is anything compared?");
-        assert_eq!(
-            run(world, 1 << 20)[0].1,
-            many[0].1,
+        let other_buckets = run(world, 1 << 20);
+        assert!(
+            other_buckets[0].1 == many[0].1 || reduces_by_nccl(),
             "bits depend on the bucket size, or on who reduces, at world {world}"
         );
     }

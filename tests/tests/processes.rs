@@ -6,16 +6,16 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use burn_ddp_tests::distance;
-use burn_ddp_tests::job::{FreePort, line, stderr, stdout};
+use burn_ddp_tests::job::{FreePort, line, rank_program, stderr, stdout};
 
 const RANK: &str = env!("CARGO_BIN_EXE_rank");
 
 fn rank(r: usize, world: usize, port: u16, args: &[&str]) -> Command {
-    burn_ddp_tests::job::rank(RANK, r, world, port, args)
+    burn_ddp_tests::job::rank(&rank_program(RANK), r, world, port, args)
 }
 
 fn job(world: usize, args: &[&str]) -> Vec<Output> {
-    burn_ddp_tests::job::job(RANK, world, args)
+    burn_ddp_tests::job::job(&rank_program(RANK), world, args)
 }
 
 #[test]

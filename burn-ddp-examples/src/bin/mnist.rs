@@ -19,7 +19,7 @@ use clap::Parser;
 /// Run plainly it starts its ranks itself; under burnrun or torchrun it joins their job.
 #[derive(Parser, Debug)]
 #[command(version)]
-struct Cli {
+pub(crate) struct Cli {
     #[command(flatten)]
     digits: DigitArgs,
 
@@ -32,7 +32,7 @@ fn main() -> ExitCode {
     trainer::exit_code(run(&Cli::parse()))
 }
 
-fn run(Cli { digits, steps }: &Cli) -> Result<()> {
+pub(crate) fn run(Cli { digits, steps }: &Cli) -> Result<()> {
     digits.check()?;
     steps.check()?;
     trainer::launch(digits.options.nproc, |ddp| train_digits::run(ddp, digits, steps))

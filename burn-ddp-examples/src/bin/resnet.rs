@@ -24,7 +24,7 @@ use clap::Parser;
 /// 256 pictures.
 #[derive(Parser, Debug)]
 #[command(version)]
-struct Cli {
+pub(crate) struct Cli {
     /// Layers of the network
     #[arg(long, value_enum, default_value = "18")]
     depth: Depth,
@@ -50,7 +50,7 @@ fn main() -> ExitCode {
     trainer::exit_code(run(&Cli::parse()))
 }
 
-fn run(Cli { depth, width, zero_init_residual, sync_bn, common }: &Cli) -> Result<()> {
+pub(crate) fn run(Cli { depth, width, zero_init_residual, sync_bn, common }: &Cli) -> Result<()> {
     common.check()?;
     ensure!(*width > 0, "--width 0: a layer has at least one channel");
     let config = |classes| ResNetConfig {

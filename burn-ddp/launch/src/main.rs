@@ -3,6 +3,6 @@
 
 mod cli;
 
-fn main() {
+pub(crate) fn main() {
     std::process::exit(cli::main());
 }

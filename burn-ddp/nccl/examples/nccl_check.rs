@@ -6,11 +6,17 @@
 //! target/release/examples/nccl_check                          # one rank, one GPU
 //! burnrun -n 8 target/release/examples/nccl_check             # one rank per GPU
 //! burnrun -n 8 target/release/examples/nccl_check --rounds 50
+//! RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 target/release/examples/nccl_check --fault kill & …
 //! ```
 //!
 //! Exit code 0: all reductions were right. 1: something is missing, and what to do about it. The times are medians: an
 //! all-reduce of burn-ddp until the device is through, over a bare ncclAllReduce on a blocking communicator,
 //! interleaved; and how long the call keeps the host.
+//!
+//! With `--fault` the last rank is killed (`kill`), is stopped (`stop`) or sleeps (`lag`) while reductions are on the
+//! devices. Each other rank prints the error and its delay, and how long NCCL's work then stays on its device. Exit
+//! code 0: an error came, and the device is idle. Ranks that a launcher ends when one dies cannot tell: start them
+//! without one. `BURN_DDP_TIMEOUT` is how long a rank that stops or sleeps is waited for.
 
 use std::io::{self, Write};
 use std::process::exit;
@@ -26,20 +32,35 @@ use burn_ddp_nccl::{
 
 const MIB: usize = 1024 * 1024;
 
-fn main() {
-    if let Err(error) = rounds().and_then(run) {
+pub(crate) fn main() {
+    if let Err(error) = work().and_then(run) {
         // In one write: other ranks may be writing theirs to the same place.
         let _ = io::stderr().write_all(format!("nccl_check: {error}\n").as_bytes());
         exit(1);
     }
 }
 
-fn rounds() -> Result<usize, String> {
+/// What the command line asks for.
+#[derive(Clone, Copy)]
+enum Work {
+    /// Checks, and times this many rounds.
+    Rounds(usize),
+    /// Fails in this way: `kill`, `stop` or `lag`.
+    Fault(&'static str),
+}
+
+fn work() -> Result<Work, String> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        [] => Ok(20),
-        ["--rounds", number] => number.parse().map_err(|_| format!("--rounds {number}: a number")),
-        _ => Err("usage: nccl_check [--rounds N]".to_owned()),
+        [] => Ok(Work::Rounds(20)),
+        ["--rounds", number] => {
+            Ok(Work::Rounds(number.parse().map_err(|_| format!("--rounds {number}: not a number"))?))
+        }
+        ["--fault", cause] => match ["kill", "stop", "lag"].into_iter().find(|known| *known == cause) {
+            Some(cause) => Ok(Work::Fault(cause)),
+            None => Err(format!("--fault {cause}: not kill, stop or lag")),
+        },
+        _ => Err("usage: nccl_check [--rounds N | --fault kill|stop|lag]".to_owned()),
     }
 }
 
@@ -52,7 +73,7 @@ struct Setup {
     stream: Stream,
 }
 
-fn run(rounds: usize) -> Result<(), String> {
+fn run(work: Work) -> Result<(), String> {
     let said = |error: Error| error.to_string();
     let options = WorldOptions::from_env().map_err(said)?;
     let world = match LaunchEnv::detect().map_err(said)? {
@@ -87,6 +108,10 @@ fn run(rounds: usize) -> Result<(), String> {
     world.set_fabric(|own, membership| fabric(own, membership).map(|fabric| Arc::new(fabric) as _)).map_err(said)?;
     let (group, stream) = (world.group().map_err(said)?, device.stream()?);
     let setup = Setup { world, group, nccl, device, stream };
+    let rounds = match work {
+        Work::Rounds(rounds) => rounds,
+        Work::Fault(cause) => return fault(&setup, cause),
+    };
     check(&setup)?;
     time(&setup, &host, rounds)?;
     host.barrier().map_err(said)
@@ -214,6 +239,68 @@ fn time(setup: &Setup, host: &ProcessGroup, rounds: usize) -> Result<(), String>
         }
     }
     Ok(())
+}
+
+/// The last rank meets `cause` half-way through many reductions; the others see an error, and the end of NCCL's work on
+/// their device.
+fn fault(setup: &Setup, cause: &str) -> Result<(), String> {
+    const BYTES: usize = 64 * MIB;
+    const REDUCTIONS: usize = 200;
+    let (rank, n) = (setup.world.rank(), setup.world.world_size());
+    if n < 2 {
+        return Err("--fault needs two ranks or more".to_owned());
+    }
+    // Never freed: after a failure NCCL may still use it.
+    let buffer = std::mem::ManuallyDrop::new(setup.upload(&vec![0; BYTES])?);
+    let reduce = || setup.reduce(&buffer, DType::F32, BYTES / 4, ReduceOp::Sum);
+    let mut done = reduce()?;
+    wait(&done)?;
+    let mut last_call = Instant::now();
+    for nth in 0..REDUCTIONS {
+        if rank == n - 1 && nth == REDUCTIONS / 2 {
+            println!("rank {rank}: {cause} before reduction {nth}");
+            suffer(cause)?;
+        }
+        match reduce() {
+            Ok(event) => (done, last_call) = (event, Instant::now()),
+            Err(error) => {
+                let busy = if done.is_done()? { "idle" } else { "busy" };
+                println!(
+                    "rank {rank}: error {} ms after the last call, in reduction {nth}, with the device {busy}: {error}",
+                    last_call.elapsed().as_millis()
+                );
+                return idle(&done, rank);
+            }
+        }
+    }
+    Err(format!("rank {rank}: {REDUCTIONS} reductions, and no error of a rank that did {cause}"))
+}
+
+/// Waits until the device has ended what was enqueued before `done`, by an abort if need be.
+fn idle(done: &Event, rank: usize) -> Result<(), String> {
+    let start = Instant::now();
+    while !done.is_done()? {
+        if start.elapsed() > Duration::from_secs(30) {
+            return Err(format!("rank {rank}: NCCL's work is on the device 30 s after the error: it was not aborted"));
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    println!("rank {rank}: the device is idle {} ms after the error", start.elapsed().as_millis());
+    Ok(())
+}
+
+fn suffer(cause: &str) -> Result<(), String> {
+    let signal = match cause {
+        "kill" => "KILL",
+        "stop" => "STOP",
+        _ => {
+            std::thread::sleep(Duration::from_secs(60));
+            return Ok(());
+        }
+    };
+    // The parent of the shell is this process.
+    let sent = std::process::Command::new("sh").args(["-c", "kill -s \"$0\" \"$PPID\"", signal]).status();
+    sent.map(drop).map_err(|error| format!("sh, to send {signal}: {error}"))
 }
 
 fn wait(done: &Event) -> Result<(), String> {

@@ -132,7 +132,7 @@ fn training(trainer: Trainer, setting: &Setting<'_>, own: &OwnRank, scratch: &Sc
         command.args(["--lines", &fd, "--model", &model, "--side", &side]);
         trainer.bucket_bytes.map(|bytes| command.args(["--bucket-bytes", &bytes.to_string()]));
         command.envs(env.variables()).env("RAYON_NUM_THREADS", "1").envs(allocator.iter().copied());
-        if world > 1 {
+        if world > 1 || engine == Engine::Nccl {
             set_engine(&mut command, engine);
         }
         anyhow::Ok(command)

@@ -10,7 +10,7 @@ use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer};
 use burn::prelude::*;
 use burn::tensor::activation::relu;
 use burn_ddp::prelude::*;
-use burn_ddp_comm::World;
+use burn_ddp_comm::{EngineChoice, World};
 
 use super::Workload;
 use super::transformer::Transformer;
@@ -127,8 +127,9 @@ impl TrainRank {
             Side::Sharded => Sharding::Parameters,
             Side::Plain | Side::Barrier | Side::Nodes => return Ok(model),
         };
-        // Bare tensors are there to see what reducing costs, also alone.
-        let config = WrapConfig::new().with_single_rank_reduction(self.what == Model::Tensors);
+        // Bare tensors are there to see what reducing costs, also alone; and so is NCCL, where there is one GPU.
+        let is_nccl = self.ddp.world().options().engine == Some(EngineChoice::External("nccl"));
+        let config = WrapConfig::new().with_single_rank_reduction(self.what == Model::Tensors || is_nccl);
         let config = config.with_sharding(sharding);
         let config = match self.bucket_bytes {
             Some(bytes) => config.with_bucket_cap_bytes(bytes),

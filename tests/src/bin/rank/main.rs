@@ -15,7 +15,7 @@ use burn_ddp::prelude::*;
 use burn_ddp::{Error, WorldOptions};
 use burn_ddp_tests::{Mlp, Optim, awkward, parts, rows, to_f64, train, values};
 
-fn main() -> anyhow::Result<()> {
+pub(crate) fn main() -> anyhow::Result<()> {
     let scenario = std::env::args().nth(1).unwrap_or_default();
     if scenario == "fault" {
         return fault::main();
