@@ -46,8 +46,8 @@ impl Ddp {
 ///
 /// **What is differentiated** is the *sum of the losses of all ranks*: `backward` gives each rank the gradient of Σₛ
 /// lossₛ with respect to its own input. A model that was [wrapped](Ddp::wrap) then averages over ranks, and so steps
-/// along the gradient of the mean of the losses. (Means weighted by items weigh what arrives at a rank, whichever rank's
-/// loss it came from: with gradients that cross ranks give all ranks batches of one size.)
+/// along the gradient of the mean of the losses. (Means weighted by items weigh what arrives at a rank, from whichever
+/// rank's loss it came: with gradients that cross ranks give all ranks batches of one size.)
 ///
 /// **What each rank must do**: call the same ones in the same order, with tracked inputs on all ranks or on none, and
 /// run the backward of the same graph, in which every result takes part. Calls that differ are an error on all ranks; a

@@ -56,8 +56,8 @@ impl World {
     /// Groups of ranks that share a machine, and a user of it, talk through shared memory; others over TCP: each to
     /// each, over a connection per pair and group. [`WorldOptions::engine`] demands one or the other. Ranks listen on
     /// [`LaunchEnv::interface`], or the interface through which they reach the master; on loopback if the master is
-    /// this machine by name. A process that connects proves to know the job's [`Secret`](crate::Secret); without one, ranks of
-    /// one machine meet by a local socket.
+    /// this machine by name. A process that connects proves to know the job's [`Secret`](crate::Secret); without one,
+    /// ranks of one machine meet by a local socket.
     ///
     /// ```
     /// use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, WorldOptions, ReduceOp, Secret, StoreServer, World};
