@@ -109,7 +109,9 @@ impl WeightedSampler {
         let sums: Vec<f64> = weights.iter().scan(0.0, add).collect();
         match sums.last() {
             Some(sum) if sum.is_finite() && *sum > 0.0 => Ok(Self { sums, samples, seed }),
-            sum => invalid(format!("the weights sum up to {}: use more than 0", sum.unwrap_or(&0.0))),
+            sum => {
+                invalid(format!("the weights sum up to {}: use weights with a finite sum above 0", sum.unwrap_or(&0.0)))
+            }
         }
     }
 }
@@ -192,12 +194,15 @@ impl Order {
             Order::Sampled { sampler, dataset } => {
                 let order = sampler.order(epoch);
                 let invalid = |reason: String| Err(DataError::Sampler { reason });
+                let number = epoch.saturating_add(1);
                 if order.len() != sampler.len() {
                     let (len, items) = (sampler.len(), order.len());
-                    return invalid(format!("its `len` is {len}, but epoch {epoch} has {items} item(s)"));
+                    return invalid(format!("its `len` is {len}, but epoch {number} has {items} item(s)"));
                 }
                 match order.iter().find(|index| **index >= *dataset) {
-                    Some(index) => invalid(format!("epoch {epoch} has item {index} of a dataset of {dataset} item(s)")),
+                    Some(index) => {
+                        invalid(format!("epoch {number} has item {index} of a dataset of {dataset} item(s)"))
+                    }
                     None => Ok(Some(order[range].to_vec())),
                 }
             }
@@ -216,7 +221,7 @@ mod tests {
         assert!(reason(&[1.0, -0.5]).contains("the weight of item 1 is -0.5"));
         assert!(reason(&[f64::NAN]).contains("the weight of item 0 is NaN"));
         assert!(reason(&[0.0, 0.0]).contains("sum up to 0") && reason(&[]).contains("sum up to 0"));
-        assert!(reason(&[f64::MAX, f64::MAX]).contains("sum up to inf"));
+        assert!(reason(&[f64::MAX, f64::MAX]).contains("sum up to inf: use weights with a finite sum above 0"));
     }
 
     /// A checkpoint of today must resume in every later release.

@@ -66,7 +66,7 @@ fn samplers_that_differ_or_leave_the_dataset_are_errors_on_all_ranks() {
         let mut epoch = train.iter();
         let error = epoch.next().unwrap().unwrap_err();
         assert!(
-            matches!(error, DataError::Sampler { .. }) && error.to_string().contains("epoch 0 has item 3"),
+            matches!(error, DataError::Sampler { .. }) && error.to_string().contains("epoch 1 has item 3"),
             "{error}"
         );
         assert!(epoch.next().is_none());
