@@ -80,6 +80,7 @@ pub(crate) fn back<const D: usize, K: Basic>(data: TensorData, device: &Device) 
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
+    use std::path::Path;
     use std::time::{Duration, Instant};
 
     use burn::module::Module;
@@ -99,33 +100,39 @@ mod tests {
         norm: BatchNorm,
     }
 
-    /// A call that takes all ranks, on a wrapped model, its gradients, and an unwrapped model.
-    type Call = fn(&Ddp, &Net, GradientsParams, Net) -> Result<()>;
+    /// What a rank passes to a call.
+    struct Given<'a> {
+        ddp: &'a Ddp,
+        /// A file or directory to be.
+        path: &'a Path,
+        net: &'a Net,
+        grads: GradientsParams,
+        not_wrapped: Net,
+    }
+
+    /// A call that takes all ranks.
+    type Call = fn(Given<'_>) -> Result<()>;
 
     const CALLS: [(&str, Call); 13] = [
-        ("save", |ddp, net, _, _| ddp.save(net, file(ddp)).map(drop)),
-        ("save_safetensors", |ddp, net, _, _| ddp.save_safetensors(net, file(ddp)).map(drop)),
-        ("param_hash", |_, net, _, _| param_hash(net).map(drop)),
-        ("check_replicas", |ddp, net, _, _| ddp.check_replicas(net)),
-        ("sync_buffers", |ddp, net, _, _| ddp.sync_buffers(net)),
-        ("grad_norm", |_, net, grads, _| grad_norm(&grads, net).map(drop)),
-        ("unwrap", |ddp, net, _, _| ddp.unwrap(net.clone()).map(drop)),
-        ("wrap", |ddp, _, _, plain| ddp.wrap(plain).map(drop)),
-        ("broadcast_parameters", |ddp, _, _, plain| ddp.broadcast_parameters(plain, 1).map(drop)),
-        ("all_reduce", |ddp, net, _, _| ddp.all_reduce(net.linear.weight.base(), ReduceOp::Sum).map(drop)),
-        ("differentiable", |ddp, net, _, _| ddp.differentiable().all_gather(net.linear.weight.base()).map(drop)),
-        ("DistributedOptimizer", |ddp, _, _, plain| {
-            let device = plain.linear.weight.base().device();
-            let loss = plain.linear.forward(Tensor::<2>::ones([4, 4], &device)).sum();
-            let grads = GradientsParams::from_grads(loss.backward(), &plain);
-            DistributedOptimizer::new(ddp, SgdConfig::new().init()).try_step(0.1, plain, grads).map(drop)
+        ("save", |g| g.ddp.save(&g.net.linear, g.path).map(drop)),
+        ("save_safetensors", |g| g.ddp.save_safetensors(&g.net.linear, g.path).map(drop)),
+        ("checkpoint", |g| g.ddp.checkpoints(g.path)?.save(1, |c| c.model(&g.net.linear))),
+        ("param_hash", |g| param_hash(g.net).map(drop)),
+        ("check_replicas", |g| g.ddp.check_replicas(&g.net.linear)),
+        ("sync_buffers", |g| g.ddp.sync_buffers(g.net)),
+        ("grad_norm", |g| grad_norm(&g.grads, g.net).map(drop)),
+        ("unwrap", |g| g.ddp.unwrap(g.net.clone()).map(drop)),
+        ("wrap", |g| g.ddp.wrap(g.not_wrapped).map(drop)),
+        ("broadcast_parameters", |g| g.ddp.broadcast_parameters(g.not_wrapped, 1).map(drop)),
+        ("all_reduce", |g| g.ddp.all_reduce(g.net.linear.weight.base(), ReduceOp::Sum).map(drop)),
+        ("differentiable", |g| g.ddp.differentiable().all_gather(g.net.linear.weight.base()).map(drop)),
+        ("DistributedOptimizer", |g| {
+            let device = g.not_wrapped.linear.weight.base().device();
+            let loss = g.not_wrapped.linear.forward(Tensor::<2>::ones([4, 4], &device)).sum();
+            let grads = GradientsParams::from_grads(loss.backward(), &g.not_wrapped);
+            DistributedOptimizer::new(g.ddp, SgdConfig::new().init()).try_step(0.1, g.not_wrapped, grads).map(drop)
         }),
-        ("checkpoint", |ddp, net, _, _| ddp.checkpoints(file(ddp))?.save(1, |c| c.model(net))),
     ];
-
-    fn file(ddp: &Ddp) -> std::path::PathBuf {
-        std::env::temp_dir().join(format!("unreadable-{}-{:?}", std::process::id(), ddp.group().id()))
-    }
 
     fn net(device: &Device) -> Net {
         Net { linear: LinearConfig::new(4, 4).init(device), norm: BatchNormConfig::new(4).init(device) }
@@ -134,6 +141,8 @@ mod tests {
     /// Errors of the ranks in a call in which one cannot read its device; `None` for a rank that had none.
     fn errors(sharding: Sharding, failing: usize, call: Call) -> Vec<Option<String>> {
         let options = WorldOptions { timeout: Duration::from_secs(60), ..Default::default() };
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("file");
         let ranks = Ddp::spawn_with(2, options, |ddp| {
             let device = ddp.device()?.autodiff();
             let config = WrapConfig::new().with_sharding(sharding).with_sharding_above(1);
@@ -142,10 +151,10 @@ mod tests {
             let x = Tensor::<2>::ones([2, 4], &device) * ddp.rank() as f32;
             let loss = net.norm.forward(net.linear.forward(x)).powf_scalar(2.0).sum();
             let grads = GradientsParams::from_grads(ddp.backward(&loss, &net)?, &net);
-            let plain = self::net(&device);
+            let given = Given { ddp: &ddp, path: &path, net: &net, grads, not_wrapped: self::net(&device) };
             UNREADABLE.set(ddp.rank() == failing);
             let begin = Instant::now();
-            let error = call(&ddp, &net, grads, plain).err().map(|e| e.to_string());
+            let error = call(given).err().map(|e| e.to_string());
             UNREADABLE.set(false);
             // A rank that the error has not reached yet hears of it in its next call.
             let next = ddp.barrier().err().map(|e| e.to_string());
@@ -165,13 +174,17 @@ mod tests {
                     let collective = match name {
                         // On one rank alone without parts.
                         "param_hash" | "grad_norm" | "unwrap" => sharding == Sharding::Parameters,
-                        // Rank 0 reads.
+                        // Rank 0 alone reads what is whole.
+                        "checkpoint" => sharding == Sharding::Parameters || failing == 0,
                         _ => true,
                     };
                     for (rank, error) in errors.iter().enumerate() {
                         let what = format!("{name}, {sharding:?}, rank {rank} while {failing} fails: {error:?}");
                         match error {
-                            None => assert!(!collective && (rank != failing || name == "unwrap"), "{what}"),
+                            None => {
+                                let reads_nothing = rank != failing || matches!(name, "unwrap" | "checkpoint");
+                                assert!(!collective && reads_nothing, "{what}");
+                            }
                             Some(error) => {
                                 let names = rank == failing || error.contains(&format!("rank {failing}"));
                                 assert!(names && error.contains("the device is lost"), "{what}");

@@ -2,11 +2,12 @@
 //! tokens, of the step.
 
 use burn::data::dataloader::batcher::Batcher;
-use burn::data::dataset::InMemDataset;
+use burn::data::dataset::{DatasetError, InMemDataset};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
+use burn_ddp::data::{Stream, StreamShard, StreamSource};
 use burn_ddp::prelude::*;
 use burn_ddp_tests::*;
 
@@ -294,19 +295,35 @@ fn a_parameter_that_only_a_rank_of_little_weight_uses_is_used() {
     }
 }
 
+/// Texts from front to back.
+#[derive(Clone)]
+struct Front;
+
+impl StreamSource<usize> for Front {
+    fn open(&self, shard: StreamShard) -> Result<Stream<usize>, DatasetError> {
+        Ok(Box::new((0..6).filter(move |text| shard.has(*text)).map(Ok)))
+    }
+}
+
 #[test]
 fn batches_that_are_taken_out_of_their_epochs_train() {
     let slopes = Ddp::spawn(2, |ddp| {
         let model = line(&ddp, &WrapConfig::new())?;
         let train = ddp.loader(Together).global_batch_size(3).build(texts(6))?;
-        let slopes = (0..3).map(|_| {
-            // Texts 0 and 1 on rank 0, 2 on rank 1, in each epoch; the iterator is gone before the backward.
+        let stream = ddp.stream(Front, Together).build()?;
+        let step = |batch: Texts| slope(&ddp, &model, &batch.texts.iter().map(|x| *x as f64).collect::<Vec<_>>());
+        let mut slopes = Vec::new();
+        for epoch in 0..3 {
+            // The iterators are gone before the backward.
             let batch = train.iter().next().expect("an epoch has batches")?;
-            slope(&ddp, &model, &batch.texts.iter().map(|text| *text as f64).collect::<Vec<_>>())
-        });
-        slopes.collect::<anyhow::Result<Vec<_>>>()
+            slopes.push(step(batch)?);
+            let batch = stream.epochs(epoch..epoch + 1).flatten().next().expect("a stream has batches")?;
+            slopes.push(step(batch)?);
+        }
+        Ok(slopes)
     });
-    assert_eq!(slopes.unwrap(), [vec![1.0; 3], vec![1.0; 3]]);
+    // In each epoch texts 0 and 1 on rank 0 and 2 on rank 1; then 0 on rank 0 and 1 on rank 1.
+    assert_eq!(slopes.unwrap(), [[1.0, 0.5].repeat(3), [1.0, 0.5].repeat(3)]);
 }
 
 /// A weight that is set once stands for all backwards, also where each step has several.
