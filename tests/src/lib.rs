@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod awkward;
+pub mod four_models;
 pub mod job;
 pub mod parts;
 

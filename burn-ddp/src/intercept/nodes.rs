@@ -115,8 +115,11 @@ impl<B: DdpBackend + GradientMemory, C: CheckpointStrategy> DdpBackend for Autod
         let TapHandle { model, slot, apart, value_id } = tap;
         if !x.is_tracked() {
             if model.is_sharded(slot) {
-                let part = x.primitive().clone();
-                return untracked::<B>(evaluated::<B>(part, &TapHandle { model, slot, apart, value_id }));
+                let (part, trainable) = (x.primitive().clone(), model.is_trainable(slot));
+                let tap = TapHandle { model, slot, apart, value_id };
+                // A layer over trained ones keeps a frozen whole until its backward: only tracked nodes are recomputed.
+                let whole = if trainable { evaluated::<B>(part, &tap) } else { gathered::<B>(&tap, part).0 };
+                return untracked::<B>(whole);
             }
             // A parameter that was trainable at `wrap` is frozen in a lagging copy: a target network.
             if model.compares() && !model.is_trainable(slot) {

@@ -204,7 +204,7 @@ impl WrappedModel {
 
     /// The model with the parameters that its settings divide, and the group in which they are gathered.
     pub(crate) fn with_shards(self, divided: Vec<bool>, shards: Option<ProcessGroup>) -> Self {
-        let shards = shards.map(|group| ShardGroup::new(group, self.slots.clone()));
+        let shards = shards.map(|group| ShardGroup::new(group, self.slots.clone(), self.ddp.state().meter.clone()));
         WrappedModel { divided, shards, ..self }
     }
 

@@ -62,9 +62,10 @@ impl Ddp {
         wrapped_in(self.group(), model)?;
         // Without the state of earlier steps, which has the shape of a part.
         let fresh = optim.clone().load_record(OptimizerRecord::default());
-        let mut refused = Vec::new();
+        let (mut fits, mut refused) = (Vec::new(), Vec::new());
         let sharded = sharded_parameters(model);
-        for ShardedParameter { path, id, dims, .. } in &sharded {
+        for parameter in &sharded {
+            let ShardedParameter { path, id, dims, trains, .. } = parameter;
             let id = *id;
             let differs = match dims {
                 2 => differs::<2>(&fresh, path, id)?,
@@ -75,8 +76,11 @@ impl Ddp {
                 7 => differs::<7>(&fresh, path, id)?,
                 _ => differs::<8>(&fresh, path, id)?,
             };
-            if differs {
-                refused.push(path.as_str());
+            match differs {
+                false => fits.push(parameter),
+                true if *trains => refused.push(path.as_str()),
+                // No optimizer steps it as long as it is frozen.
+                true => {}
             }
         }
         if !refused.is_empty() {
@@ -92,7 +96,7 @@ impl Ddp {
                  begin with a new one",
             ));
         }
-        sharded.iter().for_each(ShardedParameter::note_optimizer);
+        fits.into_iter().for_each(ShardedParameter::note_optimizer);
         Ok(optim)
     }
 }

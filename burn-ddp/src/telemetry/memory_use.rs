@@ -27,7 +27,7 @@ pub struct MemoryUse {
     /// State of the optimizer; `None` if unknown.
     pub optimizer: Option<u64>,
     /// Most that is there of [sharded](crate::WrapConfig::with_sharding) parameters as wholes, values and gradients, at
-    /// one moment of a step.
+    /// one moment of a step in which each is read once and none is frozen.
     pub gathered: u64,
     /// Buffers of the collectives in host memory: at most of three buckets of the largest size, and for sharded
     /// parameters of the largest one. Where gradients come from a GPU and NCCL does not reduce them, every bucket has

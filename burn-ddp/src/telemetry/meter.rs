@@ -143,6 +143,19 @@ impl Meter {
         }
     }
 
+    /// Counts a gather of a sharded parameter, of all ranks' rows in so many bytes.
+    pub(crate) fn gathered(&self, bytes: usize) {
+        self.counts().total.gathered += bytes as u64;
+    }
+
+    /// Counts the reduction of the gradient of a sharded parameter.
+    pub(crate) fn reduced(&self, bytes: usize) {
+        let mut counts = self.counts();
+        counts.total.collectives += 1;
+        counts.total.tensors += 1;
+        counts.total.bytes += bytes as u64;
+    }
+
     fn counts(&self) -> MutexGuard<'_, Counts> {
         self.0.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }

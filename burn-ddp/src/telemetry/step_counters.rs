@@ -35,7 +35,7 @@ use std::time::Duration;
 pub struct Stats {
     /// Number of reductions: optimizer steps, if each is followed by one.
     pub steps: u64,
-    /// Number of collectives that carried gradients: one per bucket and step.
+    /// Number of collectives that carried gradients: one per bucket, or sharded parameter, and step.
     pub collectives: u64,
     /// Number of those collectives that started while backward was still running.
     pub overlapped: u64,
@@ -43,6 +43,9 @@ pub struct Stats {
     pub tensors: u64,
     /// Bytes of gradients and flags handed to the engine by this rank.
     pub bytes: u64,
+    /// Bytes of [sharded](crate::WrapConfig::with_sharding) parameters that were gathered, with the rows of all ranks:
+    /// for reads, files and hashes.
+    pub gathered: u64,
     /// Time in backward, from its first gradient on, without `wait`: computing gradients and copying them into buckets.
     pub backward: Duration,
     /// Time that backward waited for averaged gradients: the cost of communication.
@@ -99,6 +102,7 @@ impl Sub for Stats {
             overlapped: self.overlapped - earlier.overlapped,
             tensors: self.tensors - earlier.tensors,
             bytes: self.bytes - earlier.bytes,
+            gathered: self.gathered - earlier.gathered,
             backward: self.backward - earlier.backward,
             wait: self.wait - earlier.wait,
             outside: self.outside - earlier.outside,

@@ -48,8 +48,8 @@ impl<M: LearnerModel> DdpStrategy<M> {
         }
         if self.config.shards() {
             return Err(Error::invalid(
-                "Burn's trainer saves and validates models by itself, which sharded parameters do not allow: leave \
-                `with_sharding` out, or write the loop",
+                "Burn's trainer does not lend its optimizer, which would have to be checked, and saves and validates \
+                models by itself, which sharded parameters do not allow: leave `with_sharding` out, or write the loop",
             ));
         }
         self.ddp.state().make_metric_group()?;

@@ -59,7 +59,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
 ) -> Result<(M, AgreedModel)> {
     let world = ddp.group();
     let inspected = agreement::on_outcome(world, "wrap its model", inspect(&model, config))?;
-    let Inspected { device, schema, first_clone, is_buffer, is_local } = inspected;
+    let Inspected { device, schema, first_clone, is_buffer, is_local, bases } = inspected;
     if let Some(difference) = agreement::on_settings(world, &config.settings())? {
         return Err(Error::invalid(format!("the ranks wrap with different settings: {difference}")));
     }
@@ -78,7 +78,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let first_clone = broadcast::first_clones(world, 0, first_clone, &is_local)?;
     let caps = (!alone).then(|| config.caps(on_device));
     let (mut slots, slot_of) = {
-        let divides = |dims: &[usize]| config.divides(dims, world.world_size());
+        let divides = |entry: &Entry| config.divides(&entry.dims, world.world_size()) && !bases.contains(&entry.path);
         treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides)
     };
     let divided = slots.iter().map(|slot| slot.sharded).collect();

@@ -1,5 +1,7 @@
 //! Inspection of a model by one rank alone, before the ranks agree on it.
 
+use std::collections::HashSet;
+
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Tensor};
 
@@ -20,6 +22,8 @@ pub(super) struct Inspected {
     pub(super) is_buffer: Vec<bool>,
     /// For each entry of the schema, true if it is left to each rank.
     pub(super) is_local: Vec<bool>,
+    /// Paths of the parameters under another reparameterization (LoRA), which get no tap.
+    pub(super) bases: HashSet<String>,
 }
 
 /// Checks that `model` can be wrapped with `config`, and describes it.
@@ -47,7 +51,8 @@ pub(super) fn inspect<M: Module>(model: &M, config: &WrapConfig) -> Result<Inspe
         let local = schema.entries.iter().zip(&is_local).filter_map(|(entry, is_local)| is_local.then_some(entry));
         local_parameters::refuse_accumulation(&format!("`with_accumulation({})`", config.micro_batches()), local)?;
     }
-    Ok(Inspected { device, schema, first_clone, is_buffer: running_stats::which(model), is_local })
+    let (is_buffer, bases) = (running_stats::which(model), floats.bases);
+    Ok(Inspected { device, schema, first_clone, is_buffer, is_local, bases })
 }
 
 /// Refuses a model without anything to average, and clones of a parameter of which some are local.
@@ -87,21 +92,26 @@ struct FloatCheck {
     device: Option<Device>,
     /// First problem found.
     problem: Option<String>,
-    /// Path of the parameter visited last, if it requires a gradient.
-    trainable: Option<String>,
+    /// Path of the parameter visited last, and whether it requires a gradient.
+    last: Option<(String, bool)>,
+    /// Paths of the parameters under another reparameterization.
+    bases: HashSet<String>,
 }
 
 impl ModuleVisitor for FloatCheck {
     fn enter_module(&mut self, name: &str, container: &str) {
         if container == "Reparameterization"
-            && let Some(base) = self.trainable.take()
+            && let Some((base, is_trained)) = self.last.take()
         {
-            let problem = format!(
-                "{base} is trained itself and carries the reparameterization {name:?}: Burn keeps one per parameter, \
-                 so its gradients could not be averaged; freeze the base (as `apply_lora` does), or fold it in with \
-                 `materialize`"
-            );
-            self.problem = self.problem.take().or(Some(problem));
+            let problem = is_trained.then(|| {
+                format!(
+                    "{base} is trained itself and carries the reparameterization {name:?}: Burn keeps one per \
+                     parameter, so its gradients could not be averaged; freeze the base (as `apply_lora` does), or \
+                     fold it in with `materialize`"
+                )
+            });
+            self.problem = self.problem.take().or(problem);
+            self.bases.insert(base);
         }
         self.path.push(name.to_string());
     }
@@ -127,7 +137,7 @@ impl ModuleVisitor for FloatCheck {
             None
         };
         self.problem = self.problem.take().or(problem);
-        self.trainable = param.is_require_grad().then_some(path);
+        self.last = Some((path, param.is_require_grad()));
         self.device.get_or_insert(device);
     }
 }

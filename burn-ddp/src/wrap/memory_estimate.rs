@@ -7,7 +7,7 @@ use super::{WrapConfig, treatment};
 use crate::ddp::Ddp;
 use crate::gradients::{Caps, Slot};
 use crate::intercept::Rows;
-use crate::model::schema::Schema;
+use crate::model::schema::{Entry, Schema};
 use crate::telemetry::MemoryUse;
 use crate::{Error, Result};
 
@@ -38,9 +38,10 @@ impl Ddp {
         if world_size == 0 {
             return Err(Error::invalid("a job has at least one rank"));
         }
-        let Inspected { schema, first_clone, is_buffer, is_local, .. } = inspect(model, config)?;
+        let Inspected { schema, first_clone, is_buffer, is_local, bases, .. } = inspect(model, config)?;
         // Alone, the part of a rank is the whole.
-        let divides = |dims: &[usize]| world_size > 1 && config.divides(dims, world_size);
+        let divides =
+            |entry: &Entry| world_size > 1 && config.divides(&entry.dims, world_size) && !bases.contains(&entry.path);
         let (slots, _) = treatment::slots(&schema, &first_clone, &is_buffer, &is_local, divides);
         let alone = world_size == 1 && !config.single_rank_reduction;
         // Rank 0 has the longest parts.
@@ -67,11 +68,14 @@ pub(super) fn memory(
     let largest_whole = slots.iter().filter(|s| !s.sharded).map(Slot::len_bytes).max().unwrap_or(0);
     for s in slots.iter().filter(|s| s.sharded) {
         let rows = Rows { rows: s.dims[0], row_bytes: s.len_bytes() / s.dims[0], world };
-        let left_out = s.len_bytes() - rows.bytes_of(rank).len();
-        (parameters, gradients) = (parameters - left_out, gradients - left_out);
-        sharded += rows.bytes_of(rank).len();
+        let (whole, part) = (s.len_bytes(), rows.bytes_of(rank).len());
+        parameters -= whole - part;
+        if s.trainable {
+            gradients -= whole - part;
+            sharded += part;
+            largest_gradient = largest_gradient.max(whole);
+        }
         largest = largest.max(rows.sent_bytes() * world);
-        largest_gradient = largest_gradient.max(s.len_bytes());
     }
     // A parameter above the cap has a bucket of its own.
     let of_three = |caps: Caps| caps.bytes.max(largest_whole).saturating_mul(3);

@@ -13,7 +13,7 @@ use crate::model::schema::{Entry, Schema};
 pub(crate) enum Treatment {
     /// The gradient is averaged over the ranks.
     Averaged,
-    /// Each rank holds a part of the value and of the average.
+    /// Each rank holds a part of the value, and of the average if there is one.
     Sharded,
     /// No gradient as long as the parameter is frozen; the replica check compares its value.
     Frozen,
@@ -34,7 +34,7 @@ struct Value {
     is_buffer: bool,
     /// True if the settings leave it to each rank.
     is_local: bool,
-    /// True if the settings divide parameters of its shape, and it is not tied to another.
+    /// True if the settings divide parameters of its shape, and each read of it goes through a tap.
     divides: bool,
 }
 
@@ -43,7 +43,7 @@ fn treatment(value: Value) -> Treatment {
         Value { is_local: true, .. } => Treatment::LeftOut,
         Value { is_float: false, .. } | Value { is_buffer: true, .. } => Treatment::LeftOut,
         Value { dtype, .. } if !dtype.is_float() => Treatment::LeftOut,
-        Value { trainable: true, divides: true, .. } => Treatment::Sharded,
+        Value { divides: true, .. } => Treatment::Sharded,
         Value { trainable: true, .. } => Treatment::Averaged,
         Value { trainable: false, .. } => Treatment::Frozen,
     }
@@ -55,21 +55,21 @@ fn treatment(value: Value) -> Treatment {
 /// Averaged and frozen parameters have slots. Each clone of a parameter (tied weights) has its own slot, which names
 /// that of the first clone: `first_clone` comes from [`Schema::first_clones`], `is_buffer` from
 /// [`running_stats::which`](crate::model::running_stats::which); `is_local` is of each entry of the schema; `divides`
-/// says whether parameters of a shape are sharded.
+/// says whether the settings shard a parameter.
 pub(super) fn slots(
     schema: &Schema,
     first_clone: &[usize],
     is_buffer: &[bool],
     is_local: &[bool],
-    divides: impl Fn(&[usize]) -> bool,
+    divides: impl Fn(&Entry) -> bool,
 ) -> (Vec<Slot>, VecDeque<Option<usize>>) {
     let is_tied = |entry: usize| first_clone.iter().filter(|first| **first == first_clone[entry]).count() > 1;
     let floats: Vec<usize> = (0..schema.entries.len()).filter(|&entry| schema.is_float[entry]).collect();
     let has_slot = |(&entry, &is_buffer): (&usize, &bool)| {
         let (dtype, trainable) = (schema.dtypes[entry], schema.entries[entry].trainable);
         let (is_float, is_local) = (schema.is_float[entry], is_local[entry]);
-        let Entry { path, dims, .. } = &schema.entries[entry];
-        let divides = divides(dims) && !is_tied(entry) && !asks_for_its_shape(path);
+        let described = &schema.entries[entry];
+        let divides = divides(described) && !is_tied(entry) && !asks_for_its_shape(&described.path);
         let treatment = treatment(Value { dtype, trainable, is_float, is_buffer, is_local, divides });
         (treatment != Treatment::LeftOut).then_some((entry, treatment == Treatment::Sharded))
     };
@@ -108,7 +108,8 @@ mod tests {
         assert_eq!(treatment(WEIGHT), Treatment::Averaged);
         assert_eq!(treatment(Value { dtype: DType::BF16, ..WEIGHT }), Treatment::Averaged);
         assert_eq!(treatment(Value { divides: true, ..WEIGHT }), Treatment::Sharded);
-        assert_eq!(treatment(Value { trainable: false, divides: true, ..WEIGHT }), Treatment::Frozen);
+        assert_eq!(treatment(Value { trainable: false, divides: true, ..WEIGHT }), Treatment::Sharded);
+        assert_eq!(treatment(Value { trainable: false, ..WEIGHT }), Treatment::Frozen);
         let quantized = DType::QFloat(QuantScheme::default());
         for left_out in [
             Value { is_buffer: true, trainable: false, ..WEIGHT },

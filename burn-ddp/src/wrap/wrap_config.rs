@@ -235,11 +235,16 @@ impl WrapConfig {
     /// Divides large parameters between the ranks: each holds a part of their values, gradients and optimizer state.
     /// Off by default.
     ///
-    /// Sharded are trainable parameters with two dimensions or more, at least as many rows in the first one as there
-    /// are ranks, and at least [`with_sharding_above`](Self::with_sharding_above) elements; each rank holds some of the
-    /// rows. The others are averaged as ever, as are frozen and tied ones. A read gathers the whole from all ranks,
-    /// and again in backward where a layer needs it; nothing keeps it in between. In a world of 1 the part is the
+    /// Sharded are parameters, trained and frozen, with two dimensions or more, at least as many rows in the first one
+    /// as there are ranks, and at least [`with_sharding_above`](Self::with_sharding_above) elements; each rank holds
+    /// some of the rows. The others are averaged as ever, as are clones of one `Param` (Burn's optimizers step only the
+    /// first) and bases under LoRA (Burn keeps one reparameterization per parameter). In a world of 1 the part is the
     /// whole, and everything that several ranks are refused is refused there, too.
+    ///
+    /// A read gathers the whole from all ranks, and again in backward where a layer needs it; it is not kept in
+    /// between, with two exceptions. A parameter that a step reads several times (a recurrent layer, tied weights) is
+    /// gathered once and kept until the backward ends, up to 64 MiB of such parameters or the largest one. A frozen
+    /// layer over trained ones keeps its whole weight until its backward, because Burn recomputes tracked values alone.
     ///
     /// Every rank must read the same parameters in the same order, **also in evaluation**: a rank that skips a layer
     /// or evaluates alone is an error on all ranks. Forwards wait for the other ranks.

@@ -7,7 +7,7 @@ use burn::module::{Module, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
@@ -31,6 +31,13 @@ fn sharded_f64_follows_torch() -> Result<()> {
     follow(include_str!("../../parity/torch_fsdp.json"), DType::F64, 1e-10, &config)
 }
 
+/// Torch's FSDP2 with Adam.
+#[test]
+fn sharded_adam_in_f64_follows_torch() -> Result<()> {
+    let config = WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1);
+    follow(include_str!("../../parity/torch_fsdp_adam.json"), DType::F64, 1e-10, &config)
+}
+
 #[test]
 fn f32_follows_torch() -> Result<()> {
     follow(include_str!("../../parity/torch_f32.json"), DType::F32, 1e-5, &WrapConfig::new())
@@ -42,11 +49,33 @@ struct Torch {
     steps: usize,
     batch_per_rank: usize,
     lr: f64,
-    momentum: f64,
+    #[serde(flatten)]
+    optimizer: Optimizer,
     initial: HashMap<String, Parameter>,
     first_gradients: HashMap<String, Vec<f64>>,
     losses: Vec<Vec<f64>>,
     r#final: HashMap<String, Parameter>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Optimizer {
+    Momentum { momentum: f64 },
+    Adam { betas: [f32; 2], epsilon: f32 },
+}
+
+impl Optimizer {
+    fn init(&self) -> ModuleOptimizer {
+        match self {
+            &Optimizer::Momentum { momentum } => {
+                let momentum = MomentumConfig { momentum, dampening: 0.0, nesterov: false };
+                SgdConfig::new().with_momentum(Some(momentum)).init()
+            }
+            &Optimizer::Adam { betas, epsilon } => {
+                AdamConfig::new().with_beta_1(betas[0]).with_beta_2(betas[1]).with_epsilon(epsilon).init()
+            }
+        }
+    }
 }
 
 #[derive(Deserialize)]
@@ -68,8 +97,7 @@ fn follow(numbers: &str, dtype: DType, tolerance: f64, config: &WrapConfig) -> R
     let results = Ddp::spawn(torch.world_size, |ddp| {
         let device = ddp.device()?.autodiff();
         let mut model = ddp.wrap_with(Mlp::from_torch(&torch.initial, dtype, &device)?, config)?;
-        let momentum = MomentumConfig { momentum: torch.momentum, dampening: 0.0, nesterov: false };
-        let mut optim = ddp.optimizer(SgdConfig::new().with_momentum(Some(momentum)).init(), &model)?;
+        let mut optim = ddp.optimizer(torch.optimizer.init(), &model)?;
         let (mut losses, mut first_gradients) = (Vec::new(), None);
         for step in 0..torch.steps {
             let first_row = (step * ddp.world_size() + ddp.rank()) * torch.batch_per_rank;

@@ -5,7 +5,8 @@ use super::CallPath;
 use crate::call::Collective;
 use crate::call::request::{Caller, Request, check_op, check_rows, check_whole, refuse};
 use crate::dtype::Element;
-use crate::engine::OnDevice;
+use crate::engine::{OnDevice, checked_weights};
+use crate::reduce::{Reduction, Source, reduce};
 use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
 
 impl CallPath {
@@ -135,6 +136,32 @@ impl CallPath {
             check_op(op, dtype)?;
             check_rows("an input", dtype, input.len(), self.size(), output.len())?;
             engine.reduce_scatter(call, dtype, input, output, op)
+        })
+    }
+
+    /// Ranks exchange their rows, and each reduces its own.
+    pub(crate) fn reduce_scatter_weighted(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        input: &[u8],
+        output: &mut [u8],
+        (weights, tag): (&[f64], u64),
+    ) -> Result<()> {
+        let request = Request::elements(Collective::ReduceScatter, dtype, output.len(), caller);
+        self.call(Request { tag, ..request }, |engine, call| {
+            check_whole(dtype, output.len())?;
+            check_op(ReduceOp::Mean, dtype)?;
+            check_rows("an input", dtype, input.len(), self.size(), output.len())?;
+            if weights.len() != self.size() {
+                return refuse(format!("{} weights for {} ranks", weights.len(), self.size()));
+            }
+            let weights = checked_weights(call, weights)?;
+            let mut rows = vec![0; input.len()];
+            engine.all_to_all(call, input, &mut rows)?;
+            let row = |rank: usize| Source::Bytes(&rows[rank * output.len()..][..output.len()]);
+            let sources: Vec<Source<'_>> = (0..self.size()).map(row).collect();
+            reduce(dtype, Reduction::Weighted(weights), &sources, output)
         })
     }
 

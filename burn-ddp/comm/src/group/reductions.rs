@@ -188,4 +188,41 @@ impl ProcessGroup {
         let caller = self.in_turn(Location::caller());
         self.calls.reduce_scatter(caller, dtype, input, output, (op, tag))
     }
+
+    /// The rows of the weighted mean that [`all_reduce_weighted_bytes`](Self::all_reduce_weighted_bytes) computes, bit
+    /// by bit where the engine computes on the host.
+    ///
+    /// Each rank passes `[world, n]` elements and the weights of all ranks, which must be the same on every rank, and
+    /// holds row `rank` of the mean after. `tag` is compared between ranks like the other arguments. Each rank sends
+    /// its input once, and needs memory for as much.
+    ///
+    /// # Errors
+    /// Those of [`reduce_scatter_bytes`](Self::reduce_scatter_bytes); [`Error::InvalidArgument`] also for weights that
+    /// are not one per rank, finite, not negative, and not all 0.
+    ///
+    /// ```
+    /// use burn_ddp_comm::{DType, World};
+    ///
+    /// World::spawn(2, |world| {
+    ///     let group = world.group()?;
+    ///     let (input, mut mine) = ([world.rank() as f32, 10.0], [0.0_f32]);
+    ///     let bytes = bytemuck::bytes_of_mut(&mut mine);
+    ///     group.reduce_scatter_weighted(DType::F32, bytemuck::bytes_of(&input), bytes, &[3.0, 1.0], 0)?;
+    ///     assert_eq!(mine, [[0.25], [10.0]][world.rank()]);
+    ///     Ok::<_, burn_ddp_comm::Error>(())
+    /// }).into_iter().collect::<Result<(), _>>()?;
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
+    #[track_caller]
+    pub fn reduce_scatter_weighted(
+        &self,
+        dtype: DType,
+        input: &[u8],
+        output: &mut [u8],
+        weights: &[f64],
+        tag: u64,
+    ) -> Result<()> {
+        let caller = self.in_turn(Location::caller());
+        self.calls.reduce_scatter_weighted(caller, dtype, input, output, (weights, tag))
+    }
 }

@@ -8,6 +8,7 @@ macro_rules! conformance {
         crate::conformance!($make; weights:
             unequal_weights_are_exact,
             weight_zero_means_absent,
+            rows_of_unequal_weights_are_those_of_the_whole,
         );
     };
     // For engines that scale before they add.

@@ -1,6 +1,6 @@
 //! Means of unequal weights, bit by bit: products and sums first, one division at the end.
 
-use burn_ddp_comm::ReduceOp;
+use burn_ddp_comm::{DType, ReduceOp};
 
 use crate::harness::{Make, groups};
 use crate::numerics::LONG;
@@ -37,4 +37,29 @@ pub fn weight_zero_means_absent(make: Make) {
         group.all_reduce_weighted(&mut buf, 0.5).unwrap();
         assert!(buf[0].is_nan());
     });
+}
+
+pub fn rows_of_unequal_weights_are_those_of_the_whole(make: Make) {
+    for n in [1, 2, 3, 4, 7] {
+        groups(make, n, |group| {
+            let (n, rank) = (group.world_size(), group.rank());
+            for len in [0, 3, LONG / 7] {
+                let weights: Vec<f64> = (0..n).map(|rank| [1.5, 0.0, 0.3][rank % 3]).collect();
+                let input: Vec<f32> = samples(rank, 0, n * len);
+                let (mut whole, mut row) = (input.clone(), vec![9.0_f32; len]);
+                group.all_reduce_weighted(&mut whole, weights[rank]).unwrap();
+                let (sent, received) = (bytemuck::cast_slice(&input), bytemuck::cast_slice_mut(&mut row));
+                group.reduce_scatter_weighted(DType::F32, sent, received, &weights, 7).unwrap();
+                assert_bits(&row, |index| whole[rank * len + index], || format!("row {rank} of {n} × {len}"));
+            }
+            let mut row = [0; 4];
+            let sent = vec![0; 4 * n];
+            let bad = [(vec![1.0; n + 1], "weights for"), (vec![0.0; n], "are 0"), (vec![-1.0; n], "negative")];
+            for (weights, why) in bad {
+                let refused = group.reduce_scatter_weighted(DType::F32, &sent, &mut row, &weights, 0).unwrap_err();
+                assert!(refused.group_usable() && refused.to_string().contains(why), "{refused}");
+            }
+            group.barrier().unwrap();
+        });
+    }
 }

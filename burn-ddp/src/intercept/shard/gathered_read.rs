@@ -61,6 +61,10 @@ fn gather<B: Backend>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purpose) -
     let TapHandle { model, slot, value_id, .. } = tap;
     let (device, s) = (part.device(), &model.slots[*slot]);
     let Some(shards) = model.shards() else { return Ok(part) };
+    let held = shards.held().read::<FloatTensor<B>>(*slot, *value_id, purpose);
+    if let Some(whole) = held.filter(|whole| whole.device() == device) {
+        return Ok(whole);
+    }
     let unreadable = |e| shards.fault(format!("reading {} from its device failed: {e:?}", s.path));
     let data = read_sync(B::float_into_data(part)).map_err(unreadable)?;
     if data.dtype() != burn_dtype(s.dtype) {
@@ -68,5 +72,7 @@ fn gather<B: Backend>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purpose) -
         return Err(shards.fault(format!("{path} is {now:?}, but the model was wrapped with {was}: wrap it again")));
     }
     let bytes = shards.gather(*slot, *value_id, data.as_bytes(), purpose)?;
-    Ok(B::float_from_data(TensorData::from_bytes(bytes, s.dims.clone(), data.dtype()), &device))
+    let whole = B::float_from_data(TensorData::from_bytes(bytes, s.dims.clone(), data.dtype()), &device);
+    shards.held().offer(*slot, *value_id, s.len_bytes(), &whole);
+    Ok(whole)
 }

@@ -1,20 +1,22 @@
 //! Parameters of which each rank holds a part: their rows of dimension 0.
 //!
 //! A read gathers the parts of all ranks, under the same gate and hook as any read of a wrapped model (`../README.md`).
-//! Nothing keeps what was gathered: the node of the hook is memory-bound, so Burn gathers anew when a layer's backward
-//! asks for the value. The last hook of a parameter leaves each rank the average of its own rows, and the last gate
-//! registers that on the leaf, which is the part.
+//! The graph does not keep what was gathered: the node of the hook is memory-bound, so Burn gathers anew when a layer's
+//! backward asks for the value. The last hook of a parameter leaves each rank the average of its own rows, and the last
+//! gate registers that on the leaf, which is the part.
 //!
 //! | | |
 //! |---|---|
 //! | `rows` | which rows are whose; their form on the wire |
 //! | `shard_group` | the collectives of all parts, tagged, and their errors in words |
 //! | `gathered_read` | value of a read; the same again in backward |
+//! | `gather_cache` | values that a step reads several times |
 //! | `sharded_gradients` | from the gradient of the whole to the average of a part |
 //! | `part` | this rank's part of a parameter, for files and hashes |
 //! | `parts_and_wholes` | a model cut into parts, and whole again |
 //! | `sums_over_parts` | norms of gradients |
 
+mod gather_cache;
 mod gathered_read;
 mod part;
 mod parts_and_wholes;

@@ -54,6 +54,8 @@ pub(crate) struct ShardedParameter {
     pub(crate) id: ParamId,
     /// Number of dimensions.
     pub(crate) dims: usize,
+    /// True if it requires a gradient.
+    pub(crate) trains: bool,
     pub(super) tap: TapHandle,
 }
 
@@ -68,15 +70,15 @@ impl ShardedParameter {
 pub(crate) fn sharded_parameters<M: Module>(model: &M) -> Vec<ShardedParameter> {
     struct Find(Vec<ShardedParameter>);
     impl AtTap for Find {
-        type Seen = (ParamId, usize);
+        type Seen = (ParamId, usize, bool);
 
         fn parameter<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Self::Seen> {
-            Some((param.id, D))
+            Some((param.id, D, param.is_require_grad()))
         }
 
-        fn leave(&mut self, path: &str, (id, dims): Self::Seen, tap: Option<TapHandle>) {
+        fn leave(&mut self, path: &str, (id, dims, trains): Self::Seen, tap: Option<TapHandle>) {
             if let Some(tap) = tap.filter(|tap| tap.model.is_divided(tap.slot)) {
-                self.0.push(ShardedParameter { path: path.to_owned(), id, dims, tap });
+                self.0.push(ShardedParameter { path: path.to_owned(), id, dims, trains, tap });
             }
         }
     }

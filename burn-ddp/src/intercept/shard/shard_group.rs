@@ -1,15 +1,17 @@
 //! The collectives of the parts of one wrapped model, in one group: tagged, so that calls that do not belong together
 //! are an error, and never exchange data.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::tensor::Bytes;
 use burn_ddp_comm::{CallInfo, DType, Error as CommError, ProcessGroup, ReduceOp};
 
+use super::gather_cache::GatherCache;
 use super::rows::Rows;
 use crate::agreement::list_ranks;
 use crate::gradients::Slot;
+use crate::telemetry::meter::Meter;
 use crate::{Error, Result};
 
 /// Purpose of a call. Its number is in the call's tag.
@@ -92,12 +94,17 @@ pub(crate) struct ShardGroup {
     slots: Arc<[Slot]>,
     /// Reads since the last backward.
     reads: AtomicUsize,
+    /// Locked by reads, for a moment, and by the last gate.
+    held: Mutex<GatherCache>,
+    meter: Meter,
 }
 
 impl ShardGroup {
-    pub(crate) fn new(group: ProcessGroup, slots: Arc<[Slot]>) -> Self {
+    pub(crate) fn new(group: ProcessGroup, slots: Arc<[Slot]>, meter: Meter) -> Self {
         group.hide_from_timeline();
-        ShardGroup { group, slots, reads: AtomicUsize::new(0) }
+        let sharded = slots.iter().map(|slot| if slot.sharded { slot.len_bytes() } else { 0 });
+        let held = Mutex::new(GatherCache::new(sharded));
+        ShardGroup { group, slots, reads: AtomicUsize::new(0), held, meter }
     }
 
     pub(crate) fn rank(&self) -> usize {
@@ -130,6 +137,12 @@ impl ShardGroup {
     /// Begins to count reads anew, when a backward has ended.
     pub(crate) fn restart(&self) {
         self.reads.store(0, Ordering::Release);
+        self.held().end_backward();
+    }
+
+    /// Wholes that are held for further reads.
+    pub(super) fn held(&self) -> MutexGuard<'_, GatherCache> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The whole of a slot, of whose value with this number each rank passes its part. *Collective*.
@@ -167,6 +180,7 @@ impl ShardGroup {
                 self.group.all_gather_tagged(dtype, &sent, rows, tag)
             };
             gathered.map_err(|e| self.explain(e))?;
+            self.meter.gathered(rows.len());
             Ok(division.join(rows))
         };
         filled(dtype.size_bytes(), sent_bytes * division.world, gather)
@@ -198,21 +212,19 @@ impl ShardGroup {
 
     /// This rank's rows of the reduction of `whole`: of the mean by `weights`, which are those of all ranks, or of the
     /// sum. *Collective*.
-    pub(super) fn reduce(&self, slot: usize, mut whole: Vec<u8>, weights: Option<&[f64]>) -> Result<Vec<u8>> {
+    pub(super) fn reduce(&self, slot: usize, whole: Vec<u8>, weights: Option<&[f64]>) -> Result<Vec<u8>> {
         let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, Purpose::Gradient.tag(slot, 0));
-        let op = match weights {
-            None => ReduceOp::Sum,
-            Some(weights) if weights[0] > 0.0 && weights.iter().all(|weight| *weight == weights[0]) => ReduceOp::Mean,
-            Some(weights) => {
-                let weight = weights[self.rank()];
-                let reduced = self.group.all_reduce_weighted_bytes(dtype, &mut whole, weight, tag);
-                reduced.map_err(|e| self.explain(e))?;
-                return Ok(whole[division.bytes_of(self.rank())].to_vec());
-            }
-        };
+        self.meter.reduced(whole.len());
         let rows = if division.is_even() { whole } else { division.spread(&whole) };
         let mut part = vec![0; division.sent_bytes()];
-        let reduced = self.group.reduce_scatter_tagged(dtype, &rows, &mut part, op, tag);
+        let scatter = |part: &mut [u8], op| self.group.reduce_scatter_tagged(dtype, &rows, part, op, tag);
+        let reduced = match weights {
+            None => scatter(&mut part, ReduceOp::Sum),
+            Some(weights) if weights[0] > 0.0 && weights.iter().all(|weight| *weight == weights[0]) => {
+                scatter(&mut part, ReduceOp::Mean)
+            }
+            Some(weights) => self.group.reduce_scatter_weighted(dtype, &rows, &mut part, weights, tag),
+        };
         reduced.map_err(|e| self.explain(e))?;
         part.truncate(division.bytes_of(self.rank()).len());
         Ok(part)

@@ -1,6 +1,7 @@
 //! One rank of a job under test: `rank SCENARIO`, started by the test files beside it.
 #![forbid(unsafe_code)]
 
+mod bits;
 mod checkpoint;
 mod dropout;
 mod fault;
@@ -49,6 +50,8 @@ pub(crate) fn main() -> anyhow::Result<()> {
         "abort" => return fail_at_step(&ddp, || std::process::abort()),
         "break" => return break_early(&ddp),
         "case" => return run_case(&ddp),
+        "bits" => bits::run(&ddp)?,
+        "bits-kill" => return bits::kill(&ddp),
         "checkpoint" => return checkpoint::run(&ddp),
         "dropout" => return dropout::run(&ddp),
         "draws" => dropout::draws(&ddp)?,

@@ -1,5 +1,9 @@
 //! `WrapConfig::with_sharding`: the bits of unsharded training, and errors where ranks do not read alike.
 
+mod bits;
+mod frozen;
+mod traffic;
+
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{
     BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig,

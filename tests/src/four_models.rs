@@ -1,0 +1,133 @@
+//! Four models that train with the same bits sharded and not.
+
+use anyhow::{Result, bail};
+use burn::module::Module;
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, Lstm, LstmConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamConfig, AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::prelude::*;
+use burn::tensor::DType;
+use burn_ddp::Stats;
+use burn_ddp::prelude::*;
+use burn_ddp_examples::text::gpt::{Gpt, GptConfig};
+
+use crate::{Fill, Mlp, rows};
+
+/// Names of the models, for [`train`].
+pub const MODELS: [&str; 4] = ["mlp", "lstm", "tied", "gpt"];
+
+/// Names of the optimizers, for [`train`].
+pub const OPTIMIZERS: [&str; 4] = ["sgd", "momentum", "adam", "adamw"];
+
+/// Trains a new model and returns its hash, and what the last step communicated. *Collective*.
+///
+/// # Errors
+///
+/// An unknown name, or those of burn-ddp.
+pub fn train(ddp: &Ddp, model: &str, optim: &str, steps: usize, config: &WrapConfig) -> Result<(String, Stats)> {
+    let device = ddp.device()?.autodiff();
+    let optim = match optim {
+        "sgd" => SgdConfig::new().init(),
+        "momentum" => SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init(),
+        "adam" => AdamConfig::new().init(),
+        "adamw" => AdamWConfig::new().init(),
+        other => bail!("no optimizer {other:?}"),
+    };
+    // Numbers of rows that two, three and four ranks do not divide alike.
+    let gpt = GptConfig::new(1, 12, 2, 7);
+    match model {
+        "mlp" => run(ddp, Mlp::new(&device), optim, steps, config),
+        "lstm" => run(ddp, Recurrent::new(&device), optim, steps, config),
+        "tied" => run(ddp, Tied::new(&device), optim, steps, config),
+        "gpt" => run(ddp, gpt.init(&device), optim, steps, config),
+        other => bail!("no model {other:?}"),
+    }
+}
+
+fn run<M: Model>(
+    ddp: &Ddp,
+    model: M,
+    optim: ModuleOptimizer,
+    steps: usize,
+    config: &WrapConfig,
+) -> Result<(String, Stats)> {
+    let device = ddp.device()?.autodiff();
+    let mut model = ddp.wrap_with(model.map(&mut Fill(ddp.rank() as f32)), config)?;
+    let mut optim = ddp.optimizer(optim, &model)?;
+    for step in 0..steps {
+        let loss = model.loss_of(ddp.rank(), step, &device);
+        let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+        model = optim.step(0.01, model, grads);
+    }
+    let step = ddp.telemetry().last_step();
+    Ok((param_hash(&model)?, step))
+}
+
+trait Model: Module + 'static {
+    /// Loss of this rank's batch of a step.
+    fn loss_of(&self, rank: usize, step: usize, device: &Device) -> Tensor<1>;
+}
+
+fn inputs(rank: usize, step: usize, columns: usize, device: &Device) -> Tensor<2> {
+    rows(4 * (step * 8 + rank), 4, columns, 1, DType::F32, device)
+}
+
+/// `[4, len]` numbers below `below`.
+fn symbols(rank: usize, step: usize, len: usize, below: usize, device: &Device) -> Tensor<2, Int> {
+    let symbol = |i: usize| ((7 * i + 3 * rank + 5 * step + i * i * (rank + 1)) % below) as i32;
+    Tensor::<1, Int>::from_ints((0..4 * len).map(symbol).collect::<Vec<_>>().as_slice(), device).reshape([4, len])
+}
+
+impl Model for Mlp {
+    fn loss_of(&self, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+        self.forward(inputs(rank, step, 6, device)).powf_scalar(2.0).mean()
+    }
+}
+
+/// An LSTM over five steps in time, which reads its eight matrices in each.
+#[derive(Module, Debug)]
+struct Recurrent {
+    lstm: Lstm,
+    head: Linear,
+}
+
+impl Recurrent {
+    fn new(device: &Device) -> Self {
+        Recurrent { lstm: LstmConfig::new(6, 7, false).init(device), head: LinearConfig::new(7, 3).init(device) }
+    }
+}
+
+impl Model for Recurrent {
+    fn loss_of(&self, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+        let sequence = inputs(rank, step, 5 * 6, device).reshape([4, 5, 6]);
+        let (_, last) = self.lstm.forward(sequence, None);
+        self.head.forward(last.hidden).powf_scalar(2.0).mean()
+    }
+}
+
+/// An embedding that the output reads, too.
+#[derive(Module, Debug)]
+struct Tied {
+    symbols: Embedding,
+    inner: Linear,
+}
+
+impl Tied {
+    fn new(device: &Device) -> Self {
+        let inner = LinearConfig::new(6, 6).with_bias(false).init(device);
+        Tied { symbols: EmbeddingConfig::new(11, 6).init(device), inner }
+    }
+}
+
+impl Model for Tied {
+    fn loss_of(&self, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+        let x = self.inner.forward(self.symbols.forward(symbols(rank, step, 5, 11, device))).tanh();
+        x.matmul(self.symbols.weight.val().transpose().unsqueeze()).powf_scalar(2.0).mean()
+    }
+}
+
+impl Model for Gpt {
+    fn loss_of(&self, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+        self.loss(symbols(rank, step, 7, 256, device), symbols(rank, step + 1, 7, 256, device))
+    }
+}

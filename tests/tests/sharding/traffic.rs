@@ -1,0 +1,59 @@
+//! Bytes of a step, counted where they are handed to the engine, and the end of a rank in the midst of one.
+
+use burn_ddp::Stats;
+use burn_ddp_tests::four_models::train;
+use burn_ddp_tests::job;
+
+use super::*;
+
+/// What the fifth step communicates on two ranks.
+fn fifth_step(model: &str, config: &WrapConfig) -> Stats {
+    let ranks = Ddp::spawn(2, |ddp| Ok(train(&ddp, model, "sgd", 5, config)?.1)).unwrap();
+    assert_eq!((ranks[0].bytes, ranks[0].gathered), (ranks[1].bytes, ranks[1].gathered));
+    ranks[0]
+}
+
+/// Of an average over N ranks each rank sends and receives (N − 1)/N of its bytes twice, of a gather and of a scatter
+/// once. The first layer's weight is not gathered again, as its input needs no gradient.
+#[test]
+fn a_step_moves_one_and_a_half_times_the_bytes() {
+    // Bytes of the matrices, of which each rank has as many rows, and of all parameters.
+    let mlp = (4 * (6 * 16 + 16 * 16 + 16 * 3), 4 * (16 + 16 + 3));
+    let tied = (4 * (11 * 6 + 6 * 6), 0);
+    let lstm = (4 * (4 * (6 * 7 + 7 * 7) + 7 * 3), 4 * 3);
+    for (model, (matrices, vectors), least) in [("mlp", mlp, 1.3), ("tied", tied, 1.0), ("lstm", lstm, 1.0)] {
+        let [whole, parts] = [WrapConfig::new(), sharded()].map(|config| fifth_step(model, &config));
+        let flags = whole.bytes - (matrices + vectors);
+        assert!(flags <= 64 && whole.gathered == 0, "{model}: {whole:?}");
+        // The whole ones, and once more their flags.
+        assert!((0..=64).contains(&(parts.bytes as i64 - (matrices + vectors) as i64)), "{model}: {parts:?}");
+        let averaged = 2 * whole.bytes;
+        let moved = parts.gathered + matrices + 2 * (parts.bytes - matrices);
+        // A part of an odd number of rows travels with one row more.
+        let ratio = moved as f64 / averaged as f64;
+        assert!((least..1.6).contains(&ratio), "{model}: {ratio}, {parts:?} and {whole:?}");
+    }
+}
+
+#[test]
+fn a_recurrent_layer_gathers_its_weights_once_a_step() {
+    let parts = fifth_step("lstm", &sharded());
+    // Seven and six rows: eight and six travel. The head is needed in forward and in backward.
+    let lstm = 4 * 4 * (6 * 7 + 8 * 7);
+    let head = 2 * 4 * (8 * 3);
+    assert_eq!(parts.gathered, lstm + head);
+}
+
+#[test]
+fn the_end_of_a_rank_in_a_gather_or_a_scatter_is_an_error_on_the_others() {
+    for moment in ["forward", "backward", "gradient"] {
+        let ranks = job::job(env!("CARGO_BIN_EXE_rank"), 3, &["bits-kill", moment]);
+        for rank in [0, 2] {
+            let said = job::stdout(&ranks[rank]);
+            let (ms, error) = said.trim().split_once(' ').unwrap_or_else(|| panic!("{moment}: {said:?}"));
+            assert!(error.contains("rank 1"), "{moment}: {error}");
+            // The deadline of a call is 20 s.
+            assert!(ms.parse::<u64>().unwrap() < 15_000, "{moment}: {said}");
+        }
+    }
+}
