@@ -97,6 +97,8 @@ impl TextArgs {
 pub fn run(ddp: &Ddp, args: &TextArgs) -> Result<()> {
     let TextArgs { options, steps, context, .. } = args;
     let device = ddp.device()?.autodiff();
+    // Burn's `Linear` may reshape its weight, and would keep it whole until backward.
+    let device = if args.shard { device.gradient_checkpointing() } else { device };
     let text = Windows::of_text(args.text.as_deref(), *context)?;
     let (train, test) = loaders(ddp, options, TextBatcher, &device, text)?;
     ddp.seed(&device, options.seed);

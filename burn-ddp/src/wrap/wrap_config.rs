@@ -241,6 +241,9 @@ impl WrapConfig {
     /// first) and bases under LoRA (Burn keeps one reparameterization per parameter). In a world of 1 the part is the
     /// whole, and everything that several ranks are refused is refused there, too.
     ///
+    /// Make the model and its inputs on `device.autodiff().gradient_checkpointing()`: Burn's `Linear` reshapes its
+    /// weight for some inputs of three dimensions or more, and keeps it whole until backward on other devices.
+    ///
     /// A read gathers the whole from all ranks, and again in backward where a layer needs it; it is not kept in
     /// between, with two exceptions. A parameter that a step reads several times (a recurrent layer, tied weights) is
     /// gathered once and kept until the backward ends, up to 64 MiB of such parameters or the largest one. A frozen

@@ -1,6 +1,7 @@
 //! Bytes of a step, counted where they are handed to the engine, and the end of a rank in the midst of one.
 
 use burn_ddp::Stats;
+use burn_ddp_examples::text::gpt::GptConfig;
 use burn_ddp_tests::four_models::train;
 use burn_ddp_tests::job;
 
@@ -42,6 +43,23 @@ fn a_recurrent_layer_gathers_its_weights_once_a_step() {
     let lstm = 4 * 4 * (6 * 7 + 8 * 7);
     let head = 2 * 4 * (8 * 3);
     assert_eq!(parts.gathered, lstm + head);
+}
+
+/// Burn reshapes the weight of a `Linear` for some shapes of its input, and keeps it whole until backward unless the
+/// device checkpoints gradients.
+#[test]
+fn a_transformer_with_gradient_checkpointing_gathers_each_matrix_twice() {
+    let gathered = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff().gradient_checkpointing();
+        let model = ddp.wrap_with(GptConfig::new(1, 12, 2, 7).init(&device), &sharded())?;
+        ddp.optimizer(SgdConfig::new().init(), &model)?;
+        let bytes = Tensor::<2, Int>::ones([4, 7], &device);
+        ddp.backward(&model.loss(bytes.clone(), bytes), &model)?;
+        Ok(ddp.telemetry().stats().gathered)
+    });
+    // Seven positions: eight travel. Embeddings are not needed in backward.
+    let (embeddings, matrices) = (4 * 12 * (256 + 8), 4 * (4 * 12 * 12 + 2 * 12 * 48 + 12 * 256));
+    assert_eq!(gathered.unwrap(), [embeddings + 2 * matrices; 2]);
 }
 
 #[test]

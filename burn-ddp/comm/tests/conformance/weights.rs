@@ -46,10 +46,11 @@ pub fn rows_of_unequal_weights_are_those_of_the_whole(make: Make) {
             for len in [0, 3, LONG / 7] {
                 let weights: Vec<f64> = (0..n).map(|rank| [1.5, 0.0, 0.3][rank % 3]).collect();
                 let input: Vec<f32> = samples(rank, 0, n * len);
-                let (mut whole, mut row) = (input.clone(), vec![9.0_f32; len]);
+                let (mut whole, mut row) = (input.clone(), vec![9; 4 * len]);
                 group.all_reduce_weighted(&mut whole, weights[rank]).unwrap();
-                let (sent, received) = (bytemuck::cast_slice(&input), bytemuck::cast_slice_mut(&mut row));
-                group.reduce_scatter_weighted(DType::F32, sent, received, &weights, 7).unwrap();
+                let sent: Vec<u8> = input.iter().flat_map(|x| x.to_ne_bytes()).collect();
+                group.reduce_scatter_weighted(DType::F32, &sent, &mut row, &weights, 7).unwrap();
+                let row: Vec<f32> = row.as_chunks().0.iter().map(|x| f32::from_ne_bytes(*x)).collect();
                 assert_bits(&row, |index| whole[rank * len + index], || format!("row {rank} of {n} × {len}"));
             }
             let mut row = [0; 4];
