@@ -18,6 +18,12 @@ pub(crate) struct Program {
 }
 
 impl Program {
+    /// Number that tells lists of arguments apart, the same on all machines (FNV-1a).
+    pub(crate) fn fingerprint_of_arguments(&self) -> u64 {
+        let bytes = self.args.iter().flat_map(|arg| arg.as_encoded_bytes().iter().chain(&[0]));
+        bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+    }
+
     /// The command of a rank whose pools have `threads` threads. `job` are the variables that describe the job.
     pub(crate) fn command(&self, threads: usize, job: Vec<(String, String)>, keeps_terminal: bool) -> Command {
         let mut command = Command::new(&self.program);

@@ -87,6 +87,7 @@ impl Job<'_> {
             host,
             port: *port,
             job: &job,
+            arguments: spec.compared_arguments(),
             nproc: spec.nproc,
             own_host,
             join_timeout: spec.join_timeout,
@@ -160,6 +161,7 @@ impl Job<'_> {
             nproc: self.spec.nproc,
             nnodes: 1,
             version: env!("CARGO_PKG_VERSION").into(),
+            arguments: None,
         }
     }
 

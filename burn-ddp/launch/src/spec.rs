@@ -68,6 +68,11 @@ impl JobSpec {
         }
     }
 
+    /// Fingerprint of the program's arguments, which jobs without a name of their own must have in common.
+    pub(crate) fn compared_arguments(&self) -> Option<u64> {
+        (self.meeting_id == DEFAULT_MEETING_ID).then(|| self.program.fingerprint_of_arguments())
+    }
+
     /// Refuses settings that contradict each other.
     pub(crate) fn check(&self) -> Result<(), LaunchError> {
         if !(1..=MAX_RANKS).contains(&self.nproc) {

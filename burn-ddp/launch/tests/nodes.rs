@@ -186,6 +186,7 @@ fn machines_that_do_not_fit_are_refused() {
             place.with(Launcher::new("/usr/bin/env", ["true"]), 1, 1),
             "another job or restart; this is job \"burnrun, program env\": give each job a --master-port or --rdzv-id",
         ),
+        (place.launcher(1, 1, "true # --lr 0.1"), "the program has other arguments here than on node 0 (host "),
     ];
     thread::scope(|scope| {
         let host = scope.spawn(|| first.run());
@@ -248,8 +249,8 @@ fn a_launcher_that_is_killed_is_missed_by_the_others() {
 #[test]
 fn the_first_machine_says_what_to_run_on_the_next() {
     let place = Place::new();
-    let first = Job::start(&mut place.burnrun(0, 1, "echo first"));
-    let second = Job::start(&mut place.burnrun(1, 1, "echo second"));
+    let first = Job::start(&mut place.burnrun(0, 1, "echo $BURN_DDP_NODE_RANK"));
+    let second = Job::start(&mut place.burnrun(1, 1, "echo $BURN_DDP_NODE_RANK"));
     assert_eq!(second.finish().code(), 0);
     let said = first.finish().stderr;
     let command = said.lines().find_map(|line| line.strip_prefix("burnrun: on the other machine run: ")).unwrap();
@@ -259,7 +260,7 @@ fn the_first_machine_says_what_to_run_on_the_next() {
         command,
         format!(
             "burnrun --nproc-per-node 1 --nnodes 2 --master-addr 127.0.0.1 --master-port {port} --secret-file {secret} \
-             --join-timeout 60 --peer-timeout 60 --node-rank 1 sh -c 'echo first'"
+             --join-timeout 60 --peer-timeout 60 --node-rank 1 sh -c 'echo $BURN_DDP_NODE_RANK'"
         )
     );
 }

@@ -36,6 +36,8 @@ pub(crate) struct Meet<'a> {
     pub(crate) host: &'a str,
     pub(crate) port: u16,
     pub(crate) job: &'a str,
+    /// See [`Node::arguments`].
+    pub(crate) arguments: Option<u64>,
     pub(crate) nproc: usize,
     pub(crate) own_host: String,
     pub(crate) join_timeout: Duration,
@@ -172,6 +174,7 @@ impl Meet<'_> {
             nproc: self.nproc,
             nnodes: self.nnodes,
             version: env!("CARGO_PKG_VERSION").into(),
+            arguments: self.arguments,
         };
         if hosts {
             put_new(store, &key(0), &me(0))?;
@@ -191,6 +194,12 @@ impl Meet<'_> {
             Some(format!("--nnodes {} here, but {} on node 0 (host {})", self.nnodes, first.nnodes, first.host))
         } else if first.version != env!("CARGO_PKG_VERSION") {
             Some(format!("burnrun {} here, but {} on node 0", env!("CARGO_PKG_VERSION"), first.version))
+        } else if first.arguments != self.arguments {
+            Some(format!(
+                "the program has other arguments here than on node 0 (host {}): give each job a --master-port, and \
+                 machines of one job whose arguments differ the same --rdzv-id",
+                first.host
+            ))
         } else {
             None
         };

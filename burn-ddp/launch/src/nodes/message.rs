@@ -33,6 +33,8 @@ pub(crate) struct Node {
     /// Number of launchers that it expects.
     pub(crate) nnodes: usize,
     pub(crate) version: String,
+    /// Fingerprint of the program's arguments; `None` where the job has a name of its own.
+    pub(crate) arguments: Option<u64>,
 }
 
 /// Node 0's word on a generation: the plan by which each launcher starts its ranks, or why there is nothing to start.
@@ -116,7 +118,10 @@ mod tests {
 
     #[test]
     fn ranks_are_numbered_machine_by_machine() {
-        let node = |node, nproc| Node { node, host: format!("h{node}"), pid: 1, nproc, nnodes: 3, version: "1".into() };
+        let node = |node, nproc| {
+            let (host, version) = (format!("h{node}"), "1".into());
+            Node { node, host, pid: 1, nproc, nnodes: 3, version, arguments: None }
+        };
         let nodes = vec![node(0, 2), node(1, 1), node(2, 3)];
         let start = GenerationPlan { job_id: "j".into(), job_name: "n".into(), host: "h".into(), port: 1, nodes };
         assert_eq!(start.world_size(), 6);
