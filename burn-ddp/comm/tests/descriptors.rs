@@ -4,11 +4,13 @@
 mod common;
 
 use std::fs::File;
+use std::net::TcpStream;
 use std::process::Command;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{LaunchEnv, Result, StoreServer, World};
-use common::{Process, await_go, launcher_store, options, rank_at, role, say};
+use common::{Process, await_go, launcher_store, listening, options, rank_at, role, say};
 
 /// Half of the deadline of joining and of calls.
 const AT_ONCE: Duration = Duration::from_secs(30);
@@ -82,6 +84,33 @@ fn a_soft_limit_is_raised() {
         return tell(world.group().and_then(|group| group.barrier()));
     }
     let (_store, mut ranks) = start(TEST, &["ulimit -S -n 10", "", "ulimit -S -n 10"]);
+    for rank in &mut ranks {
+        assert_eq!(rank.hear(), "fine");
+    }
+}
+
+#[test]
+fn idle_strangers_take_no_descriptors_that_a_group_needs() {
+    const TEST: &str = "idle_strangers_take_no_descriptors_that_a_group_needs";
+    if let Some((_, env)) = role() {
+        let world = World::join(&env, options()).unwrap();
+        let open = std::fs::read_dir("/proc/self/fd").unwrap().count();
+        say(&format!("{open} {}", listening()[0].port()));
+        await_go();
+        return tell(world.group().and_then(|group| group.barrier()));
+    }
+    let (_store, mut ranks) = start(TEST, &["ulimit -n 64", "ulimit -n 64"]);
+    let mut idle = Vec::new();
+    for rank in &mut ranks {
+        let said = rank.hear();
+        let (open, port) = said.split_once(' ').unwrap();
+        let (open, port): (usize, u16) = (open.parse().unwrap(), port.parse().unwrap());
+        // All that it could have.
+        idle.extend((open..64).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()));
+    }
+    // They are accepted by then, or not at all.
+    thread::sleep(Duration::from_millis(200));
+    ranks.iter_mut().for_each(Process::go);
     for rank in &mut ranks {
         assert_eq!(rank.hear(), "fine");
     }

@@ -6,9 +6,10 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, ReduceOp, StoreServer};
-use common::{FreePort, JOB, SecretFile, join_all, options, rank_of};
+use burn_ddp_comm::{JobKey, LaunchEnv, Meeting, ReduceOp, StoreServer, World};
+use common::{FreePort, JOB, PATIENCE, SecretFile, options, rank_of};
 
 /// Relays connections from `listener` to `port`; everything that both sides say.
 fn relay(listener: TcpListener, port: u16) -> Arc<Mutex<Vec<u8>>> {
@@ -36,9 +37,19 @@ fn relay(listener: TcpListener, port: u16) -> Arc<Mutex<Vec<u8>>> {
     seen
 }
 
-/// Two ranks meet, the second through the relay, and the job is done as ever.
-fn relayed(envs: [LaunchEnv; 2], seen: &Mutex<Vec<u8>>) {
-    let [first, second] = &join_all(envs.into(), &options())[..] else { unreachable!() };
+/// Two ranks meet at the store at `port`, the second through the relay, and the job is done as ever.
+fn relayed([first, second]: [LaunchEnv; 2], port: u16, seen: &Mutex<Vec<u8>>) {
+    let [first, second] = &thread::scope(|s| {
+        let first = s.spawn(|| World::join(&first, options()));
+        // Past a relay that reaches no store yet, the second rank would try the next port.
+        let begin = Instant::now();
+        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+            assert!(begin.elapsed() < PATIENCE, "no store at port {port}");
+            thread::sleep(Duration::from_millis(1));
+        }
+        let second = World::join(&second, options());
+        [first.join().unwrap(), second]
+    });
     thread::scope(|s| {
         for world in [first, second] {
             s.spawn(move || {
@@ -70,7 +81,7 @@ fn a_relay_reads_nothing() {
     let listener = fresh();
     let relayed_to = Meeting::Launcher { host: host.clone(), port: listener.local_addr().unwrap().port() };
     let seen = relay(listener, store.local_addr().port());
-    relayed([rank(0, &direct), rank(1, &relayed_to)], &seen);
+    relayed([rank(0, &direct), rank(1, &relayed_to)], store.local_addr().port(), &seen);
 
     // Rank 0's store, as plain variables say.
     let port = FreePort::reserve();
@@ -78,7 +89,7 @@ fn a_relay_reads_nothing() {
     let listener = fresh();
     let relayed_to = Meeting::Rank0 { host: host.clone(), port: listener.local_addr().unwrap().port() };
     let seen = relay(listener, port.port);
-    relayed([rank(0, &direct), rank(1, &relayed_to)], &seen);
+    relayed([rank(0, &direct), rank(1, &relayed_to)], port.port, &seen);
 
     // Rank 0's store on the first free port of many, as torchrun and Slurm say; the relay took one before it.
     let (port, listener) = loop {
@@ -89,5 +100,5 @@ fn a_relay_reads_nothing() {
     };
     let above = Meeting::Rank0Above { host, port: port.port - 2 };
     let seen = relay(listener, port.port);
-    relayed([rank(0, &above), rank(1, &above)], &seen);
+    relayed([rank(0, &above), rank(1, &above)], port.port, &seen);
 }

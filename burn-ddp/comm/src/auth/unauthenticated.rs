@@ -1,9 +1,10 @@
 //! Accepted connections without a proof yet, called strangers, and their limits.
 //!
 //! A stranger costs a socket and [`OPENING_BYTES`] bytes for at most [`HANDSHAKE_DEADLINE`], and there are at most
-//! [`STRANGERS_CAP`]. If they are too many, the source with most of them loses its places first: no source has more
-//! than [`SOURCE_CAP`], and its oldest is closed, but none before [`GRACE`], in which an honest peer is done. A
-//! connection that finds no place is closed; the peer tries again.
+//! [`STRANGERS_CAP`], or fewer where that is more than a quarter of the process's descriptors. If they are too many,
+//! the source with most of them loses its places first: no source has more than [`SOURCE_CAP`], and its oldest is
+//! closed, but none before [`GRACE`], in which an honest peer is done. A connection that finds no place is closed; the
+//! peer tries again.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::IpAddr;
@@ -16,6 +17,7 @@ use super::handshake::{Answer, Greeting, HANDSHAKE_DEADLINE, OPENING_BYTES, Open
 use super::key::Key;
 use super::secure_stream::SecureStream;
 use crate::auth::job_key::JobTag;
+use crate::net::descriptors;
 
 /// Most strangers at a time.
 const STRANGERS_CAP: usize = 256;
@@ -27,6 +29,8 @@ const GRACE: Duration = Duration::from_millis(200);
 /// The strangers of one listener.
 pub(crate) struct Strangers {
     role: Role,
+    /// Most of them at a time, and from one source.
+    caps: [usize; 2],
     /// In the order they came.
     all: Vec<Stranger>,
 }
@@ -49,7 +53,9 @@ pub(crate) struct Introduced {
 
 impl Strangers {
     pub(crate) fn new(role: Role) -> Self {
-        Self { role, all: Vec::new() }
+        // The process needs its descriptors for more than strangers.
+        let quarter = descriptors::limit().map_or(STRANGERS_CAP, |limit| (limit / 4) as usize).clamp(1, STRANGERS_CAP);
+        Self { role, caps: [quarter, (quarter * SOURCE_CAP).div_ceil(STRANGERS_CAP)], all: Vec::new() }
     }
 
     /// Adds a fresh connection, or closes it for want of places.
@@ -57,10 +63,11 @@ impl Strangers {
         let source = source.map(network);
         let now = Instant::now();
         let from_there = self.all.iter().filter(|stranger| stranger.source == source).count();
-        if from_there >= SOURCE_CAP && !self.evict(source, now) {
+        let [cap, source_cap] = self.caps;
+        if from_there >= source_cap && !self.evict(source, now) {
             return;
         }
-        if self.all.len() >= STRANGERS_CAP && !self.evict(self.most_frequent(), now) {
+        if self.all.len() >= cap && !self.evict(self.most_frequent(), now) {
             return;
         }
         match Stranger::greet(socket, source, self.role, now) {

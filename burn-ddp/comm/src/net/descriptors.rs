@@ -27,6 +27,11 @@ fn comfortable(world_size: usize) -> u64 {
     PROGRAM + RANK + 2 * GROUPS + (world_size as u64 - 1) * (CONTROL + GROUPS)
 }
 
+/// Descriptors that this process may have; `None` if any number.
+pub(crate) fn limit() -> Option<u64> {
+    getrlimit(Resource::Nofile).current
+}
+
 /// Raises the limit of this process as far as it may.
 pub(crate) fn raise_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
@@ -49,7 +54,7 @@ pub(crate) struct Room {
 impl Room {
     /// Of this process, which serves the store to this many ranks.
     pub(crate) fn here(served: usize) -> Room {
-        let limit = getrlimit(Resource::Nofile).current;
+        let limit = limit();
         let open = std::fs::read_dir("/proc/self/fd").map_or(0, |open| open.count() as u64);
         Room { limit, taken: open + served as u64 }
     }
