@@ -29,14 +29,14 @@ engine=$BURN_DDP_ENGINE
 export BURN_DDP_SHARE_DEVICES=1 NCCL_MULTI_RANK_GPU_ENABLE=1
 [ -e libnccl.so.2 ] && export BURN_DDP_NCCL=$PWD/libnccl.so.2
 
-# The programs are one file. Its names are hard links, since ranks are started by the name of the running file.
+# The programs are one file, which looks at its name. Copies, since programs start ranks by the path of their own file.
 for program in burnrun burn-ddp-bench mnist nccl_check rank resnet; do
-  ln -f burn-ddp-gpu-kit "$program" 2>/dev/null || cp -f burn-ddp-gpu-kit "$program"
+  [ "$program" -nt burn-ddp-gpu-kit ] || cp -f burn-ddp-gpu-kit "$program"
 done
 
 # CubeCL compiles kernels by NVRTC, with CUDA's headers: in an installed CUDA, or in pip's packages.
 python=${KIT_PYTHON:-python3}
-wheels=$("$python" -c 'import nvidia; print(*nvidia.__path__)' 2>/dev/null)
+wheels=$("$python" -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null)
 nvcc=$(dirname "$(dirname "$(command -v nvcc || echo /-/-)")")
 for cuda in ${CUDA_PATH:-} /usr/local/cuda "$nvcc" /opt/cuda ${wheels:+"$wheels/cu13" "$wheels/cuda_runtime"}; do
   [ -e "$cuda/include/cuda_fp16.h" ] && { export CUDA_PATH=$cuda; break; }
@@ -49,6 +49,7 @@ for nvrtc in \
   LD_LIBRARY_PATH=$PWD/lib:$(dirname "$nvrtc")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   break
 done
+[ -d /usr/local/nvidia/bin ] && PATH=$PATH:/usr/local/nvidia/bin
 [ -d /usr/local/nvidia/lib64 ] && LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/usr/local/nvidia/lib64
 export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}
 

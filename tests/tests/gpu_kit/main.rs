@@ -1,7 +1,7 @@
 //! The program that `gpu/build.sh` packs: all that `gpu/run.sh` runs on a machine with GPUs, in one, since Burn for
 //! CUDA is large.
 //!
-//! Under the name of a program (a hard link) it is that program; under its own name it is the suites below, with
+//! Under the name of a program it is that program; under its own name it is the suites below, with
 //! libtest's options.
 #![deny(unsafe_code)]
 
