@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
 # Packs what `run.sh` needs on a machine with NVIDIA GPUs, which has no Rust: `tests/gpu/build.sh [--llvm]` writes
-# target/gpu-kit/burn-ddp-gpu-kit.tar.xz, at most 60 MiB. See README.md.
+# target/gpu/burn-ddp-gpu-kit.tar.xz, at most 60 MiB. See README.md.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 nccl=2.30.3
 arch=${KIT_ARCH:-90} # of the GPUs: 90 are H100 and H200, 80 is A100
 target=$PWD/target
 case ${CARGO_TARGET_DIR:-} in '') ;; /*) target=$CARGO_TARGET_DIR ;; *) target=$PWD/$CARGO_TARGET_DIR ;; esac
-dir=$target/gpu-kit-files
-pack=$target/gpu-kit
-rm -rf "$dir" "$pack"
-mkdir -p "$dir" "$pack"
+pack=$target/gpu
+dir=$pack/files
+rm -rf "$pack"
+mkdir -p "$dir"
 
 features=burn-ddp-tests/gpu-kit,burn-ddp-tests/nccl
 case ${1:-} in
   --llvm) ;; # CubeCL downloads its LLVM
   '')
     export XDG_DATA_HOME=$target/gpu-kit-llvm
-    [ -d "$XDG_DATA_HOME" ] || tests/gpu/llvm_stand_in.sh
+    tests/gpu/llvm_stand_in.sh
     features+=,burn-ddp-tests/nvrtc
     ;;
   *) echo "usage: $0 [--llvm]" >&2; exit 2 ;;

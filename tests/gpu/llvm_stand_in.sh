@@ -15,6 +15,8 @@ llvm_sys=$(crate llvm-sys)
 bundler=$(crate tracel-llvm-bundler)
 [ -n "$llvm_sys" ] && [ -n "$bundler" ] || { echo "$0: CubeCL does not use llvm-sys and tracel-llvm-bundler any more" >&2; exit 1; }
 dir=${XDG_DATA_HOME:?name a folder for the stand-in: XDG_DATA_HOME=DIR $0}/tracel/tracel-llvm-${bundler##*-bundler-}
+# Made once: cargo would build anew what depends on it.
+[ -e "$dir/.tracel-llvm-installed" ] && exit
 rm -rf "$dir"
 mkdir -p "$dir"/{bin,lib,include/llvm-c,include/llvm/{Bitcode,IR,Linker,Support}}
 
@@ -99,4 +101,3 @@ esac
 C
 chmod +x "$dir/bin/llvm-config"
 touch "$dir/.tracel-llvm-installed"
-echo "$dir"

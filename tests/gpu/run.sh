@@ -127,8 +127,8 @@ done
 # g: a rank that dies, stops or lags while NCCL's kernels run: the error, its delay, and the end of the kernels. Then in training.
 export BURN_DDP_TIMEOUT=10 BURN_DDP_HEARTBEAT=0.5 BURN_DDP_PEER_TIMEOUT=5
 for cause in kill stop lag; do check g "nccl-$cause" 45 "the device is idle" ./run.sh ranks 2 ./nccl_check --fault $cause; done
-check g train-kill 45 "^error after" bash -c './run.sh ranks 2 ./rank kill; [ $? = 1 ]'
-check g train-stop 45 "ERROR [0-9]" bash -c './rank fault 2 1 backward stop; [ $? != 0 ]'
+check g train-kill 45 "^error after .*: rank 1 " bash -c './run.sh ranks 2 ./rank kill; [ $? = 1 ]'
+check g train-stop 45 "^ERROR [0-9]+ rank 1 " bash -c './rank fault 2 1 backward stop; [ $? != 0 ]'
 export BURN_DDP_TIMEOUT=60
 unset BURN_DDP_HEARTBEAT BURN_DDP_PEER_TIMEOUT
 suite g train-more 90 processes::a_dead processes::a_panic processes::models_that_differ
