@@ -134,10 +134,10 @@ unset BURN_DDP_HEARTBEAT BURN_DDP_PEER_TIMEOUT
 suite g train-more 90 processes::a_dead processes::a_panic processes::models_that_differ
 
 # h: whole trainings, one with a timeline.
-check h timeline 90 "[0-9] %|buckets" bash -c 'rm -f out/timeline.json
+check h timeline 90 "rank 0\] +[0-9]+ +[0-9]|buckets in" bash -c 'rm -f out/timeline.json
   ./burnrun -n 2 --timeline out/timeline.json ./mnist --epochs 1 --summary out/mnist.json &&
   echo "buckets in the timeline: $(grep -o "\"bucket [0-9]*\"" out/timeline.json | wc -l)"'
-check h resnet 90 "[0-9] %" ./burnrun -n 2 ./resnet --data synthetic --epochs 1 --summary out/resnet.json
+check h resnet 90 "rank 0\] +[0-9]+ +[0-9]" ./burnrun -n 2 ./resnet --data synthetic --epochs 1 --summary out/resnet.json
 
 {
   printf '%s\n\n' "${shown[@]}"
