@@ -1,8 +1,9 @@
 //! Every fault in every phase, with real processes under a launcher: nobody hangs, the culprit is named in time,
 //! nothing stays behind.
 //!
-//! `BURN_DDP_SOAK=SECONDS cargo test --test faults -- --ignored --nocapture soak` draws cause, phase, engine and
-//! placement at random; `BURN_DDP_SOAK_SEED` repeats a run. Elsewhere the engine is that of `BURN_DDP_ENGINE`.
+//! `BURN_DDP_SOAK=SECONDS cargo test --test faults -- --ignored --nocapture soak` draws cause, phase, engine,
+//! placement and encryption at random; `BURN_DDP_SOAK_SEED` repeats a run. Elsewhere the engine is that of
+//! `BURN_DDP_ENGINE`.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
@@ -34,6 +35,8 @@ struct Case<'a> {
     /// Instead of that of the environment.
     engine: Option<&'a str>,
     placement: Placement,
+    /// Data between processes are encrypted.
+    encrypted: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +74,7 @@ impl Job {
             Placement::OneCore => drop(command.args(["-c", "0", program])),
         }
         command.envs(case.engine.map(|engine| ("BURN_DDP_ENGINE", engine)));
+        command.envs(case.encrypted.then_some(("BURN_DDP_ENCRYPT", "data")));
         let mut launcher = command
             .args(["fault", &case.world.to_string(), &case.victim.to_string(), case.phase, cause])
             .env("TMPDIR", temp.path())
@@ -216,7 +220,8 @@ fn launcher_dies(case: Case<'_>) -> Result<(), String> {
 
 /// A fault in each phase.
 fn in_every_phase(cause: &str) {
-    let case = |phase| Case { world: 3, victim: 1, phase, cause, engine: None, placement: Placement::OneMachine };
+    let (engine, placement) = (None, Placement::OneMachine);
+    let case = |phase| Case { world: 3, victim: 1, phase, cause, engine, placement, encrypted: false };
     let problems: Vec<String> = PHASES.iter().filter_map(|phase| try_case(case(phase)).err()).collect();
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
@@ -314,9 +319,11 @@ fn soak() {
             // `None`: as chosen for each group.
             engine: (below(3) > 0).then_some(engine),
             placement,
+            encrypted: below(2) == 0,
         };
-        let Case { phase, cause, .. } = case;
-        for drawn in [format!("{cause} in {phase}"), format!("{placement:?}, engine {:?}", case.engine)] {
+        let Case { phase, cause, engine, encrypted, .. } = case;
+        for drawn in [format!("{cause} in {phase}"), format!("{placement:?}, engine {engine:?}, encrypted {encrypted}")]
+        {
             *counts.entry(drawn).or_insert(0_usize) += 1;
         }
         if let Err(problem) = try_case(case) {
