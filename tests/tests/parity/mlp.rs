@@ -66,12 +66,12 @@ enum Optimizer {
 
 impl Optimizer {
     fn init(&self) -> ModuleOptimizer {
-        match self {
-            &Optimizer::Momentum { momentum } => {
+        match *self {
+            Optimizer::Momentum { momentum } => {
                 let momentum = MomentumConfig { momentum, dampening: 0.0, nesterov: false };
                 SgdConfig::new().with_momentum(Some(momentum)).init()
             }
-            &Optimizer::Adam { betas, epsilon } => {
+            Optimizer::Adam { betas, epsilon } => {
                 AdamConfig::new().with_beta_1(betas[0]).with_beta_2(betas[1]).with_epsilon(epsilon).init()
             }
         }
