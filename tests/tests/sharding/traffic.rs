@@ -70,8 +70,8 @@ fn the_end_of_a_rank_in_a_gather_or_a_scatter_is_an_error_on_the_others() {
             let said = job::stdout(&ranks[rank]);
             let (ms, error) = said.trim().split_once(' ').unwrap_or_else(|| panic!("{moment}: {said:?}"));
             assert!(error.contains("rank 1"), "{moment}: {error}");
-            // The deadline of a call is 20 s.
-            assert!(ms.parse::<u64>().unwrap() < 15_000, "{moment}: {said}");
+            // The deadline of a call is 60 s.
+            assert!(ms.parse::<u64>().unwrap() < 30_000, "{moment}: {said}");
         }
     }
 }

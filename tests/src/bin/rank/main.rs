@@ -29,7 +29,7 @@ pub(crate) fn main() -> anyhow::Result<()> {
         return Ok(());
     }
     let mut options = WorldOptions::from_env()?;
-    options.timeout = Duration::from_secs(20);
+    options.timeout = Duration::from_secs(if scenario == "bits-kill" { 60 } else { 20 });
     if scenario == "parts" {
         options.engine = match std::env::args().nth(2).as_deref() {
             Some("tcp") => Some(EngineChoice::Tcp),
