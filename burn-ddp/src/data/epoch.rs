@@ -224,10 +224,12 @@ impl<O: Send + 'static> Epoch<O> {
             None => format!("loader {id} ({steps} steps)"),
         };
         let (ddp, track) = (self.loader.ddp(), self.track());
-        // If the last batch had no backward, that may follow: the batch was taken out of its epoch.
+        // The last batch may have had no backward here; then the others may be waiting in theirs. Of a single batch the
+        // backward may follow: `loader.iter().next()` takes it out of its epoch.
         let used = ddp.state().batch_weight.used(track).unwrap_or(begin);
-        if used.max(begin) == reached {
-            ddp.world().stop_with_next_call(track.backwards(), reached, &name);
+        if used < reached && self.reached > 1 {
+            let unused = format!("{name}, with a batch read but no backward");
+            ddp.world().stop_with_next_call(track.backwards(), used.max(begin), &unused);
         }
         ddp.world().stop_with_next_call(track, reached, &name);
     }

@@ -222,10 +222,11 @@ impl<I: Clone + Send + 'static, O: Send + 'static> Drop for StreamEpoch<I, O> {
         if let (Ok(begin), Ok(reached)) = (self.at(0), self.at(self.taken.steps)) {
             let (inner, track) = (self.loader.inner(), self.track());
             let name = format!("streaming loader {}", inner.id);
-            // If the last batch had no backward, that may follow.
+            // As in other loaders: the backward of a single batch may follow.
             let used = inner.ddp.state().batch_weight.used(track).unwrap_or(begin);
-            if used.max(begin) == reached {
-                inner.ddp.world().stop_with_next_call(track.backwards(), reached, &name);
+            if used < reached && self.taken.steps > 1 {
+                let unused = format!("{name}, with a batch read but no backward");
+                inner.ddp.world().stop_with_next_call(track.backwards(), used.max(begin), &unused);
             }
             inner.ddp.world().stop_with_next_call(track, reached, &name);
         }
