@@ -31,13 +31,13 @@ struct Inner {
     before_averages: u32,
     /// Gradients were averaged: in a backward of a wrapped model, or in front of an optimizer.
     averages: bool,
-    /// By loader: batches of its epoch in place of which the next was handed out before they had a backward.
+    /// Number of batches of a loader's epoch that had no backward before the next one was handed out.
     passed_over: BTreeMap<LoaderKey, u64>,
-    /// Whether batches are read ahead of their backwards.
+    /// Evidence that batches are read ahead of their backwards.
     read_ahead: ReadAhead,
 }
 
-/// Whether a loop takes each batch before the backward of the one before, as `peekable` does.
+/// Evidence that a loop takes each batch before the backward of the one before, as `peekable` does.
 #[derive(Debug, Default, PartialEq)]
 enum ReadAhead {
     #[default]

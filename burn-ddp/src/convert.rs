@@ -100,7 +100,7 @@ mod tests {
         norm: BatchNorm,
     }
 
-    /// What a rank passes to a call.
+    /// Arguments of a rank's call.
     struct Given<'a> {
         ddp: &'a Ddp,
         /// A file or directory to be.

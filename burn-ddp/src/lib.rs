@@ -57,7 +57,7 @@
 //! | [`comm`] | the layer below: worlds, process groups, collectives on slices; knows nothing of Burn |
 //! | [`Error`] | what can go wrong |
 //!
-//! The repository's `docs/` has a quickstart, errors, architecture and numerics.
+//! The repository's `docs/` has a quickstart, error messages, models and numerics, and the architecture.
 #![deny(unsafe_code)]
 // Burn deprecates these backends; they are still supported.
 #![cfg_attr(any(feature = "ndarray", feature = "tch"), allow(deprecated))]

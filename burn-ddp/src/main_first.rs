@@ -15,7 +15,7 @@ const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
 /// Time after which a rank logs that it is still at work; again after twice the time, and so on.
 const SLOW: Duration = Duration::from_secs(30);
 
-/// What the ranks tell each other, round after round, until none is at work.
+/// Message of a rank to all, round after round, until none is at work.
 #[derive(Serialize, Deserialize)]
 enum Sign<S> {
     AtWork,
@@ -163,7 +163,7 @@ fn give_signs_of_life<S: Serialize + DeserializeOwned>(
     }
 }
 
-/// What each rank passes, by rank, once no rank is [`at_work`]. *Collective*.
+/// The values that ranks pass, by rank, once no rank is [`at_work`]. *Collective*.
 #[track_caller]
 fn outcomes<S: Serialize + DeserializeOwned>(group: &ProcessGroup, mine: S) -> Result<Vec<S>> {
     let mine = Sign::Done(mine);

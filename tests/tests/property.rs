@@ -1,8 +1,8 @@
 //! Random small models, trained by random programs on random worlds, against one rank with the whole batch.
 //!
-//! A case is a number. `cargo test -p burn-ddp-tests --test property` runs some hundred of them;
-//! `cargo test -p burn-ddp-tests --test property -- --ignored ten_thousand` runs 10,000, and
-//! `BURN_DDP_CASE=123 cargo test -p burn-ddp-tests --test property one` a single one again.
+//! A case is a number. `cargo test --test property` runs some hundred of them;
+//! `cargo test --test property -- --ignored ten_thousand` runs 10,000, and
+//! `BURN_DDP_CASE=123 cargo test --test property one` a single one again.
 
 use std::collections::BTreeSet;
 use std::process::Command;

@@ -1,7 +1,7 @@
 //! A rank that says who it is: to try a launcher without anything to train.
 //!
 //! ```text
-//! cargo build -p burn-ddp-comm --example hello
+//! cargo build --example hello
 //! burnrun -n 4 target/debug/examples/hello
 //! mpirun -n 4 target/debug/examples/hello --steps 100
 //! ```

@@ -98,7 +98,7 @@ pub enum Error {
     OutOfStep {
         /// The track of both.
         track: Track,
-        /// The stopped rank's name for it.
+        /// Name of what was stopped, given by the rank that stopped, such as `loader 0 (10 steps)`.
         what: String,
         /// The rank that stopped.
         stopped: Box<PeerInfo>,
@@ -114,7 +114,7 @@ pub enum Error {
     /// An argument that no rank can use. All ranks see it alike, so the group stays usable.
     #[error("{message}{}", within(.during))]
     InvalidArgument {
-        /// What is wrong, and what to do.
+        /// The problem and its remedy.
         message: String,
         /// The rank that passed it, if a single one did.
         rank: Option<usize>,
@@ -138,13 +138,13 @@ pub enum Error {
     /// Variables, addresses or ports that cannot be used.
     #[error("{message}")]
     Environment {
-        /// What is wrong, and what to do.
+        /// The problem and its remedy.
         message: String,
     },
     /// The rendezvous store refused or could not be reached.
     #[error("store: {message}")]
     Store {
-        /// What is wrong.
+        /// The problem.
         message: String,
     },
     /// A key did not appear in the rendezvous store in time.

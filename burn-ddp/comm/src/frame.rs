@@ -52,7 +52,7 @@ pub struct Header {
     pub info: CallInfo,
     /// The sender.
     pub from: usize,
-    /// Which of the call's exchanges this is.
+    /// Number of the exchange in its call.
     pub stage: u8,
     /// The sender's weight.
     pub weight: f64,

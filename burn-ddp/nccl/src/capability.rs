@@ -69,7 +69,7 @@ impl RankInfo {
     }
 }
 
-/// How a world reduces elements on its devices.
+/// The way in which a world reduces elements on its devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
     /// By NCCL.

@@ -42,7 +42,7 @@ pub(super) fn is_trained<M: Module>(model: &M, schema: &Schema) -> bool {
     schema.entries.iter().any(|entry| entry.trainable) && model.devices().iter().any(Device::is_autodiff)
 }
 
-/// What the ranks hold for these wrapped models; `None` if no rank holds anything. *Collective*.
+/// Micro-batches and sums that the ranks hold for these wrapped models; `None` if no rank holds any. *Collective*.
 #[track_caller]
 pub(super) fn of(group: &ProcessGroup, models: &[Arc<WrappedModel>]) -> Result<Option<HeldGradients>> {
     let own: Vec<_> = models.iter().map(|model| model.held()).collect();
@@ -193,7 +193,9 @@ pub(super) fn load(
             bytes = file.tensor(name)?.into_bytes().to_vec();
             match bytes.len() == sum.len_bytes() {
                 true => Ok(()),
-                false => Err(format!("has {} bytes of {name}, and not {}", bytes.len(), sum.len_bytes())),
+                false => {
+                    Err(format!("has {} bytes for gradient {name}, and {} were expected", bytes.len(), sum.len_bytes()))
+                }
             }
         })?;
         let to = sum.holder % world;

@@ -2,7 +2,7 @@
 
 use super::manifest::Manifest;
 
-/// Whether the lowest or the highest value of a metric is the best.
+/// Direction of a metric: its lowest or its highest value is the best.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Best {
     /// As of a loss.

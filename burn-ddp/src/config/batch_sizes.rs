@@ -40,7 +40,8 @@ impl DdpConfig {
             let product = factors.iter().try_fold(1_usize, |product, factor| product.checked_mul(*factor));
             product.filter(|product| *product > 0).ok_or_else(|| {
                 Error::invalid(format!(
-                    "micro_batch × accumulation × world is a number of items, and {factors:?} multiply to none"
+                    "micro_batch, accumulation and the world size must each be at least 1, with a product that fits \
+                     into a number: they are {factors:?}"
                 ))
             })
         };

@@ -188,7 +188,7 @@ fn the_missing_size_follows_and_what_does_not_fit_is_refused() {
         (128, 0, 2, 3, "train_batch 128 does not divide by accumulation 2 × world 3 = 6"),
         (128, 0, 0, 3, "train_batch 128 does not divide by accumulation 1 × world 3 = 3"),
         (0, 0, 2, 3, "the config says neither train_batch nor micro_batch"),
-        (0, usize::MAX, 2, 3, "multiply to none"),
+        (0, usize::MAX, 2, 3, "must each be at least 1"),
     ] {
         let error = of(train, micro, accumulation, world).unwrap_err();
         assert!(error.contains(reason), "{error}");

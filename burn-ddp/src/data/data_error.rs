@@ -82,7 +82,7 @@ pub enum DataError {
     /// A sampler that gives no order of the dataset.
     #[error("the sampler gives no order of the dataset: {reason}")]
     Sampler {
-        /// What is wrong with the weights or the order.
+        /// The problem with the weights or the order.
         reason: String,
     },
     /// A slice that is not within the loader's dataset.
@@ -124,7 +124,7 @@ pub enum DataError {
          resume with the dataset and the shuffle seed that it was saved with"
     )]
     PositionMismatch {
-        /// What differs, with both values.
+        /// The setting that differs, with both values.
         difference: String,
     },
 

@@ -1,4 +1,4 @@
-//! Where a training loader is: the epoch that comes next, and how much of the present one was handed out.
+//! Position of a training loader: the epoch that comes next, and how much of the present one was handed out.
 
 /// Epochs begun so far, and items consumed of the present one. Changes when an epoch begins, with each batch, and by
 /// `set_epoch` and `resume`.

@@ -141,7 +141,7 @@ pub(super) enum Order {
     Shuffled {
         seed: u64,
     },
-    /// Of a dataset with this number of items.
+    /// A shuffle of a dataset with this number of items.
     Sampled {
         sampler: Arc<dyn Sampler>,
         dataset: usize,

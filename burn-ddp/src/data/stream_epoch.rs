@@ -27,7 +27,7 @@ pub struct StreamEpoch<I: Clone + Send + 'static, O: Send + 'static> {
     batches: BatchStream<Portion<O>>,
     /// Worker of the first batch of this pass.
     first_turn: usize,
-    /// What was handed out, including an interrupted run before.
+    /// Batches that were handed out, including those of an interrupted run before.
     taken: Taken,
     /// Parts that ended, one after the other, since the last batch.
     ended: usize,

@@ -192,7 +192,7 @@ struct Cursor {
     begun: u32,
 }
 
-/// What a rank has taken of an epoch.
+/// Batches of an epoch that a rank has taken.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Taken {
     /// Steps, the same on every rank.

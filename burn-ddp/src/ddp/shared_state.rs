@@ -31,7 +31,7 @@ pub(crate) struct SharedState {
     graph_group: Mutex<Option<Arc<ProcessGroup>>>,
     /// Number of loaders built so far.
     loaders: AtomicU32,
-    /// Shared by all handles of this rank.
+    /// State of the rank (seed, device, checkpoint directories), shared by the handles of all its parts of the job.
     of_rank: Arc<RankState>,
     /// Group of the metrics of Burn's trainer, which reduces them on a thread of its own. Made when a training begins.
     #[cfg(feature = "train")]

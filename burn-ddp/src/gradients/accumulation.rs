@@ -16,7 +16,7 @@ pub enum GradientReduction {
     Sum,
 }
 
-/// When the gradients of a backward, and those held of earlier ones, are reduced.
+/// Time at which the gradients of a backward, and those held of earlier ones, are reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Boundary {
     /// At its end, if it is the last micro-batch of a step by their number.

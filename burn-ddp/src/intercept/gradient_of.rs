@@ -6,7 +6,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Gradients, Tensor};
 
 use super::model_walk::{AtTap, walk};
-use super::tap::Tap;
+use super::parameter_tap::Tap;
 use super::unused_parameter_averages::Found;
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::ddp::Ddp;

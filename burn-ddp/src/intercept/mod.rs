@@ -2,7 +2,7 @@
 //!
 //! | step | file |
 //! |---|---|
-//! | a parameter is read | `tap`, `nodes` (what goes into the graph), `parameter_read`, `depth_ladder` |
+//! | a parameter is read | `parameter_tap`, `nodes` (what goes into the graph), `parameter_read`, `depth_ladder` |
 //! | its gradient comes | `hook`, `begin_and_submit` (first hook to first gate) |
 //! | averages go onto leaves | `gate`; of parameters that this rank did not use: `unused_parameters`, `unused_parameter_averages`, `shown_average`, `tied_clones` |
 //! | state | `open_model`, `wrapped_model` (of all copies), `model_state` (in tensors of the backend), `synced_statistics` |
@@ -28,13 +28,13 @@ mod open_model;
 mod pair;
 mod param_mappers;
 mod parameter_read;
+mod parameter_tap;
 mod same_gradients;
 mod shadow_collectives;
 mod shard;
 mod short_steps;
 mod shown_average;
 mod synced_statistics;
-mod tap;
 mod tap_and_replica_checks;
 mod tap_bypass;
 #[cfg(all(test, feature = "flex"))]
@@ -51,12 +51,12 @@ pub use model_state::ModelOpening;
 pub(crate) use model_walk::{TAP_NAME, find, read_all, taps};
 pub use nodes::DdpBackend;
 pub(crate) use open_model::open_model;
+pub(crate) use parameter_tap::Tap;
 pub(crate) use shard::{
     Part, Rows, ShardedParameter, cut, parts, refuse_sharded, sharded_parameters, sharded_paths, sums_over_parts,
     tell_peers_of_parts, whole,
 };
 pub(crate) use synced_statistics::SyncedStatistics;
-pub(crate) use tap::Tap;
 pub(crate) use tap_bypass::bypass;
 pub(crate) use unused_parameters::MAX_DIMS;
 pub use wrapped_model::TapHandle;

@@ -37,7 +37,7 @@ enum LastShort {
     Miscounted,
 }
 
-/// What the beginning of a backward shows.
+/// Findings at the beginning of a backward.
 #[derive(Debug, PartialEq)]
 pub(super) enum Finding {
     Nothing,

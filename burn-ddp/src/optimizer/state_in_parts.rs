@@ -52,7 +52,7 @@ impl<'a> StateInParts<'a> {
                 if stored.dims != part.own_dims() {
                     let (dims, own) = (&stored.dims, part.own_dims());
                     return Err(format!(
-                        "{field} of {path} is {dims:?}, but this rank's part of the parameter {own:?}"
+                        "{field} of {path} has shape {dims:?}, but this rank's part of the parameter has shape {own:?}"
                     ));
                 }
                 stored.dims = part.dims().to_vec();

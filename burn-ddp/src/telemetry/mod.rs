@@ -1,4 +1,4 @@
-//! Where the time of steps goes: counted on each rank, compared between ranks.
+//! The time of steps by what it was spent on: counted on each rank, compared between ranks.
 
 mod event_record;
 #[cfg(test)]

@@ -9,7 +9,7 @@ use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::Schema;
 use crate::{Error, Result};
 
-/// What each rank holds of the model.
+/// Share of the model that each rank holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Sharding {

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use burn_ddp_comm::{DType, LaunchEnv, ProcessGroup, ReduceOp, SharedBuffer, SharedView, World, WorldOptions};
 
-use super::{BufferKind, Workload, random_collectives};
+use super::{BufferKind, Workload, determinism_digest};
 use crate::values;
 
 /// The variable that forces an engine.
@@ -108,6 +108,6 @@ impl Workload for EngineRank {
 
     fn digest(&mut self, run: u64, pause_us: u64) -> Result<u64> {
         let group = self.world.group()?;
-        random_collectives::digest(&group, self.dtype, self.kind, run, pause_us)
+        determinism_digest::digest(&group, self.dtype, self.kind, run, pause_us)
     }
 }

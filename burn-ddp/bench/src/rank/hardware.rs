@@ -70,8 +70,9 @@ impl Workload for Cacheline {
     }
 }
 
-/// The work of a whole all-reduce through shared memory, evenly spread over the cores, without waits: per
-/// rank the sum of its slice over all inputs, and for buffers outside the arena a copy in and a copy out.
+/// Lower bound of an all-reduce through shared memory: one process per core does the sums and copies of all ranks,
+/// without waits. Per rank that is the sum of its slice over all inputs, and for buffers outside the arena a copy in
+/// and one out.
 pub(super) struct Floor {
     meeting: Meeting,
     world: usize,

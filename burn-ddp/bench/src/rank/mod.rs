@@ -1,8 +1,8 @@
 //! A rank of one of our contenders: a process (or, for the engine `threads`, a thread) that does what the driver says.
 
+mod determinism_digest;
 mod engine_rank;
 mod hardware;
-mod random_collectives;
 mod socket_limit;
 #[cfg(feature = "burn")]
 mod train;

@@ -159,14 +159,14 @@ impl Stranger {
         match opening.check() {
             Ok(()) => Some(Introduced { socket, greeting, opening }),
             Err(foreign) => {
-                tracing::debug!(?foreign, "a stranger was turned away");
+                tracing::debug!(?foreign, "refused an unauthenticated connection");
                 None
             }
         }
     }
 
     fn turn_away(self, cause: &str) {
-        tracing::debug!(from = ?self.source, cause, "a stranger was turned away");
+        tracing::debug!(from = ?self.source, cause, "refused an unauthenticated connection");
     }
 }
 

@@ -1,4 +1,4 @@
-//! Who takes part in a world, who is alive, and the first thing that went wrong.
+//! Ranks of a world: their identities, signs of life, and the first failure.
 //!
 //! | part of it | file |
 //! |---|---|

@@ -70,7 +70,7 @@ impl Routes {
     }
 
     /// Origins on this machine, each with the neighbour to which this rank sends their messages since `gone` has left.
-    /// What they sent before may have been lost with `gone`.
+    /// Messages that they sent before may have been lost with `gone`.
     pub(crate) fn inherited(&self, gone: usize, left: impl Fn(usize) -> bool) -> Vec<(usize, usize)> {
         let before = |rank: usize| rank != gone && left(rank);
         let here = self.machines.machine_of(self.rank);

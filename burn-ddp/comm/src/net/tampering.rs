@@ -27,7 +27,7 @@ const HANDSHAKE: [usize; 2] = [84, 48 + 256];
 const CLIENT: usize = 0;
 const LISTENER: usize = 1;
 
-/// What a relay does to the bytes of one side.
+/// Change that a relay makes to the bytes of one side.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Tamper {
     Nothing,
@@ -165,7 +165,7 @@ impl Shared {
     }
 }
 
-/// What an honest client does through the relay, and what it got.
+/// An honest client's calls through the relay, and their results.
 fn use_store(relay: &Relay, job: &JobKey, key: &str, patience: Duration) -> Result<Vec<u8>> {
     let store = StoreClient::connect(&relay.address.to_string(), job, patience)?.answer_within(patience);
     store.set(key, b"the value")?;
@@ -425,7 +425,7 @@ fn with_data_relayed(encrypt_data: bool) -> (Relay, [World; 2]) {
 
 const DATA: [i64; 64] = [i64::from_le_bytes(*b"gradient"); 64];
 
-/// What each rank gets: the sum of small data and of large ones.
+/// Results of each rank: the sum of small data and of large ones.
 fn sums(worlds: [World; 2]) -> [Result<()>; 2] {
     let rank_main = |world: World| {
         let group = world.group()?;

@@ -50,7 +50,7 @@ pub(crate) struct WireReader {
     number: u64,
     /// The incomplete record, length included.
     record: Vec<u8>,
-    /// What the last record said.
+    /// First byte of the last record.
     opened: Vec<u8>,
     /// The incomplete message.
     message: Vec<u8>,

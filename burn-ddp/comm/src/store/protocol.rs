@@ -69,7 +69,7 @@ mod tests {
     }
 
     proptest! {
-        /// What clients send is refused or understood, and nothing else.
+        /// Any message of a client is understood or refused.
         #[test]
         fn any_bytes_are_refused_or_are_a_message(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             if let Ok(request) = postcard::from_bytes::<Request>(&bytes) {

@@ -4,7 +4,7 @@ use burn_ddp_comm::{ProcessGroup, ReduceOp};
 use half::{bf16, f16};
 
 use crate::harness::{Make, WORLDS, groups};
-use crate::values::{Sample, assert_bits, for_each_dtype, ops, samples};
+use crate::reference_values::{Sample, assert_bits, for_each_dtype, ops, samples};
 
 /// Enough to be cut in slices for any world, and not to divide.
 pub const LONG: usize = 65_537;

@@ -9,7 +9,7 @@ use burn_ddp_comm::{Error, ReduceOp, WorldOptions};
 use crate::harness::{
     AT_ONCE, Make, Together, WORLDS, at_once, fatal, groups, lined_up, members, patient, refused, until_ended,
 };
-use crate::values::{assert_bits, samples};
+use crate::reference_values::{assert_bits, samples};
 
 pub fn each_yields_what_the_blocking_one_does(make: Make) {
     for n in WORLDS {

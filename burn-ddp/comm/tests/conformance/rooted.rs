@@ -4,7 +4,7 @@
 use burn_ddp_comm::{DType, Error, ProcessGroup, ReduceOp};
 
 use crate::harness::{Make, WORLDS, at_once, fatal, groups, members, refused};
-use crate::values::{Sample, assert_bits, for_each_dtype, ops, samples};
+use crate::reference_values::{Sample, assert_bits, for_each_dtype, ops, samples};
 
 /// Enough to be cut in slices for any world, and not to divide.
 const LONG: usize = 65_537;

@@ -6,7 +6,7 @@ use std::thread;
 use burn_ddp_comm::ReduceOp;
 
 use crate::harness::{Make, groups, ranks};
-use crate::values::{assert_bits, samples};
+use crate::reference_values::{assert_bits, samples};
 
 pub fn mixed_collectives_back_to_back(make: Make) {
     for n in [2, 3, 7] {

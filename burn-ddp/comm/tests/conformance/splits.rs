@@ -9,7 +9,7 @@ use burn_ddp_comm::{Error, GroupId, ProcessGroup, ReduceOp, WorldOptions};
 use crate::harness::{
     Make, Together, WORLDS, at_once, fatal, groups, lined_up, members, patient, ranks, refused, until_ended,
 };
-use crate::values::{assert_bits, samples};
+use crate::reference_values::{assert_bits, samples};
 
 /// A part of `group`.
 fn part(group: &ProcessGroup, color: u64, key: i64) -> ProcessGroup {

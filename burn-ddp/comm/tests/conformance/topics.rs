@@ -13,7 +13,7 @@ mod splits;
 mod suite;
 mod out_of_step;
 mod transfers;
-mod values;
+mod reference_values;
 #[allow(dead_code, reason = "not every engine's means of unequal weights have the same bits")]
 mod weights;
 

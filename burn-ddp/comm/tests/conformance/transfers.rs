@@ -4,7 +4,7 @@ use burn_ddp_comm::{DType, Error, ProcessGroup, ReduceOp, WorldOptions};
 use std::time::Duration;
 
 use crate::harness::{Make, Together, WORLDS, at_once, fatal, groups, lined_up, members, patient, refused};
-use crate::values::{Sample, assert_bits, for_each_dtype, samples};
+use crate::reference_values::{Sample, assert_bits, for_each_dtype, samples};
 
 const LONG: usize = 300_001;
 

@@ -4,7 +4,7 @@ use burn_ddp_comm::{DType, ReduceOp};
 
 use crate::harness::{Make, groups};
 use crate::numerics::LONG;
-use crate::values::{Sample, assert_bits, samples};
+use crate::reference_values::{Sample, assert_bits, samples};
 
 pub fn unequal_weights_are_exact(make: Make) {
     for n in [2, 3, 4, 7] {

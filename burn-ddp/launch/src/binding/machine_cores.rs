@@ -63,7 +63,7 @@ fn parse_list(text: &str) -> Vec<u16> {
     text.trim().split(',').filter_map(range).flatten().collect()
 }
 
-/// `0-3,8`, of ascending numbers.
+/// Text of a list of cores, such as `0-3,8`; `numbers` ascend.
 pub(super) fn list_text(numbers: &[u16]) -> String {
     let mut ranges: Vec<(u16, u16)> = Vec::new();
     for number in numbers {

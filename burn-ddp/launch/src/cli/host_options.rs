@@ -39,7 +39,7 @@ pub(super) struct HostOptions {
     #[arg(long, value_name = "PATH", env = "BURNRUN_REMOTE_BURNRUN", default_value = "burnrun")]
     pub(super) remote_burnrun: String,
 
-    /// How long a host may take until burnrun runs there
+    /// Longest time until burnrun runs on a host
     #[arg(long, value_name = "SECONDS", env = "BURNRUN_HOST_TIMEOUT", default_value = "30")]
     #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
     pub(super) host_timeout: Duration,

@@ -23,7 +23,7 @@ use super::{devices, help};
 )]
 #[command(override_usage = help::USAGE, next_help_heading = "Ranks")]
 pub(super) struct Cli {
-    /// How many ranks to start on this machine: a number, or `auto` for one per GPU, or else one per processor core
+    /// Number of ranks to start on this machine, or `auto` for one per GPU, or else one per processor core
     ///
     /// `auto` counts the GPUs that CUDA_VISIBLE_DEVICES leaves, and the cores that this process may use (container
     /// limits count). `gpu` and `cpu` insist on one or the other.
@@ -38,7 +38,7 @@ pub(super) struct Cli {
     #[arg(long, alias = "bind_to", value_name = "WHAT", env = "BURNRUN_BIND_TO", default_value = "none")]
     pub(super) bind_to: BindMode,
 
-    /// How often to start all ranks anew after one has failed
+    /// Number of times to start all ranks anew after one has failed
     ///
     /// A new generation starts when all ranks of the last one are dead, on all machines; BURN_DDP_RESTART_COUNT tells
     /// the ranks its number. Not after Ctrl-C, nor if a machine is lost, nor if the program exits with 2, which means
@@ -46,7 +46,7 @@ pub(super) struct Cli {
     #[arg(long, alias = "max_restarts", value_name = "N", env = "BURNRUN_MAX_RESTARTS", default_value = "0")]
     pub(super) max_restarts: u32,
 
-    /// How long a rank that was told to stop may take before it is killed
+    /// Time that a rank has to end after it was asked to, before it is killed
     ///
     /// Counts from SIGTERM, after another rank has failed, or from the signal that burnrun was sent and passed on. A
     /// failed job's other ranks first get the same time, at most 3 s, to end with errors of their own.
@@ -54,7 +54,7 @@ pub(super) struct Cli {
     #[arg(allow_negative_numbers = true)]
     pub(super) grace: Duration,
 
-    /// How many machines the job has; start burnrun with the same value on each of them
+    /// Number of machines of the job; start burnrun with the same value on each of them
     ///
     /// Node 0 prints the command for the others. They need the same secret: `burnrun secret FILE` makes one.
     #[arg(long, value_name = "N", env = "BURNRUN_NNODES", default_value = "1", value_parser = parse_nnodes)]
@@ -123,7 +123,7 @@ pub(super) struct Cli {
     #[arg(long, env = "BURNRUN_ENCRYPT", value_parser = BoolishValueParser::new(), help_heading = "Several machines")]
     pub(super) encrypt: bool,
 
-    /// How long to wait for all machines, and then all ranks, to come together [default: 300]
+    /// Longest time for all machines, and then all ranks, to come together [default: 300]
     #[arg(
         long,
         alias = "join_timeout",
@@ -134,7 +134,7 @@ pub(super) struct Cli {
     #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
     pub(super) join_timeout: Option<Duration>,
 
-    /// How long one collective may take [default: 600]
+    /// Longest time for one collective [default: 600]
     #[arg(long, value_name = "SECONDS", env = "BURNRUN_TIMEOUT", help_heading = "Waiting")]
     #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
     pub(super) timeout: Option<Duration>,
@@ -158,7 +158,7 @@ pub(super) struct Cli {
     #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
     pub(super) heartbeat: Option<Duration>,
 
-    /// Where the ranks' output goes on the console
+    /// Destination of the ranks' output on the console
     #[arg(long, value_name = "MODE", env = "BURNRUN_STDIO", default_value = "prefixed", help_heading = "Output")]
     pub(super) stdio: StdioMode,
 
@@ -227,7 +227,7 @@ pub(super) enum StdioMode {
 }
 
 impl Cli {
-    /// Where the machines meet; `None` for one machine.
+    /// Meeting point of the machines; `None` for one machine.
     pub(super) fn master(&self) -> Result<Option<(String, u16)>, LaunchError> {
         let usage = |message: &str| Err(LaunchError::Usage(message.into()));
         let given = match (&self.rdzv_endpoint, &self.master_addr) {

@@ -29,7 +29,7 @@ pub(super) struct Connection {
     console: Arc<Mutex<Console>>,
 }
 
-/// Where lines of a host go. Both readers of a connection use it.
+/// Destination of a host's lines, for both readers of a connection.
 struct Console {
     host: String,
     /// Set by the reader of stdout at the first answer: until then the lines are ssh's and the shell's.

@@ -36,7 +36,7 @@ pub struct FanOut {
     pub hosts: Vec<Host>,
     /// ssh or a program that takes its arguments, with arguments of its own.
     pub ssh: Vec<OsString>,
-    /// burnrun on the hosts, as their shells find it.
+    /// Command that starts burnrun on a host: a path, or a name on the host's `PATH`.
     pub burnrun: String,
     /// Longest time until burnrun reports from a host.
     pub host_timeout: Duration,

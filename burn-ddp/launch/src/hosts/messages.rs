@@ -28,7 +28,7 @@ impl Order {
     }
 }
 
-/// What the launcher on a host says.
+/// A message from the launcher on a host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Answer {
     /// It runs, and waits for its order.

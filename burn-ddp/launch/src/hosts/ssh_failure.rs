@@ -1,4 +1,4 @@
-//! What went wrong with a connection, in one line with what to do: pure.
+//! Causes of failed connections, in one line with the remedy: pure functions of what ssh printed.
 
 /// End of a connection whose burnrun never reported. `code` is ssh's exit code, `said` what it and the host's shell
 /// wrote to stderr.

@@ -11,7 +11,7 @@
 //! | `{g}/verdict` | launcher 0 | [`Verdict`]: how the generation ended, and whether there is another |
 //! | `bye/{k}` | launcher k | it has read the last verdict |
 //!
-//! What generation g wrote is removed when g + 2 begins.
+//! Entries of generation g are removed when g + 2 begins.
 
 use std::time::Duration;
 

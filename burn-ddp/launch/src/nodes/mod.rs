@@ -113,8 +113,8 @@ impl Nodes {
         }
     }
 
-    /// Ends a generation whose ranks here are dead: publishes `own`, waits until all machines have, and returns the
-    /// verdict, which `decide` finds on node 0 from all outcomes; and a signal that came meanwhile.
+    /// Ends a generation after this machine's ranks have exited: publishes `own`, waits for the outcomes of all
+    /// machines, and returns node 0's verdict, computed there by `decide`, and the signal received meanwhile, if any.
     pub(crate) fn conclude(
         &mut self,
         generation: u32,

@@ -5,5 +5,5 @@
 
 mod common;
 mod faults;
-mod order;
+mod launch_order;
 mod reduce;

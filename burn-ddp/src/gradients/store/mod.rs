@@ -26,8 +26,6 @@ pub(crate) enum Arrival {
 }
 
 /// Result of a step for one slot.
-///
-/// A store that shards parameters would add a case: the average of the range of the slot that belongs to this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome<T> {
     /// The average of all its elements.

@@ -186,7 +186,7 @@ impl ShardGroup {
         filled(dtype.size_bytes(), sent_bytes * division.world, gather)
     }
 
-    /// What every rank passes, in the order of ranks: equally many numbers each. *Collective*.
+    /// The numbers of every rank, in the order of ranks: equally many each. *Collective*.
     pub(super) fn agree(&self, own: &[i64]) -> Result<Vec<i64>> {
         let mut all = vec![0; own.len() * self.group.world_size()];
         let (own, rows) = (bytemuck::cast_slice(own), bytemuck::cast_slice_mut(&mut all));

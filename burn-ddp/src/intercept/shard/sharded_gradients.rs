@@ -23,7 +23,7 @@ pub(in crate::intercept) struct ShardedGradients<B: Backend> {
     agreement: Option<Agreement>,
 }
 
-/// What the ranks agreed on before the first reduction of a backward.
+/// Agreement of the ranks before the first reduction of a backward.
 struct Agreement {
     /// The ranks' weights, unless the reduction is a sum.
     weights: Option<Vec<f64>>,

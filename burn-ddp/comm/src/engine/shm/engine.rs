@@ -24,7 +24,7 @@ pub(in crate::engine) struct ShmEngine {
     pub(super) weights: Vec<f64>,
     /// Number of calls between this rank and each peer alone, by group rank; the same on both ranks.
     pub(super) pair_rounds: Vec<u64>,
-    /// Identity of the group in its shared buffers.
+    /// Token that each shared buffer of this group carries, by which buffers of other groups are recognised.
     pub(super) token: Arc<()>,
     /// Number of shared buffers made; the same on all ranks.
     pub(super) buffers: u64,

@@ -65,7 +65,7 @@ pub(crate) struct ArenaBuffer {
     rank: usize,
     /// Identity of the group that made it.
     token: Arc<()>,
-    /// Which buffer of the group it is; the same on all ranks.
+    /// Number of the buffer in its group; the same on all ranks.
     number: u64,
     /// Referenced once here and once by each view of the result that is alive on this rank.
     views: Arc<()>,

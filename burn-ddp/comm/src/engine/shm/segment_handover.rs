@@ -71,7 +71,7 @@ pub(super) struct Handover<'a> {
     pub(super) key: &'a LinkKey,
     /// This rank in the group.
     pub(super) rank: usize,
-    /// Which segment of the group it is.
+    /// Number of the segment in its group.
     pub(super) number: u64,
 }
 
