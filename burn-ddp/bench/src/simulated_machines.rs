@@ -2,7 +2,7 @@
 //! behind which a relay delays packets.
 
 use std::cell::Cell;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -13,10 +13,24 @@ use burn_ddp_comm::{LaunchEnv, Meeting};
 pub(crate) const CABLE: &str = "cable";
 /// Bytes that may pass at once: what a timer tick lets through at a few Gbit/s.
 const BURST: &str = "512kb";
+/// Bytes of one flow that may pass at once.
+const FLOW_BURST: &str = "64kb";
+/// Classes of flows: enough that flows of the same machines are in different ones.
+const FLOW_CLASSES: u32 = 1024;
+/// Number of the first of them.
+const FIRST_CLASS: u32 = 0x10;
 /// Relay of machines with a delay between them; needs Python.
 const RELAY: &str = include_str!("../peers/delay.py");
 /// First port of the meetings; all ports above are free in namespaces of our own.
 const FIRST_PORT: u16 = 29_400;
+
+/// Limits of a machine's cable each way; 0 for none.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cable {
+    pub(crate) gbit: f64,
+    /// Limit of each flow, in Mbit/s.
+    pub(crate) flow_mbit: f64,
+}
 
 /// Machines and their cables. Dropping it removes them.
 pub(crate) struct Machines {
@@ -31,13 +45,13 @@ pub(crate) struct Machines {
 }
 
 impl Machines {
-    /// Machines of ranks, by rank, with cables of `gbit` Gbit/s each way; 0 for cables without a limit.
+    /// Machines of ranks, by rank, with such cables.
     ///
     /// # Errors
     /// If this process has not root's rights, or `ip` or `tc` is missing.
-    pub(crate) fn new(machine_of: Vec<usize>, gbit: f64) -> Result<Machines> {
+    pub(crate) fn new(machine_of: Vec<usize>, cable: Cable) -> Result<Machines> {
         let machines = Machines::unconnected(machine_of)?;
-        machines.connect(gbit)?;
+        machines.connect(cable)?;
         Ok(machines)
     }
 
@@ -81,7 +95,7 @@ impl Machines {
     }
 
     /// Connects each machine to the switch.
-    fn connect(&self, gbit: f64) -> Result<()> {
+    fn connect(&self, Cable { gbit, flow_mbit }: Cable) -> Result<()> {
         let (machines, switch) = self.namespaces.split_at(self.count());
         let switch = &switch[0];
         run("ip", &["-n", switch, "link", "add", "bridge", "type", "bridge"])?;
@@ -92,8 +106,12 @@ impl Machines {
             run("ip", &["-n", machine, "addr", "add", &format!("{}/24", host(nth)), "dev", CABLE])?;
             run("ip", &["-n", machine, "link", "set", CABLE, "up"])?;
             run("ip", &["-n", switch, "link", "set", port, "master", "bridge", "up"])?;
+            match flow_mbit > 0.0 {
+                true => limit_flows(machine, CABLE, gbit, flow_mbit)?,
+                false if gbit > 0.0 => pace(machine, CABLE, gbit)?,
+                false => {}
+            }
             if gbit > 0.0 {
-                pace(machine, CABLE, gbit)?;
                 pace(switch, port, gbit)?;
             }
         }
@@ -158,6 +176,44 @@ fn pace(namespace: &str, interface: &str, gbit: f64) -> Result<()> {
     let rate = format!("{}mbit", (gbit * 1000.0).round());
     let shape = ["qdisc", "add", "dev", interface, "root", "tbf", "rate", &rate, "burst", BURST, "latency", "50ms"];
     run("ip", &[&["netns", "exec", namespace, "tc"], &shape[..]].concat()).map(drop)
+}
+
+/// Gives each flow that leaves a machine a class with a limit of its own, under the limit of the cable. The class is
+/// the sum of the ports, as the ports of one end are all alike.
+fn limit_flows(machine: &str, interface: &str, gbit: f64, flow_mbit: f64) -> Result<()> {
+    let cable = if gbit > 0.0 { gbit * 1000.0 } else { 1e5 };
+    let mut script = format!(
+        "qdisc add dev {interface} root handle 1: htb\n\
+         class add dev {interface} parent 1: classid 1:1 htb rate {cable}mbit burst {BURST} quantum 60000\n"
+    );
+    for class in FIRST_CLASS..FIRST_CLASS + FLOW_CLASSES {
+        script += &format!(
+            "class add dev {interface} parent 1:1 classid 1:{class:x} htb rate {flow_mbit}mbit ceil {flow_mbit}mbit \
+             burst {FLOW_BURST} quantum 60000\n"
+        );
+    }
+    // Both ports, behind the headers of Ethernet and IPv4; their sum; the class.
+    let program = [
+        "40 0 0 34".to_owned(),
+        "7 0 0 0".to_owned(),
+        "40 0 0 36".to_owned(),
+        "12 0 0 0".to_owned(),
+        format!("84 0 0 {}", FLOW_CLASSES - 1),
+        format!("4 0 0 {}", (1 << 16) + FIRST_CLASS),
+        "22 0 0 0".to_owned(),
+    ];
+    let program = format!("{},{}", program.len(), program.join(","));
+    script += &format!("filter add dev {interface} parent 1: protocol all bpf bytecode \"{program}\"\n");
+    let mut tc = Command::new("ip")
+        .args(["netns", "exec", machine, "tc", "-batch", "-"])
+        .stdin(Stdio::piped())
+        .spawn()
+        .context("cannot run tc")?;
+    tc.stdin.take().context("tc has no input")?.write_all(script.as_bytes())?;
+    if !tc.wait()?.success() {
+        bail!("tc cannot limit flows");
+    }
+    Ok(())
 }
 
 fn run(program: &str, words: &[&str]) -> Result<String> {

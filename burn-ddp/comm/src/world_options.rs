@@ -36,6 +36,9 @@ pub struct WorldOptions {
     /// local sockets stay plain. False by default. Engines of other crates do not encrypt: choosing one besides is an
     /// error.
     pub encrypt_data: bool,
+    /// Connections between two ranks of different machines over which the tcp engine spreads their data, 1 to 64. 1 by
+    /// default: more are for networks that limit the speed of a connection, and compete with each other on others.
+    pub flows: u8,
     /// File of the [timeline](crate::timeline), on each machine. `None`, the default: no timeline.
     pub timeline: Option<PathBuf>,
     /// Names and values of further settings that must be the same on all ranks, compared when they meet. Empty by
@@ -47,6 +50,8 @@ pub struct WorldOptions {
 const MACHINE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Shortest heartbeat; shorter ones would only make work.
 const SHORTEST_HEARTBEAT: Duration = Duration::from_millis(10);
+/// Most connections between two ranks.
+const MAX_FLOWS: u8 = 64;
 /// Longest history.
 const MAX_HISTORY: usize = 1_000_000;
 
@@ -61,6 +66,7 @@ impl Default for WorldOptions {
             history: 128,
             engine: None,
             encrypt_data: false,
+            flows: 1,
             timeline: None,
             config: Vec::new(),
         }
@@ -71,7 +77,7 @@ impl WorldOptions {
     /// The defaults, changed by the environment variables `BURN_DDP_TIMEOUT`, `BURN_DDP_JOIN_TIMEOUT`,
     /// `BURN_DDP_HEARTBEAT`, `BURN_DDP_PEER_TIMEOUT` and `BURN_DDP_STALL` (seconds, fractions allowed),
     /// `BURN_DDP_HISTORY` (a number), `BURN_DDP_ENGINE` (`shm`, `tcp`, `mpi` or `nccl`), `BURN_DDP_ENCRYPT` (`data` or
-    /// `none`) and `BURN_DDP_TIMELINE` (a file).
+    /// `none`), `BURN_DDP_FLOWS` (a number) and `BURN_DDP_TIMELINE` (a file).
     ///
     /// # Errors
     /// [`Error::Environment`] if a variable is set to something that it cannot mean, a peer timeout is no more than two
@@ -119,6 +125,7 @@ impl WorldOptions {
         }
         options.engine = lookup("BURN_DDP_ENGINE").map(|text| text.parse()).transpose()?;
         options.encrypt_data = encrypt_data(lookup)?;
+        options.flows = flows(lookup)?.unwrap_or(options.flows);
         options.timeline = lookup("BURN_DDP_TIMELINE").map(PathBuf::from);
         options.check()?;
         Ok(options)
@@ -131,6 +138,12 @@ impl WorldOptions {
             return Err(Error::environment(format!(
                 "a heartbeat of {heartbeat:?}: the shortest is \
                                                    {SHORTEST_HEARTBEAT:?}"
+            )));
+        }
+        if !(1..=MAX_FLOWS).contains(&self.flows) {
+            return Err(Error::environment(format!(
+                "{} connections between two ranks: 1 to {MAX_FLOWS} are possible (BURN_DDP_FLOWS)",
+                self.flows
             )));
         }
         if let Some(EngineChoice::External(name)) = self.engine
@@ -165,6 +178,14 @@ fn encrypt_data(lookup: &dyn Fn(&str) -> Option<String>) -> Result<bool> {
              encrypted"
         ))),
     }
+}
+
+fn flows(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option<u8>> {
+    let Some(text) = lookup("BURN_DDP_FLOWS") else { return Ok(None) };
+    let number = text.trim().parse().ok().ok_or_else(|| {
+        Error::environment(format!("BURN_DDP_FLOWS={text:?} is not a number of connections from 1 to {MAX_FLOWS}"))
+    })?;
+    Ok(Some(number))
 }
 
 fn seconds(name: &str, lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option<Duration>> {
@@ -203,6 +224,7 @@ mod tests {
             ("BURN_DDP_HISTORY", "6"),
             ("BURN_DDP_ENGINE", "tcp"),
             ("BURN_DDP_ENCRYPT", "data"),
+            ("BURN_DDP_FLOWS", "8"),
             ("BURN_DDP_TIMELINE", "trace.json"),
         ]);
         let expected = WorldOptions {
@@ -214,6 +236,7 @@ mod tests {
             history: 6,
             engine: Some(EngineChoice::Tcp),
             encrypt_data: true,
+            flows: 8,
             timeline: Some("trace.json".into()),
             config: Vec::new(),
         };
@@ -228,6 +251,8 @@ mod tests {
             (&[("BURN_DDP_HISTORY", "-1")], "from 0 to"),
             (&[("BURN_DDP_ENGINE", "gloo")], "is not an engine"),
             (&[("BURN_DDP_PEER_TIMEOUT", "2")], "more than two heartbeats"),
+            (&[("BURN_DDP_FLOWS", "0")], "1 to 64 are possible"),
+            (&[("BURN_DDP_FLOWS", "many")], "from 1 to 64"),
             (&[("BURN_DDP_ENCRYPT", "all")], "neither \"data\" nor \"none\""),
             (&[("BURN_DDP_ENCRYPT", "data"), ("BURN_DDP_ENGINE", "nccl")], "nccl's connections are not encrypted"),
         ] {

@@ -4,8 +4,8 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{Element, ProcessGroup, ReduceOp, World, WorldOptions};
-use common::{launcher_store, on_tcp, on_world, options, rank_at, world};
+use burn_ddp_comm::{Element, LaunchEnv, ProcessGroup, ReduceOp, World, WorldOptions};
+use common::{join_all, launcher_store, on_tcp, on_world, options, rank_at, world};
 
 /// Numbers whose sum depends on the order of the additions.
 fn ragged(rank: usize, len: usize) -> Vec<f32> {
@@ -67,19 +67,51 @@ fn encrypted_data_have_the_same_bits() {
     }
 }
 
-#[test]
-fn ranks_that_disagree_about_encryption_say_so() {
+/// A world of one rank on each of `n` machines.
+fn apart(n: usize, options: &WorldOptions) -> Vec<World> {
     let store = launcher_store();
-    let errors: Vec<String> = std::thread::scope(|s| {
-        let ranks = [false, true].map(|encrypt_data| {
-            let env = rank_at(&store, usize::from(encrypt_data), 2);
-            s.spawn(move || World::join(&env, WorldOptions { encrypt_data, ..options() }).unwrap_err().to_string())
-        });
+    let env = |rank: usize| LaunchEnv { machine: Some(rank.to_string()), ..rank_at(&store, rank, n) };
+    join_all((0..n).map(env).collect(), options).into_iter().map(|world| world.unwrap()).collect()
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn any_number_of_flows_has_the_same_bits() {
+    for (n, len) in [(2, 1), (2, 1000), (2, 300_007), (3, 100_003)] {
+        let in_process = World::spawn(n, |world| results(&world.group().unwrap(), len));
+        for (flows, encrypt_data) in [(1, false), (3, true), (8, false)] {
+            let options = WorldOptions { flows, encrypt_data, ..options() };
+            let over_tcp = on_world(apart(n, &options), |world| results(&world.group().unwrap(), len));
+            assert!(over_tcp == in_process, "{n} ranks, {len} elements, {flows} flows, encrypted: {encrypt_data}");
+        }
+    }
+}
+
+/// Errors of two ranks whose options differ.
+fn disagreement(options: [WorldOptions; 2]) -> Vec<String> {
+    let store = launcher_store();
+    std::thread::scope(|s| {
+        let join = |(rank, options): (usize, WorldOptions)| {
+            let env = rank_at(&store, rank, 2);
+            s.spawn(move || World::join(&env, options).unwrap_err().to_string())
+        };
+        let ranks: Vec<_> = options.into_iter().enumerate().map(join).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    });
-    for error in errors {
-        for part in ["disagree about encryption of data (BURN_DDP_ENCRYPT)", "has none", "has data"] {
-            assert!(error.contains(part), "{error}");
+    })
+}
+
+#[test]
+fn ranks_that_disagree_about_encryption_or_flows_say_so() {
+    let encryption = [false, true].map(|encrypt_data| WorldOptions { encrypt_data, ..options() });
+    let flows = [1, 3].map(|flows| WorldOptions { flows, ..options() });
+    for (options, parts) in [
+        (encryption, ["disagree about encryption of data (BURN_DDP_ENCRYPT)", "has none", "has data"]),
+        (flows, ["disagree about flows between two ranks (BURN_DDP_FLOWS)", "has 1", "has 3"]),
+    ] {
+        for error in disagreement(options) {
+            for part in parts {
+                assert!(error.contains(part), "{error}");
+            }
         }
     }
 }

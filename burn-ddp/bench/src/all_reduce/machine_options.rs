@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 
-use crate::simulated_machines::Machines;
+use crate::simulated_machines::{Cable, Machines};
 
 /// Machines of the ranks, if there are several.
 #[derive(Args, Debug)]
@@ -23,9 +23,12 @@ pub(super) struct MachineOptions {
     /// Speed of a machine's cable each way, in Gbit/s; 0 for no limit.
     #[arg(long, default_value_t = 1.0, requires = "machines")]
     gbit: f64,
+    /// Limit of each connection, in Mbit/s, as clouds have one; 0 for none.
+    #[arg(long, default_value_t = 0.0, requires = "machines")]
+    flow_mbit: f64,
     /// Time that each packet takes from machine to machine, in milliseconds, over cables without a limit (needs
     /// python3); 0 for as little as can be.
-    #[arg(long, default_value_t = 0.0, requires = "machines", conflicts_with = "gbit")]
+    #[arg(long, default_value_t = 0.0, requires = "machines", conflicts_with_all = ["gbit", "flow_mbit"])]
     delay_ms: f64,
     /// Deals ranks to the machines in turns, instead of one machine after the other.
     #[arg(long, requires = "machines")]
@@ -47,10 +50,12 @@ impl MachineOptions {
             return Ok(None);
         }
         ensure!(self.machines.iter().all(|ranks| *ranks > 0), "a machine has at least one rank");
-        ensure!(self.gbit >= 0.0 && self.gbit.is_finite(), "a cable has a speed");
+        let is_speed = |speed: f64| speed >= 0.0 && speed.is_finite();
+        ensure!(is_speed(self.gbit) && is_speed(self.flow_mbit), "a cable and a connection have a speed");
         let placement = placement(&self.machines, self.cyclic);
         if self.delay_ms == 0.0 {
-            return Machines::new(placement, self.gbit).map(Some);
+            let cable = Cable { gbit: self.gbit, flow_mbit: self.flow_mbit };
+            return Machines::new(placement, cable).map(Some);
         }
         let delay = Duration::try_from_secs_f64(self.delay_ms / 1e3).context("a delay is not negative")?;
         Machines::with_delay(placement, delay).map(Some)
@@ -68,8 +73,12 @@ impl fmt::Display for MachineOptions {
             return write!(f, " on machines {} ms apart", self.delay_ms);
         }
         match self.gbit {
-            0.0 => f.write_str(" on machines without a limit"),
-            gbit => write!(f, " on machines with {gbit} Gbit/s"),
+            0.0 => f.write_str(" on machines without a limit")?,
+            gbit => write!(f, " on machines with {gbit} Gbit/s")?,
+        }
+        match self.flow_mbit {
+            0.0 => Ok(()),
+            limit => write!(f, ", {limit} Mbit/s a connection"),
         }
     }
 }

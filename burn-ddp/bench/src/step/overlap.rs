@@ -10,7 +10,7 @@ use crate::contender::{Contender, Engine, Framework, Model, Setting, Side, Train
 use crate::interleaved_rounds::{Effort, Field, Timing};
 use crate::machine::describe;
 use crate::rank::BufferKind;
-use crate::simulated_machines::Machines;
+use crate::simulated_machines::{Cable, Machines};
 use crate::table::{Table, time_us};
 
 /// Options of the measurement on a link of limited speed.
@@ -47,7 +47,7 @@ impl Step {
         let mut table = Table::new(header);
         for &gbit in &self.overlap.link {
             ensure!(gbit > 0.0, "a link has a speed");
-            let machines = Machines::new(vec![0, 1], gbit)?;
+            let machines = Machines::new(vec![0, 1], Cable { gbit, flow_mbit: 0.0 })?;
             for framework in [Framework::Burn(Engine::Tcp), Framework::Torch] {
                 if framework == Framework::Torch && self.alone {
                     continue;

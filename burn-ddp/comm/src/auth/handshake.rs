@@ -10,10 +10,11 @@
 //!  8  2  version                           8  2  version                           8    2  version
 //! 10  1  role: 1 store, 2 rank            10  1  purpose: 1 store, 2 control,     10    1  0 Noise, 2 another job,
 //! 11  1  zero                                    3 data                                    3 another key
-//! 12  4  rank                             11  5  zero                             11    1  zero
-//! 16 32  nonce                            16  8  group                            12  244  Noise: e, ee, and sealed:
-//!                                         24  8  tag of the job                             0 welcome or 1 refused,
-//!                                         32 52  Noise: psk, e, and sealed: rank            the reason, UTF-8, zeros
+//! 12  4  rank                             11  1  flow                             11    1  zero
+//! 16 32  nonce                            12  4  zero                             12  244  Noise: e, ee, and sealed:
+//!                                         16  8  group                                      0 welcome or 1 refused,
+//!                                         24  8  tag of the job                             the reason, UTF-8, zeros
+//!                                         32 52  Noise: psk, e, and sealed: rank
 //! ```
 //!
 //! The greeting and the clear part of the opening are the prologue of Noise: neither end goes on unless both saw the
@@ -67,8 +68,8 @@ pub(crate) enum Purpose {
     Store,
     /// The control connection of a rank.
     Control { rank: u32 },
-    /// A rank's data connection within a group.
-    Data { rank: u32, group: u64 },
+    /// A rank's data connection within a group: one of the flows between two ranks.
+    Data { rank: u32, group: u64, flow: u8 },
 }
 
 /// First message, by the listener.
@@ -134,12 +135,13 @@ impl Opening {
         greeting: &Greeting,
     ) -> io::Result<(Self, HandshakeState)> {
         let mut bytes = start::<OPENING_BYTES>();
-        let (kind, rank, group) = match purpose {
-            Purpose::Store => (1, 0, 0),
-            Purpose::Control { rank } => (2, rank, 0),
-            Purpose::Data { rank, group } => (3, rank, group),
+        let (kind, rank, group, flow) = match purpose {
+            Purpose::Store => (1, 0, 0, 0),
+            Purpose::Control { rank } => (2, rank, 0, 0),
+            Purpose::Data { rank, group, flow } => (3, rank, group, flow),
         };
         bytes[10] = kind;
+        bytes[11] = flow;
         bytes[16..24].copy_from_slice(&group.to_le_bytes());
         bytes[24..CLEAR_BYTES].copy_from_slice(&tag);
         let mut noise = begin(key, greeting, &bytes, true).map_err(to_io)?;
@@ -162,11 +164,11 @@ impl Opening {
         let mut rank = [0; RANK_BYTES];
         noise.read_message(&self.0[CLEAR_BYTES..], &mut rank).ok()?;
         let (rank, group) = (u32::from_le_bytes(rank), u64::from_le_bytes(part(&self.0, 16)));
-        let purpose = match (self.0[10], rank, group) {
-            _ if self.0[11..16] != [0; 5] => return None,
-            (1, 0, 0) => Purpose::Store,
-            (2, rank, 0) => Purpose::Control { rank },
-            (3, rank, group) => Purpose::Data { rank, group },
+        let purpose = match (self.0[10], rank, group, self.0[11]) {
+            _ if self.0[12..16] != [0; 4] => return None,
+            (1, 0, 0, 0) => Purpose::Store,
+            (2, rank, 0, 0) => Purpose::Control { rank },
+            (3, rank, group, flow) => Purpose::Data { rank, group, flow },
             _ => return None,
         };
         Some(Proved { purpose, noise })
@@ -488,7 +490,7 @@ mod tests {
         for (to, purpose) in [
             (Role::Store, Purpose::Store),
             (Role::Rank(0), Purpose::Control { rank: 3 }),
-            (Role::Rank(u32::MAX), Purpose::Data { rank: 3, group: u64::MAX }),
+            (Role::Rank(u32::MAX), Purpose::Data { rank: 3, group: u64::MAX, flow: 9 }),
         ] {
             let (said, met) = met(to, &Introduction { key: &key, tag: TAG, to, purpose });
             let (SecureStream { keys: mine, .. }, (came_for, theirs)) = (said.unwrap(), met.unwrap());

@@ -26,6 +26,11 @@ impl Routes {
         self.rank
     }
 
+    /// True if `other` is on this rank's machine.
+    pub(crate) fn is_on_this_machine(&self, other: usize) -> bool {
+        self.machines.machine_of(other) == self.machines.machine_of(self.rank)
+    }
+
     /// True if this rank has a control connection to `other`.
     pub(crate) fn is_near(&self, other: usize) -> bool {
         other != self.rank && self.connected(self.rank, other)

@@ -371,7 +371,7 @@ fn a_data_connection_needs_the_secret_of_its_world() {
     let (listener, address) = control::listen([127, 0, 0, 1].into(), &Interface::default()).unwrap();
     let control = Control::start(listener, 0, 2, link_key(1)).unwrap();
     let relay = Relay::start(address);
-    let purpose = Purpose::Data { rank: 1, group: 7 };
+    let purpose = Purpose::Data { rank: 1, group: 7, flow: 0 };
     let deadline = Instant::now() + PATIENCE;
     let dialled = |key: &LinkKey| {
         let to = ("127.0.0.1", relay.address.port());

@@ -1,6 +1,5 @@
 //! One exchange of frames with all peers at once.
 
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
@@ -151,10 +150,8 @@ impl Exchange<'_, '_, '_> {
         let mut fds = vec![PollFd::new(self.waker, PollFlags::IN)];
         let mut polled = Vec::with_capacity(links.len());
         for (peer, (link, interest)) in links.iter().zip(interest).enumerate() {
-            if let Some(link) = link
-                && let Some(interest) = link.open(interest)
-            {
-                fds.push(PollFd::from_borrowed_fd(link.as_fd(), interest));
+            for fd in link.iter().flat_map(|link| link.polled(interest)) {
+                fds.push(fd);
                 polled.push(peer);
             }
         }

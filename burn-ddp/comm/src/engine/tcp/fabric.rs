@@ -6,6 +6,7 @@ use std::time::Instant;
 use super::NAME;
 use super::data_stream::DataStream;
 use super::exchange::GRACE;
+use super::flows::Flows;
 use super::link::Link;
 use super::transport::TcpTransport;
 use crate::Result;
@@ -62,14 +63,14 @@ impl TcpFabric {
         if self.membership.has_left(peer) { Err(self.membership.left_error(peer)) } else { Ok(()) }
     }
 
-    /// The connection to the peer at a group rank for the group that `call` makes. The higher rank of a pair
+    /// One of the flows to the peer at a group rank for the group that `call` makes. The higher rank of a pair
     /// connects.
-    fn connect(&self, call: &Call, at: usize) -> Result<SecureStream> {
+    fn connect(&self, call: &Call, at: usize, flow: u8) -> Result<SecureStream> {
         let Reach { rank, addresses, key, via, links } = &self.reach;
         let (rank, peer, group) = (*rank, call.world_rank(at), call.info.group);
         let mut watch = Watch::new(&self.membership, call);
         if peer > rank {
-            let purpose = Purpose::Data { rank: peer as u32, group };
+            let purpose = Purpose::Data { rank: peer as u32, group, flow };
             loop {
                 if let Some(stream) = links.claim(purpose, watch.look(&[at])?, || self.check(peer))? {
                     return Ok(stream);
@@ -77,7 +78,7 @@ impl TcpFabric {
             }
         }
         let (host, port) = &addresses[peer];
-        let purpose = Purpose::Data { rank: rank as u32, group };
+        let purpose = Purpose::Data { rank: rank as u32, group, flow };
         let dial = Dial { to: (host, *port), via, key, peer, purpose };
         loop {
             // A handshake that takes long is given up for a moment, to report it.
@@ -111,6 +112,21 @@ impl Fabric for TcpFabric {
 }
 
 impl TcpFabric {
+    /// Number of flows to the peer at a group rank: one inside a machine.
+    fn flows(&self, call: &Call, at: usize) -> u8 {
+        let is_here = self.membership.routes().is_on_this_machine(call.world_rank(at));
+        if is_here { 1 } else { self.membership.options().flows }
+    }
+
+    /// A connected [flow](Self::connect), ready for data.
+    fn flow(&self, call: &Call, at: usize, flow: u8) -> Result<DataStream> {
+        let stream = self.connect(call, at, flow)?;
+        let options = self.membership.options();
+        keep_alive::probe_when_idle(stream.socket(), options.machine_timeout())
+            .and_then(|()| DataStream::new(stream, options.encrypt_data))
+            .map_err(|e| self.membership.lost_error(call.world_rank(at), e.to_string()))
+    }
+
     /// This rank's connections to all others of a new group.
     pub(in crate::engine) fn open_mesh(&self, call: &Call) -> Result<TcpTransport> {
         let me = call.group_rank()?;
@@ -119,12 +135,8 @@ impl TcpFabric {
             links.push(if at == me {
                 None
             } else {
-                let stream = self.connect(call, at)?;
-                let options = self.membership.options();
-                let stream = keep_alive::probe_when_idle(stream.socket(), options.machine_timeout())
-                    .and_then(|()| DataStream::new(stream, options.encrypt_data));
-                let stream = stream.map_err(|e| self.membership.lost_error(call.world_rank(at), e.to_string()))?;
-                Some(Link::new(stream))
+                let streams = (0..self.flows(call, at)).map(|flow| self.flow(call, at, flow));
+                Some(Link::new(Flows::new(streams.collect::<Result<_>>()?)))
             });
         }
         let arrivals = Arrivals { links: self.reach.links.clone(), group: call.info.group };

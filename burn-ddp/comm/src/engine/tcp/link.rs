@@ -1,11 +1,10 @@
-//! One data connection: frames out of and into the caller's memory, without blocking.
+//! The link to a peer: frames out of and into the caller's memory, without blocking.
 
 use std::io::{self, ErrorKind};
-use std::os::fd::{AsFd, BorrowedFd};
 
-use rustix::event::PollFlags;
+use rustix::event::{PollFd, PollFlags};
 
-use super::data_stream::DataStream;
+use super::flows::Flows;
 use crate::call::Call;
 use crate::frame::{PREFIX_BYTES, Prefix};
 use crate::{Error, Result};
@@ -16,9 +15,9 @@ const READ_AHEAD_BYTES: usize = 4096;
 /// Bytes written or read before the next connection has its turn: still in the cache when the other side reads them.
 const CHUNK_BYTES: usize = 256 * 1024;
 
-/// A connection to a peer.
+/// The connection to a peer, of one or several flows.
 pub(super) struct Link {
-    stream: DataStream,
+    flows: Flows,
     /// Bytes that came with a header, from `consumed` on; more than one frame's if the peer is an exchange ahead.
     ahead: Vec<u8>,
     consumed: usize,
@@ -189,10 +188,10 @@ impl From<Error> for ReadError {
 }
 
 impl Link {
-    pub(super) fn new(stream: DataStream) -> Self {
+    pub(super) fn new(flows: Flows) -> Self {
         // Buffer sizes are left to the kernel, which grows them further than it lets us ask for.
         Self {
-            stream,
+            flows,
             ahead: Vec::with_capacity(READ_AHEAD_BYTES),
             consumed: 0,
             read_blocked: false,
@@ -202,15 +201,22 @@ impl Link {
         }
     }
 
-    /// The part of `interest` worth polling for: a direction that has ended is always ready and never useful.
-    pub(super) fn open(&self, mut interest: PollFlags) -> Option<PollFlags> {
+    /// Sockets to poll for `interest`. A direction that has ended is left out: it is always ready and never useful.
+    pub(super) fn polled(&self, mut interest: PollFlags) -> impl Iterator<Item = PollFd<'_>> {
         if self.read_ended {
             interest.remove(PollFlags::IN);
         }
         if self.write_ended {
             interest.remove(PollFlags::OUT);
         }
-        (!interest.is_empty()).then_some(interest)
+        let directions = match self.flows.meet() {
+            true => [interest, PollFlags::empty()],
+            false => [interest & PollFlags::OUT, interest & PollFlags::IN],
+        };
+        let sockets = [self.flows.writes_to(), self.flows.reads_from()].into_iter().zip(directions);
+        sockets
+            .filter(|(_, interest)| !interest.is_empty())
+            .map(|(socket, interest)| PollFd::from_borrowed_fd(socket, interest))
     }
 
     /// Tries reads and writes again: bytes may have come, or room been made.
@@ -225,7 +231,7 @@ impl Link {
             return Ok(false);
         }
         let chunk = &frame.payload[..frame.payload.len().min(CHUNK_BYTES)];
-        match self.stream.write(frame.header, chunk) {
+        match self.flows.write(frame.header, chunk) {
             Ok(n) => {
                 let of_header = n.min(frame.header.len());
                 frame.header = &frame.header[of_header..];
@@ -258,7 +264,7 @@ impl Link {
             if !frame.wants() {
                 return Ok(moved);
             }
-            let read = self.receive(|stream| stream.read(frame.rest(filled)))?;
+            let read = self.receive(|flows| flows.read(frame.rest(filled)))?;
             frame.filled = Some(filled + read.unwrap_or(0));
             return Ok(moved || read.is_some());
         }
@@ -298,18 +304,18 @@ impl Link {
         let have = ahead.len();
         // A header is shorter than the room there is, so there always is some left while one is incomplete.
         ahead.resize(READ_AHEAD_BYTES, 0);
-        let read = self.receive(|stream| stream.read(&mut ahead[have..]));
+        let read = self.receive(|flows| flows.read(&mut ahead[have..]));
         ahead.truncate(have + read.as_ref().ok().copied().flatten().unwrap_or(0));
         self.ahead = ahead;
         Ok(read?.is_some())
     }
 
     /// One read; `None` if nothing is there.
-    fn receive(&mut self, read: impl FnOnce(&mut DataStream) -> io::Result<usize>) -> Result<Option<usize>, ReadError> {
+    fn receive(&mut self, read: impl FnOnce(&mut Flows) -> io::Result<usize>) -> Result<Option<usize>, ReadError> {
         if self.read_ended || self.read_blocked {
             return Ok(None);
         }
-        let cause = match read(&mut self.stream) {
+        let cause = match read(&mut self.flows) {
             Ok(0) => End::Closed,
             Ok(n) => return Ok(Some(n)),
             Err(e) if e.kind() == ErrorKind::WouldBlock => {
@@ -320,11 +326,5 @@ impl Link {
         };
         self.read_ended = true;
         Err(ReadError::Ended(cause))
-    }
-}
-
-impl AsFd for Link {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
     }
 }

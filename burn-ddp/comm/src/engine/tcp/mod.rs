@@ -1,15 +1,16 @@
 //! The tcp engine: between processes, on one machine or several.
 //!
-//! Each group has a mesh of its own, one connection per pair of ranks, so no group waits behind another's bytes. An
-//! exchange makes progress with all peers at once, both ways, on the calling thread: it writes and reads what it can,
-//! then `poll` waits for a socket, a change of membership, or the deadline. Payloads are written from and read into the
-//! caller's memory. Elements to be reduced are read in pieces that stay in the cache until they are reduced. Pipelines
-//! queue frames in memory of their own. With [`WorldOptions::encrypt_data`](crate::WorldOptions::encrypt_data) all of
-//! it travels in sealed records.
+//! Each group has a mesh of its own, one link per pair of ranks, so no group waits behind another's bytes; a link
+//! between machines may have several flows. An exchange makes progress with all peers at once, both ways, on the
+//! calling thread: it writes and reads what it can, then `poll` waits for a socket, a change of membership, or the
+//! deadline. Payloads are written from and read into the caller's memory. Elements to be reduced are read in pieces
+//! that stay in the cache until they are reduced. Pipelines queue frames in memory of their own. With
+//! [`WorldOptions::encrypt_data`](crate::WorldOptions::encrypt_data) all of it travels in sealed records.
 
 mod data_stream;
 mod exchange;
 mod fabric;
+mod flows;
 #[cfg(target_os = "linux")]
 mod frames_under_way;
 mod link;
