@@ -357,3 +357,25 @@ fn copies_that_are_not_trained_leave_what_is_held() {
     });
     assert_eq!(slopes.unwrap(), [Some(3.0), Some(3.0)]);
 }
+
+#[test]
+fn a_copy_that_is_loaded_too_leaves_what_the_model_holds() {
+    let directory = tempfile::tempdir().unwrap();
+    let slopes = Ddp::spawn(2, |ddp| {
+        let config = WrapConfig::new().with_accumulation(2);
+        let line = || anyhow::Ok(LinearConfig::new(1, 1).with_bias(false).init(&ddp.device()?.autodiff()));
+        let model: Linear = ddp.wrap_with(line()?, &config)?;
+        let checkpoints = ddp.checkpoints(directory.path())?;
+        slope(&ddp, &model, 2.0)?;
+        checkpoints.save(1, |c| {
+            c.named("average").model(&model.valid())?;
+            c.model(&model)
+        })?;
+        let model = ddp.wrap_with(line()?, &config)?;
+        let saved = checkpoints.latest()?.expect("was saved");
+        let model = saved.model(model)?;
+        let _average = saved.named("average").model(model.clone())?;
+        slope(&ddp, &model, 4.0)
+    });
+    assert_eq!(slopes.unwrap(), [Some(3.0), Some(3.0)]);
+}

@@ -33,7 +33,7 @@ pub(super) struct Manifest {
     /// Paths of the parameters whose state the file holds, each with the id it is stored under; by name of the file.
     pub(super) optimizers: BTreeMap<String, Ids>,
     /// Micro-batches that the ranks held, by name of the model's file: of each wrapped model in it those of each rank.
-    /// Missing if no rank held any.
+    /// Empty for a trained model of which no rank held any; missing for a copy that is not trained.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(super) held: BTreeMap<String, Vec<Vec<HeldBatches>>>,
     /// Serde values, by name.

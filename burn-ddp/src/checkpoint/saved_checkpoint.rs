@@ -82,7 +82,10 @@ impl Checkpoint {
         let name = format!("{}model.bpk", self.prefix);
         let entries = self.manifest.models.get(&name).ok_or_else(|| self.missing(&name))?;
         let group = self.ddp.group();
-        let held = self.manifest.held.get(&name);
+        let of_name = self.manifest.held.get(&name);
+        let held = of_name.filter(|held| !held.is_empty());
+        // A checkpoint of an earlier version says nothing of models that held nothing.
+        let held_nothing = held.is_none() && (of_name.is_some() || self.manifest.held.is_empty());
         // The model of another rank may differ in local parameters.
         let is_other = |schema: &Schema| difference(entries, &schema.entries).filter(|_| self.ddp.is_main());
         let fits = wrapped_in(group, &model).and_then(|wrapped| {
@@ -105,7 +108,8 @@ impl Checkpoint {
                 let file = self.open(&held_gradients::file_of(&name))?;
                 held_gradients::load(group, &trained, held, file)?;
             }
-            None => trained.iter().for_each(|wrapped| wrapped.discard()),
+            None if held_nothing => trained.iter().for_each(|wrapped| wrapped.discard()),
+            None => {}
         }
         Ok(model)
     }

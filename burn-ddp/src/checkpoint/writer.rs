@@ -58,6 +58,8 @@ pub(super) struct Contents {
     ended: Option<Error>,
     /// Names and digests of models that are not wrapped; empty in a world of 1.
     not_wrapped: Vec<(String, i64)>,
+    /// Files of wrapped models, each with whether it is of the model that is trained or of a copy.
+    wrapped: Vec<(String, Arc<WrappedModel>, bool)>,
 }
 
 /// A file of a checkpoint.
@@ -71,8 +73,8 @@ pub(super) enum Content {
 impl Contents {
     pub(super) fn new(step: u64, world_size: usize, collect: bool, streams_to: Option<PathBuf>) -> Self {
         let manifest = Manifest::new(step, world_size);
-        let (files, not_wrapped) = (Vec::new(), Vec::new());
-        Contents { manifest, files, collect, streams_to, ended: None, not_wrapped }
+        let (files, not_wrapped, wrapped) = (Vec::new(), Vec::new(), Vec::new());
+        Contents { manifest, files, collect, streams_to, ended: None, not_wrapped, wrapped }
     }
 
     /// Agrees on the outcome of filling. Returns the models that are not wrapped and differ between ranks.
@@ -80,11 +82,31 @@ impl Contents {
     #[track_caller]
     pub(super) fn end(&mut self, group: &ProcessGroup, filled: Result<()>) -> Result<Vec<String>> {
         self.agree(group, "nothing more", filled)?;
+        self.warn_of_copies();
         let all = group.all_gather_object(&self.not_wrapped)?;
         let differs = |(name, digest): &&(String, i64)| {
             all.iter().flatten().any(|(other, of_other)| other == name && of_other != digest)
         };
         Ok(self.not_wrapped.iter().filter(differs).map(|(name, _)| name.clone()).collect())
+    }
+
+    /// Warns of copies that were saved without the model that holds gradients of micro-batches.
+    fn warn_of_copies(&self) {
+        let saves = |model: &Arc<WrappedModel>| {
+            self.wrapped.iter().any(|(_, other, trained)| *trained && Arc::ptr_eq(model, other))
+        };
+        for (file, model, _) in self.wrapped.iter().filter(|(_, model, _)| !saves(model)) {
+            let (batches, sums) = model.held();
+            if !sums.is_empty() {
+                tracing::warn!(
+                    target: "burn_ddp::checkpoint",
+                    "the checkpoint has a copy that is not trained ({file}), and not the gradients of {} \
+                    micro-batch(es) that the model holds: a resumed run goes on without them. Save the model that is \
+                    trained, too",
+                    batches.count
+                );
+            }
+        }
     }
 
     /// This rank's result, if all ranks save `what` next and no rank has failed. *Collective*, unless an error has
@@ -173,7 +195,9 @@ impl<'a> CheckpointWriter<'a> {
     ///
     /// Gradients of micro-batches that a wrapped model holds are saved with it, in a further file: each rank's sums, of
     /// 4 bytes per parameter and rank (8 for f64). So a checkpoint may be saved in the middle of an accumulation, with
-    /// the position of the loader. What Burn's `GradientsAccumulator` holds is not seen: save after its step.
+    /// the position of the loader. A copy that is not trained (`valid()`, `no_grad`) is saved without them, with a
+    /// warning if the checkpoint does not hold the model. What Burn's `GradientsAccumulator` holds is not seen: save
+    /// after its step.
     ///
     /// # Errors
     ///
@@ -191,17 +215,26 @@ impl<'a> CheckpointWriter<'a> {
                 Ok(schema)
             });
         let schema = saved.inspect_err(|e| self.contents.ended = Some(e.clone()))?;
-        let trained = if held_gradients::is_trained(model, &schema) { &wrapped[..] } else { &[] };
+        let is_trained = held_gradients::is_trained(model, &schema);
+        self.contents.wrapped.extend(wrapped.iter().map(|wrapped| (name.clone(), wrapped.clone(), is_trained)));
         if self.contents.collect {
             self.contents.manifest.models.insert(name.clone(), schema.entries);
             self.contents.add(name.clone(), sink.into());
         }
-        self.held_gradients(name, trained).inspect_err(|e| self.contents.ended = Some(e.clone()))
+        match is_trained {
+            true => self.held_gradients(name, &wrapped).inspect_err(|e| self.contents.ended = Some(e.clone())),
+            false => Ok(()),
+        }
     }
 
     /// Saves what the ranks hold of micro-batches for the wrapped models in the `model`. *Collective*.
     fn held_gradients(&mut self, model: String, wrapped: &[Arc<WrappedModel>]) -> Result<()> {
-        let Some(held) = held_gradients::of(self.group, wrapped)? else { return Ok(()) };
+        let Some(held) = held_gradients::of(self.group, wrapped)? else {
+            if self.contents.collect {
+                self.contents.manifest.held.insert(model, Vec::new());
+            }
+            return Ok(());
+        };
         let name = held_gradients::file_of(&model);
         let sink = self.contents.open(&name);
         let mut sink = self.contents.agree(self.group, &name, sink)?;

@@ -57,7 +57,7 @@ pub(crate) use shard::{
     tell_peers_of_parts, whole,
 };
 pub(crate) use synced_statistics::SyncedStatistics;
-pub(crate) use tap_bypass::bypass;
+pub(crate) use tap_bypass::{bypass, replace};
 pub(crate) use unused_parameters::MAX_DIMS;
 pub use wrapped_model::TapHandle;
 pub(crate) use wrapped_model::WrappedModel;

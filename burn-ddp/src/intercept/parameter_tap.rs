@@ -12,7 +12,7 @@ use burn::tensor::{Device, Tensor};
 use super::model_walk::{TAP_NAME, note_visit};
 use super::nodes::DdpBackend;
 use super::param_mappers::{loads, note_read, report_records, saves};
-use super::tap_bypass::is_bypassed;
+use super::tap_bypass::{is_bypassed, is_replacing};
 use super::unused_parameter_averages::Found;
 use super::unused_parameters::Handoff;
 use super::wrapped_model::{TapHandle, WrappedModel};
@@ -145,6 +145,8 @@ impl Module for Tap {
             self.handle.model.lookups.mapped(self.handle.slot);
             self.handle.model.note_map();
             self.handoff.map(&self.handle, loads(&self.handle), mapper);
+        } else if is_replacing() {
+            self.handoff.replaced(&self.handle);
         }
         self
     }

@@ -2,24 +2,46 @@
 
 use std::cell::Cell;
 
+/// What taps do on a thread.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Taps {
+    Work,
+    Bypassed,
+    /// Bypassed, but for maps: these note that all ranks give the parameter another value.
+    Replaced,
+}
+
 thread_local! {
-    /// True while reads and visits on this thread ignore taps.
-    static BYPASS: Cell<bool> = const { Cell::new(false) };
+    static TAPS: Cell<Taps> = const { Cell::new(Taps::Work) };
 }
 
 /// Runs `f` with parameters read and visited as if they had no tap.
 pub(crate) fn bypass<T>(f: impl FnOnce() -> T) -> T {
-    struct Restore(bool);
+    within(Taps::Bypassed, f)
+}
+
+/// Runs `f`, whose maps replace the value of every parameter on all ranks alike, by [`bypass`].
+pub(crate) fn replace<T>(f: impl FnOnce() -> T) -> T {
+    within(Taps::Replaced, f)
+}
+
+fn within<T>(taps: Taps, f: impl FnOnce() -> T) -> T {
+    struct Restore(Taps);
     impl Drop for Restore {
         fn drop(&mut self) {
-            BYPASS.set(self.0);
+            TAPS.set(self.0);
         }
     }
-    let _restore = Restore(BYPASS.replace(true));
+    let _restore = Restore(TAPS.replace(taps.max(TAPS.get())));
     f()
 }
 
-/// True inside [`bypass`] on this thread.
+/// True inside [`bypass`] and [`replace`] on this thread.
 pub(super) fn is_bypassed() -> bool {
-    BYPASS.get()
+    TAPS.get() != Taps::Work
+}
+
+/// True inside [`replace`] on this thread.
+pub(super) fn is_replacing() -> bool {
+    TAPS.get() == Taps::Replaced
 }

@@ -301,6 +301,13 @@ impl Handoff {
         }
     }
 
+    /// Notes that all ranks have given this copy another value, and a new leaf.
+    pub(super) fn replaced(&self, tap: &TapHandle) {
+        self.value_id.set(tap.model.next_value_id(tap.slot));
+        self.mapped_at.set(tap.model.ended.load(Ordering::Acquire) + 1);
+        self.loaded_at.set(self.mapped_at.get());
+    }
+
     /// Notes that this copy is read for a forward.
     pub(super) fn read(&self, tap: &TapHandle) {
         let number = self.mapped_without.get();

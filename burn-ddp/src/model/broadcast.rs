@@ -13,7 +13,7 @@ use super::running_stats;
 use super::schema::{Schema, unreadable};
 use crate::convert::data_of;
 use crate::ddp::Ddp;
-use crate::intercept::{bypass, find, sharded_paths, tell_peers};
+use crate::intercept::{bypass, find, replace, sharded_paths, tell_peers};
 use crate::{Error, Result, agreement, byte_stream};
 
 /// `root`'s parameters and buffers on every rank, in a model that is wrapped or not; parameter ids stay what they are,
@@ -47,7 +47,7 @@ pub(crate) fn model<M: Module>(ddp: &Ddp, model: M, root: usize) -> Result<M> {
     let model = if trains && find(&model).is_empty() { running_stats::unshared(model) } else { model };
     let source = (group.world_size() > 1).then_some((ddp, group, root));
     let site = Location::caller();
-    attribute_calls(site, || bypass(|| values(model, source, devices, &schema, first_clone, &is_local)))
+    attribute_calls(site, || replace(|| values(model, source, devices, &schema, first_clone, &is_local)))
 }
 
 /// Which entries are clones of which, as the root sees it: all ranks get its values, so it knows which are still equal.

@@ -2,6 +2,7 @@
 
 mod bits;
 mod frozen;
+mod replaced_values;
 mod traffic;
 
 use burn::module::{Module, ModuleMapper, Param};

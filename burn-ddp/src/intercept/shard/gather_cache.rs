@@ -1,7 +1,8 @@
 //! Wholes of parameters that a step reads several times, as recurrent layers and tied weights do: gathered once, and
 //! held until the backward ends.
 //!
-//! All ranks read the same values in the same order, so what one of them holds, all do.
+//! All ranks read the same values in the same order, so what one of them holds, all do. They compare their numbers of
+//! reads, of which some are no calls, before the first reduction of a backward. Evaluation reads past what is held.
 
 use std::any::Any;
 
@@ -48,14 +49,24 @@ impl GatherCache {
         match purpose {
             Purpose::Forward(_) => reads.forward += 1,
             Purpose::Backward(_) => reads.backward += 1,
-            _ => {}
+            _ => return None,
         }
         let held = reads.held.as_ref().filter(|held| held.value_id == value_id)?;
         held.whole.downcast_ref().cloned()
     }
 
     /// Holds what was gathered for the latest read of a slot, if the slot is read several times and there is room.
-    pub(super) fn offer<T: Clone + Send + 'static>(&mut self, slot: usize, value_id: u64, bytes: usize, whole: &T) {
+    pub(super) fn offer<T: Clone + Send + 'static>(
+        &mut self,
+        slot: usize,
+        value_id: u64,
+        purpose: Purpose,
+        bytes: usize,
+        whole: &T,
+    ) {
+        if !matches!(purpose, Purpose::Forward(_) | Purpose::Backward(_)) {
+            return;
+        }
         self.drop_held(slot);
         let reads = &mut self.slots[slot];
         let again = reads.repeated || reads.forward > 1 || reads.backward > 1;
@@ -93,7 +104,7 @@ mod tests {
     fn gathers(cache: &mut GatherCache, slot: usize, value_id: u64, purpose: Purpose) -> bool {
         let held: Option<(usize, u64)> = cache.read(slot, value_id, purpose);
         if held.is_none() {
-            cache.offer(slot, value_id, 100, &(slot, value_id));
+            cache.offer(slot, value_id, purpose, 100, &(slot, value_id));
         }
         assert!(held.is_none_or(|held| held == (slot, value_id)));
         held.is_none()
@@ -118,7 +129,10 @@ mod tests {
             let reads = [FORWARD, FORWARD, FORWARD, BACKWARD, BACKWARD, BACKWARD];
             let gathered = reads.into_iter().filter(|purpose| gathers(&mut cache, 1, value_id, *purpose)).count();
             assert_eq!(cache.held_bytes, 100);
+            assert!(gathers(&mut cache, 1, value_id, Purpose::Evaluation), "evaluation reads past it");
             cache.end_backward();
+            assert_eq!(cache.held_bytes, 0);
+            assert!(gathers(&mut cache, 1, value_id, Purpose::Evaluation));
             assert_eq!(cache.held_bytes, 0);
             gathered
         };

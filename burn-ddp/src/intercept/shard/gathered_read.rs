@@ -73,6 +73,6 @@ fn gather<B: Backend>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purpose) -
     }
     let bytes = shards.gather(*slot, *value_id, data.as_bytes(), purpose)?;
     let whole = B::float_from_data(TensorData::from_bytes(bytes, s.dims.clone(), data.dtype()), &device);
-    shards.held().offer(*slot, *value_id, s.len_bytes(), &whole);
+    shards.held().offer(*slot, *value_id, purpose, s.len_bytes(), &whole);
     Ok(whole)
 }

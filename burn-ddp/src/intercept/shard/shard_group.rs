@@ -23,8 +23,8 @@ pub(crate) enum Purpose {
     Evaluation,
     /// Gathers in backward what the n-th read gathered.
     Backward(usize),
-    /// Agrees on which gradients there are, before the first one of a backward that reduces.
-    Agreement,
+    /// Agrees on which gradients there are, before the first one of a backward that reduces, after so many reads.
+    Agreement(usize),
     /// Reduces a gradient.
     Gradient,
     /// Gathers for a file, a hash, or a model without parts.
@@ -53,7 +53,7 @@ impl Purpose {
             Purpose::Forward(number) => (1, number),
             Purpose::Evaluation => (2, 0),
             Purpose::Backward(number) => (3, number),
-            Purpose::Agreement => (4, 0),
+            Purpose::Agreement(number) => (4, number),
             Purpose::Gradient => (5, 0),
             Purpose::Whole => (6, 0),
             Purpose::Numbers => (7, 0),
@@ -80,7 +80,7 @@ fn spoken(tag: u64, slots: &[Slot]) -> String {
         1 => format!("reads {path}{copy} in a forward (read {number} since the last backward)"),
         2 => format!("reads {path}{copy} without a gradient (evaluation)"),
         3 => format!("needs {path}{copy} in backward (read {number})"),
-        4 => "begins to reduce the gradients of a backward".into(),
+        4 => format!("begins to reduce the gradients of a backward, after {number} reads of parameters"),
         5 => format!("reduces the gradient of {path}"),
         6 => format!("makes {path}{copy} whole (save, hash or unwrap)"),
         7 => "computes the norm of the gradients".into(),
@@ -94,6 +94,8 @@ pub(crate) struct ShardGroup {
     slots: Arc<[Slot]>,
     /// Reads since the last backward.
     reads: AtomicUsize,
+    /// Reads since the last agreement.
+    reads_to_compare: AtomicUsize,
     /// Locked by reads, for a moment, and by the last gate.
     held: Mutex<GatherCache>,
     meter: Meter,
@@ -104,7 +106,7 @@ impl ShardGroup {
         group.hide_from_timeline();
         let sharded = slots.iter().map(|slot| if slot.sharded { slot.len_bytes() } else { 0 });
         let held = Mutex::new(GatherCache::new(sharded));
-        ShardGroup { group, slots, reads: AtomicUsize::new(0), held, meter }
+        ShardGroup { group, slots, reads: AtomicUsize::new(0), reads_to_compare: AtomicUsize::new(0), held, meter }
     }
 
     pub(crate) fn rank(&self) -> usize {
@@ -131,6 +133,7 @@ impl ShardGroup {
 
     /// Number of the next read.
     pub(super) fn next_read(&self) -> usize {
+        self.reads_to_compare.fetch_add(1, Ordering::AcqRel);
         self.reads.fetch_add(1, Ordering::AcqRel)
     }
 
@@ -187,12 +190,16 @@ impl ShardGroup {
     }
 
     /// The numbers of every rank, in the order of ranks: equally many each. *Collective*.
+    ///
+    /// # Errors
+    ///
+    /// On every rank, if ranks have read parameters in different numbers since the last agreement: reads of what is
+    /// held are not calls, and so not compared by themselves.
     pub(super) fn agree(&self, own: &[i64]) -> Result<Vec<i64>> {
         let mut all = vec![0; own.len() * self.group.world_size()];
         let (own, rows) = (bytemuck::cast_slice(own), bytemuck::cast_slice_mut(&mut all));
-        self.group
-            .all_gather_tagged(DType::I64, own, rows, Purpose::Agreement.tag(0, 0))
-            .map_err(|e| self.explain(e))?;
+        let tag = Purpose::Agreement(self.reads_to_compare.swap(0, Ordering::AcqRel)).tag(0, 0);
+        self.group.all_gather_tagged(DType::I64, own, rows, tag).map_err(|e| self.explain(e))?;
         Ok(all)
     }
 
@@ -206,7 +213,8 @@ impl ShardGroup {
 
     /// The error of a mean without weights, the same on all ranks. *Collective*.
     pub(super) fn refuse_weights_of_zero(&self) -> Result<()> {
-        let refused = self.group.all_reduce_weighted_bytes(DType::F32, &mut [0; 4], 0.0, Purpose::Agreement.tag(1, 0));
+        let refused =
+            self.group.all_reduce_weighted_bytes(DType::F32, &mut [0; 4], 0.0, Purpose::Agreement(0).tag(1, 0));
         refused.map_err(|e| self.explain(e))
     }
 

@@ -1,0 +1,140 @@
+//! Values that change while wholes of earlier ones are held, and reads that ranks do not make alike.
+
+use super::*;
+
+/// A model that reads its one parameter twice in a forward.
+#[derive(Module, Debug)]
+struct Tied {
+    symbols: Embedding,
+}
+
+impl Tied {
+    fn new(device: &Device) -> Self {
+        Tied { symbols: EmbeddingConfig::new(8, 4).init(device) }.map(&mut Fill(0.0))
+    }
+
+    fn loss(&self, device: &Device) -> Tensor<1> {
+        let x = self.symbols.forward(Tensor::<2, Int>::from_ints([[1, 2, 3]], device));
+        x.matmul(self.symbols.weight.val().transpose().unsqueeze()).powf_scalar(2.0).mean()
+    }
+}
+
+/// Losses before training, after it, of the loaded model and of its copy without parts, and the hash one step later.
+fn losses_around_a_load(config: &WrapConfig) -> Vec<([f32; 4], String)> {
+    let directory = tempfile::tempdir().unwrap();
+    let ranks = Ddp::spawn(2, |ddp| {
+        let (trains, evaluates) = (ddp.device()?.autodiff(), ddp.device()?);
+        let mut model = ddp.wrap_with(Tied::new(&trains), config)?;
+        let mut optim = ddp.optimizer(SgdConfig::new().init(), &model)?;
+        let mut step = |model: Tied| -> anyhow::Result<Tied> {
+            let grads = ddp.backward(&model.loss(&trains), &model)?;
+            let grads = GradientsParams::from_grads(grads, &model);
+            Ok(optim.step(0.5, model, grads))
+        };
+        let loss = |model: &Tied| model.valid().loss(&evaluates).into_scalar::<f32>();
+        let best = loss(&model);
+        let checkpoints = ddp.checkpoints(directory.path())?;
+        checkpoints.save(0, |c| c.model(&model))?;
+        for _ in 0..3 {
+            model = step(model)?;
+        }
+        let last = loss(&model);
+        // Read, so that its whole is there for the backward.
+        drop(model.loss(&trains));
+        model = checkpoints.latest()?.expect("was saved").model(model)?;
+        let loaded = loss(&model);
+        let whole = loss(&ddp.unwrap(model.clone())?);
+        Ok(([best, last, loaded, whole], param_hash(&step(model)?)?))
+    });
+    ranks.unwrap()
+}
+
+#[test]
+fn a_loaded_model_is_not_read_as_it_was() {
+    let [whole, parts] = [WrapConfig::new(), sharded()].map(|config| losses_around_a_load(&config));
+    let [best, last, loaded, unwrapped] = whole[0].0;
+    assert!(best != last && best == loaded && best == unwrapped, "{whole:?}");
+    assert_eq!(parts, whole);
+}
+
+#[test]
+fn a_copy_that_another_checkpoint_is_loaded_into_is_read_by_itself() {
+    let run = |config: &WrapConfig| {
+        let directory = tempfile::tempdir().unwrap();
+        let ranks = Ddp::spawn(2, |ddp| {
+            let (trains, evaluates) = (ddp.device()?.autodiff(), ddp.device()?);
+            let mut model = ddp.wrap_with(Tied::new(&trains), config)?;
+            let mut optim = ddp.optimizer(SgdConfig::new().init(), &model)?;
+            let checkpoints = ddp.checkpoints(directory.path())?;
+            checkpoints.save(0, |c| c.model(&model))?;
+            let mut losses = Vec::new();
+            for step in 0..5 {
+                if step == 3 {
+                    let best = checkpoints.latest()?.expect("was saved").model(model.valid())?;
+                    losses.push(best.loss(&evaluates).into_scalar::<f32>());
+                    losses.push(model.valid().loss(&evaluates).into_scalar::<f32>());
+                }
+                let loss = model.loss(&trains);
+                losses.push(loss.clone().into_scalar::<f32>());
+                let grads = GradientsParams::from_grads(ddp.backward(&loss, &model)?, &model);
+                model = optim.step(0.1, model, grads);
+            }
+            Ok((losses, param_hash(&model)?))
+        });
+        ranks.unwrap()
+    };
+    assert_eq!(run(&sharded()), run(&WrapConfig::new()));
+}
+
+#[test]
+fn evaluations_hold_nothing() {
+    let gathered = Ddp::spawn(2, |ddp| {
+        let device = ddp.device()?.autodiff();
+        let mut model = ddp.wrap_with(Tied::new(&device), &sharded())?;
+        let mut optim = ddp.optimizer(SgdConfig::new().init(), &model)?;
+        for _ in 0..2 {
+            let grads = GradientsParams::from_grads(ddp.backward(&model.loss(&device), &model)?, &model);
+            model = optim.step(0.5, model, grads);
+        }
+        let of_evaluation = || -> anyhow::Result<u64> {
+            let before = ddp.telemetry().stats().gathered;
+            model.valid().loss(&ddp.device()?);
+            Ok(ddp.telemetry().stats().gathered - before)
+        };
+        Ok([of_evaluation()?, of_evaluation()?, of_evaluation()?])
+    });
+    // Two reads of eight rows of four numbers.
+    assert_eq!(gathered.unwrap(), [[2 * 8 * 4 * 4; 3]; 2]);
+}
+
+#[test]
+fn ranks_that_read_a_parameter_in_different_numbers_hear_of_it_in_that_step() {
+    for (reads_of_rank_1, micro_batches) in [(3, 1), (1, 1), (3, 2)] {
+        let errors = Ddp::spawn(2, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let linear = LinearConfig::new(4, 4).with_bias(false).init(&device);
+            let config = sharded().with_accumulation(micro_batches);
+            let mut model: Linear = ddp.wrap_with(linear, &config)?;
+            let mut optim = ddp.optimizer(SgdConfig::new().init(), &model)?;
+            for backward in 0..4 * micro_batches {
+                let differs = ddp.rank() == 1 && backward == 2 * micro_batches;
+                let mut x = Tensor::<2>::ones([2, 4], &device);
+                for _ in 0..if differs { reads_of_rank_1 } else { 2 } {
+                    x = model.forward(x);
+                }
+                match ddp.backward(&x.sum(), &model) {
+                    Err(error) => return Ok((backward / micro_batches, error.to_string())),
+                    Ok(grads) => {
+                        let grads = GradientsParams::from_grads(grads, &model);
+                        model = optim.step(0.01, model, grads);
+                    }
+                }
+            }
+            anyhow::bail!("nothing was said")
+        });
+        for (step, error) in errors.unwrap() {
+            assert_eq!(step, 2, "{error}");
+            assert!(error.contains("every rank must read the same parameters"), "{error}");
+        }
+    }
+}
