@@ -7,7 +7,7 @@ use crate::frame::{PREFIX_BYTES, Prefix};
 use crate::membership::{ControlMessage, Envelope};
 use crate::post_mortem::{Event, PostMortem};
 use crate::store::protocol::{MESSAGE_CAP, Request, Response};
-use crate::store::table::Table;
+use crate::store::table::{Table, check};
 
 pub fn handshake(bytes: &[u8]) {
     crate::auth::handshake::fuzz(bytes);
@@ -42,6 +42,7 @@ pub fn store(mut bytes: &[u8]) {
             Request::Add { key, delta } => table.add(&key, delta).map(drop),
             Request::Keys { prefix } => table.keys(&prefix).map(drop),
             Request::Get { key, .. } => table.get(&key).map(drop),
+            Request::LastWill { entry } => entry.map_or(Ok(()), |(key, value)| check(&key, &value)),
         };
         bytes = rest;
     }

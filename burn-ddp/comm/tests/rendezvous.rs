@@ -10,7 +10,8 @@ use burn_ddp_comm::{
     Error, JobKey, LaunchEnv, Meeting, ReduceOp, Store, StoreClient, StoreServer, World, WorldOptions, fail_join,
 };
 use common::{
-    FreePort, JOB, Process, SecretFile, join_all, launcher_store, meeting_at, options, rank_at, rank_of, say,
+    FreePort, JOB, Process, SecretFile, await_go, join_all, launcher_store, meeting_at, options, rank_at, rank_of,
+    role, say,
 };
 
 const AT_ONCE: Duration = Duration::from_secs(5);
@@ -312,6 +313,43 @@ fn two_programs_at_one_port_are_two_jobs() {
     assert_eq!(start(&other, "1", &one).hear(), "joined as rank 1");
     assert_eq!(first.hear(), "joined as rank 0");
     std::fs::remove_file(other).unwrap();
+}
+
+/// The ranks of the second job find their places taken: the ranks of two jobs cannot mix unnoticed.
+#[test]
+fn a_job_started_twice_ends_with_errors_and_leaves_the_first_alone() {
+    const TEST: &str = "a_job_started_twice_ends_with_errors_and_leaves_the_first_alone";
+    if let Some((_, env)) = role() {
+        match World::join(&env, options()) {
+            Err(error) => say(&error.to_string()),
+            Ok(world) => {
+                say(&format!("joined as rank {}", world.rank()));
+                await_go();
+                world.group().unwrap().barrier().unwrap();
+                say("done");
+            }
+        }
+        return;
+    }
+    let port = FreePort::reserve();
+    let start = |rank| Process::start(TEST, "rank", &rank_of(meeting_at(&port), rank, 2));
+    let mut first = [start(0), start(1)];
+    first.iter_mut().enumerate().for_each(|(rank, it)| assert_eq!(it.hear(), format!("joined as rank {rank}")));
+    let mut second = [start(0), start(1)];
+    let said = second.each_mut().map(Process::hear);
+    let expected = [
+        vec!["another job, or what is left of an earlier one, listens there".to_owned()],
+        vec![
+            "rank 1 was started twice: by rank 1 (host ".to_owned(),
+            format!("pid {})", first[1].id()),
+            format!("and by process {} on ", second[1].id()),
+        ],
+    ];
+    for (said, parts) in said.iter().zip(expected) {
+        assert!(parts.iter().all(|part| said.contains(part)), "{parts:?}: {said}");
+    }
+    first.iter_mut().for_each(Process::go);
+    first.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "done"));
 }
 
 #[test]

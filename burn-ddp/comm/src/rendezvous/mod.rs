@@ -8,27 +8,28 @@
 //! 3. Ranks of one machine connect with each other, and counterparts on two machines, see
 //!    [`routes`](crate::membership::routes): the higher rank of a pair to the lower one's listener. That is the control
 //!    connection. Its key is derived from the job's and a random token in the verdict, so that seeing the traffic is
-//!    not enough to connect.
+//!    not enough to connect. A rank that ends before it has all of them fails the others, through the store.
 //!
 //! Keys in the store, below the job id: `{round}/rank/{r}` is a rank's [`Entry`], `{round}/arrived` the number of
-//! entries, `{round}/first` the first entry, `{round}/verdict` the [`Verdict`](round).
+//! entries, `{round}/first` the first entry, `{round}/verdict` the [`Verdict`](round), `{round}/lost`
+//! the first failure after that.
 //! A process that joins again after it left finds its own entry in a decided round and takes the next round.
 
 mod by_pmi;
+mod neighbours;
 pub(crate) mod round;
 mod settings_check;
 mod store_location;
 
+use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use self::neighbours::Neighbours;
 pub use self::round::fail_join;
-use self::round::{Entry, Round, threads};
+use self::round::{Entry, Met, Round, threads};
 use self::settings_check::ComparedSettings;
 use self::store_location::Agreed;
-use crate::auth::handshake::Purpose;
-use crate::auth::job_key::LinkKey;
-use crate::auth::secure_stream::SecureStream;
 use crate::engine::Fabric;
 use crate::engine::auto_fabric::{self, AutoFabric};
 #[cfg(target_os = "linux")]
@@ -38,10 +39,9 @@ use crate::engine::tcp::{Reach, TcpFabric};
 use crate::engine::two_level::TwoLevelFabric;
 use crate::env::{LaunchEnv, Meeting};
 use crate::membership::control::{self, Control, Directory};
-use crate::membership::{Membership, Outbox, Routes, Wake};
+use crate::membership::{Membership, Outbox, Wake};
 use crate::net::address;
 use crate::net::descriptors::{self, Room};
-use crate::net::dial_rank::Dial;
 use crate::net::interface::Interface;
 use crate::topology::Machines;
 use crate::world::{Seat, World};
@@ -133,25 +133,16 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
                                                  {e}"
         ))
     })?;
-    let memory = auto_fabric::machine(env.machine.as_deref());
-    let me = Entry {
-        peer: PeerInfo::here(env.rank, env.local_rank, env.node_rank),
-        world_size: env.world_size,
-        host: env.advertise.clone().unwrap_or_else(|| listens.ip().to_string()),
-        port: listens.port(),
-        machine: machine_of(env, memory.as_deref()),
-        memory,
-        config: ComparedSettings::of(options),
-        room: Room::here(if server.is_some() { env.world_size - 1 } else { 0 }),
-    };
+    let me = entry(env, options, listens, server.is_some());
     let round = Round { store: &store, job: &job, me: &me, server: server.as_ref(), start, deadline };
     // The verdict counts the connections, but without room for all clients the store cannot serve this round.
     me.room.check(0, env.world_size).or_else(|why| round.give_up(&why))?;
-    let (token, entries) = round.attend()?;
+    let met = round.attend()?;
+    let Met { token, entries, .. } = &met;
     let places: Vec<_> = entries.iter().map(|entry| (&entry.peer, entry.memory.as_deref())).collect();
     auto_fabric::check(options.engine, &places)?;
 
-    let key = job.links(&token);
+    let key = job.links(token);
     let control = Control::start(listener, env.rank, env.world_size, key.clone()).map_err(threads)?;
     let mesh_end =
         Instant::now() + deadline.saturating_duration_since(Instant::now()).clamp(*MESH_TIME.start(), *MESH_TIME.end());
@@ -162,16 +153,26 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     let peers: Vec<PeerInfo> = entries.iter().map(|entry| entry.peer.clone()).collect();
     let membership = Membership::new(env.rank, peers.clone(), machines.clone(), options.clone());
     let memories: Vec<_> = entries.iter().map(|entry| entry.memory.clone()).collect();
-    let streams = connect_neighbours(&control, &key, &via, membership.routes(), &entries, mesh_end)?;
-    membership.report_to(env);
     let control = Arc::new(control);
+    let mut streams: Vec<_> = entries.iter().map(|_| None).collect();
+    let neighbours = Neighbours { control: &control, key: &key, via: &via, routes: membership.routes() };
+    let connected = neighbours.connect(&round, &met, mesh_end, &mut streams);
     let as_outbox: Arc<dyn Outbox> = control.clone();
     membership.set_outbox(Arc::downgrade(&as_outbox));
     let links: Weak<dyn Wake> = Arc::downgrade(control.links()) as Weak<dyn Wake>;
     membership.add_waker(links);
-    let addresses: Vec<_> = entries.into_iter().map(|entry| (entry.host, entry.port)).collect();
+    let addresses: Vec<_> = entries.iter().map(|entry| (entry.host.clone(), entry.port)).collect();
     let directory = Directory { addresses: addresses.clone(), via: via.clone() };
     control.attach(streams, membership.clone(), directory).map_err(threads)?;
+    if let Err(error) = connected {
+        let error = round.cannot_connect(&met, error);
+        // For neighbours that have connected to all of theirs.
+        membership.fail(error.clone());
+        membership.goodbye();
+        return Err(error);
+    }
+    membership.report_to(env);
+    round.joined();
     tracing::debug!(rank = env.rank, world_size = env.world_size, elapsed = ?start.elapsed(), "joined");
 
     #[cfg(target_os = "linux")]
@@ -194,6 +195,21 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
         fabric: Arc::new(AutoFabric::new(memories, options.engine, shm, tcp, two_level)),
         keep_alive: Some(Box::new((control, server))),
     })
+}
+
+/// Entry of the rank that `env` describes, which listens there and perhaps hosts the store.
+fn entry(env: &LaunchEnv, options: &WorldOptions, listens: SocketAddr, hosts: bool) -> Entry {
+    let memory = auto_fabric::machine(env.machine.as_deref());
+    Entry {
+        peer: PeerInfo::here(env.rank, env.local_rank, env.node_rank),
+        world_size: env.world_size,
+        host: env.advertise.clone().unwrap_or_else(|| listens.ip().to_string()),
+        port: listens.port(),
+        machine: machine_of(env, memory.as_deref()),
+        memory,
+        config: ComparedSettings::of(options),
+        room: Room::here(if hosts { env.world_size - 1 } else { 0 }),
+    }
 }
 
 /// Identity of this rank's machine: of its memory, or else its name.
@@ -231,43 +247,4 @@ fn check(env: &LaunchEnv) -> Result<()> {
         )));
     }
     Ok(())
-}
-
-/// Connects to the neighbours for control; the streams by rank.
-fn connect_neighbours(
-    control: &Control,
-    key: &LinkKey,
-    via: &Interface,
-    routes: &Routes,
-    entries: &[Entry],
-    deadline: Instant,
-) -> Result<Vec<Option<SecureStream>>> {
-    let rank = routes.rank();
-    let mut streams: Vec<Option<SecureStream>> = entries.iter().map(|_| None).collect();
-    for entry in entries[..rank].iter().filter(|entry| routes.is_near(entry.peer.rank)) {
-        let purpose = Purpose::Control { rank: rank as u32 };
-        let dial = Dial { to: (&entry.host, entry.port), via, key, peer: entry.peer.rank, purpose };
-        let stream = dial.connect(deadline, None).map_err(|cause| match cause.shortage(entries.len()) {
-            Some(why) => Error::environment(format!("{} cannot join: {why}", entries[rank].peer)),
-            None => unreached(&entry.peer, &format!("at {}: {cause}", address::join(&entry.host, entry.port))),
-        })?;
-        streams[entry.peer.rank] = Some(stream);
-    }
-    for entry in entries[rank + 1..].iter().filter(|entry| routes.is_near(entry.peer.rank)) {
-        let purpose = Purpose::Control { rank: entry.peer.rank as u32 };
-        let stream = control.links().claim(purpose, deadline, || Ok(()))?;
-        let stream = stream.ok_or_else(|| unreached(&entry.peer, "in time: it did not connect"))?;
-        streams[entry.peer.rank] = Some(stream);
-    }
-    Ok(streams)
-}
-
-fn unreached(peer: &PeerInfo, how: &str) -> Error {
-    Error::Rendezvous {
-        message: format!(
-            "{peer} came, but could not be reached {how}; it has probably ended, or a firewall is between"
-        ),
-        came: Vec::new(),
-        missing: vec![peer.rank],
-    }
 }

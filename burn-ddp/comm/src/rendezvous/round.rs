@@ -53,6 +53,15 @@ enum Verdict {
     Failed(Error),
 }
 
+/// A round in which all ranks came.
+pub(super) struct Met {
+    number: u32,
+    /// See [`Verdict::Complete`].
+    pub(super) token: [u8; KEY_BYTES],
+    /// All entries, by rank.
+    pub(super) entries: Vec<Entry>,
+}
+
 /// A rank's part in a round.
 pub(super) struct Round<'a> {
     pub(super) store: &'a StoreClient,
@@ -65,9 +74,13 @@ pub(super) struct Round<'a> {
 }
 
 impl Round<'_> {
-    /// Posts this rank and waits for the verdict: the token and all entries, by rank.
-    pub(super) fn attend(&self) -> Result<([u8; KEY_BYTES], Vec<Entry>)> {
+    /// Posts this rank and waits for the verdict. From then on the end of this rank's connection to the store fails the
+    /// [ranks that are still connecting](Self::check), until it has [joined](Self::joined).
+    pub(super) fn attend(&self) -> Result<Met> {
         let number = self.post()?;
+        let message = format!("{} ended, or lost its connection to the store, while the ranks connected", self.me.peer);
+        let lost = Error::Rendezvous { message, came: Vec::new(), missing: vec![self.me.peer.rank] };
+        self.store.last_will(Some((&self.key(number, "lost"), &encode(&lost)?)))?;
         if self.store.add(&self.key(number, "arrived"), 1)? == self.me.world_size as i64 {
             // Entries that cannot be read fail the others, too: they would wait in vain.
             let verdict = self.complete(number).unwrap_or_else(Verdict::Failed);
@@ -83,8 +96,43 @@ impl Round<'_> {
             Err(e) => return Err(e),
         };
         match verdict {
-            Verdict::Complete { token, entries } => Ok((token, entries)),
+            Verdict::Complete { token, entries } => Ok(Met { number, token, entries }),
             Verdict::Failed(error) => Err(error),
+        }
+    }
+
+    /// Checks that no rank has failed since all came.
+    ///
+    /// # Errors
+    /// The first failure. None if the store cannot be asked: its host may have joined and left.
+    pub(super) fn check(&self, met: &Met) -> Result<()> {
+        match self.store.get(&self.key(met.number, "lost"), Duration::ZERO) {
+            Ok(failure) => Err(decode(&failure)?),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Posts that this rank cannot connect; returns the first failure of a rank that connects, which all return.
+    pub(super) fn cannot_connect(&self, met: &Met, error: Error) -> Error {
+        let for_others = match &error {
+            Error::Rendezvous { .. } => error.clone(),
+            own => {
+                let missing = vec![self.me.peer.rank];
+                Error::Rendezvous { message: own.to_string(), came: Vec::new(), missing }
+            }
+        };
+        let first = encode(&for_others).and_then(|mine| self.store.set_new(&self.key(met.number, "lost"), &mine));
+        match first {
+            Ok(Some(first)) => decode(&first).unwrap_or(error),
+            Ok(None) | Err(_) => error,
+        }
+    }
+
+    /// Notes that this rank has connected: its end no longer concerns the store.
+    pub(super) fn joined(&self) {
+        // The host of the store may have joined and left.
+        if let Err(error) = self.store.last_will(None) {
+            tracing::debug!(%error, "the store ended before this rank had joined");
         }
     }
 

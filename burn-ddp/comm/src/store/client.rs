@@ -163,6 +163,21 @@ impl StoreClient {
         self.place.to_string()
     }
 
+    /// Has the server set a key to a value, unless the key is set, as soon as this client's connection ends, by its
+    /// drop or with its process; `None` takes that back. For clients that one thread uses: several threads have
+    /// several connections.
+    ///
+    /// # Errors
+    /// As for [`Store::set`].
+    pub(crate) fn last_will(&self, entry: Option<(&str, &[u8])>) -> Result<()> {
+        entry.map_or(Ok(()), |(key, value)| check(key, value))?;
+        let entry = entry.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        match self.ask(&Request::LastWill { entry }, Duration::ZERO)? {
+            Response::Done => Ok(()),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
     /// Sends a request and waits for its response, which may take the server `wait`.
     fn ask(&self, request: &Request, wait: Duration) -> Result<Response> {
         let idle = self.lock_idle().pop();

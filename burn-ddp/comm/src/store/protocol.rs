@@ -10,11 +10,29 @@ pub(crate) const MESSAGE_CAP: usize = KEY_CAP + VALUE_CAP + 64;
 /// One request at a time per connection.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Request {
-    Set { key: String, value: Vec<u8> },
-    Get { key: String, wait_ms: u64 },
-    SetNew { key: String, value: Vec<u8> },
-    Add { key: String, delta: i64 },
-    Keys { prefix: String },
+    Set {
+        key: String,
+        value: Vec<u8>,
+    },
+    Get {
+        key: String,
+        wait_ms: u64,
+    },
+    SetNew {
+        key: String,
+        value: Vec<u8>,
+    },
+    Add {
+        key: String,
+        delta: i64,
+    },
+    Keys {
+        prefix: String,
+    },
+    /// Key and value to set, unless the key is set, if this connection ends; `None` takes the last ones back.
+    LastWill {
+        entry: Option<(String, Vec<u8>)>,
+    },
 }
 
 /// The answer to a request.
@@ -47,6 +65,8 @@ mod tests {
             Request::SetNew { key: key(), value: value() },
             Request::Add { key: key(), delta: -1 },
             Request::Keys { prefix: key() },
+            Request::LastWill { entry: Some((key(), value())) },
+            Request::LastWill { entry: None },
         ];
         let responses = [
             Response::Done,
@@ -62,7 +82,10 @@ mod tests {
             (PROTOCOL_VERSION, requests, responses),
             (
                 3,
-                vec![0, 1, 107, 1, 7, 1, 1, 107, 172, 2, 2, 1, 107, 1, 7, 3, 1, 107, 1, 4, 1, 107],
+                vec![
+                    0, 1, 107, 1, 7, 1, 1, 107, 172, 2, 2, 1, 107, 1, 7, 3, 1, 107, 1, 4, 1, 107, 5, 1, 1, 107, 1, 7,
+                    5, 0
+                ],
                 vec![0, 1, 1, 7, 2, 3, 1, 4, 1, 1, 107, 5, 1, 107]
             )
         );

@@ -17,7 +17,7 @@ use socket2::Socket;
 
 use super::protocol::{MESSAGE_CAP, Request, Response};
 use super::refusals::Refusals;
-use super::table::Table;
+use super::table::{Table, check};
 use crate::auth::handshake::{Purpose, Role};
 use crate::auth::job_key::JobTag;
 use crate::auth::unauthenticated::{Introduced, Strangers};
@@ -175,6 +175,8 @@ struct Client {
     wire: Wire,
     job: JobTag,
     state: State,
+    /// Key and value to set if the connection ends.
+    last_will: Option<(String, Vec<u8>)>,
 }
 
 enum State {
@@ -210,14 +212,24 @@ impl Server {
             self.serve_client(i);
         }
         let now = Instant::now();
+        let mut wills = Vec::new();
         {
             let jobs = lock(&self.shared.jobs);
             for client in &mut self.clients {
                 client.expire(now);
             }
-            self.clients.retain(|client| {
-                !matches!(client.state, State::Closed) && jobs.iter().any(|job| job.tag() == client.job)
+            self.clients.retain_mut(|client| {
+                // The last wills of an expelled job concern no other.
+                let admitted = jobs.iter().any(|job| job.tag() == client.job);
+                let closed = matches!(client.state, State::Closed);
+                wills.extend(client.last_will.take_if(|_| admitted && closed));
+                admitted && !closed
             });
+        }
+        for (key, value) in wills {
+            if let Ok(None) = self.table.set_new(&key, &value) {
+                self.tell_waiting(&key);
+            }
         }
         for stranger in self.strangers.hear(strangers) {
             self.meet(stranger);
@@ -298,7 +310,7 @@ impl Server {
         }
         let wire = stranger.welcome(proved).map(|stream| Wire::new(stream, MESSAGE_CAP));
         if let Some(Ok(wire)) = wire {
-            self.clients.push(Client { wire, job: tag, state: State::Idle });
+            self.clients.push(Client { wire, job: tag, state: State::Idle, last_will: None });
         }
     }
 
@@ -332,6 +344,13 @@ impl Server {
             }
             Request::Add { key, delta } => (table.add(&key, delta).map(Response::Number), Some(key)),
             Request::Keys { prefix } => (table.keys(&prefix).map(Response::Keys), None),
+            Request::LastWill { entry } => {
+                let checked = entry.as_ref().map_or(Ok(()), |(key, value)| check(key, value));
+                if checked.is_ok() {
+                    self.clients[i].last_will = entry;
+                }
+                (checked.map(|()| Response::Done), None)
+            }
             Request::Get { key, wait_ms } => match table.get(&key) {
                 Ok(None) => {
                     let wait = Duration::from_millis(wait_ms);

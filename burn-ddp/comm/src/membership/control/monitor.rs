@@ -311,6 +311,9 @@ impl Monitor {
         }
         self.listener = None;
         self.strangers.clear();
+        // A rank that has connected hears why this one leaves, also if it came only just now.
+        self.adopt_mesh();
+        self.adopt_connections();
         self.shared.links.close();
         let end = *self.end.get_or_insert_with(|| Instant::now() + LINGER);
         Instant::now() >= end || self.readers.iter().all(Option::is_none)
