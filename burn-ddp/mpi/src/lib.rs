@@ -4,6 +4,7 @@
 //! and the same bits.
 //!
 //! ```no_run
+//! # // Not run: it takes an installed MPI and the processes of `mpirun`.
 //! use burn_ddp_comm::{WorldOptions, ReduceOp, World};
 //!
 //! // mpirun -n 4 target/release/program

@@ -5,6 +5,7 @@
 //! to the world's own engines, unless [`HostMemory`] says otherwise.
 //!
 //! ```no_run
+//! # // Not run: it takes GPUs and the processes of a launcher.
 //! use std::sync::Arc;
 //! use burn_ddp_comm::{LaunchEnv, WorldOptions, World};
 //! use burn_ddp_nccl::{HostMemory, NcclFabric};
