@@ -54,6 +54,17 @@ impl Ddp {
     ///
     /// A rank on which `f` failed gets that error; the others get [`Error::Rank`] with the text of the first one that
     /// failed.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    /// let calls = AtomicUsize::new(0);
+    /// let order = Ddp::spawn(2, |ddp| ddp.local_main_first(|| Ok(calls.fetch_add(1, SeqCst))))?;
+    /// assert_eq!(order, [0, 1]); // both ranks are on one machine
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[track_caller]
     pub fn local_main_first<T>(&self, f: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
         let (peers, own) = (self.world().peers(), self.world().rank());

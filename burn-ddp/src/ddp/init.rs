@@ -15,6 +15,16 @@ impl Ddp {
     ///
     /// [`Error::Comm`](crate::Error::Comm): half-set or contradictory variables, an unreachable master, a port in use,
     /// ranks that do not come in time (named).
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// let ddp = Ddp::init()?; // alone, unless `burnrun` started the program
+    /// println!("rank {} of {}", ddp.rank(), ddp.world_size());
+    /// # assert_eq!((ddp.rank(), ddp.world_size()), (0, 1));
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[track_caller]
     pub fn init() -> Result<Self> {
         Self::init_with(WorldOptions::from_env()?)
@@ -25,6 +35,18 @@ impl Ddp {
     /// # Errors
     ///
     /// As [`Ddp::init`].
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// use burn_ddp::WorldOptions;
+    /// use std::time::Duration;
+    /// let options = WorldOptions { timeout: Duration::from_secs(30 * 60), ..WorldOptions::from_env()? };
+    /// let ddp = Ddp::init_with(options)?; // each collective may take half an hour
+    /// # assert_eq!(ddp.world_size(), 1);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[track_caller]
     pub fn init_with(options: WorldOptions) -> Result<Self> {
         #[cfg(feature = "mpi")]
@@ -43,6 +65,17 @@ impl Ddp {
     /// # Errors
     ///
     /// [`Error::Comm`](crate::Error::Comm) if the ranks cannot form a group.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// use burn_ddp::WorldOptions;
+    /// use burn_ddp::comm::World;
+    /// let ddp = Ddp::from_world(World::solo(WorldOptions::default()))?; // ignores the environment
+    /// assert_eq!(ddp.world_size(), 1);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[track_caller]
     pub fn from_world(world: World) -> Result<Self> {
         let group = world.group()?;

@@ -89,30 +89,84 @@ impl Ddp {
 
     /// This rank's number, `0..world_size`. In a [part](Self::split) of the job it is the number in this part, and
     /// `ddp.world().rank()` that in the job.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// let ranks = Ddp::spawn(3, |ddp| Ok((ddp.rank(), ddp.world_size())))?;
+    /// assert_eq!(ranks, [(0, 3), (1, 3), (2, 3)]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn rank(&self) -> usize {
         self.state.group.rank()
     }
 
     /// Number of ranks in the job, or in the [part](Self::split) that the handle is for.
+    ///
+    /// # Example
+    ///
+    /// A learning rate that grows with the number of ranks, and so with the items of a step:
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// let rates = Ddp::spawn(2, |ddp| Ok(0.1 * ddp.world_size() as f64))?;
+    /// assert_eq!(rates, [0.2, 0.2]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.state.group.world_size()
     }
 
     /// This rank's number among all ranks of the job on its machine, which chooses its device.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// let places = Ddp::spawn(2, |ddp| Ok((ddp.local_rank(), ddp.local_world_size())))?;
+    /// assert_eq!(places, [(0, 2), (1, 2)]); // threads are on one machine
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn local_rank(&self) -> usize {
         self.state.world.local_rank()
     }
 
     /// Number of ranks of the job on this machine.
+    ///
+    /// # Example
+    ///
+    /// Cores for each rank of a machine with 16:
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// let cores = Ddp::spawn(2, |ddp| Ok(16 / ddp.local_world_size()))?;
+    /// assert_eq!(cores, [8, 8]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn local_world_size(&self) -> usize {
         self.state.world.local_world_size()
     }
 
     /// True on rank 0, which prints and writes files; each [part](Self::split) of the job has one.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// Ddp::spawn(2, |ddp| {
+    ///     let loss = ddp.mean(0.5)?; // a collective: on every rank
+    ///     if ddp.is_main() {
+    ///         println!("loss {loss}");
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn is_main(&self) -> bool {
         self.rank() == 0
@@ -121,6 +175,14 @@ impl Ddp {
     /// Name of the engine that carries the collectives: `threads`, `shm`, `tcp` or `mpi`; `nccl` once NCCL reduces the
     /// gradients of a [wrapped](Self::wrap) model, while the engine that was there before still carries what is in host
     /// memory.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// assert_eq!(Ddp::spawn(2, |ddp| Ok(ddp.engine()))?, ["threads", "threads"]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn engine(&self) -> &'static str {
         match self.state.is_part() {
@@ -130,12 +192,34 @@ impl Ddp {
     }
 
     /// The world below, of all ranks of the job: for groups of your own and for [`World::fail`].
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// let numbers = Ddp::spawn(2, |job| {
+    ///     let part = job.split(Some(job.rank() as u64), 0)?.expect("a part of one rank");
+    ///     Ok((part.rank(), part.world().rank()))
+    /// })?;
+    /// assert_eq!(numbers, [(0, 0), (0, 1)]); // in its part, in the job
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn world(&self) -> &World {
         &self.state.world
     }
 
     /// The group of all ranks of this handle, for collectives on slices and serde values.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// let names = Ddp::spawn(2, |ddp| Ok(ddp.group().all_gather_object(&format!("rank-{}.log", ddp.rank()))?))?;
+    /// assert_eq!(names[0], ["rank-0.log", "rank-1.log"]);
+    /// assert_eq!(names[0], names[1]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn group(&self) -> &ProcessGroup {
         &self.state.group
@@ -152,11 +236,34 @@ impl Ddp {
     /// [`Error::Invalid`](crate::Error::Invalid) if the machine has fewer GPUs than ranks, unless
     /// `BURN_DDP_SHARE_DEVICES=1` wants them shared; if `BURN_DEVICE` names what is not built in; if burn-ddp was built
     /// without any backend.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// let ddp = Ddp::init()?;
+    /// let device = ddp.device()?.autodiff();
+    /// let model = LinearConfig::new(2, 1).init(&device);
+    /// assert_eq!(model.forward(Tensor::<2>::ones([4, 2], &device)).dims(), [4, 1]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn device(&self) -> Result<Device> {
         crate::device::of_rank(self.local_rank(), self.world().local_world_size())
     }
 
     /// This rank's device of a kind: `ddp.device_of(|local_rank| Device::cuda(local_rank))`.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::tensor::{Device, Tensor};
+    /// # use burn_ddp::prelude::*;
+    /// let ddp = Ddp::init()?;
+    /// let device = ddp.device_of(|_| Device::flex()); // `Device::cuda` with GPUs
+    /// assert_eq!(Tensor::<1>::ones([3], &device).sum().into_scalar::<f32>(), 3.0);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn device_of(&self, device: impl FnOnce(usize) -> Device) -> Device {
         device(self.local_rank())
     }
@@ -168,6 +275,21 @@ impl Ddp {
     ///
     /// Burn's backends have one generator per process: with ranks as threads ([`Ddp::spawn`]) random numbers do not
     /// repeat, which rank 0 logs as a warning.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::nn::LinearConfig;
+    /// # use burn_ddp::prelude::*;
+    /// let ddp = Ddp::init()?;
+    /// let device = ddp.device()?.autodiff();
+    /// let init = || {
+    ///     ddp.seed(&device, 42); // before the model is made
+    ///     LinearConfig::new(2, 1).init(&device)
+    /// };
+    /// assert_eq!(param_hash(&ddp.wrap(init())?)?, param_hash(&init())?);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn seed(&self, device: &Device, seed: u64) {
         seed::warn_of_threads(self);
         self.state.set_seed(device, seed);
@@ -180,6 +302,24 @@ impl Ddp {
     /// # Errors
     ///
     /// [`Error::Invalid`](crate::Error::Invalid) if `items` is negative or not finite.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::{Linear, LinearConfig}, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// let gradients = Ddp::spawn(2, |ddp| {
+    ///     # let device = ddp.device()?.autodiff();
+    ///     # let model: Linear = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
+    ///     let items = [3, 1][ddp.rank()]; // rank 0 has 3 items, rank 1 has 1
+    ///     ddp.set_batch_items(items as f64)?;
+    ///     let x = Tensor::<2>::full([items, 1], ddp.rank() as f64, &device);
+    ///     let grads = model.forward(x).mean().backward();
+    ///     Ok(model.weight.base().grad(&grads).unwrap().into_scalar::<f32>())
+    /// })?;
+    /// assert_eq!(gradients, [0.25, 0.25]); // of four items one has x = 1
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn set_batch_items(&self, items: f64) -> Result<()> {
         self.state.batch_weight.set(items)
     }
@@ -188,12 +328,42 @@ impl Ddp {
     /// from the training loader's last batch or [`Ddp::set_batch_items`]; 1 without either.
     ///
     /// A mean loss times this number can be summed over steps and ranks.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// let means = Ddp::spawn(2, |ddp| {
+    ///     let (loss, items) = [(1.0, 3.0), (5.0, 1.0)][ddp.rank()]; // the mean over this rank's items
+    ///     ddp.set_batch_items(items)?; // as a loader does
+    ///     Ok(ddp.sum(loss * ddp.batch_items())? / ddp.sum(ddp.batch_items())?)
+    /// })?;
+    /// assert_eq!(means, [2.0, 2.0]); // over all four items
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn batch_items(&self) -> f64 {
         self.state.batch_weight.items()
     }
 
     /// Counters of this rank's steps, and the slowest rank.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// Ddp::spawn(2, |ddp| {
+    ///     # let device = ddp.device()?.autodiff();
+    ///     # let model = ddp.wrap(LinearConfig::new(4, 1).init(&device))?;
+    ///     model.forward(Tensor::<2>::ones([1, 4], &device)).sum().backward();
+    ///     let step = ddp.telemetry().last_step();
+    ///     println!("{:?} of {:?} waiting for averages", step.wait, step.time());
+    ///     assert!(step.steps == 1 && ddp.telemetry().straggler().is_none());
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn telemetry(&self) -> Telemetry {
         Telemetry::new(self.state.meter.clone())
@@ -204,6 +374,21 @@ impl Ddp {
     /// # Errors
     ///
     /// [`Error::Comm`](crate::Error::Comm) if a peer failed or does not come in time.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// # use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    /// let came = AtomicUsize::new(0);
+    /// Ddp::spawn(3, |ddp| {
+    ///     came.fetch_add(1, SeqCst);
+    ///     ddp.barrier()?;
+    ///     assert_eq!(came.load(SeqCst), 3); // on every rank
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
         Ok(self.group().barrier()?)
@@ -219,6 +404,20 @@ impl Ddp {
     ///
     /// [`Error::Comm`](crate::Error::Comm) if a peer failed or does not come in time;
     /// [`Error::File`](crate::Error::File) if a checkpoint could not be written.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     let checkpoints = ddp.checkpoints(directory)?.asynchronous(true);
+    ///     checkpoints.save(1, |c| c.value("loss", &0.5))?;
+    ///     Ok(ddp.finish()?) // an error on every rank if the checkpoint could not be written
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     #[track_caller]
     pub fn finish(self) -> Result<()> {
         self.state.finish_background_writes()?;

@@ -43,6 +43,18 @@ impl Ddp {
     /// # Errors
     ///
     /// As [`Ddp::spawn`].
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// use burn_ddp::WorldOptions;
+    /// use std::time::Duration;
+    /// let options = WorldOptions { timeout: Duration::from_secs(60), ..WorldOptions::default() };
+    /// let sums = Ddp::spawn_with(2, options, |ddp| Ok(ddp.sum(1)?))?; // a rank waits for a minute at most
+    /// assert_eq!(sums, [2, 2]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn spawn_with<T: Send>(
         n: usize,
         options: WorldOptions,
@@ -99,6 +111,19 @@ impl Ddp {
     ///
     /// In a rank: what joining or `f` returned. In the launching process: [`Error::Launch`], or [`Error::Job`] with the
     /// exit code and the report.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn_ddp::prelude::*;
+    ///
+    /// fn main() -> anyhow::Result<()> {
+    ///     Ddp::launch(2, |ddp| {
+    ///         assert_eq!(ddp.sum(1)?, 2); // from two processes
+    ///         Ok(ddp.finish()?)
+    ///     })
+    /// }
+    /// ```
     pub fn launch(n: usize, f: impl FnOnce(Ddp) -> anyhow::Result<()>) -> anyhow::Result<()> {
         anyhow::ensure!(n > 0, "a job has at least one rank");
         if n == 1 || LaunchEnv::detect()?.is_some() {
