@@ -54,6 +54,9 @@ impl Ddp {
 /// backward that a rank does not run leaves the others waiting until their time-out names it. Ranks that are threads
 /// must not share a tracked tensor: a backward holds the lock of its graph while it waits.
 ///
+/// The costs below are for a tensor of `b` bytes that each of `n` ranks passes, in the units of
+/// [`Collectives`](crate::Collectives).
+///
 /// An input without a graph makes a plain collective. With gradient checkpointing a collective is not repeated. All of
 /// them have a group of their own, so they mix with other collectives; the first one makes it.
 ///
@@ -69,9 +72,27 @@ impl Differentiable<'_> {
     /// Each rank passes a tensor of the same shape and holds the same reduced tensor after. In backward gradients are
     /// reduced in the same way.
     ///
+    /// Two steps in which a rank sends about `2 b` bytes, and the same in backward; one step for small tensors.
+    ///
     /// # Errors
     ///
     /// [`Error::Invalid`] for another op; [`Error::Comm`]: a peer failed or called something else.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let gradients = Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let x = Tensor::<1>::from_floats([1.0 + ddp.rank() as f32], &device).require_grad(); // 1 and 2
+    ///     let mean = ddp.differentiable().all_reduce(x.clone(), ReduceOp::Mean)?; // 1.5 on both ranks
+    ///     let grads = mean.powf_scalar(2.0).sum().backward();
+    ///     Ok(x.grad(&grads).unwrap().into_scalar::<f32>())
+    /// })?;
+    /// assert_eq!(gradients, [3.0, 3.0]); // 2 · 1.5 from each rank's loss, half of it for each x
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[track_caller]
     pub fn all_reduce<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         check_op("all_reduce", op)?;
@@ -80,12 +101,31 @@ impl Differentiable<'_> {
 
     /// Concatenates the tensors of all ranks along dimension 0, in rank order. *Collective*, blocking.
     ///
-    /// Each rank passes a tensor of the same shape `[n, …]` and holds `[world_size * n, …]` after. In backward a rank's
+    /// Each rank passes a tensor of the same shape `[r, …]` and holds `[n * r, …]` after. In backward a rank's
     /// rows get the sum of the gradients that all ranks have for them.
+    ///
+    /// One step in which a rank sends `(n - 1) b` bytes; in backward the same, as a reduce-scatter.
     ///
     /// # Errors
     ///
     /// [`Error::Comm`]: a peer failed or called something else.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let gradients = Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let x = Tensor::<2>::ones([1, 3], &device).require_grad();
+    ///     let all = ddp.differentiable().all_gather(x.clone())?;
+    ///     assert_eq!(all.dims(), [2, 3]);
+    ///     let grads = (all.sum() * (1.0 + ddp.rank() as f32)).backward(); // 1 on rank 0, 2 on rank 1
+    ///     Ok(x.grad(&grads).unwrap().into_data().try_to_vec::<f32>()?)
+    /// })?;
+    /// assert_eq!(gradients, [[3.0; 3], [3.0; 3]]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[track_caller]
     pub fn all_gather<const D: usize>(&self, tensor: Tensor<D>) -> Result<Tensor<D>> {
         self.run(tensor, Kind::AllGather, collectives::all_gather)
@@ -94,13 +134,31 @@ impl Differentiable<'_> {
     /// Reduces over all ranks, by [`ReduceOp::Sum`] or [`ReduceOp::Mean`], and leaves each rank its slice of dimension
     /// 0. *Collective*, blocking.
     ///
-    /// Each rank passes a tensor of the same shape `[world_size * n, …]` and holds `[n, …]` after: rows `rank * n ..`.
+    /// Each rank passes a tensor of the same shape `[n * r, …]` and holds `[r, …]` after: rows `rank * r ..`.
     /// In backward the gradients of all slices are gathered.
+    ///
+    /// One step in which a rank sends `(n - 1) / n · b` bytes; in backward the same, as an all-gather.
     ///
     /// # Errors
     ///
     /// [`Error::Invalid`] for another op, or if dimension 0 does not divide by the world size; [`Error::Comm`]: a peer
     /// failed or called something else.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let gradients = Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let x = Tensor::<1>::from_floats([1.0, 10.0], &device).require_grad();
+    ///     let own = ddp.differentiable().reduce_scatter(x.clone(), ReduceOp::Sum)?; // 2 on rank 0, 20 on rank 1
+    ///     let grads = own.powf_scalar(2.0).sum().backward();
+    ///     Ok(x.grad(&grads).unwrap().into_data().try_to_vec::<f32>()?)
+    /// })?;
+    /// assert_eq!(gradients, [[4.0, 40.0], [4.0, 40.0]]); // one from each rank's loss
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[track_caller]
     pub fn reduce_scatter<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         check_op("reduce_scatter", op)?;
