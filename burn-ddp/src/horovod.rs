@@ -45,6 +45,32 @@ impl Ddp {
     /// On every rank, and nothing has changed: [`Error::ModelsDiffer`](crate::Error::ModelsDiffer);
     /// [`Error::Invalid`](crate::Error::Invalid) if the optimizers are of different kinds, or the state cannot be
     /// loaded without loss.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::{GradientsParams, SgdConfig, momentum::MomentumConfig};
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let hashes = Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let mut model: Linear = LinearConfig::new(2, 1).init(&device);
+    ///     let mut optim = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
+    ///     let grads = |model: &Linear, x: usize| {
+    ///         let loss = model.forward(Tensor::<2>::full([1, 2], x as f64, &device)).sum();
+    ///         GradientsParams::from_grads(loss.backward(), model)
+    ///     };
+    ///     let own = grads(&model, ddp.rank() + 1);
+    ///     model = optim.step(0.1, model, own); // each rank by itself, so far
+    ///     model = ddp.broadcast_parameters(model, 0)?;
+    ///     ddp.broadcast_optimizer_state(&mut optim, &model, 0)?;
+    ///     let same = grads(&model, 1);
+    ///     Ok(param_hash(&optim.step(0.1, model, same))?)
+    /// })?;
+    /// assert_eq!(hashes[0], hashes[1]); // the momentum of rank 0 on both
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[track_caller]
     pub fn broadcast_optimizer_state<M: Module>(
         &self,

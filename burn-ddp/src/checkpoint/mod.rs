@@ -94,6 +94,21 @@ impl Ddp {
     /// # Errors
     ///
     /// [`Error::File`] on every rank if rank 0 cannot create the directory.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// let steps = Ddp::spawn(2, |ddp| {
+    ///     let checkpoints = ddp.checkpoints(directory.join("run-1"))?; // is created
+    ///     checkpoints.save(100, |c| c.value("loss", &0.5))?;
+    ///     Ok(checkpoints.latest()?.map(|checkpoint| checkpoint.step()))
+    /// })?;
+    /// assert_eq!(steps, [Some(100), Some(100)]);
+    /// # anyhow::Ok(())
+    /// ```
     #[track_caller]
     pub fn checkpoints(&self, directory: impl AsRef<Path>) -> Result<Checkpoints> {
         let path = main_first::on_main(self.group(), || directory::make(directory.as_ref()))?;

@@ -27,6 +27,24 @@ impl Ddp {
     ///
     /// [`Error::ReplicasDiffer`](crate::Error::ReplicasDiffer) on every rank, naming the first parameter that differs
     /// and the rank.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{module::Param, nn::{Linear, LinearConfig}, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// let errors = Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let mut model: Linear = ddp.wrap(LinearConfig::new(2, 1).init(&device))?;
+    ///     ddp.check_replicas(&model)?;
+    ///     if ddp.rank() == 1 {
+    ///         model.weight = Param::from_tensor(Tensor::zeros([2, 1], &device)); // a bug
+    ///     }
+    ///     Ok(ddp.check_replicas(&model).unwrap_err().to_string())
+    /// })?;
+    /// assert!(errors[0].contains("weight") && errors[0] == errors[1], "{errors:?}");
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[track_caller]
     pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
         let group = self.group();

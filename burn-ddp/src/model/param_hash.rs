@@ -15,6 +15,21 @@ use crate::Result;
 /// [`Error::Sharding`](crate::Error::Sharding) or [`Error::Comm`](crate::Error::Comm) if sharded parameters cannot be
 /// gathered.
 /// [`Error::Invalid`](crate::Error::Invalid) if a value cannot be read from its device.
+///
+/// # Example
+///
+/// ```
+/// # use burn::nn::LinearConfig;
+/// # use burn_ddp::prelude::*;
+/// let hashes = Ddp::spawn(2, |ddp| {
+///     let model = LinearConfig::new(2, 1).init(&ddp.device()?.autodiff());
+///     let before = param_hash(&model)?; // each rank drew values of its own
+///     Ok((before, param_hash(&ddp.wrap(model)?)?))
+/// })?;
+/// assert_ne!(hashes[0].0, hashes[1].0);
+/// assert_eq!(hashes[0].1, hashes[1].1);
+/// # Ok::<(), burn_ddp::Error>(())
+/// ```
 pub fn param_hash<M: Module>(model: &M) -> Result<String> {
     let (schema, values) = values(model)?;
     let mut sha = Sha256::new();

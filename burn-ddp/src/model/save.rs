@@ -35,6 +35,24 @@ impl Ddp {
     /// [`Error::ReplicasDiffer`](crate::Error::ReplicasDiffer) if the ranks do not hold the same parameters; the file
     /// is written nevertheless, with rank 0's. Parameters that differ by rounding are no error, as in
     /// [`check_replicas`](Self::check_replicas).
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let model = ddp.wrap(LinearConfig::new(2, 1).init(&device))?;
+    ///     let path = ddp.save(&model, directory.join("model"))?; // on every rank
+    ///     let plain = LinearConfig::new(2, 1).init(&Device::default()).load_file(&path); // model.bpk
+    ///     assert_eq!(param_hash(&plain)?, param_hash(&model)?);
+    ///     Ok(())
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     #[track_caller]
     pub fn save<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
         let path = with_extension(path.as_ref(), "bpk");
@@ -66,6 +84,22 @@ impl Ddp {
     /// # Errors
     ///
     /// Those of [`save`](Self::save); [`Error::File`](crate::Error::File) also for quantized parameters.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::nn::LinearConfig;
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     let model = ddp.wrap(LinearConfig::new(2, 1).init(&ddp.device()?.autodiff()))?;
+    ///     let path = ddp.save_safetensors(&model, directory.join("model"))?; // on every rank
+    ///     assert_eq!(path, directory.join("model.safetensors"));
+    ///     Ok(())
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     #[track_caller]
     pub fn save_safetensors<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<PathBuf> {
         let path = with_extension(path.as_ref(), "safetensors");

@@ -80,6 +80,25 @@ impl Ddp {
     /// # Errors
     ///
     /// Those of [`Ddp::wrap`].
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, optim::GradientsParams, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let config = WrapConfig::new().with_accumulation(2);
+    ///     let model = ddp.wrap_with(LinearConfig::new(2, 1).init(&device), &config)?;
+    ///     for micro_batch in 0..4 {
+    ///         let grads = model.forward(Tensor::<2>::ones([8, 2], &device)).mean().backward();
+    ///         let grads = GradientsParams::from_grads(grads, &model);
+    ///         assert_eq!(grads.is_empty(), micro_batch % 2 == 0); // the second one of a step reduces
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[track_caller]
     pub fn wrap_with<M: Module + 'static>(&self, model: M, config: &WrapConfig) -> Result<M> {
         let (model, agreed) = agree_and_broadcast(self, model, config)?;
@@ -95,6 +114,23 @@ impl Ddp {
     /// [`Error::Sharding`] or [`Error::Comm`] if sharded parameters cannot be gathered.
     /// [`Error::Invalid`] if the model carries other reparameterizations (LoRA), which Burn cannot keep while removing
     /// one.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// let gradients = Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let model = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
+    ///     let model = ddp.unwrap(model)?;
+    ///     let x = Tensor::<2>::full([1, 1], ddp.rank() as f64, &device);
+    ///     let grads = model.forward(x).sum().backward(); // this rank's own gradients again
+    ///     Ok(ddp.grad(&model.weight, &grads).unwrap().into_scalar::<f32>())
+    /// })?;
+    /// assert_eq!(gradients, [0.0, 1.0]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn unwrap<M: Module>(&self, model: M) -> Result<M> {
         if let Some(name) = inspect::foreign_reparameterization(&model) {
             return Err(Error::invalid(format!(
@@ -115,6 +151,26 @@ impl Ddp {
     ///
     /// [`Error::Comm`] if a peer failed, [`Error::Invalid`] if `model` is not wrapped, [`Error::Backward`] if the loss
     /// does not depend on it or the backward cannot deliver averages. After an error the ranks are no longer in step.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::{Linear, LinearConfig}, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let model: Linear = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
+    ///     let x = Tensor::<2>::full([1, 1], ddp.rank() as f64, &device);
+    ///     let grads = ddp.backward(&model.forward(x.clone()).sum(), &model)?;
+    ///     assert_eq!(ddp.grad(&model.weight, &grads).unwrap().into_scalar::<f32>(), 0.5);
+    ///
+    ///     let loss = model.forward(x).detach().sum(); // a bug
+    ///     let error = ddp.backward(&loss, &model).err().unwrap();
+    ///     assert!(error.to_string().contains("the loss depends on no parameter"));
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn backward<const D: usize, M: Module>(&self, loss: &Tensor<D>, model: &M) -> Result<Gradients> {
         if !loss.is_tracked() {
             let reason = "the loss depends on no parameter (a frozen model, or a loss computed from detached values)";
@@ -133,6 +189,24 @@ impl Ddp {
     ///
     /// [`Error::Invalid`] if the model is not wrapped, or has [local
     /// parameters](WrapConfig::with_local_parameters) that are trained; `f` does not run then.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::{Linear, LinearConfig}, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// let gradients = Ddp::spawn(2, |ddp| {
+    ///     # let device = ddp.device()?.autodiff();
+    ///     # let model: Linear = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
+    ///     let backward = |x: f64| model.forward(Tensor::<2>::full([1, 1], x, &device)).sum().backward();
+    ///     for _ in 0..ddp.rank() {
+    ///         ddp.no_sync(&model, || backward(4.0))?; // one more micro-batch on rank 1
+    ///     }
+    ///     Ok(ddp.grad(&model.weight, &backward(1.0)).unwrap().into_scalar::<f32>())
+    /// })?;
+    /// assert_eq!(gradients, [2.0, 2.0]); // the mean of 1, 4 and 1
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn no_sync<M: Module, T>(&self, model: &M, f: impl FnOnce() -> T) -> Result<T> {
         let wrapped = wrapped_in(self.group(), model)?;
         let wrapped = only(&wrapped, "call `no_sync` with")?;
@@ -142,6 +216,23 @@ impl Ddp {
 
     /// Discards gradients of micro-batches that were not reduced yet. Every rank must do the same.
     /// [`Ddp::sync_gradients`] reduces them instead.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::{Linear, LinearConfig}, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// let gradients = Ddp::spawn(2, |ddp| {
+    ///     # let device = ddp.device()?.autodiff();
+    ///     # let model: Linear = ddp.wrap(LinearConfig::new(1, 1).init(&device))?;
+    ///     let backward = |x: f64| model.forward(Tensor::<2>::full([1, 1], x, &device)).sum().backward();
+    ///     ddp.no_sync(&model, || backward(100.0))?;
+    ///     ddp.discard_accumulated(&model); // an outlier
+    ///     Ok(ddp.grad(&model.weight, &backward(1.0)).unwrap().into_scalar::<f32>())
+    /// })?;
+    /// assert_eq!(gradients, [1.0, 1.0]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn discard_accumulated<M: Module>(&self, model: &M) {
         intercept::find(model).iter().for_each(|wrapped| wrapped.discard());
     }

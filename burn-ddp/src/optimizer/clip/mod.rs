@@ -82,6 +82,22 @@ pub fn clip_grad_norm<M: Module>(
 ///
 /// [`Error::Invalid`] if a gradient cannot be read from its device; [`Error::Sharding`] or [`Error::Comm`] if the ranks
 /// cannot sum up over sharded parameters.
+///
+/// # Example
+///
+/// ```
+/// # use burn::{nn::LinearConfig, optim::GradientsParams, prelude::*};
+/// # use burn_ddp::prelude::*;
+/// let norms = Ddp::spawn(2, |ddp| {
+///     let device = ddp.device()?.autodiff();
+///     let model = ddp.wrap(LinearConfig::new(2, 1).with_bias(false).init(&device))?;
+///     let x = Tensor::<2>::from_floats([[3.0, 8.0 * ddp.rank() as f32]], &device);
+///     let grads = GradientsParams::from_grads(model.forward(x).sum().backward(), &model);
+///     Ok(burn_ddp::grad_norm(&grads, &model)?)
+/// })?;
+/// assert_eq!(norms, [5.0, 5.0]); // of 3 and 4, the averages
+/// # Ok::<(), burn_ddp::Error>(())
+/// ```
 pub fn grad_norm<M: Module>(grads: &GradientsParams, model: &M) -> Result<f64> {
     Ok(Norms::of(grads, model)?.total())
 }
@@ -94,6 +110,24 @@ pub fn grad_norm<M: Module>(grads: &GradientsParams, model: &M) -> Result<f64> {
 /// # Errors
 ///
 /// [`Error::Invalid`] if `limit` is negative or NaN.
+///
+/// # Example
+///
+/// ```
+/// # use burn::{nn::LinearConfig, optim::GradientsParams, prelude::*};
+/// # use burn_ddp::prelude::*;
+/// Ddp::spawn(2, |ddp| {
+///     let device = ddp.device()?.autodiff();
+///     let model = ddp.wrap(LinearConfig::new(2, 1).with_bias(false).init(&device))?;
+///     let x = Tensor::<2>::from_floats([[0.5, 8.0 * ddp.rank() as f32]], &device);
+///     let grads = GradientsParams::from_grads(model.forward(x).sum().backward(), &model);
+///     let grads = burn_ddp::clip_grad_value(grads, &model, 1.0)?;
+///     let clipped = grads.get::<2>(model.weight.id).unwrap().into_data().try_to_vec::<f32>()?;
+///     assert_eq!(clipped, [0.5, 1.0]); // from 0.5 and 4, the averages
+///     Ok(())
+/// })?;
+/// # Ok::<(), burn_ddp::Error>(())
+/// ```
 pub fn clip_grad_value<M: Module>(mut grads: GradientsParams, model: &M, limit: f64) -> Result<GradientsParams> {
     check_limit("limit", limit)?;
     each(&mut grads, model, Clamp(limit));
