@@ -131,6 +131,23 @@ impl Checkpoints {
     /// Removes all but the `n` newest complete checkpoints (at least 1) after each save. By default all stay.
     ///
     /// A damaged checkpoint does not count; it goes when `n` newer ones are complete.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     let checkpoints = ddp.checkpoints(directory)?.keep_last(2);
+    ///     for step in [10, 20, 30] {
+    ///         checkpoints.save(step, |c| c.value("loss", &0.5))?;
+    ///     }
+    ///     assert!(checkpoints.at(10)?.is_none() && checkpoints.at(20)?.is_some());
+    ///     Ok(())
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     #[must_use]
     pub fn keep_last(mut self, n: usize) -> Self {
         self.keep.last = Some(n);
@@ -167,6 +184,22 @@ impl Checkpoints {
     /// If true, [`save`](Checkpoints::save) returns when everything is copied to host memory, and a thread of rank 0
     /// writes it. The next `save`, [`wait`](Checkpoints::wait) or [`Ddp::finish`] waits for that thread and returns its
     /// error on every rank.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     let checkpoints = ddp.checkpoints(directory)?.asynchronous(true);
+    ///     checkpoints.save(10, |c| c.value("loss", &0.5))?; // training goes on while rank 0 writes
+    ///     checkpoints.wait()?; // it is on the disk
+    ///     assert!(checkpoints.at(10)?.is_some());
+    ///     Ok(())
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     #[must_use]
     pub fn asynchronous(mut self, asynchronous: bool) -> Self {
         self.asynchronous = asynchronous;
@@ -186,6 +219,28 @@ impl Checkpoints {
     /// On every rank, and all older checkpoints are still there: [`Error::File`] if rank 0 cannot write, another job
     /// writes to the directory, or it holds a checkpoint of a later step; [`Error::Invalid`] if `fill` fails or the
     /// ranks save different steps; [`Error::Comm`] if a rank does not call it.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, optim::AdamConfig};
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     let model = ddp.wrap(LinearConfig::new(2, 1).init(&ddp.device()?.autodiff()))?;
+    ///     let optim = AdamConfig::new().init();
+    ///     let checkpoints = ddp.checkpoints(directory)?;
+    ///     checkpoints.save(10, |c| {
+    ///         c.model(&model)?;
+    ///         c.optimizer(&optim, &model)
+    ///     })?;
+    ///     let earlier = checkpoints.save(5, |c| c.model(&model));
+    ///     assert!(matches!(earlier, Err(burn_ddp::Error::File { .. })));
+    ///     Ok(())
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     #[track_caller]
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut CheckpointWriter<'_>) -> Result<()>) -> Result<()> {
         let _saving = self.ddp.state().meter.saving();
@@ -242,6 +297,10 @@ impl Checkpoints {
     /// # Errors
     ///
     /// [`Error::File`] on every rank if rank 0 could not write it.
+    ///
+    /// # Example
+    ///
+    /// As in [`asynchronous`](Checkpoints::asynchronous).
     #[track_caller]
     pub fn wait(&self) -> Result<()> {
         self.background.wait(self.ddp.group())
@@ -257,6 +316,29 @@ impl Checkpoints {
     /// On every rank: [`Error::File`] if rank 0 cannot read the directory or a checkpoint for a reason other than
     /// damage (storage that does not answer, missing permission), or the newest checkpoint has a format that this
     /// version does not read.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::nn::LinearConfig;
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// let run = |ddp: Ddp| {
+    ///     let mut model = ddp.wrap(LinearConfig::new(2, 1).init(&ddp.device()?.autodiff()))?;
+    ///     let checkpoints = ddp.checkpoints(directory)?;
+    ///     let mut step = 0;
+    ///     if let Some(checkpoint) = checkpoints.latest()? {
+    ///         (model, step) = (checkpoint.model(model)?, checkpoint.step());
+    ///     }
+    ///     checkpoints.save(step + 10, |c| c.model(&model))?;
+    ///     Ok((step, param_hash(&model)?))
+    /// };
+    /// let (first, second) = (Ddp::spawn(2, run)?, Ddp::spawn(3, run)?);
+    /// assert_eq!((first[0].0, second[0].0), (0, 10));
+    /// assert_eq!(first[0].1, second[0].1); // the same model
+    /// # anyhow::Ok(())
+    /// ```
     #[track_caller]
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
         self.choose(|directory| directory.newest())
@@ -268,6 +350,10 @@ impl Checkpoints {
     /// # Errors
     ///
     /// Those of [`latest`](Checkpoints::latest); [`Error::Invalid`] if the ranks ask for different steps.
+    ///
+    /// # Example
+    ///
+    /// As in [`keep_last`](Checkpoints::keep_last).
     #[track_caller]
     pub fn at(&self, step: u64) -> Result<Option<Checkpoint>> {
         self.agree_on("the step of the checkpoint", step.to_string())?;
@@ -280,6 +366,10 @@ impl Checkpoints {
     /// # Errors
     ///
     /// Those of [`latest`](Checkpoints::latest); [`Error::Invalid`] if the ranks ask for different metrics.
+    ///
+    /// # Example
+    ///
+    /// As in [`keep_best`](Checkpoints::keep_best).
     #[track_caller]
     pub fn best(&self, metric: &str, best: Best) -> Result<Option<Checkpoint>> {
         self.agree_on("the metric of the best checkpoint", format!("{best:?} {metric:?}"))?;
@@ -294,6 +384,26 @@ impl Checkpoints {
     /// # Errors
     ///
     /// Those of [`latest`](Checkpoints::latest).
+    ///
+    /// # Example
+    ///
+    /// The values of all checkpoints:
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     let checkpoints = ddp.checkpoints(directory)?;
+    ///     checkpoints.save(10, |c| c.value("loss", &0.9))?;
+    ///     checkpoints.save(20, |c| c.value("loss", &0.5))?;
+    ///     for (checkpoint, (step, loss)) in checkpoints.list()?.iter().zip([(20, 0.5), (10, 0.9)]) {
+    ///         assert_eq!((checkpoint.step(), checkpoint.value::<f64>("loss")?), (step, loss));
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     #[track_caller]
     pub fn list(&self) -> Result<Vec<Checkpoint>> {
         self.wait()?;

@@ -38,24 +38,52 @@ impl Checkpoint {
     }
 
     /// Optimizer steps before it was saved.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| Ok(ddp.checkpoints(directory)?.save(10, |c| c.value("loss", &0.5))?))?;
+    /// Ddp::spawn(3, |ddp| {
+    ///     let checkpoint = ddp.checkpoints(directory)?.latest()?.expect("saved by two ranks");
+    ///     assert_eq!((checkpoint.step(), checkpoint.world_size()), (10, 2));
+    ///     assert!(checkpoint.path().starts_with(directory));
+    ///     Ok(())
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     #[must_use]
     pub fn step(&self) -> u64 {
         self.manifest.step
     }
 
     /// Number of ranks of the job that saved it.
+    ///
+    /// # Example
+    ///
+    /// As in [`step`](Self::step).
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.manifest.world_size
     }
 
     /// Its directory on rank 0's machine.
+    ///
+    /// # Example
+    ///
+    /// As in [`step`](Self::step).
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// The part that was saved under this name, see [`CheckpointWriter::named`](super::CheckpointWriter::named).
+    ///
+    /// # Example
+    ///
+    /// As in [`CheckpointWriter::named`](super::CheckpointWriter::named).
     #[must_use]
     pub fn named(&self, name: &str) -> Checkpoint {
         Checkpoint { prefix: format!("{}{name}-", self.prefix), ..self.clone() }
@@ -77,6 +105,28 @@ impl Checkpoint {
     /// if the model was wrapped by another handle; if the checkpoint holds gradients of micro-batches, and the model is
     /// to be trained but not wrapped yet, or wrapped with another [`GradientReduction`](crate::GradientReduction).
     /// [`Error::File`] if rank 0 can no longer read the file.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::nn::LinearConfig;
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     # let device = ddp.device()?.autodiff();
+    ///     let model = ddp.wrap(LinearConfig::new(2, 1).init(&device))?;
+    ///     let checkpoints = ddp.checkpoints(directory)?;
+    ///     checkpoints.save(10, |c| c.model(&model))?;
+    ///     let checkpoint = checkpoints.latest()?.expect("just saved");
+    ///     let again = checkpoint.model(ddp.wrap(LinearConfig::new(2, 1).init(&device))?)?;
+    ///     assert_eq!(param_hash(&again)?, param_hash(&model)?);
+    ///     let wider = checkpoint.model(LinearConfig::new(3, 1).init(&device)).err().unwrap();
+    ///     assert!(wider.to_string().contains("the checkpoint is of another model: weight"), "{wider}");
+    ///     Ok(())
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     #[track_caller]
     pub fn model<M: Module>(&self, model: M) -> Result<M> {
         let name = format!("{}model.bpk", self.prefix);
@@ -125,6 +175,10 @@ impl Checkpoint {
     /// On every rank: [`Error::Invalid`] if the state belongs to another kind of optimizer or to parameters that
     /// `model` does not have, or if the model was wrapped by another handle; [`Error::File`] if rank 0 can no longer
     /// read the file.
+    ///
+    /// # Example
+    ///
+    /// As in [`Checkpoints`](super::Checkpoints).
     #[track_caller]
     pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
         let name = format!("{}optimizer.bpk", self.prefix);
@@ -138,6 +192,10 @@ impl Checkpoint {
     /// # Errors
     ///
     /// On every rank: [`Error::Invalid`] if none was saved; [`Error::File`] if rank 0 can no longer read the file.
+    ///
+    /// # Example
+    ///
+    /// As in [`CheckpointWriter::scheduler`](super::CheckpointWriter::scheduler).
     #[track_caller]
     pub fn scheduler(&self) -> Result<LrSchedulerRecord> {
         let name = format!("{}scheduler.bpk", self.prefix);
@@ -153,6 +211,10 @@ impl Checkpoint {
     /// # Errors
     ///
     /// [`Error::Invalid`] if there is none, or it is of another type.
+    ///
+    /// # Example
+    ///
+    /// As in [`CheckpointWriter::value`](super::CheckpointWriter::value).
     pub fn value<V: DeserializeOwned>(&self, name: &str) -> Result<V> {
         let name = format!("{}{name}", self.prefix);
         let value = self.manifest.values.get(&name).ok_or_else(|| self.missing(&format!("value {name:?}")))?;

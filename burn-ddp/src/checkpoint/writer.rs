@@ -180,6 +180,30 @@ impl<'a> CheckpointWriter<'a> {
 
     /// A writer for a further model, optimizer or schedule: `c.named("generator").model(&generator)?`. Load it by the
     /// same name, see [`Checkpoint::named`](super::Checkpoint::named).
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::nn::LinearConfig;
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     # let device = ddp.device()?.autodiff();
+    ///     let generator = ddp.wrap(LinearConfig::new(2, 4).init(&device))?;
+    ///     let critic = ddp.wrap(LinearConfig::new(4, 1).init(&device))?;
+    ///     let checkpoints = ddp.checkpoints(directory)?;
+    ///     checkpoints.save(10, |c| {
+    ///         c.named("generator").model(&generator)?;
+    ///         c.named("critic").model(&critic)
+    ///     })?;
+    ///     let checkpoint = checkpoints.latest()?.expect("just saved");
+    ///     let again = checkpoint.named("critic").model(LinearConfig::new(4, 1).init(&device))?;
+    ///     assert_eq!(param_hash(&again)?, param_hash(&critic)?);
+    ///     Ok(())
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     pub fn named(&mut self, name: &str) -> CheckpointWriter<'_> {
         let prefix = format!("{}{name}-", self.prefix);
         CheckpointWriter { prefix, contents: self.contents, group: self.group, cannot_write: self.cannot_write }
@@ -203,6 +227,26 @@ impl<'a> CheckpointWriter<'a> {
     ///
     /// On every rank: [`Error::Invalid`] if the model cannot be read from its device, or a model of this name was saved
     /// already; [`Error::File`] if rank 0 cannot write.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     # let device = ddp.device()?.autodiff();
+    ///     let model = ddp.wrap(LinearConfig::new(2, 1).init(&device))?;
+    ///     let checkpoints = ddp.checkpoints(directory)?;
+    ///     checkpoints.save(10, |c| c.model(&model))?;
+    ///     let checkpoint = checkpoints.latest()?.expect("just saved");
+    ///     let plain = LinearConfig::new(2, 1).init(&device).load_file(checkpoint.path().join("model.bpk"));
+    ///     assert_eq!(param_hash(&plain)?, param_hash(&model)?); // plain Burn reads the file
+    ///     Ok(())
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     #[track_caller]
     pub fn model<M: Module>(&mut self, model: &M) -> Result<()> {
         let name = format!("{}model.bpk", self.prefix);
@@ -269,6 +313,10 @@ impl<'a> CheckpointWriter<'a> {
     ///
     /// On every rank: [`Error::Invalid`] if it has state of parameters that are not in `model`, or an optimizer of this
     /// name was saved already; [`Error::File`] if rank 0 cannot write.
+    ///
+    /// # Example
+    ///
+    /// As in [`Checkpoints`](super::Checkpoints).
     #[track_caller]
     pub fn optimizer<M: Module>(&mut self, optim: &ModuleOptimizer, model: &M) -> Result<()> {
         let name = format!("{}optimizer.bpk", self.prefix);
@@ -341,6 +389,27 @@ impl<'a> CheckpointWriter<'a> {
     /// # Errors
     ///
     /// [`Error::Invalid`] if a scheduler of this name was saved already.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     let init = || LinearLrSchedulerConfig::new(0.1, 0.0, 10).init().map_err(anyhow::Error::msg);
+    ///     let mut scheduler = init()?;
+    ///     scheduler.step();
+    ///     let checkpoints = ddp.checkpoints(directory)?;
+    ///     checkpoints.save(1, |c| c.scheduler(scheduler.to_record()))?;
+    ///     let checkpoint = checkpoints.latest()?.expect("just saved");
+    ///     let mut again = init()?.load_record(checkpoint.scheduler()?);
+    ///     assert_eq!(again.step().base(), scheduler.step().base());
+    ///     Ok(())
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     pub fn scheduler(&mut self, record: LrSchedulerRecord) -> Result<()> {
         if !self.contents.collect {
             return Ok(());
@@ -358,6 +427,23 @@ impl<'a> CheckpointWriter<'a> {
     /// # Errors
     ///
     /// [`Error::Invalid`] if JSON cannot hold the value exactly (NaN, infinities), or the name is taken.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn_ddp::prelude::*;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     let checkpoints = ddp.checkpoints(directory)?;
+    ///     checkpoints.save(1, |c| c.value("layers", &vec![4, 2, 1 + ddp.rank()]))?; // rank 0's
+    ///     let checkpoint = checkpoints.latest()?.expect("just saved");
+    ///     assert_eq!(checkpoint.value::<Vec<usize>>("layers")?, [4, 2, 1]);
+    ///     assert!(checkpoint.value::<f64>("loss").is_err()); // was not saved
+    ///     Ok(())
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     pub fn value<V: Serialize + DeserializeOwned>(&mut self, name: &str, value: &V) -> Result<()> {
         if !self.contents.collect {
             return Ok(());
