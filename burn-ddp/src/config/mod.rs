@@ -149,6 +149,16 @@ impl DdpConfig {
     /// # Errors
     ///
     /// Those of [`DdpConfig::batch`], if the file sets a batch size.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn_ddp::{DdpConfig, WrapConfig};
+    ///
+    /// let config = DdpConfig { train_batch: Some(32), micro_batch: Some(4), ..DdpConfig::default() };
+    /// assert_eq!(config.wrap_config(2)?, WrapConfig::new().with_accumulation(4)); // 2 ranks, 4 items, 4 times
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn wrap_config(&self, world_size: usize) -> Result<WrapConfig> {
         if self.train_batch.is_none() && self.micro_batch.is_none() {
             return Ok(self.wrap.clone());

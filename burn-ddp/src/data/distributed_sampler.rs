@@ -108,6 +108,20 @@ impl DistributedSampler {
     }
 
     /// The items this rank reads in the epoch last set.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn_ddp::data::DistributedSampler;
+    ///
+    /// let mut sampler = DistributedSampler::new(100, 0, 2)?.seed(42);
+    /// let first: Vec<usize> = sampler.iter().collect();
+    /// sampler.set_epoch(1); // or epoch 1 has the order of epoch 0
+    /// let second: Vec<usize> = sampler.iter().collect();
+    /// assert!(first != second && second == sampler.indices(1));
+    /// assert_eq!((sampler.num_samples(), sampler.total_size()), (50, 100));
+    /// # Ok::<(), burn_ddp::data::DataError>(())
+    /// ```
     pub fn iter(&self) -> std::vec::IntoIter<usize> {
         self.indices(self.epoch).into_iter()
     }

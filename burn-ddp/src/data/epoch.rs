@@ -44,6 +44,27 @@ impl<O: Send + 'static> ShardedLoader<O> {
     /// The next epoch: the one after the last that was begun, or the one given to [`set_epoch`](Self::set_epoch).
     ///
     /// As Burn's `DataLoader::iter`, with our errors.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
+    /// # struct Together;
+    /// # impl Batcher<u32, Vec<u32>> for Together {
+    /// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
+    /// #         items
+    /// #     }
+    /// # }
+    /// # use burn_ddp::prelude::*;
+    /// Ddp::spawn(2, |ddp| {
+    ///     let train = ddp.loader(Together).batch_size(1).shuffle(42).build(InMemDataset::new((0..20).collect()))?;
+    ///     train.set_epoch(3);
+    ///     let batches = train.iter().collect::<Result<Vec<_>, _>>()?; // of epoch 3
+    ///     assert_eq!((batches.len(), train.epoch()), (10, 4));
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn iter(&self) -> Epoch<O> {
         let mut cursor = self.cursor();
         let number = cursor.next();

@@ -68,6 +68,10 @@ impl<O: Send + 'static> EvalLoader<O> {
     }
 
     /// This rank's batches, from the first on.
+    ///
+    /// # Example
+    ///
+    /// As in [`Ddp::eval_loader`].
     pub fn iter(&self) -> EvalBatches<O> {
         EvalBatches { loader: self.clone(), batches: BatchStream::new(self.inner.pool.clone()), over: false }
     }
@@ -88,6 +92,26 @@ impl<O: Send + 'static> EvalLoader<O> {
     }
 
     /// The items of the dataset that this rank loads; of a loader that shuffles, their positions in its order.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
+    /// # struct Together;
+    /// # impl Batcher<u32, Vec<u32>> for Together {
+    /// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
+    /// #         items
+    /// #     }
+    /// # }
+    /// # use burn_ddp::prelude::*;
+    /// let shares = Ddp::spawn(2, |ddp| {
+    ///     let test = ddp.eval_loader(Together).batch_size(2).build(InMemDataset::new(vec![7; 5]))?;
+    ///     assert_eq!(test.num_items(), 5);
+    ///     Ok((test.share(), test.len()))
+    /// })?;
+    /// assert_eq!(shares, [(0..3, 2), (3..5, 1)]); // items, and batches of up to 2
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn share(&self) -> Range<usize> {
         self.inner.own.clone()
     }

@@ -95,6 +95,24 @@ impl Ddp {
 
 /// Builds a loader: a [`ShardedLoader`] for [`Training`], from [`Ddp::loader`]; an [`EvalLoader`] for [`Evaluation`],
 /// from [`Ddp::eval_loader`].
+///
+/// ```
+/// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
+/// # struct Together;
+/// # impl Batcher<u32, Vec<u32>> for Together {
+/// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
+/// #         items
+/// #     }
+/// # }
+/// # use burn_ddp::prelude::*;
+/// let steps = Ddp::spawn(2, |ddp| {
+///     let train = ddp.loader(Together).batch_size(3).shuffle(42).num_workers(2).drop_last();
+///     let train = train.set_device(ddp.device()?.autodiff()).build(InMemDataset::new((0..20).collect()))?;
+///     Ok(train.steps_per_epoch())
+/// })?;
+/// assert_eq!(steps, [3, 3]); // of 6 items each; two items are left out
+/// # Ok::<(), burn_ddp::Error>(())
+/// ```
 #[must_use = "nothing is loaded before `build`"]
 pub struct LoaderBuilder<I, O, K = Training> {
     ddp: Ddp,
@@ -278,6 +296,27 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
     /// Items of *all ranks together* per step, instead of [`batch_size`](Self::batch_size); the last of the two calls
     /// counts. It need not divide by the world size. Steps then hold the same items at any world size, but that a
     /// last step of fewer items than ranks joins the one before.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
+    /// # struct Together;
+    /// # impl Batcher<u32, Vec<u32>> for Together {
+    /// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
+    /// #         items
+    /// #     }
+    /// # }
+    /// # use burn_ddp::prelude::*;
+    /// for ranks in [2, 3] {
+    ///     Ddp::spawn(ranks, |ddp| {
+    ///         let dataset = InMemDataset::new((0..20).collect());
+    ///         let train = ddp.loader(Together).global_batch_size(10).build(dataset)?;
+    ///         Ok(assert_eq!(train.steps_per_epoch(), 2)) // of the same ten items
+    ///     })?;
+    /// }
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn global_batch_size(mut self, global_batch_size: usize) -> Self {
         self.batch = BatchSize::Global(global_batch_size);
         self
@@ -285,6 +324,10 @@ impl<I: 'static, O: Send + 'static> LoaderBuilder<I, O, Training> {
 
     /// Takes the items of each epoch from `sampler`, on all ranks alike; the last of this call and
     /// [`shuffle`](Self::shuffle) counts. The ranks compare the order of the first epoch.
+    ///
+    /// # Example
+    ///
+    /// As in [`Sampler`].
     pub fn sampler(mut self, sampler: impl Sampler + 'static) -> Self {
         self.sampler = Some(Arc::new(sampler));
         self.seed = None;

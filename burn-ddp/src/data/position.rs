@@ -119,6 +119,10 @@ impl<O: Send + 'static> ShardedLoader<O> {
     /// A step is consumed from the moment its batch is handed out, so save after the optimizer step; batches that
     /// workers loaded ahead do not count. After the last batch of an epoch it is the beginning of the next one. If
     /// several epochs of this loader are iterated at once, it is that of the one begun last. Not collective.
+    ///
+    /// # Example
+    ///
+    /// As in [`Position`].
     #[must_use]
     pub fn position(&self) -> Position {
         let (epoch, consumed) = self.cursor().position();
@@ -138,6 +142,10 @@ impl<O: Send + 'static> ShardedLoader<O> {
     /// On every rank alike, and the loader is as before: [`DataError::PositionMismatch`] if the position is of a
     /// dataset of another length, or of another shuffle seed; [`DataError::LoadersDiffer`] if the ranks pass different
     /// positions. [`DataError::Comm`] if a peer failed.
+    ///
+    /// # Example
+    ///
+    /// As in [`Position`].
     #[track_caller]
     pub fn resume(&self, position: &Position) -> crate::Result<()> {
         let settings = vec![("the position".to_string(), position.to_string())];

@@ -88,6 +88,17 @@ impl<D> ShardedDataset<D> {
     ///
     /// # Errors
     /// [`DataError::NoSuchRank`] unless `rank < world_size`.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn::data::dataset::{Dataset, InMemDataset};
+    /// use burn_ddp::data::ShardedDataset;
+    ///
+    /// let rank_1 = ShardedDataset::strided(InMemDataset::new(vec!['a', 'b', 'c', 'd', 'e']), 1, 2)?;
+    /// assert_eq!(rank_1.iter().collect::<Result<Vec<_>, _>>()?, ['b', 'd']);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn strided<I, E>(dataset: D, rank: usize, world_size: usize) -> Result<Self, DataError>
     where
         D: Dataset<I, E>,
@@ -104,6 +115,18 @@ impl<D> ShardedDataset<D> {
     ///
     /// # Errors
     /// [`DataError::SamplerMismatch`] if the sampler was made for another number of items.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn::data::dataset::{Dataset, InMemDataset};
+    /// use burn_ddp::data::{DistributedSampler, ShardedDataset};
+    ///
+    /// let sampler = DistributedSampler::new(5, 1, 2)?.shuffle(false);
+    /// let rank_1 = ShardedDataset::from_sampler(InMemDataset::new(vec!['a', 'b', 'c', 'd', 'e']), &sampler)?;
+    /// assert_eq!(rank_1.iter().collect::<Result<Vec<_>, _>>()?, ['b', 'd', 'a']); // padded by the first item
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn from_sampler<I, E>(dataset: D, sampler: &DistributedSampler) -> Result<Self, DataError>
     where
         D: Dataset<I, E>,

@@ -119,6 +119,26 @@ impl<O: Send + 'static> ShardedLoader<O> {
     }
 
     /// Steps and shares of an epoch.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
+    /// # struct Together;
+    /// # impl Batcher<u32, Vec<u32>> for Together {
+    /// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
+    /// #         items
+    /// #     }
+    /// # }
+    /// # use burn_ddp::prelude::*;
+    /// Ddp::spawn(2, |ddp| {
+    ///     let train = ddp.loader(Together).batch_size(4).build(InMemDataset::new((0..20).collect()))?;
+    ///     assert_eq!((train.num_items(), train.items_per_step(), train.steps_per_epoch()), (20, 8, 3));
+    ///     assert_eq!(train.plan().share(2, ddp.rank()).len(), 2); // of the last step of 4 items
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn plan(&self) -> &EpochPlan {
         &self.inner.plan
     }

@@ -25,6 +25,16 @@ pub struct StreamShard {
 
 impl StreamShard {
     /// True if this part has the file, record or block number `nth`, where they are dealt out in turn.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn_ddp::data::StreamShard;
+    ///
+    /// let shard = StreamShard { index: 1, of: 4, epoch: 0 }; // as the second of two ranks with two workers
+    /// let files: Vec<usize> = (0..10).filter(|nth| shard.has(*nth)).collect();
+    /// assert_eq!(files, [1, 5, 9]);
+    /// ```
     #[must_use]
     pub fn has(&self, nth: usize) -> bool {
         nth % self.of == self.index

@@ -260,6 +260,10 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamLoader<I, O> {
     /// # Errors
     ///
     /// [`DataError::Comm`] if a peer failed.
+    ///
+    /// # Example
+    ///
+    /// As in [`resume`](Self::resume).
     #[track_caller]
     pub fn position(&self) -> Result<StreamPosition> {
         let (epoch, taken) = {
@@ -279,6 +283,44 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamLoader<I, O> {
     /// On every rank: [`DataError::PositionMismatch`] if the batch size, the number of ranks or that of workers is
     /// another one, unless the position lies between two epochs; [`DataError::LoadersDiffer`] if the ranks pass
     /// different positions.
+    ///
+    /// # Example
+    ///
+    /// Two ranks that read numbers stop after a step, and go on:
+    ///
+    /// ```
+    /// # use burn::{data::dataloader::batcher::Batcher, data::dataset::DatasetError, tensor::Device};
+    /// # use burn_ddp::data::{Stream, StreamLoader, StreamShard, StreamSource};
+    /// # use burn_ddp::prelude::*;
+    /// # struct Numbers;
+    /// # impl StreamSource<usize> for Numbers {
+    /// #     fn open(&self, shard: StreamShard) -> Result<Stream<usize>, DatasetError> {
+    /// #         Ok(Box::new((0..6).filter(move |number| shard.has(*number)).map(Ok)))
+    /// #     }
+    /// # }
+    /// # struct Together;
+    /// # impl Batcher<usize, Vec<usize>> for Together {
+    /// #     fn batch(&self, items: Vec<usize>, _: &Device) -> Vec<usize> {
+    /// #         items
+    /// #     }
+    /// # }
+    /// let read = |loader: &StreamLoader<usize, Vec<usize>>, steps| {
+    ///     let batches = loader.epochs(0..1).flat_map(|epoch| epoch.take(steps));
+    ///     batches.collect::<Result<Vec<_>, _>>().map(|batches| batches.concat())
+    /// };
+    /// let rests = Ddp::spawn(2, |ddp| {
+    ///     let train = ddp.stream(Numbers, Together).batch_size(1).build()?;
+    ///     assert_eq!(read(&train, 1)?, [ddp.rank()]);
+    ///     let position = train.position()?; // for a checkpoint
+    ///     assert_eq!((position.epoch(), position.steps()), (0, 1));
+    ///
+    ///     let resumed = ddp.stream(Numbers, Together).batch_size(1).build()?;
+    ///     resumed.resume(&position)?;
+    ///     Ok(read(&resumed, 10)?)
+    /// })?;
+    /// assert_eq!(rests, [[2, 4], [3, 5]]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[track_caller]
     pub fn resume(&self, position: &StreamPosition) -> Result<()> {
         let Inner { ddp, id, batch_size, .. } = &*self.inner;

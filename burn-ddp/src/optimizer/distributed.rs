@@ -72,6 +72,21 @@ impl DistributedOptimizer {
     }
 
     /// The optimizer in it, for [`Ddp::broadcast_optimizer_state`].
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, optim::SgdConfig};
+    /// # use burn_ddp::prelude::*;
+    /// # use burn_ddp::DistributedOptimizer;
+    /// Ddp::spawn(2, |ddp| {
+    ///     let model = LinearConfig::new(2, 1).init(&ddp.device()?.autodiff());
+    ///     let model = ddp.broadcast_parameters(model, 0)?;
+    ///     let mut optim = DistributedOptimizer::new(&ddp, SgdConfig::new().init());
+    ///     Ok(ddp.broadcast_optimizer_state(optim.optimizer_mut(), &model, 0)?) // of a rank 0 that was resumed
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     pub fn optimizer_mut(&mut self) -> &mut ModuleOptimizer {
         &mut self.optim
     }
@@ -99,6 +114,25 @@ impl DistributedOptimizer {
     ///
     /// On every rank, and nothing has changed: [`Error::Invalid`] if a rank's model is wrapped, so that its gradients
     /// are averages already; [`Error::ModelsDiffer`]; [`Error::Comm`] if a peer failed.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::{Linear, LinearConfig}, optim::{GradientsParams, SgdConfig}, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// use burn_ddp::DistributedOptimizer;
+    ///
+    /// Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let model: Linear = ddp.wrap(LinearConfig::new(2, 1).init(&device))?; // a bug: its gradients are averages
+    ///     let mut optim = DistributedOptimizer::new(&ddp, SgdConfig::new().init());
+    ///     let grads = model.forward(Tensor::<2>::ones([4, 2], &device)).mean().backward();
+    ///     let grads = GradientsParams::from_grads(grads, &model);
+    ///     assert!(matches!(optim.try_step(0.01, model, grads), Err(burn_ddp::Error::Invalid { .. })));
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[track_caller]
     pub fn try_step<M: Module>(
         &mut self,

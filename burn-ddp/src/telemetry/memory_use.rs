@@ -49,6 +49,10 @@ impl MemoryUse {
     /// # Errors
     ///
     /// [`Error::Invalid`] if the optimizer cannot write its state.
+    ///
+    /// # Example
+    ///
+    /// As in [`Ddp::memory_estimate`](crate::Ddp::memory_estimate).
     pub fn with_optimizer(self, optim: &ModuleOptimizer) -> Result<Self> {
         let (small, large) = (state_bytes(optim, 32)?, state_bytes(optim, 64)?);
         let element_bytes = DType::from(Device::default().settings().float_dtype).size();

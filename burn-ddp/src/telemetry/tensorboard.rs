@@ -60,6 +60,10 @@ impl TensorBoard {
     /// # Errors
     ///
     /// [`Error::File`] on rank 0 if it cannot write.
+    ///
+    /// # Example
+    ///
+    /// As in [`Ddp::tensorboard`].
     pub fn scalar(&self, tag: &str, value: f32, step: u64) -> Result<()> {
         self.write(|| scalar(tag, value, step, now()))
     }
@@ -70,6 +74,10 @@ impl TensorBoard {
     /// # Errors
     ///
     /// Those of [`scalar`](Self::scalar).
+    ///
+    /// # Example
+    ///
+    /// As in [`Ddp::tensorboard`].
     pub fn telemetry(&self, step: u64) -> Result<()> {
         let last = self.telemetry.last_step();
         let seconds = last.time().as_secs_f64();

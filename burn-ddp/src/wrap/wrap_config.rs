@@ -25,7 +25,14 @@ pub enum Sharding {
 ///
 /// ```
 /// use burn_ddp::{GradientReduction, WrapConfig};
-/// let config = WrapConfig::new().with_accumulation(4).with_reduction(GradientReduction::Mean);
+/// let config = WrapConfig::new()
+///     .with_accumulation(4) // micro-batches per step
+///     .with_reduction(GradientReduction::Mean)
+///     .with_replica_check(1000) // steps between comparisons
+///     .with_exact_replicas(true)
+///     .with_first_bucket_cap_bytes(1 << 20)
+///     .with_bucket_cap_bytes(4 << 20)
+///     .with_overlap(false);
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -84,6 +91,10 @@ impl WrapConfig {
     /// [`Ddp::loader`](crate::Ddp::loader) the last batch of an epoch reduces, too, so that a remainder of fewer than
     /// `k` micro-batches is a step of its own; with other loaders
     /// [`Ddp::sync_gradients`](crate::Ddp::sync_gradients) does so.
+    ///
+    /// # Example
+    ///
+    /// As in [`Ddp::wrap_with`](crate::Ddp::wrap_with).
     #[must_use]
     pub fn with_accumulation(mut self, k: usize) -> Self {
         self.accumulation = Some(k);
@@ -91,6 +102,23 @@ impl WrapConfig {
     }
 
     /// Mean (the default) or sum of gradients.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::{Linear, LinearConfig}, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// let gradients = Ddp::spawn(2, |ddp| {
+    ///     # let device = ddp.device()?.autodiff();
+    ///     let config = WrapConfig::new().with_reduction(GradientReduction::Sum);
+    ///     let model: Linear = ddp.wrap_with(LinearConfig::new(1, 1).init(&device), &config)?;
+    ///     let x = Tensor::<2>::full([1, 1], 1.0 + ddp.rank() as f64, &device); // 1 and 2
+    ///     let grads = model.forward(x).sum().backward(); // the loss is a sum over items
+    ///     Ok(ddp.grad(&model.weight, &grads).unwrap().into_scalar::<f32>())
+    /// })?;
+    /// assert_eq!(gradients, [3.0, 3.0]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn with_reduction(mut self, reduction: GradientReduction) -> Self {
         self.reduction = reduction;
@@ -114,6 +142,23 @@ impl WrapConfig {
     }
 
     /// Policy for running statistics such as BatchNorm's: averaged over the ranks by default.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::{BatchNorm, BatchNormConfig}, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// let means = Ddp::spawn(2, |ddp| {
+    ///     # let device = ddp.device()?.autodiff();
+    ///     let config = WrapConfig::new().with_buffers(BufferPolicy::Broadcast);
+    ///     let norm: BatchNorm = ddp.wrap_with(BatchNormConfig::new(1).init(&device), &config)?;
+    ///     let x = Tensor::<2>::from_floats([[0.0], [2.0]], &device) + 10.0 * ddp.rank() as f32; // means of 1 and 11
+    ///     norm.forward(x).sum().backward();
+    ///     Ok(norm.running_mean.value().into_scalar::<f32>())
+    /// })?;
+    /// assert_eq!(means, [0.1, 0.1]); // a tenth of rank 0's
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn with_buffers(mut self, policy: BufferPolicy) -> Self {
         self.buffers = policy;
@@ -266,6 +311,23 @@ impl WrapConfig {
     ///
     /// A forward panics if a gather fails; Burn's `into_record` and `save_file` of such a model do, too, as they would
     /// save parts.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff().gradient_checkpointing();
+    ///     let config = WrapConfig::new().with_sharding(Sharding::Parameters);
+    ///     let model = ddp.wrap_with(LinearConfig::new(256, 256).with_bias(false).init(&device), &config)?;
+    ///     let memory = ddp.telemetry().memory();
+    ///     assert_eq!(memory.parameters, 256 * 256 * 4 / 2); // half of the weight
+    ///     assert_eq!(model.forward(Tensor::<2>::ones([1, 256], &device)).dims(), [1, 256]); // on every rank
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
     #[must_use]
     pub fn with_sharding(mut self, sharding: Sharding) -> Self {
         self.sharding = sharding;
