@@ -31,7 +31,7 @@ export BURN_DDP_SHARE_DEVICES=1 NCCL_MULTI_RANK_GPU_ENABLE=1
 
 # The programs are one file, which looks at its name. Copies, since programs start ranks by the path of their own file.
 for program in burnrun burn-ddp-bench mnist nccl_check rank resnet; do
-  [ "$program" -nt burn-ddp-gpu-kit ] || cp -f burn-ddp-gpu-kit "$program"
+  cmp -s "$program" burn-ddp-gpu-kit || cp -f burn-ddp-gpu-kit "$program"
 done
 
 # CubeCL compiles kernels by NVRTC, with CUDA's headers: in an installed CUDA, or in pip's packages.

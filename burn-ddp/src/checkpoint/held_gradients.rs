@@ -42,6 +42,30 @@ pub(super) fn is_trained<M: Module>(model: &M, schema: &Schema) -> bool {
     schema.entries.iter().any(|entry| entry.trainable) && model.devices().iter().any(Device::is_autodiff)
 }
 
+/// A wrapped model that was saved in a file, as the model that is trained or as a copy.
+#[derive(Debug)]
+pub(super) struct SavedWrapped {
+    pub(super) file: String,
+    pub(super) model: Arc<WrappedModel>,
+    pub(super) is_trained: bool,
+}
+
+/// Warns of copies that were saved without the model that holds gradients of micro-batches.
+pub(super) fn warn_of_copies(saved: &[SavedWrapped]) {
+    let has = |model| saved.iter().any(|saved| saved.is_trained && Arc::ptr_eq(model, &saved.model));
+    for SavedWrapped { file, model, .. } in saved.iter().filter(|saved| !has(&saved.model)) {
+        let (batches, sums) = model.held();
+        if !sums.is_empty() {
+            tracing::warn!(
+                target: "burn_ddp::checkpoint",
+                "the checkpoint has a copy that is not trained ({file}), and not the gradients of {} micro-batch(es) \
+                that the model holds: a resumed run goes on without them. Save the model that is trained, too",
+                batches.count
+            );
+        }
+    }
+}
+
 /// Micro-batches and sums that the ranks hold for these wrapped models; `None` if no rank holds any. *Collective*.
 #[track_caller]
 pub(super) fn of(group: &ProcessGroup, models: &[Arc<WrappedModel>]) -> Result<Option<HeldGradients>> {

@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use sha2::Sha256;
 
-use super::held_gradients;
+use super::held_gradients::{self, SavedWrapped};
 use super::manifest::{Checksum, Manifest};
 use crate::intercept::{self, Part, WrappedModel};
 use crate::model::burnpack;
@@ -58,8 +58,7 @@ pub(super) struct Contents {
     ended: Option<Error>,
     /// Names and digests of models that are not wrapped; empty in a world of 1.
     not_wrapped: Vec<(String, i64)>,
-    /// Files of wrapped models, each with whether it is of the model that is trained or of a copy.
-    wrapped: Vec<(String, Arc<WrappedModel>, bool)>,
+    wrapped: Vec<SavedWrapped>,
 }
 
 /// A file of a checkpoint.
@@ -82,31 +81,12 @@ impl Contents {
     #[track_caller]
     pub(super) fn end(&mut self, group: &ProcessGroup, filled: Result<()>) -> Result<Vec<String>> {
         self.agree(group, "nothing more", filled)?;
-        self.warn_of_copies();
+        held_gradients::warn_of_copies(&self.wrapped);
         let all = group.all_gather_object(&self.not_wrapped)?;
         let differs = |(name, digest): &&(String, i64)| {
             all.iter().flatten().any(|(other, of_other)| other == name && of_other != digest)
         };
         Ok(self.not_wrapped.iter().filter(differs).map(|(name, _)| name.clone()).collect())
-    }
-
-    /// Warns of copies that were saved without the model that holds gradients of micro-batches.
-    fn warn_of_copies(&self) {
-        let saves = |model: &Arc<WrappedModel>| {
-            self.wrapped.iter().any(|(_, other, trained)| *trained && Arc::ptr_eq(model, other))
-        };
-        for (file, model, _) in self.wrapped.iter().filter(|(_, model, _)| !saves(model)) {
-            let (batches, sums) = model.held();
-            if !sums.is_empty() {
-                tracing::warn!(
-                    target: "burn_ddp::checkpoint",
-                    "the checkpoint has a copy that is not trained ({file}), and not the gradients of {} \
-                    micro-batch(es) that the model holds: a resumed run goes on without them. Save the model that is \
-                    trained, too",
-                    batches.count
-                );
-            }
-        }
     }
 
     /// This rank's result, if all ranks save `what` next and no rank has failed. *Collective*, unless an error has
@@ -260,7 +240,8 @@ impl<'a> CheckpointWriter<'a> {
             });
         let schema = saved.inspect_err(|e| self.contents.ended = Some(e.clone()))?;
         let is_trained = held_gradients::is_trained(model, &schema);
-        self.contents.wrapped.extend(wrapped.iter().map(|wrapped| (name.clone(), wrapped.clone(), is_trained)));
+        let saved = |model: &Arc<WrappedModel>| SavedWrapped { file: name.clone(), model: model.clone(), is_trained };
+        self.contents.wrapped.extend(wrapped.iter().map(saved));
         if self.contents.collect {
             self.contents.manifest.models.insert(name.clone(), schema.entries);
             self.contents.add(name.clone(), sink.into());

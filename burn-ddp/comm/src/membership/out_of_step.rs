@@ -9,6 +9,9 @@ use crate::Error;
 /// Number of epochs of one track that are remembered: ranks are never this far apart without a collective in between.
 const MAX_EPOCHS: usize = 1024;
 
+/// Number of runs of one loader that are remembered.
+const MAX_RUNS: usize = 64;
+
 /// Positions and stops of the ranks, per track and epoch.
 #[derive(Debug, Default)]
 pub(crate) struct Tracks {
@@ -64,7 +67,22 @@ impl Tracks {
             let oldest = self.epochs.range((track, 0)..).next().map(|(key, _)| *key);
             oldest.map(|oldest| self.epochs.remove(&oldest));
         }
+        self.forget_old_runs(track);
         self.epochs.entry(key).or_default()
+    }
+}
+
+impl Tracks {
+    /// Makes room for a new run of a loader by forgetting its oldest.
+    fn forget_old_runs(&mut self, track: Track) {
+        let (first, last) = (track.with_run(0), track.with_run(u32::MAX));
+        let mut runs: Vec<Track> =
+            self.epochs.range((first, 0)..=(last, u32::MAX)).map(|((track, _), _)| *track).collect();
+        runs.dedup();
+        if runs.contains(&track) || runs.len() < MAX_RUNS {
+            return;
+        }
+        self.epochs.retain(|(track, _), _| *track != runs[0]);
     }
 }
 
@@ -172,5 +190,19 @@ mod tests {
             tracks.advance(0, TRACK, at(epoch, 1), &peers());
         }
         assert_eq!(tracks.epochs.len(), MAX_EPOCHS);
+    }
+
+    #[test]
+    fn old_runs_of_a_loader_are_forgotten() {
+        let (mut tracks, peers) = (Tracks::default(), peers());
+        let other = Track::Batches { group: 1, loader: 8, run: 0 };
+        assert!(tracks.stop(1, other, Progress { epoch: 1, step: 1 }, "other", &peers).is_none());
+        for run in 0..1000 {
+            let at = Progress { epoch: 1, step: 3 };
+            assert!(tracks.stop(1, TRACK.with_run(run), at, "loader", &peers).is_none());
+        }
+        assert_eq!(tracks.stops_of(1).len(), MAX_RUNS + 1);
+        let conflict = tracks.advance(0, TRACK.with_run(999), Progress { epoch: 1, step: 4 }, &peers);
+        assert!(conflict.is_some(), "the latest runs are compared");
     }
 }

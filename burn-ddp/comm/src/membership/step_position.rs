@@ -48,6 +48,14 @@ impl Track {
         let (Track::Batches { group, loader, run } | Track::Backwards { group, loader, run }) = self;
         Track::Backwards { group, loader, run }
     }
+
+    /// The same track of another run.
+    pub(crate) fn with_run(self, run: u32) -> Track {
+        match self {
+            Track::Batches { group, loader, .. } => Track::Batches { group, loader, run },
+            Track::Backwards { group, loader, .. } => Track::Backwards { group, loader, run },
+        }
+    }
 }
 
 impl From<(u64, u64)> for Track {

@@ -210,7 +210,11 @@ fn find_store(
                     )));
                 }
                 // A neighbour's port may well be another job's. But a refusal says more than a port without a store.
-                Err(Unreached::Refused(cause)) => (failure, refused) = (format!("{place}: {cause}"), true),
+                // And one for its version says most: no other place can be meant.
+                Err(Unreached::Refused(cause)) if !failure.contains("protocol version") => {
+                    (failure, refused) = (format!("{place}: {cause}"), true);
+                }
+                Err(Unreached::Refused(_)) => {}
                 Err(Unreached::Absent(cause)) => {
                     // An attempt cut short by the deadline says less than the one before.
                     if !refused && (failure.is_empty() || Instant::now() < deadline) {

@@ -5,7 +5,7 @@
 //! refuses it, or has left unheard, and then nothing listens at its port.
 
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
@@ -74,6 +74,11 @@ impl CutOff {
     }
 }
 
+/// True if the peer's machine, or the way to it, did not answer.
+fn is_silence(e: &io::Error) -> bool {
+    matches!(e.kind(), ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable)
+}
+
 /// Connects to `peer`, which was cut off at this time, or finds that it is gone.
 fn dial(shared: &Shared, membership: &Arc<Membership>, directory: &Directory, peer: usize, since: Instant) {
     let Directory { addresses, via } = directory;
@@ -89,9 +94,12 @@ fn dial(shared: &Shared, membership: &Arc<Membership>, directory: &Directory, pe
             tracing::warn!(rank = shared.rank, peer, "it has left, like the ranks through which it was heard");
             membership.receive(peer, ControlMessage::Goodbye);
         }
-        Err(Undialled::Unconnected(e)) if since.elapsed() >= membership.options().machine_timeout() => {
+        Err(Undialled::Unconnected(e))
+            if is_silence(&e) && since.elapsed() >= membership.options().machine_timeout() =>
+        {
             membership.peer_lost(peer, format!("its machine cannot be reached: {e}"));
         }
+        // Of this rank's own troubles, such as too few descriptors, the peer is not to blame.
         Err(cause) => tracing::debug!(rank = shared.rank, peer, %cause, "it is cut off"),
     }
 }

@@ -210,7 +210,9 @@ impl Monitor {
                 Ok(()) => drop(self.unheard.remove(&rank)),
                 Err(e) => {
                     self.readers[rank] = None;
-                    if self.unheard.remove(&rank) {
+                    // Changed bytes are no goodbye, and neither is a network that went silent.
+                    let ended = !matches!(e.kind(), ErrorKind::InvalidData | ErrorKind::TimedOut);
+                    if self.unheard.remove(&rank) && ended {
                         membership.receive(rank, ControlMessage::Goodbye);
                     } else if present && !membership.has_left(rank) {
                         let cause = lock(&self.shared.senders)[rank].as_ref().and_then(|sender| sender.cause.clone());
