@@ -172,6 +172,39 @@ fn a_machine_that_does_not_come_is_named() {
     assert!(error.to_string().contains("node 0's launcher was not reached"), "{error}");
 }
 
+/// All launchers of two jobs with one meeting, program and arguments: two of them are a job, and the others learn that
+/// it is there.
+#[test]
+fn a_job_started_twice_is_one_job_and_errors() {
+    let taken = ["node rank 1 is taken already (host ", "another job listens there: end it, or choose another"];
+    let full = ["all 2 machines of this job are there already"; 2];
+    for (nodes, expected) in [([Some(0), Some(0), Some(1), Some(1)], taken), ([None; 4], full)] {
+        let place = Place::new();
+        let go = place.dir.path().join("go");
+        let script = "until [ -e \"$GO\" ]; do sleep 0.05; done";
+        let (sender, ends) = std::sync::mpsc::channel();
+        for node in nodes {
+            let launcher = Launcher::new("sh", ["-c", script]).nodes(2, "127.0.0.1", place.port.port);
+            let launcher = launcher.secret_file(place.secret()).join_timeout(Duration::from_secs(60));
+            let launcher = launcher.env("GO", &go);
+            let launcher = if let Some(node) = node { launcher.node_rank(node) } else { launcher };
+            let sender = sender.clone();
+            thread::spawn(move || sender.send(launcher.run()));
+        }
+        let end = || ends.recv_timeout(Duration::from_secs(120)).unwrap();
+        let errors = [end(), end()].map(|end| end.expect_err("the job waits").to_string());
+        for part in expected {
+            assert!(errors.iter().any(|error| error.contains(part)), "{part}: {errors:?}");
+        }
+        assert!(errors.iter().all(|error| expected.iter().any(|part| error.contains(part))), "{errors:?}");
+        std::fs::write(&go, "").unwrap();
+        for outcome in [end(), end()] {
+            let outcome = outcome.unwrap();
+            assert_eq!((outcome.exit_code, outcome.nnodes), (0, 2), "{outcome}");
+        }
+    }
+}
+
 #[test]
 fn machines_that_do_not_fit_are_refused() {
     let place = Place::new();
