@@ -319,7 +319,7 @@ impl WrapConfig {
     /// # use burn_ddp::prelude::*;
     /// Ddp::spawn(2, |ddp| {
     ///     let device = ddp.device()?.autodiff().gradient_checkpointing();
-    ///     let config = WrapConfig::new().with_sharding(Sharding::Parameters);
+    ///     let config = WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1 << 16);
     ///     let model = ddp.wrap_with(LinearConfig::new(256, 256).with_bias(false).init(&device), &config)?;
     ///     let memory = ddp.telemetry().memory();
     ///     assert_eq!(memory.parameters, 256 * 256 * 4 / 2); // half of the weight
