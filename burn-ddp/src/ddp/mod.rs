@@ -260,7 +260,7 @@ impl Ddp {
     /// # use burn::tensor::{Device, Tensor};
     /// # use burn_ddp::prelude::*;
     /// let ddp = Ddp::init()?;
-    /// let device = ddp.device_of(|_| Device::flex()); // `Device::cuda` with GPUs
+    /// let device = ddp.device_of(|_| Device::default()); // `Device::cuda` with GPUs
     /// assert_eq!(Tensor::<1>::ones([3], &device).sum().into_scalar::<f32>(), 3.0);
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
