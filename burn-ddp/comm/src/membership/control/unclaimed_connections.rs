@@ -4,6 +4,8 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Condvar, Mutex};
 use std::time::Instant;
 
+use rustix::net::{RecvFlags, recv};
+
 use crate::auth::handshake::Purpose;
 use crate::auth::secure_stream::SecureStream;
 use crate::membership::Wake;
@@ -34,6 +36,23 @@ struct Board {
     fault: Option<String>,
 }
 
+impl Board {
+    /// Forgets the connection for `purpose` if it waits and has ended: its client gave up in the handshake, and comes
+    /// again.
+    fn forget_ended(&mut self, purpose: Purpose) {
+        if self.waiting.get(&purpose).is_some_and(has_ended) {
+            self.waiting.remove(&purpose);
+            self.known.remove(&purpose);
+        }
+    }
+}
+
+/// True if the peer has closed a connection over which it has sent nothing.
+fn has_ended(stream: &SecureStream) -> bool {
+    let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+    matches!(recv(stream.socket(), &mut [0; 1], peek), Ok((_, 0)))
+}
+
 impl Links {
     pub(crate) fn new(rank: usize, world_size: usize) -> Self {
         Self { rank, world_size, board: Mutex::default(), changed: Condvar::new() }
@@ -52,7 +71,8 @@ impl Links {
         if rank as usize <= me || rank as usize >= size {
             return Err(format!("rank {me} of {size} expects no connection from rank {rank}"));
         }
-        let board = lock(&self.board);
+        let mut board = lock(&self.board);
+        board.forget_ended(purpose);
         if board.closed {
             return Err(format!("rank {me} has left"));
         }
@@ -93,9 +113,12 @@ impl Links {
         deadline: Instant,
         check: impl Fn() -> Result<()>,
     ) -> Result<Option<SecureStream>> {
-        self.wait(deadline, |board| match board.waiting.remove(&purpose) {
-            Some(stream) => Ok(Some(stream)),
-            None => check().map(|()| None),
+        self.wait(deadline, |board| {
+            board.forget_ended(purpose);
+            match board.waiting.remove(&purpose) {
+                Some(stream) => Ok(Some(stream)),
+                None => check().map(|()| None),
+            }
         })
     }
 
