@@ -46,7 +46,8 @@ pub struct Stats {
     /// Bytes of [sharded](crate::WrapConfig::with_sharding) parameters that were gathered, with the rows of all ranks:
     /// for reads, files and hashes.
     pub gathered: u64,
-    /// Time in backward, from its first gradient on, without `wait`: computing gradients and copying them into buckets.
+    /// Time in backward, from its first gradient on, without `wait`: computing gradients and copying them into buckets;
+    /// of [sharded](crate::WrapConfig::with_sharding) parameters also gathering and reducing them.
     pub backward: Duration,
     /// Time that backward waited for averaged gradients: the cost of communication.
     pub wait: Duration,

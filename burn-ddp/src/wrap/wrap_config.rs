@@ -282,8 +282,8 @@ impl WrapConfig {
     ///
     /// Sharded are parameters, trained and frozen, with two dimensions or more, at least as many rows in the first one
     /// as there are ranks, and at least [`with_sharding_above`](Self::with_sharding_above) elements; each rank holds
-    /// some of the rows. The others are averaged as ever, as are clones of one `Param` (Burn's optimizers step only the
-    /// first) and bases under LoRA (Burn keeps one reparameterization per parameter). In a world of 1 the part is the
+    /// some of the rows. The others stay whole, as do clones of one `Param` (Burn's optimizers step only the first)
+    /// and bases under LoRA (Burn keeps one reparameterization per parameter). In a world of 1 the part is the
     /// whole, and everything that several ranks are refused is refused there, too.
     ///
     /// Make the model and its inputs on `device.autodiff().gradient_checkpointing()`: Burn's `Linear` reshapes its
