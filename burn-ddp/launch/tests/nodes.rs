@@ -189,7 +189,7 @@ fn a_job_started_twice_is_one_job_and_errors() {
             let launcher = launcher.env("GO", &go);
             let launcher = if let Some(node) = node { launcher.node_rank(node) } else { launcher };
             let sender = sender.clone();
-            thread::spawn(move || sender.send(launcher.run()));
+            thread::spawn(move || drop(sender.send(launcher.run())));
         }
         let end = || ends.recv_timeout(Duration::from_secs(120)).unwrap();
         let errors = [end(), end()].map(|end| end.expect_err("the job waits").to_string());
