@@ -128,21 +128,26 @@ fn a_killed_rank_is_named_by_ranks_without_a_connection_to_it() {
     assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
 }
 
+/// The end of a rank: it leaves at once, or says the cause that ends its world, which is its own failure if it fails.
+fn play(role: &str, world: World) {
+    match role {
+        "leaves" => return drop(world),
+        "fails" => {
+            await_go();
+            world.fail("the disk is full");
+        }
+        _ => {}
+    }
+    say_cause(&world);
+}
+
 #[test]
 fn a_cause_is_heard_by_all_though_the_rank_that_passed_messages_on_has_left() {
     const TEST: &str = "a_cause_is_heard_by_all_though_the_rank_that_passed_messages_on_has_left";
     if let Some((role, env)) = role() {
         let world = World::join(&env, options()).unwrap();
         say("ready");
-        match role.as_str() {
-            "leaves" => return drop(world),
-            "fails" => {
-                await_go();
-                world.fail("the disk is full");
-            }
-            _ => {}
-        }
-        return say_cause(&world);
+        return play(&role, world);
     }
     for culprit in ["fails", "waits"] {
         // Rank 0 is the counterpart of rank 2.
@@ -249,15 +254,7 @@ fn start_cut_off(test: &str, roles: &[&str; 5]) -> Job {
 fn a_rank_is_named_on_a_machine_to_which_no_counterparts_are_left() {
     const TEST: &str = "a_rank_is_named_on_a_machine_to_which_no_counterparts_are_left";
     if let Some((role, world)) = cut_off() {
-        match role.as_str() {
-            "leaves" => return drop(world),
-            "fails" => {
-                await_go();
-                world.fail("the disk is full");
-            }
-            _ => {}
-        }
-        return say_cause(&world);
+        return play(&role, world);
     }
     for (culprit, role) in [(4, "waits"), (0, "waits"), (2, "fails")] {
         let mut roles = ["waits", "leaves", "waits", "leaves", "waits"];

@@ -136,7 +136,7 @@ impl Drop for Group {
     }
 }
 
-/// How the processes of a control group are frozen.
+/// File of a control group by which its processes are frozen.
 struct Freezer {
     file: &'static str,
     frozen: &'static str,

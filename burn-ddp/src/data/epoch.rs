@@ -10,6 +10,7 @@ use super::batch_stream::BatchStream;
 use super::epoch_cursor::EpochCursor;
 use super::prefetch::BatchList;
 use super::{DataError, EpochPlan, ShardedLoader};
+use crate::Ddp;
 use crate::batch_weight::{LoaderBatch, Step};
 
 impl<O: Send + 'static> ShardedLoader<O> {
@@ -244,16 +245,27 @@ impl<O: Send + 'static> Epoch<O> {
             Some(failure) => format!("loader {id} ({failure})"),
             None => format!("loader {id} ({steps} steps)"),
         };
-        let (ddp, track) = (self.loader.ddp(), self.track());
-        // The last batch may have had no backward here; then the others may be waiting in theirs. Of a single batch the
-        // backward may follow: `loader.iter().next()` takes it out of its epoch.
-        let used = ddp.state().batch_weight.used(track).unwrap_or(begin);
-        if used < reached && self.reached > 1 {
-            let unused = format!("{name}, with a batch read but no backward");
-            ddp.world().stop_with_next_call(track.backwards(), used.max(begin), &unused);
-        }
-        ddp.world().stop_with_next_call(track, reached, &name);
+        announce_stop(self.loader.ddp(), self.track(), (begin, reached), self.reached > 1, &name);
     }
+}
+
+/// Tells the other ranks that this one leaves an epoch, with its next call: at the step that it has `reached` after
+/// `begin`, with more than one batch (`several`) or not.
+pub(super) fn announce_stop(
+    ddp: &Ddp,
+    track: Track,
+    (begin, reached): (Progress, Progress),
+    several: bool,
+    name: &str,
+) {
+    // The last batch may have had no backward here; then the others may be waiting in theirs. Of a single batch the
+    // backward may follow: `loader.iter().next()` takes it out of its epoch.
+    let used = ddp.state().batch_weight.used(track).unwrap_or(begin);
+    if used < reached && several {
+        let unused = format!("{name}, with a batch read but no backward");
+        ddp.world().stop_with_next_call(track.backwards(), used.max(begin), &unused);
+    }
+    ddp.world().stop_with_next_call(track, reached, name);
 }
 
 impl<O: Send + 'static> Iterator for Epoch<O> {

@@ -7,6 +7,7 @@ use burn_ddp_comm::{Progress, Track};
 
 use super::DataError;
 use super::batch_stream::BatchStream;
+use super::epoch::announce_stop;
 use super::prefetch::{BatchList, Pool};
 use super::stream::{Opened, Portion, StreamShard, Streams};
 use super::stream_loader::{StreamLoader, Taken};
@@ -220,15 +221,9 @@ impl<I: Clone + Send + 'static, O: Send + 'static> Drop for StreamEpoch<I, O> {
         }
         // Tells the other ranks where this one leaves the epoch, as other loaders do.
         if let (Ok(begin), Ok(reached)) = (self.at(0), self.at(self.taken.steps)) {
-            let (inner, track) = (self.loader.inner(), self.track());
+            let inner = self.loader.inner();
             let name = format!("streaming loader {}", inner.id);
-            // As in other loaders: the backward of a single batch may follow.
-            let used = inner.ddp.state().batch_weight.used(track).unwrap_or(begin);
-            if used < reached && self.taken.steps > 1 {
-                let unused = format!("{name}, with a batch read but no backward");
-                inner.ddp.world().stop_with_next_call(track.backwards(), used.max(begin), &unused);
-            }
-            inner.ddp.world().stop_with_next_call(track, reached, &name);
+            announce_stop(&inner.ddp, self.track(), (begin, reached), self.taken.steps > 1, &name);
         }
         self.end(false);
     }

@@ -178,7 +178,7 @@ mod tests {
     /// A world in which ranks stop and leave, and messages arrive in any order but that of their connection.
     struct World {
         routes: Vec<Routes>,
-        /// What each rank has heard and said, by origin.
+        /// Messages that each rank has heard and said, by origin.
         known: Vec<BTreeSet<(usize, Said)>>,
         /// Ranks that have left.
         gone: BTreeSet<usize>,

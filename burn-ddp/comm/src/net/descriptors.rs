@@ -52,7 +52,7 @@ pub(crate) struct Room {
 }
 
 impl Room {
-    /// Of this process, which serves the store to this many ranks.
+    /// Room of this process, which serves the store to this many ranks.
     pub(crate) fn here(served: usize) -> Room {
         let limit = limit();
         let open = std::fs::read_dir("/proc/self/fd").map_or(0, |open| open.count() as u64);

@@ -19,7 +19,7 @@ pub(super) struct Machine {
     result: Vec<Memory>,
 }
 
-/// What one rank writes.
+/// Words that one rank writes.
 #[derive(Default)]
 pub(super) struct Rank {
     lines: [Line; 2],
@@ -175,7 +175,7 @@ impl Machine {
         (0..self.ranks.len()).map(|rank| value(rank, round, chunk)).sum()
     }
 
-    /// As `reduce_chunks` of `pipeline`.
+    /// Model of `reduce_chunks` of `pipeline`.
     pub(super) fn reduce(&self, me: usize, round: u64, chunks: u64) -> Option<()> {
         self.announce(me, round, 0)?;
         self.put(me, round, 0);
@@ -191,7 +191,7 @@ impl Machine {
         self.take(me, round, chunks - 1)
     }
 
-    /// As `broadcast_chunks` of `chunked_data_movement`, from rank 0.
+    /// Model of `broadcast_chunks` of `chunked_data_movement`, from rank 0.
     pub(super) fn broadcast(&self, me: usize, round: u64, chunks: u64) -> Option<()> {
         self.announce(me, round, 0)?;
         for chunk in 0..chunks {
@@ -208,7 +208,8 @@ impl Machine {
         Some(())
     }
 
-    /// As `transfer` of `pair`: sends `to` a peer and receives `from` one, each with the number of that pair's call.
+    /// Model of `transfer` of `pair`: sends `to` a peer and receives `from` one, each with the number of that pair's
+    /// call.
     pub(super) fn transfer(
         &self,
         me: usize,
@@ -252,7 +253,7 @@ impl Machine {
         self.look(|| self.pairs[peer][me].taken.has_reached(ticket(round, step)))
     }
 
-    /// As `reduce_shared` of `in_place_reductions`, of one buffer; `viewed` if this rank still looks at the last
+    /// Model of `reduce_shared` of `in_place_reductions`, of one buffer; `viewed` if this rank still looks at the last
     /// result. True if the new one is in the buffer.
     pub(super) fn reduce_shared(&self, me: usize, round: u64, viewed: bool) -> Option<bool> {
         let slices = 0..self.ranks.len();
