@@ -3,11 +3,13 @@
 * no import circle of more than 3 files (`use` of one file's items by another; `mod` alone is no import, tests do not count);
 * no two files of one basename, but siblings that implement one trait (SIBLINGS) and mod.rs, lib.rs, main.rs, tests.rs;
 * no file above 480 lines (data tables and fakes, FREE, and tests do not count);
-* no line above 120 columns in code and comments, 140 in Markdown (tables, links and code blocks do not count).
+* no line above 120 columns in code and comments, 140 in Markdown (tables, links and code blocks do not count);
+* every file that a table of a mod.rs or the code map names is there.
 
 Run without arguments; exits 1 and says what is wrong. `--sizes` adds the sizes of the crates' files, `--circle` the ways between the files of a circle.
 """
 
+import functools
 import pathlib
 import re
 import statistics
@@ -17,11 +19,15 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Folders whose sub-folders (or files) implement one trait: the same job has the same name in each. At most three.
 SIBLINGS = ["burn-ddp/comm/src/engine", "burn-ddp/src/gradients/memory"]
+CODE_MAP = "docs/architecture.md"
+# Programs and crates that the code map names.
+MAPPED_BESIDES = {"burnrun", "burnpack"}
 COMMON = {"mod.rs", "lib.rs", "main.rs", "tests.rs"}
 FREE = {"fake", "table.rs"}
 CIRCLE, LINES, COLUMNS, MARKDOWN = 3, 480, 120, 140
 
 
+@functools.cache
 def tracked(pattern):
     out = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [pathlib.Path(p) for p in out.split("\n") if p and (ROOT / p).exists()]
@@ -186,6 +192,38 @@ def basenames(root, files):
             yield f"{root.parent}: {name} stands {len(paths)} times: {', '.join(str(p.relative_to(root)) for p in paths)}"
 
 
+def there(crate_or_folder):
+    paths = [p for p in tracked("*.rs") if crate_or_folder in p.parents]
+    return {p.stem for p in paths} | {part for p in paths for part in p.relative_to(crate_or_folder).parts}
+
+
+def tables():
+    """Names of files in the tables of mod.rs files (column `file`, or the first one), and in the code map."""
+    for path in tracked("*mod.rs"):
+        column = None
+        for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").split("\n"), 1):
+            item = re.match(r"//! - `([a-z]\w*)`(?:,|:)", line)
+            if item and item.group(1) not in there(path.parent):
+                yield f"{path}:{number}: no file {item.group(1)}"
+            row = re.match(r"//! \|(.*)\|$", line)
+            if not row:
+                column = None
+                continue
+            cells = [cell.strip() for cell in row.group(1).split("|")]
+            if column is None:
+                column = cells.index("file") if "file" in cells else 0
+            for name in set(re.findall(r"`([a-z]\w*)(?:/|\.rs)?`", cells[column])) - there(path.parent):
+                yield f"{path}:{number}: no file {name}"
+    folder = None
+    for number, line in enumerate((ROOT / CODE_MAP).read_text(encoding="utf-8").split("\n"), 1):
+        head = re.match(r"\| `([\w/-]+/src)` \|", line)
+        folder = pathlib.Path(head.group(1)) if head else folder if line.startswith("|") else None
+        if folder and not head:
+            names = set(re.findall(r"`([a-z]\w*)(?:/|\.rs)?`", line))
+            for name in sorted(names - there(folder) - MAPPED_BESIDES):
+                yield f"{CODE_MAP}:{number}: no file {name}"
+
+
 def columns():
     for path in tracked("*.rs"):
         for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").split("\n"), 1):
@@ -221,6 +259,7 @@ def main():
             if lines > LINES and not FREE & set(path.parts):
                 wrong.append(f"{path}: {lines} lines, at most {LINES}")
         summary.append(f"{root.parent} {len(files)}")
+    wrong += tables()
     wide = list(columns())
     wrong += wide if len(wide) <= 40 or "--columns" in sys.argv else [*wide[:5], f"… {len(wide)} lines too wide in all (--columns)"]
     if "--sizes" in sys.argv:

@@ -67,6 +67,7 @@ if command -v iptables >/dev/null && loses 0.01 2>/dev/null; then
         # The first error ends the world, so not every wait is told; one of them is across the firewalls.
         across='rank 0 (had )?waited 8(\.0)? s for ranks? ([0-9, and]*)2|rank 2 (had )?waited 8(\.0)? s for ranks? 0'
         printf '%s\n' "$out" | grep -Eq "$across" || wrong "no wait across the firewalls is named"
+        said "a firewall or NAT between their machines may have forgotten a connection that was idle"
         within 30
         no_rank_is_left
         no_firewall
@@ -102,6 +103,25 @@ if [ -c /dev/net/tun ] && command -v python3 >/dev/null; then
 else
     skipped "a slow network needs /dev/net/tun and python3"
 fi
+
+# All processes of a machine, its burnrun too.
+freeze() { ip netns pids "$pair-2" | xargs -r kill -STOP; }
+thaw() { ip netns pids "$pair-2" | xargs -r kill -CONT; }
+after 3 freeze
+after 6 thaw
+job "a machine frozen for three seconds" "$two" --peer-timeout 20 "$hello" --steps 300 --pause 20
+all_done 4 burnrun
+
+after 3 freeze
+after 20 thaw
+job "a machine frozen for longer than the peer timeout" "$two" --peer-timeout 5 "$hello" $long
+failed
+said "m1: ended with"
+said "m2: ended with"
+said "like all of its machine (ranks 2 and 3): that machine is frozen, overloaded or cut off"
+said "node 1 is lost"
+within 40
+no_rank_is_left
 
 # Names.
 names=/etc/netns/$pair-2/hosts

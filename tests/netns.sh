@@ -1,6 +1,7 @@
 #!/bin/bash
 # Two "machines", each with a burnrun of its own and two ranks: network namespaces with a cable between them.
-# Usage: netns.sh [PROGRAM [BURNRUN]]; needs root, ip and unshare. PROGRAM takes the flags of burn-ddp/comm/examples/hello.rs.
+# Usage: netns.sh [PROGRAM [BURNRUN]]; needs root, ip and unshare, for the last two jobs also iptables.
+# PROGRAM takes the flags of burn-ddp/comm/examples/hello.rs.
 #    or: netns.sh --try [FLAGS] COMMAND…: runs one job of your own that way, with `burnrun FLAGS -n 2` on each machine.
 mine=()
 if [ "${1:-}" = --try ]; then
@@ -93,4 +94,29 @@ failed
 said "m1: ended with"
 within 30
 no_rank_is_left
+
+# A firewall on the second machine that forgets connections on which nothing came for three seconds, as NATs do, and
+# drops what comes on them later.
+forgetful() {
+    "${on2[@]}" iptables -A INPUT -m conntrack --ctstate INVALID -j DROP &&
+        "${on2[@]}" iptables -A OUTPUT -m conntrack --ctstate INVALID -j DROP &&
+        "${on2[@]}" sh -c 'cd /proc/sys/net/netfilter && echo 0 >nf_conntrack_tcp_loose &&
+            echo 3 >nf_conntrack_tcp_timeout_established && echo 3 >nf_conntrack_tcp_timeout_unacknowledged'
+}
+if forgetful; then
+    # Probes go out every second: a quarter of the peer timeout.
+    job "a group idle for longer than the network remembers" "$two" --peer-timeout 4 "$hello" --steps 2 --pause 8000
+    all_done 4 burnrun
+    both_ended_with 0
+
+    # The first probe would come after 15 seconds.
+    BURN_DDP_TIMEOUT=10 job "a group idle for too long" "$two" --peer-timeout 60 "$hello" --steps 2 --pause 8000
+    failed
+    said "waited 10 s for"
+    said "may have forgotten a connection that was idle"
+    within 40
+    no_rank_is_left
+else
+    echo "SKIPPED: a network that forgets idle connections needs iptables, and a kernel that tracks connections" >&2
+fi
 finish

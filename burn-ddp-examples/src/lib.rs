@@ -35,7 +35,8 @@ pub fn log_to_stderr() {
     use tracing_subscriber::prelude::*;
 
     // The reason why the job ended is what `main` returns; once is enough.
-    let default = "warn,burn_ddp_comm::membership=off";
+    // A wrong --checkpoints would begin the training anew: what was found there is always shown.
+    let default = "warn,burn_ddp_comm::membership=off,burn_ddp::checkpoint=info";
     let wanted = std::env::var("RUST_LOG").ok().and_then(|targets| targets.parse().ok());
     let targets: Targets = wanted.unwrap_or_else(|| default.parse().unwrap_or_default());
     let lines = tracing_subscriber::fmt::layer().with_writer(stderr).with_ansi(stderr().is_terminal());

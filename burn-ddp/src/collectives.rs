@@ -1,15 +1,18 @@
-//! Collectives on Burn tensors of any kind and device, through host memory.
+//! Collectives on Burn tensors of any kind and device, through host memory, and on models.
 
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
 use burn::tensor::kind::Basic;
 use burn::tensor::{Tensor, TensorData};
-use burn_ddp_comm::{DType, ProcessGroup, ReduceOp};
+use burn_ddp_comm::ReduceOp;
 
-use crate::convert::{back, data_of, with_dtype};
 use crate::ddp::Ddp;
-use crate::intercept::tell_peers;
-use crate::{Error, Result};
+use crate::element_collectives::{all_gather, all_reduce, check_rows, in_place, read, reduce_scatter};
+use crate::model::broadcast;
+use crate::tensor_conversion::back;
+use crate::{Error, Result, optimizer};
 
-/// Collectives on tensors, implemented by [`Ddp`].
+/// Collectives on tensors, models and optimizers, implemented by [`Ddp`].
 ///
 /// Shapes and dtypes must agree between ranks. Tensors travel through host memory; results are on the device of the
 /// input, outside any autodiff graph: [`Ddp::differentiable`] has the collectives that gradients go through. All of
@@ -66,6 +69,70 @@ pub trait Collectives: sealed::Sealed {
     /// ```
     #[track_caller]
     fn broadcast<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>, root: usize) -> Result<Tensor<D, K>>;
+
+    /// `root`'s parameters and buffers on every rank, wrapped or not; parameter ids stay what they are. *Collective*.
+    ///
+    /// Each rank passes a model of the same shape and holds the same values after. [`Ddp::wrap`] does this from rank 0
+    /// by itself.
+    ///
+    /// # Errors
+    ///
+    /// On every rank: [`Error::ModelsDiffer`](crate::Error::ModelsDiffer) naming the first parameter that differs and
+    /// both shapes; [`Error::Comm`](crate::Error::Comm) if a peer failed or `root` is no rank.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, prelude::*};
+    /// # use burn_ddp::prelude::*;
+    /// let hashes = Ddp::spawn(2, |ddp| {
+    ///     let model = LinearConfig::new(3, 1).init(&ddp.device()?); // other values on each rank
+    ///     Ok(param_hash(&ddp.broadcast_parameters(model, 1)?)?)
+    /// })?;
+    /// assert_eq!(hashes[0], hashes[1]);
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    fn broadcast_parameters<M: Module>(&self, model: M, root: usize) -> Result<M>;
+
+    /// Gives every rank the state of `root`'s optimizer (momentum, moments, step counts), bit by bit. *Collective*.
+    ///
+    /// Each rank passes its optimizer, of the same kind everywhere, and the model that it trains. The state that it had
+    /// is replaced; a `root` that has not stepped yet leaves none.
+    ///
+    /// # Errors
+    ///
+    /// On every rank, and nothing has changed: [`Error::ModelsDiffer`](crate::Error::ModelsDiffer);
+    /// [`Error::Invalid`](crate::Error::Invalid) if the optimizers are of different kinds, or the state cannot be
+    /// loaded without loss.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::{GradientsParams, SgdConfig, momentum::MomentumConfig};
+    /// # use burn::prelude::*;
+    /// # use burn_ddp::prelude::*;
+    /// let hashes = Ddp::spawn(2, |ddp| {
+    ///     let device = ddp.device()?.autodiff();
+    ///     let mut model: Linear = LinearConfig::new(2, 1).init(&device);
+    ///     let mut optim = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
+    ///     let grads = |model: &Linear, x: usize| {
+    ///         let loss = model.forward(Tensor::<2>::full([1, 2], x as f64, &device)).sum();
+    ///         GradientsParams::from_grads(loss.backward(), model)
+    ///     };
+    ///     let own = grads(&model, ddp.rank() + 1);
+    ///     model = optim.step(0.1, model, own); // each rank by itself, so far
+    ///     model = ddp.broadcast_parameters(model, 0)?;
+    ///     ddp.broadcast_optimizer_state(&mut optim, &model, 0)?;
+    ///     let same = grads(&model, 1);
+    ///     Ok(param_hash(&optim.step(0.1, model, same))?)
+    /// })?;
+    /// assert_eq!(hashes[0], hashes[1]); // the momentum of rank 0 on both
+    /// # Ok::<(), burn_ddp::Error>(())
+    /// ```
+    #[track_caller]
+    fn broadcast_optimizer_state<M: Module>(&self, optim: &mut ModuleOptimizer, model: &M, root: usize) -> Result<()>;
 
     /// Concatenates the tensors of all ranks along dimension 0, in rank order.
     ///
@@ -279,6 +346,16 @@ impl Collectives for Ddp {
     }
 
     #[track_caller]
+    fn broadcast_parameters<M: Module>(&self, model: M, root: usize) -> Result<M> {
+        broadcast::model(self, model, root)
+    }
+
+    #[track_caller]
+    fn broadcast_optimizer_state<M: Module>(&self, optim: &mut ModuleOptimizer, model: &M, root: usize) -> Result<()> {
+        optimizer::state::broadcast(self.group(), optim, model, root)
+    }
+
+    #[track_caller]
     fn all_gather<const D: usize, K: Basic>(&self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
         let device = tensor.device();
         Ok(back(all_gather(self.group(), read(self, tensor)?)?, &device))
@@ -356,52 +433,4 @@ impl Collectives for Ddp {
         in_place(&mut data, |bytes| self.group().recv_bytes(dtype, bytes, from))?;
         Ok(back(data, &device))
     }
-}
-
-/// Elements of a tensor, for a collective in which the other ranks wait: if this rank cannot read them it ends the job.
-pub(crate) fn read<const D: usize, K: Basic>(ddp: &Ddp, tensor: Tensor<D, K>) -> Result<(DType, TensorData)> {
-    if D == 0 {
-        return Err(Error::invalid("collectives take tensors of one dimension or more"));
-    }
-    let unreadable = |e| Error::invalid(format!("reading the tensor from its device failed: {e}"));
-    with_dtype(data_of(tensor).map_err(unreadable).inspect_err(|e| tell_peers(ddp, e))?)
-}
-
-#[track_caller]
-pub(crate) fn all_reduce(group: &ProcessGroup, elements: (DType, TensorData), op: ReduceOp) -> Result<TensorData> {
-    let (dtype, mut data) = elements;
-    in_place(&mut data, |bytes| group.all_reduce_bytes(dtype, bytes, op, 0))?;
-    Ok(data)
-}
-
-#[track_caller]
-pub(crate) fn all_gather(group: &ProcessGroup, elements: (DType, TensorData)) -> Result<TensorData> {
-    let (dtype, data) = elements;
-    let mut shape = data.shape().clone();
-    let bytes = group.all_gather_bytes(dtype, data.as_bytes())?;
-    shape[0] *= group.world_size();
-    Ok(TensorData::from_bytes_vec(bytes, shape, data.dtype()))
-}
-
-#[track_caller]
-pub(crate) fn reduce_scatter(group: &ProcessGroup, elements: (DType, TensorData), op: ReduceOp) -> Result<TensorData> {
-    let (dtype, data) = elements;
-    let mut shape = data.shape().clone();
-    check_rows("reduce_scatter", shape[0], group.world_size())?;
-    shape[0] /= group.world_size();
-    let mut out = vec![0u8; data.as_bytes().len() / group.world_size()];
-    group.reduce_scatter_bytes(dtype, data.as_bytes(), &mut out, op)?;
-    Ok(TensorData::from_bytes_vec(out, shape, data.dtype()))
-}
-
-fn check_rows(what: &str, rows: usize, ranks: usize) -> Result<()> {
-    if rows.is_multiple_of(ranks) {
-        return Ok(());
-    }
-    Err(Error::invalid(format!("{what} splits dimension 0 over the ranks: {rows} rows do not divide by {ranks} ranks")))
-}
-
-fn in_place(data: &mut TensorData, f: impl FnOnce(&mut [u8]) -> burn_ddp_comm::Result<()>) -> Result<()> {
-    TensorData::with_bytes_mut([data], |mut bytes| f(bytes[0]))?;
-    Ok(())
 }

@@ -72,7 +72,7 @@ fn ndarray() -> Device {
     Device::ndarray()
 }
 
-/// The GPUs of a kind; where there are none, the processor as that kind's drivers emulate one.
+/// The GPUs of a kind; where there are none, the processor if that kind's driver emulates a GPU on it.
 #[cfg(feature = "cube")]
 #[allow(dead_code)] // `cube` alone is no backend
 fn gpus(kind: DeviceType) -> Devices {
@@ -162,7 +162,7 @@ impl LocalRank {
                 return Err(Error::invalid(format!(
                     "local rank {local_rank} of {local_world_size} has no {kind} device: this machine has {count}. \
                      Start at most {count} ranks on it, or set {SHARE}=1 to share them on purpose, or choose \
-                     yourself: `ddp.device_of(|local_rank| …)`"
+                     yourself, such as `Device::cuda(ddp.local_rank() / 2)`"
                 )));
             }
         };
@@ -249,7 +249,7 @@ mod tests {
     fn ranks_never_share_a_gpu_unasked() {
         assert!(one_of(1, 2, &[]).is_ok());
         let error = one_of(2, 2, &[]).unwrap_err().to_string();
-        for part in ["local rank 2 of 4", "this machine has 2", "BURN_DDP_SHARE_DEVICES=1", "device_of"] {
+        for part in ["local rank 2 of 4", "this machine has 2", "BURN_DDP_SHARE_DEVICES=1", "Device::cuda"] {
             assert!(error.contains(part), "{error}");
         }
         assert!(one_of(2, 2, &[(SHARE, "1")]).is_ok());

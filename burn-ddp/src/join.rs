@@ -5,6 +5,7 @@ use burn::optim::ModuleOptimizer;
 
 use crate::ddp::Ddp;
 use crate::intercept::refuse_sharded;
+use crate::model::broadcast;
 use crate::wrap::{only, wrapped_in};
 use crate::{Error, Result, optimizer};
 
@@ -13,6 +14,11 @@ const NO_SYNCED_NORM: &str = "`join` with a `SyncBatchNorm` in the model: ranks 
 
 const NO_LOCAL_PARAMETERS: &str = "`join` with local parameters in the model: at its end all ranks get the optimizer's \
     state of one; leave `with_local_parameters` out, or give all ranks equally many batches and leave `join` out";
+
+/// A rank's rows of a sharded parameter are stepped by its own optimizer, and nothing tells `join` the learning rate.
+const NO_PARTS: &str = "each rank steps its own rows in every step, also one without data. Let it pass a batch again \
+    after `ddp.set_batch_items(0.0)` and step, until `ddp.sum` says that all are done; `ddp.loader` gives all ranks as \
+    many batches by itself";
 
 impl Ddp {
     /// Waits for the ranks that still have data, and ends with the model and the optimizer of those that had most.
@@ -36,9 +42,10 @@ impl Ddp {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if `model` is not one wrapped model, has a `SyncBatchNorm` or
-    /// [local parameters](crate::WrapConfig::with_local_parameters); [`Error::Comm`] if a peer
-    /// failed, or left without calling it; [`Error::ReplicasDiffer`] as every backward.
+    /// [`Error::Invalid`] if `model` is not one wrapped model, has a `SyncBatchNorm`,
+    /// [local parameters](crate::WrapConfig::with_local_parameters) or
+    /// [sharded ones](crate::WrapConfig::with_sharding), of which every rank must step its rows;
+    /// [`Error::Comm`] if a peer failed, or left without calling it; [`Error::ReplicasDiffer`] as every backward.
     ///
     /// [`Error::Invalid`]: crate::Error::Invalid
     /// [`Error::Comm`]: crate::Error::Comm
@@ -78,7 +85,7 @@ impl Ddp {
         if !wrapped.local().is_empty() {
             return Err(Error::invalid(NO_LOCAL_PARAMETERS));
         }
-        refuse_sharded(model, "`join`", "ranks that still train need the parts of all; give all as many batches")?;
+        refuse_sharded(model, "`join`", NO_PARTS)?;
         if self.world_size() == 1 {
             wrapped.discard();
             return Ok(0);
@@ -90,7 +97,7 @@ impl Ddp {
         let last = *steps.iter().max().expect("a world has ranks");
         if steps.iter().any(|steps| *steps != last) {
             let root = steps.iter().position(|steps| *steps == last).expect("one has most");
-            *model = self.broadcast_parameters(model.clone(), root)?;
+            *model = broadcast::model(self, model.clone(), root)?;
             // Clones of a parameter are as they are on the root, where an optimizer stepped.
             wrapped.part_clones();
             wrapped.measure_movements_from(model);

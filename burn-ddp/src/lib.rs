@@ -46,12 +46,12 @@
 //! | [`DdpConfig`] | all settings in one file |
 //! | [`checkpoint`] | model, optimizers, schedules and values as one unit, complete or not there |
 //! | [`data`] | each rank's share: `DistributedSampler`, `ShardedDataset`, the loader |
-//! | [`Collectives`] | `all_reduce`, `broadcast`, … on tensors |
+//! | [`Collectives`] | `all_reduce`, `broadcast`, … on tensors; `broadcast_parameters` |
 //! | [`Differentiable`] | collectives that gradients go through |
 //! | `train` | with the feature `train`: Burn's `SupervisedTraining` on all ranks |
 //! | [`Telemetry`], [`Stats`], [`Straggler`] | where the time of steps goes |
-//! | [`TensorBoard`] | curves for TensorBoard, from [`Ddp::tensorboard`] |
-//! | [`Report`], [`Bottleneck`], [`Cause`] | why a run is slow, from [`Ddp::report`] |
+//! | [`TensorBoard`] | curves for TensorBoard, from [`Telemetry::tensorboard`] |
+//! | [`Report`], [`Bottleneck`], [`Cause`] | why a run is slow, from [`Telemetry::report`] |
 //! | [`MemoryUse`] | memory of a rank, before and in training |
 //! | [`DistributedOptimizer`] | Horovod's way: averages in front of the optimizer, for models that are not wrapped |
 //! | [`comm`] | the layer below: worlds, process groups, collectives on slices; knows nothing of Burn |
@@ -65,19 +65,18 @@
 mod agreement;
 mod backends;
 mod batch_weight;
-mod byte_stream;
 pub mod checkpoint;
+mod chunked_broadcast;
 mod collectives;
 pub mod config;
-mod convert;
 pub mod data;
 mod ddp;
 mod device;
 mod differentiable;
+mod element_collectives;
 mod engine_choice;
 mod error;
 mod gradients;
-mod horovod;
 mod intercept;
 mod join;
 mod main_first;
@@ -86,9 +85,10 @@ mod model;
 mod nccl;
 pub mod nn;
 mod optimizer;
-mod scalars;
+mod scalar_reductions;
 mod seed;
 mod telemetry;
+mod tensor_conversion;
 #[cfg(feature = "train")]
 pub mod train;
 mod wrap;
@@ -106,7 +106,7 @@ pub use model::param_hash::param_hash;
 pub use model::running_stats::BufferPolicy;
 pub use optimizer::clip::{clip_grad_norm, clip_grad_value, grad_norm};
 pub use optimizer::distributed::DistributedOptimizer;
-pub use scalars::{FloatScalar, Scalar};
+pub use scalar_reductions::{FloatScalar, Scalar};
 pub use telemetry::{Bottleneck, Cause, MemoryUse, Report, Stats, Straggler, Telemetry, TensorBoard};
 pub use wrap::{Sharding, WrapConfig};
 

@@ -107,7 +107,7 @@ fn derive<const N: usize>(seed: u64, purpose: &str, numbers: [u64; N]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telemetry::listener::Listener;
+    use crate::telemetry::test_event_capture::Listener;
 
     #[test]
     fn every_rank_loader_epoch_and_step_has_its_own() {

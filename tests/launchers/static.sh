@@ -1,7 +1,7 @@
 #!/bin/bash
 # The static burnrun alone in a root directory, as in an empty container: no libraries, no /tmp, no /bin/sh. Usage: static.sh
 # [BURNRUN], else it is built here; needs root, and `rustup target add x86_64-unknown-linux-musl`.
-. "$(dirname "$0")/common.sh"
+. "$(dirname "$0")/common.sh" none # no rank is started
 [ "$(id -u)" = 0 ] || { echo "needs root" >&2; exit 1; }
 burnrun=${1:-}
 if [ -z "$burnrun" ]; then

@@ -48,10 +48,17 @@ pub fn rank(program: &str, rank: usize, world: usize, port: u16, args: &[&str]) 
 /// Runs a job to its end; panics if that takes longer than a minute.
 pub fn job(program: &str, world: usize, args: &[&str]) -> Vec<Output> {
     let port = FreePort::reserve();
+    finish((0..world).map(|r| rank(program, r, world, port.port, args)).collect())
+}
+
+/// Runs these ranks, by [`rank`], to their ends; panics if that takes longer than a minute.
+pub fn finish(ranks: Vec<Command>) -> Vec<Output> {
     let deadline = Instant::now() + Duration::from_secs(60);
-    let threads: Vec<_> = (0..world)
-        .map(|r| {
-            let mut child = rank(program, r, world, port.port, args).spawn().unwrap();
+    let threads: Vec<_> = ranks
+        .into_iter()
+        .enumerate()
+        .map(|(r, mut rank)| {
+            let mut child = rank.spawn().unwrap();
             // Pipes are read meanwhile, so that they do not fill.
             let (out, err) = (read(child.stdout.take().unwrap()), read(child.stderr.take().unwrap()));
             std::thread::spawn(move || {

@@ -4,7 +4,7 @@
 pub mod awkward;
 pub mod four_models;
 pub mod job;
-pub mod parts;
+pub mod split_training;
 
 use burn::module::{ModuleMapper, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};

@@ -321,6 +321,63 @@ fn damaged_checkpoints_do_not_count_and_the_newest_complete_one_stays() {
 }
 
 #[test]
+fn checkpoints_that_are_all_damaged_are_an_error_and_no_new_beginning() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let errors = Ddp::spawn(2, |ddp| {
+        for step in [80, 90] {
+            ddp.checkpoints(path)?.save(step, |c| c.value("loss", &0.5))?;
+        }
+        if ddp.is_main() {
+            fs::remove_file(path.join("step-00000080/manifest.json.sha256"))?;
+            fs::write(path.join("step-00000090/manifest.json"), "half")?;
+        }
+        let checkpoints = ddp.checkpoints(path)?;
+        let text = |found: burn_ddp::Result<_>| found.map(|_: Option<_>| ()).unwrap_err().to_string();
+        let (latest, at) = (text(checkpoints.latest()), text(checkpoints.at(80)));
+        assert!(checkpoints.at(85)?.is_none(), "no such step");
+        checkpoints.save(95, |_| Ok(()))?;
+        assert_eq!(checkpoints.latest()?.map(|found| found.step()), Some(95));
+        Ok((latest, at))
+    });
+    for (latest, at) in errors.unwrap() {
+        for part in [
+            "rank 0 cannot load a checkpoint from",
+            "damaged: step-00000090: manifest.json: checksum mismatch; step-00000080: manifest.json.sha256:",
+            "move what is damaged away",
+        ] {
+            assert!(latest.contains(part), "{latest}");
+        }
+        assert!(at.contains("step-00000080: ") && !at.contains("step-00000090"), "{at}");
+    }
+}
+
+#[test]
+fn a_checkpoint_or_a_file_given_as_the_directory_is_an_error_that_says_what_to_give() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let renamed = path.join("renamed");
+    let errors = Ddp::spawn(2, |ddp| {
+        save(&ddp, path, 1, 7)?;
+        if ddp.is_main() {
+            fs::create_dir(&renamed)?;
+            fs::copy(path.join("step-00000007/manifest.json"), renamed.join("manifest.json"))?;
+        }
+        // A misspelt step would become a damaged checkpoint of the directory.
+        ["step-00000007", "step-00000008", "renamed", "step-00000007/manifest.json"]
+            .into_iter()
+            .map(|wrong| Ok(ddp.checkpoints(path.join(wrong)).unwrap_err().to_string()))
+            .collect::<anyhow::Result<Vec<String>>>()
+    });
+    let holds = format!("give the directory that holds it, {}", path.display());
+    for texts in errors.unwrap() {
+        assert!(texts[..3].iter().all(|text| text.ends_with(&holds)), "{texts:?}");
+        assert!(texts[3].contains("manifest.json: that is a file; give a directory"), "{texts:?}");
+    }
+    assert_eq!(names(path), [".lock", "renamed", "step-00000007"]);
+}
+
+#[test]
 fn whatever_a_killed_job_has_left_the_next_saves_work_and_remove_it() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path();
@@ -404,12 +461,18 @@ fn storage_that_is_slower_than_the_deadline_of_collectives_ends_no_job() {
     fifo(&slow.join("manifest.json"));
     let options = burn_ddp::WorldOptions { timeout, ..burn_ddp::WorldOptions::default() };
     std::thread::scope(|scope| {
-        let reader = scope.spawn(|| Ddp::spawn_with(2, options, |ddp| Ok(latest(&ddp, path))));
+        let reader = scope.spawn(|| {
+            Ddp::spawn_with(2, options, |ddp| {
+                let found = ddp.checkpoints(path)?.latest().map(|found| found.is_none());
+                Ok(found.unwrap_err().to_string())
+            })
+        });
         let open = fs::File::options().write(true).open(slow.join("manifest.json")).unwrap();
         std::thread::sleep(2 * timeout);
         fs::remove_file(slow.join("manifest.json")).unwrap();
         drop(open);
-        assert_eq!(reader.join().unwrap().unwrap(), [None; 2]);
+        let errors = reader.join().unwrap().unwrap();
+        assert!(errors.iter().all(|e| e.contains("damaged: step-00000001: ")), "{errors:?}");
     });
 }
 
@@ -486,7 +549,7 @@ fn two_jobs_do_not_write_to_one_directory() {
         });
         started.wait();
         let second = Ddp::spawn(2, |ddp| Ok(save(&ddp, path, 1, 9).unwrap_err().to_string())).unwrap();
-        assert!(second.iter().all(|e| e.contains("another job does")), "{second:?}");
+        assert!(second.iter().all(|e| e.contains("another job saves there")), "{second:?}");
         assert_eq!(Ddp::spawn(1, |ddp| Ok(latest(&ddp, path))).unwrap(), [Some(1)], "reading is no writing");
         tried.wait();
         first.join().unwrap().unwrap();
@@ -768,7 +831,7 @@ fn burnrun_restarts_a_job_that_goes_on_where_it_was() {
 fn formats() -> PathBuf {
     match std::env::var_os("BURN_DDP_FORMATS") {
         Some(directory) => directory.into(),
-        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/formats"),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/earlier_version"),
     }
 }
 
@@ -854,9 +917,9 @@ fn write_json(ddp: &Ddp, file: &Path, state: &TrainingState) -> anyhow::Result<(
     Ok(())
 }
 
-/// Writes the files of `tests/fixtures/formats`; see its README.
+/// Writes the files of `tests/fixtures/earlier_version`; see its README.
 #[test]
-#[ignore = "writes the fixture: see tests/fixtures/formats/README.md"]
+#[ignore = "writes the fixture: see tests/fixtures/earlier_version/README.md"]
 fn write_formats() {
     let directory = formats();
     fs::create_dir_all(&directory).unwrap();
@@ -952,7 +1015,8 @@ fn one_that_is_damaged_is_not_the_best_and_a_step_is_found_in_its_last_attempt()
         }
         ddp.barrier()?;
         assert_eq!(loss(checkpoints.best("loss", Best::Lowest)?), Some(0.2), "0.1 is damaged");
-        assert_eq!(loss(checkpoints.at(3)?), None);
+        let damaged = checkpoints.at(3).unwrap_err().to_string();
+        assert!(damaged.contains("damaged: step-00000003: manifest.json: checksum mismatch"), "{damaged}");
         let steps: Vec<u64> = checkpoints.list()?.iter().map(Checkpoint::step).collect();
         assert_eq!(steps, [2, 2, 1], "a damaged manifest is no checkpoint");
         let torn = checkpoints.list()?.remove(1).model(LinearConfig::new(2, 2).init(&ddp.device()?));

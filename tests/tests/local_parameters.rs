@@ -8,7 +8,7 @@ use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
 use burn::tensor::{DType, Gradients};
 use burn_ddp::prelude::*;
-use burn_ddp_tests::parts::numbered;
+use burn_ddp_tests::split_training::numbered;
 use burn_ddp_tests::{rows, to_f64};
 
 /// A shared body, and heads of which the first belongs to each rank.

@@ -233,16 +233,20 @@ fn gradient_checkpointing_survives_a_broadcast_and_loading() {
 
 #[test]
 fn ranks_that_trained_without_wrap_hear_of_it() {
+    let directory = tempfile::tempdir().unwrap();
     let errors = Ddp::spawn(2, |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.broadcast_parameters(Normed::new(&device), 0)?;
         let loss = model.loss(rows(ddp.rank() * 5, 5, 6, 1, DType::F32, &device));
         let grads = GradientsParams::from_grads(loss.backward(), &model);
         let model = SgdConfig::new().init().step(0.1, model, grads);
-        Ok(ddp.check_replicas(&model).unwrap_err().to_string())
+        let saved = ddp.save(&model, directory.path().join("model"));
+        Ok([ddp.check_replicas(&model).unwrap_err(), saved.unwrap_err()].map(|error| error.to_string()))
     })
     .unwrap();
-    assert!(errors.iter().all(|e| e.contains("the model is not wrapped") && e.contains("ddp.wrap")), "{errors:?}");
+    for error in errors.iter().flatten() {
+        assert!(error.contains("the model is not wrapped") && error.contains("ddp.wrap"), "{error}");
+    }
 }
 
 #[test]

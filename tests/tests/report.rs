@@ -1,4 +1,4 @@
-//! `ddp.report()` on runs with a bottleneck that was put there.
+//! `ddp.telemetry().report()` on runs with a bottleneck that was put there.
 
 use std::thread::sleep;
 use std::time::Duration;
@@ -21,6 +21,8 @@ struct Plan {
     /// Numbers of equal layers, and their width.
     layers: usize,
     width: usize,
+    /// Gradients without arithmetic: the loss is the sum of all weights.
+    sum: bool,
     /// Sleeps: in the loader, beside it, in a save. On the last rank, and on the others.
     loader: [Duration; 2],
     compute: [Duration; 2],
@@ -28,7 +30,7 @@ struct Plan {
 }
 
 const NOTHING: [Duration; 2] = [Duration::ZERO; 2];
-const PLAN: Plan = Plan { layers: 2, width: 4, loader: NOTHING, compute: NOTHING, save: Duration::ZERO };
+const PLAN: Plan = Plan { layers: 2, width: 4, sum: false, loader: NOTHING, compute: NOTHING, save: Duration::ZERO };
 
 #[derive(Module, Debug)]
 struct Chain {
@@ -57,7 +59,11 @@ fn run(plan: Plan) -> Report {
         let loader = ddp.loader(SleepingBatcher(of_rank(plan.loader))).batch_size(1).build(items)?;
         for (step, batch) in loader.epochs(0..1).flatten().enumerate() {
             let x = Tensor::<2>::ones([batch?, plan.width], &device);
-            model.layers.iter().fold(x, |x, layer| layer.forward(x)).sum().backward();
+            let apply = |x: Tensor<2>, layer: &Linear| match plan.sum {
+                true => x + layer.weight.val().sum().unsqueeze(),
+                false => layer.forward(x),
+            };
+            model.layers.iter().fold(x, apply).sum().backward();
             sleep(of_rank(plan.compute));
             if !plan.save.is_zero() {
                 checkpoints.save(step as u64, |c| {
@@ -66,7 +72,7 @@ fn run(plan: Plan) -> Report {
                 })?;
             }
         }
-        let report = ddp.report()?.expect("enough steps");
+        let report = ddp.telemetry().report()?.expect("enough steps");
         if ddp.is_main() {
             println!("{report}");
         }
@@ -123,9 +129,8 @@ fn bottlenecks_are_found_five_times_of_five() {
         assert!(matches!(first(&report), Some(Cause::DataOfSomeRanks { ranks, .. }) if *ranks == [2]), "{report}");
         let report = slow_rank();
         assert!(matches!(first(&report), Some(Cause::SlowRanks { ranks, .. }) if *ranks == [2]), "{report}");
-        // 64 MiB of gradients, and hardly any arithmetic for them. Memory is the link, and ranks also compute unevenly
-        // on it.
-        let report = run(Plan { layers: 4, width: 2048, ..PLAN });
+        // 64 MiB of gradients, and no arithmetic for them. Memory is the link, and ranks also compute unevenly on it.
+        let report = run(Plan { layers: 4, width: 2048, sum: true, ..PLAN });
         let is_link = |cause: &Cause| matches!(cause, Cause::Gradients { .. });
         assert!(report.bottlenecks.iter().any(|found| is_link(&found.cause)), "{report}");
         let report = run(Plan { layers: 600, width: 2, ..PLAN });

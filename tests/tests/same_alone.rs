@@ -9,7 +9,7 @@ use burn::prelude::*;
 use burn::tensor::DType;
 use burn_ddp::prelude::*;
 use burn_ddp::{Result, clip_grad_norm, grad_norm};
-use burn_ddp_tests::parts::numbered;
+use burn_ddp_tests::split_training::numbered;
 use burn_ddp_tests::{Mlp, distance, rows, to_f64, values};
 
 /// Rows of each step, over all ranks and micro-batches.
@@ -148,7 +148,7 @@ struct Outcome {
 /// Calls the API of `Ddp`, the loaders and checkpoints as a training program does. Returns what must be the same in
 /// every world, and the values of the model.
 fn program(ddp: Ddp, directory: &std::path::Path) -> anyhow::Result<(Outcome, Vec<Vec<f64>>)> {
-    let device = ddp.device_of(|_| burn_ddp_tests::device()).autodiff();
+    let device = burn_ddp_tests::device().autodiff();
     ddp.seed(&device, 3);
     let config = WrapConfig::new().with_bucket_cap_bytes(400).with_replica_check(2);
     let plain = mlp(&ddp, &device);

@@ -140,7 +140,7 @@ fn memory(world: usize, layers: usize) -> Vec<Memory> {
         };
         let optim = AdamConfig::new().init();
         let model = Stack::new(layers, &device);
-        let estimate = ddp.memory_estimate(&model, &config, world)?.with_optimizer(&optim)?;
+        let estimate = MemoryUse::estimate(&model, &config, world)?.with_optimizer(&optim)?;
         let mut model = ddp.wrap_with(model, &config)?;
         // All parts are as large as rank 0's.
         assert_eq!(ddp.telemetry().memory().with_optimizer(&optim)?, estimate);

@@ -8,12 +8,12 @@ use burn::tensor::DType;
 use burn_ddp::prelude::*;
 use burn_ddp::{Error, Result, WorldOptions};
 use burn_ddp_tests::job::{job, line, stderr, stdout};
-use burn_ddp_tests::parts::{self, numbered};
+use burn_ddp_tests::split_training::{self, numbered};
 use burn_ddp_tests::{Mlp, awkward, distance, rows, values};
 
 /// Outcome of each color in a job of its own.
 fn of_own_jobs(world: usize) -> Vec<(String, u64)> {
-    let train = |color| Ddp::spawn(world, |ddp| parts::train(&ddp, color)).unwrap().remove(0);
+    let train = |color| Ddp::spawn(world, |ddp| split_training::train(&ddp, color)).unwrap().remove(0);
     vec![train(0), train(1)]
 }
 
@@ -31,7 +31,7 @@ fn same_as_own_jobs(ranks: &[Option<(u64, String, u64)>]) {
 
 #[test]
 fn parts_train_as_jobs_of_their_own() {
-    same_as_own_jobs(&Ddp::spawn(5, |job| parts::train_in_parts(&job)).unwrap());
+    same_as_own_jobs(&Ddp::spawn(5, |job| split_training::train_in_parts(&job)).unwrap());
 }
 
 #[test]

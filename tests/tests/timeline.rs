@@ -120,10 +120,10 @@ fn options(file: Option<&Path>) -> WorldOptions {
     WorldOptions { timeline: file.map(Into::into), ..WorldOptions::default() }
 }
 
-/// See `tests/fixtures/formats/README.md`.
+/// See `tests/fixtures/earlier_version/README.md`.
 #[test]
 fn files_of_an_earlier_version_are_merged_and_read() {
-    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/formats");
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/earlier_version");
     let dir = tempfile::tempdir().unwrap();
     for part in ["killed.json.rank-0", "killed.json.rank-1"] {
         std::fs::copy(fixture.join(part), dir.path().join(part)).unwrap();

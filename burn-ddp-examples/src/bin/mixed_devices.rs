@@ -42,7 +42,7 @@ fn main() -> anyhow::Result<()> {
 }
 
 fn train(ddp: &Ddp) -> anyhow::Result<()> {
-    let device = ddp.device_of(|local_rank| KINDS[local_rank % KINDS.len()]()).autodiff();
+    let device = KINDS[ddp.local_rank() % KINDS.len()]().autodiff();
     println!("rank {}: {device:?}", ddp.rank());
     let mut model = ddp.wrap(LinearConfig::new(28 * 28, 10).init(&device))?;
     let mut optim = AdamConfig::new().init();

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-import control
+import driver_client
 
 driver, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
@@ -18,4 +18,4 @@ def join(port):
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world, timeout=timedelta(seconds=60))
 
 
-control.serve(driver, rank, {"join": join, "leave": dist.destroy_process_group})
+driver_client.serve(driver, rank, {"join": join, "leave": dist.destroy_process_group})

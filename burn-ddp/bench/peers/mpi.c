@@ -56,7 +56,8 @@ static long wrong(size_t nth, long seed) {
 
 static void step(size_t nth) {
     nth %= count;
-    MPI_Allreduce(inputs[nth], outputs[nth], (int)length, wide ? MPI_DOUBLE : MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+    if (length == 0) MPI_Barrier(MPI_COMM_WORLD);
+    else MPI_Allreduce(inputs[nth], outputs[nth], (int)length, wide ? MPI_DOUBLE : MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
 }
 
 static void release(void) {

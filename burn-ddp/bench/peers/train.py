@@ -1,4 +1,5 @@
-"""Trains with torch: plainly, plainly with a bare barrier in each step, or with DistributedDataParallel. See src/driver_protocol.rs.
+"""Trains with torch: plainly, plainly with a bare barrier in each step, with
+DistributedDataParallel, or with fully_shard. See src/driver_protocol.rs.
 
 usage: train.py CONTROL_SOCKET INIT_METHOD RANK WORLD MODEL SIDE LINES_FD BUCKET_MB   (LINES_FD -1: none; BUCKET_MB 0: torch's default)
 """
@@ -14,11 +15,12 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-import control
+import driver_client
 
 LINE_BYTES = 128
 WIDTH = 512  # a layer of the MLP: 1 MiB of weights
 CNN_BATCH = 16
+TOKENS, GPT_WIDTH, HEADS, CONTEXT = 256, 256, 4, 64
 
 driver, init_method = sys.argv[1], sys.argv[2]
 rank, world, what, side = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6]
@@ -61,6 +63,37 @@ class Mlp(nn.Module):
         return self.layers(x).pow(2).mean()
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(GPT_WIDTH), nn.LayerNorm(GPT_WIDTH)
+        self.query, self.key, self.value, self.output = (nn.Linear(GPT_WIDTH, GPT_WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(GPT_WIDTH, 4 * GPT_WIDTH), nn.Linear(4 * GPT_WIDTH, GPT_WIDTH)
+
+    def forward(self, x):
+        h = self.norm1(x)
+        heads = [layer(h).unflatten(2, (HEADS, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)]
+        context = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.output(context.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    """The transformer of src/rank/transformer.rs."""
+
+    def __init__(self, bytes):
+        super().__init__()
+        self.tokens = nn.Embedding(TOKENS, GPT_WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(-(-bytes // (4 * 12 * GPT_WIDTH * GPT_WIDTH)))])
+        self.head = nn.Linear(GPT_WIDTH, TOKENS, bias=False)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
 class Barrier:
     """Each rank writes its own line and reads the others', as in src/spin_barrier.rs."""
 
@@ -87,6 +120,17 @@ class Trainee:
             torch.manual_seed(0)
             model = Cnn()
             self.inputs = (torch.rand(CNN_BATCH, 1, 28, 28), torch.arange(CNN_BATCH) % 10)
+            self.optim = torch.optim.Adam(model.parameters(), lr=1e-4)
+        elif what == "gpt":
+            model = Gpt(bytes)
+            self.inputs = (((torch.arange(count * CONTEXT) * 31 + rank) % TOKENS).reshape(count, CONTEXT),)
+            if side == "sharded":
+                from torch.distributed.device_mesh import init_device_mesh
+                from torch.distributed.fsdp import fully_shard
+
+                mesh = init_device_mesh(device.type, (world,))
+                for part in (*model.blocks, model):
+                    fully_shard(part, mesh=mesh)
             self.optim = torch.optim.Adam(model.parameters(), lr=1e-4)
         else:
             model, self.inputs = Mlp(bytes), (torch.rand(count, WIDTH),)
@@ -127,7 +171,7 @@ def prepare(size_bytes, count):
 def one_round(seed, samples, per_sample, warmup, late_rank, late_us):
     for _ in range(warmup):
         trainee.step()
-    times = control.timed(trainee.step, samples, per_sample)
+    times = driver_client.timed(trainee.step, samples, per_sample)
     trainee.step()
     trainee.check()
     return times
@@ -143,8 +187,8 @@ def usage():
     return f"{sizes['Rss:']} {sizes['Pss:']} {resource.getrusage(resource.RUSAGE_SELF).ru_minflt}"
 
 
-if side == "wrapped":
+if side in ("wrapped", "sharded"):
     dist.init_process_group("nccl" if gpus else "gloo", init_method=init_method, rank=rank, world_size=world)
 trainee = None
 barrier = Barrier() if side == "barrier" else None
-control.serve(driver, rank, {"prepare": prepare, "round": one_round, "usage": usage})
+driver_client.serve(driver, rank, {"prepare": prepare, "round": one_round, "usage": usage})

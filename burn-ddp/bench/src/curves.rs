@@ -7,11 +7,11 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use serde_json::{Value, json};
 
+use crate::contender_ranks::Scratch;
 use crate::machine::describe;
 use crate::plot::{self, Line, Plot};
 use crate::stats::median;
 use crate::table::{Table, ratio};
-use crate::team::Scratch;
 
 /// Trains the MNIST network on several numbers of ranks with the same global batch, the same seed and no dropout: the
 /// losses must be the same curve.

@@ -4,7 +4,7 @@
 //! | driver | rank | |
 //! |---|---|---|
 //! | | `hello RANK` | once, when it is ready |
-//! | `prepare BYTES COUNT` | `ok` | room for COUNT buffers of BYTES each |
+//! | `prepare BYTES COUNT` | `ok` | room for COUNT buffers of BYTES each; of 0 bytes, steps are barriers |
 //! | `round SEED SAMPLES PER_SAMPLE WARMUP LATE_RANK LATE_US` | `ok CPU_NS TIME_NS…` | fills the buffers, does WARMUP steps, then SAMPLES times PER_SAMPLE steps, checks |
 //! | `usage` | `ok RSS_BYTES PSS_BYTES FAULTS` | memory and page faults so far, of ranks that train |
 //! | `digest RUN PAUSE_US` | `ok DIGEST` | digest of random sums, of ranks of our engines |

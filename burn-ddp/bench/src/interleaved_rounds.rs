@@ -7,9 +7,10 @@ use anyhow::Result;
 use burn_ddp_comm::DType;
 
 use crate::contender::{Contender, Setting, Trainer, start};
+use crate::contender_ranks::{Round, Team};
 use crate::driver_protocol::RoundPlan;
+use crate::neighbours::Neighbours;
 use crate::simulated_machines::Machines;
-use crate::team::{Round, Team};
 use crate::{machine, stats};
 
 /// Shortest time between two readings of the clock.
@@ -33,6 +34,7 @@ pub(crate) struct Field<'a> {
     pub(crate) world: usize,
     pub(crate) dtype: DType,
     machines: Option<&'a Machines>,
+    pub(crate) neighbours: Option<&'a Neighbours>,
     entrants: Vec<(Contender, Team)>,
     /// Number of rounds so far, which decides which contender is first in a round.
     rounds: usize,
@@ -50,6 +52,8 @@ pub(crate) struct Timing {
     pub(crate) cpu: Vec<f64>,
     /// Per round, bytes per step that the busiest machine sends; empty on one machine.
     pub(crate) sent: Vec<f64>,
+    /// Bytes that the busiest machine sends before the first step: a trainer wraps its model there.
+    pub(crate) sent_before: Option<f64>,
 }
 
 impl<'a> Field<'a> {
@@ -58,8 +62,8 @@ impl<'a> Field<'a> {
     /// # Errors
     /// If one of this project's contenders does not start.
     pub(crate) fn gather(contenders: &[Contender], setting: &Setting<'a>) -> Result<Field<'a>> {
-        let &Setting { world, dtype, machines, .. } = setting;
-        let mut field = Field { world, dtype, machines, entrants: Vec::new(), rounds: 0 };
+        let &Setting { world, dtype, machines, neighbours, .. } = setting;
+        let mut field = Field { world, dtype, machines, neighbours, entrants: Vec::new(), rounds: 0 };
         for &contender in contenders {
             match start(contender, setting) {
                 Ok(team) => field.entrants.push((contender, team)),
@@ -101,12 +105,17 @@ impl<'a> Field<'a> {
         (bytes, count): (usize, usize),
         effort: &Effort,
     ) -> Result<Vec<Timing>> {
+        let _awake = self.neighbours.map(Neighbours::wake);
         let mut running: Vec<(RoundPlan, Timing)> = Vec::new();
         let world = self.world;
         for contender in contenders.iter().copied().filter(|contender| contender.applies(bytes, world)) {
+            let before = self.sent_bytes()?;
             let Some(team) = self.team(contender) else { continue };
-            match team.prepare(bytes, count).and_then(|()| calibrate(team, effort)) {
-                Ok(plan) => running.push((plan, Timing::new(contender))),
+            let prepared = team.prepare(bytes, count);
+            let sent_before = self.busiest_since(before)?;
+            let Some(team) = self.team(contender) else { continue };
+            match prepared.and_then(|()| calibrate(team, effort)) {
+                Ok(plan) => running.push((plan, Timing { sent_before, ..Timing::new(contender) })),
                 Err(error) => self.leave_out(contender, error)?,
             }
         }
@@ -122,8 +131,7 @@ impl<'a> Field<'a> {
                 match team.round(plan) {
                     Ok(round) => {
                         timing.add(&round, plan);
-                        let busiest = self.sent_bytes()?.iter().zip(before).map(|(after, before)| after - before).max();
-                        timing.sent.extend(busiest.map(|bytes| bytes as f64 / plan.steps() as f64));
+                        timing.sent.extend(self.busiest_since(before)?.map(|bytes| bytes / plan.steps() as f64));
                     }
                     Err(error) => self.leave_out(contender, error)?,
                 }
@@ -141,6 +149,12 @@ impl<'a> Field<'a> {
     /// Bytes that each machine has sent; none on one machine.
     fn sent_bytes(&self) -> Result<Vec<u64>> {
         self.machines.map_or(Ok(Vec::new()), Machines::sent_bytes)
+    }
+
+    /// Bytes that the busiest machine has sent since all had sent `before`.
+    fn busiest_since(&self, before: Vec<u64>) -> Result<Option<f64>> {
+        let busiest = self.sent_bytes()?.iter().zip(before).map(|(after, before)| after - before).max();
+        Ok(busiest.map(|bytes| bytes as f64))
     }
 
     /// Goes on without `contender`, unless it is this project's.
@@ -211,7 +225,14 @@ fn calibrate(team: &mut Team, effort: &Effort) -> Result<RoundPlan> {
 
 impl Timing {
     fn new(contender: Contender) -> Timing {
-        Timing { contender, medians: Vec::new(), samples: Vec::new(), cpu: Vec::new(), sent: Vec::new() }
+        Timing {
+            contender,
+            medians: Vec::new(),
+            samples: Vec::new(),
+            cpu: Vec::new(),
+            sent: Vec::new(),
+            sent_before: None,
+        }
     }
 
     /// The contender, if it trains.

@@ -4,13 +4,16 @@
 mod all_reduce;
 mod common_options;
 mod contender;
+mod contender_ranks;
 mod curves;
 mod determinism;
 mod driver_protocol;
+mod exact_inputs;
 mod interleaved_rounds;
 #[cfg(feature = "burn")]
 mod loading;
 mod machine;
+mod neighbours;
 mod plot;
 mod rank;
 mod rendezvous;
@@ -19,10 +22,8 @@ mod spin_barrier;
 mod stats;
 mod step;
 mod table;
-mod team;
 #[cfg(feature = "plot")]
 mod timeline_plot;
-mod values;
 
 use clap::{Parser, Subcommand};
 

@@ -13,11 +13,11 @@ use serde_json::json;
 
 use crate::common_options::CommonOptions;
 use crate::contender::{Engine, Script, envs};
+use crate::contender_ranks::{Scratch, Team};
 use crate::driver_protocol::Lines;
 use crate::machine::describe;
 use crate::stats::{median, percentile, ratio};
 use crate::table::{self, Table, time_us};
-use crate::team::{Scratch, Team};
 
 /// Time until all ranks have joined and have a group, from the moment the last one begins to join; against torch's
 /// `init_process_group` with its TCPStore.

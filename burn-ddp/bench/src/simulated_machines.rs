@@ -2,7 +2,11 @@
 //! behind which a relay delays packets.
 
 use std::cell::Cell;
+use std::fmt::Display;
+use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -19,8 +23,11 @@ const FLOW_BURST: &str = "64kb";
 const FLOW_CLASSES: u32 = 1024;
 /// Number of the first of them.
 const FIRST_CLASS: u32 = 0x10;
+/// The congestion control that each kernel has. It fills a cable that loses nothing, as the usual `cubic` does; `bbr`,
+/// the default of some systems, paces each connection by its own estimate and leaves a part of the cable unused.
+const CONGESTION_CONTROL: &str = "reno";
 /// Relay of machines with a delay between them; needs Python.
-const RELAY: &str = include_str!("../peers/delay.py");
+const RELAY: &str = include_str!("../peers/delay_relay.py");
 /// First port of the meetings; all ports above are free in namespaces of our own.
 const FIRST_PORT: u16 = 29_400;
 
@@ -82,14 +89,15 @@ impl Machines {
     /// Machines of ranks, by rank, and a switch, without cables.
     fn unconnected(machine_of: Vec<usize>) -> Result<Machines> {
         let count = machine_of.iter().max().map_or(0, |last| last + 1);
-        let name = |nth| format!("bdb{}-{nth}", std::process::id());
         // From here on, dropping the machines cleans up.
         let port = Cell::new(FIRST_PORT);
         let mut machines = Machines { namespaces: Vec::new(), relay: None, machine_of, port };
         for nth in 0..=count {
-            run("ip", &["netns", "add", &name(nth)])?;
-            machines.namespaces.push(name(nth));
-            run("ip", &["-n", &name(nth), "link", "set", "lo", "up"])?;
+            run("ip", &["netns", "add", &namespace(nth)])?;
+            machines.namespaces.push(namespace(nth));
+            run("ip", &["-n", &namespace(nth), "link", "set", "lo", "up"])?;
+            let control = format!("echo {CONGESTION_CONTROL} >/proc/sys/net/ipv4/tcp_congestion_control");
+            run("ip", &["netns", "exec", &namespace(nth), "sh", "-c", &control])?;
         }
         Ok(machines)
     }
@@ -139,6 +147,41 @@ impl Machines {
         placed
     }
 
+    /// Options of `mpirun` for these machines, of which it runs on the first rank's. Writes `agent`, a program in the
+    /// place of `ssh`.
+    ///
+    /// # Errors
+    /// If `agent` cannot be written.
+    pub(crate) fn mpirun(&self, agent: &Path) -> Result<Vec<String>> {
+        // Open MPI has files on each machine, with the machine's name in theirs.
+        let text = format!(
+            "#!/bin/sh\n\
+             while :; do case $1 in -*) shift ;; *) break ;; esac; done\n\
+             nth=$((${{1##*.}} - 1)); shift\n\
+             exec ip netns exec {} unshare --uts sh -c \"hostname machine$nth; $*\"\n",
+            namespace("$nth")
+        );
+        fs::write(agent, text)?;
+        fs::set_permissions(agent, Permissions::from_mode(0o700))?;
+        let slots = |nth: usize| self.machine_of.iter().filter(|machine| **machine == nth).count();
+        let hosts: Vec<String> = (0..self.count()).map(|nth| format!("{}:{}", host(nth), slots(nth))).collect();
+        let map = if self.machine_of.is_sorted() { "slot" } else { "node" };
+        let hosts = hosts.join(",");
+        let mut words = vec!["--host", &hosts, "--map-by", map, "--bind-to", "none"];
+        let agent = agent.to_str().context("a path in UTF-8")?;
+        // Ranks of all machines share the cores of this one: they must yield.
+        let settings = [
+            ("plm_rsh_agent", agent),
+            ("pml", "ob1"),
+            ("btl", "self,vader,tcp"),
+            ("btl_tcp_if_include", CABLE),
+            ("oob_tcp_if_include", CABLE),
+            ("mpi_yield_when_idle", "1"),
+        ];
+        settings.iter().for_each(|(name, value)| words.extend(["--mca", *name, *value]));
+        Ok(words.into_iter().map(str::to_owned).collect())
+    }
+
     /// Variables of the ranks, which meet on rank 0's machine.
     pub(crate) fn envs(&self, job: &str) -> Vec<LaunchEnv> {
         let port = self.port.replace(self.port.get() + 1);
@@ -168,6 +211,12 @@ impl Machines {
     }
 }
 
+/// Namespace of a machine.
+fn namespace(nth: impl Display) -> String {
+    format!("bdb{}-{nth}", std::process::id())
+}
+
+/// Address of a machine.
 fn host(nth: usize) -> String {
     format!("10.78.0.{}", nth + 1)
 }

@@ -63,13 +63,13 @@ pub(crate) fn nanos(ticks: u64) -> Duration {
 }
 
 /// True if the kernel uses the counter, so it runs at one speed in all sleep states, alike on all cores.
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_arch = "x86_64", not(miri)))]
 fn counter_keeps_time() -> bool {
     let source = std::fs::read_to_string("/sys/devices/system/clocksource/clocksource0/current_clocksource");
     source.is_ok_and(|source| source.trim() == "tsc")
 }
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_arch = "x86_64", not(miri)))]
 #[inline]
 fn read_counter() -> u64 {
     // SAFETY: `rdtsc` reads a register. Every x86-64 processor has it, and that the kernel lets user code execute it is
@@ -77,12 +77,12 @@ fn read_counter() -> u64 {
     unsafe { core::arch::x86_64::_rdtsc() }
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(any(not(target_arch = "x86_64"), miri))]
 fn counter_keeps_time() -> bool {
     false
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(any(not(target_arch = "x86_64"), miri))]
 fn read_counter() -> u64 {
     0
 }

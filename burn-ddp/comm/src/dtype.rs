@@ -6,6 +6,51 @@ use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
 /// The type of the elements in a collective's buffer.
+///
+/// # Example
+///
+/// Elements of a type that is known at run time only travel as bytes:
+///
+/// ```
+/// use burn_ddp_comm::{DType, ReduceOp, World};
+///
+/// World::spawn(2, |world| {
+///     let (group, me) = (world.group()?, world.rank() as u8);
+///     let (dtype, other) = (DType::U8, 1 - world.rank());
+///     let mut x = [me + 1];
+///     group.all_reduce_bytes(dtype, &mut x, ReduceOp::Sum, 0)?; // 0: no tag to compare
+///     assert_eq!(x, [3]);
+///     let mut mean = f32::from(me).to_le_bytes();
+///     group.all_reduce_weighted_bytes(DType::F32, &mut mean, [3.0, 1.0][world.rank()], 0)?;
+///     assert_eq!(mean, 0.25_f32.to_le_bytes());
+///     let mut most = [me];
+///     group.reduce_bytes(dtype, &mut most, ReduceOp::Max, 0)?;
+///     group.broadcast_bytes(dtype, &mut most, 0)?;
+///     assert_eq!(most, [1]);
+///
+///     let mut rows = [0; 2];
+///     group.all_gather_tagged(dtype, &[me], &mut rows, 7)?; // 7: the step, say, which ranks compare
+///     assert_eq!((rows.to_vec(), group.all_gather_bytes(dtype, &[me])?), (vec![0, 1], vec![0, 1]));
+///     assert_eq!(group.gather_bytes(dtype, &[me], 0)?, (me == 0).then(|| vec![0, 1]));
+///     group.reduce_scatter_bytes(dtype, &rows, &mut x, ReduceOp::Sum)?;
+///     assert_eq!(x, [2 * me]);
+///     group.reduce_scatter_tagged(dtype, &rows, &mut x, ReduceOp::Sum, 7)?;
+///     assert_eq!(x, [2 * me]);
+///     group.scatter_bytes(dtype, (me == 0).then_some(&[5, 6][..]), &mut x, 0)?;
+///     assert_eq!(x, [5 + me]);
+///     group.all_to_all_bytes(dtype, &[me, 10 + me], &mut rows)?;
+///     assert_eq!(rows, [[0, 1], [10, 11]][world.rank()]);
+///
+///     match me {
+///         0 => group.send_bytes(dtype, &[9], 1)?,
+///         _ => group.recv_bytes(dtype, &mut x, 0)?,
+///     }
+///     group.send_recv_bytes(dtype, &[me], other, &mut x, other)?;
+///     assert_eq!(x, [1 - me]);
+///     Ok::<_, burn_ddp_comm::Error>(())
+/// }).into_iter().collect::<Result<(), _>>()?;
+/// # Ok::<(), burn_ddp_comm::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum DType {
     /// 64-bit float.
@@ -80,7 +125,7 @@ pub trait Element: sealed::Bytes + Copy + Send + Sync + 'static {
 }
 
 mod sealed {
-    /// The way between elements and their bytes, without `unsafe`.
+    /// Conversion of elements to bytes and back, without `unsafe`.
     pub trait Bytes: Sized {
         /// `len` elements, all zero.
         fn zeros(len: usize) -> Vec<Self>;

@@ -192,11 +192,27 @@ impl Error {
     }
 
     /// True if the group can be used further: only after errors that all ranks are certain to see alike.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn_ddp_comm::{ReduceOp, World, WorldOptions};
+    ///
+    /// let group = World::solo(WorldOptions::default()).group()?;
+    /// let error = group.all_reduce(&mut [1_i32], ReduceOp::Mean).unwrap_err(); // integers have no mean
+    /// assert!(error.group_usable());
+    /// group.barrier()?;
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
     pub fn group_usable(&self) -> bool {
         matches!(self, Error::InvalidArgument { .. })
     }
 
     /// The rank to look at first, if there is one.
+    ///
+    /// # Example
+    ///
+    /// As in [`World::fail`](crate::World::fail).
     pub fn rank(&self) -> Option<usize> {
         match self {
             Error::PeerLost { peer, .. } | Error::PeerLeft { peer, .. } | Error::PeerFailed { peer, .. } => {

@@ -29,7 +29,7 @@ use crate::call::{CallInfo, CallSite, Collective};
 use crate::{DType, ReduceOp};
 
 /// The version of everything ranks say to each other. Ranks of different versions do not mix.
-pub const PROTOCOL_VERSION: u16 = 3;
+pub const PROTOCOL_VERSION: u16 = 4;
 
 /// Bytes of the part of a header that all headers have.
 pub const PREFIX_BYTES: usize = 80;

@@ -6,8 +6,8 @@ use crate::Secret;
 use crate::frame::{PREFIX_BYTES, Prefix};
 use crate::membership::{ControlMessage, Envelope};
 use crate::post_mortem::{Event, PostMortem};
+use crate::store::key_value_table::{Table, check};
 use crate::store::protocol::{MESSAGE_CAP, Request, Response};
-use crate::store::table::{Table, check};
 
 pub fn handshake(bytes: &[u8]) {
     crate::auth::handshake::fuzz(bytes);
@@ -25,7 +25,7 @@ pub fn frame(bytes: &[u8]) {
 }
 
 pub fn wire(bytes: &[u8]) {
-    crate::net::wire::fuzz(bytes);
+    crate::net::encrypted_messages::fuzz(bytes);
 }
 
 pub fn data_stream(bytes: &[u8]) {
@@ -42,7 +42,7 @@ pub fn store(mut bytes: &[u8]) {
             Request::Add { key, delta } => table.add(&key, delta).map(drop),
             Request::Keys { prefix } => table.keys(&prefix).map(drop),
             Request::Get { key, .. } => table.get(&key).map(drop),
-            Request::LastWill { entry } => entry.map_or(Ok(()), |(key, value)| check(&key, &value)),
+            Request::LastWill { entries } => entries.iter().try_for_each(|(key, value)| check(key, value)),
         };
         bytes = rest;
     }
@@ -61,7 +61,7 @@ pub fn control(bytes: &[u8]) {
 }
 
 pub fn rendezvous(bytes: &[u8]) {
-    crate::rendezvous::round::fuzz(bytes);
+    crate::rendezvous::meeting_round::fuzz(bytes);
 }
 
 pub fn reports(bytes: &[u8]) {

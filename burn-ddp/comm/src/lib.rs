@@ -41,6 +41,10 @@
 //! There is no global state: a process can hold any number of worlds and ranks. Every wait has a deadline and names the
 //! ranks it waited for. Nothing blocks in `Drop`. The crate never prints; it emits `tracing` events.
 #![deny(unsafe_code)]
+#![cfg_attr(
+    not(target_os = "linux"),
+    allow(dead_code, unused_imports, reason = "parts are for shared memory and local sockets, which need Linux")
+)]
 
 #[cfg(target_endian = "big")]
 compile_error!("elements travel in little-endian order, as they are in memory");
@@ -74,6 +78,7 @@ mod rendezvous;
 mod store;
 mod topology;
 mod world;
+mod world_member;
 mod world_options;
 
 pub use auth::{JobKey, Secret};

@@ -176,16 +176,20 @@ fn duplicate(_fd: RawFd) -> Result<OwnedFd, Errno> {
 /// A session with a process manager that says `bytes` and ends.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(bytes: &[u8]) {
-    use std::io::Write;
+    use std::io::{Read, Write};
     use std::os::fd::AsRawFd;
     let Ok((ours, mut theirs)) = std::os::unix::net::UnixStream::pair() else { return };
     // Within what a socket buffers, so that one thread suffices.
     theirs.write_all(&bytes[..bytes.len().min(16 * 1024)]).expect("the buffer takes it");
     theirs.shutdown(std::net::Shutdown::Write).expect("a socket");
+    theirs.set_nonblocking(true).expect("a socket");
     let deadline = Instant::now() + std::time::Duration::from_secs(60);
     let Ok(mut pmi) = Pmi::begin(ours.as_raw_fd(), deadline) else { return };
     assert!(!pmi.job().contains(' '));
-    while pmi.put("key", "value").and_then(|()| pmi.barrier()).and_then(|()| pmi.get("key")).is_ok() {}
+    while pmi.put("key", "value").and_then(|()| pmi.barrier()).and_then(|()| pmi.get("key")).is_ok() {
+        // Makes room for more questions.
+        while theirs.read(&mut [0; 16 * 1024]).is_ok_and(|read| read > 0) {}
+    }
     assert!(pmi.end().is_err(), "it says no more");
 }
 

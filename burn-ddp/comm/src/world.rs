@@ -1,23 +1,20 @@
 //! A rank's membership of a job.
 
-use std::fmt;
 use std::panic::Location;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::Arc;
 
-use crate::call::attribution::on_behalf_of;
-use crate::call::request::Site;
-use crate::call::{Call, CallInfo, Collective, GroupId, Members};
+use crate::call::Members;
+use crate::call::call_attribution::on_behalf_of;
 use crate::engine::Fabric;
 use crate::engine::threads::ThreadsFabric;
-use crate::group::{CallPath, ProcessGroup};
-use crate::history::Log;
+use crate::group::ProcessGroup;
 use crate::membership::Membership;
-use crate::membership::panics;
+use crate::membership::panic_hook;
 use crate::poison_free_locks::lock;
 use crate::timeline::Timeline;
 use crate::topology::Machines;
-use crate::{Error, PeerInfo, Progress, Result, Track, WorldOptions};
+use crate::world_member::{Member, Seat};
+use crate::{PeerInfo, Progress, Result, Track, WorldOptions};
 
 /// One rank's membership of a job: its rank, its peers, and the way to talk to them.
 ///
@@ -25,38 +22,20 @@ use crate::{Error, PeerInfo, Progress, Result, Track, WorldOptions};
 /// says goodbye; if that happens while it panics, it says that instead. Neither blocks.
 ///
 /// A process joins by [`join`](World::join); tests and examples run ranks as threads by [`spawn`](World::spawn).
+///
+/// ```
+/// use burn_ddp_comm::{World, WorldOptions};
+/// let world = World::threads(2, WorldOptions::default()).remove(1); // each for a thread of its own
+/// assert_eq!((world.rank(), world.world_size(), world.peers().len()), (1, 2, 2));
+/// assert_eq!((world.local_rank(), world.local_world_size()), (1, 2)); // on its machine
+/// assert_eq!((world.node_rank(), world.machines().count()), (0, 1));
+/// assert!(!world.timeline().is_on() && world.options().timeline.is_none());
+/// assert_eq!(world.check(), Ok(())); // an error once the job has ended by one
+/// world.leave();
+/// ```
 #[derive(Clone, Debug)]
 pub struct World {
     member: Arc<Member>,
-}
-
-/// Result of joining: this rank's place among all ranks, and its ways to them.
-pub(crate) struct Seat {
-    pub(crate) rank: usize,
-    pub(crate) local_world_size: usize,
-    pub(crate) machines: Machines,
-    /// All ranks in order; `peers[rank]` is this one.
-    pub(crate) peers: Vec<PeerInfo>,
-    pub(crate) membership: Arc<Membership>,
-    pub(crate) fabric: Arc<dyn Fabric>,
-    /// The control connections, which live as long as the membership. Dropped after the goodbye; its `Drop` must not
-    /// block.
-    pub(crate) keep_alive: Option<Box<dyn Send + Sync>>,
-}
-
-/// Shared by all handles and groups of a rank. Its `Drop` is the goodbye.
-pub(crate) struct Member {
-    pub(crate) seat: Seat,
-    pub(crate) options: WorldOptions,
-    /// Makes the engines of the next groups: the seat's fabric, unless another took its place.
-    fabric: RwLock<Arc<dyn Fabric>>,
-    /// Number of the next group. Locked while a group is made, so that all ranks number them alike.
-    next_group: Mutex<u64>,
-    /// Number of the next sub-group that this rank could lead.
-    next_sub_group: AtomicU64,
-    /// Begun with the first group, ended with the goodbye.
-    timeline: OnceLock<Timeline>,
-    left: AtomicBool,
 }
 
 impl World {
@@ -123,17 +102,8 @@ impl World {
     }
 
     pub(crate) fn from_seat(seat: Seat, options: WorldOptions) -> World {
-        panics::watch(&seat.membership);
-        let member = Member {
-            fabric: RwLock::new(seat.fabric.clone()),
-            seat,
-            options,
-            next_group: Mutex::new(1),
-            next_sub_group: AtomicU64::new(1),
-            timeline: OnceLock::new(),
-            left: AtomicBool::new(false),
-        };
-        World { member: Arc::new(member) }
+        panic_hook::watch(&seat.membership);
+        World { member: Arc::new(Member::new(seat, options)) }
     }
 
     /// Number of this rank.
@@ -200,8 +170,7 @@ impl World {
         make: impl FnOnce(Arc<dyn Fabric>, Arc<Membership>) -> Result<Arc<dyn Fabric>, E>,
     ) -> Result<(), E> {
         let seat = &self.member.seat;
-        let fabric = make(seat.fabric.clone(), seat.membership.clone())?;
-        *self.member.fabric.write().unwrap_or_else(PoisonError::into_inner) = fabric;
+        self.member.set_fabric(make(seat.fabric.clone(), seat.membership.clone())?);
         Ok(())
     }
 
@@ -220,8 +189,8 @@ impl World {
     /// All ranks call it, and make their groups in the same order. Blocks until all have.
     ///
     /// # Errors
-    /// Those of a [`barrier`](ProcessGroup::barrier) on the new group; [`Error::Environment`] if the timeline cannot be
-    /// written.
+    /// Those of a [`barrier`](ProcessGroup::barrier) on the new group;
+    /// [`Error::Environment`](crate::Error::Environment) if the timeline cannot be written.
     #[track_caller]
     pub fn group(&self) -> Result<ProcessGroup> {
         let site = on_behalf_of().unwrap_or(Location::caller());
@@ -263,8 +232,19 @@ impl World {
     }
 
     /// [`fail`](Self::fail)s with the message and line of this thread's panic. For destructors of what a rank holds.
+    ///
+    /// ```
+    /// struct Guard(burn_ddp_comm::World); // of which other handles may live on
+    /// impl Drop for Guard {
+    ///     fn drop(&mut self) {
+    ///         if std::thread::panicking() {
+    ///             self.0.fail_with_panic();
+    ///         }
+    ///     }
+    /// }
+    /// ```
     pub fn fail_with_panic(&self) {
-        self.member.seat.membership.fail_self(panics::describe());
+        self.member.seat.membership.fail_self(panic_hook::describe());
         // The last handle may never be dropped.
         self.member.end_timeline();
     }
@@ -287,7 +267,8 @@ impl World {
 
     /// Says goodbye now, rather than when the last handle is dropped. Never blocks; once is enough.
     ///
-    /// Later collectives of this rank are an error. Those of the others are one only if they need this rank.
+    /// Later collectives of this rank are an error; one that another thread is in goes on. Those of the others are an
+    /// error only if they need this rank, and then at once, also where its groups are still open.
     pub fn leave(&self) {
         self.member.leave();
     }
@@ -301,7 +282,7 @@ impl World {
         self.member.seat.membership.advance(track, at)
     }
 
-    /// Notes that this rank stopped `at` this step of `track` and will not pass it in this epoch. Sent to all ranks;
+    /// Notes that this rank has stopped `track` at step `at` and will not pass it in this epoch. Sent to all ranks;
     /// never blocks.
     ///
     /// A peer that is beyond it, or gets there, would wait for this rank in vain: so the world ends with
@@ -336,115 +317,15 @@ impl World {
     /// [`stop`](Self::stop)s with this rank's next call, step or goodbye; between processes after a second or two even
     /// without. For destructors: a rank that stops because of an error can [`fail`](Self::fail) with it first, and the
     /// others return that.
+    ///
+    /// ```
+    /// use burn_ddp_comm::{Progress, Track, World, WorldOptions};
+    /// let world = World::solo(WorldOptions::default());
+    /// let track = Track::Batches { group: world.group()?.id(), loader: 0, run: 0 };
+    /// world.stop_with_next_call(track, Progress { epoch: 0, step: 3 }, "the training loader");
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
     pub fn stop_with_next_call(&self, track: Track, at: Progress, what: &str) {
         self.member.seat.membership.stop_with_next_call(track, at, what);
-    }
-}
-
-impl Member {
-    pub(crate) fn me(&self) -> &PeerInfo {
-        &self.seat.peers[self.seat.rank]
-    }
-
-    fn fabric(&self) -> Arc<dyn Fabric> {
-        self.fabric.read().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Number for a sub-group that this rank may come to lead, given to no other.
-    pub(crate) fn sub_group_number(&self) -> u64 {
-        self.next_sub_group.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// Makes the group of number `group`, together with its other members.
-    pub(crate) fn open_group(self: &Arc<Member>, group: u64, members: Members, site: Site) -> Result<ProcessGroup> {
-        let Seat { rank, membership, .. } = &self.seat;
-        let fabric = self.fabric();
-        let info = CallInfo { step: membership.step(), ..CallInfo::bare(Collective::NewGroup, group, 0, site) };
-        let call = Call::new(info, Arc::new(members), *rank, self.options.timeout);
-        let log = membership.history().open(group, call.members.clone());
-        let opened = self.run(&log, &call, || {
-            let group_rank = call.group_rank()?;
-            // Before any rank can have ended: parts that lie there from earlier jobs must not be taken for this job's.
-            self.start_timeline()?;
-            let mut engine = fabric.open(&call)?;
-            engine.barrier(&call)?;
-            Ok((group_rank, engine))
-        });
-        let (group_rank, engine) = opened.inspect_err(|_| membership.history().close(&log))?;
-        tracing::debug!(rank, group = %GroupId(group), engine = engine.name(), "new group");
-        Ok(ProcessGroup::new(CallPath::new(self.clone(), group_rank, call, log, engine)))
-    }
-
-    /// Runs one call, unless the world has ended. An error of it ends the world.
-    pub(crate) fn run<R>(&self, log: &Log, call: &Call, body: impl FnOnce() -> Result<R>) -> Result<R> {
-        let membership = &self.seat.membership;
-        if self.left.load(Ordering::Acquire) {
-            return Err(membership.left_error(self.seat.rank).noticed_by(&call.info));
-        }
-        membership.announce_stops();
-        log.begin(call);
-        let result = membership.check().and_then(|()| body()).map_err(|error| membership.conclude(error, call));
-        log.end(call, result.is_ok());
-        result
-    }
-
-    /// Ends the world if this thread panics.
-    pub(crate) fn fail_if_panicking(&self) {
-        if std::thread::panicking() && !self.left.load(Ordering::Acquire) {
-            self.seat.membership.fail_self(panics::describe());
-        }
-    }
-
-    fn leave(&self) {
-        if !self.left.swap(true, Ordering::AcqRel) {
-            self.seat.membership.goodbye();
-            self.end_timeline();
-        }
-    }
-
-    /// `None` if nothing is recorded.
-    #[inline]
-    pub(crate) fn timeline(&self) -> Option<&Timeline> {
-        self.timeline.get()
-    }
-
-    fn start_timeline(&self) -> Result<()> {
-        let Some(file) = self.options.timeline.as_deref().filter(|_| self.timeline.get().is_none()) else {
-            return Ok(());
-        };
-        let timeline = Timeline::start(file, self.me(), self.seat.peers.len()).map_err(|error| Error::Environment {
-            message: format!(
-                "the timeline {} (BURN_DDP_TIMELINE, burnrun --timeline) cannot be written: {error}",
-                file.display()
-            ),
-        })?;
-        // Groups of all ranks are made one after the other, and the first is one of these.
-        let _ = self.timeline.set(timeline);
-        Ok(())
-    }
-
-    fn end_timeline(&self) {
-        if let Some(timeline) = self.timeline.get() {
-            timeline.end(self.seat.membership.check().is_err());
-        }
-    }
-}
-
-impl Drop for Member {
-    fn drop(&mut self) {
-        self.fail_if_panicking();
-        self.leave();
-        // The goodbye is on its way; now the connections may go.
-        self.seat.keep_alive = None;
-    }
-}
-
-impl fmt::Debug for Member {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Member")
-            .field("peer", self.me())
-            .field("world_size", &self.seat.peers.len())
-            .field("engine", &self.fabric().name())
-            .finish_non_exhaustive()
     }
 }

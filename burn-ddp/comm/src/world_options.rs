@@ -82,6 +82,17 @@ impl WorldOptions {
     /// # Errors
     /// [`Error::Environment`] if a variable is set to something that it cannot mean, a peer timeout is no more than two
     /// heartbeats, or data are to be encrypted by an engine that does not encrypt.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn_ddp_comm::WorldOptions;
+    ///
+    /// // A longer deadline than the environment's, for a program that is debugged.
+    /// let mut options = WorldOptions::from_env()?;
+    /// options.timeout *= 10;
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
     pub fn from_env() -> Result<WorldOptions> {
         WorldOptions::from_lookup(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }

@@ -4,13 +4,19 @@
 
 mod common;
 
+use std::collections::BTreeSet;
+use std::fmt::Debug;
 use std::path::PathBuf;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::post_mortem::Event;
 use burn_ddp_comm::{LaunchEnv, StoreServer, World, WorldOptions};
-use common::{PATIENCE, Process, await_go, launcher_store, options, rank_at, role, say};
+use common::{PATIENCE, Process, await_connections, await_go, launcher_store, options, rank_at, role, say};
 use rustix::process::Signal;
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Metadata, Subscriber};
 
 /// Half of the deadline of a call.
 const AT_ONCE: Duration = Duration::from_secs(30);
@@ -84,26 +90,6 @@ fn say_cause(world: &World) {
         std::thread::sleep(Duration::from_millis(1));
     };
     say(&format!("{:?}: {cause}", cause.rank()));
-}
-
-/// In a child: waits until this process has this many connections over TCP.
-fn await_connections(wanted: usize) {
-    let begin = Instant::now();
-    while connections() != wanted {
-        assert!(begin.elapsed() < PATIENCE, "{} connections", connections());
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-/// Connections of this process over TCP.
-fn connections() -> usize {
-    let open = std::fs::read_dir("/proc/self/fd").unwrap();
-    let mine: Vec<String> =
-        open.filter_map(|fd| Some(std::fs::read_link(fd.ok()?.path()).ok()?.to_string_lossy().into_owned())).collect();
-    let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
-    let columns = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
-    const ESTABLISHED: &str = "01";
-    columns.filter(|row| row[3] == ESTABLISHED && mine.contains(&format!("socket:[{}]", row[9]))).count()
 }
 
 #[test]
@@ -214,23 +200,73 @@ fn a_stopped_rank_is_suspected_by_all_and_those_behind_it_are_unknown() {
     assert!(said.contains(expected), "{said}");
 }
 
+/// Ranks that this process has heard on a connection that was made since the world began, from what the library logs.
+static HEARD: Mutex<BTreeSet<u64>> = Mutex::new(BTreeSet::new());
+
+/// Writes such ranks to [`HEARD`].
+struct Listener;
+
+/// The fields of an event: the peer, and true if that was heard.
+#[derive(Default)]
+struct Fields(u64, bool);
+
+impl Visit for Fields {
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        if field.name() == "peer" {
+            self.0 = value;
+        }
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        self.1 |= field.name() == "message" && format!("{value:?}") == "heard on a connection of its own";
+    }
+}
+
+impl Subscriber for Listener {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.is_event()
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let mut fields = Fields::default();
+        event.record(&mut fields);
+        if let Fields(peer, true) = fields {
+            HEARD.lock().unwrap().insert(peer);
+        }
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn enter(&self, _: &Id) {}
+    fn exit(&self, _: &Id) {}
+}
+
+/// In a child: waits until exactly these ranks have been heard on connections that were made since the world began.
+fn await_heard(ranks: &[u64]) {
+    let (begin, wanted) = (Instant::now(), BTreeSet::from_iter(ranks.iter().copied()));
+    while *HEARD.lock().unwrap() != wanted {
+        assert!(begin.elapsed() < PATIENCE, "heard {:?}", HEARD.lock().unwrap());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// Three ranks on one machine and two on the other, of which ranks 1 and 3 leave: no pair of counterparts is left.
 const UNEVEN: [usize; 5] = [0, 0, 0, 1, 1];
 
-/// In a child of a job on [`UNEVEN`] machines: leaves, or waits for connections to the two other ranks that do not.
+/// In a child of a job on [`UNEVEN`] machines: leaves, or waits until it is connected to the two other ranks that do
+/// not.
 fn cut_off() -> Option<(String, World)> {
     let (role, env) = role()?;
+    tracing::subscriber::set_global_default(Listener).unwrap();
     let world = World::join(&env, lively()).unwrap();
-    if role == "leaves" {
-        say("ready");
-        await_go();
-    } else {
-        // Ranks 0 and 2 are connected with 1, 3 and each other, rank 4 with 1 and 3.
-        await_connections(if world.rank() == 4 { 2 } else { 3 });
-        say("ready");
-        // Each with each.
-        await_go();
-        await_connections(2);
+    say("ready");
+    await_go();
+    if role != "leaves" {
+        await_heard(if world.rank() == 4 { &[0, 2] } else { &[4] });
         say("connected");
     }
     Some((role, world))
@@ -301,4 +337,36 @@ fn a_stopped_rank_is_suspected_where_no_counterparts_are_left_and_leaving_is_no_
         assert!(job.ranks[rank].end().success());
     }
     assert!(!job.events().iter().any(|event| matches!(event, Event::Failed { .. })), "{:?}", job.events());
+}
+
+#[test]
+fn a_rank_that_dies_where_no_rank_is_connected_to_it_is_named_by_a_call() {
+    const TEST: &str = "a_rank_that_dies_where_no_rank_is_connected_to_it_is_named_by_a_call";
+    if let Some((role, env)) = role() {
+        let world = World::join(&env, lively()).unwrap();
+        let group = world.group().unwrap();
+        say("ready");
+        await_go();
+        if role == "leaves" {
+            return drop((group, world));
+        }
+        let error = group.recv(&mut [0_u8; 4], 4).unwrap_err();
+        return say(&format!("{:?}: {error}", error.rank()));
+    }
+    let mut job = Job::start_on(&UNEVEN, TEST, &["waits", "leaves", "waits", "leaves", "dies"]);
+    job.hear_all("ready");
+    // From now on it connects to no rank.
+    job.ranks[4].signal(Signal::STOP);
+    for rank in [1, 3] {
+        job.ranks[rank].go();
+        assert!(job.ranks[rank].end().success());
+    }
+    let begin = Instant::now();
+    job.ranks[4].kill();
+    for rank in [0, 2] {
+        job.ranks[rank].go();
+        let said = job.ranks[rank].hear();
+        assert!(said.starts_with("Some(4): rank 4 (host ") && said.contains("its process has ended"), "{said}");
+    }
+    assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
 }

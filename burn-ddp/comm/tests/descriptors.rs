@@ -9,8 +9,8 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{LaunchEnv, Result, StoreServer, World};
-use common::{Process, await_go, launcher_store, listening, options, rank_at, role, say};
+use burn_ddp_comm::{JobKey, LaunchEnv, Result, Store, StoreClient, StoreServer, World};
+use common::{JOB, Process, await_go, launcher_store, listening, options, rank_at, role, say};
 
 /// Half of the deadline of joining and of calls.
 const AT_ONCE: Duration = Duration::from_secs(30);
@@ -146,4 +146,37 @@ fn a_rank_that_runs_out_of_descriptors_says_so_and_no_other_is_blamed() {
         }
         assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
     }
+}
+
+/// Hundredths of a second of processor time that a process has used.
+fn processor_time(pid: u32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let (_, after_name) = stat.rsplit_once(')').unwrap();
+    after_name.split_whitespace().skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap()).sum()
+}
+
+#[test]
+fn a_store_without_free_descriptors_waits_for_some_and_costs_no_processor_time() {
+    const TEST: &str = "a_store_without_free_descriptors_waits_for_some_and_costs_no_processor_time";
+    if role().is_some() {
+        let store = launcher_store();
+        let files: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).take(64).collect();
+        assert!(files.len() < 64, "the limit is in force");
+        say(&store.local_addr().port().to_string());
+        await_go();
+        drop(files);
+        return await_go();
+    }
+    let mut process = start_limited(TEST, "ulimit -n 64", &rank_at(&launcher_store(), 0, 1));
+    let address = format!("127.0.0.1:{}", process.hear());
+    // The kernel connects it, and the store can accept it no more than those to come.
+    let _stranger = TcpStream::connect(&address).unwrap();
+    let used = processor_time(process.id());
+    thread::sleep(Duration::from_millis(500));
+    let used = processor_time(process.id()) - used;
+    assert!(used <= 5, "{used} hundredths of a second of processor time to wait half a second");
+    process.go();
+    let store = StoreClient::connect(&address, &JobKey::trusting_network(JOB, 0), options().join_timeout).unwrap();
+    store.set("key", b"value").unwrap();
+    process.go();
 }

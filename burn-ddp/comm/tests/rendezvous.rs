@@ -589,3 +589,58 @@ fn ranks_meet_on_the_other_kind_of_loopback_and_on_all_addresses() {
         work_together(joined((0..2).map(env).collect()));
     }
 }
+
+#[test]
+fn a_rank_that_dies_before_all_have_come_is_named_within_seconds() {
+    const TEST: &str = "a_rank_that_dies_before_all_have_come_is_named_within_seconds";
+    if let Some((_, env)) = role() {
+        say("joins");
+        let world = World::join(&env, options());
+        return drop(world);
+    }
+    let port = FreePort::reserve();
+    let env = |rank| rank_of(meeting_at(&port), rank, 4);
+    // Ranks 0 and 2 are threads, rank 1 is a process, and rank 3 never comes.
+    std::thread::scope(|s| {
+        let waiting = [0, 2].map(|rank| {
+            let env = env(rank);
+            s.spawn(move || (World::join(&env, options()).expect_err("rank 3 never comes"), Instant::now()))
+        });
+        let mut dies = Process::start(TEST, "dies", &env(1));
+        assert_eq!(dies.hear(), "joins");
+        let job = JobKey::trusting_network(JOB, 0);
+        let store = StoreClient::connect(&format!("127.0.0.1:{}", port.port), &job, options().join_timeout).unwrap();
+        let begin = Instant::now();
+        while store.add("test/0/arrived", 0).unwrap() < 3 {
+            assert!(begin.elapsed() < options().join_timeout, "three ranks do not come");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        dies.kill();
+        let died = Instant::now();
+        for rank in waiting {
+            let (error, at) = rank.join().unwrap();
+            says(&error, &["rank 1 (host ", "ended, or lost its connection", "missing: rank 1"]);
+            let waited = at.saturating_duration_since(died);
+            assert!(waited < options().join_timeout / 2, "{waited:?}: {error}");
+        }
+    });
+}
+
+#[test]
+fn a_job_for_which_no_port_is_free_says_which_it_tried() {
+    const PORTS: u16 = 64;
+    let all = |base: u16| (1..=PORTS).map(|above| TcpListener::bind(("127.0.0.1", base + above))).collect();
+    let begin = Instant::now();
+    let (base, _taken) = loop {
+        let base = FreePort::reserve().port;
+        let taken: Result<Vec<TcpListener>, _> = if base < u16::MAX - PORTS { all(base) } else { continue };
+        if let Ok(taken) = taken {
+            break (base, taken);
+        }
+        assert!(begin.elapsed() < options().join_timeout, "no {PORTS} free ports in a row");
+    };
+    let env = rank_of(Meeting::Rank0Above { host: "127.0.0.1".into(), port: base }, 0, 2);
+    let error = World::join(&env, options()).expect_err("no port is free");
+    let ports = format!("127.0.0.1, ports {}-{}", base + 1, base + PORTS);
+    says(&error, &["rank 0 cannot host the store", &ports, "in use", "choose another port for MASTER_PORT"]);
+}

@@ -5,8 +5,8 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use burn_ddp_comm::{DType, LaunchEnv, ProcessGroup, ReduceOp, World, WorldOptions};
-use common::{join_all, launcher_store, on_world, options, rank_at};
+use burn_ddp_comm::{DType, ProcessGroup, ReduceOp, World, WorldOptions};
+use common::{on_world, options, placed};
 use half::{bf16, f16};
 
 const DTYPES: [DType; 5] = [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I32];
@@ -16,21 +16,6 @@ const MANY: usize = 70_000;
 
 /// Result of one call, to be compared; an error as its text.
 type Outcome = (String, std::result::Result<Vec<u8>, String>);
-
-/// Ranks on the machines given, by rank.
-fn placed(machines: &[usize]) -> Vec<World> {
-    placed_with(machines, &options())
-}
-
-fn placed_with(machines: &[usize], options: &WorldOptions) -> Vec<World> {
-    let store = launcher_store();
-    let at = |(rank, machine): (usize, &usize)| LaunchEnv {
-        machine: Some(machine.to_string()),
-        ..rank_at(&store, rank, machines.len())
-    };
-    let envs = machines.iter().enumerate().map(at).collect();
-    join_all(envs, &WorldOptions { engine: None, ..options.clone() }).into_iter().map(|world| world.unwrap()).collect()
-}
 
 /// Element `index` of `rank`: numbers whose sums depend on the order, zeros of both signs, NaN and infinities.
 fn value(rank: usize, index: usize) -> f64 {
@@ -117,7 +102,7 @@ fn same_bits(machines: &[usize]) {
         let outcomes = reductions(&group, machines);
         (group.engine(), outcomes)
     };
-    let got = on_world(placed(machines), run);
+    let got = on_world(placed(machines, &options()), run);
     let expected = World::spawn(machines.len(), run);
     for (rank, ((engine, got), (_, expected))) in got.into_iter().zip(expected).enumerate() {
         assert_eq!((engine, got.len()), ("shm+tcp", expected.len()));
@@ -201,7 +186,7 @@ fn long_reductions(group: &ProcessGroup) -> Vec<Vec<u8>> {
 fn long_buffers_have_the_bits_of_threads_too() {
     for machines in [[0, 0, 0, 1, 1], [0, 1, 0, 2, 1]] {
         let run = |world: World| long_reductions(&world.group().unwrap());
-        let (got, expected) = (on_world(placed(&machines), run), World::spawn(machines.len(), run));
+        let (got, expected) = (on_world(placed(&machines, &options()), run), World::spawn(machines.len(), run));
         for (rank, (got, expected)) in got.iter().zip(&expected).enumerate() {
             for (nth, (got, expected)) in got.iter().zip(expected).enumerate() {
                 let first = got.iter().zip(expected).position(|(got, expected)| got != expected);
@@ -222,7 +207,7 @@ fn weights_that_are_all_0_are_refused_by_all() {
             group.barrier().unwrap();
             error.to_string()
         };
-        let got = on_world(placed(&[0, 0, 1, 1]), text);
+        let got = on_world(placed(&[0, 0, 1, 1], &options()), text);
         assert!(got.iter().all(|text| text.contains("weight")), "{got:?}");
         assert_eq!(got, World::spawn(4, text));
     }
@@ -231,7 +216,7 @@ fn weights_that_are_all_0_are_refused_by_all() {
 #[test]
 fn a_refused_weight_replaces_no_buffer() {
     for refused in [f64::NAN, -1.0] {
-        let unchanged = on_world(placed(&[0, 0, 1, 1]), |world| {
+        let unchanged = on_world(placed(&[0, 0, 1, 1], &options()), |world| {
             let group = world.group().unwrap();
             let own = vec![group.rank() as f32; 400_001];
             let mut buf = own.clone();
@@ -250,7 +235,7 @@ fn a_refused_weight_replaces_no_buffer() {
 #[test]
 fn a_send_to_another_machine_that_meets_a_barrier_ends_at_once() {
     let lively = WorldOptions { heartbeat: Duration::from_millis(100), ..options() };
-    let errors = on_world(placed_with(&[0, 0, 1, 1], &lively), |world| {
+    let errors = on_world(placed(&[0, 0, 1, 1], &lively), |world| {
         let group = world.group().unwrap();
         let begin = Instant::now();
         let result = if world.rank() == 1 { group.send(&[1_u8], 3) } else { group.barrier() };

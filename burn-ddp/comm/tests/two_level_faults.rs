@@ -15,7 +15,11 @@ const AT_ONCE: Duration = Duration::from_secs(30);
 /// In a child: reduces until something goes wrong, or does what its role says in the middle.
 fn rank_main() -> bool {
     let Some((role, env)) = role() else { return false };
-    let peer_timeout = (role == "silent").then_some(Duration::from_secs(2));
+    let peer_timeout = match role.as_str() {
+        "silent" => Some(Duration::from_secs(2)),
+        "patient" => Some(Duration::from_secs(60)),
+        _ => None,
+    };
     let lively = WorldOptions { engine: None, heartbeat: Duration::from_millis(100), peer_timeout, ..options() };
     let world = World::join(&env, lively).unwrap();
     let group = world.group().unwrap();
@@ -40,16 +44,22 @@ fn rank_main() -> bool {
     }
 }
 
+/// Four ranks on two machines, with their roles, once a group of them has reduced.
+fn on_two_machines<'a>(test: &str, role: impl Fn(usize) -> &'a str) -> Vec<Process> {
+    let store = launcher_store();
+    let start = |rank: usize| {
+        let env = LaunchEnv { machine: Some((rank / 2).to_string()), ..rank_at(&store, rank, 4) };
+        Process::start(test, role(rank), &env)
+    };
+    let mut ranks: Vec<Process> = (0..4).map(start).collect();
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    ranks
+}
+
 /// Four ranks on two machines, of which one has the role `faulty`: the last of its machine, or the first.
 fn check(test: &str, [faulty, waits]: [&str; 2], harm: impl Fn(&mut Process), expected: &str) {
     for culprit in [1, 2] {
-        let store = launcher_store();
-        let start = |rank: usize| {
-            let env = LaunchEnv { machine: Some((rank / 2).to_string()), ..rank_at(&store, rank, 4) };
-            Process::start(test, if rank == culprit { faulty } else { waits }, &env)
-        };
-        let mut ranks: Vec<Process> = (0..4).map(start).collect();
-        ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+        let mut ranks = on_two_machines(test, |rank| if rank == culprit { faulty } else { waits });
         let begin = Instant::now();
         harm(&mut ranks[culprit]);
         for rank in (0..4).filter(|rank| *rank != culprit) {
@@ -73,6 +83,45 @@ fn a_silent_rank_is_named_on_both_machines() {
     if !rank_main() {
         let stop = |rank: &mut Process| rank.signal(Signal::STOP);
         check("a_silent_rank_is_named_on_both_machines", ["silent"; 2], stop, "silent for ");
+    }
+}
+
+#[test]
+fn a_frozen_machine_is_named_as_a_whole_also_by_its_own_ranks_when_it_goes_on() {
+    const TEST: &str = "a_frozen_machine_is_named_as_a_whole_also_by_its_own_ranks_when_it_goes_on";
+    if rank_main() {
+        return;
+    }
+    let mut ranks = on_two_machines(TEST, |_| "silent");
+    let begin = Instant::now();
+    ranks[2..].iter_mut().for_each(|rank| rank.signal(Signal::STOP));
+    let (here, frozen) = ranks.split_at_mut(2);
+    let check = |rank: &mut Process| {
+        let said = rank.hear();
+        assert!(said.starts_with("Some(2): rank 2 (host ") || said.starts_with("Some(3): rank 3 (host "), "{said}");
+        assert!(said.contains("like all of its machine (ranks 2 and 3)"), "{said}");
+    };
+    here.iter_mut().for_each(check);
+    assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
+    frozen.iter_mut().for_each(|rank| rank.signal(Signal::CONT));
+    frozen.iter_mut().for_each(check);
+}
+
+#[test]
+fn a_machine_that_thaws_in_time_goes_on() {
+    const TEST: &str = "a_machine_that_thaws_in_time_goes_on";
+    if rank_main() {
+        return;
+    }
+    let mut ranks = on_two_machines(TEST, |_| "patient");
+    ranks[2..].iter_mut().for_each(|rank| rank.signal(Signal::STOP));
+    // Several heartbeats.
+    std::thread::sleep(Duration::from_millis(500));
+    ranks[2..].iter_mut().for_each(|rank| rank.signal(Signal::CONT));
+    ranks[0].kill();
+    for rank in &mut ranks[1..] {
+        let said = rank.hear();
+        assert!(said.starts_with("Some(0): rank 0 (host ") && said.contains("killed by SIGKILL"), "{said}");
     }
 }
 

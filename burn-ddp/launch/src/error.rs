@@ -90,6 +90,15 @@ pub enum LaunchError {
 
 impl LaunchError {
     /// The exit code a shell user expects: 127 not found, 126 not executable, 2 wrong usage, 1 otherwise.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn_ddp_launch::Launcher;
+    ///
+    /// let error = Launcher::new("./no-such-program", [""; 0]).run().unwrap_err();
+    /// assert_eq!(error.exit_code(), 127);
+    /// ```
     #[must_use]
     pub fn exit_code(&self) -> i32 {
         match self {

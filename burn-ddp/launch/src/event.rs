@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
-use crate::exit::RankExit;
+use crate::rank_exit::RankExit;
 use crate::report::stderr_tail::StderrSummary;
 
 /// Event for the main thread. Ranks are local ranks here.

@@ -2,9 +2,9 @@
 //! ranks that have yet to join).
 
 use crate::event::Stop;
-use crate::exit::RankExit;
 use crate::node_outcome::Blame;
 use crate::nodes::{GenerationPlan, Nodes};
+use crate::rank_exit::RankExit;
 use crate::rank_store::JoinAbort;
 use crate::report::event_file::EventFile;
 use crate::report::user_notices::{NoticeSink, Notices};

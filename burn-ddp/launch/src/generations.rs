@@ -8,27 +8,27 @@ use burn_ddp_comm::post_mortem::PostMortem;
 use burn_ddp_comm::timeline;
 
 use crate::binding::Binding;
-use crate::control_group::ControlGroup;
+use crate::cgroup::ControlGroup;
 use crate::error::LaunchError;
 use crate::event::{Event, Stop, Trouble};
 use crate::generation_context::GenerationContext;
 use crate::guardian::Guardian;
-use crate::leftovers::{self, Leftovers};
+use crate::job_authentication::{Trust, random_id};
+use crate::job_spec::{JobSpec, Stdio};
+use crate::leftover_processes::{self, Leftovers};
 use crate::node_outcome::NodeOutcome;
 use crate::nodes::{Announcement, GenerationPlan, Interrupted, Meet, Node, Nodes, Verdict, meet};
 use crate::output::log_dir::{JobDir, job_name};
-use crate::processes::Processes;
+use crate::rank_processes::Processes;
+use crate::rank_report_dir::ReportDir;
 use crate::rank_start::RankStart;
 use crate::rank_store::{JoinAbort, RankStore};
 use crate::report::event_file::EventFile;
 use crate::report::outcome::Outcome;
 use crate::report::report_files::{self, GenerationRecord};
 use crate::report::user_notices::Notices;
-use crate::report_dir::ReportDir;
 use crate::signals;
-use crate::spec::{JobSpec, Stdio};
 use crate::supervisor::Settings;
-use crate::trust::{Trust, random_id};
 
 /// Exit code of a program that was called wrongly, and would be again.
 const WRONG_USAGE: i32 = 2;
@@ -42,7 +42,7 @@ pub(crate) fn run(spec: &JobSpec) -> Result<Outcome, LaunchError> {
     let _signals = signals::listen(sender.clone())
         .map_err(|source| LaunchError::System { doing: "listen for signals", source })?;
     if spec.adopts_orphans {
-        leftovers::become_parent_of_orphans();
+        leftover_processes::become_parent_of_orphans();
     }
     let job = Job { spec, trust: Trust::of(spec)?, binding: Binding::of(spec)?, sender, events };
     let mut nodes = match job.meet() {
@@ -189,7 +189,7 @@ impl Job<'_> {
         let reports = report_files::read_reports(dir.path(), &own);
         let decide = |all: &[NodeOutcome], reports: &[PostMortem], first: Option<usize>| {
             let mut outcome = Outcome::of(all, *number, first);
-            outcome.waiting = report_files::waiting(&outcome, reports);
+            outcome.waiting = report_files::long_waits(&outcome, reports);
             let restart = *number < self.spec.max_restarts && may_help(all, &outcome);
             if let Some(dir) = job_dir {
                 let record = GenerationRecord { generation: *number, plan: plan.clone(), nodes: all.to_vec(), outcome };
@@ -229,6 +229,8 @@ impl Job<'_> {
             grace: spec.grace,
             first_rank,
             first_rank_has_terminal: spec.stdio == Stdio::FirstRankInherits,
+            // Only a launcher that another burnrun started has the secret itself.
+            shows_grace: spec.secret.is_none() || first_rank == 0,
         };
         let mut processes = Processes::new(settings, leftovers, self.sender.clone(), &self.events);
         let start = RankStart {
@@ -302,8 +304,8 @@ impl Interrupted {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::exit::RankExit;
     use crate::node_outcome::RankOutcome;
+    use crate::rank_exit::RankExit;
 
     fn node(exit: Option<RankExit>) -> NodeOutcome {
         let rank = RankOutcome {

@@ -12,15 +12,16 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use crate::leftovers::MARK;
+use crate::leftover_processes::MARK;
 
-/// Ignores what a terminal sends. When the pipe ends, kills all groups, then the processes of those sessions, in that
-/// control group and with that mark, until a look finds none (twenty looks at most: a process may start others
-/// meanwhile); removes the control group and the directory, if any.
+/// Ignores what a terminal sends. When the pipe ends, kills all groups and removes the directory, if any; then kills
+/// the processes of those sessions, in that control group and with that mark, until a look finds none (twenty looks at
+/// most: a process may start others meanwhile, and a look takes long on a busy machine); removes the control group.
 const SCRIPT: &str = r#"trap '' HUP INT QUIT TERM TSTP
 directory=$1 mark=$2 group=$3 leaders=' ' looks=0
 while read -r pid; do leaders="$leaders$pid "; done
 for leader in $leaders; do kill -s KILL -- "-$leader"; done
+[ -z "$directory" ] || rm -rf -- "$directory"
 [ -z "$group" ] || echo 1 >"$group/cgroup.kill"
 # In a PID namespace of its own without a /proc of its own, the numbers below mean other processes.
 read -r shown rest </proc/self/stat && [ "$shown" != $$ ] && looks=20
@@ -43,6 +44,7 @@ while [ $looks -lt 20 ]; do
     [ -n "$found" ] || break
     kill -s KILL $found
 done
+# Again: those found above may have written there.
 [ -z "$directory" ] || rm -rf -- "$directory"
 # The kernel holds the group for a moment after its last process.
 looks=0

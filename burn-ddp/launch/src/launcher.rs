@@ -7,13 +7,13 @@ use std::time::Duration;
 use burn_ddp_comm::Secret;
 
 use crate::binding::BindTo;
-use crate::command::Program;
 use crate::error::LaunchError;
 use crate::generations;
+use crate::job_spec::{DEFAULT_MEETING_ID, JobSpec, Stdio};
 use crate::output::settings::{OutputSettings, Streams};
+use crate::rank_command::Program;
 use crate::report::outcome::Outcome;
 use crate::report::user_notices::NoticeSink;
-use crate::spec::{DEFAULT_MEETING_ID, JobSpec, Stdio};
 
 /// Longest grace time, which longer ones are cut to: some hundred years would overflow the clock.
 const MAX_GRACE: Duration = Duration::from_secs(30 * 24 * 3600);
@@ -33,6 +33,55 @@ const MAX_GRACE: Duration = Duration::from_secs(30 * 24 * 3600);
 /// let failure = outcome.failure.expect("rank 1 failed");
 /// assert_eq!((failure.rank, outcome.exit_code), (1, 1));
 /// # Ok::<(), burn_ddp_launch::LaunchError>(())
+/// ```
+///
+/// Output, restarts and cores:
+///
+/// ```
+/// use burn_ddp_launch::{BindTo, Launcher, Stdio};
+/// use std::time::Duration;
+///
+/// let logs = tempfile::tempdir()?;
+/// let outcome = Launcher::new("sh", ["-c", "echo $GREETING; exit $((1 - BURN_DDP_RESTART_COUNT))"])
+///     .nproc(2)
+///     .env("GREETING", "hello")
+///     .bind_to(BindTo::None) // `Core`: a part of the cores for each rank
+///     .stdio(Stdio::Plain) // no rank before each line
+///     .max_restarts(1)
+///     .grace(Duration::from_millis(100)) // from SIGTERM to SIGKILL
+///     .log_dir(logs.path())
+///     .redirects("2".parse()?) // stderr of all ranks: only into the logs
+///     .tee("1".parse()?) // stdout: there and here
+///     .local_ranks_filter([0]) // shows rank 0's
+///     .timeline(logs.path().join("trace.json"))
+///     .notices(|line| eprintln!("{line}"))
+///     .run()?;
+/// assert_eq!(outcome.exit_code, 0); // of the second start
+/// let printed = std::fs::read_to_string(logs.path().join("latest/generation-0/rank-1.stdout.log"))?;
+/// assert_eq!(printed, "hello\n");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// Two machines, each of which calls this:
+///
+/// ```no_run
+/// # // Not run: it waits for the other machine.
+/// use burn_ddp_launch::{LaunchError, Launcher, Outcome, available_cores};
+/// use std::time::Duration;
+///
+/// fn start(node: usize) -> Result<Outcome, LaunchError> {
+///     Launcher::new("./train", ["--epochs", "10"])
+///         .nproc(available_cores())
+///         .nodes(2, "node0", 29500)
+///         .node_rank(node)
+///         .meeting_id("experiment-7") // the same on both
+///         .secret_file("/home/me/.burn-ddp-secret") // or the secret itself: `secret(Secret::read(…)?)`
+///         .invitation("start the same program on node1")
+///         .join_timeout(Duration::from_secs(60))
+///         .peer_timeout(Duration::from_secs(10))
+///         .adopt_orphans() // this process starts nothing else
+///         .run()
+/// }
 /// ```
 #[derive(Clone, Debug)]
 pub struct Launcher {

@@ -34,47 +34,49 @@
 //! println!("{outcome}"); // rank 1 (pid 4711) exited with code 7 after 0.0 s; stopped the other 2 ranks …
 //! # Ok::<(), burn_ddp_launch::LaunchError>(())
 //! ```
-#![deny(unsafe_code)] // only process_group.rs (between fork and exec) and signals.rs (handlers)
+#![deny(unsafe_code)] // only unix_child_spawn.rs (between fork and exec) and signals.rs (handlers)
 
 mod binding;
-mod command;
-mod control_group;
+mod cgroup;
 mod error;
 mod event;
-mod exit;
+mod freed_memory;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
 mod generation_context;
 mod generations;
 mod guardian;
-mod handed_over;
+mod handed_over_files;
 #[cfg(any(feature = "cli", feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod hosts;
+mod job_authentication;
+mod job_spec;
 mod launcher;
-mod leftovers;
+mod leftover_processes;
 mod node_outcome;
 mod nodes;
 mod output;
-mod process_group;
 mod process_table;
-mod processes;
+mod rank_command;
+mod rank_exit;
+mod rank_processes;
+mod rank_report_dir;
 mod rank_start;
 mod rank_store;
 mod report;
-mod report_dir;
 mod signals;
-mod spec;
+mod start_watch;
 mod supervisor;
-mod trust;
+mod unix_child_spawn;
 
 pub use binding::BindTo;
-pub use command::available_cores;
 pub use error::LaunchError;
-pub use exit::RankExit;
+pub use job_spec::Stdio;
 pub use launcher::Launcher;
 pub use output::settings::Streams;
+pub use rank_command::available_cores;
+pub use rank_exit::RankExit;
 pub use report::outcome::{Failure, Outcome};
 pub use report::report_files::rebuild_report;
-pub use spec::Stdio;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::event::Trouble;
-use crate::exit::RankExit;
+use crate::rank_exit::RankExit;
 
 /// One machine's part of a generation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

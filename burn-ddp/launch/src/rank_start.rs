@@ -7,19 +7,20 @@ use std::sync::mpsc::Sender;
 use burn_ddp_comm::{LaunchEnv, Meeting};
 
 use crate::binding::Binding;
-use crate::control_group::ControlGroup;
+use crate::cgroup::ControlGroup;
 use crate::error::LaunchError;
 use crate::event::Event;
 use crate::guardian::Guardian;
-use crate::leftovers::MARK;
+use crate::job_authentication::Trust;
+use crate::job_spec::{JobSpec, Stdio};
+use crate::leftover_processes::MARK;
 use crate::nodes::GenerationPlan;
 use crate::output::log_dir;
 use crate::output::relay::{Output, Relay, Source};
-use crate::process_group;
-use crate::processes::Processes;
+use crate::rank_processes::Processes;
 use crate::report::event_file::EventFile;
-use crate::spec::{JobSpec, Stdio};
-use crate::trust::Trust;
+use crate::start_watch::StartWatch;
+use crate::unix_child_spawn;
 
 /// Everything that the ranks of this machine are started from.
 pub(crate) struct RankStart<'a> {
@@ -48,6 +49,8 @@ impl RankStart<'_> {
         guardian: &mut Guardian,
         sender: Sender<Event>,
     ) -> Result<Option<Relay>, LaunchError> {
+        let watch = StartWatch::begin(self.spec, self.mark)
+            .map_err(|source| LaunchError::System { doing: "watch the start of the ranks", source })?;
         let mut sources = Vec::new();
         for local_rank in 0..self.spec.nproc {
             let rank = self.first_rank() + local_rank;
@@ -72,6 +75,7 @@ impl RankStart<'_> {
                 sources.push(Source { local_rank, output, pipe, prefix: shown.then_some(prefix), log });
             }
         }
+        drop(watch);
         if sources.is_empty() {
             return Ok(None);
         }
@@ -87,7 +91,7 @@ impl RankStart<'_> {
         let inherited = [self.trust.fd(), self.event_file.and_then(EventFile::fd)];
         let group = self.group.map(ControlGroup::entrance);
         let processors = self.binding.processors(local_rank);
-        process_group::spawn(&mut command, inherited, group, processors)
+        unix_child_spawn::spawn(&mut command, inherited, group, processors)
             .map_err(|source| program.spawn_error(rank, source))
     }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use burn_ddp_comm::{JobKey, StoreClient, StoreServer, fail_join};
 
 use crate::error::LaunchError;
-use crate::trust::{Trust, address};
+use crate::job_authentication::{Trust, address};
 
 /// Longest time to connect to the ranks' store.
 const REACH: Duration = Duration::from_secs(5);

@@ -19,10 +19,13 @@ fn the_outcome_says_it_all() {
 
 #[test]
 fn variables_can_be_added_but_those_of_the_job_win() {
-    let script = r#"[ "$MINE" = yes ] && [ "$RAYON_NUM_THREADS" = 77 ] && [ "$RANK" = 0 ]"#;
+    let script = r#"[ "$MINE" = yes ] && [ "$RAYON_NUM_THREADS" = 77 ] && [ "$RANK" = 0 ] &&
+        [ "$MALLOC_TRIM_THRESHOLD_" = 4096 ] && [ -z "${MALLOC_MMAP_THRESHOLD_+set}" ]"#;
     let outcome = Launcher::new("sh", ["-c", script])
         .env("MINE", "yes")
         .env("RAYON_NUM_THREADS", "77")
+        .env("MALLOC_TRIM_THRESHOLD_", "4096")
+        .env("MALLOC_MMAP_THRESHOLD_", "")
         .env("RANK", "5")
         .run()
         .unwrap();

@@ -5,11 +5,12 @@
 mod common;
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use common::{Job, burnrun, run, script};
-use rustix::process::Signal;
+use rustix::process::{Signal, kill_process};
 
 fn read(dir: &Path, name: &str) -> String {
     let path = dir.join("latest").join(name);
@@ -58,6 +59,35 @@ fn redirects_tee_and_filter_choose() {
 }
 
 #[test]
+fn output_of_a_local_rank_that_does_not_exist_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    for options in [["--local-ranks-filter", "0,7"], ["--redirects", "7:3"], ["--tee", "7:1"]] {
+        let finished = run(&mut logged(dir.path(), 2, &options, "echo started"));
+        assert_eq!((finished.code(), finished.stdout.len()), (2, 0), "{options:?}");
+        assert!(finished.stderr.contains("no local rank 7"), "{}", finished.stderr);
+        assert!(finished.stderr.contains("this machine has 0 to 1"), "{}", finished.stderr);
+    }
+}
+
+#[test]
+fn commands_say_their_whole_name_and_what_they_need() {
+    let empty = tempfile::tempdir().unwrap();
+    let nowhere = empty.path().join("nowhere");
+    for (dir, part) in
+        [(nowhere.as_path(), "no such directory; give what was given as --log-dir"), (empty.path(), "no job")]
+    {
+        let finished = run(&mut burnrun([std::ffi::OsStr::new("report"), dir.as_os_str()]));
+        assert_eq!(finished.code(), 1);
+        assert!(finished.stderr.contains(part), "{}", finished.stderr);
+    }
+    for (command, usage) in [("secret", "Usage: burnrun secret <FILE>"), ("report", "Usage: burnrun report <DIR>")] {
+        let finished = run(&mut burnrun([command]));
+        assert_eq!(finished.code(), 2);
+        assert!(finished.stderr.contains(usage), "{}", finished.stderr);
+    }
+}
+
+#[test]
 fn files_need_a_directory() {
     for option in ["--redirects", "--tee"] {
         let finished = run(&mut script(1, &[option, "3"], "echo started"));
@@ -93,7 +123,7 @@ fn a_panic_is_named_though_a_backtrace_follows_it() {
     let lines = [
         "the last lines that rank 1 wrote to stderr:".to_owned(),
         "  epoch 3".to_owned(),
-        format!("its stderr: {}", job.join("generation-0/rank-1.stderr.log").display()),
+        format!("stderr of rank 1: {}", job.join("generation-0/rank-1.stderr.log").display()),
         format!("report: {}", job.join("report.md").display()),
     ];
     for line in lines {
@@ -142,4 +172,46 @@ fn no_temporary_file_stays_behind() {
     job.lines(2);
     job.signal(Signal::KILL);
     common::poll_until("the guardian has cleaned up", || left().is_empty().then_some(()));
+}
+
+#[test]
+fn a_temporary_directory_goes_before_the_search_for_processes() {
+    let (tmp, programs) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    // The search takes as long as this program, for which it looks first.
+    let (grep, done) = (programs.path().join("grep"), programs.path().join("done"));
+    fs::write(&grep, "#!/bin/sh\nwhile [ -d \"${0%/*}\" ] && [ ! -e \"${0%/*}/done\" ]; do sleep 0.02; done\n")
+        .unwrap();
+    fs::set_permissions(&grep, fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", programs.path().display(), std::env::var("PATH").unwrap());
+    let job = Job::start(script(1, &[], "echo ready; sleep 60").env("TMPDIR", tmp.path()).env("PATH", path));
+    job.lines(1);
+    job.signal(Signal::KILL);
+    common::poll_until("the directory is gone", || fs::read_dir(tmp.path()).unwrap().next().is_none().then_some(()));
+    fs::write(done, "").unwrap();
+}
+
+/// A machine that kills the guardian, too, for memory or as a whole, leaves a directory.
+#[test]
+fn the_next_job_removes_the_directory_of_a_launcher_killed_with_its_guardian() {
+    let tmp = tempfile::tempdir().unwrap();
+    let left = || fs::read_dir(tmp.path()).unwrap().map(|entry| entry.unwrap().path()).collect::<Vec<_>>();
+    let start = || {
+        let job = Job::start(script(1, &[], "echo ready; sleep 60").env("TMPDIR", tmp.path()));
+        job.lines(1);
+        job
+    };
+    let two_hours_ago = SystemTime::now() - Duration::from_secs(7200);
+    let alive = start();
+    let of_alive = left();
+    let killed = start();
+    kill_process(common::child_of(killed.pid(), "burnrun-guardian").expect("a guardian"), Signal::KILL).unwrap();
+    killed.signal(Signal::KILL);
+    killed.finish();
+    assert_eq!(left().len(), 2);
+    left().iter().for_each(|path| fs::File::open(path).unwrap().set_modified(two_hours_ago).unwrap());
+    run(script(1, &[], "exit 0").env("TMPDIR", tmp.path()));
+    assert_eq!(left(), of_alive);
+    alive.signal(Signal::TERM);
+    alive.finish();
+    assert_eq!(left().len(), 0);
 }

@@ -170,6 +170,7 @@ fn a_machine_that_does_not_come_is_named() {
     assert!(error.to_string().contains("missing is node 1"), "{error}");
     let error = place.launcher(1, 1, "true").join_timeout(Duration::from_millis(300)).run().unwrap_err();
     assert!(error.to_string().contains("node 0's launcher was not reached"), "{error}");
+    assert_eq!(error.to_string().matches(" within ").count(), 1, "one time, that of all attempts: {error}");
 }
 
 /// All launchers of two jobs with one meeting, program and arguments: two of them are a job, and the others learn that
@@ -286,14 +287,17 @@ fn the_first_machine_says_what_to_run_on_the_next() {
     let second = Job::start(&mut place.burnrun(1, 1, "echo $BURN_DDP_NODE_RANK"));
     assert_eq!(second.finish().code(), 0);
     let said = first.finish().stderr;
-    let command = said.lines().find_map(|line| line.strip_prefix("burnrun: on the other machine run: ")).unwrap();
+    let command = said
+        .lines()
+        .find_map(|line| line.strip_prefix("burnrun: on the other machine, with a copy of the secret file, run: "))
+        .unwrap();
     let (port, secret) = (place.port.port, place.secret());
     let secret = Path::display(&secret);
     assert_eq!(
         command,
         format!(
-            "burnrun --nproc-per-node 1 --nnodes 2 --master-addr 127.0.0.1 --master-port {port} --secret-file {secret} \
-             --join-timeout 60 --peer-timeout 60 --node-rank 1 sh -c 'echo $BURN_DDP_NODE_RANK'"
+            "burnrun --nproc-per-node 1 --nnodes 2 --master-addr 127.0.0.1 --master-port {port} \
+             --join-timeout 60 --peer-timeout 60 --secret-file {secret} --node-rank 1 sh -c 'echo $BURN_DDP_NODE_RANK'"
         )
     );
 }

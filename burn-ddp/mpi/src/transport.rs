@@ -1,4 +1,4 @@
-//! Frames over MPI.
+//! The transport of this engine: exchanges of frames over MPI.
 
 use std::sync::Arc;
 use std::thread;

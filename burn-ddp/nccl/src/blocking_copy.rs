@@ -2,7 +2,7 @@
 
 use std::mem::ManuallyDrop;
 
-use crate::device_memory::{DeviceBuffer, HostBuffer};
+use crate::device_and_pinned_memory::{DeviceBuffer, HostBuffer};
 use crate::error::DeviceError;
 use crate::stream::Stream;
 use crate::wait::{WaitCheck, wait_until};

@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_void};
 use burn_ddp_comm::{DType, ReduceOp};
 
 use crate::communicator::Communicator;
-use crate::device_memory::Region;
+use crate::device_and_pinned_memory::Region;
 use crate::error::DeviceError;
 use crate::nccl::{IN_PROGRESS, SCALAR_HOST_IMMEDIATE, SUCCESS, dtype_code, op_code};
 use crate::nccl_op::{NcclOp, scalar};

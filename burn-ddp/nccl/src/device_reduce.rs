@@ -3,7 +3,7 @@
 
 use burn_ddp_comm::{DType, Error, Result};
 
-use crate::device_memory::Region;
+use crate::device_and_pinned_memory::Region;
 use crate::driver::DevicePtr;
 use crate::event::Event;
 
@@ -58,7 +58,7 @@ impl DeviceReduce {
         let total = self.pieces.iter().try_fold(0_usize, |total, piece| total.checked_add(piece.len_elems));
         if total != Some(len_elems) {
             let lens: Vec<usize> = self.pieces.iter().map(|piece| piece.len_elems).collect();
-            return refuse(format!("pieces of {lens:?} elements are not {len_elems} elements"));
+            return refuse(format!("the pieces have {lens:?} elements, which do not add up to {len_elems}"));
         }
         let region = |pointer: DevicePtr, len_elems: usize| {
             let size = dtype.size_bytes();
@@ -110,11 +110,11 @@ mod tests {
         assert_eq!(place.regions(0, DType::F32, 8).unwrap().len(), 2);
         for (error, says) in [
             (place.regions(1, DType::F32, 8), "CUDA device 0 for an engine on device 1"),
-            (place.regions(0, DType::F32, 9), "[3, 5] elements are not 9"),
+            (place.regions(0, DType::F32, 9), "[3, 5] elements, which do not add up to 9"),
             (of(0, &[(64, 66, 3)]).regions(0, DType::F32, 3), "address 0x42"),
             (of(0, &[(0, 64, 3)]).regions(0, DType::U8, 3), "address 0x0"),
             (of(0, &[(64, 64, usize::MAX / 2)]).regions(0, DType::F64, usize::MAX / 2), "more than there can be"),
-            (of(0, &[(64, 64, usize::MAX), (64, 64, 3)]).regions(0, DType::U8, 2), "are not 2"),
+            (of(0, &[(64, 64, usize::MAX), (64, 64, 3)]).regions(0, DType::U8, 2), "do not add up to 2"),
         ] {
             let text = error.unwrap_err().to_string();
             assert!(text.contains(says), "{text}");

@@ -11,7 +11,7 @@ use burn_ddp_comm::{Call, DType, Error, ReduceOp, Result, SharedBuffer, SharedVi
 
 use crate::communicator::Communicator;
 use crate::coordinated_launch::GroupLaunch;
-use crate::device_memory::Region;
+use crate::device_and_pinned_memory::Region;
 use crate::device_reduce::DeviceReduce;
 use crate::error::DeviceError;
 use crate::host_through_device::{HostBytes, HostMemory, ThroughDevice, Work};
@@ -66,6 +66,10 @@ impl NcclEngine {
 impl Engine for NcclEngine {
     fn name(&self) -> &'static str {
         "nccl"
+    }
+
+    fn leave(&mut self) {
+        self.group.host.leave();
     }
 
     fn barrier(&mut self, call: &Call) -> Result<()> {

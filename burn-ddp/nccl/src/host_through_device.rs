@@ -5,10 +5,10 @@ use burn_ddp_comm::{Call, Result};
 use crate::communicator::{Communicator, abort};
 use crate::coordinated_launch::GroupLaunch;
 use crate::device::Device;
-use crate::device_memory::Region;
+use crate::device_and_pinned_memory::Region;
 use crate::error::DeviceError;
 use crate::poison_free_lock::lock;
-use crate::staging::Staging;
+use crate::staging_buffers::Staging;
 use crate::stream::Stream;
 use crate::wait::{WaitCheck, wait_until};
 

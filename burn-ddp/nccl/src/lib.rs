@@ -32,7 +32,7 @@
 //! | the foreign functions, and how they are loaded | [`Driver`], [`Nccl`], `dlopen.rs` |
 //! | one rank's device, shared by the engines of its groups | `rank_device_state.rs` |
 //! | meeting and launching, in an order that all ranks agree on | `coordinated_launch.rs`, `launch_order.rs` |
-//! | host memory through the device | `host_through_device.rs`, `staging.rs` |
+//! | host memory through the device | `host_through_device.rs`, `staging_buffers.rs` |
 //! | enqueued collectives that no thread waits for | `watchdog.rs` |
 //! | devices and NCCL in host memory, for tests | `fake/` |
 //!
@@ -45,7 +45,7 @@ mod collectives;
 mod communicator;
 mod coordinated_launch;
 mod device;
-mod device_memory;
+mod device_and_pinned_memory;
 mod device_reduce;
 mod dlopen;
 mod engine;
@@ -57,7 +57,7 @@ mod launch_order;
 mod nccl_op;
 mod poison_free_lock;
 mod rank_device_state;
-mod staging;
+mod staging_buffers;
 mod stream;
 mod wait;
 mod watchdog;
@@ -70,7 +70,7 @@ pub mod nccl;
 pub use capability::{Decision, DeviceInfo, RankInfo, capability, decide};
 pub use communicator::Communicator;
 pub use device::Device;
-pub use device_memory::{DeviceBuffer, HostBuffer, Region};
+pub use device_and_pinned_memory::{DeviceBuffer, HostBuffer, Region};
 pub use device_reduce::{DeviceReduce, Piece};
 pub use driver::Driver;
 pub use error::DeviceError;

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::fmt;
 
 use crate::device::{Device, DriverHandle};
-use crate::device_memory::{HostBuffer, Region};
+use crate::device_and_pinned_memory::{HostBuffer, Region};
 use crate::driver::{Raw, STREAM_NON_BLOCKING};
 use crate::event::Event;
 

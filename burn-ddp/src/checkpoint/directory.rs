@@ -1,35 +1,33 @@
-//! The directory of checkpoints on rank 0's machine: its lock, its entries, and writing a new entry durably.
+//! A directory of checkpoints: which are complete, the choice of one, and writing a new one.
 
+use std::any::Any;
 use std::collections::BTreeMap;
-use std::fs::{self, File, TryLockError};
+use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tempfile::TempDir;
 
-use super::leftover;
+use super::best_checkpoint::Best;
+use super::checkpoint_name::Name;
 use super::manifest::{self, Checksum, Manifest, VerifyError};
-use super::metric::Best;
+use super::storage::Storage;
+use super::storage_choice;
 use super::writer::{Content, Contents};
 
-/// Prefix of what is not yet, or no longer, a checkpoint.
-const TEMPORARY: &str = ".burn-ddp-";
-const LOCK: &str = ".lock";
-const PREFIX: &str = "step-";
 /// Number of times that the directory is listed while another job removes what was listed.
 const LISTINGS: usize = 100;
 
-/// Name of a checkpoint: its step, and how often that step was saved before. Later checkpoints compare greater.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Name {
-    step: u64,
-    attempt: u32,
-}
-
 /// Path and manifest of a complete checkpoint.
 pub(super) type Found = Option<(PathBuf, String)>;
+
+/// Result of a search for a complete checkpoint.
+struct Search {
+    complete: Option<(Name, String)>,
+    /// Checkpoints that were looked at before it and are damaged, each with its damage.
+    damaged: Vec<String>,
+}
 
 /// Checkpoints that stay when a new one is written.
 #[derive(Clone, Debug, Default)]
@@ -43,6 +41,7 @@ pub(super) struct Keep {
 #[derive(Debug)]
 pub(super) struct Directory {
     path: PathBuf,
+    pub(super) storage: Arc<dyn Storage>,
     owned: Mutex<Option<Owned>>,
     /// Checkpoints that this process has written or compared with their checksums: true if complete, false if damaged.
     known: Mutex<BTreeMap<Name, bool>>,
@@ -51,25 +50,19 @@ pub(super) struct Directory {
 /// State of the job that writes here.
 #[derive(Debug)]
 struct Owned {
-    _lock: Lock,
+    _lock: Box<dyn Any + Send>,
     /// Step of the newest complete checkpoint.
     newest: Option<u64>,
 }
 
-/// A file lock, held until it is dropped or the process ends.
-#[derive(Debug)]
-struct Lock(File);
-
-impl Drop for Lock {
-    fn drop(&mut self) {
-        // Closing does not unlock: a child process between fork and exec has the file open, too.
-        let _ = self.0.unlock();
-    }
-}
-
 impl Directory {
     pub(super) fn new(path: &Path) -> Self {
-        Directory { path: path.to_path_buf(), owned: Mutex::default(), known: Mutex::default() }
+        let storage = storage_choice::open(path);
+        Directory { path: path.to_path_buf(), storage, owned: Mutex::default(), known: Mutex::default() }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Locks the directory for this job, and removes what earlier jobs left unfinished.
@@ -78,23 +71,10 @@ impl Directory {
         if owned.is_some() {
             return Ok(());
         }
-        let path = self.path.join(LOCK);
-        let failed = |e: io::Error| format!("cannot lock {}: {e}", path.display());
-        let lock = File::options().create(true).truncate(false).write(true).open(&path).map_err(failed)?;
-        lock.try_lock().map_err(|e| match e {
-            TryLockError::WouldBlock => format!("cannot save to {}: another job does", self.path.display()),
-            TryLockError::Error(e) => failed(e),
-        })?;
-        let lock = Lock(lock);
-        let entries = fs::read_dir(&self.path).and_then(|entries| entries.collect::<io::Result<Vec<_>>>());
-        for entry in entries.map_err(|e| self.read_error(&e))? {
-            if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
-                leftover::remove(&entry);
-            }
-        }
+        let lock = self.storage.own()?;
         let newest = match self.names()?.first() {
             Some(name) if self.known().get(name) == Some(&true) => Some(*name),
-            _ => self.newest_entry()?.map(|(name, _)| name),
+            _ => self.first_complete(Ok)?.complete.map(|(name, _)| name),
         };
         let newest = newest.map(|name| name.step);
         *owned = Some(Owned { _lock: lock, newest });
@@ -117,7 +97,7 @@ impl Directory {
 
     /// Makes a temporary directory for the files of a checkpoint of `step`. It is removed on drop.
     pub(super) fn temporary_of(&self, step: u64) -> Result<TempDir, String> {
-        self.temporary().map_err(|e| format!("{}: {e}", self.cannot_write(step)))
+        self.storage.temporary().map_err(|e| format!("{}: {e}", self.cannot_write(step)))
     }
 
     /// The work that failed, for errors.
@@ -134,7 +114,8 @@ impl Directory {
         let failed = |e: &dyn std::fmt::Display| format!("{}: {e}", self.cannot_write(step));
         let earlier = self.names().map_err(|e| failed(&e))?.into_iter().find(|other| other.step == step);
         let name = Name { step, attempt: earlier.map_or(0, |other| other.attempt + 1) };
-        self.commit(&self.path.join(name.to_string()), contents, temporary).map_err(|e| failed(&e))?;
+        fill(temporary.path(), contents).map_err(|e| failed(&e))?;
+        self.storage.commit(&name.to_string(), temporary).map_err(|e| failed(&e))?;
         self.known().insert(name, true);
         owned.newest = Some(step);
         if let Err(e) = self.prune(keep) {
@@ -145,13 +126,13 @@ impl Directory {
 
     /// The newest complete checkpoint.
     pub(super) fn newest(&self) -> Result<Found, String> {
-        Ok(self.newest_entry()?.map(|entry| self.found(entry)))
+        self.found_by(self.first_complete(Ok)?)
     }
 
     /// The newest complete checkpoint of `step`.
     pub(super) fn at(&self, step: u64) -> Result<Found, String> {
         let of_step = |names: Vec<Name>| Ok(names.into_iter().filter(|name| name.step == step).collect());
-        Ok(self.first_complete(of_step)?.map(|entry| self.found(entry)))
+        self.found_by(self.first_complete(of_step)?)
     }
 
     /// The complete checkpoint that is best by `metric`.
@@ -160,7 +141,21 @@ impl Directory {
             let manifests = self.manifests(names)?;
             Ok(best.sort(metric, &manifests).into_iter().copied().collect())
         };
-        Ok(self.first_complete(by_metric)?.map(|entry| self.found(entry)))
+        self.found_by(self.first_complete(by_metric)?)
+    }
+
+    /// What `search` has found. Damaged checkpoints and no complete one are an error: a caller that takes them for none
+    /// would begin anew.
+    fn found_by(&self, search: Search) -> Result<Found, String> {
+        match search.complete {
+            None if !search.damaged.is_empty() => Err(format!(
+                "cannot load a checkpoint from {}, damaged: {}. To begin without, move what is damaged away, or use \
+                 another directory",
+                self.path.display(),
+                search.damaged.join("; ")
+            )),
+            complete => Ok(complete.map(|entry| self.found(entry))),
+        }
     }
 
     /// All checkpoints whose manifests are complete, the newest first.
@@ -192,7 +187,7 @@ impl Directory {
     /// Text of a checkpoint's manifest; `None`, with a warning in the log, if it is damaged.
     fn manifest(&self, name: Name) -> Result<Option<String>, String> {
         let path = self.path.join(name.to_string());
-        match manifest::read(&path) {
+        match manifest::read(&*self.storage, &name.to_string()) {
             Ok((text, _)) => Ok(Some(text)),
             Err(VerifyError::Vanished) => Ok(None),
             Err(e @ VerifyError::Corrupt(_)) => {
@@ -203,23 +198,18 @@ impl Directory {
         }
     }
 
-    fn newest_entry(&self) -> Result<Option<(Name, String)>, String> {
-        self.first_complete(Ok)
-    }
-
     /// The first complete checkpoint of those that `order` returns, which gets all of them, the newest first.
-    fn first_complete(
-        &self,
-        order: impl Fn(Vec<Name>) -> Result<Vec<Name>, String>,
-    ) -> Result<Option<(Name, String)>, String> {
+    fn first_complete(&self, order: impl Fn(Vec<Name>) -> Result<Vec<Name>, String>) -> Result<Search, String> {
         'listing: for _ in 0..LISTINGS {
             let names = self.names()?;
+            let mut damaged = Vec::new();
             for name in order(names.clone())? {
                 let path = self.path.join(name.to_string());
                 match self.verify(name) {
-                    Ok(manifest) => return Ok(Some((name, manifest))),
+                    Ok(manifest) => return Ok(Search { complete: Some((name, manifest)), damaged }),
                     Err(e @ VerifyError::Corrupt(_)) => {
-                        tracing::warn!("skipping the corrupt checkpoint {}: {e}", path.display())
+                        tracing::warn!("skipping the corrupt checkpoint {}: {e}", path.display());
+                        damaged.push(format!("{name}: {e}"));
                     }
                     // Another job removes a checkpoint when it has written a newer one.
                     Err(VerifyError::Vanished) => continue 'listing,
@@ -234,7 +224,7 @@ impl Directory {
             }
             // A listing may miss what is renamed meanwhile.
             if self.names()? == names {
-                return Ok(None);
+                return Ok(Search { complete: None, damaged });
             }
         }
         Err(format!("cannot read {}: checkpoints are removed faster than they are read", self.path.display()))
@@ -242,7 +232,7 @@ impl Directory {
 
     /// Compares a checkpoint with its checksums, and notes what is found.
     fn verify(&self, name: Name) -> Result<String, VerifyError> {
-        let found = manifest::verify(&self.path.join(name.to_string()));
+        let found = manifest::verify(&*self.storage, &name.to_string());
         match &found {
             Ok(_) => drop(self.known().insert(name, true)),
             Err(VerifyError::Corrupt(_)) => drop(self.known().insert(name, false)),
@@ -253,42 +243,15 @@ impl Directory {
 
     /// Names of all checkpoints, the newest first.
     fn names(&self) -> Result<Vec<Name>, String> {
-        let mut names = Vec::new();
-        for entry in fs::read_dir(&self.path).map_err(|e| self.read_error(&e))? {
-            names.extend(Name::parse(&entry.map_err(|e| self.read_error(&e))?.file_name().to_string_lossy()));
-        }
+        let found = self.storage.names().map_err(|e| format!("cannot read {}: {e}", self.path.display()))?;
+        let mut names: Vec<Name> = found.iter().filter_map(|name| Name::parse(name)).collect();
         names.sort_unstable();
         names.reverse();
         Ok(names)
     }
 
-    fn commit(&self, target: &Path, mut contents: Contents, temporary: TempDir) -> io::Result<()> {
-        let write = |name: &str, bytes: &[u8]| {
-            let mut file = File::create_new(temporary.path().join(name))?;
-            file.write_all(bytes)?;
-            file.sync_all()
-        };
-        for (name, content) in contents.files {
-            let checksum = match content {
-                Content::Memory(bytes) => {
-                    write(&name, &bytes)?;
-                    Checksum::of(&bytes)
-                }
-                Content::Written(checksum) => checksum,
-            };
-            contents.manifest.files.insert(name, checksum);
-        }
-        for (name, bytes) in contents.manifest.to_files().map_err(io::Error::other)? {
-            write(name, &bytes)?;
-        }
-        sync_dir(temporary.path())?;
-        fs::rename(temporary.path(), target)?;
-        let _renamed = temporary.keep();
-        sync_dir(&self.path)
-    }
-
     /// Removes the checkpoints that are older than the last complete ones that `keep` wants, but for the best ones.
-    /// Damaged ones do not count.
+    /// Damaged ones do not count. Nothing is removed if a checkpoint cannot be read now: it may be one of the best.
     fn prune(&self, keep: &Keep) -> Result<(), String> {
         if keep.last.is_none() && keep.best.is_none() {
             return Ok(());
@@ -298,48 +261,37 @@ impl Directory {
         let mut best = Vec::new();
         if let Some((n, metric, direction)) = &keep.best {
             let manifests = self.manifests(names.clone())?;
-            let sorted = direction.sort(metric, &manifests).into_iter().copied();
-            best.extend(sorted.filter(|name| self.is_complete(*name)).take(*n));
+            for name in direction.sort(metric, &manifests) {
+                if best.len() < *n && self.is_complete(*name)? {
+                    best.push(*name);
+                }
+            }
         }
         let mut complete = 0;
         for name in names {
             if complete < last.max(1) {
-                complete += usize::from(self.is_complete(name));
+                complete += usize::from(self.is_complete(name)?);
             } else if !best.contains(&name) {
-                self.remove(name).map_err(|e| format!("{name}: {e}"))?;
+                self.storage.remove(&name.to_string()).map_err(|e| format!("{name}: {e}"))?;
             }
         }
         Ok(())
     }
 
-    /// True if the checkpoint is complete. Reads it, unless this process has read or written it before.
-    fn is_complete(&self, name: Name) -> bool {
-        let known = self.known().get(&name).copied();
-        known.unwrap_or_else(|| match self.verify(name) {
-            Ok(_) => true,
+    /// True if the checkpoint is complete. Reads it, unless this process has read or written it before; an error if it
+    /// cannot be read now.
+    fn is_complete(&self, name: Name) -> Result<bool, String> {
+        if let Some(known) = self.known().get(&name) {
+            return Ok(*known);
+        }
+        match self.verify(name) {
+            Ok(_) => Ok(true),
+            Err(VerifyError::Unreadable(reason)) => Err(format!("{name}: {reason}")),
             Err(e) => {
                 tracing::warn!("{} does not count as a checkpoint: {e}", self.path.join(name.to_string()).display());
-                false
+                Ok(false)
             }
-        })
-    }
-
-    fn remove(&self, name: Name) -> io::Result<()> {
-        // Renamed first: a checkpoint never shows with some of its files removed.
-        let temporary = self.temporary()?;
-        fs::rename(self.path.join(name.to_string()), temporary.path().join("removed"))?;
-        temporary.close()
-    }
-
-    /// A directory that is removed on drop.
-    fn temporary(&self) -> io::Result<TempDir> {
-        let mut builder = tempfile::Builder::new();
-        // The umask decides about permissions, as for any directory; temporary files are private by default.
-        builder.prefix(TEMPORARY).permissions(fs::Permissions::from_mode(0o777)).tempdir_in(&self.path)
-    }
-
-    fn read_error(&self, e: &io::Error) -> String {
-        format!("cannot read {}: {e}", self.path.display())
+        }
     }
 
     fn owned(&self) -> MutexGuard<'_, Option<Owned>> {
@@ -351,93 +303,100 @@ impl Directory {
     }
 }
 
-impl Name {
-    /// The inverse of `to_string`; `None` for anything else in the directory.
-    fn parse(text: &str) -> Option<Self> {
-        let numbers = text.strip_prefix(PREFIX)?;
-        let (step, attempt) = numbers.split_once('.').unwrap_or((numbers, "0"));
-        let name = Name { step: step.parse().ok()?, attempt: attempt.parse().ok()? };
-        (name.to_string() == text).then_some(name)
+/// Writes those of `contents` that are not in `folder` yet, the manifest last.
+fn fill(folder: &Path, mut contents: Contents) -> io::Result<()> {
+    let write = |name: &str, bytes: &[u8]| {
+        let mut file = File::create_new(folder.join(name))?;
+        file.write_all(bytes)?;
+        file.sync_all()
+    };
+    for (name, content) in contents.files {
+        let checksum = match content {
+            Content::Memory(bytes) => {
+                write(&name, &bytes)?;
+                Checksum::of(&bytes)
+            }
+            Content::Written(checksum) => checksum,
+        };
+        contents.manifest.files.insert(name, checksum);
     }
-}
-
-impl std::fmt::Display for Name {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Name { step, attempt } = self;
-        match attempt {
-            0 => write!(f, "{PREFIX}{step:08}"),
-            _ => write!(f, "{PREFIX}{step:08}.{attempt}"),
-        }
+    for (name, bytes) in contents.manifest.to_files().map_err(io::Error::other)? {
+        write(name, &bytes)?;
     }
-}
-
-/// Makes the directory and those above it that are missing, durably. Returns its absolute path.
-pub(super) fn make(path: &Path) -> Result<PathBuf, String> {
-    let made = make_dirs(path, sync_dir).and_then(|()| path.canonicalize());
-    made.map_err(|e| format!("cannot make {}: {e}", path.display()))
-}
-
-/// Makes a directory and those above it that are missing, and calls `sync` for the parent of each.
-fn make_dirs(path: &Path, mut sync: impl FnMut(&Path) -> io::Result<()>) -> io::Result<()> {
-    let missing: Vec<&Path> = path.ancestors().take_while(|level| !level.is_dir()).collect();
-    fs::create_dir_all(path)?;
-    missing.into_iter().rev().filter_map(Path::parent).try_for_each(|parent| match parent.as_os_str().is_empty() {
-        true => sync(Path::new(".")),
-        false => sync(parent),
-    })
-}
-
-fn sync_dir(path: &Path) -> io::Result<()> {
-    File::open(path)?.sync_all()
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::ErrorKind;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
 
-    #[test]
-    fn a_program_being_started_does_not_keep_the_lock() {
-        let dir = tempfile::tempdir().unwrap();
-        let first = Directory::new(dir.path());
-        first.own().unwrap();
-        let second = Directory::new(dir.path());
-        assert!(second.own().unwrap_err().contains("another job does"));
-        // The file as a child process has it between fork and exec.
-        let inherited = first.owned().as_ref().unwrap()._lock.0.try_clone().unwrap();
-        drop(first);
-        second.own().unwrap();
-        drop(inherited);
+    const MODEL: &str = "model.bpk";
+
+    /// A folder whose models cannot be read for a while.
+    #[derive(Debug)]
+    struct Unsteady {
+        folder: Arc<dyn Storage>,
+        fails: Arc<AtomicBool>,
+    }
+
+    impl Storage for Unsteady {
+        fn own(&self) -> Result<Box<dyn Any + Send>, String> {
+            self.folder.own()
+        }
+
+        fn names(&self) -> io::Result<Vec<String>> {
+            self.folder.names()
+        }
+
+        fn contains(&self, name: &str) -> io::Result<bool> {
+            self.folder.contains(name)
+        }
+
+        fn open(&self, name: &str, file: &str) -> io::Result<File> {
+            let fails = file == MODEL && self.fails.load(Ordering::Relaxed);
+            if fails { Err(ErrorKind::TimedOut.into()) } else { self.folder.open(name, file) }
+        }
+
+        fn temporary(&self) -> io::Result<TempDir> {
+            self.folder.temporary()
+        }
+
+        fn commit(&self, name: &str, temporary: TempDir) -> io::Result<()> {
+            self.folder.commit(name, temporary)
+        }
+
+        fn remove(&self, name: &str) -> io::Result<()> {
+            self.folder.remove(name)
+        }
     }
 
     #[test]
-    fn the_parent_of_each_new_level_is_synced() {
-        let root = tempfile::tempdir().unwrap();
-        let at = |level: &str| root.path().join(level);
-        let synced = |path: &str| {
-            let mut synced = Vec::new();
-            make_dirs(&at(path), |dir| {
-                synced.push(dir.to_path_buf());
-                sync_dir(dir)
-            })
-            .unwrap();
-            assert!(at(path).is_dir());
-            synced
-        };
-        assert_eq!(synced("a/b/c"), [root.path().to_path_buf(), at("a"), at("a/b")]);
-        assert_eq!(synced("a/b/d"), [at("a/b")]);
-        assert_eq!(synced("a/b/d"), [] as [PathBuf; 0]);
-    }
-
-    #[test]
-    fn names_are_parsed_back_and_nothing_else_is_a_checkpoint() {
-        for (step, attempt) in [(0, 0), (123, 0), (123, 2), (1_234_567_890_123, 0), (u64::MAX, 7)] {
-            let name = Name { step, attempt };
-            assert_eq!(Name::parse(&name.to_string()), Some(name));
+    fn a_checkpoint_that_cannot_be_read_for_a_while_is_not_removed() {
+        let path = tempfile::tempdir().unwrap();
+        for step in 1..=3 {
+            let folder = path.path().join(Name { step, attempt: 0 }.to_string());
+            std::fs::create_dir(&folder).unwrap();
+            let mut manifest = Manifest::new(step, 1);
+            manifest.files.insert(MODEL.into(), Checksum::of(b"weights"));
+            manifest.values.insert("loss".into(), step.into());
+            std::fs::write(folder.join(MODEL), b"weights").unwrap();
+            for (name, bytes) in manifest.to_files().unwrap() {
+                std::fs::write(folder.join(name), bytes).unwrap();
+            }
         }
-        assert_eq!(Name { step: 123, attempt: 0 }.to_string(), "step-00000123");
-        for other in ["step-", "step-123", "step-00000123.0", "step-00000123.x", "step-+0000012", ".lock", "model.bpk"]
-        {
-            assert_eq!(Name::parse(other), None, "{other}");
-        }
+        let fails = Arc::new(AtomicBool::new(true));
+        let mut directory = Directory::new(path.path());
+        directory.storage = Arc::new(Unsteady { folder: directory.storage.clone(), fails: fails.clone() });
+        let keep = Keep { last: Some(1), best: Some((1, "loss".into(), Best::Lowest)) };
+        let steps = || directory.names().unwrap().iter().map(|name| name.step).collect::<Vec<_>>();
+        let error = directory.prune(&keep).unwrap_err();
+        assert!(error.contains(MODEL), "{error}");
+        assert_eq!(steps(), [3, 2, 1]);
+        fails.store(false, Ordering::Relaxed);
+        directory.prune(&keep).unwrap();
+        assert_eq!(steps(), [3, 1]);
     }
 }

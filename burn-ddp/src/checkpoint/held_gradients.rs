@@ -9,13 +9,13 @@ use burn::module::Module;
 use burn::tensor::{Bytes, Device, TensorData};
 use burn_ddp_comm::{DType, ProcessGroup};
 
-use crate::convert::burn_dtype;
 use crate::gradients::{HeldBatches, Sum};
 use crate::intercept::WrappedModel;
+use crate::model::burnpack_reader::TensorFile;
+use crate::model::burnpack_tensors::{StoredTensor, tensors};
+use crate::model::burnpack_writer::Source;
 use crate::model::schema::Schema;
-use crate::model::stored_tensors::{StoredTensor, tensors};
-use crate::model::streamed_file::Source;
-use crate::model::tensor_file::TensorFile;
+use crate::tensor_conversion::burn_dtype;
 use crate::{Error, Result, agreement, main_first};
 
 /// The micro-batches of each rank, and the sums over them, for the wrapped models in a module.

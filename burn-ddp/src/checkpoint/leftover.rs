@@ -1,7 +1,19 @@
-//! Files and directories that a killed job has left half written.
+//! Removal of files and directories that a killed job has left half written.
 
 use std::fs::{self, DirEntry};
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
+use std::path::Path;
+
+/// Removes what is in a folder under names that begin with `prefix`.
+pub(super) fn remove_all(folder: &Path, prefix: &str) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if entry.file_name().to_string_lossy().starts_with(prefix) {
+            remove(&entry);
+        }
+    }
+    Ok(())
+}
 
 /// Removes a leftover. A failure costs space only: it is logged.
 pub(crate) fn remove(entry: &DirEntry) {

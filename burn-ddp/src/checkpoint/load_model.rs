@@ -7,10 +7,10 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Bytes, DType, Int, Tensor, TensorData};
 use burn_ddp_comm::{DType as CommDType, ProcessGroup};
 
-use crate::convert::data_of;
 use crate::intercept::{Part, bypass, parts};
+use crate::model::burnpack_reader::TensorFile;
 use crate::model::schema::unreadable;
-use crate::model::tensor_file::TensorFile;
+use crate::tensor_conversion::data_of;
 use crate::{Error, Result, agreement, main_first};
 
 /// Returns `model` with the values of rank 0's `file`: on rank 0 all of them, on the other ranks their parts of sharded

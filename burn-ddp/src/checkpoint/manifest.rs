@@ -1,15 +1,15 @@
-//! The manifest of a checkpoint: contents, checksums, values; and the check of a directory against it.
+//! The manifest of a checkpoint: contents, checksums, values; and the check of a checkpoint against it.
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, ErrorKind, Read};
-use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
+use super::storage::Storage;
 use crate::gradients::HeldBatches;
 use crate::model::schema::Entry;
 use crate::optimizer::state::Ids;
@@ -147,13 +147,13 @@ impl fmt::Display for VerifyError {
     }
 }
 
-/// Compares every file of the checkpoint in `dir` with its checksum. Returns the text of the manifest.
-pub(super) fn verify(dir: &Path) -> Result<String, VerifyError> {
+/// Compares every file of a checkpoint with its checksum. Returns the text of the manifest.
+pub(super) fn verify(storage: &dyn Storage, checkpoint: &str) -> Result<String, VerifyError> {
     let corrupt = |name: &str, reason: &str| VerifyError::Corrupt(format!("{name}: {reason}"));
-    let failed = |name: &str, e: &io::Error| verify_error(dir, name, e);
-    let (text, manifest) = read(dir)?;
+    let failed = |name: &str, e: &io::Error| verify_error(storage, checkpoint, name, e);
+    let (text, manifest) = read(storage, checkpoint)?;
     for (name, expected) in &manifest.files {
-        let file = File::open(dir.join(name));
+        let file = storage.open(checkpoint, name);
         let actual = file.and_then(|mut file| Checksum::of_file(&mut file)).map_err(|e| failed(name, &e))?;
         if actual != *expected {
             let (expected, actual) = (expected.bytes, actual.bytes);
@@ -163,9 +163,12 @@ pub(super) fn verify(dir: &Path) -> Result<String, VerifyError> {
     Ok(text)
 }
 
-/// Reads the manifest of the checkpoint in `dir`, and compares it with its checksum. Returns its text, too.
-pub(super) fn read(dir: &Path) -> Result<(String, Manifest), VerifyError> {
-    let read = |name: &str| fs::read_to_string(dir.join(name)).map_err(|e| verify_error(dir, name, &e));
+/// Reads the manifest of a checkpoint, and compares it with its checksum. Returns its text, too.
+pub(super) fn read(storage: &dyn Storage, checkpoint: &str) -> Result<(String, Manifest), VerifyError> {
+    let read = |name: &str| {
+        let text = storage.open(checkpoint, name).and_then(io::read_to_string);
+        text.map_err(|e| verify_error(storage, checkpoint, name, &e))
+    };
     let (text, checksum) = (read(MANIFEST)?, read(MANIFEST_CHECKSUM)?);
     if checksum != checksum_line(text.as_bytes()) {
         return Err(VerifyError::Corrupt(format!("{MANIFEST}: checksum mismatch")));
@@ -174,13 +177,13 @@ pub(super) fn read(dir: &Path) -> Result<(String, Manifest), VerifyError> {
     Ok((text, manifest))
 }
 
-/// The meaning of an error of reading a file of the checkpoint in `dir`.
-fn verify_error(dir: &Path, name: &str, error: &io::Error) -> VerifyError {
+/// The meaning of an error of reading a file of a checkpoint.
+fn verify_error(storage: &dyn Storage, checkpoint: &str, name: &str, error: &io::Error) -> VerifyError {
     // A checkpoint that is removed loses its name first.
-    match fs::symlink_metadata(dir) {
-        Err(e) if e.kind() == ErrorKind::NotFound => return VerifyError::Vanished,
+    match storage.contains(checkpoint) {
+        Ok(true) => {}
+        Ok(false) => return VerifyError::Vanished,
         Err(e) => return VerifyError::Unreadable(e.to_string()),
-        Ok(_) => {}
     }
     let reason = format!("{name}: {error}");
     match error.kind() {

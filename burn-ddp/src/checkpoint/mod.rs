@@ -1,7 +1,7 @@
 //! Checkpoints: everything a run needs to go on, saved as one unit by [`Checkpoints`].
 //!
-//! Rank 0 writes and reads, and sends what it read. So the directory needs to be on its machine only, and a
-//! checkpoint of any number of ranks is loaded by any other number.
+//! Rank 0 writes and reads, and sends what it read. So the directory needs to be on its machine only, or on
+//! S3-compatible storage, and a checkpoint of any number of ranks is loaded by any other number.
 //!
 //! Three ways to save, and when to use which:
 //!
@@ -11,15 +11,25 @@
 //! | [`Ddp::checkpoints`] | models, optimizers, schedules, values, as one unit | your own loop, to be resumed |
 //! | `DdpTrainer::checkpointer` | the records of Burn's `Learner`, each epoch | Burn's trainer without a shared disk |
 
-pub(crate) mod background;
+pub(crate) mod background_write;
+mod best_checkpoint;
+mod checkpoint_name;
 mod directory;
 mod held_gradients;
 pub(crate) mod leftover;
 mod load_model;
-mod load_state;
+mod load_optimizer;
+mod local_folder;
 mod manifest;
-mod metric;
+#[cfg(feature = "s3")]
+mod object_connection;
+#[cfg(feature = "s3")]
+mod object_storage;
+#[cfg(feature = "s3")]
+mod object_transfer;
 mod saved_checkpoint;
+mod storage;
+mod storage_choice;
 mod writer;
 
 use std::path::{Path, PathBuf};
@@ -28,9 +38,9 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use crate::ddp::Ddp;
 use crate::{Error, Result, agreement, main_first};
-use background::{BackgroundWrite, OpenedDirectory};
+use background_write::{BackgroundWrite, OpenedDirectory};
+pub use best_checkpoint::Best;
 use directory::{Directory, Keep};
-pub use metric::Best;
 pub use saved_checkpoint::Checkpoint;
 pub use writer::CheckpointWriter;
 
@@ -91,9 +101,14 @@ impl Ddp {
     /// The checkpoints in `directory` on rank 0's machine, which is created if missing. *Collective*. A job may open a
     /// directory several times, with settings of their own; its saves and waits come one after the other.
     ///
+    /// With the feature `s3`, `directory` may be `"s3://bucket/prefix"`: S3-compatible storage, with the settings of
+    /// rank 0's `AWS_*` variables. Files of a checkpoint are made in rank 0's folder for temporary files, and uploaded.
+    /// The directory has no lock: a later job that saves to it takes it over.
+    ///
     /// # Errors
     ///
-    /// [`Error::File`] on every rank if rank 0 cannot create the directory.
+    /// [`Error::File`] on every rank if rank 0 cannot create the directory, it is a checkpoint itself
+    /// (`…/step-00000123`), or a URL or its settings are wrong.
     ///
     /// # Example
     ///
@@ -111,7 +126,7 @@ impl Ddp {
     /// ```
     #[track_caller]
     pub fn checkpoints(&self, directory: impl AsRef<Path>) -> Result<Checkpoints> {
-        let path = main_first::on_main(self.group(), || directory::make(directory.as_ref()))?;
+        let path = main_first::on_main(self.group(), || storage_choice::make(directory.as_ref()))?;
         let mut opened = self.state().checkpoint_directories();
         let group = &self.state().group;
         let known = opened.iter().position(|opened| opened.path == path && Arc::ptr_eq(&opened.group, group));
@@ -309,13 +324,13 @@ impl Checkpoints {
     /// The newest complete checkpoint, the same one on all ranks; `None` if there is none. *Collective*.
     ///
     /// Compares the checksum of every file, and skips corrupt checkpoints with a warning in the log. Another job may
-    /// save and remove checkpoints meanwhile.
+    /// save and remove checkpoints meanwhile. Rank 0 logs the result at level `info` (target `burn_ddp::checkpoint`).
     ///
     /// # Errors
     ///
-    /// On every rank: [`Error::File`] if rank 0 cannot read the directory or a checkpoint for a reason other than
-    /// damage (storage that does not answer, missing permission), or the newest checkpoint has a format that this
-    /// version does not read.
+    /// On every rank: [`Error::File`] if all checkpoints are damaged; if rank 0 cannot read the directory or a
+    /// checkpoint for a reason other than damage (storage that does not answer, missing permission); if the newest
+    /// checkpoint has a format that this version does not read.
     ///
     /// # Example
     ///
@@ -341,7 +356,22 @@ impl Checkpoints {
     /// ```
     #[track_caller]
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
-        self.choose(|directory| directory.newest())
+        let latest = self.choose(|directory| directory.newest())?;
+        if self.ddp.is_main() {
+            let path = self.directory.path().display();
+            match &latest {
+                Some(found) => tracing::info!(
+                    target: "burn_ddp::checkpoint",
+                    "the newest checkpoint in {path} is that of step {}",
+                    found.step()
+                ),
+                None => tracing::info!(
+                    target: "burn_ddp::checkpoint",
+                    "no checkpoint in {path}: the training begins at its start"
+                ),
+            }
+        }
+        Ok(latest)
     }
 
     /// The complete checkpoint of `step`, the last one if it was saved more than once; `None` if there is none.
@@ -408,7 +438,7 @@ impl Checkpoints {
     pub fn list(&self) -> Result<Vec<Checkpoint>> {
         self.wait()?;
         let found: Vec<(PathBuf, String)> = main_first::on_main(self.ddp.group(), || self.directory.list())?;
-        let open = |(path, manifest): (PathBuf, String)| Checkpoint::new(self.ddp.clone(), path, &manifest);
+        let open = |(path, manifest): (PathBuf, String)| self.found(path, &manifest);
         found.into_iter().map(open).collect()
     }
 
@@ -416,7 +446,11 @@ impl Checkpoints {
     fn choose(&self, find: impl FnOnce(&Directory) -> Result<directory::Found, String>) -> Result<Option<Checkpoint>> {
         self.wait()?;
         let found = main_first::on_main(self.ddp.group(), || find(&self.directory))?;
-        found.map(|(path, manifest)| Checkpoint::new(self.ddp.clone(), path, &manifest)).transpose()
+        found.map(|(path, manifest)| self.found(path, &manifest)).transpose()
+    }
+
+    fn found(&self, path: PathBuf, manifest: &str) -> Result<Checkpoint> {
+        Checkpoint::new(self.ddp.clone(), self.directory.storage.clone(), path, manifest)
     }
 
     /// Compares an argument between the ranks. *Collective*.
@@ -440,7 +474,7 @@ impl Drop for Checkpoints {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telemetry::listener::Listener;
+    use crate::telemetry::test_event_capture::Listener;
 
     /// One of two models went through `wrap`.
     #[test]
@@ -473,6 +507,29 @@ mod tests {
         assert_eq!(warnings(2, true), [1, 0], "once, on rank 0");
         assert_eq!(warnings(2, false), [0, 0]);
         assert_eq!(warnings(1, true), [0], "alone there is nothing to average");
+    }
+
+    #[test]
+    fn rank_0_says_whether_there_is_a_checkpoint_to_go_on_from() {
+        let directory = tempfile::tempdir().unwrap();
+        let texts = Ddp::spawn(2, |ddp| {
+            let listener = Listener::default();
+            tracing::subscriber::with_default(listener.clone(), || {
+                let checkpoints = ddp.checkpoints(directory.path())?;
+                checkpoints.latest()?;
+                checkpoints.save(7, |c| c.value("loss", &0.5))?;
+                checkpoints.latest()?;
+                anyhow::Ok(())
+            })?;
+            let events = listener.events("burn_ddp::checkpoint");
+            Ok(events.into_iter().flatten().map(|(_, text)| text).collect::<Vec<_>>())
+        });
+        let [main, other]: [Vec<String>; 2] = texts.unwrap().try_into().unwrap();
+        let path = directory.path().canonicalize().unwrap();
+        assert_eq!(main.len(), 2, "{main:?}");
+        assert!(main[0].contains(&format!("no checkpoint in {}", path.display())), "{main:?}");
+        assert!(main[1].contains("is that of step 7"), "{main:?}");
+        assert!(other.is_empty(), "{other:?}");
     }
 
     #[test]

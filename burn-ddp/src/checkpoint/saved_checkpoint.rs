@@ -12,13 +12,15 @@ use burn::tensor::Bytes;
 use serde::de::DeserializeOwned;
 
 use super::manifest::{Checksum, Manifest};
-use super::{held_gradients, load_model, load_state};
+use super::storage::Storage;
+use super::{held_gradients, load_model, load_optimizer};
 use crate::ddp::Ddp;
+use crate::model::broadcast;
+use crate::model::burnpack_reader::TensorFile;
 use crate::model::schema::{Entry, Schema};
-use crate::model::tensor_file::TensorFile;
 use crate::model::values::values;
 use crate::wrap::wrapped_in;
-use crate::{Error, Result, agreement, byte_stream, main_first};
+use crate::{Error, Result, agreement, chunked_broadcast, main_first};
 
 /// A complete checkpoint, the same one on all ranks; from [`Checkpoints::latest`](super::Checkpoints::latest).
 ///
@@ -26,15 +28,16 @@ use crate::{Error, Result, agreement, byte_stream, main_first};
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     ddp: Ddp,
+    storage: Arc<dyn Storage>,
     path: PathBuf,
     manifest: Arc<Manifest>,
     prefix: String,
 }
 
 impl Checkpoint {
-    pub(super) fn new(ddp: Ddp, path: PathBuf, manifest: &str) -> Result<Self> {
+    pub(super) fn new(ddp: Ddp, storage: Arc<dyn Storage>, path: PathBuf, manifest: &str) -> Result<Self> {
         let manifest = Manifest::parse(manifest).map_err(|e| Error::file(format!("{}: {e}", path.display())))?;
-        Ok(Checkpoint { ddp, path, manifest: Arc::new(manifest), prefix: String::new() })
+        Ok(Checkpoint { ddp, storage, path, manifest: Arc::new(manifest), prefix: String::new() })
     }
 
     /// Optimizer steps before it was saved.
@@ -69,7 +72,7 @@ impl Checkpoint {
         self.manifest.world_size
     }
 
-    /// Its directory on rank 0's machine.
+    /// Its directory on rank 0's machine, or its URL.
     ///
     /// # Example
     ///
@@ -152,7 +155,7 @@ impl Checkpoint {
         let trained = agreement::on_outcome(group, &format!("load {name}"), fits)?;
         let file = self.open(&name)?;
         let model = load_model::load(group, model, file, &name)?;
-        let model = self.ddp.broadcast_parameters(model, 0)?;
+        let model = broadcast::model(&self.ddp, model, 0)?;
         match held.filter(|_| !trained.is_empty()) {
             Some(held) => {
                 let file = self.open(&held_gradients::file_of(&name))?;
@@ -184,7 +187,7 @@ impl Checkpoint {
         let name = format!("{}optimizer.bpk", self.prefix);
         let saved_ids = self.manifest.optimizers.get(&name).ok_or_else(|| self.missing(&name))?;
         let file = self.open(&name)?;
-        load_state::load(self.ddp.group(), optim, model, file.as_ref(), saved_ids, &name)
+        load_optimizer::load(self.ddp.group(), optim, model, file.as_ref(), saved_ids, &name)
     }
 
     /// State of the learning-rate schedule: `scheduler = scheduler.load_record(checkpoint.scheduler()?)`. *Collective*.
@@ -231,7 +234,8 @@ impl Checkpoint {
     fn verified(&self, name: &str) -> Result<File, String> {
         let path = self.path.join(name);
         let failed = |e: io::Error| format!("cannot read {}: {e}", path.display());
-        let mut file = File::open(&path).map_err(failed)?;
+        let checkpoint = self.path.file_name().unwrap_or_default().to_string_lossy();
+        let mut file = self.storage.open(&checkpoint, name).map_err(failed)?;
         let checksum = Checksum::of_file(&mut file).map_err(failed)?;
         if self.manifest.files.get(name) != Some(&checksum) {
             return Err(format!("{} has changed since the checkpoint was chosen", path.display()));
@@ -261,9 +265,9 @@ impl Checkpoint {
             Ok(bytes.len())
         })?;
         if !self.ddp.is_main() {
-            return Ok(byte_stream::receive(group, len, 0)?);
+            return Ok(chunked_broadcast::receive(group, len, 0)?);
         }
-        byte_stream::send(group, &bytes)?;
+        chunked_broadcast::send(group, &bytes)?;
         Ok(bytes)
     }
 }

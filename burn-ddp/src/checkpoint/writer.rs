@@ -19,13 +19,13 @@ use super::held_gradients::{self, SavedWrapped};
 use super::manifest::{Checksum, Manifest};
 use crate::intercept::{self, Part, WrappedModel};
 use crate::model::burnpack;
+use crate::model::burnpack_writer::{self, Sink};
 use crate::model::digest::digest;
 use crate::model::param_hash::param_hash;
-use crate::model::streamed_file::{self, Sink};
 use crate::model::sync_buffers::sync_wrapped;
 use crate::model::values::values;
+use crate::optimizer::sharded_state::StateInParts;
 use crate::optimizer::state::{self as optimizer_state, Ids};
-use crate::optimizer::state_in_parts::StateInParts;
 use crate::wrap::wrapped_in;
 use crate::{Error, Result, agreement, main_first};
 
@@ -235,7 +235,7 @@ impl<'a> CheckpointWriter<'a> {
         let saved = sync_wrapped(self.group, model)
             .and_then(|()| agreement::on_outcome(self.group, FILL, values(model)))
             .and_then(|(schema, values)| {
-                streamed_file::write(self.group, values, &[], &mut sink, self.cannot_write)?;
+                burnpack_writer::write(self.group, values, &[], &mut sink, self.cannot_write)?;
                 Ok(schema)
             });
         let schema = saved.inspect_err(|e| self.contents.ended = Some(e.clone()))?;
@@ -263,7 +263,7 @@ impl<'a> CheckpointWriter<'a> {
         let name = held_gradients::file_of(&model);
         let sink = self.contents.open(&name);
         let mut sink = self.contents.agree(self.group, &name, sink)?;
-        streamed_file::write(self.group, held.sums, &[], &mut sink, self.cannot_write)?;
+        burnpack_writer::write(self.group, held.sums, &[], &mut sink, self.cannot_write)?;
         if self.contents.collect {
             self.contents.manifest.held.insert(model, held.batches);
             self.contents.add(name, sink.into());

@@ -137,7 +137,7 @@ pub enum DataError {
         /// The dataset's error.
         source: Arc<DatasetError>,
     },
-    /// The weight of this batch is none: see [`weigh`](super::LoaderBuilder::weigh).
+    /// The weight of this batch is not allowed: see [`weigh`](super::LoaderBuilder::weigh).
     #[error("{what} has no weight: {reason}")]
     Weight {
         /// The batch: step, epoch, loader and rank.

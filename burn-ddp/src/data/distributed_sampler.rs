@@ -21,6 +21,13 @@ use super::{DataError, permutation};
 /// assert_eq!(rank_2_of_3.indices(0), [2, 0]); // padded by the first item
 /// assert_eq!(rank_2_of_3.drop_last(true).indices(0), [2]);
 ///
+/// let mut shuffled = DistributedSampler::new(6, 0, 2)?.seed(42);
+/// for epoch in 0..3 {
+///     shuffled.set_epoch(epoch); // on every rank
+///     assert_eq!((shuffled.epoch(), shuffled.iter().count()), (epoch, 3));
+/// }
+/// assert_eq!((shuffled.dataset_len(), shuffled.num_samples()), (6, 3));
+///
 /// assert!(DistributedSampler::new(5, 3, 3).is_err());
 /// # Ok::<(), burn_ddp::data::DataError>(())
 /// ```

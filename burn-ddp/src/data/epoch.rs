@@ -126,6 +126,31 @@ impl<O: Send + 'static, E: Iterator<Item = usize>> Iterator for Epochs<O, E> {
 /// the epoch is over. Loops that read ahead call [`Ddp::set_batch_items`](crate::Ddp::set_batch_items). A batch
 /// whose epoch was dropped before its first backward weighs until any loader hands out another one. Dropping an epoch
 /// before its end is announced to the other ranks, which must do the same.
+///
+/// # Example
+///
+/// ```
+/// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
+/// # struct Together;
+/// # impl Batcher<u32, Vec<u32>> for Together {
+/// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
+/// #         items
+/// #     }
+/// # }
+/// # use burn_ddp::prelude::*;
+/// Ddp::spawn(2, |ddp| {
+///     let train = ddp.loader(Together).batch_size(4).build(InMemDataset::new((0..20).collect()))?;
+///     for mut epoch in train.epochs(0..2) {
+///         assert_eq!((epoch.len(), epoch.step()), (3, 0)); // steps of the epoch, steps taken
+///         while let Some(batch) = epoch.next() {
+///             assert_eq!(batch?.len(), epoch.batch_items()); // 4, 4, and 2 of the last 4 items
+///         }
+///         println!("epoch {}: {} steps", epoch.number(), epoch.step());
+///     }
+///     Ok(())
+/// })?;
+/// # Ok::<(), burn_ddp::Error>(())
+/// ```
 #[must_use = "an epoch that is dropped before its end ends the job, unless all ranks drop it"]
 pub struct Epoch<O: Send + 'static> {
     loader: ShardedLoader<O>,

@@ -16,7 +16,8 @@ use super::DataError;
 /// use burn_ddp::data::EpochPlan;
 ///
 /// let plan = EpochPlan::new(11, 2, 4)?; // 11 items, 2 ranks, 4 items per step
-/// assert_eq!(plan.steps(), 3);
+/// assert_eq!((plan.items(), plan.world_size(), plan.global_batch()), (11, 2, 4));
+/// assert_eq!((plan.steps(), plan.consumed()), (3, 0)); // `consumed` of a plan `after` an interruption
 /// assert_eq!(plan.step(2), 8..11);
 /// assert_eq!(plan.share(2, 0), 8..10); // rank 0
 /// assert_eq!(plan.share(2, 1), 10..11); // rank 1

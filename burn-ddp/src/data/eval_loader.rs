@@ -17,6 +17,26 @@ use crate::Ddp;
 /// Shares are contiguous and in rank order, so results gathered from all ranks are in the order of the dataset, or in
 /// the [shuffled](super::LoaderBuilder::shuffle) one. No item is repeated; a rank may have fewer batches than another,
 /// or none. It is also Burn's [`DataLoader`](burn::data::dataloader::DataLoader). Clones are the same loader.
+///
+/// # Example
+///
+/// ```
+/// # use burn::{data::dataloader::batcher::Batcher, data::dataset::InMemDataset, tensor::Device};
+/// # struct Together;
+/// # impl Batcher<u32, Vec<u32>> for Together {
+/// #     fn batch(&self, items: Vec<u32>, _: &Device) -> Vec<u32> {
+/// #         items
+/// #     }
+/// # }
+/// # use burn_ddp::prelude::*;
+/// let own = Ddp::spawn(2, |ddp| {
+///     let test = ddp.eval_loader(Together).batch_size(3).build(InMemDataset::new((0..7).collect()))?;
+///     let items = test.iter().collect::<Result<Vec<_>, _>>()?.concat();
+///     Ok((test.num_items(), test.len(), test.is_empty(), items))
+/// })?;
+/// assert_eq!(own, [(7, 2, false, vec![0, 1, 2, 3]), (7, 1, false, vec![4, 5, 6])]);
+/// # Ok::<(), burn_ddp::Error>(())
+/// ```
 pub struct EvalLoader<O> {
     inner: Arc<Inner<O>>,
 }

@@ -46,6 +46,7 @@ use super::{DataError, permutation};
 /// let batches = Ddp::spawn(2, |ddp| {
 ///     let lengths = vec![9, 1, 8, 2, 7, 3];
 ///     let sampler = ByLength { lengths: lengths.clone(), step: 2 };
+///     assert!(!sampler.is_empty()); // a loader needs an item for each rank
 ///     let train = ddp.loader(Together).batch_size(1).sampler(sampler).build(InMemDataset::new(lengths))?;
 ///     Ok(train.iter().collect::<Result<Vec<_>, _>>()?.concat())
 /// })?;

@@ -140,6 +140,18 @@ impl<D> ShardedDataset<D> {
     }
 
     /// The dataset of all ranks.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn::data::dataset::{Dataset, InMemDataset};
+    /// use burn_ddp::data::ShardedDataset;
+    ///
+    /// let rank_0 = ShardedDataset::contiguous(InMemDataset::new(vec!['a', 'b', 'c', 'd']), 0, 2)?;
+    /// assert_eq!((rank_0.len(), rank_0.dataset().len()), (2, 4));
+    /// assert_eq!(rank_0.into_inner().get(3)?, 'd');
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn dataset(&self) -> &D {
         &self.dataset
     }

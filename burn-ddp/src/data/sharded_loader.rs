@@ -57,7 +57,7 @@ struct Inner<O> {
     plan: EpochPlan,
     /// `None` for the number of items.
     weigh: Option<Weigh<O>>,
-    /// First item of the dataset: 0, but for a slice.
+    /// Index in the dataset of the loader's first item: 0, unless it reads a slice.
     first: usize,
     order: Order,
     pool: Arc<Pool<O>>,
@@ -172,7 +172,7 @@ impl<O: Send + 'static> ShardedLoader<O> {
         &self.inner.pool
     }
 
-    /// First item of the dataset: 0, but for a slice.
+    /// Index in the dataset of the loader's first item: 0, unless it reads a slice.
     pub(super) fn first(&self) -> usize {
         self.inner.first
     }

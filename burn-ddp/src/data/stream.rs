@@ -44,6 +44,37 @@ impl StreamShard {
 /// A source without random access: files of records, a database, a queue. For [`Ddp::stream`](crate::Ddp::stream).
 ///
 /// torch's `IterableDataset`, with the division over ranks and workers as an argument.
+///
+/// # Example
+///
+/// ```
+/// use burn::data::dataset::DatasetError;
+/// use burn_ddp::data::{Stream, StreamShard, StreamSource};
+///
+/// /// Numbered files of lines.
+/// struct Files(Vec<std::path::PathBuf>);
+///
+/// impl StreamSource<String> for Files {
+///     fn open(&self, shard: StreamShard) -> Result<Stream<String>, DatasetError> {
+///         let mut lines = Vec::new();
+///         for (_, file) in self.0.iter().enumerate().filter(|(nth, _)| shard.has(*nth)) {
+///             let text = std::fs::read_to_string(file).map_err(DatasetError::new)?;
+///             lines.extend(text.lines().map(|line| Ok(line.to_string())));
+///         }
+///         Ok(Box::new(lines.into_iter())) // of files that fit into memory
+///     }
+/// }
+///
+/// let directory = tempfile::tempdir()?;
+/// let files = ["one", "two", "three"].map(|name| directory.path().join(name));
+/// for file in &files {
+///     std::fs::write(file, file.file_name().unwrap().as_encoded_bytes())?;
+/// }
+/// let shard = StreamShard { index: 0, of: 2, epoch: 0 }; // the first of two ranks, without workers
+/// let items = Files(files.to_vec()).open(shard)?.collect::<Result<Vec<_>, _>>()?;
+/// assert_eq!(items, ["one", "three"]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub trait StreamSource<I>: Send + Sync {
     /// Opens a part. Every rank opens the parts of its own workers, once per epoch, on the thread that reads the first
     /// item of it.

@@ -18,6 +18,10 @@ use crate::batch_weight::{self, LoaderBatch, Step};
 ///
 /// What one rank cannot read is an error on all ranks at the same step, and ends the epoch. Take a batch when it is
 /// used, see [`Epoch`](super::Epoch).
+///
+/// # Example
+///
+/// As in [`StreamBuilder`](super::StreamBuilder).
 #[must_use = "all ranks go through an epoch together"]
 pub struct StreamEpoch<I: Clone + Send + 'static, O: Send + 'static> {
     loader: StreamLoader<I, O>,
@@ -62,11 +66,19 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamEpoch<I, O> {
     }
 
     /// The epoch's number.
+    ///
+    /// # Example
+    ///
+    /// As in [`StreamBuilder`](super::StreamBuilder).
     pub fn number(&self) -> usize {
         self.number
     }
 
     /// Steps that were taken so far, including those before a [resume](StreamLoader::resume).
+    ///
+    /// # Example
+    ///
+    /// As in [`StreamBuilder`](super::StreamBuilder).
     pub fn step(&self) -> usize {
         self.taken.steps as usize
     }
@@ -172,7 +184,7 @@ impl<I: Clone + Send + 'static, O: Send + 'static> StreamEpoch<I, O> {
         Ok(Some(batch))
     }
 
-    /// Weight of a batch of `items` items, of which 0 is one that the rank repeats.
+    /// Weight of a batch of `items` items; a batch that the rank repeats counts as 0 items.
     fn weight(&self, batch: &O, items: usize, step: u32) -> Result<f64, DataError> {
         let Some(weigh) = self.loader.inner().weigh.as_ref().filter(|_| items > 0) else { return Ok(items as f64) };
         let weight = weigh(batch);

@@ -79,6 +79,51 @@ impl Ddp {
 }
 
 /// Builds a [`StreamLoader`]; from [`Ddp::stream`].
+///
+/// # Example
+///
+/// Texts, each weighed by its number of words, which two threads per rank read ahead:
+///
+/// ```
+/// # use burn::data::{dataloader::batcher::Batcher, dataset::DatasetError};
+/// # use burn::tensor::Device;
+/// # struct Together;
+/// # impl Batcher<String, Vec<String>> for Together {
+/// #     fn batch(&self, items: Vec<String>, _: &Device) -> Vec<String> {
+/// #         items
+/// #     }
+/// # }
+/// use burn_ddp::data::{Stream, StreamShard, StreamSource};
+/// use burn_ddp::prelude::*;
+///
+/// struct Texts;
+///
+/// impl StreamSource<String> for Texts {
+///     fn open(&self, shard: StreamShard) -> Result<Stream<String>, DatasetError> {
+///         let own = (0..8).filter(move |nth| shard.has(*nth));
+///         Ok(Box::new(own.map(|nth| Ok(format!("text number {nth}")))))
+///     }
+/// }
+///
+/// let batches = Ddp::spawn(2, |ddp| {
+///     let train = ddp
+///         .stream(Texts, Together)
+///         .batch_size(2)
+///         .num_workers(2)
+///         .weigh(|texts: &Vec<String>| texts.iter().map(|text| text.split(' ').count()).sum::<usize>() as f64)
+///         .set_device(ddp.device()?.autodiff())
+///         .build()?;
+///     let mut batches = Vec::new();
+///     for mut epoch in train.epochs(0..1) {
+///         while let Some(batch) = epoch.next() {
+///             batches.push((epoch.number(), epoch.step(), batch?.len(), ddp.batch_items()));
+///         }
+///     }
+///     Ok(batches)
+/// })?;
+/// assert_eq!(batches[0], [(0, 1, 2, 6.0), (0, 2, 2, 6.0)]); // epoch, steps so far, texts, words
+/// # Ok::<(), burn_ddp::Error>(())
+/// ```
 #[must_use = "nothing is loaded before `build`"]
 pub struct StreamBuilder<I, O> {
     ddp: Ddp,
@@ -215,12 +260,20 @@ pub struct StreamPosition {
 
 impl StreamPosition {
     /// The present epoch, or, between two epochs, the next one.
+    ///
+    /// # Example
+    ///
+    /// As in [`StreamLoader::resume`].
     #[must_use]
     pub fn epoch(&self) -> usize {
         self.epoch
     }
 
     /// Steps of that epoch that were taken.
+    ///
+    /// # Example
+    ///
+    /// As in [`StreamLoader::resume`].
     #[must_use]
     pub fn steps(&self) -> usize {
         self.taken.first().map_or(0, |taken| taken.steps as usize)

@@ -252,22 +252,6 @@ impl Ddp {
         crate::device::of_rank(self.local_rank(), self.world().local_world_size())
     }
 
-    /// This rank's device of a kind: `ddp.device_of(|local_rank| Device::cuda(local_rank))`.
-    ///
-    /// # Example
-    ///
-    /// ```
-    /// # use burn::tensor::{Device, Tensor};
-    /// # use burn_ddp::prelude::*;
-    /// let ddp = Ddp::init()?;
-    /// let device = ddp.device_of(|_| Device::default()); // `Device::cuda` with GPUs
-    /// assert_eq!(Tensor::<1>::ones([3], &device).sum().into_scalar::<f32>(), 3.0);
-    /// # Ok::<(), burn_ddp::Error>(())
-    /// ```
-    pub fn device_of(&self, device: impl FnOnce(usize) -> Device) -> Device {
-        device(self.local_rank())
-    }
-
     /// Seeds `device`: the same seed on every rank while the model is made, and another one for each rank after
     /// [`Ddp::wrap`] and with each batch that a training loader hands out. So dropout differs between ranks, repeats
     /// between runs, and goes on in a run that is [resumed](crate::data::ShardedLoader::resume) as if it had not been
@@ -346,7 +330,7 @@ impl Ddp {
         self.state.batch_weight.items()
     }
 
-    /// Counters of this rank's steps, and the slowest rank.
+    /// Counters of this rank's steps, the slowest rank, why a run is slow, and curves for TensorBoard.
     ///
     /// # Example
     ///
@@ -366,7 +350,7 @@ impl Ddp {
     /// ```
     #[must_use]
     pub fn telemetry(&self) -> Telemetry {
-        Telemetry::new(self.state.meter.clone())
+        Telemetry::new(self.without_presence())
     }
 
     /// Waits until every rank has come here. *Collective*.
@@ -394,7 +378,7 @@ impl Ddp {
         Ok(self.group().barrier()?)
     }
 
-    /// Ends the job: waits for checkpoints under way and for all ranks, logs the [report](Self::report), then says
+    /// Ends the job: waits for checkpoints under way and for all ranks, logs the [report](Telemetry::report), then says
     /// goodbye. *Collective*. A rank may leave without it where no other rank waits for it any more.
     ///
     /// On a [part](Self::split) of the job it waits for the checkpoints and the ranks of this part; the rank stays in
@@ -422,7 +406,7 @@ impl Ddp {
     pub fn finish(self) -> Result<()> {
         self.state.finish_background_writes()?;
         self.barrier()?;
-        let report = self.report()?;
+        let report = self.telemetry().report()?;
         if let Some(report) = report.filter(|_| self.is_main()) {
             tracing::info!(target: "burn_ddp::report", "{report}");
         }

@@ -9,9 +9,9 @@ use burn_ddp_comm::{ProcessGroup, World};
 
 use crate::Result;
 use crate::batch_weight::{Batch, BatchWeight};
-use crate::checkpoint::background::OpenedDirectory;
+use crate::checkpoint::background_write::OpenedDirectory;
 use crate::seed::Seed;
-use crate::telemetry::meter::Meter;
+use crate::telemetry::step_meter::Meter;
 
 /// State of one rank in the group of a handle. Each field is written by this rank's own threads only.
 pub(crate) struct SharedState {

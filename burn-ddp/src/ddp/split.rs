@@ -1,4 +1,4 @@
-//! Handles for a part of the ranks.
+//! `Ddp::split`: handles for parts of the ranks.
 
 use std::sync::Arc;
 

@@ -6,15 +6,15 @@ use burn::tensor::TensorData;
 use burn_ddp_comm::{ProcessGroup, ReduceOp};
 
 use crate::Result;
-use crate::collectives::{all_gather, all_reduce, reduce_scatter};
-use crate::convert::with_dtype;
 use crate::ddp::Ddp;
+use crate::element_collectives::{all_gather, all_reduce, reduce_scatter};
+use crate::tensor_conversion::with_dtype;
 
 /// Backward of a collective. Opaque: made by [`Differentiable`](super::Differentiable), passed through
 /// [`CollectiveBackend`](super::CollectiveBackend).
 #[derive(Clone, Debug)]
 pub struct Adjoint {
-    /// Without presence: Burn may keep it for long.
+    /// A handle that does not keep the rank in the job, since Burn may keep the node for long.
     pub(crate) ddp: Ddp,
     pub(crate) group: Arc<ProcessGroup>,
     pub(crate) kind: Kind,

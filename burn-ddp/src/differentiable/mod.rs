@@ -13,7 +13,7 @@ pub use collective_node::CollectiveBackend;
 pub(crate) use collective_node::{abandon, read};
 
 use crate::ddp::Ddp;
-use crate::{Error, Result, collectives, convert};
+use crate::{Error, Result, element_collectives, tensor_conversion};
 
 impl Ddp {
     /// The collectives that gradients go through, as those in `torch.distributed.nn.functional`: for losses over the
@@ -96,7 +96,7 @@ impl Differentiable<'_> {
     #[track_caller]
     pub fn all_reduce<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         check_op("all_reduce", op)?;
-        self.run(tensor, Kind::AllReduce(op), |group, x| collectives::all_reduce(group, x, op))
+        self.run(tensor, Kind::AllReduce(op), |group, x| element_collectives::all_reduce(group, x, op))
     }
 
     /// Concatenates the tensors of all ranks along dimension 0, in rank order. *Collective*, blocking.
@@ -128,7 +128,7 @@ impl Differentiable<'_> {
     /// ```
     #[track_caller]
     pub fn all_gather<const D: usize>(&self, tensor: Tensor<D>) -> Result<Tensor<D>> {
-        self.run(tensor, Kind::AllGather, collectives::all_gather)
+        self.run(tensor, Kind::AllGather, element_collectives::all_gather)
     }
 
     /// Reduces over all ranks, by [`ReduceOp::Sum`] or [`ReduceOp::Mean`], and leaves each rank its slice of dimension
@@ -162,7 +162,7 @@ impl Differentiable<'_> {
     #[track_caller]
     pub fn reduce_scatter<const D: usize>(&self, tensor: Tensor<D>, op: ReduceOp) -> Result<Tensor<D>> {
         check_op("reduce_scatter", op)?;
-        self.run(tensor, Kind::ReduceScatter(op), |group, x| collectives::reduce_scatter(group, x, op))
+        self.run(tensor, Kind::ReduceScatter(op), |group, x| element_collectives::reduce_scatter(group, x, op))
     }
 
     #[track_caller]
@@ -176,9 +176,9 @@ impl Differentiable<'_> {
         if x.is_tracked() {
             crate::device::check_supported(&device)?;
         }
-        let elements = collectives::read(self.ddp, x.clone())?;
+        let elements = element_collectives::read(self.ddp, x.clone())?;
         let group = self.ddp.state().graph_group()?;
-        let y: Tensor<D> = convert::back(forward(&group, elements)?, &device);
+        let y: Tensor<D> = tensor_conversion::back(forward(&group, elements)?, &device);
         if !x.is_tracked() {
             return Ok(y);
         }

@@ -5,6 +5,7 @@ mod accumulation;
 mod aligned_bytes;
 mod bucket_plan;
 mod buffer_ring;
+mod communication_worker;
 mod device_loan;
 mod held_sums;
 mod memory;
@@ -14,7 +15,6 @@ mod readback;
 mod reducer;
 mod reducer_settings;
 mod store;
-mod worker;
 
 pub use accumulation::GradientReduction;
 pub(crate) use accumulation::{Boundary, Contribution, HeldBatches, MicroBatch, Sum};

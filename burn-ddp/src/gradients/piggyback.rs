@@ -3,11 +3,11 @@
 use burn_ddp_comm::DType;
 
 use super::aligned_bytes::AlignedBytes;
-use super::worker::{Done, Finished, Job, StatisticsSource, Worker};
+use super::communication_worker::{Done, Finished, Job, StatisticsSource, Worker};
 use crate::model::digest::differing;
-use crate::model::movement::{Sketch, from_row, to_row};
+use crate::model::parameter_movement::{Sketch, from_row, to_row};
 use crate::telemetry::REPORT_LEN;
-use crate::telemetry::meter::{Communication, StepMeter};
+use crate::telemetry::step_meter::{Communication, StepMeter};
 use crate::{Error, Result};
 
 /// Payload of a step.

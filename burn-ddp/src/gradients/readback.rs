@@ -80,7 +80,7 @@ impl<B: GradientMemory> Readback<B> {
         let gradients = portion.wait()?;
         let (got, expected) = (gradients.len(), portion.slots.len());
         if got != expected {
-            return Err(format!("the device returned {got} gradients of {expected}"));
+            return Err(format!("the device returned {got} gradients instead of {expected}"));
         }
         let slots = std::mem::take(&mut portion.slots).into_iter();
         Ok(Some(

@@ -12,12 +12,12 @@ use burn_ddp_comm::{ProcessGroup, SharedView};
 use super::accumulation::{Boundary, Contribution, MicroBatch, MicroBatches};
 use super::bucket_plan::{Bucket, Plan, Slot};
 use super::buffer_ring::BufferRing;
+use super::communication_worker::{Done, Fault, Finished, Job, StatisticsSource, Worker};
 use super::piggyback::{Piggyback, PiggybackResult, Submitted};
 use super::presence_flags;
 use super::reducer_settings::ReducerSettings;
 use super::store::{Arrival, GradientStore, Outcome};
-use super::worker::{Done, Fault, Finished, Job, StatisticsSource, Worker};
-use crate::telemetry::meter::{Communication, Meter, StepMeter};
+use crate::telemetry::step_meter::{Communication, Meter, StepMeter};
 use crate::{Error, Result};
 
 /// Schedules the reductions of one wrapped model whose gradients are tensors `T`.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::{Gradients, Tensor};
 
-use super::failure::tell_peers;
-use super::gradient_of::settle;
+use super::averaged_gradient::settle;
+use super::backward_failure::tell_peers;
 use super::model_walk::note_values;
 use super::tap_and_replica_checks::find_past_tap;
 use super::wrapped_model::WrappedModel;

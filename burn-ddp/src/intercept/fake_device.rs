@@ -261,6 +261,10 @@ impl Engine for FakeEngine {
         NAME
     }
 
+    fn leave(&mut self) {
+        self.own.leave();
+    }
+
     fn all_reduce_on_device(&mut self, call: &Call, elements: OnDevice<'_>, op: Option<ReduceOp>) -> Result<()> {
         let OnDevice { dtype, len_elems, place } = elements;
         let refuse = |message: &str| Error::Environment { message: message.into() };

@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 use burn::backend::TensorMetadata;
 use burn::backend::autodiff::grads::Gradients;
 
-use super::begin_and_submit::submit_all;
-use super::failure::{fail, is_captured};
+use super::backward_failure::{fail, is_captured};
+use super::backward_lifecycle::submit_all;
 use super::model_state::State;
 use super::tap_and_replica_checks::UNREAD;
 use super::tied_clones::Substitute;

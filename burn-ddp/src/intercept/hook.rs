@@ -6,7 +6,7 @@ use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::tensor::FloatTensor;
 
-use super::failure::{fail, tell_peers};
+use super::backward_failure::{fail, tell_peers};
 use super::model_state::State;
 use super::parameter_read::Read;
 use super::wrapped_model::WrappedModel;

@@ -10,16 +10,16 @@ use burn::tensor::DType;
 use burn_ddp_comm::{ProcessGroup, Track};
 
 use super::depth_ladder::{AutodiffTensor, Ladder, scalar, untracked};
-use super::same_gradients::SameGradients;
+use super::identical_data_check::SameGradients;
 use super::shadow_collectives;
 use super::shard::ShardedGradients;
 use super::synced_statistics::SyncedStatistics;
 use super::unused_parameter_averages::{StandIns, WaitingAverages};
 use super::wrapped_model::WrappedModel;
 use crate::gradients::{GradientMemory, HeldBatches, Reducer, ReducerSettings, Slot, Sum, open_store};
-use crate::model::movement::Movements;
+use crate::model::parameter_movement::Movements;
 use crate::model::running_stats::BufferPolicy;
-use crate::telemetry::meter::Meter;
+use crate::telemetry::step_meter::Meter;
 use crate::{Error, Result};
 
 /// State of a wrapped model for callers that do not know its backend.

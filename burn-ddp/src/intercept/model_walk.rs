@@ -8,7 +8,7 @@ use burn::backend::Dispatch;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{DType, Tensor};
 
-use super::nodes::DdpBackend;
+use super::autodiff_nodes::DdpBackend;
 use super::tap_bypass::bypass;
 use super::wrapped_model::{TapHandle, WrappedModel};
 

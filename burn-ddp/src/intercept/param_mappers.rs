@@ -5,8 +5,9 @@ use std::cell::Cell;
 use burn::module::Param;
 use burn::tensor::Tensor;
 
-use super::tap_bypass::is_bypassed;
+use super::tap_bypass::{bypass, is_bypassed};
 use super::wrapped_model::TapHandle;
+use crate::gradients::Slot;
 
 /// Event of a parameter.
 #[derive(Clone, Copy, PartialEq)]
@@ -19,6 +20,8 @@ enum Event {
 thread_local! {
     /// The last of these events on this thread, with model and slot, until the parameter's tap is visited or mapped.
     static LAST: Cell<Option<(Event, u64, usize)>> = const { Cell::new(None) };
+    /// True after a save mapper in a bypass has got this rank's part of a sharded parameter.
+    static PART_SAVED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Returns `param` with a load mapper and a save mapper that note that a record is loaded or taken, before those that
@@ -26,7 +29,7 @@ thread_local! {
 pub(super) fn report_records<const D: usize>(param: Param<Tensor<D>>, tap: &TapHandle) -> Param<Tensor<D>> {
     let (model, slot) = (tap.model.id, tap.slot);
     // What is read through the tap of a sharded parameter has all rows; a record would get those of this rank.
-    let rows = tap.model.is_divided(slot).then(|| tap.model.slots[slot].dims[0]);
+    let whole = tap.model.is_divided(slot).then(|| tap.model.slots.clone());
     let (id, value, mapper) = param.consume();
     let (loading, saving) = (mapper.clone(), mapper.clone());
     let param = Param::from_mapped_value(id, value, mapper);
@@ -37,16 +40,34 @@ pub(super) fn report_records<const D: usize>(param: Param<Tensor<D>>, tap: &TapH
         loading.on_load(value)
     });
     param.save_mapper(move |value| {
+        let part_of = whole.as_ref().map(|slots| &slots[slot]).filter(|whole| value.dims()[0] != whole.dims[0]);
         if is_bypassed() {
-            return saving.on_save(value);
+            PART_SAVED.set(part_of.is_some());
+            return if part_of.is_some() { value } else { saving.on_save(value) };
+        }
+        if let Some(Slot { path, .. }) = part_of {
+            panic!(
+                "{path} is sharded, and a record would hold this rank's rows of it: save with `ddp.save(&model, \
+                path)`, or `ddp.unwrap(model)` first; after `Param::map` of the field neither is possible: map the \
+                module that holds it instead"
+            );
         }
         // A visitor sees the parameter without its tap. A program that transforms it itself reads it through the tap.
-        let through_tap = LAST.get() == Some((Event::Read, model, slot))
-            && !value.is_require_grad()
-            && rows.is_none_or(|rows| value.dims()[0] == rows);
+        let through_tap = LAST.get() == Some((Event::Read, model, slot)) && !value.is_require_grad();
         LAST.set((!through_tap).then_some((Event::Saved, model, slot)));
         saving.on_save(value)
     })
+}
+
+/// True if `param`, which has no tap, holds this rank's rows of a sharded parameter, as `Param::map` of a field does.
+pub(super) fn is_part<const D: usize>(param: Param<Tensor<D>>) -> bool {
+    if !param.is_initialized() {
+        return false;
+    }
+    let (_, value, mapper) = param.consume();
+    PART_SAVED.set(false);
+    bypass(|| mapper.on_save(value));
+    PART_SAVED.take()
 }
 
 /// Notes that a parameter is read through `tap`.
@@ -70,7 +91,7 @@ mod tests {
     use burn::module::Module;
 
     use crate::Ddp;
-    use crate::intercept::pair::Pair;
+    use crate::intercept::warning_test_model::Pair;
 
     #[test]
     fn records_taken_before_the_step_load_in_plain_burn() {

@@ -9,8 +9,8 @@ use burn::backend::Dispatch;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
 use burn::tensor::{Device, Tensor};
 
+use super::autodiff_nodes::DdpBackend;
 use super::model_walk::{TAP_NAME, note_visit};
-use super::nodes::DdpBackend;
 use super::param_mappers::{loads, note_read, report_records, saves};
 use super::tap_bypass::{is_bypassed, is_replacing};
 use super::unused_parameter_averages::Found;

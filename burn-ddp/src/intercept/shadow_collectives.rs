@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::failure::tell_peers;
+use super::backward_failure::tell_peers;
 use super::model_state::State;
 use super::wrapped_model::WrappedModel;
 use crate::Result;

@@ -11,10 +11,10 @@ use burn::tensor::{Gradients, Tensor, TensorData, read_sync};
 use super::model_state::State;
 use super::model_walk::{AtTap, note_values, walk};
 use super::wrapped_model::{TapHandle, WrappedModel};
-use crate::convert::data_of;
 use crate::gradients::{GradientMemory, Piggyback, PiggybackResult};
 use crate::model::digest::{self, Comparison};
-use crate::model::movement::{Sketch, tolerance};
+use crate::model::parameter_movement::{Sketch, tolerance};
+use crate::tensor_conversion::data_of;
 use crate::{Error, Result};
 
 /// Placeholder for the digest of a gradient in steps that compute none.

@@ -351,7 +351,7 @@ fn nccls_engine_reduces_what_was_lent() {
 fn gradients_that_are_lost_with_the_model_are_a_warning() {
     let warnings = |end: fn(&Ddp, &Linear)| {
         let of_ranks = Ddp::spawn(2, |ddp| {
-            let listener = crate::telemetry::listener::Listener::default();
+            let listener = crate::telemetry::test_event_capture::Listener::default();
             tracing::subscriber::with_default(listener.clone(), || {
                 let device = ddp.device()?.autodiff();
                 let config = crate::WrapConfig::new().with_accumulation(2);

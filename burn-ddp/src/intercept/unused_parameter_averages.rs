@@ -32,13 +32,13 @@ impl<B: GradientMemory> StandIns<B> {
         }
     }
 
-    /// The leaf with a key, if it has been needed.
+    /// The leaf with a key, if [`leaf_of`](Self::leaf_of) has made it.
     pub(super) fn leaf(&self, key: usize) -> Option<AutodiffTensor<B>> {
         self.leaves.get(&key).cloned()
     }
 
-    /// The leaf with a key: that of a slot, or of clones, whose average is `average`. It has no elements, so that it
-    /// counts as nothing where parameters are counted.
+    /// The leaf with a key, of a slot or of clones, to which `average` belongs; made when it is first asked for. It has
+    /// no elements, so that it adds nothing where parameters are counted.
     pub(super) fn leaf_of(&mut self, key: usize, average: &FloatTensor<B>) -> NodeId {
         let empty = || B::float_zeros(Shape::from([0]), &average.device(), average.dtype().into());
         self.leaves.entry(key).or_insert_with(|| new_leaf::<B>(empty())).id()

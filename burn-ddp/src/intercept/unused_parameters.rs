@@ -10,10 +10,10 @@ use burn::backend::Dispatch;
 use burn::module::{ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
+use super::autodiff_nodes::DdpBackend;
+use super::average_for_visitors::show;
 use super::depth_ladder::AutodiffTensor;
 use super::model_state::State;
-use super::nodes::DdpBackend;
-use super::shown_average::show;
 use super::unused_parameter_averages::{Changes, Found};
 use super::wrapped_model::{TapHandle, WrappedModel};
 use crate::gradients::GradientMemory;
@@ -213,7 +213,7 @@ impl Handoff {
         Handoff { trains, apart: Number::new(1), ..self.clone() }
     }
 
-    /// True if clones of the parameter may be on leaves of their own in this copy.
+    /// True if clones of the parameter may have leaves of their own in this copy of the model.
     pub(super) fn is_apart(&self) -> bool {
         self.apart.get() > 0
     }
@@ -366,8 +366,8 @@ mod tests {
     use burn::tensor::{Gradients, Tensor};
 
     use crate::Ddp;
-    use crate::intercept::pair::Pair;
-    use crate::telemetry::listener::Listener;
+    use crate::intercept::warning_test_model::Pair;
+    use crate::telemetry::test_event_capture::Listener;
 
     /// Steps by the gradients on the leaves of the parameters.
     struct ByLeaf<'a>(&'a Gradients);

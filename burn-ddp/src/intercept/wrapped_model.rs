@@ -8,17 +8,17 @@ use burn::module::ParamId;
 use burn::tensor::{DType, Device};
 use burn_ddp_comm::ProcessGroup;
 
-use super::failure;
-use super::lookups::Lookups;
+use super::backward_failure;
+use super::gradient_lookup_warning::Lookups;
 use super::model_state::ModelState;
 use super::shard::{CHANGES_BITS, ShardGroup};
-use super::short_steps::ShortSteps;
-use crate::convert::burn_dtype;
+use super::short_step_warning::ShortSteps;
 use crate::ddp::Ddp;
 use crate::gradients::{GradientReduction, HeldBatches, Slot, Sum};
 use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::{Entry, list_paths};
 use crate::telemetry::MemoryUse;
+use crate::tensor_conversion::burn_dtype;
 use crate::{Error, Result};
 
 /// A wrapped model, shared by all its taps and by the autodiff nodes that its reads leave in graphs.
@@ -219,7 +219,7 @@ impl WrappedModel {
     }
 
     /// Notes that an optimizer steps the parameter of a slot element by element.
-    pub(super) fn note_optimizer(&self, slot: usize) {
+    pub(crate) fn note_optimizer(&self, slot: usize) {
         self.optimizer_fits[slot].store(true, Ordering::Release);
     }
 
@@ -251,7 +251,7 @@ impl WrappedModel {
     }
 
     /// True if the settings divide the parameter of a slot, also in a world of 1.
-    pub(super) fn is_divided(&self, slot: usize) -> bool {
+    pub(crate) fn is_divided(&self, slot: usize) -> bool {
         self.divided[slot]
     }
 
@@ -339,7 +339,7 @@ impl WrappedModel {
     /// Runs `backward` with errors returned instead of panics, and says whether the backward reached this model.
     pub(crate) fn capture<T>(&self, backward: impl FnOnce() -> T) -> Result<(T, bool)> {
         let before = self.ended.load(Ordering::Acquire);
-        let out = failure::capture(backward)?;
+        let out = backward_failure::capture(backward)?;
         Ok((out, self.ended.load(Ordering::Acquire) > before))
     }
 

@@ -11,10 +11,10 @@ use burn_ddp_comm::{ProcessGroup, attribute_calls};
 
 use super::running_stats;
 use super::schema::{Schema, unreadable};
-use crate::convert::data_of;
 use crate::ddp::Ddp;
-use crate::intercept::{bypass, find, replace, sharded_paths, tell_peers};
-use crate::{Error, Result, agreement, byte_stream};
+use crate::intercept::{bypass, find, refuse_parts_without_tap, replace, sharded_paths, tell_peers};
+use crate::tensor_conversion::data_of;
+use crate::{Error, Result, agreement, chunked_broadcast};
 
 /// `root`'s parameters and buffers on every rank, in a model that is wrapped or not; parameter ids stay what they are,
 /// and so do local parameters of a wrapped model. *Collective*.
@@ -26,6 +26,7 @@ use crate::{Error, Result, agreement, byte_stream};
 pub(crate) fn model<M: Module>(ddp: &Ddp, model: M, root: usize) -> Result<M> {
     let group = ddp.group();
     let mine = bypass(|| {
+        refuse_parts_without_tap(&model)?;
         // Running statistics lag one update behind what `visit` shows; `valid` brings them up to date.
         drop(model.valid());
         let schema = Schema::of(&model)?;
@@ -110,7 +111,7 @@ pub(crate) fn values<M: Module>(
 /// Replaces every value by the root's, as a fresh leaf: ranks that are threads must not share nodes. One at a time, in
 /// the memory of the old one if nothing else holds it, so that a model never needs its size again.
 struct Broadcast<'a> {
-    /// The handle, the group, and its rank whose values all get; `None` in a world of 1.
+    /// The handle, the group, and the rank in it whose values replace all others'; `None` in a world of 1.
     root: Option<(&'a Ddp, &'a ProcessGroup, usize)>,
     /// Device of each value, with the checkpointing strategy.
     devices: VecDeque<Device>,
@@ -156,12 +157,12 @@ impl Broadcast<'_> {
     fn broadcast(&self, data: TensorData) -> Result<TensorData> {
         let Some((_, group, root)) = self.root else { return Ok(data) };
         if group.rank() == root {
-            byte_stream::send(group, data.as_bytes())?;
+            chunked_broadcast::send(group, data.as_bytes())?;
             return Ok(data);
         }
         let (shape, dtype, len) = (data.shape().clone(), data.dtype(), data.as_bytes().len());
         drop(data);
-        Ok(TensorData::from_bytes_vec(byte_stream::receive(group, len, root)?, shape, dtype))
+        Ok(TensorData::from_bytes_vec(chunked_broadcast::receive(group, len, root)?, shape, dtype))
     }
 }
 

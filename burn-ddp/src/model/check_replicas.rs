@@ -3,13 +3,13 @@
 use burn::module::Module;
 
 use super::digest::{Comparison, differing, digest};
-use super::movement::{Sketch, from_row, to_row, tolerance};
+use super::parameter_movement::{Sketch, from_row, to_row, tolerance};
 use super::running_stats;
 use super::sync_buffers::sync_wrapped;
 use super::values::values;
-use crate::convert::comm_dtype;
 use crate::ddp::Ddp;
 use crate::intercept::taps;
+use crate::tensor_conversion::comm_dtype;
 use crate::wrap::wrapped_in;
 use crate::{Error, Result, agreement};
 

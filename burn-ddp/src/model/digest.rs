@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::fmt::{self, Display, Formatter};
 
-use super::movement::{Sketch, distance};
+use super::parameter_movement::{Sketch, distance};
 use crate::Error;
 use crate::agreement::list_ranks;
 
@@ -37,7 +37,7 @@ impl Display for Rounding {
 /// A comparison of the ranks' parameters.
 pub(crate) struct Comparison<'a> {
     pub paths: &'a [&'a str],
-    /// Numbers in the job of the ranks that are compared.
+    /// The ranks that are compared, by their numbers in the job.
     pub ranks: &'a [usize],
     /// `digests[n][i]` is of `ranks[n]` and `paths[i]`; 0 where a rank did not read it and has no say.
     pub digests: &'a [Vec<i64>],

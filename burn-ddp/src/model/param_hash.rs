@@ -1,4 +1,4 @@
-//! The hash of the values of this moment.
+//! `param_hash`: a hash of all values of a model at this moment.
 
 use burn::module::Module;
 use sha2::{Digest, Sha256};

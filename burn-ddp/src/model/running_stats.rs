@@ -12,8 +12,8 @@ use burn_ddp_comm::{DType, ProcessGroup};
 
 use super::digest::digest;
 use super::schema::Schema;
-use crate::convert::{comm_dtype, data_of};
 use crate::gradients::AlignedBytes;
+use crate::tensor_conversion::{comm_dtype, data_of};
 use crate::{Error, Result, agreement, intercept};
 
 /// Policy for running statistics (BatchNorm's mean and variance), applied at every reduction, and by `save`,

@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 
 use super::save::Temporary;
 use super::schema::Snapshot;
-use crate::convert::with_dtype;
+use crate::tensor_conversion::with_dtype;
 
 /// Values begin at a multiple of this, so that readers can map them.
 const ALIGNMENT: usize = 8;

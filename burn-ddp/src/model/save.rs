@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use burn::module::Module;
 
+use super::burnpack_writer::{self, Sink};
 use super::safetensors;
 use super::schema::{Schema, Snapshot};
-use super::streamed_file::{self, Sink};
 use super::sync_buffers::sync_wrapped;
 use super::values::{Value, values};
 use crate::checkpoint::leftover;
@@ -65,7 +65,7 @@ impl Ddp {
                 (sink, temporary) = (Sink::File(file, 0, None), Some(at));
                 Ok(())
             })?;
-            streamed_file::write(self.group(), values, &[], &mut sink, &failed)?;
+            burnpack_writer::write(self.group(), values, &[], &mut sink, &failed)?;
             main_first::on_main(self.group(), || {
                 let published = temporary.map_or(Ok(()), |temporary| temporary.publish(&path));
                 published.map_err(|e| format!("{failed}: {e}"))

@@ -8,7 +8,7 @@ use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::convert::{comm_dtype, data_of};
+use crate::tensor_conversion::{comm_dtype, data_of};
 use crate::{Error, Result};
 
 /// One parameter or buffer of a model, without its values.

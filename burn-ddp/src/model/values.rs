@@ -7,15 +7,16 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Bytes, DType, Int, Tensor, TensorData};
 use burn_ddp_comm::ProcessGroup;
 
+use super::burnpack_tensors::StoredTensor;
+use super::burnpack_writer::Source;
 use super::schema::{Schema, unreadable};
-use super::stored_tensors::StoredTensor;
-use super::streamed_file::Source;
 use crate::Result;
-use crate::convert::data_of;
-use crate::intercept::{Part, bypass, parts};
+use crate::intercept::{Part, bypass, parts, refuse_parts_without_tap};
+use crate::tensor_conversion::data_of;
 
 /// The parameters and buffers of `model` in traversal order, as of now. Sharded parameters are described as whole ones.
 pub(crate) fn values<M: Module>(model: &M) -> Result<(Schema, Vec<Value>)> {
+    refuse_parts_without_tap(model)?;
     bypass(|| {
         // `valid` brings running statistics up to date.
         let mut schema = Schema::of(model)?;

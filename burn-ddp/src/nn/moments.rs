@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_ddp_comm::ProcessGroup;
 
-use crate::{Error, Result, convert};
+use crate::{Error, Result, tensor_conversion};
 
 /// Count, means and biased variances, one of each per channel, in f64.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,7 +29,7 @@ impl Moments {
         let x: Tensor<2> = x.swap_dims(0, 1).reshape([channels, count]);
         let mean = x.clone().mean_dim(1);
         let variance = (x - mean.clone()).square().mean_dim(1);
-        let data = convert::data_of(Tensor::cat(vec![mean, variance], 0));
+        let data = tensor_conversion::data_of(Tensor::cat(vec![mean, variance], 0));
         let data = data.map_err(|e| Error::invalid(format!("reading moments from their device failed: {e}")))?;
         let mut means = values(data)?;
         let variances = means.split_off(channels);

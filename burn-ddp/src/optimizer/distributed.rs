@@ -8,9 +8,9 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_ddp_comm::ReduceOp;
 
-use crate::convert::{burn_dtype, comm_dtype, data_of};
 use crate::ddp::Ddp;
 use crate::model::schema::{Schema, digest, unreadable};
+use crate::tensor_conversion::{burn_dtype, comm_dtype, data_of};
 use crate::{Error, Result, agreement, intercept};
 
 /// Bytes of a reduction, unless one parameter alone is larger.
@@ -20,7 +20,8 @@ const BUCKET_BYTES: usize = 1 << 20;
 ///
 /// For a loop whose model is not [wrapped](Ddp::wrap). `wrap` reduces while backward goes on, weighs ranks by their
 /// items and compares replicas; this does neither: each rank counts the same. Start from equal parameters
-/// ([`Ddp::broadcast_parameters`]). To accumulate, collect with Burn's `GradientsAccumulator` and step once.
+/// ([`broadcast_parameters`](crate::Collectives::broadcast_parameters)). To accumulate, collect with Burn's
+/// `GradientsAccumulator` and step once.
 ///
 /// # Example
 ///
@@ -66,12 +67,31 @@ impl DistributedOptimizer {
     }
 
     /// The optimizer in it, for checkpoints.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// # use burn::{nn::LinearConfig, optim::SgdConfig};
+    /// # use burn_ddp::prelude::*;
+    /// # use burn_ddp::DistributedOptimizer;
+    /// # let directory = tempfile::tempdir()?;
+    /// # let directory = directory.path();
+    /// Ddp::spawn(2, |ddp| {
+    ///     let model = LinearConfig::new(2, 1).init(&ddp.device()?.autodiff());
+    ///     let optim = DistributedOptimizer::new(&ddp, SgdConfig::new().init());
+    ///     Ok(ddp.checkpoints(directory)?.save(1, |c| {
+    ///         c.model(&model)?;
+    ///         c.optimizer(optim.optimizer(), &model)
+    ///     })?)
+    /// })?;
+    /// # anyhow::Ok(())
+    /// ```
     #[must_use]
     pub fn optimizer(&self) -> &ModuleOptimizer {
         &self.optim
     }
 
-    /// The optimizer in it, for [`Ddp::broadcast_optimizer_state`].
+    /// The optimizer in it, for [`broadcast_optimizer_state`](crate::Collectives::broadcast_optimizer_state).
     ///
     /// # Example
     ///
@@ -258,6 +278,7 @@ impl ModuleVisitor for Put<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Collectives;
     use crate::param_hash;
     use burn::module::ModuleMapper;
     use burn::nn::{Linear, LinearConfig};

@@ -4,10 +4,10 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-use crate::convert::data_of;
 use crate::ddp::Ddp;
-use crate::intercept::{ShardedParameter, sharded_parameters};
+use crate::intercept::{ShardedParameter, refuse_parts_without_tap, sharded_parameters};
 use crate::model::schema::unreadable;
+use crate::tensor_conversion::data_of;
 use crate::wrap::wrapped_in;
 use crate::{Error, Result};
 
@@ -60,36 +60,21 @@ impl Ddp {
     /// ```
     pub fn optimizer<M: Module>(&self, optim: ModuleOptimizer, model: &M) -> Result<ModuleOptimizer> {
         wrapped_in(self.group(), model)?;
+        refuse_parts_without_tap(model)?;
         // Without the state of earlier steps, which has the shape of a part.
         let fresh = optim.clone().load_record(OptimizerRecord::default());
         let (mut fits, mut refused) = (Vec::new(), Vec::new());
-        let sharded = sharded_parameters(model);
+        let (sharded, device) = (sharded_parameters(model), device_of(model));
         for parameter in &sharded {
             let ShardedParameter { path, id, dims, trains, .. } = parameter;
-            let id = *id;
-            let differs = match dims {
-                2 => differs::<2>(&fresh, path, id)?,
-                3 => differs::<3>(&fresh, path, id)?,
-                4 => differs::<4>(&fresh, path, id)?,
-                5 => differs::<5>(&fresh, path, id)?,
-                6 => differs::<6>(&fresh, path, id)?,
-                7 => differs::<7>(&fresh, path, id)?,
-                _ => differs::<8>(&fresh, path, id)?,
-            };
-            match differs {
+            match mixes_elements(&fresh, path, *id, *dims, &device)? {
                 false => fits.push(parameter),
                 true if *trains => refused.push(path.as_str()),
                 // No optimizer steps it as long as it is frozen.
                 true => {}
             }
         }
-        if !refused.is_empty() {
-            return Err(Error::invalid(format!(
-                "the optimizer does not step each element by itself, as sharded parameters need it ({}): use SGD, Adam \
-                 or AdamW, without clipping by norm",
-                refused.join(", ")
-            )));
-        }
+        refuse_mixing(&refused)?;
         if !sharded.is_empty() && !optim.to_record().is_empty() {
             return Err(Error::invalid(
                 "the optimizer has the state of earlier steps, which is not of this rank's parts of the parameters: \
@@ -101,16 +86,53 @@ impl Ddp {
     }
 }
 
+/// Refuses an optimizer that [mixes elements](mixes_elements) of the parameters with these paths, if there are some.
+pub(crate) fn refuse_mixing(paths: &[impl AsRef<str>]) -> Result<()> {
+    if paths.is_empty() {
+        return Ok(());
+    }
+    let paths: Vec<&str> = paths.iter().map(AsRef::as_ref).collect();
+    Err(Error::invalid(format!(
+        "the optimizer does not step each element by itself, as sharded parameters need it ({}): use SGD, Adam or \
+        AdamW, without clipping by norm",
+        paths.join(", ")
+    )))
+}
+
+/// The device, without autodiff, on which an optimizer steps `model`.
+pub(crate) fn device_of<M: Module>(model: &M) -> Device {
+    model.devices().into_iter().next().unwrap_or_default().without_autodiff()
+}
+
+/// True if steps on `device` of an optimizer without state differ from steps of the halves of a parameter of so many
+/// dimensions.
+pub(crate) fn mixes_elements(
+    fresh: &ModuleOptimizer,
+    path: &str,
+    id: ParamId,
+    dims: usize,
+    device: &Device,
+) -> Result<bool> {
+    match dims {
+        2 => differs::<2>(fresh, path, id, device),
+        3 => differs::<3>(fresh, path, id, device),
+        4 => differs::<4>(fresh, path, id, device),
+        5 => differs::<5>(fresh, path, id, device),
+        6 => differs::<6>(fresh, path, id, device),
+        7 => differs::<7>(fresh, path, id, device),
+        _ => differs::<8>(fresh, path, id, device),
+    }
+}
+
 /// True if steps of the parameter differ from steps of its halves.
-fn differs<const D: usize>(optim: &ModuleOptimizer, path: &str, id: ParamId) -> Result<bool> {
-    let device = Device::default().without_autodiff();
+fn differs<const D: usize>(optim: &ModuleOptimizer, path: &str, id: ParamId, device: &Device) -> Result<bool> {
     let mut dims = [1; D];
     (dims[0], dims[1]) = (ROWS, COLUMNS);
     let ramp = |salt: f32, size: f32| -> Tensor<D> {
-        let ramp = Tensor::<1, Int>::arange(0..(ROWS * COLUMNS) as i64, &device).float();
+        let ramp = Tensor::<1, Int>::arange(0..(ROWS * COLUMNS) as i64, device).float();
         ((ramp * 0.37 + salt).sin() * size).reshape(dims)
     };
-    let alternating = Tensor::<1, Int>::arange(0..(ROWS * COLUMNS) as i64, &device).remainder_scalar(2).float();
+    let alternating = Tensor::<1, Int>::arange(0..(ROWS * COLUMNS) as i64, device).remainder_scalar(2).float();
     let steps = |rows: std::ops::Range<usize>| -> Result<TensorData> {
         // Every other element is 0, which the smallest step changes.
         let start = ramp(0.5, 1.0) * alternating.clone().reshape(dims);
@@ -119,7 +141,7 @@ fn differs<const D: usize>(optim: &ModuleOptimizer, path: &str, id: ParamId) -> 
         let mut probe = Probe { path: path.into(), param: Param::initialized(id, start.require_grad()) };
         let mut optim = optim.clone();
         // Row r grows with the step, so that norms of the halves do not keep their ratio.
-        let growth = Tensor::<1, Int>::arange(0..ROWS as i64, &device).float();
+        let growth = Tensor::<1, Int>::arange(0..ROWS as i64, device).float();
         for (step, size) in SIZES.into_iter().flat_map(|size| (0..STEPS).map(move |step| (step, size))) {
             let mut column = [1; D];
             column[0] = ROWS;

@@ -2,6 +2,6 @@
 
 pub(crate) mod clip;
 pub(crate) mod distributed;
-mod element_wise;
+pub(crate) mod element_wise;
+pub(crate) mod sharded_state;
 pub(crate) mod state;
-pub(crate) mod state_in_parts;

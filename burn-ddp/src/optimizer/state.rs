@@ -11,9 +11,9 @@ use burn::tensor::{Bytes, DType as BurnDType, Device, Tensor};
 use burn_ddp_comm::ProcessGroup;
 
 use crate::model::burnpack::{self, Item};
+use crate::model::burnpack_tensors::{self, StoredTensor};
 use crate::model::schema::Schema;
-use crate::model::stored_tensors::{self, StoredTensor};
-use crate::{Error, Result, agreement, byte_stream, intercept};
+use crate::{Error, Result, agreement, chunked_broadcast, intercept};
 
 /// Name of the work in errors of ranks that take another one's state.
 const TAKE: &str = "take the optimizer's state";
@@ -73,10 +73,10 @@ fn check_fields(optim: &ModuleOptimizer, header: &Item, ids: &Ids) -> std::resul
         let (dims, len_bytes) = (vec![1; tensor.dims.len()], tensor.dtype.size());
         StoredTensor { dims, len_bytes, ..tensor }
     };
-    let tensors: Vec<StoredTensor> = stored_tensors::tensors(header)?.into_iter().map(small).collect();
-    let small = stored_tensors::header(&tensors, &stored_tensors::others(header))?;
+    let tensors: Vec<StoredTensor> = burnpack_tensors::tensors(header)?.into_iter().map(small).collect();
+    let small = burnpack_tensors::header(&tensors, &burnpack_tensors::others(header))?;
     let mut bytes = burnpack::header_bytes(&small)?;
-    let data = tensors.iter().fold(0, |end, tensor| stored_tensors::aligned(end) + tensor.len_bytes);
+    let data = tensors.iter().fold(0, |end, tensor| burnpack_tensors::aligned(end) + tensor.len_bytes);
     bytes.resize(bytes.len() + data, 0);
     let loaded = optim.clone().from_bytes(Bytes::from_bytes_vec(bytes)).map_err(|e| e.to_string())?;
     let kept = write(&loaded).map_err(|e| e.to_string())?;
@@ -163,7 +163,8 @@ pub(crate) fn broadcast_to<M: Module>(
     model: &M,
     root: usize,
 ) -> Result<()> {
-    let has_parts = "each rank has the state of its part; leave the call out";
+    let has_parts = "each rank has the state of its rows; leave the call out, and resume by `checkpoint.optimizer`, \
+        which gives each rank its rows of a saved state";
     intercept::refuse_sharded(model, "broadcasting the optimizer's state", has_parts)?;
     let mine = intercept::bypass(|| Schema::of(model)).and_then(|schema| {
         let state = if group.rank() == root { write(optim)? } else { Vec::new() };
@@ -186,7 +187,7 @@ pub(crate) fn broadcast_to<M: Module>(
     let (theirs, header, data_bytes) = group.broadcast_object(Some((mine.clone(), header, data_bytes)), root)?;
     if group.rank() == root {
         agreement::on_outcome(group, TAKE, Ok(()))?;
-        byte_stream::send(group, &state[start..])?;
+        chunked_broadcast::send(group, &state[start..])?;
         agreement::on_outcome(group, TAKE, Ok(()))?;
         return Ok(());
     }
@@ -199,7 +200,7 @@ pub(crate) fn broadcast_to<M: Module>(
     state = agreement::on_outcome(group, TAKE, header)?;
     let start = state.len();
     state.resize(start + data_bytes, 0);
-    byte_stream::receive_into(group, &mut state[start..], root)?;
+    chunked_broadcast::receive_into(group, &mut state[start..], root)?;
     let loaded = if takes {
         warn_of_detour(model, data_bytes);
         read(optim.clone(), state)
@@ -233,7 +234,7 @@ fn listed(fields: &BTreeSet<String>) -> String {
 }
 
 /// The id and the field of a name in an optimizer's record: `<id>.<field>`, or `<id>` alone.
-pub(super) fn split(name: &str) -> Option<(u64, &str)> {
+pub(crate) fn split(name: &str) -> Option<(u64, &str)> {
     let (id, field) = name.split_once('.').unwrap_or((name, ""));
     Some((id.parse().ok()?, field))
 }
@@ -270,7 +271,7 @@ fn rename(header: &mut Item, theirs: &Ids, mine: &Ids) -> std::result::Result<()
         _ => None,
     }) {
         for (name, value) in entries {
-            let (id, field) = name.text().and_then(split).ok_or("it is no state of an optimizer")?;
+            let (id, field) = name.text().and_then(split).ok_or("it is not the state of an optimizer")?;
             let id = rename(id)?;
             *name = Item::Text(if field.is_empty() { id.to_string() } else { format!("{id}.{field}") });
             if let Item::Map(descriptor) = value {
@@ -300,7 +301,7 @@ fn first_change(loaded: &Item, kept: &Item, ids: &Ids) -> Option<String> {
             }
         }
         if kept.len() > loaded.entries(section).len() {
-            return Some("this optimizer keeps more than it holds: another optimizer?".into());
+            return Some("this optimizer keeps more than the loaded state has: another optimizer?".into());
         }
     }
     None
@@ -309,6 +310,7 @@ fn first_change(loaded: &Item, kept: &Item, ids: &Ids) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Collectives;
     use crate::ddp::Ddp;
     use crate::model::burnpack::Pack;
     use crate::param_hash;

@@ -9,7 +9,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use crate::{Error, Result};
 
-/// Bytes that models take on one rank: from [`Ddp::memory_estimate`](crate::Ddp::memory_estimate) before training, and
+/// Bytes that models take on one rank: from [`estimate`](Self::estimate) before training, and
 /// of its wrapped models from [`Telemetry::memory`](super::Telemetry::memory) and
 /// [`Report::memory`](super::Report::memory).
 ///
@@ -21,6 +21,9 @@ use crate::{Error, Result};
 pub struct MemoryUse {
     /// Parameters and buffers, or this rank's parts of them.
     pub parameters: u64,
+    /// Parameters and buffers of the whole models, which the parts of all ranks make up. Not in
+    /// [`total`](Self::total).
+    pub whole_parameters: u64,
     /// Averages, from a backward until the optimizer's step has used them; in a world of several ranks Flex keeps those
     /// of whole parameters between steps, too, in the buffers where they are reduced.
     pub gradients: u64,
@@ -36,10 +39,10 @@ pub struct MemoryUse {
 }
 
 impl MemoryUse {
-    /// Sum of all.
+    /// Sum of all that this rank holds.
     #[must_use]
     pub fn total(&self) -> u64 {
-        let MemoryUse { parameters, gradients, optimizer, gathered, engine_buffers } = self;
+        let MemoryUse { parameters, gradients, optimizer, gathered, engine_buffers, .. } = self;
         parameters + gradients + optimizer.unwrap_or(0) + gathered + engine_buffers
     }
 
@@ -52,7 +55,7 @@ impl MemoryUse {
     ///
     /// # Example
     ///
-    /// As in [`Ddp::memory_estimate`](crate::Ddp::memory_estimate).
+    /// As in [`estimate`](Self::estimate).
     pub fn with_optimizer(self, optim: &ModuleOptimizer) -> Result<Self> {
         let (small, large) = (state_bytes(optim, 32)?, state_bytes(optim, 64)?);
         let element_bytes = DType::from(Device::default().settings().float_dtype).size();
@@ -77,6 +80,7 @@ impl Sum for MemoryUse {
     fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
         all.fold(MemoryUse::default(), |sum, one| MemoryUse {
             parameters: sum.parameters + one.parameters,
+            whole_parameters: sum.whole_parameters + one.whole_parameters,
             gradients: sum.gradients + one.gradients,
             optimizer: sum.optimizer.or(one.optimizer).map(|_| sum.optimizer.unwrap_or(0) + one.optimizer.unwrap_or(0)),
             gathered: sum.gathered + one.gathered,
@@ -88,7 +92,11 @@ impl Sum for MemoryUse {
 impl fmt::Display for MemoryUse {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-        write!(f, "parameters {:.1} MiB, gradients {:.1} MiB", mib(self.parameters), mib(self.gradients))?;
+        write!(f, "parameters {:.1} MiB", mib(self.parameters))?;
+        if self.parameters < self.whole_parameters {
+            write!(f, " of {:.1} MiB", mib(self.whole_parameters))?;
+        }
+        write!(f, ", gradients {:.1} MiB", mib(self.gradients))?;
         if let Some(optimizer) = self.optimizer {
             write!(f, ", optimizer {:.1} MiB", mib(optimizer))?;
         }
@@ -121,11 +129,14 @@ mod tests {
     #[test]
     fn memory_is_said_in_words_and_added() {
         let one =
-            MemoryUse { parameters: 3 << 19, gradients: 1 << 20, optimizer: None, gathered: 0, engine_buffers: 0 };
+            MemoryUse { parameters: 3 << 19, whole_parameters: 3 << 19, gradients: 1 << 20, ..MemoryUse::default() };
         assert_eq!(one.to_string(), "parameters 1.5 MiB, gradients 1.0 MiB, gathered 0.0 MiB, engine buffers 0.0 MiB");
+        let part = MemoryUse { whole_parameters: 3 << 20, ..one };
+        assert!(part.to_string().starts_with("parameters 1.5 MiB of 3.0 MiB, gradients"), "{part}");
+        assert_eq!(part.total(), one.total());
         let other = MemoryUse { optimizer: Some(1 << 21), ..one };
         let both: MemoryUse = [one, other].into_iter().sum();
-        assert_eq!((both.parameters, both.optimizer), (3 << 20, Some(1 << 21)));
+        assert_eq!((both.parameters, both.whole_parameters, both.optimizer), (3 << 20, 3 << 20, Some(1 << 21)));
         assert!(both.to_string().contains("optimizer 2.0 MiB"));
     }
 }

@@ -1,15 +1,15 @@
 //! The time of steps by what it was spent on: counted on each rank, compared between ranks.
 
-mod event_record;
-#[cfg(test)]
-pub(crate) mod listener;
+mod bottleneck_analysis;
 mod memory_use;
-pub(crate) mod meter;
 mod report;
 mod step_counters;
+pub(crate) mod step_meter;
 mod straggler;
 mod tensorboard;
-mod verdict;
+mod tensorboard_encoding;
+#[cfg(test)]
+pub(crate) mod test_event_capture;
 
 pub use memory_use::MemoryUse;
 pub use report::{Bottleneck, Cause, Report};
@@ -18,38 +18,67 @@ pub(crate) use straggler::REPORT_LEN;
 pub use straggler::Straggler;
 pub use tensorboard::TensorBoard;
 
-use meter::Meter;
+use crate::ddp::Ddp;
+use step_meter::Meter;
 
-/// Counters of one rank's steps, and the slowest rank; from [`Ddp::telemetry`](crate::Ddp::telemetry).
+/// Counters of one rank's steps, the slowest rank, and why a run is slow; from [`Ddp::telemetry`].
 ///
-/// Cheap to clone; its methods return the values of the moment.
+/// Cheap to clone; its methods return the values of the moment. It does not keep the rank in the job.
+///
+/// # Example
+///
+/// ```
+/// # use burn::{nn::LinearConfig, prelude::*};
+/// # use burn_ddp::prelude::*;
+/// Ddp::spawn(2, |ddp| {
+///     # let device = ddp.device()?.autodiff();
+///     let model = ddp.wrap(LinearConfig::new(4, 1).init(&device))?;
+///     for _ in 0..3 {
+///         model.forward(Tensor::<2>::ones([1, 4], &device)).sum().backward();
+///     }
+///     let telemetry = ddp.telemetry();
+///     let (all, last) = (telemetry.stats(), telemetry.last_step());
+///     assert_eq!((all.steps, last.steps), (3, 1));
+///     println!("{:?} per step, {:?} of it work", all.time() / 3, all.work() / 3);
+///     println!("{:.0} % of the last step's communication hidden", 100.0 * last.overlap());
+///     assert_eq!(telemetry.memory().parameters, 20); // bytes: a weight of four elements, and a bias
+///     assert!(telemetry.straggler().is_none()); // too few steps to name one
+///     Ok(())
+/// })?;
+/// # Ok::<(), burn_ddp::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Telemetry {
-    meter: Meter,
+    ddp: Ddp,
 }
 
 impl Telemetry {
-    pub(crate) fn new(meter: Meter) -> Self {
-        Telemetry { meter }
+    /// Takes a handle [without presence](Ddp::without_presence).
+    pub(crate) fn new(ddp: Ddp) -> Self {
+        Telemetry { ddp }
+    }
+
+    fn meter(&self) -> &Meter {
+        &self.ddp.state().meter
     }
 
     /// Counters since the rank joined its job, over all of its wrapped models.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        self.meter.total()
+        self.meter().total()
     }
 
     /// [`stats`](Self::stats) of the last step; zeros before the first step.
     #[must_use]
     pub fn last_step(&self) -> Stats {
-        self.meter.last_step()
+        self.meter().last_step()
     }
 
     /// Memory that the wrapped models of this rank take, by the shapes of their parameters, without the optimizer's
     /// state ([`MemoryUse::with_optimizer`]).
     #[must_use]
     pub fn memory(&self) -> MemoryUse {
-        self.meter.memory()
+        self.meter().memory()
     }
 
     /// The slowest rank, if one stands out; the same on all ranks.
@@ -58,6 +87,6 @@ impl Telemetry {
     /// and logged once, on rank 0: a `tracing` warning of the target `burn_ddp::straggler`.
     #[must_use]
     pub fn straggler(&self) -> Option<Straggler> {
-        self.meter.straggler()
+        self.meter().straggler()
     }
 }

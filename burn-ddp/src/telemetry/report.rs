@@ -1,25 +1,26 @@
-//! `Ddp::report`: why a run is slow, in words with numbers.
+//! `Telemetry::report`: why a run is slow, in words with numbers.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
+use super::Telemetry;
+use super::bottleneck_analysis::judge;
 use super::memory_use::MemoryUse;
 use super::step_counters::Stats;
-use super::verdict::judge;
 use crate::Result;
 use crate::agreement::list_ranks;
-use crate::ddp::Ddp;
 
-/// Shares of a run's time, and what makes it slow; from [`Ddp::report`]. `Display` says it in words.
+/// Shares of a run's time, and what makes it slow; from [`Telemetry::report`]. `Display` says it in words.
 ///
 /// The rank that works longest decides how long a step takes, since the others wait for it; the parts of the step are
 /// those of this rank. Times are averages per step. `step` is the sum of the parts.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Report {
-    /// Number of steps they are averages of: all but the first, in which memory is allocated and kernels are compiled.
+    /// Number of steps of which the times are averages: all but the first, in which memory is allocated and kernels are
+    /// compiled.
     pub steps: u64,
     /// Duration of a step.
     pub step: Duration,
@@ -31,7 +32,8 @@ pub struct Report {
     pub wait: Duration,
     /// Part of the step: collectives that the program calls by itself.
     pub calls: Duration,
-    /// Part of the step: [`Ddp::save`] and [`Checkpoints::save`](crate::checkpoint::Checkpoints::save).
+    /// Part of the step: [`Ddp::save`](crate::Ddp::save) and
+    /// [`Checkpoints::save`](crate::checkpoint::Checkpoints::save).
     pub saving: Duration,
     /// Causes that take at least 15 % of the step, the largest first. Empty if there is no bottleneck.
     pub bottlenecks: Vec<Bottleneck>,
@@ -91,18 +93,18 @@ pub enum Cause {
         /// Bytes of one of them on average, flags of the reduction included.
         bytes: u64,
     },
-    /// The program's own collectives: [`Ddp::mean`], [`Ddp::barrier`], ….
+    /// The program's own collectives: [`Ddp::mean`](crate::Ddp::mean), [`Ddp::barrier`](crate::Ddp::barrier), ….
     OwnCollectives,
     /// Saving models and checkpoints.
     Saving,
 }
 
-impl Ddp {
+impl Telemetry {
     /// Where the time of all steps so far went, and what makes them slow. *Collective*; blocks until every rank has
     /// called it. One small all-gather; the same report on every rank, `None` before the eleventh step of a wrapped
     /// model.
     ///
-    /// [`finish`](Ddp::finish) logs the report on rank 0 (`tracing`, target `burn_ddp::report`, level `info`).
+    /// [`finish`](crate::Ddp::finish) logs the report on rank 0 (`tracing`, target `burn_ddp::report`, level `info`).
     ///
     /// # Errors
     ///
@@ -120,7 +122,7 @@ impl Ddp {
     ///         model.forward(Tensor::<2>::ones([1, 4], &device)).sum().backward();
     ///         std::thread::sleep(std::time::Duration::from_millis(20 * ddp.rank() as u64));
     ///     }
-    ///     Ok(ddp.report()?.expect("20 steps"))
+    ///     Ok(ddp.telemetry().report()?.expect("20 steps"))
     /// })?;
     /// println!("{}", reports[0]); // … bottleneck: rank 1 is slow …
     /// assert_eq!(reports[0], reports[1]);
@@ -129,10 +131,11 @@ impl Ddp {
     /// ```
     #[track_caller]
     pub fn report(&self) -> Result<Option<Report>> {
-        let own: (Stats, MemoryUse) = (self.state().meter.after_first_step(), self.state().meter.memory());
-        let (stats, memory): (Vec<Stats>, Vec<_>) = self.group().all_gather_object(&own)?.into_iter().unzip();
-        let memory: BTreeMap<usize, MemoryUse> = self.group().ranks().iter().copied().zip(memory).collect();
-        let ranks: Vec<(usize, Stats)> = self.group().ranks().iter().copied().zip(stats).collect();
+        let group = self.ddp.group();
+        let own: (Stats, MemoryUse) = (self.meter().after_first_step(), self.memory());
+        let (stats, memory): (Vec<Stats>, Vec<_>) = group.all_gather_object(&own)?.into_iter().unzip();
+        let memory: BTreeMap<usize, MemoryUse> = group.ranks().iter().copied().zip(memory).collect();
+        let ranks: Vec<(usize, Stats)> = group.ranks().iter().copied().zip(stats).collect();
         Ok(judge(&ranks).map(|report| Report { memory, ..report }))
     }
 }

@@ -72,6 +72,10 @@ pub struct Stats {
 
 impl Stats {
     /// Duration of the steps.
+    ///
+    /// # Example
+    ///
+    /// As in [`Telemetry`](super::Telemetry).
     #[must_use]
     pub fn time(&self) -> Duration {
         self.outside + self.backward + self.wait
@@ -79,12 +83,20 @@ impl Stats {
 
     /// Time that this rank worked: without waiting for other ranks, and without `saving`, in which all ranks wait for
     /// one of them.
+    ///
+    /// # Example
+    ///
+    /// As in [`Telemetry`](super::Telemetry).
     #[must_use]
     pub fn work(&self) -> Duration {
         (self.outside + self.backward).saturating_sub(self.calls + self.saving)
     }
 
     /// Share of communication that was hidden behind backward: from 0, none, to 1, all of it.
+    ///
+    /// # Example
+    ///
+    /// As in [`Telemetry`](super::Telemetry).
     #[must_use]
     pub fn overlap(&self) -> f64 {
         let busy = self.busy.as_secs_f64();

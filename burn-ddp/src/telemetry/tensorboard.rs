@@ -1,4 +1,4 @@
-//! `Ddp::tensorboard`: curves in TensorBoard's event files.
+//! `Telemetry::tensorboard`: curves in TensorBoard's event files.
 
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -6,11 +6,10 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::Telemetry;
-use super::event_record::{scalar, version};
-use crate::ddp::Ddp;
+use super::tensorboard_encoding::{scalar, version};
 use crate::{Error, Result, main_first};
 
-/// Curves of a run, from [`Ddp::tensorboard`]. Rank 0 writes; on other ranks the methods do nothing.
+/// Curves of a run, from [`Telemetry::tensorboard`]. Rank 0 writes; on other ranks the methods do nothing.
 #[derive(Debug)]
 pub struct TensorBoard {
     telemetry: Telemetry,
@@ -18,7 +17,7 @@ pub struct TensorBoard {
     file: Option<PathBuf>,
 }
 
-impl Ddp {
+impl Telemetry {
     /// Begins an event file in `directory`, which rank 0 makes where it is missing, for `tensorboard --logdir
     /// directory`. *Collective*.
     ///
@@ -33,7 +32,7 @@ impl Ddp {
     /// # let directory = tempfile::tempdir()?;
     /// # let directory = directory.path();
     /// Ddp::spawn(2, |ddp| {
-    ///     let board = ddp.tensorboard(directory)?;
+    ///     let board = ddp.telemetry().tensorboard(directory)?;
     ///     for step in 0..3 {
     ///         let loss = ddp.mean(1.0 / (step + 1) as f32)?; // on every rank
     ///         board.scalar("loss", loss, step)?;
@@ -46,10 +45,10 @@ impl Ddp {
     #[track_caller]
     pub fn tensorboard(&self, directory: impl AsRef<Path>) -> Result<TensorBoard> {
         let directory = directory.as_ref();
-        let file = main_first::on_main(self.group(), || {
+        let file = main_first::on_main(self.ddp.group(), || {
             begin(directory).map_err(|e| format!("could not begin an event file in {}: {e}", directory.display()))
         })?;
-        Ok(TensorBoard { telemetry: self.telemetry(), file: self.is_main().then_some(file) })
+        Ok(TensorBoard { telemetry: self.clone(), file: self.ddp.is_main().then_some(file) })
     }
 }
 
@@ -63,7 +62,7 @@ impl TensorBoard {
     ///
     /// # Example
     ///
-    /// As in [`Ddp::tensorboard`].
+    /// As in [`Telemetry::tensorboard`].
     pub fn scalar(&self, tag: &str, value: f32, step: u64) -> Result<()> {
         self.write(|| scalar(tag, value, step, now()))
     }
@@ -77,7 +76,7 @@ impl TensorBoard {
     ///
     /// # Example
     ///
-    /// As in [`Ddp::tensorboard`].
+    /// As in [`Telemetry::tensorboard`].
     pub fn telemetry(&self, step: u64) -> Result<()> {
         let last = self.telemetry.last_step();
         let seconds = last.time().as_secs_f64();

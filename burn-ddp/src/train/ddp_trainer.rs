@@ -4,17 +4,20 @@ use std::panic::Location;
 use std::path::Path;
 use std::sync::Arc;
 
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::optim::ModuleOptimizer;
 use burn::train::metric::{Metric, Numeric};
-use burn::train::{InferenceStep, LearnerModel, SupervisedTraining, TrainStep, TrainingStrategy};
+use burn::train::{InferenceStep, Learner, LearnerModel, SupervisedTraining, TrainStep, TrainingStrategy};
 
+use super::accepted_loaders::RankLoader;
 use super::gathered_metric::{GatherInput, GatheredMetric};
 use super::mean_metric::{GlobalMetric, MeanMetric};
-use super::rank_loader::RankLoader;
+use super::sharded_learner;
 use super::shared_checkpointer::SharedCheckpointer;
 use super::silent_ui::{SilentLogger, SilentRenderer};
 use super::strategy::DdpStrategy;
 use crate::data::{EvalLoader, ShardedLoader};
-use crate::{Ddp, WrapConfig};
+use crate::{Ddp, Result, WrapConfig};
 
 /// Burn's trainer on all ranks: methods of [`Ddp`], in the prelude with the feature `train`.
 ///
@@ -24,7 +27,7 @@ use crate::{Ddp, WrapConfig};
 /// # // Not run: a dataset and a model that implements Burn's steps take more lines than the trainer.
 /// # use burn::prelude::*;
 /// use burn::optim::AdamConfig;
-/// use burn::train::metric::{AccuracyMetric, LossMetric};
+/// use burn::train::metric::{AccuracyMetric, AurocMetric, LossMetric};
 /// use burn::train::{Learner, LearnerModel};
 /// use burn_ddp::data::{EvalLoader, ShardedLoader};
 /// use burn_ddp::prelude::*;
@@ -36,10 +39,12 @@ use crate::{Ddp, WrapConfig};
 ///     M: InferenceStep<Input = B, Output = ClassificationOutput>,
 ///     B: Send + 'static,
 /// {
+///     let files = |name| ddp.checkpointer("artifacts/checkpoint", name); // on rank 0's machine only
 ///     let result = ddp
 ///         .training("artifacts", train, valid)
-///         .metrics((ddp.metric(AccuracyMetric::new()), ddp.metric(LossMetric::new())))
-///         .with_default_checkpointers()
+///         .metrics((ddp.metric(AccuracyMetric::new()), ddp.metric(LossMetric::new()))) // means over all ranks
+///         .metric_valid_numeric(ddp.gathered_metric(AurocMetric::binary())) // from the items of all ranks
+///         .with_custom_checkpointers(files("model"), files("optim"), files("scheduler"))
 ///         .num_epochs(10)
 ///         .launch(Learner::new(model, AdamConfig::new().init().into(), 1e-3));
 ///     match result.error {
@@ -78,6 +83,41 @@ pub trait DdpTrainer {
         valid: impl RankLoader<EvalLoader<<M as InferenceStep>::Input>>,
         config: &WrapConfig,
     ) -> SupervisedTraining<M>;
+
+    /// Burn's `Learner::new` for [sharded](WrapConfig::with_sharding) parameters, with the settings that
+    /// [`training_with`](Self::training_with) gets; without sharding it is no different. Not collective.
+    ///
+    /// While it trains, each rank holds its rows of sharded parameters and of their optimizer's state. Burn's
+    /// checkpointers write whole files, which rank 0 gathers after each epoch, in its host memory; they load on any
+    /// number of ranks, sharded or not. `optimize` of your own gets this rank's parts, and must treat each element by
+    /// itself. `result.model` is sharded: every rank calls [`Ddp::save`] or [`Ddp::unwrap`] with it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`](crate::Error::Invalid) with the parameters that `optim` does not step element by element, as
+    /// in [`Ddp::optimizer`]; those of [`Ddp::wrap_with`] that a rank sees alone.
+    ///
+    /// # Example
+    ///
+    /// ```no_run
+    /// # // Not run: a dataset and a model that implements Burn's steps take more lines than the trainer.
+    /// # use burn::optim::AdamWConfig;
+    /// # use burn::train::LearnerModel;
+    /// # use burn_ddp::prelude::*;
+    /// # fn train<M: LearnerModel>(ddp: &Ddp, model: M) -> anyhow::Result<()> {
+    /// let config = WrapConfig::new().with_sharding(Sharding::Parameters);
+    /// let learner = ddp.learner(model, AdamWConfig::new().init(), 1e-3, &config)?;
+    /// // ddp.training_with("artifacts", train, valid, &config) … .launch(learner)
+    /// # Ok(())
+    /// # }
+    /// ```
+    fn learner<M: LearnerModel>(
+        &self,
+        model: M,
+        optim: ModuleOptimizer,
+        lr_scheduler: impl Into<ModuleLrScheduler>,
+        config: &WrapConfig,
+    ) -> Result<Learner<M>>;
 
     /// `metric` over all ranks at the end of each split: the value for tables, early stopping and the choice of the
     /// best checkpoint.
@@ -124,6 +164,16 @@ impl DdpTrainer for Ddp {
             return training;
         }
         training.renderer(Box::new(SilentRenderer)).with_metric_logger(SilentLogger).with_application_logger(None)
+    }
+
+    fn learner<M: LearnerModel>(
+        &self,
+        model: M,
+        optim: ModuleOptimizer,
+        lr_scheduler: impl Into<ModuleLrScheduler>,
+        config: &WrapConfig,
+    ) -> Result<Learner<M>> {
+        sharded_learner::new(self, model, optim, lr_scheduler.into(), config)
     }
 
     #[track_caller]

@@ -3,8 +3,8 @@
 use burn::tensor::{DType, TensorData, TensorReadError};
 use burn_ddp_comm::ProcessGroup;
 
-use super::stop::metric_error;
-use crate::{Result, byte_stream};
+use super::agreed_stop::metric_error;
+use crate::{Result, chunked_broadcast};
 
 /// The tensors of a batch.
 pub(super) type Batch = Vec<TensorData>;
@@ -74,12 +74,12 @@ fn next_parcel(
         let tensor = |t: &TensorData| (t.shape().to_vec(), t.dtype(), t.as_bytes().len());
         let contents: Contents = rest[..len].iter().map(|batch| batch.iter().map(tensor).collect()).collect();
         group.broadcast_object(Some(contents), root)?;
-        byte_stream::send(group, &bytes)?;
+        chunked_broadcast::send(group, &bytes)?;
         return Ok(rest[..len].iter().cloned().map(Ok).collect());
     }
     let contents: Contents = group.broadcast_object(None, root)?;
     let len = contents.iter().flatten().map(|(_, _, len)| len).sum();
-    let bytes = byte_stream::receive(group, len, root)?;
+    let bytes = chunked_broadcast::receive(group, len, root)?;
     let mut rest = &bytes[..];
     let mut tensor = |(shape, dtype, len): (Vec<usize>, DType, usize)| {
         let (bytes, behind) = rest.split_at(len);

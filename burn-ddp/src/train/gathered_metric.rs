@@ -10,14 +10,43 @@ use burn::train::metric::{
 };
 use burn_ddp_comm::attribute_calls;
 
+use super::agreed_stop::metric_error;
 use super::gathered_batches::{Batch, each_batch};
-use super::stop::metric_error;
 use crate::Ddp;
 
 /// Input of a metric for a batch, as tensors that travel between ranks.
 ///
 /// Implemented for the inputs of Burn's metrics with public fields; above all for [`ConfusionStatsInput`], the input of
 /// AUROC, precision–recall, precision, recall and F-scores.
+///
+/// # Example
+///
+/// ```
+/// # use burn::tensor::{Tensor, TensorData, TensorReadError, Device};
+/// use burn_ddp::train::GatherInput;
+///
+/// /// Input of a metric of your own.
+/// struct Distances {
+///     values: Tensor<1>,
+/// }
+///
+/// impl GatherInput for Distances {
+///     fn to_data(&self) -> Result<Vec<TensorData>, TensorReadError> {
+///         Ok(vec![self.values.clone().try_into_data()?])
+///     }
+///
+///     fn from_data(data: Vec<TensorData>, device: &Device) -> Option<Self> {
+///         let [values] = <[TensorData; 1]>::try_from(data).ok()?;
+///         Some(Distances { values: Tensor::from_data(values, device) })
+///     }
+/// }
+///
+/// let device = Device::default();
+/// let input = Distances { values: Tensor::from_floats([1.0, 2.0], &device) };
+/// assert!(Distances::from_data(input.to_data()?, &device).is_some());
+/// assert!(Distances::from_data(Vec::new(), &device).is_none());
+/// # Ok::<(), TensorReadError>(())
+/// ```
 pub trait GatherInput: Sized {
     /// The tensors of the input.
     ///

@@ -10,7 +10,7 @@ use burn::train::metric::{
 };
 use burn_ddp_comm::attribute_calls;
 
-use super::stop::metric_error;
+use super::agreed_stop::metric_error;
 use crate::Ddp;
 
 /// A metric whose value over several batches is the mean of the batches' values, weighted by their counts.
@@ -18,6 +18,18 @@ use crate::Ddp;
 /// Burn's accuracy, loss, Hamming score, error rates, BLEU and ROUGE are such metrics: after each update their
 /// `value()` is an `Aggregated` entry. Perplexity is one on a logarithmic scale. Implement it for such metrics of your
 /// own: `impl MeanMetric for MyMetric {}`.
+///
+/// # Example
+///
+/// ```
+/// use burn::train::metric::{AccuracyMetric, PerplexityMetric};
+/// use burn_ddp::train::MeanMetric;
+///
+/// assert_eq!(AccuracyMetric::new().to_mean(0.9), 0.9);
+/// let perplexity = PerplexityMetric::new();
+/// let mean = (perplexity.to_mean(2.0) + perplexity.to_mean(8.0)) / 2.0; // of logarithms
+/// assert!((perplexity.of_mean(mean) - 4.0).abs() < 1e-9);
+/// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not known to be a mean, so its value over all ranks does not follow from theirs",
     note = "use `ddp.gathered_metric(metric)` for Burn's AUROC, precision, recall and F-scores; \

@@ -11,20 +11,21 @@
 //!
 //! `docs/trainer.md` describes the changes to a program that uses Burn's trainer.
 
+mod accepted_loaders;
+mod agreed_stop;
 mod ddp_trainer;
 mod gathered_batches;
 mod gathered_metric;
 mod mean_metric;
 mod micro_batches;
-mod rank_loader;
+mod sharded_learner;
 mod shared_checkpointer;
 mod silent_ui;
-mod stop;
 mod strategy;
 
+pub use accepted_loaders::RankLoader;
 pub use ddp_trainer::DdpTrainer;
 pub use gathered_metric::{GatherInput, GatheredMetric};
 pub use mean_metric::{GlobalMetric, MeanMetric};
-pub use rank_loader::RankLoader;
 pub use shared_checkpointer::SharedCheckpointer;
 pub use silent_ui::SilentRenderer;

@@ -8,7 +8,7 @@ use burn::train::checkpoint::{Checkpoint, Checkpointer, CheckpointerError, FileC
 use burn_ddp_comm::attribute_calls;
 
 use crate::model::digest::digest;
-use crate::{Ddp, Error, Result, agreement, byte_stream, main_first};
+use crate::{Ddp, Error, Result, agreement, chunked_broadcast, main_first};
 
 /// Writes and reads files on rank 0 and broadcasts what it read; from
 /// [`DdpTrainer::checkpointer`](super::DdpTrainer::checkpointer).
@@ -38,10 +38,10 @@ impl SharedCheckpointer {
         })?;
         let bytes = match read {
             Some(bytes) => {
-                byte_stream::send(group, &bytes)?;
+                chunked_broadcast::send(group, &bytes)?;
                 bytes
             }
-            None => Bytes::from_bytes_vec(byte_stream::receive(group, len, 0)?),
+            None => Bytes::from_bytes_vec(chunked_broadcast::receive(group, len, 0)?),
         };
         let record = if digest(&bytes) == sent {
             R::checkpoint_from_bytes(bytes).map_err(|e| Error::file(e.to_string()))

@@ -3,15 +3,17 @@
 use std::panic::Location;
 
 use burn::tensor::Device;
+use burn::train::metric::store::EventStoreClient;
 use burn::train::{
-    EventProcessorTraining, InferenceStep, Interrupter, Learner, LearnerEvent, LearnerModel, LearningResult,
-    SupervisedLearningStrategy, SupervisedTrainingEventProcessor, TrainLoader, TrainOutput, TrainStep,
+    EventProcessorTraining, InferenceStep, Interrupter, Learner, LearnerEvent, LearnerModel, LearningCheckpointer,
+    LearningResult, SupervisedLearningStrategy, SupervisedTrainingEventProcessor, TrainLoader, TrainOutput, TrainStep,
     TrainingComponents, TrainingItem, ValidLoader,
 };
-use burn_ddp_comm::attribute_calls;
+use burn_ddp_comm::{ReduceOp, attribute_calls};
 
+use super::agreed_stop::{agree_to_stop, decide_on_main, fail, report};
 use super::micro_batches::MicroBatches;
-use super::stop::{agree_to_stop, decide_on_main, fail, report};
+use super::sharded_learner::{self, WholeLearner};
 use crate::data::ShardedLoader;
 use crate::model::running_stats;
 use crate::wrap::{self, Taps};
@@ -39,25 +41,34 @@ impl<M: LearnerModel> DdpStrategy<M> {
         DdpStrategy { ddp, config, site, train }
     }
 
-    /// Gives all ranks the same weights. Returns the taps for each step, and the device. A step has `micro_batches`.
-    fn prepare(&self, learner: &mut Learner<M>, micro_batches: usize) -> Result<(Taps, Device)> {
+    /// Gives all ranks the same weights. Returns the taps for each step, and the device. `micro_batches` is the number
+    /// of backwards per step.
+    fn prepare(
+        &self,
+        learner: &mut Learner<M>,
+        micro_batches: usize,
+        events: &EventStoreClient,
+    ) -> Result<(Taps, Device)> {
         if self.config.accumulation().is_some_and(|k| k != 1) {
             return Err(Error::invalid(
                 "Burn's trainer accumulates by its own setting, `grads_accumulation(k)`: leave `with_accumulation` out",
             ));
         }
-        if self.config.shards() {
-            return Err(Error::invalid(
-                "Burn's trainer does not lend its optimizer, which would have to be checked, and saves and validates \
-                models by itself, which sharded parameters do not allow: leave `with_sharding` out, or write the loop",
-            ));
-        }
         self.ddp.state().make_metric_group()?;
         let (model, agreed) = wrap::agree_and_broadcast(&self.ddp, learner.model(), &self.config)?;
         // The learner does not give its model away, but loads values into it.
-        learner.load_model(model.into_record());
+        match self.config.shards() {
+            true => {
+                let cut = sharded_learner::cut(learner, model.into_record(), agreed.divided(&self.ddp), events);
+                agreement::on_outcome(self.ddp.group(), "divide its learner", cut)?;
+            }
+            false => learner.load_model(model.into_record()),
+        }
         let device = agreed.device.clone();
         let taps = agreed.taps(&self.ddp, &learner.model())?;
+        // `ddp.learner` has checked the optimizer.
+        let slots = 0..taps.wrapped.slots.len();
+        slots.filter(|slot| taps.wrapped.is_divided(*slot)).for_each(|slot| taps.wrapped.note_optimizer(slot));
         let accumulates = match micro_batches {
             0 | 1 => Ok(()),
             k => wrap::refuse_accumulation(&format!("`grads_accumulation({k})`"), taps.wrapped.local()),
@@ -121,7 +132,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         } = components;
         let accumulation = grad_accumulation.unwrap_or(1);
         let stops = |interrupter: &Interrupter| attribute_calls(site, || agree_to_stop(ddp, interrupter));
-        let (taps, device) = match attribute_calls(site, || self.0.prepare(&mut learner, accumulation)) {
+        let (taps, device) = match attribute_calls(site, || self.0.prepare(&mut learner, accumulation, &event_store)) {
             Ok(prepared) => prepared,
             Err(error) => {
                 // All ranks got the same error.
@@ -151,9 +162,8 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
             if stops(&run.interrupter) {
                 break;
             }
-            if let Some(checkpointer) = checkpointer.as_mut().filter(|_| ddp.is_main()) {
-                run.taps.wrapped.warn_of_local();
-                checkpointer.checkpoint(&run.learner, epoch, &event_store);
+            if run.checkpoint(checkpointer.as_mut(), epoch, &event_store) {
+                break;
             }
             if let Some(early_stopping) = &mut early_stopping {
                 let own = ddp.is_main() && early_stopping.should_stop(epoch, &event_store);
@@ -165,7 +175,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Fit<'_, M> {
         // Finishes pending writes, which may fail.
         drop(checkpointer);
         stops(&run.interrupter);
-        (run.learner.model(), run.events)
+        (run.result(), run.events)
     }
 }
 
@@ -183,6 +193,49 @@ struct Run<'a, M: LearnerModel> {
 }
 
 impl<M: LearnerModel> Run<'_, M> {
+    /// True if parameters of the learner's model are this rank's parts.
+    fn is_in_parts(&self) -> bool {
+        self.taps.wrapped.shards().is_some()
+    }
+
+    /// The trained model: with taps if it is in parts.
+    fn result(&self) -> M {
+        match self.is_in_parts() {
+            true => self.taps.attach(self.learner.model()),
+            false => self.learner.model(),
+        }
+    }
+
+    /// Lets rank 0 write a checkpoint, if it has a checkpointer. Returns true after an error.
+    fn checkpoint(
+        &self,
+        checkpointer: Option<&mut LearningCheckpointer<M>>,
+        epoch: usize,
+        events: &EventStoreClient,
+    ) -> bool {
+        let Run { ddp, site, learner, taps, interrupter, .. } = self;
+        let in_parts = self.is_in_parts() && ddp.world_size() > 1;
+        let gather = || match decide_on_main(ddp, interrupter, checkpointer.is_some()) {
+            true => WholeLearner::gather(ddp, learner, &self.result(), events),
+            false => Ok(None),
+        };
+        let whole = match in_parts.then(|| attribute_calls(site, gather)).transpose() {
+            Ok(whole) => whole.flatten(),
+            Err(error) => {
+                fail(ddp, interrupter, error);
+                return true;
+            }
+        };
+        if let Some(checkpointer) = checkpointer.filter(|_| ddp.is_main()) {
+            taps.wrapped.warn_of_local();
+            match whole {
+                Some(whole) => whole.checkpoint(checkpointer, epoch, events),
+                None => checkpointer.checkpoint(learner, epoch, events),
+            }
+        }
+        false
+    }
+
     /// Trains for one epoch. Returns true if it ended early, on all ranks.
     fn train(&mut self, loader: &TrainLoader<M>) -> bool {
         let mut batches = loader.iter();
@@ -212,6 +265,8 @@ impl<M: LearnerModel> Run<'_, M> {
             if let Some(grads) = grads {
                 self.learner.lr_step();
                 self.learner.optimizer_step(grads);
+                // The next step has new values.
+                self.taps.wrapped.shards().inspect(|shards| shards.restart());
             }
             iteration += 1;
             let item = TrainingItem::new(item, progress, Some(iteration), Some(self.learner.lr_current()));
@@ -258,6 +313,9 @@ impl<M: LearnerModel> Run<'_, M> {
         {
             return fail(self.ddp, &self.interrupter, error);
         }
+        if self.is_in_parts() {
+            return self.validate_in_step(loader);
+        }
         let model = model.valid();
         let mut batches = loader.iter();
         let mut iteration = 0;
@@ -275,6 +333,48 @@ impl<M: LearnerModel> Run<'_, M> {
             self.report_valid(LearnerEvent::ProcessedItem(TrainingItem::new(item, progress, Some(iteration), None)));
             if self.interrupter.should_stop() {
                 break;
+            }
+        }
+    }
+
+    /// Validates a model in parts, which all ranks read together: those that have fewer batches pass their first one
+    /// again, and do not count it.
+    fn validate_in_step(&mut self, loader: &ValidLoader<M>) {
+        let (ddp, site) = (self.ddp, self.site);
+        let model = self.result().valid();
+        let mut batches = loader.iter();
+        let mut iteration = 0;
+        loop {
+            let own = batches.next().transpose().unwrap_or_else(|error| {
+                self.interrupter.fail(error);
+                None
+            });
+            let mut any = [u8::from(own.is_some())];
+            let agreed = attribute_calls(site, || ddp.group().all_reduce(&mut any, ReduceOp::Max));
+            if let Err(error) = agreed {
+                return fail(ddp, &self.interrupter, error.into());
+            }
+            if attribute_calls(site, || agree_to_stop(ddp, &self.interrupter)) || any[0] == 0 {
+                return;
+            }
+            let counts = own.is_some();
+            let batch = match own.map(Ok).or_else(|| loader.iter().next()) {
+                Some(Ok(batch)) => batch,
+                Some(Err(error)) => return fail(ddp, &self.interrupter, Error::invalid(error.to_string())),
+                None => {
+                    let reason = "this rank has no item to validate sharded parameters with, as all ranks must: there \
+                        are fewer items than ranks";
+                    return fail(ddp, &self.interrupter, Error::invalid(reason));
+                }
+            };
+            let item = match self.taps.wrapped.capture(|| InferenceStep::step(&model, batch)) {
+                Ok((item, _)) => item,
+                Err(error) => return fail(ddp, &self.interrupter, error),
+            };
+            if counts {
+                iteration += 1;
+                let item = TrainingItem::new(item, batches.progress(), Some(iteration), None);
+                self.report_valid(LearnerEvent::ProcessedItem(item));
             }
         }
     }

@@ -2,6 +2,8 @@
 //! gradients.
 
 use std::collections::{HashMap, VecDeque};
+#[cfg(feature = "train")]
+use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
@@ -10,11 +12,13 @@ use burn::tensor::Device;
 use burn_ddp_comm::ProcessGroup;
 
 use super::attach::Taps;
-use super::inspect::{Inspected, inspect};
+use super::inspect_model::{Inspected, inspect};
 use super::memory_estimate::memory;
 use super::{WrapConfig, local_parameters, treatment};
 use crate::ddp::Ddp;
 use crate::gradients::{ReducerSettings, Slot};
+#[cfg(feature = "train")]
+use crate::intercept::Rows;
 use crate::intercept::{SyncedStatistics, open_model};
 use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::Entry;
@@ -36,7 +40,7 @@ pub(crate) struct AgreedModel {
     divided: Vec<bool>,
     /// Slot of each float parameter and buffer, in traversal order.
     slot_of: VecDeque<Option<usize>>,
-    /// True for running statistics that the ranks bring together.
+    /// For each float parameter and buffer, true if it is a running statistic that the ranks average or broadcast.
     is_shared_buffer: Vec<bool>,
     /// Parameters and buffers left to each rank.
     local: Vec<Entry>,
@@ -123,6 +127,18 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
 }
 
 impl AgreedModel {
+    /// The parameters that the settings divide, by path: shape of the whole, and rows of this rank.
+    #[cfg(feature = "train")]
+    pub(crate) fn divided(&self, ddp: &Ddp) -> HashMap<String, (Vec<usize>, Range<usize>)> {
+        let divided = self.slots.iter().zip(&self.divided).filter_map(|(slot, divided)| divided.then_some(slot));
+        let own = |slot: &Slot| {
+            let row_bytes = slot.len_bytes() / slot.dims[0];
+            let rows = Rows { rows: slot.dims[0], row_bytes, world: ddp.world_size() }.of(ddp.rank());
+            (slot.path.clone(), (slot.dims.clone(), rows))
+        };
+        divided.map(own).collect()
+    }
+
     /// Taps of the agreed model, whose running statistics are those of `model`. *Collective*.
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Taps> {
         let AgreedModel { device, group, alone, on_device, slots, divided, slot_of, .. } = self;

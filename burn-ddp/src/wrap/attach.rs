@@ -55,9 +55,10 @@ impl Reparameterizer for Attach {
         let slot = self.slot_of.pop_front().expect("map and visit see the same parameters");
         let Some(slot) = slot else { return (param, None) };
         let shards = self.wrapped.shards().filter(|_| self.wrapped.is_sharded(slot));
-        let param = match shards {
-            Some(shards) => cut(param, shards.rows(slot).of(shards.rank())),
-            None => param,
+        let param = match shards.map(|shards| (shards.rows(slot), shards.rank())) {
+            // A copy that Burn's trainer holds is in parts already.
+            Some((division, rank)) if param.lazy_shape()[0] == division.rows => cut(param, division.of(rank)),
+            _ => param,
         };
         let (param, tap) = Tap::new(self.ddp.clone(), self.wrapped.clone(), slot, param);
         (param, Some(tap))

@@ -2,39 +2,41 @@
 
 use burn::module::Module;
 
-use super::inspect::{Inspected, inspect};
+use super::inspect_model::{Inspected, inspect};
 use super::{WrapConfig, treatment};
-use crate::ddp::Ddp;
 use crate::gradients::{Caps, Slot};
 use crate::intercept::Rows;
 use crate::model::schema::{Entry, Schema};
 use crate::telemetry::MemoryUse;
 use crate::{Error, Result};
 
-impl Ddp {
+impl MemoryUse {
     /// Memory that the rank that holds most of `world_size` ranks would take for `model`, wrapped with `config`.
     /// [`MemoryUse::with_optimizer`] adds the optimizer's state. Not collective; `world_size` need not be that of this
     /// job.
     ///
     /// # Errors
     ///
-    /// Those of [`Ddp::wrap_with`] that a rank sees alone; [`Error::Invalid`] if `world_size` is 0.
+    /// Those of [`Ddp::wrap_with`](crate::Ddp::wrap_with) that a rank sees alone; [`Error::Invalid`] if
+    /// `world_size` is 0.
     ///
     /// # Example
     ///
     /// ```
     /// # use burn::{nn::LinearConfig, optim::AdamConfig};
+    /// # use burn_ddp::MemoryUse;
     /// # use burn_ddp::prelude::*;
     /// let ddp = Ddp::init()?;
     /// let model = LinearConfig::new(1024, 1024).with_bias(false).init(&ddp.device()?.autodiff()); // 4 MiB
     /// let config = WrapConfig::new().with_sharding(Sharding::Parameters);
-    /// let memory = ddp.memory_estimate(&model, &config, 4)?.with_optimizer(&AdamConfig::new().init())?;
+    /// let memory = MemoryUse::estimate(&model, &config, 4)?.with_optimizer(&AdamConfig::new().init())?;
     /// assert_eq!((memory.parameters, memory.gradients, memory.optimizer), (1 << 20, 1 << 20, Some(2 << 20)));
+    /// assert_eq!(memory.whole_parameters, 4 << 20);
     /// assert_eq!(memory.gathered, 8 << 20); // the weight and its gradient, for a moment
     /// println!("{} bytes: {memory}", memory.total());
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
-    pub fn memory_estimate<M: Module>(&self, model: &M, config: &WrapConfig, world_size: usize) -> Result<MemoryUse> {
+    pub fn estimate<M: Module>(model: &M, config: &WrapConfig, world_size: usize) -> Result<MemoryUse> {
         if world_size == 0 {
             return Err(Error::invalid("a job has at least one rank"));
         }
@@ -64,6 +66,7 @@ pub(super) fn memory(
         parameters += bytes;
         gradients += if entry.trainable { bytes } else { 0 };
     }
+    let whole_parameters = parameters as u64;
     let (mut sharded, mut largest, mut largest_gradient) = (0, 0, 0);
     let largest_whole = slots.iter().filter(|s| !s.sharded).map(Slot::len_bytes).max().unwrap_or(0);
     for s in slots.iter().filter(|s| s.sharded) {
@@ -84,6 +87,7 @@ pub(super) fn memory(
     let rows_of_ranks = largest + largest / world;
     MemoryUse {
         parameters: parameters as u64,
+        whole_parameters,
         gradients: gradients as u64,
         optimizer: None,
         gathered: (largest_gradient + largest) as u64,

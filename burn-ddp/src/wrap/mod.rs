@@ -3,21 +3,24 @@
 //! | | |
 //! |---|---|
 //! | `wrap_config` | settings |
-//! | `inspect` | checks that a rank makes alone |
+//! | `inspect_model` | checks that a rank makes alone |
 //! | `local_parameters` | selects those that each rank keeps for itself |
 //! | `treatment` | which parameters and buffers have averaged gradients |
 //! | `agree_and_broadcast` | agreement on the model and its settings; rank 0's values; the reducer |
 //! | `memory_estimate` | memory of a rank, from shapes |
+//! | `parameters_to_shard` | which parameters the settings shard, before `wrap` |
 //! | `attach` | taps on the parameters |
-//! | `owned` | the wrapped models in a module, and the handle that each belongs to |
+//! | `find_wrapped` | the wrapped models in a module, and the handle that each belongs to |
 //! | `sync_gradients` | reduction of held gradients without a backward of the user's |
 
 mod agree_and_broadcast;
 mod attach;
-mod inspect;
+mod find_wrapped;
+mod inspect_model;
 mod local_parameters;
 mod memory_estimate;
-mod owned;
+#[cfg(feature = "train")]
+mod parameters_to_shard;
 mod sync_gradients;
 mod treatment;
 mod wrap_config;
@@ -28,8 +31,10 @@ use burn::tensor::{Gradients, Tensor};
 pub(crate) use agree_and_broadcast::agree_and_broadcast;
 #[cfg(feature = "train")]
 pub(crate) use attach::Taps;
+pub(crate) use find_wrapped::{only, wrapped_in};
 pub(crate) use local_parameters::refuse_accumulation;
-pub(crate) use owned::{only, wrapped_in};
+#[cfg(feature = "train")]
+pub(crate) use parameters_to_shard::parameters_to_divide;
 pub use wrap_config::{Sharding, WrapConfig};
 
 use crate::ddp::Ddp;
@@ -132,12 +137,13 @@ impl Ddp {
     /// # Ok::<(), burn_ddp::Error>(())
     /// ```
     pub fn unwrap<M: Module>(&self, model: M) -> Result<M> {
-        if let Some(name) = inspect::foreign_reparameterization(&model) {
+        if let Some(name) = inspect_model::foreign_reparameterization(&model) {
             return Err(Error::invalid(format!(
                 "the model carries the reparameterization {name:?} beside burn-ddp's: removing one would fold the \
                  other into the weights"
             )));
         }
+        intercept::refuse_parts_without_tap(&model)?;
         let model = intercept::whole(model)?;
         // Burn removes a reparameterization by folding it in; ours is the identity.
         Ok(intercept::bypass(|| model.materialize()))

@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 
 use burn::tensor::DType;
 
-use crate::convert::comm_dtype;
 use crate::gradients::Slot;
 use crate::model::schema::{Entry, Schema};
+use crate::tensor_conversion::comm_dtype;
 
 /// Treatment of one parameter or buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

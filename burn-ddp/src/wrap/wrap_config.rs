@@ -32,7 +32,8 @@ pub enum Sharding {
 ///     .with_exact_replicas(true)
 ///     .with_first_bucket_cap_bytes(1 << 20)
 ///     .with_bucket_cap_bytes(4 << 20)
-///     .with_overlap(false);
+///     .with_overlap(false)
+///     .with_single_rank_reduction(true); // also in a world of 1, to measure what it costs
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -180,7 +181,7 @@ impl WrapConfig {
     /// Rounding differs between ranks since Burn need not repeat its bits: on Flex sums over 4 Mi elements and more
     /// (norm clipping, LAMB, Adafactor, Muon), and on GPUs of different kinds. It is not corrected: parameters and
     /// optimizer state of the ranks stay apart by as much, and each step moves all of them by the same average.
-    /// [`Ddp::broadcast_parameters`](crate::Ddp::broadcast_parameters) makes them equal again, as does a checkpoint
+    /// [`broadcast_parameters`](crate::Collectives::broadcast_parameters) makes them equal again, as does a checkpoint
     /// that is loaded.
     #[must_use]
     pub fn with_replica_check(mut self, every_steps: usize) -> Self {

@@ -1,4 +1,4 @@
-//! Several losses.
+//! Several losses in a step: a backward each, or one of their sum.
 
 use anyhow::Result;
 use burn::module::Module;

@@ -11,7 +11,7 @@ mod programs;
 mod awkward;
 #[path = "../gradients.rs"]
 mod gradients;
-#[path = "../mixed.rs"]
+#[path = "../mixed_devices.rs"]
 mod mixed;
 #[path = "../models.rs"]
 mod models;

@@ -1,6 +1,7 @@
 //! Frozen parameters in parts.
 
 use burn::module::Lora;
+use burn_ddp::MemoryUse;
 
 use super::*;
 
@@ -76,9 +77,9 @@ fn an_optimizer_that_does_not_fit_frozen_parameters_may_step_others() {
 fn what_an_estimate_says_of_frozen_parameters() {
     Ddp::spawn(1, |ddp| {
         let layer = LinearConfig::new(64, 64).with_bias(false).init(&ddp.device()?.autodiff());
-        let estimate = |layer: Linear| ddp.memory_estimate(&layer, &sharded(), 4);
+        let estimate = |layer: Linear| MemoryUse::estimate(&layer, &sharded(), 4);
         let (trained, frozen) = (estimate(layer.clone())?, estimate(layer.freeze())?);
-        assert_eq!((frozen.parameters, frozen.gradients), (64 * 64, 0));
+        assert_eq!((frozen.parameters, frozen.whole_parameters, frozen.gradients), (64 * 64, 4 * 64 * 64, 0));
         assert_eq!((trained.parameters, trained.gradients), (64 * 64, 64 * 64));
         assert_eq!((frozen.gathered, trained.gathered), (4 * 64 * 64, 8 * 64 * 64), "no gradient of the whole");
         Ok(())

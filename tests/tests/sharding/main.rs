@@ -4,6 +4,9 @@ mod bits;
 mod frozen;
 mod replaced_values;
 mod traffic;
+mod uneven_data;
+
+use std::time::{Duration, Instant};
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{
@@ -229,12 +232,19 @@ fn errors(what: impl Fn(&Ddp, &Gpt, &Device) -> anyhow::Result<()> + Sync) -> Ve
     errors_of(2, what)
 }
 
+/// An error is on all ranks within 5 s, and 20 more for a machine that is busy; the deadline of a call is 60 s.
+const SOON: Duration = Duration::from_secs(5 + 20);
+
 fn errors_of(world: usize, what: impl Fn(&Ddp, &Gpt, &Device) -> anyhow::Result<()> + Sync) -> Vec<String> {
     let errors = Ddp::spawn(world, |ddp| {
         let device = ddp.device()?.autodiff();
         let model = ddp.wrap_with(Gpt::new(&device, 0), &sharded())?;
         ddp.optimizer(AdamConfig::new().init(), &model)?;
+        ddp.barrier()?;
+        let start = Instant::now();
         let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| what(&ddp, &model, &device)));
+        let took = start.elapsed();
+        assert!(took < SOON, "rank {} after {took:?}: {done:?}", ddp.rank());
         Ok(match done {
             Ok(done) => done.err().map_or("no error".into(), |e| e.to_string()),
             Err(panic) => {
@@ -269,6 +279,20 @@ fn a_rank_that_skips_a_layer_is_an_error_on_all() {
     for error in &evaluates {
         assert!(error.contains("rank 0 reads query.weight without a gradient (evaluation)"), "{error}");
     }
+    // One rank evaluates, the others wait for it elsewhere.
+    let alone = errors_of(3, |ddp, model, device| {
+        if ddp.rank() == 0 {
+            model.valid().query.forward(Tensor::<3>::ones([1, 2, 6], device).inner());
+        }
+        Ok(ddp.barrier()?)
+    });
+    let reads = "rank 0 reads query.weight without a gradient (evaluation)";
+    // A rank that comes late is not in the circle that is found.
+    let waits = ["each of ranks 1, 2 is in barrier", " rank 1 is in barrier", " rank 2 is in barrier"];
+    assert!(alone[0].contains(reads) && waits.iter().any(|waits| alone[0].contains(waits)), "{}", alone[0]);
+    for error in &alone[1..] {
+        assert!(error.contains("rank 0 is in all_gather") && error.contains("of the model wrapped at"), "{error}");
+    }
     let uses = errors(|ddp, model, device| {
         let x = Tensor::<3>::ones([1, 2, 6], device);
         let (a, b) = (model.query.forward(x.clone()).tanh(), model.key.forward(x).tanh());
@@ -293,6 +317,9 @@ fn what_sharding_does_not_allow_is_refused_by_name() {
             let mut optim = AdamConfig::new().init();
             let join = ddp.join(&mut model.clone(), &mut optim).unwrap_err().to_string();
             anyhow::ensure!(join.contains("`join` with sharded parameters"), "{join}");
+            anyhow::ensure!(join.contains("ddp.set_batch_items(0.0)"), "{join}");
+            let broadcast = ddp.broadcast_optimizer_state(&mut optim, model, 0).unwrap_err().to_string();
+            anyhow::ensure!(broadcast.contains("`checkpoint.optimizer`"), "{broadcast}");
             model.clone().into_record().into_bytes()?;
             Ok(())
         });

@@ -138,3 +138,38 @@ fn ranks_that_read_a_parameter_in_different_numbers_hear_of_it_in_that_step() {
         }
     }
 }
+
+/// `Param::map` on a field takes the tap away, and leaves this rank's rows.
+#[test]
+fn a_part_without_its_tap_is_not_taken_for_a_whole() {
+    type Use = fn(&Ddp, Gpt) -> burn_ddp::Result<()>;
+    let uses: [(&str, Use); 8] = [
+        ("save", |ddp, model| ddp.save(&model, tempfile::tempdir().unwrap().path().join("model")).map(drop)),
+        ("checkpoint", |ddp, model| {
+            let directory = tempfile::tempdir().unwrap();
+            ddp.checkpoints(directory.path())?.save(0, |c| c.model(&model))
+        }),
+        ("hash", |_, model| param_hash(&model).map(drop)),
+        ("broadcast", |ddp, model| ddp.broadcast_parameters(model, 0).map(drop)),
+        ("unwrap", |ddp, model| ddp.unwrap(model).map(drop)),
+        ("optimizer", |ddp, model| ddp.optimizer(AdamConfig::new().init(), &model).map(drop)),
+        ("record", |_, model| {
+            drop(model.query.into_record());
+            Ok(())
+        }),
+        ("record of a copy", |_, model| {
+            drop(model.query.valid().into_record());
+            Ok(())
+        }),
+    ];
+    for (what, uses) in uses {
+        let refused = errors(|ddp, model, _| {
+            let mut model = model.clone();
+            model.query.weight = model.query.weight.map(|value| value);
+            Ok(uses(ddp, model)?)
+        });
+        for error in &refused {
+            assert!(error.contains("query.weight") && error.contains("Param::map"), "{what}: {error}");
+        }
+    }
+}

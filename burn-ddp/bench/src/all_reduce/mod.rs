@@ -14,12 +14,13 @@ use serde_json::json;
 use crate::common_options::CommonOptions;
 use crate::contender::{Contender, Engine, Peer, Setting, ours, theirs};
 use crate::driver_protocol::RoundPlan;
+use crate::exact_inputs::parse_dtype;
 use crate::interleaved_rounds::{Effort, Field, interleave};
 use crate::machine::{cores, describe};
+use crate::neighbours::{NeighbourOptions, Neighbours};
 use crate::plot::{self, Plot};
 use crate::rank::BufferKind;
 use crate::table::Table;
-use crate::values;
 use machine_options::MachineOptions;
 use report::{Measured, X};
 
@@ -40,7 +41,7 @@ pub(crate) struct AllReduce {
         default_value_ifs = [("oversubscribe", "true", "4,8"), ("scaling", "true", "2,4,8,16,32")]
     )]
     world: Vec<usize>,
-    /// Bytes per rank.
+    /// Bytes per rank; 0 for a barrier.
     #[arg(
         long,
         value_delimiter = ',',
@@ -52,7 +53,7 @@ pub(crate) struct AllReduce {
     #[arg(long, value_delimiter = ',', conflicts_with = "sizes")]
     elements: Vec<usize>,
     /// Types of the elements, of f32, f16, bf16 and f64.
-    #[arg(long, alias = "dtypes", value_delimiter = ',', value_parser = values::parse_dtype, default_value = "f32")]
+    #[arg(long, alias = "dtypes", value_delimiter = ',', value_parser = parse_dtype, default_value = "f32")]
     dtype: Vec<DType>,
     /// Place of the ranks' buffers: memory of their own, or memory that the group reduces without copies.
     #[arg(
@@ -99,6 +100,8 @@ pub(crate) struct AllReduce {
     #[command(flatten)]
     machines: MachineOptions,
     #[command(flatten)]
+    neighbours: NeighbourOptions,
+    #[command(flatten)]
     common: CommonOptions,
 }
 
@@ -117,10 +120,15 @@ impl AllReduce {
         let effort = Effort { rounds: self.rounds, round_ms: self.round_ms, per_sample };
         let machines = self.machines.start()?;
         let worlds = machines.as_ref().map_or(self.world.clone(), |machines| vec![machines.world()]);
+        let neighbours = self.neighbours.start()?;
+        // Without neighbours first.
+        let beside: Vec<Option<&Neighbours>> = std::iter::once(None).chain(neighbours.as_ref().map(Some)).collect();
         let settings = worlds.iter().flat_map(|world| self.dtype.iter().map(move |dtype| (*world, *dtype)));
-        let gather = |(world, dtype)| {
+        let settings = settings.flat_map(|setting| beside.iter().map(move |beside| (setting, *beside)));
+        let gather = |((world, dtype), neighbours)| {
             let here = Setting::here(world, dtype, &self.common.programs);
-            Field::gather(&self.contenders(world, dtype), &Setting { machines: machines.as_ref(), ..here })
+            let setting = Setting { machines: machines.as_ref(), neighbours, ..here };
+            Field::gather(&self.contenders(world, dtype), &setting)
         };
         let mut fields: Vec<Field> = settings.map(gather).collect::<Result<_>>()?;
         let mut all: Vec<Vec<Measured>> = Vec::new();
@@ -136,6 +144,7 @@ impl AllReduce {
             let measured = fields.iter().zip(bytes).zip(timings).map(|((field, bytes), timings)| Measured {
                 world: field.world,
                 dtype: field.dtype,
+                neighbours: field.neighbours.map_or(0, Neighbours::count),
                 bytes,
                 timings,
             });
@@ -161,7 +170,7 @@ impl AllReduce {
                 .write(path);
         }
         let by_bytes = |value| report::lines(&all, X::Bytes, value);
-        Plot::new("all-reduce")
+        Plot::new(&format!("all-reduce{}", self.machines))
             .panel("bytes per rank", "time, µs", by_bytes(|_, timing| timing.median_us()))
             .panel("bytes per rank", "bandwidth, GB/s", by_bytes(Measured::bandwidth))
             .write(path)
@@ -180,9 +189,10 @@ impl AllReduce {
     fn is_interesting(&self, peer: Peer, world: usize, dtype: DType) -> bool {
         match peer {
             Peer::Gloo => world <= GLOO_RANKS || self.machines.any(),
-            _ if self.machines.any() => false,
             _ if self.scaling => false,
-            Peer::Mpich | Peer::Openmpi => matches!(dtype, DType::F32 | DType::F64),
+            Peer::Openmpi => matches!(dtype, DType::F32 | DType::F64),
+            _ if self.machines.any() => false,
+            Peer::Mpich => matches!(dtype, DType::F32 | DType::F64),
             Peer::Floor => (self.oversubscribe || world > cores()) && dtype == DType::F32,
             _ if self.oversubscribe => false,
             Peer::Pump => world == 2 && self.engine.contains(&Engine::Tcp),

@@ -13,6 +13,8 @@ use crate::table::{Table, bytes, ratio, time_us};
 pub(super) struct Measured {
     pub(super) world: usize,
     pub(super) dtype: DType,
+    /// Programs that compute beside the ranks.
+    pub(super) neighbours: usize,
     pub(super) bytes: usize,
     pub(super) timings: Vec<Timing>,
 }
@@ -40,7 +42,7 @@ impl Measured {
             let times = json!({
                 "median_us": timing.median_us(), "p95_us": timing.percentile_us(0.95),
                 "p99_us": timing.percentile_us(0.99), "best_us": timing.best_us(), "bytes_sent": bytes_sent(timing),
-                "cpu_ns_per_rank_byte": self.cpu_ns_per_byte(timing),
+                "cpu_ns_per_rank_byte": self.cpu_ns_per_byte(timing), "of_idle": self.of_idle(timing, of_size),
                 "of_smallest_world": self.of_smallest_world(timing, of_size),
             });
             contenders.insert(name.clone(), times);
@@ -55,7 +57,7 @@ impl Measured {
             "bench": "all-reduce", "engine": engine.to_string(), "buffers": kind.to_string(), "world": self.world,
             "dtype": self.dtype.to_string(), "bytes": self.bytes, "elements": self.bytes / self.dtype.size_bytes(),
             "median_us": own.median_us(), "p95_us": own.percentile_us(0.95), "p99_us": own.percentile_us(0.99),
-            "bytes_sent": bytes_sent(own),
+            "bytes_sent": bytes_sent(own), "neighbours": self.neighbours, "of_idle": self.of_idle(own, of_size),
             "best_us": own.best_us(), "algbw_gbps": self.bandwidth(own), "cpu_us": self.cpu_us(own),
             "cpu_ns_per_rank_byte": self.cpu_ns_per_byte(own), "rounds": own.medians.len(),
             "times_faster_than": faster, "p99_times_lower_than": p99, "times_of_limit": limits,
@@ -68,6 +70,12 @@ impl Measured {
     fn of_first_dtype(&self, own: &Timing, of_size: &[Measured]) -> Option<f64> {
         let first = of_size.iter().find(|one| one.world == self.world)?.timing(own.contender)?;
         Some(own.times_longer_than(first))
+    }
+
+    /// Time of `own` as a multiple of the one without neighbours.
+    fn of_idle(&self, own: &Timing, of_size: &[Measured]) -> Option<f64> {
+        let alike = |one: &&Measured| (one.world, one.dtype, one.neighbours) == (self.world, self.dtype, 0);
+        Some(own.times_longer_than(of_size.iter().find(alike)?.timing(own.contender)?))
     }
 
     /// CPU time of `own` per rank and byte as a multiple of the first world's; `None` if the clock did not tick there.
@@ -100,6 +108,7 @@ pub(super) fn table(all: &[Vec<Measured>]) -> Table {
         all.iter().any(|of_size| of_size.iter().any(|one| differ(one, &of_size[0])))
     };
     let (dtypes, worlds) = (several(|a, b| a.dtype != b.dtype), several(|a, b| a.world != b.world));
+    let neighbours = several(|a, b| a.neighbours != b.neighbours);
     let mut ours: Vec<Contender> = Vec::new();
     for own in all.iter().flatten().flat_map(Measured::ours) {
         if !ours.contains(&own.contender) {
@@ -115,6 +124,10 @@ pub(super) fn table(all: &[Vec<Measured>]) -> Table {
         table.add_column("CPU ns per rank and byte".into());
         table.add_column("of the smallest world's".into());
     }
+    if neighbours {
+        table.add_column("neighbours".into());
+        table.add_column("of idle".into());
+    }
     let machines = all.iter().flatten().flat_map(|one| &one.timings).any(|timing| !timing.sent.is_empty());
     if machines {
         table.add_column("bytes sent ÷ buffer".into());
@@ -126,7 +139,7 @@ pub(super) fn table(all: &[Vec<Measured>]) -> Table {
                 let mut row = vec![
                     measured.world.to_string(),
                     measured.dtype.to_string(),
-                    bytes(measured.bytes),
+                    if measured.bytes == 0 { "barrier".into() } else { bytes(measured.bytes) },
                     timing.contender.to_string(),
                     time_us(timing.median_us()),
                     time_us(timing.best_us()),
@@ -143,9 +156,13 @@ pub(super) fn table(all: &[Vec<Measured>]) -> Table {
                     row.push(format!("{:.3}", measured.cpu_ns_per_byte(timing)));
                     row.push(of.map_or(String::new(), |of| format!("{:.0} %", 100.0 * of)));
                 }
+                if neighbours {
+                    row.push(measured.neighbours.to_string());
+                    row.push(measured.of_idle(timing, of_size).map_or(String::new(), ratio));
+                }
                 if machines {
-                    let of_buffer = bytes_sent(timing).map(|sent| format!("{:.2}", sent / measured.bytes as f64));
-                    row.push(of_buffer.unwrap_or_default());
+                    let sent = bytes_sent(timing).filter(|_| measured.bytes > 0);
+                    row.push(sent.map_or(String::new(), |sent| format!("{:.2}", sent / measured.bytes as f64)));
                 }
                 let own = |own: &Contender| measured.timing(*own).map_or(String::new(), |own| against(own, timing));
                 row.extend(ours.iter().map(own));
@@ -181,6 +198,9 @@ pub(super) fn lines(all: &[Vec<Measured>], x: X, y: fn(&Measured, &Timing) -> f6
             }
             if x == X::Bytes && first.is_some_and(|first| first.world != measured.world) {
                 name += &format!(", {} ranks", measured.world);
+            }
+            if measured.neighbours > 0 {
+                name += ", with neighbours";
             }
             let at = if x == X::Bytes { measured.bytes } else { measured.world };
             let point = (at as f64, y(measured, timing));

@@ -1,6 +1,6 @@
 //! Contenders of a comparison: our engines, the peers that are installed, and the hardware's limits.
 
-mod script;
+mod python_peers;
 mod start;
 
 use std::fmt;
@@ -8,10 +8,11 @@ use std::fmt;
 use burn_ddp_comm::DType;
 use clap::{Args, ValueEnum};
 
+use crate::neighbours::Neighbours;
 use crate::rank::BufferKind;
 use crate::simulated_machines::Machines;
-pub(crate) use script::Script;
-pub(crate) use start::{envs, start};
+pub(crate) use python_peers::Script;
+pub(crate) use start::{describe_allocator, envs, start};
 
 /// An engine of this project.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
@@ -54,8 +55,18 @@ pub(crate) enum Model {
     Cnn,
     /// Square layers of 1 MiB.
     Mlp,
-    /// A decoder-only transformer of blocks of 3 MiB over items of 64 tokens, with Adam. Only in Burn.
+    /// A decoder-only transformer of blocks of 3 MiB over items of 64 tokens, with Adam.
     Gpt,
+    /// `Gpt` on a device with gradient checkpointing. Only in Burn.
+    GptCheckpointing,
+}
+
+/// Elements of a side of a layer of [`Model::Mlp`].
+pub(crate) const MLP_WIDTH: usize = 512;
+
+/// Layers of [`Model::Mlp`] with `bytes` of weights.
+pub(crate) fn mlp_layers(bytes: usize) -> usize {
+    (bytes / (4 * MLP_WIDTH * MLP_WIDTH)).max(1)
 }
 
 /// Way of training.
@@ -70,7 +81,7 @@ pub(crate) enum Side {
     Nodes,
     /// Data-parallel by `Ddp::wrap`, or by torch's `DistributedDataParallel`.
     Wrapped,
-    /// `Wrapped`, with parameters in parts. Only in Burn.
+    /// `Wrapped`, with parameters in parts; torch's `fully_shard`. Only [`Model::Gpt`].
     Sharded,
 }
 
@@ -113,12 +124,14 @@ pub(crate) struct Setting<'a> {
     pub(crate) programs: &'a Programs,
     /// Machines of the ranks; `None` for this one.
     pub(crate) machines: Option<&'a Machines>,
+    /// Programs that compute beside the ranks.
+    pub(crate) neighbours: Option<&'a Neighbours>,
 }
 
 impl<'a> Setting<'a> {
     /// The setting of ranks on this machine.
     pub(crate) fn here(world: usize, dtype: DType, programs: &'a Programs) -> Setting<'a> {
-        Setting { world, dtype, programs, machines: None }
+        Setting { world, dtype, programs, machines: None, neighbours: None }
     }
 }
 
@@ -207,7 +220,8 @@ impl fmt::Display for Trainer {
             (Framework::Burn(engine), Side::Sharded) => write!(f, "burn-ddp/{engine}, sharded"),
             (Framework::Torch, Side::Plain) => f.write_str("torch"),
             (Framework::Torch, Side::Barrier | Side::Nodes) => f.write_str("torch + barrier"),
-            (Framework::Torch, Side::Wrapped | Side::Sharded) => f.write_str("torch DDP"),
+            (Framework::Torch, Side::Wrapped) => f.write_str("torch DDP"),
+            (Framework::Torch, Side::Sharded) => f.write_str("torch FSDP2"),
         }?;
         self.bucket_bytes.map_or(Ok(()), |bytes| write!(f, " ({})", crate::table::bytes(bytes)))
     }

@@ -7,11 +7,11 @@ use anyhow::{Result, bail, ensure};
 use burn_ddp_comm::{DType, JobKey, LaunchEnv, Meeting, StoreServer};
 
 use super::{Contender, Engine, Framework, Peer, Script, Setting, Trainer};
+use crate::contender_ranks::{Scratch, Team};
 use crate::machine::{cores, find_program};
 use crate::rank::BufferKind;
 use crate::simulated_machines::CABLE;
 use crate::spin_barrier::SharedLines;
-use crate::team::{Scratch, Team};
 
 /// Starts the ranks of `contender`.
 ///
@@ -38,8 +38,8 @@ pub(crate) fn start(contender: Contender, setting: &Setting<'_>) -> Result<Team>
         Contender::Floor(kind) => with_lines(&own("floor", kind), &scratch, world.min(cores()))?,
         Contender::Training(trainer) => training(trainer, setting, &own("train", BufferKind::Slice), &scratch)?,
         Contender::Theirs(Peer::Gloo) => (gloo(setting, &scratch)?, Vec::new()),
-        Contender::Theirs(Peer::Mpich) => (vec![mpi(&MPICH, world, dtype, &scratch)?], Vec::new()),
-        Contender::Theirs(Peer::Openmpi) => (vec![mpi(&OPEN_MPI, world, dtype, &scratch)?], Vec::new()),
+        Contender::Theirs(Peer::Mpich) => (vec![mpi(&MPICH, setting, &scratch)?], Vec::new()),
+        Contender::Theirs(Peer::Openmpi) => (vec![mpi(&OPEN_MPI, setting, &scratch)?], Vec::new()),
         Contender::Theirs(limit) => with_lines(&own(&limit.to_string(), BufferKind::Slice), &scratch, world)?,
     };
     if let Some(machines) = setting.machines {
@@ -100,9 +100,28 @@ impl OwnRank {
     }
 }
 
-/// Makes the allocator return no memory to the system: else steps of few large tensors are all page faults.
+/// Variables by which glibc keeps freed memory, with the values that `burnrun` sets.
 const KEEP_MEMORY: [(&str, &str); 2] =
-    [("MALLOC_MMAP_THRESHOLD_", "1073741824"), ("MALLOC_TRIM_THRESHOLD_", "4294967296")];
+    [("MALLOC_MMAP_THRESHOLD_", "33554432"), ("MALLOC_TRIM_THRESHOLD_", "268435456")];
+
+/// Settings of glibc's allocator in trainers, for people.
+pub(crate) fn describe_allocator(keeps_memory: bool) -> String {
+    match keeps_memory {
+        true => KEEP_MEMORY.map(|(name, value)| format!("{name}={value}")).join(" "),
+        false => "glibc's defaults".into(),
+    }
+}
+
+/// Sets up glibc's allocator for a trainer, whatever the environment says.
+fn set_allocator(command: &mut Command, keeps_memory: bool) {
+    for (name, value) in KEEP_MEMORY {
+        if keeps_memory {
+            command.env(name, value)
+        } else {
+            command.env_remove(name)
+        };
+    }
+}
 
 /// Commands of a trainer: in Burn like those of [`Contender::Ours`], in torch like gloo's.
 fn training(trainer: Trainer, setting: &Setting<'_>, own: &OwnRank, scratch: &Scratch) -> Result<Started> {
@@ -110,7 +129,6 @@ fn training(trainer: Trainer, setting: &Setting<'_>, own: &OwnRank, scratch: &Sc
     let lines = SharedLines::create(world)?;
     let fd = lines.fd().to_string();
     let (model, side) = (trainer.model.to_string(), trainer.side.to_string());
-    let allocator: &[(&str, &str)] = if trainer.keeps_memory { &KEEP_MEMORY } else { &[] };
     let Framework::Burn(engine) = trainer.framework else {
         let script = Script::new("train.py", include_str!("../../peers/train.py"), setting.programs, scratch)?;
         let bucket_mb = trainer.bucket_bytes.map_or(0.0, |bytes| bytes as f64 / f64::from(1 << 20));
@@ -119,7 +137,7 @@ fn training(trainer: Trainer, setting: &Setting<'_>, own: &OwnRank, scratch: &Sc
             let mut command = script.command(setting.interface());
             command.args([&meeting, &rank.to_string(), &world.to_string()]);
             command.args([&model, &side, &fd, &bucket_mb.to_string()]);
-            command.envs(allocator.iter().copied());
+            set_allocator(&mut command, trainer.keeps_memory);
             command
         };
         return Ok(((0..world).map(command).collect(), vec![Box::new(lines)]));
@@ -131,7 +149,8 @@ fn training(trainer: Trainer, setting: &Setting<'_>, own: &OwnRank, scratch: &Sc
         let mut command = own.command(scratch, rank)?;
         command.args(["--lines", &fd, "--model", &model, "--side", &side]);
         trainer.bucket_bytes.map(|bytes| command.args(["--bucket-bytes", &bytes.to_string()]));
-        command.envs(env.variables()).env("RAYON_NUM_THREADS", "1").envs(allocator.iter().copied());
+        command.envs(env.variables()).env("RAYON_NUM_THREADS", "1");
+        set_allocator(&mut command, trainer.keeps_memory);
         if world > 1 || engine == Engine::Nccl {
             set_engine(&mut command, engine);
         }
@@ -185,7 +204,8 @@ const OPEN_MPI: Mpi = Mpi {
 };
 
 /// Compiles the driver with this implementation, and runs it.
-fn mpi(mpi: &Mpi, world: usize, dtype: DType, scratch: &Scratch) -> Result<Command> {
+fn mpi(mpi: &Mpi, setting: &Setting<'_>, scratch: &Scratch) -> Result<Command> {
+    let &Setting { world, dtype, machines, .. } = setting;
     ensure!(matches!(dtype, DType::F32 | DType::F64), "MPI has no {dtype}");
     let found = [mpi.programs, ["mpicc", "mpirun"]].into_iter().find_map(|[cc, run]| {
         let (cc, run) = (find_program(cc)?, find_program(run)?);
@@ -198,7 +218,12 @@ fn mpi(mpi: &Mpi, world: usize, dtype: DType, scratch: &Scratch) -> Result<Comma
     let compiled = Command::new(&cc).args(["-O2", "-o"]).arg(&program).arg(&source).output()?;
     ensure!(compiled.status.success(), "{}: {}", cc.display(), String::from_utf8_lossy(&compiled.stderr));
     let mut command = Command::new(run);
-    command.args(mpi.flags).args(["-n", &world.to_string()]).arg(&program).arg(scratch.socket());
+    command.args(mpi.flags).args(["-n", &world.to_string()]);
+    if let Some(machines) = machines {
+        ensure!(mpi.says == OPEN_MPI.says, "only Open MPI is started on several machines");
+        command.args(machines.mpirun(&scratch.path().join("agent"))?);
+    }
+    command.arg(&program).arg(scratch.socket());
     command.arg(dtype.to_string());
     Ok(command)
 }

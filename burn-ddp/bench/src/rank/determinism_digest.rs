@@ -1,4 +1,4 @@
-//! Collectives on random floats after random pauses.
+//! The digest that `determinism` compares: of results of collectives on random floats after random pauses.
 
 use std::hash::{DefaultHasher, Hasher};
 use std::thread;

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use burn_ddp_comm::{DType, LaunchEnv, ProcessGroup, ReduceOp, SharedBuffer, SharedView, World, WorldOptions};
 
 use super::{BufferKind, Workload, determinism_digest};
-use crate::values;
+use crate::exact_inputs;
 
 /// The variable that forces an engine.
 const ENGINE: &str = "BURN_DDP_ENGINE";
@@ -63,7 +63,7 @@ impl Workload for EngineRank {
 
     fn fill(&mut self, nth: usize, seed: u64) {
         let Some(memory) = &mut self.memory else { return };
-        let input = values::input(self.dtype, self.world.rank(), seed);
+        let input = exact_inputs::input(self.dtype, self.world.rank(), seed);
         match &mut memory.buffers {
             Buffers::Slice(slices) => input.fill(&mut bytemuck::cast_slice_mut(&mut slices[nth])[..memory.bytes]),
             Buffers::Arena(arenas) => {
@@ -76,6 +76,9 @@ impl Workload for EngineRank {
 
     fn step(&mut self, nth: usize) -> Result<()> {
         let memory = self.memory.as_mut().context("not prepared")?;
+        if memory.bytes == 0 {
+            return Ok(memory.group.barrier()?);
+        }
         match &mut memory.buffers {
             Buffers::Slice(slices) => {
                 let bytes = &mut bytemuck::cast_slice_mut(&mut slices[nth])[..memory.bytes];
@@ -93,7 +96,7 @@ impl Workload for EngineRank {
 
     fn check(&mut self, nth: usize, seed: u64, uses: usize) -> Result<()> {
         let memory = self.memory.as_ref().context("not prepared")?;
-        let sum = |uses| values::sum(self.dtype, self.world.world_size(), seed, uses);
+        let sum = |uses| exact_inputs::sum(self.dtype, self.world.world_size(), seed, uses);
         match &memory.buffers {
             Buffers::Slice(slices) => {
                 sum(uses).map_or(Ok(()), |sum| sum.check(&bytemuck::cast_slice(&slices[nth])[..memory.bytes]))

@@ -2,7 +2,7 @@
 
 mod determinism_digest;
 mod engine_rank;
-mod hardware;
+mod hardware_limits;
 mod socket_limit;
 #[cfg(feature = "burn")]
 mod train;
@@ -18,9 +18,9 @@ use burn_ddp_comm::{DType, World};
 use clap::{Args, ValueEnum};
 
 use crate::driver_protocol::{Lines, RankTimes, RoundPlan};
+use crate::exact_inputs;
 use crate::machine::{self, Cpu, cpu_ns};
 use crate::spin_barrier::{Meeting, SharedLines};
-use crate::values;
 
 /// Arguments from the driver.
 #[derive(Args, Debug)]
@@ -35,7 +35,7 @@ pub(crate) struct RankArgs {
     rank: usize,
     #[arg(long)]
     world: usize,
-    #[arg(long, value_parser = values::parse_dtype)]
+    #[arg(long, value_parser = exact_inputs::parse_dtype)]
     dtype: DType,
     #[arg(long, default_value = "slice")]
     buffers: BufferKind,
@@ -118,14 +118,14 @@ pub(crate) fn run(args: &RankArgs) -> Result<()> {
     match args.what {
         What::Engine => serve(Box::new(engine_rank::EngineRank::new(engine_rank::join()?, dtype, buffers))),
         What::Threads => threads(&args.control, world, dtype, buffers),
-        What::Memcpy => serve(Box::new(hardware::Memcpy::new(Meeting::new(lines()?, rank, world)))),
-        What::Cacheline => serve(Box::new(hardware::Cacheline::new(Meeting::new(lines()?, rank, world)))),
+        What::Memcpy => serve(Box::new(hardware_limits::Memcpy::new(Meeting::new(lines()?, rank, world)))),
+        What::Cacheline => serve(Box::new(hardware_limits::Cacheline::new(Meeting::new(lines()?, rank, world)))),
         What::Pump => serve(Box::new(socket_limit::Pump::new(&lines()?, rank, world)?)),
         What::Floor => {
             let cores = crate::machine::cores().min(world);
             let shares = (0..world).filter(|of| of % cores == rank).count();
             let meeting = Meeting::new(lines()?, rank, cores);
-            serve(Box::new(hardware::Floor::new(meeting, world, shares, buffers)))
+            serve(Box::new(hardware_limits::Floor::new(meeting, world, shares, buffers)))
         }
         #[cfg(feature = "burn")]
         What::Train => {

@@ -14,11 +14,9 @@ use burn_ddp_comm::{EngineChoice, World};
 
 use super::Workload;
 use super::transformer::Transformer;
-use crate::contender::{Model, Side};
+use crate::contender::{MLP_WIDTH, Model, Side, mlp_layers};
 use crate::spin_barrier::Meeting;
 
-/// Elements of a side of a layer of [`Model::Mlp`]: 1 MiB of weights.
-const WIDTH: usize = 512;
 /// Items in a batch of [`Model::Cnn`].
 const CNN_BATCH: usize = 16;
 const LEARNING_RATE: f64 = 1e-4;
@@ -118,6 +116,7 @@ impl TrainRank {
         ensure!(!meets(side) || meeting.is_some(), "needs --lines");
         let ddp = Ddp::from_world(world)?;
         let device = ddp.device()?.autodiff();
+        let device = if what == Model::GptCheckpointing { device.gradient_checkpointing() } else { device };
         Ok(TrainRank { ddp, device, what, side, bucket_bytes, meeting, trainee: None, seen: f32::NAN })
     }
 
@@ -155,10 +154,11 @@ impl TrainRank {
     }
 
     fn mlp(&self, bytes: usize, items: usize) -> Result<Trainee> {
-        let layers = (bytes / (4 * WIDTH * WIDTH)).max(1);
-        let model: Vec<Linear> = (0..layers).map(|_| LinearConfig::new(WIDTH, WIDTH).init(&self.device)).collect();
-        let values: Vec<f32> = (0..items * WIDTH).map(|i| ((i * 31) % 17) as f32 / 17.0).collect();
-        let x = Tensor::from_data(TensorData::new(values, [items, WIDTH]), &self.device);
+        let layers = mlp_layers(bytes);
+        let model: Vec<Linear> =
+            (0..layers).map(|_| LinearConfig::new(MLP_WIDTH, MLP_WIDTH).init(&self.device)).collect();
+        let values: Vec<f32> = (0..items * MLP_WIDTH).map(|i| ((i * 31) % 17) as f32 / 17.0).collect();
+        let x = Tensor::from_data(TensorData::new(values, [items, MLP_WIDTH]), &self.device);
         Ok(Trainee::Mlp(Box::new((self.wrap(model)?, x))))
     }
 }
@@ -172,7 +172,7 @@ impl Workload for TrainRank {
             Model::Tensors => Trainee::Tensors(self.wrap(Tensors::new(bytes, count, &self.device))?, None),
             Model::Cnn => self.cnn()?,
             Model::Mlp => self.mlp(bytes, count)?,
-            Model::Gpt => {
+            Model::Gpt | Model::GptCheckpointing => {
                 let model = self.wrap(Transformer::new(bytes, &self.device))?;
                 let optim = self.ddp.optimizer(AdamConfig::new().init(), &model)?;
                 Trainee::Transformer(Box::new((model, optim, count)))

@@ -3,10 +3,10 @@
 use anyhow::{Context, Result};
 
 use super::step_report::Pair;
+use crate::contender_ranks::Team;
 use crate::driver_protocol::RoundPlan;
 use crate::interleaved_rounds::{Field, Timing};
 use crate::machine::Usage;
-use crate::team::Team;
 
 /// Steps over which page faults are counted.
 const STEPS: usize = 5;

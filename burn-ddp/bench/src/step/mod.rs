@@ -12,7 +12,7 @@ use clap::Args;
 use clap::builder::ArgPredicate::IsPresent;
 
 use crate::common_options::CommonOptions;
-use crate::contender::{Contender, Engine, Framework, Model, Setting, Side, Trainer};
+use crate::contender::{Contender, Engine, Framework, Model, Setting, Side, Trainer, describe_allocator};
 use crate::interleaved_rounds::{Effort, Field};
 use crate::machine::describe;
 use crate::plot::{self, Plot};
@@ -69,6 +69,7 @@ pub(crate) struct Step {
             ("bucket_bytes", IsPresent, "256"),
             ("model", "mlp".into(), "256"),
             ("model", "gpt".into(), "16"),
+            ("model", "gpt-checkpointing".into(), "16"),
             ("model", "cnn".into(), "1"),
         ],
         hide_default_value = true
@@ -81,6 +82,10 @@ pub(crate) struct Step {
     /// RSS counts shared pages in each rank, PSS divides them.
     #[arg(long)]
     memory: bool,
+    /// Leaves glibc's allocator at its defaults. Without this it keeps freed memory, as in ranks of `burnrun`, except
+    /// with --memory, which counts page faults, and --link.
+    #[arg(long)]
+    glibc_defaults: bool,
     #[command(flatten)]
     overlap: LinkOptions,
     /// Leaves torch out.
@@ -127,11 +132,16 @@ impl Step {
             points.iter().for_each(|point| println!("{}", point.row(self.model, &points)));
         } else {
             let table = step_report::table(self.model, &points);
-            println!("a step of {}, {} rounds, on {}\n\n{table}", self.model, self.rounds, describe());
+            let allocator = describe_allocator(self.keeps_memory());
+            println!("a step of {}, {} rounds, on {}, {allocator}\n\n{table}", self.model, self.rounds, describe());
         }
         let Some(path) = &self.plot else { return Ok(()) };
         let lines = step_report::lines(&points);
         Plot::new("what data parallelism adds to a step").panel("tensors", "added, ms", lines).write(path)
+    }
+
+    fn keeps_memory(&self) -> bool {
+        !self.glibc_defaults && !self.memory
     }
 
     fn effort(&self) -> Effort {
@@ -141,8 +151,7 @@ impl Step {
     /// Steps to compare: for each framework one without data parallelism and a wrapped one, in Burn a wrapped one for
     /// each engine and bucket size.
     fn contenders(&self, world: usize) -> Vec<Contender> {
-        // Steps of few large tensors would be all page faults; with --memory, page faults are what is measured.
-        let keeps_memory = self.model != Model::Cnn && !self.memory;
+        let keeps_memory = self.keeps_memory();
         let trainer = |framework, side, bucket_bytes| {
             Contender::Training(Trainer { framework, model: self.model, side, bucket_bytes, keeps_memory })
         };
@@ -156,10 +165,13 @@ impl Step {
             let sizes = [None].into_iter().chain(self.bucket_bytes.iter().copied().map(Some));
             all.extend(sizes.map(|size| trainer(Framework::Burn(*engine), Side::Wrapped, size)));
         }
-        if self.model == Model::Gpt {
+        let shards = matches!(self.model, Model::Gpt | Model::GptCheckpointing);
+        if shards {
             all.push(trainer(ours, Side::Sharded, None));
-        } else if !self.alone {
+        }
+        if !self.alone && self.model != Model::GptCheckpointing {
             all.extend([base, Side::Wrapped].map(|side| trainer(Framework::Torch, side, None)));
+            all.extend(shards.then(|| trainer(Framework::Torch, Side::Sharded, None)));
         }
         all
     }

@@ -6,23 +6,28 @@ use clap::Args;
 use serde_json::json;
 
 use super::Step;
-use crate::contender::{Contender, Engine, Framework, Model, Setting, Side, Trainer};
+use crate::contender::{Contender, Engine, Framework, Model, Setting, Side, Trainer, mlp_layers};
 use crate::interleaved_rounds::{Effort, Field, Timing};
 use crate::machine::describe;
 use crate::rank::BufferKind;
 use crate::simulated_machines::{Cable, Machines};
+use crate::stats;
 use crate::table::{Table, time_us};
 
 /// Options of the measurement on a link of limited speed.
 #[derive(Args, Debug)]
 pub(super) struct LinkOptions {
-    /// Measures the part of the communication that is hidden behind backward instead: two ranks over tcp, on links of
-    /// these speeds in Gbit/s between two network namespaces (needs root, ip and tc). The model is a stack of linear
-    /// layers whose batch makes backward as long as the communication, half of it, or twice. The ideal is the plain
-    /// step plus the part of the communication (an all-reduce of the same bytes by itself) that is longer than
-    /// backward, two thirds of the plain step.
+    /// Measures the part of the communication that is hidden behind backward instead: the ranks of two machines, on
+    /// links of these speeds in Gbit/s between two network namespaces (needs root, ip and tc). The model is a stack of
+    /// linear layers whose batch makes backward as long as the communication, half of it, or twice. The ideal is the
+    /// plain step plus the part of the communication (an all-reduce of the same bytes by itself) that cannot be hidden:
+    /// what is longer than backward, two thirds of the plain step; at least the share of the layer whose gradient comes
+    /// when backward ends.
     #[arg(long, value_delimiter = ',', value_name = "GBIT")]
     pub(super) link: Vec<f64>,
+    /// Ranks on each of the two machines.
+    #[arg(long, default_value_t = 1, requires = "link")]
+    link_ranks: usize,
     /// Communication as a multiple of backward.
     #[arg(long, value_delimiter = ',', default_value = "0.5,1,2", requires = "link")]
     ratios: Vec<f64>,
@@ -36,24 +41,37 @@ const BACKWARD: f64 = 2.0 / 3.0;
 /// Batch sizes that are measured to predict the times of others.
 const TRIED: [usize; 2] = [32, 128];
 
-/// The all-reduce by itself.
-const ALONE: Contender = Contender::Ours(Engine::Tcp, BufferKind::Slice);
+/// The all-reduce by itself, over the engine that groups get by default.
+const ALONE: Contender = Contender::Ours(Engine::Auto, BufferKind::Slice);
 
 impl Step {
     pub(super) fn run_overlap(&self) -> Result<()> {
         ensure!(self.model == Model::Mlp, "--link measures the model mlp");
-        let header =
-            ["Gbit/s", "comm / backward", "contender", "plain", "comm", "step", "of ideal", "hidden", "exposed"];
+        let header = [
+            "Gbit/s",
+            "comm / backward",
+            "contender",
+            "plain",
+            "comm",
+            "step",
+            "of ideal",
+            "worst round",
+            "hidden",
+            "exposed",
+            "sent by wrap ÷ gradients",
+        ];
         let mut table = Table::new(header);
         for &gbit in &self.overlap.link {
             ensure!(gbit > 0.0, "a link has a speed");
-            let machines = Machines::new(vec![0, 1], Cable { gbit, flow_mbit: 0.0 })?;
-            for framework in [Framework::Burn(Engine::Tcp), Framework::Torch] {
+            let ranks = self.overlap.link_ranks;
+            ensure!(ranks > 0, "at least one rank on each machine");
+            let machines = Machines::new([vec![0; ranks], vec![1; ranks]].concat(), Cable { gbit, flow_mbit: 0.0 })?;
+            for framework in [Framework::Burn(Engine::Auto), Framework::Torch] {
                 if framework == Framework::Torch && self.alone {
                     continue;
                 }
                 let programs = &self.common.programs;
-                let setting = Setting { world: 2, dtype: DType::F32, programs, machines: Some(&machines) };
+                let setting = Setting { machines: Some(&machines), ..Setting::here(2 * ranks, DType::F32, programs) };
                 let mut field = Field::gather(&self.overlapping(framework), &setting)?;
                 let communication = self.bytes.iter().map(|bytes| self.communication(&mut field, *bytes));
                 let communication: Vec<f64> = communication.collect::<Result<_>>()?;
@@ -69,7 +87,8 @@ impl Step {
             }
         }
         if !self.common.json {
-            println!("gradients over tcp on a link, {} rounds, on {}\n\n{table}", self.rounds, describe());
+            let (ranks, rounds) = (self.overlap.link_ranks, self.rounds);
+            println!("gradients of {ranks} + {ranks} ranks on a link, {rounds} rounds, on {}\n\n{table}", describe());
         }
         Ok(())
     }
@@ -98,14 +117,21 @@ impl Step {
         let Some(plain) = timings.iter().find(|timing| side(timing) == Some(Side::Plain)) else { return };
         for step in timings.iter().filter(|timing| side(timing) == Some(Side::Wrapped)) {
             let (plain_us, exposed_us) = (plain.median_us(), step.longer_than_us(plain));
-            let hideable = comm_us.min(plain_us * BACKWARD);
-            let hidden = (comm_us - exposed_us) / hideable;
-            let of_ideal = step.median_us() / (plain_us + comm_us - hideable);
+            let before_last = comm_us * (1.0 - 1.0 / mlp_layers(bytes) as f64);
+            let hideable = |plain_us: f64| before_last.min(plain_us * BACKWARD);
+            let of_ideal = |step_us: f64, plain_us: f64| step_us / (plain_us + comm_us - hideable(plain_us));
+            let rounds = step.medians.iter().zip(&plain.medians).map(|(step, plain)| of_ideal(step / 1e3, plain / 1e3));
+            let rounds: Vec<f64> = rounds.collect();
+            let (of_ideal, worst_of_ideal) = (stats::median(&rounds), rounds.iter().copied().fold(0.0, f64::max));
+            let hidden = (comm_us - exposed_us) / hideable(plain_us);
+            let wrap_sent = step.sent_before;
             if self.common.json {
-                let row = json!({"bench": "overlap", "who": step.contender.to_string(), "world": 2, "dtype": "f32",
+                let row = json!({"bench": "overlap", "who": step.contender.to_string(),
+                    "world": 2 * self.overlap.link_ranks, "dtype": "f32",
                     "bytes": bytes, "gbit": gbit, "ratio": ratio, "plain_us": plain_us, "communication_us": comm_us,
                     "median_us": step.median_us(), "p95_us": step.percentile_us(0.95), "of_ideal": of_ideal,
-                    "hidden": hidden, "exposed_us": exposed_us});
+                    "worst_of_ideal": worst_of_ideal, "hidden": hidden, "exposed_us": exposed_us,
+                    "wrap_bytes_sent": wrap_sent});
                 println!("{row}");
             }
             table.add(vec![
@@ -116,8 +142,10 @@ impl Step {
                 time_us(comm_us),
                 time_us(step.median_us()),
                 format!("{of_ideal:.2}"),
+                format!("{worst_of_ideal:.2}"),
                 format!("{:.0} %", 100.0 * hidden),
                 time_us(exposed_us),
+                wrap_sent.map_or(String::new(), |sent| format!("{:.2}", sent / bytes as f64)),
             ]);
         }
     }
@@ -131,7 +159,7 @@ fn batches(field: &mut Field, bytes: usize) -> Result<Option<impl Fn(f64) -> usi
     for items in TRIED {
         let timings = field.measure_of(bytes, items, &quick)?;
         let is_plain = |timing: &&Timing| timing.trainer().is_some_and(|one| one.side == Side::Plain);
-        plain.extend(timings.iter().find(is_plain).map(Timing::median_us));
+        plain.extend(timings.iter().find(is_plain).map(Timing::best_us));
     }
     let [few, many] = plain[..] else { return Ok(None) };
     let per_item = ((many - few) / (TRIED[1] - TRIED[0]) as f64).max(1.0);

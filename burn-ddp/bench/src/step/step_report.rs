@@ -136,7 +136,8 @@ impl Point {
         let Growth { growth, marginal_ns, own_marginal_ns } = self.beside_fewest(points);
         let mut row = json!({"bench": "step", "who": self.contender, "engine": self.engine(), "world": self.world,
             "dtype": "f32", "model": model.to_string(), "bytes": self.bytes, "count": self.count, "tensors": self.count,
-            "bucket_bytes": self.trainer.bucket_bytes, "median_us": self.step_us, "p95_us": self.p95_us,
+            "bucket_bytes": self.trainer.bucket_bytes, "keeps_memory": self.trainer.keeps_memory,
+            "median_us": self.step_us, "p95_us": self.p95_us,
             "best_us": self.best_us, "base_us": self.base_us, "added_us": self.added_us,
             "added_percent": self.added_percent, "added_ns_per_byte": self.added_ns_per_byte(), "of_own": self.of_own,
             "speed_of_whole": self.speed_of_whole, "beyond_nodes_us": self.beyond_nodes_us, "step_of_fewest": growth,

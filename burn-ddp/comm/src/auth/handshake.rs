@@ -9,7 +9,7 @@
 //!  0  8  magic "burn-ddp"                  0  8  magic                             0    8  magic
 //!  8  2  version                           8  2  version                           8    2  version
 //! 10  1  role: 1 store, 2 rank            10  1  purpose: 1 store, 2 control,     10    1  0 Noise, 2 another job,
-//! 11  1  zero                                    3 data                                    3 another key
+//! 11  1  zero                                    3 data, 4 data of an open group           3 another key
 //! 12  4  rank                             11  1  flow                             11    1  zero
 //! 16 32  nonce                            12  4  zero                             12  244  Noise: e, ee, and sealed:
 //!                                         16  8  group                                      0 welcome or 1 refused,
@@ -31,7 +31,7 @@ use rustix::event::{PollFd, PollFlags};
 use snow::HandshakeState;
 use socket2::Socket;
 
-use super::key::{Key, random};
+use super::hmac_key::{Key, random};
 use super::noise::{self, PUBLIC_KEY_BYTES, to_io};
 use super::secure_stream::{SEAL_BYTES, SecureStream, SessionKeys};
 use crate::auth::job_key::JobTag;
@@ -68,8 +68,19 @@ pub(crate) enum Purpose {
     Store,
     /// The control connection of a rank.
     Control { rank: u32 },
-    /// A rank's data connection within a group: one of the flows between two ranks.
-    Data { rank: u32, group: u64, flow: u8 },
+    /// A rank's data connection within a group: one of the flows between two ranks. `opened` if all ranks of the group
+    /// had opened it when the connection was made: a rank where it is not open has closed it.
+    Data { rank: u32, group: u64, flow: u8, opened: bool },
+}
+
+impl Purpose {
+    /// The same, whether or not its group was open when the connection was made.
+    pub(crate) fn whenever(self) -> Purpose {
+        match self {
+            Self::Data { rank, group, flow, .. } => Self::Data { rank, group, flow, opened: false },
+            other => other,
+        }
+    }
 }
 
 /// First message, by the listener.
@@ -138,7 +149,7 @@ impl Opening {
         let (kind, rank, group, flow) = match purpose {
             Purpose::Store => (1, 0, 0, 0),
             Purpose::Control { rank } => (2, rank, 0, 0),
-            Purpose::Data { rank, group, flow } => (3, rank, group, flow),
+            Purpose::Data { rank, group, flow, opened } => (if opened { 4 } else { 3 }, rank, group, flow),
         };
         bytes[10] = kind;
         bytes[11] = flow;
@@ -168,7 +179,7 @@ impl Opening {
             _ if self.0[12..16] != [0; 4] => return None,
             (1, 0, 0, 0) => Purpose::Store,
             (2, rank, 0, 0) => Purpose::Control { rank },
-            (3, rank, group, flow) => Purpose::Data { rank, group, flow },
+            (kind @ (3 | 4), rank, group, flow) => Purpose::Data { rank, group, flow, opened: kind == 4 },
             _ => return None,
         };
         Some(Proved { purpose, noise })
@@ -316,9 +327,19 @@ impl From<Foreign> for Refusal {
     }
 }
 
-/// Performs the client's part of the handshake on a fresh, non-blocking connection.
-pub(crate) fn introduce(socket: Socket, me: &Introduction<'_>, deadline: Instant) -> Result<SecureStream, Refusal> {
-    let greeting = Greeting(read(&socket, deadline)?);
+/// In the cause of a refusal: the two ends have different secrets.
+pub(crate) const OTHER_SECRET: &str = "with another secret";
+
+/// Performs the client's part of the handshake on a fresh, non-blocking connection. Gives up at `until`; once the
+/// listener may have let this end in, later by at most [`HANDSHAKE_DEADLINE`], and at `deadline` in any case.
+pub(crate) fn introduce(
+    socket: Socket,
+    me: &Introduction<'_>,
+    until: Instant,
+    deadline: Instant,
+) -> Result<SecureStream, Refusal> {
+    let until = until.min(deadline);
+    let greeting = Greeting(read(&socket, until)?);
     check(&greeting.0)?;
     match greeting.role() {
         Some(role) if role == me.to => {}
@@ -326,16 +347,16 @@ pub(crate) fn introduce(socket: Socket, me: &Introduction<'_>, deadline: Instant
         None => return Err(Foreign::NotOurs.into()),
     }
     let (opening, noise) = Opening::new(me.key, me.tag, me.purpose, &greeting)?;
-    write(&socket, &opening.0, deadline)?;
+    write(&socket, &opening.0, until)?;
     // The listener may have let this end in: giving up now would leave it with a connection that is dead, and refusing
     // the next one. It answers at once, or has given up after the same time.
-    let answer = Answer(read(&socket, deadline.max(Instant::now() + HANDSHAKE_DEADLINE))?);
+    let answer = Answer(read(&socket, until.max(Instant::now() + HANDSHAKE_DEADLINE).min(deadline))?);
     match answer.verdict(noise)? {
         Verdict::Welcome(keys) => Ok(SecureStream { socket, keys }),
         Verdict::Refused(cause) => Err(Refusal::Refused(cause)),
         Verdict::OtherJob => Err(Refusal::Refused(format!("{} there is of another job or restart", me.to))),
         Verdict::OtherKey => Err(Refusal::Refused(format!(
-            "{} there was started with another secret, or the handshake was changed on its way",
+            "{} there was started {OTHER_SECRET}, or the handshake was changed on its way",
             me.to
         ))),
     }
@@ -386,7 +407,7 @@ fn ready_after(e: io::Error, socket: &Socket, flags: PollFlags, deadline: Instan
 /// Keys of both ends of a connection, agreed in a handshake.
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) fn agreed() -> [SessionKeys; 2] {
-    let key = Key::new([1; super::key::KEY_BYTES]);
+    let key = Key::new([1; super::hmac_key::KEY_BYTES]);
     let greeting = Greeting::new(Role::Store).expect("random numbers");
     let (opening, noise) = Opening::new(&key, [7; 8], Purpose::Store, &greeting).expect("an opening");
     let (answer, listener) = opening.prove(&key, &greeting).expect("a proof").answer(Ok(())).expect("an answer");
@@ -412,7 +433,7 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     let ours = first % 8 != 0;
     let (greeting, mut opening) = (Greeting(filled(&mut rest, ours)), Opening(filled(&mut rest, ours)));
     let answer = Answer(filled(&mut rest, ours));
-    let key = Key::new([7; super::key::KEY_BYTES]);
+    let key = Key::new([7; super::hmac_key::KEY_BYTES]);
     let _ = (check(&greeting.0), greeting.role(), opening.tag(), opening.check(), begins_like_ours(bytes));
     assert!(opening.prove(&key, &greeting).is_none(), "sealed by chance");
     // A client with the key may ask for anything.
@@ -434,7 +455,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
-    use crate::auth::unauthenticated::Strangers;
+    use crate::auth::unauthenticated_connections::Strangers;
 
     const TAG: JobTag = [7; 8];
 
@@ -476,7 +497,7 @@ mod tests {
                 }
                 None
             });
-            (introduce(client, me, soon()), met.join().unwrap())
+            (introduce(client, me, soon(), soon()), met.join().unwrap())
         })
     }
 
@@ -490,7 +511,8 @@ mod tests {
         for (to, purpose) in [
             (Role::Store, Purpose::Store),
             (Role::Rank(0), Purpose::Control { rank: 3 }),
-            (Role::Rank(u32::MAX), Purpose::Data { rank: 3, group: u64::MAX, flow: 9 }),
+            (Role::Rank(u32::MAX), Purpose::Data { rank: 3, group: u64::MAX, flow: 9, opened: false }),
+            (Role::Rank(0), Purpose::Data { rank: 3, group: 7, flow: 0, opened: true }),
         ] {
             let (said, met) = met(to, &Introduction { key: &key, tag: TAG, to, purpose });
             let (SecureStream { keys: mine, .. }, (came_for, theirs)) = (said.unwrap(), met.unwrap());
@@ -518,9 +540,21 @@ mod tests {
             });
             let key = key(1);
             let me = Introduction { key: &key, tag: TAG, to: Role::Store, purpose: Purpose::Store };
-            introduce(client, &me, deadline).is_ok()
+            introduce(client, &me, deadline, soon()).is_ok()
         });
         assert!(answered);
+    }
+
+    #[test]
+    fn an_answer_that_does_not_come_is_waited_for_until_the_deadline_at_most() {
+        let (client, listener) = sockets();
+        write(&listener, &Greeting::new(Role::Store).unwrap().0, soon()).unwrap();
+        let (key, begin) = (key(1), Instant::now());
+        let me = Introduction { key: &key, tag: TAG, to: Role::Store, purpose: Purpose::Store };
+        let deadline = begin + Duration::from_millis(50);
+        let refusal = introduce(client, &me, begin, deadline).unwrap_err();
+        assert!(matches!(&refusal, Refusal::NotOurs(e) if e.kind() == ErrorKind::TimedOut), "{refusal}");
+        assert!(begin.elapsed() < HANDSHAKE_DEADLINE, "{:?}", begin.elapsed());
     }
 
     #[test]
@@ -597,8 +631,8 @@ mod tests {
             (&listener).write_all(bytes).unwrap();
             drop(listener);
             let key = key(1);
-            introduce(client, &Introduction { key: &key, tag: TAG, to: Role::Store, purpose: Purpose::Store }, soon())
-                .unwrap_err()
+            let me = Introduction { key: &key, tag: TAG, to: Role::Store, purpose: Purpose::Store };
+            introduce(client, &me, soon(), soon()).unwrap_err()
         };
         let mut newer = Greeting::new(Role::Store).unwrap().0;
         newer[8] = 77;

@@ -1,11 +1,12 @@
-//! Key of a job.
+//! The keys of one job and restart, made from the job's secret.
 
 use std::fmt;
+use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
 use crate::Secret;
-use crate::auth::key::Key;
+use crate::auth::hmac_key::Key;
 
 /// Key that a process needs to use the store of a job: the job's name, its generation, and the keys derived from its
 /// secret.
@@ -32,6 +33,8 @@ pub struct JobKey {
     tag: JobTag,
     store: Key,
     links: Key,
+    /// File of the secret, for messages.
+    secret_file: Option<PathBuf>,
 }
 
 /// Key that the ranks of one world prove to each other.
@@ -47,7 +50,8 @@ pub(crate) type JobTag = [u8; 8];
 impl JobKey {
     /// Key of generation `restart_count` of the job.
     pub fn new(secret: &Secret, job_id: &str, restart_count: u32) -> JobKey {
-        Self::derive(secret.key(), job_id, restart_count)
+        let secret_file = secret.file().map(Path::to_owned);
+        JobKey { secret_file, ..Self::derive(secret.key(), job_id, restart_count) }
     }
 
     /// Key of a job without a secret: anyone who knows the job's name can derive it. For trusted networks, and for
@@ -66,12 +70,17 @@ impl JobKey {
             0 => job_id.to_owned(),
             n => format!("{job_id}, restart {n}"),
         };
-        JobKey { name, tag, store: key(b"store"), links: key(b"links") }
+        JobKey { name, tag, store: key(b"store"), links: key(b"links"), secret_file: None }
     }
 
     /// The job's id, and the number of the restart, if it is one.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// File that the secret was read from.
+    pub(crate) fn secret_file(&self) -> Option<&Path> {
+        self.secret_file.as_deref()
     }
 
     pub(crate) fn tag(&self) -> JobTag {

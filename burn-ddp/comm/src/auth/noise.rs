@@ -13,7 +13,7 @@ use snow::resolvers::{CryptoResolver, DefaultResolver, FallbackResolver};
 use snow::types::{Cipher, Dh, Hash, Random};
 use snow::{Builder, Error, HandshakeState};
 
-use super::key::Key;
+use super::hmac_key::Key;
 
 /// Bytes of a public key.
 pub(super) const PUBLIC_KEY_BYTES: usize = 32;

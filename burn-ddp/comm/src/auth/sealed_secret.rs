@@ -6,7 +6,7 @@
 use snow::HandshakeState;
 
 use super::Secret;
-use super::key::{KEY_BYTES, Key};
+use super::hmac_key::{KEY_BYTES, Key};
 use super::noise::{PUBLIC_KEY_BYTES, handshake};
 use super::secret::{hex, unhex};
 use super::secure_stream::SEAL_BYTES;

@@ -1,14 +1,14 @@
-//! The secret of a job.
+//! The job's secret, random bytes in a file: made, read and checked.
 
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
 
-use crate::auth::key::{KEY_BYTES, Key, random};
+use crate::auth::hmac_key::{KEY_BYTES, Key, random};
 use crate::{Error, Result};
 
 /// Longest secret file that is looked at, in bytes: one line and what editors add.
@@ -29,7 +29,11 @@ const FILE_CAP: u64 = 256;
 /// # Ok::<(), burn_ddp_comm::Error>(())
 /// ```
 #[derive(Clone)]
-pub struct Secret(Key);
+pub struct Secret {
+    key: Key,
+    /// File that it was read from.
+    file: Option<PathBuf>,
+}
 
 impl Secret {
     /// A new secret, from the operating system's random numbers.
@@ -38,7 +42,7 @@ impl Secret {
     /// [`Error::Environment`] if the system gives no random numbers.
     pub fn generate() -> Result<Secret> {
         let bytes = random().map_err(|e| Error::environment(format!("the system gives no random numbers: {e}")))?;
-        Ok(Secret(Key::new(bytes)))
+        Ok(Secret::from_bytes(bytes))
     }
 
     /// The secret in the file at `path`.
@@ -75,7 +79,9 @@ impl Secret {
         }
         let junk = || Error::environment(format!("{shown} does not hold a secret: one line of 64 hexadecimal digits"));
         file.take(FILE_CAP).read_to_string(&mut text).map_err(|_| junk())?;
-        Secret::parse(&text).ok_or_else(junk)
+        let secret = Secret::parse(&text).ok_or_else(junk)?;
+        // A file without a name is the launcher's own.
+        Ok(Secret { file: has_name.then(|| path.to_owned()), ..secret })
     }
 
     /// Writes it to a new file that only this user can read.
@@ -103,7 +109,7 @@ impl Secret {
 
     /// Content of its file.
     pub(crate) fn digits(&self) -> String {
-        hex(self.0.bytes())
+        hex(self.key.bytes())
     }
 
     /// The secret in the text of a file.
@@ -112,11 +118,15 @@ impl Secret {
     }
 
     pub(super) fn from_bytes(bytes: [u8; KEY_BYTES]) -> Secret {
-        Secret(Key::new(bytes))
+        Secret { key: Key::new(bytes), file: None }
     }
 
     pub(crate) fn key(&self) -> &Key {
-        &self.0
+        &self.key
+    }
+
+    pub(super) fn file(&self) -> Option<&Path> {
+        self.file.as_deref()
     }
 }
 
@@ -197,7 +207,7 @@ mod tests {
         let secret = Secret::generate().unwrap();
         secret.write_new(&temp.0).unwrap();
         assert_eq!(fs::metadata(&temp.0).unwrap().mode() & 0o777, 0o600);
-        assert_eq!(Secret::read(&temp.0).unwrap().0.bytes(), secret.0.bytes());
+        assert_eq!(Secret::read(&temp.0).unwrap().key.bytes(), secret.key.bytes());
         assert!(secret.write_new(&temp.0).unwrap_err().to_string().contains("not overwritten"));
         fs::set_permissions(&temp.0, Permissions::from_mode(0o640)).unwrap();
         says(&temp.0, &format!("chmod 600 {}", temp.0.display()));
@@ -206,7 +216,7 @@ mod tests {
     #[test]
     fn two_secrets_differ_and_none_is_shown() {
         let (a, b) = (Secret::generate().unwrap(), Secret::generate().unwrap());
-        assert_ne!(a.0.bytes(), b.0.bytes());
+        assert_ne!(a.key.bytes(), b.key.bytes());
         assert_eq!(format!("{a:?}"), "Secret(..)");
     }
 

@@ -149,6 +149,10 @@ impl fmt::Display for CallInfo {
             write!(f, "{maker} (group {group})")?;
         } else {
             let (partner, details) = (self.partner(), self.details());
+            // No program calls it by this name.
+            if self.collective == Collective::AllReduceWeighted && self.site.is_wrapped() {
+                f.write_str("the reduction of gradients, ")?;
+            }
             write!(f, "{} #{}{partner} of group {group}{details}", self.collective, self.sequence)?;
         }
         if let Some(step) = self.step {
@@ -225,6 +229,8 @@ mod tests {
         let of_a_model = CallInfo { site: CallSite::Wrapped(line), ..all_reduce() };
         let text = format!("all_reduce #57 of group 1 (f32, sum, 1000 elements) of the model wrapped at {line}");
         assert_eq!(of_a_model.to_string(), text);
+        let of_gradients = CallInfo { collective: Collective::AllReduceWeighted, ..of_a_model.clone() };
+        assert!(of_gradients.to_string().starts_with("the reduction of gradients, all_reduce_weighted #57 of group 1"));
         let at_a_peer = CallInfo { site: of_a_model.site.to_string().as_str().into(), ..all_reduce() };
         assert_eq!(at_a_peer.to_string(), text, "after its way over the wire");
         let text = "send #57 to rank 2 of group 1 (f32, 3 elements) called at src/main.rs:10:5";

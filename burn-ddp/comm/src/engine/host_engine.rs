@@ -176,6 +176,10 @@ impl<T: Transport> Engine for HostEngine<T> {
         self.transport.name()
     }
 
+    fn leave(&mut self) {
+        self.transport.leave();
+    }
+
     fn barrier(&mut self, call: &Call) -> Result<()> {
         let sends: Vec<_> = self.peers().map(|peer| Outgoing { peer, payload: &[] }).collect();
         let mut receives: Vec<_> = self.peers().map(|peer| Incoming::new(peer, &mut [])).collect();

@@ -18,12 +18,12 @@ pub(crate) mod tcp;
 pub(crate) mod threads;
 #[cfg(target_os = "linux")]
 pub(crate) mod two_level;
-mod unavailable;
+mod unavailable_reason;
 
 pub use self::choice::EngineChoice;
 pub use self::host_engine::{HostEngine, checked_weights};
 pub use self::shared_buffer::{SharedBuffer, SharedView};
-pub use self::unavailable::Unavailable;
+pub use self::unavailable_reason::Unavailable;
 
 /// The collectives of one group on one rank, on raw bytes. Ranks are group ranks: places in the group.
 ///
@@ -106,6 +106,11 @@ pub trait Engine: Send {
         let message = format!("the engine {} reduces in host memory only", self.name());
         Err(Error::Environment { message })
     }
+
+    /// Closes what peers see of this rank in the group: it has left the world with the group open, and no call comes
+    /// any more. For engines whose waits cannot tell from the membership alone that no more bytes of a rank are on
+    /// their way. An engine around another passes it on. Does not block.
+    fn leave(&mut self) {}
 }
 
 /// Elements in the memory of a device.
@@ -213,6 +218,9 @@ pub trait Transport: Send {
         take(Piece { start: 0, rows: &rows, weights: &weights });
         Ok(())
     }
+
+    /// See [`Engine::leave`].
+    fn leave(&mut self) {}
 }
 
 /// Makes the engines of one rank's groups. Others than those of this crate take their place by

@@ -29,25 +29,25 @@
 //!   one port by mistake are two jobs. Ranks whose programs have different names need one `BURN_DDP_JOB_ID`.
 //! - Ranks that are all on one machine meet at a unix socket of the job's name; then no port is opened.
 
-mod inherited;
+mod inherited_files;
 mod launchers;
-mod meeting;
 mod names;
 mod parse;
+mod rendezvous_endpoint;
 mod slurm_lists;
 
 use std::path::PathBuf;
 
-use crate::net::address;
+use crate::net::bind_and_connect;
 use crate::{Error, Result};
 use launchers::Launcher;
-use meeting::{JobMeeting, LOCAL};
 use names::*;
 use parse::Lookup;
+use rendezvous_endpoint::{JobMeeting, LOCAL};
 
-pub use inherited::HANDED_OVER;
-pub use meeting::Meeting;
-pub(crate) use meeting::PORTS_ABOVE;
+pub use inherited_files::HANDED_OVER;
+pub use rendezvous_endpoint::Meeting;
+pub(crate) use rendezvous_endpoint::PORTS_ABOVE;
 
 /// Longest job id, in bytes.
 pub(crate) const JOB_ID_CAP: usize = 256;
@@ -164,8 +164,8 @@ impl LaunchEnv {
         let found =
             Self::from_lookup(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))?;
         Ok(found.map(|env| LaunchEnv {
-            secret_file: env.secret_file.map(inherited::inherited),
-            events: env.events.map(inherited::inherited),
+            secret_file: env.secret_file.map(inherited_files::inherited),
+            events: env.events.map(inherited_files::inherited),
             ..env
         }))
     }
@@ -231,7 +231,7 @@ impl LaunchEnv {
             Meeting::Local { name } => variables.push((MASTER, format!("{}{name}", LOCAL))),
             Meeting::Pmi { .. } => {}
             _ => variables.extend([
-                (MASTER, address::join(host, port)),
+                (MASTER, bind_and_connect::join(host, port)),
                 (MASTER_ADDR, host.to_owned()),
                 (MASTER_PORT, port.to_string()),
             ]),

@@ -3,11 +3,11 @@
 use std::panic::Location;
 use std::sync::Arc;
 
-use super::pending::{Pending, pending};
-use super::queue::CallQueue;
+use super::async_queue::CallQueue;
+use super::pending_result::{Pending, pending};
 use super::{CallPath, ProcessGroup};
 use crate::call::GroupId;
-use crate::call::request::{Caller, Site};
+use crate::call::call_arguments::{Caller, Site};
 use crate::dtype::Element;
 use crate::{Error, ReduceOp, Result};
 
@@ -18,12 +18,20 @@ use crate::{Error, ReduceOp, Result};
 /// have no such form: their order is that of the program on both.
 impl ProcessGroup {
     /// [`barrier`](Self::barrier).
+    ///
+    /// # Example
+    ///
+    /// As in [`Pending`].
     #[track_caller]
     pub fn barrier_async(&self) -> Pending<()> {
         self.start(Location::caller(), |calls, caller| calls.barrier(caller))
     }
 
     /// [`all_reduce`](Self::all_reduce); yields the reduction.
+    ///
+    /// # Example
+    ///
+    /// As in [`Pending`].
     #[track_caller]
     pub fn all_reduce_async<T: Element>(&self, mut buf: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
         self.start(Location::caller(), move |calls, caller| {
@@ -33,6 +41,10 @@ impl ProcessGroup {
     }
 
     /// [`all_reduce_weighted`](Self::all_reduce_weighted); yields the average.
+    ///
+    /// # Example
+    ///
+    /// As in [`Pending`].
     #[track_caller]
     pub fn all_reduce_weighted_async<T: Element>(&self, mut buf: Vec<T>, weight: f64) -> Pending<Vec<T>> {
         self.start(Location::caller(), move |calls, caller| {
@@ -42,6 +54,10 @@ impl ProcessGroup {
     }
 
     /// [`reduce`](Self::reduce); yields the reduction on the root, and on the others what they passed.
+    ///
+    /// # Example
+    ///
+    /// As in [`Pending`].
     #[track_caller]
     pub fn reduce_async<T: Element>(&self, mut buf: Vec<T>, op: ReduceOp, root: usize) -> Pending<Vec<T>> {
         self.start(Location::caller(), move |calls, caller| {
@@ -51,6 +67,10 @@ impl ProcessGroup {
     }
 
     /// [`reduce_scatter`](Self::reduce_scatter) of an input that is `[world, n]`; yields this rank's row, `[n]`.
+    ///
+    /// # Example
+    ///
+    /// As in [`Pending`].
     #[track_caller]
     pub fn reduce_scatter_async<T: Element>(&self, input: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
         self.start(Location::caller(), move |calls, caller| {
@@ -61,6 +81,10 @@ impl ProcessGroup {
     }
 
     /// [`broadcast`](Self::broadcast); yields the root's buffer.
+    ///
+    /// # Example
+    ///
+    /// As in [`Pending`].
     #[track_caller]
     pub fn broadcast_async<T: Element>(&self, mut buf: Vec<T>, root: usize) -> Pending<Vec<T>> {
         self.start(Location::caller(), move |calls, caller| {
@@ -70,6 +94,10 @@ impl ProcessGroup {
     }
 
     /// [`all_gather`](Self::all_gather); yields `[world, n]`.
+    ///
+    /// # Example
+    ///
+    /// As in [`Pending`].
     #[track_caller]
     pub fn all_gather_async<T: Element>(&self, input: Vec<T>) -> Pending<Vec<T>> {
         self.start(Location::caller(), move |calls, caller| {
@@ -80,12 +108,20 @@ impl ProcessGroup {
     }
 
     /// [`gather`](Self::gather); yields `[world, n]` on the root.
+    ///
+    /// # Example
+    ///
+    /// As in [`Pending`].
     #[track_caller]
     pub fn gather_async<T: Element>(&self, input: Vec<T>, root: usize) -> Pending<Option<Vec<T>>> {
         self.start(Location::caller(), move |calls, caller| calls.gather_elements(caller, &input, root))
     }
 
     /// [`scatter`](Self::scatter) of rows of `n` elements; yields this rank's.
+    ///
+    /// # Example
+    ///
+    /// As in [`Pending`].
     #[track_caller]
     pub fn scatter_async<T: Element>(&self, input: Option<Vec<T>>, n: usize, root: usize) -> Pending<Vec<T>> {
         self.start(Location::caller(), move |calls, caller| {
@@ -97,6 +133,10 @@ impl ProcessGroup {
     }
 
     /// [`all_to_all`](Self::all_to_all); yields as much as was passed.
+    ///
+    /// # Example
+    ///
+    /// As in [`Pending`].
     #[track_caller]
     pub fn all_to_all_async<T: Element>(&self, input: Vec<T>) -> Pending<Vec<T>> {
         self.start(Location::caller(), move |calls, caller| {

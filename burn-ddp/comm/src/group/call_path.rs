@@ -2,10 +2,11 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::Result;
-use crate::call::request::{Caller, Request, check_whole, refuse};
+use crate::call::call_arguments::{Caller, Request, check_whole, refuse};
 use crate::call::{Call, CallInfo, Collective, GroupId, Members};
 use crate::clock::{Ticks, nanos};
 use crate::dtype::DType;
@@ -13,7 +14,7 @@ use crate::engine::{Engine, Incoming, Outgoing};
 use crate::history::Log;
 use crate::poison_free_locks::lock;
 use crate::timeline::Fact;
-use crate::world::Member;
+use crate::world_member::Member;
 
 /// One rank's side of a group, as the threads that call on it share it.
 pub(crate) struct CallPath {
@@ -59,11 +60,14 @@ impl CallPath {
         call: Call,
         log: Arc<Log>,
         engine: Box<dyn Engine>,
-    ) -> CallPath {
+    ) -> Arc<CallPath> {
         let (id, members, name) = (call.info.group, call.members.clone(), engine.name());
         let turn = Mutex::new(Turn { engine, call, sequence: 0, pair_sequences: Vec::new() });
         let (shown, ticks_in_calls) = (AtomicBool::new(true), AtomicU64::new(0));
-        CallPath { member, id, rank, members, engine: name, log, shown, ticks_in_calls, turn }
+        let path = CallPath { member, id, rank, members, engine: name, log, shown, ticks_in_calls, turn };
+        let path = Arc::new(path);
+        path.member.opened(&path);
+        path
     }
 
     /// The timeline does not show its calls.
@@ -209,6 +213,19 @@ impl CallPath {
                 }
             }
         })
+    }
+
+    /// Closes what peers see of this group, since the rank has left the world: at once, or after the call that another
+    /// thread is in. Does not block.
+    pub(crate) fn leave(self: Arc<Self>) {
+        if let Ok(mut turn) = self.turn.try_lock() {
+            return turn.engine.leave();
+        }
+        let rank = self.member.seat.rank;
+        let waiting = thread::Builder::new().name(format!("burn-ddp rank {rank} leaves"));
+        if let Err(error) = waiting.spawn(move || self.turn().engine.leave()) {
+            tracing::warn!(rank, %error, "no thread to close a group: its peers may wait for this rank");
+        }
     }
 
     pub(crate) fn check_root(&self, root: usize) -> Result<()> {

@@ -40,6 +40,10 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Those of [`broadcast`](Self::broadcast); [`Error::InvalidArgument`] also for a part of an element.
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn broadcast_bytes(&self, dtype: DType, buf: &mut [u8], root: usize) -> Result<()> {
         let caller = self.in_turn(Location::caller());
@@ -77,6 +81,10 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Those of all collectives; [`Error::InvalidArgument`] for a part of an element.
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn all_gather_bytes(&self, dtype: DType, input: &[u8]) -> Result<Vec<u8>> {
         let mut rows = vec![0; input.len() * self.world_size()];
@@ -91,6 +99,10 @@ impl ProcessGroup {
     /// # Errors
     /// Those of all collectives; [`Error::InvalidArgument`] for a part of an element, or lengths that do not fit
     /// together.
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn all_gather_tagged(&self, dtype: DType, input: &[u8], rows: &mut [u8], tag: u64) -> Result<()> {
         let caller = self.in_turn(Location::caller());
@@ -127,6 +139,10 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Those of [`gather`](Self::gather); [`Error::InvalidArgument`] also for a part of an element.
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn gather_bytes(&self, dtype: DType, input: &[u8], root: usize) -> Result<Option<Vec<u8>>> {
         let caller = self.in_turn(Location::caller());
@@ -168,6 +184,10 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Those of [`scatter`](Self::scatter); [`Error::InvalidArgument`] also for a part of an element.
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn scatter_bytes(&self, dtype: DType, input: Option<&[u8]>, output: &mut [u8], root: usize) -> Result<()> {
         self.calls.scatter(self.in_turn(Location::caller()), dtype, input, output, root)
@@ -206,6 +226,10 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Those of [`all_to_all`](Self::all_to_all); [`Error::InvalidArgument`] also for a part of an element.
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn all_to_all_bytes(&self, dtype: DType, input: &[u8], output: &mut [u8]) -> Result<()> {
         self.calls.all_to_all(self.in_turn(Location::caller()), dtype, input, output)

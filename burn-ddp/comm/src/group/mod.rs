@@ -9,27 +9,27 @@ use std::time::Duration;
 use crate::Error;
 use crate::Result;
 use crate::call::GroupId;
-use crate::call::attribution::on_behalf_of;
-use crate::call::request::{Caller, Site};
+use crate::call::call_arguments::{Caller, Site};
+use crate::call::call_attribution::on_behalf_of;
 
-mod argument_checks;
 mod async_calls;
+mod async_queue;
 mod call_path;
+mod checked_calls;
 mod data_movement;
 mod objects;
-mod pending;
+mod pending_result;
 mod point_to_point;
-mod queue;
 mod reductions;
 mod shared_buffer_reductions;
 mod split;
 
+use self::async_queue::CallQueue;
 pub(crate) use self::call_path::CallPath;
 pub use self::objects::MAX_OBJECT_BYTES;
 #[cfg(feature = "fuzzing")]
 pub(crate) use self::objects::decode;
-pub use self::pending::Pending;
-use self::queue::CallQueue;
+pub use self::pending_result::Pending;
 
 /// Ranks that do collectives together, in one order. Made by [`World::group`](crate::World::group), of all ranks, and
 /// by [`split`](Self::split), of some.
@@ -50,6 +50,23 @@ use self::queue::CallQueue;
 /// Reductions are a balanced binary tree over the ranks for each element, so results have the same bits on every rank,
 /// in every run, on every engine between hosts. f16, bf16 and f32 are accumulated in f32, f64 in f64, integers in their
 /// own width, wrapping. A mean is one division at the end, before the one rounding.
+///
+/// # Example
+///
+/// ```
+/// use burn_ddp_comm::World;
+///
+/// World::spawn(2, |world| {
+///     let group = world.group()?;
+///     assert_eq!((group.rank(), group.world_size()), (world.rank(), 2));
+///     assert_eq!((group.ranks(), group.engine()), (&[0, 1][..], "threads"));
+///     println!("group {}: a call takes {:?} at most", group.id(), group.timeout());
+///     group.barrier()?;
+///     println!("{:?} waiting for other ranks so far", group.time_in_calls());
+///     Ok::<_, burn_ddp_comm::Error>(())
+/// }).into_iter().collect::<Result<(), _>>()?;
+/// # Ok::<(), burn_ddp_comm::Error>(())
+/// ```
 pub struct ProcessGroup {
     calls: Arc<CallPath>,
     /// Calls that were started and not waited for.
@@ -59,8 +76,8 @@ pub struct ProcessGroup {
 }
 
 impl ProcessGroup {
-    pub(crate) fn new(calls: CallPath) -> ProcessGroup {
-        ProcessGroup { calls: Arc::new(calls), queue: Arc::default(), site: None }
+    pub(crate) fn new(calls: Arc<CallPath>) -> ProcessGroup {
+        ProcessGroup { calls, queue: Arc::default(), site: None }
     }
 
     /// Group rank of this rank.
@@ -91,12 +108,26 @@ impl ProcessGroup {
 
     /// From now on errors and reports say that calls are "of the model wrapped at" `site`: for code that is called back
     /// from a backward.
+    ///
+    /// ```
+    /// # use burn_ddp_comm::{World, WorldOptions};
+    /// let mut group = World::solo(WorldOptions::default()).group()?;
+    /// group.attribute_to(std::panic::Location::caller());
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
     pub fn attribute_to(&mut self, site: &'static Location<'static>) {
         self.site = Some(on_behalf_of().unwrap_or(site));
     }
 
     /// The [timeline](crate::timeline) does not show the calls of this group: for code that shows them under names of
     /// its own.
+    ///
+    /// ```
+    /// # use burn_ddp_comm::{World, WorldOptions};
+    /// let group = World::solo(WorldOptions::default()).group()?;
+    /// group.hide_from_timeline();
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
     pub fn hide_from_timeline(&self) {
         self.calls.hide();
     }

@@ -6,12 +6,12 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::ProcessGroup;
-use crate::call::request::{Request, refuse};
+use crate::call::call_arguments::{Request, refuse};
 use crate::call::{Call, Collective};
 use crate::engine::Engine;
 use crate::{Error, Result};
 
-/// Bytes of the largest value that travels, encoded.
+/// Largest size of a value that travels, in bytes of its encoded form.
 pub const MAX_OBJECT_BYTES: u64 = 256 * 1024 * 1024;
 
 /// Size of a rank that has no bytes to send.

@@ -1,4 +1,4 @@
-//! From one rank to one other.
+//! Send and receive: calls of two ranks of a group.
 
 use std::panic::Location;
 
@@ -50,6 +50,10 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Those of [`send`](Self::send); [`Error::InvalidArgument`] also for a part of an element.
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn send_bytes(&self, dtype: DType, buf: &[u8], to: usize) -> Result<()> {
         self.calls.transfer(self.in_turn(Location::caller()), dtype, Some((to, buf)), None)
@@ -83,6 +87,10 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Those of [`recv`](Self::recv); [`Error::InvalidArgument`] also for a part of an element.
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn recv_bytes(&self, dtype: DType, buf: &mut [u8], from: usize) -> Result<()> {
         self.calls.transfer(self.in_turn(Location::caller()), dtype, None, Some((from, buf)))
@@ -121,6 +129,10 @@ impl ProcessGroup {
     /// # Errors
     /// Those of [`send_recv`](Self::send_recv); [`Error::InvalidArgument`] also for a part of
     /// an element.
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn send_recv_bytes(&self, dtype: DType, send: &[u8], to: usize, receive: &mut [u8], from: usize) -> Result<()> {
         self.calls.transfer(self.in_turn(Location::caller()), dtype, Some((to, send)), Some((from, receive)))

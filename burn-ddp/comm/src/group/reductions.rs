@@ -47,6 +47,10 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Those of [`all_reduce`](Self::all_reduce); [`Error::InvalidArgument`] also for a part of an element.
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn all_reduce_bytes(&self, dtype: DType, buf: &mut [u8], op: ReduceOp, tag: u64) -> Result<()> {
         let caller = self.in_turn(Location::caller());
@@ -90,6 +94,10 @@ impl ProcessGroup {
     /// # Errors
     /// Those of [`all_reduce_weighted`](Self::all_reduce_weighted); [`Error::InvalidArgument`] also for a part of an
     /// element.
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn all_reduce_weighted_bytes(&self, dtype: DType, buf: &mut [u8], weight: f64, tag: u64) -> Result<()> {
         let caller = self.in_turn(Location::caller());
@@ -128,6 +136,10 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Those of [`reduce`](Self::reduce); [`Error::InvalidArgument`] also for a part of an element.
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn reduce_bytes(&self, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()> {
         self.calls.reduce(self.in_turn(Location::caller()), dtype, buf, op, root)
@@ -165,6 +177,10 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Those of [`reduce_scatter`](Self::reduce_scatter); [`Error::InvalidArgument`] also for a part of an element.
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn reduce_scatter_bytes(&self, dtype: DType, input: &[u8], output: &mut [u8], op: ReduceOp) -> Result<()> {
         let caller = self.in_turn(Location::caller());
@@ -176,6 +192,10 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Those of [`reduce_scatter_bytes`](Self::reduce_scatter_bytes).
+    ///
+    /// # Example
+    ///
+    /// As in [`DType`].
     #[track_caller]
     pub fn reduce_scatter_tagged(
         &self,
@@ -192,9 +212,9 @@ impl ProcessGroup {
     /// The rows of the weighted mean that [`all_reduce_weighted_bytes`](Self::all_reduce_weighted_bytes) computes, bit
     /// by bit where the engine computes on the host.
     ///
-    /// Each rank passes `[world, n]` elements and the weights of all ranks, which must be the same on every rank, and
-    /// holds row `rank` of the mean after. `tag` is compared between ranks like the other arguments. Each rank sends
-    /// its input once, and needs memory for as much.
+    /// Each rank passes `[world, n]` elements and the weights of all ranks, and holds row `rank` of the mean after.
+    /// `tag` and the weights are compared between ranks like the other arguments, as one number. Each rank sends its
+    /// input once, and needs memory for as much.
     ///
     /// # Errors
     /// Those of [`reduce_scatter_bytes`](Self::reduce_scatter_bytes); [`Error::InvalidArgument`] also for weights that

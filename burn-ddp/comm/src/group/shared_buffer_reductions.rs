@@ -12,6 +12,26 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// Those of all collectives.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn_ddp_comm::{DType, ReduceOp, World};
+    ///
+    /// World::spawn(2, |world| {
+    ///     let group = world.group()?;
+    ///     let mut buffers = group.shared_buffers(&[8, 4])?;
+    ///     buffers[0].bytes_mut().copy_from_slice(&2_i64.to_le_bytes());
+    ///     let sum = group.all_reduce_shared(DType::I64, &mut buffers[0], ReduceOp::Sum, 0)?;
+    ///     assert_eq!(sum[..], 4_i64.to_le_bytes());
+    ///     buffers[1].bytes_mut().copy_from_slice(&(world.rank() as f32).to_le_bytes());
+    ///     let weight = [3.0, 1.0][world.rank()];
+    ///     let mean = group.all_reduce_weighted_shared(DType::F32, &mut buffers[1], weight, 0)?;
+    ///     assert_eq!(mean[..], 0.25_f32.to_le_bytes());
+    ///     Ok::<_, burn_ddp_comm::Error>(())
+    /// }).into_iter().collect::<Result<(), _>>()?;
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
     #[track_caller]
     pub fn shared_buffers(&self, lens_bytes: &[usize]) -> Result<Vec<SharedBuffer>> {
         self.calls.shared_buffers(self.in_turn(Location::caller()), lens_bytes)
@@ -60,6 +80,25 @@ impl ProcessGroup {
     /// # Errors
     /// Those of [`all_reduce_bytes`](Self::all_reduce_bytes); [`Error::Environment`](crate::Error::Environment) if the
     /// group's engine reduces in host memory only, as all engines of this crate do.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use burn_ddp_comm::engine::OnDevice;
+    /// use burn_ddp_comm::{DType, ReduceOp, World, WorldOptions};
+    ///
+    /// fn elements(place: &mut usize) -> OnDevice<'_> {
+    ///     OnDevice { dtype: DType::F32, len_elems: 4, place }
+    /// }
+    ///
+    /// let mut address = 0x7f00_0000; // of elements on a GPU, which NCCL would reach
+    /// let group = World::solo(WorldOptions::default()).group()?;
+    /// let error = group.all_reduce_on_device(elements(&mut address), ReduceOp::Sum, 0).unwrap_err();
+    /// assert!(error.to_string().contains("reduces in host memory only"));
+    /// let group = World::solo(WorldOptions::default()).group()?;
+    /// assert!(group.all_reduce_weighted_on_device(elements(&mut address), 1.0, 0).is_err());
+    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// ```
     #[track_caller]
     pub fn all_reduce_on_device(&self, elements: OnDevice<'_>, op: ReduceOp, tag: u64) -> Result<()> {
         self.calls.all_reduce_on_device(self.in_turn(Location::caller()), elements, Some(op), 1.0, tag)

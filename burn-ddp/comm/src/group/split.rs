@@ -3,7 +3,7 @@
 use std::panic::Location;
 
 use super::ProcessGroup;
-use crate::call::request::Request;
+use crate::call::call_arguments::Request;
 use crate::call::{Collective, GroupId, Members};
 use crate::{Error, Result};
 

@@ -4,17 +4,17 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use self::log::Seen;
+use self::call_log::Seen;
 use crate::call::{CallingThread, GroupId, Members};
 use crate::clock::nanos;
 use crate::membership::{BlockedGroup, Heartbeat, PendingCall};
 use crate::poison_free_locks::lock;
 use crate::post_mortem::{Record, millis, since_1970};
 
-mod log;
+mod call_log;
 mod site_cell;
 
-pub(crate) use log::Log;
+pub(crate) use call_log::Log;
 
 /// Most pending calls in a heartbeat. A rank has one per thread that calls.
 const BEAT_CALLS: usize = 8;

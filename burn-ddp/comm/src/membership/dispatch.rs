@@ -54,7 +54,7 @@ impl Membership {
             liveness.silence(rank, Instant::now()).filter(|_| liveness.suspects(rank))
         };
         let silent = silent.map(|silent| ControlMessage::Silent { silent_ms: millis(silent) });
-        let goodbye = self.has_left(rank).then_some(ControlMessage::Goodbye);
+        let goodbye = self.said_goodbye(rank).then_some(ControlMessage::Goodbye);
         news.into_iter().chain(silent).chain(goodbye).collect()
     }
 
@@ -90,7 +90,22 @@ impl Membership {
         self.send_all(&ControlMessage::Stop { track, at, what: capped(what.to_string()) });
     }
 
+    /// Notes that `rank` has ended, where no connection was left on which this rank could hear how. That is no goodbye:
+    /// a wait for it is an error that says so. It is no failure either, since the rank may have left in peace.
+    pub(super) fn ended_unheard(&self, rank: usize) {
+        if !self.has_left(rank) {
+            self.shared.unannounced[rank].store(true, Ordering::Release);
+            self.retire(rank);
+        }
+    }
+
     fn mark_left(&self, rank: usize) {
+        self.shared.unannounced[rank].store(false, Ordering::Release);
+        self.retire(rank);
+    }
+
+    /// From now on `rank` takes part no more.
+    fn retire(&self, rank: usize) {
         self.shared.left[rank].store(true, Ordering::Release);
         lock(&self.shared.liveness).forget(rank);
         self.wake_all();

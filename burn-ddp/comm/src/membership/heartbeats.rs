@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::liveness::Change;
+use super::peer_info::list_ranks;
 use super::{ControlMessage, Membership};
 use crate::Error;
 use crate::poison_free_locks::lock;
@@ -92,12 +93,27 @@ impl Membership {
                 Change::Lost { peer, silent } => self.peer_lost(
                     peer,
                     format!(
-                        "silent for {:.1} s, longer than the peer timeout allows: \
-                         its process is stopped, or its machine is overloaded or cut off",
-                        silent.as_secs_f64()
+                        "silent for {:.1} s, longer than the peer timeout allows{}",
+                        silent.as_secs_f64(),
+                        self.likely_cause(peer)
                     ),
                 ),
             }
         }
+    }
+
+    /// Likely cause of the silence of `peer`, as the end of a sentence: its whole machine, if no rank of it is heard.
+    fn likely_cause(&self, peer: usize) -> String {
+        let machine = self.routes.machine_of(peer).iter().copied();
+        let machine: Vec<usize> = machine.filter(|rank| !self.has_left(*rank)).collect();
+        let liveness = lock(&self.shared.liveness);
+        if machine.len() > 1 && machine.iter().all(|rank| liveness.suspects(*rank)) {
+            let ranks = list_ranks(&machine);
+            return format!(
+                ", like all of its machine ({ranks}): that machine is frozen, overloaded or cut off, or all of them \
+                 are stopped"
+            );
+        }
+        ": its process is stopped, or its machine is overloaded or cut off".to_owned()
     }
 }

@@ -8,7 +8,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::messages::Heartbeat;
+use super::control_messages::Heartbeat;
 use crate::WorldOptions;
 
 /// Longest pause between two heartbeats to a silent peer, in heartbeats.
@@ -80,6 +80,13 @@ impl Liveness {
     pub(crate) fn connected(&mut self, peer: usize, now: Instant) {
         if let Some(Some(heard)) = self.peers.get_mut(peer) {
             (heard.near, heard.last, heard.next_beat) = (true, now, now);
+        }
+    }
+
+    /// Notes that this rank has a connection to `peer` no more.
+    pub(crate) fn disconnected(&mut self, peer: usize) {
+        if let Some(Some(heard)) = self.peers.get_mut(peer) {
+            heard.near = false;
         }
     }
 

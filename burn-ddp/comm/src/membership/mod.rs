@@ -3,40 +3,40 @@
 //! | part of it | file |
 //! |---|---|
 //! | identity of a rank | `peer_info` |
-//! | messages between ranks besides data; the traits of their carriers and of waits | `messages`, applied in `dispatch` |
+//! | messages between ranks besides data; the traits of their carriers and of waits | `control_messages`, applied in `dispatch` |
 //! | the connections that carry them between processes | `control`; the ways between machines in `routes` |
-//! | the first cause, which every call returns from then on | `world_failure`; panics in `panics` |
+//! | the first cause, which every call returns from then on | `world_failure`; panics in `panic_hook` |
 //! | signs of life | `liveness`, acted upon in `heartbeats` |
-//! | why a call waits | `diagnosis`, asked in `stalls` |
-//! | what every wait heeds | `watch` |
-//! | ranks that wait for each other | `wait_circles`, shown as `stuck_call` |
+//! | why a call waits | `stall_diagnosis`, asked in `stalls` |
+//! | what every wait heeds | `wait_checks` |
+//! | ranks that wait for each other | `deadlock_detection`, shown as `deadlocked_call` |
 //! | ranks that stop where others go on | `step_position`, `out_of_step`; announced in `pending_stops` |
-//! | events and the report for the launcher | `report` |
+//! | events and the report for the launcher | `rank_report` |
 //!
 //! Every wait of a collective also waits for the membership: whatever ends the world wakes the wait and is returned by
 //! it. Ranks of one process share one `Shared` state; between processes the control connections carry
 //! [`ControlMessage`]s.
 
 pub(crate) mod control;
-mod diagnosis;
+mod control_messages;
+mod deadlock_detection;
+mod deadlocked_call;
 mod dispatch;
 mod heartbeats;
 mod liveness;
-mod messages;
 mod out_of_step;
-pub(crate) mod panics;
+pub(crate) mod panic_hook;
 mod peer_info;
 mod pending_stops;
-mod report;
+mod rank_report;
 pub(crate) mod routes;
+mod shared_membership;
+mod stall_diagnosis;
 mod stalls;
-mod state;
 mod step_position;
-mod stuck_call;
 #[cfg(test)]
 mod tests;
-mod wait_circles;
-mod watch;
+mod wait_checks;
 mod world_failure;
 
 use std::io;
@@ -46,7 +46,7 @@ use std::time::Instant;
 
 use self::liveness::Liveness;
 use self::pending_stops::PendingStops;
-use self::state::Shared;
+use self::shared_membership::Shared;
 use crate::call::CallInfo;
 use crate::history::History;
 use crate::net::descriptors;
@@ -54,14 +54,14 @@ use crate::net::wait::Waker;
 use crate::poison_free_locks::lock;
 use crate::{Error, LaunchEnv, Machines, Result, WorldOptions};
 
-pub(crate) use self::messages::Envelope;
-pub use self::messages::{BlockedGroup, ControlMessage, Heartbeat, Outbox, PendingCall, Wake};
+pub(crate) use self::control_messages::Envelope;
+pub use self::control_messages::{BlockedGroup, ControlMessage, Heartbeat, Outbox, PendingCall, Wake};
+pub use self::deadlocked_call::StuckCall;
 pub use self::peer_info::PeerInfo;
 pub(crate) use self::peer_info::list_ranks;
 pub(crate) use self::routes::Routes;
 pub use self::step_position::{Progress, Track};
-pub use self::stuck_call::StuckCall;
-pub use self::watch::Watch;
+pub use self::wait_checks::Watch;
 
 /// One rank's view of its world.
 pub struct Membership {
@@ -121,6 +121,11 @@ impl Membership {
     /// Notes that this rank has a connection of its own to `rank`.
     pub(crate) fn connected(&self, rank: usize) {
         lock(&self.shared.liveness).connected(rank, Instant::now());
+    }
+
+    /// Notes that this rank has a connection of its own to `rank` no more, over which nothing came.
+    pub(crate) fn disconnected(&self, rank: usize) {
+        lock(&self.shared.liveness).disconnected(rank);
     }
 
     /// See [`World::set_step`](crate::World::set_step).
@@ -206,8 +211,19 @@ impl Membership {
         }
     }
 
-    /// True if `rank` said goodbye. What it sent before may still be on its way.
+    /// True if `rank` takes part no more: it said goodbye, or ended unheard. What it sent before may still
+    /// be on its way.
     pub fn has_left(&self, rank: usize) -> bool {
         self.shared.left[rank].load(Ordering::Acquire)
+    }
+
+    /// True if `rank` has left in peace, and this rank heard it.
+    fn said_goodbye(&self, rank: usize) -> bool {
+        self.has_left(rank) && !self.is_unannounced(rank)
+    }
+
+    /// True if `rank` has ended, and nothing was heard of how.
+    fn is_unannounced(&self, rank: usize) -> bool {
+        self.shared.unannounced[rank].load(Ordering::Acquire)
     }
 }

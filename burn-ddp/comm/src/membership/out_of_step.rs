@@ -27,7 +27,7 @@ struct Epoch {
 }
 
 impl Tracks {
-    /// `rank` is `at` this step of `track`. The error if a peer stopped before it.
+    /// Notes that `rank` has reached step `at` of `track`. Returns the error if a peer has stopped before that step.
     pub(crate) fn advance(&mut self, rank: usize, track: Track, at: Progress, peers: &[PeerInfo]) -> Option<Error> {
         let epoch = self.epoch(track, at.epoch);
         let furthest = epoch.reached.entry(rank).or_insert(at.step);
@@ -35,7 +35,8 @@ impl Tracks {
         epoch.conflict(track, at.epoch, peers)
     }
 
-    /// `rank` stopped `at` this step of `track`, which it calls `what`. The error if a peer is already beyond it.
+    /// Notes that `rank` has stopped `track`, which errors call `what`, at step `at`. Returns the error if a peer has
+    /// already gone past that step.
     pub(crate) fn stop(
         &mut self,
         rank: usize,

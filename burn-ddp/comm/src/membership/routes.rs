@@ -1,6 +1,6 @@
 //! Control connections of a world, and the ways of messages between ranks that have none in common.
 //!
-//! Connected are the ranks of a machine with each other, and each rank with its counterparts: the ranks at its position
+//! The ranks of a machine are connected with each other, and each rank with its counterparts: the ranks at its position
 //! on the other machines. A message goes from its origin to its machine and to its counterparts, and from each
 //! counterpart to the rest of that machine. Where no counterpart takes part any more, the next rank of the origin's
 //! machine that has one sends it there. All ranks find the way by the same rules from the ranks that have left. Two
@@ -42,10 +42,17 @@ impl Routes {
         if from == origin {
             return true;
         }
-        // A rank of this machine passes on what comes from others, a counterpart what its machine sends.
+        // A rank of this machine passes on what comes from ranks that have no connection to this one. A counterpart
+        // passes on what its machine sends, also of a neighbour that has left.
         origin < self.machines.rank_count()
             && machine_of(origin) != machine_of(self.rank)
-            && (machine_of(from) == machine_of(self.rank) || machine_of(from) == machine_of(origin))
+            && (machine_of(from) == machine_of(origin)
+                || machine_of(from) == machine_of(self.rank) && !self.is_near(origin))
+    }
+
+    /// True if the neighbour `from` may pass on heartbeats of `origin` to this rank. Neighbours send theirs themselves.
+    pub(crate) fn may_pass_on_beat(&self, from: usize, origin: usize) -> bool {
+        self.may_pass_on(from, origin) && from != origin && !self.is_near(origin)
     }
 
     /// Neighbours to which this rank passes on a message of `origin` that the neighbour `from` has sent. Where `origin`
@@ -107,7 +114,12 @@ impl Routes {
 
     /// Ranks of this rank's machine.
     pub(crate) fn of_machine(&self) -> &[usize] {
-        self.machines.ranks_of(self.machines.machine_of(self.rank))
+        self.machine_of(self.rank)
+    }
+
+    /// Ranks of the machine of `rank`.
+    pub(crate) fn machine_of(&self, rank: usize) -> &[usize] {
+        self.machines.ranks_of(self.machines.machine_of(rank))
     }
 
     /// Neighbours on other machines to which this rank sends the messages of `origin`, a rank of its machine.
@@ -287,7 +299,7 @@ mod tests {
                 .collect();
             while let Some((from, to)) = queue.pop_front() {
                 *arrivals.entry(to).or_default() += 1;
-                assert!(self.routes[to].may_pass_on(from, origin));
+                assert!(from == origin || self.routes[to].may_pass_on_beat(from, origin), "{from}, {origin}, {to}");
                 let onward = self.routes[to].onward(from, origin, true, self.knows_gone(to));
                 queue.extend(onward.into_iter().map(|onward| (to, onward)));
             }
@@ -426,7 +438,9 @@ mod tests {
         // Ranks 0 and 1 on one machine, 2 and 3 on the other.
         let routes = Routes::new(0, Machines::new(&[0, 0, 1, 1]));
         let passes = |from| (0..5).filter(|origin| routes.may_pass_on(from, *origin)).collect::<Vec<_>>();
-        assert_eq!(passes(1), [1, 2, 3]);
+        assert_eq!(passes(1), [1, 3], "rank 2 is a neighbour itself");
         assert_eq!(passes(2), [2, 3]);
+        let beats = |from| (0..5).filter(|origin| routes.may_pass_on_beat(from, *origin)).collect::<Vec<_>>();
+        assert_eq!((beats(1), beats(2)), (vec![3], vec![3]));
     }
 }

@@ -1,10 +1,9 @@
 //! Explanations of calls that wait: what is known of the ranks they wait for.
 
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::Membership;
-use super::diagnosis::{Activity, Diagnosis, diagnose, missing};
+use super::stall_diagnosis::{Activity, Diagnosis, diagnose, missing};
 use super::world_failure::capped;
 use crate::Error;
 use crate::call::{Call, CallInfo};
@@ -40,12 +39,27 @@ impl Membership {
     }
 
     fn diagnose(&self, call: &Call, waiting_for: &[usize]) -> Diagnosis {
-        diagnose(&call.info, waiting_for, |rank| self.activity(rank))
+        let mut diagnosis = diagnose(self.rank, &call.info, waiting_for, |rank| self.activity(rank));
+        let crosses = |&&(waits, awaited): &&(usize, usize)| !self.routes.machine_of(waits).contains(&awaited);
+        if diagnosis.text.is_empty()
+            && !self.shared.local
+            && let Some((waits, awaited)) = diagnosis.data_missing.iter().find(crosses)
+        {
+            diagnosis.text = format!(
+                "ranks {waits} and {awaited} are both in this call and their heartbeats arrive, but data from rank \
+                 {awaited} do not reach rank {waits}: a firewall or NAT between their machines may have forgotten a \
+                 connection that was idle (a shorter peer timeout has it probed more often), or the network loses \
+                 packets or is slow"
+            );
+        }
+        diagnosis
     }
 
     /// Activity of `rank`, as far as it is known. `None` for a rank that does not exist.
     pub(super) fn activity(&self, rank: usize) -> Option<Activity> {
-        let left = self.shared.left.get(rank)?.load(Ordering::Acquire);
+        self.shared.peers.get(rank)?;
+        let ended = if self.is_unannounced(rank) { "has ended, and no goodbye of it was heard" } else { "has left" };
+        let left = self.has_left(rank).then_some(ended);
         if rank == self.rank || self.shared.local {
             let local = &self.shared.local_ranks[rank];
             return Some(Activity { left, hidden_by: None, silent: None, beat: Some(local.heartbeat()) });

@@ -107,6 +107,44 @@ fn a_rank_without_a_connection_is_silent_by_report_and_unknown_behind_a_silent_o
 }
 
 #[test]
+fn a_machine_of_which_no_rank_is_heard_is_named_as_a_whole() {
+    let (heartbeat, peer_timeout) = (Duration::from_millis(100), Some(Duration::from_secs(1)));
+    for whole in [true, false] {
+        let options = WorldOptions { heartbeat, peer_timeout, ..WorldOptions::default() };
+        let membership = Membership::new(0, peers(4), Machines::new(&[0, 0, 1, 1]), options);
+        membership.receive(1, ControlMessage::Goodbye);
+        if whole {
+            membership.receive(3, ControlMessage::Silent { silent_ms: 500 });
+        }
+        membership.look(Instant::now() + Duration::from_secs(5), Duration::ZERO);
+        let error = membership.check().unwrap_err();
+        assert_eq!(error.rank(), Some(2));
+        let named = error.to_string().contains("like all of its machine (ranks 2 and 3)");
+        assert_eq!(named, whole, "{error}");
+    }
+}
+
+#[test]
+fn data_that_do_not_come_from_another_machine_while_heartbeats_do_are_blamed_on_the_way() {
+    let in_call = |waiting_for: usize| {
+        let pending = vec![PendingCall { call: call(5).info.clone(), since_ms: 9000, waiting_for: vec![waiting_for] }];
+        ControlMessage::Heartbeat(Heartbeat { pending, ..Heartbeat::default() })
+    };
+    for (machines, blamed) in [([0, 0, 1, 1], true), ([0; 4], false)] {
+        let membership = Membership::new(0, peers(4), Machines::new(&machines), WorldOptions::default());
+        membership.receive(2, in_call(3));
+        membership.receive(3, in_call(2));
+        let error = membership.explained(call(5).timed_out(vec![2]), &call(5)).to_string();
+        let way = "data from rank 2 do not reach rank 0: a firewall or NAT between their machines";
+        assert_eq!(error.contains(way), blamed, "{error}");
+        // A rank that has not come is the reason, whatever the network does.
+        membership.receive(3, ControlMessage::Heartbeat(Heartbeat::default()));
+        let error = membership.explained(call(5).timed_out(vec![2]), &call(5)).to_string();
+        assert!(error.contains("rank 3 is in no collective") && !error.contains("NAT"), "{error}");
+    }
+}
+
+#[test]
 fn leaving_because_of_a_cause_repeats_it() {
     let (membership, recorder) = rank_0();
     let cause = membership.lost_error(2, "connection reset");

@@ -30,8 +30,12 @@ impl Membership {
         self.fail(self.lost_error(rank, cause));
     }
 
-    /// Error of a wait for `rank` after it left or closed its side of a group.
+    /// Error of a wait for `rank` after it left or closed its side of a group, or ended unheard.
     pub fn left_error(&self, rank: usize) -> Error {
+        if self.is_unannounced(rank) {
+            return self
+                .lost_error(rank, "its process has ended, and no rank was connected to it that heard a goodbye");
+        }
         Error::PeerLeft { peer: self.shared.peers[rank].clone(), during: None }
     }
 

@@ -64,8 +64,8 @@ impl Room {
         Room { limit: Some(limit), taken }
     }
 
-    /// Fails with the fix if there is no room for control connections with this many ranks, without which no world of
-    /// `world_size` ranks exists.
+    /// Returns an error, with the fix, if there is no room for the control connections to `neighbours` ranks that a
+    /// world of `world_size` ranks needs.
     pub(crate) fn check(&self, neighbours: usize, world_size: usize) -> Result<(), String> {
         let needed = self.taken + RANK + neighbours as u64 * CONTROL;
         let Some(limit) = self.limit.filter(|limit| needed > *limit) else { return Ok(()) };

@@ -10,19 +10,21 @@
 //! - [`wire`]: encrypted, capped postcard messages over a non-blocking socket;
 //! - [`wait`]: `poll` with a deadline, and the waker that interrupts it.
 
-pub(crate) mod address;
+pub(crate) mod bind_and_connect;
 pub(crate) mod descriptors;
 pub(crate) mod dial_rank;
+pub(crate) mod encrypted_messages;
 pub(crate) mod interface;
 pub(crate) mod keep_alive;
 pub(crate) mod name_lookup;
 #[cfg(target_os = "linux")]
 mod peer_user;
 #[cfg(test)]
-mod tampering;
+mod slow_link_tests;
+#[cfg(test)]
+mod tampering_relay_tests;
 pub(crate) mod unix_socket;
 pub(crate) mod wait;
-pub(crate) mod wire;
 
 use rustix::net::SendFlags;
 

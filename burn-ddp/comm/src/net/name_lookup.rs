@@ -4,7 +4,7 @@ use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use super::address;
+use super::bind_and_connect;
 
 /// Least and most time for which what a look-up found is used.
 const PAUSES: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(5)];
@@ -28,7 +28,7 @@ impl NameLookup {
 
     /// Addresses of the host as of the latest look-up, with `port`.
     pub(crate) fn addresses(&mut self, port: u16) -> io::Result<Vec<SocketAddr>> {
-        self.addresses_by(port, |host| address::resolve(host, 0))
+        self.addresses_by(port, |host| bind_and_connect::resolve(host, 0))
     }
 
     fn addresses_by(

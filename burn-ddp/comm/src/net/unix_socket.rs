@@ -13,7 +13,7 @@ use socket2::Socket;
 pub(crate) fn bind(name: &str) -> io::Result<Socket> {
     let socket = Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
     socket.bind(&address(name)?)?;
-    super::address::listener(&socket)?;
+    super::bind_and_connect::listener(&socket)?;
     Ok(socket)
 }
 
@@ -39,7 +39,7 @@ fn packets() -> io::Result<Socket> {
 pub(crate) fn bind_packets(name: &str) -> io::Result<Socket> {
     let socket = packets()?;
     socket.bind(&address(name)?)?;
-    super::address::listener(&socket)?;
+    super::bind_and_connect::listener(&socket)?;
     Ok(socket)
 }
 

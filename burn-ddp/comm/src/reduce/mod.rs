@@ -150,10 +150,11 @@ fn scale(factors: &mut [f64]) -> Option<f64> {
         return None;
     }
     // A power of two that brings the largest weight near 1 changes no ratio, and neither weights nor products overflow.
-    // Its exponent comes from the bits: every machine finds the same one, whatever its logarithm.
+    // It is made from the bits: every machine finds the same one, while the precision of `log2` and `powi` is its own.
     let largest = factors.iter().copied().fold(0.0, f64::max);
-    let exponent = (largest.to_bits() >> (f64::MANTISSA_DIGITS - 1)) as i32 - (f64::MAX_EXP - 1);
-    let scale = f64::powi(2.0, -exponent.clamp(-1000, 1000));
+    let (zero, shift) = (f64::MAX_EXP - 1, f64::MANTISSA_DIGITS - 1);
+    let exponent = (largest.to_bits() >> shift) as i32 - zero;
+    let scale = f64::from_bits(((zero - exponent.clamp(-1000, 1000)) as u64) << shift);
     factors.iter_mut().for_each(|factor| *factor *= scale);
     Some(factors.iter().sum())
 }

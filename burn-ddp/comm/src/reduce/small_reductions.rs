@@ -1,5 +1,5 @@
-//! Two ranks and a few elements: a loss, a flag, a count. The way of large buffers would take longer than the
-//! reduction.
+//! Reductions of a few elements on two ranks: a loss, a flag, a count. The way of large buffers would take longer
+//! than the reduction.
 
 use half::bf16;
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::store_location::{Agreed, job_key};
 use crate::auth::sealed_secret::{self, Awaiting};
 use crate::env::{LaunchEnv, Meeting};
-use crate::net::address;
+use crate::net::bind_and_connect;
 use crate::pmi::Pmi;
 use crate::poison_free_locks::lock;
 use crate::store::Serving;
@@ -77,7 +77,7 @@ fn exchange(
             Some(place) => (awaiting.open(&pmi.get(&answer_key(env.rank))?), place),
             None => (in_file, said.as_str()),
         };
-        return match (secret, address::split(place)) {
+        return match (secret, bind_and_connect::split(place)) {
             (Some(secret), Some((host, port))) => Ok((secret, host.to_owned(), port)),
             _ => Err(no_common_secret()),
         };
@@ -94,7 +94,7 @@ fn exchange(
         }
     }
     let made = if in_file.is_some() { "" } else { MADE };
-    pmi.put(PLACE, &format!("{made}{}", address::join(host, port)))?;
+    pmi.put(PLACE, &format!("{made}{}", bind_and_connect::join(host, port)))?;
     pmi.barrier()?;
     Ok((secret, host.to_owned(), port))
 }
@@ -115,7 +115,7 @@ fn no_common_secret() -> Error {
 }
 
 fn host_store(host: &str, job: &JobKey) -> Result<(Serving, u16)> {
-    let hosted = address::bind(host, 0).and_then(|listeners| {
+    let hosted = bind_and_connect::bind(host, 0).and_then(|listeners| {
         let at = listeners.iter().map(TcpListener::local_addr).collect::<Result<Vec<_>, _>>()?;
         if at.iter().all(|at| at.ip().is_loopback()) {
             return Err(std::io::Error::other("that means loopback here, where ranks on other machines cannot come"));

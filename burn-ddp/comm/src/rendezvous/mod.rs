@@ -8,7 +8,9 @@
 //! 3. Ranks of one machine connect with each other, and counterparts on two machines, see
 //!    [`routes`](crate::membership::routes): the higher rank of a pair to the lower one's listener. That is the control
 //!    connection. Its key is derived from the job's and a random token in the verdict, so that seeing the traffic is
-//!    not enough to connect. A rank that ends before it has all of them fails the others, through the store.
+//!    not enough to connect.
+//! 4. A rank that ends before it has all of its connections fails the others, through the store; before the verdict
+//!    only where no launcher watches the ranks, which says more.
 //!
 //! Keys in the store, below the job id: `{round}/rank/{r}` is a rank's [`Entry`], `{round}/arrived` the number of
 //! entries, `{round}/first` the first entry, `{round}/verdict` the [`Verdict`](round), `{round}/lost`
@@ -16,8 +18,8 @@
 //! A process that joins again after it left finds its own entry in a decided round and takes the next round.
 
 mod by_pmi;
-mod neighbours;
-pub(crate) mod round;
+mod control_connections;
+pub(crate) mod meeting_round;
 mod settings_check;
 mod store_location;
 
@@ -25,9 +27,9 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use self::neighbours::Neighbours;
-pub use self::round::fail_join;
-use self::round::{Entry, Met, Round, threads};
+use self::control_connections::Neighbours;
+pub use self::meeting_round::fail_join;
+use self::meeting_round::{Entry, Met, Round, threads};
 use self::settings_check::ComparedSettings;
 use self::store_location::Agreed;
 use crate::engine::Fabric;
@@ -40,11 +42,12 @@ use crate::engine::two_level::TwoLevelFabric;
 use crate::env::{LaunchEnv, Meeting};
 use crate::membership::control::{self, Control, Directory};
 use crate::membership::{Membership, Outbox, Wake};
-use crate::net::address;
+use crate::net::bind_and_connect;
 use crate::net::descriptors::{self, Room};
 use crate::net::interface::Interface;
 use crate::topology::Machines;
-use crate::world::{Seat, World};
+use crate::world::World;
+use crate::world_member::Seat;
 use crate::{Error, PeerInfo, Result, WorldOptions};
 
 /// Least and most time for connecting to the peers, once all are known to be there.
@@ -134,7 +137,8 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
         ))
     })?;
     let me = entry(env, options, listens, server.is_some());
-    let round = Round { store: &store, job: &job, me: &me, server: server.as_ref(), start, deadline };
+    let is_watched = matches!(env.meeting, Meeting::Launcher { .. });
+    let round = Round { store: &store, job: &job, me: &me, server: server.as_ref(), is_watched, start, deadline };
     // The verdict counts the connections, but without room for all clients the store cannot serve this round.
     me.room.check(0, env.world_size).or_else(|why| round.give_up(&why))?;
     let met = round.attend()?;
@@ -197,7 +201,7 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     })
 }
 
-/// Entry of the rank that `env` describes, which listens there and perhaps hosts the store.
+/// This rank as the others see it: it is described by `env`, listens at `listens`, and hosts the store if `hosts`.
 fn entry(env: &LaunchEnv, options: &WorldOptions, listens: SocketAddr, hosts: bool) -> Entry {
     let memory = auto_fabric::machine(env.machine.as_deref());
     Entry {
@@ -238,7 +242,7 @@ fn check(env: &LaunchEnv) -> Result<()> {
     }
     // Launchers have met there themselves, and a process manager says it later.
     let reachable = matches!(env.meeting, Meeting::Launcher { .. } | Meeting::Pmi { .. });
-    if far && !reachable && address::is_loopback(env.meeting.host()) {
+    if far && !reachable && bind_and_connect::is_loopback(env.meeting.host()) {
         let host = env.meeting.host();
         return Err(Error::environment(format!(
             "the master is {host}, which only ranks on its own machine can reach, but {} of {} ranks run elsewhere; \

@@ -8,7 +8,7 @@ use crate::auth::handshake::HANDSHAKE_DEADLINE;
 use crate::env::{LaunchEnv, Meeting, PORTS_ABOVE};
 use crate::net::interface::Interface;
 use crate::net::name_lookup::NameLookup;
-use crate::net::{address, unix_socket};
+use crate::net::{bind_and_connect, unix_socket};
 use crate::store::{Place, Serving, StoreClient, Unreached};
 use crate::{Error, JobKey, Result, Secret};
 
@@ -30,7 +30,7 @@ pub(super) struct Agreed {
 /// socket.
 pub(super) fn meeting(env: &LaunchEnv) -> Meeting {
     let is_secret = env.secret_file.is_some() || env.trust_network;
-    let is_here = env.local_world_size == env.world_size && address::is_loopback(env.meeting.host());
+    let is_here = env.local_world_size == env.world_size && bind_and_connect::is_loopback(env.meeting.host());
     match &env.meeting {
         Meeting::Rank0 { port, .. } | Meeting::Rank0Above { port, .. } if is_here && !is_secret => {
             Meeting::Local { name: format!("{}, port {port}", env.job_id) }
@@ -69,7 +69,7 @@ pub(super) fn local_ip(env: &LaunchEnv, meeting: &Meeting, store: &StoreClient) 
     if !(hosts && is_everywhere) {
         return Ok(store.local_ip());
     }
-    address::from_where(meeting.host(), meeting.port()).map_err(|e| {
+    bind_and_connect::from_where(meeting.host(), meeting.port()).map_err(|e| {
         Error::environment(format!(
             "cannot find the address at which other ranks reach this one: {e}; say it with BURN_DDP_INTERFACE"
         ))
@@ -130,7 +130,7 @@ fn host_local(name: &str, job: &JobKey) -> Result<Serving> {
         match unix_socket::bind(name).and_then(|listener| Serving::start(vec![listener], job)) {
             Ok(serving) => return Ok(serving),
             Err(e) if e.kind() == ErrorKind::AddrInUse && Instant::now() < give_up => {
-                std::thread::sleep(address::RETRY)
+                std::thread::sleep(bind_and_connect::RETRY)
             }
             Err(e) if e.kind() == ErrorKind::AddrInUse => {
                 return Err(Error::environment(format!(
@@ -148,7 +148,7 @@ fn host_local(name: &str, job: &JobKey) -> Result<Serving> {
 /// Hosts the store on the first free one of `ports`.
 fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Result<(Serving, u16)> {
     let far = env.local_world_size < env.world_size;
-    let mut addresses = address::resolve(host, 0).into_iter().flatten().peekable();
+    let mut addresses = bind_and_connect::resolve(host, 0).into_iter().flatten().peekable();
     if far && env.bind.is_none() && addresses.peek().is_some() && addresses.all(|address| address.ip().is_loopback()) {
         return Err(Error::environment(format!(
             "{host} means loopback on rank 0's machine, where ranks on other machines cannot come; give an address \
@@ -158,14 +158,18 @@ fn host_store(host: &str, ports: &[u16], env: &LaunchEnv, job: &JobKey) -> Resul
     let mut failure = std::io::Error::other("there is no such port");
     for port in ports {
         // With one port, wait for the process that had it to end; with many, try the next.
-        let bound = if ports.len() == 1 { address::bind(host, *port) } else { address::bind_once(host, *port) };
+        let bound = if ports.len() == 1 {
+            bind_and_connect::bind(host, *port)
+        } else {
+            bind_and_connect::bind_once(host, *port)
+        };
         match bound.and_then(|listeners| Serving::start(listeners, job)) {
             Ok(server) => return Ok((server, *port)),
             Err(e) => failure = e,
         }
     }
     let place = match ports {
-        [port] => address::join(host, *port),
+        [port] => bind_and_connect::join(host, *port),
         _ => format!("{host}, ports {}-{}", ports.first().unwrap_or(&0), ports.last().unwrap_or(&0)),
     };
     let advice = match failure.kind() {
@@ -223,7 +227,7 @@ fn find_store(
                 }
             }
         }
-        if Instant::now() + address::RETRY >= deadline {
+        if Instant::now() + bind_and_connect::RETRY >= deadline {
             let who = if matches!(env.meeting, Meeting::Launcher { .. }) { "the launcher" } else { "rank 0" };
             let port = if matches!(env.meeting, Meeting::Local { .. }) { "" } else { ", and is the port open" };
             let message = format!(
@@ -236,6 +240,6 @@ fn find_store(
             return Err(Error::environment(message));
         }
         patience = HANDSHAKE_DEADLINE.min(2 * patience);
-        std::thread::sleep(address::RETRY);
+        std::thread::sleep(bind_and_connect::RETRY);
     }
 }

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use super::Store;
 use super::protocol::{MESSAGE_CAP, Request, Response};
-use crate::auth::handshake::{HANDSHAKE_DEADLINE, Introduction, Purpose, Refusal, Role, introduce};
+use crate::auth::handshake::{HANDSHAKE_DEADLINE, Introduction, OTHER_SECRET, Purpose, Refusal, Role, introduce};
+use crate::net::encrypted_messages::Wire;
 use crate::net::interface::Interface;
 use crate::net::name_lookup::NameLookup;
 use crate::net::wait::deadline_in;
-use crate::net::wire::Wire;
-use crate::net::{address, unix_socket};
+use crate::net::{bind_and_connect, unix_socket};
 use crate::poison_free_locks::lock;
 use crate::{Error, JobKey, Result};
 
@@ -73,7 +73,7 @@ impl Place {
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Tcp { host, port, .. } => f.write_str(&address::join(host, *port)),
+            Self::Tcp { host, port, .. } => f.write_str(&bind_and_connect::join(host, *port)),
             Self::Local { name } => write!(f, "local socket {name:?}"),
         }
     }
@@ -94,7 +94,7 @@ impl StoreClient {
     /// # Errors
     /// [`Error::Environment`] if no store answered in time, or the store is of another job, secret or protocol version.
     pub fn connect(address: &str, job: &JobKey, timeout: Duration) -> Result<StoreClient> {
-        let (host, port) = address::split(address).ok_or_else(|| Error::Environment {
+        let (host, port) = bind_and_connect::split(address).ok_or_else(|| Error::Environment {
             message: format!("the store's address {address:?} is not of the form host:port"),
         })?;
         let place = Place::Tcp { host: host.to_owned(), port, via: Interface::default() };
@@ -115,13 +115,13 @@ impl StoreClient {
                 Err(Unreached::Absent(cause)) if failure.is_empty() || Instant::now() < deadline => failure = cause,
                 Err(Unreached::Absent(_)) => {}
             }
-            if Instant::now() + address::RETRY >= deadline {
+            if Instant::now() + bind_and_connect::RETRY >= deadline {
                 let waited = timeout.as_secs_f64();
                 let message =
                     format!("could not reach the store at {address} within {waited} s; last attempt: {failure}");
                 return Err(Error::Environment { message });
             }
-            std::thread::sleep(address::RETRY);
+            std::thread::sleep(bind_and_connect::RETRY);
         }
     }
 
@@ -163,16 +163,15 @@ impl StoreClient {
         self.place.to_string()
     }
 
-    /// Has the server set a key to a value, unless the key is set, as soon as this client's connection ends, by its
-    /// drop or with its process; `None` takes that back. For clients that one thread uses: several threads have
-    /// several connections.
+    /// Has the server set keys to values, those that are not set, as soon as this client's connection ends, by its drop
+    /// or with its process. Replaces the entries of the call before. For clients that one thread uses: several threads
+    /// have several connections.
     ///
     /// # Errors
     /// As for [`Store::set`].
-    pub(crate) fn last_will(&self, entry: Option<(&str, &[u8])>) -> Result<()> {
-        entry.map_or(Ok(()), |(key, value)| check(key, value))?;
-        let entry = entry.map(|(key, value)| (key.to_owned(), value.to_owned()));
-        match self.ask(&Request::LastWill { entry }, Duration::ZERO)? {
+    pub(crate) fn last_will(&self, entries: Vec<(String, Vec<u8>)>) -> Result<()> {
+        entries.iter().try_for_each(|(key, value)| check(key, value))?;
+        match self.ask(&Request::LastWill { entries }, Duration::ZERO)? {
             Response::Done => Ok(()),
             other => Err(self.unexpected(&other)),
         }
@@ -239,7 +238,7 @@ pub(super) fn open(
     let socket = match place {
         Place::Tcp { port, via, .. } => names
             .addresses(*port)
-            .and_then(|addresses| address::connect_any(&addresses, via, deadline))
+            .and_then(|addresses| bind_and_connect::connect_any(&addresses, via, deadline))
             .map_err(absent)?,
         Place::Local { name } => unix_socket::connect(name).map_err(|e| match e.kind() {
             // Another user has the name: waiting does not help.
@@ -248,9 +247,15 @@ pub(super) fn open(
         })?,
     };
     let me = Introduction { key: job.store(), tag: job.tag(), to: Role::Store, purpose: Purpose::Store };
-    let stream = introduce(socket, &me, deadline.min(Instant::now() + patience)).map_err(|refusal| match refusal {
+    let until = deadline.min(Instant::now() + patience);
+    let stream = introduce(socket, &me, until, deadline).map_err(|refusal| match refusal {
         Refusal::NotOurs(_) => Unreached::Absent(refusal.to_string()),
-        Refusal::Refused(cause) => Unreached::Refused(cause),
+        Refusal::Refused(cause) => Unreached::Refused(match job.secret_file() {
+            Some(file) if cause.contains(OTHER_SECRET) => {
+                format!("{cause}; this process has the secret of {}", file.display())
+            }
+            _ => cause,
+        }),
     })?;
     Wire::new(stream, MESSAGE_CAP).map_err(absent)
 }
@@ -303,5 +308,5 @@ impl Store for StoreClient {
 
 /// Refuses requests for which the server would close the connection.
 fn check(key: &str, value: &[u8]) -> Result<()> {
-    super::table::check(key, value).map_err(|message| Error::Store { message })
+    super::key_value_table::check(key, value).map_err(|message| Error::Store { message })
 }

@@ -4,7 +4,7 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::Store;
-use super::table::Table;
+use super::key_value_table::Table;
 use crate::net::wait::deadline_in;
 use crate::poison_free_locks::{lock, wait_timeout};
 use crate::{Error, Result};

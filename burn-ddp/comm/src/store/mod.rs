@@ -4,11 +4,11 @@
 //! serves ranks within one process. After the rendezvous no step of a training needs it.
 
 mod client;
+pub(crate) mod key_value_table;
 mod memory;
 pub(crate) mod protocol;
 mod refusals;
 mod server;
-pub(crate) mod table;
 
 use std::time::Duration;
 

@@ -29,9 +29,9 @@ pub(crate) enum Request {
     Keys {
         prefix: String,
     },
-    /// Key and value to set, unless the key is set, if this connection ends; `None` takes the last ones back.
+    /// Keys and values to set, unless the key is set, if this connection ends. They replace the last ones.
     LastWill {
-        entry: Option<(String, Vec<u8>)>,
+        entries: Vec<(String, Vec<u8>)>,
     },
 }
 
@@ -65,8 +65,8 @@ mod tests {
             Request::SetNew { key: key(), value: value() },
             Request::Add { key: key(), delta: -1 },
             Request::Keys { prefix: key() },
-            Request::LastWill { entry: Some((key(), value())) },
-            Request::LastWill { entry: None },
+            Request::LastWill { entries: vec![(key(), value())] },
+            Request::LastWill { entries: Vec::new() },
         ];
         let responses = [
             Response::Done,
@@ -81,7 +81,7 @@ mod tests {
         assert_eq!(
             (PROTOCOL_VERSION, requests, responses),
             (
-                3,
+                4,
                 vec![
                     0, 1, 107, 1, 7, 1, 1, 107, 172, 2, 2, 1, 107, 1, 7, 3, 1, 107, 1, 4, 1, 107, 5, 1, 1, 107, 1, 7,
                     5, 0

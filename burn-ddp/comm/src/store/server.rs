@@ -15,15 +15,15 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use socket2::Socket;
 
+use super::key_value_table::{Table, check};
 use super::protocol::{MESSAGE_CAP, Request, Response};
 use super::refusals::Refusals;
-use super::table::{Table, check};
 use crate::auth::handshake::{Purpose, Role};
 use crate::auth::job_key::JobTag;
-use crate::auth::unauthenticated::{Introduced, Strangers};
+use crate::auth::unauthenticated_connections::{Introduced, Strangers};
+use crate::net::encrypted_messages::Wire;
 use crate::net::wait::{Waker, deadline_in, wait};
-use crate::net::wire::Wire;
-use crate::net::{address, unix_socket};
+use crate::net::{bind_and_connect, unix_socket};
 use crate::poison_free_locks::lock;
 use crate::{Error, JobKey, Result};
 
@@ -31,6 +31,8 @@ use crate::{Error, JobKey, Result};
 const CLIENTS_CAP: usize = 4096;
 /// Most connections accepted before the existing ones are served.
 const ACCEPTS_PER_TURN: usize = 64;
+/// Time after which a client is given up that sends no more of a message it began, or reads nothing of one for it.
+const MESSAGE_DEADLINE: Duration = Duration::from_secs(10);
 /// Pause after a failed accept, typically for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -81,7 +83,7 @@ impl StoreServer {
     /// # Errors
     /// If none of them can be bound, or the system refuses a thread.
     pub fn serve(addresses: &[SocketAddr], job: &JobKey) -> io::Result<StoreServer> {
-        let listeners = address::bind_all(addresses)?;
+        let listeners = bind_and_connect::bind_all(addresses)?;
         let address = listeners[0].local_addr()?;
         Ok(StoreServer { address, serving: Serving::start(listeners, job)? })
     }
@@ -118,10 +120,19 @@ impl StoreServer {
 impl Serving {
     /// Serves on bound sockets.
     pub(crate) fn start<L: Into<Socket>>(listeners: Vec<L>, job: &JobKey) -> io::Result<Serving> {
+        Self::start_with(listeners, job, MESSAGE_DEADLINE)
+    }
+
+    /// [`start`](Self::start), with another [deadline](MESSAGE_DEADLINE) of messages.
+    pub(crate) fn start_with<L: Into<Socket>>(
+        listeners: Vec<L>,
+        job: &JobKey,
+        message_deadline: Duration,
+    ) -> io::Result<Serving> {
         let listeners: Vec<Socket> = listeners.into_iter().map(Into::into).collect();
         let mut is_local = false;
         for listener in &listeners {
-            address::listener(listener)?;
+            bind_and_connect::listener(listener)?;
             is_local |= listener.local_addr()?.is_unix();
         }
         let shared = Arc::new(Shared {
@@ -139,6 +150,7 @@ impl Serving {
             strangers: Strangers::new(Role::Store),
             clients: Vec::new(),
             accept_after: None,
+            message_deadline,
         };
         thread::Builder::new().name("burn-ddp store".into()).spawn(move || server.run())?;
         Ok(Serving { shared })
@@ -169,14 +181,16 @@ struct Server {
     clients: Vec<Client>,
     /// Set after a failed accept.
     accept_after: Option<Instant>,
+    /// See [`MESSAGE_DEADLINE`].
+    message_deadline: Duration,
 }
 
 struct Client {
     wire: Wire,
     job: JobTag,
     state: State,
-    /// Key and value to set if the connection ends.
-    last_will: Option<(String, Vec<u8>)>,
+    /// Keys and values to set if the connection ends.
+    last_will: Vec<(String, Vec<u8>)>,
 }
 
 enum State {
@@ -216,13 +230,15 @@ impl Server {
         {
             let jobs = lock(&self.shared.jobs);
             for client in &mut self.clients {
-                client.expire(now);
+                client.expire(now, self.message_deadline);
             }
             self.clients.retain_mut(|client| {
                 // The last wills of an expelled job concern no other.
                 let admitted = jobs.iter().any(|job| job.tag() == client.job);
                 let closed = matches!(client.state, State::Closed);
-                wills.extend(client.last_will.take_if(|_| admitted && closed));
+                if admitted && closed {
+                    wills.append(&mut client.last_will);
+                }
                 admitted && !closed
             });
         }
@@ -256,7 +272,7 @@ impl Server {
             PollFd::from_borrowed_fd(client.wire.as_fd(), awaited)
         }));
         fds.extend(self.strangers.poll_fds());
-        let deadlines = self.clients.iter().filter_map(Client::deadline);
+        let deadlines = self.clients.iter().filter_map(|client| client.deadline(self.message_deadline));
         wait(&mut fds, deadlines.chain(self.strangers.deadline()).chain(self.accept_after).min())?;
         Ok(fds.iter().map(|fd| !fd.revents().is_empty()).collect())
     }
@@ -280,7 +296,7 @@ impl Server {
         let prepared = if self.is_local {
             unix_socket::check_peer(&socket).and_then(|()| socket.set_nonblocking(true)).map(|()| socket)
         } else {
-            address::ready(socket)
+            bind_and_connect::ready(socket)
         };
         match prepared {
             Ok(socket) => self.strangers.receive(socket, from.as_socket().map(|from| from.ip())),
@@ -310,7 +326,7 @@ impl Server {
         }
         let wire = stranger.welcome(proved).map(|stream| Wire::new(stream, MESSAGE_CAP));
         if let Some(Ok(wire)) = wire {
-            self.clients.push(Client { wire, job: tag, state: State::Idle, last_will: None });
+            self.clients.push(Client { wire, job: tag, state: State::Idle, last_will: Vec::new() });
         }
     }
 
@@ -344,10 +360,10 @@ impl Server {
             }
             Request::Add { key, delta } => (table.add(&key, delta).map(Response::Number), Some(key)),
             Request::Keys { prefix } => (table.keys(&prefix).map(Response::Keys), None),
-            Request::LastWill { entry } => {
-                let checked = entry.as_ref().map_or(Ok(()), |(key, value)| check(key, value));
+            Request::LastWill { entries } => {
+                let checked = entries.iter().try_for_each(|(key, value)| check(key, value));
                 if checked.is_ok() {
-                    self.clients[i].last_will = entry;
+                    self.clients[i].last_will = entries;
                 }
                 (checked.map(|()| Response::Done), None)
             }
@@ -393,16 +409,17 @@ impl Client {
         }
     }
 
-    fn deadline(&self) -> Option<Instant> {
+    fn deadline(&self, of_message: Duration) -> Option<Instant> {
         let own = match self.state {
             State::Waiting { until, .. } => Some(until),
             _ => None,
         };
-        [own, self.wire.stalled_at()].into_iter().flatten().min()
+        let stalled = self.wire.stalled_since().map(|since| since + of_message);
+        [own, stalled].into_iter().flatten().min()
     }
 
-    fn expire(&mut self, now: Instant) {
-        if self.wire.stalled_at().is_some_and(|at| at <= now) {
+    fn expire(&mut self, now: Instant, of_message: Duration) {
+        if self.wire.stalled_since().is_some_and(|since| since + of_message <= now) {
             return self.close(&ErrorKind::TimedOut.into());
         }
         match self.state {

@@ -19,15 +19,15 @@ use std::time::Instant;
 use crate::membership::PeerInfo;
 use crate::poison_free_locks::lock;
 
-mod merge;
-mod part;
+mod merge_parts;
 mod part_file;
+mod rank_part_writer;
 
-use merge::merge;
-use part::Part;
+use merge_parts::merge;
+use rank_part_writer::Part;
 
-pub use merge::{clear, conclude};
-pub use part::Fact;
+pub use merge_parts::{clear, conclude};
+pub use rank_part_writer::Fact;
 
 /// Most events that a rank records; a note in the trace marks the end.
 const MAX_EVENTS: usize = 500_000;
@@ -47,6 +47,7 @@ const MAX_EVENTS: usize = 500_000;
 /// let world = World::solo(WorldOptions { timeline: Some(file.clone()), ..WorldOptions::default() });
 /// world.group()?.barrier()?;
 /// let began = Instant::now();
+/// assert!(world.timeline().is_on());
 /// world.timeline().span("my own row", "thinking", began..Instant::now(), &[("thoughts", Fact::Number(3))]);
 /// world.leave();
 ///
@@ -108,7 +109,7 @@ impl Timeline {
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(bytes: &[u8]) {
     let mut trace = Vec::new();
-    merge::write_trace(bytes.split(|byte| *byte == 0).collect(), &mut trace).expect("memory takes it");
+    merge_parts::write_trace(bytes.split(|byte| *byte == 0).collect(), &mut trace).expect("memory takes it");
     serde_json::from_slice::<serde::de::IgnoredAny>(&trace).expect("a trace is JSON");
 }
 
@@ -195,7 +196,7 @@ mod tests {
         let dir = Dir::new("killed");
         let [one, killed] = [0, 1].map(|rank| start(&dir.file(), rank, 100));
         spans(&one, 1);
-        std::thread::sleep(part::PATIENCE);
+        std::thread::sleep(rank_part_writer::PATIENCE);
         spans(&killed, 1);
         // A line that was being written when the rank was killed.
         let name = part_file::part_of(&dir.file(), 1);

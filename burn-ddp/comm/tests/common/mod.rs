@@ -142,6 +142,39 @@ pub fn listening() -> Vec<SocketAddr> {
         .collect()
 }
 
+/// Ends of connections over TCP that this process has.
+#[cfg(target_os = "linux")]
+pub fn connections() -> usize {
+    let open = std::fs::read_dir("/proc/self/fd").unwrap();
+    let mine: std::collections::HashSet<String> =
+        open.filter_map(|fd| Some(std::fs::read_link(fd.ok()?.path()).ok()?.to_string_lossy().into_owned())).collect();
+    let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
+    let columns = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+    const ESTABLISHED: &str = "01";
+    columns.filter(|row| row[3] == ESTABLISHED && mine.contains(&format!("socket:[{}]", row[9]))).count()
+}
+
+/// In a child: waits until this process has this many connections over TCP.
+#[cfg(target_os = "linux")]
+pub fn await_connections(wanted: usize) {
+    let begin = Instant::now();
+    while connections() != wanted {
+        assert!(begin.elapsed() < PATIENCE, "{} connections", connections());
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Worlds of this process's threads, by rank, on the machines given.
+pub fn placed(machines: &[usize], options: &WorldOptions) -> Vec<World> {
+    let store = launcher_store();
+    let at = |(rank, machine): (usize, &usize)| LaunchEnv {
+        machine: Some(machine.to_string()),
+        ..rank_at(&store, rank, machines.len())
+    };
+    let envs = machines.iter().enumerate().map(at).collect();
+    join_all(envs, &WorldOptions { engine: None, ..options.clone() }).into_iter().map(|world| world.unwrap()).collect()
+}
+
 /// This test binary again, as one rank of a job: runs the test `test`, which finds `ROLE` set to `role`.
 pub struct Process {
     child: Child,

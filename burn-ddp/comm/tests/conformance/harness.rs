@@ -1,4 +1,4 @@
-//! Running ranks.
+//! Worlds for the suite: ranks as threads over each engine, also on machines of several layouts.
 
 use std::sync::{Condvar, Mutex};
 use std::thread;

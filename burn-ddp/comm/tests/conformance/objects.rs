@@ -1,4 +1,4 @@
-//! Values of any type.
+//! Collectives of objects: values of any type that serde knows.
 
 use burn_ddp_comm::Error;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! Many collectives, several groups, several threads.
+//! Order of calls: many collectives in a row, several groups, several threads.
 
 use std::collections::BTreeSet;
 use std::thread;

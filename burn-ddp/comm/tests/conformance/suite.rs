@@ -5,10 +5,11 @@
 macro_rules! conformance {
     ($make:expr) => {
         crate::conformance!($make; but the means of unequal weights);
-        crate::conformance!($make; weights:
+        crate::conformance!($make; weighted_means:
             unequal_weights_are_exact,
             weight_zero_means_absent,
             rows_of_unequal_weights_are_those_of_the_whole,
+            weights_that_differ_are_an_error_on_all_ranks,
         );
     };
     // For engines that scale before they add.
@@ -72,7 +73,7 @@ macro_rules! conformance {
             each_difference_is_a_mismatch,
             a_failure_ends_each_of_them,
         );
-        crate::conformance!($make; transfers:
+        crate::conformance!($make; send_recv:
             what_is_sent_arrives,
             around_a_ring,
             halves_fit_to_whole_ones,
@@ -101,7 +102,7 @@ macro_rules! conformance {
             a_split_is_compared,
             a_part_refuses_ranks_it_does_not_have,
         );
-        crate::conformance!($make; pending:
+        crate::conformance!($make; async_collectives:
             each_yields_what_the_blocking_one_does,
             the_order_is_that_of_the_program,
             many_at_once,

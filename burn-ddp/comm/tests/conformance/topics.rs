@@ -6,15 +6,15 @@ mod failure;
 mod harness;
 mod numerics;
 mod objects;
-mod pending;
+mod async_collectives;
 mod rooted;
 mod sequence;
 mod splits;
 mod suite;
 mod out_of_step;
-mod transfers;
+mod send_recv;
 mod reference_values;
 #[allow(dead_code, reason = "not every engine's means of unequal weights have the same bits")]
-mod weights;
+mod weighted_means;
 
 use suite::conformance;

@@ -14,9 +14,9 @@ use std::path::Path;
 
 use self::core_locks::{CoreLocks, Turn};
 use self::machine_cores::{Core, list_text};
-use crate::command::available_cores;
 use crate::error::LaunchError;
-use crate::spec::JobSpec;
+use crate::job_spec::JobSpec;
+use crate::rank_command::available_cores;
 
 /// Cores to which each rank is bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

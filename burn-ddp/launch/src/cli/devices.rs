@@ -10,7 +10,7 @@ use serde::Serialize;
 
 /// Lists the GPUs of this machine: number, name, memory and load, and the driver
 #[derive(Debug, Parser)]
-#[command(name = "burnrun devices")]
+#[command(name = "burnrun devices", bin_name = "burnrun devices")]
 struct Args {
     /// As JSON
     #[arg(long)]

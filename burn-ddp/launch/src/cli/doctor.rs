@@ -19,7 +19,7 @@ use super::devices;
 ///
 /// Exits with 1 if something fails that every job needs.
 #[derive(Debug, Parser)]
-#[command(name = "burnrun doctor")]
+#[command(name = "burnrun doctor", bin_name = "burnrun doctor")]
 struct Args {
     /// As JSON
     #[arg(long)]

@@ -19,7 +19,7 @@ pub(super) struct HostOptions {
     #[arg(long, value_name = "FILE", env = "BURNRUN_HOSTFILE", conflicts_with = "host")]
     pub(super) hostfile: Option<PathBuf>,
 
-    /// The hosts in a word, such as a:4,b:4
+    /// The hosts themselves instead of a file, such as a:4,b:4
     #[arg(short = 'H', long, value_name = "HOST[:SLOTS],…", env = "BURNRUN_HOST", value_delimiter = ',')]
     pub(super) host: Vec<String>,
 

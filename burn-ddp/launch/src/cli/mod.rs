@@ -2,15 +2,15 @@
 
 mod devices;
 mod doctor;
-mod from_here;
 mod help;
 mod host_options;
-mod next_node;
-mod on_host;
+mod next_node_command;
 mod options;
+mod remote_command;
 mod report;
 mod seconds;
 mod secret;
+mod start_on_hosts;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ pub(crate) fn main() -> i32 {
     match words.get(1).and_then(|word| word.to_str()) {
         Some("devices") => devices::main(&words[1..]),
         Some("doctor") => doctor::main(&words[1..]),
-        Some("remote") if words.len() == 2 => on_host::main(),
+        Some("remote") if words.len() == 2 => remote_command::main(),
         Some("report") => report::main(&words[1..]),
         Some("secret") => secret::main(&words[1..]),
         _ => run(&words),
@@ -38,9 +38,9 @@ pub(crate) fn main() -> i32 {
 fn run(words: &[OsString]) -> i32 {
     let read = Cli::read(words);
     let launched = if read.cli.hosts.are_given() {
-        from_here::fan_out(&read.matches, &read.cli).and_then(|job| job.run())
+        start_on_hosts::fan_out(&read.matches, &read.cli).and_then(|job| job.run())
     } else {
-        let invitation = next_node::invitation(&read.matches, &read.cli);
+        let invitation = next_node_command::invitation(&read.matches, &read.cli);
         let launcher = read.launcher().map(|launcher| launcher.invitation(invitation));
         launcher.and_then(|launcher| launcher.run()).map(|outcome| (outcome.to_string(), outcome.exit_code))
     };

@@ -84,7 +84,7 @@ pub(super) struct Cli {
 
     /// Name of the job, the same on all machines; tells jobs apart that use one address by mistake
     ///
-    /// Without it the name of the program does, which then is the same on all machines.
+    /// Without it jobs are told apart by program and arguments, which then must be the same on all machines.
     #[arg(long, alias = "rdzv_id", value_name = "NAME", env = "BURNRUN_RDZV_ID", default_value = "burnrun")]
     #[arg(help_heading = "Several machines")]
     pub(super) rdzv_id: String,
@@ -139,7 +139,7 @@ pub(super) struct Cli {
     #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
     pub(super) timeout: Option<Duration>,
 
-    /// After how much silence a rank or a machine is lost
+    /// Silence after which a rank or a machine is lost
     ///
     /// By default a machine that cannot be reached is lost after 30 s, and a process that is only silent (stopped, or
     /// in a debugger) is not lost before its collective's time is over. With this value, both are.
@@ -153,7 +153,7 @@ pub(super) struct Cli {
     #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
     pub(super) peer_timeout: Option<Duration>,
 
-    /// Between two signs of life of a rank [default: 1]
+    /// Time between two signs of life of a rank [default: 1]
     #[arg(long, value_name = "SECONDS", env = "BURNRUN_HEARTBEAT", help_heading = "Waiting")]
     #[arg(value_parser = parse_positive_seconds, allow_negative_numbers = true)]
     pub(super) heartbeat: Option<Duration>,

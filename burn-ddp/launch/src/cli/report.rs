@@ -10,7 +10,7 @@ use clap::Parser;
 ///
 /// Works also for a job that still runs, or whose burnrun was killed.
 #[derive(Debug, Parser)]
-#[command(name = "burnrun report")]
+#[command(name = "burnrun report", bin_name = "burnrun report")]
 struct Args {
     /// What was given as --log-dir (then of its latest job), or the directory of one job in it
     dir: PathBuf,

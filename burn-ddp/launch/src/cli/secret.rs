@@ -11,7 +11,7 @@ use clap::Parser;
 /// Anyone who can read the file can join the job and change its training: copy it over a channel that you trust, such
 /// as scp, and keep it readable by yourself alone.
 #[derive(Debug, Parser)]
-#[command(name = "burnrun secret")]
+#[command(name = "burnrun secret", bin_name = "burnrun secret")]
 struct Args {
     /// The file to write; it must not exist yet
     file: PathBuf,
@@ -21,7 +21,8 @@ pub(super) fn main(words: &[OsString]) -> i32 {
     let args: Args = super::parse(words);
     match Secret::generate().and_then(|secret| secret.write_new(&args.file)) {
         Ok(()) => {
-            let file = args.file.display();
+            let file = std::path::absolute(&args.file).unwrap_or(args.file);
+            let file = file.display();
             super::say(&format!(
                 "wrote {file}; copy it to every machine (scp -p {file} HOST:{file}) \
                  and start burnrun with --secret-file {file}"

@@ -1,4 +1,4 @@
-//! The local end: one connection per host, from the start to the exit code.
+//! Starts burnrun on every host over ssh and follows it: one connection per host, from the start to the exit code.
 
 use std::ffi::OsString;
 use std::io::{self, Read};
@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::Secret;
 
-use super::connection::{Connection, News};
 use super::hostfile::Host;
-use super::messages::{Answer, ORDER_CAP, Order, Signalled};
+use super::remote_messages::{Answer, ORDER_CAP, Order, Signalled};
+use super::ssh_connection::{Connection, News};
 use super::ssh_failure;
 use crate::error::LaunchError;
 use crate::event::Event;
-use crate::exit::signal_name;
+use crate::rank_exit::signal_name;
 use crate::signals;
 
 /// Interval between two looks at ssh's processes and at the signals.

@@ -11,21 +11,21 @@
 //! [`Answer::Ready`]; then it gets the order with the job's secret, and later signals. The end of its stdin (the local
 //! burnrun or the connection is gone) ends its part of the job, as SIGTERM would.
 
-mod connection;
 mod fan_out;
 mod hostfile;
-mod messages;
-mod remote;
+mod remote_end;
+mod remote_messages;
+mod ssh_connection;
 mod ssh_failure;
 
 pub use fan_out::FanOut;
 pub use hostfile::Host;
-pub use messages::{Answer, Order};
-pub use remote::Remote;
+pub use remote_end::Remote;
+pub use remote_messages::{Answer, Order};
 
 /// A hostfile, or a line of a connection.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn fuzz(bytes: &[u8]) {
     hostfile::fuzz(&String::from_utf8_lossy(bytes));
-    messages::fuzz(bytes);
+    remote_messages::fuzz(bytes);
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::Store;
 
-use super::message::{put_new, take};
+use super::launcher_messages::{put_new, take};
 use crate::event::{Event, Stop, Trouble};
 use crate::signals;
 

@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use burn_ddp_comm::{Store, StoreServer};
 
-use super::message::{Node, put_new, take};
+use super::launcher_messages::{Node, put_new, take};
 use super::{Interrupted, LOOK, Link, Nodes, Others, look};
 use crate::error::LaunchError;
 use crate::event::{Event, Stop};
-use crate::exit::signal_name;
+use crate::job_authentication::Trust;
+use crate::rank_exit::signal_name;
 use crate::report::user_notices::NoticeSink;
-use crate::trust::Trust;
 
 /// Time after which the user is told what is waited for; doubled each time.
 const COMMENT: Duration = Duration::from_secs(10);
@@ -141,7 +141,8 @@ impl Meet<'_> {
             let failure = match self.trust.connect(self.host, self.port, self.job, attempt, self.patience) {
                 Ok(store) => return Ok(store),
                 Err(error) if is_refusal(&error) => return Err(self.refused(&error)),
-                Err(error) => error.to_string(),
+                // Not how long a single attempt took: the message says how long they all did.
+                Err(error) => error.to_string().rsplit("last attempt: ").next().unwrap_or_default().to_owned(),
             };
             let place = format!("{}:{}", self.host, self.port);
             if Instant::now() >= deadline {

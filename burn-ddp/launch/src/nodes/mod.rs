@@ -3,9 +3,9 @@
 //! Node 0 numbers the ranks, says where they meet, collects how they ended, and decides how the generation ended and
 //! whether there is another. A launcher that hears nothing from the others for too long ends its part of the job.
 
+mod launcher_messages;
 mod launcher_watch;
 mod meet;
-mod message;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::Receiver;
@@ -14,14 +14,14 @@ use std::time::{Duration, Instant};
 use burn_ddp_comm::post_mortem::PostMortem;
 use burn_ddp_comm::{Store, StoreServer};
 
+pub(crate) use launcher_messages::{Announcement, GenerationPlan, Node, Verdict};
 pub(crate) use launcher_watch::Link;
 pub(crate) use meet::{Meet, meet};
-pub(crate) use message::{Announcement, GenerationPlan, Node, Verdict};
 
 use crate::error::LaunchError;
 use crate::event::{Event, Stop, Trouble};
 use crate::node_outcome::NodeOutcome;
-use message::{encode, put, take};
+use launcher_messages::{encode, put, take};
 
 /// Interval between two looks at the store and at the signals.
 const LOOK: Duration = Duration::from_millis(100);

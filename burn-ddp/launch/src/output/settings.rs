@@ -76,6 +76,13 @@ impl OutputSettings {
         Ok(())
     }
 
+    /// A local rank that the settings name and that is none of `nproc`.
+    pub(crate) fn missing_rank(&self, nproc: usize) -> Option<usize> {
+        let streams = self.redirects.iter().chain(&self.tee).flat_map(|streams| &streams.by_local_rank);
+        let named = streams.map(|(rank, _)| rank).chain(self.filter.iter().flatten());
+        named.copied().find(|rank| *rank >= nproc)
+    }
+
     pub(crate) fn to_console(&self, local_rank: usize, output: Output) -> bool {
         let redirected = self.redirects.as_ref().is_some_and(|streams| streams.contains(local_rank, output));
         let tee = self.tee.as_ref().is_some_and(|streams| streams.contains(local_rank, output));

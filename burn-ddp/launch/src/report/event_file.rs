@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use burn_ddp_comm::post_mortem::Event;
 
-use crate::handed_over::HandedOver;
+use crate::handed_over_files::HandedOver;
 
 /// Limits of one read and of all together, so that a program that writes there in a loop does no harm.
 const READ_CAP_BYTES: u64 = 1024 * 1024;

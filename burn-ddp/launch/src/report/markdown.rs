@@ -7,8 +7,8 @@ use burn_ddp_comm::GroupId;
 use burn_ddp_comm::post_mortem::{Event, PostMortem, Record};
 
 use crate::report::outcome::{Failure, Outcome};
+use crate::report::outcome_text::{ranks, seconds};
 use crate::report::report_files::{GenerationReport, waiting};
-use crate::report::text::{ranks, seconds};
 use crate::report::user_notices::Notices;
 
 /// The last collectives that are shown.
@@ -200,7 +200,11 @@ fn cell(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::rank_exit::RankExit;
+    use crate::report::report_files::long_waits;
     use burn_ddp_comm::post_mortem::Pending;
 
     fn record(sequence: u64, call: &str, took_us: Option<u64>) -> Record {
@@ -264,6 +268,29 @@ mod tests {
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is missing in\n{text}");
         }
+    }
+
+    #[test]
+    fn only_long_waits_that_the_cause_does_not_tell_stand_on_the_terminal() {
+        let failure = |cause: &str| Failure {
+            rank: 1,
+            host: "h".into(),
+            pid: 8,
+            exit: RankExit::Code(1),
+            after: Duration::from_secs(2),
+            panics: Vec::new(),
+            cause: Some(cause.into()),
+            last_lines: Vec::new(),
+            log: None,
+            running: 2,
+        };
+        let shown = |since_ms, cause: &str| {
+            let mut report = post_mortem(0, Vec::new());
+            report.pending[0].since_ms = since_ms;
+            long_waits(&Outcome { failure: Some(failure(cause)), ..Outcome::default() }, &[report]).len()
+        };
+        assert_eq!((shown(1500, "it left"), shown(900, "it left")), (1, 0));
+        assert_eq!(shown(1500, "rank 0 waited 1.5 s in barrier #2 of group 1 called at src/train.rs:9:5"), 0);
     }
 
     #[test]

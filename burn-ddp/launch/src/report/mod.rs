@@ -3,7 +3,7 @@
 pub(crate) mod event_file;
 mod markdown;
 pub(crate) mod outcome;
+pub(crate) mod outcome_text;
 pub(crate) mod report_files;
 pub(crate) mod stderr_tail;
-pub(crate) mod text;
 pub(crate) mod user_notices;

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::exit::RankExit;
 use crate::node_outcome::{Blame, NodeOutcome, RankOutcome};
+use crate::rank_exit::RankExit;
 
 /// Outcome of a started job. Its `Display` is the report that `burnrun` prints; it is empty after a success.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,7 +35,7 @@ pub struct Outcome {
     pub left_over: Vec<(usize, u32)>,
     /// Reason why some of the ranks' output is missing, if it is.
     pub output_lost: Option<String>,
-    /// Waits of the surviving ranks, a line each.
+    /// Waits of the surviving ranks, a line each: those of at least a second, without the one that the cause names.
     pub waiting: Vec<String>,
     /// The number of ranks.
     pub nproc: usize,
@@ -144,10 +144,15 @@ impl Outcome {
     }
 }
 
-/// True if the ranks' blame says more than what was seen of the culprit: its signal, or its panic.
+/// True if the ranks' blame says more than what was seen of the culprit: its signal or exit code, its panic, its last
+/// lines.
 fn says_more(blame: &Blame, culprit: &RankOutcome) -> bool {
-    let seen = !culprit.panics.is_empty() || matches!(culprit.exit, Some(RankExit::Signal(_)));
-    !seen || blame.culprit != Some(culprit.rank)
+    let failed_with = |exit: &RankExit| *exit != RankExit::Code(0) && blame.cause.ends_with(&exit.to_string());
+    let seen = !culprit.panics.is_empty()
+        || matches!(culprit.exit, Some(RankExit::Signal(_)))
+        || culprit.exit.as_ref().is_some_and(failed_with);
+    let repeats = culprit.last_lines.iter().any(|line| line.contains(&blame.cause));
+    !repeats && (!seen || blame.culprit != Some(culprit.rank))
 }
 
 /// The first rank that failed, unless another one died suddenly right after: giving back a large memory or a device
@@ -211,6 +216,22 @@ mod tests {
             let ends = ends.into_iter().enumerate().map(|(i, end)| rank(i, end, 10 * i as u64)).collect();
             assert_eq!(cause(&[node(0, ends, blamed)]), expected);
         }
+    }
+
+    #[test]
+    fn what_the_ranks_say_is_left_out_where_it_was_seen() {
+        let shown = |exit, last: &str, text: &str| {
+            let culprit = RankOutcome { last_lines: vec![last.into()], ..rank(1, exit, 10) };
+            let mut node = node(0, vec![rank(0, RankExit::Code(1), 20), culprit], Some(1));
+            node.blames[0].cause = text.into();
+            Outcome::of(&[node], 0, None).failure.unwrap().cause.is_some()
+        };
+        let died = "rank 1 (host h, pid 7) died: its process ended without a goodbye: it exited with code 3";
+        assert!(!shown(RankExit::Code(3), "", died));
+        assert!(shown(RankExit::Code(3), "", "rank 1 (host h, pid 7) left while it was needed"));
+        assert!(!shown(RankExit::Code(3), "Error: the models differ: w", "the models differ: w"));
+        let early = "rank 1 (host h, pid 7) died: its process ended: it exited with code 0";
+        assert!(shown(RankExit::Code(0), "", early), "that it is no success has to be said");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use crate::nodes::GenerationPlan;
 use crate::output::log_dir::JobDir;
 use crate::report::markdown;
 use crate::report::outcome::Outcome;
-use crate::report::text::{ranks, seconds};
+use crate::report::outcome_text::{ranks, seconds};
 
 /// Outcome of a generation, in the file `outcome.json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -40,6 +40,16 @@ pub(crate) struct GenerationReport {
 /// The reports of the ranks that ended on this machine.
 pub(crate) fn read_reports(dir: &Path, own: &NodeOutcome) -> Vec<PostMortem> {
     own.ranks.iter().filter_map(|rank| PostMortem::read(&PostMortem::path(dir, rank.rank)).ok()).collect()
+}
+
+/// Waits that the first lines of the report do not show: of those that were over within a second, the error of each
+/// rank says enough.
+pub(crate) fn long_waits(outcome: &Outcome, reports: &[PostMortem]) -> Vec<String> {
+    let cause = outcome.failure.as_ref().and_then(|failure| failure.cause.as_deref()).unwrap_or_default();
+    let is_news = |report: &&PostMortem| {
+        report.pending.first().is_some_and(|pending| pending.since_ms >= 1000 && !cause.contains(&pending.call))
+    };
+    waiting(outcome, &reports.iter().filter(is_news).cloned().collect::<Vec<_>>())
 }
 
 /// Waits of the surviving ranks, a line each.
@@ -85,12 +95,31 @@ pub(crate) fn store(job_dir: &JobDir, record: &GenerationRecord, reports: &[Post
 ///
 /// # Errors
 ///
-/// [`LaunchError::LogDir`] if there is nothing of a job, or the report cannot be written.
+/// [`LaunchError::NoReport`] if there is nothing of a job, or no rank of it has failed; [`LaunchError::LogDir`] if the
+/// report cannot be written.
+///
+/// # Example
+///
+/// ```
+/// use burn_ddp_launch::{Launcher, rebuild_report};
+///
+/// let logs = tempfile::tempdir()?;
+/// Launcher::new("sh", ["-c", "exit 7"]).log_dir(logs.path()).run()?;
+/// let (path, text) = rebuild_report(logs.path())?;
+/// assert!(path.ends_with("report.md") && text.contains("exited with code 7"));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn rebuild_report(dir: &Path) -> Result<(PathBuf, String), LaunchError> {
     let failed = |path: &Path, source| LaunchError::LogDir { path: path.to_owned(), source };
+    if !dir.is_dir() {
+        let reason = if dir.exists() { "not a directory" } else { "no such directory" };
+        let reason = format!("{reason}; give what was given as --log-dir, or the directory of one job in it");
+        return Err(LaunchError::NoReport { path: dir.to_owned(), reason });
+    }
     let of_job = [dir.to_owned(), dir.join("latest")].into_iter().find(|dir| dir.join("generation-0").is_dir());
     let Some(job_dir) = of_job else {
-        let message = "there is no job's directory: it has `generation-0` in it, or `latest` beside it";
+        let message = "no job has left its files here (a job's directory holds `generation-0`): give what was given as \
+                       --log-dir, or the directory of one job in it";
         return Err(LaunchError::NoReport { path: dir.to_owned(), reason: message.into() });
     };
     let job_dir = job_dir.canonicalize().map_err(|source| failed(&job_dir, source))?;

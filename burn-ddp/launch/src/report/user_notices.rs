@@ -7,7 +7,7 @@ use burn_ddp_comm::post_mortem::Event;
 
 use crate::node_outcome::Blame;
 use crate::nodes::GenerationPlan;
-use crate::report::text::{ranks, seconds};
+use crate::report::outcome_text::{ranks, seconds};
 
 /// Destination of notices while the job runs: `tracing`, and the caller's function if there is one.
 #[derive(Clone, Copy, Debug, Default)]

@@ -2,7 +2,8 @@
 //! end, and when they are killed.
 //!
 //! A pure state machine. It makes no system calls, starts no threads and reads no clock: the caller passes the time
-//! with each event, and carries out the [`Action`]s that come back ([`Processes`](crate::processes::Processes) does).
+//! with each event, and carries out the [`Action`]s that come back
+//! ([`Processes`](crate::rank_processes::Processes) does).
 //!
 //! ```text
 //! Running ──a rank fails, here or elsewhere──▶ Settling ──the others had time──▶ Stopping ──grace over──▶ Killing
@@ -23,8 +24,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::event::{Event, Relayed, Stop, Trouble};
-use crate::exit::{RankExit, signal_name};
 use crate::node_outcome::{NodeOutcome, RankOutcome};
+use crate::rank_exit::{RankExit, signal_name};
 use suspension::Suspension;
 
 /// Longest time after a failure in which the other ranks may end by themselves. They usually notice within a second,
@@ -75,6 +76,9 @@ pub(crate) struct Settings {
     pub(crate) first_rank: usize,
     /// True if local rank 0 keeps the terminal: it hears when its size changes.
     pub(crate) first_rank_has_terminal: bool,
+    /// True if the user hears from this launcher what a Ctrl-C waits for: of several launchers that get it from one
+    /// burnrun, the first says it.
+    pub(crate) shows_grace: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -322,6 +326,12 @@ impl Supervisor {
                     self.act(Action::AnnounceInterrupt(signal));
                 }
                 self.stop(now, signal);
+                if signal == libc::SIGINT && self.settings.shows_grace && !self.stopped.is_empty() {
+                    let most = self.settings.grace.as_secs_f64();
+                    self.act(Action::Notice(format!(
+                        "waiting up to {most} s for the ranks to end; Ctrl-C again kills them"
+                    )));
+                }
             }
             _ => self.signal_all(signal),
         }

@@ -50,7 +50,8 @@ impl Bench {
 
     fn with(ranks: usize, grace: Duration, first_rank: usize) -> Self {
         let start = Instant::now();
-        let settings = Settings { generation: 3, grace, first_rank, first_rank_has_terminal: false };
+        let settings =
+            Settings { generation: 3, grace, first_rank, first_rank_has_terminal: false, shows_grace: false };
         let mut supervisor = Supervisor::new(settings, start);
         (0..ranks).for_each(|rank| supervisor.add_rank(pid(rank), None));
         Self { supervisor, start, now: 0 }
@@ -272,6 +273,24 @@ fn a_signal_to_end_goes_to_all_ranks_and_starts_the_grace_time() {
         let outcome = bench.outcome();
         assert_eq!(fates(&outcome), [vec![], vec![0, 1], vec![1]]);
         assert_eq!((outcome.interrupted_by, outcome.signalled), (Some(number), true));
+    }
+}
+
+#[test]
+fn the_first_interrupt_says_how_long_it_waits_and_what_a_second_one_does() {
+    for (number, failed, shows_grace, expected) in
+        [(SIGINT, false, true, 1), (SIGINT, true, true, 1), (SIGINT, false, false, 0), (SIGTERM, false, true, 0)]
+    {
+        let mut bench = Bench::with(2, Duration::from_secs(10), 0);
+        bench.supervisor.settings.shows_grace = shows_grace;
+        if failed {
+            bench.exit(1, RankExit::Code(3));
+        }
+        let mut actions = bench.signal(number);
+        actions.extend(bench.signal(number));
+        let text = "waiting up to 10 s for the ranks to end; Ctrl-C again kills them";
+        let count = actions.iter().filter(|action| **action == Action::Notice(text.into())).count();
+        assert_eq!(count, expected, "{number} {failed} {shows_grace}: {actions:?}");
     }
 }
 

@@ -21,7 +21,10 @@ pub fn burnrun<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     {
         command.env_remove(name);
     }
-    command.env_remove("RAYON_NUM_THREADS").env_remove("OMP_NUM_THREADS").args(args);
+    for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"] {
+        command.env_remove(name);
+    }
+    command.args(args);
     command
 }
 

@@ -1,10 +1,10 @@
-//! Communicators, and the calls that wait in them until they are enqueued.
+//! Fake communicators, and the calls that wait in them until they are enqueued.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::arithmetic::Kind;
-use super::clique::{Clique, What};
+use super::fake_reduction::Kind;
+use super::fake_rendezvous::{Clique, What};
 use super::fake_stream::FakeStream;
 
 /// One rank's side of a communicator.

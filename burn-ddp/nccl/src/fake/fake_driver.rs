@@ -1,4 +1,4 @@
-//! The driver's functions: contexts, streams, events, memory.
+//! The fake CUDA driver: contexts, streams, events, memory.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -6,8 +6,8 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
+use super::fake_state::{Allocation, State};
 use super::fake_stream::{FakeStream, Task};
-use super::state::{Allocation, State};
 use crate::driver::{DevicePtr, DriverCalls, NOT_READY, Raw, SUCCESS};
 use crate::poison_free_lock::lock;
 

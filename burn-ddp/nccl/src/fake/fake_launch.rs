@@ -5,11 +5,11 @@ use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::arithmetic::{Kind, size_of_code};
-use super::clique::{Part, What};
 use super::fake_comm::{FakeComm, Op, PartOp};
+use super::fake_reduction::{Kind, size_of_code};
+use super::fake_rendezvous::{Part, What};
+use super::fake_state::{Allocation, Fault, State};
 use super::fake_stream::{FakeStream, GLANCE, Task};
-use super::state::{Allocation, Fault, State};
 use crate::driver::Raw;
 use crate::nccl::{IN_PROGRESS, RawComm, SUCCESS};
 use crate::poison_free_lock::lock;

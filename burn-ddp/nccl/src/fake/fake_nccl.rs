@@ -1,15 +1,15 @@
-//! NCCL's functions.
+//! The functions of the fake NCCL library.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::arithmetic::size_of_code;
-use super::clique::{Clique, What};
 use super::fake_comm::{FakeComm, Op};
 use super::fake_launch::{FIRST_OWN_OP, INVALID_ARGUMENT, INVALID_USAGE, SYSTEM_ERROR};
-use super::state::{Fault, State};
+use super::fake_reduction::size_of_code;
+use super::fake_rendezvous::{Clique, What};
+use super::fake_state::{Fault, State};
 use crate::nccl::{Config, IN_PROGRESS, NcclCalls, RawComm, SUCCESS, UniqueId};
 use crate::poison_free_lock::lock;
 

@@ -1,4 +1,4 @@
-//! Streams, which are threads, and events.
+//! Fake streams, which are threads, and fake events.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};

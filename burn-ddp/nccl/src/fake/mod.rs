@@ -11,23 +11,23 @@
 //!
 //! | what | where |
 //! |---|---|
-//! | the machine as tests see it | `machine.rs` |
-//! | its state: handles, memory, injected faults | `state.rs` |
+//! | the machine as tests see it | `fake_machine.rs` |
+//! | its state: handles, memory, injected faults | `fake_state.rs` |
 //! | streams, which are threads, and events | `fake_stream.rs` |
 //! | the driver's functions | `fake_driver.rs` |
 //! | NCCL's functions | `fake_nccl.rs` |
 //! | communicators, and the launch of their collectives | `fake_comm.rs`, `fake_launch.rs` |
-//! | where the ranks' parts of a collective meet, and their arithmetic | `clique.rs`, `arithmetic.rs` |
+//! | where the ranks' parts of a collective meet, and their arithmetic | `fake_rendezvous.rs`, `fake_reduction.rs` |
 
-mod arithmetic;
-mod clique;
 mod fake_comm;
 mod fake_driver;
 mod fake_launch;
+mod fake_machine;
 mod fake_nccl;
+mod fake_reduction;
+mod fake_rendezvous;
+mod fake_state;
 mod fake_stream;
-mod machine;
-mod state;
 
-pub use machine::Machine;
-pub use state::Fault;
+pub use fake_machine::Machine;
+pub use fake_state::Fault;

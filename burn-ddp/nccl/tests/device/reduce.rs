@@ -1,4 +1,4 @@
-//! The right numbers, at the right time.
+//! Reductions in device memory: the right numbers, after their input is ready.
 
 use std::time::{Duration, Instant};
 
@@ -166,8 +166,8 @@ fn what_does_not_fit_is_refused_before_anything_is_launched() {
             error.to_string()
         };
         let own = rank.rank();
-        assert!(refused(own, DType::F32, 7, ReduceOp::Sum).contains("[8] elements are not 7"));
-        assert!(refused(own, DType::F32, 9, ReduceOp::Sum).contains("are not 9"));
+        assert!(refused(own, DType::F32, 7, ReduceOp::Sum).contains("[8] elements, which do not add up to 7"));
+        assert!(refused(own, DType::F32, 9, ReduceOp::Sum).contains("do not add up to 9"));
         assert!(refused(1 - own, DType::F32, 8, ReduceOp::Sum).contains("for an engine on device"));
         assert!(refused(own, DType::I32, 8, ReduceOp::Mean).contains("mean is not defined for i32"));
         let mut other = 5_u32;

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use super::*;
 use crate::data::{DataError, Stream, StreamShard, StreamSource};
-use crate::telemetry::listener::Listener;
+use crate::telemetry::test_event_capture::Listener;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 

@@ -8,7 +8,7 @@ use burn::tensor::Tensor;
 
 use super::*;
 use crate::data::{EpochPlan, permutation};
-use crate::telemetry::listener::Listener;
+use crate::telemetry::test_event_capture::Listener;
 
 /// Batches of an epoch: `[rank][step][item]`.
 type Read = Vec<Vec<Vec<usize>>>;
@@ -60,7 +60,7 @@ fn steps_hold_the_same_items_at_any_world_size() {
 /// drop_last=True)` has them.
 #[test]
 fn without_the_last_step_batches_are_those_of_torch() {
-    for line in include_str!("torch_drop_last.txt").lines().filter(|line| !line.starts_with('#')) {
+    for line in include_str!("torch_drop_last_steps.txt").lines().filter(|line| !line.starts_with('#')) {
         let numbers: Vec<usize> = line.split(' ').map(|number| number.parse().unwrap()).collect();
         let [items, world, batch, steps] = numbers[..] else { panic!("{line}") };
         match EpochPlan::new(items, world, world * batch).and_then(EpochPlan::drop_last) {

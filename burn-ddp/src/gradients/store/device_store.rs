@@ -9,11 +9,11 @@ use burn::tensor::{DType, FloatDType, Scalar, Shape, TensorData};
 use burn_ddp_comm::SharedView;
 
 use super::{Arrival, GradientStore, Outcome};
-use crate::convert::burn_dtype;
 use crate::gradients::accumulation::{Contribution, Sum};
 use crate::gradients::bucket_plan::{Bucket, BucketRange, Slot};
 use crate::gradients::device_loan::DeviceLoan;
 use crate::gradients::memory::GradientMemory;
+use crate::tensor_conversion::burn_dtype;
 
 pub(super) struct DeviceStore<B: GradientMemory> {
     slots: Arc<[Slot]>,

@@ -10,12 +10,12 @@ use burn::tensor::{Bytes, DType, Shape};
 use burn_ddp_comm::SharedView;
 
 use super::{Arrival, GradientStore, Outcome};
-use crate::convert::{burn_dtype, comm_dtype};
 use crate::gradients::accumulation::{Contribution, Sum};
 use crate::gradients::bucket_plan::{Bucket, BucketRange, Slot};
 use crate::gradients::device_loan::DeviceLoan;
 use crate::gradients::memory::{GradientMemory, shared_bytes};
 use crate::gradients::readback::{HostGradient, Readback};
+use crate::tensor_conversion::{burn_dtype, comm_dtype};
 
 /// Buffers that buckets share in turn where averages are copied out of them: one is filled, one reduced, one read.
 const RING_LEN: usize = 3;

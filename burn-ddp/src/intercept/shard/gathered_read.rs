@@ -11,9 +11,9 @@ use burn::tensor::{Shape, TensorData, read_sync};
 
 use super::shard_group::Purpose;
 use crate::Result;
-use crate::convert::burn_dtype;
-use crate::intercept::failure::fail;
+use crate::intercept::backward_failure::fail;
 use crate::intercept::wrapped_model::TapHandle;
+use crate::tensor_conversion::burn_dtype;
 
 /// The whole of a slot for a forward without backward.
 pub(in crate::intercept) fn evaluated<B: Backend>(part: FloatTensor<B>, tap: &TapHandle) -> FloatTensor<B> {

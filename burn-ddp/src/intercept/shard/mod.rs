@@ -7,30 +7,33 @@
 //!
 //! | | |
 //! |---|---|
-//! | `rows` | which rows are whose; their form on the wire |
+//! | `row_division` | which rows are whose; their form on the wire |
 //! | `shard_group` | the collectives of all parts, tagged, and their errors in words |
 //! | `gathered_read` | value of a read; the same again in backward |
 //! | `gather_cache` | values that a step reads several times |
 //! | `sharded_gradients` | from the gradient of the whole to the average of a part |
-//! | `part` | this rank's part of a parameter, for files and hashes |
+//! | `part_for_files` | this rank's part of a parameter, for files and hashes |
 //! | `parts_and_wholes` | a model cut into parts, and whole again |
 //! | `sums_over_parts` | norms of gradients |
 
 mod gather_cache;
 mod gathered_read;
-mod part;
+mod part_for_files;
 mod parts_and_wholes;
-mod rows;
+mod row_division;
 mod shard_group;
 mod sharded_gradients;
 mod sums_over_parts;
 
 pub(super) use gathered_read::{Regather, evaluated, gathered};
-pub(crate) use part::{Part, parts};
+pub(crate) use part_for_files::{Part, parts};
+#[cfg(feature = "train")]
+pub(crate) use parts_and_wholes::own_rows;
 pub(crate) use parts_and_wholes::{
-    ShardedParameter, cut, refuse_sharded, sharded_parameters, sharded_paths, tell_peers_of_parts, whole,
+    ShardedParameter, cut, refuse_parts_without_tap, refuse_sharded, sharded_parameters, sharded_paths,
+    tell_peers_of_parts, whole,
 };
-pub(crate) use rows::Rows;
+pub(crate) use row_division::Rows;
 pub(super) use shard_group::{CHANGES_BITS, ShardGroup};
 pub(super) use sharded_gradients::ShardedGradients;
 pub(crate) use sums_over_parts::sums_over_parts;

@@ -7,22 +7,27 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 
 use super::shard_group::Purpose;
-use crate::convert::data_of;
-use crate::intercept::failure::tell_peers;
+use crate::intercept::backward_failure::tell_peers;
 use crate::intercept::model_walk::{AtTap, find, walk};
+use crate::intercept::param_mappers::is_part;
 use crate::intercept::tap_bypass::bypass;
 use crate::intercept::wrapped_model::TapHandle;
 use crate::model::schema::unreadable;
+use crate::tensor_conversion::data_of;
 use crate::{Error, Result};
 
 /// `param` with only these rows of its value, in memory of their own.
 pub(crate) fn cut<const D: usize>(param: Param<Tensor<D>>, rows: Range<usize>) -> Param<Tensor<D>> {
     let (id, whole, mapper) = param.consume();
-    let (device, dtype, trains) = (whole.device(), whole.dtype(), whole.is_require_grad());
+    let trains = whole.is_require_grad();
+    Param::from_mapped_value(id, own_rows(whole, rows).set_require_grad(trains), mapper)
+}
+
+/// These rows of `whole`, which is on an autodiff device, in memory of their own and without a graph.
+pub(crate) fn own_rows<const D: usize>(whole: Tensor<D>, rows: Range<usize>) -> Tensor<D> {
+    let (device, dtype) = (whole.device(), whole.dtype());
     // A slice of the tracked value would hold the whole in the graph.
-    let part = whole.inner().slice_dim(0, rows).into_data();
-    let part = Tensor::from_data(part, (&device, dtype)).set_require_grad(trains);
-    Param::from_mapped_value(id, part, mapper)
+    Tensor::from_data(whole.inner().slice_dim(0, rows).into_data(), (&device, dtype))
 }
 
 /// True if `model` has sharded parameters.
@@ -41,6 +46,33 @@ pub(crate) fn refuse_sharded<M: Module>(model: &M, what: &str, instead: &str) ->
         false => Ok(()),
         true => Err(Error::invalid(format!("{what} with sharded parameters in the model: {instead}"))),
     }
+}
+
+/// Refuses a model with this rank's part of a parameter whose tap is gone, and which looks like a whole one.
+pub(crate) fn refuse_parts_without_tap<M: Module>(model: &M) -> Result<()> {
+    struct Find(Option<String>);
+    impl AtTap for Find {
+        type Seen = Box<dyn FnOnce() -> bool>;
+
+        fn parameter<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Self::Seen> {
+            let param = param.clone();
+            Some(Box::new(|| is_part(param)))
+        }
+
+        fn leave(&mut self, path: &str, is_part: Self::Seen, tap: Option<TapHandle>) {
+            if self.0.is_none() && tap.is_none() && is_part() {
+                self.0 = Some(path.to_owned());
+            }
+        }
+    }
+    let mut find = Find(None);
+    walk(model, &mut find);
+    find.0.map_or(Ok(()), |path| {
+        Err(Error::invalid(format!(
+            "{path} holds this rank's rows of a sharded parameter and is no longer tapped: `Param::map` made a new \
+            parameter of it; use `Module::map` on the module that holds it, which keeps the tap"
+        )))
+    })
 }
 
 /// Paths of the sharded parameters, as they are in `model`: it may be a part of the model that was wrapped, or hold it.

@@ -8,10 +8,10 @@ use burn::tensor::Bytes;
 use burn_ddp_comm::{CallInfo, DType, Error as CommError, ProcessGroup, ReduceOp};
 
 use super::gather_cache::GatherCache;
-use super::rows::Rows;
+use super::row_division::Rows;
 use crate::agreement::list_ranks;
 use crate::gradients::Slot;
-use crate::telemetry::meter::Meter;
+use crate::telemetry::step_meter::Meter;
 use crate::{Error, Result};
 
 /// Purpose of a call. Its number is in the call's tag.
@@ -148,7 +148,7 @@ impl ShardGroup {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The whole of a slot, of whose value with this number each rank passes its part. *Collective*.
+    /// Gathers the whole of a slot: each rank passes its part of the value with the number `value_id`. *Collective*.
     pub(crate) fn gather(&self, slot: usize, value_id: u64, part: &[u8], purpose: Purpose) -> Result<Bytes> {
         self.gather_as((self.rows(slot), self.slots[slot].dtype), slot, value_id, part, purpose)
     }
@@ -256,9 +256,13 @@ impl ShardGroup {
         if !calls.iter().any(|(_, call)| call.group == self.group.id()) {
             return error.into();
         }
-        let say = |(ranks, call): &(Vec<usize>, &CallInfo)| match call.group == self.group.id() {
-            true => format!("{} {}", list_ranks(ranks), spoken(call.tag, &self.slots)),
-            false => format!("{} is in {}", list_ranks(ranks), call.operation()),
+        let say = |(ranks, call): &(Vec<usize>, &CallInfo)| {
+            let each = if ranks.len() > 1 { "each of " } else { "" };
+            let does = match call.group == self.group.id() {
+                true => spoken(call.tag, &self.slots),
+                false => format!("is in {}", call.operation()),
+            };
+            format!("{each}{} {does}", list_ranks(ranks))
         };
         let does: Vec<String> = calls.iter().map(say).collect();
         let rank = calls.iter().flat_map(|(ranks, _)| ranks).copied().min().unwrap_or_default();

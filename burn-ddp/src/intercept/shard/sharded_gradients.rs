@@ -13,8 +13,8 @@ use burn::tensor::TensorData;
 
 use super::shard_group::ShardGroup;
 use crate::Result;
-use crate::convert::{burn_dtype, comm_dtype};
 use crate::gradients::{Contribution, GradientMemory, MicroBatch, Sum};
+use crate::tensor_conversion::{burn_dtype, comm_dtype};
 
 /// Gradients of the sharded parameters of one wrapped model on backend `B`.
 pub(in crate::intercept) struct ShardedGradients<B: Backend> {
@@ -38,7 +38,7 @@ struct Agreement {
 struct State<B: Backend> {
     /// Sum over micro-batches, of the whole parameter.
     held: Option<Sum>,
-    /// Hooks that have run in the running backward.
+    /// Number of hooks that have run in the current backward.
     hooks: i64,
     /// Average of this rank's part.
     average: Option<FloatTensor<B>>,

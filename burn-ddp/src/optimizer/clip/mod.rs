@@ -9,7 +9,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, TensorData};
 
-use crate::convert::data_of;
+use crate::tensor_conversion::data_of;
 use crate::{Error, Result, intercept};
 
 /// Scales the gradients of `model` together so that their common 2-norm is at most `max_norm`, as torch's

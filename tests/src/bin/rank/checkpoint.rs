@@ -1,9 +1,10 @@
-//! Trains and saves: `rank checkpoint DIRECTORY STEPS EVERY [now|later|sharded] [kill AT]`.
+//! Trains and saves: `rank checkpoint DIRECTORY STEPS EVERY [now|later|sharded|large|large-later] [kill AT]`.
 
 use std::io::Write;
 use std::path::Path;
 
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+use burn::module::Param;
 use burn::nn::{BatchNorm, BatchNormConfig};
 use burn::optim::{AdamConfig, GradientsParams};
 use burn::prelude::*;
@@ -15,6 +16,8 @@ use burn_ddp_tests::{Mlp, rows};
 struct Normed {
     norm: BatchNorm,
     mlp: Mlp,
+    /// 40 MB that make the model's file large.
+    ballast: Option<Param<Tensor<1>>>,
 }
 
 pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
@@ -28,13 +31,17 @@ pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
         "sharded" => WrapConfig::new().with_sharding(Sharding::Parameters).with_sharding_above(1),
         _ => WrapConfig::new(),
     };
-    let model = Normed { norm: BatchNormConfig::new(6).init(&device), mlp: Mlp::new(&device) };
+    let ballast = arg(3).starts_with("large").then(|| {
+        let zeros = Tensor::zeros([10_000_000], &device);
+        Param::from_tensor(zeros).set_require_grad(false)
+    });
+    let model = Normed { norm: BatchNormConfig::new(6).init(&device), mlp: Mlp::new(&device), ballast };
     let mut model = ddp.wrap_with(model, &config)?;
     let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
     let schedule = CosineAnnealingLrSchedulerConfig::new(1e-2, 1000);
     let mut scheduler = schedule.init().map_err(anyhow::Error::msg)?;
     let mut start = 0;
-    let checkpoints = ddp.checkpoints(directory)?.keep_last(3).asynchronous(arg(3) == "later");
+    let checkpoints = ddp.checkpoints(directory)?.keep_last(3).asynchronous(arg(3).ends_with("later"));
     if let Some(found) = checkpoints.latest()? {
         model = found.model(model)?;
         optim = found.optimizer(optim, &model)?;
@@ -60,7 +67,9 @@ pub(crate) fn run(ddp: &Ddp) -> anyhow::Result<()> {
                 c.scheduler(scheduler.to_record())?;
                 c.value("next step", &(step + 1))
             })?;
-            ddp.save(&model, directory.join("model"))?;
+            if !directory.starts_with("s3:") {
+                ddp.save(&model, directory.join("model"))?;
+            }
             say(ddp, &format!("saved {}", step + 1))?;
         }
     }

@@ -14,7 +14,7 @@ use burn::tensor::DType;
 use burn_ddp::comm::EngineChoice;
 use burn_ddp::prelude::*;
 use burn_ddp::{Error, WorldOptions};
-use burn_ddp_tests::{Mlp, Optim, awkward, parts, rows, to_f64, train, values};
+use burn_ddp_tests::{Mlp, Optim, awkward, rows, split_training, to_f64, train, values};
 
 pub(crate) fn main() -> anyhow::Result<()> {
     let scenario = std::env::args().nth(1).unwrap_or_default();
@@ -55,7 +55,7 @@ pub(crate) fn main() -> anyhow::Result<()> {
         "checkpoint" => return checkpoint::run(&ddp),
         "dropout" => return dropout::run(&ddp),
         "draws" => dropout::draws(&ddp)?,
-        "parts" => println!("part {}", serde_json::to_string(&parts::train_in_parts(&ddp)?)?),
+        "parts" => println!("part {}", serde_json::to_string(&split_training::train_in_parts(&ddp)?)?),
         "build" => {
             struct Keep;
             impl burn::data::dataloader::batcher::Batcher<usize, Vec<usize>> for Keep {

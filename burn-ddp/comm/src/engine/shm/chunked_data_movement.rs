@@ -1,5 +1,5 @@
 //! Large messages that are passed on as they are, and those of which each rank gets a row: chunk by chunk, through the
-//! slots of [`pipeline`](super::pipeline).
+//! slots of [`slot_reductions`](super::slot_reductions).
 //!
 //! Each rank puts its chunk into its slot (*ready*); when it has taken what it wants from the others' slots it is
 //! *done*. A slot is used again when all its readers are done with what was in it.

@@ -175,7 +175,7 @@ impl Machine {
         (0..self.ranks.len()).map(|rank| value(rank, round, chunk)).sum()
     }
 
-    /// Model of `reduce_chunks` of `pipeline`.
+    /// Model of `reduce_chunks` of `slot_reductions`.
     pub(super) fn reduce(&self, me: usize, round: u64, chunks: u64) -> Option<()> {
         self.announce(me, round, 0)?;
         self.put(me, round, 0);

@@ -27,7 +27,7 @@ impl fmt::Display for Spare {
         match &self.of {
             Limited::Machine => write!(f, "the machine has {bytes} bytes to spare"),
             Limited::Group { directory, limit } => {
-                write!(f, "{bytes} of the {limit} bytes are left that the control group {} allows", directory.display())
+                write!(f, "the control group {} allows {limit} bytes, of which {bytes} are left", directory.display())
             }
         }
     }

@@ -1,10 +1,10 @@
 //! The shm engine: between ranks of one machine, through memory that all of them map.
 //!
 //! A group has one [segment](segment). In it each rank has a [cell](rank_cell) that only it writes: its peers read
-//! there its current call, with a small payload, and its progress. A waiting rank spins for a moment if there is a core
-//! for every rank, then sleeps until the rank that it waits for [rings](doorbell). Large messages go through
-//! [slots](pipeline) that stay in the caches; [shared buffers](in_place_buffer) are reduced where they are. `README.md`
-//! beside the parts describes the protocol.
+//! there its current call, with a small payload, and its progress. A waiting rank spins for a moment if there is a
+//! core for every rank, then sleeps until the rank that it waits for [rings](doorbell). Large messages go through
+//! [slots](slot_reductions) that stay in the caches; [shared buffers](in_place_buffer) are reduced where they are.
+//! `README.md` beside the parts describes the protocol.
 
 mod atomics;
 mod chunked_data_movement;
@@ -22,12 +22,12 @@ mod loom_machine;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod memory_limits;
-mod pair;
 mod peer_waits;
-mod pipeline;
+mod point_to_point_messages;
 mod rank_cell;
 mod segment;
 mod segment_handover;
+mod slot_reductions;
 
 pub(in crate::engine) use self::chunked_data_movement::{Made, Parts};
 pub(in crate::engine) use self::chunks::part;

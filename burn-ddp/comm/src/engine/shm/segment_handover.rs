@@ -31,8 +31,8 @@ use socket2::Socket;
 
 use super::layout::Layout;
 use super::segment::Segment;
+use crate::auth::hmac_key::{KEY_BYTES, random};
 use crate::auth::job_key::LinkKey;
-use crate::auth::key::{KEY_BYTES, random};
 use crate::call::Call;
 use crate::engine::Unavailable;
 use crate::membership::{Membership, Watch};

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
+use super::group_links::GroupLinks;
 use super::link::{End, Link, ReadError, Receiving, Sending};
 use super::spin::Spin;
 use crate::call::Call;
@@ -38,7 +39,7 @@ pub(super) struct Exchange<'a, 's, 'r> {
     pub(super) sending: &'a mut [(usize, Sending<'s>)],
     /// Frames read, and still to be read.
     pub(super) receiving: &'a mut [Receiving<'r>],
-    /// Number of the first frames to write, and of the first to read, that it waits for.
+    /// Frames that must be through before the exchange returns: the first so many of `sending`, and of `receiving`.
     pub(super) needed: (usize, usize),
     pub(super) ended: &'a mut Option<Ended>,
     pub(super) watch: Watch<'a>,
@@ -49,7 +50,7 @@ impl Exchange<'_, '_, '_> {
     /// gets a piece of all payloads whenever they fill their rooms.
     pub(super) fn run(
         mut self,
-        links: &mut [Option<Link>],
+        links: &mut GroupLinks,
         spin: &mut Spin,
         mut take: Option<&mut dyn FnMut(Piece<'_>)>,
     ) -> Result<()> {
@@ -59,7 +60,7 @@ impl Exchange<'_, '_, '_> {
             if let Some(taking) = &mut take
                 && self.receiving.iter().all(|receive| receive.has_begun() && !receive.wants())
             {
-                self.hand_over(links.len(), taking);
+                self.hand_over(links.count(), taking);
                 self.receiving.iter_mut().for_each(Receiving::advance);
                 if self.receiving.iter().all(Receiving::is_complete) {
                     take = None;
@@ -87,7 +88,7 @@ impl Exchange<'_, '_, '_> {
             && self.receiving[..self.needed.1].iter().all(Receiving::is_complete)
     }
 
-    fn look_again(&mut self, links: &mut [Option<Link>]) -> Result<bool> {
+    fn look_again(&mut self, links: &mut GroupLinks) -> Result<bool> {
         unblock(links);
         self.progress(links)
     }
@@ -100,10 +101,12 @@ impl Exchange<'_, '_, '_> {
         take(Piece { start, rows: &rows, weights: &weights });
     }
 
-    /// Writes and reads what can be now; whether anything could.
-    fn progress(&mut self, links: &mut [Option<Link>]) -> Result<bool> {
-        let Self { sending, receiving, ended, .. } = self;
-        let mut moved = false;
+    /// Writes and reads what can be now; whether anything could. Frames of peers that are not connected wait.
+    fn progress(&mut self, links: &mut GroupLinks) -> Result<bool> {
+        let Self { call, sending, receiving, ended, .. } = self;
+        let arrived = links.take_arrived(call)?;
+        let mut moved = !arrived.is_empty();
+        ended.take_if(|(peer, ..)| arrived.contains(peer));
         let mut end = |peer: usize, cause: End| {
             ended.get_or_insert_with(|| (peer, Instant::now(), cause));
         };
@@ -113,7 +116,8 @@ impl Exchange<'_, '_, '_> {
             if send.is_out() || !has_turn {
                 continue;
             }
-            match link(links, *peer)?.write(send) {
+            let Some(link) = links.get(*peer) else { continue };
+            match link.write(send) {
                 Ok(wrote) => moved |= wrote,
                 Err(cause) => end(*peer, cause),
             }
@@ -125,7 +129,8 @@ impl Exchange<'_, '_, '_> {
                 continue;
             }
             let peer = receive.peer();
-            match link(links, peer)?.read(receive) {
+            let Some(link) = links.get(peer) else { continue };
+            match link.read(receive) {
                 Ok(read) => moved |= read,
                 Err(ReadError::Ended(cause)) => end(peer, cause),
                 Err(ReadError::Wrong(error)) => return Err(*error),
@@ -135,21 +140,29 @@ impl Exchange<'_, '_, '_> {
     }
 
     /// Waits until something can be written or read; ends by an error if nothing more will come.
-    fn wait(&mut self, links: &mut [Option<Link>]) -> Result<()> {
+    fn wait(&mut self, links: &mut GroupLinks) -> Result<()> {
         // Once a connection has ended only the reason is missing, and it may be known already.
         if self.ended.is_some() {
             self.explain()?;
         }
-        let mut interest = vec![PollFlags::empty(); links.len()];
+        if self.ended.is_none()
+            && let Some(peer) = links.find_gone(self.call)
+        {
+            *self.ended = Some((peer, Instant::now(), End::Closed));
+            // It may have connected, sent all and closed: what has arrived by now is taken.
+            return Ok(());
+        }
+        let mut interest = vec![PollFlags::empty(); links.count()];
         for (peer, _) in self.sending.iter().filter(|(_, send)| !send.is_out()) {
             interest[*peer] |= PollFlags::OUT;
         }
         for receive in self.receiving.iter().filter(|receive| receive.wants()) {
             interest[receive.peer()] |= PollFlags::IN;
         }
+        let question = links.next_question();
         let mut fds = vec![PollFd::new(self.waker, PollFlags::IN)];
-        let mut polled = Vec::with_capacity(links.len());
-        for (peer, (link, interest)) in links.iter().zip(interest).enumerate() {
+        let mut polled = Vec::with_capacity(links.count());
+        for (peer, (link, interest)) in links.all().iter().zip(interest).enumerate() {
             for fd in link.iter().flat_map(|link| link.polled(interest)) {
                 fds.push(fd);
                 polled.push(peer);
@@ -163,13 +176,13 @@ impl Exchange<'_, '_, '_> {
         }
         let waiting_for = self.waiting_for();
         let until = self.watch.look(&waiting_for)?;
-        let until = grace_end.map_or(until, |at| at.min(until));
+        let until = grace_end.or(question).map_or(until, |at| at.min(until));
         wait(&mut fds, Some(until)).map_err(|e| Error::Internal { message: format!("poll: {e}") })?;
         let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
         let rung = fds.first().is_some_and(is_ready);
         let ready: Vec<bool> = fds.iter().skip(1).map(is_ready).collect();
         for (peer, _) in polled.into_iter().zip(ready).filter(|(_, ready)| *ready) {
-            link(links, peer)?.unblock();
+            links.get(peer).into_iter().for_each(Link::unblock);
         }
         if rung {
             self.waker.clear();
@@ -208,12 +221,6 @@ impl Exchange<'_, '_, '_> {
     }
 }
 
-fn link(links: &mut [Option<Link>], peer: usize) -> Result<&mut Link> {
-    links.get_mut(peer).and_then(Option::as_mut).ok_or_else(|| Error::Internal {
-        message: format!("an exchange with rank {peer}, to which there is no connection"),
-    })
-}
-
-fn unblock(links: &mut [Option<Link>]) {
-    links.iter_mut().flatten().for_each(Link::unblock);
+fn unblock(links: &mut GroupLinks) {
+    links.all().iter_mut().flatten().for_each(Link::unblock);
 }

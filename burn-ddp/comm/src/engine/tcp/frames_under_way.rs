@@ -108,7 +108,8 @@ impl TcpTransport {
             let before = receiving.iter().rposition(|earlier| earlier.peer() == frame.peer);
             receiving.push(Receiving::resumed(frame.peer, &frame.call, &mut frame.room, frame.filled).after(before));
         }
-        let (links, spin, membership, waker) = self.parts();
+        let peers = sending.iter().map(|(peer, _)| *peer).chain(receiving.iter().map(Receiving::peer));
+        let (links, spin, membership, waker) = self.connected(call, peers)?;
         let watch = Watch::new(membership, call);
         let ended = &mut frames.ended;
         let exchange = Exchange {

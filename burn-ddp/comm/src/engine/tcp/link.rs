@@ -21,12 +21,12 @@ pub(super) struct Link {
     /// Bytes that came with a header, from `consumed` on; more than one frame's if the peer is an exchange ahead.
     ahead: Vec<u8>,
     consumed: usize,
-    /// The last read found nothing, or the last write no room: neither is tried again before [`Link::unblock`].
+    /// True if the last read found nothing, or the last write no room: neither is tried again before [`Link::unblock`].
     read_blocked: bool,
     write_blocked: bool,
-    /// Reading met the end.
+    /// True once a read has met the end.
     read_ended: bool,
-    /// Writing met a peer that no longer reads.
+    /// True once a write has met a peer that no longer reads.
     write_ended: bool,
 }
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::NAME;
 use super::exchange::{Exchange, piece_bytes};
-use super::fabric::Arrivals;
-use super::link::{Link, Receiving, Sending};
+use super::group_links::GroupLinks;
+use super::link::{Receiving, Sending};
 use super::spin::Spin;
 use crate::Result;
 use crate::call::Call;
@@ -17,35 +17,33 @@ use crate::net::wait::Waker;
 pub(in crate::engine) struct TcpTransport {
     /// This rank in the group.
     rank: usize,
-    /// By group rank; `None` for this one.
-    links: Vec<Option<Link>>,
+    links: GroupLinks,
     membership: Arc<Membership>,
-    /// Woken by the membership, polled by the exchange.
+    /// Woken by the membership and by connections that arrive, polled by the exchange.
     waker: Arc<Waker>,
     /// Memory for headers, reused.
     headers: Vec<u8>,
     spin: Spin,
-    _arrivals: Arrivals,
 }
 
 impl TcpTransport {
-    pub(super) fn new(
-        rank: usize,
-        links: Vec<Option<Link>>,
-        membership: Arc<Membership>,
-        arrivals: Arrivals,
-    ) -> Result<Self> {
-        let waker = membership.new_waker()?;
+    /// `waker` is woken by the membership, and when a connection arrives.
+    pub(super) fn new(rank: usize, links: GroupLinks, membership: Arc<Membership>, waker: Arc<Waker>) -> Self {
         let spin = Spin::new(&membership);
-        Ok(Self { rank, links, membership, waker, headers: Vec::new(), spin, _arrivals: arrivals })
+        Self { rank, links, membership, waker, headers: Vec::new(), spin }
     }
 }
 
 impl TcpTransport {
-    /// Means of an exchange.
+    /// Means of an exchange with `peers`.
     #[cfg(target_os = "linux")]
-    pub(super) fn parts(&mut self) -> (&mut [Option<Link>], &mut Spin, &Membership, &Waker) {
-        (&mut self.links, &mut self.spin, &self.membership, &self.waker)
+    pub(super) fn connected(
+        &mut self,
+        call: &Call,
+        peers: impl Iterator<Item = usize>,
+    ) -> Result<(&mut GroupLinks, &mut Spin, &Membership, &Waker)> {
+        self.links.connect(call, peers)?;
+        Ok((&mut self.links, &mut self.spin, &self.membership, &self.waker))
     }
 }
 
@@ -59,7 +57,7 @@ impl Transport for TcpTransport {
     }
 
     fn world_size(&self) -> usize {
-        self.links.len()
+        self.links.count()
     }
 
     fn exchange(&mut self, call: &Call, sends: &[Outgoing<'_>], receives: &mut [Incoming<'_>]) -> Result<()> {
@@ -82,7 +80,7 @@ impl Transport for TcpTransport {
         scratch: &mut Vec<u8>,
         take: &mut dyn FnMut(Piece<'_>),
     ) -> Result<()> {
-        let (rank, count) = (self.rank, self.links.len());
+        let (rank, count) = (self.rank, self.links.count());
         let room = piece_bytes(count - 1).min(len);
         scratch.resize(room * (count - 1), 0);
         let mut receiving = Vec::with_capacity(count - 1);
@@ -93,6 +91,10 @@ impl Transport for TcpTransport {
             rest = behind;
         }
         self.run(call, sends, &mut receiving, Some(take))
+    }
+
+    fn leave(&mut self) {
+        self.links.close();
     }
 }
 
@@ -105,6 +107,8 @@ impl TcpTransport {
         receiving: &mut [Receiving<'_>],
         take: Option<&mut dyn FnMut(Piece<'_>)>,
     ) -> Result<()> {
+        let peers = sends.iter().map(|send| send.peer).chain(receiving.iter().map(Receiving::peer));
+        self.links.connect(call, peers)?;
         self.headers.clear();
         let mut ends = Vec::with_capacity(sends.len());
         for send in sends {

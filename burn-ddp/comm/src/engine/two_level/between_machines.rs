@@ -8,9 +8,9 @@ use crate::engine::tcp::TcpTransport;
 use crate::engine::{HostEngine, Incoming, Outgoing, Transport};
 use crate::topology::Machines;
 
-/// Connections of a rank to the others of its group. Ranks are group ranks.
+/// Exchanges of a rank with the ranks of other machines. Ranks are group ranks.
 pub(super) struct Wire {
-    /// Collectives over the connections alone.
+    /// Calls over the connections alone.
     pub(super) flat: HostEngine<TcpTransport>,
     pub(super) machines: Machines,
     pub(super) me: usize,
@@ -69,6 +69,23 @@ impl Wire {
         let places = places.into_iter().enumerate().filter(|(machine, _)| *machine != here).map(|(_, place)| place);
         let mut receives: Vec<_> = others().zip(places).map(|(peer, place)| Incoming::new(peer, place)).collect();
         self.exchange(call, &sends, &mut receives)
+    }
+
+    /// Swaps a byte on which the ranks of each machine agree; those of all machines, by machine.
+    pub(super) fn of_machines(&mut self, call: &Call, own: u8) -> Result<Vec<u8>> {
+        let payload = [own];
+        let counts_on_me = |rank: &usize| {
+            self.machines.machine_of(*rank) != self.here && self.counterpart(self.here, *rank) == self.me
+        };
+        let listeners = (0..self.machines.rank_count()).filter(counts_on_me);
+        let sends: Vec<_> = listeners.map(|peer| Outgoing { peer, payload: &payload }).collect();
+        let mut bytes = vec![own; self.machines.count()];
+        let places = bytes.iter_mut().enumerate().filter(|(machine, _)| *machine != self.here);
+        let mut receives: Vec<_> = places
+            .map(|(machine, byte)| Incoming::new(self.counterpart(machine, self.me), std::slice::from_mut(byte)))
+            .collect();
+        self.flat.transport().exchange(call, &sends, &mut receives)?;
+        Ok(bytes)
     }
 
     /// [`swap`](Self::swap) of nothing but the call.

@@ -61,6 +61,17 @@ impl TwoLevelEngine {
         len.saturating_mul(self.size()) <= ONE_EXCHANGE_MAX_BYTES
     }
 
+    /// Compares the calls of all ranks: first inside the machines, then between their leaders. The other ranks hear of
+    /// other machines with the next exchange inside theirs.
+    fn meet(&mut self, call: &Call) -> Result<()> {
+        self.local.barrier(&self.inside(call, FIRST))?;
+        if self.leads() {
+            let leaders = self.wire.leaders();
+            self.wire.meet(&call.at_stage(FIRST), &leaders)?;
+        }
+        Ok(())
+    }
+
     fn reduce_all(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: Option<ReduceOp>) -> Result<()> {
         if self.is_small(buf.len()) {
             return self.reduce_small(call, dtype, buf, op);
@@ -206,12 +217,12 @@ impl Engine for TwoLevelEngine {
         NAME
     }
 
+    fn leave(&mut self) {
+        self.wire.flat.leave();
+    }
+
     fn barrier(&mut self, call: &Call) -> Result<()> {
-        self.local.barrier(&self.inside(call, FIRST))?;
-        if self.leads() {
-            let leaders = self.wire.leaders();
-            self.wire.meet(&call.at_stage(FIRST), &leaders)?;
-        }
+        self.meet(call)?;
         self.local.barrier(&self.inside(call, SECOND))
     }
 
@@ -298,24 +309,71 @@ impl Engine for TwoLevelEngine {
         self.local.reduce_rows_by(&inside, input, output, |parts| wire.reduce_scatter(call, (dtype, op), len, parts))
     }
 
+    /// An all-reduce of a copy: between two machines nothing costs less, and small buffers take one exchange.
     fn reduce(&mut self, call: &Call, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()> {
-        self.local.barrier(&self.inside(call, FIRST))?;
-        self.wire.flat.reduce(call, dtype, buf, op, root)
+        if self.wire.me == root {
+            return self.reduce_all(call, dtype, buf, Some(op));
+        }
+        self.reduce_all(call, dtype, &mut buf.to_vec(), Some(op))
     }
 
+    /// Ranks of other machines send their buffers straight to the root, those of its machine through shared memory.
     fn gather(&mut self, call: &Call, input: &[u8], outputs: Option<&mut [&mut [u8]]>, root: usize) -> Result<()> {
-        self.local.barrier(&self.inside(call, FIRST))?;
-        self.wire.flat.gather(call, input, outputs, root)
+        self.meet(call)?;
+        let (second, wire) = (self.inside(call, SECOND), &mut self.wire);
+        if wire.machines.machine_of(root) != wire.here {
+            wire.exchange(&call.at_stage(SECOND), &[Outgoing { peer: root, payload: input }], &mut [])?;
+            return self.local.barrier(&second);
+        }
+        let near_root = wire.machines.local_rank_of(root);
+        let Some(outputs) = outputs else { return self.local.gather(&second, input, None, near_root) };
+        let (mut near, mut far) = (Vec::new(), Vec::new());
+        for (rank, output) in outputs.iter_mut().enumerate() {
+            match wire.machines.machine_of(rank) == wire.here {
+                true => near.push(&mut **output),
+                false => far.push(Incoming::new(rank, output)),
+            }
+        }
+        wire.exchange(&call.at_stage(SECOND), &[], &mut far)?;
+        self.local.gather(&second, input, Some(&mut near), near_root)
     }
 
+    /// As [`gather`](Self::gather), the other way.
     fn scatter(&mut self, call: &Call, inputs: Option<&[&[u8]]>, output: &mut [u8], root: usize) -> Result<()> {
-        self.local.barrier(&self.inside(call, FIRST))?;
-        self.wire.flat.scatter(call, inputs, output, root)
+        self.meet(call)?;
+        let (second, wire) = (self.inside(call, SECOND), &mut self.wire);
+        if wire.machines.machine_of(root) != wire.here {
+            wire.exchange(&call.at_stage(SECOND), &[], &mut [Incoming::new(root, output)])?;
+            return self.local.barrier(&second);
+        }
+        let near_root = wire.machines.local_rank_of(root);
+        let Some(inputs) = inputs else { return self.local.scatter(&second, None, output, near_root) };
+        let far = (0..inputs.len()).filter(|rank| wire.machines.machine_of(*rank) != wire.here);
+        let sends: Vec<_> = far.map(|peer| Outgoing { peer, payload: inputs[peer] }).collect();
+        wire.exchange(&call.at_stage(SECOND), &sends, &mut [])?;
+        let near: Vec<&[u8]> = wire.neighbours().iter().map(|rank| inputs[*rank]).collect();
+        self.local.scatter(&second, Some(&near), output, near_root)
     }
 
+    /// Rows for ranks of other machines go straight to them, those for ranks of this machine through shared memory.
     fn all_to_all(&mut self, call: &Call, input: &[u8], output: &mut [u8]) -> Result<()> {
-        self.local.barrier(&self.inside(call, FIRST))?;
-        self.wire.flat.all_to_all(call, input, output)
+        let (len, first, wire) = (input.len() / self.size(), self.inside(call, FIRST), &mut self.wire);
+        let row = |rank: usize| &input[rank * len..][..len];
+        let near = wire.neighbours().iter().map(|rank| row(*rank)).collect::<Vec<_>>().concat();
+        let mut from_near = vec![0; near.len()];
+        self.local.all_to_all(&first, &near, &mut from_near)?;
+        let (mut sends, mut receives, mut rest) = (Vec::new(), Vec::new(), output);
+        for rank in 0..wire.machines.rank_count() {
+            let (room, behind) = rest.split_at_mut(len);
+            rest = behind;
+            if wire.machines.machine_of(rank) == wire.here {
+                room.copy_from_slice(&from_near[wire.machines.local_rank_of(rank) * len..][..len]);
+            } else {
+                sends.push(Outgoing { peer: rank, payload: row(rank) });
+                receives.push(Incoming::new(rank, room));
+            }
+        }
+        wire.exchange(&call.at_stage(FIRST), &sends, &mut receives)
     }
 
     fn send_recv(&mut self, call: &Call, send: Option<Outgoing<'_>>, receive: Option<&mut Incoming<'_>>) -> Result<()> {

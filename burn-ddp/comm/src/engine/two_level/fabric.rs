@@ -14,7 +14,7 @@ use crate::engine::{Engine, Fabric, HostEngine};
 use crate::membership::Membership;
 use crate::topology::Machines;
 
-/// Number of the exchange in which ranks say if they share memory with those of their machine.
+/// Number of the exchange in which machines say if their ranks share memory.
 const AGREEMENT: u8 = u8::MAX;
 
 /// Opens a rank's groups by shared memory inside machines and tcp between them.
@@ -53,19 +53,19 @@ impl Fabric for TwoLevelFabric {
         let machines = Machines::new(&memories);
         let here = Arc::new(Members::part(&call.members, machines.ranks_of(machines.machine_of(me))));
         let local = self.shm.try_share(&call.among(&here))?;
-        let mut flat = HostEngine::new(self.tcp.open_mesh(call)?);
-        let mut shares = vec![[0_u8]; call.members.count()];
-        let mut outputs: Vec<&mut [u8]> = shares.iter_mut().map(|share| &mut share[..]).collect();
-        flat.all_gather(&call.at_stage(AGREEMENT), &[u8::from(local.is_ok())], &mut outputs)?;
-        if let Some(rank) = shares.iter().position(|share| *share != [1]) {
-            let rank = call.world_rank(rank);
-            let why = local.err().map_or_else(|| format!("rank {rank} cannot"), |why| why.to_string());
-            tracing::warn!(rank = call.rank, %why, "ranks of a machine cannot share memory: collectives use tcp");
-            self.failed.store(true, Ordering::Relaxed);
-            return Ok(Box::new(flat));
+        let mut wire = Wire::new(HostEngine::new(self.tcp.transport(call)?), machines, me);
+        let shares = wire.of_machines(&call.at_stage(AGREEMENT), u8::from(local.is_ok()))?;
+        let without = (0..shares.len()).find(|machine| shares[*machine] != 1);
+        match (local, without) {
+            (Ok(local), None) => Ok(Box::new(TwoLevelEngine::new(local, here, wire, self.membership.clone()))),
+            (local, machine) => {
+                let first = call.world_rank(wire.machines.ranks_of(machine.unwrap_or(wire.here))[0]);
+                let elsewhere = || format!("those of the machine of rank {first} cannot");
+                let why = local.err().map_or_else(elsewhere, |why| why.to_string());
+                tracing::warn!(rank = call.rank, %why, "ranks of a machine cannot share memory: collectives use tcp");
+                self.failed.store(true, Ordering::Relaxed);
+                Ok(Box::new(wire.flat))
+            }
         }
-        let unshared = |why| crate::Error::Internal { message: format!("memory is shared and not shared: {why}") };
-        let wire = Wire::new(flat, machines, me);
-        Ok(Box::new(TwoLevelEngine::new(local.map_err(unshared)?, here, wire, self.membership.clone())))
     }
 }

@@ -40,7 +40,7 @@ pub(super) struct Plan {
     pub(super) returns: bool,
 }
 
-/// Share of the elements that each machine puts together, and what it was made for.
+/// Shares of the elements that the machines add up, one per machine, and the arguments from which they follow.
 #[derive(Debug)]
 pub(super) struct Shares {
     partials: Vec<usize>,

@@ -1,10 +1,10 @@
 //! Control connections between ranks of different processes.
 //!
 //! Ranks of one machine share one TCP connection per pair for [`ControlMessage`]s, and so do counterparts on two
-//! machines; the others hear of each other [through them](relay), or [connect](cut_off) when none are left. Every rank
-//! has one thread, the [monitor](monitor), that serves its connections and its listener. So a death is noticed at once,
-//! whatever the rank itself is doing: the kernel closes a dead process's sockets, and an end without a goodbye is a
-//! death.
+//! machines; the others hear of each other [through them](relay), or [connect](fallback_connections) when none are
+//! left. Every rank has one thread, the [monitor](monitor), that serves its connections and its listener. So a death
+//! is noticed at once, whatever the rank itself is doing: the kernel closes a dead process's sockets, and an end
+//! without a goodbye is a death.
 //!
 //! **A goodbye must not be lost**, or a clean exit would look like a death. It is written by the thread that leaves,
 //! not by the monitor, since the process may exit right after; the kernel delivers what was written. One thing could
@@ -15,9 +15,9 @@
 //! monitor keeps reading until the peers have closed (or [`LINGER`](monitor::LINGER) is over), so that nothing is
 //! reset.
 
-mod cut_off;
+mod exit_cause;
+mod fallback_connections;
 mod monitor;
-mod proc_exit;
 mod relay;
 mod unclaimed_connections;
 
@@ -28,16 +28,16 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-pub(crate) use cut_off::Directory;
+pub(crate) use fallback_connections::Directory;
 pub(crate) use unclaimed_connections::Links;
 
 use crate::auth::job_key::LinkKey;
 use crate::auth::secure_stream::SecureStream;
 use crate::membership::{ControlMessage, Envelope, Heartbeat, Membership, Outbox};
+use crate::net::encrypted_messages::{Wire, WireReader, WireWriter};
 use crate::net::interface::Interface;
 use crate::net::wait::Waker;
-use crate::net::wire::{Wire, WireReader, WireWriter};
-use crate::net::{address, keep_alive};
+use crate::net::{bind_and_connect, keep_alive};
 use crate::poison_free_locks::lock;
 
 /// Longest control message, in bytes; the membership caps the texts in them.
@@ -116,7 +116,7 @@ impl Control {
             links: Arc::new(Links::new(rank, world_size)),
             waker: Waker::new()?,
         });
-        address::listener(&socket2::SockRef::from(&listener))?;
+        bind_and_connect::listener(&socket2::SockRef::from(&listener))?;
         let monitor = monitor::Monitor::new(listener, shared.clone());
         thread::Builder::new().name(format!("burn-ddp rank {rank}")).spawn(move || monitor.run())?;
         Ok(Control { shared })
@@ -173,6 +173,7 @@ impl Outbox for Control {
         }
         if goodbye {
             self.shared.phase.fetch_max(LEFT, Ordering::AcqRel);
+            self.shared.links.leave();
         }
         if !all_written || goodbye {
             self.shared.waker.wake();
@@ -274,6 +275,28 @@ mod tests {
     use super::*;
     use crate::auth::handshake::agreed;
     use crate::membership::BlockedGroup;
+
+    /// Key of the worlds of these tests.
+    pub(super) fn key() -> LinkKey {
+        crate::JobKey::trusting_network("job", 0).links(&[1; crate::auth::hmac_key::KEY_BYTES])
+    }
+
+    /// Rank 0 of ranks on these machines, none of which has connected, and the address where it listens.
+    pub(super) fn alone(machines: &[usize]) -> (Arc<Control>, Arc<Membership>, SocketAddr) {
+        alone_with(machines, Directory::default())
+    }
+
+    /// The same, with the addresses of the others.
+    pub(super) fn alone_with(machines: &[usize], directory: Directory) -> (Arc<Control>, Arc<Membership>, SocketAddr) {
+        let (listener, address) = listen([127, 0, 0, 1].into(), &Interface::default()).unwrap();
+        let control = Arc::new(Control::start(listener, 0, machines.len(), key()).unwrap());
+        let peers = (0..machines.len()).map(|rank| crate::PeerInfo::here(rank, rank, 0)).collect();
+        let membership = Membership::new(0, peers, crate::Machines::new(machines), crate::WorldOptions::default());
+        membership.set_outbox(Arc::downgrade(&(control.clone() as Arc<dyn Outbox>)));
+        let streams = machines.iter().map(|_| None).collect();
+        control.attach(streams, membership.clone(), directory).unwrap();
+        (control, membership, address)
+    }
 
     /// A sender to a rank, and the end at which that rank reads.
     fn connected() -> (Sender, WireReader) {

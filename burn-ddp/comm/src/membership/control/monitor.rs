@@ -10,16 +10,16 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::cut_off::CutOff;
-use super::proc_exit::cause_of_exit;
+use super::exit_cause::cause_of_exit;
+use super::fallback_connections::CutOff;
 use super::{CLOSED, PRESENT, Shared, ends};
 use crate::auth::handshake::{Purpose, Role};
 use crate::auth::job_key::LinkKey;
-use crate::auth::unauthenticated::{Introduced, Strangers};
+use crate::auth::unauthenticated_connections::{Introduced, Strangers};
 use crate::membership::{ControlMessage, Envelope, Membership};
+use crate::net::encrypted_messages::WireReader;
 use crate::net::wait::wait;
-use crate::net::wire::WireReader;
-use crate::net::{address, descriptors};
+use crate::net::{bind_and_connect, descriptors};
 use crate::poison_free_locks::lock;
 
 /// Time that a monitor whose rank has left lets its peers close first.
@@ -43,8 +43,8 @@ pub(super) struct Monitor {
     /// Set with the readers.
     membership: Option<Arc<Membership>>,
     cut_off: Option<CutOff>,
-    /// Ranks that have sent nothing yet on a connection that was made since the world began. If they send nothing
-    /// before its end, they were just leaving.
+    /// Ranks that have sent nothing yet on a connection that was made since the world began. If that ends before they
+    /// do, they gave it up, were just leaving, or have died: it is not known which.
     unheard: BTreeSet<usize>,
     /// Time of the next heartbeat or check for silence. Set while the rank takes part.
     look_at: Option<Instant>,
@@ -161,8 +161,9 @@ impl Monitor {
     fn adopt_mesh(&mut self) {
         if let Some(mesh) = lock(&self.shared.mesh).take() {
             self.readers = mesh.readers;
+            let heartbeat = mesh.membership.options().heartbeat;
             self.membership = Some(mesh.membership);
-            self.cut_off = Some(CutOff::new(mesh.directory));
+            self.cut_off = Some(CutOff::new(mesh.directory, heartbeat));
         }
     }
 
@@ -207,13 +208,20 @@ impl Monitor {
                 Err(e) => Err(e),
             };
             match received {
-                Ok(()) => drop(self.unheard.remove(&rank)),
+                Ok(()) if self.unheard.remove(&rank) => {
+                    tracing::info!(rank = self.shared.rank, peer = rank, "heard on a connection of its own");
+                }
+                Ok(()) => {}
                 Err(e) => {
                     self.readers[rank] = None;
-                    // Changed bytes are no goodbye, and neither is a network that went silent.
+                    // Changed bytes are the deed of somebody else, and a machine that does not answer is down.
                     let ended = !matches!(e.kind(), ErrorKind::InvalidData | ErrorKind::TimedOut);
                     if self.unheard.remove(&rank) && ended {
-                        membership.receive(rank, ControlMessage::Goodbye);
+                        // A handshake that the peer gave up looks the same as its end. If it is there, it connects
+                        // again, and otherwise this rank finds out.
+                        lock(&self.shared.senders)[rank] = None;
+                        self.shared.links.forget_control(rank);
+                        membership.disconnected(rank);
                     } else if present && !membership.has_left(rank) {
                         let cause = lock(&self.shared.senders)[rank].as_ref().and_then(|sender| sender.cause.clone());
                         membership.peer_lost(rank, describe(&e, cause, membership, rank));
@@ -281,7 +289,7 @@ impl Monitor {
     fn accept(&mut self) {
         let Some(listener) = &self.listener else { return };
         for _ in 0..ACCEPTS_PER_TURN {
-            match listener.accept().and_then(|(stream, from)| Ok((address::ready(stream)?, from))) {
+            match listener.accept().and_then(|(stream, from)| Ok((bind_and_connect::ready(stream)?, from))) {
                 Ok((socket, from)) => self.strangers.receive(socket, Some(from.ip())),
                 Err(e) if e.kind() == ErrorKind::WouldBlock => return,
                 Err(e) => {
@@ -339,5 +347,110 @@ fn describe(error: &io::Error, cause: Option<String>, membership: &Membership, r
         (ErrorKind::InvalidData, _) => format!("it broke the protocol of the control connection: {error}"),
         (_, Some(cause)) => cause,
         (_, None) => format!("its control connection broke: {error}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+
+    use super::super::tests::{alone_with, key};
+    use super::super::{Control, Directory, MESSAGE_CAP};
+    use super::*;
+    use crate::Error;
+    use crate::net::dial_rank::{Dial, Undialled};
+    use crate::net::encrypted_messages::Wire;
+    use crate::net::interface::Interface;
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// Two ranks on each of two machines.
+    const MACHINES: [usize; 4] = [0, 0, 1, 1];
+    /// Rank to which rank 0 has no way but a connection of its own, since ranks 1 and 2 have left.
+    const LATE: usize = 3;
+
+    /// Rank 3's connection to rank 0, which listens at `address`.
+    fn connect(address: SocketAddr) -> Result<Wire, Undialled> {
+        let (to, purpose) = (("127.0.0.1", address.port()), Purpose::Control { rank: LATE as u32 });
+        let dial = Dial { to, via: &Interface::default(), key: &key(), peer: 0, purpose };
+        let deadline = Instant::now() + PATIENCE;
+        dial.connect(deadline, deadline, None).map(|stream| Wire::new(stream, MESSAGE_CAP).unwrap())
+    }
+
+    /// Rank 0, where others listen as in `directory`, and the address where it does.
+    fn cut_off(directory: Directory) -> (Arc<Control>, Arc<Membership>, SocketAddr) {
+        let (control, membership, address) = alone_with(&MACHINES, directory);
+        [1, 2].iter().for_each(|rank| membership.receive(*rank, ControlMessage::Goodbye));
+        (control, membership, address)
+    }
+
+    /// Rank 0, to which rank 3 connects after the world began, and that connection.
+    fn connected_late() -> (Arc<Control>, Arc<Membership>, Wire) {
+        let (control, membership, address) = cut_off(Directory::default());
+        let Ok(connection) = connect(address) else { panic!("no connection") };
+        (control, membership, connection)
+    }
+
+    /// Waits until rank 3 takes part no more; its end as a wait for it sees it.
+    fn end(membership: &Membership) -> Error {
+        let deadline = Instant::now() + PATIENCE;
+        while !membership.has_left(LATE) {
+            if let Err(cause) = membership.check() {
+                return cause;
+            }
+            assert!(Instant::now() < deadline, "rank 3 takes part");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        membership.left_error(LATE)
+    }
+
+    #[test]
+    fn a_late_connection_that_ends_before_its_first_message_is_no_goodbye() {
+        let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let directory =
+            Directory { addresses: vec![("127.0.0.1".to_owned(), closed); MACHINES.len()], via: Interface::default() };
+        let (_control, membership, address) = cut_off(directory);
+        drop(connect(address));
+        let error = end(&membership);
+        assert!(matches!(&error, Error::PeerLost { peer, .. } if peer.rank == LATE), "{error}");
+        assert_eq!(membership.check(), Ok(()), "rank 3 may have left in peace");
+    }
+
+    #[test]
+    fn a_rank_that_gave_up_its_late_connection_makes_another() {
+        let (_control, membership, address) = cut_off(Directory::default());
+        drop(connect(address));
+        let deadline = Instant::now() + PATIENCE;
+        // It is refused as a second one until the end of the first was noticed.
+        let mut connection = loop {
+            match connect(address) {
+                Ok(connection) => break connection,
+                Err(cause) => assert!(Instant::now() < deadline, "{cause}"),
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        assert!(!membership.has_left(LATE), "it is there");
+        let heartbeat = ControlMessage::Heartbeat(crate::membership::Heartbeat { idle_ms: 77, ..Default::default() });
+        for message in [heartbeat, ControlMessage::Goodbye] {
+            connection.send(&Envelope { origin: LATE, message }, deadline).unwrap();
+        }
+        assert!(matches!(end(&membership), Error::PeerLeft { .. }));
+    }
+
+    #[test]
+    fn on_a_late_connection_a_message_decides_how_the_rank_ended() {
+        let (_control, membership, mut connection) = connected_late();
+        let goodbye = Envelope { origin: LATE, message: ControlMessage::Goodbye };
+        connection.send(&goodbye, Instant::now() + PATIENCE).unwrap();
+        drop(connection);
+        assert!(matches!(end(&membership), Error::PeerLeft { .. }));
+
+        let (_control, membership, mut connection) = connected_late();
+        let heartbeat = Envelope { origin: LATE, message: ControlMessage::Heartbeat(Default::default()) };
+        connection.send(&heartbeat, Instant::now() + PATIENCE).unwrap();
+        drop(connection);
+        let error = end(&membership);
+        assert!(matches!(error, Error::PeerLost { .. }), "{error}");
+        assert_eq!(membership.check(), Err(error), "its death ends the world");
     }
 }

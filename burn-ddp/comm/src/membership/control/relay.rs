@@ -17,11 +17,14 @@ impl Shared {
         membership: &Membership,
     ) -> Result<(), String> {
         let routes = membership.routes();
-        let origins: Vec<usize> = match &message {
-            ControlMessage::PassedOn(beats) => beats.iter().map(|(origin, _)| *origin).collect(),
-            _ => vec![origin],
+        let strange = match &message {
+            ControlMessage::PassedOn(_) if origin != from => Some(origin),
+            ControlMessage::PassedOn(beats) => {
+                beats.iter().map(|(origin, _)| *origin).find(|origin| !routes.may_pass_on_beat(from, *origin))
+            }
+            _ => Some(origin).filter(|origin| !routes.may_pass_on(from, *origin)),
         };
-        if let Some(origin) = origins.iter().find(|origin| !routes.may_pass_on(from, **origin)) {
+        if let Some(origin) = strange {
             return Err(format!("it passed on a message of rank {origin}"));
         }
         match &message {
@@ -82,5 +85,33 @@ impl Shared {
         for message in messages {
             let _all_written = sender.send(&Envelope { origin, message }, false);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::alone;
+    use super::*;
+
+    #[test]
+    fn a_rank_passes_on_heartbeats_in_its_own_name_and_of_no_other_neighbour() {
+        // Rank 1 is on this machine, rank 2 a counterpart on the other, and rank 3 is heard through both.
+        let (control, membership, _) = alone(&[0, 0, 1, 1]);
+        let takes = |from: usize, origin: usize, of: &[usize]| {
+            let beats = of.iter().map(|rank| (*rank, Heartbeat::default())).collect();
+            let message = ControlMessage::PassedOn(beats);
+            control.shared.receive(from, Envelope { origin, message }, &membership).is_ok()
+        };
+        assert!(takes(1, 1, &[3]) && takes(2, 2, &[3]));
+        for (from, origin, of) in [(1, 2, &[3][..]), (1, 3, &[3]), (2, 3, &[]), (1, 9, &[]), (1, 1, &[2]), (2, 2, &[1])]
+        {
+            assert!(!takes(from, origin, of), "rank {from}, as rank {origin}, of ranks {of:?}");
+        }
+        let says = |from, origin| {
+            let message = ControlMessage::Goodbye;
+            control.shared.receive(from, Envelope { origin, message }, &membership).is_ok()
+        };
+        assert!(!says(1, 2) && !says(2, 1) && !says(1, 0), "of ranks that are heard themselves, and of this one");
+        assert!(says(1, 3));
     }
 }

@@ -1,14 +1,16 @@
 //! Accepted connections, from their welcome until they are claimed.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Condvar, Mutex};
+use std::sync::{Condvar, Mutex, Weak};
 use std::time::Instant;
 
+use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 
 use crate::auth::handshake::Purpose;
 use crate::auth::secure_stream::SecureStream;
 use crate::membership::Wake;
+use crate::net::wait::Waker;
 use crate::poison_free_locks::{lock, wait_timeout};
 use crate::{Error, Result};
 
@@ -31,12 +33,30 @@ struct Board {
     waiting: HashMap<Purpose, SecureStream>,
     /// All that ever arrived: none may arrive twice.
     known: HashSet<Purpose>,
+    /// Groups that are open here, each with the waker of its waits for connections.
+    open_groups: HashMap<u64, Weak<Waker>>,
+    /// True once this rank has said goodbye: it opens no more groups.
+    left: bool,
     closed: bool,
     /// Reason that no connection will come, before there is a membership to say so.
     fault: Option<String>,
 }
 
 impl Board {
+    /// True if this rank has closed the group of the connection, which is then welcomed and dropped: that shows the
+    /// client that it has. No record of the group is needed, since the client says that all ranks have opened it.
+    fn is_of_closed_group(&self, purpose: Purpose) -> bool {
+        matches!(purpose, Purpose::Data { group, opened: true, .. } if !self.open_groups.contains_key(&group))
+    }
+
+    /// True if nothing here will claim the connection, which is then welcomed and dropped: so its client looks whether
+    /// this rank has left.
+    fn is_unwanted(&self, purpose: Purpose) -> bool {
+        let is_open = |group| self.open_groups.contains_key(&group);
+        self.is_of_closed_group(purpose)
+            || matches!(purpose, Purpose::Data { group, .. } if self.left && !is_open(group))
+    }
+
     /// Forgets the connection for `purpose` if it waits and has ended: its client gave up in the handshake, and comes
     /// again.
     fn forget_ended(&mut self, purpose: Purpose) {
@@ -47,10 +67,22 @@ impl Board {
     }
 }
 
-/// True if the peer has closed a connection over which it has sent nothing.
+/// First look at what a peer has sent: the number of bytes that are there, at most one.
+fn peek(stream: &SecureStream) -> std::result::Result<usize, Errno> {
+    recv(stream.socket(), &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT).map(|(_, bytes)| bytes)
+}
+
+/// True if a connection over which the peer has sent nothing is closed or broken. A break is reported once only.
 fn has_ended(stream: &SecureStream) -> bool {
-    let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-    matches!(recv(stream.socket(), &mut [0; 1], peek), Ok((_, 0)))
+    match peek(stream) {
+        Ok(bytes) => bytes == 0,
+        Err(e) => e != Errno::AGAIN && e != Errno::INTR,
+    }
+}
+
+/// True if the peer has sent something, which is still there if it has closed the connection since.
+fn has_bytes(stream: &SecureStream) -> bool {
+    peek(stream).is_ok_and(|bytes| bytes > 0)
 }
 
 impl Links {
@@ -67,11 +99,13 @@ impl Links {
             return Err("this is a rank, not the store".to_owned());
         };
         let (me, size) = (self.rank, self.world_size);
-        // The higher of two ranks connects.
-        if rank as usize <= me || rank as usize >= size {
+        let mut board = lock(&self.board);
+        // The higher of two ranks connects; a lower one asks if the group is closed.
+        let least = if board.is_of_closed_group(purpose) { 0 } else { me + 1 };
+        if !(least..size).contains(&(rank as usize)) {
             return Err(format!("rank {me} of {size} expects no connection from rank {rank}"));
         }
-        let mut board = lock(&self.board);
+        let purpose = purpose.whenever();
         board.forget_ended(purpose);
         if board.closed {
             return Err(format!("rank {me} has left"));
@@ -99,9 +133,14 @@ impl Links {
     /// Adds a welcomed connection, to be claimed.
     pub(crate) fn put(&self, purpose: Purpose, stream: SecureStream) {
         let mut board = lock(&self.board);
-        if !board.closed && board.known.insert(purpose) {
-            board.waiting.insert(purpose, stream);
+        if !board.closed && !board.is_unwanted(purpose) && board.known.insert(purpose.whenever()) {
+            board.waiting.insert(purpose.whenever(), stream);
             self.changed.notify_all();
+            if let Purpose::Data { group, .. } = purpose
+                && let Some(waker) = board.open_groups.get(&group).and_then(Weak::upgrade)
+            {
+                waker.wake();
+            }
         }
     }
 
@@ -120,6 +159,19 @@ impl Links {
                 None => check().map(|()| None),
             }
         })
+    }
+
+    /// The flows of a link, the first one first, if all of them have arrived.
+    ///
+    /// A peer's first bytes come on the first flow, once it has made all of them. It may have closed the link since. A
+    /// flow that ended before that was given up in its handshake, and comes again.
+    pub(crate) fn take_all(&self, flows: &[Purpose]) -> Option<Vec<SecureStream>> {
+        let mut board = lock(&self.board);
+        let waiting: Vec<_> = flows.iter().map(|flow| board.waiting.get(flow)).collect::<Option<_>>()?;
+        if waiting.iter().any(|stream| has_ended(stream)) && !waiting.first().is_some_and(|first| has_bytes(first)) {
+            return None;
+        }
+        Some(flows.iter().filter_map(|flow| board.waiting.remove(flow)).collect())
     }
 
     /// Waits for an error of `check`, which is called after each change of the membership; `Ok` at the deadline.
@@ -145,12 +197,32 @@ impl Links {
         }
     }
 
-    /// Forgets the connections for a group that is gone, and closes those that were not claimed.
-    pub(crate) fn forget(&self, group: u64) {
+    /// Lets the control connection of `rank` be made anew.
+    pub(super) fn forget_control(&self, rank: usize) {
+        lock(&self.board).known.remove(&Purpose::Control { rank: rank as u32 });
+    }
+
+    /// Notes that `group` is open here. Wakes `waker` when a connection for it arrives.
+    pub(crate) fn open_group(&self, group: u64, waker: Weak<Waker>) {
+        lock(&self.board).open_groups.insert(group, waker);
+    }
+
+    /// Forgets the connections for a group that is gone, and closes those that were not claimed or are still to come.
+    pub(crate) fn close_group(&self, group: u64) {
         let of_another = |purpose: &Purpose| !matches!(purpose, Purpose::Data { group: other, .. } if *other == group);
         let mut board = lock(&self.board);
+        board.open_groups.remove(&group);
         board.known.retain(of_another);
         board.waiting.retain(|purpose, _| of_another(purpose));
+    }
+
+    /// This rank has said goodbye: closes the connections for groups that are not open here, now and when they come.
+    pub(super) fn leave(&self) {
+        let mut board = lock(&self.board);
+        board.left = true;
+        let waiting = std::mem::take(&mut board.waiting);
+        let wanted = waiting.into_iter().filter(|(purpose, _)| !board.is_unwanted(*purpose)).collect();
+        board.waiting = wanted;
     }
 
     /// Ends the waits because of `fault`.
@@ -176,5 +248,89 @@ impl Wake for Links {
         // Between a claimant's check and its wait the lock is held, so this cannot slip in between.
         let _board = lock(&self.board);
         self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::auth::handshake::agreed;
+
+    #[test]
+    fn a_lower_rank_is_answered_only_about_a_closed_group() {
+        let links = Links::new(1, 3);
+        let waker = Waker::new().unwrap().into();
+        [7, 8].iter().for_each(|group| links.open_group(*group, std::sync::Arc::downgrade(&waker)));
+        links.close_group(7);
+        // Lower, higher, and outside of the world.
+        let admitted =
+            |group, opened| [0, 2, 3].map(|rank| links.admit(Purpose::Data { rank, group, flow: 0, opened }).is_ok());
+        assert_eq!(admitted(7, true), [true, true, false]);
+        assert_eq!(admitted(8, true), [false, true, false]);
+        // A group that other ranks are opening is to be opened here, too.
+        assert_eq!(admitted(9, false), [false, true, false]);
+        assert!(links.admit(Purpose::Control { rank: 0 }).is_err());
+    }
+
+    #[test]
+    fn a_client_whose_connection_was_reset_may_come_again() {
+        let (links, purpose) = (Links::new(0, 2), Purpose::Data { rank: 1, group: 7, flow: 0, opened: false });
+        let [listener, client] = SecureStream::pair(agreed()).unwrap();
+        // What the client leaves unread resets the connection.
+        listener.socket().send(b"welcome").unwrap();
+        drop(client);
+        links.put(purpose, listener);
+        assert_eq!(links.admit(purpose), Ok(()));
+    }
+
+    #[test]
+    fn a_link_that_was_used_and_closed_is_taken_and_one_that_was_given_up_is_not() {
+        let links = Links::new(0, 2);
+        let flows = |group| [0, 1].map(|flow| Purpose::Data { rank: 1, group, flow, opened: false });
+        let clients = |group| {
+            flows(group).map(|flow| {
+                let [listener, client] = SecureStream::pair(agreed()).unwrap();
+                links.put(flow, listener);
+                client
+            })
+        };
+        // A small message takes the first flow alone.
+        let [first, second] = clients(7);
+        first.socket().send(b"x").unwrap();
+        drop((first, second));
+        assert_eq!(links.take_all(&flows(7)).map(|taken| taken.len()), Some(2));
+
+        let [_first, second] = clients(8);
+        drop(second);
+        assert!(links.take_all(&flows(8)).is_none());
+        assert_eq!(links.admit(flows(8)[1]), Ok(()));
+    }
+
+    #[test]
+    fn closed_groups_leave_nothing_behind() {
+        let links = Links::new(0, 2);
+        let waker = Waker::new().unwrap().into();
+        let connection = |group, opened| {
+            let [listener, client] = SecureStream::pair(agreed()).unwrap();
+            links.put(Purpose::Data { rank: 1, group, flow: 0, opened }, listener);
+            client
+        };
+        // One stays open, as the first group of a job does.
+        for group in 0..10_001 {
+            links.open_group(group, std::sync::Arc::downgrade(&waker));
+            // Each is one of a thousand, since its keys take time to agree.
+            let early = (group % 1000 == 1).then(|| connection(group, false));
+            if group > 0 {
+                links.close_group(group);
+            }
+            if let Some(early) = early {
+                let late = connection(group, true);
+                assert!(has_ended(&early) && has_ended(&late), "closed, and dropped");
+            }
+        }
+        let board = lock(&links.board);
+        let left = (board.open_groups.len(), board.known.len(), board.waiting.len());
+        assert_eq!(left, (1, 0, 0));
+        assert!(board.open_groups.capacity() < 100);
     }
 }

@@ -1,0 +1,209 @@
+//! Connecting two ranks of a group.
+//!
+//! The higher rank of a pair dials, the lower one waits for it. A rank that has closed the group welcomes every
+//! connection for it and hangs up. So a lower rank that waits for long dials, too, to find out if that is the case.
+
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use super::data_stream::DataStream;
+use super::exchange::GRACE;
+use super::flows::Flows;
+use super::link::Link;
+use crate::Result;
+use crate::auth::handshake::Purpose;
+use crate::auth::job_key::LinkKey;
+use crate::auth::secure_stream::SecureStream;
+use crate::call::{Call, Collective};
+use crate::membership::control::Links;
+use crate::membership::{Membership, Watch};
+use crate::net::dial_rank::Dial;
+use crate::net::interface::Interface;
+use crate::net::keep_alive;
+
+/// Addresses and keys by which a rank and its peers reach each other.
+pub(crate) struct Reach {
+    pub(crate) rank: usize,
+    /// Each rank's listening address, by rank.
+    pub(crate) addresses: Vec<(String, u16)>,
+    /// Secret that both ends of a connection prove to know.
+    pub(crate) key: LinkKey,
+    /// Local interface of outgoing connections.
+    pub(crate) via: Interface,
+    /// Connections that arrive from higher ranks.
+    pub(crate) links: Arc<Links>,
+}
+
+/// Connects a rank to its peers.
+pub(super) struct Connector {
+    pub(super) reach: Reach,
+    pub(super) membership: Arc<Membership>,
+}
+
+impl Connector {
+    /// A link to a lower rank, at a group rank, for data of `group`. Waits for no call of that rank: its monitor
+    /// answers.
+    ///
+    /// # Errors
+    /// As soon as one is known: the cause that ended the world, the peer left the world, the deadline of `call`.
+    pub(super) fn dial(&self, call: &Call, group: u64, at: usize) -> Result<Link> {
+        let flows = (0..self.flows(call, at)).map(|flow| self.dial_flow(call, at, (group, flow)));
+        self.link(call, at, flows.collect::<Result<_>>()?)
+    }
+
+    /// The link to a higher rank, at a group rank, if that has dialled.
+    ///
+    /// # Errors
+    /// The connection broke at once.
+    pub(super) fn arrived(&self, call: &Call, group: u64, at: usize) -> Result<Option<Link>> {
+        let rank = call.world_rank(at) as u32;
+        let flow = |flow| Purpose::Data { rank, group, flow, opened: false };
+        let flows: Vec<_> = (0..self.flows(call, at)).map(flow).collect();
+        self.reach.links.take_all(&flows).map(|streams| self.link(call, at, streams)).transpose()
+    }
+
+    /// Number of flows to the peer at a group rank: one inside a machine.
+    fn flows(&self, call: &Call, at: usize) -> u8 {
+        let is_here = self.membership.routes().is_on_this_machine(call.world_rank(at));
+        if is_here { 1 } else { self.membership.options().flows }
+    }
+
+    /// A link of these flows, ready for data.
+    fn link(&self, call: &Call, at: usize, streams: Vec<SecureStream>) -> Result<Link> {
+        let options = self.membership.options();
+        let ready = |stream: SecureStream| {
+            keep_alive::probe_when_idle(stream.socket(), options.machine_timeout())?;
+            DataStream::new(stream, options.encrypt_data)
+        };
+        let flows: io::Result<Vec<_>> = streams.into_iter().map(ready).collect();
+        let flows = flows.map_err(|e| self.membership.lost_error(call.world_rank(at), e.to_string()))?;
+        Ok(Link::new(Flows::new(flows)))
+    }
+
+    /// One of the flows to a lower rank.
+    fn dial_flow(&self, call: &Call, at: usize, (group, flow): (u64, u8)) -> Result<SecureStream> {
+        let (peer, links) = (call.world_rank(at), &self.reach.links);
+        let dial = self.dial_to(call, peer, group, flow);
+        let mut watch = Watch::new(&self.membership, call);
+        let mut unreached_since = None;
+        loop {
+            // A handshake that takes long is given up for a moment, to report it.
+            let until = watch.look(&[at])?;
+            self.check(peer)?;
+            let cause = match dial.connect(until, call.deadline(), Some(&self.membership)) {
+                Ok(stream) => return Ok(stream),
+                Err(cause) => cause,
+            };
+            if let Some(why) = cause.shortage(self.reach.addresses.len()) {
+                return Err(self.membership.own_error(why));
+            }
+            // The control connections find out whether its machine is gone.
+            if cause.is_silence() {
+                unreached_since = None;
+                continue;
+            }
+            // They know, or will soon, how a process ended that listens no more.
+            let since = *unreached_since.get_or_insert_with(Instant::now);
+            links.watch(call.deadline().min(Instant::now() + GRACE), || self.check(peer))?;
+            let patience = if cause.is_verdict() { GRACE } else { self.membership.options().machine_timeout() };
+            if since.elapsed() >= patience {
+                return Err(self.membership.lost_error(peer, format!("it could not be reached for data: {cause}")));
+            }
+        }
+    }
+
+    /// Group ranks of `asked`, higher ranks, that are known to have closed `group`: such a rank welcomes a connection
+    /// that it should not expect. Asks all at the same time, and takes at most [`GRACE`].
+    pub(super) fn closed(&self, call: &Call, group: u64, asked: &[usize]) -> Vec<usize> {
+        // Before all ranks have opened it none has closed it.
+        if !is_open(call) {
+            return Vec::new();
+        }
+        let until = call.deadline().min(Instant::now() + GRACE);
+        let has_closed = |at: usize| {
+            let dial = self.dial_to(call, call.world_rank(at), group, 0);
+            dial.connect(until, until, Some(&self.membership)).is_ok().then_some(at)
+        };
+        if let [at] = asked {
+            return has_closed(*at).into_iter().collect();
+        }
+        let name = || thread::Builder::new().name(format!("burn-ddp rank {} asks", self.reach.rank));
+        thread::scope(|scope| {
+            let has_closed = &has_closed;
+            // One without a thread is asked the next time.
+            let ask = |at| name().spawn_scoped(scope, move || has_closed(at)).ok();
+            let asking: Vec<_> = asked.iter().copied().filter_map(ask).collect();
+            asking.into_iter().filter_map(|thread| thread.join().ok().flatten()).collect()
+        })
+    }
+
+    fn dial_to(&self, call: &Call, peer: usize, group: u64, flow: u8) -> Dial<'_> {
+        let Reach { rank, addresses, key, via, .. } = &self.reach;
+        let (host, port) = &addresses[peer];
+        let purpose = Purpose::Data { rank: *rank as u32, group, flow, opened: is_open(call) };
+        Dial { to: (host, *port), via, key, peer, purpose }
+    }
+
+    /// Fails if connecting to `peer` is in vain.
+    fn check(&self, peer: usize) -> Result<()> {
+        self.membership.check()?;
+        if self.membership.has_left(peer) { Err(self.membership.left_error(peer)) } else { Ok(()) }
+    }
+}
+
+/// True if all ranks have opened the group of `call`: only the call that opens a group ends when all have.
+fn is_open(call: &Call) -> bool {
+    call.info.collective != Collective::NewGroup
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::net::{SocketAddr, TcpListener};
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::call::{CallInfo, Members};
+    use crate::membership::ControlMessage;
+    use crate::{Error, JobKey, Machines, PeerInfo, WorldOptions};
+
+    pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// Ways of `rank` to ranks that listen at these addresses.
+    pub(crate) fn connector(rank: usize, addresses: &[SocketAddr]) -> Arc<Connector> {
+        let count = addresses.len();
+        let peers = (0..count).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
+        let membership = Membership::new(rank, peers, Machines::new(&vec![(); count]), WorldOptions::default());
+        let key = JobKey::trusting_network("job", 0).links(&[1; crate::auth::hmac_key::KEY_BYTES]);
+        let addresses = addresses.iter().map(|address| (address.ip().to_string(), address.port())).collect();
+        let links = Arc::new(Links::new(rank, count));
+        membership.add_waker(Arc::downgrade(&(links.clone() as Arc<dyn crate::membership::Wake>)));
+        Arc::new(Connector { reach: Reach { rank, addresses, key, via: Interface::default(), links }, membership })
+    }
+
+    /// A call of `rank` in group 7, of all of `count` ranks.
+    pub(crate) fn barrier(rank: usize, count: usize) -> Call {
+        let info = CallInfo::bare(Collective::Barrier, 7, 0, "src/main.rs:1:1");
+        Call::new(info, Arc::new(Members::all(count)), rank, PATIENCE)
+    }
+
+    /// An address where no process listens.
+    fn closed_port() -> SocketAddr {
+        TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+    }
+
+    #[test]
+    fn a_rank_that_listens_no_more_is_lost_only_if_no_goodbye_comes() {
+        let connector = connector(1, &[closed_port(); 2]);
+        let membership = connector.membership.clone();
+        let goodbye = thread::spawn(move || {
+            thread::sleep(GRACE + GRACE / 4);
+            membership.receive(0, ControlMessage::Goodbye);
+        });
+        let Err(error) = connector.dial(&barrier(1, 2), 7, 0) else { panic!("connected") };
+        assert!(matches!(&error, Error::PeerLeft { peer, .. } if peer.rank == 0), "{error}");
+        goodbye.join().unwrap();
+    }
+}

@@ -1,0 +1,291 @@
+//! Checks each collective's arguments on this rank, inside the call's turn (a refused call is counted and recorded),
+//! then hands it to the engine.
+
+use super::CallPath;
+use crate::call::Collective;
+use crate::call::call_arguments::{Caller, Request, check_op, check_rows, check_whole, refuse};
+use crate::dtype::Element;
+use crate::engine::{OnDevice, checked_weights};
+use crate::reduce::{Reduction, Source, reduce};
+use crate::{DType, ReduceOp, Result, SharedBuffer, SharedView};
+
+impl CallPath {
+    pub(crate) fn barrier(&self, caller: Caller) -> Result<()> {
+        self.call(Request::bare(Collective::Barrier, caller), |engine, call| engine.barrier(call))
+    }
+
+    pub(crate) fn all_reduce(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        buf: &mut [u8],
+        op: ReduceOp,
+        tag: u64,
+    ) -> Result<()> {
+        let request =
+            Request { reduce: Some(op), tag, ..Request::elements(Collective::AllReduce, dtype, buf.len(), caller) };
+        self.call(request, |engine, call| {
+            check_whole(dtype, buf.len())?;
+            check_op(op, dtype)?;
+            engine.all_reduce(call, dtype, buf, op)
+        })
+    }
+
+    pub(crate) fn all_reduce_weighted(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        buf: &mut [u8],
+        weight: f64,
+        tag: u64,
+    ) -> Result<()> {
+        let request =
+            Request { weight, tag, ..Request::elements(Collective::AllReduceWeighted, dtype, buf.len(), caller) };
+        self.call(request, |engine, call| {
+            check_whole(dtype, buf.len())?;
+            check_op(ReduceOp::Mean, dtype)?;
+            engine.all_reduce_weighted(call, dtype, buf)
+        })
+    }
+
+    pub(crate) fn shared_buffers(&self, caller: Caller, lens_bytes: &[usize]) -> Result<Vec<SharedBuffer>> {
+        // Lists of different lengths in bytes are different, even if they need as much memory.
+        let tag = lens_bytes.iter().fold(lens_bytes.len() as u64, |hash, len| {
+            (hash ^ *len as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31)
+        });
+        let total = lens_bytes.iter().sum();
+        let request = Request { tag, ..Request::elements(Collective::SharedBuffers, DType::U8, total, caller) };
+        self.call(request, |engine, call| engine.shared_buffers(call, lens_bytes))
+    }
+
+    pub(crate) fn all_reduce_shared(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        buffer: &mut SharedBuffer,
+        op: ReduceOp,
+        tag: u64,
+    ) -> Result<SharedView> {
+        let len = buffer.len_bytes();
+        let request = Request { reduce: Some(op), tag, ..Request::elements(Collective::AllReduce, dtype, len, caller) };
+        self.call(request, |engine, call| {
+            check_whole(dtype, len)?;
+            check_op(op, dtype)?;
+            engine.all_reduce_shared(call, dtype, buffer, Some(op))
+        })
+    }
+
+    pub(crate) fn all_reduce_weighted_shared(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        buffer: &mut SharedBuffer,
+        weight: f64,
+        tag: u64,
+    ) -> Result<SharedView> {
+        let len = buffer.len_bytes();
+        let request = Request { weight, tag, ..Request::elements(Collective::AllReduceWeighted, dtype, len, caller) };
+        self.call(request, |engine, call| {
+            check_whole(dtype, len)?;
+            check_op(ReduceOp::Mean, dtype)?;
+            engine.all_reduce_shared(call, dtype, buffer, None)
+        })
+    }
+
+    /// Without an `op`: to the mean, in which this rank has the weight `weight`.
+    pub(crate) fn all_reduce_on_device(
+        &self,
+        caller: Caller,
+        elements: OnDevice<'_>,
+        op: Option<ReduceOp>,
+        weight: f64,
+        tag: u64,
+    ) -> Result<()> {
+        let OnDevice { dtype, len_elems, .. } = elements;
+        let collective = if op.is_some() { Collective::AllReduce } else { Collective::AllReduceWeighted };
+        let request =
+            Request { reduce: op, dtype: Some(dtype), len_elems, weight, tag, ..Request::bare(collective, caller) };
+        self.call(request, |engine, call| {
+            check_op(op.unwrap_or(ReduceOp::Mean), dtype)?;
+            engine.all_reduce_on_device(call, elements, op)
+        })
+    }
+
+    pub(crate) fn reduce(&self, caller: Caller, dtype: DType, buf: &mut [u8], op: ReduceOp, root: usize) -> Result<()> {
+        let request = Request::elements(Collective::Reduce, dtype, buf.len(), caller);
+        self.call(Request { reduce: Some(op), root: Some(root), ..request }, |engine, call| {
+            check_whole(dtype, buf.len())?;
+            check_op(op, dtype)?;
+            self.check_root(root)?;
+            engine.reduce(call, dtype, buf, op, root)
+        })
+    }
+
+    pub(crate) fn reduce_scatter(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        input: &[u8],
+        output: &mut [u8],
+        (op, tag): (ReduceOp, u64),
+    ) -> Result<()> {
+        let request = Request::elements(Collective::ReduceScatter, dtype, output.len(), caller);
+        let request = Request { reduce: Some(op), tag, ..request };
+        self.call(request, |engine, call| {
+            check_whole(dtype, output.len())?;
+            check_op(op, dtype)?;
+            check_rows("an input", dtype, input.len(), self.size(), output.len())?;
+            engine.reduce_scatter(call, dtype, input, output, op)
+        })
+    }
+
+    /// Ranks exchange their rows, and each reduces its own.
+    pub(crate) fn reduce_scatter_weighted(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        input: &[u8],
+        output: &mut [u8],
+        (weights, tag): (&[f64], u64),
+    ) -> Result<()> {
+        let request = Request::elements(Collective::ReduceScatter, dtype, output.len(), caller);
+        self.call(Request { tag: tag ^ digest_of(weights), ..request }, |engine, call| {
+            check_whole(dtype, output.len())?;
+            check_op(ReduceOp::Mean, dtype)?;
+            check_rows("an input", dtype, input.len(), self.size(), output.len())?;
+            if weights.len() != self.size() {
+                return refuse(format!("{} weights for {} ranks", weights.len(), self.size()));
+            }
+            let weights = checked_weights(call, weights)?;
+            let mut rows = vec![0; input.len()];
+            engine.all_to_all(call, input, &mut rows)?;
+            let row = |rank: usize| Source::Bytes(&rows[rank * output.len()..][..output.len()]);
+            let sources: Vec<Source<'_>> = (0..self.size()).map(row).collect();
+            reduce(dtype, Reduction::Weighted(weights), &sources, output)
+        })
+    }
+
+    pub(crate) fn broadcast(&self, caller: Caller, dtype: DType, buf: &mut [u8], root: usize) -> Result<()> {
+        let request =
+            Request { root: Some(root), ..Request::elements(Collective::Broadcast, dtype, buf.len(), caller) };
+        self.call(request, |engine, call| {
+            check_whole(dtype, buf.len())?;
+            self.check_root(root)?;
+            engine.broadcast(call, buf, root)
+        })
+    }
+
+    pub(crate) fn all_gather(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        input: &[u8],
+        rows: &mut [u8],
+        tag: u64,
+    ) -> Result<()> {
+        let request = Request { tag, ..Request::elements(Collective::AllGather, dtype, input.len(), caller) };
+        self.call(request, |engine, call| {
+            check_whole(dtype, input.len())?;
+            check_rows("an output", dtype, rows.len(), self.size(), input.len())?;
+            engine.all_gather(call, input, &mut self.rows_mut(rows, input.len()))
+        })
+    }
+
+    /// The root passes `rows`.
+    pub(crate) fn gather(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        input: &[u8],
+        rows: Option<&mut [u8]>,
+        root: usize,
+    ) -> Result<()> {
+        let request = Request { root: Some(root), ..Request::elements(Collective::Gather, dtype, input.len(), caller) };
+        self.call(request, |engine, call| {
+            check_whole(dtype, input.len())?;
+            self.check_root(root)?;
+            let mut rows = rows.map(|rows| self.rows_mut(rows, input.len()));
+            engine.gather(call, input, rows.as_deref_mut(), root)
+        })
+    }
+
+    /// [`gather`](Self::gather), with room made for it on the root.
+    pub(crate) fn gather_elements<T: Element>(
+        &self,
+        caller: Caller,
+        input: &[T],
+        root: usize,
+    ) -> Result<Option<Vec<T>>> {
+        let bytes = T::bytes(input);
+        if self.rank != root {
+            return self.gather(caller, T::DTYPE, bytes, None, root).map(|()| None);
+        }
+        let mut rows = T::zeros(input.len() * self.size());
+        T::edit(&mut rows, |rows| self.gather(caller, T::DTYPE, bytes, Some(rows), root))?;
+        Ok(Some(rows))
+    }
+
+    pub(crate) fn scatter(
+        &self,
+        caller: Caller,
+        dtype: DType,
+        input: Option<&[u8]>,
+        output: &mut [u8],
+        root: usize,
+    ) -> Result<()> {
+        let request =
+            Request { root: Some(root), ..Request::elements(Collective::Scatter, dtype, output.len(), caller) };
+        self.call(request, |engine, call| {
+            check_whole(dtype, output.len())?;
+            self.check_root(root)?;
+            if self.rank != root {
+                return engine.scatter(call, None, output, root);
+            }
+            // The others do not see what the root passes, and wait for it.
+            let fault = |why: String| self.member.seat.membership.own_error(format!("scatter, as its root: {why}"));
+            let Some(input) = input else {
+                return Err(fault("it passed None, and must pass the rows of all ranks".to_string()));
+            };
+            check_rows("an input", dtype, input.len(), self.size(), output.len()).map_err(|e| fault(e.to_string()))?;
+            let rows: Vec<&[u8]> = (0..self.size()).map(|nth| &input[nth * output.len()..][..output.len()]).collect();
+            engine.scatter(call, Some(&rows), output, root)
+        })
+    }
+
+    pub(crate) fn all_to_all(&self, caller: Caller, dtype: DType, input: &[u8], output: &mut [u8]) -> Result<()> {
+        let request = Request::elements(Collective::AllToAll, dtype, input.len(), caller);
+        self.call(request, |engine, call| {
+            check_whole(dtype, input.len())?;
+            let elements = input.len() / dtype.size_bytes();
+            if !elements.is_multiple_of(self.size()) {
+                return refuse(format!("an input of {elements} elements is not [world, n] = {} × n", self.size()));
+            }
+            if input.len() != output.len() {
+                let room = output.len() / dtype.size_bytes();
+                return refuse(format!("an input of {elements} elements and an output of {room}: both are [world, n]"));
+            }
+            engine.all_to_all(call, input, output)
+        })
+    }
+
+    /// `rows` as one row of `len` bytes per rank. Rows of no bytes still are rows.
+    fn rows_mut<'a>(&self, rows: &'a mut [u8], len: usize) -> Vec<&'a mut [u8]> {
+        let mut rest = rows;
+        let mut outputs = Vec::with_capacity(self.size());
+        for _ in 0..self.size() {
+            let (row, behind) = rest.split_at_mut(len);
+            outputs.push(row);
+            rest = behind;
+        }
+        outputs
+    }
+}
+
+/// Digest of the ranks' weights, compared as a part of the tag. Keeps clear of the ends of the tag, by which callers
+/// tell their calls apart.
+fn digest_of(weights: &[f64]) -> u64 {
+    let mixed = weights.iter().fold(weights.len() as u64, |hash, weight| {
+        (hash ^ weight.to_bits()).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31)
+    });
+    mixed >> 24 << 20
+}

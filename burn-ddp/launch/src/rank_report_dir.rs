@@ -1,0 +1,164 @@
+//! The directory in which the ranks of a generation leave their reports.
+
+use std::fs::{self, DirEntry, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::process::geteuid;
+
+use crate::error::LaunchError;
+use crate::output::log_dir::JobDir;
+
+/// Names of temporary directories begin with this.
+const PREFIX: &str = "burn-ddp-";
+/// Age from which on a directory without a lock is abandoned: a launcher locks its own at once.
+const ABANDONED: Duration = Duration::from_secs(60);
+
+/// Directory for reports. A temporary one is removed by the drop, or else by the guardian, or else, where both were
+/// killed, by the next launcher of this user.
+pub(crate) enum ReportDir {
+    Permanent(PathBuf),
+    Temporary {
+        path: PathBuf,
+        /// Lock on the directory, which ends with this process, however that ends.
+        _lock: File,
+    },
+}
+
+impl ReportDir {
+    pub(crate) fn create(
+        job_dir: Option<&JobDir>,
+        generation: u32,
+        node: usize,
+        job_id: &str,
+    ) -> Result<Self, LaunchError> {
+        if let Some(dir) = job_dir {
+            let made = dir.generation(generation);
+            let failed = |source| LaunchError::LogDir { path: dir.path().to_owned(), source };
+            return made.map(Self::Permanent).map_err(failed);
+        }
+        let directory = std::env::temp_dir();
+        remove_abandoned(&directory);
+        let path = directory.join(format!("{PREFIX}{job_id}-{node}"));
+        // An empty container has no /tmp.
+        let made = fs::create_dir_all(directory)
+            .and_then(|()| fs::DirBuilder::new().mode(0o700).create(&path))
+            .and_then(|()| File::open(&path));
+        match made {
+            Ok(opened) => {
+                if let Err(error) = flock(&opened, FlockOperation::NonBlockingLockExclusive) {
+                    tracing::debug!(%error, path = %path.display(), "no locks in this file system");
+                }
+                Ok(Self::Temporary { path, _lock: opened })
+            }
+            Err(source) => Err(LaunchError::LogDir { path, source }),
+        }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        match self {
+            Self::Permanent(path) | Self::Temporary { path, .. } => path,
+        }
+    }
+
+    /// Path to be removed if this process cannot.
+    pub(crate) fn temporary(&self) -> Option<&Path> {
+        match self {
+            Self::Permanent(_) => None,
+            Self::Temporary { path, .. } => Some(path),
+        }
+    }
+}
+
+impl Drop for ReportDir {
+    fn drop(&mut self) {
+        if let Some(path) = self.temporary()
+            && let Err(error) = fs::remove_dir_all(path)
+        {
+            tracing::warn!(%error, path = %path.display(), "a temporary directory stays behind");
+        }
+    }
+}
+
+/// Removes the directories in `temporary` whose launchers were killed together with their guardians.
+fn remove_abandoned(temporary: &Path) {
+    for entry in fs::read_dir(temporary).into_iter().flatten().flatten() {
+        match is_abandoned(&entry) {
+            Ok(None) => {}
+            // Locked while it is removed: two launchers that start together do not both try.
+            Ok(Some(_lock)) => match fs::remove_dir_all(entry.path()) {
+                Ok(()) => tracing::info!(path = %entry.path().display(), "removed what a killed launcher left"),
+                Err(error) => tracing::debug!(%error, path = %entry.path().display(), "cannot remove it"),
+            },
+            // Gone meanwhile, as a rule.
+            Err(error) => tracing::debug!(%error, path = %entry.path().display(), "cannot look at it"),
+        }
+    }
+}
+
+/// The lock on an abandoned directory; `None` if the entry is anything else.
+fn is_abandoned(entry: &DirEntry) -> io::Result<Option<File>> {
+    let named = entry.file_name().to_str().is_some_and(is_report_dir);
+    if !named || !entry.file_type()?.is_dir() {
+        return Ok(None);
+    }
+    let about = entry.metadata()?;
+    let is_old = about.modified()?.elapsed().is_ok_and(|age| age > ABANDONED);
+    if !is_old || about.uid() != geteuid().as_raw() {
+        return Ok(None);
+    }
+    let opened = File::open(entry.path())?;
+    Ok(flock(&opened, FlockOperation::NonBlockingLockExclusive).is_ok().then_some(opened))
+}
+
+/// True for a name that [`ReportDir::create`] gives.
+fn is_report_dir(name: &str) -> bool {
+    name.strip_prefix(PREFIX).and_then(|rest| rest.split_once('-')).is_some_and(|(job, node)| {
+        let digits = |text: &str, radix| !text.is_empty() && text.chars().all(|c| c.is_digit(radix));
+        job.len() == 16 && digits(job, 16) && digits(node, 10)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::SystemTime;
+
+    #[test]
+    fn only_old_directories_without_a_launcher_are_abandoned() {
+        let temporary = tempfile::tempdir().unwrap();
+        let make = |name: &str, age: u64| {
+            let path = temporary.path().join(name);
+            fs::create_dir(&path).unwrap();
+            fs::write(path.join("report"), "").unwrap();
+            let then = SystemTime::now() - Duration::from_secs(age);
+            let opened = File::open(&path).unwrap();
+            opened.set_modified(then).unwrap();
+            opened
+        };
+        make("burn-ddp-0123456789abcdef-0", 3600);
+        make("burn-ddp-0123456789abcdef-12", 61);
+        let held = make("burn-ddp-00000000000000aa-0", 3600);
+        flock(&held, FlockOperation::NonBlockingLockExclusive).unwrap();
+        make("burn-ddp-00000000000000bb-0", 1);
+        for name in ["burn-ddp-0123-0", "burn-ddp-my-experiment", "burn-ddp-0123456789abcdef-", "other"] {
+            make(name, 3600);
+        }
+        remove_abandoned(temporary.path());
+        let mut left: Vec<_> =
+            fs::read_dir(temporary.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        left.sort();
+        let expected = [
+            "burn-ddp-00000000000000aa-0",
+            "burn-ddp-00000000000000bb-0",
+            "burn-ddp-0123-0",
+            "burn-ddp-0123456789abcdef-",
+            "burn-ddp-my-experiment",
+            "other",
+        ];
+        assert_eq!(left, expected);
+    }
+}

@@ -1,0 +1,68 @@
+//! Buffers through which host memory goes to a device and back.
+
+use std::mem::ManuallyDrop;
+use std::time::{Duration, Instant};
+
+use crate::device::Device;
+use crate::device_and_pinned_memory::{DeviceBuffer, HostBuffer, Region};
+use crate::event::Event;
+use crate::stream::Stream;
+
+/// Time for a device to end aborted work. Spent by a thread of its own.
+const RETIRE: Duration = Duration::from_secs(60);
+
+/// One buffer on the host and one on the device, each for the input and the output. Reused, since allocating them is
+/// slow.
+///
+/// The device copies only from and to these buffers, never the memory of a caller: so a collective that fails can
+/// return at once, and the buffers are freed when the device is through with them.
+#[derive(Debug)]
+pub(crate) struct Staging {
+    pub(crate) host: HostBuffer,
+    device: DeviceBuffer,
+    /// Event behind the copies under way.
+    pub(crate) done: Event,
+}
+
+/// Alignment of input and output on the device, in bytes: that of the driver's own allocations.
+const ALIGN: usize = 256;
+
+impl Staging {
+    /// Buffers of at least `len_bytes`.
+    pub(crate) fn new(device: &Device, len_bytes: usize) -> Result<Staging, String> {
+        let len_bytes = len_bytes.next_power_of_two().max(64 * 1024);
+        Ok(Staging { host: device.alloc_host(len_bytes)?, device: device.alloc(len_bytes)?, done: device.event()? })
+    }
+
+    /// Bytes that an input and an output need; `None` if that is more than there can be.
+    pub(crate) fn needed(input_bytes: usize, output_bytes: usize) -> Option<usize> {
+        input_bytes.checked_next_multiple_of(ALIGN)?.checked_add(output_bytes)
+    }
+
+    pub(crate) fn holds(&self, len_bytes: usize) -> bool {
+        len_bytes <= self.device.len_bytes()
+    }
+
+    /// Regions of input and output on the device.
+    pub(crate) fn regions(&self, input_bytes: usize, output_bytes: usize) -> Result<(Region, Region), String> {
+        let all = self.device.all();
+        Ok((all.part(0, input_bytes)?, all.part(input_bytes.next_multiple_of(ALIGN), output_bytes)?))
+    }
+
+    /// Frees the buffers when the device is through with the work that failed on `stream`, or never.
+    pub(crate) fn retire(self, device: &Device, stream: &Stream) {
+        let enqueued = stream.record(&self.done);
+        let held = ManuallyDrop::new(self);
+        device.later("retire", move || {
+            let until = Instant::now() + RETIRE;
+            while enqueued.is_ok() && Instant::now() < until {
+                match held.done.is_done() {
+                    Ok(true) => return drop(ManuallyDrop::into_inner(held)),
+                    Ok(false) => std::thread::sleep(Duration::from_millis(10)),
+                    Err(_) => break,
+                }
+            }
+            tracing::debug!("memory of a collective that failed stays until the process ends");
+        });
+    }
+}

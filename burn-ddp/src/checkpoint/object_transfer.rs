@@ -1,0 +1,196 @@
+//! Files to and from object storage, in parts, some at a time: memory does not grow with a file.
+
+use std::fs::File;
+use std::future::Future;
+use std::io::{self, ErrorKind};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use object_store::multipart::{MultipartStore, PartId};
+use object_store::path::Path;
+use object_store::{Error, ObjectStore, ObjectStoreExt, PutMode};
+use tokio::task::JoinSet;
+
+/// Bytes of a part of a file that is longer.
+const PART_BYTES: u64 = 16 << 20;
+/// Parts that are under way at a time, and in memory.
+const AT_ONCE: usize = 4;
+/// Parts that S3 allows one object.
+const MAX_PARTS: u64 = 10_000;
+
+/// Longest time for each step after a request that failed, which may have taken two minutes: the look whether its
+/// object is there after all, the abort of its upload, the removal of its checkpoint. The next job removes the rest.
+pub(super) const AFTER_FAILURE: Duration = Duration::from_secs(5);
+
+/// Time after which a conditional request that failed is not made again, and the longest time of the second one.
+const AGAIN: Duration = Duration::from_secs(60);
+const SECOND: Duration = Duration::from_secs(30);
+
+/// Storage of objects, also in parts.
+pub(super) trait Store: ObjectStore + MultipartStore {}
+
+impl<S: ObjectStore + MultipartStore> Store for S {}
+
+/// Uploads a file as a new object, which appears as a whole or not at all, if `allowed` says so right before. The id of
+/// an upload in parts is in the object `record` meanwhile, for [`abort`], since the storage keeps parts until they are
+/// aborted.
+pub(super) async fn put(
+    store: &Arc<dyn Store>,
+    file: &File,
+    to: &Path,
+    record: &Path,
+    allowed: impl Future<Output = io::Result<()>>,
+) -> io::Result<()> {
+    let len = file.metadata()?.len();
+    if len <= PART_BYTES {
+        let bytes = read(file, 0..len)?.into();
+        allowed.await?;
+        return put_new(store, to, bytes).await;
+    }
+    let id = store.create_multipart(to).await?;
+    let upload = async {
+        store.put(record, id.clone().into()).await?;
+        let parts = put_parts(store, file, len, to, &id).await?;
+        allowed.await?;
+        if let Err(e) = store.complete_multipart(to, &id, parts).await {
+            // The answer to a first request may be lost; a second one finds no upload.
+            let there = tokio::time::timeout(AFTER_FAILURE, store.head(to)).await;
+            if !matches!(there, Ok(Ok(object)) if object.size == len) {
+                return Err(e.into());
+            }
+        }
+        if let Err(e) = store.delete(record).await {
+            tracing::warn!("{record} stays until the next job saves: {e}");
+        }
+        Ok(())
+    };
+    let uploaded = upload.await;
+    if uploaded.is_err() {
+        let reason = match tokio::time::timeout(AFTER_FAILURE, abort(store, to, &id, record)).await {
+            Ok(Ok(())) => return uploaded,
+            Ok(Err(e)) => e.to_string(),
+            Err(_) => "no answer".into(),
+        };
+        tracing::warn!("parts of {to} stay until the next job saves: the upload cannot be aborted: {reason}");
+    }
+    uploaded
+}
+
+/// Makes a new object. [`io::ErrorKind::AlreadyExists`] if there is another one.
+pub(super) async fn put_new(store: &Arc<dyn Store>, to: &Path, bytes: Bytes) -> io::Result<()> {
+    let began = Instant::now();
+    match put_new_once(store, to, bytes.clone()).await {
+        // The client does not make a conditional request again after a timeout or a lost connection.
+        Err(e) if e.kind() != ErrorKind::AlreadyExists && began.elapsed() < AGAIN => {
+            tokio::time::timeout(SECOND, put_new_once(store, to, bytes)).await.unwrap_or(Err(e))
+        }
+        outcome => outcome,
+    }
+}
+
+async fn put_new_once(store: &Arc<dyn Store>, to: &Path, bytes: Bytes) -> io::Result<()> {
+    let put = store.put_opts(to, bytes.clone().into(), PutMode::Create.into()).await;
+    let error = match put {
+        Ok(_) => return Ok(()),
+        // With AWS_CONDITIONAL_PUT=disabled, for storage that has no such request.
+        Err(Error::NotImplemented { .. }) => return Ok(store.put(to, bytes.into()).await.map(drop)?),
+        Err(error) => error,
+    };
+    // The answer to a first request may be lost; a second one finds the object.
+    let there = async { store.get(to).await?.bytes().await };
+    match tokio::time::timeout(AFTER_FAILURE, there).await {
+        Ok(Ok(there)) if there == bytes => Ok(()),
+        _ => Err(match error {
+            Error::AlreadyExists { .. } => io::Error::new(ErrorKind::AlreadyExists, error),
+            error => error.into(),
+        }),
+    }
+}
+
+async fn put_parts(store: &Arc<dyn Store>, file: &File, len: u64, to: &Path, id: &str) -> io::Result<Vec<PartId>> {
+    let mut parts = Vec::new();
+    let start = |n, range| {
+        let (store, to, id, bytes) = (store.clone(), to.clone(), id.to_string(), read(file, range)?);
+        Ok(async move { store.put_part(&to, &id, n, bytes.into()).await })
+    };
+    each_part(len, start, |n, _, part| {
+        parts.push((n, part));
+        Ok(())
+    })
+    .await?;
+    parts.sort_unstable_by_key(|(n, _)| *n);
+    Ok(parts.into_iter().map(|(_, part)| part).collect())
+}
+
+/// Removes the parts of an upload that did not end, and its record.
+pub(super) async fn abort(store: &Arc<dyn Store>, to: &Path, id: &str, record: &Path) -> io::Result<()> {
+    match store.abort_multipart(to, &id.to_string()).await {
+        Ok(()) | Err(Error::NotFound { .. }) => {}
+        Err(e) => return Err(e.into()),
+    }
+    Ok(store.delete(record).await?)
+}
+
+/// Downloads an object into a file without a name, which ends with its last handle.
+pub(super) async fn get(store: &Arc<dyn Store>, from: &Path) -> io::Result<File> {
+    let len = store.head(from).await?.size;
+    let file = tempfile::tempfile()?;
+    let start = |_, range| {
+        let (store, from) = (store.clone(), from.clone());
+        Ok(async move { store.get_range(&from, range).await })
+    };
+    each_part(len, start, |_, at, bytes| file.write_all_at(&bytes, at)).await?;
+    Ok(file)
+}
+
+/// Runs the requests that `start` makes for the parts of `len` bytes, [`AT_ONCE`] at a time. Calls `done` with the
+/// number and the offset of each part and what its request has returned, in any order.
+async fn each_part<T: Send + 'static, F>(
+    len: u64,
+    mut start: impl FnMut(usize, Range<u64>) -> io::Result<F>,
+    mut done: impl FnMut(usize, u64, T) -> io::Result<()>,
+) -> io::Result<()>
+where
+    F: Future<Output = object_store::Result<T>> + Send + 'static,
+{
+    let bytes = PART_BYTES.max(len.div_ceil(MAX_PARTS));
+    let mut ranges = (0..len.div_ceil(bytes)).map(|n| (n as usize, n * bytes..len.min((n + 1) * bytes)));
+    let mut under_way = JoinSet::new();
+    loop {
+        for (n, range) in ranges.by_ref().take(AT_ONCE - under_way.len()) {
+            let (at, request) = (range.start, start(n, range)?);
+            under_way.spawn(async move { (n, at, request.await) });
+        }
+        let Some(ended) = under_way.join_next().await else { return Ok(()) };
+        let (n, at, outcome) = ended.map_err(io::Error::other)?;
+        done(n, at, outcome?)?;
+    }
+}
+
+fn read(file: &File, range: Range<u64>) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; (range.end - range.start) as usize];
+    file.read_exact_at(&mut bytes, range.start)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::memory::InMemory;
+
+    use super::*;
+
+    #[test]
+    fn a_new_object_is_made_once() {
+        let store: Arc<dyn Store> = Arc::new(InMemory::new());
+        let put = |bytes: &'static [u8]| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(put_new(&store, &Path::from("a"), Bytes::from_static(bytes)))
+        };
+        put(b"1").unwrap();
+        put(b"1").expect("the same object: the first answer was lost");
+        assert_eq!(put(b"2").unwrap_err().kind(), ErrorKind::AlreadyExists);
+    }
+}

@@ -1,0 +1,70 @@
+//! Ranks whose data are used up at different steps: what `join` does for whole parameters, by weights of 0.
+
+use super::*;
+
+/// Rank `r` has `2 + r` batches, of `r + 1` items each.
+#[test]
+fn batches_of_weight_0_are_the_join_of_whole_parameters() {
+    for world in [2, 3] {
+        let joined = Ddp::spawn(world, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let mut model = ddp.wrap(Gpt::new(&device, 0))?;
+            let mut optim = AdamConfig::new().init();
+            for step in 0..2 + ddp.rank() {
+                ddp.set_batch_items((ddp.rank() + 1) as f64)?;
+                let grads = ddp.backward(&model.loss(tokens(ddp.rank(), step, &device)), &model)?;
+                let grads = GradientsParams::from_grads(grads, &model);
+                model = optim.step(0.01, model, grads);
+            }
+            ddp.join(&mut model, &mut optim)?;
+            Ok(without_statistics(&model))
+        });
+        let by_weight = Ddp::spawn(world, |ddp| {
+            let device = ddp.device()?.autodiff();
+            let mut model = ddp.wrap_with(Gpt::new(&device, 0), &sharded())?;
+            let mut optim = ddp.optimizer(AdamConfig::new().init(), &model)?;
+            for step in 0.. {
+                let has_data = step < 2 + ddp.rank();
+                if ddp.sum(f64::from(u8::from(has_data)))? == 0.0 {
+                    break;
+                }
+                ddp.set_batch_items(if has_data { (ddp.rank() + 1) as f64 } else { 0.0 })?;
+                let grads = ddp.backward(&model.loss(tokens(ddp.rank(), step, &device)), &model)?;
+                let grads = GradientsParams::from_grads(grads, &model);
+                model = optim.step(0.01, model, grads);
+            }
+            Ok(without_statistics(&ddp.unwrap(model)?))
+        });
+        let (joined, by_weight) = (joined.unwrap(), by_weight.unwrap());
+        assert!(by_weight.iter().all(|values| *values == joined[0]), "{world} ranks");
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_when_its_data_end_is_an_error_on_the_others() {
+    let errors = Ddp::spawn(3, |ddp| {
+        let (model, _) = train(&ddp, &sharded(), AdamConfig::new().init(), 2)?;
+        if ddp.rank() == 1 {
+            return Ok(None);
+        }
+        let device = ddp.device()?.autodiff();
+        let start = std::time::Instant::now();
+        let forward = std::panic::AssertUnwindSafe(|| drop(model.loss(tokens(ddp.rank(), 2, &device))));
+        let error = std::panic::catch_unwind(forward).map_err(|panic| panic.downcast_ref::<String>().cloned());
+        Ok(Some((error.unwrap_err().unwrap_or_default(), start.elapsed().as_secs())))
+    });
+    let errors: Vec<(String, u64)> = errors.unwrap().into_iter().flatten().collect();
+    assert_eq!(errors.len(), 2);
+    for (error, seconds) in errors {
+        assert!(error.contains("rank 1"), "{error}");
+        // The deadline of a call is 60 s.
+        assert!(seconds < 30, "{error} after {seconds} s");
+    }
+}
+
+/// The bits of the parameters. `BatchNorm` counts what a rank without data passes in its statistics, of weight 0.
+fn without_statistics(model: &Gpt) -> Vec<Vec<u8>> {
+    let Gpt { tokens, norm: _, query, key, value, rms: _, up, batch_norm: _, down } = model;
+    let weights = [&tokens.weight, &query.weight, &key.weight, &value.weight, &up.weight, &down.weight];
+    weights.map(|weight| weight.val().into_data().as_bytes().to_vec()).into()
+}
