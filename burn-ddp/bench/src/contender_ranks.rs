@@ -6,7 +6,6 @@ use std::ops::Range;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -45,31 +44,22 @@ pub(crate) struct Round {
 
 /// A temporary directory, removed on drop.
 pub(crate) struct Scratch {
-    path: PathBuf,
+    directory: tempfile::TempDir,
 }
 
 impl Scratch {
     pub(crate) fn new() -> Result<Scratch> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let nth = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("burn-ddp-bench-{}-{nth}", std::process::id()));
-        fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
-        Ok(Scratch { path })
+        let directory = tempfile::tempdir().context("cannot make a temporary directory")?;
+        Ok(Scratch { directory })
     }
 
     pub(crate) fn path(&self) -> &Path {
-        &self.path
+        self.directory.path()
     }
 
     /// Socket of the driver.
     pub(crate) fn socket(&self) -> PathBuf {
-        self.path.join("control")
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.path);
+        self.path().join("control")
     }
 }
 
@@ -180,7 +170,7 @@ impl Team {
     }
 
     fn log(&self) -> PathBuf {
-        self.scratch.path.join("log")
+        self.scratch.path().join("log")
     }
 
     fn explained(&self, error: anyhow::Error) -> anyhow::Error {

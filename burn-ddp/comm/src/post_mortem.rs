@@ -286,10 +286,10 @@ mod tests {
             peers: vec![peer],
             history: vec![record],
         };
-        let dir = std::env::temp_dir().join(format!("burn-ddp-post-mortem-{}", std::process::id()));
+        let directory = tempfile::tempdir().unwrap();
+        let dir = directory.path().join("reports");
         report.write(&dir).unwrap();
         assert_eq!(PostMortem::read(&PostMortem::path(&dir, 0)).unwrap(), report);
         assert_eq!(fs::read_dir(&dir).unwrap().count(), 1, "nothing unfinished stays");
-        fs::remove_dir_all(&dir).unwrap();
     }
 }

@@ -16,10 +16,9 @@ mod tests {
 
     #[test]
     fn others_cannot_read_it() {
-        let path = std::env::temp_dir().join(format!("burn-ddp-test-{}-private", std::process::id()));
-        let file = super::create(&path).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let file = super::create(&directory.path().join("private")).unwrap();
         let mode = file.metadata().unwrap().permissions().mode();
-        std::fs::remove_file(&path).unwrap();
         assert_eq!(mode & 0o077, 0, "{mode:o}");
     }
 }

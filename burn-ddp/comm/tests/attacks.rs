@@ -46,7 +46,7 @@ type Attack = fn(&[SocketAddr], &mut Vec<TcpStream>);
 
 /// A job from start to end, attacked all the time.
 fn job(attack: Option<Attack>) -> Outcome {
-    let file = SecretFile::new("attacked");
+    let file = SecretFile::new();
     let store = StoreServer::bind("127.0.0.1:0", &JobKey::new(&file.secret, JOB, 0)).unwrap();
     let over = AtomicBool::new(false);
     thread::scope(|s| {

@@ -6,7 +6,6 @@ mod common;
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
-use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -25,7 +24,7 @@ const BEAT: Duration = Duration::from_millis(100);
 /// Ranks in these roles, as processes that run `test`.
 struct Job {
     ranks: Vec<Process>,
-    events: PathBuf,
+    dir: tempfile::TempDir,
     _store: StoreServer,
 }
 
@@ -39,7 +38,8 @@ impl Job {
     /// Each on its machine.
     fn start_on(machines: &[usize], test: &str, roles: &[&str]) -> Job {
         let store = launcher_store();
-        let events = std::env::temp_dir().join(format!("burn-ddp-{test}-{}", std::process::id()));
+        let dir = tempfile::tempdir().unwrap();
+        let events = dir.path().join("events");
         std::fs::write(&events, "").unwrap();
         let start = |(rank, role): (usize, &&str)| {
             let machine = Some(machines[rank].to_string());
@@ -47,7 +47,7 @@ impl Job {
             Process::start(test, role, &LaunchEnv { machine, events: Some(events.clone()), ..env })
         };
         let ranks = roles.iter().enumerate().map(start).collect();
-        Job { ranks, events, _store: store }
+        Job { ranks, dir, _store: store }
     }
 
     fn hear_all(&mut self, said: &str) {
@@ -55,7 +55,7 @@ impl Job {
     }
 
     fn events(&self) -> Vec<Event> {
-        let lines = std::fs::read_to_string(&self.events).unwrap();
+        let lines = std::fs::read_to_string(self.dir.path().join("events")).unwrap();
         lines.lines().filter_map(Event::parse).collect()
     }
 
@@ -70,8 +70,8 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
+        // They write into the directory.
         self.ranks.clear();
-        let _ = std::fs::remove_file(&self.events);
     }
 }
 

@@ -5,7 +5,7 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::sleep;
@@ -25,7 +25,7 @@ fn lively() -> WorldOptions {
 /// A job whose ranks are processes, and the directory of their events and reports.
 struct Job {
     ranks: Vec<Process>,
-    dir: PathBuf,
+    dir: tempfile::TempDir,
     _store: StoreServer,
 }
 
@@ -33,11 +33,10 @@ impl Job {
     /// Ranks that run `test` in the roles given, once they are ready.
     fn start(test: &str, roles: &[&str]) -> Job {
         let store = launcher_store();
-        let dir = std::env::temp_dir().join(format!("burn-ddp-{test}-{}", std::process::id()));
-        std::fs::create_dir_all(&dir).unwrap();
-        std::fs::write(dir.join("events"), "").unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("events"), "").unwrap();
         let start = |(rank, role): (usize, &&str)| {
-            Process::start(test, role, &with_dir(rank_at(&store, rank, roles.len()), &dir))
+            Process::start(test, role, &with_dir(rank_at(&store, rank, roles.len()), dir.path()))
         };
         let mut ranks: Vec<Process> = roles.iter().enumerate().map(start).collect();
         for rank in &mut ranks {
@@ -47,7 +46,7 @@ impl Job {
     }
 
     fn events(&self) -> Vec<Event> {
-        let lines = std::fs::read_to_string(self.dir.join("events")).unwrap();
+        let lines = std::fs::read_to_string(self.dir.path().join("events")).unwrap();
         lines.lines().map(|line| Event::parse(line).unwrap_or_else(|| panic!("no event: {line}"))).collect()
     }
 
@@ -64,14 +63,14 @@ impl Job {
     }
 
     fn report(&self, rank: usize) -> PostMortem {
-        PostMortem::read(&PostMortem::path(&self.dir, rank)).unwrap()
+        PostMortem::read(&PostMortem::path(self.dir.path(), rank)).unwrap()
     }
 }
 
 impl Drop for Job {
     fn drop(&mut self) {
+        // They write into the directory.
         self.ranks.clear();
-        let _ = std::fs::remove_dir_all(&self.dir);
     }
 }
 
@@ -306,7 +305,7 @@ fn who_leaves_in_peace_leaves_no_report() {
     let mut job = Job::start(TEST, &["rank"; 2]);
     job.ranks.iter_mut().for_each(|rank| assert!(rank.end().success()));
     assert_eq!(job.events(), []);
-    assert_eq!(std::fs::read_dir(&job.dir).unwrap().count(), 1, "the events only");
+    assert_eq!(std::fs::read_dir(job.dir.path()).unwrap().count(), 1, "the events only");
 }
 
 /// A machine of its own: a network namespace, joined to this one by a cable.

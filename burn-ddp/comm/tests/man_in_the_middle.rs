@@ -70,7 +70,7 @@ fn relayed([first, second]: [LaunchEnv; 2], port: u16, seen: &Mutex<Vec<u8>>) {
 
 #[test]
 fn a_relay_reads_nothing() {
-    let file = SecretFile::new("relayed");
+    let file = SecretFile::new();
     let rank = |rank, meeting: &Meeting| file.told(rank_of(meeting.clone(), rank, 2));
     let host = "127.0.0.1".to_owned();
     let fresh = || TcpListener::bind("127.0.0.1:0").unwrap();

@@ -291,7 +291,9 @@ fn as_a_rank() {
 #[test]
 fn two_programs_at_one_port_are_two_jobs() {
     let this = std::env::current_exe().unwrap();
-    let other = this.with_file_name(format!("other-program-{}", std::process::id()));
+    // In the same file system: a link may not lead to another one.
+    let directory = tempfile::tempdir_in(this.parent().unwrap()).unwrap();
+    let other = directory.path().join("other-program");
     std::fs::hard_link(&this, &other).unwrap();
     let port = FreePort::reserve();
     let start = |program: &std::path::Path, rank: &str, more: &[(&str, &str)]| {
@@ -302,7 +304,7 @@ fn two_programs_at_one_port_are_two_jobs() {
     };
     let mut first = start(&this, "0", &[]);
     let refused = start(&other, "1", &[]).hear();
-    for part in ["another job", "program other-program-", "BURN_DDP_JOB_ID", "MASTER_PORT"] {
+    for part in ["another job", "program other-program", "BURN_DDP_JOB_ID", "MASTER_PORT"] {
         assert!(refused.contains(part), "{refused}");
     }
     assert_eq!(start(&this, "1", &[]).hear(), "joined as rank 1", "the job was not disturbed");
@@ -312,7 +314,6 @@ fn two_programs_at_one_port_are_two_jobs() {
     let mut first = start(&this, "0", &one);
     assert_eq!(start(&other, "1", &one).hear(), "joined as rank 1");
     assert_eq!(first.hear(), "joined as rank 0");
-    std::fs::remove_file(other).unwrap();
 }
 
 /// The ranks of the second job find their places taken: the ranks of two jobs cannot mix unnoticed.
@@ -354,12 +355,12 @@ fn a_job_started_twice_ends_with_errors_and_leaves_the_first_alone() {
 
 #[test]
 fn ranks_with_the_secret_meet_and_one_without_does_not() {
-    let file = SecretFile::new("meet");
+    let file = SecretFile::new();
     let store = StoreServer::bind("127.0.0.1:0", &JobKey::new(&file.secret, JOB, 2)).unwrap();
     let rank = |rank| LaunchEnv { restart_count: 2, ..file.told(rank_at(&store, rank, 3)) };
     work_together(joined((0..3).map(rank).collect()));
 
-    let other = SecretFile::new("other");
+    let other = SecretFile::new();
     let begin = Instant::now();
     for stranger in [other.told(rank(0)), LaunchEnv { secret_file: None, trust_network: true, ..rank(0) }] {
         says(&errors(vec![stranger], &options())[0], &["rank 0", "another secret"]);
@@ -370,7 +371,7 @@ fn ranks_with_the_secret_meet_and_one_without_does_not() {
 
 #[test]
 fn rank_0_says_that_it_refused_a_wrong_secret() {
-    let (file, other, port) = (SecretFile::new("host"), SecretFile::new("guest"), FreePort::reserve());
+    let (file, other, port) = (SecretFile::new(), SecretFile::new(), FreePort::reserve());
     let rank = |rank| rank_of(meeting_at(&port), rank, 2);
     let errors = errors(vec![file.told(rank(0)), other.told(rank(1))], &join_within(2.0));
     says(

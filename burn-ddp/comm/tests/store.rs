@@ -187,10 +187,10 @@ fn clients_of_another_job_secret_or_generation_are_refused() {
 #[test]
 fn a_wrong_secret_is_named_by_its_file() {
     let server = StoreServer::bind("127.0.0.1:0", &JobKey::new(&Secret::generate().unwrap(), "mine", 0)).unwrap();
-    let file = std::env::temp_dir().join(format!("burn-ddp-test-{}-wrong.secret", std::process::id()));
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("wrong.secret");
     Secret::generate().unwrap().write_new(&file).unwrap();
     let wrong = Secret::read(&file);
-    std::fs::remove_file(&file).unwrap();
     let key = JobKey::new(&wrong.unwrap(), "mine", 0);
     let error = StoreClient::connect(&server.local_addr().to_string(), &key, SOON).unwrap_err().to_string();
     assert!(error.ends_with(&format!("this process has the secret of {}", file.display())), "{error}");

@@ -156,7 +156,8 @@ fn a_handshake_that_takes_long_is_reported() {
         return say("done");
     }
     let store = launcher_store();
-    let events = std::env::temp_dir().join(format!("burn-ddp-test-{}-handshake", std::process::id()));
+    let directory = tempfile::tempdir().unwrap();
+    let events = directory.path().join("events");
     std::fs::File::create_new(&events).unwrap();
     let start = |rank| {
         let env = LaunchEnv { events: Some(events.clone()), ..rank_at(&store, rank, 2) };
@@ -175,7 +176,6 @@ fn a_handshake_that_takes_long_is_reported() {
     ranks[0].signal(Signal::CONT);
     ranks[0].go();
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "done"));
-    std::fs::remove_file(events).unwrap();
 }
 
 #[test]

@@ -21,12 +21,12 @@ const FILE_CAP: u64 = 256;
 /// ```
 /// use burn_ddp_comm::Secret;
 ///
-/// let path = std::env::temp_dir().join(format!("burn-ddp-secret-{}", std::process::id()));
+/// let directory = tempfile::tempdir()?;
+/// let path = directory.path().join("job.secret");
 /// Secret::generate()?.write_new(&path)?;
 /// let secret = Secret::read(&path)?;
 /// assert_eq!(format!("{secret:?}"), "Secret(..)");
-/// # std::fs::remove_file(path).unwrap();
-/// # Ok::<(), burn_ddp_comm::Error>(())
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
 pub struct Secret {
@@ -168,23 +168,8 @@ fn hint(path: &Path, error: &io::Error) -> &'static str {
 mod tests {
     use std::fs::{self, Permissions};
     use std::os::unix::fs::PermissionsExt;
-    use std::path::PathBuf;
 
     use super::*;
-
-    struct Temp(PathBuf);
-
-    impl Temp {
-        fn new(name: &str) -> Temp {
-            Temp(std::env::temp_dir().join(format!("burn-ddp-test-{}-{name}", std::process::id())))
-        }
-    }
-
-    impl Drop for Temp {
-        fn drop(&mut self) {
-            let _ = fs::remove_file(&self.0);
-        }
-    }
 
     fn says(path: &Path, part: &str) {
         let error = Secret::read(path).unwrap_err();
@@ -193,24 +178,25 @@ mod tests {
 
     #[test]
     fn a_fifo_is_refused_at_once() {
-        let path = std::env::temp_dir().join(format!("burn-ddp-test-{}-fifo", std::process::id()));
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("fifo");
         let made = std::process::Command::new("mkfifo").args(["-m", "600"]).arg(&path).status().unwrap();
         assert!(made.success());
         let error = Secret::read(&path).unwrap_err();
-        fs::remove_file(&path).unwrap();
         assert!(error.to_string().contains("is not a regular file"), "{error}");
     }
 
     #[test]
     fn what_is_written_is_read_by_this_user_only() {
-        let temp = Temp::new("secret");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("secret");
         let secret = Secret::generate().unwrap();
-        secret.write_new(&temp.0).unwrap();
-        assert_eq!(fs::metadata(&temp.0).unwrap().mode() & 0o777, 0o600);
-        assert_eq!(Secret::read(&temp.0).unwrap().key.bytes(), secret.key.bytes());
-        assert!(secret.write_new(&temp.0).unwrap_err().to_string().contains("not overwritten"));
-        fs::set_permissions(&temp.0, Permissions::from_mode(0o640)).unwrap();
-        says(&temp.0, &format!("chmod 600 {}", temp.0.display()));
+        secret.write_new(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(Secret::read(&path).unwrap().key.bytes(), secret.key.bytes());
+        assert!(secret.write_new(&path).unwrap_err().to_string().contains("not overwritten"));
+        fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
+        says(&path, &format!("chmod 600 {}", path.display()));
     }
 
     #[test]
@@ -222,16 +208,17 @@ mod tests {
 
     #[test]
     fn other_files_are_refused() {
-        let temp = Temp::new("junk");
-        says(&temp.0, "No such file");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("junk");
+        says(&path, "No such file");
         says(Path::new("/dev/null"), "not a regular file");
         for junk in ["", "abc", &"g".repeat(64), &"0".repeat(63), &"0".repeat(65), &"ü".repeat(32), &"0".repeat(4096)]
         {
-            fs::write(&temp.0, junk).unwrap();
-            fs::set_permissions(&temp.0, Permissions::from_mode(0o600)).unwrap();
-            says(&temp.0, "64 hexadecimal digits");
+            fs::write(&path, junk).unwrap();
+            fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+            says(&path, "64 hexadecimal digits");
         }
-        fs::write(&temp.0, format!("  {}\r\n", "0aF1".repeat(16))).unwrap();
-        Secret::read(&temp.0).unwrap();
+        fs::write(&path, format!("  {}\r\n", "0aF1".repeat(16))).unwrap();
+        Secret::read(&path).unwrap();
     }
 }

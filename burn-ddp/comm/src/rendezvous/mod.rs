@@ -67,7 +67,8 @@ impl World {
     ///
     /// // The launcher's part: it makes a secret, hosts the store, and tells each rank its number.
     /// let (job, secret) = ("example", Secret::generate()?);
-    /// let secret_file = std::env::temp_dir().join(format!("burn-ddp-{}.secret", std::process::id()));
+    /// let directory = tempfile::tempdir()?;
+    /// let secret_file = directory.path().join("job.secret");
     /// secret.write_new(&secret_file)?;
     /// let store = StoreServer::bind("127.0.0.1:0", &JobKey::new(&secret, job, 0))?;
     /// let meeting = Meeting::Launcher { host: "127.0.0.1".into(), port: store.local_addr().port() };
@@ -87,8 +88,7 @@ impl World {
     ///         });
     ///     }
     /// });
-    /// # std::fs::remove_file(secret_file).unwrap();
-    /// # Ok::<(), burn_ddp_comm::Error>(())
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors

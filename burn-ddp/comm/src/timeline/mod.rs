@@ -41,9 +41,8 @@ const MAX_EVENTS: usize = 500_000;
 /// use burn_ddp_comm::{WorldOptions, World};
 /// use std::time::Instant;
 ///
-/// let dir = std::env::temp_dir().join(format!("timeline-example-{}", std::process::id()));
-/// std::fs::create_dir_all(&dir)?;
-/// let file = dir.join("trace.json");
+/// let directory = tempfile::tempdir()?;
+/// let file = directory.path().join("trace.json");
 /// let world = World::solo(WorldOptions { timeline: Some(file.clone()), ..WorldOptions::default() });
 /// world.group()?.barrier()?;
 /// let began = Instant::now();
@@ -53,7 +52,6 @@ const MAX_EVENTS: usize = 500_000;
 ///
 /// let trace = std::fs::read_to_string(&file)?;
 /// assert!(trace.contains("\"name\":\"barrier\"") && trace.contains("\"args\":{\"thoughts\":3}"));
-/// # std::fs::remove_dir_all(dir)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug, Default)]
@@ -122,21 +120,19 @@ mod tests {
 
     use super::*;
 
-    struct Dir(PathBuf);
+    struct Dir(tempfile::TempDir);
 
     impl Dir {
-        fn new(name: &str) -> Dir {
-            let dir = std::env::temp_dir().join(format!("burn-ddp-timeline-{name}-{}", std::process::id()));
-            std::fs::create_dir_all(&dir).unwrap();
-            Dir(dir)
+        fn new() -> Dir {
+            Dir(tempfile::tempdir().unwrap())
         }
 
         fn file(&self) -> PathBuf {
-            self.0.join("trace.json")
+            self.0.path().join("trace.json")
         }
 
         fn names(&self) -> Vec<String> {
-            let entries = std::fs::read_dir(&self.0).unwrap();
+            let entries = std::fs::read_dir(self.0.path()).unwrap();
             let mut names: Vec<_> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
             names.sort();
             names
@@ -145,12 +141,6 @@ mod tests {
         fn events(&self) -> Vec<Value> {
             let trace: Value = serde_json::from_slice(&std::fs::read(self.file()).unwrap()).unwrap();
             trace["traceEvents"].as_array().unwrap().clone()
-        }
-    }
-
-    impl Drop for Dir {
-        fn drop(&mut self) {
-            let _ = std::fs::remove_dir_all(&self.0);
         }
     }
 
@@ -172,7 +162,7 @@ mod tests {
 
     #[test]
     fn the_last_rank_puts_the_parts_together() {
-        let dir = Dir::new("last");
+        let dir = Dir::new();
         let [one, other] = [0, 1].map(|rank| start(&dir.file(), rank, 100));
         spans(&one, 2);
         one.end(false);
@@ -193,7 +183,7 @@ mod tests {
 
     #[test]
     fn a_rank_that_was_killed_is_in_it() {
-        let dir = Dir::new("killed");
+        let dir = Dir::new();
         let [one, killed] = [0, 1].map(|rank| start(&dir.file(), rank, 100));
         spans(&one, 1);
         std::thread::sleep(rank_part_writer::PATIENCE);
@@ -216,7 +206,7 @@ mod tests {
 
     #[test]
     fn there_is_an_end_and_it_is_noted() {
-        let dir = Dir::new("limit");
+        let dir = Dir::new();
         let one = start(&dir.file(), 0, 3);
         spans(&one, 10);
         one.end(false);
@@ -228,13 +218,14 @@ mod tests {
 
     #[test]
     fn what_cannot_be_written_is_an_error() {
-        let nowhere = std::env::temp_dir().join("no such directory").join("trace.json");
+        let dir = Dir::new();
+        let nowhere = dir.0.path().join("no such directory").join("trace.json");
         assert!(Timeline::start(&nowhere, &PeerInfo::here(0, 0, 0), 1).is_err());
     }
 
     #[test]
     fn parts_of_other_machines_clocks_are_put_in_their_place() {
-        let dir = Dir::new("clocks");
+        let dir = Dir::new();
         for (rank, origin) in [(0, 5_000_000_u64), (1, 5_002_500)] {
             let line = format!(
                 "{{\"rank\":{rank},\"origin_ns\":{origin}}}\n\
@@ -251,7 +242,7 @@ mod tests {
     #[ignore = "a measurement"]
     fn what_a_span_costs() {
         const COUNT: u32 = 100_000;
-        let dir = Dir::new("cost");
+        let dir = Dir::new();
         let one = start(&dir.file(), 0, COUNT as usize);
         let facts = [("bytes", Fact::Number(1 << 20)), ("step", Fact::Number(1234))];
         let mut times: Vec<Duration> = (0..COUNT)

@@ -66,25 +66,19 @@ pub fn launcher_store() -> StoreServer {
 /// A secret in a file, until it is dropped.
 pub struct SecretFile {
     pub secret: Secret,
-    path: std::path::PathBuf,
+    directory: tempfile::TempDir,
 }
 
 impl SecretFile {
-    pub fn new(name: &str) -> SecretFile {
-        let path = std::env::temp_dir().join(format!("burn-ddp-test-{}-{name}", std::process::id()));
+    pub fn new() -> SecretFile {
+        let directory = tempfile::tempdir().unwrap();
         let secret = Secret::generate().unwrap();
-        secret.write_new(&path).unwrap();
-        SecretFile { secret, path }
+        secret.write_new(&directory.path().join("secret")).unwrap();
+        SecretFile { secret, directory }
     }
 
     pub fn told(&self, env: LaunchEnv) -> LaunchEnv {
-        LaunchEnv { secret_file: Some(self.path.clone()), trust_network: false, ..env }
-    }
-}
-
-impl Drop for SecretFile {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
+        LaunchEnv { secret_file: Some(self.directory.path().join("secret")), trust_network: false, ..env }
     }
 }
 

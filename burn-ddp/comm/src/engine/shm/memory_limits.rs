@@ -193,15 +193,11 @@ mod tests {
         }
     }
 
-    fn group(files: &[(&str, &str)]) -> PathBuf {
-        let number = std::sync::atomic::AtomicUsize::fetch_add(&NEXT, 1, std::sync::atomic::Ordering::Relaxed);
-        let directory = std::env::temp_dir().join(format!("burn-ddp-cgroup-{}-{number}", std::process::id()));
-        fs::create_dir(&directory).unwrap();
-        files.iter().for_each(|(name, text)| fs::write(directory.join(name), text).unwrap());
+    fn group(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let directory = tempfile::tempdir().unwrap();
+        files.iter().for_each(|(name, text)| fs::write(directory.path().join(name), text).unwrap());
         directory
     }
-
-    static NEXT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
 
     #[test]
     fn page_cache_is_spare_and_no_limit_is_none() {
@@ -222,10 +218,9 @@ mod tests {
             (Version::V1, vec![limit_of_v1], None),
         ] {
             let directory = group(&[&files[..], &[("memory.stat", stat)]].concat());
-            let spare = spare_of_group(version, &directory);
-            let of = |limit| Limited::Group { directory: directory.clone(), limit };
+            let spare = spare_of_group(version, directory.path());
+            let of = |limit| Limited::Group { directory: directory.path().to_owned(), limit };
             assert_eq!(spare, expected.map(|(bytes, limit)| Spare { bytes, of: of(limit) }), "{files:?}");
-            fs::remove_dir_all(directory).unwrap();
         }
     }
 
