@@ -34,8 +34,6 @@ use serde::{Deserialize, Serialize};
 ///     assert_eq!(group.gather_bytes(dtype, &[me], 0)?, (me == 0).then(|| vec![0, 1]));
 ///     group.reduce_scatter_bytes(dtype, &rows, &mut x, ReduceOp::Sum)?;
 ///     assert_eq!(x, [2 * me]);
-///     group.reduce_scatter_tagged(dtype, &rows, &mut x, ReduceOp::Sum, 7)?;
-///     assert_eq!(x, [2 * me]);
 ///     group.scatter_bytes(dtype, (me == 0).then_some(&[5, 6][..]), &mut x, 0)?;
 ///     assert_eq!(x, [5 + me]);
 ///     group.all_to_all_bytes(dtype, &[me, 10 + me], &mut rows)?;

@@ -88,7 +88,7 @@ pub use dtype::{DType, Element};
 pub use engine::{EngineChoice, SharedBuffer, SharedView};
 pub use env::{HANDED_OVER, LaunchEnv, Meeting};
 pub use error::{Error, Result};
-pub use group::{MAX_OBJECT_BYTES, Pending, ProcessGroup};
+pub use group::{MAX_OBJECT_BYTES, PartReduction, Pending, ProcessGroup, RowDivision};
 pub use membership::{BlockedGroup, Heartbeat, PeerInfo, PendingCall, Progress, StuckCall, Track};
 pub use net::descriptors::largest_world;
 pub use poll_pause::PollPause;

@@ -54,8 +54,8 @@ pub(crate) use parameter_tap::Tap;
 #[cfg(feature = "train")]
 pub(crate) use shard::own_rows;
 pub(crate) use shard::{
-    Part, Rows, ShardedParameter, cut, parts, refuse_parts_without_tap, refuse_sharded, sharded_parameters,
-    sharded_paths, sums_over_parts, tell_peers_of_parts, whole,
+    Part, ShardedParameter, cut, parts, refuse_parts_without_tap, refuse_sharded, sharded_parameters, sharded_paths,
+    sums_over_parts, tell_peers_of_parts, whole,
 };
 pub(crate) use synced_statistics::SyncedStatistics;
 pub(crate) use tap_bypass::{bypass, replace};

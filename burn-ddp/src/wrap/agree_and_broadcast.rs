@@ -10,6 +10,8 @@ use std::sync::Arc;
 use burn::module::{Module, ParamId};
 use burn::tensor::Device;
 use burn_ddp_comm::ProcessGroup;
+#[cfg(feature = "train")]
+use burn_ddp_comm::RowDivision;
 
 use super::attach::Taps;
 use super::inspect_model::{Inspected, inspect};
@@ -17,8 +19,6 @@ use super::memory_estimate::memory;
 use super::{WrapConfig, local_parameters, treatment};
 use crate::ddp::Ddp;
 use crate::gradients::{ReducerSettings, Slot};
-#[cfg(feature = "train")]
-use crate::intercept::Rows;
 use crate::intercept::{SyncedStatistics, open_model};
 use crate::model::running_stats::BufferPolicy;
 use crate::model::schema::Entry;
@@ -133,7 +133,7 @@ impl AgreedModel {
         let divided = self.slots.iter().zip(&self.divided).filter_map(|(slot, divided)| divided.then_some(slot));
         let own = |slot: &Slot| {
             let row_bytes = slot.len_bytes() / slot.dims[0];
-            let rows = Rows { rows: slot.dims[0], row_bytes, world: ddp.world_size() }.of(ddp.rank());
+            let rows = RowDivision { rows: slot.dims[0], row_bytes, world_size: ddp.world_size() }.rows_of(ddp.rank());
             (slot.path.clone(), (slot.dims.clone(), rows))
         };
         divided.map(own).collect()

@@ -57,7 +57,7 @@ impl Reparameterizer for Attach {
         let shards = self.wrapped.shards().filter(|_| self.wrapped.is_sharded(slot));
         let param = match shards.map(|shards| (shards.rows(slot), shards.rank())) {
             // A copy that Burn's trainer holds is in parts already.
-            Some((division, rank)) if param.lazy_shape()[0] == division.rows => cut(param, division.of(rank)),
+            Some((division, rank)) if param.lazy_shape()[0] == division.rows => cut(param, division.rows_of(rank)),
             _ => param,
         };
         let (param, tap) = Tap::new(self.ddp.clone(), self.wrapped.clone(), slot, param);

@@ -1,11 +1,11 @@
 //! Memory that a rank needs for a model, from the shapes of its parameters.
 
 use burn::module::Module;
+use burn_ddp_comm::RowDivision;
 
 use super::inspect_model::{Inspected, inspect};
 use super::{WrapConfig, treatment};
 use crate::gradients::{Caps, Slot};
-use crate::intercept::Rows;
 use crate::model::schema::{Entry, Schema};
 use crate::telemetry::MemoryUse;
 use crate::{Error, Result};
@@ -70,7 +70,7 @@ pub(super) fn memory(
     let (mut sharded, mut largest, mut largest_gradient) = (0, 0, 0);
     let largest_whole = slots.iter().filter(|s| !s.sharded).map(Slot::len_bytes).max().unwrap_or(0);
     for s in slots.iter().filter(|s| s.sharded) {
-        let rows = Rows { rows: s.dims[0], row_bytes: s.len_bytes() / s.dims[0], world };
+        let rows = RowDivision { rows: s.dims[0], row_bytes: s.len_bytes() / s.dims[0], world_size: world };
         let (whole, part) = (s.len_bytes(), rows.bytes_of(rank).len());
         parameters -= whole - part;
         if s.trainable {
@@ -78,7 +78,7 @@ pub(super) fn memory(
             sharded += part;
             largest_gradient = largest_gradient.max(whole);
         }
-        largest = largest.max(rows.sent_bytes() * world);
+        largest = largest.max(rows.padded_len_bytes());
     }
     // A parameter above the cap has a bucket of its own.
     let of_three = |caps: Caps| caps.bytes.max(largest_whole).saturating_mul(3);

@@ -146,7 +146,7 @@ impl ProcessGroup {
         })
     }
 
-    fn start<R: Send + 'static>(
+    pub(super) fn start<R: Send + 'static>(
         &self,
         site: Site,
         call: impl FnOnce(&CallPath, Caller) -> Result<R> + Send + 'static,

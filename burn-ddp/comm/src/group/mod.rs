@@ -17,19 +17,23 @@ mod async_queue;
 mod call_path;
 mod checked_calls;
 mod data_movement;
+mod divided_calls;
 mod objects;
 mod pending_result;
 mod point_to_point;
 mod reductions;
+mod row_division;
 mod shared_buffer_reductions;
 mod split;
 
 use self::async_queue::CallQueue;
 pub(crate) use self::call_path::CallPath;
+pub use self::divided_calls::PartReduction;
 pub use self::objects::MAX_OBJECT_BYTES;
 #[cfg(feature = "fuzzing")]
 pub(crate) use self::objects::decode;
 pub use self::pending_result::Pending;
+pub use self::row_division::RowDivision;
 
 /// Ranks that do collectives together, in one order. Made by [`World::group`](crate::World::group), of all ranks, and
 /// by [`split`](Self::split), of some.

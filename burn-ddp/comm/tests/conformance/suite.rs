@@ -8,8 +8,8 @@ macro_rules! conformance {
         crate::conformance!($make; weighted_means:
             unequal_weights_are_exact,
             weight_zero_means_absent,
-            rows_of_unequal_weights_are_those_of_the_whole,
             weights_that_differ_are_an_error_on_all_ranks,
+            parts_of_a_weighted_mean_are_those_of_the_whole,
         );
     };
     // For engines that scale before they add.
@@ -25,6 +25,11 @@ macro_rules! conformance {
             integers_wrap,
             equal_weights_are_the_mean,
             large_messages_both_ways,
+        );
+        crate::conformance!($make; divided:
+            parts_of_every_division_are_gathered,
+            parts_of_every_division_are_reduced,
+            divisions_that_do_not_fit_are_refused_by_all,
         );
         crate::conformance!($make; agreement:
             each_difference_is_a_mismatch_with_both_call_sites,

@@ -1,6 +1,7 @@
 // The modules of the suite, for `include!` by the tests of each crate that has an engine.
 
 mod agreement;
+mod divided;
 mod failure;
 #[allow(dead_code, reason = "not every crate has ranks that meet over tcp or talk through shared memory")]
 mod harness;

@@ -1,8 +1,9 @@
 //! Means of unequal weights, bit by bit: products and sums first, one division at the end.
 
-use burn_ddp_comm::{DType, Error, ReduceOp};
+use burn_ddp_comm::{DType, Error, PartReduction, ReduceOp, RowDivision};
 
-use crate::harness::{Make, groups};
+use crate::divided::{WIDTH, bytes, divisions, elements, values};
+use crate::harness::{Make, WORLDS, groups};
 use crate::numerics::LONG;
 use crate::reference_values::{Sample, assert_bits, samples};
 
@@ -39,40 +40,32 @@ pub fn weight_zero_means_absent(make: Make) {
     });
 }
 
-pub fn rows_of_unequal_weights_are_those_of_the_whole(make: Make) {
-    for n in [1, 2, 3, 4, 7] {
-        groups(make, n, |group| {
-            let (n, rank) = (group.world_size(), group.rank());
-            for len in [0, 3, LONG / 7] {
-                let weights: Vec<f64> = (0..n).map(|rank| [1.5, 0.0, 0.3][rank % 3]).collect();
-                let input: Vec<f32> = samples(rank, 0, n * len);
-                let (mut whole, mut row) = (input.clone(), vec![9; 4 * len]);
-                group.all_reduce_weighted(&mut whole, weights[rank]).unwrap();
-                let sent: Vec<u8> = input.iter().flat_map(|x| x.to_ne_bytes()).collect();
-                group.reduce_scatter_weighted(DType::F32, &sent, &mut row, &weights, 7).unwrap();
-                let row: Vec<f32> = row.as_chunks().0.iter().map(|x| f32::from_ne_bytes(*x)).collect();
-                assert_bits(&row, |index| whole[rank * len + index], || format!("row {rank} of {n} × {len}"));
-            }
-            let mut row = [0; 4];
-            let sent = vec![0; 4 * n];
-            let bad = [(vec![1.0; n + 1], "weights for"), (vec![0.0; n], "are 0"), (vec![-1.0; n], "negative")];
-            for (weights, why) in bad {
-                let refused = group.reduce_scatter_weighted(DType::F32, &sent, &mut row, &weights, 0).unwrap_err();
-                assert!(refused.group_usable() && refused.to_string().contains(why), "{refused}");
-            }
-            group.barrier().unwrap();
-        });
-    }
-}
-
 pub fn weights_that_differ_are_an_error_on_all_ranks(make: Make) {
     for n in [2, 3, 4] {
         groups(make, n, |group| {
             let rank = group.rank();
             let weights: Vec<f64> = (0..n).map(|of| if (of, rank) == (0, n - 1) { 2.0 } else { 1.0 }).collect();
-            let (sent, mut row) = (vec![0; 4 * n], [0; 4]);
-            let error = group.reduce_scatter_weighted(DType::F32, &sent, &mut row, &weights, 0).unwrap_err();
+            let division = RowDivision { rows: n, row_bytes: 4, world_size: n };
+            let (whole, weights) = (vec![0; 4 * n], PartReduction::Weighted(weights));
+            let error = group.reduce_scatter_parts(DType::F32, division, &whole, &weights, 0).unwrap_err();
             assert!(matches!(error, Error::Mismatch { .. }), "rank {rank} of {n}: {error}");
+        });
+    }
+}
+
+pub fn parts_of_a_weighted_mean_are_those_of_the_whole(make: Make) {
+    for n in WORLDS {
+        groups(make, n, |group| {
+            let rank = group.rank();
+            for division in divisions(n) {
+                let weights: Vec<f64> = (0..n).map(|rank| [1.5, 0.0, 0.3][rank % 3]).collect();
+                let input: Vec<f32> = samples(rank, 0, WIDTH * division.rows);
+                let mut whole = input.clone();
+                group.all_reduce_weighted(&mut whole, weights[rank]).unwrap();
+                let (mine, reduction) = (elements(division, rank), PartReduction::Weighted(weights));
+                let part = group.reduce_scatter_parts(DType::F32, division, &bytes(&input), &reduction, 7).unwrap();
+                assert_bits(&values(&part), |index| whole[mine.start + index], || format!("{division:?}"));
+            }
         });
     }
 }

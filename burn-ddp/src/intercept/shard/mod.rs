@@ -7,7 +7,6 @@
 //!
 //! | | |
 //! |---|---|
-//! | `row_division` | which rows are whose; their form on the wire |
 //! | `shard_group` | the collectives of all parts, tagged, and their errors in words |
 //! | `gathered_read` | value of a read; the same again in backward |
 //! | `gather_cache` | values that a step reads several times |
@@ -20,7 +19,6 @@ mod gather_cache;
 mod gathered_read;
 mod part_for_files;
 mod parts_and_wholes;
-mod row_division;
 mod shard_group;
 mod sharded_gradients;
 mod sums_over_parts;
@@ -33,7 +31,6 @@ pub(crate) use parts_and_wholes::{
     ShardedParameter, cut, refuse_parts_without_tap, refuse_sharded, sharded_parameters, sharded_paths,
     tell_peers_of_parts, whole,
 };
-pub(crate) use row_division::Rows;
 pub(super) use shard_group::{CHANGES_BITS, ShardGroup};
 pub(super) use sharded_gradients::ShardedGradients;
 pub(crate) use sums_over_parts::sums_over_parts;

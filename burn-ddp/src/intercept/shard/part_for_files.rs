@@ -5,10 +5,9 @@ use std::ops::Range;
 
 use burn::module::Module;
 use burn::tensor::Bytes;
-use burn_ddp_comm::DType;
+use burn_ddp_comm::{DType, RowDivision};
 
 use super::ShardGroup;
-use super::row_division::Rows;
 use super::shard_group::Purpose;
 use crate::intercept::backward_failure::tell_peers;
 use crate::intercept::model_walk::taps;
@@ -33,7 +32,7 @@ impl Part {
 
     /// Shape of the rows of this rank.
     pub(crate) fn own_dims(&self) -> Vec<usize> {
-        let own = self.shards().map_or(self.dims()[0], |shards| self.division(0).of(shards.rank()).len());
+        let own = self.shards().map_or(self.dims()[0], |shards| self.division(0).rows_of(shards.rank()).len());
         [&[own], &self.dims()[1..]].concat()
     }
 
@@ -45,7 +44,7 @@ impl Part {
     /// Bytes of the rows of each rank in the whole, of `element_bytes` per element.
     pub(crate) fn byte_ranges(&self, element_bytes: usize) -> Vec<Range<usize>> {
         let division = self.division(element_bytes);
-        (0..division.world).map(|rank| division.bytes_of(rank)).collect()
+        (0..division.world_size).map(|rank| division.bytes_of(rank)).collect()
     }
 
     /// Checks that a value of this rank has the shape that `wrap` left it.
@@ -80,9 +79,10 @@ impl Part {
         shards.gather_as(divided, self.0.slot, self.0.value_id, own, Purpose::Whole)
     }
 
-    fn division(&self, element_bytes: usize) -> Rows {
-        let (dims, world) = (self.dims(), self.shards().map_or(1, |shards| shards.rows(self.0.slot).world));
-        Rows { rows: dims[0], row_bytes: dims[1..].iter().product::<usize>() * element_bytes, world }
+    fn division(&self, element_bytes: usize) -> RowDivision {
+        let dims = self.dims();
+        let world_size = self.shards().map_or(1, |shards| shards.rows(self.0.slot).world_size);
+        RowDivision { rows: dims[0], row_bytes: dims[1..].iter().product::<usize>() * element_bytes, world_size }
     }
 
     fn shards(&self) -> Option<&ShardGroup> {

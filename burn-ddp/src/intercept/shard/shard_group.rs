@@ -5,10 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::tensor::Bytes;
-use burn_ddp_comm::{CallInfo, DType, Error as CommError, ProcessGroup, ReduceOp};
+use burn_ddp_comm::{CallInfo, DType, Error as CommError, PartReduction, ProcessGroup, ReduceOp, RowDivision};
 
 use super::gather_cache::GatherCache;
-use super::row_division::Rows;
 use crate::agreement::list_ranks;
 use crate::gradients::Slot;
 use crate::telemetry::step_meter::Meter;
@@ -119,15 +118,16 @@ impl ShardGroup {
     }
 
     /// Division of a slot.
-    pub(crate) fn rows(&self, slot: usize) -> Rows {
+    pub(crate) fn rows(&self, slot: usize) -> RowDivision {
         let s = &self.slots[slot];
-        Rows { rows: s.dims[0], row_bytes: s.len_bytes() / s.dims[0], world: self.group.world_size() }
+        let row_bytes = s.len_bytes() / s.dims[0];
+        RowDivision { rows: s.dims[0], row_bytes, world_size: self.group.world_size() }
     }
 
     /// Shape of this rank's part of a slot.
     pub(crate) fn part_dims(&self, slot: usize) -> Vec<usize> {
         let mut dims = self.slots[slot].dims.clone();
-        dims[0] = self.rows(slot).of(self.rank()).len();
+        dims[0] = self.rows(slot).rows_of(self.rank()).len();
         dims
     }
 
@@ -157,7 +157,7 @@ impl ShardGroup {
     /// optimizer. *Collective*.
     pub(super) fn gather_as(
         &self,
-        (division, dtype): (Rows, DType),
+        (division, dtype): (RowDivision, DType),
         slot: usize,
         value_id: u64,
         part: &[u8],
@@ -172,21 +172,13 @@ impl ShardGroup {
                 part.len()
             )));
         }
-        let sent_bytes = division.sent_bytes();
         let tag = purpose.tag(slot, value_id);
         let gather = |rows: &mut [u8]| {
-            let gathered = if part.len() == sent_bytes {
-                self.group.all_gather_tagged(dtype, part, rows, tag)
-            } else {
-                let mut sent = part.to_vec();
-                sent.resize(sent_bytes, 0);
-                self.group.all_gather_tagged(dtype, &sent, rows, tag)
-            };
-            gathered.map_err(|e| self.explain(e))?;
+            self.group.all_gather_parts(dtype, division, part, rows, tag).map_err(|e| self.explain(e))?;
             self.meter.gathered(rows.len());
-            Ok(division.join(rows))
+            Ok(division.len_bytes())
         };
-        filled(dtype.size_bytes(), sent_bytes * division.world, gather)
+        filled(dtype.size_bytes(), division.padded_len_bytes(), gather)
     }
 
     /// The numbers of every rank, in the order of ranks: equally many each. *Collective*.
@@ -223,19 +215,10 @@ impl ShardGroup {
     pub(super) fn reduce(&self, slot: usize, whole: Vec<u8>, weights: Option<&[f64]>) -> Result<Vec<u8>> {
         let (division, dtype, tag) = (self.rows(slot), self.slots[slot].dtype, Purpose::Gradient.tag(slot, 0));
         self.meter.reduced(whole.len());
-        let rows = if division.is_even() { whole } else { division.spread(&whole) };
-        let mut part = vec![0; division.sent_bytes()];
-        let scatter = |part: &mut [u8], op| self.group.reduce_scatter_tagged(dtype, &rows, part, op, tag);
-        let reduced = match weights {
-            None => scatter(&mut part, ReduceOp::Sum),
-            Some(weights) if weights[0] > 0.0 && weights.iter().all(|weight| *weight == weights[0]) => {
-                scatter(&mut part, ReduceOp::Mean)
-            }
-            Some(weights) => self.group.reduce_scatter_weighted(dtype, &rows, &mut part, weights, tag),
-        };
-        reduced.map_err(|e| self.explain(e))?;
-        part.truncate(division.bytes_of(self.rank()).len());
-        Ok(part)
+        let sum = PartReduction::Op(ReduceOp::Sum);
+        let reduction = weights.map_or(sum, |weights| PartReduction::Weighted(weights.to_vec()));
+        let part = self.group.reduce_scatter_parts(dtype, division, &whole, &reduction, tag);
+        part.map_err(|e| self.explain(e))
     }
 
     /// An error that names this rank.

@@ -1,0 +1,121 @@
+//! Division of a tensor between the ranks, by rows of dimension 0.
+
+use std::ops::Range;
+
+use crate::Result;
+use crate::call::call_arguments::refuse;
+use crate::dtype::DType;
+
+/// Division of the rows of a tensor between the ranks of a group: each rank's part is a run of rows, in the order of
+/// the ranks. Where the rows do not divide evenly, the first ranks have one more.
+///
+/// A call moves parts of one length: shorter ones are padded by one row.
+///
+/// ```
+/// use burn_ddp_comm::RowDivision;
+///
+/// let division = RowDivision { rows: 5, row_bytes: 8, world_size: 2 };
+/// assert_eq!((division.rows_of(0), division.rows_of(1)), (0..3, 3..5));
+/// assert_eq!(division.bytes_of(1), 24..40);
+/// assert_eq!((division.len_bytes(), division.padded_len_bytes()), (40, 48));
+/// assert!(!division.is_even());
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowDivision {
+    /// Number of rows of the whole.
+    pub rows: usize,
+    /// Bytes of one row.
+    pub row_bytes: usize,
+    /// Number of ranks.
+    pub world_size: usize,
+}
+
+impl RowDivision {
+    /// Rows of one rank; at least one if there are as many rows as ranks.
+    pub fn rows_of(self, rank: usize) -> Range<usize> {
+        let (each, more) = (self.rows / self.world_size, self.rows % self.world_size);
+        let start = rank * each + rank.min(more);
+        start..start + each + usize::from(rank < more)
+    }
+
+    /// Place of one rank's part in the bytes of the whole.
+    pub fn bytes_of(self, rank: usize) -> Range<usize> {
+        let rows = self.rows_of(rank);
+        rows.start * self.row_bytes..rows.end * self.row_bytes
+    }
+
+    /// Bytes of the whole.
+    pub fn len_bytes(self) -> usize {
+        self.rows * self.row_bytes
+    }
+
+    /// Bytes of the parts of all ranks as a call moves them.
+    pub fn padded_len_bytes(self) -> usize {
+        self.part_bytes() * self.world_size
+    }
+
+    /// True if all parts are equally long.
+    pub fn is_even(self) -> bool {
+        self.rows.is_multiple_of(self.world_size)
+    }
+
+    /// Bytes of the longest part.
+    pub(super) fn part_bytes(self) -> usize {
+        self.rows_of(0).len() * self.row_bytes
+    }
+
+    /// The parts of all ranks, padded, `[world, n]`, out of the whole.
+    pub(super) fn padded(self, whole: &[u8]) -> Vec<u8> {
+        let mut parts = vec![0; self.padded_len_bytes()];
+        for rank in 0..self.world_size {
+            let (from, to) = (self.bytes_of(rank), rank * self.part_bytes());
+            parts[to..to + from.len()].copy_from_slice(&whole[from]);
+        }
+        parts
+    }
+
+    /// Moves the whole to the front of the padded parts of all ranks.
+    pub(super) fn close_up(self, parts: &mut [u8]) {
+        for rank in 1..self.world_size {
+            let (to, from) = (self.bytes_of(rank), rank * self.part_bytes());
+            parts.copy_within(from..from + to.len(), to.start);
+        }
+    }
+
+    /// Checks that the division is one of whole elements between this many ranks, and that a buffer has the length that
+    /// is expected.
+    pub(super) fn check(self, dtype: DType, ranks: usize, (len_bytes, expected): (usize, usize)) -> Result<()> {
+        if self.world_size != ranks {
+            refuse(format!("a division between {} ranks in a group of {ranks}", self.world_size))
+        } else if !self.row_bytes.is_multiple_of(dtype.size_bytes()) {
+            refuse(format!("rows of {} bytes: not a whole number of {dtype} elements", self.row_bytes))
+        } else if len_bytes != expected {
+            refuse(format!("a buffer of {len_bytes} bytes, where the division has {expected}"))
+        } else {
+            Ok(())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_the_whole_and_differ_by_one_row() {
+        for world_size in 1..6 {
+            for rows in 0..3 * world_size + 2 {
+                let division = RowDivision { rows, row_bytes: 3, world_size };
+                let whole: Vec<u8> = (0..rows * 3).map(|i| i as u8).collect();
+                let mut parts = division.padded(&whole);
+                assert_eq!(parts.len(), rows.div_ceil(world_size) * 3 * world_size);
+                division.close_up(&mut parts);
+                assert_eq!(parts[..division.len_bytes()], whole);
+                let lens: Vec<usize> = (0..world_size).map(|rank| division.rows_of(rank).len()).collect();
+                assert_eq!(lens.iter().sum::<usize>(), rows);
+                assert!(lens.iter().all(|len| *len + 1 >= lens[0] && *len <= lens[0]), "{lens:?}");
+                assert_eq!(division.is_even(), lens.iter().all(|len| *len == lens[0]));
+            }
+        }
+    }
+}
