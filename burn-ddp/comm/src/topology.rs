@@ -1,5 +1,9 @@
 //! Machines of a world, and the ranks on each.
 
+use std::ops::Range;
+
+use crate::reduce::halves;
+
 /// Ranks of each machine of a world, the same on all ranks. Machines are in the order of their lowest ranks, ranks of a
 /// machine ascend.
 ///
@@ -23,7 +27,16 @@ pub struct Machines {
 
 impl Machines {
     /// Machines of ranks on machines of these identities, by rank.
-    pub(crate) fn new<T: PartialEq>(identities: &[T]) -> Machines {
+    ///
+    /// ```
+    /// use burn_ddp_comm::Machines;
+    ///
+    /// let in_blocks = Machines::new(&["a", "a", "b", "b"]);
+    /// assert_eq!(in_blocks.partial_results(&[0, 1, 2, 3]), [1, 1]);
+    /// let in_turn = Machines::new(&["a", "b", "a", "b"]);
+    /// assert_eq!(in_turn.partial_results(&[0, 1, 2, 3]), [2, 2]); // twice the bytes between them
+    /// ```
+    pub fn new<T: PartialEq>(identities: &[T]) -> Machines {
         let mut seen: Vec<&T> = Vec::new();
         let (mut ranks, mut machine_of) = (Vec::<Vec<usize>>::new(), Vec::with_capacity(identities.len()));
         for (rank, identity) in identities.iter().enumerate() {
@@ -49,6 +62,35 @@ impl Machines {
     /// If there is no such machine.
     pub fn ranks_of(&self, machine: usize) -> &[usize] {
         &self.ranks[machine]
+    }
+
+    /// Number of partial results per element that each machine sends to the others in a reduction over these world
+    /// ranks, in their order: one for each subtree of the tree over the ranks that is on the machine as a whole. Ranks
+    /// that follow each other, and powers of two of them, yield one.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    pub fn partial_results(&self, ranks: &[usize]) -> Vec<usize> {
+        let mut counts = vec![0; self.count()];
+        self.subtrees(ranks).iter().for_each(|(_, machine)| counts[*machine] += 1);
+        counts
+    }
+
+    /// The subtrees of the tree over `ranks` that are on one machine, each as large as it can be, in order: their
+    /// places, and the machine.
+    pub(crate) fn subtrees(&self, ranks: &[usize]) -> Vec<(Range<usize>, usize)> {
+        let mut found = Vec::new();
+        let mut left_to_cut = vec![0..ranks.len()];
+        while let Some(places) = left_to_cut.pop() {
+            let Some(machine) = ranks[places.clone()].first().map(|rank| self.machine_of(*rank)) else { continue };
+            if ranks[places.clone()].iter().all(|rank| self.machine_of(*rank) == machine) {
+                found.push((places, machine));
+            } else {
+                let (left, right) = halves(places);
+                left_to_cut.extend([right, left]);
+            }
+        }
+        found
     }
 
     /// Number of ranks.
@@ -81,5 +123,21 @@ mod tests {
         assert_eq!(machines.count(), 3);
         assert_eq!([0, 1, 2].map(|machine| machines.ranks_of(machine).to_vec()), [vec![0, 2], vec![1, 4], vec![3]]);
         assert_eq!([0, 1, 2, 3, 4].map(|rank| machines.machine_of(rank)), [0, 1, 0, 2, 1]);
+    }
+
+    #[test]
+    fn partial_results_follow_the_tree() {
+        let of = |identities: &[usize]| {
+            let all: Vec<usize> = (0..identities.len()).collect();
+            Machines::new(identities).partial_results(&all)
+        };
+        assert_eq!(of(&[0, 0, 0, 0, 1, 1, 1, 1]), [1, 1]);
+        assert_eq!(of(&[0, 0, 0, 1, 1, 1, 2, 2, 2]), [2, 2, 2]);
+        assert_eq!(of(&[0, 1, 0, 1, 0, 1, 0, 1]), [4, 4]);
+        assert_eq!(of(&[0, 0, 0]), [1]);
+        let machines = Machines::new(&[0, 1, 0, 1]);
+        assert_eq!(machines.partial_results(&[0, 2, 1, 3]), [1, 1], "the order of the group counts");
+        assert_eq!(machines.partial_results(&[1]), [0, 1]);
+        assert_eq!(machines.partial_results(&[]), [0, 0]);
     }
 }

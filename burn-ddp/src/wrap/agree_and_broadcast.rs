@@ -16,7 +16,7 @@ use burn_ddp_comm::RowDivision;
 use super::attach::Taps;
 use super::inspect_model::{Inspected, inspect};
 use super::memory_estimate::memory;
-use super::{WrapConfig, local_parameters, treatment};
+use super::{WrapConfig, local_parameters, rank_placement, treatment};
 use crate::ddp::Ddp;
 use crate::gradients::{ReducerSettings, Slot};
 use crate::intercept::{SyncedStatistics, open_model};
@@ -100,6 +100,7 @@ pub(crate) fn agree_and_broadcast<M: Module + 'static>(
     let model = if is_buffer.contains(&true) { running_stats::unshared(model) } else { model };
     let source = (ddp.world_size() > 1).then_some((ddp, &group, 0));
     let model = broadcast::values(model, source, devices, &schema, first_clone, &is_local)?;
+    rank_placement::advise(ddp, &group);
     ddp.state().note_model_device(&device);
     seed::separate_ranks(ddp, &device)?;
     let is_shared_buffer = schema.floats(&is_local).zip(is_buffer).map(|(is_local, is_buffer)| is_buffer && !is_local);

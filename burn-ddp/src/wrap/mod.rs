@@ -10,6 +10,7 @@
 //! | `memory_estimate` | memory of a rank, from shapes |
 //! | `parameters_to_shard` | which parameters the settings shard, before `wrap` |
 //! | `attach` | taps on the parameters |
+//! | `rank_placement` | advice on the placement of ranks on machines |
 //! | `find_wrapped` | the wrapped models in a module, and the handle that each belongs to |
 //! | `sync_gradients` | reduction of held gradients without a backward of the user's |
 
@@ -21,6 +22,7 @@ mod local_parameters;
 mod memory_estimate;
 #[cfg(feature = "train")]
 mod parameters_to_shard;
+mod rank_placement;
 mod sync_gradients;
 mod treatment;
 mod wrap_config;

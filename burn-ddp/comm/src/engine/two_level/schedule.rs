@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use crate::engine::shm::part;
-use crate::reduce::{Terms, halves};
+use crate::reduce::Terms;
 use crate::topology::Machines;
 
 /// A subtree whose ranks are all on one machine, and as large as it can be: the machine sends one partial result for
@@ -67,23 +67,8 @@ pub(super) fn chunks(len: usize, most: usize) -> impl Iterator<Item = Range<usiz
 
 /// The subtrees of the tree over the ranks of `terms`, in order.
 pub(super) fn subtrees(machines: &Machines, terms: &Terms) -> Vec<Subtree> {
-    fn cut(places: Range<usize>, machine_at: &impl Fn(usize) -> usize, found: &mut impl FnMut(Range<usize>)) {
-        let machine = machine_at(places.start);
-        if places.clone().all(|place| machine_at(place) == machine) {
-            return found(places);
-        }
-        let (left, right) = halves(places);
-        cut(left, machine_at, found);
-        cut(right, machine_at, found);
-    }
-    let ranks = terms.ranks();
-    let machine_at = |place: usize| machines.machine_of(ranks[place]);
-    let mut all = Vec::new();
-    cut(0..ranks.len(), &machine_at, &mut |places| {
-        let (machine, size) = (machine_at(places.start), terms.partial_bytes(&places));
-        all.push(Subtree { places, machine, size });
-    });
-    all
+    let subtree = |(places, machine)| Subtree { size: terms.partial_bytes(&places), places, machine };
+    machines.subtrees(terms.ranks()).into_iter().map(subtree).collect()
 }
 
 /// Bytes per element that each machine sends to a machine that puts partial results together.
@@ -241,7 +226,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::reduce::Reduction;
+    use crate::reduce::{Reduction, halves};
     use crate::{DType, ReduceOp};
 
     fn machines(identities: &[usize]) -> Machines {
