@@ -80,7 +80,7 @@ impl Machines {
     /// places, and the machine.
     pub(crate) fn subtrees(&self, ranks: &[usize]) -> Vec<(Range<usize>, usize)> {
         let mut found = Vec::new();
-        let mut left_to_cut = vec![0..ranks.len()];
+        let mut left_to_cut = Vec::from_iter(Some(0..ranks.len()));
         while let Some(places) = left_to_cut.pop() {
             let Some(machine) = ranks[places.clone()].first().map(|rank| self.machine_of(*rank)) else { continue };
             if ranks[places.clone()].iter().all(|rank| self.machine_of(*rank) == machine) {

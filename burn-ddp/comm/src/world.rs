@@ -267,8 +267,12 @@ impl World {
 
     /// Says goodbye now, rather than when the last handle is dropped. Never blocks; once is enough.
     ///
-    /// Later collectives of this rank are an error; one that another thread is in goes on. Those of the others are an
-    /// error only if they need this rank, and then at once, also where its groups are still open.
+    /// Later collectives of this rank are an error. Those of the others are an error only if they need more of this
+    /// rank than it has sent, and then at once, also where its groups are still open.
+    ///
+    /// A collective that another thread of this rank is in is not waited for, and goes on. It succeeds if no rank waits
+    /// for this one in it any more. Otherwise a rank finds that this one has left, which is an error on every rank, and
+    /// of that call, too. So leave when no thread is in a call.
     pub fn leave(&self) {
         self.member.leave();
     }

@@ -50,7 +50,7 @@ pub struct WorldOptions {
 const MACHINE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Shortest heartbeat; shorter ones would only make work.
 const SHORTEST_HEARTBEAT: Duration = Duration::from_millis(10);
-/// Most connections between two ranks.
+/// Limit on connections per rank pair.
 const MAX_FLOWS: u8 = 64;
 /// Longest history.
 const MAX_HISTORY: usize = 1_000_000;

@@ -84,6 +84,44 @@ fn a_rank_that_leaves_instead_of_making_a_group_is_named_at_once() {
     }
 }
 
+/// A rank leaves while another thread of it waits for a peer, which gives up after that.
+fn call_under_way(worlds: Vec<World>) {
+    let ended = Barrier::new(2);
+    on_world(worlds, |world| {
+        let group = world.group().unwrap();
+        if world.rank() == 0 {
+            thread::scope(|scope| {
+                let call = scope.spawn(|| group.recv(&mut [0_u8], 1).unwrap_err());
+                // It is in its call by then.
+                thread::sleep(Duration::from_millis(100));
+                world.leave();
+                let begin = Instant::now();
+                let error = call.join().unwrap();
+                assert_eq!(error.rank(), Some(1), "{error}");
+                assert!(error.to_string().contains("disk full"), "{error}");
+                assert!(begin.elapsed() < AT_ONCE, "{:?}", begin.elapsed());
+            });
+        } else {
+            thread::sleep(Duration::from_millis(300));
+            world.fail("disk full");
+        }
+        ended.wait();
+    });
+}
+
+#[test]
+fn a_call_under_way_when_its_rank_leaves_ends_with_the_world() {
+    call_under_way(world(2, &options()));
+    call_under_way(World::threads(2, options()));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_call_under_way_when_its_rank_leaves_ends_with_the_world_between_machines_and_in_shared_memory() {
+    call_under_way(placed(&[0, 1], &options()));
+    call_under_way(placed(&[0, 0], &options()));
+}
+
 /// What a rank sent before it left arrives, also where it left first.
 #[test]
 fn what_was_sent_before_the_goodbye_arrives() {

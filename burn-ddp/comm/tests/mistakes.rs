@@ -448,7 +448,7 @@ fn check_table(make: fn(usize, &WorldOptions) -> Vec<World>) {
                 }
                 Object => {
                     let Error::Object { rank: 1, from: 0, .. } = error else { panic!("{context}") };
-                    assert!(text.contains("not a u64") && (rank == 0 || lines(&text).len() == 1), "{context}");
+                    assert!(text.contains("invalid u64") && (rank == 0 || lines(&text).len() == 1), "{context}");
                 }
             }
         }

@@ -9,8 +9,6 @@ use burn_ddp_comm::{DType, ProcessGroup, ReduceOp, World, WorldOptions};
 use common::{on_world, options, placed};
 use half::{bf16, f16};
 
-const DTYPES: [DType; 5] = [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I32];
-
 /// All buffers of a collective together, in bytes: more than one exchange takes.
 const MANY: usize = 70_000;
 
@@ -40,7 +38,11 @@ fn bytes(dtype: DType, rank: usize, len: usize) -> Vec<u8> {
             DType::F32 => (value as f32).to_le_bytes().to_vec(),
             DType::F16 => f16::from_f64(value).to_le_bytes().to_vec(),
             DType::BF16 => bf16::from_f64(value).to_le_bytes().to_vec(),
-            _ => ((value * 1e9) as i32).to_le_bytes().to_vec(),
+            // Beyond the ends of the type, so that sums wrap.
+            DType::I64 => ((value * 1e19) as i64).to_le_bytes().to_vec(),
+            DType::I32 => ((value * 1e9) as i32).to_le_bytes().to_vec(),
+            DType::I8 | DType::U8 => vec![(value * 1e9) as i64 as u8],
+            DType::Bool => vec![u8::from(value > 0.0)],
         }
     };
     (0..len).flat_map(element).collect()
@@ -64,7 +66,7 @@ fn weights(machines: &[usize]) -> [(&'static str, Vec<f64>); 4] {
 fn reductions(group: &ProcessGroup, machines: &[usize]) -> Vec<Outcome> {
     let (rank, ranks) = (group.rank(), group.world_size());
     let mut outcomes = Vec::new();
-    for dtype in DTYPES {
+    for dtype in DType::ALL {
         for len in [0, 1, 37, MANY / ranks / dtype.size_bytes()] {
             let mut add = |what: String, result: burn_ddp_comm::Result<()>, buf: Vec<u8>| {
                 let what = format!("{what} of {len} elements of {dtype}");
@@ -127,6 +129,12 @@ fn two_machines_of_four() {
 #[test]
 fn three_machines_of_three() {
     same_bits(&[0, 0, 0, 1, 1, 1, 2, 2, 2]);
+}
+
+#[test]
+fn four_machines_of_four() {
+    let blocks: Vec<usize> = (0..16).map(|rank| rank / 4).collect();
+    same_bits(&blocks);
 }
 
 #[test]

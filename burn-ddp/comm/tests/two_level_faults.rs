@@ -9,6 +9,9 @@ use burn_ddp_comm::{LaunchEnv, ReduceOp, World, WorldOptions};
 use common::{Process, launcher_store, options, rank_at, role, say};
 use rustix::process::Signal;
 
+/// Time from a death to the error of the last survivor, with as much again for a machine of few cores.
+const SOON: Duration = Duration::from_secs(2 * 3);
+
 /// Half of the deadline of a call.
 const AT_ONCE: Duration = Duration::from_secs(30);
 
@@ -46,12 +49,17 @@ fn rank_main() -> bool {
 
 /// Four ranks on two machines, with their roles, once a group of them has reduced.
 fn on_two_machines<'a>(test: &str, role: impl Fn(usize) -> &'a str) -> Vec<Process> {
-    let store = launcher_store();
+    on_machines(test, 2, 2, role)
+}
+
+/// So many machines of `each` ranks, with their roles, once a group of them has reduced.
+fn on_machines<'a>(test: &str, machines: usize, each: usize, role: impl Fn(usize) -> &'a str) -> Vec<Process> {
+    let (store, count) = (launcher_store(), machines * each);
     let start = |rank: usize| {
-        let env = LaunchEnv { machine: Some((rank / 2).to_string()), ..rank_at(&store, rank, 4) };
+        let env = LaunchEnv { machine: Some((rank / each).to_string()), ..rank_at(&store, rank, count) };
         Process::start(test, role(rank), &env)
     };
-    let mut ranks: Vec<Process> = (0..4).map(start).collect();
+    let mut ranks: Vec<Process> = (0..count).map(start).collect();
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
     ranks
 }
@@ -76,6 +84,24 @@ fn a_killed_rank_is_named_on_both_machines() {
     if !rank_main() {
         check("a_killed_rank_is_named_on_both_machines", ["waits"; 2], Process::kill, "it was killed by SIGKILL");
     }
+}
+
+#[test]
+fn a_killed_rank_is_named_soon_by_all_ranks_of_four_machines_of_four() {
+    const TEST: &str = "a_killed_rank_is_named_soon_by_all_ranks_of_four_machines_of_four";
+    if rank_main() {
+        return;
+    }
+    // A rank in the middle: most others hear of it through their counterparts.
+    let (culprit, mut ranks) = (6, on_machines(TEST, 4, 4, |_| "waits"));
+    let begin = Instant::now();
+    ranks[culprit].kill();
+    for rank in (0..ranks.len()).filter(|rank| *rank != culprit) {
+        let said = ranks[rank].hear();
+        assert!(said.starts_with(&format!("Some({culprit}): rank {culprit} (host ")), "rank {rank}: {said}");
+        assert!(said.contains("it was killed by SIGKILL"), "rank {rank}: {said}");
+    }
+    assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
 }
 
 #[test]

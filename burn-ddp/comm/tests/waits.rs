@@ -35,7 +35,8 @@ const WAITS: [(&str, EngineChoice); 13] = [
 fn rank_main() -> bool {
     let Some((role, env)) = role() else { return false };
     let mut words = role.split('/');
-    let (wait, engine, faulty) = (words.next().unwrap(), words.next().unwrap(), words.next().unwrap());
+    let (wait, engine) = (words.next().unwrap(), words.next().unwrap());
+    let faulty: usize = words.next().unwrap().parse().unwrap();
     let world_options = WorldOptions {
         // No choice where `common` deals the ranks out to machines.
         engine: options().engine.and(Some(engine.parse().unwrap())),
@@ -47,21 +48,20 @@ fn rank_main() -> bool {
     let group = world.group().unwrap();
     say("ready");
     await_go();
-    if faulty == "faulty" {
+    if world.rank() == faulty {
         world.fail("the disk is full");
         // It goes only when its peers have gone: what they hear is that it failed.
         await_go();
         return true;
     }
-    let peer = 1;
     let waited: Result<()> = match wait {
         "group" => world.group().map(drop),
         "barrier" => group.barrier(),
-        "receive" => group.recv(&mut [0_u8; 4], peer),
+        "receive" => group.recv(&mut [0_u8; 4], faulty),
         "pending" => group.all_reduce_async(vec![1.0_f32; 4], ReduceOp::Sum).wait().map(drop),
         "shared buffers" => group.shared_buffers(&[1 << 20]).map(drop),
         "large broadcast" => group.broadcast(&mut vec![0_u8; 32 << 20], 0),
-        "large send" => group.send(&vec![0_u8; 32 << 20], peer),
+        "large send" => group.send(&vec![0_u8; 32 << 20], faulty),
         "split" => group.split(Some(0), 0).map(drop),
         other => panic!("{other}"),
     };
@@ -70,30 +70,29 @@ fn rank_main() -> bool {
     true
 }
 
-/// Runs three ranks per wait, of which rank 1 is faulty and the others wait for it; `harm` is done to it.
-fn check(test: &str, peer_timeout: &str, harm: impl Fn(&mut Process) + Sync, expected: &str) {
+/// Runs three ranks per wait, of which one is faulty and the others wait for it; `harm` is done to it. Of the three
+/// tests that call this each passes another `turn`, so that each rank is the faulty one in each wait, in one of them.
+fn check(test: &str, turn: usize, peer_timeout: &str, harm: impl Fn(&mut Process) + Sync, expected: &str) {
     let harm = &harm;
     thread::scope(|scope| {
-        for (wait, engine) in WAITS {
+        for (nth, (wait, engine)) in WAITS.into_iter().enumerate() {
+            let faulty = (nth + turn) % 3;
+            let others = move || (0..3).filter(move |rank| *rank != faulty);
             scope.spawn(move || {
                 let store = launcher_store();
-                let start = |rank| {
-                    let part = if rank == 1 { "faulty" } else { "waits" };
-                    let role = format!("{wait}/{}/{part}{peer_timeout}", engine.name());
-                    Process::start(test, &role, &rank_at(&store, rank, 3))
-                };
+                let role = format!("{wait}/{}/{faulty}{peer_timeout}", engine.name());
+                let start = |rank| Process::start(test, &role, &rank_at(&store, rank, 3));
                 let mut ranks: Vec<Process> = (0..3).map(start).collect();
                 ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
-                ranks[0].go();
-                ranks[2].go();
+                others().for_each(|rank| ranks[rank].go());
                 // Most are in their waits by then; the others find out when they begin.
                 thread::sleep(Duration::from_millis(200));
                 let begin = Instant::now();
-                harm(&mut ranks[1]);
-                for rank in [0, 2] {
+                harm(&mut ranks[faulty]);
+                for rank in others() {
                     let said = ranks[rank].hear();
-                    assert!(said.starts_with("Some(1): rank 1 (host "), "{wait}, {engine:?}, rank {rank}: {said}");
-                    assert!(said.contains(expected), "{wait}, {engine:?}, rank {rank}: {said}");
+                    let named = said.starts_with(&format!("Some({faulty}): rank {faulty} (host "));
+                    assert!(named && said.contains(expected), "{wait}, {engine:?}, rank {rank}: {said}");
                 }
                 assert!(begin.elapsed() < AT_ONCE, "{wait}, {engine:?}: {:?}", begin.elapsed());
             });
@@ -104,14 +103,14 @@ fn check(test: &str, peer_timeout: &str, harm: impl Fn(&mut Process) + Sync, exp
 #[test]
 fn each_wait_ends_when_a_peer_is_killed() {
     if !rank_main() {
-        check("each_wait_ends_when_a_peer_is_killed", "", Process::kill, "it was killed by SIGKILL");
+        check("each_wait_ends_when_a_peer_is_killed", 0, "", Process::kill, "it was killed by SIGKILL");
     }
 }
 
 #[test]
 fn each_wait_ends_when_a_peer_gives_up() {
     if !rank_main() {
-        check("each_wait_ends_when_a_peer_gives_up", "", Process::go, "failed: the disk is full");
+        check("each_wait_ends_when_a_peer_gives_up", 1, "", Process::go, "failed: the disk is full");
     }
 }
 
@@ -119,7 +118,7 @@ fn each_wait_ends_when_a_peer_gives_up() {
 fn each_wait_ends_when_a_peer_is_silent_for_longer_than_the_user_allows() {
     const TEST: &str = "each_wait_ends_when_a_peer_is_silent_for_longer_than_the_user_allows";
     if !rank_main() {
-        check(TEST, "/peer timeout", |rank| rank.signal(Signal::STOP), "silent for ");
+        check(TEST, 2, "/peer timeout", |rank| rank.signal(Signal::STOP), "silent for ");
     }
 }
 
@@ -130,7 +129,7 @@ fn a_rank_that_connects_to_a_stopped_one_hears_that_another_dies() {
         return;
     }
     let store = launcher_store();
-    let role = |rank| Process::start(TEST, "group/tcp/waits", &rank_at(&store, rank, 3));
+    let role = |rank| Process::start(TEST, "group/tcp/0", &rank_at(&store, rank, 3));
     let mut ranks: Vec<Process> = (0..3).map(role).collect();
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
     // Rank 2 connects to rank 0 first, whose kernel accepts, and waits for its first words.

@@ -54,7 +54,7 @@ struct State {
 /// Longest chain of threads that wait for each other: worker, submitter, and room for more.
 const LONGEST_CHAIN: usize = 8;
 
-/// Handle that lies in the thread itself: dropped when the thread ends, which it records.
+/// Thread-local handle. Dropping it, at the thread's end, marks the thread as ended.
 struct This(CallingThread);
 
 impl Drop for This {

@@ -109,7 +109,7 @@ pub trait Engine: Send {
 
     /// Closes what peers see of this rank in the group: it has left the world with the group open, and no call comes
     /// any more. For engines whose waits cannot tell from the membership alone that no more bytes of a rank are on
-    /// their way. An engine around another passes it on. Does not block.
+    /// their way. An engine around another passes it on. Does not block. Calls after the first do nothing.
     fn leave(&mut self) {}
 }
 

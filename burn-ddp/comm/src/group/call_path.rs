@@ -204,7 +204,7 @@ impl CallPath {
                 }
                 _ if [to, from].contains(&Some(self.rank)) => {
                     let rank = self.member.seat.rank;
-                    refuse(format!("rank {rank} and itself: only send_recv to and from it does something"))
+                    refuse(format!("rank {rank} can only send_recv with itself, as both to and from"))
                 }
                 (send, receive) => {
                     let send = send.map(|(peer, payload)| Outgoing { peer, payload });

@@ -121,7 +121,7 @@ impl ProcessGroup {
 
     fn decode<V: DeserializeOwned>(&self, from: usize, bytes: &[u8]) -> Result<V> {
         decode(bytes).map_err(|message| {
-            let hint = format!("not a {}: {message}; do all ranks use the same type?", std::any::type_name::<V>());
+            let hint = format!("invalid {}: {message}; do all ranks use the same type?", std::any::type_name::<V>());
             Error::Object { rank: self.ranks()[self.rank()], from: self.ranks()[from], message: hint, during: None }
         })
     }

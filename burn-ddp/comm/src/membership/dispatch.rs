@@ -1,7 +1,6 @@
 //! Control messages in and out: their effect on this rank's membership, and what this rank sends.
 
 use std::sync::Weak;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::step_position::{Progress, Track};
@@ -31,6 +30,7 @@ impl Membership {
                 beats.into_iter().for_each(|(rank, beat)| self.receive(rank, ControlMessage::Heartbeat(beat)));
             }
             // The rank that ended the world sends this to all; this rank repeats it only when leaving, see `goodbye`.
+            // It counts after the goodbye of this rank, too.
             ControlMessage::Fail { cause } => self.end(cause, false),
             ControlMessage::Goodbye => self.mark_left(from),
             ControlMessage::Stop { track, at, what } => self.mark_stop(from, track, at, &what),
@@ -91,23 +91,25 @@ impl Membership {
     }
 
     /// Notes that `rank` has ended, where no connection was left on which this rank could hear how. That is no goodbye:
-    /// a wait for it is an error that says so. It is no failure either, since the rank may have left in peace.
+    /// a wait for it is an error that says so. It is no failure either, since the rank may have left in peace. Does
+    /// nothing if a goodbye or a connection of the rank has come meanwhile; one that comes later counts, too.
     pub(super) fn ended_unheard(&self, rank: usize) {
-        if !self.has_left(rank) {
-            self.shared.unannounced[rank].store(true, Ordering::Release);
-            self.retire(rank);
+        {
+            let mut liveness = lock(&self.shared.liveness);
+            if liveness.is_near(rank) || !self.shared.presence.end_unheard(rank) {
+                return;
+            }
+            liveness.forget(rank);
         }
+        self.wake_all();
     }
 
     fn mark_left(&self, rank: usize) {
-        self.shared.unannounced[rank].store(false, Ordering::Release);
-        self.retire(rank);
-    }
-
-    /// From now on `rank` takes part no more.
-    fn retire(&self, rank: usize) {
-        self.shared.left[rank].store(true, Ordering::Release);
-        lock(&self.shared.liveness).forget(rank);
+        {
+            let mut liveness = lock(&self.shared.liveness);
+            self.shared.presence.leave(rank);
+            liveness.forget(rank);
+        }
         self.wake_all();
     }
 

@@ -40,6 +40,12 @@ struct Heard {
     next_beat: Instant,
 }
 
+impl Heard {
+    fn new(near: bool, now: Instant) -> Heard {
+        Heard { near, last: now, suspected: false, excused: false, lost: false, beat: None, beats: 0, next_beat: now }
+    }
+}
+
 /// Change of a peer's state.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Change {
@@ -57,18 +63,7 @@ impl Liveness {
         options: &WorldOptions,
         now: Instant,
     ) -> Liveness {
-        let heard = |peer| {
-            (peer != rank).then_some(Heard {
-                near: is_near(peer),
-                last: now,
-                suspected: false,
-                excused: false,
-                lost: false,
-                beat: None,
-                beats: 0,
-                next_beat: now,
-            })
-        };
+        let heard = |peer| (peer != rank).then(|| Heard::new(is_near(peer), now));
         Liveness {
             heartbeat: options.heartbeat,
             peer_timeout: options.peer_timeout,
@@ -80,6 +75,13 @@ impl Liveness {
     pub(crate) fn connected(&mut self, peer: usize, now: Instant) {
         if let Some(Some(heard)) = self.peers.get_mut(peer) {
             (heard.near, heard.last, heard.next_beat) = (true, now, now);
+        }
+    }
+
+    /// Notes that `peer`, which was removed, takes part.
+    pub(crate) fn reappeared(&mut self, peer: usize, now: Instant) {
+        if let Some(heard) = self.peers.get_mut(peer) {
+            heard.get_or_insert_with(|| Heard::new(false, now));
         }
     }
 
@@ -122,7 +124,7 @@ impl Liveness {
         }
     }
 
-    /// Removes `peer`, which left.
+    /// Removes `peer`, which left or ended unheard.
     pub(crate) fn forget(&mut self, peer: usize) {
         if let Some(heard) = self.peers.get_mut(peer) {
             *heard = None;

@@ -6,6 +6,7 @@
 //! | messages between ranks besides data; the traits of their carriers and of waits | `control_messages`, applied in `dispatch` |
 //! | the connections that carry them between processes | `control`; the ways between machines in `routes` |
 //! | the first cause, which every call returns from then on | `world_failure`; panics in `panic_hook` |
+//! | ranks that take part | `presence` |
 //! | signs of life | `liveness`, acted upon in `heartbeats` |
 //! | why a call waits | `stall_diagnosis`, asked in `stalls` |
 //! | what every wait heeds | `wait_checks` |
@@ -28,6 +29,7 @@ mod out_of_step;
 pub(crate) mod panic_hook;
 mod peer_info;
 mod pending_stops;
+mod presence;
 mod rank_report;
 pub(crate) mod routes;
 mod shared_membership;
@@ -118,9 +120,15 @@ impl Membership {
         cut_off
     }
 
-    /// Notes that this rank has a connection of its own to `rank`.
+    /// Notes that this rank has a connection of its own to `rank`, which takes part, then, even if it seemed to have
+    /// ended unheard. Not after its goodbye.
     pub(crate) fn connected(&self, rank: usize) {
-        lock(&self.shared.liveness).connected(rank, Instant::now());
+        let (mut liveness, now) = (lock(&self.shared.liveness), Instant::now());
+        if self.shared.presence.reappear(rank) {
+            tracing::info!(rank = self.rank, peer = rank, "it is there, although it seemed to have ended");
+            liveness.reappeared(rank, now);
+        }
+        liveness.connected(rank, now);
     }
 
     /// Notes that this rank has a connection of its own to `rank` no more, over which nothing came.
@@ -214,16 +222,16 @@ impl Membership {
     /// True if `rank` takes part no more: it said goodbye, or ended unheard. What it sent before may still
     /// be on its way.
     pub fn has_left(&self, rank: usize) -> bool {
-        self.shared.left[rank].load(Ordering::Acquire)
+        self.shared.presence.has_left(rank)
     }
 
     /// True if `rank` has left in peace, and this rank heard it.
     fn said_goodbye(&self, rank: usize) -> bool {
-        self.has_left(rank) && !self.is_unannounced(rank)
+        self.shared.presence.said_goodbye(rank)
     }
 
     /// True if `rank` has ended, and nothing was heard of how.
     fn is_unannounced(&self, rank: usize) -> bool {
-        self.shared.unannounced[rank].load(Ordering::Acquire)
+        self.shared.presence.ended_unheard(rank)
     }
 }

@@ -9,6 +9,7 @@ use super::deadlock_detection::WaitCircles;
 use super::liveness::Liveness;
 use super::out_of_step::Tracks;
 use super::peer_info::PeerInfo;
+use super::presence::Presence;
 use crate::history::History;
 use crate::{Error, LaunchEnv, WorldOptions};
 
@@ -26,10 +27,7 @@ pub(super) struct Shared {
     pub(super) circles: Mutex<WaitCircles>,
     /// True once there is a cause. Set with it, read by every call.
     pub(super) ended: AtomicBool,
-    /// True for ranks that take part no more. Written by ranks and control threads, read by every wait.
-    pub(super) left: Box<[AtomicBool]>,
-    /// True for ranks of whose end nothing was heard. Set before the rank counts as one that has left.
-    pub(super) unannounced: Box<[AtomicBool]>,
+    pub(super) presence: Presence,
     /// Written by ranks and control threads; never locked while calling out.
     pub(super) state: Mutex<State>,
     /// Waits to wake at each change. Transports add themselves when they are made; those that are gone are removed at
@@ -59,11 +57,9 @@ pub(super) struct State {
 impl Shared {
     pub(super) fn new(peers: Vec<PeerInfo>, options: WorldOptions, liveness: Liveness, local: bool) -> Arc<Shared> {
         let state = State { cause: None, tracks: Tracks::default() };
-        let flags = || peers.iter().map(|_| AtomicBool::new(false)).collect();
         Arc::new(Shared {
             local_ranks: peers.iter().map(|_| LocalRank::new(options.history)).collect(),
-            left: flags(),
-            unannounced: flags(),
+            presence: Presence::of_all(peers.len()),
             circles: Mutex::new(WaitCircles::new(options.heartbeat, Instant::now())),
             liveness: Mutex::new(liveness),
             peers,

@@ -72,6 +72,29 @@ fn what_came_from_a_peer_is_not_passed_on() {
 }
 
 #[test]
+fn a_failure_after_this_ranks_goodbye_ends_its_calls_and_is_no_event_of_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let events = directory.path().join("events");
+    std::fs::File::create_new(&events).unwrap();
+    for leaves_first in [true, false] {
+        let (membership, recorder) = rank_0();
+        let meeting = crate::Meeting::Rank0 { host: "localhost".into(), port: 1 };
+        let env = LaunchEnv { events: Some(events.clone()), ..LaunchEnv::new(0, 3, meeting, "job") };
+        membership.report_to(&env);
+        if leaves_first {
+            membership.goodbye();
+        }
+        let wakes = recorder.wakes.load(Ordering::Relaxed);
+        let cause = membership.lost_error(2, "connection reset");
+        membership.receive(1, ControlMessage::Fail { cause: cause.clone() });
+        assert_eq!(membership.check(), Err(cause));
+        assert!(recorder.wakes.load(Ordering::Relaxed) > wakes);
+        let written = std::fs::read_to_string(&events).unwrap();
+        assert_eq!(written.is_empty(), leaves_first, "{written}");
+    }
+}
+
+#[test]
 fn a_goodbye_ends_nothing() {
     let (membership, recorder) = rank_0();
     membership.receive(1, ControlMessage::Goodbye);

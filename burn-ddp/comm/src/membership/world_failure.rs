@@ -68,6 +68,10 @@ impl Membership {
             state.cause = Some(cause.clone());
             self.shared.ended.store(true, Ordering::Release);
         }
+        if !send && self.has_left(self.rank) {
+            // It left in peace. Only a call that another thread is in returns the cause, and reports it.
+            return self.wake_all();
+        }
         // Before the others hear of it, and so before any of them can end because of it.
         self.append_event(&Event::Failed {
             rank: self.rank,

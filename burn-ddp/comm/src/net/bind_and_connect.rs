@@ -115,12 +115,7 @@ fn bind_each(addresses: &[SocketAddr]) -> io::Result<Vec<TcpListener>> {
     Ok(listeners)
 }
 
-/// Connects to one of the addresses `host` has now. One round, no retries. The socket does not block.
-pub(crate) fn connect_once(host: &str, port: u16, via: &Interface, deadline: Instant) -> io::Result<Socket> {
-    connect_any(&resolve(host, port)?, via, deadline)
-}
-
-/// Connects to one of `addresses`, as [`connect_once`].
+/// Connects to one of `addresses`. One round, no retries. The socket does not block.
 pub(crate) fn connect_any(addresses: &[SocketAddr], via: &Interface, deadline: Instant) -> io::Result<Socket> {
     let mut last = io::Error::from(ErrorKind::TimedOut);
     for (nth, &address) in addresses.iter().enumerate() {
@@ -204,8 +199,8 @@ mod tests {
     #[test]
     fn nobody_listens() {
         let free = bind("localhost", 0).unwrap()[0].local_addr().unwrap().port();
-        let error = connect_once("localhost", free, &Interface::default(), Instant::now() + Duration::from_secs(5))
-            .unwrap_err();
+        let soon = Instant::now() + Duration::from_secs(5);
+        let error = connect_any(&resolve("localhost", free).unwrap(), &Interface::default(), soon).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
     }
 

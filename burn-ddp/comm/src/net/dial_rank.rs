@@ -9,6 +9,7 @@ use std::time::Instant;
 use socket2::Socket;
 
 use super::interface::Interface;
+use super::peer_addresses::PeerAddress;
 use super::{bind_and_connect, descriptors};
 use crate::auth::handshake::{HANDSHAKE_DEADLINE, Introduction, Purpose, Refusal, Role, introduce};
 use crate::auth::job_key::LinkKey;
@@ -18,7 +19,7 @@ use crate::poison_free_locks::lock;
 
 /// A connection to be made.
 pub(crate) struct Dial<'a> {
-    pub(crate) to: (&'a str, u16),
+    pub(crate) to: &'a PeerAddress,
     /// Local interface from which to connect.
     pub(crate) via: &'a Interface,
     /// Key that both ends prove to know.
@@ -30,13 +31,15 @@ pub(crate) struct Dial<'a> {
 
 /// Reason that there is no connection.
 pub(crate) enum Undialled {
+    /// This rank cannot look up the peer's host name.
+    Unresolved(io::Error),
     Unconnected(io::Error),
     Refused(Refusal),
 }
 
 impl Dial<'_> {
-    /// Connects and proves to know the key. Tries again until `until` where the listener may have been too busy, and
-    /// awaits the end of a handshake that has begun by then, until `deadline` at the latest. Ends as soon as
+    /// Connects and proves to know the key. Tries again until `until` where the listener may have been too busy. Awaits
+    /// the end of a handshake that the listener has begun by then, until `deadline` at the latest. Ends as soon as
     /// `membership`, if there is one, knows that the world has ended or the peer has left.
     pub(crate) fn connect(
         &self,
@@ -48,8 +51,9 @@ impl Dial<'_> {
         // Among many connections at a time the listener may drop one unheard; it hears the next.
         let insist_until = until.min(Instant::now() + HANDSHAKE_DEADLINE);
         let me = Introduction { key: &key.key, tag: key.tag, to: Role::Rank(*peer as u32), purpose: *purpose };
+        let addresses = to.look_up().map_err(Undialled::Unresolved)?;
         loop {
-            let socket = bind_and_connect::connect_once(to.0, to.1, via, until).map_err(Undialled::Unconnected)?;
+            let socket = bind_and_connect::connect_any(&addresses, via, until).map_err(Undialled::Unconnected)?;
             let hangup = membership.map(|membership| Hangup::new(&socket, membership, *peer)).transpose();
             let hangup = hangup.map_err(Undialled::Unconnected)?;
             match introduce(socket, &me, until, deadline) {
@@ -75,20 +79,29 @@ impl Undialled {
     pub(crate) fn shortage(&self, world_size: usize) -> Option<String> {
         match self {
             Self::Unconnected(e) => descriptors::shortage(e, world_size),
-            Self::Refused(_) => None,
+            Self::Unresolved(_) | Self::Refused(_) => None,
         }
     }
 
-    /// True if the peer has said that it does not want the connection.
+    /// True if the process that listens there does not want the connection.
     pub(crate) fn is_verdict(&self) -> bool {
-        matches!(self, Self::Refused(Refusal::Refused(_)))
+        matches!(self, Self::Refused(Refusal::Refused(_) | Refusal::Misdirected(_)))
+    }
+
+    /// True if the peer does not listen any more: its port is closed, or another process has it.
+    pub(crate) fn is_gone(&self) -> bool {
+        match self {
+            Self::Unconnected(e) => e.kind() == ErrorKind::ConnectionRefused,
+            Self::Refused(refusal) => matches!(refusal, Refusal::Misdirected(_)),
+            Self::Unresolved(_) => false,
+        }
     }
 
     /// True if nothing has answered so far.
     pub(crate) fn is_silence(&self) -> bool {
         match self {
             Self::Unconnected(e) | Self::Refused(Refusal::NotOurs(e)) => e.kind() == ErrorKind::TimedOut,
-            Self::Refused(Refusal::Refused(_)) => false,
+            Self::Unresolved(_) | Self::Refused(Refusal::Refused(_) | Refusal::Misdirected(_)) => false,
         }
     }
 }
@@ -96,7 +109,7 @@ impl Undialled {
 impl fmt::Display for Undialled {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Unconnected(e) => e.fmt(f),
+            Self::Unresolved(e) | Self::Unconnected(e) => e.fmt(f),
             Self::Refused(refusal) => refusal.fmt(f),
         }
     }

@@ -1,13 +1,14 @@
 //! Sockets below the store, the control connections and the tcp engine.
 //!
-//! - [`address`]: host names, loopback, binding and connecting with errors a person can act on;
+//! - [`bind_and_connect`]: host names, loopback, binding and connecting with errors a person can act on;
 //! - [`descriptors`]: how many this process may have, and errors for want of them;
 //! - [`interface`]: the addresses to listen on and to connect from;
 //! - [`name_lookup`]: names looked up again with a back-off;
+//! - [`peer_addresses`]: addresses of the ranks, looked up once;
 //! - [`keep_alive`]: probes on idle connections;
 //! - [`unix_socket`], `peer_user`: unix sockets between processes of one user;
 //! - [`dial_rank`]: a proved connection to another rank;
-//! - [`wire`]: encrypted, capped postcard messages over a non-blocking socket;
+//! - [`encrypted_messages`]: encrypted, capped postcard messages over a non-blocking socket;
 //! - [`wait`]: `poll` with a deadline, and the waker that interrupts it.
 
 pub(crate) mod bind_and_connect;
@@ -17,6 +18,7 @@ pub(crate) mod encrypted_messages;
 pub(crate) mod interface;
 pub(crate) mod keep_alive;
 pub(crate) mod name_lookup;
+pub(crate) mod peer_addresses;
 #[cfg(target_os = "linux")]
 mod peer_user;
 #[cfg(test)]

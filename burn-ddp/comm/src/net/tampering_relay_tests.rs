@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::dial_rank::Dial;
 use super::interface::Interface;
+use super::peer_addresses::{PeerAddress, PeerAddresses};
 use crate::auth::handshake::Purpose;
 use crate::auth::hmac_key::KEY_BYTES;
 use crate::auth::job_key::LinkKey;
@@ -243,7 +244,7 @@ fn started<const RANKS: usize>() -> [(Arc<Control>, SocketAddr); RANKS] {
 /// Connects the rank `high` to rank 0, which listens at `address` or behind a relay there; both ends.
 fn streams(controls: &[Arc<Control>], high: u32, address: SocketAddr) -> (SecureStream, SecureStream) {
     let (deadline, purpose) = (Instant::now() + PATIENCE, Purpose::Control { rank: high });
-    let to = ("127.0.0.1", address.port());
+    let to = &PeerAddress::new("127.0.0.1", address.port());
     let dial = Dial { to, via: &Interface::default(), key: &link_key(1), peer: 0, purpose };
     let Ok(mine) = dial.connect(deadline, deadline, None) else { panic!("no connection") };
     (mine, controls[0].links().claim(purpose, deadline, || Ok(())).unwrap().unwrap())
@@ -375,7 +376,7 @@ fn a_data_connection_needs_the_secret_of_its_world() {
     let purpose = Purpose::Data { rank: 1, group: 7, flow: 0, opened: false };
     let deadline = Instant::now() + PATIENCE;
     let dialled = |key: &LinkKey| {
-        let to = ("127.0.0.1", relay.address.port());
+        let to = &PeerAddress::new("127.0.0.1", relay.address.port());
         let dial = Dial { to, via: &Interface::default(), key, peer: 0, purpose };
         dial.connect(deadline, deadline, None).map_err(|cause| cause.to_string())
     };
@@ -405,10 +406,11 @@ fn with_data_relayed(encrypt_data: bool) -> (Relay, [World; 2]) {
     let controls = [low, high];
     let memberships = connected(&controls, address, &options);
     let addresses = [relay.address, elsewhere].map(|address| (address.ip().to_string(), address.port()));
+    let addresses = PeerAddresses::new(addresses);
     let world = |rank: usize| {
         let (control, membership) = (controls[rank].clone(), memberships[rank].clone());
         let (via, links) = (Interface::default(), control.links().clone());
-        let reach = Reach { rank, addresses: addresses.to_vec(), key: link_key(1), via, links };
+        let reach = Reach { rank, addresses: addresses.clone(), key: link_key(1), via, links };
         let seat = Seat {
             rank,
             local_world_size: 2,

@@ -9,9 +9,9 @@ use crate::auth::job_key::LinkKey;
 use crate::auth::secure_stream::SecureStream;
 use crate::membership::Routes;
 use crate::membership::control::Control;
-use crate::net::bind_and_connect;
 use crate::net::dial_rank::Dial;
 use crate::net::interface::Interface;
+use crate::net::peer_addresses::PeerAddresses;
 use crate::{Error, PeerInfo, Result};
 
 /// Time between two looks for failures of other ranks.
@@ -21,6 +21,7 @@ const LOOK: Duration = Duration::from_millis(500);
 pub(super) struct Neighbours<'a> {
     pub(super) control: &'a Arc<Control>,
     pub(super) key: &'a LinkKey,
+    pub(super) to: &'a PeerAddresses,
     pub(super) via: &'a Interface,
     pub(super) routes: &'a Routes,
 }
@@ -52,10 +53,12 @@ impl Neighbours<'_> {
     fn dial(&self, entry: &Entry, met: &Met, deadline: Instant) -> Result<SecureStream> {
         let (rank, peer) = (self.routes.rank(), &entry.peer);
         let purpose = Purpose::Control { rank: rank as u32 };
-        let dial = Dial { to: (&entry.host, entry.port), via: self.via, key: self.key, peer: peer.rank, purpose };
+        let Some(to) = self.to.get(peer.rank) else { return Err(unreached(peer, "for want of an address")) };
+        let dial = Dial { to, via: self.via, key: self.key, peer: peer.rank, purpose };
+        // A name that cannot be looked up is more likely one that the peer does not have.
         dial.connect(deadline, deadline, None).map_err(|cause| match cause.shortage(met.entries.len()) {
             Some(why) => Error::environment(format!("{} cannot join: {why}", met.entries[rank].peer)),
-            None => unreached(peer, &format!("at {}: {cause}", bind_and_connect::join(&entry.host, entry.port))),
+            None => unreached(peer, &format!("at {to}: {cause}")),
         })
     }
 

@@ -13,7 +13,7 @@
 //!    only where no launcher watches the ranks, which says more.
 //!
 //! Keys in the store, below the job id: `{round}/rank/{r}` is a rank's [`Entry`], `{round}/arrived` the number of
-//! entries, `{round}/first` the first entry, `{round}/verdict` the [`Verdict`](round), `{round}/lost`
+//! entries, `{round}/first` the first entry, `{round}/verdict` the [`Verdict`](meeting_round), `{round}/lost`
 //! the first failure after that.
 //! A process that joins again after it left finds its own entry in a decided round and takes the next round.
 
@@ -45,6 +45,7 @@ use crate::membership::{Membership, Outbox, Wake};
 use crate::net::bind_and_connect;
 use crate::net::descriptors::{self, Room};
 use crate::net::interface::Interface;
+use crate::net::peer_addresses::PeerAddresses;
 use crate::topology::Machines;
 use crate::world::World;
 use crate::world_member::Seat;
@@ -159,13 +160,14 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     let memories: Vec<_> = entries.iter().map(|entry| entry.memory.clone()).collect();
     let control = Arc::new(control);
     let mut streams: Vec<_> = entries.iter().map(|_| None).collect();
-    let neighbours = Neighbours { control: &control, key: &key, via: &via, routes: membership.routes() };
+    let addresses = PeerAddresses::new(entries.iter().map(|entry| (entry.host.clone(), entry.port)));
+    let (routes, to) = (membership.routes(), &addresses);
+    let neighbours = Neighbours { control: &control, key: &key, to, via: &via, routes };
     let connected = neighbours.connect(&round, &met, mesh_end, &mut streams);
     let as_outbox: Arc<dyn Outbox> = control.clone();
     membership.set_outbox(Arc::downgrade(&as_outbox));
     let links: Weak<dyn Wake> = Arc::downgrade(control.links()) as Weak<dyn Wake>;
     membership.add_waker(links);
-    let addresses: Vec<_> = entries.iter().map(|entry| (entry.host.clone(), entry.port)).collect();
     let directory = Directory { addresses: addresses.clone(), via: via.clone() };
     control.attach(streams, membership.clone(), directory).map_err(threads)?;
     if let Err(error) = connected {
@@ -177,6 +179,7 @@ fn join(env: &LaunchEnv, options: &WorldOptions) -> Result<Seat> {
     }
     membership.report_to(env);
     round.joined();
+    addresses.look_up_all();
     tracing::debug!(rank = env.rank, world_size = env.world_size, elapsed = ?start.elapsed(), "joined");
 
     #[cfg(target_os = "linux")]

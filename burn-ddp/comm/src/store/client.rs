@@ -171,7 +171,14 @@ impl StoreClient {
     /// As for [`Store::set`].
     pub(crate) fn last_will(&self, entries: Vec<(String, Vec<u8>)>) -> Result<()> {
         entries.iter().try_for_each(|(key, value)| check(key, value))?;
-        match self.ask(&Request::LastWill { entries }, Duration::ZERO)? {
+        let request = Request::LastWill { entries };
+        let bytes = postcard::to_stdvec(&request).map_or(usize::MAX, |bytes| bytes.len());
+        if bytes > MESSAGE_CAP {
+            let message =
+                format!("a last will of {bytes} bytes is longer than the {MESSAGE_CAP} that a message may have");
+            return Err(Error::Store { message });
+        }
+        match self.ask(&request, Duration::ZERO)? {
             Response::Done => Ok(()),
             other => Err(self.unexpected(&other)),
         }
@@ -247,16 +254,18 @@ pub(super) fn open(
         })?,
     };
     let me = Introduction { key: job.store(), tag: job.tag(), to: Role::Store, purpose: Purpose::Store };
-    let until = deadline.min(Instant::now() + patience);
-    let stream = introduce(socket, &me, until, deadline).map_err(|refusal| match refusal {
-        Refusal::NotOurs(_) => Unreached::Absent(refusal.to_string()),
-        Refusal::Refused(cause) => Unreached::Refused(match job.secret_file() {
-            Some(file) if cause.contains(OTHER_SECRET) => {
-                format!("{cause}; this process has the secret of {}", file.display())
-            }
-            _ => cause,
-        }),
-    })?;
+    let (until, answer_by) = (Instant::now() + patience, Instant::now() + patience.max(HANDSHAKE_DEADLINE));
+    let stream =
+        introduce(socket, &me, until.min(deadline), answer_by.min(deadline)).map_err(|refusal| match refusal {
+            Refusal::NotOurs(_) => Unreached::Absent(refusal.to_string()),
+            Refusal::Misdirected(cause) => Unreached::Refused(cause),
+            Refusal::Refused(cause) => Unreached::Refused(match job.secret_file() {
+                Some(file) if cause.contains(OTHER_SECRET) => {
+                    format!("{cause}; this process has the secret of {}", file.display())
+                }
+                _ => cause,
+            }),
+        })?;
     Wire::new(stream, MESSAGE_CAP).map_err(absent)
 }
 
@@ -309,4 +318,23 @@ impl Store for StoreClient {
 /// Refuses requests for which the server would close the connection.
 fn check(key: &str, value: &[u8]) -> Result<()> {
     super::key_value_table::check(key, value).map_err(|message| Error::Store { message })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::StoreServer;
+    use crate::store::VALUE_CAP;
+
+    #[test]
+    fn a_last_will_that_is_too_long_is_refused_and_the_store_stays_reachable() {
+        let job = JobKey::trusting_network("job", 0);
+        let server = StoreServer::bind("127.0.0.1:0", &job).unwrap();
+        let store = StoreClient::connect(&server.local_addr().to_string(), &job, ANSWER_DEADLINE).unwrap();
+        let long = || vec![0; VALUE_CAP / 2];
+        let refused = store.last_will(vec![("a".into(), long()), ("b".into(), long()), ("c".into(), long())]);
+        assert!(matches!(&refused, Err(Error::Store { message }) if message.contains("last will")), "{refused:?}");
+        store.set("d", b"value").unwrap();
+        store.last_will(vec![("a".into(), long()), ("b".into(), long()[1..].to_vec())]).unwrap();
+    }
 }

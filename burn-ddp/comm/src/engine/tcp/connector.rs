@@ -12,22 +12,25 @@ use super::data_stream::DataStream;
 use super::exchange::GRACE;
 use super::flows::Flows;
 use super::link::Link;
-use crate::Result;
 use crate::auth::handshake::Purpose;
 use crate::auth::job_key::LinkKey;
 use crate::auth::secure_stream::SecureStream;
 use crate::call::{Call, Collective};
 use crate::membership::control::Links;
 use crate::membership::{Membership, Watch};
-use crate::net::dial_rank::Dial;
+use crate::net::dial_rank::{Dial, Undialled};
 use crate::net::interface::Interface;
 use crate::net::keep_alive;
+use crate::net::peer_addresses::PeerAddresses;
+use crate::{Error, Result};
+
+/// Refusals of a peer after each of which this rank tries again.
+const RETRIES_REFUSED: usize = 2;
 
 /// Addresses and keys by which a rank and its peers reach each other.
 pub(crate) struct Reach {
     pub(crate) rank: usize,
-    /// Each rank's listening address, by rank.
-    pub(crate) addresses: Vec<(String, u16)>,
+    pub(crate) addresses: PeerAddresses,
     /// Secret that both ends of a connection prove to know.
     pub(crate) key: LinkKey,
     /// Local interface of outgoing connections.
@@ -74,7 +77,10 @@ impl Connector {
     fn link(&self, call: &Call, at: usize, streams: Vec<SecureStream>) -> Result<Link> {
         let options = self.membership.options();
         let ready = |stream: SecureStream| {
-            keep_alive::probe_when_idle(stream.socket(), options.machine_timeout())?;
+            // Some systems refuse that on a connection that has ended since. The data in it are still read.
+            if let Err(error) = keep_alive::probe_when_idle(stream.socket(), options.machine_timeout()) {
+                tracing::debug!(%error, "no probes on a data connection");
+            }
             DataStream::new(stream, options.encrypt_data)
         };
         let flows: io::Result<Vec<_>> = streams.into_iter().map(ready).collect();
@@ -85,18 +91,18 @@ impl Connector {
     /// One of the flows to a lower rank.
     fn dial_flow(&self, call: &Call, at: usize, (group, flow): (u64, u8)) -> Result<SecureStream> {
         let (peer, links) = (call.world_rank(at), &self.reach.links);
-        let dial = self.dial_to(call, peer, group, flow);
+        let dial = self.dial_to(call, peer, group, flow)?;
         let mut watch = Watch::new(&self.membership, call);
-        let mut unreached_since = None;
+        let (mut unreached_since, mut refusals) = (None, 0);
         loop {
-            // A handshake that takes long is given up for a moment, to report it.
+            // A peer that does not say a word for long is left for a moment, to report it.
             let until = watch.look(&[at])?;
             self.check(peer)?;
             let cause = match dial.connect(until, call.deadline(), Some(&self.membership)) {
                 Ok(stream) => return Ok(stream),
                 Err(cause) => cause,
             };
-            if let Some(why) = cause.shortage(self.reach.addresses.len()) {
+            if let Some(why) = cause.shortage(self.reach.addresses.count()) {
                 return Err(self.membership.own_error(why));
             }
             // The control connections find out whether its machine is gone.
@@ -107,9 +113,13 @@ impl Connector {
             // They know, or will soon, how a process ended that listens no more.
             let since = *unreached_since.get_or_insert_with(Instant::now);
             links.watch(call.deadline().min(Instant::now() + GRACE), || self.check(peer))?;
-            let patience = if cause.is_verdict() { GRACE } else { self.membership.options().machine_timeout() };
-            if since.elapsed() >= patience {
-                return Err(self.membership.lost_error(peer, format!("it could not be reached for data: {cause}")));
+            // A peer that has not noticed the end of an earlier attempt yet refuses the next one, but not for long.
+            refusals += usize::from(cause.is_verdict());
+            if refusals > RETRIES_REFUSED || since.elapsed() >= self.membership.options().machine_timeout() {
+                return Err(match cause {
+                    Undialled::Unresolved(e) => self.membership.own_error(e.to_string()),
+                    cause => self.membership.lost_error(peer, format!("it could not be reached for data: {cause}")),
+                });
             }
         }
     }
@@ -123,7 +133,7 @@ impl Connector {
         }
         let until = call.deadline().min(Instant::now() + GRACE);
         let has_closed = |at: usize| {
-            let dial = self.dial_to(call, call.world_rank(at), group, 0);
+            let dial = self.dial_to(call, call.world_rank(at), group, 0).ok()?;
             dial.connect(until, until, Some(&self.membership)).is_ok().then_some(at)
         };
         if let [at] = asked {
@@ -139,11 +149,12 @@ impl Connector {
         })
     }
 
-    fn dial_to(&self, call: &Call, peer: usize, group: u64, flow: u8) -> Dial<'_> {
+    fn dial_to(&self, call: &Call, peer: usize, group: u64, flow: u8) -> Result<Dial<'_>> {
         let Reach { rank, addresses, key, via, .. } = &self.reach;
-        let (host, port) = &addresses[peer];
+        let no_address = || Error::Internal { message: format!("rank {rank} has no address of rank {peer}") };
+        let to = addresses.get(peer).ok_or_else(no_address)?;
         let purpose = Purpose::Data { rank: *rank as u32, group, flow, opened: is_open(call) };
-        Dial { to: (host, *port), via, key, peer, purpose }
+        Ok(Dial { to, via, key, peer, purpose })
     }
 
     /// Fails if connecting to `peer` is in vain.
@@ -165,9 +176,12 @@ pub(super) mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::auth::handshake::agreed;
     use crate::call::{CallInfo, Members};
     use crate::membership::ControlMessage;
-    use crate::{Error, JobKey, Machines, PeerInfo, WorldOptions};
+    use crate::membership::control::{self, Control};
+    use crate::net::wait::Waker;
+    use crate::{JobKey, Machines, PeerInfo, WorldOptions};
 
     pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -177,7 +191,8 @@ pub(super) mod tests {
         let peers = (0..count).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
         let membership = Membership::new(rank, peers, Machines::new(&vec![(); count]), WorldOptions::default());
         let key = JobKey::trusting_network("job", 0).links(&[1; crate::auth::hmac_key::KEY_BYTES]);
-        let addresses = addresses.iter().map(|address| (address.ip().to_string(), address.port())).collect();
+        let addresses = addresses.iter().map(|address| (address.ip().to_string(), address.port()));
+        let addresses = PeerAddresses::new(addresses);
         let links = Arc::new(Links::new(rank, count));
         membership.add_waker(Arc::downgrade(&(links.clone() as Arc<dyn crate::membership::Wake>)));
         Arc::new(Connector { reach: Reach { rank, addresses, key, via: Interface::default(), links }, membership })
@@ -192,6 +207,59 @@ pub(super) mod tests {
     /// An address where no process listens.
     fn closed_port() -> SocketAddr {
         TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+    }
+
+    #[test]
+    fn a_peer_that_refuses_for_a_moment_is_dialled_again() {
+        let (listener, address) = control::listen([127, 0, 0, 1].into(), &Interface::default()).unwrap();
+        let connector = connector(1, &[address; 2]);
+        let control = Control::start(listener, 0, 2, connector.reach.key.clone()).unwrap();
+        let (links, waker) = (control.links().clone(), Arc::new(Waker::new().unwrap()));
+        links.open_group(7, Arc::downgrade(&waker));
+        // An exchange of the peer has taken the connection of an earlier attempt, of which it soon meets the end.
+        let purpose = Purpose::Data { rank: 1, group: 7, flow: 0, opened: true };
+        let [earlier, _dropped] = SecureStream::pair(agreed()).unwrap();
+        links.put(purpose, earlier);
+        assert!(links.take_all(&[purpose]).is_some());
+        let peer = thread::spawn(move || {
+            thread::sleep(GRACE / 2);
+            links.close_group(7);
+            links.open_group(7, Arc::downgrade(&waker));
+            waker
+        });
+        let begin = std::time::Instant::now();
+        let dialled = connector.dial(&barrier(1, 2), 7, 0);
+        let _waker = peer.join().unwrap();
+        assert!(dialled.is_ok(), "{}", dialled.err().unwrap());
+        assert!(begin.elapsed() >= GRACE / 2, "it was refused at first");
+    }
+
+    #[test]
+    fn a_peer_that_refuses_again_and_again_is_lost() {
+        let (listener, address) = control::listen([127, 0, 0, 1].into(), &Interface::default()).unwrap();
+        let connector = connector(1, &[address; 2]);
+        // Another rank listens there.
+        let _control = Control::start(listener, 5, 9, connector.reach.key.clone()).unwrap();
+        let begin = std::time::Instant::now();
+        let Err(error) = connector.dial(&barrier(1, 2), 7, 0) else { panic!("connected") };
+        assert!(matches!(&error, Error::PeerLost { peer, .. } if peer.rank == 0), "{error}");
+        assert!(error.to_string().contains("this is rank 5"), "{error}");
+        assert!(begin.elapsed() < PATIENCE / 4, "{:?}", begin.elapsed());
+    }
+
+    #[test]
+    fn a_host_name_that_cannot_be_looked_up_is_this_ranks_error() {
+        let own = connector(1, &[closed_port(); 2]);
+        let addresses = PeerAddresses::new(vec![("no such host".to_owned(), 7); 2]);
+        let (key, links) = (own.reach.key.clone(), own.reach.links.clone());
+        let peers = (0..2).map(|rank| PeerInfo::here(rank, rank, 0)).collect();
+        let options = WorldOptions { peer_timeout: Some(Duration::from_millis(200)), ..WorldOptions::default() };
+        let membership = Membership::new(1, peers, Machines::new(&[(); 2]), options);
+        let connector =
+            Connector { reach: Reach { rank: 1, addresses, key, via: Interface::default(), links }, membership };
+        let Err(error) = connector.dial(&barrier(1, 2), 7, 0) else { panic!("connected") };
+        assert_eq!(error.rank(), Some(1), "{error}");
+        assert!(error.to_string().contains("\"no such host\" cannot be looked up"), "{error}");
     }
 
     #[test]

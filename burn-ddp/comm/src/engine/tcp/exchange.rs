@@ -27,7 +27,7 @@ pub(super) fn piece_bytes(peers: usize) -> usize {
     (PIECES_BYTES / peers.max(2)).max(MIN_PIECE_BYTES) / 64 * 64
 }
 
-/// The first peer whose connection ended too early, when, and how.
+/// A peer whose connection ended too early, when, and how. A connection shows its end once.
 pub(super) type Ended = (usize, Instant, End);
 
 /// One exchange under way.
@@ -41,7 +41,8 @@ pub(super) struct Exchange<'a, 's, 'r> {
     pub(super) receiving: &'a mut [Receiving<'r>],
     /// Frames that must be through before the exchange returns: the first so many of `sending`, and of `receiving`.
     pub(super) needed: (usize, usize),
-    pub(super) ended: &'a mut Option<Ended>,
+    /// In the order of their ends.
+    pub(super) ended: &'a mut Vec<Ended>,
     pub(super) watch: Watch<'a>,
 }
 
@@ -76,7 +77,7 @@ impl Exchange<'_, '_, '_> {
             // Once a message has begun its sender is busy, and so may be the kernel on its behalf.
             let is_short =
                 self.sending.iter().all(|(_, send)| send.is_out()) && !self.receiving.iter().any(Receiving::has_begun);
-            if !(is_short && self.ended.is_none() && spin.until(|| self.look_again(links))?) {
+            if !(is_short && self.ended.is_empty() && spin.until(|| self.look_again(links))?) {
                 self.wait(links)?;
             }
         }
@@ -106,17 +107,16 @@ impl Exchange<'_, '_, '_> {
         let Self { call, sending, receiving, ended, .. } = self;
         let arrived = links.take_arrived(call)?;
         let mut moved = !arrived.is_empty();
-        ended.take_if(|(peer, ..)| arrived.contains(peer));
-        let mut end = |peer: usize, cause: End| {
-            ended.get_or_insert_with(|| (peer, Instant::now(), cause));
-        };
+        // One that was found to be gone had connected before.
+        ended.retain(|(peer, ..)| !arrived.contains(peer));
+        let mut end = |peer: usize, cause: End| ended.push((peer, Instant::now(), cause));
         for nth in 0..sending.len() {
             let has_turn = sending[nth].1.before().is_none_or(|before| sending[before].1.is_out());
             let (peer, send) = &mut sending[nth];
             if send.is_out() || !has_turn {
                 continue;
             }
-            let Some(link) = links.get(*peer) else { continue };
+            let Some(link) = links.get_or_await(*peer)? else { continue };
             match link.write(send) {
                 Ok(wrote) => moved |= wrote,
                 Err(cause) => end(*peer, cause),
@@ -129,7 +129,7 @@ impl Exchange<'_, '_, '_> {
                 continue;
             }
             let peer = receive.peer();
-            let Some(link) = links.get(peer) else { continue };
+            let Some(link) = links.get_or_await(peer)? else { continue };
             match link.read(receive) {
                 Ok(read) => moved |= read,
                 Err(ReadError::Ended(cause)) => end(peer, cause),
@@ -142,13 +142,13 @@ impl Exchange<'_, '_, '_> {
     /// Waits until something can be written or read; ends by an error if nothing more will come.
     fn wait(&mut self, links: &mut GroupLinks) -> Result<()> {
         // Once a connection has ended only the reason is missing, and it may be known already.
-        if self.ended.is_some() {
+        if !self.ended.is_empty() {
             self.explain()?;
         }
-        if self.ended.is_none()
+        if self.ended.is_empty()
             && let Some(peer) = links.find_gone(self.call)
         {
-            *self.ended = Some((peer, Instant::now(), End::Closed));
+            self.ended.push((peer, Instant::now(), End::Closed));
             // It may have connected, sent all and closed: what has arrived by now is taken.
             return Ok(());
         }
@@ -168,9 +168,10 @@ impl Exchange<'_, '_, '_> {
                 polled.push(peer);
             }
         }
-        let grace_end = self.ended.as_ref().map(|(_, at, _)| *at + GRACE);
+        let first_ended = self.ended.first();
+        let grace_end = first_ended.map(|(_, at, _)| *at + GRACE);
         if grace_end.is_some_and(|at| Instant::now() >= at)
-            && let Some((peer, _, cause)) = &self.ended
+            && let Some((peer, _, cause)) = first_ended
         {
             return Err(self.unexplained(*peer, cause));
         }
@@ -203,11 +204,10 @@ impl Exchange<'_, '_, '_> {
     /// Fails if the membership knows the reason.
     fn explain(&self) -> Result<()> {
         self.membership.check()?;
-        match &self.ended {
-            Some((peer, ..)) if self.membership.has_left(self.call.world_rank(*peer)) => {
-                Err(self.membership.left_error(self.call.world_rank(*peer)))
-            }
-            _ => Ok(()),
+        let mut ended = self.ended.iter().map(|(peer, ..)| self.call.world_rank(*peer));
+        match ended.find(|rank| self.membership.has_left(*rank)) {
+            Some(rank) => Err(self.membership.left_error(rank)),
+            None => Ok(()),
         }
     }
 
@@ -223,4 +223,66 @@ impl Exchange<'_, '_, '_> {
 
 fn unblock(links: &mut GroupLinks) {
     links.all().iter_mut().flatten().for_each(Link::unblock);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::thread;
+
+    use super::super::connector::tests::{barrier, connector};
+    use super::*;
+    use crate::auth::handshake::{Purpose, agreed};
+    use crate::auth::secure_stream::SecureStream;
+
+    /// Outcome of an exchange in which rank 0 receives from ranks 1 and 2 of three, where rank 1 was found to be gone;
+    /// `meanwhile` connects them, given what each puts on the board of rank 0.
+    fn receive(awaits: bool, meanwhile: impl FnOnce(&dyn Fn(u32) -> SecureStream) + Send) -> Result<()> {
+        let connector = connector(0, &[([127, 0, 0, 1], 9).into(); 3]);
+        let (membership, board) = (connector.membership.clone(), connector.reach.links.clone());
+        let (call, waker) = (barrier(0, 3), Arc::new(Waker::new().unwrap()));
+        let mut links = GroupLinks::new(connector, 7, 3, &waker);
+        if awaits {
+            links.connect(&call, 1..3).unwrap();
+        }
+        let connect = move |rank: u32| {
+            let [listener, client] = SecureStream::pair(agreed()).unwrap();
+            board.put(Purpose::Data { rank, group: 7, flow: 0, opened: false }, listener);
+            client
+        };
+        thread::scope(|scope| {
+            scope.spawn(move || meanwhile(&connect));
+            let mut receiving = [1, 2].map(|peer| Receiving::new(peer, &call, 0, &mut []));
+            let ended = &mut vec![(1, Instant::now(), End::Closed)];
+            let (membership, watch) = (&*membership, Watch::new(&membership, &call));
+            let (waker, receiving) = (&*waker, &mut receiving);
+            let needed = (0, 2);
+            let exchange =
+                Exchange { call: &call, membership, waker, sending: &mut [], receiving, needed, ended, watch };
+            exchange.run(&mut links, &mut Spin::new(membership), None)
+        })
+    }
+
+    #[test]
+    fn the_end_of_a_connection_is_remembered_while_another_peer_is_thought_to_be_gone() {
+        let begin = Instant::now();
+        let error = receive(true, |connect| {
+            let second = connect(2);
+            second.socket().send(b"a header's first bytes").unwrap();
+            drop(second);
+            thread::sleep(GRACE / 4);
+            // It was not gone, only late, and stays.
+            let _connection = connect(1);
+            thread::sleep(2 * GRACE);
+        });
+        let error = error.unwrap_err();
+        assert_eq!(error.rank(), Some(2), "{error}");
+        assert!(begin.elapsed() < 20 * GRACE, "{:?}", begin.elapsed());
+    }
+
+    #[test]
+    fn a_frame_of_a_peer_that_is_not_connected_to_is_an_error_at_once() {
+        let error = receive(false, |_| {}).unwrap_err();
+        assert!(matches!(&error, Error::Internal { message } if message.contains("rank 1 of a group")), "{error}");
+    }
 }

@@ -21,7 +21,7 @@ pub(in crate::engine) struct FramesUnderWay {
     outgoing: VecDeque<Outbound>,
     incoming: VecDeque<Inbound>,
     /// Remembered between waits: a connection shows its end once.
-    ended: Option<Ended>,
+    ended: Vec<Ended>,
 }
 
 struct Outbound {
@@ -72,7 +72,8 @@ impl FramesUnderWay {
 }
 
 impl TcpTransport {
-    /// Moves what can be moved of `frames` without waiting.
+    /// Moves what can be moved of `frames` without waiting for a frame. It waits for connections that it makes to lower
+    /// ranks, which answer whatever they do.
     ///
     /// # Errors
     /// Those of [`complete`](Self::complete).
@@ -80,7 +81,8 @@ impl TcpTransport {
         self.run_frames(call, frames, (0, 0))
     }
 
-    /// Waits until the frames of all steps up to `step` are through, in both directions; moves later ones meanwhile.
+    /// Waits until the frames of all steps up to `step` are through, in both directions; moves later ones meanwhile,
+    /// once this rank has connected to the lower ones among their peers.
     ///
     /// Ranks that complete steps in one order never wait for each other in a circle, whatever they do in between: a
     /// rank that has completed a step has nothing of it left to read or write.

@@ -1,8 +1,10 @@
 //! The links of a group on one rank: each is connected when an exchange first needs it, and all close with the group.
 //!
 //! The higher rank of a pair dials, for which the lower one need not be in a call: its monitor answers. An exchange
-//! that waits for a connection goes on with all other peers meanwhile, so whatever a connection waits for, the exchange
-//! would wait for over an existing one, too.
+//! dials its lower peers one after the other before it moves frames. That takes a few round trips, and longer only
+//! where a peer's process is stopped or cannot be reached, whose frames the exchange would wait for, too. An exchange
+//! that waits for the connection of a higher rank, which comes when that rank enters the exchange, goes on with all
+//! other peers meanwhile.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,9 +12,9 @@ use std::time::{Duration, Instant};
 use super::connector::Connector;
 use super::exchange::GRACE;
 use super::link::Link;
-use crate::Result;
 use crate::call::Call;
 use crate::net::wait::Waker;
+use crate::{Error, Result};
 
 /// Most ranks that are asked at a time.
 const QUESTIONS_CAP: usize = 32;
@@ -50,6 +52,21 @@ impl GroupLinks {
     /// The link to a group rank; `None` if it is not connected.
     pub(super) fn get(&mut self, at: usize) -> Option<&mut Link> {
         self.links.get_mut(at).and_then(Option::as_mut)
+    }
+
+    /// The same, for a peer of an exchange.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if it is neither connected nor awaited: no connection would ever come.
+    pub(super) fn get_or_await(&mut self, at: usize) -> Result<Option<&mut Link>> {
+        let is_awaited = || self.awaited.iter().any(|peer| peer.at == at);
+        match self.links.get_mut(at).and_then(Option::as_mut) {
+            None if !is_awaited() => {
+                let message = format!("a frame for rank {at} of a group, to which this rank does not connect");
+                Err(Error::Internal { message })
+            }
+            link => Ok(link),
+        }
     }
 
     /// All links, by group rank.

@@ -124,7 +124,7 @@ impl TcpTransport {
         let watch = Watch::new(&self.membership, call);
         let needed = (sending.len(), receiving.len());
         let (sending, membership, waker) = (&mut sending[..], &self.membership, &self.waker);
-        let exchange = Exchange { call, membership, waker, sending, receiving, needed, ended: &mut None, watch };
+        let exchange = Exchange { call, membership, waker, sending, receiving, needed, ended: &mut Vec::new(), watch };
         exchange.run(&mut self.links, &mut self.spin, take)
     }
 }

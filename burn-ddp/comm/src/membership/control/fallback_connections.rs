@@ -2,8 +2,12 @@
 //! left, ranks connect each to each.
 //!
 //! As always, the higher rank of a pair connects. The lower one only tries whether the other is still there: that
-//! refuses it, or has ended, and then nothing listens at its port. How it ended is not known then: it may have said
-//! goodbye where no rank heard it, or have died.
+//! refuses it, or has ended, and then nothing listens at its port, or another process. How it ended is not known then:
+//! it may have said goodbye where no rank heard it, or have died. A firewall may also close the way in one direction
+//! alone, so a rank that seems to have ended and connects takes part again.
+//!
+//! A machine is lost if attempts to reach it go unanswered for the machine timeout. Time counts from the start of the
+//! first of them, not in long pauses in which no rank asked.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
@@ -16,19 +20,20 @@ use crate::auth::handshake::{HANDSHAKE_DEADLINE, Purpose};
 use crate::membership::Membership;
 use crate::net::dial_rank::{Dial, Undialled};
 use crate::net::interface::Interface;
+use crate::net::peer_addresses::PeerAddresses;
 
-/// Addresses of all ranks.
+/// Ways to all ranks.
 #[derive(Default)]
 pub(crate) struct Directory {
-    /// By rank.
-    pub(crate) addresses: Vec<(String, u16)>,
+    pub(crate) addresses: PeerAddresses,
     /// Local interface of outgoing connections.
     pub(crate) via: Interface,
 }
 
 /// Most attempts at a time.
 const DIALS_CAP: usize = 8;
-/// Pause before the first attempt to connect to a rank, in heartbeats: most worlds end sooner.
+/// Pause before the first attempt to connect to a rank, in heartbeats: most worlds end sooner. Also that after an
+/// attempt without an answer.
 const FIRST_PAUSE: u32 = 2;
 /// Longest pause between two attempts to connect to a rank, in heartbeats.
 const LONGEST_PAUSE: u32 = 32;
@@ -37,10 +42,21 @@ const LONGEST_PAUSE: u32 = 32;
 pub(super) struct CutOff {
     directory: Arc<Directory>,
     schedule: Schedule,
-    /// Attempts under way, by rank; true if the rank's machine has answered.
-    threads: BTreeMap<usize, JoinHandle<bool>>,
+    /// Attempts under way, by rank.
+    threads: BTreeMap<usize, JoinHandle<Outcome>>,
     /// Time of the next look; `None` before the first.
     look_at: Option<Instant>,
+}
+
+/// Outcome of an attempt to connect.
+#[derive(Clone, Debug, PartialEq)]
+enum Outcome {
+    /// The peer's machine answered: by a connection, or by none.
+    Answered,
+    /// Neither the machine nor the way to it answered; the error's text.
+    Silent(String),
+    /// This rank could not ask, for want of a descriptor, a thread or the address of a name.
+    NotAsked,
 }
 
 impl CutOff {
@@ -49,22 +65,32 @@ impl CutOff {
         CutOff { directory: Arc::new(directory), schedule, threads: BTreeMap::new(), look_at: None }
     }
 
-    /// Begins the attempts that are due. Looks twice per heartbeat. Does not wait.
+    /// Begins the attempts that are due, and judges those that are over. Looks twice per heartbeat. Does not wait.
     pub(super) fn connect(&mut self, shared: &Arc<Shared>, membership: &Arc<Membership>, now: Instant) {
         if self.look_at.is_some_and(|at| now < at) {
             return;
         }
         self.look_at = Some(now + self.schedule.heartbeat / 2);
+        let cut_off = membership.cut_off();
         for (peer, thread) in self.threads.extract_if(.., |_, thread| thread.is_finished()) {
-            self.schedule.ended(peer, thread.join().unwrap_or(false), now);
+            let outcome = thread.join().unwrap_or(Outcome::NotAsked);
+            let silent = self.schedule.ended(peer, &outcome, now);
+            if let Outcome::Silent(cause) = outcome
+                && silent >= membership.options().machine_timeout()
+                && cut_off.contains(&peer)
+            {
+                membership.peer_lost(peer, format!("its machine cannot be reached: {cause}"));
+            }
         }
-        for (peer, since) in self.schedule.due(&membership.cut_off(), now) {
+        for peer in self.schedule.due(&cut_off, now) {
             let (shared, membership, directory) = (shared.clone(), membership.clone(), self.directory.clone());
             let thread = thread::Builder::new().name(format!("burn-ddp rank {} dials", shared.rank));
-            match thread.spawn(move || dial(&shared, &membership, &directory, peer, since)) {
+            match thread.spawn(move || dial(&shared, &membership, &directory, peer)) {
                 Ok(thread) => drop(self.threads.insert(peer, thread)),
                 // Perhaps there is room for a thread at the next attempt.
-                Err(_) => self.schedule.ended(peer, false, now),
+                Err(_) => {
+                    self.schedule.ended(peer, &Outcome::NotAsked, now);
+                }
             }
         }
     }
@@ -78,41 +104,58 @@ struct Schedule {
 }
 
 struct Attempt {
-    /// Time from which on its machine's silence counts: its last answer, or else the time at which it was cut off.
-    since: Instant,
+    /// Start of the attempt under way, or of the last one.
+    begun: Instant,
+    /// Silence of the peer's machine since its last answer: attempts without one, and pauses between two such.
+    silent: Duration,
+    /// Time up to which `silent` counts; `None` if the last attempt does not.
+    silent_until: Option<Instant>,
     /// Time of the next attempt; `None` while one is under way.
     next: Option<Instant>,
-    /// Pause after that attempt. Each is twice the last.
+    /// Pause after that attempt. Each is twice the last, but starts again after an attempt without an answer.
     pause: Duration,
 }
 
 impl Schedule {
-    /// Ranks to which attempts begin now, each with the time since which its machine has been silent. At most
-    /// [`DIALS_CAP`] are under way; the rest follow, the longest due first.
-    fn due(&mut self, cut_off: &[usize], now: Instant) -> Vec<(usize, Instant)> {
+    /// Ranks to which attempts begin now. At most [`DIALS_CAP`] are under way; the rest follow, the longest due first.
+    fn due(&mut self, cut_off: &[usize], now: Instant) -> Vec<usize> {
         self.attempts.retain(|peer, attempt| attempt.next.is_none() || cut_off.contains(peer));
-        let pause = FIRST_PAUSE * self.heartbeat;
+        let pause = self.first_pause();
+        let first =
+            || Attempt { begun: now, silent: Duration::ZERO, silent_until: None, next: Some(now + pause), pause };
         for peer in cut_off {
-            self.attempts.entry(*peer).or_insert_with(|| Attempt { since: now, next: Some(now + pause), pause });
+            self.attempts.entry(*peer).or_insert_with(first);
         }
         let under_way = self.attempts.values().filter(|attempt| attempt.next.is_none()).count();
         let mut due: Vec<_> = self.attempts.iter_mut().filter(|(_, a)| a.next.is_some_and(|at| at <= now)).collect();
         due.sort_by_key(|(_, attempt)| attempt.next);
         let begin = |(peer, attempt): (&usize, &mut Attempt)| {
-            attempt.next = None;
-            (*peer, attempt.since)
+            (attempt.begun, attempt.next) = (now, None);
+            *peer
         };
         due.into_iter().take(DIALS_CAP.saturating_sub(under_way)).map(begin).collect()
     }
 
-    /// Notes the end of the attempt to connect to `peer`.
-    fn ended(&mut self, peer: usize, answered: bool, now: Instant) {
-        let Some(attempt) = self.attempts.get_mut(&peer) else { return };
-        if answered {
-            attempt.since = now;
+    /// Notes the end of the attempt to connect to `peer`. Returns for how long its machine has been asked in vain.
+    fn ended(&mut self, peer: usize, outcome: &Outcome, now: Instant) -> Duration {
+        let (first, longest) = (self.first_pause(), LONGEST_PAUSE * self.heartbeat);
+        let Some(attempt) = self.attempts.get_mut(&peer) else { return Duration::ZERO };
+        match outcome {
+            Outcome::Answered => (attempt.silent, attempt.silent_until) = (Duration::ZERO, None),
+            Outcome::Silent(_) => {
+                attempt.silent += now.saturating_duration_since(attempt.silent_until.unwrap_or(attempt.begun));
+                attempt.silent_until = Some(now);
+                attempt.pause = first;
+            }
+            Outcome::NotAsked => attempt.silent_until = None,
         }
         attempt.next = Some(now + attempt.pause);
-        attempt.pause = (2 * attempt.pause).min(LONGEST_PAUSE * self.heartbeat);
+        attempt.pause = (2 * attempt.pause).min(longest);
+        attempt.silent
+    }
+
+    fn first_pause(&self) -> Duration {
+        FIRST_PAUSE * self.heartbeat
     }
 }
 
@@ -121,64 +164,76 @@ fn is_silence(e: &io::Error) -> bool {
     matches!(e.kind(), ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable)
 }
 
-/// Connects to `peer`, whose machine has been silent since this time, or finds that it is gone; true if the machine has
-/// answered.
-fn dial(shared: &Shared, membership: &Arc<Membership>, directory: &Directory, peer: usize, since: Instant) -> bool {
+/// Connects to `peer`, or finds that it is gone.
+fn dial(shared: &Shared, membership: &Arc<Membership>, directory: &Directory, peer: usize) -> Outcome {
     let Directory { addresses, via } = directory;
-    let Some((host, port)) = addresses.get(peer) else { return false };
+    let Some(to) = addresses.get(peer) else { return Outcome::NotAsked };
     let purpose = Purpose::Control { rank: shared.rank as u32 };
-    let dial = Dial { to: (host, *port), via, key: &shared.key, peer, purpose };
+    let dial = Dial { to, via, key: &shared.key, peer, purpose };
     let until = Instant::now() + HANDSHAKE_DEADLINE;
     let cause = match dial.connect(until, until + HANDSHAKE_DEADLINE, Some(membership)) {
         Ok(stream) => {
             shared.links.put(Purpose::Control { rank: peer as u32 }, stream);
             shared.waker.wake();
-            return true;
+            return Outcome::Answered;
         }
         Err(cause) => cause,
     };
-    match &cause {
-        Undialled::Unconnected(e) if e.kind() == ErrorKind::ConnectionRefused => {
-            tracing::warn!(rank = shared.rank, peer, "it has ended, like the ranks through which it was heard");
-            membership.ended_unheard(peer);
-        }
-        Undialled::Unconnected(e) if is_silence(e) && since.elapsed() >= membership.options().machine_timeout() => {
-            membership.peer_lost(peer, format!("its machine cannot be reached: {e}"));
-        }
-        // Of this rank's own troubles, such as too few descriptors, the peer is not to blame.
-        cause => tracing::debug!(rank = shared.rank, peer, %cause, "it is cut off"),
+    if cause.is_gone() {
+        tracing::warn!(rank = shared.rank, peer, %cause, "it has ended, like the ranks through which it was heard");
+        membership.ended_unheard(peer);
+        return Outcome::Answered;
     }
-    matches!(cause, Undialled::Refused(_))
+    tracing::debug!(rank = shared.rank, peer, %cause, "it is cut off");
+    match cause {
+        Undialled::Refused(_) => Outcome::Answered,
+        Undialled::Unconnected(e) if is_silence(&e) => Outcome::Silent(e.to_string()),
+        // Of this rank's own troubles, such as too few descriptors, the peer is not to blame.
+        Undialled::Unconnected(_) | Undialled::Unresolved(_) => Outcome::NotAsked,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::net::TcpListener;
 
-    use super::super::tests::alone;
+    use super::super::tests::{alone, directory, key};
+    use super::super::{Control, MESSAGE_CAP, listen};
     use super::*;
     use crate::Error;
-    use crate::membership::ControlMessage;
+    use crate::membership::{ControlMessage, Envelope};
+    use crate::net::encrypted_messages::Wire;
+    use crate::net::peer_addresses::PeerAddress;
 
     const BEAT: Duration = Duration::from_secs(1);
+    const NONE: [usize; 0] = [];
+
+    /// Machines of four ranks. With ranks 1 and 2 gone, ranks 0 and 3 are cut off from each other.
+    const MACHINES: [usize; 4] = [0, 0, 1, 1];
 
     /// Schedule of attempts, and the time of its start.
     fn schedule() -> (Schedule, Instant) {
         (Schedule { heartbeat: BEAT, attempts: BTreeMap::new() }, Instant::now())
     }
 
+    fn silent() -> Outcome {
+        Outcome::Silent("no answer".to_owned())
+    }
+
     #[test]
     fn few_attempts_are_under_way_at_a_time_and_each_rank_has_its_turn() {
         let (mut schedule, start) = schedule();
         let peers: Vec<usize> = (0..20).collect();
-        assert_eq!(schedule.due(&peers, start), [], "most worlds end sooner");
+        assert_eq!(schedule.due(&peers, start), NONE, "most worlds end sooner");
         let mut tried = Vec::new();
         for beat in 2..5 {
             let now = start + beat * BEAT;
-            let begun: Vec<usize> = schedule.due(&peers, now).iter().map(|(peer, _)| *peer).collect();
+            let begun = schedule.due(&peers, now);
             assert_eq!(begun.len(), 8);
-            assert_eq!(schedule.due(&peers, now), [], "as many as may be are under way");
-            begun.iter().for_each(|peer| schedule.ended(*peer, false, now));
+            assert_eq!(schedule.due(&peers, now), NONE, "as many as may be are under way");
+            for peer in &begun {
+                schedule.ended(*peer, &Outcome::NotAsked, now);
+            }
             tried.extend(begun);
         }
         // The first ones are due again by now, and follow the others.
@@ -186,12 +241,14 @@ mod tests {
     }
 
     #[test]
-    fn attempts_become_rarer() {
+    fn attempts_become_rarer_while_they_are_answered() {
         let (mut schedule, start) = schedule();
         let begun = (0..400).filter(|second| {
             let now = start + *second * BEAT;
             let due = schedule.due(&[7], now);
-            due.iter().for_each(|(peer, _)| schedule.ended(*peer, true, now));
+            for peer in &due {
+                schedule.ended(*peer, &Outcome::Answered, now);
+            }
             !due.is_empty()
         });
         let begun: Vec<u32> = begun.collect();
@@ -200,35 +257,127 @@ mod tests {
         // Cut off anew, it begins anew.
         schedule.due(&[], start + 400 * BEAT);
         schedule.due(&[7], start + 401 * BEAT);
-        assert_eq!(schedule.due(&[7], start + 403 * BEAT), [(7, start + 401 * BEAT)]);
+        assert_eq!(schedule.due(&[7], start + 402 * BEAT), NONE);
+        assert_eq!(schedule.due(&[7], start + 403 * BEAT), [7]);
     }
 
     #[test]
-    fn silence_counts_from_the_last_answer() {
+    fn silence_counts_from_the_first_attempt_without_an_answer() {
         let (mut schedule, start) = schedule();
         schedule.due(&[7], start);
         let at = |beat: u32| start + beat * BEAT;
-        assert_eq!(schedule.due(&[7], at(2)), [(7, start)]);
-        schedule.ended(7, false, at(3));
-        assert_eq!(schedule.due(&[7], at(5)), [(7, start)]);
-        schedule.ended(7, true, at(6));
-        assert_eq!(schedule.due(&[7], at(10)), [(7, at(6))]);
+        let mut attempt = |begin: u32, end: u32, outcome: Outcome| {
+            assert_eq!(schedule.due(&[7], at(begin) - Duration::from_millis(1)), NONE);
+            assert_eq!(schedule.due(&[7], at(begin)), [7], "beat {begin}");
+            schedule.ended(7, &outcome, at(end))
+        };
+        // Answers, and long pauses.
+        for (begin, end) in [(2, 2), (4, 4), (8, 8), (16, 16), (32, 32), (64, 64)] {
+            assert_eq!(attempt(begin, end, Outcome::Answered), Duration::ZERO);
+        }
+        assert_eq!(attempt(96, 101, silent()), 5 * BEAT, "no rank asked in the pause before");
+        // Asks often from then on, and its pauses count.
+        assert_eq!(attempt(103, 108, silent()), 12 * BEAT);
+        assert_eq!(attempt(110, 115, silent()), 19 * BEAT);
+        assert_eq!(attempt(117, 117, Outcome::Answered), Duration::ZERO);
+        assert_eq!(attempt(121, 126, silent()), 5 * BEAT);
+    }
+
+    #[test]
+    fn own_troubles_neither_start_nor_extend_silence() {
+        let (mut schedule, start) = schedule();
+        schedule.due(&[7], start);
+        let at = |beat: u32| start + beat * BEAT;
+        let mut attempt = |begin: u32, end: u32, outcome: Outcome| {
+            assert_eq!(schedule.due(&[7], at(begin)), [7], "beat {begin}");
+            schedule.ended(7, &outcome, at(end))
+        };
+        assert_eq!(attempt(2, 3, Outcome::NotAsked), Duration::ZERO);
+        assert_eq!(attempt(50, 55, silent()), 5 * BEAT);
+        assert_eq!(attempt(60, 90, Outcome::NotAsked), 5 * BEAT);
+        assert_eq!(attempt(100, 103, silent()), 8 * BEAT);
+        assert_eq!(attempt(105, 110, silent()), 15 * BEAT);
+    }
+
+    /// Rank 0, cut off from rank 3.
+    fn cut_off() -> (Arc<Control>, Arc<Membership>, std::net::SocketAddr) {
+        let rank_0 = alone(&MACHINES);
+        [1, 2].iter().for_each(|rank| rank_0.1.receive(*rank, ControlMessage::Goodbye));
+        assert_eq!(rank_0.1.cut_off(), [3]);
+        rank_0
+    }
+
+    fn closed_port() -> u16 {
+        TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
     }
 
     #[test]
     fn a_closed_port_is_no_goodbye() {
-        let (control, membership, _) = alone(&[0, 1]);
-        let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let directory = Directory { addresses: vec![("127.0.0.1".to_owned(), closed); 2], via: Interface::default() };
-        assert!(!dial(&control.shared, &membership, &directory, 1, Instant::now()));
+        let (control, membership, _) = cut_off();
+        assert_eq!(dial(&control.shared, &membership, &directory(closed_port()), 3), Outcome::Answered);
         assert_eq!(membership.check(), Ok(()), "it may have left in peace");
-        assert!(membership.has_left(1), "it takes part no more");
-        let error = membership.left_error(1);
-        assert!(matches!(&error, Error::PeerLost { peer, .. } if peer.rank == 1), "{error}");
-        assert_eq!(membership.known_of(1), [], "nothing that other ranks could take for a goodbye");
+        assert!(membership.has_left(3), "it takes part no more");
+        let error = membership.left_error(3);
+        assert!(matches!(&error, Error::PeerLost { peer, .. } if peer.rank == 3), "{error}");
+        assert_eq!(membership.known_of(3), [], "nothing that other ranks could take for a goodbye");
         // A goodbye that comes later, through another rank, counts.
-        membership.receive(1, ControlMessage::Goodbye);
-        assert!(matches!(membership.left_error(1), Error::PeerLeft { .. }));
-        assert_eq!(membership.known_of(1), [ControlMessage::Goodbye]);
+        membership.receive(3, ControlMessage::Goodbye);
+        assert!(matches!(membership.left_error(3), Error::PeerLeft { .. }));
+        assert_eq!(membership.known_of(3), [ControlMessage::Goodbye]);
+        // What a probe finds after that does not.
+        membership.ended_unheard(3);
+        assert!(matches!(membership.left_error(3), Error::PeerLeft { .. }));
+    }
+
+    #[test]
+    fn a_port_that_another_process_has_is_a_closed_one() {
+        // Rank 0 listens there, of this job, or of another one.
+        let (_other, _, of_this_job) = alone(&MACHINES);
+        let (listener, of_another) = listen([127, 0, 0, 1].into(), &Interface::default()).unwrap();
+        let key = crate::JobKey::trusting_network("another", 0).links(&[1; crate::auth::hmac_key::KEY_BYTES]);
+        let _another = Control::start(listener, 3, MACHINES.len(), key).unwrap();
+        for address in [of_this_job, of_another] {
+            let (control, membership, _) = cut_off();
+            assert_eq!(dial(&control.shared, &membership, &directory(address.port()), 3), Outcome::Answered);
+            assert!(membership.has_left(3) && membership.check().is_ok(), "{address}");
+        }
+    }
+
+    #[test]
+    fn a_rank_that_seemed_to_have_ended_and_connects_takes_part() {
+        let (control, membership, address) = cut_off();
+        // A firewall lets rank 3 out and answers for it.
+        dial(&control.shared, &membership, &directory(closed_port()), 3);
+        assert!(membership.has_left(3));
+        let to = PeerAddress::new("127.0.0.1", address.port());
+        let purpose = Purpose::Control { rank: 3 };
+        let dialled = Dial { to: &to, via: &Interface::default(), key: &key(), peer: 0, purpose };
+        let deadline = Instant::now() + 60 * BEAT;
+        let Ok(connection) = dialled.connect(deadline, deadline, None) else { panic!("no connection") };
+        let mut wire = Wire::new(connection, MESSAGE_CAP).unwrap();
+        // Its heartbeats come, and this rank sends its own.
+        let beat = ControlMessage::Heartbeat(crate::membership::Heartbeat::default());
+        wire.send(&Envelope { origin: 3, message: beat }, deadline).unwrap();
+        let heard: Envelope<ControlMessage> = loop {
+            let heard: Envelope<ControlMessage> = wire.recv(deadline).unwrap();
+            if matches!(heard.message, ControlMessage::Heartbeat(_)) {
+                break heard;
+            }
+        };
+        assert_eq!(heard.origin, 0);
+        assert!(!membership.has_left(3), "it takes part");
+        // A probe that began before the connection came, and finds only now what it does.
+        dial(&control.shared, &membership, &directory(closed_port()), 3);
+        assert!(!membership.has_left(3) && membership.check().is_ok());
+        assert_eq!(membership.cut_off(), NONE);
+    }
+
+    #[test]
+    fn a_host_name_that_cannot_be_looked_up_is_no_silence() {
+        let (control, membership, _) = cut_off();
+        let addresses = PeerAddresses::new(vec![("no such host".to_owned(), 7); 4]);
+        let directory = Directory { addresses, via: Interface::default() };
+        assert_eq!(dial(&control.shared, &membership, &directory, 3), Outcome::NotAsked);
+        assert!(!membership.has_left(3));
     }
 }

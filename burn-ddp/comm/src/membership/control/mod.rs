@@ -84,7 +84,7 @@ impl std::fmt::Debug for Mesh {
 
 /// The rank takes part.
 const PRESENT: u8 = 0;
-/// It said goodbye: the state of peers is no longer its concern.
+/// It said goodbye: the state of peers is no longer its concern, unless one ends the world.
 const LEFT: u8 = 1;
 /// The handle is gone: let peers close, then end.
 const CLOSED: u8 = 2;
@@ -275,10 +275,17 @@ mod tests {
     use super::*;
     use crate::auth::handshake::agreed;
     use crate::membership::BlockedGroup;
+    use crate::net::peer_addresses::PeerAddresses;
 
     /// Key of the worlds of these tests.
     pub(super) fn key() -> LinkKey {
         crate::JobKey::trusting_network("job", 0).links(&[1; crate::auth::hmac_key::KEY_BYTES])
+    }
+
+    /// Ways to ranks that listen at this port of this machine, whichever they are.
+    pub(super) fn directory(port: u16) -> Directory {
+        let addresses = PeerAddresses::new(vec![("127.0.0.1".to_owned(), port); 16]);
+        Directory { addresses, via: Interface::default() }
     }
 
     /// Rank 0 of ranks on these machines, none of which has connected, and the address where it listens.

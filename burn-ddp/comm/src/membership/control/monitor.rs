@@ -180,7 +180,9 @@ impl Monitor {
                     self.look_at = Some(Instant::now());
                 }
                 Err(error) => {
-                    tracing::warn!(rank = self.shared.rank, peer = rank, %error, "a connection broke at once")
+                    // The peer makes another.
+                    self.shared.links.forget_control(rank);
+                    tracing::warn!(rank = self.shared.rank, peer = rank, %error, "a connection broke at once");
                 }
             }
         }
@@ -200,7 +202,8 @@ impl Monitor {
             let present = self.shared.phase.load(Ordering::Acquire) == PRESENT;
             let received = match wire.next::<Envelope<ControlMessage>>() {
                 Ok(None) => return,
-                Ok(Some(envelope)) if present => self
+                // After the goodbye a failure still ends the calls that other threads are in.
+                Ok(Some(envelope)) if present || matches!(envelope.message, ControlMessage::Fail { .. }) => self
                     .shared
                     .receive(rank, envelope, membership)
                     .map_err(|cause| io::Error::new(ErrorKind::InvalidData, cause)),
@@ -354,13 +357,14 @@ fn describe(error: &io::Error, cause: Option<String>, membership: &Membership, r
 mod tests {
     use std::net::SocketAddr;
 
-    use super::super::tests::{alone_with, key};
+    use super::super::tests::{alone_with, directory, key};
     use super::super::{Control, Directory, MESSAGE_CAP};
     use super::*;
     use crate::Error;
     use crate::net::dial_rank::{Dial, Undialled};
     use crate::net::encrypted_messages::Wire;
     use crate::net::interface::Interface;
+    use crate::net::peer_addresses::PeerAddress;
 
     const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -371,8 +375,8 @@ mod tests {
 
     /// Rank 3's connection to rank 0, which listens at `address`.
     fn connect(address: SocketAddr) -> Result<Wire, Undialled> {
-        let (to, purpose) = (("127.0.0.1", address.port()), Purpose::Control { rank: LATE as u32 });
-        let dial = Dial { to, via: &Interface::default(), key: &key(), peer: 0, purpose };
+        let (to, purpose) = (PeerAddress::new("127.0.0.1", address.port()), Purpose::Control { rank: LATE as u32 });
+        let dial = Dial { to: &to, via: &Interface::default(), key: &key(), peer: 0, purpose };
         let deadline = Instant::now() + PATIENCE;
         dial.connect(deadline, deadline, None).map(|stream| Wire::new(stream, MESSAGE_CAP).unwrap())
     }
@@ -407,9 +411,7 @@ mod tests {
     #[test]
     fn a_late_connection_that_ends_before_its_first_message_is_no_goodbye() {
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let directory =
-            Directory { addresses: vec![("127.0.0.1".to_owned(), closed); MACHINES.len()], via: Interface::default() };
-        let (_control, membership, address) = cut_off(directory);
+        let (_control, membership, address) = cut_off(directory(closed));
         drop(connect(address));
         let error = end(&membership);
         assert!(matches!(&error, Error::PeerLost { peer, .. } if peer.rank == LATE), "{error}");

@@ -144,14 +144,15 @@ impl Links {
         }
     }
 
-    /// Waits for the connection for `purpose`; `None` at the deadline. `check` is called after each change of the
-    /// membership; its error ends the wait.
+    /// Waits for the connection for `purpose`, [whenever](Purpose::whenever) it was made; `None` at the deadline.
+    /// `check` is called after each change of the membership; its error ends the wait.
     pub(crate) fn claim(
         &self,
         purpose: Purpose,
         deadline: Instant,
         check: impl Fn() -> Result<()>,
     ) -> Result<Option<SecureStream>> {
+        let purpose = purpose.whenever();
         self.wait(deadline, |board| {
             board.forget_ended(purpose);
             match board.waiting.remove(&purpose) {
@@ -167,6 +168,7 @@ impl Links {
     /// flow that ended before that was given up in its handshake, and comes again.
     pub(crate) fn take_all(&self, flows: &[Purpose]) -> Option<Vec<SecureStream>> {
         let mut board = lock(&self.board);
+        let flows: Vec<_> = flows.iter().map(|flow| flow.whenever()).collect();
         let waiting: Vec<_> = flows.iter().map(|flow| board.waiting.get(flow)).collect::<Option<_>>()?;
         if waiting.iter().any(|stream| has_ended(stream)) && !waiting.first().is_some_and(|first| has_bytes(first)) {
             return None;
@@ -270,6 +272,25 @@ mod tests {
         // A group that other ranks are opening is to be opened here, too.
         assert_eq!(admitted(9, false), [false, true, false]);
         assert!(links.admit(Purpose::Control { rank: 0 }).is_err());
+    }
+
+    #[test]
+    fn a_connection_is_claimed_whenever_it_was_made() {
+        let links = Links::new(0, 2);
+        let flow = |group, opened| Purpose::Data { rank: 1, group, flow: 0, opened };
+        let waker = Waker::new().unwrap().into();
+        for (group, made, claimed) in [(7, false, true), (8, true, false), (9, true, true)] {
+            links.open_group(group, std::sync::Arc::downgrade(&waker));
+            let [listener, _client] = SecureStream::pair(agreed()).unwrap();
+            links.put(flow(group, made), listener);
+            let now = Instant::now();
+            assert!(links.claim(flow(group, claimed), now, || Ok(())).unwrap().is_some(), "group {group}");
+            let [again, _client] = SecureStream::pair(agreed()).unwrap();
+            links.close_group(group);
+            links.open_group(group, std::sync::Arc::downgrade(&waker));
+            links.put(flow(group, made), again);
+            assert!(links.take_all(&[flow(group, claimed)]).is_some(), "group {group}");
+        }
     }
 
     #[test]
