@@ -335,18 +335,22 @@ fn checkpoints_that_are_all_damaged_are_an_error_and_no_new_beginning() {
         let checkpoints = ddp.checkpoints(path)?;
         let text = |found: burn_ddp::Result<_>| found.map(|_: Option<_>| ()).unwrap_err().to_string();
         let (latest, at) = (text(checkpoints.latest()), text(checkpoints.at(80)));
+        let best = text(checkpoints.best("loss", Best::Lowest));
+        let list = checkpoints.list().unwrap_err().to_string();
         assert!(checkpoints.at(85)?.is_none(), "no such step");
         checkpoints.save(95, |_| Ok(()))?;
         assert_eq!(checkpoints.latest()?.map(|found| found.step()), Some(95));
-        Ok((latest, at))
+        Ok((latest, at, best, list))
     });
-    for (latest, at) in errors.unwrap() {
+    for (latest, at, best, list) in errors.unwrap() {
         for part in [
             "rank 0 cannot load a checkpoint from",
             "damaged: step-00000090: manifest.json: checksum mismatch; step-00000080: manifest.json.sha256:",
             "move what is damaged away",
         ] {
-            assert!(latest.contains(part), "{latest}");
+            for error in [&latest, &best, &list] {
+                assert!(error.contains(part), "{error}");
+            }
         }
         assert!(at.contains("step-00000080: ") && !at.contains("step-00000090"), "{at}");
     }

@@ -29,6 +29,19 @@ struct Search {
     damaged: Vec<String>,
 }
 
+/// Checkpoints to look at, in this order.
+struct Candidates {
+    names: Vec<Name>,
+    /// Checkpoints that cannot be ordered because they are damaged, each with its damage.
+    damaged: Vec<String>,
+}
+
+impl From<Vec<Name>> for Candidates {
+    fn from(names: Vec<Name>) -> Self {
+        Candidates { names, damaged: Vec::new() }
+    }
+}
+
 /// Checkpoints that stay when a new one is written.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Keep {
@@ -74,7 +87,7 @@ impl Directory {
         let lock = self.storage.own()?;
         let newest = match self.names()?.first() {
             Some(name) if self.known().get(name) == Some(&true) => Some(*name),
-            _ => self.first_complete(Ok)?.complete.map(|(name, _)| name),
+            _ => self.first_complete(|names| Ok(names.into()))?.complete.map(|(name, _)| name),
         };
         let newest = newest.map(|name| name.step);
         *owned = Some(Owned { _lock: lock, newest });
@@ -126,43 +139,59 @@ impl Directory {
 
     /// The newest complete checkpoint.
     pub(super) fn newest(&self) -> Result<Found, String> {
-        self.found_by(self.first_complete(Ok)?)
+        self.found_by(self.first_complete(|names| Ok(names.into()))?)
     }
 
     /// The newest complete checkpoint of `step`.
     pub(super) fn at(&self, step: u64) -> Result<Found, String> {
-        let of_step = |names: Vec<Name>| Ok(names.into_iter().filter(|name| name.step == step).collect());
+        let of_step =
+            |names: Vec<Name>| Ok(names.into_iter().filter(|name| name.step == step).collect::<Vec<_>>().into());
         self.found_by(self.first_complete(of_step)?)
     }
 
     /// The complete checkpoint that is best by `metric`.
     pub(super) fn best(&self, metric: &str, best: Best) -> Result<Found, String> {
         let by_metric = |names: Vec<Name>| {
-            let manifests = self.manifests(names)?;
-            Ok(best.sort(metric, &manifests).into_iter().copied().collect())
+            let (manifests, damaged) = self.manifests(names)?;
+            Ok(Candidates { names: best.sort(metric, &manifests).into_iter().copied().collect(), damaged })
         };
         self.found_by(self.first_complete(by_metric)?)
     }
 
-    /// What `search` has found. Damaged checkpoints and no complete one are an error: a caller that takes them for none
+    /// The result of `search`. Damaged checkpoints and no complete one are an error: a caller that takes them for none
     /// would begin anew.
     fn found_by(&self, search: Search) -> Result<Found, String> {
         match search.complete {
-            None if !search.damaged.is_empty() => Err(format!(
-                "cannot load a checkpoint from {}, damaged: {}. To begin without, move what is damaged away, or use \
-                 another directory",
-                self.path.display(),
-                search.damaged.join("; ")
-            )),
+            None => self.refuse_damaged(&search.damaged).map(|()| None),
             complete => Ok(complete.map(|entry| self.found(entry))),
         }
     }
 
-    /// All checkpoints whose manifests are complete, the newest first.
+    /// Fails if there are damaged checkpoints.
+    fn refuse_damaged(&self, damaged: &[String]) -> Result<(), String> {
+        if damaged.is_empty() {
+            return Ok(());
+        }
+        Err(format!(
+            "cannot load a checkpoint from {}, damaged: {}. To begin without, move what is damaged away, or use \
+             another directory",
+            self.path.display(),
+            damaged.join("; ")
+        ))
+    }
+
+    /// All checkpoints whose manifests are complete, the newest first. An error if all are damaged.
     pub(super) fn list(&self) -> Result<Vec<(PathBuf, String)>, String> {
-        let mut found = Vec::new();
+        let (mut found, mut damaged) = (Vec::new(), Vec::new());
         for name in self.names()? {
-            found.extend(self.manifest(name)?.map(|manifest| self.found((name, manifest))));
+            match self.manifest(name)? {
+                Some(Ok(manifest)) => found.push(self.found((name, manifest))),
+                Some(Err(damage)) => damaged.push(damage),
+                None => {}
+            }
+        }
+        if found.is_empty() {
+            self.refuse_damaged(&damaged)?;
         }
         Ok(found)
     }
@@ -171,39 +200,45 @@ impl Directory {
         (self.path.join(name.to_string()), manifest)
     }
 
-    /// Manifests of those of the checkpoints that have a complete one, in the order of `names`.
-    fn manifests(&self, names: Vec<Name>) -> Result<Vec<(Name, Manifest)>, String> {
-        let mut manifests = Vec::new();
+    /// Manifests of those of the checkpoints that have a complete one, in the order of `names`, and the damage of those
+    /// whose manifest is damaged.
+    fn manifests(&self, names: Vec<Name>) -> Result<(Vec<(Name, Manifest)>, Vec<String>), String> {
+        let (mut manifests, mut damaged) = (Vec::new(), Vec::new());
         for name in names {
-            if let Some(text) = self.manifest(name)? {
-                let path = self.path.join(name.to_string());
-                let manifest = Manifest::parse(&text).map_err(|e| format!("cannot load {}: {e}", path.display()))?;
-                manifests.push((name, manifest));
+            match self.manifest(name)? {
+                Some(Ok(text)) => {
+                    let path = self.path.join(name.to_string());
+                    let manifest =
+                        Manifest::parse(&text).map_err(|e| format!("cannot load {}: {e}", path.display()))?;
+                    manifests.push((name, manifest));
+                }
+                Some(Err(damage)) => damaged.push(damage),
+                None => {}
             }
         }
-        Ok(manifests)
+        Ok((manifests, damaged))
     }
 
-    /// Text of a checkpoint's manifest; `None`, with a warning in the log, if it is damaged.
-    fn manifest(&self, name: Name) -> Result<Option<String>, String> {
+    /// Text of a checkpoint's manifest, or its damage, which is also logged. `None` if the checkpoint was removed.
+    fn manifest(&self, name: Name) -> Result<Option<Result<String, String>>, String> {
         let path = self.path.join(name.to_string());
         match manifest::read(&*self.storage, &name.to_string()) {
-            Ok((text, _)) => Ok(Some(text)),
+            Ok((text, _)) => Ok(Some(Ok(text))),
             Err(VerifyError::Vanished) => Ok(None),
             Err(e @ VerifyError::Corrupt(_)) => {
                 tracing::warn!("skipping the corrupt checkpoint {}: {e}", path.display());
-                Ok(None)
+                Ok(Some(Err(format!("{name}: {e}"))))
             }
             Err(e) => Err(format!("cannot read {}: {e}", path.display())),
         }
     }
 
     /// The first complete checkpoint of those that `order` returns, which gets all of them, the newest first.
-    fn first_complete(&self, order: impl Fn(Vec<Name>) -> Result<Vec<Name>, String>) -> Result<Search, String> {
+    fn first_complete(&self, order: impl Fn(Vec<Name>) -> Result<Candidates, String>) -> Result<Search, String> {
         'listing: for _ in 0..LISTINGS {
             let names = self.names()?;
-            let mut damaged = Vec::new();
-            for name in order(names.clone())? {
+            let Candidates { names: ordered, mut damaged } = order(names.clone())?;
+            for name in ordered {
                 let path = self.path.join(name.to_string());
                 match self.verify(name) {
                     Ok(manifest) => return Ok(Search { complete: Some((name, manifest)), damaged }),
@@ -260,7 +295,7 @@ impl Directory {
         let names = self.names()?;
         let mut best = Vec::new();
         if let Some((n, metric, direction)) = &keep.best {
-            let manifests = self.manifests(names.clone())?;
+            let (manifests, _) = self.manifests(names.clone())?;
             for name in direction.sort(metric, &manifests) {
                 if best.len() < *n && self.is_complete(*name)? {
                     best.push(*name);

@@ -42,6 +42,7 @@ use background_write::{BackgroundWrite, OpenedDirectory};
 pub use best_checkpoint::Best;
 use directory::{Directory, Keep};
 pub use saved_checkpoint::Checkpoint;
+pub(crate) use storage_choice::scheme;
 pub use writer::CheckpointWriter;
 
 /// A directory of checkpoints, each of which is complete or not there at all; from [`Ddp::checkpoints`].

@@ -86,6 +86,14 @@ impl Connection {
         Ok(objects.iter().filter_map(|object| parts(&object.location)).collect())
     }
 
+    pub(super) async fn exists(&self, object: &Key) -> io::Result<bool> {
+        match self.store.head(object).await {
+            Ok(_) => Ok(true),
+            Err(Error::NotFound { .. }) => Ok(false),
+            Err(e) => Err(e.into()),
+        }
+    }
+
     /// Aborts uploads that did not end, of one checkpoint or of all.
     pub(super) async fn abort_uploads(&self, checkpoint: Option<&str>) -> io::Result<()> {
         let all = self.key(UPLOADS);
@@ -94,7 +102,11 @@ impl Connection {
             if let [_, checkpoint, file] = parts.as_slice() {
                 tracing::info!("aborting the upload of {checkpoint}/{file}, which did not end");
                 let record = self.upload(checkpoint, file);
-                let id = self.store.get(&record).await?.bytes().await?;
+                let id = match self.store.get(&record).await {
+                    // The upload has just ended.
+                    Err(Error::NotFound { .. }) => continue,
+                    id => id?.bytes().await?,
+                };
                 let id = String::from_utf8_lossy(&id);
                 object_transfer::abort(&self.store, &self.file(checkpoint, file), &id, &record).await?;
             }

@@ -87,6 +87,14 @@ impl ObjectStorage {
         }
     }
 
+    /// Does `work` if this job owns the prefix, and fails if another one has taken it meanwhile.
+    async fn as_owner<T>(&self, connection: &Connection, work: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+        self.check_owner(connection).await?;
+        let done = work.await?;
+        self.check_owner(connection).await?;
+        Ok(done)
+    }
+
     fn taken(&self, how: &str) -> io::Error {
         let reason = format!("another job {how} {} since this one did", self.url.display());
         io::Error::new(ErrorKind::AlreadyExists, reason)
@@ -101,9 +109,11 @@ impl ObjectStorage {
             if let [checkpoint, file] = parts.as_slice()
                 && Name::parse(checkpoint).is_some()
                 && !complete.contains(checkpoint)
+                // A job that had not ended may have completed it since.
+                && !connection.exists(&connection.file(checkpoint, MANIFEST)).await?
             {
                 tracing::info!("removing {checkpoint}/{file}, which a killed job has left");
-                connection.store.delete(&connection.file(checkpoint, file)).await?;
+                object_transfer::delete(&connection.store, &connection.file(checkpoint, file)).await?;
             }
         }
         Ok(())
@@ -115,7 +125,7 @@ impl ObjectStorage {
         let mut files: Vec<&String> = objects.iter().filter_map(|parts| parts.get(1)).collect();
         files.sort_by_key(|file| *file != MANIFEST);
         for file in files {
-            connection.store.delete(&connection.file(name, file)).await?;
+            object_transfer::delete(&connection.store, &connection.file(name, file)).await?;
         }
         Ok(())
     }
@@ -146,13 +156,16 @@ impl ObjectStorage {
                 })?;
             }
         }
-        self.check_owner(connection).await?;
         let (manifest, to) = (fs::read(folder.join(MANIFEST))?, connection.file(name, MANIFEST));
-        let put = object_transfer::put_new(&connection.store, &to, manifest.into());
-        put.await.map_err(|e| match e.kind() {
-            ErrorKind::AlreadyExists => self.taken("has saved this step to"),
-            _ => failed(MANIFEST, e),
-        })
+        let put = async {
+            let put = object_transfer::put_new(&connection.store, &to, manifest.into());
+            put.await.map_err(|e| match e.kind() {
+                ErrorKind::AlreadyExists => self.taken("has saved this step to"),
+                _ => failed(MANIFEST, e),
+            })
+        };
+        // A job that takes the prefix during this request finds files without a manifest, and removes them.
+        self.as_owner(connection, put).await
     }
 }
 
@@ -170,9 +183,12 @@ impl Storage for ObjectStorage {
         *self.token() = Some(token.clone());
         let owned = connection.wait(async {
             connection.store.put(&connection.key(OWNER), token.into()).await?;
-            self.remove_leftovers(connection).await
+            Ok(self.remove_leftovers(connection).await)
         });
-        owned.map_err(failed)?;
+        // A save removes what has the name of its checkpoint.
+        if let Err(e) = owned.map_err(failed)? {
+            tracing::warn!("leftovers of killed jobs stay in {}: {e}", self.url.display());
+        }
         let folder = std::env::temp_dir();
         if let Err(e) = leftover::remove_all(&folder, local_prefix) {
             tracing::warn!("cannot look for leftovers in {}: {e}", folder.display());
@@ -187,11 +203,7 @@ impl Storage for ObjectStorage {
 
     fn contains(&self, name: &str) -> io::Result<bool> {
         let connection = self.connection()?;
-        match connection.wait(async { Ok(connection.store.head(&connection.file(name, MANIFEST)).await?) }) {
-            Ok(_) => Ok(true),
-            Err(e) if e.kind() == ErrorKind::NotFound => Ok(false),
-            Err(e) => Err(e),
-        }
+        connection.wait(connection.exists(&connection.file(name, MANIFEST)))
     }
 
     fn open(&self, name: &str, file: &str) -> io::Result<File> {
@@ -225,7 +237,10 @@ impl Storage for ObjectStorage {
 
     fn remove(&self, name: &str) -> io::Result<()> {
         let connection = self.connection()?;
-        connection.wait(self.remove_objects(connection, name))
+        connection.wait(async {
+            self.check_owner(connection).await?;
+            self.remove_objects(connection, name).await
+        })
     }
 }
 
@@ -340,6 +355,27 @@ mod tests {
         let mut read = String::new();
         second.open("step-00000002", "model.bpk").unwrap().read_to_string(&mut read).unwrap();
         assert_eq!(read, "2");
+    }
+
+    /// The job that takes the prefix removes files whose manifest is on its way: a save that ends then is no checkpoint,
+    /// and older ones must not be removed for it.
+    #[test]
+    fn a_job_that_loses_its_prefix_during_a_request_has_not_saved_and_removes_nothing() {
+        let bucket = Arc::default();
+        let (first, second) = (job("s3://lost", &bucket), job("s3://lost", &bucket));
+        first.own().unwrap();
+        save(&first, "step-00000001", &[]).unwrap();
+        let connection = first.connection().unwrap();
+        let manifest = async {
+            connection.store.put(&connection.key(OWNER), "another".into()).await?;
+            Ok(connection.store.put(&connection.file("step-00000002", MANIFEST), "{}".into()).await?)
+        };
+        let saved = connection.wait(first.as_owner(connection, manifest)).map(drop);
+        assert_eq!(saved.unwrap_err().kind(), ErrorKind::AlreadyExists);
+        second.own().unwrap();
+        let refused = first.remove("step-00000001").unwrap_err().to_string();
+        assert_eq!(refused, "another job has begun to save to s3://lost since this one did");
+        assert_eq!(objects(&second), ["step-00000001/manifest.json", "step-00000002/manifest.json"]);
     }
 
     #[test]

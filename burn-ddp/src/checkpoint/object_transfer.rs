@@ -29,6 +29,9 @@ pub(super) const AFTER_FAILURE: Duration = Duration::from_secs(5);
 const AGAIN: Duration = Duration::from_secs(60);
 const SECOND: Duration = Duration::from_secs(30);
 
+/// Speed at which an object is read at least, to see whether it is the one that was written.
+const SLOWEST_BYTES_PER_SECOND: f64 = 1e6;
+
 /// Storage of objects, also in parts.
 pub(super) trait Store: ObjectStore + MultipartStore {}
 
@@ -62,7 +65,7 @@ pub(super) async fn put(
                 return Err(e.into());
             }
         }
-        if let Err(e) = store.delete(record).await {
+        if let Err(e) = delete(store, record).await {
             tracing::warn!("{record} stays until the next job saves: {e}");
         }
         Ok(())
@@ -79,16 +82,30 @@ pub(super) async fn put(
     uploaded
 }
 
-/// Makes a new object. [`io::ErrorKind::AlreadyExists`] if there is another one.
-pub(super) async fn put_new(store: &Arc<dyn Store>, to: &Path, bytes: Bytes) -> io::Result<()> {
+/// Makes a request, and makes it once more if it failed soon: a conditional request, a removal or an abort is not made
+/// again by the client after a timeout or a lost connection.
+async fn twice<T, F: Future<Output = io::Result<T>>>(request: impl Fn() -> F) -> io::Result<T> {
     let began = Instant::now();
-    match put_new_once(store, to, bytes.clone()).await {
-        // The client does not make a conditional request again after a timeout or a lost connection.
+    match request().await {
         Err(e) if e.kind() != ErrorKind::AlreadyExists && began.elapsed() < AGAIN => {
-            tokio::time::timeout(SECOND, put_new_once(store, to, bytes)).await.unwrap_or(Err(e))
+            tokio::time::timeout(SECOND, request()).await.unwrap_or(Err(e))
         }
         outcome => outcome,
     }
+}
+
+/// Removes an object, which may be gone already.
+pub(super) async fn delete(store: &Arc<dyn Store>, at: &Path) -> io::Result<()> {
+    let request = async || match store.delete(at).await {
+        Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
+        Err(e) => Err(e.into()),
+    };
+    twice(request).await
+}
+
+/// Makes a new object. [`io::ErrorKind::AlreadyExists`] if there is another one.
+pub(super) async fn put_new(store: &Arc<dyn Store>, to: &Path, bytes: Bytes) -> io::Result<()> {
+    twice(|| put_new_once(store, to, bytes.clone())).await
 }
 
 async fn put_new_once(store: &Arc<dyn Store>, to: &Path, bytes: Bytes) -> io::Result<()> {
@@ -101,12 +118,12 @@ async fn put_new_once(store: &Arc<dyn Store>, to: &Path, bytes: Bytes) -> io::Re
     };
     // The answer to a first request may be lost; a second one finds the object.
     let there = async { store.get(to).await?.bytes().await };
-    match tokio::time::timeout(AFTER_FAILURE, there).await {
+    let time = AFTER_FAILURE + Duration::from_secs_f64(bytes.len() as f64 / SLOWEST_BYTES_PER_SECOND);
+    match tokio::time::timeout(time, there).await {
         Ok(Ok(there)) if there == bytes => Ok(()),
-        _ => Err(match error {
-            Error::AlreadyExists { .. } => io::Error::new(ErrorKind::AlreadyExists, error),
-            error => error.into(),
-        }),
+        Ok(Ok(_)) => Err(io::Error::new(ErrorKind::AlreadyExists, error)),
+        // Also a storage that is still busy with the first request says that there is an object.
+        _ => Err(io::Error::other(error)),
     }
 }
 
@@ -127,22 +144,25 @@ async fn put_parts(store: &Arc<dyn Store>, file: &File, len: u64, to: &Path, id:
 
 /// Removes the parts of an upload that did not end, and its record.
 pub(super) async fn abort(store: &Arc<dyn Store>, to: &Path, id: &str, record: &Path) -> io::Result<()> {
-    match store.abort_multipart(to, &id.to_string()).await {
-        Ok(()) | Err(Error::NotFound { .. }) => {}
-        Err(e) => return Err(e.into()),
-    }
-    Ok(store.delete(record).await?)
+    let (id, abort) = (id.to_string(), async |id: &String| match store.abort_multipart(to, id).await {
+        Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
+        Err(e) => Err(e.into()),
+    });
+    twice(|| abort(&id)).await?;
+    delete(store, record).await
 }
 
 /// Downloads an object into a file without a name, which ends with its last handle.
 pub(super) async fn get(store: &Arc<dyn Store>, from: &Path) -> io::Result<File> {
     let len = store.head(from).await?.size;
-    let file = tempfile::tempfile()?;
+    // An error of this machine's disk says nothing about the object.
+    let local = |e| io::Error::other(format!("a temporary file in {}: {e}", std::env::temp_dir().display()));
+    let file = tempfile::tempfile().map_err(local)?;
     let start = |_, range| {
         let (store, from) = (store.clone(), from.clone());
         Ok(async move { store.get_range(&from, range).await })
     };
-    each_part(len, start, |_, at, bytes| file.write_all_at(&bytes, at)).await?;
+    each_part(len, start, |_, at, bytes| file.write_all_at(&bytes, at).map_err(local)).await?;
     Ok(file)
 }
 

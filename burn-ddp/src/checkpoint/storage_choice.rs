@@ -42,7 +42,7 @@ pub(super) fn open(path: &Path) -> Arc<dyn Storage> {
 }
 
 /// The scheme of a URL; `None` for the path of a folder.
-fn scheme(path: &Path) -> Option<&str> {
+pub(crate) fn scheme(path: &Path) -> Option<&str> {
     let (scheme, _) = path.to_str()?.split_once("://")?;
     (!scheme.is_empty() && scheme.bytes().all(|c| c.is_ascii_alphanumeric())).then_some(scheme)
 }

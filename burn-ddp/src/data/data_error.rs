@@ -193,7 +193,7 @@ pub enum DataError {
     },
 
     // From a peer.
-    /// A peer or the network: see the inner error, which names the rank.
+    /// Communication between ranks failed: see the inner error.
     #[error(transparent)]
     Comm(#[from] comm::Error),
 }

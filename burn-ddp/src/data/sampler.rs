@@ -165,7 +165,7 @@ impl Order {
         }
     }
 
-    /// Text by which the ranks compare their orders. An invalid one is an error when its epoch begins.
+    /// Text by which ranks compare orders. It checks nothing: an invalid order fails at its epoch.
     pub(super) fn text(&self) -> String {
         match self {
             Order::Dataset => "that of the dataset".to_string(),

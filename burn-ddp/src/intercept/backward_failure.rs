@@ -1,4 +1,5 @@
-//! Errors of a backward: they go to the other ranks, and to the caller by `Ddp::backward` or as a panic.
+//! Errors of a backward, and of a forward that gathers parameters: they go to the other ranks, and to the caller by
+//! `Ddp::backward` or as a panic.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -47,6 +48,18 @@ pub(crate) fn tell_peers(ddp: &Ddp, error: &Error) {
 /// Reports that a backward has failed to the other ranks, and to `Ddp::backward` if it runs on this thread; panics
 /// otherwise.
 pub(crate) fn fail(ddp: &Ddp, error: Error) {
+    let note = "a `loss.backward()` of the program ends here, since it cannot return an error (RUST_BACKTRACE=1 shows \
+        its line); `ddp.backward(&loss, &model)` returns this error";
+    fail_with(ddp, error, note);
+}
+
+/// [`fail`] in a forward, which only Burn's trainer captures.
+pub(super) fn fail_forward(ddp: &Ddp, error: Error) {
+    let note = "a forward of the program ends here, since it cannot return an error (RUST_BACKTRACE=1 shows its line)";
+    fail_with(ddp, error, note);
+}
+
+fn fail_with(ddp: &Ddp, error: Error, note: &str) {
     tell_peers(ddp, &error);
     let unheard = CAPTURED.with_borrow_mut(|captured| match captured {
         Some(first) => {
@@ -56,9 +69,6 @@ pub(crate) fn fail(ddp: &Ddp, error: Error) {
         None => Some(error),
     });
     if let Some(error) = unheard {
-        panic!(
-            "{error}\nnote: a `loss.backward()` of the program ends here, since it cannot return an error \
-             (RUST_BACKTRACE=1 shows its line); `ddp.backward(&loss, &model)` returns this error"
-        );
+        panic!("{error}\nnote: {note}");
     }
 }

@@ -12,7 +12,7 @@ const COMPARED_BYTES: usize = 1 << 20;
 /// all gradients: some depend on no data, as that of the last bias under a mean.
 const ENOUGH: u32 = 2;
 
-/// Digest of this rank's gradients in the steps that compare the ranks, until these are known to differ.
+/// Digest of this rank's gradients: ranks compare theirs until it is clear if they train on equal data.
 pub(super) struct SameGradients {
     /// Slots whose gradients are compared until they are found equal; the same on all ranks.
     compared: Vec<bool>,

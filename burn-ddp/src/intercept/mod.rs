@@ -50,6 +50,8 @@ pub(crate) use checked_backward::{checked_backward, refused};
 pub(crate) use depth_ladder::{rung_above, untracked};
 pub use model_state::ModelOpening;
 pub(crate) use model_walk::{TAP_NAME, find, read_all, taps};
+#[cfg(feature = "train")]
+pub(crate) use param_mappers::note_part;
 pub(crate) use parameter_tap::Tap;
 #[cfg(feature = "train")]
 pub(crate) use shard::own_rows;
@@ -58,6 +60,8 @@ pub(crate) use shard::{
     sums_over_parts, tell_peers_of_parts, whole,
 };
 pub(crate) use synced_statistics::SyncedStatistics;
+#[cfg(feature = "train")]
+pub(crate) use tap_bypass::is_bypassed;
 pub(crate) use tap_bypass::{bypass, replace};
 pub(crate) use unused_parameters::MAX_DIMS;
 pub use wrapped_model::TapHandle;

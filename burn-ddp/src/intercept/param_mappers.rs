@@ -7,7 +7,6 @@ use burn::tensor::Tensor;
 
 use super::tap_bypass::{bypass, is_bypassed};
 use super::wrapped_model::TapHandle;
-use crate::gradients::Slot;
 
 /// Event of a parameter.
 #[derive(Clone, Copy, PartialEq)]
@@ -28,8 +27,10 @@ thread_local! {
 /// were there. What this crate loads and saves itself keeps ids and is not noted.
 pub(super) fn report_records<const D: usize>(param: Param<Tensor<D>>, tap: &TapHandle) -> Param<Tensor<D>> {
     let (model, slot) = (tap.model.id, tap.slot);
-    // What is read through the tap of a sharded parameter has all rows; a record would get those of this rank.
-    let whole = tap.model.is_divided(slot).then(|| tap.model.slots.clone());
+    // What is read through the tap of a sharded parameter has all rows; a record would get those of this rank. The
+    // mapper stays with the parameter when it is unwrapped, and with one of another shape that is made of it.
+    let shards = tap.model.shards().filter(|_| tap.model.is_sharded(slot));
+    let part = shards.map(|shards| (shards.part_dims(slot), tap.model.slots[slot].path.clone()));
     let (id, value, mapper) = param.consume();
     let (loading, saving) = (mapper.clone(), mapper.clone());
     let param = Param::from_mapped_value(id, value, mapper);
@@ -40,12 +41,15 @@ pub(super) fn report_records<const D: usize>(param: Param<Tensor<D>>, tap: &TapH
         loading.on_load(value)
     });
     param.save_mapper(move |value| {
-        let part_of = whole.as_ref().map(|slots| &slots[slot]).filter(|whole| value.dims()[0] != whole.dims[0]);
+        let part_of = part.as_ref().filter(|(dims, _)| value.dims()[..] == dims[..]);
         if is_bypassed() {
-            PART_SAVED.set(part_of.is_some());
-            return if part_of.is_some() { value } else { saving.on_save(value) };
+            if part_of.is_none() {
+                return saving.on_save(value);
+            }
+            note_part();
+            return value;
         }
-        if let Some(Slot { path, .. }) = part_of {
+        if let Some((_, path)) = part_of {
             panic!(
                 "{path} is sharded, and a record would hold this rank's rows of it: save with `ddp.save(&model, \
                 path)`, or `ddp.unwrap(model)` first; after `Param::map` of the field neither is possible: map the \
@@ -68,6 +72,11 @@ pub(super) fn is_part<const D: usize>(param: Param<Tensor<D>>) -> bool {
     PART_SAVED.set(false);
     bypass(|| mapper.on_save(value));
     PART_SAVED.take()
+}
+
+/// Notes, in the save mapper of a sharded parameter, that its value is this rank's part.
+pub(crate) fn note_part() {
+    PART_SAVED.set(true);
 }
 
 /// Notes that a parameter is read through `tap`.

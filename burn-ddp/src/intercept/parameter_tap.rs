@@ -126,8 +126,8 @@ impl Module for Tap {
             if saves {
                 assert!(
                     !self.handle.model.is_divided(self.handle.slot),
-                    "a parameter of this model is sharded, and a record would hold a part of it: save with \
-                    `ddp.save(&model, path)`, or `ddp.unwrap(model)` first"
+                    "a parameter of this model is sharded, and on several ranks a record would hold a part of it: \
+                    save with `ddp.save(&model, path)`, or `ddp.unwrap(model)` first"
                 );
                 return;
             }

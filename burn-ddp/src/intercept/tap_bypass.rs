@@ -37,7 +37,7 @@ fn within<T>(taps: Taps, f: impl FnOnce() -> T) -> T {
 }
 
 /// True inside [`bypass`] and [`replace`] on this thread.
-pub(super) fn is_bypassed() -> bool {
+pub(crate) fn is_bypassed() -> bool {
     TAPS.get() != Taps::Work
 }
 

@@ -12,10 +12,10 @@ use super::safetensors;
 use super::schema::{Schema, Snapshot};
 use super::sync_buffers::sync_wrapped;
 use super::values::{Value, values};
-use crate::checkpoint::leftover;
+use crate::checkpoint::{leftover, scheme};
 use crate::ddp::Ddp;
 use crate::intercept::find;
-use crate::{Result, agreement, main_first};
+use crate::{Error, Result, agreement, main_first};
 
 impl Ddp {
     /// Writes rank 0's model to `path` (with Burn's extension `.bpk` if it has none), so that plain Burn reads it with
@@ -132,7 +132,8 @@ impl Ddp {
         let _saving = self.state().meter.saving();
         sync_wrapped(self.group(), model)?;
         find(model).iter().for_each(|wrapped| wrapped.warn_of_local());
-        let (schema, values) = agreement::on_outcome(self.group(), "save its model", values(model))?;
+        let outcome = refuse_url(path).and_then(|()| values(model));
+        let (schema, values) = agreement::on_outcome(self.group(), "save its model", outcome)?;
         main_first::on_main(self.group(), || {
             if let Err(e) = remove_leftovers(path) {
                 tracing::warn!("cannot look for leftovers of {}: {e}", path.display());
@@ -142,6 +143,13 @@ impl Ddp {
         write(schema, values)?;
         self.check_replicas(model)
     }
+}
+
+fn refuse_url(path: &Path) -> Result<()> {
+    if scheme(path).is_none() {
+        return Ok(());
+    }
+    Err(Error::invalid(format!("{} is not a path of a file; `ddp.checkpoints` can be on S3", path.display())))
 }
 
 fn with_extension(path: &Path, extension: &str) -> PathBuf {

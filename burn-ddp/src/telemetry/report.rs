@@ -63,18 +63,18 @@ pub enum Cause {
     DataOfSomeRanks {
         /// The ranks that wait.
         ranks: Vec<usize>,
-        /// Their waiting, on the one that works longest.
+        /// Waiting time of the slowest of `ranks`.
         data: Duration,
-        /// The others' waiting: their median.
+        /// Median waiting time of the other ranks.
         others: Duration,
     },
     /// Some ranks work longer than the others.
     SlowRanks {
         /// The slow ranks.
         ranks: Vec<usize>,
-        /// Their work, on the one that works longest.
+        /// Working time of the slowest of `ranks`.
         work: Duration,
-        /// The others' work: their median.
+        /// Median working time of the other ranks.
         others: Duration,
     },
     /// Backward waits for averaged gradients.

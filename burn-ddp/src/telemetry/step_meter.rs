@@ -237,7 +237,7 @@ impl StepMeter {
         }
     }
 
-    /// Ends a backward that only summed up.
+    /// Ends a backward without reduction.
     pub(crate) fn end_backward(&mut self) {
         self.backward_ended(Instant::now());
     }

@@ -2,6 +2,7 @@
 
 use std::panic::Location;
 
+use burn::data::dataloader::DataLoaderIterator;
 use burn::tensor::Device;
 use burn::train::metric::store::EventStoreClient;
 use burn::train::{
@@ -56,6 +57,11 @@ impl<M: LearnerModel> DdpStrategy<M> {
         }
         self.ddp.state().make_metric_group()?;
         let (model, agreed) = wrap::agree_and_broadcast(&self.ddp, learner.model(), &self.config)?;
+        let accumulates = match micro_batches {
+            0 | 1 => Ok(()),
+            k => wrap::refuse_accumulation(&format!("`grads_accumulation({k})`"), agreed.local()),
+        };
+        agreement::on_outcome(self.ddp.group(), "accumulate", accumulates)?;
         // The learner does not give its model away, but loads values into it.
         match self.config.shards() {
             true => {
@@ -69,11 +75,6 @@ impl<M: LearnerModel> DdpStrategy<M> {
         // `ddp.learner` has checked the optimizer.
         let slots = 0..taps.wrapped.slots.len();
         slots.filter(|slot| taps.wrapped.is_divided(*slot)).for_each(|slot| taps.wrapped.note_optimizer(slot));
-        let accumulates = match micro_batches {
-            0 | 1 => Ok(()),
-            k => wrap::refuse_accumulation(&format!("`grads_accumulation({k})`"), taps.wrapped.local()),
-        };
-        agreement::on_outcome(self.ddp.group(), "accumulate", accumulates)?;
         // Each parameter was loaded separately, so clones no longer share one.
         taps.wrapped.part_clones();
         Ok((taps, device))
@@ -193,7 +194,7 @@ struct Run<'a, M: LearnerModel> {
 }
 
 impl<M: LearnerModel> Run<'_, M> {
-    /// True if parameters of the learner's model are this rank's parts.
+    /// True if some parameters of the learner's model are sharded.
     fn is_in_parts(&self) -> bool {
         self.taps.wrapped.shards().is_some()
     }
@@ -266,7 +267,7 @@ impl<M: LearnerModel> Run<'_, M> {
                 self.learner.lr_step();
                 self.learner.optimizer_step(grads);
                 // The next step has new values.
-                self.taps.wrapped.shards().inspect(|shards| shards.restart());
+                self.taps.wrapped.shards().inspect(|shards| shards.forget_values());
             }
             iteration += 1;
             let item = TrainingItem::new(item, progress, Some(iteration), Some(self.learner.lr_current()));
@@ -337,12 +338,13 @@ impl<M: LearnerModel> Run<'_, M> {
         }
     }
 
-    /// Validates a model in parts, which all ranks read together: those that have fewer batches pass their first one
-    /// again, and do not count it.
+    /// Validates a model in parts, which all ranks read together: those that have fewer batches pass theirs
+    /// again, and do not count them.
     fn validate_in_step(&mut self, loader: &ValidLoader<M>) {
         let (ddp, site) = (self.ddp, self.site);
         let model = self.result().valid();
         let mut batches = loader.iter();
+        let mut fill_in: Option<Box<dyn DataLoaderIterator<<M as InferenceStep>::Input> + '_>> = None;
         let mut iteration = 0;
         loop {
             let own = batches.next().transpose().unwrap_or_else(|error| {
@@ -358,7 +360,11 @@ impl<M: LearnerModel> Run<'_, M> {
                 return;
             }
             let counts = own.is_some();
-            let batch = match own.map(Ok).or_else(|| loader.iter().next()) {
+            let again = || {
+                let next = fill_in.as_mut().and_then(|batches| batches.next());
+                next.or_else(|| fill_in.insert(loader.iter()).next())
+            };
+            let batch = match own.map(Ok).or_else(again) {
                 Some(Ok(batch)) => batch,
                 Some(Err(error)) => return fail(ddp, &self.interrupter, Error::invalid(error.to_string())),
                 None => {

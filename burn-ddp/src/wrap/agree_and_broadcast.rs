@@ -140,6 +140,12 @@ impl AgreedModel {
         divided.map(own).collect()
     }
 
+    /// The local parameters.
+    #[cfg(feature = "train")]
+    pub(crate) fn local(&self) -> &[Entry] {
+        &self.local
+    }
+
     /// Taps of the agreed model, whose running statistics are those of `model`. *Collective*.
     pub(crate) fn taps<M: Module + 'static>(self, ddp: &Ddp, model: &M) -> Result<Taps> {
         let AgreedModel { device, group, alone, on_device, slots, divided, slot_of, .. } = self;

@@ -173,3 +173,27 @@ fn a_part_without_its_tap_is_not_taken_for_a_whole() {
         }
     }
 }
+
+/// The mappers of a sharded parameter stay with it: what is made of it after `unwrap` is a whole of its own.
+#[test]
+fn a_parameter_that_is_resized_after_unwrap_is_a_whole() {
+    for world in [1, 2, 3] {
+        let hashes = Ddp::spawn(world, |ddp| {
+            let model = ddp.wrap_with(Gpt::new(&ddp.device()?.autodiff(), 1), &sharded())?;
+            let mut model = ddp.unwrap(model)?;
+            model.tokens.weight = model.tokens.weight.map(|rows| {
+                let rows = rows.inner();
+                Tensor::from_inner(Tensor::cat(vec![rows.clone(), rows], 0)).require_grad()
+            });
+            let grown = param_hash(&model)?;
+            ddp.save(&model, tempfile::tempdir()?.path().join("model"))?;
+            let model = model.clone().load_record(model.into_record());
+            anyhow::ensure!(model.tokens.weight.dims() == [22, 6]);
+            let model = ddp.wrap_with(model, &sharded())?;
+            Ok((grown, param_hash(&model)?))
+        });
+        for (grown, wrapped_again) in hashes.unwrap() {
+            assert_eq!(grown, wrapped_again);
+        }
+    }
+}

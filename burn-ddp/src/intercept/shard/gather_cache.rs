@@ -78,11 +78,17 @@ impl GatherCache {
 
     /// Lets everything go when a backward has ended, and notes which slots were read several times.
     pub(super) fn end_backward(&mut self) {
+        for reads in &mut self.slots {
+            reads.repeated = reads.forward > 1 || reads.backward > 1;
+        }
+        self.forget();
+    }
+
+    /// Lets everything go, and counts reads anew.
+    pub(super) fn forget(&mut self) {
         for slot in 0..self.slots.len() {
             self.drop_held(slot);
-            let reads = &mut self.slots[slot];
-            reads.repeated = reads.forward > 1 || reads.backward > 1;
-            (reads.forward, reads.backward) = (0, 0);
+            (self.slots[slot].forward, self.slots[slot].backward) = (0, 0);
         }
     }
 

@@ -11,7 +11,7 @@ use burn::tensor::{Shape, TensorData, read_sync};
 
 use super::shard_group::Purpose;
 use crate::Result;
-use crate::intercept::backward_failure::fail;
+use crate::intercept::backward_failure::{fail, fail_forward};
 use crate::intercept::wrapped_model::TapHandle;
 use crate::tensor_conversion::burn_dtype;
 
@@ -51,7 +51,10 @@ fn gathered_for<B: Backend>(tap: &TapHandle, part: FloatTensor<B>, purpose: Purp
     match gather::<B>(tap, part, purpose) {
         Ok(whole) => whole,
         Err(error) => {
-            fail(&tap.model.ddp, error);
+            match purpose {
+                Purpose::Forward(_) | Purpose::Evaluation => fail_forward(&tap.model.ddp, error),
+                _ => fail(&tap.model.ddp, error),
+            }
             B::float_zeros(dims, &device, dtype.into())
         }
     }

@@ -78,7 +78,7 @@ fn spoken(tag: u64, slots: &[Slot]) -> String {
     match tag >> (READ_BITS + VALUE_BITS + SLOT_BITS) {
         1 => format!("reads {path}{copy} in a forward (read {number} since the last backward)"),
         2 => format!("reads {path}{copy} without a gradient (evaluation)"),
-        3 => format!("needs {path}{copy} in backward (read {number})"),
+        3 => format!("needs {path}{copy} in backward, for read {number}"),
         4 => format!("begins to reduce the gradients of a backward, after {number} reads of parameters"),
         5 => format!("reduces the gradient of {path}"),
         6 => format!("makes {path}{copy} whole (save, hash or unwrap)"),
@@ -141,6 +141,13 @@ impl ShardGroup {
     pub(crate) fn restart(&self) {
         self.reads.store(0, Ordering::Release);
         self.held().end_backward();
+    }
+
+    /// Lets go of wholes whose values are replaced, and begins to count reads anew.
+    #[cfg(feature = "train")]
+    pub(crate) fn forget_values(&self) {
+        self.reads.store(0, Ordering::Release);
+        self.held().forget();
     }
 
     /// Wholes that are held for further reads.
@@ -292,7 +299,7 @@ mod tests {
         for (purpose, says) in [
             (Purpose::Forward(7), "reads b in a forward (read 7 since the last backward)"),
             (Purpose::Evaluation, "reads b without a gradient (evaluation)"),
-            (Purpose::Backward(9), "needs b in backward (read 9)"),
+            (Purpose::Backward(9), "needs b in backward, for read 9"),
             (Purpose::Gradient, "reduces the gradient of b"),
             (Purpose::Whole, "makes b whole (save, hash or unwrap)"),
         ] {
