@@ -12,7 +12,7 @@ use burn_ddp_comm::{Call, DType, Error, ReduceOp, Result, SharedBuffer, SharedVi
 use crate::communicator::Communicator;
 use crate::coordinated_launch::GroupLaunch;
 use crate::device_and_pinned_memory::Region;
-use crate::device_reduce::DeviceReduce;
+use crate::device_reduce_request::DeviceReduce;
 use crate::error::DeviceError;
 use crate::host_through_device::{HostBytes, HostMemory, ThroughDevice, Work};
 use crate::nccl_op::Part;

@@ -10,7 +10,7 @@ use burn_ddp_comm::{DType, ProcessGroup};
 
 use super::load_model::send_rows;
 use crate::intercept::{Part, parts};
-use crate::model::burnpack::{header_bytes, read_header};
+use crate::model::burnpack_header::{header_bytes, read_header};
 use crate::model::burnpack_reader::TensorFile;
 use crate::model::burnpack_tensors::{self, StoredTensor, aligned, others, tensors};
 use crate::optimizer::state::{Ids, ids_of, read, renamed, warn_of_detour};

@@ -18,7 +18,7 @@ use sha2::Sha256;
 use super::held_gradients::{self, SavedWrapped};
 use super::manifest::{Checksum, Manifest};
 use crate::intercept::{self, Part, WrappedModel};
-use crate::model::burnpack;
+use crate::model::burnpack_header;
 use crate::model::burnpack_writer::{self, Sink};
 use crate::model::digest::digest;
 use crate::model::param_hash::param_hash;
@@ -328,14 +328,14 @@ impl<'a> CheckpointWriter<'a> {
             (header, content) = match &self.contents.streams_to {
                 None => {
                     let bytes = optimizer_state::write(optim).map_err(|e| failed(&e))?;
-                    (burnpack::read_header(&mut bytes.as_slice()), Content::Memory(bytes))
+                    (burnpack_header::read_header(&mut bytes.as_slice()), Content::Memory(bytes))
                 }
                 Some(directory) => {
                     let path = directory.join(name);
                     // Into the file without a second copy.
                     optim.to_record().save(&path).map_err(|e| failed(&e))?;
                     let mut file = File::open(path).map_err(|e| failed(&e))?;
-                    let header = burnpack::read_header(&mut file);
+                    let header = burnpack_header::read_header(&mut file);
                     file.rewind().map_err(|e| failed(&e))?;
                     (header, Content::Written(Checksum::of_file(&mut file).map_err(|e| failed(&e))?))
                 }

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 
 use burn::tensor::TensorData;
 
-use super::burnpack::{Item, read_header};
+use super::burnpack_header::{Item, read_header};
 use super::burnpack_tensors::{StoredTensor, tensors};
 
 /// A file whose header was read.

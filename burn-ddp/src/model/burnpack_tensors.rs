@@ -5,7 +5,7 @@ use std::ops::Range;
 use burn::tensor::DType;
 use serde_json::Value;
 
-use super::burnpack::{ALIGNMENT, Item};
+use super::burnpack_header::{ALIGNMENT, Item};
 
 /// Simple values of CBOR.
 const FALSE: u8 = 0xf4;

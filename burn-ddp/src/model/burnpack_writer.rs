@@ -7,7 +7,7 @@ use burn::tensor::{Bytes, TensorData};
 use burn_ddp_comm::ProcessGroup;
 use sha2::{Digest, Sha256};
 
-use super::burnpack::{Item, header_bytes};
+use super::burnpack_header::{Item, header_bytes};
 use super::burnpack_tensors::{StoredTensor, aligned, header};
 use crate::{Error, Result, agreement, main_first};
 
@@ -196,7 +196,7 @@ mod tests {
     #[test]
     fn a_header_that_burn_wrote_is_written_again_alike() {
         let bytes = Mixed::new().into_record().into_bytes().unwrap();
-        let (read, start) = crate::model::burnpack::read_header(&mut &bytes[..]).unwrap();
+        let (read, start) = crate::model::burnpack_header::read_header(&mut &bytes[..]).unwrap();
         let stored: Vec<StoredTensor> = tensors(&read).unwrap().into_iter().map(|(tensor, _)| tensor).collect();
         let again = header_bytes(&header(&stored, &crate::model::burnpack_tensors::others(&read)).unwrap()).unwrap();
         assert_eq!(again, bytes[..start]);
@@ -207,7 +207,7 @@ mod tests {
         let mut bytes = LinearConfig::new(3, 2).init(&Device::flex()).into_record().into_bytes().unwrap().to_vec();
         let at = bytes.windows(5).position(|text| text == b"shape").unwrap() + 6;
         bytes[at] += 1;
-        let (header, _) = crate::model::burnpack::read_header(&mut bytes.as_slice()).unwrap();
+        let (header, _) = crate::model::burnpack_header::read_header(&mut bytes.as_slice()).unwrap();
         assert!(tensors(&header).unwrap_err().contains("do not fit its shape"));
     }
 }

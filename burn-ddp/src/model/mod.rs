@@ -11,11 +11,11 @@
 //! | `param_hash` | the values of this moment, and their hash |
 //! | `values` | parameters and buffers, each read when it is asked for |
 //! | `save`, `safetensors` | one durable file, Burn's or for other programs |
-//! | `burnpack`, `burnpack_tensors` | Burn's file format: its header, and the tensors that it describes |
+//! | `burnpack_header`, `burnpack_tensors` | Burn's file format: its header, and the tensors that it describes |
 //! | `burnpack_writer`, `burnpack_reader` | such files written and read one tensor at a time |
 
 pub(crate) mod broadcast;
-pub(crate) mod burnpack;
+pub(crate) mod burnpack_header;
 pub(crate) mod burnpack_reader;
 pub(crate) mod burnpack_tensors;
 pub(crate) mod burnpack_writer;

@@ -7,7 +7,7 @@ use burn_ddp_comm::ProcessGroup;
 
 use super::state::{Ids, check, split};
 use crate::intercept::Part;
-use crate::model::burnpack::{Item, Pack};
+use crate::model::burnpack_header::{Item, Pack};
 use crate::model::burnpack_tensors::{StoredTensor, others, tensors};
 use crate::model::burnpack_writer::{self, Sink, Source};
 use crate::{Error, Result, agreement};

@@ -10,7 +10,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bytes, DType as BurnDType, Device, Tensor};
 use burn_ddp_comm::ProcessGroup;
 
-use crate::model::burnpack::{self, Item};
+use crate::model::burnpack_header::{self, Item};
 use crate::model::burnpack_tensors::{self, StoredTensor};
 use crate::model::schema::Schema;
 use crate::{Error, Result, agreement, chunked_broadcast, intercept};
@@ -75,12 +75,12 @@ fn check_fields(optim: &ModuleOptimizer, header: &Item, ids: &Ids) -> std::resul
     };
     let tensors: Vec<StoredTensor> = burnpack_tensors::tensors(header)?.into_iter().map(small).collect();
     let small = burnpack_tensors::header(&tensors, &burnpack_tensors::others(header))?;
-    let mut bytes = burnpack::header_bytes(&small)?;
+    let mut bytes = burnpack_header::header_bytes(&small)?;
     let data = tensors.iter().fold(0, |end, tensor| burnpack_tensors::aligned(end) + tensor.len_bytes);
     bytes.resize(bytes.len() + data, 0);
     let loaded = optim.clone().from_bytes(Bytes::from_bytes_vec(bytes)).map_err(|e| e.to_string())?;
     let kept = write(&loaded).map_err(|e| e.to_string())?;
-    let (kept, _) = burnpack::read_header(&mut kept.as_slice())?;
+    let (kept, _) = burnpack_header::read_header(&mut kept.as_slice())?;
     first_change(header, &kept, ids).map_or(Ok(()), Err)
 }
 
@@ -182,7 +182,7 @@ pub(crate) fn broadcast_to<M: Module>(
         )));
     }
     let mine = ids(&schema);
-    let start = burnpack::read_header(&mut state.as_slice()).map_or(0, |(_, start)| start);
+    let start = burnpack_header::read_header(&mut state.as_slice()).map_or(0, |(_, start)| start);
     let (header, data_bytes) = (state[..start].to_vec(), state.len() - start);
     let (theirs, header, data_bytes) = group.broadcast_object(Some((mine.clone(), header, data_bytes)), root)?;
     if group.rank() == root {
@@ -191,9 +191,9 @@ pub(crate) fn broadcast_to<M: Module>(
         agreement::on_outcome(group, TAKE, Ok(()))?;
         return Ok(());
     }
-    let header = burnpack::read_header(&mut header.as_slice()).map_err(unusable);
+    let header = burnpack_header::read_header(&mut header.as_slice()).map_err(unusable);
     let header = header.and_then(|(header, _)| match takes {
-        true => burnpack::header_bytes(&renamed(optim, header, &theirs, &mine)?).map_err(unusable),
+        true => burnpack_header::header_bytes(&renamed(optim, header, &theirs, &mine)?).map_err(unusable),
         false => Ok(Vec::new()),
     });
     // The data follow the header in one buffer, so that they are there once.
@@ -220,7 +220,7 @@ fn fields<M: Module>(optim: &ModuleOptimizer, model: &M) -> Result<BTreeSet<Stri
     gradients.register(id, Tensor::<2>::ones([2, 2], &device));
     drop(optim.step(0.0, param, gradients));
     let bytes = write(&optim)?;
-    let (header, _) = burnpack::read_header(&mut bytes.as_slice()).map_err(Error::invalid)?;
+    let (header, _) = burnpack_header::read_header(&mut bytes.as_slice()).map_err(Error::invalid)?;
     let of_id = |(name, _): &(Item, Item)| Some(split(name.text()?).filter(|(of, _)| *of == id.val())?.1.to_string());
     let names = header.entries("tensors").iter().chain(header.entries("scalars")).filter_map(of_id);
     Ok(names.filter(|name| name != DIMENSIONS).collect())
@@ -312,7 +312,7 @@ mod tests {
     use super::*;
     use crate::Collectives;
     use crate::ddp::Ddp;
-    use crate::model::burnpack::Pack;
+    use crate::model::burnpack_header::Pack;
     use crate::param_hash;
     use burn::module::{Lora, ModuleVisitor};
     use burn::nn::{Linear, LinearConfig};
@@ -379,7 +379,7 @@ mod tests {
     }
 
     fn header(optim: &ModuleOptimizer) -> Item {
-        burnpack::read_header(&mut write(optim).unwrap().as_slice()).unwrap().0
+        burnpack_header::read_header(&mut write(optim).unwrap().as_slice()).unwrap().0
     }
 
     fn device() -> Device {

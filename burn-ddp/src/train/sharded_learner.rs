@@ -24,7 +24,7 @@ use burn::train::{Learner, LearnerModel, LearningCheckpointer};
 use burn_ddp_comm::RowDivision;
 
 use crate::intercept::{is_bypassed, note_part, own_rows, parts};
-use crate::model::burnpack::{Pack, header_bytes};
+use crate::model::burnpack_header::{Pack, header_bytes};
 use crate::model::burnpack_tensors::{aligned, header, others, tensors};
 use crate::model::burnpack_writer::Sink;
 use crate::model::values::values;

@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::fake_reduction::Kind;
-use super::fake_rendezvous::{Clique, What};
+use super::fake_rendezvous::{FakeRendezvous, What};
 use super::fake_stream::FakeStream;
 
 /// One rank's side of a communicator.
 pub(super) struct FakeComm {
-    pub(super) clique: Arc<Clique>,
+    pub(super) rendezvous: Arc<FakeRendezvous>,
     pub(super) rank: usize,
     pub(super) ordinal: usize,
     pub(super) blocking: bool,

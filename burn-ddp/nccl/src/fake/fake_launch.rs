@@ -61,7 +61,7 @@ impl State {
     ) -> c_int {
         self.call(comm, stream, |found| {
             let row = count.checked_mul(size_of_code(dtype)?)?;
-            let (size, rank) = (found.clique.size, found.rank);
+            let (size, rank) = (found.rendezvous.size, found.rank);
             let (input_bytes, output_bytes) = match what {
                 What::AllReduce => (row, row),
                 What::Reduce(root) => (row, if root == rank { row } else { 0 }),
@@ -138,7 +138,7 @@ impl State {
 
     pub(super) fn enqueue(&self, comm: &Arc<FakeComm>, stream: &FakeStream, ops: Vec<Op>) {
         let numbers = ops.iter().filter_map(|op| if let Op::Collective { nth, .. } = op { Some(*nth) } else { None });
-        lock(&self.launches).extend(numbers.map(|nth| (comm.ordinal, comm.clique.id, nth)));
+        lock(&self.launches).extend(numbers.map(|nth| (comm.ordinal, comm.rendezvous.id, nth)));
         let resolved: Vec<Step> = ops.into_iter().map(|op| self.resolved(comm.ordinal, op)).collect();
         let comm = comm.clone();
         stream.push(Task::Run(Box::new(move || {
@@ -168,7 +168,7 @@ impl State {
                     };
                     let part = Part { what, count, dtype, kind, input: input.map(read).unwrap_or_default() };
                     let misused = |text| lock(&misuse).push(text);
-                    let bytes = comm.clique.meet(comm.rank, nth, part, &|| comm.is_aborted(), &misused)?;
+                    let bytes = comm.rendezvous.meet(comm.rank, nth, part, &|| comm.is_aborted(), &misused)?;
                     if let Some((memory, offset)) = output.filter(|_| !bytes.is_empty()) {
                         lock(&memory.bytes)[offset..offset + bytes.len()].copy_from_slice(&bytes);
                     }
@@ -179,14 +179,14 @@ impl State {
                 let memory = memory(from, bytes);
                 Box::new(move |comm| {
                     let sent = memory.map(|(memory, offset)| lock(&memory.bytes)[offset..offset + bytes].to_vec());
-                    comm.clique.send(comm.rank, peer, sent.unwrap_or_default());
+                    comm.rendezvous.send(comm.rank, peer, sent.unwrap_or_default());
                     Some(())
                 })
             }
             Op::Receive { peer, to, bytes } => {
                 let memory = memory(to, bytes);
                 Box::new(move |comm| {
-                    let received = comm.clique.receive(peer, comm.rank, &|| comm.is_aborted())?;
+                    let received = comm.rendezvous.receive(peer, comm.rank, &|| comm.is_aborted())?;
                     if let Some((memory, offset)) = memory {
                         let len = received.len().min(bytes);
                         lock(&memory.bytes)[offset..offset + len].copy_from_slice(&received[..len]);

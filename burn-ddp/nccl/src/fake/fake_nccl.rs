@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use super::fake_comm::{FakeComm, Op};
 use super::fake_launch::{FIRST_OWN_OP, INVALID_ARGUMENT, INVALID_USAGE, SYSTEM_ERROR};
 use super::fake_reduction::size_of_code;
-use super::fake_rendezvous::{Clique, What};
+use super::fake_rendezvous::{FakeRendezvous, What};
 use super::fake_state::{Fault, State};
 use crate::nccl::{Config, IN_PROGRESS, NcclCalls, RawComm, SUCCESS, UniqueId};
 use crate::poison_free_lock::lock;
@@ -45,21 +45,22 @@ impl NcclCalls for State {
         }
         self.delays.dawdle();
         let number = self.handle();
-        let clique = lock(&self.cliques).entry(id.0).or_insert_with(|| Arc::new(Clique::new(number, size))).clone();
+        let rendezvous =
+            lock(&self.rendezvous).entry(id.0).or_insert_with(|| Arc::new(FakeRendezvous::new(number, size))).clone();
         let fault = self.fault(ordinal);
         if !matches!(fault, Some(Fault::InitFails | Fault::InitHangs)) {
-            let mut state = lock(&clique.state);
+            let mut state = lock(&rendezvous.state);
             if state.joined.values().any(|other| *other == ordinal) || state.joined.insert(rank, ordinal).is_some() {
                 self.misused(format!("rank {rank} on device {ordinal} is in this communicator twice"));
                 return INVALID_USAGE;
             }
-            clique.changed.notify_all();
+            rendezvous.changed.notify_all();
             while blocking && state.joined.len() < size {
-                state = clique.changed.wait(state).expect("no panic");
+                state = rendezvous.changed.wait(state).expect("no panic");
             }
         }
         let new = FakeComm {
-            clique,
+            rendezvous,
             rank,
             ordinal,
             blocking,
@@ -82,11 +83,11 @@ impl NcclCalls for State {
         let mut held = lock(&found.held);
         let state = match found.error.load(Ordering::Relaxed) {
             SUCCESS => {
-                let peers = lock(&found.clique.state);
+                let peers = lock(&found.rendezvous.state);
                 let (joined, finalized) = (peers.joined.len(), peers.finalized);
                 drop(peers);
-                let ready = joined == found.clique.size
-                    && (!found.finalizing.load(Ordering::Relaxed) || finalized == found.clique.size);
+                let ready = joined == found.rendezvous.size
+                    && (!found.finalizing.load(Ordering::Relaxed) || finalized == found.rendezvous.size);
                 let looked = held.is_none() || found.looks.fetch_sub(1, Ordering::Relaxed) <= 1;
                 if let Some((stream, ops)) = held.take_if(|_| looked) {
                     self.delays.dawdle();
@@ -110,7 +111,7 @@ impl NcclCalls for State {
     unsafe fn comm_finalize(&self, comm: RawComm) -> c_int {
         let Some(found) = self.comm(comm) else { return INVALID_ARGUMENT };
         found.finalizing.store(true, Ordering::Relaxed);
-        lock(&found.clique.state).finalized += 1;
+        lock(&found.rendezvous.state).finalized += 1;
         IN_PROGRESS
     }
 
@@ -126,9 +127,9 @@ impl NcclCalls for State {
         let Some(found) = lock(&self.comms).remove(&(comm as u64)) else { return INVALID_ARGUMENT };
         found.aborted.store(true, Ordering::Release);
         if !found.finalizing.load(Ordering::Relaxed) {
-            lock(&found.clique.state).finalized += 1;
+            lock(&found.rendezvous.state).finalized += 1;
         }
-        found.clique.changed.notify_all();
+        found.rendezvous.changed.notify_all();
         SUCCESS
     }
 

@@ -8,16 +8,16 @@ use super::fake_stream::GLANCE;
 use crate::poison_free_lock::lock;
 
 /// Communicators of one unique id.
-pub(super) struct Clique {
+pub(super) struct FakeRendezvous {
     pub(super) id: u64,
     pub(super) size: usize,
-    pub(super) state: Mutex<CliqueState>,
+    pub(super) state: Mutex<RendezvousState>,
     pub(super) changed: Condvar,
 }
 
-/// State of a clique.
+/// State of a rendezvous.
 #[derive(Default)]
-pub(super) struct CliqueState {
+pub(super) struct RendezvousState {
     /// Devices of the ranks that joined, by rank.
     pub(super) joined: BTreeMap<usize, usize>,
     /// Number of ranks that are ready to be destroyed, or gone.
@@ -55,9 +55,9 @@ pub(super) enum What {
     ReduceScatter,
 }
 
-impl Clique {
-    pub(super) fn new(id: u64, size: usize) -> Clique {
-        Clique { id, size, state: Mutex::default(), changed: Condvar::new() }
+impl FakeRendezvous {
+    pub(super) fn new(id: u64, size: usize) -> FakeRendezvous {
+        FakeRendezvous { id, size, state: Mutex::default(), changed: Condvar::new() }
     }
 
     /// Waits for the other ranks' parts of collective `nth`; returns this rank's output, or `None` if it was aborted.
@@ -117,7 +117,10 @@ impl Clique {
         }
     }
 
-    fn glance<'a>(&self, state: std::sync::MutexGuard<'a, CliqueState>) -> std::sync::MutexGuard<'a, CliqueState> {
+    fn glance<'a>(
+        &self,
+        state: std::sync::MutexGuard<'a, RendezvousState>,
+    ) -> std::sync::MutexGuard<'a, RendezvousState> {
         self.changed.wait_timeout(state, GLANCE).unwrap_or_else(PoisonError::into_inner).0
     }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::fake_comm::FakeComm;
-use super::fake_rendezvous::Clique;
+use super::fake_rendezvous::FakeRendezvous;
 use super::fake_stream::{Delays, FakeEvent, FakeStream};
 use crate::driver::Raw;
 use crate::nccl::RawComm;
@@ -39,12 +39,12 @@ pub(super) struct State {
     pub(super) memory: Mutex<BTreeMap<u64, Allocation>>,
     /// Lengths of the pinned memory of the host, by address.
     pub(super) pinned: Mutex<HashMap<usize, usize>>,
-    pub(super) cliques: Mutex<HashMap<[u8; 128], Arc<Clique>>>,
+    pub(super) rendezvous: Mutex<HashMap<[u8; 128], Arc<FakeRendezvous>>>,
     pub(super) comms: Mutex<HashMap<u64, Arc<FakeComm>>>,
     /// Ops with a factor: the communicator and the factor's bytes.
     pub(super) ops: Mutex<HashMap<i32, (u64, [u8; 8])>>,
     pub(super) faults: Mutex<HashMap<usize, Fault>>,
-    /// Launches in their order: device, clique, number of launches of the clique before.
+    /// Launches in their order: device, rendezvous, number of launches of the rendezvous before.
     pub(super) launches: Mutex<Vec<(usize, u64, u64)>>,
     /// Misuse that no program may commit.
     pub(super) misuse: Arc<Mutex<Vec<String>>>,
@@ -71,7 +71,7 @@ impl State {
             events: Mutex::default(),
             memory: Mutex::default(),
             pinned: Mutex::default(),
-            cliques: Mutex::default(),
+            rendezvous: Mutex::default(),
             comms: Mutex::default(),
             ops: Mutex::default(),
             faults: Mutex::default(),
@@ -124,11 +124,11 @@ impl State {
         true
     }
 
-    /// Describes two devices on which collectives of common cliques were launched in different orders.
+    /// Describes two devices on which collectives of common rendezvous were launched in different orders.
     pub(super) fn disorder(&self) -> Option<String> {
         let launches = lock(&self.launches);
         let on = |ordinal: usize| {
-            launches.iter().filter(move |(on, ..)| *on == ordinal).map(|(_, clique, nth)| (*clique, *nth))
+            launches.iter().filter(move |(on, ..)| *on == ordinal).map(|(_, rendezvous, nth)| (*rendezvous, *nth))
         };
         for a in 0..self.devices {
             for b in a + 1..self.devices {
