@@ -224,7 +224,7 @@ fn calibrate(team: &mut Team, effort: &Effort) -> Result<RoundPlan> {
 }
 
 impl Timing {
-    fn new(contender: Contender) -> Timing {
+    pub(crate) fn new(contender: Contender) -> Timing {
         Timing {
             contender,
             medians: Vec::new(),

@@ -14,7 +14,7 @@ pub(crate) struct NeighbourOptions {
     #[arg(long, default_value_t = 0, value_name = "PROGRAMS", conflicts_with_all = ["oversubscribe", "scaling"])]
     neighbours: usize,
     /// Niceness of these programs and of their sessions.
-    #[arg(long, default_value_t = 0, requires = "neighbours")]
+    #[arg(long, default_value_t = 0, requires = "neighbours", allow_negative_numbers = true)]
     neighbour_nice: i8,
     /// Runs these programs only where a core is idle (`SCHED_IDLE`): they give way at once. Programs of niceness 19 get
     /// little time, but the kernel does not take their core for a free one, and wakes ranks beside each other.

@@ -142,7 +142,10 @@ impl Machines {
         let machine = &self.namespaces[self.machine_of[rank]];
         placed.args(["netns", "exec", machine]).arg(command.get_program()).args(command.get_args());
         for (name, value) in command.get_envs() {
-            value.map(|value| placed.env(name, value));
+            match value {
+                Some(value) => placed.env(name, value),
+                None => placed.env_remove(name),
+            };
         }
         placed
     }
@@ -281,5 +284,22 @@ impl Drop for Machines {
         for name in &self.namespaces {
             let _ = run("ip", &["netns", "del", name]);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_placed_command_keeps_the_changes_of_its_environment() {
+        // Of a name that no namespace has.
+        let namespaces = vec!["burn-ddp-no-machine".to_owned(), "burn-ddp-no-switch".to_owned()];
+        let machines = Machines { namespaces, relay: None, machine_of: vec![0], port: Cell::new(FIRST_PORT) };
+        let placed = machines.place(0, Command::new("rank").arg("--fast").env("SET", "1").env_remove("REMOVED"));
+        let changes: Vec<_> = placed.get_envs().collect();
+        assert_eq!(changes, [("REMOVED".as_ref(), None), ("SET".as_ref(), Some("1".as_ref()))]);
+        let words: Vec<_> = placed.get_args().collect();
+        assert_eq!(words, ["netns", "exec", "burn-ddp-no-machine", "rank", "--fast"]);
     }
 }

@@ -1,15 +1,20 @@
 //! Variables by which glibc keeps the memory that a rank frees, instead of returning it to the system.
 //!
 //! A training step frees and allocates the same tensors again. By glibc's defaults their memory goes to the system and
-//! comes back as page faults, which cost a small model a fifth of its time.
+//! comes back as page faults: see "A small network" in the benchmark's `RESULTS.md`.
 
 use std::ffi::OsString;
 use std::process::Command;
 
 /// Names and values, in bytes. Allocations from 32 MiB on are still returned when they are freed: older versions of
 /// glibc ignore a larger number, on machines of 32 bits also this one, and would then return those from 128 KiB on. Of
-/// what is free at the end of its heap glibc keeps 256 MiB.
-const SETTINGS: [(&str, &str); 2] = [("MALLOC_MMAP_THRESHOLD_", "33554432"), ("MALLOC_TRIM_THRESHOLD_", "268435456")];
+/// what is free at the end of a heap glibc keeps 256 MiB in the first arena, and the whole heap, 64 MiB, in others. It
+/// would have eight arenas a core; with four, the threads of a rank that allocate tensors all the time (training,
+/// communication, loading) do not wait for each other. With two a training took more processor time.
+const SETTINGS: [(&str, &str); 3] =
+    [("MALLOC_MMAP_THRESHOLD_", "33554432"), ("MALLOC_TRIM_THRESHOLD_", "268435456"), ("MALLOC_ARENA_MAX", "4")];
+/// Their names in `GLIBC_TUNABLES`.
+const TUNABLES: [&str; 3] = ["glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.arena_max"];
 
 /// Sets the variables for a rank, unless its environment, `lookup`, has one of them, names one of them in
 /// `GLIBC_TUNABLES` or preloads another allocator. An empty one stands for glibc's default, and is removed: glibc would
@@ -20,8 +25,7 @@ pub(crate) fn keep_freed_memory(command: &mut Command, lookup: impl Fn(&str) -> 
         parts.iter().any(|part| value.to_string_lossy().contains(part))
     };
     let chosen = SETTINGS.map(|(name, _)| lookup(name));
-    let elsewhere = names("GLIBC_TUNABLES", &["glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold"])
-        || names("LD_PRELOAD", &["malloc"]);
+    let elsewhere = names("GLIBC_TUNABLES", &TUNABLES) || names("LD_PRELOAD", &["malloc"]);
     if cfg!(all(target_os = "linux", target_pointer_width = "64")) && chosen.iter().all(Option::is_none) && !elsewhere {
         command.envs(SETTINGS);
     }
@@ -51,14 +55,15 @@ mod tests {
     #[test]
     fn freed_memory_stays_unless_the_user_has_chosen() {
         let all = SETTINGS.map(|(name, value)| (name.to_owned(), Some(value.to_owned())));
-        for unrelated in [&[][..], &[("GLIBC_TUNABLES", "glibc.malloc.arena_max=2"), ("LD_PRELOAD", "libfaketime.so")]]
-        {
+        for unrelated in [&[][..], &[("GLIBC_TUNABLES", "glibc.malloc.perturb=2"), ("LD_PRELOAD", "libfaketime.so")]] {
             assert_eq!(settings(unrelated), BTreeMap::from(all.clone()), "{unrelated:?}");
         }
         for chosen in [
             ("MALLOC_TRIM_THRESHOLD_", "131072"),
             ("MALLOC_MMAP_THRESHOLD_", "131072"),
-            ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2:glibc.malloc.trim_threshold=131072"),
+            ("MALLOC_ARENA_MAX", "2"),
+            ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2"),
+            ("GLIBC_TUNABLES", "glibc.malloc.perturb=2:glibc.malloc.trim_threshold=131072"),
             ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=131072"),
             ("LD_PRELOAD", "/usr/lib/libjemalloc.so.2"),
             ("LD_PRELOAD", "libtcmalloc_minimal.so.4"),

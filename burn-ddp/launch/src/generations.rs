@@ -229,7 +229,7 @@ impl Job<'_> {
             grace: spec.grace,
             first_rank,
             first_rank_has_terminal: spec.stdio == Stdio::FirstRankInherits,
-            // Only a launcher that another burnrun started has the secret itself.
+            // Launchers that another burnrun started have the secret itself, as others may (`Launcher::secret`).
             shows_grace: spec.secret.is_none() || first_rank == 0,
         };
         let mut processes = Processes::new(settings, leftovers, self.sender.clone(), &self.events);
@@ -240,6 +240,7 @@ impl Job<'_> {
             plan,
             generation: *number,
             node: nodes.node,
+            link: nodes.link(),
             report_dir: dir.path(),
             mark: &mark,
             group: group.as_ref(),

@@ -228,7 +228,7 @@ impl Launcher {
         self
     }
 
-    /// The name of a meeting of several machines, which all must give alike.
+    /// Name of the job's rendezvous: the same on all of its machines.
     #[must_use]
     pub fn meeting_id(mut self, name: impl Into<String>) -> Self {
         self.spec.meeting_id = name.into();

@@ -24,7 +24,7 @@ use crate::process_table::{Process, processes};
 
 /// Longest wait for killed leftovers to be gone.
 const KILL_PATIENCE: Duration = Duration::from_secs(5);
-/// Time between two looks at them.
+/// Time between leftover scans.
 const LOOK: Duration = Duration::from_millis(5);
 /// Time between two looks for orphans to collect.
 const COLLECT: Duration = Duration::from_secs(2);

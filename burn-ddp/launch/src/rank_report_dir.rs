@@ -1,5 +1,6 @@
 //! The directory in which the ranks of a generation leave their reports.
 
+use std::fmt;
 use std::fs::{self, DirEntry, File};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -16,6 +17,8 @@ use crate::output::log_dir::JobDir;
 const PREFIX: &str = "burn-ddp-";
 /// Age from which on a directory without a lock is abandoned: a launcher locks its own at once.
 const ABANDONED: Duration = Duration::from_secs(60);
+/// File in a temporary directory with the [`Origin`] of its launcher.
+const ORIGIN: &str = ".launcher";
 
 /// Directory for reports. A temporary one is removed by the drop, or else by the guardian, or else, where both were
 /// killed, by the next launcher of this user.
@@ -41,11 +44,13 @@ impl ReportDir {
             return made.map(Self::Permanent).map_err(failed);
         }
         let directory = std::env::temp_dir();
-        remove_abandoned(&directory);
+        let origin = Origin::own();
+        remove_abandoned(&directory, &origin);
         let path = directory.join(format!("{PREFIX}{job_id}-{node}"));
         // An empty container has no /tmp.
         let made = fs::create_dir_all(directory)
             .and_then(|()| fs::DirBuilder::new().mode(0o700).create(&path))
+            .and_then(|()| fs::write(path.join(ORIGIN), origin.to_string()))
             .and_then(|()| File::open(&path));
         match made {
             Ok(opened) => {
@@ -83,10 +88,37 @@ impl Drop for ReportDir {
     }
 }
 
-/// Removes the directories in `temporary` whose launchers were killed together with their guardians.
-fn remove_abandoned(temporary: &Path) {
+/// Machine of a launcher since its start. Machines may share a directory of temporary files and not its locks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Origin {
+    host: String,
+    /// Empty where the system has none.
+    boot: String,
+}
+
+impl Origin {
+    fn own() -> Self {
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        Self { host, boot: boot.trim().to_owned() }
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let (host, boot) = text.split_once('\n')?;
+        Some(Self { host: host.to_owned(), boot: boot.trim().to_owned() })
+    }
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}\n{}", self.host, self.boot)
+    }
+}
+
+/// Removes the directories in `temporary` whose launchers, on this machine, were killed together with their guardians.
+fn remove_abandoned(temporary: &Path, own: &Origin) {
     for entry in fs::read_dir(temporary).into_iter().flatten().flatten() {
-        match is_abandoned(&entry) {
+        match is_abandoned(&entry, own) {
             Ok(None) => {}
             // Locked while it is removed: two launchers that start together do not both try.
             Ok(Some(_lock)) => match fs::remove_dir_all(entry.path()) {
@@ -100,7 +132,7 @@ fn remove_abandoned(temporary: &Path) {
 }
 
 /// The lock on an abandoned directory; `None` if the entry is anything else.
-fn is_abandoned(entry: &DirEntry) -> io::Result<Option<File>> {
+fn is_abandoned(entry: &DirEntry, own: &Origin) -> io::Result<Option<File>> {
     let named = entry.file_name().to_str().is_some_and(is_report_dir);
     if !named || !entry.file_type()?.is_dir() {
         return Ok(None);
@@ -110,8 +142,14 @@ fn is_abandoned(entry: &DirEntry) -> io::Result<Option<File>> {
     if !is_old || about.uid() != geteuid().as_raw() {
         return Ok(None);
     }
+    let Some(origin) = Origin::parse(&fs::read_to_string(entry.path().join(ORIGIN))?) else { return Ok(None) };
+    if origin.host != own.host {
+        return Ok(None);
+    }
     let opened = File::open(entry.path())?;
-    Ok(flock(&opened, FlockOperation::NonBlockingLockExclusive).is_ok().then_some(opened))
+    let is_locked = flock(&opened, FlockOperation::NonBlockingLockExclusive).is_err();
+    // No lock of before this machine's start is held.
+    Ok((origin.boot != own.boot || !is_locked).then_some(opened))
 }
 
 /// True for a name that [`ReportDir::create`] gives.
@@ -130,16 +168,24 @@ mod tests {
     #[test]
     fn only_old_directories_without_a_launcher_are_abandoned() {
         let temporary = tempfile::tempdir().unwrap();
-        let make = |name: &str, age: u64| {
+        let own = Origin { host: "node1".into(), boot: "b".into() };
+        let make_by = |name: &str, age: u64, host: &str, boot: &str| {
             let path = temporary.path().join(name);
             fs::create_dir(&path).unwrap();
             fs::write(path.join("report"), "").unwrap();
+            if !host.is_empty() {
+                fs::write(path.join(ORIGIN), Origin { host: host.into(), boot: boot.into() }.to_string()).unwrap();
+            }
             let then = SystemTime::now() - Duration::from_secs(age);
             let opened = File::open(&path).unwrap();
             opened.set_modified(then).unwrap();
             opened
         };
+        let make = |name: &str, age: u64| make_by(name, age, "node1", "b");
         make("burn-ddp-0123456789abcdef-0", 3600);
+        make_by("burn-ddp-0123456789abcdef-1", 3600, "node1", "an earlier start");
+        make_by("burn-ddp-00000000000000cc-0", 3600, "node2", "b");
+        make_by("burn-ddp-00000000000000dd-0", 3600, "", "");
         make("burn-ddp-0123456789abcdef-12", 61);
         let held = make("burn-ddp-00000000000000aa-0", 3600);
         flock(&held, FlockOperation::NonBlockingLockExclusive).unwrap();
@@ -147,13 +193,16 @@ mod tests {
         for name in ["burn-ddp-0123-0", "burn-ddp-my-experiment", "burn-ddp-0123456789abcdef-", "other"] {
             make(name, 3600);
         }
-        remove_abandoned(temporary.path());
+        remove_abandoned(temporary.path(), &own);
+        assert_eq!(Origin::parse(&own.to_string()), Some(own));
         let mut left: Vec<_> =
             fs::read_dir(temporary.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         left.sort();
         let expected = [
             "burn-ddp-00000000000000aa-0",
             "burn-ddp-00000000000000bb-0",
+            "burn-ddp-00000000000000cc-0",
+            "burn-ddp-00000000000000dd-0",
             "burn-ddp-0123-0",
             "burn-ddp-0123456789abcdef-",
             "burn-ddp-my-experiment",

@@ -14,7 +14,7 @@ use crate::guardian::Guardian;
 use crate::job_authentication::Trust;
 use crate::job_spec::{JobSpec, Stdio};
 use crate::leftover_processes::MARK;
-use crate::nodes::GenerationPlan;
+use crate::nodes::{GenerationPlan, Link};
 use crate::output::log_dir;
 use crate::output::relay::{Output, Relay, Source};
 use crate::rank_processes::Processes;
@@ -31,6 +31,8 @@ pub(crate) struct RankStart<'a> {
     pub(crate) generation: u32,
     /// Number of this machine.
     pub(crate) node: usize,
+    /// Link to the other launchers, if there are any.
+    pub(crate) link: Option<&'a Link>,
     pub(crate) report_dir: &'a Path,
     /// Mark of this generation's processes on this machine.
     pub(crate) mark: &'a str,
@@ -49,7 +51,7 @@ impl RankStart<'_> {
         guardian: &mut Guardian,
         sender: Sender<Event>,
     ) -> Result<Option<Relay>, LaunchError> {
-        let watch = StartWatch::begin(self.spec, self.mark)
+        let watch = StartWatch::begin(self.spec, self.mark, self.link, self.generation)
             .map_err(|source| LaunchError::System { doing: "watch the start of the ranks", source })?;
         let mut sources = Vec::new();
         for local_rank in 0..self.spec.nproc {

@@ -4,7 +4,7 @@
 //! Until [`Command::spawn`](std::process::Command::spawn) returns, the main thread handles no events. A thread of this
 //! module hears the signals meanwhile and kills such a process; the call returns then, and the rank counts as killed.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -17,12 +17,15 @@ use rustix::process::{Signal, kill_process};
 use crate::event::Event;
 use crate::job_spec::JobSpec;
 use crate::leftover_processes::MARK;
+use crate::nodes::Link;
 use crate::process_table::{Process, processes};
 use crate::report::user_notices::NoticeSink;
 use crate::signals::{self, Listening};
 
 /// Time between two looks; a process that both of them see is killed.
 const LOOK: Duration = Duration::from_millis(200);
+/// Time after which a process that was killed and is still there counts as one that cannot be killed.
+const KILL_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Watches the starts of a generation's ranks on this machine until it is dropped.
 pub(crate) struct StartWatch {
@@ -33,17 +36,18 @@ pub(crate) struct StartWatch {
 
 impl StartWatch {
     /// To be called by the thread that starts the ranks. `mark` is in their environments. Starts may last for the time
-    /// to meet, and for the grace time after a signal to end.
-    pub(crate) fn begin(spec: &JobSpec, mark: &str) -> io::Result<Self> {
+    /// to meet, and for the grace time after a signal to end or after `link` says that the generation is over.
+    pub(crate) fn begin(spec: &JobSpec, mark: &str, link: Option<&Link>, generation: u32) -> io::Result<Self> {
+        let is_over = link.map(|link| link.end_of(generation));
         let thread = fs::read_link("/proc/thread-self").unwrap_or_default();
         let children = Path::new("/proc").join(thread).join("children");
         let starts = Starts { before: numbers_in(&children), children, mark: format!("{MARK}={mark}") };
         let (limit, grace, sink) = (spec.join_timeout, spec.grace, spec.notices);
         let (sender, events) = channel();
         let signals = signals::listen(sender)?;
-        let thread = thread::Builder::new()
-            .name("burn-ddp-start-watch".into())
-            .spawn(move || starts.watch(&events, limit, grace, sink))?;
+        let thread = thread::Builder::new().name("burn-ddp-start-watch".into()).spawn(move || {
+            starts.watch(&events, limit, grace, sink, || is_over.as_ref().is_some_and(|is_over| is_over()))
+        })?;
         Ok(Self { signals: Some(signals), thread: Some(thread) })
     }
 }
@@ -66,10 +70,22 @@ struct Starts {
 }
 
 impl Starts {
-    fn watch(&self, events: &Receiver<Event>, limit: Duration, grace: Duration, sink: NoticeSink) {
-        let (mut until, mut interrupted, mut seen) = (Instant::now() + limit, false, HashSet::new());
+    fn watch(
+        &self,
+        events: &Receiver<Event>,
+        limit: Duration,
+        grace: Duration,
+        sink: NoticeSink,
+        is_over: impl Fn() -> bool,
+    ) {
+        let (mut until, mut interrupted) = (Instant::now() + limit, false);
+        let (mut seen, mut kills) = (HashSet::new(), Kills::default());
         loop {
-            match events.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            match events.recv_timeout(until.saturating_duration_since(Instant::now()).min(LOOK)) {
+                // The thread that starts the ranks cannot be freed.
+                Ok(Event::Signal(signal @ (libc::SIGINT | libc::SIGTERM | libc::SIGHUP))) if kills.are_in_vain() => {
+                    std::process::exit(128 + signal);
+                }
                 Ok(Event::Signal(libc::SIGINT | libc::SIGTERM | libc::SIGHUP)) => {
                     let patience = if interrupted { Duration::ZERO } else { grace };
                     until = until.min(Instant::now() + patience);
@@ -77,11 +93,21 @@ impl Starts {
                 }
                 Ok(_) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
-                Err(RecvTimeoutError::Timeout) => {
+                Err(RecvTimeoutError::Timeout) if Instant::now() >= until => {
                     let unstarted = self.unstarted();
-                    unstarted.iter().filter(|process| seen.contains(&process.raw_pid())).for_each(|it| end(it, sink));
-                    seen = unstarted.iter().map(Process::raw_pid).collect();
+                    for process in unstarted.iter().filter(|process| seen.contains(&name(process))) {
+                        kills.notice(process, Instant::now()).iter().for_each(|text| sink.show(text));
+                        end(process);
+                    }
+                    seen = unstarted.iter().map(name).collect();
+                    kills.forget_all_but(&seen);
                     until = Instant::now() + LOOK;
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    if !interrupted && is_over() {
+                        until = until.min(Instant::now() + grace);
+                        interrupted = true;
+                    }
                 }
             }
         }
@@ -111,14 +137,76 @@ fn numbers_in(file: &Path) -> HashSet<i32> {
     text.split_ascii_whitespace().filter_map(|number| number.parse().ok()).collect()
 }
 
-/// Kills a process, which this one has not collected, so that its pid is its own.
-fn end(process: &Process, sink: NoticeSink) {
-    let why = match process.state {
-        'T' | 't' => "it is stopped",
-        _ => "the program's file may be on a disk or a network that does not answer",
-    };
-    sink.show(&format!("process {} has not begun the program of its rank: {why}; killing it", process.raw_pid()));
+/// Pid and time of start: a process for all time.
+fn name(process: &Process) -> (i32, u64) {
+    (process.raw_pid(), process.started)
+}
+
+/// The killed processes that are still there.
+#[derive(Default)]
+struct Kills {
+    /// Time of the first kill of each, by [`name`].
+    first: HashMap<(i32, u64), Instant>,
+    /// Those that cannot be killed.
+    in_vain: HashSet<(i32, u64)>,
+}
+
+impl Kills {
+    /// Line for the user about a process that is killed now, perhaps again; `None` if it is no news.
+    fn notice(&mut self, process: &Process, now: Instant) -> Option<String> {
+        let (name, pid, state) = (name(process), process.raw_pid(), process.state);
+        let Some(first) = self.first.get(&name) else {
+            self.first.insert(name, now);
+            let why = match state {
+                'T' | 't' => "it is stopped",
+                _ => "the program's file may be on a disk or a network that does not answer",
+            };
+            return Some(format!("process {pid} has not begun the program of its rank: {why}; killing it"));
+        };
+        let news = now.duration_since(*first) >= KILL_PATIENCE && self.in_vain.insert(name);
+        news.then(|| format!("process {pid} cannot be killed (state {state}); Ctrl-C leaves it behind"))
+    }
+
+    /// True if there is a process that cannot be killed.
+    fn are_in_vain(&self) -> bool {
+        !self.in_vain.is_empty()
+    }
+
+    fn forget_all_but(&mut self, left: &HashSet<(i32, u64)>) {
+        self.first.retain(|name, _| left.contains(name));
+        self.in_vain.retain(|name| left.contains(name));
+    }
+}
+
+/// Kills a process. The call that starts it may collect it meanwhile; pids are given in turn, so that no other process
+/// has its pid so soon.
+fn end(process: &Process) {
     if let Err(error) = kill_process(process.pid, Signal::KILL) {
         tracing::warn!(%error, "cannot kill a process that is to become a rank");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::process::Pid;
+
+    use super::*;
+
+    #[test]
+    fn a_process_that_does_not_die_is_named_twice_and_lets_the_next_signal_end_the_launcher() {
+        let process =
+            |started| Process { pid: Pid::from_raw(42).unwrap(), state: 'D', parent: 1, session: 42, started };
+        let (mut kills, begin) = (Kills::default(), Instant::now());
+        let mut notices = Vec::new();
+        for look in 0..100 {
+            notices.extend(kills.notice(&process(7), begin + look * LOOK));
+            assert_eq!(kills.are_in_vain(), look * LOOK >= KILL_PATIENCE);
+        }
+        let [first, second] = &notices[..] else { panic!("{notices:?}") };
+        assert!(first.contains("process 42 has not begun the program of its rank"), "{first}");
+        assert!(second.contains("process 42 cannot be killed (state D)"), "{second}");
+        kills.forget_all_but(&HashSet::new());
+        assert!(!kills.are_in_vain());
+        assert!(kills.notice(&process(8), begin).is_some(), "another process of the same pid");
     }
 }

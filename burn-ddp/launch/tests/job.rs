@@ -44,8 +44,8 @@ fn each_rank_gets_its_variables() {
         assert_eq!(variables["RAYON_NUM_THREADS"], (cores / 3).max(1).to_string());
         assert_eq!(variables["OMP_NUM_THREADS"], "5");
         // Where the rank's libc is not glibc it ignores them.
-        let keeps = ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"].map(|name| variables.contains_key(name));
-        assert_eq!(keeps, [cfg!(all(target_os = "linux", target_pointer_width = "64")); 2]);
+        let keeps = common::ALLOCATOR.map(|name| variables.contains_key(name));
+        assert_eq!(keeps, [cfg!(all(target_os = "linux", target_pointer_width = "64")); 3]);
         assert_eq!(variables["MINE"], "kept");
         assert_eq!(variables["BURN_DDP_ENCRYPT"], "data");
         assert!(!variables.contains_key("TORCHELASTIC_USE_AGENT_STORE"));

@@ -20,7 +20,7 @@ fn the_outcome_says_it_all() {
 #[test]
 fn variables_can_be_added_but_those_of_the_job_win() {
     let script = r#"[ "$MINE" = yes ] && [ "$RAYON_NUM_THREADS" = 77 ] && [ "$RANK" = 0 ] &&
-        [ "$MALLOC_TRIM_THRESHOLD_" = 4096 ] && [ -z "${MALLOC_MMAP_THRESHOLD_+set}" ]"#;
+        [ "$MALLOC_TRIM_THRESHOLD_" = 4096 ] && [ -z "${MALLOC_MMAP_THRESHOLD_+set}${MALLOC_ARENA_MAX+set}" ]"#;
     let outcome = Launcher::new("sh", ["-c", script])
         .env("MINE", "yes")
         .env("RAYON_NUM_THREADS", "77")

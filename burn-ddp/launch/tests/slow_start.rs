@@ -3,6 +3,8 @@
 
 #[allow(unreachable_pub, reason = "one module for several test files")]
 mod common;
+#[path = "../../comm/tests/common/free_port.rs"]
+mod free_port;
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
@@ -11,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use common::{Job, assert_gone, burnrun, child_of, poll_until};
+use free_port::FreePort;
 use rustix::process::Signal;
 
 /// Far below the 45 seconds for which the kernel lets a lease delay a program.
@@ -66,6 +69,31 @@ fn an_interrupt_ends_a_launcher_whose_rank_has_not_begun() {
         assert!(finished.stderr.contains("has not begun the program of its rank"), "{}", finished.stderr);
         assert_gone(rank.as_raw_nonzero().get() as u32);
     }
+}
+
+#[test]
+fn an_interrupt_of_another_machine_ends_a_launcher_whose_rank_has_not_begun() {
+    let (dir, port) = (tempfile::tempdir().unwrap(), FreePort::reserve());
+    let Some(program) = Leased::new(dir.path()) else { return };
+    let secret = dir.path().join("secret");
+    burn_ddp_comm::Secret::generate().unwrap().write_new(&secret).unwrap();
+    let (name, port) = (program.path.to_str().unwrap(), port.port.to_string());
+    let start = |node| {
+        let mut command = burnrun(["--nnodes", "2", "--node-rank", node, "-n", "1", "--grace", "0.2"]);
+        command.args(["--master-addr", "127.0.0.1", "--master-port", &port]).arg("--secret-file").arg(&secret);
+        Job::start(command.arg(name))
+    };
+    let jobs = ["0", "1"].map(start);
+    for job in &jobs {
+        poll_until("a rank is started", || child_of(job.pid(), name));
+    }
+    let interrupted = Instant::now();
+    jobs[1].signal(Signal::INT);
+    for finished in jobs.map(Job::finish) {
+        assert_eq!(finished.code(), 130, "{}", finished.stderr);
+        assert!(finished.stderr.contains("has not begun the program of its rank"), "{}", finished.stderr);
+    }
+    assert!(interrupted.elapsed() < LIMIT, "{:?}", interrupted.elapsed());
 }
 
 #[test]

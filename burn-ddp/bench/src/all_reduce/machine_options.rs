@@ -12,7 +12,8 @@ use crate::simulated_machines::{Cable, Machines};
 #[derive(Args, Debug)]
 pub(super) struct MachineOptions {
     /// Ranks of each machine, such as 4,4: network namespaces with a cable each to a switch (needs root, ip and tc).
-    /// Compares with gloo. `bytes sent` is what the busiest machine sends per all-reduce, as its interface counts it.
+    /// Compares with gloo and Open MPI. `bytes sent` is what the busiest machine sends per all-reduce, as its interface
+    /// counts it.
     #[arg(
         long,
         value_delimiter = ',',

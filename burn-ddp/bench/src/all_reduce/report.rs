@@ -68,8 +68,8 @@ impl Measured {
 
     /// Time of `own` as a multiple of the first dtype's.
     fn of_first_dtype(&self, own: &Timing, of_size: &[Measured]) -> Option<f64> {
-        let first = of_size.iter().find(|one| one.world == self.world)?.timing(own.contender)?;
-        Some(own.times_longer_than(first))
+        let alike = |one: &&Measured| (one.world, one.neighbours) == (self.world, self.neighbours);
+        Some(own.times_longer_than(of_size.iter().find(alike)?.timing(own.contender)?))
     }
 
     /// Time of `own` as a multiple of the one without neighbours.
@@ -80,7 +80,7 @@ impl Measured {
 
     /// CPU time of `own` per rank and byte as a multiple of the first world's; `None` if the clock did not tick there.
     fn of_smallest_world(&self, own: &Timing, of_size: &[Measured]) -> Option<f64> {
-        let first = of_size.iter().filter(|one| one.dtype == self.dtype);
+        let first = of_size.iter().filter(|one| (one.dtype, one.neighbours) == (self.dtype, self.neighbours));
         let (first, timing) = first.filter_map(|one| Some((one, one.timing(own.contender)?))).next()?;
         let first = first.cpu_ns_per_byte(timing);
         (first > 0.0).then(|| self.cpu_ns_per_byte(own) / first)
@@ -218,4 +218,30 @@ pub(super) fn lines(all: &[Vec<Measured>], x: X, y: fn(&Measured, &Timing) -> f6
 pub(super) enum X {
     Bytes,
     Ranks,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::contender::Engine;
+    use crate::rank::BufferKind;
+
+    #[test]
+    fn ratios_are_of_measurements_beside_as_many_neighbours() {
+        let contender = Contender::Ours(Engine::Shm, BufferKind::Slice);
+        let measured = |world: usize, dtype, neighbours, ns: f64| {
+            let cpu = vec![ns * world as f64];
+            let timing = Timing { medians: vec![ns], cpu, ..Timing::new(contender) };
+            Measured { world, dtype, neighbours, bytes: 8, timings: vec![timing] }
+        };
+        let of_size = [
+            measured(2, DType::F32, 0, 1e3),
+            measured(2, DType::F32, 1, 10e3),
+            measured(2, DType::F16, 1, 30e3),
+            measured(4, DType::F32, 1, 20e3),
+        ];
+        let first = |nth: usize| of_size[nth].of_first_dtype(&of_size[nth].timings[0], &of_size);
+        let smallest = |nth: usize| of_size[nth].of_smallest_world(&of_size[nth].timings[0], &of_size);
+        assert_eq!((first(2), smallest(3)), (Some(3.0), Some(2.0)));
+    }
 }

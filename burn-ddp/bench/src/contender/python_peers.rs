@@ -10,7 +10,7 @@ use crate::contender_ranks::Scratch;
 use crate::machine::find_program;
 
 /// Module that all scripts import.
-const CONTROL: &str = include_str!("../../peers/driver_client.py");
+const DRIVER_CLIENT: &str = include_str!("../../peers/driver_client.py");
 
 /// A script of `peers/` on disk, and the Python that runs it.
 pub(crate) struct Script {
@@ -33,7 +33,7 @@ impl Script {
     }
 
     fn write(python: PathBuf, name: &str, text: &str, scratch: &Scratch) -> Result<Script> {
-        std::fs::write(scratch.path().join("driver_client.py"), CONTROL)?;
+        std::fs::write(scratch.path().join("driver_client.py"), DRIVER_CLIENT)?;
         let path = scratch.path().join(name);
         std::fs::write(&path, text)?;
         Ok(Script { python, path, socket: scratch.socket() })

@@ -101,8 +101,8 @@ impl OwnRank {
 }
 
 /// Variables by which glibc keeps freed memory, with the values that `burnrun` sets.
-const KEEP_MEMORY: [(&str, &str); 2] =
-    [("MALLOC_MMAP_THRESHOLD_", "33554432"), ("MALLOC_TRIM_THRESHOLD_", "268435456")];
+const KEEP_MEMORY: [(&str, &str); 3] =
+    [("MALLOC_MMAP_THRESHOLD_", "33554432"), ("MALLOC_TRIM_THRESHOLD_", "268435456"), ("MALLOC_ARENA_MAX", "4")];
 
 /// Settings of glibc's allocator in trainers, for people.
 pub(crate) fn describe_allocator(keeps_memory: bool) -> String {

@@ -1,12 +1,12 @@
 //! `step --link`: the share of the communication that is hidden behind the backward pass, on a link of known speed.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use burn_ddp_comm::DType;
 use clap::Args;
 use serde_json::json;
 
 use super::Step;
-use crate::contender::{Contender, Engine, Framework, Model, Setting, Side, Trainer, mlp_layers};
+use crate::contender::{Contender, Engine, Framework, Model, Peer, Setting, Side, Trainer, mlp_layers};
 use crate::interleaved_rounds::{Effort, Field, Timing};
 use crate::machine::describe;
 use crate::rank::BufferKind;
@@ -20,9 +20,9 @@ pub(super) struct LinkOptions {
     /// Measures the part of the communication that is hidden behind backward instead: the ranks of two machines, on
     /// links of these speeds in Gbit/s between two network namespaces (needs root, ip and tc). The model is a stack of
     /// linear layers whose batch makes backward as long as the communication, half of it, or twice. The ideal is the
-    /// plain step plus the part of the communication (an all-reduce of the same bytes by itself) that cannot be hidden:
-    /// what is longer than backward, two thirds of the plain step; at least the share of the layer whose gradient comes
-    /// when backward ends.
+    /// plain step plus the part of the communication that cannot be hidden (of an all-reduce of the same bytes by
+    /// itself, for torch by gloo): what is longer than backward, two thirds of the plain step; at least the share of
+    /// the layer whose gradient comes when backward ends.
     #[arg(long, value_delimiter = ',', value_name = "GBIT")]
     pub(super) link: Vec<f64>,
     /// Ranks on each of the two machines.
@@ -41,8 +41,13 @@ const BACKWARD: f64 = 2.0 / 3.0;
 /// Batch sizes that are measured to predict the times of others.
 const TRIED: [usize; 2] = [32, 128];
 
-/// The all-reduce by itself, over the engine that groups get by default.
-const ALONE: Contender = Contender::Ours(Engine::Auto, BufferKind::Slice);
+/// The all-reduce by itself that a framework's gradients take: torch's, or over the engine that groups get by default.
+const fn alone(framework: Framework) -> Contender {
+    match framework {
+        Framework::Burn(_) => Contender::Ours(Engine::Auto, BufferKind::Slice),
+        Framework::Torch => Contender::Theirs(Peer::Gloo),
+    }
+}
 
 impl Step {
     pub(super) fn run_overlap(&self) -> Result<()> {
@@ -73,10 +78,12 @@ impl Step {
                 let programs = &self.common.programs;
                 let setting = Setting { machines: Some(&machines), ..Setting::here(2 * ranks, DType::F32, programs) };
                 let mut field = Field::gather(&self.overlapping(framework), &setting)?;
-                let communication = self.bytes.iter().map(|bytes| self.communication(&mut field, *bytes));
-                let communication: Vec<f64> = communication.collect::<Result<_>>()?;
+                let alone = alone(framework);
+                let communication = self.bytes.iter().map(|bytes| self.communication(&mut field, alone, *bytes));
+                // Gloo may be missing.
+                let Some(communication) = communication.collect::<Result<Option<Vec<f64>>>>()? else { continue };
                 // Takes no part in the rounds that follow.
-                field.dismiss(ALONE);
+                field.dismiss(alone);
                 for (&bytes, comm_us) in self.bytes.iter().zip(communication) {
                     let Some(batch) = batches(&mut field, bytes)? else { continue };
                     for &ratio in &self.overlap.ratios {
@@ -103,13 +110,13 @@ impl Step {
             Framework::Torch => self.overlap.torch_buckets.iter().map(|mib| Some(mib << 20)).collect(),
         };
         let wrapped = buckets.into_iter().map(|bucket| trainer(Side::Wrapped, bucket));
-        [ALONE, trainer(Side::Plain, None)].into_iter().chain(wrapped).collect()
+        [alone(framework), trainer(Side::Plain, None)].into_iter().chain(wrapped).collect()
     }
 
-    /// Microseconds of an all-reduce of all gradients by itself.
-    fn communication(&self, field: &mut Field, bytes: usize) -> Result<f64> {
-        let timing = field.measure_only(ALONE, bytes, 4, &Effort { rounds: 3, ..self.effort() })?;
-        Ok(timing.context("nothing was measured")?.median_us())
+    /// Microseconds of an all-reduce of all gradients by itself; `None` if it was left out.
+    fn communication(&self, field: &mut Field, alone: Contender, bytes: usize) -> Result<Option<f64>> {
+        let timing = field.measure_only(alone, bytes, 4, &Effort { rounds: 3, ..self.effort() })?;
+        Ok(timing.map(|timing| timing.median_us()))
     }
 
     fn show(&self, table: &mut Table, (gbit, ratio, comm_us, bytes): (f64, f64, f64, usize), timings: &[Timing]) {

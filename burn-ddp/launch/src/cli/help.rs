@@ -47,8 +47,8 @@ Each rank gets, besides the caller's environment:
     GROUP_RANK, MASTER_ADDR, MASTER_PORT            names
   RAYON_NUM_THREADS, OMP_NUM_THREADS                cores / ranks, or cores of its own (--bind-to);
                                                     unless set
-  MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_    glibc keeps freed memory; unless either is set
-                                                    (set to nothing: glibc's defaults)
+  MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_,   glibc keeps freed memory; unless one is set
+    MALLOC_ARENA_MAX                                (set to nothing: glibc's defaults)
 
 Stopping:
   The first rank that fails ends the job, on all machines: the others get up to

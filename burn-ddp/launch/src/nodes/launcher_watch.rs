@@ -128,6 +128,15 @@ impl Link {
         lock(&self.shared.stopped).clone().filter(|(ended, _)| *ended == generation).map(|(_, stop)| stop)
     }
 
+    /// A function for another thread: true once the generation has ended elsewhere, or node 0 cannot be reached.
+    pub(crate) fn end_of(&self, generation: u32) -> impl Fn() -> bool + Send + use<> {
+        let shared = self.shared.clone();
+        move || {
+            let stopped = lock(&shared.stopped).as_ref().is_some_and(|(ended, _)| *ended == generation);
+            stopped || lock(&shared.cut).is_some()
+        }
+    }
+
     pub(crate) fn cut(&self) -> Option<Trouble> {
         lock(&self.shared.cut).clone()
     }

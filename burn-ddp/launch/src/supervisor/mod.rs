@@ -326,11 +326,11 @@ impl Supervisor {
                     self.act(Action::AnnounceInterrupt(signal));
                 }
                 self.stop(now, signal);
-                if signal == libc::SIGINT && self.settings.shows_grace && !self.stopped.is_empty() {
+                let waits = !self.settings.grace.is_zero() && !self.stopped.is_empty();
+                if signal == libc::SIGINT && self.settings.shows_grace && waits {
                     let most = self.settings.grace.as_secs_f64();
-                    self.act(Action::Notice(format!(
-                        "waiting up to {most} s for the ranks to end; Ctrl-C again kills them"
-                    )));
+                    let text = format!("waiting up to {most} s for the ranks to end; Ctrl-C again kills them");
+                    self.act(Action::Notice(text));
                 }
             }
             _ => self.signal_all(signal),

@@ -14,6 +14,9 @@ use rustix::process::{Pid, Signal, kill_process};
 /// No wait of a test takes longer.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
+/// Variables of glibc's allocator that ranks get.
+pub const ALLOCATOR: [&str; 3] = ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX"];
+
 /// `burnrun`, with an environment of its own choosing.
 pub fn burnrun<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_burnrun"));
@@ -21,7 +24,7 @@ pub fn burnrun<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     {
         command.env_remove(name);
     }
-    for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"] {
+    for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"].into_iter().chain(ALLOCATOR) {
         command.env_remove(name);
     }
     command.args(args);
