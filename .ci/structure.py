@@ -4,7 +4,7 @@
 * no two files of one basename, but siblings that implement one trait (SIBLINGS) and mod.rs, lib.rs, main.rs, tests.rs;
 * no file above 480 lines (data tables and fakes, FREE, and tests do not count);
 * no line above 120 columns in code and comments, 140 in Markdown (tables, links and code blocks do not count);
-* every file that a table of a mod.rs or the code map names is there.
+* every file that a table of a mod.rs or lib.rs or the code map names is there.
 
 Run without arguments; exits 1 and says what is wrong. `--sizes` adds the sizes of the crates' files, `--circle` the ways between the files of a circle.
 """
@@ -198,11 +198,12 @@ def there(crate_or_folder):
 
 
 def tables():
-    """Names of files in the tables of mod.rs files (column `file`, or the first one), and in the code map."""
-    for path in tracked("*mod.rs"):
+    """Names of files in the tables of mod.rs files (column `file` or `where`, or the first one) and of lib.rs files (such a column
+    alone), and in the code map."""
+    for path in tracked("*mod.rs") + tracked("*lib.rs"):
         column = None
         for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").split("\n"), 1):
-            item = re.match(r"//! - `([a-z]\w*)`(?:,|:)", line)
+            item = path.name == "mod.rs" and re.match(r"//! - `([a-z]\w*)`(?:,|:)", line)
             if item and item.group(1) not in there(path.parent):
                 yield f"{path}:{number}: no file {item.group(1)}"
             row = re.match(r"//! \|(.*)\|$", line)
@@ -211,8 +212,13 @@ def tables():
                 continue
             cells = [cell.strip() for cell in row.group(1).split("|")]
             if column is None:
-                column = cells.index("file") if "file" in cells else 0
-            for name in set(re.findall(r"`([a-z]\w*)(?:/|\.rs)?`", cells[column])) - there(path.parent):
+                named = [cells.index(head) for head in ("file", "where") if head in cells]
+                # -1: a table without files.
+                column = named[0] if named else 0 if path.name == "mod.rs" else -1
+            if column < 0:
+                continue
+            # Not links, which lead to items.
+            for name in set(re.findall(r"(?<!\[)`([a-z]\w*)(?:/|\.rs)?`", cells[column])) - there(path.parent):
                 yield f"{path}:{number}: no file {name}"
     folder = None
     for number, line in enumerate((ROOT / CODE_MAP).read_text(encoding="utf-8").split("\n"), 1):

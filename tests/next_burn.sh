@@ -9,7 +9,8 @@ shift $(($# < 2 ? $# : 2))
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")/next-burn
-git archive HEAD | tar -xC "$folder"
+git ls-files -z --cached --others --exclude-standard --deduplicate | xargs -0 sh -c 'for f; do [ ! -e "$f" ] || printf "%s\\0" "$f"; done' sh |
+  tar -c --null -T - | tar -xC "$folder"
 cd "$folder"
 sed -i -E "s/^(burn(-cubecl|-fusion)?) = \{ version = \"[^\"]*\"/\1 = { version = \"=$burn\"/
 s/^cubecl-server = \{ version = \"[^\"]*\"/cubecl-server = { version = \"=$cubecl\"/" Cargo.toml
