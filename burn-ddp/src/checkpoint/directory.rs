@@ -36,6 +36,14 @@ struct Candidates {
     damaged: Vec<String>,
 }
 
+/// Manifests of checkpoints.
+#[derive(Default)]
+struct Manifests {
+    complete: Vec<(Name, Manifest)>,
+    /// Checkpoints whose manifest is damaged, each with its damage.
+    damaged: Vec<String>,
+}
+
 impl From<Vec<Name>> for Candidates {
     fn from(names: Vec<Name>) -> Self {
         Candidates { names, damaged: Vec::new() }
@@ -152,8 +160,8 @@ impl Directory {
     /// The complete checkpoint that is best by `metric`.
     pub(super) fn best(&self, metric: &str, best: Best) -> Result<Found, String> {
         let by_metric = |names: Vec<Name>| {
-            let (manifests, damaged) = self.manifests(names)?;
-            Ok(Candidates { names: best.sort(metric, &manifests).into_iter().copied().collect(), damaged })
+            let Manifests { complete, damaged } = self.manifests(names)?;
+            Ok(Candidates { names: best.sort(metric, &complete).into_iter().copied().collect(), damaged })
         };
         self.found_by(self.first_complete(by_metric)?)
     }
@@ -200,23 +208,22 @@ impl Directory {
         (self.path.join(name.to_string()), manifest)
     }
 
-    /// Manifests of those of the checkpoints that have a complete one, in the order of `names`, and the damage of those
-    /// whose manifest is damaged.
-    fn manifests(&self, names: Vec<Name>) -> Result<(Vec<(Name, Manifest)>, Vec<String>), String> {
-        let (mut manifests, mut damaged) = (Vec::new(), Vec::new());
+    /// Manifests of these checkpoints, in their order.
+    fn manifests(&self, names: Vec<Name>) -> Result<Manifests, String> {
+        let mut found = Manifests::default();
         for name in names {
             match self.manifest(name)? {
                 Some(Ok(text)) => {
                     let path = self.path.join(name.to_string());
                     let manifest =
                         Manifest::parse(&text).map_err(|e| format!("cannot load {}: {e}", path.display()))?;
-                    manifests.push((name, manifest));
+                    found.complete.push((name, manifest));
                 }
-                Some(Err(damage)) => damaged.push(damage),
+                Some(Err(damage)) => found.damaged.push(damage),
                 None => {}
             }
         }
-        Ok((manifests, damaged))
+        Ok(found)
     }
 
     /// Text of a checkpoint's manifest, or its damage, which is also logged. `None` if the checkpoint was removed.
@@ -295,7 +302,7 @@ impl Directory {
         let names = self.names()?;
         let mut best = Vec::new();
         if let Some((n, metric, direction)) = &keep.best {
-            let (manifests, _) = self.manifests(names.clone())?;
+            let manifests = self.manifests(names.clone())?.complete;
             for name in direction.sort(metric, &manifests) {
                 if best.len() < *n && self.is_complete(*name)? {
                     best.push(*name);
