@@ -357,8 +357,8 @@ mod tests {
         assert_eq!(read, "2");
     }
 
-    /// The job that takes the prefix removes files whose manifest is on its way: such a save is no checkpoint, and older
-    /// ones must not be removed for it.
+    /// The job that takes the prefix removes files whose manifest is on its way: such a save is no checkpoint, and no
+    /// older one may be removed for it.
     #[test]
     fn a_job_that_loses_its_prefix_during_a_request_has_not_saved_and_removes_nothing() {
         let bucket = Arc::default();
