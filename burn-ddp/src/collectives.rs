@@ -72,8 +72,8 @@ pub trait Collectives: sealed::Sealed {
 
     /// `root`'s parameters and buffers on every rank, wrapped or not; parameter ids stay what they are. *Collective*.
     ///
-    /// Each rank passes a model of the same shape and holds the same values after. [`Ddp::wrap`] does this from rank 0
-    /// by itself.
+    /// Each rank passes a model of the same shape and holds the same values after: a broadcast of each value, which
+    /// reaches each machine once. [`Ddp::wrap`] does this from rank 0 by itself.
     ///
     /// # Errors
     ///
@@ -316,7 +316,7 @@ pub trait Collectives: sealed::Sealed {
 
     /// The tensor that rank `from` [sends](Self::send). Blocks until it is here.
     ///
-    /// `like` gives shape, dtype and device; its values do not count.
+    /// `like` gives shape, dtype and device; its values do not count. One message of `b` bytes.
     ///
     /// # Errors
     ///

@@ -1,7 +1,7 @@
 //! Every feature crossed with every other: N ranks train as plain Burn does on one device with all rows.
 //!
-//! Burn's trainer has a loop of its own: `trainer.rs` crosses it with the others, but for `join` (its loaders end on
-//! all ranks at once) and two models (a `Learner` has one).
+//! Burn's trainer has a loop of its own: `trainer/main.rs` crosses it with the others, but for `join` (its loaders end
+//! on all ranks at once) and two models (a `Learner` has one).
 
 use std::path::Path;
 

@@ -104,8 +104,13 @@ impl ObjectStorage {
     async fn remove_leftovers(&self, connection: &Connection) -> io::Result<()> {
         connection.abort_uploads(None).await?;
         let objects = connection.list(&connection.prefix).await?;
-        let complete = complete(&objects);
-        for parts in &objects {
+        self.remove_incomplete(connection, &objects).await
+    }
+
+    /// Removes those files of `objects`, a listing, whose checkpoint has no manifest.
+    async fn remove_incomplete(&self, connection: &Connection, objects: &[Vec<String>]) -> io::Result<()> {
+        let complete = complete(objects);
+        for parts in objects {
             if let [checkpoint, file] = parts.as_slice()
                 && Name::parse(checkpoint).is_some()
                 && !complete.contains(checkpoint)
@@ -376,6 +381,22 @@ mod tests {
         let refused = first.remove("step-00000001").unwrap_err().to_string();
         assert_eq!(refused, "another job has begun to save to s3://lost since this one did");
         assert_eq!(objects(&second), ["step-00000001/manifest.json", "step-00000002/manifest.json"]);
+    }
+
+    #[test]
+    fn a_checkpoint_that_is_completed_after_the_listing_stays() {
+        let storage = job("s3://late", &Arc::default());
+        storage.own().unwrap();
+        let connection = storage.connection().unwrap();
+        for file in ["model.bpk", "optimizer.bpk"] {
+            put(&storage, connection.file("step-00000001", file), "late");
+            put(&storage, connection.file("step-00000002", file), "left");
+        }
+        let listed = connection.wait(connection.list(&connection.prefix)).unwrap();
+        put(&storage, connection.file("step-00000001", MANIFEST), "{}");
+        connection.wait(storage.remove_incomplete(connection, &listed)).unwrap();
+        let of_step = ["manifest.json", "model.bpk", "optimizer.bpk"].map(|file| format!("step-00000001/{file}"));
+        assert_eq!(objects(&storage), of_step);
     }
 
     #[test]

@@ -154,10 +154,15 @@ pub(super) async fn abort(store: &Arc<dyn Store>, to: &Path, id: &str, record: &
 
 /// Downloads an object into a file without a name, which ends with its last handle.
 pub(super) async fn get(store: &Arc<dyn Store>, from: &Path) -> io::Result<File> {
+    get_into(tempfile::tempfile(), store, from).await
+}
+
+async fn get_into(temporary: io::Result<File>, store: &Arc<dyn Store>, from: &Path) -> io::Result<File> {
     let len = store.head(from).await?.size;
     // An error of this machine's disk says nothing about the object.
-    let local = |e| io::Error::other(format!("a temporary file in {}: {e}", std::env::temp_dir().display()));
-    let file = tempfile::tempfile().map_err(local)?;
+    let local =
+        |e| io::Error::other(format!("cannot write a temporary file in {}: {e}", std::env::temp_dir().display()));
+    let file = temporary.map_err(local)?;
     let start = |_, range| {
         let (store, from) = (store.clone(), from.clone());
         Ok(async move { store.get_range(&from, range).await })
@@ -198,19 +203,58 @@ fn read(file: &File, range: Range<u64>) -> io::Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use object_store::memory::InMemory;
+    use object_store::throttle::{ThrottleConfig, ThrottledStore};
 
     use super::*;
+
+    fn wait<T>(work: impl Future<Output = T>) -> T {
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(work)
+    }
 
     #[test]
     fn a_new_object_is_made_once() {
         let store: Arc<dyn Store> = Arc::new(InMemory::new());
-        let put = |bytes: &'static [u8]| {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-            runtime.block_on(put_new(&store, &Path::from("a"), Bytes::from_static(bytes)))
-        };
+        let put = |bytes: &'static [u8]| wait(put_new(&store, &Path::from("a"), Bytes::from_static(bytes)));
         put(b"1").unwrap();
         put(b"1").expect("the same object: the first answer was lost");
         assert_eq!(put(b"2").unwrap_err().kind(), ErrorKind::AlreadyExists);
+    }
+
+    #[test]
+    fn an_object_that_cannot_be_read_in_time_is_not_said_to_be_another_one() {
+        let (there, at) = (InMemory::new(), Path::from("a"));
+        wait(there.put(&at, "1".into())).unwrap();
+        let wait_get_per_call = AFTER_FAILURE * 2;
+        let config = ThrottleConfig { wait_get_per_call, ..ThrottleConfig::default() };
+        let store: Arc<dyn Store> = Arc::new(ThrottledStore::new(there, config));
+        let error = wait(put_new_once(&store, &at, Bytes::from_static(b"1"))).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Other, "{error}");
+    }
+
+    #[test]
+    fn a_request_that_failed_is_made_once_more() {
+        let attempt = |outcomes: [Result<(), ErrorKind>; 2]| {
+            let made = AtomicUsize::new(0);
+            let request = async || outcomes[made.fetch_add(1, Ordering::Relaxed)].map_err(io::Error::from);
+            let outcome = wait(twice(request)).map_err(|e| e.kind());
+            (outcome, made.into_inner())
+        };
+        assert_eq!(attempt([Err(ErrorKind::TimedOut), Ok(())]), (Ok(()), 2));
+        assert_eq!(attempt([Err(ErrorKind::TimedOut); 2]), (Err(ErrorKind::TimedOut), 2));
+        assert_eq!(attempt([Err(ErrorKind::AlreadyExists), Ok(())]), (Err(ErrorKind::AlreadyExists), 1));
+    }
+
+    #[test]
+    fn a_missing_folder_for_temporary_files_is_no_missing_object() {
+        let (store, at): (Arc<dyn Store>, _) = (Arc::new(InMemory::new()), Path::from("a"));
+        let missing = || Err(ErrorKind::NotFound.into());
+        assert_eq!(wait(get_into(missing(), &store, &at)).unwrap_err().kind(), ErrorKind::NotFound, "no object");
+        wait(store.put(&at, "1".into())).unwrap();
+        let error = wait(get_into(missing(), &store, &at)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Other, "{error}");
+        assert!(error.to_string().starts_with("cannot write a temporary file in "), "{error}");
     }
 }

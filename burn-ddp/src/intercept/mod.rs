@@ -50,8 +50,9 @@ pub(crate) use checked_backward::{checked_backward, refused};
 pub(crate) use depth_ladder::{rung_above, untracked};
 pub use model_state::ModelOpening;
 pub(crate) use model_walk::{TAP_NAME, find, read_all, taps};
+pub(crate) use param_mappers::without_mappers;
 #[cfg(feature = "train")]
-pub(crate) use param_mappers::note_part;
+pub(crate) use param_mappers::{answers, note_part};
 pub(crate) use parameter_tap::Tap;
 #[cfg(feature = "train")]
 pub(crate) use shard::own_rows;

@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::Telemetry;
 use super::tensorboard_encoding::{scalar, version};
+use crate::checkpoint::scheme;
 use crate::{Error, Result, main_first};
 
 /// Curves of a run, from [`Telemetry::tensorboard`]. Rank 0 writes; on other ranks the methods do nothing.
@@ -103,6 +104,9 @@ impl TensorBoard {
 
 /// A new event file in `directory`. TensorBoard reads the files of a directory in the order of their names.
 fn begin(directory: &Path) -> std::io::Result<PathBuf> {
+    if scheme(directory).is_some() {
+        return Err(std::io::Error::other("that is no folder"));
+    }
     fs::create_dir_all(directory)?;
     let (time, pid) = (now(), std::process::id());
     // Two of one process in one second differ in their fractions.

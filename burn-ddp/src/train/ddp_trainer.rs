@@ -16,6 +16,7 @@ use super::sharded_learner;
 use super::shared_checkpointer::SharedCheckpointer;
 use super::silent_ui::{SilentLogger, SilentRenderer};
 use super::strategy::DdpStrategy;
+use crate::checkpoint::scheme;
 use crate::data::{EvalLoader, ShardedLoader};
 use crate::{Ddp, Result, WrapConfig};
 
@@ -62,6 +63,10 @@ pub trait DdpTrainer {
     /// model that is launched must not be wrapped: all ranks start with rank 0's weights. Rank 0 decides on early
     /// stopping. An interruption or an error on any rank ends training on all ranks after the same step, and all report
     /// it. `launch` is *collective*, this call is not.
+    ///
+    /// # Panics
+    ///
+    /// If `directory` is a URL: Burn's trainer writes to folders.
     #[track_caller]
     fn training<M: LearnerModel>(
         &self,
@@ -144,6 +149,11 @@ pub trait DdpTrainer {
     /// Burn's `with_default_checkpointers` is enough where all ranks share a directory. `directory` and `name` are
     /// those of Burn's `FileCheckpointer`, which reads the same files; the default ones are `checkpoint` in the
     /// training's directory, and `model`, `optim` and `scheduler`.
+    ///
+    /// # Panics
+    ///
+    /// If `directory` is a URL.
+    #[track_caller]
     fn checkpointer(&self, directory: impl AsRef<Path>, name: &str) -> SharedCheckpointer;
 }
 
@@ -156,6 +166,7 @@ impl DdpTrainer for Ddp {
         valid: impl RankLoader<EvalLoader<<M as InferenceStep>::Input>>,
         config: &WrapConfig,
     ) -> SupervisedTraining<M> {
+        refuse_url(directory.as_ref());
         let (train, valid) = (train.into(), valid.into());
         let strategy = DdpStrategy::new(self.clone(), config.clone(), train.clone(), Location::caller());
         let training = SupervisedTraining::new(directory, Arc::new(train), Arc::new(valid))
@@ -192,6 +203,31 @@ impl DdpTrainer for Ddp {
 
     #[track_caller]
     fn checkpointer(&self, directory: impl AsRef<Path>, name: &str) -> SharedCheckpointer {
+        refuse_url(directory.as_ref());
         SharedCheckpointer::new(self.clone(), directory.as_ref(), name, Location::caller())
+    }
+}
+
+#[track_caller]
+fn refuse_url(directory: &Path) {
+    assert!(
+        scheme(directory).is_none(),
+        "{} is no folder, which Burn's trainer writes to; `ddp.checkpoints` can be on S3",
+        directory.display()
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "s3://bucket/run is no folder")]
+    fn a_url_is_refused_before_the_training() {
+        let made = Ddp::spawn(1, |ddp| {
+            ddp.checkpointer("s3://bucket/run", "model");
+            Ok(())
+        });
+        made.unwrap();
     }
 }

@@ -16,6 +16,7 @@ use super::agreed_stop::{agree_to_stop, decide_on_main, fail, report};
 use super::micro_batches::MicroBatches;
 use super::sharded_learner::{self, WholeLearner};
 use crate::data::ShardedLoader;
+use crate::intercept::without_mappers;
 use crate::model::running_stats;
 use crate::wrap::{self, Taps};
 use crate::{Ddp, Error, Result, WrapConfig, agreement};
@@ -199,11 +200,11 @@ impl<M: LearnerModel> Run<'_, M> {
         self.taps.wrapped.shards().is_some()
     }
 
-    /// The trained model: with taps if it is in parts.
+    /// The learner's model: with taps if it is in parts, else without the mappers of [`sharded_learner`].
     fn result(&self) -> M {
         match self.is_in_parts() {
             true => self.taps.attach(self.learner.model()),
-            false => self.learner.model(),
+            false => without_mappers(self.learner.model()),
         }
     }
 

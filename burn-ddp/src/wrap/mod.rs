@@ -148,7 +148,7 @@ impl Ddp {
         intercept::refuse_parts_without_tap(&model)?;
         let model = intercept::whole(model)?;
         // Burn removes a reparameterization by folding it in; ours is the identity.
-        Ok(intercept::bypass(|| model.materialize()))
+        Ok(intercept::without_mappers(intercept::bypass(|| model.materialize())))
     }
 
     /// `loss.backward()` with failures as errors instead of panics. *Collective* for the ranks that hold `model`.

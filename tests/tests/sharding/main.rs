@@ -267,6 +267,7 @@ fn a_rank_that_skips_a_layer_is_an_error_on_all() {
     });
     for error in &skips {
         assert!(error.contains("rank 0 reads key.weight") && error.contains("rank 1 reads query.weight"), "{error}");
+        assert!(error.contains("a forward of the program ends here") && !error.contains("backward()"), "{error}");
     }
     let evaluates = errors(|ddp, model, device| {
         let x = Tensor::<3>::ones([1, 2, 6], device);

@@ -143,7 +143,7 @@ fn ranks_that_read_a_parameter_in_different_numbers_hear_of_it_in_that_step() {
 #[test]
 fn a_part_without_its_tap_is_not_taken_for_a_whole() {
     type Use = fn(&Ddp, Gpt) -> burn_ddp::Result<()>;
-    let uses: [(&str, Use); 8] = [
+    let uses: [(&str, Use); 9] = [
         ("save", |ddp, model| ddp.save(&model, tempfile::tempdir().unwrap().path().join("model")).map(drop)),
         ("checkpoint", |ddp, model| {
             let directory = tempfile::tempdir().unwrap();
@@ -153,6 +153,11 @@ fn a_part_without_its_tap_is_not_taken_for_a_whole() {
         ("broadcast", |ddp, model| ddp.broadcast_parameters(model, 0).map(drop)),
         ("unwrap", |ddp, model| ddp.unwrap(model).map(drop)),
         ("optimizer", |ddp, model| ddp.optimizer(AdamConfig::new().init(), &model).map(drop)),
+        ("hash of another shape", |_, mut model| {
+            let longer = |part: Tensor<2>| Tensor::from_inner(Tensor::cat(vec![part.inner(); 3], 0)).require_grad();
+            model.query.weight = model.query.weight.map(longer);
+            param_hash(&model).map(drop)
+        }),
         ("record", |_, model| {
             drop(model.query.into_record());
             Ok(())
@@ -174,7 +179,7 @@ fn a_part_without_its_tap_is_not_taken_for_a_whole() {
     }
 }
 
-/// The mappers of a sharded parameter stay with it: what is made of it after `unwrap` is a whole of its own.
+/// What is made of a sharded parameter after `unwrap` is a whole of its own.
 #[test]
 fn a_parameter_that_is_resized_after_unwrap_is_a_whole() {
     for world in [1, 2, 3] {
@@ -189,6 +194,15 @@ fn a_parameter_that_is_resized_after_unwrap_is_a_whole() {
             ddp.save(&model, tempfile::tempdir()?.path().join("model"))?;
             let model = model.clone().load_record(model.into_record());
             anyhow::ensure!(model.tokens.weight.dims() == [22, 6]);
+            // As many rows as each rank of two had.
+            let mut halved = model.clone();
+            halved.query.weight = halved.query.weight.map(|rows| {
+                let half = rows.dims()[0] / 2;
+                Tensor::from_inner(rows.inner().narrow(0, 0, half)).require_grad()
+            });
+            ddp.unwrap(halved.clone())?;
+            anyhow::ensure!(param_hash(&halved)? != param_hash(&model)?);
+            drop(halved.into_record());
             let model = ddp.wrap_with(model, &sharded())?;
             Ok((grown, param_hash(&model)?))
         });

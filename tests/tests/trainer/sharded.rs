@@ -107,10 +107,60 @@ fn what_cannot_be_sharded_is_refused_by_name() {
             _ => Learner::new(model(), adam(), 0.1),
         };
         let result = job().configure(training, &Recorder::default()).launch(learner);
+        // Rank 0 has cut its model.
+        let file = tempfile::tempdir()?;
+        let unsaved = ddp.save(&result.model, file.path().join("model")).unwrap_err().to_string();
+        assert!(unsaved.contains("ended with an error before its first step"), "{unsaved}");
         Ok(result.error.unwrap().to_string())
     });
     for error in all.unwrap() {
         assert!(error.contains("a.weight is to be sharded") && error.contains("make it by `ddp.learner"), "{error}");
+    }
+}
+
+/// The result of a short training by `job` with the settings `config`.
+fn launched(ddp: &Ddp, job: &Job, config: &WrapConfig) -> anyhow::Result<LearningResult<Net>> {
+    let train = ddp.loader(Together).global_batch_size(BATCH).build(Points::new(1, 24))?;
+    let valid = ddp.eval_loader(Together).batch_size(5).build(Points::new(2, 10))?;
+    let training = ddp.training_with("unused", train, valid, config);
+    let learner = ddp.learner(model(), adam(), 0.1, config)?;
+    Ok(job.configure(training, &Recorder::default()).launch(learner))
+}
+
+#[test]
+fn accumulation_with_local_parameters_is_refused_while_the_model_is_whole() {
+    let all = Ddp::spawn(2, |ddp| {
+        let job = Job { accumulation: Some(2), ..job() };
+        let result = launched(&ddp, &job, &config().with_local_parameters(["b"]))?;
+        let error = result.error.as_ref().unwrap().to_string();
+        assert!(error.contains("`grads_accumulation(2)` with local parameters (b.weight, b.bias)"), "{error}");
+        assert_eq!(result.model.a.weight.dims(), model().a.weight.dims());
+        let file = tempfile::tempdir()?;
+        ddp.save(&result.model, file.path().join("model"))?;
+        Ok(())
+    });
+    all.unwrap();
+}
+
+/// The trainer's mappers do not stay with what it returns.
+#[test]
+fn a_trained_model_may_be_resized() {
+    for world in [1, 2] {
+        let all = Ddp::spawn(world, |ddp| {
+            let job = Job { epochs: 1, ..job() };
+            let result = launched(&ddp, &job, &config())?;
+            anyhow::ensure!(result.error.is_none(), "{:?}", result.error);
+            // In a world of 1 it is the plain model.
+            let mut model = if world == 1 { result.model } else { ddp.unwrap(result.model)? };
+            let half = model.a.weight.dims()[0] / 2;
+            model.a.weight =
+                model.a.weight.map(|rows| Tensor::from_inner(rows.inner().narrow(0, 0, half)).require_grad());
+            param_hash(&model)?;
+            let loaded = model.clone().load_record(model.into_record());
+            anyhow::ensure!(loaded.a.weight.dims()[0] == half);
+            Ok(())
+        });
+        all.unwrap();
     }
 }
 

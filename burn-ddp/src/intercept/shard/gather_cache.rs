@@ -145,6 +145,24 @@ mod tests {
         assert_eq!([step(0), step(1), step(1)], [2, 1, 1]);
     }
 
+    /// Burn's trainer forgets values once more, after the step, when nothing has been read since the backward.
+    #[test]
+    fn forgetting_values_keeps_which_slots_are_read_again() {
+        let mut cache = GatherCache::new([100].into_iter());
+        let step = |cache: &mut GatherCache, value_id| {
+            let gathered = (0..3).filter(|_| gathers(cache, 0, value_id, FORWARD)).count();
+            cache.end_backward();
+            gathered
+        };
+        assert_eq!(step(&mut cache, 0), 2);
+        cache.forget();
+        assert_eq!(step(&mut cache, 0), 1);
+        // A read after the backward holds the value that the step replaces, which has the same number in the trainer.
+        assert!(gathers(&mut cache, 0, 0, FORWARD) && !gathers(&mut cache, 0, 0, FORWARD));
+        cache.forget();
+        assert_eq!((cache.held_bytes, step(&mut cache, 0)), (0, 1));
+    }
+
     #[test]
     fn another_value_or_type_is_gathered() {
         let mut cache = GatherCache::new([100].into_iter());

@@ -9,7 +9,7 @@ use burn::tensor::{Tensor, TensorData};
 use super::shard_group::Purpose;
 use crate::intercept::backward_failure::tell_peers;
 use crate::intercept::model_walk::{AtTap, find, walk};
-use crate::intercept::param_mappers::is_part;
+use crate::intercept::param_mappers::why_part;
 use crate::intercept::tap_bypass::bypass;
 use crate::intercept::wrapped_model::TapHandle;
 use crate::model::schema::unreadable;
@@ -52,27 +52,23 @@ pub(crate) fn refuse_sharded<M: Module>(model: &M, what: &str, instead: &str) ->
 pub(crate) fn refuse_parts_without_tap<M: Module>(model: &M) -> Result<()> {
     struct Find(Option<String>);
     impl AtTap for Find {
-        type Seen = Box<dyn FnOnce() -> bool>;
+        type Seen = Box<dyn FnOnce() -> Option<&'static str>>;
 
         fn parameter<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Option<Self::Seen> {
             let param = param.clone();
-            Some(Box::new(|| is_part(param)))
+            Some(Box::new(|| why_part(param)))
         }
 
-        fn leave(&mut self, path: &str, is_part: Self::Seen, tap: Option<TapHandle>) {
-            if self.0.is_none() && tap.is_none() && is_part() {
-                self.0 = Some(path.to_owned());
+        fn leave(&mut self, path: &str, why_part: Self::Seen, tap: Option<TapHandle>) {
+            if self.0.is_none() && tap.is_none() {
+                let refused = |why| format!("{path} holds this rank's rows of a sharded parameter and {why}");
+                self.0 = why_part().map(refused);
             }
         }
     }
     let mut find = Find(None);
     walk(model, &mut find);
-    find.0.map_or(Ok(()), |path| {
-        Err(Error::invalid(format!(
-            "{path} holds this rank's rows of a sharded parameter and is no longer tapped: `Param::map` made a new \
-            parameter of it; use `Module::map` on the module that holds it, which keeps the tap"
-        )))
-    })
+    find.0.map_or(Ok(()), |refused| Err(Error::invalid(refused)))
 }
 
 /// Paths of the sharded parameters, as they are in `model`: it may be a part of the model that was wrapped, or hold it.
