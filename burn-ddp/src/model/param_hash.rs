@@ -5,6 +5,7 @@ use sha2::{Digest, Sha256};
 
 use super::values::values;
 use crate::Result;
+use crate::intercept::tell_peers_of_parts;
 
 /// SHA-256 of all parameters and buffers (paths, dtypes, shapes, bytes) in hexadecimal: equal on two ranks if and only
 /// if their models are. *Collective* if parameters are [sharded](crate::WrapConfig::with_sharding): the hash is that of
@@ -31,7 +32,7 @@ use crate::Result;
 /// # Ok::<(), burn_ddp::Error>(())
 /// ```
 pub fn param_hash<M: Module>(model: &M) -> Result<String> {
-    let (schema, values) = values(model)?;
+    let (schema, values) = values(model).inspect_err(|e| tell_peers_of_parts(model, e))?;
     let mut sha = Sha256::new();
     for (entry, value) in schema.entries.iter().zip(values) {
         sha.update((entry.path.len() as u64).to_le_bytes());

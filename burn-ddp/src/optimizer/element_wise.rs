@@ -2,7 +2,7 @@
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use crate::ddp::Ddp;
 use crate::intercept::{ShardedParameter, refuse_parts_without_tap, sharded_parameters};
@@ -124,24 +124,26 @@ pub(crate) fn mixes_elements(
     }
 }
 
-/// True if steps of the parameter differ from steps of its halves.
+/// True if steps of the parameter differ from steps of its halves. In f32, whatever the device's default: in f16 the
+/// largest gradients would be infinite, and both results NaN.
 fn differs<const D: usize>(optim: &ModuleOptimizer, path: &str, id: ParamId, device: &Device) -> Result<bool> {
     let mut dims = [1; D];
     (dims[0], dims[1]) = (ROWS, COLUMNS);
+    let floats = |ints: Tensor<1, Int>| -> Tensor<1> { ints.float().cast(DType::F32) };
     let ramp = |salt: f32, size: f32| -> Tensor<D> {
-        let ramp = Tensor::<1, Int>::arange(0..(ROWS * COLUMNS) as i64, device).float();
+        let ramp = floats(Tensor::arange(0..(ROWS * COLUMNS) as i64, device));
         ((ramp * 0.37 + salt).sin() * size).reshape(dims)
     };
-    let alternating = Tensor::<1, Int>::arange(0..(ROWS * COLUMNS) as i64, device).remainder_scalar(2).float();
+    let alternating = floats(Tensor::arange(0..(ROWS * COLUMNS) as i64, device).remainder_scalar(2));
     let steps = |rows: std::ops::Range<usize>| -> Result<TensorData> {
         // Every other element is 0, which the smallest step changes.
         let start = ramp(0.5, 1.0) * alternating.clone().reshape(dims);
         let start: Tensor<D> =
-            Tensor::from_data(start.slice_dim(0, rows.clone()).into_data(), &device.clone().autodiff());
+            Tensor::from_data(start.slice_dim(0, rows.clone()).into_data(), (&device.clone().autodiff(), DType::F32));
         let mut probe = Probe { path: path.into(), param: Param::initialized(id, start.require_grad()) };
         let mut optim = optim.clone();
         // Row r grows with the step, so that norms of the halves do not keep their ratio.
-        let growth = Tensor::<1, Int>::arange(0..ROWS as i64, device).float();
+        let growth = floats(Tensor::arange(0..ROWS as i64, device));
         for (step, size) in SIZES.into_iter().flat_map(|size| (0..STEPS).map(move |step| (step, size))) {
             let mut column = [1; D];
             column[0] = ROWS;

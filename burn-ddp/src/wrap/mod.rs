@@ -145,7 +145,7 @@ impl Ddp {
                  other into the weights"
             )));
         }
-        intercept::refuse_parts_without_tap(&model)?;
+        intercept::refuse_parts_without_tap(&model).inspect_err(|e| intercept::tell_peers_of_parts(&model, e))?;
         let model = intercept::whole(model)?;
         // Burn removes a reparameterization by folding it in; ours is the identity.
         Ok(intercept::without_mappers(intercept::bypass(|| model.materialize())))

@@ -90,7 +90,7 @@ pub(super) fn slots(
 /// True for parameters whose shape a forward of Burn's takes past `val()`, where a part would be seen: the first layer
 /// of a transformer's feed-forward. Tried with Burn 0.22.1.
 fn asks_for_its_shape(path: &str) -> bool {
-    path.ends_with("linear_inner.weight")
+    path.strip_suffix("linear_inner.weight").is_some_and(|module| module.is_empty() || module.ends_with('.'))
 }
 
 #[cfg(test)]

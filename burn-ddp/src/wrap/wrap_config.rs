@@ -283,9 +283,10 @@ impl WrapConfig {
     ///
     /// Sharded are parameters, trained and frozen, with two dimensions or more, at least as many rows in the first one
     /// as there are ranks, and at least [`with_sharding_above`](Self::with_sharding_above) elements; each rank holds
-    /// some of the rows. The others stay whole, as do clones of one `Param` (Burn's optimizers step only the first)
-    /// and bases under LoRA (Burn keeps one reparameterization per parameter). In a world of 1 the part is the
-    /// whole, and everything that several ranks are refused is refused there, too.
+    /// some of the rows. The others stay whole, as do clones of one `Param` (Burn's optimizers step only the first),
+    /// bases under LoRA (Burn keeps one reparameterization per parameter), and parameters named `linear_inner.weight`,
+    /// a third of a block of Burn's transformers, whose shape Burn reads without a read of the value. In a world of 1
+    /// the part is the whole, and everything that several ranks are refused is refused there, too.
     ///
     /// Make the model and its inputs on `device.autodiff().gradient_checkpointing()`: Burn's `Linear` reshapes its
     /// weight for some inputs of three dimensions or more, and keeps it whole until backward on other devices.
@@ -306,7 +307,7 @@ impl WrapConfig {
     /// model is in memory once on each rank in `wrap` and `unwrap`; files and hashes gather one parameter at a time.
     /// Checkpoints load before or after `wrap`, on any number of ranks; Burn's own files before. Norms of
     /// gradients ([`clip_grad_norm`](crate::clip_grad_norm)) are over all ranks, and collective, too. Refused are
-    /// [`Ddp::join`](crate::Ddp::join) and Burn's trainer.
+    /// [`Ddp::join`](crate::Ddp::join) and [`broadcast_optimizer_state`](crate::Collectives::broadcast_optimizer_state).
     ///
     /// # Panics
     ///

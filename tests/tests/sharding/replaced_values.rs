@@ -179,6 +179,26 @@ fn a_part_without_its_tap_is_not_taken_for_a_whole() {
     }
 }
 
+/// One rank's mistake reaches the others, which wait for its part.
+#[test]
+fn a_part_without_its_tap_on_one_rank_is_an_error_of_all() {
+    type Use = fn(&Ddp, Gpt) -> burn_ddp::Result<()>;
+    let uses: [(&str, Use); 2] =
+        [("hash", |_, model| param_hash(&model).map(drop)), ("unwrap", |ddp, model| ddp.unwrap(model).map(drop))];
+    for (what, uses) in uses {
+        let refused = errors(|ddp, model, _| {
+            let mut model = model.clone();
+            if ddp.rank() == 1 {
+                model.query.weight = model.query.weight.map(|value| value);
+            }
+            Ok(uses(ddp, model)?)
+        });
+        for error in &refused {
+            assert!(error.contains("query.weight") && error.contains("Param::map"), "{what}: {error}");
+        }
+    }
+}
+
 /// What is made of a sharded parameter after `unwrap` is a whole of its own.
 #[test]
 fn a_parameter_that_is_resized_after_unwrap_is_a_whole() {
