@@ -307,7 +307,8 @@ impl WrapConfig {
     /// model is in memory once on each rank in `wrap` and `unwrap`; files and hashes gather one parameter at a time.
     /// Checkpoints load before or after `wrap`, on any number of ranks; Burn's own files before. Norms of
     /// gradients ([`clip_grad_norm`](crate::clip_grad_norm)) are over all ranks, and collective, too. Refused are
-    /// [`Ddp::join`](crate::Ddp::join) and [`broadcast_optimizer_state`](crate::Collectives::broadcast_optimizer_state).
+    /// [`Ddp::join`](crate::Ddp::join) and
+    /// [`broadcast_optimizer_state`](crate::Collectives::broadcast_optimizer_state).
     ///
     /// # Panics
     ///
