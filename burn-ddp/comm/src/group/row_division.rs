@@ -26,7 +26,7 @@ pub struct RowDivision {
     pub rows: usize,
     /// Bytes of one row.
     pub row_bytes: usize,
-    /// Number of ranks.
+    /// Number of ranks, at least 1: the methods panic otherwise.
     pub world_size: usize,
 }
 
@@ -76,6 +76,9 @@ impl RowDivision {
 
     /// Moves the whole to the front of the padded parts of all ranks.
     pub(super) fn close_up(self, parts: &mut [u8]) {
+        if self.is_even() {
+            return;
+        }
         for rank in 1..self.world_size {
             let (to, from) = (self.bytes_of(rank), rank * self.part_bytes());
             parts.copy_within(from..from + to.len(), to.start);

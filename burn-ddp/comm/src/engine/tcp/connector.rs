@@ -50,7 +50,7 @@ impl Connector {
     /// answers.
     ///
     /// # Errors
-    /// As soon as one is known: the cause that ended the world, the peer left the world, the deadline of `call`.
+    /// The first of these that is known: the cause that ended the world, the peer left, the deadline of `call`.
     pub(super) fn dial(&self, call: &Call, group: u64, at: usize) -> Result<Link> {
         let flows = (0..self.flows(call, at)).map(|flow| self.dial_flow(call, at, (group, flow)));
         self.link(call, at, flows.collect::<Result<_>>()?)
@@ -88,7 +88,7 @@ impl Connector {
         Ok(Link::new(Flows::new(flows)))
     }
 
-    /// One of the flows to a lower rank.
+    /// A flow to a lower rank.
     fn dial_flow(&self, call: &Call, at: usize, (group, flow): (u64, u8)) -> Result<SecureStream> {
         let (peer, links) = (call.world_rank(at), &self.reach.links);
         let dial = self.dial_to(call, peer, group, flow)?;

@@ -338,7 +338,7 @@ impl Engine for TwoLevelEngine {
         self.local.gather(&second, input, Some(&mut near), near_root)
     }
 
-    /// As [`gather`](Self::gather), the other way.
+    /// The reverse of [`gather`](Self::gather).
     fn scatter(&mut self, call: &Call, inputs: Option<&[&[u8]]>, output: &mut [u8], root: usize) -> Result<()> {
         self.meet(call)?;
         let (second, wire) = (self.inside(call, SECOND), &mut self.wire);
