@@ -333,15 +333,15 @@ impl From<Foreign> for Refusal {
 pub(crate) const OTHER_SECRET: &str = "with another secret";
 
 /// Performs the client's part of the handshake on a fresh, non-blocking connection. Gives up at `until` if the listener
-/// has not said a word by then. Once it may have let this end in, its answer is awaited until `deadline`.
+/// has not said a word by then. Once it may have let this end in, its answer is awaited until the time that
+/// `answer_by` returns, which is asked again then, until it returns `None`.
 pub(crate) fn introduce(
     socket: Socket,
     me: &Introduction<'_>,
     until: Instant,
-    deadline: Instant,
+    answer_by: impl FnMut() -> Option<Instant>,
 ) -> Result<SecureStream, Refusal> {
-    let until = until.min(deadline);
-    let greeting = Greeting(read(&socket, until)?);
+    let greeting = Greeting(read(&socket, by(until))?);
     check(&greeting.0)?;
     match greeting.role() {
         Some(role) if role == me.to => {}
@@ -351,10 +351,10 @@ pub(crate) fn introduce(
         None => return Err(Foreign::NotOurs.into()),
     }
     let (opening, noise) = Opening::new(me.key, me.tag, me.purpose, &greeting)?;
-    write(&socket, &opening.0, until)?;
+    write(&socket, &opening.0, by(until))?;
     // The listener may have let this end in: giving up now would leave it with a connection that is dead, and refusing
     // the next one. It answers at once, unless it is stopped or the network is slow.
-    let answer = Answer(read(&socket, deadline)?);
+    let answer = Answer(read(&socket, answer_by)?);
     match answer.verdict(noise)? {
         Verdict::Welcome(keys) => Ok(SecureStream { socket, keys }),
         Verdict::Refused(cause) => Err(Refusal::Refused(cause)),
@@ -375,35 +375,48 @@ impl std::fmt::Display for Role {
     }
 }
 
-fn read<const N: usize>(mut socket: &Socket, deadline: Instant) -> io::Result<[u8; N]> {
+/// For [`introduce`]: `deadline`, and `None` once it has passed.
+pub(crate) fn by(deadline: Instant) -> impl FnMut() -> Option<Instant> {
+    move || (Instant::now() < deadline).then_some(deadline)
+}
+
+fn read<const N: usize>(mut socket: &Socket, mut until: impl FnMut() -> Option<Instant>) -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut have = 0;
     while have < N {
         match socket.read(&mut bytes[have..]) {
             Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
             Ok(n) => have += n,
-            Err(e) => ready_after(e, socket, PollFlags::IN, deadline)?,
+            Err(e) => ready_after(e, socket, PollFlags::IN, &mut until)?,
         }
     }
     Ok(bytes)
 }
 
-fn write(mut socket: &Socket, bytes: &[u8], deadline: Instant) -> io::Result<()> {
+fn write(mut socket: &Socket, bytes: &[u8], mut until: impl FnMut() -> Option<Instant>) -> io::Result<()> {
     let mut sent = 0;
     while sent < bytes.len() {
         match socket.write(&bytes[sent..]) {
             Ok(n) => sent += n,
-            Err(e) => ready_after(e, socket, PollFlags::OUT, deadline)?,
+            Err(e) => ready_after(e, socket, PollFlags::OUT, &mut until)?,
         }
     }
     Ok(())
 }
 
-fn ready_after(e: io::Error, socket: &Socket, flags: PollFlags, deadline: Instant) -> io::Result<()> {
+/// Waits after `e`: returns once the socket may be ready, or at the time that `until` returns.
+fn ready_after(
+    e: io::Error,
+    socket: &Socket,
+    flags: PollFlags,
+    until: &mut impl FnMut() -> Option<Instant>,
+) -> io::Result<()> {
     match e.kind() {
         ErrorKind::Interrupted => Ok(()),
-        ErrorKind::WouldBlock if wait(&mut [PollFd::new(socket, flags)], Some(deadline))? => Ok(()),
-        ErrorKind::WouldBlock => Err(ErrorKind::TimedOut.into()),
+        ErrorKind::WouldBlock => match until() {
+            Some(until) => wait(&mut [PollFd::new(socket, flags)], Some(until)).map(drop),
+            None => Err(ErrorKind::TimedOut.into()),
+        },
         _ => Err(e),
     }
 }
@@ -501,7 +514,7 @@ mod tests {
                 }
                 None
             });
-            (introduce(client, me, soon(), soon()), met.join().unwrap())
+            (introduce(client, me, soon(), by(soon())), met.join().unwrap())
         })
     }
 
@@ -535,8 +548,8 @@ mod tests {
         let answered = std::thread::scope(|s| {
             s.spawn(move || {
                 let greeting = Greeting::new(Role::Store).unwrap();
-                write(&listener, &greeting.0, soon()).unwrap();
-                let opening = Opening(read(&listener, soon()).unwrap());
+                write(&listener, &greeting.0, by(soon())).unwrap();
+                let opening = Opening(read(&listener, by(soon())).unwrap());
                 opening.check().unwrap();
                 std::thread::sleep(HANDSHAKE_DEADLINE + Duration::from_millis(200));
                 let (answer, _) = opening.prove(&key(1), &greeting).unwrap().answer(Ok(())).unwrap();
@@ -544,7 +557,7 @@ mod tests {
             });
             let key = key(1);
             let me = Introduction { key: &key, tag: TAG, to: Role::Store, purpose: Purpose::Store };
-            introduce(client, &me, deadline, soon()).is_ok()
+            introduce(client, &me, deadline, by(soon())).is_ok()
         });
         assert!(answered);
     }
@@ -552,13 +565,30 @@ mod tests {
     #[test]
     fn an_answer_that_does_not_come_is_waited_for_until_the_deadline_at_most() {
         let (client, listener) = sockets();
-        write(&listener, &Greeting::new(Role::Store).unwrap().0, soon()).unwrap();
+        write(&listener, &Greeting::new(Role::Store).unwrap().0, by(soon())).unwrap();
         let (key, begin) = (key(1), Instant::now());
         let me = Introduction { key: &key, tag: TAG, to: Role::Store, purpose: Purpose::Store };
         let deadline = begin + Duration::from_millis(50);
-        let refusal = introduce(client, &me, begin, deadline).unwrap_err();
+        let refusal = introduce(client, &me, begin, by(deadline)).unwrap_err();
         assert!(matches!(&refusal, Refusal::NotOurs(e) if e.kind() == ErrorKind::TimedOut), "{refusal}");
         assert!(begin.elapsed() < HANDSHAKE_DEADLINE, "{:?}", begin.elapsed());
+    }
+
+    #[test]
+    fn whoever_waits_for_an_answer_is_asked_again_and_again_how_long() {
+        let (client, listener) = sockets();
+        write(&listener, &Greeting::new(Role::Store).unwrap().0, by(soon())).unwrap();
+        let key = key(1);
+        let me = Introduction { key: &key, tag: TAG, to: Role::Store, purpose: Purpose::Store };
+        let mut times = (0..3).map(|_| Instant::now() + Duration::from_millis(10));
+        let mut asked = 0;
+        let answer_by = || {
+            asked += 1;
+            times.next()
+        };
+        let refusal = introduce(client, &me, soon(), answer_by).unwrap_err();
+        assert!(matches!(&refusal, Refusal::NotOurs(e) if e.kind() == ErrorKind::TimedOut), "{refusal}");
+        assert_eq!(asked, 4);
     }
 
     #[test]
@@ -636,7 +666,7 @@ mod tests {
             drop(listener);
             let key = key(1);
             let me = Introduction { key: &key, tag: TAG, to: Role::Store, purpose: Purpose::Store };
-            introduce(client, &me, soon(), soon()).unwrap_err()
+            introduce(client, &me, soon(), by(soon())).unwrap_err()
         };
         let mut newer = Greeting::new(Role::Store).unwrap().0;
         newer[8] = 77;

@@ -39,12 +39,12 @@ pub(crate) enum Undialled {
 
 impl Dial<'_> {
     /// Connects and proves to know the key. Tries again until `until` where the listener may have been too busy. Awaits
-    /// the end of a handshake that the listener has begun by then, until `deadline` at the latest. Ends as soon as
-    /// `membership`, if there is one, knows that the world has ended or the peer has left.
+    /// the end of a handshake that the listener has begun by then for as long as `answer_by` says, see [`introduce`].
+    /// Ends as soon as `membership`, if there is one, knows that the world has ended or the peer has left.
     pub(crate) fn connect(
         &self,
         until: Instant,
-        deadline: Instant,
+        mut answer_by: impl FnMut() -> Option<Instant>,
         membership: Option<&Arc<Membership>>,
     ) -> Result<SecureStream, Undialled> {
         let Dial { to, via, key, peer, purpose } = self;
@@ -56,7 +56,7 @@ impl Dial<'_> {
             let socket = bind_and_connect::connect_any(&addresses, via, until).map_err(Undialled::Unconnected)?;
             let hangup = membership.map(|membership| Hangup::new(&socket, membership, *peer)).transpose();
             let hangup = hangup.map_err(Undialled::Unconnected)?;
-            match introduce(socket, &me, until, deadline) {
+            match introduce(socket, &me, until, &mut answer_by) {
                 Ok(stream) => {
                     hangup.inspect(|hangup| hangup.disarm());
                     return Ok(stream);

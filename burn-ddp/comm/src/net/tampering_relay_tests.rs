@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::dial_rank::Dial;
 use super::interface::Interface;
 use super::peer_addresses::{PeerAddress, PeerAddresses};
-use crate::auth::handshake::Purpose;
+use crate::auth::handshake::{Purpose, by};
 use crate::auth::hmac_key::KEY_BYTES;
 use crate::auth::job_key::LinkKey;
 use crate::auth::secure_stream::SecureStream;
@@ -246,7 +246,7 @@ fn streams(controls: &[Arc<Control>], high: u32, address: SocketAddr) -> (Secure
     let (deadline, purpose) = (Instant::now() + PATIENCE, Purpose::Control { rank: high });
     let to = &PeerAddress::new("127.0.0.1", address.port());
     let dial = Dial { to, via: &Interface::default(), key: &link_key(1), peer: 0, purpose };
-    let Ok(mine) = dial.connect(deadline, deadline, None) else { panic!("no connection") };
+    let Ok(mine) = dial.connect(deadline, by(deadline), None) else { panic!("no connection") };
     (mine, controls[0].links().claim(purpose, deadline, || Ok(())).unwrap().unwrap())
 }
 
@@ -378,7 +378,7 @@ fn a_data_connection_needs_the_secret_of_its_world() {
     let dialled = |key: &LinkKey| {
         let to = &PeerAddress::new("127.0.0.1", relay.address.port());
         let dial = Dial { to, via: &Interface::default(), key, peer: 0, purpose };
-        dial.connect(deadline, deadline, None).map_err(|cause| cause.to_string())
+        dial.connect(deadline, by(deadline), None).map_err(|cause| cause.to_string())
     };
     // The same job, the same secret, another world.
     assert!(dialled(&link_key(2)).unwrap_err().contains("another secret"));

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::meeting_round::{Entry, Met, Round};
-use crate::auth::handshake::Purpose;
+use crate::auth::handshake::{Purpose, by};
 use crate::auth::job_key::LinkKey;
 use crate::auth::secure_stream::SecureStream;
 use crate::membership::Routes;
@@ -56,7 +56,7 @@ impl Neighbours<'_> {
         let Some(to) = self.to.get(peer.rank) else { return Err(unreached(peer, "for want of an address")) };
         let dial = Dial { to, via: self.via, key: self.key, peer: peer.rank, purpose };
         // A name that cannot be looked up is more likely one that the peer does not have.
-        dial.connect(deadline, deadline, None).map_err(|cause| match cause.shortage(met.entries.len()) {
+        dial.connect(deadline, by(deadline), None).map_err(|cause| match cause.shortage(met.entries.len()) {
             Some(why) => Error::environment(format!("{} cannot join: {why}", met.entries[rank].peer)),
             None => unreached(peer, &format!("at {to}: {cause}")),
         })

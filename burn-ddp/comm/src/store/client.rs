@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::Store;
 use super::protocol::{MESSAGE_CAP, Request, Response};
-use crate::auth::handshake::{HANDSHAKE_DEADLINE, Introduction, OTHER_SECRET, Purpose, Refusal, Role, introduce};
+use crate::auth::handshake::{HANDSHAKE_DEADLINE, Introduction, OTHER_SECRET, Purpose, Refusal, Role, by, introduce};
 use crate::net::encrypted_messages::Wire;
 use crate::net::interface::Interface;
 use crate::net::name_lookup::NameLookup;
@@ -256,7 +256,7 @@ pub(super) fn open(
     let me = Introduction { key: job.store(), tag: job.tag(), to: Role::Store, purpose: Purpose::Store };
     let (until, answer_by) = (Instant::now() + patience, Instant::now() + patience.max(HANDSHAKE_DEADLINE));
     let stream =
-        introduce(socket, &me, until.min(deadline), answer_by.min(deadline)).map_err(|refusal| match refusal {
+        introduce(socket, &me, until.min(deadline), by(answer_by.min(deadline))).map_err(|refusal| match refusal {
             Refusal::NotOurs(_) => Unreached::Absent(refusal.to_string()),
             Refusal::Misdirected(cause) => Unreached::Refused(cause),
             Refusal::Refused(cause) => Unreached::Refused(match job.secret_file() {

@@ -12,7 +12,7 @@ use super::data_stream::DataStream;
 use super::exchange::GRACE;
 use super::flows::Flows;
 use super::link::Link;
-use crate::auth::handshake::Purpose;
+use crate::auth::handshake::{Purpose, by};
 use crate::auth::job_key::LinkKey;
 use crate::auth::secure_stream::SecureStream;
 use crate::call::{Call, Collective};
@@ -95,10 +95,12 @@ impl Connector {
         let mut watch = Watch::new(&self.membership, call);
         let (mut unreached_since, mut refusals) = (None, 0);
         loop {
-            // A peer that does not say a word for long is left for a moment, to report it.
+            // A peer that does not say a word for long is left for a moment, to report it,
             let until = watch.look(&[at])?;
             self.check(peer)?;
-            let cause = match dial.connect(until, call.deadline(), Some(&self.membership)) {
+            // one that does not end what it began to say is not: the report comes in between.
+            let answer_by = || watch.look(&[at]).ok();
+            let cause = match dial.connect(until, answer_by, Some(&self.membership)) {
                 Ok(stream) => return Ok(stream),
                 Err(cause) => cause,
             };
@@ -134,7 +136,7 @@ impl Connector {
         let until = call.deadline().min(Instant::now() + GRACE);
         let has_closed = |at: usize| {
             let dial = self.dial_to(call, call.world_rank(at), group, 0).ok()?;
-            dial.connect(until, until, Some(&self.membership)).is_ok().then_some(at)
+            dial.connect(until, by(until), Some(&self.membership)).is_ok().then_some(at)
         };
         if let [at] = asked {
             return has_closed(*at).into_iter().collect();

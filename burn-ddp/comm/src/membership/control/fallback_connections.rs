@@ -16,7 +16,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::Shared;
-use crate::auth::handshake::{HANDSHAKE_DEADLINE, Purpose};
+use crate::auth::handshake::{HANDSHAKE_DEADLINE, Purpose, by};
 use crate::membership::Membership;
 use crate::net::dial_rank::{Dial, Undialled};
 use crate::net::interface::Interface;
@@ -171,7 +171,7 @@ fn dial(shared: &Shared, membership: &Arc<Membership>, directory: &Directory, pe
     let purpose = Purpose::Control { rank: shared.rank as u32 };
     let dial = Dial { to, via, key: &shared.key, peer, purpose };
     let until = Instant::now() + HANDSHAKE_DEADLINE;
-    let cause = match dial.connect(until, until + HANDSHAKE_DEADLINE, Some(membership)) {
+    let cause = match dial.connect(until, by(until + HANDSHAKE_DEADLINE), Some(membership)) {
         Ok(stream) => {
             shared.links.put(Purpose::Control { rank: peer as u32 }, stream);
             shared.waker.wake();
@@ -353,7 +353,7 @@ mod tests {
         let purpose = Purpose::Control { rank: 3 };
         let dialled = Dial { to: &to, via: &Interface::default(), key: &key(), peer: 0, purpose };
         let deadline = Instant::now() + 60 * BEAT;
-        let Ok(connection) = dialled.connect(deadline, deadline, None) else { panic!("no connection") };
+        let Ok(connection) = dialled.connect(deadline, by(deadline), None) else { panic!("no connection") };
         let mut wire = Wire::new(connection, MESSAGE_CAP).unwrap();
         // Its heartbeats come, and this rank sends its own.
         let beat = ControlMessage::Heartbeat(crate::membership::Heartbeat::default());

@@ -378,7 +378,8 @@ mod tests {
         let (to, purpose) = (PeerAddress::new("127.0.0.1", address.port()), Purpose::Control { rank: LATE as u32 });
         let dial = Dial { to: &to, via: &Interface::default(), key: &key(), peer: 0, purpose };
         let deadline = Instant::now() + PATIENCE;
-        dial.connect(deadline, deadline, None).map(|stream| Wire::new(stream, MESSAGE_CAP).unwrap())
+        dial.connect(deadline, crate::auth::handshake::by(deadline), None)
+            .map(|stream| Wire::new(stream, MESSAGE_CAP).unwrap())
     }
 
     /// Rank 0, where others listen as in `directory`, and the address where it does.
