@@ -234,11 +234,6 @@ impl<T> Reducer<T> {
         self.store.outcome(slot)
     }
 
-    /// True if any rank had a gradient for `slot` in the step that ends.
-    pub(crate) fn is_present(&self, slot: usize) -> bool {
-        self.present[slot]
-    }
-
     /// Ends the step after the results were taken. After the first step the buckets are cut anew, in the order in which
     /// rank 0's gradients came. *Collective*.
     pub(crate) fn end_step(&mut self) -> Result<()> {

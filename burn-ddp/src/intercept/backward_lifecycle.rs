@@ -33,8 +33,17 @@ impl WrappedModel {
             state.sharded.clear();
         }
         let begun = if abandoned { state.reducer.abandon() } else { Ok(()) }.and_then(|()| self.begin(state));
-        state.error = begun.err();
+        self.note_outcome(state, begun);
         state.running = true;
+    }
+
+    /// Notes an error of the running backward, which its last gate returns. The other ranks hear of it now: they may
+    /// be in a call that this rank does not make any more.
+    pub(super) fn note_outcome<B: GradientMemory>(&self, state: &mut State<B>, outcome: Result<()>) {
+        if let (None, Err(error)) = (&state.error, outcome) {
+            tell_peers(&self.ddp, &error);
+            state.error = Some(error);
+        }
     }
 
     fn begin<B: GradientMemory>(&self, state: &mut State<B>) -> Result<()> {
@@ -108,16 +117,14 @@ impl WrappedModel {
         let micro_batch = state.reducer.micro_batch();
         let shards = self.shards().filter(|_| micro_batch.reducing);
         if let Some(shards) = shards {
-            let agreed = state.sharded.agree(shards, &self.outstanding, micro_batch);
-            agreed.inspect_err(|error| tell_peers(&self.ddp, error))?;
+            state.sharded.agree(shards, &self.outstanding, micro_batch)?;
         }
         for slot in 0..state.slots.len() {
             if let Some(sum) = state.slots[slot].partial.take() {
                 self.put(state, slot, sum)?;
             } else if let Some(shards) = shards.filter(|_| !state.slots[slot].done && state.sharded.must_reduce(slot)) {
                 let device = state.sentinel.device();
-                let reduced = state.sharded.reduce(shards, slot, None, micro_batch.divisor, &device);
-                reduced.inspect_err(|error| tell_peers(&self.ddp, error))?;
+                state.sharded.reduce(shards, slot, None, micro_batch.divisor, &device)?;
             }
         }
         state.reducer.receive_late()?;
@@ -151,7 +158,8 @@ pub(super) fn submit_all<B: GradientMemory>(grads: &Gradients) {
         let mut guard = model.lock();
         let Some(state) = guard.of::<B>() else { continue };
         if is_running(state, grads) && state.error.is_none() {
-            state.error = model.submit_rest(state).err();
+            let submitted = model.submit_rest(state);
+            model.note_outcome(state, submitted);
         }
     }
 }

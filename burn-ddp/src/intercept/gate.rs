@@ -23,13 +23,9 @@ impl WrappedModel {
         // The hooks of a model that changed its backend have failed.
         let Some(state) = guard.of::<B>() else { return };
         if !parent_is_leaf {
-            state.error.get_or_insert_with(|| {
-                self.fault(
-                    "a parameter of the wrapped model is not a leaf of the graph: move models with `fork`, not \
-                `to_device`"
-                        .into(),
-                )
-            });
+            let fault = "a parameter of the wrapped model is not a leaf of the graph: move models with `fork`, not \
+                `to_device`";
+            self.note_outcome(state, Err(self.fault(fault.into())));
         }
         state.gated += 1;
         if state.gated < state.fired {
@@ -103,7 +99,7 @@ impl WrappedModel {
             };
             grads.register::<B>(leaf, average);
         }
-        self.warn_unused(state);
+        self.warn_absent(state, &present);
         self.lookups.delivered();
         state.reducer.end_step()?;
         self.comparing.store(state.reducer.compares_replicas(), Ordering::Release);

@@ -6,7 +6,7 @@ use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::tensor::FloatTensor;
 
-use super::backward_failure::{fail, tell_peers};
+use super::backward_failure::fail;
 use super::model_state::State;
 use super::parameter_read::Read;
 use super::wrapped_model::WrappedModel;
@@ -35,10 +35,9 @@ impl WrappedModel {
         if value.is_some() {
             state.compared[read.slot] = value;
         }
-        if state.error.is_none()
-            && let Err(error) = self.take(state, &read, leaf, gradient)
-        {
-            state.error = Some(error);
+        if state.error.is_none() {
+            let taken = self.take(state, &read, leaf, gradient);
+            self.note_outcome(state, taken);
         }
         drop(read);
     }
@@ -71,8 +70,7 @@ impl WrappedModel {
         let is_last = match self.shards().filter(|_| self.is_sharded(number) && micro_batch.reducing) {
             None => read.is_last(),
             Some(shards) => {
-                let agreed = state.sharded.agree(shards, &self.outstanding, micro_batch);
-                agreed.inspect_err(|error| tell_peers(&self.ddp, error))?;
+                state.sharded.agree(shards, &self.outstanding, micro_batch)?;
                 state.sharded.is_last_hook(number)
             }
         };
@@ -99,9 +97,7 @@ impl WrappedModel {
             None => state.reducer.put(slot, gradient),
             Some(shards) => {
                 let micro_batch = state.reducer.micro_batch();
-                let put = state.sharded.put(shards, slot, gradient, micro_batch);
-                // The other ranks may wait for this gradient.
-                put.inspect_err(|error| tell_peers(&self.ddp, error))
+                state.sharded.put(shards, slot, gradient, micro_batch)
             }
         }
     }

@@ -6,10 +6,11 @@
 //! | its gradient comes | `hook`, `backward_lifecycle` (first hook to first gate) |
 //! | averages go onto leaves | `gate`; of parameters that this rank did not use: `unused_parameters`, `unused_parameter_averages`, `average_for_visitors`, `tied_clones` |
 //! | state | `wrapped_model_setup`, `wrapped_model` (of all copies), `model_state` (in tensors of the backend), `synced_statistics` |
-//! | checks and errors | `tap_and_replica_checks`, `identical_data_check` (all ranks train on the same data), `short_step_warning`, `checked_backward` (`Ddp::backward`), `backward_failure` |
+//! | checks and errors | `tap_and_replica_checks`, `absent_gradients` (no rank has one), `identical_data_check` (all ranks train on the same data), `short_step_warning`, `checked_backward` (`Ddp::backward`), `backward_failure` |
 //! | parameters in parts | `shard/` |
 //! | outside of backward | `model_walk` (finds the taps of a model), `tap_bypass` (ignores them), `shadow_collectives` (ranks without data) |
 
+mod absent_gradients;
 mod autodiff_nodes;
 mod average_for_visitors;
 mod averaged_gradient;

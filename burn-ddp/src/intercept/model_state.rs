@@ -9,6 +9,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::DType;
 use burn_ddp_comm::{ProcessGroup, Track};
 
+use super::absent_gradients::AbsentGradients;
 use super::depth_ladder::{AutodiffTensor, Ladder, scalar, untracked};
 use super::identical_data_check::SameGradients;
 use super::shadow_collectives;
@@ -105,8 +106,7 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) stand_ins: StandIns<B>,
     pub(super) statistics: Option<SyncedStatistics>,
     pub(super) delivered: Delivered,
-    /// True if the user was warned of parameters without a gradient.
-    pub(super) warned_unused: bool,
+    pub(super) absent: AbsentGradients,
     /// True if the user was warned of a step that may have missed an average.
     pub(super) warned_missed: bool,
     /// First error of the running backward.
@@ -168,7 +168,7 @@ impl<B: GradientMemory> State<B> {
             stand_ins: StandIns::new(),
             statistics,
             delivered: Delivered { digests: vec![None; slots.len()], digested: false },
-            warned_unused: false,
+            absent: AbsentGradients::default(),
             warned_missed: false,
             error: None,
             last_batch: 0,
@@ -176,8 +176,9 @@ impl<B: GradientMemory> State<B> {
         })
     }
 
-    /// Forgets the running backward, but not its error.
+    /// Forgets the running backward.
     pub(super) fn reset(&mut self) {
+        self.error = None;
         self.running = false;
         self.fired = 0;
         self.gated = 0;

@@ -10,6 +10,7 @@ use burn::backend::Dispatch;
 use burn::module::{ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
+use super::absent_gradients::{STEPS, Suspects};
 use super::autodiff_nodes::DdpBackend;
 use super::average_for_visitors::show;
 use super::depth_ladder::AutodiffTensor;
@@ -144,21 +145,30 @@ impl WrappedModel {
         }
     }
 
-    /// Warns once, on rank 0, of parameters that no rank used.
-    pub(super) fn warn_unused<B: GradientMemory>(&self, state: &mut State<B>) {
-        if std::mem::replace(&mut state.warned_unused, true) || self.ddp.rank() != 0 {
+    /// Warns on rank 0, of each kind once, of parameters that no rank has a gradient of. `present` is by slot.
+    pub(super) fn warn_absent<B: GradientMemory>(&self, state: &mut State<B>, present: &[bool]) {
+        let Some(suspects) = state.absent.note_step(present) else { return };
+        let (Suspects::Never(slots) | Suspects::Lost(slots)) = &suspects;
+        let trained = slots.iter().map(|slot| &self.slots[*slot]).filter(|slot| slot.trainable);
+        let paths: Vec<&str> = trained.map(|slot| slot.path.as_str()).collect();
+        if paths.is_empty() || self.ddp.rank() != 0 {
             return;
         }
-        let slots = self.slots.iter().enumerate();
-        let unused: Vec<&str> = slots
-            .filter(|(slot, s)| s.trainable && !s.sharded && !state.reducer.is_present(*slot))
-            .map(|(_, s)| s.path.as_str())
-            .collect();
-        if !unused.is_empty() {
-            tracing::warn!(
-                parameters = unused.join(", "),
+        let parameters = paths.join(", ");
+        match suspects {
+            Suspects::Never(_) => tracing::warn!(
+                target: "burn_ddp::unused",
+                parameters,
                 "parameters that had no gradient on any rank in the first step: unused, or read past their taps"
-            );
+            ),
+            Suspects::Lost(_) => tracing::warn!(
+                target: "burn_ddp::unused",
+                parameters,
+                "parameters that were trained before had no gradient on any rank in the last {STEPS} steps. All is \
+                well if they are frozen or not used any more. If the model still trains them, each rank does so by its \
+                own gradient: `Param::map`, `Param::set_require_grad` or a new layer has replaced them. Map, freeze \
+                and load whole modules instead, or wrap the model again"
+            ),
         }
     }
 }

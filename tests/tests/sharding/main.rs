@@ -4,6 +4,7 @@ mod bits;
 mod frozen;
 mod replaced_values;
 mod traffic;
+mod unequal_ranks;
 mod uneven_data;
 
 use std::time::{Duration, Instant};
@@ -254,56 +255,6 @@ fn errors_of(world: usize, what: impl Fn(&Ddp, &Gpt, &Device) -> anyhow::Result<
         })
     });
     errors.unwrap()
-}
-
-#[test]
-fn a_rank_that_skips_a_layer_is_an_error_on_all() {
-    let skips = errors(|ddp, model, device| {
-        let x = Tensor::<3>::ones([1, 2, 6], device);
-        // Equal shapes, which could be mixed up.
-        let layers = if ddp.rank() == 0 { [&model.query, &model.key] } else { [&model.key, &model.query] };
-        layers[0].forward(layers[1].forward(x));
-        Ok(())
-    });
-    for error in &skips {
-        assert!(error.contains("rank 0 reads key.weight") && error.contains("rank 1 reads query.weight"), "{error}");
-        assert!(error.contains("a forward of the program ends here") && !error.contains("backward()"), "{error}");
-    }
-    let evaluates = errors(|ddp, model, device| {
-        let x = Tensor::<3>::ones([1, 2, 6], device);
-        match ddp.rank() {
-            0 => drop(model.valid().query.forward(x.inner())),
-            _ => drop(model.query.forward(x)),
-        }
-        Ok(())
-    });
-    for error in &evaluates {
-        assert!(error.contains("rank 0 reads query.weight without a gradient (evaluation)"), "{error}");
-    }
-    // One rank evaluates, the others wait for it elsewhere.
-    let alone = errors_of(3, |ddp, model, device| {
-        if ddp.rank() == 0 {
-            model.valid().query.forward(Tensor::<3>::ones([1, 2, 6], device).inner());
-        }
-        Ok(ddp.barrier()?)
-    });
-    let reads = "rank 0 reads query.weight without a gradient (evaluation)";
-    // A rank that comes late is not in the circle that is found.
-    let waits = ["each of ranks 1, 2 is in barrier", " rank 1 is in barrier", " rank 2 is in barrier"];
-    assert!(alone[0].contains(reads) && waits.iter().any(|waits| alone[0].contains(waits)), "{}", alone[0]);
-    for error in &alone[1..] {
-        assert!(error.contains("rank 0 is in all_gather") && error.contains("of the model wrapped at"), "{error}");
-    }
-    let uses = errors(|ddp, model, device| {
-        let x = Tensor::<3>::ones([1, 2, 6], device);
-        let (a, b) = (model.query.forward(x.clone()).tanh(), model.key.forward(x).tanh());
-        let loss = if ddp.rank() == 0 { (a * b).sum() } else { a.sum() };
-        ddp.backward(&loss, model)?;
-        Ok(())
-    });
-    for error in &uses {
-        assert!(error.contains("key.weight") && error.contains("rank 0"), "{error}");
-    }
 }
 
 #[test]

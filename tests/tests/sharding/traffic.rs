@@ -64,12 +64,18 @@ fn a_transformer_with_gradient_checkpointing_gathers_each_matrix_twice() {
 
 #[test]
 fn the_end_of_a_rank_in_a_gather_or_a_scatter_is_an_error_on_the_others() {
-    for moment in ["forward", "backward", "gradient"] {
+    let calls = [
+        ("forward", "all_gather"),
+        ("backward", "all_gather"),
+        ("agreement", "all_gather"),
+        ("scatter", "reduce_scatter"),
+    ];
+    for (moment, call) in calls {
         let ranks = job::job(env!("CARGO_BIN_EXE_rank"), 3, &["bits-kill", moment]);
         for rank in [0, 2] {
             let said = job::stdout(&ranks[rank]);
             let (ms, error) = said.trim().split_once(' ').unwrap_or_else(|| panic!("{moment}: {said:?}"));
-            assert!(error.contains("rank 1"), "{moment}: {error}");
+            assert!(error.contains("rank 1") && error.contains(call), "{moment}: {error}");
             // The deadline of a call is 60 s.
             assert!(ms.parse::<u64>().unwrap() < 30_000, "{moment}: {said}");
         }

@@ -1,5 +1,5 @@
 //! Hashes of trained models: `rank bits MODEL OPTIMIZER STEPS [sharded]`; and a rank that dies in a step of a sharded
-//! model: `rank bits-kill forward|backward|gradient`.
+//! model: `rank bits-kill forward|backward|agreement|scatter`.
 
 use std::time::Instant;
 
@@ -7,7 +7,9 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::prelude::*;
 use burn_ddp::prelude::*;
+use burn_ddp_tests::awkward::panicking_op::{armed, trap};
 use burn_ddp_tests::four_models;
+use rustix::process::{Signal, getpid, kill_process};
 
 fn arg(n: usize) -> String {
     std::env::args().nth(n).unwrap_or_default()
@@ -30,29 +32,41 @@ struct Two {
     b: Linear,
 }
 
-/// Rank 1 dies where the others gather in forward, gather again in backward, or agree on what they reduce. They print
-/// the time until the error, in ms, and the error.
+/// Rank 1 dies where the others gather in forward, gather again in backward, agree on what they reduce, or scatter the
+/// second of two sums. They print the time until the error, in ms, and the error.
 pub(crate) fn kill(ddp: &Ddp) -> anyhow::Result<()> {
     let device = ddp.device()?.autodiff();
     let linear = || LinearConfig::new(6, 6).init(&device);
     let model = ddp.wrap_with(Two { a: linear(), b: linear() }, &sharded())?;
     ddp.optimizer(SgdConfig::new().init(), &model)?;
     let moment = arg(2);
+    let die = || kill_process(getpid(), Signal::KILL).unwrap();
     let dies_at = |now: &str| {
         if ddp.rank() == 1 && moment == now {
-            rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
+            die();
         }
     };
+    let dies_in_backward = ddp.rank() == 1 && moment == "scatter";
     let x = Tensor::<2>::ones([2, 6], &device);
     let mut last = Instant::now();
-    std::panic::set_hook(Box::new(|_| {}));
+    std::panic::set_hook(Box::new(move |_| {
+        if dies_in_backward {
+            die();
+        }
+    }));
     let step = std::panic::AssertUnwindSafe(|| {
         ddp.backward(&model.b.forward(model.a.forward(x.clone())).sum(), &model)?;
         last = Instant::now();
         let y = model.a.forward(x);
         dies_at("forward");
         // The first layer's input needs no gradient, so its weight is not gathered again.
-        let loss = if moment == "gradient" { y.sum() } else { model.b.forward(y).sum() };
+        let loss = match moment.as_str() {
+            "agreement" => y.sum(),
+            _ => model.b.forward(trap(y)).sum(),
+        };
+        if dies_in_backward {
+            return armed(|| ddp.backward(&loss, &model)).map(drop);
+        }
         dies_at(&moment);
         ddp.backward(&loss, &model).map(drop)
     });
