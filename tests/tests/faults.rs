@@ -238,11 +238,15 @@ fn launcher_dies(case: Case<'_>) -> Result<(), String> {
     if code == expected { Ok(()) } else { Err(format!("exit code {code}, not {expected}: {stderr}")) }
 }
 
-/// A fault in each phase.
+/// A fault in each phase, of ranks on one machine, and on two unless the environment names an engine.
 fn in_every_phase(cause: &str) {
-    let (engine, placement) = (None, Placement::OneMachine);
-    let case = |phase| Case { world: 3, victim: 1, phase, cause, engine, placement, encrypted: false };
-    let problems: Vec<String> = PHASES.iter().filter_map(|phase| try_case(case(phase)).err()).collect();
+    let of = |(world, placement)| {
+        PHASES.map(|phase| Case { world, victim: 1, phase, cause, engine: None, placement, encrypted: false })
+    };
+    let two = (4, Placement::TwoMachines);
+    let two = std::env::var_os("BURN_DDP_ENGINE").is_none().then_some(two);
+    let cases = [(3, Placement::OneMachine)].into_iter().chain(two).flat_map(of);
+    let problems: Vec<String> = cases.filter_map(|case| try_case(case).err()).collect();
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 

@@ -86,7 +86,7 @@ impl ProcessGroup {
     /// [`division.bytes_of(rank)`](RowDivision::bytes_of) of what an all-reduce would yield, the same bits where the
     /// engine computes on the host. The division, the reduction and its weights are the same on all ranks; they compare
     /// the length of the parts, the op or the weights, and the `tag`. Each rank sends one part to each other; one step.
-    /// Weights that are not equal cost memory for the whole.
+    /// Rows that do not divide evenly, and weights that are not equal, cost memory for a copy of the whole.
     ///
     /// # Errors
     /// Those of all collectives. [`Error::InvalidArgument`] for a division between another number of ranks or of parts
