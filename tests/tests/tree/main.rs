@@ -1,6 +1,8 @@
-//! Statements of the documents, compared with the source tree; and the program of the README, run.
+//! Statements of the documents, compared with the source tree; the code they show, compiled; and the program of the
+//! README, run.
 
 mod readme;
+mod snippets;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

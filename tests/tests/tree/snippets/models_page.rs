@@ -1,0 +1,40 @@
+//! docs/models.md.
+#![allow(unused)]
+
+use burn_ddp::nn::SyncBatchNorm;
+
+use super::*;
+
+#[derive(Module, Debug)]
+struct Net {
+    norm: SyncBatchNorm,
+    layer: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        Net { norm: BatchNormConfig::new(64).init(device).into(), layer: LinearConfig::new(64, 1).init(device) }
+    }
+}
+
+type Generator = Net;
+
+fn settings(ddp: &Ddp, device: Device) -> anyhow::Result<()> {
+    let config = WrapConfig::new().with_accumulation(4).with_buffers(BufferPolicy::Broadcast);
+    let mut model = ddp.wrap_with(Net::new(&device), &config)?;
+    Ok(())
+}
+
+fn parts(ddp: &Ddp, device: Device) -> anyhow::Result<()> {
+    let color = if ddp.rank() < 2 { 0 } else { 1 };
+    let part = ddp.split(Some(color), 0)?.unwrap();
+    let model = part.wrap(Generator::new(&device))?;
+    Ok(())
+}
+
+fn sharding(ddp: &Ddp, model: Net) -> anyhow::Result<()> {
+    let config = WrapConfig::new().with_sharding(Sharding::Parameters);
+    let mut model = ddp.wrap_with(model, &config)?;
+    let mut optim = ddp.optimizer(AdamWConfig::new().init(), &model)?;
+    Ok(())
+}
