@@ -33,7 +33,7 @@ const COMPILED: [&str; 5] = [
 
 /// The line up to `//`, where that is not in a string.
 fn without_comment(line: &str) -> &str {
-    let is_code = |at: &usize| line[..*at].matches('"').count() % 2 == 0;
+    let is_code = |at: &usize| line[..*at].matches('"').count().is_multiple_of(2);
     let end = line.match_indices("//").map(|(at, _)| at).find(is_code);
     &line[..end.unwrap_or(line.len())]
 }

@@ -15,7 +15,7 @@ fn log() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn from_horovod(ddp: &Ddp, device: Device, batches: Vec<Tensor<2>>) -> anyhow::Result<()> {
+fn from_horovod(ddp: Ddp, device: Device, batches: Vec<Tensor<2>>) -> anyhow::Result<()> {
     let mut model = ddp.broadcast_parameters(ModelConfig::new().init(&device), 0)?;
     let mut optim = DistributedOptimizer::new(&ddp, AdamConfig::new().init());
     for batch in batches {
