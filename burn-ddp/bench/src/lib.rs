@@ -1,4 +1,11 @@
 //! Measures burn-ddp next to its peers and to the hardware's limits: see README.md, or `burn-ddp-bench --help`.
+//!
+//! | | file |
+//! |---|---|
+//! | what a command measures | the file of its name: `all_reduce`, `step`, `loading`, `rendezvous`, `determinism`, `timeline_plot` |
+//! | who is measured | `contender` (starts ranks and peers), `contender_ranks`, `rank` (inside of a rank), `simulated_machines`, `neighbours` |
+//! | how they take turns | `driver_protocol`, `interleaved_rounds`, `spin_barrier` |
+//! | what is shown | `stats`, `table`, `curves`, `plot` |
 #![deny(unsafe_code)]
 
 mod all_reduce;

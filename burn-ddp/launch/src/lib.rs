@@ -1,4 +1,5 @@
-//! Starts the ranks of a data-parallel job on one machine, watches them and reports which one failed first.
+//! Starts the ranks of a data-parallel job on one machine or on several, watches them and reports which one failed
+//! first.
 //!
 //! The library behind the `burnrun` program and behind a program that launches itself. It knows nothing of training.
 //!

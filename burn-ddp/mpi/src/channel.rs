@@ -10,7 +10,7 @@ use crate::fragments::Fragments;
 /// Number of fragments of a frame under way at a time: one that moves, and one that is filled or read.
 pub(crate) const WINDOW: usize = 2;
 
-/// Way to a peer.
+/// Address of a peer in MPI: its process, and the tags of both directions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Route {
     /// Its process.

@@ -232,8 +232,10 @@ impl Storage for ObjectStorage {
                 };
                 match tokio::time::timeout(AFTER_FAILURE, remove).await {
                     Ok(Ok(())) => {}
-                    Ok(Err(e)) => tracing::warn!("parts of {name} stay in {}: {e}", self.url.display()),
-                    Err(_) => tracing::warn!("parts of {name} stay in {}: no answer", self.url.display()),
+                    Ok(Err(e)) => tracing::warn!("what was uploaded of {name} to {} is left: {e}", self.url.display()),
+                    Err(_) => {
+                        tracing::warn!("what was uploaded of {name} to {} is left: no answer", self.url.display())
+                    }
                 }
             }
             uploaded

@@ -106,7 +106,7 @@ impl<O: Send + 'static> Pool<O> {
         Ok(Pass { pool: self.clone(), list, next: 0, workers })
     }
 
-    /// Has an idle team, or a new one, load `list`.
+    /// Gives `list` to an idle team of workers, or to a new one.
     fn assign(&self, list: &BatchList) -> Result<Workers<O>, (usize, std::io::Error)> {
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let team = match idle {

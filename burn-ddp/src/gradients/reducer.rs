@@ -251,7 +251,7 @@ impl<T> Reducer<T> {
     }
 
     /// Takes part in a reduction of the other ranks without a backward: with gradients held of earlier micro-batches,
-    /// else with weight 0. Returns false if no rank had a gradient: all shadow. That is no step.
+    /// else with weight 0. Returns false if every rank did so, and none had a gradient: that does not count as a step.
     pub(crate) fn shadow(&mut self, piggyback: Piggyback) -> Result<bool> {
         self.refuse_broken()?;
         self.batches.reducing = true;

@@ -23,7 +23,7 @@ pub(super) enum Suspects {
 }
 
 impl AbsentGradients {
-    /// Counts a step, in which some rank had a gradient of each slot or not.
+    /// Counts a step; `present` says for each slot whether some rank had a gradient of it.
     pub(super) fn note_step(&mut self, present: &[bool]) -> Option<Suspects> {
         let slots = 0..present.len();
         if self.since.is_empty() {

@@ -29,7 +29,7 @@ impl TapHandle {
         if self.shares_leaf() { self.model.shared_key(self.slot) } else { self.slot }
     }
 
-    /// The slots whose averages are on that stand-in leaf.
+    /// The slots whose averages are summed on the leaf of [`stand_in_key`](Self::stand_in_key).
     pub(super) fn sharing_slots(&self) -> impl Iterator<Item = usize> {
         let TapHandle { model, slot, .. } = self;
         let shares = self.shares_leaf();

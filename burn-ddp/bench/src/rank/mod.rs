@@ -106,7 +106,7 @@ trait Workload {
 
     /// Digest that `determinism` compares.
     fn digest(&mut self, _run: u64, _pause_us: u64) -> Result<u64> {
-        bail!("only ranks of engines have a digest")
+        bail!("`determinism` compares the engines of burn-ddp alone")
     }
 }
 

@@ -65,16 +65,15 @@ impl Secret {
         let has_name = about.nlink() > 0;
         if has_name && about.mode() & 0o077 != 0 {
             return Err(Error::environment(format!(
-                "other users may open the secret file {shown}; run: chmod 600 \
-                                                   {shown}"
+                "other users may open the secret file {shown}; run: chmod 600 {shown}"
             )));
         }
         let me = rustix::process::geteuid().as_raw();
         if has_name && about.uid() != me && about.uid() != 0 {
             let owner = about.uid();
             return Err(Error::environment(format!(
-                "the secret file {shown} belongs to user {owner}, this is user \
-                                                   {me}"
+                "the secret file {shown} belongs to user {owner}, this is user {me}: make one of your own with \
+                `burnrun secret FILE`"
             )));
         }
         let junk = || Error::environment(format!("{shown} does not hold a secret: one line of 64 hexadecimal digits"));

@@ -24,7 +24,7 @@ static SESSION: Mutex<Option<Session>> = Mutex::new(None);
 #[derive(Clone)]
 struct Session {
     job_id: String,
-    /// `None` on one machine, where the name of the job is enough.
+    /// Secret, host and port of rank 0's store; `None` on one machine, where the name of the job is enough.
     place: Option<(Secret, String, u16)>,
 }
 

@@ -17,7 +17,8 @@ fn explore(preemptions: usize, model: impl Fn() + Send + Sync + 'static) {
     builder.check(model);
 }
 
-/// Each rank on a thread of its own. `rank` returns nothing if it gave up waiting; not all may, always.
+/// Each rank on a thread of its own. `rank` returns `None` if it gave up waiting; it must not in
+/// every order of steps.
 fn ranks<R>(ranks: usize, preemptions: usize, rank: R)
 where
     R: Fn(&Machine, usize) -> Option<()> + Send + Sync + Copy + 'static,

@@ -24,7 +24,7 @@ pub(crate) struct TwoLevelFabric {
     shm: Arc<ShmFabric>,
     tcp: Arc<TcpFabric>,
     membership: Arc<Membership>,
-    /// Set once memory could not be shared.
+    /// True after a group whose ranks could not share memory.
     failed: AtomicBool,
 }
 

@@ -180,7 +180,7 @@ fn dial(shared: &Shared, membership: &Arc<Membership>, directory: &Directory, pe
         Err(cause) => cause,
     };
     if cause.is_gone() {
-        tracing::warn!(rank = shared.rank, peer, %cause, "it has ended, like the ranks through which it was heard");
+        tracing::warn!(rank = shared.rank, peer, %cause, "it and the ranks that relayed its messages have ended");
         membership.ended_unheard(peer);
         return Outcome::Answered;
     }
