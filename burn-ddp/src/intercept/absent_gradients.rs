@@ -9,8 +9,6 @@ pub(super) const STEPS: u32 = 8;
 pub(super) struct AbsentGradients {
     /// Steps since the last gradient; `None` for a slot that has had none. Empty before the first step.
     since: Vec<Option<u32>>,
-    /// True if the user was warned of slots that had a gradient before.
-    warned: bool,
 }
 
 /// Slots to warn of.
@@ -34,10 +32,7 @@ impl AbsentGradients {
             *since = if *present { Some(0) } else { since.map(|steps| steps.saturating_add(1)) };
         }
         let lost: Vec<usize> = slots.filter(|slot| self.since[*slot] == Some(STEPS)).collect();
-        if lost.is_empty() || std::mem::replace(&mut self.warned, true) {
-            return None;
-        }
-        Some(Suspects::Lost(lost))
+        (!lost.is_empty()).then_some(Suspects::Lost(lost))
     }
 }
 
@@ -58,7 +53,12 @@ mod tests {
             assert_eq!(absent.note_step(&[true, false, false]), None);
         }
         assert_eq!(absent.note_step(&[true, false, false]), Some(Suspects::Lost(vec![2])));
-        // Once for a model.
+        // Once for a slot, until it has a gradient again.
+        assert_eq!(absent.note_step(&[false, false, false]), None);
+        for _ in 2..STEPS {
+            assert_eq!(absent.note_step(&[false, false, false]), None);
+        }
+        assert_eq!(absent.note_step(&[false, false, false]), Some(Suspects::Lost(vec![0])));
         for _ in 0..2 * STEPS {
             assert_eq!(absent.note_step(&[false, false, false]), None);
         }
@@ -71,23 +71,28 @@ mod tests {
         use crate::intercept::warning_test_model::Pair;
         use crate::telemetry::test_event_capture::Listener;
 
-        let ranks = Ddp::spawn(2, |ddp| {
-            let listener = Listener::default();
-            tracing::subscriber::with_default(listener.clone(), || {
-                let mut model = ddp.wrap(Pair::ones())?;
-                let _average_of_weights = model.clone();
-                for step in 0..12 {
-                    if step == 2 {
-                        model.b = model.b.map(|value| value);
+        let warnings = |replaced: bool| {
+            Ddp::spawn(2, |ddp| {
+                let listener = Listener::default();
+                tracing::subscriber::with_default(listener.clone(), || {
+                    let mut model = ddp.wrap(Pair::ones())?;
+                    let _average_of_weights = model.clone();
+                    for step in 0..12 {
+                        if replaced && step == 2 {
+                            model.b = model.b.map(|value| value);
+                        }
+                        // A copy that keeps its tap may go unused.
+                        let uses_b = replaced || step < 2;
+                        let grads = if uses_b { model.a.val() + model.b.val() } else { model.a.val() * 1.0 }.backward();
+                        model = model.step(grads);
                     }
-                    let grads = (model.a.val() + model.b.val()).backward();
-                    model = model.step(grads);
-                }
-                anyhow::Ok(())
-            })?;
-            Ok(listener.events("burn_ddp::unused"))
-        });
-        let [main, other] = ranks.unwrap().try_into().expect("two ranks");
+                    anyhow::Ok(())
+                })?;
+                Ok(listener.events("burn_ddp::unused"))
+            })
+        };
+        assert!(warnings(false).unwrap().iter().all(Vec::is_empty));
+        let [main, other] = warnings(true).unwrap().try_into().expect("two ranks");
         assert_eq!((main.len(), other.len()), (1, 0), "{main:?}");
         assert!(main[0].contains(&("parameters".into(), "\"b\"".into())), "{main:?}");
     }

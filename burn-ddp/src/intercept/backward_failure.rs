@@ -38,6 +38,15 @@ pub(super) fn is_captured() -> bool {
     CAPTURED.with_borrow(Option::is_some)
 }
 
+/// Makes `error` what [`capture`] returns, if it runs on this thread and nothing failed before.
+pub(super) fn note_captured(error: &Error) {
+    CAPTURED.with_borrow_mut(|captured| {
+        if let Some(first) = captured {
+            first.get_or_insert_with(|| error.clone());
+        }
+    });
+}
+
 /// Ends the waits of the other ranks with an error of this rank.
 pub(crate) fn tell_peers(ddp: &Ddp, error: &Error) {
     if !matches!(error, Error::Comm(_)) {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use burn::backend::TensorMetadata;
 use burn::backend::autodiff::grads::Gradients;
 
-use super::backward_failure::tell_peers;
+use super::backward_failure::{note_captured, tell_peers};
 use super::model_state::State;
 use super::short_step_warning::Finding;
 use super::wrapped_model::WrappedModel;
@@ -41,6 +41,8 @@ impl WrappedModel {
     /// be in a call that this rank does not make any more.
     pub(super) fn note_outcome<B: GradientMemory>(&self, state: &mut State<B>, outcome: Result<()>) {
         if let (None, Err(error)) = (&state.error, outcome) {
+            // Whatever fails after the world has ended is not what the caller must hear.
+            note_captured(&error);
             tell_peers(&self.ddp, &error);
             state.error = Some(error);
         }

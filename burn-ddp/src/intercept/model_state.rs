@@ -107,6 +107,8 @@ pub(super) struct State<B: GradientMemory> {
     pub(super) statistics: Option<SyncedStatistics>,
     pub(super) delivered: Delivered,
     pub(super) absent: AbsentGradients,
+    /// True if the user was warned of parameters that lost their taps.
+    pub(super) warned_lost: bool,
     /// True if the user was warned of a step that may have missed an average.
     pub(super) warned_missed: bool,
     /// First error of the running backward.
@@ -169,6 +171,7 @@ impl<B: GradientMemory> State<B> {
             statistics,
             delivered: Delivered { digests: vec![None; slots.len()], digested: false },
             absent: AbsentGradients::default(),
+            warned_lost: false,
             warned_missed: false,
             error: None,
             last_batch: 0,

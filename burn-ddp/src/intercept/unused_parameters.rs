@@ -149,11 +149,17 @@ impl WrappedModel {
     pub(super) fn warn_absent<B: GradientMemory>(&self, state: &mut State<B>, present: &[bool]) {
         let Some(suspects) = state.absent.note_step(present) else { return };
         let (Suspects::Never(slots) | Suspects::Lost(slots)) = &suspects;
-        let trained = slots.iter().map(|slot| &self.slots[*slot]).filter(|slot| slot.trainable);
-        let paths: Vec<&str> = trained.map(|slot| slot.path.as_str()).collect();
-        if paths.is_empty() || self.ddp.rank() != 0 {
+        let is_lost = matches!(suspects, Suspects::Lost(_));
+        // A parameter that is frozen or not used has as many taps as the others: one in each copy of the model.
+        let taps = |slot: usize| self.taps[slot].load(Ordering::Acquire);
+        let most = (0..self.slots.len()).map(taps).max().unwrap_or_default();
+        let is_suspect = |slot: &&usize| if is_lost { taps(**slot) < most } else { self.slots[**slot].trainable };
+        let paths: Vec<&str> = slots.iter().filter(is_suspect).map(|slot| self.slots[*slot].path.as_str()).collect();
+        let is_known = is_lost && (self.ddp.world_size() == 1 || state.warned_lost);
+        if paths.is_empty() || is_known || self.ddp.rank() != 0 {
             return;
         }
+        state.warned_lost |= is_lost;
         let parameters = paths.join(", ");
         match suspects {
             Suspects::Never(_) => tracing::warn!(

@@ -36,7 +36,7 @@ struct Two {
 /// second of two sums. They print the time until the error, in ms, and the error.
 pub(crate) fn kill(ddp: &Ddp) -> anyhow::Result<()> {
     let device = ddp.device()?.autodiff();
-    let linear = || LinearConfig::new(6, 6).init(&device);
+    let linear = || LinearConfig::new(6, 6).with_bias(false).init(&device);
     let model = ddp.wrap_with(Two { a: linear(), b: linear() }, &sharded())?;
     ddp.optimizer(SgdConfig::new().init(), &model)?;
     let moment = arg(2);
