@@ -108,7 +108,7 @@ fn ranks_that_read_a_parameter_in_different_numbers_hear_of_it_in_that_step() {
     }
 }
 
-/// One rank's mistake reaches the others, which wait for its part.
+/// The mistake of one rank reaches the others, which wait for its part.
 #[test]
 fn a_part_without_its_tap_on_one_rank_is_an_error_of_all() {
     type Use = fn(&Ddp, Gpt) -> burn_ddp::Result<()>;

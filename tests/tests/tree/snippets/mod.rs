@@ -46,7 +46,7 @@ fn code(text: &str) -> String {
     [")", "]", "}"].into_iter().fold(code, |code, end| code.replace(&format!(",{end}"), end))
 }
 
-/// What a page's blocks of Rust show between `…`, each piece with the number of its first line.
+/// Pieces of a page's blocks of Rust, which `…` separates, each with the number of its first line.
 fn pieces(page: &str) -> Vec<(usize, String)> {
     let mut pieces: Vec<(usize, String)> = Vec::new();
     let mut inside = false;
@@ -85,4 +85,16 @@ fn every_rust_block_of_the_docs_is_compiled() {
     }
     assert!(shown > 30, "only {shown} pieces were found");
     assert!(wrong.is_empty(), "no file of tests/tests/tree/snippets has this code:\n{wrong}");
+}
+
+#[test]
+fn three_pages_show_the_whole_program() {
+    let file = code(COMPILED[0]);
+    let (_, program) = file.split_once("fnmain()").unwrap();
+    let (program, _) = program.split_once("Ok(ddp.finish()?)}").unwrap();
+    let program = format!("fnmain(){program}Ok(ddp.finish()?)}}");
+    for page in ["README.md", "docs/quickstart.md", "docs/migrating.md"] {
+        let text = std::fs::read_to_string(root().join(page)).unwrap();
+        assert!(pieces(&text).iter().any(|(_, piece)| code(piece).ends_with(&program)), "{page}: {program}");
+    }
 }
