@@ -148,33 +148,39 @@ impl WrappedModel {
     /// Warns on rank 0, of each kind once, of parameters that no rank has a gradient of. `present` is by slot.
     pub(super) fn warn_absent<B: GradientMemory>(&self, state: &mut State<B>, present: &[bool]) {
         let Some(suspects) = state.absent.note_step(present) else { return };
-        let (Suspects::Never(slots) | Suspects::Lost(slots)) = &suspects;
-        let is_lost = matches!(suspects, Suspects::Lost(_));
-        // A parameter that is frozen or not used has as many taps as the others: one in each copy of the model.
-        let taps = |slot: usize| self.taps[slot].load(Ordering::Acquire);
-        let most = (0..self.slots.len()).map(taps).max().unwrap_or_default();
-        let is_suspect = |slot: &&usize| if is_lost { taps(**slot) < most } else { self.slots[**slot].trainable };
-        let paths: Vec<&str> = slots.iter().filter(is_suspect).map(|slot| self.slots[*slot].path.as_str()).collect();
-        let is_known = is_lost && (self.ddp.world_size() == 1 || state.warned_lost);
-        if paths.is_empty() || is_known || self.ddp.rank() != 0 {
-            return;
-        }
-        state.warned_lost |= is_lost;
-        let parameters = paths.join(", ");
+        let paths = |slots: Vec<usize>, is_suspect: &dyn Fn(usize) -> bool| -> String {
+            let suspects = slots.into_iter().filter(|slot| is_suspect(*slot));
+            suspects.map(|slot| self.slots[slot].path.as_str()).collect::<Vec<_>>().join(", ")
+        };
         match suspects {
-            Suspects::Never(_) => tracing::warn!(
-                target: "burn_ddp::unused",
-                parameters,
-                "parameters that had no gradient on any rank in the first step: unused, or read past their taps"
-            ),
-            Suspects::Lost(_) => tracing::warn!(
-                target: "burn_ddp::unused",
-                parameters,
-                "parameters that were trained before had no gradient on any rank in the last {STEPS} steps. All is \
-                well if they are frozen or not used any more. If the model still trains them, each rank does so by its \
-                own gradient: `Param::map`, `Param::set_require_grad` or a new layer has replaced them. Map, freeze \
-                and load whole modules instead, or wrap the model again"
-            ),
+            Suspects::Never(slots) => {
+                let parameters = paths(slots, &|slot| self.slots[slot].trainable);
+                if !parameters.is_empty() && self.ddp.rank() == 0 {
+                    tracing::warn!(
+                        target: "burn_ddp::unused",
+                        parameters,
+                        "parameters that had no gradient on any rank in the first step: unused, or read past their taps"
+                    );
+                }
+            }
+            Suspects::Lost(slots) => {
+                // A parameter that is frozen or not used has as many taps as the others: one in each copy of the model.
+                let taps = |slot: usize| self.taps[slot].load(Ordering::Acquire);
+                let most = (0..self.slots.len()).map(taps).max().unwrap_or_default();
+                let parameters = paths(slots, &|slot| taps(slot) < most);
+                let is_news = !state.warned_lost && self.ddp.world_size() > 1;
+                if is_news && !parameters.is_empty() && self.ddp.rank() == 0 {
+                    state.warned_lost = true;
+                    tracing::warn!(
+                        target: "burn_ddp::unused",
+                        parameters,
+                        "parameters that were trained before had no gradient on any rank in the last {STEPS} steps. \
+                        All is well if they are frozen or not used any more. If the model still trains them, each \
+                        rank does so by its own gradient: `Param::map`, `Param::set_require_grad` or a new layer has \
+                        replaced them. Map, freeze and load whole modules instead, or wrap the model again"
+                    );
+                }
+            }
         }
     }
 }
