@@ -17,12 +17,13 @@
 //!                                         32 52  Noise: psk, e, and sealed: rank
 //! ```
 //!
-//! The greeting and the clear part of the opening are the prologue of Noise: neither end goes on unless both saw the
-//! same. The nonce makes the opening worthless on any other connection, so it proves the key before it is answered. The
-//! answer proves it to the client. A refusal that is not sealed is only a number.
+//! The greeting and the clear part of the opening are the prologue of Noise: the handshake fails unless both ends saw
+//! the same bytes. The greeting's nonce makes an opening worthless on any other connection, so an opening that can be
+//! decrypted proves that the client knows the key. The answer proves the same of the listener. A refusal that is not
+//! sealed carries a number and no text.
 //!
-//! Store and control connections go on with [records](crate::net::encrypted_messages) under the keys that were agreed.
-//! Data connections do so if all ranks ask for it, and else go on in the clear.
+//! Store and control connections go on with [records](crate::net::encrypted_messages) under the session keys that were
+//! agreed. Data connections do so if `WorldOptions::encrypt_data` is set, and else go on in the clear.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
@@ -44,7 +45,7 @@ pub(crate) const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
 const MAGIC: [u8; 8] = *b"burn-ddp";
 
 pub(super) const GREETING_BYTES: usize = 48;
-/// Part of the opening that is not Noise's.
+/// Bytes of the opening in front of its Noise message, sent in the clear.
 const CLEAR_BYTES: usize = 32;
 /// Sealed content of the opening: a rank.
 const RANK_BYTES: usize = 4;
@@ -54,7 +55,7 @@ const ANSWER_NOISE: usize = 12;
 /// Sealed content of the answer: the verdict and its reason.
 const VERDICT_BYTES: usize = ANSWER_BYTES - ANSWER_NOISE - PUBLIC_KEY_BYTES - SEAL_BYTES;
 
-/// The listening side.
+/// Role of the listening process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
     Store,
@@ -68,13 +69,13 @@ pub(crate) enum Purpose {
     Store,
     /// The control connection of a rank.
     Control { rank: u32 },
-    /// A rank's data connection within a group: one of the flows between two ranks. `opened` if all ranks of the group
-    /// had opened it when the connection was made: a rank where it is not open has closed it.
+    /// One of the flows, parallel data connections, between two ranks of a group. `opened` is true if all ranks had
+    /// opened the group before the connection was made: a listener where the group is not open has then closed it.
     Data { rank: u32, group: u64, flow: u8, opened: bool },
 }
 
 impl Purpose {
-    /// The same, whether or not its group was open when the connection was made.
+    /// The same purpose with `opened` cleared, to compare connections made before and after the group was open.
     pub(crate) fn whenever(self) -> Purpose {
         match self {
             Self::Data { rank, group, flow, .. } => Self::Data { rank, group, flow, opened: false },
@@ -95,7 +96,7 @@ pub(crate) struct Opening(pub(super) [u8; OPENING_BYTES]);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Answer(pub(super) [u8; ANSWER_BYTES]);
 
-/// A client that has proved to know the key, not answered yet.
+/// A client that has proved to know the key and awaits the answer.
 pub(crate) struct Proved {
     pub(crate) purpose: Purpose,
     noise: HandshakeState,
@@ -105,11 +106,11 @@ pub(crate) struct Proved {
 #[derive(Debug)]
 pub(crate) enum Verdict {
     Welcome(SessionKeys),
-    /// A sentence, sealed.
+    /// The reason, a sentence that was sealed.
     Refused(String),
-    /// Not sealed, for want of a common key: the jobs differ.
+    /// Sent in the clear, since the two ends share no key: they are of different jobs.
     OtherJob,
-    /// Not sealed, for want of a common key: the jobs are the same.
+    /// Sent in the clear, since the two ends share no key although they are of one job; or sealed under another key.
     OtherKey,
 }
 
@@ -164,12 +165,12 @@ impl Opening {
         part(&self.0, 24)
     }
 
-    /// Checks that it is of this protocol.
+    /// Checks magic and version.
     pub(crate) fn check(&self) -> Result<(), Foreign> {
         check(&self.0)
     }
 
-    /// Opens it by `key`; `None` if its sender does not know the key, or does not answer this greeting.
+    /// Decrypts the opening by `key`; `None` if its sender does not know the key, or answers another greeting.
     pub(crate) fn prove(&self, key: &Key, greeting: &Greeting) -> Option<Proved> {
         let mut noise = begin(key, greeting, &self.0, false).ok()?;
         let mut rank = [0; RANK_BYTES];
@@ -185,7 +186,8 @@ impl Opening {
         Some(Proved { purpose, noise })
     }
 }
-/// Noise of a connection with this greeting and the opening's clear bytes.
+
+/// Noise state of a connection, bound to its greeting and to the clear bytes of its opening.
 fn begin(
     key: &Key,
     greeting: &Greeting,
@@ -197,7 +199,7 @@ fn begin(
 }
 
 impl Proved {
-    /// Answer to this client, and the keys of a connection that is welcome.
+    /// Sealed answer to this client with the verdict, and the session keys. A long reason is cut to fit.
     pub(crate) fn answer(mut self, verdict: Result<(), &str>) -> io::Result<(Answer, SessionKeys)> {
         let mut said = [0; VERDICT_BYTES];
         if let Err(cause) = verdict {
@@ -212,7 +214,7 @@ impl Proved {
 }
 
 impl Answer {
-    /// Answer to an opening of another key.
+    /// Answer, in the clear, to an opening that was sealed under another key.
     pub(crate) fn unsealed(same_job: bool) -> Self {
         let mut bytes = start::<ANSWER_BYTES>();
         bytes[10] = if same_job { 3 } else { 2 };
@@ -229,7 +231,7 @@ impl Answer {
             _ => return Err(Foreign::NotOurs),
         }
         let mut said = [0; VERDICT_BYTES];
-        // It accepted our proof, or pretends to, but gave none of its own.
+        // The listener claims to have accepted this end's proof, but has not proved to know the key itself.
         let Ok(_) = noise.read_message(&self.0[ANSWER_NOISE..], &mut said) else { return Ok(Verdict::OtherKey) };
         let text = &said[1..];
         let end = text.iter().position(|byte| *byte == 0).unwrap_or(text.len());
@@ -255,7 +257,7 @@ fn start<const N: usize>() -> [u8; N] {
     bytes
 }
 
-/// First bytes of every message of every version.
+/// Checks magic and version, the first bytes of every message in every version of the protocol.
 fn check(bytes: &[u8]) -> Result<(), Foreign> {
     let Some((start, _)) = bytes.split_first_chunk::<10>() else { return Err(Foreign::NotOurs) };
     match u16::from_le_bytes(part(start, 8)) {
@@ -265,19 +267,19 @@ fn check(bytes: &[u8]) -> Result<(), Foreign> {
     }
 }
 
-/// True if a message that begins like this can become one of this protocol.
+/// True if `bytes`, the beginning of a message, agree with the magic as far as they go.
 pub(super) fn begins_like_ours(bytes: &[u8]) -> bool {
     bytes.iter().zip(MAGIC).all(|(byte, ours)| *byte == ours)
 }
 
-/// `N` bytes of `bytes`, which are there.
+/// The `N` bytes of `bytes` from `at` on, which must exist.
 fn part<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut part = [0; N];
     part.copy_from_slice(&bytes[at..at + N]);
     part
 }
 
-/// Key and purpose of a client.
+/// The client's part of a handshake: its key and job, the listener that it means to reach, and its purpose.
 pub(crate) struct Introduction<'a> {
     pub(crate) key: &'a Key,
     pub(crate) tag: JobTag,
@@ -288,11 +290,11 @@ pub(crate) struct Introduction<'a> {
 /// Reason that a connection failed.
 #[derive(Debug)]
 pub(crate) enum Refusal {
-    /// No answer, or one of another protocol: it may work later, or elsewhere.
+    /// No answer, or bytes of another protocol: an attempt later, or at another address, may succeed.
     NotOurs(io::Error),
     /// A refusal: another version, another secret, a rank that is already connected.
     Refused(String),
-    /// Another process listens there than the one that was meant: another rank, or one of another job.
+    /// The listener is not the process that was meant: it is another rank, or a process of another job.
     Misdirected(String),
 }
 
@@ -329,12 +331,12 @@ impl From<Foreign> for Refusal {
     }
 }
 
-/// In the cause of a refusal: the two ends have different secrets.
+/// Part of the text of a refusal, by which callers recognise that the two ends have different secrets.
 pub(crate) const OTHER_SECRET: &str = "with another secret";
 
-/// Performs the client's part of the handshake on a fresh, non-blocking connection. Gives up at `until` if the listener
-/// has not said a word by then. Once it may have let this end in, its answer is awaited until the time that
-/// `answer_by` returns, which is asked again then, until it returns `None`.
+/// Performs the client's part of the handshake on a fresh, non-blocking connection. Gives up at `until` if the greeting
+/// has not come, or the opening is not sent, by then. Afterwards waits for the answer until the time that `answer_by`
+/// returns; at that time calls `answer_by` again, and gives up once it returns `None`.
 pub(crate) fn introduce(
     socket: Socket,
     me: &Introduction<'_>,
@@ -352,8 +354,8 @@ pub(crate) fn introduce(
     }
     let (opening, noise) = Opening::new(me.key, me.tag, me.purpose, &greeting)?;
     write(&socket, &opening.0, by(until))?;
-    // The listener may have let this end in: giving up now would leave it with a connection that is dead, and refusing
-    // the next one. It answers at once, unless it is stopped or the network is slow.
+    // From here on the listener may have accepted this client: giving up would leave it with a dead connection, because
+    // of which it refuses the next one. It answers at once, unless it is stopped or the network is slow.
     let answer = Answer(read(&socket, answer_by)?);
     match answer.verdict(noise)? {
         Verdict::Welcome(keys) => Ok(SecureStream { socket, keys }),
@@ -375,7 +377,7 @@ impl std::fmt::Display for Role {
     }
 }
 
-/// For [`introduce`]: `deadline`, and `None` once it has passed.
+/// An `answer_by` for [`introduce`] with a fixed deadline: returns `deadline`, and `None` once it has passed.
 pub(crate) fn by(deadline: Instant) -> impl FnMut() -> Option<Instant> {
     move || (Instant::now() < deadline).then_some(deadline)
 }
@@ -404,7 +406,8 @@ fn write(mut socket: &Socket, bytes: &[u8], mut until: impl FnMut() -> Option<In
     Ok(())
 }
 
-/// Waits after `e`: returns once the socket may be ready, or at the time that `until` returns.
+/// Handles the error `e` of a read or write: after `WouldBlock` waits until the socket may be ready or the time that
+/// `until` returns has come. Fails with `TimedOut` once `until` returns `None`.
 fn ready_after(
     e: io::Error,
     socket: &Socket,
@@ -445,7 +448,7 @@ pub(crate) fn fuzz(bytes: &[u8]) {
         *bytes = rest;
         message
     }
-    // Most inputs get past magic and version, or there would be little to see behind them.
+    // Most inputs get the right magic and version, so that the code behind that check is reached.
     let Some((first, mut rest)) = bytes.split_first() else { return };
     let ours = first % 8 != 0;
     let (greeting, mut opening) = (Greeting(filled(&mut rest, ours)), Opening(filled(&mut rest, ours)));
@@ -453,7 +456,12 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     let key = Key::new([7; super::hmac_key::KEY_BYTES]);
     let _ = (check(&greeting.0), greeting.role(), opening.tag(), opening.check(), begins_like_ours(bytes));
     assert!(opening.prove(&key, &greeting).is_none(), "sealed by chance");
-    // A client with the key may ask for anything.
+    // A client with the key may ask for anything. That takes a hundred times as long as all above, so only one run in
+    // 32 does it, and the first one, which repeats a finding.
+    static RUNS: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+    if RUNS.fetch_add(1, std::sync::atomic::Ordering::Relaxed) % 32 != 0 {
+        return;
+    }
     let rank = [*first; RANK_BYTES];
     let mut client = begin(&key, &greeting, &opening.0, true).expect("a handshake");
     client.write_message(&rank, &mut opening.0[CLEAR_BYTES..]).expect("room");
@@ -647,7 +655,7 @@ mod tests {
             let verdict = changed.verdict(noise);
             assert!(!matches!(verdict, Ok(Verdict::Welcome(_) | Verdict::Refused(_))), "bit {bit}: {verdict:?}");
         }
-        // What the client said, said back to it.
+        // The client's own opening, sent back to it.
         let (sent, noise) = opening(Purpose::Store, &greeting);
         let mut mirrored = start::<ANSWER_BYTES>();
         mirrored[ANSWER_NOISE..ANSWER_NOISE + OPENING_BYTES - CLEAR_BYTES].copy_from_slice(&sent.0[CLEAR_BYTES..]);
