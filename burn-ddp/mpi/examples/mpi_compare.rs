@@ -5,7 +5,7 @@
 //! mpirun.mpich -n 4 target/release/examples/mpi_compare
 //! ```
 //!
-//! A time is that of the slowest rank, from a common start. The last column is the ratio of the medians.
+//! Each time is that of the slowest rank, from a common start. The last column is the ratio of the medians.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ use mpi::collective::SystemOperation;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives};
 
-/// Bytes of a message, and how often it is sent.
+/// Bytes of an all-reduce, and number of its rounds.
 const SIZES: [(usize, usize); 4] = [(8, 400), (64 << 10, 200), (1 << 20, 60), (16 << 20, 15)];
 
 fn main() -> Result<(), burn_ddp_comm::Error> {

@@ -1,13 +1,13 @@
-//! Ranks over MPI, to try an installation: every collective, compared bit for bit with ranks that are threads; and what
-//! happens when one of them does not play along.
+//! Ranks over MPI, to try an installation: the results of every collective are compared bit for bit with those of ranks
+//! that are threads; and one rank can be made to fail.
 //!
 //! ```text
 //! MPICC=mpicc.mpich cargo build -p burn-ddp-mpi --example mpi_ranks
 //! mpirun.mpich -n 4 target/debug/examples/mpi_ranks
 //! ```
 //!
-//! The argument says what to do: `all` (the default), `mismatch`, `leaves-early`, or `kill`, `exit`, `panic`, `leave`,
-//! `late`, which the last rank does in the middle of it, and then the others end with exit code 3 and `rank R: after N
+//! The argument is `all` (the default), `mismatch` or `leaves-early`; or a fault of the last rank in the middle of its
+//! steps: `kill`, `exit`, `panic`, `leave` or `late`. The other ranks then end with exit code 3 and `rank R: after N
 //! ms: ERROR`.
 
 use std::process::exit;
@@ -23,10 +23,10 @@ fn main() {
     let began = Instant::now();
     let mut rank = 0;
     if let Err(error) = run(&what, &mut rank) {
-        // In one piece, since other ranks write to the same place.
+        // In one write, since other ranks write to the same terminal.
         let line = format!("rank {rank}: after {} ms: {error}\n", began.elapsed().as_millis());
         eprint!("{line}");
-        // MPICH's mpirun tells ranks that one has died, and kills all if one of those ends meanwhile.
+        // When a rank has died, MPICH's mpirun tells the others, and kills all of them if one ends meanwhile.
         thread::sleep(Duration::from_secs(2));
         exit(3);
     }
@@ -48,7 +48,7 @@ fn run(what: &str, rank: &mut usize) -> Result<()> {
         }
         "leaves-early" => {
             let group = world.group()?;
-            // The last rank is not needed any more, and says nothing for a second while the others go on.
+            // The last rank is not needed any more, and sends nothing for a second while the others go on.
             if let Some(part) = group.split(Some(u64::from(last)), 0)?.filter(|_| !last) {
                 drop(group);
                 for _ in 0..20 {
@@ -67,23 +67,23 @@ fn run(what: &str, rank: &mut usize) -> Result<()> {
 fn all(world: &World) -> Result<()> {
     let size = world.world_size();
     let group = world.group()?;
-    let told = workout(&group, 1)?;
-    compare(world, "all ranks", &told, size, 1);
+    let results = workout(&group, 1)?;
+    compare(world, "all ranks", &results, size, 1);
 
     let second = world.group()?;
     thread::scope(|scope| {
         let both = [(&group, 2), (&second, 3)].map(|(group, salt)| scope.spawn(move || workout(group, salt)));
-        for (nth, told) in both.into_iter().enumerate() {
-            let told = told.join().map_err(|_| Error::Internal { message: "a thread panicked".to_owned() })??;
-            compare(world, "two groups at once", &told, size, nth as u64 + 2);
+        for (nth, results) in both.into_iter().enumerate() {
+            let results = results.join().map_err(|_| Error::Internal { message: "a thread panicked".to_owned() })??;
+            compare(world, "two groups at once", &results, size, nth as u64 + 2);
         }
         Ok::<_, Error>(())
     })?;
 
-    // In the opposite order, so that ranks of a part are not those of the world.
+    // In the opposite order, so that the ranks within a part differ from those of the world.
     if let Some(part) = group.split(Some(world.rank() as u64 % 2), -(world.rank() as i64))? {
-        let told = workout(&part, 4)?;
-        compare_at(&part, "a part", &told, 4);
+        let results = workout(&part, 4)?;
+        compare_at(&part, "a part", &results, 4);
     }
     let pending = (0..10).map(|nth| second.all_reduce_async(vec![nth as f64; 20_000], ReduceOp::Sum));
     for (nth, pending) in pending.collect::<Vec<_>>().into_iter().enumerate() {
@@ -93,49 +93,49 @@ fn all(world: &World) -> Result<()> {
     group.barrier()
 }
 
-fn compare(world: &World, what: &str, told: &[(String, Vec<u8>)], size: usize, salt: u64) {
-    same(&format!("rank {}: {what}", world.rank()), told, &by_threads(size, salt)[world.rank()]);
+fn compare(world: &World, what: &str, results: &[(String, Vec<u8>)], size: usize, salt: u64) {
+    same(&format!("rank {}: {what}", world.rank()), results, &by_threads(size, salt)[world.rank()]);
 }
 
-fn compare_at(group: &ProcessGroup, what: &str, told: &[(String, Vec<u8>)], salt: u64) {
+fn compare_at(group: &ProcessGroup, what: &str, results: &[(String, Vec<u8>)], salt: u64) {
     let expected = by_threads(group.world_size(), salt);
-    same(&format!("rank {} of {what}", group.rank()), told, &expected[group.rank()]);
+    same(&format!("rank {} of {what}", group.rank()), results, &expected[group.rank()]);
 }
 
-fn same(who: &str, told: &[(String, Vec<u8>)], expected: &[(String, Vec<u8>)]) {
-    assert_eq!(told.len(), expected.len());
-    for ((name, bytes), (_, right)) in told.iter().zip(expected) {
-        assert!(bytes == right, "{who}: {name} differs from ranks that are threads");
+fn same(rank: &str, results: &[(String, Vec<u8>)], expected: &[(String, Vec<u8>)]) {
+    assert_eq!(results.len(), expected.len());
+    for ((name, bytes), (_, right)) in results.iter().zip(expected) {
+        assert!(bytes == right, "{rank}: {name} differs from ranks that are threads");
     }
-    println!("{who}: {} results have the bits that they have among threads", told.len());
+    println!("{rank}: {} results have the bits that they have among threads", results.len());
 }
 
 fn by_threads(size: usize, salt: u64) -> Vec<Vec<(String, Vec<u8>)>> {
     let work = |world: World| workout(&world.group()?, salt);
-    World::spawn(size, work).into_iter().map(|told| told.expect("ranks as threads")).collect()
+    World::spawn(size, work).into_iter().map(|results| results.expect("ranks as threads")).collect()
 }
 
 /// Around the lengths at which frames are cut.
 const LENS: [usize; 9] = [0, 1, 10, 463, 465, 929, 30_000, 140_001, 300_003];
 
-/// Calls every collective; yields what it said.
+/// Calls every collective, and returns the name and the bytes of each result.
 fn workout(group: &ProcessGroup, salt: u64) -> Result<Vec<(String, Vec<u8>)>> {
-    let mut told = Vec::new();
+    let mut results = Vec::new();
     for len in LENS {
-        reductions::<f32>(group, len, salt, &mut told, |bits| ((bits >> 40) as f32 - 8e6) * 1.000_1e-3)?;
+        reductions::<f32>(group, len, salt, &mut results, |bits| ((bits >> 40) as f32 - 8e6) * 1.000_1e-3)?;
         if len < 100_000 {
-            reductions::<f64>(group, len, salt, &mut told, |bits| (bits >> 20) as f64 * 1e-7)?;
-            reductions::<bf16>(group, len, salt, &mut told, |bits| bf16::from_f32((bits >> 40) as f32 * 1e-5))?;
+            reductions::<f64>(group, len, salt, &mut results, |bits| (bits >> 20) as f64 * 1e-7)?;
+            reductions::<bf16>(group, len, salt, &mut results, |bits| bf16::from_f32((bits >> 40) as f32 * 1e-5))?;
         }
-        transfers(group, len, salt, &mut told)?;
+        transfers(group, len, salt, &mut results)?;
     }
     let ranks = group.all_gather_object(&format!("rank {}", group.rank()))?;
-    told.push(("all_gather_object".to_owned(), ranks.join(" ").into_bytes()));
+    results.push(("all_gather_object".to_owned(), ranks.join(" ").into_bytes()));
     group.barrier()?;
-    Ok(told)
+    Ok(results)
 }
 
-/// Numbers that tell rank, salt and place.
+/// Numbers that are different for each rank, salt and index.
 fn values<T>(rank: usize, len: usize, salt: u64, make: impl Fn(u64) -> T) -> Vec<T> {
     let seed = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ salt.wrapping_mul(0xd1b5_4a32_d192_ed03);
     let mix = |at: u64| {
@@ -149,11 +149,11 @@ fn reductions<T: Element + NoUninit>(
     group: &ProcessGroup,
     len: usize,
     salt: u64,
-    told: &mut Vec<(String, Vec<u8>)>,
+    results: &mut Vec<(String, Vec<u8>)>,
     make: impl Fn(u64) -> T + Copy,
 ) -> Result<()> {
     let (rank, size) = (group.rank(), group.world_size());
-    let mut note = |what: &str, values: &[T]| told.push((format!("{what} of {len}"), bytes_of(values)));
+    let mut note = |what: &str, values: &[T]| results.push((format!("{what} of {len}"), bytes_of(values)));
     for op in [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max] {
         let mut x = values(rank, len, salt, make);
         group.all_reduce(&mut x, op)?;
@@ -173,10 +173,10 @@ fn reductions<T: Element + NoUninit>(
     Ok(())
 }
 
-fn transfers(group: &ProcessGroup, len: usize, salt: u64, told: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
+fn transfers(group: &ProcessGroup, len: usize, salt: u64, results: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
     let (rank, size) = (group.rank(), group.world_size());
     let mine = |len: usize| values(rank, len, salt, |bits| bits as i64);
-    let mut note = |what: &str, values: &[i64]| told.push((format!("{what} of {len}"), bytes_of(values)));
+    let mut note = |what: &str, values: &[i64]| results.push((format!("{what} of {len}"), bytes_of(values)));
     let root = (len + 1) % size;
     let mut x = mine(len);
     group.broadcast(&mut x, root)?;
@@ -206,7 +206,7 @@ fn bytes_of<T: NoUninit>(values: &[T]) -> Vec<u8> {
     bytemuck::cast_slice(values).to_vec()
 }
 
-/// Steps that never end by themselves; the last rank does not play along from the tenth on.
+/// Steps that never end by themselves; the last rank fails in step 10, as `how` says.
 fn misbehave(world: &World, how: &str, last: bool) -> Result<()> {
     let group = world.group()?;
     for step in 0.. {
@@ -221,13 +221,13 @@ fn misbehave(world: &World, how: &str, last: bool) -> Result<()> {
                 "panic" => panic!("told to"),
                 "leave" => return Ok(()),
                 "late" => {
-                    // Until the others have given up.
+                    // Until the other ranks have ended the world.
                     while world.check().is_ok() {
                         thread::sleep(Duration::from_millis(20));
                     }
                 }
                 _ => {
-                    let message = format!("{how:?} is not what this program can do");
+                    let message = format!("{how:?} is not an argument of this program");
                     return Err(Error::InvalidArgument { message, rank: None, during: None });
                 }
             }

@@ -16,11 +16,12 @@ use crate::transport::MpiTransport;
 use crate::wait::poll_pause;
 use crate::{launcher_detection, lifecycle};
 
-/// Makes all later groups of `world` use MPI. All ranks call it, between the same groups; it returns when all have.
+/// Makes all later groups of `world` use MPI. All ranks call it, before they make the next group; it returns when all
+/// have called it.
 ///
-/// MPI is initialised if it is not yet, so that any thread may use it; a program that does so itself asks for
-/// `MPI_THREAD_MULTIPLE`. Each rank is a process of its own, started by the `mpirun` of the MPI that this program was
-/// built with.
+/// Initialises MPI, if the program has not. A program that does so itself asks for `MPI_THREAD_MULTIPLE`, and finalizes
+/// MPI after it has dropped its groups. Each rank is a process of its own, started by the `mpirun` of the MPI that this
+/// program was built with.
 ///
 /// # Errors
 /// Any error of a rank ends the world, on all ranks. [`Error::Environment`] if MPI cannot be used, or was
@@ -81,7 +82,7 @@ fn attached(world: &World, membership: &Arc<Membership>, site: CallSite) -> Resu
     Ok(Arc::new(MpiFabric::new(Arc::new(comm), membership.clone(), Ranks::Processes)))
 }
 
-/// Fails unless MPI and the world agree on this process's rank and on their number.
+/// Fails unless MPI and the world agree on this process's rank and on the number of ranks.
 fn check_place(world: &World, all: &Comm) -> Result<()> {
     let (rank, size) = (world.rank(), world.world_size());
     let (mpi_rank, mpi_size) = (all.rank() as usize, all.size() as usize);
@@ -103,7 +104,7 @@ fn check_place(world: &World, all: &Comm) -> Result<()> {
     Err(environment(message))
 }
 
-/// Bytes of a process's name: its number, and the end of its host's name.
+/// Bytes of a process's name: its process id, and the end of its host's name.
 const NAME_BYTES: usize = 64;
 
 /// Waits for all ranks, and checks that MPI's ranks are those of the world. An error names missing ranks, which MPI
@@ -117,7 +118,7 @@ fn meet(world: &World, membership: &Arc<Membership>, all: &Arc<Comm>, call: &Cal
     let mut outputs: Vec<&mut [u8]> = names.iter_mut().map(|name| name.as_mut_slice()).collect();
     let peers = world.peers();
     HostEngine::new(transport).all_gather(call, &name(&peers[world.rank()]), &mut outputs)?;
-    match peers.iter().zip(&names).find(|(peer, told)| name(peer) != **told) {
+    match peers.iter().zip(&names).find(|(peer, received)| name(peer) != **received) {
         None => Ok(()),
         Some((peer, _)) => {
             let rank = peer.rank;

@@ -1,4 +1,4 @@
-//! One group's channel to MPI: routes to the peers, requests under way, and the frames they are part of.
+//! One group's channel to MPI: routes to the peers, requests under way, and the frames that they carry.
 
 use std::ffi::c_int;
 
@@ -13,7 +13,7 @@ pub(crate) const WINDOW: usize = 2;
 /// Address of a peer in MPI: its process, and the tags of both directions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Route {
-    /// Its process.
+    /// Rank of its process in the communicator.
     pub(crate) process: c_int,
     /// Tag of messages to it.
     pub(crate) send: c_int,
@@ -21,15 +21,15 @@ pub(crate) struct Route {
     pub(crate) receive: c_int,
 }
 
-/// One group's messages on one rank.
+/// State of one group's messages on one rank.
 pub(crate) struct Channel {
-    /// By group rank; the one of this rank is not used.
+    /// By group rank; this rank's own entry is not used.
     pub(crate) routes: Vec<Route>,
     /// By group rank: true if the rank has closed its side.
     pub(crate) closed: Vec<bool>,
     pub(crate) requests: Requests<Key>,
     pub(crate) pause: PollPause,
-    /// Spare buffers for first fragments, and for the others.
+    /// Spare buffers: of first fragments, and of all other fragments.
     first_buffers: Vec<Vec<u8>>,
     buffers: Vec<Vec<u8>>,
 }
@@ -40,7 +40,7 @@ impl Channel {
         Channel { routes, closed, requests, pause, first_buffers: Vec::new(), buffers: Vec::new() }
     }
 
-    /// Way to the group rank `peer`.
+    /// Route to the group rank `peer`.
     pub(crate) fn route(&self, peer: usize) -> Result<Route> {
         let message = || format!("an exchange with rank {peer}, which is not in the group");
         self.routes.get(peer).copied().ok_or_else(|| Error::Internal { message: message() })
@@ -51,14 +51,14 @@ impl Channel {
         self.first_buffers.pop().unwrap_or_default()
     }
 
-    /// A buffer of the length of all other fragments.
+    /// A buffer for any other fragment.
     pub(crate) fn buffer(&mut self, fragments: Fragments) -> Vec<u8> {
         self.buffers.pop().unwrap_or_else(|| vec![0; fragments.len])
     }
 
     /// Keeps a buffer for later messages.
     pub(crate) fn recycle(&mut self, fragments: Fragments, buffer: Vec<u8>) {
-        // First fragments are shorter than the others ever are.
+        // A buffer of a first fragment is always shorter.
         if buffer.len() == fragments.len { self.buffers.push(buffer) } else { self.first_buffers.push(buffer) }
     }
 }
@@ -93,7 +93,7 @@ impl<'a> Sending<'a> {
 pub(crate) struct Receiving<'a> {
     pub(crate) peer: usize,
     pub(crate) len: usize,
-    /// Room for the payload; `None` if it is taken fragment by fragment.
+    /// Room for the payload; `None` if fragments are passed on to a `take`.
     pub(crate) room: Option<&'a mut [u8]>,
     /// Weight in the header; `None` until that has come.
     pub(crate) weight: Option<f64>,

@@ -8,22 +8,24 @@ use burn_ddp_comm::membership::{Membership, Watch};
 use burn_ddp_comm::{Call, Error, Result};
 
 use crate::channel::{Channel, Key, Receiving, Sending, WINDOW, Waiting};
+use crate::error::own_failure;
 use crate::ffi::{Completed, Failure};
 use crate::fragments::{FIRST_ROOM, Fragments};
 
-/// Time in which the control connections explain why a peer ended, and earlier messages of the peer arrive.
+/// Time from a peer's end to the error for it: the control connections may explain the end, and earlier messages
+/// arrive.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// Takes a frame's place when a rank closes its side of a group. Shorter than any frame.
+/// Message that a rank sends in place of a frame when it closes its side of a group. Shorter than any frame.
 pub(crate) const CLOSING: &[u8] = b".";
 
 /// Reason why nothing more comes from a peer.
 enum End {
-    /// It closed its side of the group.
+    /// The peer closed its side of the group.
     Closed,
-    /// It said goodbye.
+    /// The peer left the world.
     Left,
-    /// MPI cannot reach it.
+    /// A call of MPI failed.
     Broken(Failure),
 }
 
@@ -77,7 +79,7 @@ impl<'a, 'b> Exchange<'a, 'b> {
         }
     }
 
-    /// Begins as many sends and receives as MPI may have now; true if it began any.
+    /// Begins as many sends and receives as [`WINDOW`] allows; true if it began any.
     fn begin(&mut self, channel: &mut Channel) -> Result<bool> {
         let mut moved = false;
         if matches!(self.ended, Some((.., End::Broken(_)))) {
@@ -158,7 +160,7 @@ impl<'a, 'b> Exchange<'a, 'b> {
         Ok(moved)
     }
 
-    /// Handles fragment `nth` of the peer number `from`, which are the first `len` bytes of `buffer`.
+    /// Handles fragment `nth` of the frame `receiving[from]`: the first `len` bytes of `buffer`.
     fn arrived(
         &mut self,
         channel: &mut Channel,
@@ -221,7 +223,7 @@ impl<'a, 'b> Exchange<'a, 'b> {
         true
     }
 
-    /// Pauses after a look that found nothing new. Fails if no more will come.
+    /// Pauses after a poll that moved nothing. Fails if the exchange cannot end any more.
     fn wait(&mut self, channel: &mut Channel) -> Result<()> {
         self.membership.check()?;
         let needed = self.needed();
@@ -234,10 +236,15 @@ impl<'a, 'b> Exchange<'a, 'b> {
         }
         if let Some((peer, since, cause)) = &self.ended {
             let rank = self.call.world_rank(*peer);
-            let explained = matches!(cause, End::Closed) && self.membership.has_left(rank);
+            let explained = match cause {
+                End::Closed => self.membership.has_left(rank),
+                End::Broken(failure) => *failure == Failure::Finalized,
+                End::Left => false,
+            };
             if explained || since.elapsed() >= GRACE {
                 return Err(match cause {
                     End::Closed | End::Left => self.membership.left_error(rank),
+                    End::Broken(failure @ Failure::Finalized) => own_failure(self.membership, failure),
                     End::Broken(failure) => self.membership.lost_error(rank, format!("MPI cannot reach it: {failure}")),
                 });
             }
@@ -248,8 +255,8 @@ impl<'a, 'b> Exchange<'a, 'b> {
         Ok(())
     }
 
-    /// Peers whose part has not come; if all have come, the peers that do not take theirs: these may be waiting for the
-    /// same ranks.
+    /// Peers whose next fragment has not come. If there are none, the peers that do not take this rank's frames; these
+    /// may otherwise be waiting for the same ranks.
     fn waiting_for(&self) -> Vec<usize> {
         let has_next = |receive: &Receiving<'_>| receive.waiting[receive.taken % WINDOW].is_some();
         let missing =

@@ -1,4 +1,4 @@
-//! Groups over MPI: one communicator per world, and tags of its own for each group.
+//! Groups over MPI: one communicator per world, and separate tags for each group.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use crate::error::environment;
 use crate::ffi::Comm;
 use crate::transport::{MpiTransport, NAME};
 
-/// Processes of a world's ranks.
+/// Mapping of a world's ranks to processes of MPI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ranks {
-    /// Each rank in the process of its number.
+    /// Each rank is the process of the same number.
     Processes,
-    /// All ranks in this process.
+    /// All ranks are threads of this process.
     Threads,
 }
 
@@ -83,9 +83,9 @@ fn routes(ranks: Ranks, call: &Call, world_size: usize, tag_max: c_int) -> Resul
     (0..count).map(route).collect()
 }
 
-/// Number of a group that no other group of its world has, small as long as there are few groups.
+/// Number of a group, which no other group of its world has. Small as long as there are few groups.
 fn slot(group: u64, world_size: usize) -> u64 {
-    // The group was numbered by all ranks together, or by one leader.
+    // The upper half is 0 if all ranks numbered the group, else 1 + the rank of its leader.
     let (leader, number) = (group >> 32, group & u64::from(u32::MAX));
     number.saturating_mul(world_size as u64 + 1).saturating_add(leader)
 }

@@ -1,8 +1,8 @@
 //! The calls of MPI, checked: all `unsafe` of this crate is here.
 //!
-//! MPI reads and writes memory behind a call's back until a request is done. So memory is given to it by ownership:
-//! [`Requests`] keeps every buffer until MPI is through with it, and leaks those of requests that never end. And
-//! threads take turns: `turn` is held in every call of a communicator or request, none of which waits.
+//! MPI uses the memory of a message until its request is done, long after the call has returned. So [`Requests`] owns
+//! every buffer until MPI is through with it, and leaks those of requests that never end. Threads take turns: every
+//! call on a communicator or a request holds the lock of `turn`; none of these calls waits.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_void};
@@ -12,28 +12,43 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use mpi::ffi;
 
-/// Message of a call of MPI that failed.
+/// Reason why a call of MPI did not succeed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Failure(String);
+pub(crate) enum Failure {
+    /// MPI's message, or what is wrong with the arguments.
+    Call(String),
+    /// MPI was finalized in this process, not by this crate: any further call would abort the process.
+    Finalized,
+}
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        match self {
+            Failure::Call(message) => f.write_str(message),
+            Failure::Finalized => f.write_str(
+                "MPI_Finalize was called in this rank's process, and not by burn-ddp: a rank needs MPI until it has \
+                 dropped its groups",
+            ),
+        }
     }
 }
 
 type Result<T> = std::result::Result<T, Failure>;
 
-/// Held by the thread that is in a call of MPI, never while it waits for anything.
-fn turn() -> MutexGuard<'static, ()> {
+/// Lock that a thread holds during a call of MPI, and never while it waits for anything.
+///
+/// # Errors
+/// [`Failure::Finalized`]. A call during the foreign `MPI_Finalize` is not caught.
+fn turn() -> Result<MutexGuard<'static, ()>> {
     static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    if is_finalized() { Err(Failure::Finalized) } else { Ok(turn) }
 }
 
 const SUCCESS: c_int = ffi::MPI_SUCCESS as c_int;
 
 fn check(call: &str, code: c_int) -> Result<()> {
-    if code == SUCCESS { Ok(()) } else { Err(Failure(format!("{call}: {}", text_of(code)))) }
+    if code == SUCCESS { Ok(()) } else { Err(Failure::Call(format!("{call}: {}", text_of(code)))) }
 }
 
 fn text_of(code: c_int) -> String {
@@ -61,8 +76,8 @@ pub(crate) fn is_finalized() -> bool {
     unsafe { ffi::MPI_Finalized(&raw mut flag) == SUCCESS && flag != 0 }
 }
 
-/// Starts MPI, for as many threads as it can: the program may want to call it as well. May block until all ranks do.
-/// The caller has checked that MPI was never initialised.
+/// Initialises MPI with its highest thread level: the program may want to call it as well. May block until all ranks
+/// do. The caller has checked that MPI was never initialised.
 pub(crate) fn init() -> Result<()> {
     let mut provided = 0;
     // SAFETY: MPI lets both arguments be null; the level is a constant of its own, and `provided` outlives the call.
@@ -79,8 +94,11 @@ pub(crate) fn is_for_threads() -> Result<bool> {
     Ok(provided >= unsafe { ffi::RSMPI_THREAD_SERIALIZED })
 }
 
-/// Ends MPI; blocks until all ranks do. On the thread that initialised it, with nothing under way.
+/// Finalizes MPI; blocks until all ranks do. On the thread that initialised MPI, with no message under way.
 pub(crate) fn finalize() -> Result<()> {
+    if is_finalized() {
+        return Err(Failure::Finalized);
+    }
     // SAFETY: the caller promises what MPI asks for.
     check("MPI_Finalize", unsafe { ffi::MPI_Finalize() })
 }
@@ -100,7 +118,7 @@ pub(crate) fn library() -> String {
     text.split([',', '\n']).next().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Has `f` called when the process ends by `exit` or by returning from `main`; whether that can be.
+/// Registers `f` to be called when the process ends by `exit` or by returning from `main`; true if that succeeded.
 pub(crate) fn at_exit(f: extern "C" fn()) -> bool {
     unsafe extern "C" {
         fn atexit(f: extern "C" fn()) -> c_int;
@@ -117,12 +135,12 @@ pub(crate) struct Comm {
     rank: c_int,
     size: c_int,
     tag_max: c_int,
-    /// True if it was made here, of this process alone. It is freed at the end; freeing others would wait for all their
-    /// processes.
+    /// True if it was made here, of this process alone. Only such a communicator is freed: freeing others would wait
+    /// for all their processes.
     is_own: bool,
 }
 
-// SAFETY: a handle, which MPI lets threads use by turns, and they take them.
+// SAFETY: a handle, which MPI lets threads use by turns, see `turn`.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
@@ -130,14 +148,14 @@ unsafe impl Sync for Comm {}
 impl Comm {
     /// All processes of the job. MPI is initialised.
     pub(crate) fn world() -> Result<Comm> {
-        let _turn = turn();
+        let _turn = turn()?;
         // SAFETY: a constant of the library.
         Comm::new(unsafe { ffi::RSMPI_COMM_WORLD })
     }
 
-    /// A new one of this process alone.
+    /// A new communicator of this process alone.
     pub(crate) fn of_this_process() -> Result<Comm> {
-        let _turn = turn();
+        let _turn = turn()?;
         // SAFETY: a constant of the library.
         let own = Comm::new(unsafe { ffi::RSMPI_COMM_SELF })?;
         let mut raw = own.raw;
@@ -159,12 +177,12 @@ impl Comm {
         Ok(Comm { raw, rank, size, tag_max: tag_max()?, is_own: false })
     }
 
-    /// Number of this process in it.
+    /// Rank of this process in the communicator.
     pub(crate) fn rank(&self) -> c_int {
         self.rank
     }
 
-    /// Number of its processes.
+    /// Number of processes of the communicator.
     pub(crate) fn size(&self) -> c_int {
         self.size
     }
@@ -174,9 +192,9 @@ impl Comm {
         self.tag_max
     }
 
-    /// Begins to make a copy of it, together with its other processes.
+    /// Begins to duplicate the communicator, together with its other processes.
     pub(crate) fn duplicate(&self) -> Result<Duplication> {
-        let _turn = turn();
+        let _turn = turn()?;
         // Boxed and leaked: MPI writes to it at the end, which may never come. A few bytes per world.
         // SAFETY: constants of the library.
         let state = Box::leak(Box::new(unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_REQUEST_NULL) }));
@@ -189,7 +207,7 @@ impl Comm {
         if (0..self.size).contains(&peer) && (0..=self.tag_max).contains(&tag) {
             return Ok(());
         }
-        Err(Failure(format!("process {peer} of {}, tag {tag} of {}", self.size, self.tag_max)))
+        Err(Failure::Call(format!("process {peer} of {}, tag {tag} of {}", self.size, self.tag_max)))
     }
 }
 
@@ -198,11 +216,9 @@ impl Drop for Comm {
         if !self.is_own {
             return;
         }
-        let _turn = turn();
-        if !is_finalized() {
-            // SAFETY: a valid communicator that is out of use. Messages under way on it end first.
-            unsafe { ffi::MPI_Comm_free(&raw mut self.raw) };
-        }
+        let Ok(_turn) = turn() else { return };
+        // SAFETY: a valid communicator that is out of use. Messages under way on it end first.
+        unsafe { ffi::MPI_Comm_free(&raw mut self.raw) };
     }
 }
 
@@ -216,7 +232,7 @@ fn tag_max() -> Result<c_int> {
     };
     check("MPI_Comm_get_attr", code)?;
     if flag == 0 || value.is_null() {
-        return Ok(32767); // what every MPI has
+        return Ok(32767); // MPI guarantees this much
     }
     // SAFETY: see above.
     Ok(unsafe { *value })
@@ -226,9 +242,9 @@ fn tag_max() -> Result<c_int> {
 pub(crate) struct Duplication(&'static mut (ffi::MPI_Comm, ffi::MPI_Request));
 
 impl Duplication {
-    /// The new communicator, if it is there.
+    /// The new communicator, if it is complete.
     pub(crate) fn test(&mut self) -> Result<Option<Comm>> {
-        let _turn = turn();
+        let _turn = turn()?;
         let (mut flag, mut status) = (0, no_status());
         // SAFETY: the request of this object; flag and status outlive the call.
         check("MPI_Comm_idup", unsafe { ffi::MPI_Test(&raw mut self.0.1, &raw mut flag, &raw mut status) })?;
@@ -240,9 +256,9 @@ impl Duplication {
 pub(crate) struct Requests<K> {
     comm: Arc<Comm>,
     requests: Vec<ffi::MPI_Request>,
-    /// One for each request.
+    /// The message of each request.
     messages: Vec<Message<K>>,
-    /// Memory for answers, kept.
+    /// Memory for the answers of `MPI_Testsome`, reused.
     indices: Vec<c_int>,
     statuses: Vec<ffi::MPI_Status>,
 }
@@ -261,7 +277,7 @@ pub(crate) struct Completed<K> {
     pub(crate) len: Result<usize>,
 }
 
-// SAFETY: handles and owned memory; MPI lets threads use requests by turns, and they take them.
+// SAFETY: handles and owned memory; MPI lets threads use requests by turns, see `turn`.
 unsafe impl<K: Send> Send for Requests<K> {}
 
 impl<K> Requests<K> {
@@ -273,15 +289,14 @@ impl<K> Requests<K> {
         &self.comm
     }
 
-    /// True if no message is under way.
     pub(crate) fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }
 
-    /// Sends the first `len` bytes of `buffer`.
+    /// Begins to send the first `len` bytes of `buffer`.
     pub(crate) fn send(&mut self, to: c_int, tag: c_int, buffer: Vec<u8>, len: usize, key: K) -> Result<()> {
         self.comm.check_peer(to, tag)?;
-        let _turn = turn();
+        let _turn = turn()?;
         let (count, mut request) = (count(len.min(buffer.len()))?, null_request());
         // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the
         // request is done.
@@ -294,10 +309,10 @@ impl<K> Requests<K> {
         Ok(())
     }
 
-    /// Receives up to `len` bytes into `buffer`.
+    /// Begins to receive up to `len` bytes into `buffer`.
     pub(crate) fn receive(&mut self, from: c_int, tag: c_int, mut buffer: Vec<u8>, len: usize, key: K) -> Result<()> {
         self.comm.check_peer(from, tag)?;
-        let _turn = turn();
+        let _turn = turn()?;
         let (count, mut request) = (count(len.min(buffer.len()))?, null_request());
         // SAFETY: rank, tag and length are valid, and so is the communicator; the memory stays where it is until the
         // request is done.
@@ -315,13 +330,13 @@ impl<K> Requests<K> {
         self.messages.push(message);
     }
 
-    /// Adds to `completed` what is done, in the order in which it was begun. Lets MPI make progress, never waits.
+    /// Adds finished messages to `completed`, in the order of their begin. Lets MPI make progress, never waits.
     pub(crate) fn poll(&mut self, completed: &mut Vec<Completed<K>>) -> Result<()> {
         let under_way = self.requests.len();
         if under_way == 0 {
             return Ok(());
         }
-        let _turn = turn();
+        let _turn = turn()?;
         let mut done = 0;
         self.indices.resize(under_way, 0);
         self.statuses.resize_with(under_way, no_status);
@@ -347,7 +362,7 @@ impl<K> Requests<K> {
         order.sort_unstable();
         let mut results = order.iter().map(|(nth, at)| (*nth, self.outcome(*nth, &self.statuses[*at], in_status)));
         let mut results: Vec<_> = results.by_ref().collect();
-        // From the back, so that what is removed does not move what is to be.
+        // From the back, so that a removal does not shift those that follow.
         let first = completed.len();
         while let Some((nth, len)) = results.pop() {
             self.requests.remove(nth);
@@ -366,15 +381,15 @@ impl<K> Requests<K> {
     }
 }
 
-/// After an error. MPI may still touch the memory of what is under way.
+/// Messages are under way only after an error. Cancels receives, and leaks memory that MPI may still touch.
 impl<K> Drop for Requests<K> {
     fn drop(&mut self) {
-        let turn = turn();
-        for (request, _) in self.requests.iter_mut().zip(&self.messages).filter(|(_, message)| message.receives) {
-            // SAFETY: a request of this object that is not done. It stays one, and ends now or by its message.
-            unsafe { ffi::MPI_Cancel(request) };
+        if let Ok(_turn) = turn() {
+            for (request, _) in self.requests.iter_mut().zip(&self.messages).filter(|(_, message)| message.receives) {
+                // SAFETY: a request of this object that is not done. It stays one, and ends now or by its message.
+                unsafe { ffi::MPI_Cancel(request) };
+            }
         }
-        drop(turn);
         let mut completed = Vec::new();
         // A request that can be cancelled ends at once.
         for _ in 0..3 {
@@ -388,14 +403,14 @@ impl<K> Drop for Requests<K> {
 }
 
 fn count(len: usize) -> Result<c_int> {
-    c_int::try_from(len).map_err(|_| Failure(format!("{len} are more than MPI can count")))
+    c_int::try_from(len).map_err(|_| Failure::Call(format!("{len} is more than MPI can count to")))
 }
 
 fn length(status: &ffi::MPI_Status) -> Result<usize> {
     let mut len = 0;
     // SAFETY: a status that MPI has filled in, a constant of the library; `len` outlives the call.
     check("MPI_Get_count", unsafe { ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, &raw mut len) })?;
-    usize::try_from(len).map_err(|_| Failure(format!("MPI_Get_count: {len}")))
+    usize::try_from(len).map_err(|_| Failure::Call(format!("MPI_Get_count: {len}")))
 }
 
 fn null_request() -> ffi::MPI_Request {

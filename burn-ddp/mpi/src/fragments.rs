@@ -1,7 +1,7 @@
 //! Fragmentation: how a frame is cut into messages.
 //!
-//! The first message has the header and the first bytes of the payload, and is short enough to travel at once. Each of
-//! those behind it has the next bytes of the payload. Sender and receiver cut alike.
+//! The first message has the header and the first bytes of the payload, and is short enough for MPI to send it at once.
+//! Each later message has the next bytes of the payload. Sender and receiver cut alike.
 
 use std::ops::Range;
 
@@ -14,20 +14,20 @@ const FIRST_BYTES: usize = 3712;
 /// Bytes of the longest first message.
 pub(crate) const FIRST_ROOM: usize = MAX_HEADER_BYTES + FIRST_BYTES;
 
-/// Bytes of the messages behind it from all peers together, which are in memory at a time.
+/// Bytes of one later message from each peer, added up over the peers of the group, within the limits below.
 const ALL_BYTES: usize = 1 << 20;
 const MIN_BYTES: usize = 64 * 1024;
 const MAX_BYTES: usize = 512 * 1024;
 
-/// Cut of the frames of a group.
+/// Lengths of the fragments into which the frames of a group are cut.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fragments {
-    /// Bytes of all but the first fragment and the last: whole elements of any type.
+    /// Bytes of each fragment but the first and the last: whole elements of any type.
     pub(crate) len: usize,
 }
 
 impl Fragments {
-    /// Cut for a group of `world_size` ranks.
+    /// Lengths for a group of `world_size` ranks.
     pub(crate) fn of(world_size: usize) -> Fragments {
         let share = ALL_BYTES / world_size.saturating_sub(1).max(1);
         Fragments { len: share.clamp(MIN_BYTES, MAX_BYTES) / 64 * 64 }

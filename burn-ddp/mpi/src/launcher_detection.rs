@@ -1,8 +1,8 @@
 //! Detection of the launcher for programs that use MPI.
 //!
-//! MPICH's `mpirun` lets each process have one session with its process manager. A world would meet through it, and MPI
-//! could not begin any more, and would end the process. So MPI begins first, and the ranks agree where to meet by its
-//! messages.
+//! MPICH's `mpirun` lets each process have one session with its process manager. If the ranks of a world met through
+//! that session, MPI could not be initialised any more, and would end the process. So MPI is initialised first, and the
+//! ranks agree by messages of MPI where to meet.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -18,13 +18,13 @@ use crate::wait::poll_pause_alone;
 /// Variable of MPICH's launchers: the number of the socket to the process manager.
 const PMI_FD: &str = "PMI_FD";
 
-pub(crate) const TOO_LATE: &str = "MPICH's mpirun speaks with each process once, and the world has met that way, so \
-    MPI cannot begin: call burn_ddp_mpi::detect() in place of LaunchEnv::detect(), before World::join";
+pub(crate) const TOO_LATE: &str = "MPICH's mpirun allows each process one session, and the world has met through it, \
+    so MPI cannot be initialised: call burn_ddp_mpi::detect() in place of LaunchEnv::detect(), before World::join";
 
 /// Bytes of the name under which the ranks meet.
 const NAME_BYTES: usize = 128;
 
-/// True if MPI needs the session with the process manager, by which the world would meet.
+/// True if this process was started by MPICH's launcher, whose one session MPI needs.
 pub(crate) fn is_taken() -> bool {
     std::env::var_os(PMI_FD).is_some()
 }
@@ -32,8 +32,8 @@ pub(crate) fn is_taken() -> bool {
 /// [`LaunchEnv::detect`] for programs that call [`attach`](crate::attach()): the launcher of this process, if there is
 /// one.
 ///
-/// Under MPICH's `mpirun` it begins MPI, and lets the ranks agree where to meet. On several machines they have to be
-/// told: `BURN_DDP_MASTER=host:port` and `BURN_DDP_SECRET_FILE`.
+/// Under MPICH's `mpirun` it initialises MPI, and the ranks of one machine agree where to meet. On several machines the
+/// variables `BURN_DDP_MASTER=host:port` and `BURN_DDP_SECRET_FILE` are needed.
 ///
 /// # Errors
 /// Those of [`LaunchEnv::detect`] and [`WorldOptions::from_env`];
@@ -49,7 +49,7 @@ pub fn detect() -> Result<Option<LaunchEnv>> {
         return Ok(Some(env));
     }
     if env.local_world_size != env.world_size {
-        let message = "with MPI on several machines MPICH's ranks have to be told where to meet, and a secret: \
+        let message = "under MPICH's mpirun on several machines the ranks cannot agree where to meet: set \
                        BURN_DDP_MASTER=host:port, where host is rank 0's, and BURN_DDP_SECRET_FILE (burnrun secret)";
         return Err(environment(message.to_owned()));
     }

@@ -22,27 +22,28 @@
 //! MPI carries messages from rank to rank, no more: the algorithms are those of
 //! [`HostEngine`](burn_ddp_comm::engine::HostEngine), which the `tcp` engine has too. So sums have the same bits as
 //! over threads, shared memory and tcp, under every MPI and on any number of machines; every rank's call is compared
-//! with every other's; and a wait ends at its deadline, or as soon as a rank is known to be lost. No call that MPI
-//! blocks in is made while a group lives.
+//! with every other's; and a wait ends at its deadline, or as soon as a rank is known to be lost. While a group lives,
+//! no blocking call of MPI is made.
 //!
 //! # Map
 //!
 //! | what | where |
 //! |---|---|
 //! | joining an MPI job | [`detect()`], [`attach()`] |
-//! | groups: one communicator per world, tags of its own for each group | `fabric.rs` |
+//! | groups: one communicator per world, separate tags for each group | `fabric.rs` |
 //! | frames: the transport, one exchange, and the requests behind it | `transport.rs`, `exchange.rs`, `channel.rs` |
 //! | how frames are cut into messages | `fragments.rs` |
-//! | pauses between two looks | `wait.rs` |
-//! | beginning and ending MPI | `lifecycle.rs` |
+//! | pauses between two polls of MPI | `wait.rs` |
+//! | initialising and finalizing MPI | `lifecycle.rs` |
 //! | the calls of MPI, and all `unsafe` | `ffi.rs` |
 //!
-//! # The end
+//! # Finalizing MPI
 //!
-//! MPI is finalized when the process ends by `exit` or by returning from `main`, and only if all its ranks left worlds
-//! that were whole, without groups still open. Finalizing waits for all ranks, for as long as a collective may take
-//! ([`WorldOptions::timeout`]). Otherwise MPI is left as it is: then nothing can hang, and `mpirun` sees a rank that
-//! failed, as it should.
+//! MPI is finalized when the process ends by `exit` or by returning from `main`, and only if all its ranks have dropped
+//! their groups and left worlds that had not failed. Finalizing waits for all ranks, for as long as a collective may
+//! take ([`WorldOptions::timeout`]). Otherwise MPI is not finalized: then nothing can hang, and `mpirun` sees a rank
+//! that failed, as it should. A program that initialises MPI itself finalizes it after all groups are dropped: later
+//! calls on them are errors.
 //!
 //! [`WorldOptions::timeout`]: burn_ddp_comm::WorldOptions::timeout
 #![deny(unsafe_code)]

@@ -1,8 +1,8 @@
-//! MPI in this process: begun once, ended once.
+//! MPI in this process: initialised once, finalized once.
 //!
-//! MPI cannot begin again after its end, and ending it waits for all ranks. So no `drop` ends it, but the end of the
-//! process does, and only if all went well. One thread begins and ends MPI, as MPI requires; other threads wait for it
-//! with a deadline.
+//! MPI cannot be initialised twice, and finalizing it waits for all ranks. So no `drop` finalizes MPI: the end of the
+//! process does, and only if no world has failed. One thread initialises and finalizes MPI, as MPI requires; other
+//! threads wait for it with a deadline.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -14,40 +14,40 @@ use burn_ddp_comm::{Error, Result};
 use crate::error::environment;
 use crate::ffi::{self, Requests};
 
-/// Time between two checks of a wait whether the world has ended.
+/// Time between two checks of a wait.
 const LOOK: Duration = Duration::from_millis(20);
 /// Time for threads to drop their groups when the process ends.
 const LAST_GROUPS: Duration = Duration::from_secs(2);
 
 struct Process {
     state: Mutex<State>,
-    /// Notified at every change of the stage.
+    /// Notified at every change of the stage, and when a transport is dropped.
     changed: Condvar,
 }
 
 struct State {
     stage: Stage,
-    /// Number of transports.
+    /// Number of transports that exist.
     in_use: usize,
-    /// Ranks that used MPI, with their longest wait for others.
+    /// Ranks that used MPI, with the longest time of a collective.
     ranks: Vec<(Arc<Membership>, Duration)>,
-    /// Messages under way by which closed groups say goodbye to their peers, and the peers to them.
+    /// Closing messages, to and from the peers of closed groups, that are still under way.
     closing: Vec<Requests<()>>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 enum Stage {
-    /// MPI was not needed yet.
+    /// MPI has not been needed yet.
     Fresh,
     /// MPI is being initialised.
     Beginning,
-    /// MPI can be used. `ours` if it was begun here, and so is ended here.
+    /// MPI can be used. `ours` if this crate initialised it, and so finalizes it.
     Ready {
         ours: bool,
     },
     /// MPI cannot be used, for this reason.
     Failed(String),
-    /// The process is on its way out.
+    /// The process is ending, and MPI is being finalized.
     Ending,
     Ended,
 }
@@ -70,22 +70,23 @@ fn wait<'a>(state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, Stat
     PROCESS.changed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
 }
 
-/// True if MPI was begun, here or by the program.
+/// True if MPI was or is being initialised, here or by the program.
 pub(crate) fn has_begun() -> bool {
     state().stage != Stage::Fresh || ffi::is_initialized()
 }
 
-/// Begins MPI, unless it was begun before.
+/// Initialises MPI, unless that was done before.
 ///
 /// # Errors
-/// [`Error::Environment`] if it cannot be used by threads, or not at all, or did not begin within `timeout`;
-/// errors of `check`.
+/// [`Error::Environment`] if MPI cannot be used, or not by threads, or is not initialised within `timeout`; errors of
+/// `check`.
 pub(crate) fn begin(timeout: Duration, check: &dyn Fn() -> Result<()>) -> Result<()> {
     let deadline = Instant::now().checked_add(timeout);
     let mut state = state();
     if state.stage == Stage::Fresh {
         if ffi::is_finalized() {
-            state.stage = Stage::Failed("MPI has been finalized in this process, and cannot begin again".to_owned());
+            let why = "MPI has been finalized in this process, and cannot be initialised again";
+            state.stage = Stage::Failed(why.to_owned());
         } else if ffi::is_initialized() {
             state.stage = usable(false);
         } else {
@@ -112,14 +113,14 @@ pub(crate) fn begin(timeout: Duration, check: &dyn Fn() -> Result<()>) -> Result
     }
 }
 
-/// The thread that begins MPI and ends it.
+/// The thread that initialises MPI and finalizes it.
 fn life() {
     let begun = match ffi::init() {
         Ok(()) => usable(true),
-        Err(failure) => Stage::Failed(format!("MPI cannot begin: {failure}")),
+        Err(failure) => Stage::Failed(format!("MPI cannot be initialised: {failure}")),
     };
     if begun == (Stage::Ready { ours: true }) && !ffi::at_exit(at_exit) {
-        tracing::warn!("MPI will not be finalized: the process has no more room for what is to be done at its end");
+        tracing::warn!("MPI will not be finalized: atexit refused the function that finalizes it");
     }
     enter(begun);
     let mut state = state();
@@ -128,7 +129,7 @@ fn life() {
     }
     drop(state);
     if let Err(failure) = ffi::finalize() {
-        tracing::warn!(%failure, "MPI does not end well");
+        tracing::warn!(%failure, "MPI could not be finalized");
     }
     enter(Stage::Ended);
 }
@@ -150,23 +151,25 @@ fn usable(ours: bool) -> Stage {
     }
 }
 
-/// Lock for steps that MPI allows only one thread at a time on a communicator. Other worlds wait: each step has a
-/// deadline.
+/// Lock for steps that MPI allows only one thread at a time on a communicator. Other worlds wait for the lock; each
+/// step has a deadline.
 pub(crate) fn one_at_a_time() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
     ONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Registers a rank of this process that uses MPI: MPI is finalized only if the rank leaves well.
+/// Registers a rank of this process that uses MPI: MPI is finalized only if the world of the rank does not fail.
 pub(crate) fn register(membership: &Arc<Membership>, timeout: Duration) {
     state().ranks.push((membership.clone(), timeout));
 }
 
-/// Guard that keeps MPI from ending.
+/// Guard of a transport: while it exists, MPI is not finalized.
 pub(crate) struct InUse(());
 
+/// Guard of a new transport.
+///
 /// # Errors
-/// If MPI has ended.
+/// If MPI cannot be used any more.
 pub(crate) fn in_use() -> Result<InUse> {
     let mut state = state();
     match state.stage {
@@ -185,7 +188,7 @@ impl Drop for InUse {
     }
 }
 
-/// Keeps the last messages of a closed group until they are sent and received: MPI must have none under way at its end.
+/// Keeps the last messages of a closed group until they are sent and received: `MPI_Finalize` allows none under way.
 pub(crate) fn close(requests: Requests<()>) {
     let mut state = state();
     state.closing.push(requests);
@@ -198,9 +201,9 @@ fn poll_closing(state: &mut State) {
     state.closing.retain_mut(|requests| requests.poll(&mut completed).is_ok() && !requests.is_empty());
 }
 
-/// Finalizes MPI if every rank of this process has left a whole world and dropped its groups. Waits for the other
-/// ranks, as long as a collective may take. A process that ends otherwise leaves MPI as it is, which its launcher takes
-/// as a failure.
+/// Finalizes MPI if every rank of this process has dropped its groups and left a world that had not failed. Waits for
+/// the other ranks, for as long as a collective may take. Otherwise MPI is not finalized, which the launcher takes as a
+/// failure.
 extern "C" fn at_exit() {
     let mut state = state();
     if state.stage != (Stage::Ready { ours: true }) {
@@ -233,5 +236,5 @@ extern "C" fn at_exit() {
 }
 
 fn too_late() -> Error {
-    environment("MPI has ended in this process".to_owned())
+    environment("MPI has been finalized in this process, or is being finalized".to_owned())
 }

@@ -26,13 +26,13 @@ pub(crate) struct MpiTransport {
     membership: Arc<Membership>,
     /// True after an exchange that ended by an error: messages may be under way that no later exchange expects.
     broken: bool,
-    /// True if this side tells its peers when it closes.
+    /// True if dropping this side tells its peers that it closes.
     says_goodbye: bool,
     _in_use: InUse,
 }
 
 impl MpiTransport {
-    /// Transport of the group rank `rank`; `routes` are those of all ranks of the group, in its order.
+    /// Transport of the group rank `rank`; `routes` lead to all ranks of the group, in group order.
     pub(crate) fn new(
         rank: usize,
         routes: Vec<Route>,
@@ -55,7 +55,7 @@ impl MpiTransport {
     ) -> Result<()> {
         if self.broken {
             self.membership.check()?;
-            let message = format!("{} after an error on the same group", call.info);
+            let message = format!("{} was called after an error on the same group", call.info);
             return Err(Error::Internal { message });
         }
         let sending = sends.iter().map(|send| Sending::new(send.peer, send.payload)).collect();
@@ -111,17 +111,19 @@ impl Transport for MpiTransport {
     }
 }
 
-/// Tells peers that this rank sends no more on this group, for those that still wait for it. Does not wait.
+/// Tells the peers that this rank sends no more on this group, so that a peer that still waits for it fails. Does not
+/// wait.
 impl Drop for MpiTransport {
     fn drop(&mut self) {
-        // Ranks that learn of an ended world need nothing else, and a rank that panics ends it.
+        // The end of the world, which a panic of this rank causes too, reaches the peers without MPI.
         if self.broken || !self.says_goodbye || thread::panicking() || self.membership.check().is_err() {
             return;
         }
         let mut requests = Requests::new(self.channel.requests.comm().clone());
         for (peer, route) in self.channel.routes.iter().enumerate().filter(|(peer, _)| *peer != self.rank) {
             let sent = requests.send(route.process, route.send, CLOSING.to_vec(), CLOSING.len(), ());
-            // Room for any first message: one that comes in place of the goodbye is from a rank whose world ends.
+            // Room for any first message: one that comes in place of the closing message is from a rank whose world
+            // ends.
             let received = match sent {
                 Ok(()) if !self.channel.closed[peer] => {
                     requests.receive(route.process, route.receive, vec![0; FIRST_ROOM], FIRST_ROOM, ())

@@ -1,13 +1,13 @@
-//! Waits for MPI, which wakes no thread: a wait looks again and again.
+//! Waits for MPI, which wakes no thread: a wait polls.
 
 use std::time::Duration;
 
 use burn_ddp_comm::membership::Membership;
 use burn_ddp_comm::{PollPause, core_per_rank};
 
-/// Time for which a wait keeps its core, if ranks do not outnumber cores.
+/// Time for which a wait spins on its core, if ranks do not outnumber cores.
 const SPINS: Duration = Duration::from_micros(500);
-/// Time after which a wait sleeps between two looks; until then it yields its core.
+/// Time after which a wait sleeps between two polls; until then it yields its core.
 const YIELDS: Duration = Duration::from_millis(1);
 
 /// Pauses of the waits of one rank.

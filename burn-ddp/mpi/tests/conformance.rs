@@ -1,4 +1,4 @@
-//! The conformance suite of engines, by MPI: all ranks are threads of this process, which talks to itself.
+//! The conformance suite of engines over MPI: all ranks are threads of this process, which sends messages to itself.
 
 #![allow(missing_docs, unreachable_pub)]
 
@@ -9,7 +9,7 @@ mod mpi {
 
     crate::conformance!(crate::mpi::over_mpi);
 
-    /// Ranks that meet over TCP, each with control connections of its own, and talk over MPI.
+    /// Ranks that meet over TCP, each with control connections of its own, and exchange frames over MPI.
     fn over_mpi(n: usize, options: WorldOptions) -> Vec<World> {
         let worlds = crate::harness::over_tcp(n, options);
         burn_ddp_mpi::attach_threads(&worlds).expect("MPI");

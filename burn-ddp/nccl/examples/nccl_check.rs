@@ -1,5 +1,4 @@
-//! Checks driver, NCCL and this crate on the machine it runs on, and times them: what verifies the crate where there
-//! are GPUs.
+//! Checks the driver, NCCL and this crate on a machine with GPUs, and measures the speed of all-reduces.
 //!
 //! ```text
 //! cargo build --release -p burn-ddp-nccl --example nccl_check
@@ -9,14 +8,14 @@
 //! RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 target/release/examples/nccl_check --fault kill & …
 //! ```
 //!
-//! Exit code 0: all reductions were right. 1: something is missing, and what to do about it. The times are medians: an
-//! all-reduce of burn-ddp until the device is through, over a bare ncclAllReduce on a blocking communicator,
-//! interleaved; and how long the call keeps the host.
+//! Exit code 0: all reductions were right. 1: a result was wrong, or something is missing; the message says which. The
+//! times are medians: of an all-reduce by burn-ddp until the device has done it, and of a bare ncclAllReduce on a
+//! blocking communicator, by turns; and how long each call keeps the host.
 //!
 //! With `--fault` the last rank is killed (`kill`), is stopped (`stop`) or sleeps (`lag`) while reductions are on the
 //! devices. Each other rank prints the error and its delay, and how long NCCL's work then stays on its device. Exit
-//! code 0: an error came, and the device is idle. Ranks that a launcher ends when one dies cannot tell: start them
-//! without one. `BURN_DDP_TIMEOUT` is how long a rank that stops or sleeps is waited for.
+//! code 0: an error came, and the device is idle. Start the ranks without a launcher, which would kill the others when
+//! one dies. `BURN_DDP_TIMEOUT` is how long a rank that is stopped or sleeps is waited for.
 
 use std::io::{self, Write};
 use std::process::exit;
@@ -45,7 +44,7 @@ pub(crate) fn main() {
 enum Work {
     /// Checks, and times this many rounds.
     Rounds(usize),
-    /// Fails in this way: `kill`, `stop` or `lag`.
+    /// Lets the last rank fail in this way: `kill`, `stop` or `lag`.
     Fault(&'static str),
 }
 
@@ -64,7 +63,7 @@ fn work() -> Result<Work, String> {
     }
 }
 
-/// What all parts need.
+/// State that all checks use.
 struct Setup {
     world: World,
     group: ProcessGroup,
@@ -152,7 +151,7 @@ fn check(setup: &Setup) -> Result<(), String> {
     Ok(())
 }
 
-/// Of a rank without weight, nothing counts, not even NaN.
+/// Elements of a rank of weight 0 do not count, not even NaN.
 fn weighted(setup: &Setup) -> Result<(), String> {
     let (rank, n) = (setup.world.rank(), setup.world.world_size());
     let absent = n > 1 && rank == n - 1;
@@ -186,7 +185,7 @@ const ELEMENTS: [(DType, Encode); 8] = [
     (DType::U8, |x| vec![x as u8]),
 ];
 
-/// Over a bare NCCL on a communicator of its own, in turns.
+/// Times all-reduces of burn-ddp and of a bare NCCL communicator, by turns.
 fn time(setup: &Setup, host: &ProcessGroup, rounds: usize) -> Result<(), String> {
     let said = |error: Error| error.to_string();
     let rank = setup.world.rank();
@@ -194,13 +193,13 @@ fn time(setup: &Setup, host: &ProcessGroup, rounds: usize) -> Result<(), String>
     host.broadcast(&mut id, 0).map_err(said)?;
     let id = UniqueId(id.try_into().map_err(|_| "an id of another length")?);
     let alive = || setup.world.check();
-    let fault = |fault: DeviceError| format!("{fault:?}");
+    let fault = |fault: DeviceError| fault.to_string();
     let bare = Communicator::init((&setup.nccl, &setup.device), id, (rank, setup.world.world_size()), true, &alive);
     let bare = Mutex::new(bare.map_err(fault)?);
     for bytes in [MIB, 8 * MIB, 32 * MIB, 128 * MIB] {
         let buffer = setup.upload(&vec![0; bytes])?;
         let (mut ours, mut theirs, mut call, mut bare_call) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        // The first rounds connect.
+        // The first rounds connect the ranks.
         for round in 0..rounds + 3 {
             host.barrier().map_err(said)?;
             let start = Instant::now();
@@ -329,15 +328,15 @@ impl Setup {
         place.done().cloned().ok_or_else(|| "no event".to_owned())
     }
 
-    /// The bytes on the device, when this returns.
+    /// Copies `bytes` to a new buffer on the device, and waits for the copy.
     fn upload(&self, bytes: &[u8]) -> Result<DeviceBuffer, String> {
         let buffer = self.device.alloc(bytes.len())?;
-        buffer.write(&self.stream, bytes, &|| self.world.check()).map_err(|fault| format!("{fault:?}"))?;
+        buffer.write(&self.stream, bytes, &|| self.world.check()).map_err(|fault| fault.to_string())?;
         Ok(buffer)
     }
 
     fn download(&self, buffer: &DeviceBuffer, len: usize, after: &Event) -> Result<Vec<u8>, String> {
         self.stream.wait(after)?;
-        buffer.read(&self.stream, len, &|| self.world.check()).map_err(|fault| format!("{fault:?}"))
+        buffer.read(&self.stream, len, &|| self.world.check()).map_err(|fault| fault.to_string())
     }
 }

@@ -1,4 +1,4 @@
-//! Copies between the host and a device that are waited for.
+//! Copies between the host and a device that return when they are done.
 
 use std::mem::ManuallyDrop;
 
@@ -8,7 +8,8 @@ use crate::stream::Stream;
 use crate::wait::{WaitCheck, wait_until};
 
 impl DeviceBuffer {
-    /// Copies `bytes` to the first bytes of this buffer, and waits until that and all earlier work on `stream` is done.
+    /// Copies `bytes` to the first bytes of this buffer, and waits until the copy and all earlier work on `stream` is
+    /// done.
     ///
     /// # Errors
     /// If there are too many bytes; errors of the driver and of `check`.

@@ -17,7 +17,7 @@ pub struct DeviceInfo {
     pub device_count: usize,
     /// Name, such as `NVIDIA H200`.
     pub name: String,
-    /// Place of the device on its machine.
+    /// PCI address of the device, such as `0000:19:00.0`.
     pub pci_bus_id: String,
     /// Unique number of the device, in hexadecimal digits.
     pub uuid: String,
@@ -30,8 +30,8 @@ pub struct DeviceInfo {
 /// Finds the device `ordinal` of this process, its driver and its NCCL.
 ///
 /// # Errors
-/// [`Error::Environment`](burn_ddp_comm::Error::Environment): no driver, no such device, no NCCL. Names the package or
-/// variable.
+/// [`Error::Environment`](burn_ddp_comm::Error::Environment): no driver, no such device, no NCCL. The message names the
+/// package to install or the variable to set.
 pub fn capability(ordinal: usize) -> Result<DeviceInfo> {
     DeviceInfo::of(&Driver::load()?, &Nccl::load()?, ordinal)
 }
@@ -69,19 +69,19 @@ impl RankInfo {
     }
 }
 
-/// The way in which a world reduces elements on its devices.
+/// Decision how a world reduces elements in the memory of its devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
     /// By NCCL.
     Nccl,
-    /// By the engines between hosts, for this reason.
+    /// By the host engines, for this reason.
     Host(String),
 }
 
 /// Oldest NCCL that lets ranks share a GPU: 2.30.
 const SHARING: i32 = 23000;
 
-/// Decides for all ranks, each of which passes the same: the information of all ranks, in their order.
+/// Decides for the world. Each rank passes the information of all ranks, in rank order, so all decide the same.
 pub fn decide(ranks: &[RankInfo]) -> Decision {
     let mut devices = Vec::with_capacity(ranks.len());
     for info in ranks {

@@ -1,4 +1,4 @@
-//! Collectives of a communicator: checks of the arguments, then the foreign calls.
+//! Collectives of a communicator: checks of the arguments, then the calls of NCCL.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_void};
@@ -17,7 +17,7 @@ impl Communicator {
     /// Reduces the first region of each pair over all ranks into the second, which may be the same.
     ///
     /// # Errors
-    /// Arguments that do not fit together; errors of NCCL and of `check`.
+    /// Arguments that do not fit together; [`DeviceError::WrongStream`]; errors of NCCL and of `check`.
     pub fn all_reduce(
         &mut self,
         stream: &Stream,
@@ -25,6 +25,7 @@ impl Communicator {
         (dtype, kind): (DType, NcclOp),
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
+        self.check_stream(stream)?;
         for (input, output) in pieces {
             self.check_pair(dtype, *input, *output, 1, 1)?;
         }
@@ -44,7 +45,7 @@ impl Communicator {
         launched
     }
 
-    /// Reduces `input` over all ranks into `output` of `root`; the others' output is not touched.
+    /// Reduces `input` over all ranks into `output` of `root`; the outputs of the other ranks are not written.
     ///
     /// # Errors
     /// Those of [`all_reduce`](Self::all_reduce).
@@ -56,6 +57,7 @@ impl Communicator {
         root: usize,
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
+        self.check_stream(stream)?;
         self.check_pair(dtype, input, output, 1, 1)?;
         self.check_rank(root)?;
         let count = input.len_bytes / dtype.size_bytes();
@@ -66,7 +68,7 @@ impl Communicator {
         })
     }
 
-    /// Copies the first region of `roots[..].0` to the second one of all ranks, for each root.
+    /// For each `(root, input, output)`: copies `input` of the rank `root` to `output` of all ranks.
     ///
     /// # Errors
     /// Those of [`all_reduce`](Self::all_reduce).
@@ -76,6 +78,7 @@ impl Communicator {
         copies: &[(usize, Region, Region)],
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
+        self.check_stream(stream)?;
         for (root, input, output) in copies {
             self.check_rank(*root)?;
             // Only the root's input is read.
@@ -94,7 +97,7 @@ impl Communicator {
         })
     }
 
-    /// Copies `input` of rank `r` to row `r` of `output`, `[size, n]`.
+    /// Copies `input` of each rank `r` to row `r` of `output`, `[size, n]`, on all ranks.
     ///
     /// # Errors
     /// Those of [`all_reduce`](Self::all_reduce).
@@ -105,6 +108,7 @@ impl Communicator {
         output: Region,
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
+        self.check_stream(stream)?;
         self.check_pair(DType::U8, input, output, 1, self.size())?;
         self.grouped("ncclAllGather", check, |calls, comm| {
             let (count, dtype) = (input.len_bytes, dtype_code(DType::U8));
@@ -113,7 +117,7 @@ impl Communicator {
         })
     }
 
-    /// Reduces `input`, `[size, n]`, and leaves row `rank` in `output`.
+    /// Reduces `input`, `[size, n]`, over all ranks, and writes this rank's row of the result to `output`.
     ///
     /// # Errors
     /// Those of [`all_reduce`](Self::all_reduce).
@@ -124,6 +128,7 @@ impl Communicator {
         (dtype, op): (DType, ReduceOp),
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
+        self.check_stream(stream)?;
         self.check_pair(dtype, input, output, self.size(), 1)?;
         let count = output.len_bytes / dtype.size_bytes();
         self.grouped("ncclReduceScatter", check, |calls, comm| {
@@ -146,6 +151,7 @@ impl Communicator {
         receives: &[(usize, Region)],
         check: WaitCheck<'_>,
     ) -> Result<(), DeviceError> {
+        self.check_stream(stream)?;
         for (peer, region) in sends.iter().chain(receives) {
             self.check_rank(*peer)?;
             self.check_region(DType::U8, *region)?;
@@ -167,6 +173,12 @@ impl Communicator {
         })
     }
 
+    /// Fails unless `stream` belongs to this communicator's device.
+    fn check_stream(&self, stream: &Stream) -> Result<(), DeviceError> {
+        let (stream, communicator) = (stream.device().ordinal(), self.device().ordinal());
+        if stream == communicator { Ok(()) } else { Err(DeviceError::WrongStream { stream, communicator }) }
+    }
+
     fn check_rank(&self, rank: usize) -> Result<(), String> {
         if rank < self.size() { Ok(()) } else { Err(format!("rank {rank} of a communicator of {}", self.size())) }
     }
@@ -186,7 +198,7 @@ impl Communicator {
         Ok(())
     }
 
-    /// Fails unless the regions have `rows_in` and `rows_out` times the same number of elements.
+    /// Fails unless the regions are `rows_in` and `rows_out` rows of one length, of `dtype` elements on this device.
     fn check_pair(
         &self,
         dtype: DType,
@@ -212,7 +224,7 @@ impl Communicator {
         };
         let mut scalar = scalar(dtype, factor).ok_or_else(|| format!("a factor for {dtype}"))?;
         let mut op = 0;
-        // SAFETY: a place for the operator, and a scalar of the type, which NCCL reads before it returns.
+        // SAFETY: a valid out-pointer for the operator, and a scalar of the type, which NCCL reads before it returns.
         let code = unsafe {
             let (op, scalar) = (&mut op, scalar.as_mut_ptr().cast::<c_void>());
             let comm = self.raw();
@@ -231,12 +243,11 @@ impl Communicator {
     }
 }
 
-/// Result of one call of a group of calls.
+/// Result of one NCCL call within a group.
 fn accepted(code: c_int) -> Result<(), c_int> {
     if code == SUCCESS || code == IN_PROGRESS { Ok(()) } else { Err(code) }
 }
 
-/// Address of a region as NCCL takes it.
 fn at(region: Region) -> *mut c_void {
     region.pointer as usize as *mut c_void
 }

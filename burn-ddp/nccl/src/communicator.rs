@@ -1,7 +1,7 @@
 //! One rank's side of an NCCL communicator: how it begins, how calls are made and waited for, how it ends.
 //!
-//! A communicator does not block: each call may go on in the background, and is waited for with checks of the world and
-//! of the deadline. Any failure aborts the communicator, which ends its work on the device.
+//! An NCCL call may go on in the background: this crate polls it until it is done, and checks the world and the
+//! deadline in between. Any failure aborts the communicator, which ends its work on the device.
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;
@@ -29,18 +29,18 @@ pub struct Communicator {
     handle: Handle,
     rank: usize,
     size: usize,
-    /// True after a failure: it ends by an abort.
+    /// True before it is ready and after a failure: dropping it then aborts it.
     broken: bool,
 }
 
-/// Time that the other ranks may take to end a communicator; after it this rank ends it alone, on a thread of its own.
+/// Longest wait for the other ranks to finalize a communicator; then this rank aborts its own side.
 const FINALIZE: Duration = Duration::from_secs(60);
 
 impl Communicator {
-    /// Makes this rank's side of the communicator `id`, when the other ranks do.
+    /// Makes this rank's side of the communicator `id`. All ranks call it, and it waits for them.
     ///
     /// # Errors
-    /// Errors of NCCL and of `check`, after which it is aborted.
+    /// Errors of NCCL and of `check`, after which the communicator is aborted.
     pub fn init(
         (nccl, device): (&Nccl, &Device),
         id: UniqueId,
@@ -53,7 +53,7 @@ impl Communicator {
         }
         device.bind()?;
         let (mut raw, mut config): (RawComm, Config) = (std::ptr::null_mut(), Config::new(blocking));
-        // SAFETY: places for a handle and a configuration, a rank below the size, and the device is current.
+        // SAFETY: valid pointers to a handle and a configuration, a rank below the size, and the device is current.
         let code =
             unsafe { nccl.calls().comm_init_rank_config(&mut raw, size as c_int, id, rank as c_int, &mut config) };
         if raw.is_null() {
@@ -67,15 +67,15 @@ impl Communicator {
         Ok(communicator)
     }
 
-    /// Marks it as broken: aborted when it is dropped.
+    /// Makes dropping the communicator abort it.
     pub(crate) fn give_up(&mut self) {
         self.broken = true;
     }
 
-    /// Error of the work in the background, if there is one: code and text.
+    /// NCCL's asynchronous error, if there is one: code and text.
     pub(crate) fn async_error(&mut self) -> Option<(c_int, String)> {
         let mut state = SUCCESS;
-        // SAFETY: a place for an int.
+        // SAFETY: a valid out-pointer.
         let code = unsafe { self.calls().comm_get_async_error(self.handle.0, &mut state) };
         let of = |call, code| self.nccl.check(call, self.handle.0, code).err().map(|text| (code, text));
         of("ncclCommGetAsyncError", code).or_else(|| of("NCCL in the background", state))
@@ -93,7 +93,7 @@ impl Communicator {
         &self.device
     }
 
-    /// The `ncclComm_t`, for calls of methods that take `&mut self`.
+    /// The `ncclComm_t`, for callers that hold `&mut self`.
     pub(crate) fn raw(&self) -> RawComm {
         self.handle.0
     }
@@ -115,7 +115,7 @@ impl Communicator {
         let started = unsafe { self.calls().group_start() };
         self.noted("ncclGroupStart", started)?;
         let launched = launch(self.calls(), self.handle.0);
-        // Also after a failure: else this thread would stay in the group.
+        // After a failed launch too: otherwise this thread would stay in the group.
         // SAFETY: the group started above.
         let ended = unsafe { self.calls().group_end() };
         self.settle(what, launched.err().unwrap_or(ended), check)
@@ -134,7 +134,7 @@ impl Communicator {
         result
     }
 
-    /// Waits until a call that returned `code` is through.
+    /// Waits until the NCCL call that returned `code` has finished.
     fn settled(&self, call: &str, code: c_int, check: WaitCheck<'_>) -> Result<(), DeviceError> {
         self.nccl.check(call, self.handle.0, code)?;
         if code != IN_PROGRESS {
@@ -142,7 +142,7 @@ impl Communicator {
         }
         wait_until(check, || {
             let mut state = SUCCESS;
-            // SAFETY: a place for an int.
+            // SAFETY: a valid out-pointer.
             let code = unsafe { self.calls().comm_get_async_error(self.handle.0, &mut state) };
             self.nccl.check("ncclCommGetAsyncError", self.handle.0, code)?;
             self.nccl.check(call, self.handle.0, state)?;
@@ -157,8 +157,8 @@ impl fmt::Debug for Communicator {
     }
 }
 
-/// Ends it on a thread of its own: that may wait for other ranks, for the device, or, to free memory, for the kernels
-/// of other communicators that are being aborted as well.
+/// Ends the communicator on a thread of its own, since that may wait for other ranks, for the device, or, to free
+/// memory, for the kernels of other communicators that are being aborted as well.
 impl Drop for Communicator {
     fn drop(&mut self) {
         let handle = Handle(std::mem::replace(&mut self.handle.0, std::ptr::null_mut()));
@@ -170,28 +170,28 @@ impl Drop for Communicator {
 fn close(nccl: &Nccl, handle: Handle, broken: bool) {
     let Handle(comm) = handle;
     if !broken && finalized(nccl, comm) {
-        // SAFETY: it has no other user, and it is finalized.
+        // SAFETY: `comm` has no other user, and it is finalized.
         let code = unsafe { nccl.calls().comm_destroy(comm) };
         if let Err(why) = nccl.check("ncclCommDestroy", comm, code) {
-            tracing::debug!(why, "a communicator did not end");
+            tracing::debug!(why, "a communicator could not be destroyed");
         }
         return;
     }
-    // SAFETY: it has no other user.
+    // SAFETY: `comm` has no other user.
     let code = unsafe { nccl.calls().comm_abort(comm) };
     if let Err(why) = nccl.check("ncclCommAbort", std::ptr::null_mut(), code) {
-        tracing::debug!(why, "a communicator did not abort");
+        tracing::debug!(why, "a communicator could not be aborted");
     }
 }
 
-/// Lets the work under way end, together with the other ranks; true if it did.
+/// Finalizes the communicator together with the other ranks; true if that succeeded.
 fn finalized(nccl: &Nccl, comm: RawComm) -> bool {
-    // SAFETY: it has no other user.
+    // SAFETY: `comm` has no other user.
     let mut state = unsafe { nccl.calls().comm_finalize(comm) };
     let (until, mut pause) = (Instant::now() + FINALIZE, poll_pause());
     while state == IN_PROGRESS && Instant::now() < until {
         pause.wait();
-        // SAFETY: a place for an int.
+        // SAFETY: a valid out-pointer.
         let code = unsafe { nccl.calls().comm_get_async_error(comm, &mut state) };
         if code != SUCCESS {
             return false;
@@ -200,11 +200,11 @@ fn finalized(nccl: &Nccl, comm: RawComm) -> bool {
     state == SUCCESS
 }
 
-/// A group's communicator: `None` before its first launch and after a failure. Locked during a launch, and by the
-/// watchdog for a look.
+/// A group's communicator: `None` before its first launch and after a failure. A launch holds the lock; the watchdog
+/// and waits take it briefly to read NCCL's error.
 pub(crate) type SharedCommunicator = Arc<Mutex<Option<Communicator>>>;
 
-/// Aborts the communicator's work on the device, without waiting for that.
+/// Aborts the communicator's work on the device, without waiting for the abort.
 pub(crate) fn abort(communicator: &SharedCommunicator) {
     if let Some(mut communicator) = lock(communicator).take() {
         communicator.give_up();

@@ -1,4 +1,5 @@
-//! Launches that the ranks of one group coordinate: they meet, agree when to launch, and call NCCL.
+//! Launches that the ranks of one group coordinate: they compare the call, agree on the order of launches, and call
+//! NCCL.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,12 +15,12 @@ use crate::rank_device_state::RankDevice;
 use crate::stream::Stream;
 use crate::wait::WaitCheck;
 
-/// Time between two checks of the world while waiting for the turn to launch, which wakes the waiter.
+/// Time between two checks of the world while a call waits for its turn to launch. The turn ends the wait at once.
 const TURN: Duration = Duration::from_millis(20);
 
 /// One rank's side of a group that launches collectives on devices.
 pub(crate) struct GroupLaunch {
-    /// Engine between the hosts, over which the ranks meet.
+    /// Host engine, over which the ranks coordinate.
     pub(crate) host: Box<dyn Engine>,
     pub(crate) rank_device: Arc<RankDevice>,
     /// This rank in the group.
@@ -34,21 +35,24 @@ impl GroupLaunch {
         Ok(GroupLaunch { host, rank_device, rank, size, communicator: SharedCommunicator::default() })
     }
 
-    /// Waits until all ranks are in this call, with elements cut alike; returns their weights.
+    /// Waits until all ranks are in this call, and returns their weights. Fails on all ranks if `cut` differs between
+    /// them.
     pub(crate) fn meet(&mut self, call: &Call, cut: u64) -> Result<Vec<f64>> {
         let mine = [call.weight.to_le_bytes(), cut.to_le_bytes()].concat();
         let rows = self.all_gather(call, &mine)?;
-        // All ranks see the same, so all refuse.
+        // All ranks have the same rows, so all return this error.
         if let Some(odd) = rows.iter().position(|row| row[8..] != rows[0][8..]) {
             let (first, odd) = (call.world_rank(0), call.world_rank(odd));
-            let message =
-                format!("rank {odd} passed its elements in other pieces than rank {first}: all ranks cut them alike");
+            let message = format!(
+                "rank {odd} passed its elements in other pieces than rank {first}: all ranks must cut them alike"
+            );
             return Err(Error::InvalidArgument { message, rank: Some(odd), during: None });
         }
         Ok(rows.iter().map(|row| f64::from_bits(number(row))).collect())
     }
 
-    /// Enqueues `work` when it is this call's turn among those of the device. All ranks have [met](Self::meet).
+    /// Enqueues `work` when it is this call's turn among the calls of the device. All ranks have passed
+    /// [`meet`](Self::meet).
     pub(crate) fn launch(
         &mut self,
         call: &Call,
@@ -76,7 +80,7 @@ impl GroupLaunch {
         let ready = match shared.as_mut() {
             Some(communicator) => Ok(communicator),
             None if first => self.new_communicator(&rows[0], &check).map(|communicator| shared.insert(communicator)),
-            None => Err(DeviceError::Library("its communicator was aborted".to_owned())),
+            None => Err(DeviceError::Library("the communicator of the group was aborted".to_owned())),
         };
         let launched = ready.and_then(|communicator| work(communicator, &rank_device.stream, &check));
         launched.map_err(|error| {
@@ -85,7 +89,7 @@ impl GroupLaunch {
         })
     }
 
-    /// Gathers `mine`, of one length on all ranks, over the engine between the hosts, which compares the calls.
+    /// Gathers `mine`, of one length on all ranks, over the host engine, which compares the calls.
     fn all_gather(&mut self, call: &Call, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
         let mut rows = vec![vec![0; mine.len()]; self.size];
         let mut outputs: Vec<&mut [u8]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
@@ -93,12 +97,12 @@ impl GroupLaunch {
         Ok(rows)
     }
 
-    /// Makes the communicator, within the order of launches: that may wait for the device, and so for kernels that wait
-    /// for other ranks.
+    /// Makes the communicator, in the turn of its call: this may wait for the device, and so for kernels that wait for
+    /// other ranks.
     fn new_communicator(&self, first_row: &[u8], check: WaitCheck<'_>) -> Result<Communicator, DeviceError> {
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
         let sent = first_row.get(8..).filter(|id| id.len() == UNIQUE_ID_BYTES);
-        id.0.copy_from_slice(sent.ok_or("no unique id came".to_owned())?);
+        id.0.copy_from_slice(sent.ok_or("rank 0 of the group sent no unique id".to_owned())?);
         let RankDevice { nccl, device, .. } = &*self.rank_device;
         Communicator::init((nccl, device), id, (self.rank, self.size), false, check)
     }
@@ -109,7 +113,7 @@ fn number(row: &[u8]) -> u64 {
     row.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
 
-/// In a world that has ended the other ranks will not end the communicator together with this rank.
+/// Aborts the communicator if the world has ended: the other ranks will not finalize it together with this rank.
 impl Drop for GroupLaunch {
     fn drop(&mut self) {
         if self.rank_device.membership.check().is_err() {

@@ -29,9 +29,10 @@ pub struct Device {
 struct Inner {
     driver: Driver,
     ordinal: usize,
-    /// Retained until the process ends: other users have it too, and work may be under way in it at any time.
+    /// Never released: other libraries use this context too, and may have work under way in it at any time.
     context: DriverHandle,
-    /// Events out of use. Taken by [`Device::event`], returned with the last clone of an [`Event`](crate::Event).
+    /// Events out of use: [`Device::event`] takes them, and the last clone of an [`Event`](crate::Event) returns it
+    /// here.
     spare_events: Mutex<Vec<DriverHandle>>,
 }
 
@@ -43,7 +44,7 @@ impl Device {
     pub fn new(driver: &Driver, ordinal: usize) -> Result<Device> {
         let device = driver.device(ordinal)?;
         let mut context: Raw = std::ptr::null_mut();
-        // SAFETY: a place for a handle, and a device that exists.
+        // SAFETY: a valid out-pointer, and a device that exists.
         let code = unsafe { driver.calls().primary_ctx_retain(&mut context, device) };
         driver
             .check("cuDevicePrimaryCtxRetain", code)
@@ -73,15 +74,15 @@ impl Device {
         self.driver().check("cuCtxSetCurrent", code)
     }
 
-    /// Runs `work` on a thread of its own, bound to this device: `drop` never waits for a device.
+    /// Runs `work` on a thread of its own that is bound to this device. For destructors, which never wait for a device.
     pub(crate) fn later(&self, what: &str, work: impl FnOnce() + Send + 'static) {
         let device = self.clone();
         let spawned = std::thread::Builder::new().name(format!("nccl {what}")).spawn(move || match device.bind() {
             Ok(()) => work(),
-            Err(why) => tracing::debug!(why, "left to the end of the process"),
+            Err(why) => tracing::debug!(why, "a resource stays until the process ends: its device cannot be bound"),
         });
         if let Err(error) = spawned {
-            tracing::debug!(%error, what, "no thread; left to the end of the process");
+            tracing::debug!(%error, what, "a resource stays until the process ends: no thread can be started");
         }
     }
 
@@ -102,9 +103,9 @@ impl fmt::Debug for Device {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // Out of use, so nothing waits for them: this does not block.
+        // No stream waits for a spare event, so destroying it does not block.
         for event in self.spare_events.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
-            // SAFETY: an event of ours that is out of use.
+            // SAFETY: an event of this device that has no other user.
             unsafe { self.driver.calls().event_destroy(event.0) };
         }
     }

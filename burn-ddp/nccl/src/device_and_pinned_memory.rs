@@ -15,7 +15,7 @@ impl Device {
     pub fn alloc(&self, len_bytes: usize) -> Result<DeviceBuffer, String> {
         self.bind()?;
         let mut pointer = 0;
-        // SAFETY: a place for a pointer, in a current context; the driver refuses a length of 0.
+        // SAFETY: a valid out-pointer, in a current context; the driver refuses a length of 0.
         let code = unsafe { self.driver().calls().mem_alloc(&mut pointer, len_bytes.max(1)) };
         self.driver().check("cuMemAlloc", code)?;
         Ok(DeviceBuffer { device: self.clone(), pointer, len_bytes })
@@ -28,7 +28,7 @@ impl Device {
     pub fn alloc_host(&self, len_bytes: usize) -> Result<HostBuffer, String> {
         self.bind()?;
         let mut pointer: *mut c_void = std::ptr::null_mut();
-        // SAFETY: a place for a pointer, in a current context.
+        // SAFETY: a valid out-pointer, in a current context.
         let code = unsafe { self.driver().calls().mem_alloc_host(&mut pointer, len_bytes.max(1)) };
         self.driver().check("cuMemAllocHost", code)?;
         // SAFETY: the allocation is this long; it must be initialised before it is seen as a slice.
@@ -67,7 +67,7 @@ impl Region {
     }
 }
 
-/// Memory of a device. Freed by a thread of its own, since that may wait for the device.
+/// Memory of a device. Freed on a thread of its own, since freeing may wait for the device.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     device: Device,
@@ -90,7 +90,7 @@ impl DeviceBuffer {
         self.pointer
     }
 
-    /// All of it.
+    /// The whole buffer.
     ///
     /// # Safety
     /// The buffer outlives all work that is enqueued with the region.
@@ -98,7 +98,7 @@ impl DeviceBuffer {
         self.all()
     }
 
-    /// [`region`](Self::region), for code of this crate that keeps to its conditions by construction.
+    /// [`region`](Self::region) for code of this crate, which meets its safety condition by construction.
     pub(crate) fn all(&self) -> Region {
         Region { pointer: self.pointer, len_bytes: self.len_bytes, ordinal: self.device.ordinal() }
     }
@@ -108,7 +108,7 @@ impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         let (device, pointer) = (self.device.clone(), self.pointer);
         self.device.later("free", move || {
-            // SAFETY: memory of ours that is out of use.
+            // SAFETY: memory of this buffer, which has no other user.
             unsafe { device.driver().calls().mem_free(pointer) };
         });
     }
@@ -149,7 +149,7 @@ impl Drop for HostBuffer {
         let (device, pointer) = (self.device.clone(), self.pointer);
         self.device.later("free", move || {
             let pointer = pointer;
-            // SAFETY: memory of ours that is out of use.
+            // SAFETY: memory of this buffer, which has no other user.
             unsafe { device.driver().calls().mem_free_host(pointer.0) };
         });
     }

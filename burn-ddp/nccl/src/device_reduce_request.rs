@@ -1,4 +1,4 @@
-//! Elements on a device that are reduced where they are.
+//! Elements that are reduced in a device's memory.
 #![allow(unsafe_code)]
 
 use burn_ddp_comm::{DType, Error, Result};
@@ -7,19 +7,19 @@ use crate::device_and_pinned_memory::Region;
 use crate::driver::DevicePtr;
 use crate::event::Event;
 
-/// A run of elements on a device, and the address for their reduction.
+/// A run of elements on a device, and the address that their reduction is written to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// Address of the elements.
     pub input: DevicePtr,
-    /// Address for their reduction; may be the same.
+    /// Address of the reduced elements; may equal `input`.
     pub output: DevicePtr,
     /// Number of elements.
     pub len_elems: usize,
 }
 
-/// Elements for [`OnDevice`](burn_ddp_comm::engine::OnDevice) as this crate's engine takes them: runs that are reduced
-/// as one, and the events between which that happens.
+/// Elements for [`OnDevice`](burn_ddp_comm::engine::OnDevice) as this crate's engine takes them: pieces that are
+/// reduced in one collective, between the events `ready` and `done`.
 #[derive(Debug)]
 pub struct DeviceReduce {
     ordinal: usize,
@@ -29,19 +29,20 @@ pub struct DeviceReduce {
 }
 
 impl DeviceReduce {
-    /// A reduction of `pieces` on the device `ordinal`, whose elements are written when `ready` is reached, or already
-    /// are if it is `None`.
+    /// A reduction of `pieces` on the device `ordinal`. The reduction waits for `ready`, behind which the elements are
+    /// written; `None` if they are written already.
     ///
     /// # Safety
     /// For each piece `input` and `output` are memory of that device for `len_elems` elements of the collective's type.
-    /// The outputs overlap no other piece, and their own input not at all or wholly. From now until
+    /// An output overlaps no other piece; it equals or does not overlap its own input. From now until
     /// [`done`](Self::done) nothing else writes the inputs or uses the outputs, except work before `ready`, and the
     /// memory is not freed. If the collective fails, that holds until `done`, or forever if there is none.
     pub unsafe fn new(ordinal: usize, pieces: Vec<Piece>, ready: Option<Event>) -> DeviceReduce {
         DeviceReduce { ordinal, pieces, ready, done: None }
     }
 
-    /// Event behind the reduction, once that is enqueued. Users of the outputs have to wait for it, on the device.
+    /// Event behind the reduction; `None` until that is enqueued. Work that uses the outputs waits for it, on the
+    /// device.
     pub fn done(&self) -> Option<&Event> {
         self.done.as_ref()
     }

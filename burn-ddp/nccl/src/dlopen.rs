@@ -1,8 +1,8 @@
 //! Loading of a library at run time, and tables of its functions: how this crate reaches NCCL.
 //!
-//! Without cudarc, which serves for the driver: it panics if the library or a symbol of a newer NCCL is missing, it
-//! never tries `libnccl.so.2`, which pip and Debian install, and its results and operators are Rust enums, while NCCL
-//! makes operators at run time.
+//! cudarc is used for the driver only. For NCCL it does not fit: it panics if the library or a symbol of a newer NCCL
+//! is missing, never tries `libnccl.so.2`, which pip and Debian install, and has Rust enums for results and operators,
+//! while NCCL makes operators at run time.
 #![allow(unsafe_code)]
 
 use std::error::Error as _;
@@ -10,8 +10,8 @@ use std::error::Error as _;
 use libloading::Library;
 
 /// Declares functions of a library: a trait of the functions, and its implementation by the symbols of a loaded
-/// library. Tests implement the trait themselves. All types are plain C types: the results of newer versions must be
-/// representable.
+/// library. Tests implement the trait themselves. All types are plain C types, since an enum could not hold the results
+/// of newer versions.
 macro_rules! foreign {
     (
         $(#[$meta:meta])*
@@ -22,7 +22,7 @@ macro_rules! foreign {
         $(#[$meta])*
         ///
         /// # Safety
-        /// That of the C functions: arguments are what their documentation asks for.
+        /// The arguments are what the documentation of the C function asks for.
         #[allow(missing_docs, clippy::missing_safety_doc, clippy::too_many_arguments, reason = "C's functions")]
         pub trait $calls: Send + Sync {
             $( $(#[$doc])* unsafe fn $name(&self, $($arg: $ty),*) -> $ret; )*
@@ -57,15 +57,15 @@ macro_rules! foreign {
 }
 pub(crate) use foreign;
 
-/// Loads the first of `names` that can be loaded, and returns it with its name, or the reason for each. It is never
-/// unloaded: it has threads of its own.
+/// Loads the first library of `names` that can be loaded, and returns it with its name. Otherwise returns the reason
+/// for each. A library is never unloaded: it has threads of its own.
 pub(crate) fn load(names: &[String]) -> Result<(&'static Library, String), String> {
     let mut tried = Vec::new();
     for name in names {
         // SAFETY: names of NVIDIA's libraries, or a path that the user chose; their initialisers have no conditions.
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok((Box::leak(Box::new(library)), name.clone())),
-            // The system's message is behind the loader's.
+            // The loader's own message is general; its source is the system's message.
             Err(error) => tried.push(match error.source() {
                 Some(why) => format!("{name}: {why}"),
                 None => format!("{name}: {error}"),

@@ -21,7 +21,7 @@ pub const SUCCESS: c_int = 0;
 pub const NOT_READY: c_int = 600;
 /// `CU_STREAM_NON_BLOCKING`: does not wait for the legacy default stream.
 pub const STREAM_NON_BLOCKING: c_uint = 1;
-/// `CU_EVENT_DISABLE_TIMING`: cheaper.
+/// `CU_EVENT_DISABLE_TIMING`: an event without timing is cheaper.
 pub const EVENT_DISABLE_TIMING: c_uint = 2;
 
 /// Declares functions of the driver: a trait, which tests implement themselves, and its implementation by cudarc.
@@ -30,13 +30,13 @@ macro_rules! driver {
         /// Functions of the CUDA driver that this crate uses.
         ///
         /// # Safety
-        /// That of the C functions: arguments are what their documentation asks for.
+        /// The arguments are what the documentation of the C function asks for.
         #[allow(missing_docs, clippy::missing_safety_doc, reason = "they are C's functions")]
         pub trait DriverCalls: Send + Sync {
             $(unsafe fn $name(&self, $($arg: $ty),*) -> c_int;)*
         }
 
-        /// The driver of this machine. Made only if there is one: else cudarc panics.
+        /// The driver of this machine. Made only if libcuda can be loaded: otherwise cudarc panics.
         struct Cudarc;
 
         impl DriverCalls for Cudarc {
@@ -53,7 +53,7 @@ macro_rules! driver {
 driver! {
     fn init(flags: c_uint) = sys::cuInit(flags);
     fn driver_get_version(version: *mut c_int) = sys::cuDriverGetVersion(version);
-    // A code that one of these functions has returned.
+    // `error` was returned by one of these functions, so it is a `CUresult`.
     fn get_error_string(error: c_int, text: *mut *const c_char) =
         sys::cuGetErrorString(std::mem::transmute::<c_int, sys::CUresult>(error), text);
     fn device_get_count(count: *mut c_int) = sys::cuDeviceGetCount(count);
@@ -106,10 +106,10 @@ impl Driver {
         Driver::of(Arc::new(Cudarc))
     }
 
-    /// A driver made of these functions.
+    /// A driver that consists of the functions `calls`.
     ///
     /// # Errors
-    /// [`Error::Environment`](burn_ddp_comm::Error::Environment) if they fail.
+    /// [`Error::Environment`](burn_ddp_comm::Error::Environment) if `cuInit` or `cuDriverGetVersion` fails.
     pub fn of(calls: Arc<dyn DriverCalls>) -> Result<Driver> {
         let mut driver = Driver { calls, version: 0 };
         // SAFETY: no conditions.
@@ -121,7 +121,7 @@ impl Driver {
             ))
         })?;
         let mut version = 0;
-        // SAFETY: a place for an int.
+        // SAFETY: a valid out-pointer.
         let code = unsafe { driver.calls.driver_get_version(&mut version) };
         driver.check("cuDriverGetVersion", code).map_err(environment)?;
         driver.version = version;
@@ -143,13 +143,13 @@ impl Driver {
     /// The driver's message.
     pub fn device_count(&self) -> Result<usize, String> {
         let mut count = 0;
-        // SAFETY: a place for an int.
+        // SAFETY: a valid out-pointer.
         let code = unsafe { self.calls.device_get_count(&mut count) };
         self.check("cuDeviceGetCount", code)?;
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
-    /// The driver's handle of a device.
+    /// The driver's handle of the device `ordinal`.
     pub(crate) fn device(&self, ordinal: usize) -> Result<c_int> {
         let count = self.device_count().map_err(environment)?;
         if ordinal >= count {
@@ -159,7 +159,7 @@ impl Driver {
             )));
         }
         let mut device = 0;
-        // SAFETY: a place for a handle, and a device that exists.
+        // SAFETY: a valid out-pointer, and a device that exists.
         let code = unsafe { self.calls.device_get(&mut device, ordinal as c_int) };
         self.check("cuDeviceGet", code).map_err(environment)?;
         Ok(device)
@@ -193,7 +193,7 @@ impl Driver {
             return Ok(());
         }
         let mut text: *const c_char = std::ptr::null();
-        // SAFETY: any code, and a place for a pointer.
+        // SAFETY: any code, and a valid out-pointer.
         unsafe { self.calls.get_error_string(code, &mut text) };
         let text = match text.is_null() {
             true => "unknown error".into(),

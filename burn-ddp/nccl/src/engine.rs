@@ -1,8 +1,8 @@
 //! The engine of one group on one rank.
 //!
-//! NCCL reduces elements in the device's memory. Before anything is launched, the ranks meet over the engine between
-//! their hosts: they compare their calls, learn which rank is missing, and agree when to launch. So an NCCL call is
-//! only made when all ranks make it.
+//! NCCL reduces elements in the device's memory. First the ranks exchange small messages over the world's host engine:
+//! they compare their calls, learn which rank is missing, and agree on the order of launches. So a rank calls NCCL only
+//! when all ranks do.
 
 use std::sync::Arc;
 
@@ -238,8 +238,8 @@ impl Engine for NcclEngine {
         )
     }
 
-    /// Always done by the host: two ranks can neither make the communicator of a group, nor agree with others when to
-    /// launch.
+    /// Always done by the host engine: making the communicator, and agreeing on the order of launches, takes all ranks
+    /// of the group.
     fn send_recv(&mut self, call: &Call, send: Option<Outgoing<'_>>, receive: Option<&mut Incoming<'_>>) -> Result<()> {
         self.group.host.send_recv(call, send, receive)
     }
@@ -266,12 +266,12 @@ impl Engine for NcclEngine {
         Ok(buffer.view())
     }
 
-    /// Returns when the reduction is enqueued, with the event recorded behind it in the place. A later failure on the
-    /// device ends the world.
+    /// Returns when the reduction is enqueued; [`DeviceReduce::done()`] is then the event recorded behind it. A later
+    /// failure on the device ends the world.
     fn all_reduce_on_device(&mut self, call: &Call, elements: OnDevice<'_>, op: Option<ReduceOp>) -> Result<()> {
         let OnDevice { dtype, len_elems, place } = elements;
         let Some(place) = place.downcast_mut::<DeviceReduce>() else {
-            return refuse("the engine nccl takes elements at a burn_ddp_nccl::DeviceReduce".to_owned());
+            return refuse("elements for the nccl engine must be in a burn_ddp_nccl::DeviceReduce".to_owned());
         };
         place.done = None;
         let rank_device = self.group.rank_device.clone();
@@ -293,7 +293,7 @@ impl Engine for NcclEngine {
     }
 }
 
-/// Reduces the first region of each pair into the second, with zeros from an absent rank.
+/// Reduces the first region of each pair into the second. A rank that is `absent` contributes zeros.
 fn all_reduce(
     communicator: &mut Communicator,
     stream: &Stream,
@@ -309,7 +309,7 @@ fn all_reduce(
     communicator.all_reduce(stream, &zeros, (dtype, op), check)
 }
 
-/// `region` as `count` rows of `len` bytes, with their ranks.
+/// `region` as `count` rows of `len` bytes, each with its rank.
 fn rows(region: Region, len: usize, count: usize) -> Result<Vec<(usize, Region)>, String> {
     (0..count).map(|rank| Ok((rank, region.part(rank * len, len)?))).collect()
 }

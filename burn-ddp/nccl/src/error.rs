@@ -1,5 +1,6 @@
 //! Errors of a device or of NCCL, and the error that ends the world for them.
 
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use burn_ddp_comm::membership::Membership;
@@ -10,8 +11,37 @@ use burn_ddp_comm::{Call, Error};
 pub enum DeviceError {
     /// Message of NCCL or of the CUDA driver.
     Library(String),
+    /// A stream of another device than the communicator's. Nothing was launched.
+    WrongStream {
+        /// Device of the stream.
+        stream: usize,
+        /// Device of the communicator.
+        communicator: usize,
+    },
     /// The world has ended, or the deadline has passed.
     World(Error),
+}
+
+impl fmt::Display for DeviceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceError::Library(message) => f.write_str(message),
+            DeviceError::WrongStream { stream, communicator } => {
+                write!(f, "a stream of CUDA device {stream} for a communicator on CUDA device {communicator}")
+            }
+            DeviceError::World(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for DeviceError {
+    /// Skips the error in `World`, whose message this error has.
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            DeviceError::World(error) => std::error::Error::source(error),
+            _ => None,
+        }
+    }
 }
 
 impl From<String> for DeviceError {
@@ -29,8 +59,8 @@ impl From<Error> for DeviceError {
 /// Longest time in which the death of a rank becomes known to the others.
 const NEWS: Duration = Duration::from_millis(300);
 
-/// Error that ends the world after NCCL or the driver failed on this rank. Prefers a rank that died, which is known
-/// within [`NEWS`] and explains more.
+/// Error that ends the world after NCCL or the driver failed on this rank. Prefers an earlier cause, such as a rank
+/// that died, for which it waits up to [`NEWS`].
 pub(crate) fn root_cause(membership: &Membership, why: &str) -> Error {
     let until = Instant::now() + NEWS;
     while Instant::now() < until {

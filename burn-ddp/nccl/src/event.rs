@@ -19,7 +19,7 @@ impl Device {
             None => {
                 self.bind()?;
                 let mut event: Raw = std::ptr::null_mut();
-                // SAFETY: a place for a handle, in a current context.
+                // SAFETY: a valid out-pointer, in a current context.
                 let code = unsafe { self.driver().calls().event_create(&mut event, EVENT_DISABLE_TIMING) };
                 self.driver().check("cuEventCreate", code)?;
                 DriverHandle(event)
@@ -29,10 +29,10 @@ impl Device {
     }
 }
 
-/// A mark in a stream. Clones are the same event; after the last one [`Device::event`] hands it out again.
+/// A mark in a stream. Clones are the same event; after the last one is dropped, [`Device::event`] reuses it.
 ///
-/// That is safe while streams still wait for it: they wait for the work it was recorded behind when the wait was
-/// enqueued.
+/// This is safe while streams still wait for the event: a wait is for the record that was the last one when the wait
+/// was enqueued.
 #[derive(Clone)]
 pub struct Event {
     inner: Arc<Inner>,
@@ -44,12 +44,12 @@ struct Inner {
 }
 
 impl Event {
-    /// The `CUevent`, which other code may record or wait for while this lives.
+    /// The `CUevent`, which other code may record or wait for while this event is alive.
     pub fn raw(&self) -> *mut c_void {
         self.inner.handle.0
     }
 
-    /// Records it behind the work enqueued so far on a stream that is not this crate's.
+    /// Records this event behind the work enqueued so far on `stream`, which other code may have made.
     ///
     /// # Errors
     /// The driver's message.
@@ -63,7 +63,7 @@ impl Event {
         driver.check("cuEventRecord", code)
     }
 
-    /// Makes the work enqueued from now on, on a stream that is not this crate's, wait for the work this was last
+    /// Makes later work on `stream`, which other code may have made, wait for the work that this event was last
     /// recorded behind.
     ///
     /// # Errors
@@ -78,7 +78,7 @@ impl Event {
         driver.check("cuStreamWaitEvent", code)
     }
 
-    /// True if the work it was last recorded behind is done, or it was never recorded.
+    /// True if the work that this event was last recorded behind is done, or the event was never recorded.
     ///
     /// # Errors
     /// The driver's message, which may be an error of earlier work of the device.

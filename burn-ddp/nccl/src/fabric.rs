@@ -14,7 +14,8 @@ use crate::host_through_device::HostMemory;
 use crate::nccl::Nccl;
 use crate::rank_device_state::RankDevice;
 
-/// The [`Fabric`] of this crate, put around a world's own by [`World::set_fabric`](burn_ddp_comm::World::set_fabric).
+/// The [`Fabric`] of this crate. [`World::set_fabric`](burn_ddp_comm::World::set_fabric) puts it around the world's own
+/// fabric.
 ///
 /// One per rank and device. Launches are ordered among the groups of one fabric; a program with several worlds on one
 /// device has to order the launches of these worlds itself.

@@ -1,4 +1,4 @@
-//! Collectives on host memory that go through the device: copied there, done by NCCL, copied back.
+//! Collectives on host memory through the device: elements are copied there, and NCCL's results are copied back.
 
 use burn_ddp_comm::{Call, Result};
 
@@ -12,41 +12,41 @@ use crate::staging_buffers::Staging;
 use crate::stream::Stream;
 use crate::wait::{WaitCheck, wait_until};
 
-/// Engine of the collectives on host memory.
+/// Choice of the engine for collectives on host memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HostMemory {
     /// The engines of the world's own fabric, with their numerics.
     #[default]
     ByHost,
     /// NCCL, with its numerics, on copies in the device's memory. Transfers between two ranks still use the host's
-    /// engine. For machines between which the GPUs have the far better network.
+    /// engine. For machines whose GPUs have a much faster network than their hosts.
     ThroughDevice,
 }
 
 /// Bytes of one collective on host memory.
 pub(crate) struct HostBytes<'a> {
-    /// Copied to the device, one behind the other.
+    /// Inputs, copied to the device one behind the other.
     pub(crate) inputs: &'a [&'a [u8]],
     /// Number of bytes copied back.
     pub(crate) output_bytes: usize,
-    /// True if there is nothing to do, on all ranks alike.
+    /// True if there is nothing to do. All ranks have the same value.
     pub(crate) empty: bool,
 }
 
-/// Steps of a collective on regions of the device: input and output.
+/// Enqueues a collective on two regions of the device: input and output.
 pub(crate) type Work<'a> =
     &'a mut dyn FnMut(&mut Communicator, &Stream, (Region, Region), WaitCheck<'_>) -> Result<(), DeviceError>;
 
-/// One group's way for host memory through the device.
+/// Buffers of one group for collectives on host memory.
 #[derive(Default)]
 pub(crate) struct ThroughDevice {
-    /// Made when it is first needed; kept only with no work under way.
+    /// `None` before the first use, and while work with the buffers is under way.
     staging: Option<Staging>,
 }
 
 impl ThroughDevice {
-    /// Copies the inputs to the device, does `work` there, copies the output back and shows it to `take`. All ranks
-    /// have [met](GroupLaunch::meet).
+    /// Copies the inputs to the device, does `work` there, copies the output back and passes it to `take`. All ranks
+    /// have passed [`meet`](GroupLaunch::meet).
     pub(crate) fn run(
         &mut self,
         group: &mut GroupLaunch,
@@ -97,7 +97,7 @@ impl ThroughDevice {
     }
 }
 
-/// Waits until the device is through.
+/// Waits until the device is done.
 fn wait_for_device(group: &GroupLaunch, call: &Call, staging: &Staging) -> Result<()> {
     let rank_device = &group.rank_device;
     let done = wait_until(&|| rank_device.check(call), || {

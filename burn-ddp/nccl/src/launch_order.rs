@@ -5,10 +5,11 @@
 //! timestamp: the total order of Skeen, in K. Birman and T. Joseph, "Reliable communication in the presence of
 //! failures", ACM TOCS 5 (1), 1987.
 //!
-//! A call takes part when all its ranks have met in it, so no group waits for calls that a program makes late or never.
-//! Each rank then proposes its clock; the largest proposal becomes the timestamp, ties go to the smaller group number.
-//! A call is launched when no other call that is pending on this rank has a smaller key, or can still get one: a
-//! timestamp is never smaller than the rank's own proposal, and later proposals are larger than all earlier timestamps.
+//! A call takes part only after all its ranks have entered it, so no group waits for calls that a program makes late or
+//! never. Each rank then proposes its clock; the largest proposal becomes the timestamp, ties go to the smaller group
+//! number. A call is launched when no other call that is pending on this rank comes before it in this order, or still
+//! can: a timestamp is never smaller than the rank's own proposal, and later proposals are larger than all earlier
+//! timestamps.
 
 use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -28,7 +29,7 @@ pub(crate) struct LaunchOrder {
 struct State {
     /// Not smaller than any proposal or timestamp so far.
     clock: u64,
-    /// By group, which has at most one call here at a time.
+    /// One entry per group, since a group has at most one call here at a time.
     pending: BTreeMap<u64, Stamp>,
 }
 
@@ -48,7 +49,7 @@ pub(crate) struct Turn<'a> {
 }
 
 impl LaunchOrder {
-    /// Adds a call of `group`, in which all its ranks have met.
+    /// Adds a call of `group` that all ranks of the group have entered.
     pub(crate) fn propose(&self, group: u64) -> Turn<'_> {
         let mut state = lock(&self.state);
         state.clock += 1;
@@ -144,8 +145,8 @@ mod tests {
         for _ in 0..300 {
             let orders: Vec<LaunchOrder> = (0..3).map(|_| LaunchOrder::default()).collect();
             let mut launched: [Vec<(usize, u64)>; 3] = Default::default();
-            // By group: its round and the agreed time; and by rank its turn, whether that knows the time, and whether
-            // it was launched.
+            // For each group its round and the agreed time; for each group and rank the turn, whether it knows the
+            // time, and whether it was launched.
             let mut rounds = [0_u64; 4];
             let mut times = [None; 4];
             let mut turns: [[Option<Turn<'_>>; 3]; 4] = Default::default();

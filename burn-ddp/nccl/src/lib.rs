@@ -29,14 +29,14 @@
 //! | can all ranks use NCCL? | [`capability()`], [`RankInfo`], [`decide`] |
 //! | devices, streams, events, memory | [`Device`], [`Stream`], [`Event`], [`DeviceBuffer`] |
 //! | communicators and their collectives | [`Communicator`], `collectives.rs`, [`NcclOp`] |
-//! | the foreign functions, and how they are loaded | [`Driver`], [`Nccl`], `dlopen.rs` |
+//! | functions of the driver and of NCCL, and how they are loaded | [`Driver`], [`Nccl`], `dlopen.rs` |
 //! | one rank's device, shared by the engines of its groups | `rank_device_state.rs` |
-//! | meeting and launching, in an order that all ranks agree on | `coordinated_launch.rs`, `launch_order.rs` |
+//! | launches, in an order that all ranks agree on | `coordinated_launch.rs`, `launch_order.rs` |
 //! | host memory through the device | `host_through_device.rs`, `staging_buffers.rs` |
 //! | enqueued collectives that no thread waits for | `watchdog.rs` |
 //! | devices and NCCL in host memory, for tests | `fake/` |
 //!
-//! Install, failure, numerics, and what needs a GPU to be verified: the README.
+//! The README describes installation, failures, numerics, and the checks that need a GPU.
 #![deny(unsafe_code)]
 
 mod blocking_copy;

@@ -22,7 +22,7 @@ pub struct UniqueId(pub [u8; UNIQUE_ID_BYTES]);
 pub const UNIQUE_ID_BYTES: usize = 128;
 
 impl fmt::Debug for UniqueId {
-    /// Hidden: a process that knows it may join.
+    /// Shows no bytes: a process that knows the id may join.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("UniqueId(..)")
     }
@@ -47,7 +47,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// NCCL's defaults, with calls that block or do not.
+    /// NCCL's defaults, with blocking or non-blocking calls.
     pub fn new(blocking: bool) -> Config {
         const UNSET: c_int = c_int::MIN;
         Config {
@@ -149,7 +149,7 @@ impl Nccl {
     /// Those of `load`.
     pub fn load_from(path: Option<&str>) -> Result<Nccl> {
         let names = match path {
-            // No fallback: another version in its place would be a surprise.
+            // No fallback: loading a version other than the chosen one would be a surprise.
             Some(path) => vec![path.to_owned()],
             None => vec!["libnccl.so.2".to_owned(), "libnccl.so".to_owned()],
         };
@@ -163,18 +163,18 @@ impl Nccl {
         })?;
         // SAFETY: a library of NCCL's name or of the user's choice; it stays loaded.
         let symbols = unsafe { Symbols::of(library) }.map_err(|symbol| {
-            environment(format!("{name} has no {symbol}: it is not NCCL or older than 2.18. {INSTALL}"))
+            environment(format!("{name} has no {symbol}: it is not NCCL, or is older than 2.18. {INSTALL}"))
         })?;
         Nccl::of(Arc::new(symbols)).map_err(|error| environment(format!("{name}: {error}")))
     }
 
-    /// An NCCL made of these functions.
+    /// An NCCL that consists of the functions `calls`.
     ///
     /// # Errors
-    /// [`Error::Environment`](burn_ddp_comm::Error::Environment) if they are older than 2.18, or fail.
+    /// [`Error::Environment`](burn_ddp_comm::Error::Environment) if its version is older than 2.18 or cannot be read.
     pub fn of(calls: Arc<dyn NcclCalls>) -> Result<Nccl> {
         let mut version = 0;
-        // SAFETY: a place for an int.
+        // SAFETY: a valid out-pointer.
         let code = unsafe { calls.get_version(&mut version) };
         let nccl = Nccl { calls, version };
         nccl.check("ncclGetVersion", std::ptr::null_mut(), code).map_err(environment)?;
@@ -207,7 +207,7 @@ impl Nccl {
     /// NCCL's message.
     pub fn unique_id(&self) -> Result<UniqueId, String> {
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
-        // SAFETY: a place for an id.
+        // SAFETY: a valid out-pointer.
         let code = unsafe { self.calls.get_unique_id(&mut id) };
         self.check("ncclGetUniqueId", std::ptr::null_mut(), code)?;
         Ok(id)
@@ -286,7 +286,7 @@ mod tests {
         assert!(error.contains("libc.so.6 has no ncclGetVersion") && error.contains("nvidia-nccl-cu12"), "{error}");
     }
 
-    /// Without a GPU it loads, makes ids, takes our structures by value and by address, and says what it lacks.
+    /// Without a GPU NCCL loads, makes ids, takes our structures by value and by address, and has texts for errors.
     #[test]
     #[ignore = "needs NCCL: set BURN_DDP_NCCL"]
     fn the_real_one_loads() {
@@ -295,7 +295,7 @@ mod tests {
         let ids = [nccl.unique_id().unwrap().0, nccl.unique_id().unwrap().0];
         assert!(ids[0] != ids[1] && ids[0] != [0; UNIQUE_ID_BYTES]);
         let (mut comm, mut config): (RawComm, Config) = (std::ptr::null_mut(), Config::new(false));
-        // SAFETY: places for a handle and a configuration, and a rank below the size.
+        // SAFETY: valid pointers to a handle and a configuration, and a rank below the size.
         let code = unsafe { nccl.calls().comm_init_rank_config(&mut comm, 1, UniqueId(ids[0]), 0, &mut config) };
         println!(
             "{nccl:?}: init returns {code}, {:?}",

@@ -1,4 +1,4 @@
-//! A lock that goes on after a panic.
+//! Locking of a mutex that ignores poisoning.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -13,13 +13,13 @@ use crate::nccl::Nccl;
 use crate::stream::Stream;
 use crate::watchdog::Watchdog;
 
-/// A rank's device, the NCCL on it, and what keeps the launches of its groups in order.
+/// A rank's device, the NCCL on it, and the state that keeps the launches of its groups in order.
 pub(crate) struct RankDevice {
     pub(crate) membership: Arc<Membership>,
     pub(crate) nccl: Nccl,
     pub(crate) device: Device,
-    /// Stream of all communicators: each launch waits for an event of its own, so an order of launches is one of
-    /// execution only on a single stream.
+    /// Stream on which all communicators launch. Each launch waits for an event of its own, so only on a single stream
+    /// is the order of launches also the order of execution.
     pub(crate) stream: Stream,
     pub(crate) launch_order: LaunchOrder,
     pub(crate) watchdog: Arc<Watchdog>,
@@ -47,7 +47,7 @@ impl RankDevice {
     pub(crate) fn error(&self, error: DeviceError) -> Error {
         match error {
             DeviceError::World(error) => error,
-            DeviceError::Library(why) => root_cause(&self.membership, &why),
+            why => root_cause(&self.membership, &why.to_string()),
         }
     }
 }

@@ -8,10 +8,10 @@ use crate::device_and_pinned_memory::{DeviceBuffer, HostBuffer, Region};
 use crate::event::Event;
 use crate::stream::Stream;
 
-/// Time for a device to end aborted work. Spent by a thread of its own.
+/// Longest wait for a device to end aborted work, on a thread of its own.
 const RETIRE: Duration = Duration::from_secs(60);
 
-/// One buffer on the host and one on the device, each for the input and the output. Reused, since allocating them is
+/// One buffer on the host and one on the device, each with room for input and output. Reused, since allocating them is
 /// slow.
 ///
 /// The device copies only from and to these buffers, never the memory of a caller: so a collective that fails can
@@ -34,7 +34,7 @@ impl Staging {
         Ok(Staging { host: device.alloc_host(len_bytes)?, device: device.alloc(len_bytes)?, done: device.event()? })
     }
 
-    /// Bytes that an input and an output need; `None` if that is more than there can be.
+    /// Bytes that an input and an output need; `None` if the sum overflows.
     pub(crate) fn needed(input_bytes: usize, output_bytes: usize) -> Option<usize> {
         input_bytes.checked_next_multiple_of(ALIGN)?.checked_add(output_bytes)
     }
@@ -49,7 +49,8 @@ impl Staging {
         Ok((all.part(0, input_bytes)?, all.part(input_bytes.next_multiple_of(ALIGN), output_bytes)?))
     }
 
-    /// Frees the buffers when the device is through with the work that failed on `stream`, or never.
+    /// Frees the buffers when the device has ended the failed work on `stream`; never if that takes longer than
+    /// [`RETIRE`].
     pub(crate) fn retire(self, device: &Device, stream: &Stream) {
         let enqueued = stream.record(&self.done);
         let held = ManuallyDrop::new(self);

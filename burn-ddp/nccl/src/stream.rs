@@ -17,7 +17,7 @@ impl Device {
     pub fn stream(&self) -> Result<Stream, String> {
         self.bind()?;
         let mut stream: Raw = std::ptr::null_mut();
-        // SAFETY: a place for a handle, in a current context.
+        // SAFETY: a valid out-pointer, in a current context.
         let code = unsafe { self.driver().calls().stream_create(&mut stream, STREAM_NON_BLOCKING) };
         self.driver().check("cuStreamCreate", code)?;
         Ok(Stream { device: self.clone(), handle: DriverHandle(stream) })
@@ -31,6 +31,10 @@ pub struct Stream {
 }
 
 impl Stream {
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// The `CUstream`.
     pub fn raw(&self) -> *mut c_void {
         self.handle.0
@@ -82,7 +86,7 @@ impl Stream {
 
     /// Fills `region` with zeros.
     pub(crate) fn clear(&self, region: Region) -> Result<(), String> {
-        // SAFETY: a region is as long as it says.
+        // SAFETY: a region is `len_bytes` of device memory, by its contract.
         let code =
             unsafe { self.device.driver().calls().memset_d8_async(region.pointer, 0, region.len_bytes, self.handle.0) };
         self.device.driver().check("cuMemsetD8Async", code)
@@ -92,7 +96,7 @@ impl Stream {
 impl Drop for Stream {
     /// Returns at once: the driver frees the stream when its work is done.
     fn drop(&mut self) {
-        // SAFETY: a stream of ours that is out of use.
+        // SAFETY: a stream of this crate that has no other user.
         unsafe { self.device.driver().calls().stream_destroy(self.handle.0) };
     }
 }

@@ -4,21 +4,21 @@ use std::time::Duration;
 
 use burn_ddp_comm::{Error, PollPause};
 
-/// Check between two looks of a wait. An error ends the wait: the world has ended, or the deadline has passed.
+/// Check that a wait makes between two polls. An error ends the wait: the world has ended, or the deadline has passed.
 pub type WaitCheck<'a> = &'a dyn Fn() -> Result<(), Error>;
 
-/// Time for which a wait yields its core before it sleeps: most launches are enqueued within it.
+/// Time for which a wait yields its core before it sleeps: most launches are enqueued within this time.
 const YIELDS: Duration = Duration::from_micros(200);
 
-/// Pauses between two looks at a device. They never spin: the threads of a rank may share one core.
+/// Pauses between two polls of a device. They never spin: the threads of a rank may share one core.
 pub(crate) fn poll_pause() -> PollPause {
     PollPause::new(Duration::ZERO, YIELDS)
 }
 
-/// Looks until `is_done` returns true, with a `check` after each look that found otherwise.
+/// Polls `is_done` until it returns true, and calls `check` after each poll that returned false.
 ///
 /// # Errors
-/// The first error of either.
+/// The first error of `is_done` or `check`.
 pub(crate) fn wait_until<E: From<Error>>(
     check: WaitCheck<'_>,
     mut is_done: impl FnMut() -> Result<bool, E>,

@@ -20,7 +20,7 @@ pub(crate) struct Enqueued {
     pub(crate) call: Call,
 }
 
-/// One thread per fabric, started for the first collective that is not waited for. It ends when the fabric is dropped
+/// Watchdog of one fabric. Its thread starts with the first enqueued collective, and ends when the fabric is dropped
 /// and every collective is done.
 pub(crate) struct Watchdog {
     membership: Arc<Membership>,
@@ -32,13 +32,13 @@ pub(crate) struct Watchdog {
 
 #[derive(Default)]
 struct List {
-    /// Written by engines; taken and put back by the thread.
+    /// Engines add to it; the thread takes all out, and puts back what is not done.
     enqueued: Mutex<Vec<Enqueued>>,
     /// Notified when a collective is added, and when the fabric is dropped.
     changed: Condvar,
 }
 
-/// Time between two looks.
+/// Time between two polls of the enqueued collectives.
 const LOOK: Duration = Duration::from_millis(2);
 
 impl Watchdog {
@@ -80,7 +80,7 @@ fn keep_watch(membership: &Membership, device: &Device, list: &List, owner: &Wea
             if idle && owner.strong_count() == 0 {
                 return;
             }
-            // The last notification of the owner can come between the look above and the wait.
+            // The owner can be dropped between the check above and the wait, whose notification is then missed.
             let patience = if idle { Duration::from_millis(200) } else { LOOK };
             let waited = list.changed.wait_timeout(enqueued, patience);
             std::mem::take(&mut *waited.unwrap_or_else(PoisonError::into_inner).0)
@@ -97,7 +97,7 @@ fn goes_on(membership: &Membership, Enqueued { communicator, done, call }: &Enqu
         (_, Err(_)) => None,
         (Err(why), _) => Some(why),
         (Ok(false), Ok(())) => {
-            // A thread that launches with the communicator holds the lock, and looks for errors itself.
+            // A thread that launches with the communicator holds the lock, and checks for errors itself.
             let found =
                 communicator.try_lock().ok().and_then(|mut own| own.as_mut().and_then(Communicator::async_error));
             match found {

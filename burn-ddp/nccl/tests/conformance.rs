@@ -1,7 +1,7 @@
-//! The conformance suite of engines, with all collectives by NCCL, on a machine that is a fake.
+//! The conformance suite of engines, with all collectives by NCCL, on a fake machine.
 //!
 //! The fake reduces as burn-ddp's host engines do, so bits can be compared; NCCL itself adds in another order. Means of
-//! unequal weights are different even so: factors come before the sum, not after it. See `weights_make_shares` in
+//! unequal weights differ all the same: NCCL applies factors before the sum, not after it. See `weights_make_shares` in
 //! `tests/device`.
 
 #![allow(missing_docs, unreachable_pub)]

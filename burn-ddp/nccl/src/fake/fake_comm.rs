@@ -17,7 +17,7 @@ pub(super) struct FakeComm {
     pub(super) finalizing: AtomicBool,
     /// Result of the next calls of `ncclCommGetAsyncError`.
     pub(super) error: AtomicI32,
-    /// Number of looks until the launched calls are enqueued.
+    /// Number of `ncclCommGetAsyncError` calls until the launched calls are enqueued.
     pub(super) looks: AtomicU32,
     /// Launched calls that are not enqueued yet, and their stream.
     pub(super) held: Mutex<Option<(Arc<FakeStream>, Vec<Op>)>>,

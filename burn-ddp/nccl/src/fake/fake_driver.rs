@@ -45,19 +45,19 @@ impl DriverCalls for State {
     }
 
     unsafe fn driver_get_version(&self, version: *mut c_int) -> c_int {
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *version = 12080 };
         SUCCESS
     }
 
     unsafe fn get_error_string(&self, _error: c_int, text: *mut *const c_char) -> c_int {
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *text = c"an error of the fake driver".as_ptr() };
         SUCCESS
     }
 
     unsafe fn device_get_count(&self, count: *mut c_int) -> c_int {
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *count = self.devices as c_int };
         SUCCESS
     }
@@ -66,7 +66,7 @@ impl DriverCalls for State {
         if ordinal < 0 || ordinal as usize >= self.devices {
             return INVALID_DEVICE;
         }
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *device = ordinal };
         SUCCESS
     }
@@ -80,13 +80,13 @@ impl DriverCalls for State {
     }
 
     unsafe fn device_get_uuid(&self, uuid: *mut [u8; 16], device: c_int) -> c_int {
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *uuid = [device as u8; 16] };
         SUCCESS
     }
 
     unsafe fn primary_ctx_retain(&self, context: *mut Raw, device: c_int) -> c_int {
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *context = (self.id << 16 | device as usize) as Raw };
         SUCCESS
     }
@@ -104,7 +104,7 @@ impl DriverCalls for State {
         let Some(ordinal) = self.current() else { return INVALID_CONTEXT };
         let handle = self.handle();
         lock(&self.streams).insert(handle, FakeStream::start(ordinal, self.delays.clone()));
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *stream = handle as Raw };
         SUCCESS
     }
@@ -128,7 +128,7 @@ impl DriverCalls for State {
         }
         let handle = self.handle();
         lock(&self.events).insert(handle, Arc::default());
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *event = handle as Raw };
         SUCCESS
     }
@@ -161,7 +161,7 @@ impl DriverCalls for State {
         // Fresh memory of a real device is not zero either.
         let bytes = Arc::new(Mutex::new(vec![0xa5; bytes]));
         lock(&self.memory).insert(address, Allocation { ordinal, bytes });
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *pointer = address };
         SUCCESS
     }
@@ -174,7 +174,7 @@ impl DriverCalls for State {
         let memory: &'static mut [u8] = Box::leak(vec![0_u8; bytes].into_boxed_slice());
         let address = memory.as_mut_ptr();
         lock(&self.pinned).insert(address as usize, bytes);
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *pointer = address.cast() };
         SUCCESS
     }

@@ -23,7 +23,7 @@ pub(super) const FIRST_OWN_OP: i32 = 5;
 /// A call in a group: communicator, stream, call.
 type Called = (u64, u64, Op);
 
-/// Work of a stream for a call; `None` if that was aborted.
+/// Work of a stream for a call; returns `None` if the call was aborted.
 type Step = Box<dyn FnOnce(&FakeComm) -> Option<()> + Send>;
 
 thread_local! {
@@ -92,7 +92,7 @@ impl State {
         })
     }
 
-    /// Operator of a number, with this communicator's factor.
+    /// Operator with the number `op`, with this communicator's factor.
     pub(super) fn kind(&self, op: c_int, comm: RawComm) -> Option<Kind> {
         if op < FIRST_OWN_OP {
             return Kind::of(op);
@@ -113,7 +113,7 @@ impl State {
         if depth == 0 { self.launch() } else { SUCCESS }
     }
 
-    /// Launches the calls of this thread's group: at once, or at a later look at the communicator.
+    /// Launches the calls of this thread's group: at once, or in a later `ncclCommGetAsyncError` if non-blocking.
     fn launch(&self) -> c_int {
         let calls = GROUP.with_borrow_mut(|(_, calls)| std::mem::take(calls));
         let Some((raw, stream, _)) = calls.first() else { return SUCCESS };
@@ -150,7 +150,7 @@ impl State {
         })));
     }
 
-    /// Work of a call. Its memory is looked up now, since the work has addresses only.
+    /// Work of a call. Its memory is looked up now: the stream's thread cannot.
     fn resolved(&self, ordinal: usize, op: Op) -> Step {
         let memory = |pointer: u64, bytes: usize| {
             self.within(pointer, bytes).filter(|(memory, _)| bytes > 0 && memory.ordinal == ordinal)

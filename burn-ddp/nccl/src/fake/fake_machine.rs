@@ -42,12 +42,12 @@ impl Machine {
         lock(&self.state.faults).insert(ordinal, fault);
     }
 
-    /// Delays streams and launches by up to `most`, at random.
+    /// Delays streams and launches at random, by up to `most`.
     pub fn set_jitter(&self, most: Duration, seed: u64) {
         self.state.delays.set(most, seed);
     }
 
-    /// Misuse so far, such as launches in different orders on different devices.
+    /// Descriptions of misuse so far, such as launches in different orders on different devices.
     pub fn misuse(&self) -> Vec<String> {
         let mut misuse = lock(&self.state.misuse).clone();
         misuse.extend(self.state.disorder());

@@ -15,7 +15,7 @@ use crate::poison_free_lock::lock;
 
 impl NcclCalls for State {
     unsafe fn get_version(&self, version: *mut c_int) -> c_int {
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *version = 22907 };
         SUCCESS
     }
@@ -23,7 +23,7 @@ impl NcclCalls for State {
     unsafe fn get_unique_id(&self, id: *mut UniqueId) -> c_int {
         let mut bytes = [0; 128];
         bytes[..8].copy_from_slice(&self.handle().to_le_bytes());
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *id = UniqueId(bytes) };
         SUCCESS
     }
@@ -73,7 +73,7 @@ impl NcclCalls for State {
         };
         let handle = self.handle();
         lock(&self.comms).insert(handle, Arc::new(new));
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *comm = handle as RawComm };
         if blocking { SUCCESS } else { IN_PROGRESS }
     }
@@ -95,7 +95,7 @@ impl NcclCalls for State {
                 }
                 if ready && looked { SUCCESS } else { IN_PROGRESS }
             }
-            // The launched calls are on the device nevertheless.
+            // The launched calls are enqueued in spite of the error.
             code => {
                 if let Some((stream, ops)) = held.take() {
                     self.enqueue(&found, &stream, ops);
@@ -103,7 +103,7 @@ impl NcclCalls for State {
                 code
             }
         };
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *error = state };
         SUCCESS
     }
@@ -272,7 +272,7 @@ impl NcclCalls for State {
         let mut ops = lock(&self.ops);
         let number = (FIRST_OWN_OP..).find(|number| !ops.contains_key(number)).unwrap_or(FIRST_OWN_OP);
         ops.insert(number, (comm as u64, factor));
-        // SAFETY: the caller's place.
+        // SAFETY: the caller's out-pointer.
         unsafe { *op = number };
         SUCCESS
     }

@@ -20,7 +20,7 @@ pub(super) struct FakeRendezvous {
 pub(super) struct RendezvousState {
     /// Devices of the ranks that joined, by rank.
     pub(super) joined: BTreeMap<usize, usize>,
-    /// Number of ranks that are ready to be destroyed, or gone.
+    /// Number of ranks that have finalized or aborted their communicator.
     pub(super) finalized: usize,
     /// Collectives under way, by their number.
     rounds: HashMap<u64, Round>,
@@ -60,8 +60,8 @@ impl FakeRendezvous {
         FakeRendezvous { id, size, state: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Waits for the other ranks' parts of collective `nth`; returns this rank's output, or `None` if it was aborted.
-    /// Parts that do not fit together never end, as on a device, and are reported to `misused`.
+    /// Waits for the other ranks' parts of collective `nth`; returns this rank's output, or `None` if it was aborted. A
+    /// collective whose parts do not fit together never ends, as on a device, and is reported to `misused`.
     pub(super) fn meet(
         &self,
         rank: usize,

@@ -14,11 +14,11 @@ use crate::poison_free_lock::lock;
 /// Fault injected on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Its communicators cannot be made.
+    /// Making a communicator on the device fails.
     InitFails,
-    /// Its communicators are never ready.
+    /// A communicator on the device never gets ready.
     InitHangs,
-    /// The launch after this many is refused.
+    /// Each communicator refuses launches after this many.
     LaunchFails(u64),
     /// Collectives launched after this many launches never complete.
     Hangs(u64),
@@ -28,7 +28,7 @@ pub enum Fault {
 
 /// State behind a machine.
 pub(super) struct State {
-    /// Tells the contexts of machines apart.
+    /// Tells contexts of this machine from those of others.
     pub(super) id: usize,
     pub(super) devices: usize,
     /// Handles and addresses are never used twice.
@@ -46,7 +46,7 @@ pub(super) struct State {
     pub(super) faults: Mutex<HashMap<usize, Fault>>,
     /// Launches in their order: device, rendezvous, number of launches of the rendezvous before.
     pub(super) launches: Mutex<Vec<(usize, u64, u64)>>,
-    /// Misuse that no program may commit.
+    /// Descriptions of misuse so far.
     pub(super) misuse: Arc<Mutex<Vec<String>>>,
     /// Shared with streams' threads, which may outlive the machine.
     pub(super) delays: Arc<Delays>,

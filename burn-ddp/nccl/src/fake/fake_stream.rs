@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use crate::poison_free_lock::lock;
 
-/// Longest time between two checks of a waiting task for an abort.
+/// Longest time between two checks whether a waiting task was aborted.
 pub(super) const GLANCE: Duration = Duration::from_millis(2);
 
 /// Work of a stream.
 pub(super) enum Task {
-    /// Waits until the event was completed as often as it was recorded when this was enqueued.
+    /// Waits until the event was completed as often as it was recorded when this task was enqueued.
     Wait(Arc<FakeEvent>, u64),
     Complete(Arc<FakeEvent>, u64),
     Run(Box<dyn FnOnce() + Send>),
@@ -81,7 +81,7 @@ impl FakeEvent {
         *lock(&self.counts)
     }
 
-    /// Counts one more record, and returns the number of them.
+    /// Counts one more record, and returns the number of records.
     pub(super) fn record(&self) -> u64 {
         let mut counts = lock(&self.counts);
         counts.0 += 1;

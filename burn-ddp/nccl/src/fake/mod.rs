@@ -1,13 +1,13 @@
-//! A machine with devices and NCCL in host memory, for tests where there is no GPU.
+//! A fake machine with devices and NCCL in host memory, for tests where there is no GPU.
 //!
 //! It is asynchronous, as the real one is: each stream is a thread that does the enqueued work in order, calls of
 //! communicators that do not block return before they have enqueued anything, and each communicator waits on its stream
 //! for those of the other ranks. So a missing wait gives wrong numbers, and launches in different orders on two devices
 //! wait for each other until a deadline passes. Addresses are numbers that mean nothing to the host, and access outside
-//! of an allocation is an error. All of it can be made to [fail](Fault).
+//! of an allocation is an error. Each device can be made to [fail](Fault).
 //!
 //! Reductions are those of burn-ddp's host engines, bit by bit, so that the conformance suite of these engines runs
-//! here. NCCL's own are not: they add in another order, and in the elements' type.
+//! here. NCCL itself adds in another order, and in the elements' type.
 //!
 //! | what | where |
 //! |---|---|

@@ -10,7 +10,7 @@ use burn_ddp_comm::{DType, Error, ProcessGroup, ReduceOp, Result, World, WorldOp
 use burn_ddp_nccl::fake::Machine;
 use burn_ddp_nccl::{Device, DeviceBuffer, DeviceReduce, Event, HostMemory, NcclFabric, Piece, Stream};
 
-/// What must be immediate is done within this time, and not because a deadline passed.
+/// Limit for what must happen without waiting for the deadline of [`patient`].
 pub const AT_ONCE: Duration = Duration::from_secs(10);
 
 pub struct Rank {
@@ -18,7 +18,7 @@ pub struct Rank {
     pub world: World,
     pub device: Device,
     pub membership: Arc<Membership>,
-    /// Where this rank computes.
+    /// Stream of this rank's kernels.
     pub stream: Stream,
 }
 
@@ -30,7 +30,7 @@ pub fn hasty(timeout_ms: u64) -> WorldOptions {
     WorldOptions { timeout: Duration::from_millis(timeout_ms), ..WorldOptions::default() }
 }
 
-/// Runs `n` ranks; yields what they return, in rank order.
+/// Runs `n` ranks; returns their results, in rank order.
 pub fn run<R: Send>(
     machine: &Machine,
     n: usize,
@@ -91,7 +91,7 @@ impl Rank {
         self.device.alloc(len * 4).expect("memory")
     }
 
-    /// A kernel that writes `values` when the device gets to it, and takes `for_long`. The event is recorded behind it.
+    /// Enqueues a kernel that takes `for_long` and then writes `values`. Returns the event recorded behind it.
     pub fn compute(&self, to: &DeviceBuffer, values: Vec<f32>, for_long: Duration) -> Event {
         let pointer = to.pointer();
         self.machine.launch(&self.stream, move |machine| {
@@ -103,7 +103,7 @@ impl Rank {
         ready
     }
 
-    /// What is there when this rank's stream gets to it, which waits for `after`.
+    /// Contents of the buffer, read by this rank's stream after it has waited for `after`.
     pub fn result(&self, from: &DeviceBuffer, after: Option<&Event>) -> Vec<f32> {
         after.into_iter().for_each(|event| self.stream.wait(event).expect("a wait"));
         let (sender, receiver) = std::sync::mpsc::channel();
@@ -123,14 +123,14 @@ pub fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
 }
 
-/// In place, all of these buffers as one.
+/// An in-place reduction of all these buffers as one.
 pub fn place(ordinal: usize, buffers: &[&DeviceBuffer], ready: Option<Event>) -> DeviceReduce {
     let piece = |buffer: &&DeviceBuffer| Piece {
         input: buffer.pointer(),
         output: buffer.pointer(),
         len_elems: buffer.len_bytes() / 4,
     };
-    // SAFETY: on this machine what is not allocated is an error, and nothing else.
+    // SAFETY: the machine is a fake: access outside an allocation is an error, and harms nothing.
     unsafe { DeviceReduce::new(ordinal, buffers.iter().map(piece).collect(), ready) }
 }
 
@@ -147,7 +147,7 @@ pub fn soon(what: &str, done: impl Fn() -> bool) {
     }
 }
 
-/// Nothing is left of ranks that are gone, and nothing was done that may not be.
+/// Fails if the machine was misused, or if anything of the ended ranks is left on it.
 pub fn assert_clean(machine: &Machine) {
     assert_eq!(machine.misuse(), [] as [String; 0]);
     soon("communicators are left", || machine.communicators() == 0);

@@ -1,4 +1,4 @@
-//! Whatever fails on one device, all ranks learn it, in time, and nothing stays behind.
+//! A failure on one device is an error on all ranks, in time, and leaves nothing behind.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -85,7 +85,7 @@ fn a_launch_that_is_refused_ends_the_world() {
     assert_clean(&machine);
 }
 
-/// Found by the watchdog: the call itself has returned.
+/// On device memory the call has returned by then: the watchdog finds the error.
 #[test]
 fn an_error_in_the_background_ends_the_world() {
     for memory in [HostMemory::ByHost, HostMemory::ThroughDevice] {
@@ -134,7 +134,7 @@ fn what_never_completes_ends_at_the_deadline() {
     }
 }
 
-/// Dead before the launch: the meeting of the hosts finds out, and nothing is launched.
+/// The rank dies before the launch: the exchange between the hosts finds out, and nothing is launched.
 #[test]
 fn a_rank_that_dies_before_the_launch_is_named() {
     let machine = Machine::new(3);
@@ -152,7 +152,7 @@ fn a_rank_that_dies_before_the_launch_is_named() {
     assert_clean(&machine);
 }
 
-/// Dead after the launch: what waits on the device for it is aborted.
+/// The rank dies after the launch: the work on the devices that waits for it is aborted.
 #[test]
 fn a_rank_that_dies_after_the_launch_is_named() {
     for memory in [HostMemory::ByHost, HostMemory::ThroughDevice] {
@@ -204,7 +204,7 @@ fn a_panic_ends_what_is_on_the_device() {
     assert_clean(&machine);
 }
 
-/// Groups, worlds and places go in any order, with work under way, and none of it waits.
+/// Groups, worlds and reductions are dropped in any order, with work under way, and no drop waits.
 #[test]
 fn what_is_under_way_may_be_dropped_in_any_order() {
     for order in 0..6 {
@@ -226,14 +226,14 @@ fn what_is_under_way_may_be_dropped_in_any_order() {
                 parts[nth] = None;
             }
             assert!(start.elapsed() < Duration::from_millis(700), "a drop waited: {:?}", start.elapsed());
-            // What was enqueued is still done: the memory has to be there until then.
+            // The enqueued work is still done, so the memory has to be there until then.
             assert_eq!(rank.result(&buffer, Some(&done)), [2.0; 16]);
         });
         assert_clean(&machine);
     }
 }
 
-/// With work that will never be done.
+/// The same with work that never completes.
 #[test]
 fn what_hangs_may_be_dropped() {
     let machine = Machine::new(2);

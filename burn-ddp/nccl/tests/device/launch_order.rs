@@ -8,7 +8,7 @@ use burn_ddp_nccl::fake::Machine;
 
 use crate::common::{Rank, all_reduce, assert_clean, hasty, on_devices, place};
 
-/// Does reductions on a group of these ranks, each with another readiness.
+/// Does `rounds` reductions on `group`; the input of each rank is ready at another time.
 fn rounds(rank: &Rank, group: &burn_ddp_comm::ProcessGroup, rounds: usize, seed: usize) {
     let buffer = rank.room(100);
     for round in 0..rounds {
@@ -61,7 +61,7 @@ fn three_groups_that_overlap() {
     assert_clean(&machine);
 }
 
-/// A group that waits for a rank does not hold up another one.
+/// A group that waits for a rank does not hold up another group.
 #[test]
 fn a_group_that_waits_for_a_rank_holds_up_nobody() {
     let machine = Machine::new(2);

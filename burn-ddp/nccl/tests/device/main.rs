@@ -1,5 +1,4 @@
-//! Reductions of what is on devices, of a machine that is a fake: the right numbers, the same order of launches
-//! everywhere, and what happens when something fails.
+//! Collectives on the device memory of a fake machine: results, refused arguments, the order of launches, and failures.
 
 #![allow(missing_docs, unreachable_pub)]
 
@@ -7,3 +6,4 @@ mod common;
 mod faults;
 mod launch_order;
 mod reduce;
+mod refused_arguments;

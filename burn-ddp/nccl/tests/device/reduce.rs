@@ -9,7 +9,7 @@ use burn_ddp_nccl::{DeviceReduce, HostMemory, Piece};
 
 use crate::common::{all_reduce, assert_clean, floats, on_devices, patient, place, run};
 
-/// The input is there late; whoever does not wait for it reduces what was there before.
+/// The input is written late: a reduction that does not wait for it would reduce the old values.
 #[test]
 fn a_reduction_waits_for_its_input_and_is_waited_for() {
     for n in [1, 2, 3] {
@@ -30,7 +30,7 @@ fn a_reduction_waits_for_its_input_and_is_waited_for() {
     }
 }
 
-/// It returns when it is enqueued: the device may still be computing what it needs.
+/// A reduction returns when enqueued: the device may still be computing its input.
 #[test]
 fn the_host_does_not_wait_for_the_device() {
     let machine = Machine::new(2);
@@ -91,7 +91,7 @@ fn events_are_used_again() {
     assert!(events <= 60, "{events} events for 100 reductions, one at a time, on each of 2 ranks");
 }
 
-/// Factors before the sum: right up to the rounding of the factor.
+/// Factors come before the sum: means are right up to the rounding of the factor.
 #[test]
 fn weights_make_shares() {
     for memory in [HostMemory::ByHost, HostMemory::ThroughDevice] {
@@ -174,7 +174,7 @@ fn what_does_not_fit_is_refused_before_anything_is_launched() {
         let elements = OnDevice { dtype: DType::F32, len_elems: 8, place: &mut other };
         let text = group.all_reduce_on_device(elements, ReduceOp::Sum, 0).unwrap_err().to_string();
         assert!(text.contains("DeviceReduce"), "{text}");
-        // All of that left the group usable.
+        // The group is still usable after these errors.
         let ready = rank.compute(&buffer, vec![2.0; 8], Duration::ZERO);
         let mut place = place(own, &[&buffer], Some(ready));
         all_reduce(&group, &mut place, 8, ReduceOp::Product).unwrap();
@@ -215,7 +215,7 @@ fn nothing_is_reduced_without_a_launch() {
     assert_eq!(machine.launched(0), 0);
 }
 
-/// What is in host memory does not go to the device unless asked.
+/// Elements in host memory do not go to the device unless `HostMemory` says so.
 #[test]
 fn host_memory_is_the_hosts() {
     let machine = Machine::new(2);
@@ -232,7 +232,7 @@ fn host_memory_is_the_hosts() {
     assert_clean(&machine);
 }
 
-/// Of halves, and integers.
+/// Sums of halves and integers too.
 #[test]
 fn every_dtype_arrives_as_it_is() {
     let machine = Machine::new(2);
